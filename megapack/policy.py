@@ -87,11 +87,10 @@ class Policy:
     sample is over the budget otherwise. Needs count_rule "legal" or "multiple" and planned rows."""
     split_samples: SplitSamples = "off"
     """"auto": a long sample may be cut into pieces in consecutive micro-batches of one DP rank,
-    where that is faster or where it is over the budget. "off": every sample is whole in its row.
-    Training steps with pieces need executor="operations"."""
+    where that is faster or where it is over the budget. "off": every sample is whole in its row."""
     backward: Backward = "joint"
     """"split": weight gradients are computed apart from input gradients, where a stage waits.
-    "joint": together. Needs executor="operations"."""
+    "joint": together."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

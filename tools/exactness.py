@@ -439,7 +439,7 @@ def write(page: Path, marks: tuple[str, str], lines: list[str]) -> None:
     """Replace the part of the page between two marks; only print under another executor."""
     body = "\n".join(lines)
     print(body)
-    if executor() != "megatron":
+    if executor() == "operations":
         return
     before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
     after = rest.partition(marks[1])[2]

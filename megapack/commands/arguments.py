@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import MISSING, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -14,8 +14,7 @@ from megapack.cost.memory import GIB
 from megapack.data.lengths import Columns, LengthTable, read_length_file
 from megapack.errors import ConfigError, PlanError, brief
 from megapack.layout import Layout
-from megapack.plan.plan import Counts, Plan
-from megapack.plan.show import operations_text, wide_rows_text
+from megapack.plan.plan import Plan
 from megapack.policy import Policy
 
 # Fields of `Policy` that `megapack tune` sweeps.
@@ -209,42 +208,6 @@ def add_json(parser: argparse._ActionsContainer) -> None:
 def print_json(value: Any) -> None:
     """Print JSON for programs; refuses NaN and infinity, which JSON does not have."""
     print(json.dumps(value, indent=2, allow_nan=False))
-
-
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: the first row is the head, the first column is left-aligned, others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        print("  ".join(cells).rstrip())
-
-
-def shared_text(counts: Counts) -> str:
-    """What rows save by shared prefixes, in one line."""
-    return (
-        f"shared prefixes: rows do not hold {counts.shared_tokens} of {counts.tokens} tokens again "
-        f"({counts.shared_fraction:.1%})"
-    )
-
-
-def wide_text(counts: Counts) -> str:
-    """The micro-batches that several DP ranks share, in one line."""
-    return (
-        f"wide micro-batches: {wide_rows_text(counts)}; they have {counts.wide_tokens} of "
-        f"{counts.tokens} tokens ({counts.wide_fraction:.1%})"
-    )
-
-
-def orders_text(counts: Counts, live_tokens: float) -> str:
-    """The split samples and split backwards, in one line; "" if there are none.
-
-    Args:
-        live_tokens: `Report.peak_live_tokens`.
-    """
-    text = operations_text(counts)
-    live = f"at most {live_tokens:.0f} tokens are live on a GPU"
-    return f"orders of operations: {text}; {live}" if text else ""
 
 
 def is_run(target: str) -> bool:

@@ -18,22 +18,19 @@ from megapack.commands.arguments import (
     add_steps,
     check_output,
     integer,
-    orders_text,
     print_json,
-    print_table,
     read_layout,
     read_policy,
     read_table,
-    shared_text,
-    wide_text,
 )
 from megapack.commands.costs import Pricing, add_costs, read_pricing
+from megapack.commands.tables import Column, fact_columns, print_columns
 from megapack.cost.sizes import typical_length
 from megapack.data.lengths import LengthTable
 from megapack.errors import PlanError
+from megapack.plan.facts import FEATURES, columns_named, features_of
 from megapack.plan.file import write_plan
 from megapack.plan.plan import Plan
-from megapack.plan.show import operations_text
 
 if TYPE_CHECKING:
     from megapack.outlook.stats import PlanReport
@@ -91,15 +88,12 @@ def run(args: argparse.Namespace) -> int:
     )
     plan = make(policy=policy)
     strategies = {"megapack": plan}
-    # A sample over the budget of one rank or row has no such plan to compare with.
-    if plan.counts.wide_rows:
+    for rival in dict.fromkeys(f.rival for f in features_of(plan.counts) if f.rival):
+        without = {f.setting: f.off for f in FEATURES if f.rival == rival}
+        # A sample over the budget of one rank or row has no such plan to compare with.
         with contextlib.suppress(PlanError):
-            fixed = replace(policy, context_parallel="fixed", oversize="error")
-            strategies["fixed CP"] = make(policy=fixed)
-    if operations_text(plan.counts):
-        with contextlib.suppress(PlanError):
-            whole = replace(policy, split_samples="off", backward="joint", oversize="error")
-            strategies["Megatron's order"] = make(policy=whole)
+            other = replace(policy, oversize="error", **without)  # type: ignore[arg-type]
+            strategies[rival] = make(policy=other)
     strategies |= naive_plans(plan, table.lengths)
     reports = {
         name: plan_report(strategy, table.lengths, pricing.cost)
@@ -148,34 +142,15 @@ def _print(
         f"{lengths.size} samples, {lengths.sum()} tokens ({table.columns}), the longest "
         f"{lengths.max()}, on {plan.layout.world_size} GPUs{dropped}"
     )
-    seconds = ["seconds", "tokens/s/GPU"] if pricing.in_seconds else []
-    head = ["", "steps", "M", "rows", "fill", "padding", "imbalance", "bubble", *seconds]
-    rows = [[*head, "time/equal work", "time/megapack"]]
-    for name, report in reports.items():
-        ratio = f"{report.seconds / ours.seconds:.2f}"
-        rows.append([name, *_cells(report, pricing.in_seconds), ratio])
-    print_table(rows)
-    if ours.shared_tokens:
-        print(f"{shared_text(ours)}; the other strategies share nothing")
-    if ours.wide_rows:
-        print(f"{wide_text(ours)}; the other strategies have none")
-    if orders := orders_text(ours, ours.peak_live_tokens):
-        print(orders)
+    heads = ["steps", "M", "rows", "fill", "padding", "imbalance", "bubble"]
+    heads += ["seconds", "tokens/s/GPU"] if pricing.in_seconds else []
+    columns = [
+        Column("", lambda item: item[0]),
+        *fact_columns(columns_named(*heads, "time/equal work"), lambda item: item[1]),
+        Column("time/megapack", lambda item: f"{item[1].seconds / ours.seconds:.2f}"),
+    ]
+    print_columns(columns, reports.items())
+    for line in ours.lines():
+        print(line)
     print(f"time {pricing.basis}")
     print(f"{args.output}: digest {plan.digest()[:12]}")
-
-
-def _cells(report: PlanReport, in_seconds: bool) -> list[str]:
-    cells = [
-        str(report.num_steps),
-        report.microbatch_span,
-        str(report.num_rows),
-        "-" if report.fill is None else f"{report.fill:.1%}",
-        f"{report.padding_fraction:.1%}",
-        f"{report.imbalance:.3f}",
-        f"{report.bubble_fraction:.1%}",
-    ]
-    if in_seconds:
-        cells += [f"{report.seconds:.4g}", f"{report.tokens_per_gpu_second:.0f}"]
-    ratio = report.time_over_equal_work
-    return [*cells, "-" if ratio is None else f"{ratio:.3f}"]

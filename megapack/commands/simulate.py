@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from megapack.commands.arguments import (
     add_json,
     integer,
     print_json,
-    print_table,
     selected_steps,
 )
 from megapack.commands.costs import Pricing, add_costs, plan_pricing
+from megapack.commands.tables import Column, fact_columns, print_columns
+from megapack.plan.facts import columns_named, feature_columns, feature_numbers, features_of
 from megapack.plan.file import read_plan
 
 if TYPE_CHECKING:
@@ -60,42 +62,24 @@ def _payload(step: StepReport) -> dict[str, Any]:
         "peak_live_tokens": step.peak_live_tokens,
         "peak_in_flight": step.peak_in_flight,
         "tokens": step.tokens,
-        "shared_tokens": step.shared_tokens,
-        "wide_rows": dict(step.wide_rows),
-        "wide_fraction": step.wide_fraction,
-        "num_pieces": step.num_pieces,
-        "piece_fraction": step.piece_fraction,
-        "num_split_backwards": step.num_split_backwards,
+        **feature_numbers(step),
     }
 
 
 def _print(steps: dict[int, StepReport], seconds: float, pricing: Pricing) -> None:
     unit = "seconds" if pricing.in_seconds else "token times"
-    head = ["step", "M", unit, "bubble", "fastest rank", "slowest rank", "live tokens", "in flight"]
-    shares = any(step.shared_tokens for step in steps.values())
-    is_wide = any(step.wide_rows for step in steps.values())
-    is_split = any(step.num_pieces for step in steps.values())
-    has_weights = any(step.num_split_backwards for step in steps.values())
-    head += [*["shared"] * shares, *["wide", "widest"] * is_wide]
-    rows = [[*head, *["split", "pieces"] * is_split, *["split B"] * has_weights]]
-    for number, step in list(steps.items())[:_MAX_SHOWN]:
-        rows.append(
-            [
-                str(number),
-                step.microbatch_span,
-                f"{step.seconds:.4g}",
-                f"{step.bubble_fraction:.1%}",
-                f"{min(step.rank_seconds) / step.seconds:.1%}",
-                str(step.slowest_rank),
-                f"{step.peak_live_tokens:.0f}",
-                f"{step.peak_in_flight:.3g}",
-                *[f"{step.shared_fraction:.1%}"] * shares,
-                *[f"{step.wide_fraction:.1%}", str(step.widest)] * is_wide,
-                *[f"{step.piece_fraction:.1%}", str(step.num_pieces)] * is_split,
-                *[str(step.num_split_backwards)] * has_weights,
-            ]
-        )
-    print_table(rows)
+    report = itemgetter(1)
+    more = columns_named("slowest rank", "live tokens", "in flight")
+    more += feature_columns(features_of(*steps.values()))
+    columns = [
+        Column("step", lambda item: f"{item[0]}"),
+        *fact_columns(columns_named("M"), report),
+        Column(unit, lambda item: f"{item[1].seconds:.4g}"),
+        *fact_columns(columns_named("bubble"), report),
+        Column("fastest rank", lambda item: f"{min(item[1].rank_seconds) / item[1].seconds:.1%}"),
+        *fact_columns(more, report),
+    ]
+    print_columns(columns, list(steps.items())[:_MAX_SHOWN])
     if len(steps) > _MAX_SHOWN:
         print(f"... {len(steps) - _MAX_SHOWN} more steps; --step S shows one")
     print(f"{len(steps)} step(s): {seconds:.4g} {unit}")

@@ -15,19 +15,17 @@ from megapack.commands.arguments import (
     add_json,
     add_memory_limit,
     given_fields,
-    orders_text,
     print_json,
-    print_table,
     read_memory_limit,
-    shared_text,
-    wide_text,
 )
 from megapack.commands.costs import Pricing
+from megapack.commands.tables import Column, fact_columns, print_columns, print_table
 from megapack.config.load import find_config, load_config
 from megapack.config.sections import TrainConfig
 from megapack.cost.assumed import GpuSpeed
 from megapack.cost.memory import GIB, GpuMemory
 from megapack.errors import ConfigError, brief
+from megapack.plan.facts import columns_named
 from megapack.ranks.interrupt import Interrupt
 
 if TYPE_CHECKING:
@@ -155,20 +153,22 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Pred
         print(f"layers of the {layout.num_chunks} chunks: {split}")
     print(f"{lengths.size} samples, {lengths.sum()} tokens, the longest {lengths.max()}")
     print(batch.source)
-    rows = [["", "passes", "steps", "M", "rows", "fill", "padding", "bubble", "seconds"]]
-    rows.append(_cells("optimizer steps", 1, prediction.steps))
-    if prediction.logprobs is not None:
-        rows.append(_cells("log-probs", prediction.num_logprob_passes, prediction.logprobs))
-    if prediction.critic_steps is not None and prediction.values is not None:
-        rows.append(_cells("critic's steps", 1, prediction.critic_steps))
-        rows.append(_cells("values", 1, prediction.values))
-    print_table(rows)
-    if prediction.steps.shared_tokens:
-        print(shared_text(prediction.steps))
-    if prediction.steps.wide_rows:
-        print(wide_text(prediction.steps))
-    if orders := orders_text(prediction.steps, prediction.steps.peak_live_tokens):
-        print(orders)
+    passes = [
+        ("optimizer steps", 1, prediction.steps),
+        ("log-probs", prediction.num_logprob_passes, prediction.logprobs),
+        ("critic's steps", 1, prediction.critic_steps),
+        ("values", 1, prediction.values),
+    ]
+    facts = columns_named("steps", "M", "rows", "fill", "padding", "bubble")
+    columns = [
+        Column("", lambda item: item[0]),
+        Column("passes", lambda item: f"{item[1]}"),
+        *fact_columns(facts, lambda item: item[2]),
+        Column("seconds", lambda item: f"{item[1] * item[2].seconds:.4g}"),
+    ]
+    print_columns(columns, [item for item in passes if item[2] is not None])
+    for line in prediction.steps.lines():
+        print(line)
     speed = prediction.tokens_per_gpu_second
     print(f"{speed * layout.world_size:.4g} tokens/s, {speed:.4g} tokens/s/GPU")
     print(f"time {pricing.basis}; optimizer and data are not counted")
@@ -176,20 +176,6 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Pred
     table = [["GiB of a GPU, stage", *parts, "total"]]
     table += [[str(stage.stage), *_gib(stage, [*parts, "total"])] for stage in prediction.memory]
     print_table(table)
-
-
-def _cells(name: str, num_passes: int, report: PlanReport) -> list[str]:
-    return [
-        name,
-        str(num_passes),
-        str(report.num_steps),
-        report.microbatch_span,
-        str(report.num_rows),
-        "-" if report.fill is None else f"{report.fill:.1%}",
-        f"{report.padding_fraction:.1%}",
-        f"{report.bubble_fraction:.1%}",
-        f"{num_passes * report.seconds:.4g}",
-    ]
 
 
 def _gib(stage: GpuMemory, parts: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, get_args
 
 from megapack.base.choices import Recompute
@@ -17,13 +18,10 @@ from megapack.commands.arguments import (
     add_steps,
     given_fields,
     integer,
-    orders_text,
     print_json,
-    print_table,
     read_memory_limit,
     read_policy,
     read_table,
-    wide_text,
 )
 from megapack.commands.costs import (
     add_costs,
@@ -32,11 +30,13 @@ from megapack.commands.costs import (
     read_sizes,
     read_stage_layers,
 )
+from megapack.commands.tables import Column, fact_columns, print_columns
 from megapack.cost.memory import GIB, MemoryModel
 from megapack.cost.sizes import typical_length
 from megapack.cost.stages import LayerSplit, StageLayers
 from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
+from megapack.plan.facts import columns_named, features_of
 from megapack.policy import Backward, ContextParallel, GroupSize, SplitSamples
 
 if TYPE_CHECKING:
@@ -228,41 +228,34 @@ def _print(
             f"samples (up to {longest} tokens)"
         )
         return
-    sizes = ["dp", "tp", "pp", "vpp", "cp", "ep"]
-    if any(candidate.layout.etp > 1 for candidate in shown):
-        sizes.append("etp")
-    has_uneven = not all(candidate.stage_layers.is_even for candidate in shown)
-    head = [*sizes, "context", "backward", "budget", "rule", "G", "M", "fill", "wide", "split"]
-    head.append("bubble")
-    rows = [[*head, "seconds", "GiB", "tokens/s/GPU", *["layers"] * has_uneven]]
-    rows += ([*_cells(c, sizes), *[str(c.stage_layers)] * has_uneven] for c in shown)
-    print_table(rows)
-    report = shown[0].report
-    if report.shared_tokens:
-        print(f"shared prefixes of the first: {report.shared_fraction:.1%} of the samples' tokens")
-    if report.wide_rows:
-        print(f"first, {wide_text(report)}")
-    if orders := orders_text(report, report.peak_live_tokens):
-        print(f"first, {orders}")
+    print_columns(_columns(shown), shown)
+    for line in shown[0].report.lines():
+        print(f"first, {line}")
     print(f"memory of the first: {shown[0].memory}")
     print(f"time {basis}")
 
 
-def _cells(candidate: Candidate, sizes: Sequence[str]) -> list[str]:
-    report = candidate.report
+def _columns(shown: Sequence[Candidate]) -> list[Column]:
+    """The columns of the table; some only if a candidate that is shown needs them."""
+    report = attrgetter("report")
+    shares = [feature.share for feature in features_of(*map(report, shown))]
+    has_etp = any(candidate.layout.etp > 1 for candidate in shown)
+    is_uneven = not all(candidate.stage_layers.is_even for candidate in shown)
+
+    def size(name: str, is_shown: bool = True) -> Column:
+        return Column(name, lambda c: f"{getattr(c.layout, name)}", is_shown)
+
     return [
-        *(str(getattr(candidate.layout, name)) for name in sizes),
-        candidate.policy.context_parallel,
-        candidate.policy.backward,
-        str(candidate.max_tokens_per_gpu),
-        candidate.policy.count_rule,
-        "-" if candidate.group_size is None else str(candidate.group_size),
-        report.microbatch_span,
-        f"{report.fill:.1%}",
-        f"{report.wide_fraction:.1%}",
-        f"{report.piece_fraction:.1%}",
-        f"{report.bubble_fraction:.1%}",
-        f"{report.seconds:.4g}",
-        f"{candidate.memory.total / GIB:.1f}",
-        f"{candidate.tokens_per_gpu_second:.0f}",
+        *map(size, ("dp", "tp", "pp", "vpp", "cp", "ep")),
+        size("etp", has_etp),
+        Column("context", lambda c: c.policy.context_parallel),
+        Column("backward", lambda c: c.policy.backward),
+        Column("budget", lambda c: f"{c.max_tokens_per_gpu}"),
+        Column("rule", lambda c: c.policy.count_rule),
+        Column("G", lambda c: "-" if c.group_size is None else f"{c.group_size}"),
+        *fact_columns([*columns_named("M", "fill"), *shares], report),
+        *fact_columns(columns_named("bubble", "seconds"), report),
+        Column("GiB", lambda c: f"{c.memory.total / GIB:.1f}"),
+        *fact_columns(columns_named("tokens/s/GPU"), report),
+        Column("layers", lambda c: f"{c.stage_layers}", is_uneven),
     ]

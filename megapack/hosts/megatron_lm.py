@@ -22,14 +22,12 @@ import megapack
 from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts.shared.options import HostOptions
 from megapack.layout import Layout, fp8_rows
-from megapack.plan.executor import choose_executor
 from megapack.policy import Policy
 from megapack.prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
     from megapack.cost.model import CostModel
     from megapack.hosts.shared.megatron_lm_model import AuxLoss
-    from megapack.plan.executor import choose_executor
 from megapack.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -194,8 +192,7 @@ class PlannedStep:
             layout = megatron_layout(chunks[0])
             logger.info("planned steps on %s, %d tokens per GPU", layout, self._budget)
             use_packed_parts(chunks, self._aux_loss)
-            executor = choose_executor(self._policy or Policy())
-            self._adapter = ScheduleAdapter(chunks, layout=layout, executor=executor)
+            self._adapter = ScheduleAdapter(chunks, layout=layout)
         return self._adapter
 
 

@@ -30,7 +30,7 @@ from megapack.data.batches import (
 from megapack.data.gae import checked_rewards
 from megapack.data.generated import LONGEST_OVER_MEAN, generate_lengths
 from megapack.layout import Layout
-from megapack.outlook.stats import PlanReport, carried, gathered_tokens, plan_report, wide_sizes
+from megapack.outlook.stats import PlanReport, carried, gathered_tokens, plan_report
 from megapack.plan.plan import Plan
 from megapack.policy import check_count_rule, check_split_samples
 from megapack.prefixes import SharedPrefixes
@@ -209,6 +209,6 @@ def _memory(config: TrainConfig, plan: Plan) -> tuple[GpuMemory, ...]:
         "row_tokens": row,
         "gathered_tokens": gathered_tokens(plan),
         "carried": carried(plan),
-        "wide_sizes": wide_sizes(plan),
+        "wide_sizes": len(plan.counts.wide_rows),
     }
     return tuple(model.stage(layout, stage, **of_plan) for stage in range(layout.pp))

@@ -21,8 +21,10 @@ from megapack.cost.model import TOKENS, CostModel
 from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.pipeline.simulator import Simulation, bubble_fraction, simulate_planned
+from megapack.plan.facts import Counts, count_steps, feature_numbers, features_of
+from megapack.plan.microbatch import MicroBatch
 from megapack.plan.order import StepOrder
-from megapack.plan.plan import Counts, MicroBatch, Plan, StepPlan, count_steps
+from megapack.plan.plan import Plan, StepPlan
 from megapack.planner.bins import fewest_bins_bound
 
 
@@ -78,20 +80,21 @@ class Report(Counts):
     def totals(self) -> dict[str, Any]:
         """The numbers by name, without those of single steps or ranks."""
         values = {field.name: getattr(self, field.name) for field in fields(Report)}
-        values["wide_rows"] = dict(self.wide_rows)
-        return values | {
-            "wide_fraction": self.wide_fraction,
-            "piece_fraction": self.piece_fraction,
-            "time_over_equal_work": self.time_over_equal_work,
-        }
+        return values | feature_numbers(self) | {"time_over_equal_work": self.time_over_equal_work}
+
+    def lines(self) -> list[str]:
+        """A line for each feature that the steps have, and one for what their orders hold."""
+        lines = [feature.line(self) for feature in features_of(self)]
+        if self.num_ordered_steps:
+            lines.append(f"live tokens: at most {self.peak_live_tokens:.0f} on a GPU")
+        return lines
 
     def __str__(self) -> str:
+        shares = [feature.share for feature in features_of(self)]
         return (
             f"rows {self.num_rows}{_shown(self.num_rows_bound, 'd')}, "
             f"padding {self.num_padding_rows}, packed {self.packing_efficiency:.1%}, "
-            f"{f'shared {self.shared_fraction:.1%}, ' if self.shared_tokens else ''}"
-            f"{f'wide {self.wide_fraction:.1%}, ' if self.wide_rows else ''}"
-            f"{f'split {self.piece_fraction:.1%}, ' if self.num_pieces else ''}"
+            f"{''.join(f'{share.column} {share.cell(self)}, ' for share in shares)}"
             f"imbalance {self.imbalance:.3f}{_shown(self.imbalance_bound, '.3f')}, "
             f"seconds {self.seconds:.4g}{_shown(self.seconds_bound, '.4g')}, "
             f"bubble {self.bubble_fraction:.1%}"
@@ -143,12 +146,6 @@ def plan_report(
 def step_report(plan: Plan, step: StepPlan, cost: CostModel | None = None) -> StepReport:
     """The numbers of one step under a plan's settings; as `plan_report`, without bounds."""
     return _step_report(plan, _simulate(plan, step, cost, None))
-
-
-def wide_sizes(plan: Plan) -> int:
-    """How many numbers of DP ranks above 1 rows lie over: 2 for rows over 2, 4 and 4 ranks."""
-    rows = (mb for step in plan.steps if step.counts.wide_rows for mb in step.microbatches)
-    return len({mb.width for mb in rows} - {1})
 
 
 def gathered_tokens(plan: Plan) -> float:

@@ -24,7 +24,8 @@ from megapack.cost.stages import StageLayers
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import CountRule, Layout
-from megapack.outlook.stats import PlanReport, carried, gathered_tokens, plan_report, wide_sizes
+from megapack.outlook.stats import PlanReport, carried, gathered_tokens, plan_report
+from megapack.plan.facts import FEATURES
 from megapack.plan.plan import Plan, StepPlan
 from megapack.policy import Backward, ContextParallel, GroupSize, Policy, SplitSamples
 from megapack.prefixes import SharedPrefixes
@@ -68,10 +69,9 @@ class Kind(NamedTuple):
     def has(self, plan: Plan) -> bool:
         """Whether a plan does all that it may; else it is a plan of another kind."""
         counts = plan.counts
-        return (
-            (self.context_parallel == "fixed" or counts.num_wide_rows > 0)
-            and (self.split_samples == "off" or counts.num_pieces > 0)
-            and (self.backward == "joint" or counts.num_split_backwards > 0)
+        return all(
+            getattr(self, feature.setting, feature.off) == feature.off or feature.shown(counts)
+            for feature in FEATURES
         )
 
 
@@ -442,7 +442,7 @@ def _memory(
         row_tokens=row,
         gathered_tokens=0.0 if plan is None else gathered_tokens(plan),
         carried=NOTHING_CARRIED if plan is None else carried(plan),
-        wide_sizes=0 if plan is None else wide_sizes(plan),
+        wide_sizes=0 if plan is None else len(plan.counts.wide_rows),
     )
 
 

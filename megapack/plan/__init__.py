@@ -1,7 +1,9 @@
 """The plan as data: steps, ranks, micro-batches; its invariants, forms and files.
 
 Modules:
-    plan: Plan, StepPlan, MicroBatch and their Counts; digest
+    microbatch: MicroBatch: the samples of one row
+    plan: Plan and StepPlan; digest
+    facts: Counts of steps, and the table of features that everything printed reads
     order: StepOrder: the operations of each stage, Megatron's or planned
     executor: choose_executor: what runs the steps of a policy
     check: check_plan: the invariants, numbered
@@ -11,8 +13,10 @@ Modules:
 """
 
 from megapack.plan.check import check_plan
+from megapack.plan.facts import Counts
+from megapack.plan.microbatch import MicroBatch
 from megapack.plan.order import Operation, StepOrder, chain_order, read_order, step_order
-from megapack.plan.plan import Counts, MicroBatch, Plan, RolloutId, StepPlan, own_samples
+from megapack.plan.plan import Plan, RolloutId, StepPlan, own_samples
 
 __all__ = [
     "Counts",

@@ -1,4 +1,4 @@
-"""The plan as data: `MicroBatch`, `StepPlan`, `Plan`, and their `Counts`.
+"""The plan as data: `StepPlan` and `Plan`, made of `MicroBatch`es.
 
     lengths -> build_dp_schedule -> Plan -> (check_plan, packed rows, simulate)
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -20,146 +19,16 @@ import numpy as np
 
 from megapack.base.arrays import read_budget
 from megapack.layout import Layout, block_ranks
+from megapack.plan.facts import Counts, count_steps
+from megapack.plan.microbatch import MicroBatch
 from megapack.plan.order import StepOrder, read_order, step_order
 from megapack.plan.text import format_plan, parse_json, parse_text
 from megapack.policy import Policy
 from megapack.prefixes import PrefixTable, SharedPrefixes
 
-__all__ = ["Counts", "MicroBatch", "Plan", "Policy", "RolloutId", "StepPlan"]
+__all__ = ["MicroBatch", "Plan", "Policy", "RolloutId", "StepPlan"]
 
 RolloutId = int | str
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Samples of one forward and backward, packed into one row.
-
-    One DP rank runs it, or several consecutive ones that share the row under
-    context_parallel="dynamic": each holds a part of every sample, as context-parallel ranks do.
-    """
-
-    samples: tuple[int, ...]
-    """Sample indices in row order; () is a padding micro-batch."""
-    row_tokens: int
-    """Length of the whole row, before it is cut over CP ranks and `dp_ranks`."""
-    tokens: int
-    """Real tokens of its samples, of a piece those in the row."""
-    tokens_sq: int
-    """Squared tokens that attention computes: the sum of squared aligned lengths, less that of the
-    squared positions that samples share with another one, or that are before a piece. The cost of
-    attention grows with it."""
-    padded_tokens: int
-    """Tokens that the row holds, plus the alignment of the samples and of the row; 0 for a padding
-    micro-batch."""
-    shared_tokens: int = 0
-    """Tokens that the row does not hold again, because another of its samples begins with them."""
-    dp_ranks: tuple[int, ...] = ()
-    """The DP ranks that share the row; () if one rank has it."""
-    piece: tuple[int, int] | None = None
-    """Where the row's part of its first sample begins and ends, in real tokens, if it has not the
-    whole sample: a piece. The sample's other pieces are in the neighbouring micro-batches."""
-
-    @property
-    def begun_samples(self) -> tuple[int, ...]:
-        """Samples whose first token is in the row: all but one that earlier pieces begin."""
-        return self.samples[1:] if self.piece is not None and self.piece[0] > 0 else self.samples
-
-    @property
-    def held_tokens(self) -> int:
-        """Real tokens that the row holds: those of its samples, shared ones once."""
-        return self.tokens - self.shared_tokens
-
-    @property
-    def width(self) -> int:
-        """Number of DP ranks that the row lies over."""
-        return max(1, len(self.dp_ranks))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Rows, samples and tokens of optimizer steps, summed over steps and DP ranks."""
-
-    num_steps: int
-    num_microbatches: tuple[int, int]
-    """Smallest and largest M of any DP rank in any step."""
-    num_rows: int
-    """Micro-batches with samples."""
-    num_padding_rows: int
-    """Micro-batches without samples."""
-    num_samples: int
-    """Samples that the steps train on."""
-    num_dropped_rollouts: int
-    """Rollouts that unreachable="drop" left out."""
-    tokens: int
-    """Real tokens."""
-    row_tokens: int
-    """Tokens of all rows, padding included."""
-    shared_tokens: int
-    """Tokens that rows do not hold again, because another sample of the row begins with them."""
-    wide_rows: tuple[tuple[int, int], ...]
-    """Rows that lie over several DP ranks, as pairs of a width and their number, the narrowest
-    first; other numbers count each row once."""
-    wide_tokens: int
-    """Real tokens of their samples."""
-    num_pieces: int
-    """Rows that have a piece of a sample."""
-    num_split_samples: int
-    """Samples that are cut into pieces."""
-    piece_tokens: int
-    """Real tokens of these samples."""
-    num_split_backwards: int
-    """Backwards of a micro-batch through a chunk whose weight gradients are apart."""
-
-    @property
-    def num_wide_rows(self) -> int:
-        """Rows that lie over several DP ranks."""
-        return sum(count for _, count in self.wide_rows)
-
-    @property
-    def widest(self) -> int:
-        """DP ranks of the row that lies over the most."""
-        return max((width for width, _ in self.wide_rows), default=1)
-
-    @property
-    def wide_fraction(self) -> float:
-        """Share of the samples' tokens that are in rows over several DP ranks."""
-        return self.wide_tokens / self.tokens if self.tokens else 0.0
-
-    @property
-    def piece_fraction(self) -> float:
-        """Share of the samples' tokens that are in pieces."""
-        return self.piece_tokens / self.tokens if self.tokens else 0.0
-
-    @property
-    def num_rank_rows(self) -> int:
-        """Rows with samples, those over several DP ranks once for each of them."""
-        return self.num_rows + sum((width - 1) * count for width, count in self.wide_rows)
-
-    @property
-    def packing_efficiency(self) -> float:
-        """Real tokens that rows hold over row tokens; 1 is perfect."""
-        return self.held_tokens / self.row_tokens if self.row_tokens else 1.0
-
-    @property
-    def held_tokens(self) -> int:
-        """Real tokens that rows hold: those of their samples, shared ones once."""
-        return self.tokens - self.shared_tokens
-
-    @property
-    def shared_fraction(self) -> float:
-        """Share of the samples' tokens that rows do not hold again."""
-        return self.shared_tokens / self.tokens if self.tokens else 0.0
-
-    @property
-    def padding_fraction(self) -> float:
-        """Share of the row tokens that are not real."""
-        return 1 - self.packing_efficiency
-
-    @property
-    def microbatch_span(self) -> str:
-        """`num_microbatches` as text: "24", or "7-15" if M differs."""
-        least, most = self.num_microbatches
-        return f"{least}" if least == most else f"{least}-{most}"
 
 
 @dataclass(frozen=True)
@@ -353,32 +222,6 @@ class Plan:
             **optional,
             "steps": [_step_payload(step) for step in self.steps],
         }
-
-
-def count_steps(steps: Sequence[StepPlan]) -> Counts:
-    """Sum rows, samples and tokens over steps."""
-    microbatches = [mb for step in steps for mb in step.microbatches]
-    per_rank = [len(rank) for step in steps for rank in step.ranks]
-    num_rows = sum(bool(mb.samples) for mb in microbatches)
-    return Counts(
-        num_steps=len(steps),
-        num_microbatches=(min(per_rank, default=0), max(per_rank, default=0)),
-        num_rows=num_rows,
-        num_padding_rows=len(microbatches) - num_rows,
-        num_samples=sum(len(mb.begun_samples) for mb in microbatches),
-        num_dropped_rollouts=sum(len(step.dropped_rollouts) for step in steps),
-        tokens=sum(mb.tokens for mb in microbatches),
-        row_tokens=sum(mb.row_tokens for mb in microbatches),
-        shared_tokens=sum(mb.shared_tokens for mb in microbatches),
-        wide_rows=tuple(sorted(Counter(mb.width for mb in microbatches if mb.width > 1).items())),
-        wide_tokens=sum(mb.tokens for mb in microbatches if mb.width > 1),
-        num_pieces=sum(mb.piece is not None for mb in microbatches),
-        num_split_samples=sum(mb.piece is not None and mb.piece[0] == 0 for mb in microbatches),
-        piece_tokens=sum(mb.piece[1] - mb.piece[0] for mb in microbatches if mb.piece),
-        num_split_backwards=sum(
-            line.count("W") for step in steps for stages in step.orders for line in stages
-        ),
-    )
 
 
 def own_samples(plans: Sequence[Plan], dp_rank: int) -> list[int]:

@@ -8,7 +8,9 @@ from itertools import zip_longest
 from typing import Any
 
 from megapack.errors import ConfigError
-from megapack.plan.plan import Counts, MicroBatch, Plan, StepPlan
+from megapack.plan.facts import Counts, features_of, row_facts
+from megapack.plan.microbatch import MicroBatch
+from megapack.plan.plan import Plan, StepPlan
 from megapack.prefixes import SharedPrefixes
 
 # Limits of what is printed, chosen by hand: a grid of 8 columns such as "10:17532" is 86 wide.
@@ -70,56 +72,16 @@ def _step_line(number: int, step: StepPlan) -> str:
     group = "" if step.group_size is None else f" G={step.group_size}"
     num_dropped = counts.num_dropped_rollouts
     dropped = f", {num_dropped} rollouts dropped" if num_dropped else ""
-    shared = f", {counts.shared_tokens} of them shared" if counts.shared_tokens else ""
     return (
-        f"step {number}: M={counts.microbatch_span}{group}, {counts.num_rows} rows"
-        f"{_wide(counts)}, {counts.num_padding_rows} padding, {counts.tokens} tokens{shared} in "
-        f"{counts.row_tokens} row tokens{dropped}{_operations(counts)}"
+        f"step {number}: M={counts.microbatch_span}{group}, {counts.num_rows} rows, "
+        f"{counts.num_padding_rows} padding, {counts.tokens} tokens in {counts.row_tokens} row "
+        f"tokens{dropped}{_features(counts)}"
     )
 
 
-def _wide(counts: Counts) -> str:
-    """How many rows lie over several ranks, in brackets; "" if none does."""
-    return f" ({wide_rows_text(counts)})" if counts.wide_rows else ""
-
-
-def wide_rows_text(counts: Counts) -> str:
-    """The rows over several ranks by their width: "3 over 2 ranks, 1 over 4"."""
-    (width, count), *others = counts.wide_rows
-    return ", ".join([f"{count} over {width} ranks", *(f"{n} over {w}" for w, n in others)])
-
-
-def _operations(counts: Counts) -> str:
-    text = operations_text(counts)
-    return f"; {text}" if text else ""
-
-
-def operations_text(counts: Counts) -> str:
-    """The split samples and split backwards: "2 samples in 7 pieces (31.0% of the tokens), 128
-    split backwards"; "" if there are none."""
-    parts = []
-    if counts.num_pieces:
-        name = "sample" if counts.num_split_samples == 1 else "samples"
-        parts.append(
-            f"{counts.num_split_samples} {name} in {counts.num_pieces} pieces "
-            f"({counts.piece_fraction:.1%} of the tokens)"
-        )
-    if counts.num_split_backwards:
-        parts.append(f"{counts.num_split_backwards} split backwards")
-    return ", ".join(parts)
-
-
-def piece_text(mb: MicroBatch) -> str:
-    """The piece that a row holds: "sample 17, tokens 512 to 1024"; "" if it holds none."""
-    if mb.piece is None:
-        return ""
-    start, end = mb.piece
-    return f"sample {mb.samples[0]}, tokens {start} to {end}"
-
-
-def ranks_text(mb: MicroBatch) -> str:
-    """The DP ranks that share a row: "4-7"; "" if one has it alone."""
-    return f"{mb.dp_ranks[0]}-{mb.dp_ranks[-1]}" if mb.dp_ranks else ""
+def _features(counts: Counts) -> str:
+    """The lines of the features that the steps have, each after a semicolon."""
+    return "".join(f"; {feature.line(counts)}" for feature in features_of(counts))
 
 
 def _grid(plan: Plan, step: StepPlan) -> Iterator[str]:
@@ -141,9 +103,8 @@ def _grid(plan: Plan, step: StepPlan) -> Iterator[str]:
 def _cell(plan: Plan, mb: MicroBatch) -> str:
     if not mb.samples:
         return "."
-    ranks = f"@{ranks_text(mb)}" if mb.dp_ranks else ""
-    piece = f"[{mb.piece[0]}:{mb.piece[1]}]" if mb.piece else ""
-    return f"{len(mb.samples)}:{mb.row_tokens}{ranks}{piece}{_mark(plan, mb)}"
+    marks = "".join(fact.mark(mb) for fact in row_facts(mb))
+    return f"{len(mb.samples)}:{mb.row_tokens}{marks}{_mark(plan, mb)}"
 
 
 def _mark(plan: Plan, mb: MicroBatch) -> str:
@@ -156,12 +117,10 @@ def _row_line(plan: Plan, k: int, mb: MicroBatch) -> str:
         return f"{k:>6}  . {mb.row_tokens} row tokens"
     samples = ",".join(map(str, mb.samples[:_MAX_SAMPLES]))
     more = len(mb.samples) - _MAX_SAMPLES
-    shared = f", {mb.shared_tokens} of them shared" if mb.shared_tokens else ""
-    ranks = f" on ranks {ranks_text(mb)}" if mb.dp_ranks else ""
-    piece = f"; of {piece_text(mb)}" if mb.piece else ""
+    facts = "".join(f"; {fact.text(mb)}" for fact in row_facts(mb))
     return (
-        f"{k:>6}  {_cell(plan, mb)}, {mb.tokens} tokens{shared}{ranks}: samples {samples}"
-        f"{f' and {more} more' if more > 0 else ''}{piece}"
+        f"{k:>6}  {_cell(plan, mb)}, {mb.tokens} tokens: samples {samples}"
+        f"{f' and {more} more' if more > 0 else ''}{facts}"
     )
 
 
@@ -311,7 +270,7 @@ def _step_sizes(step: StepPlan) -> str:
     counts = step.counts
     group = "" if step.group_size is None else f" G={step.group_size}"
     return (
-        f"M={counts.microbatch_span}{group}, {counts.num_rows} rows{_wide(counts)}, "
-        f"{counts.num_samples} samples, {counts.row_tokens} row tokens, "
-        f"{counts.num_dropped_rollouts} rollouts dropped{_operations(counts)}"
+        f"M={counts.microbatch_span}{group}, {counts.num_rows} rows, {counts.num_samples} samples, "
+        f"{counts.row_tokens} row tokens, {counts.num_dropped_rollouts} rollouts dropped"
+        f"{_features(counts)}"
     )

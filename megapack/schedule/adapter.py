@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megapack.base.choices import Executor, HeadChoice
+from megapack.base.choices import ExecutorChoice, HeadChoice
 from megapack.errors import DataError, ScheduleError, of_all_ranks
 from megapack.layout import Layout
 from megapack.loss.sequence import AnyObjective, metric_names
@@ -93,8 +93,9 @@ class ScheduleAdapter:
         retries_oom: if a GPU runs out of memory, the step goes on to its end and raises
             StepOutOfMemory on every rank; the caller may try it again. DDP's communication then
             does not overlap with forwards and backwards. See `faults`.
-        executor: what runs a step: "megatron", its `forward_backward_func`, or "operations", the
-            operations in the plan's order, by default Megatron's, with receives posted early.
+        executor: what runs a step: "megatron", its `forward_backward_func`; "operations", the
+            operations in the plan's order, by default Megatron's, with receives posted early; or
+            "auto", the latter for plans whose policy allows orders of operations.
         ranks: the threads and connections that carry an error of one rank to the others and pack
             the next step ahead. None: in a job of several processes, the first adapter of a
             process starts them for all its adapters (`Ranks.start()`); a job of one process has
@@ -119,7 +120,7 @@ class ScheduleAdapter:
         temperature: float = 1.0,
         head: checks.Head = "vocabulary",
         retries_oom: bool = False,
-        executor: Executor = "megatron",
+        executor: ExecutorChoice = "auto",
         ranks: Ranks | None = None,
     ) -> None:
         self.chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -168,7 +169,6 @@ class ScheduleAdapter:
             routing=self._routing,
             place=self.ranks.place,
             retries_oom=retries_oom,
-            executor=executor,
         )
         self._checked_digest = ""
         # Tensor names that all ranks have agreed on; a batch without tensors needs no agreement.
@@ -181,7 +181,6 @@ class ScheduleAdapter:
         checks.check_layout(self.layout, len(self.chunks), has_experts=has_experts)
         checks.check_config(self.config, self.layout)
         checks.check_chunks(self.chunks)
-        checks.check_executor(self.chunks, self.config, self.executor)
         checks.check_cp_comm(self.chunks, self.config)
         checks.check_expert_gradients(self.chunks, self.layout)
         if retries_oom:
@@ -250,6 +249,7 @@ class ScheduleAdapter:
             norm_constant=norm_constant,
             entropy=entropy,
             routing=routing,
+            executor_choice=self.executor,
         )
         with self.ranks.guarded(f"step {step} of plan {plan.digest()[:12]}"):
             rows = self._agreed_rows(call)
@@ -312,6 +312,7 @@ class ScheduleAdapter:
             routing=routing,
             record_routing=record_routing,
             routing_scope=scope if routing_scope is None else routing_scope,
+            executor_choice=self.executor,
         )
         name = f"forward pass {step} of plan {plan.digest()[:12]}"
         with (
@@ -375,6 +376,9 @@ class ScheduleAdapter:
             self.ranks.place.enter("groups")
             widths = {mb.width for mb in call.step_plan.microbatches}
             self.runner.row_groups.make(widths, self._device)
+        if call.executor == "operations":
+            self.ranks.place.enter("groups")
+            self.runner.channels.make(self._device)
         self._check_inputs(call.batch.tensor_names)
         return rows
 
@@ -418,13 +422,12 @@ class ScheduleAdapter:
             checks.check_split_samples(self.chunks, self.config, is_training=call.is_training)
         if plan.digest() != self._checked_digest:
             check_plan(plan, call.batch.lengths)
+            checks.check_executor(self.chunks, self.config, call.executor)
             self._checked_digest = plan.digest()
-        if self.executor == "operations":
+        if call.executor == "operations":
             self.runner.stage_order(call)
             if call.has_weight_operations:
                 weight_gradients.check(self.chunks, self.config)
-        elif call.is_training:
-            checks.check_no_orders(call.step_plan)
         if call.is_training:
             checks.check_reduction(self.config, self.chunks, self.layout)
         call.check(self.head)

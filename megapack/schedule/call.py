@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from megapack.base.choices import Executor, ExecutorChoice
 from megapack.errors import DataError
 from megapack.loss.sequence import AnyObjective
 from megapack.loss.token import LossWeighting, sample_weights
+from megapack.plan.executor import choose_executor
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
 from megapack.rows.outputs import Scope
 from megapack.samples import SampleBatch
@@ -40,6 +42,17 @@ class StepCall:
     """Only used in a forward pass, like `record_routing` and `routing_scope`."""
     record_routing: bool = False
     routing_scope: Scope = "all"
+    executor_choice: ExecutorChoice = "auto"
+    """See `ScheduleAdapter`."""
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the rows.
+
+        Raises:
+            ConfigError: the choice does not run the plan's orders.
+        """
+        return choose_executor(self.plan.policy, self.executor_choice)
 
     @property
     def is_training(self) -> bool:
@@ -104,6 +117,7 @@ class StepCall:
             "row lengths": _digest(row_tokens),
             "field names": ", ".join(sorted(batch.field_names)),
             "call": self.text,
+            "executor": self.executor_choice,
             "counts of loss tokens": _digest(batch.num_loss_tokens),
             "tensor fields": batch.tensor_signature,
         }

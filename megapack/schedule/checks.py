@@ -26,7 +26,7 @@ from megapack.model.experts.model import check_experts
 from megapack.model.head import ValueHead, marked_num_ids, unwrapped
 from megapack.model.mtp import check_mtp, num_depths
 from megapack.model.parameters import is_expert
-from megapack.plan.plan import Plan, StepPlan
+from megapack.plan.plan import Plan
 from megapack.policy import check_count_rule
 
 Head = Literal["vocabulary", "value"]
@@ -194,18 +194,9 @@ def check_executor(chunks: Sequence[Any], config: Any, executor: Executor) -> No
         if getattr(config, name, None):
             raise ConfigError(
                 f"config.{name}={getattr(config, name)!r} follows the order of Megatron's "
-                "schedules; unset it, or set executor='megatron'"
+                "schedules; unset it, or set executor='auto' and plan with "
+                "Policy(split_samples='off', backward='joint')"
             )
-
-
-def check_no_orders(step: StepPlan) -> None:
-    """Raise ConfigError if Megatron's schedule would run a step that has its own order."""
-    if step.orders:
-        raise ConfigError(
-            "the plan's step has an order of operations, which Megatron's schedules do not follow; "
-            "set ScheduleAdapter(executor='operations'), or plan with "
-            "Policy(split_samples='off', backward='joint')"
-        )
 
 
 def check_counts(plan: Plan, config: Any) -> None:

@@ -14,7 +14,6 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megapack.base.choices import Executor
 from megapack.layout import Layout
 from megapack.model.attention.carried import carry_keys
 from megapack.model.attention.packed import with_params
@@ -59,11 +58,12 @@ class ScheduleRunner:
         device: rows are moved to it.
         routing: the routing of the model's experts.
         place: the runner keeps it up to date.
-        retries_oom, executor: see `ScheduleAdapter`.
+        retries_oom: see `ScheduleAdapter`.
 
     Attributes:
         listeners: are called at each forward and backward.
         row_groups: the ranks that share each row.
+        channels: connect the stages for lists of operations, once they are made.
     """
 
     communicator_class = PlannedP2PCommunicator
@@ -81,7 +81,6 @@ class ScheduleRunner:
         routing: ModelRouting,
         place: Place,
         retries_oom: bool,
-        executor: Executor,
     ) -> None:
         self.chunks = chunks
         self.config = config
@@ -94,10 +93,7 @@ class ScheduleRunner:
         self.row_groups = RowGroups(layout, cp=groups.cp, dp_cp=groups.dp_cp)
         self._groups = groups
         self._retries_oom = retries_oom
-        self._channels: Channels | None = None
-        if executor == "operations":
-            self._channels = Channels(groups.pp, layout.vpp)
-            self._channels.make(device)
+        self.channels = Channels(groups.pp, layout.vpp)
         self._weight_gradients = WeightGradients(chunks)
         # The step plan and what its stage runs, of this step and the next one.
         self._orders: dict[tuple[int, bool], tuple[StepPlan, StageOrder]] = {}
@@ -152,10 +148,10 @@ class ScheduleRunner:
             config_with(self.config, self._overrides(call, flags, memory)),
             self.routing.following(schedule_pass),
         ):
-            if self._channels is None:
+            if call.executor == "megatron":
                 self._run_megatron(call, device_rows, forward_step)
             else:
-                self._run_operations(call, device_rows, forward_step, self._channels, **options)
+                self._run_operations(call, device_rows, forward_step, **options)
 
     def _run_megatron(
         self, call: StepCall, rows: list[PackedRow], forward_step: ForwardStep
@@ -180,14 +176,13 @@ class ScheduleRunner:
         call: StepCall,
         rows: list[PackedRow],
         forward_step: ForwardStep,
-        channels: Channels,
         **options: Any,
     ) -> None:
         order = self.stage_order(call)
         exchange = None
         if self.layout.pp > 1:
             exchange = Exchange(
-                channels,
+                self.channels,
                 order,
                 shapes=[(*shape, self.config.hidden_size) for shape in self._row_shapes(rows)],
                 dtype=self.config.pipeline_dtype,
@@ -297,7 +292,7 @@ class ScheduleRunner:
             vpp=layout.vpp,
             variable=call.has_planned_rows,
             # A list of operations keeps what is being sent.
-            keeps_outputs=self._channels is None,
+            keeps_outputs=call.executor == "megatron",
         )
         if call.is_training:
             overrides |= sync_functions(self.chunks, self.config)

@@ -99,7 +99,7 @@ class Critic:
             layout=layout,
             head="value",
             retries_oom=config.train.on_oom == "replan",
-            executor=config.executor,
+            executor=config.train.executor,
             ranks=ranks,
         )
         self.passes = BatchPasses(

@@ -47,6 +47,7 @@ from megapack.model import check_replicas
 from megapack.outlook.stats import step_report
 from megapack.outlook.warm_up import COMPILE_S, compile_planner
 from megapack.pipeline.simulator import simulate_planned
+from megapack.plan.facts import step_metrics
 from megapack.plan.plan import Plan, StepPlan
 from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_flags
 from megapack.ranks.interrupt import Interrupt
@@ -62,7 +63,6 @@ from megapack.train.metrics import (
     Progress,
     StepClock,
     memory_peaks,
-    packing_metrics,
     plan_line,
     reset_memory_peaks,
     training_metrics,
@@ -153,7 +153,7 @@ class Trainer:
             head_kernel=config.model.head_kernel,
             head="value" if has_value_head else "vocabulary",
             retries_oom=replans,
-            executor=config.executor,
+            executor=config.train.executor,
             ranks=ranks,
         )
         self.planner = BatchPlanner(
@@ -542,7 +542,7 @@ class Trainer:
                 **memory_peaks(),
                 "tokens_per_second": ran.report.tokens / total_s,
                 "tokens_per_second_per_gpu": ran.report.tokens / total_s / dist.get_world_size(),
-                **packing_metrics(ran.report),
+                **step_metrics(ran.report),
                 "loss_tokens": sum(
                     batch.samples.num_loss_tokens[i] for i in plan.steps[index].kept_samples
                 ),

@@ -8,15 +8,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from megapack import cpu
-from megapack.outlook.stats import StepReport
+from megapack.plan.facts import features_of
 from megapack.plan.plan import Plan
-from megapack.plan.show import operations_text, wide_rows_text
 from megapack.schedule.adapter import StepResult
 from megapack.train.trackers import Metrics
 
@@ -38,29 +36,6 @@ def training_metrics(result: StepResult) -> dict[str, float]:
     nats = {"kl_old", "kl_ref", "entropy"}
     with_units = {f"{k}_nats" if k in nats else k: v for k, v in result.metrics.items()}
     return {"loss": result.loss, **with_units}
-
-
-def packing_metrics(step: StepReport) -> dict[str, Any]:
-    """How well a step is packed."""
-    return {
-        "tokens": step.tokens,
-        "shared_tokens": step.shared_tokens,
-        "num_samples": step.num_samples,
-        "num_dropped_rollouts": step.num_dropped_rollouts,
-        "num_microbatches_per_rank": step.num_microbatches[1],
-        "num_padding_microbatches": step.num_padding_rows,
-        "num_wide_microbatches": step.num_wide_rows,
-        "widest_microbatch_ranks": step.widest,
-        "wide_tokens_fraction": step.wide_fraction,
-        "num_pieces": step.num_pieces,
-        "piece_tokens_fraction": step.piece_fraction,
-        "num_split_backwards": step.num_split_backwards,
-        "packing_efficiency": step.packing_efficiency,
-        "padding_fraction": step.padding_fraction,
-        "imbalance": step.imbalance,
-        "bubble_fraction": step.bubble_fraction,
-        "peak_live_row_tokens_per_gpu": step.peak_live_tokens,
-    }
 
 
 def reset_memory_peaks() -> None:
@@ -159,16 +134,12 @@ def plan_line(plan: Plan) -> str:
     """One line about a batch's plan."""
     steps = plan.steps
     counts = plan.counts
-    shared = counts.shared_tokens
-    operations = operations_text(counts)
+    features = "".join(f", {feature.line(counts)}" for feature in features_of(counts))
     spans = ", ".join(step.counts.microbatch_span for step in steps[:8])
     return (
         f"plan {plan.digest()[:12]}: {plan.num_samples} samples, {len(steps)} step(s), "
         f"M = {spans}{', ...' if len(steps) > 8 else ''}, "
-        f"{counts.num_dropped_rollouts} rollout(s) dropped"
-        f"{f', {shared} of {counts.tokens} tokens shared' if shared else ''}"
-        f"{f', wide micro-batches: {wide_rows_text(counts)}' if counts.wide_rows else ''}"
-        f"{f', {operations}' if operations else ''}"
+        f"{counts.num_dropped_rollouts} rollout(s) dropped{features}"
     )
 
 

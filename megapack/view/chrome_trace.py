@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megapack.pipeline.simulator import Event
-from megapack.plan.show import piece_text, ranks_text
+from megapack.plan.facts import row_facts
 from megapack.view.timeline import Timeline
 
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
@@ -75,28 +75,21 @@ def _slices(timelines: Sequence[Timeline], microseconds: float) -> Iterator[dict
 
 
 def _what(timeline: Timeline, event: Event) -> str:
-    """The DP ranks that share the micro-batch, or the piece that it holds, for its name."""
+    """What pictures frame the micro-batch for, for its name: " (ranks 4-7)"."""
     mb = timeline.microbatch(event)
-    if mb.piece:
-        return f" ({piece_text(mb)})"
-    ranks = ranks_text(mb)
-    return f" (ranks {ranks})" if ranks else ""
+    return "".join(f" ({fact.text(mb)})" for fact in row_facts(mb) if fact.legend)
 
 
 def _args(timeline: Timeline, event: Event) -> dict[str, int | str]:
     mb = timeline.microbatch(event)
-    shared = {"dp_ranks": ranks_text(mb)} if mb.dp_ranks else {}
-    piece = {"piece": piece_text(mb)} if mb.piece else {}
     return {
         "step": timeline.number,
         "chunk": event.chunk,
         "microbatch": event.microbatch,
         "samples": len(mb.samples),
         "tokens": mb.tokens,
-        "shared_tokens": mb.shared_tokens,
         "row_tokens": mb.row_tokens,
-        **shared,
-        **piece,
+        **{fact.key: fact.value(mb) for fact in row_facts(mb)},
     }
 
 

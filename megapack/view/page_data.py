@@ -11,9 +11,9 @@ import numpy as np
 from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import CostModel
 from megapack.outlook.stats import full_row, plan_report, row_fill
+from megapack.plan.facts import FEATURES, features_of, row_facts
 from megapack.plan.order import KINDS
-from megapack.plan.plan import Counts, Plan
-from megapack.plan.show import operations_text, piece_text, ranks_text, wide_rows_text
+from megapack.plan.plan import Plan
 from megapack.view.calibration import calibration_facts, calibration_notes, last_batch_facts
 from megapack.view.records import RunRecords, number_or_none
 from megapack.view.timeline import Timeline, planned, traced, typical_ranks
@@ -99,15 +99,11 @@ def run_page(records: RunRecords, cost: CostModel | None) -> Page:
         ("tokens per second", "", {"tokens per second": "tokens_per_second"}),
         ("packing efficiency", "", {"packing efficiency": "packing_efficiency"}),
     ]
-    if any(line.get("shared_tokens") for line in metrics):
-        names = {"of the samples": "tokens", "shared": "shared_tokens"}
-        charts.append(("tokens of a step", "tokens", names))
-    if any(line.get("wide_tokens_fraction") for line in metrics):
-        names = {"of the tokens": "wide_tokens_fraction"}
-        charts.append(("share of wide micro-batches", "", names))
-    if any(line.get("piece_tokens_fraction") for line in metrics):
-        names = {"of the tokens": "piece_tokens_fraction"}
-        charts.append(("share of split samples", "", names))
+    for feature in FEATURES:
+        share = feature.share
+        if share.metric and any(line.get(share.metric) for line in metrics):
+            what = "of the tokens" if share.form else "number"
+            charts.append((feature.name, "", {what: share.metric}))
     numbers = [line["step"] for line in metrics]
     for title, unit, keys in charts:
         series = {
@@ -140,31 +136,10 @@ def _plan_facts(plan: Plan) -> Facts:
         ("M", counts.microbatch_span),
         ("micro-batches", f"{num_microbatches}, {counts.num_padding_rows} of them padding"),
         ("tokens", f"{counts.tokens}"),
-        *_shared_facts(counts),
-        *_wide_facts(counts),
-        *_operations_facts(counts),
+        *((feature.name, feature.text(counts)) for feature in features_of(counts)),
         ("padding", f"{counts.padding_fraction:.2%} of row tokens"),
         ("dropped rollouts", f"{counts.num_dropped_rollouts}"),
     ]
-
-
-def _shared_facts(counts: Counts) -> Facts:
-    if not counts.shared_tokens:
-        return []
-    text = f"{counts.shared_tokens} tokens not held again, {counts.shared_fraction:.1%} of all"
-    return [("shared prefixes", text)]
-
-
-def _wide_facts(counts: Counts) -> Facts:
-    if not counts.wide_rows:
-        return []
-    text = f"{wide_rows_text(counts)}; {counts.wide_fraction:.1%} of the tokens"
-    return [("wide micro-batches", text)]
-
-
-def _operations_facts(counts: Counts) -> Facts:
-    text = operations_text(counts)
-    return [("orders of operations", text)] if text else []
 
 
 def _run_facts(records: RunRecords) -> Facts:
@@ -266,9 +241,7 @@ def _track(timeline: Timeline, rank: int) -> dict[str, Any]:
                 len(mb.samples),
                 mb.tokens,
                 mb.row_tokens,
-                mb.shared_tokens,
-                ranks_text(mb),
-                piece_text(mb),
+                {fact.key: fact.text(mb) for fact in row_facts(mb)},
             )
             for mb in timeline.step.ranks[rank]
         ],

@@ -15,7 +15,8 @@ import numpy as np
 from megapack.errors import ConfigError
 from megapack.outlook.stats import StepReport, full_row, row_fill
 from megapack.pipeline.simulator import Event
-from megapack.plan.plan import MicroBatch
+from megapack.plan.facts import RowFact, features_of, row_facts
+from megapack.plan.microbatch import MicroBatch
 from megapack.view.timeline import Timeline, typical_ranks
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish too.
@@ -27,6 +28,8 @@ _PADDING = "#999999"
 _WAITING = "#ececec"
 _INK = "#1a1a1a"
 _SHARED = "#cc0066"
+# Frames of rows by `RowFact.key`; others are as those of pieces.
+_FRAMES = {"dp_ranks": _SHARED, "piece": _INK}
 # More ranks than _MAX_RANKS are shown as _NUM_TYPICAL: the slowest, the median and the fastest.
 _MAX_RANKS = 8
 _NUM_TYPICAL = 3
@@ -141,8 +144,8 @@ def _draw_timeline(axes: Any, timeline: Timeline, ranks: Sequence[int], end: flo
             linewidths=0.4 if len(events) < 2000 else 0.0,
         )
     )
+    _frame_rows(axes, timeline, events, lane_of)
     _join_shared(axes, timeline, events, lane_of)
-    _frame_pieces(axes, timeline, events, lane_of)
     _label_boxes(axes, events, lane_of, end)
     axes.set_xlim(0, end)
     axes.set_ylim(len(ranks) * (pp + 0.6) - 0.6, 0)
@@ -185,39 +188,38 @@ def _colour(timeline: Timeline, event: Any) -> Any:
 def _join_shared(
     axes: Any, timeline: Timeline, events: Sequence[Event], lane_of: dict[int, float]
 ) -> None:
-    """Frame micro-batches that several ranks share, and join their begins on the first stage."""
-    from matplotlib.collections import LineCollection, PolyCollection
+    """Join the begins of micro-batches that several ranks share on the first stage."""
+    from matplotlib.collections import LineCollection
 
-    shared = [event for event in events if timeline.microbatch(event).dp_ranks]
-    frames = [
-        _box(event.start, lane_of[event.rank] + event.stage, event.end - event.start)
-        for event in shared
-    ]
-    frame_style: dict[str, Any] = {"facecolors": "none", "edgecolors": _SHARED, "linewidths": 1.0}
-    axes.add_collection(PolyCollection(frames, **frame_style))
     joins: dict[tuple[str, int, tuple[int, ...]], list[tuple[float, float]]] = {}
-    for event in shared:
-        if event.stage == event.chunk == 0:
-            ranks = timeline.microbatch(event).dp_ranks
+    for event in events:
+        ranks = timeline.microbatch(event).dp_ranks
+        if ranks and event.stage == event.chunk == 0:
             corners = joins.setdefault((event.kind, event.microbatch, ranks), [])
             corners += [(event.start, lane_of[event.rank] + y) for y in (0.06, 0.94)]
     lines = [sorted(corners, key=lambda corner: corner[1]) for corners in joins.values()]
     axes.add_collection(LineCollection(lines, colors=_SHARED, linewidths=1.6))
 
 
-def _frame_pieces(
+def _frame_rows(
     axes: Any, timeline: Timeline, events: Sequence[Event], lane_of: dict[int, float]
 ) -> None:
-    """Frame micro-batches that hold a piece of a sample."""
+    """Frame the micro-batches that have what the legend names."""
     from matplotlib.collections import PolyCollection
 
-    frames = [
-        _box(event.start, lane_of[event.rank] + event.stage, event.end - event.start)
-        for event in events
-        if timeline.microbatch(event).piece
-    ]
-    style: dict[str, Any] = {"facecolors": "none", "edgecolors": _INK, "linewidths": 0.9}
-    axes.add_collection(PolyCollection(frames, **style))
+    boxes = []
+    colours = []
+    for event in events:
+        for fact in row_facts(timeline.microbatch(event)):
+            if fact.legend:
+                lane = lane_of[event.rank] + event.stage
+                boxes.append(_box(event.start, lane, event.end - event.start))
+                colours.append(_frame_colour(fact))
+    axes.add_collection(PolyCollection(boxes, facecolors="none", edgecolors=colours, linewidths=1))
+
+
+def _frame_colour(fact: RowFact) -> str:
+    return _FRAMES.get(fact.key, _INK)
 
 
 def _label_boxes(axes: Any, events: Sequence[Any], lane_of: dict[int, float], end: float) -> None:
@@ -238,11 +240,8 @@ def _legend(axes: Any, timelines: Sequence[Timeline]) -> None:
         names["weight gradients"] = _WEIGHTS
     names |= {"padding": _PADDING, "waiting": _WAITING}
     patches = [_rectangle(0, 0, 1, 1, facecolor=colour) for colour in names.values()]
-    frames = {}
-    if any(timeline.step.counts.wide_rows for timeline in timelines):
-        frames["over several ranks"] = _SHARED
-    if any(timeline.step.counts.num_pieces for timeline in timelines):
-        frames["piece of a sample"] = _INK
+    rows = (feature.row for feature in features_of(*(t.step.counts for t in timelines)))
+    frames = {row.legend: _frame_colour(row) for row in rows if row is not None and row.legend}
     for colour in frames.values():
         patches.append(_rectangle(0, 0, 1, 1, fill=False))
         patches[-1].set(edgecolor=colour, linewidth=1.5)

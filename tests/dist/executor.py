@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from megapack.base.choices import Executor
+from megapack.base.choices import ExecutorChoice
 
 VARIABLE = "MEGAPACK_TEST_EXECUTOR"
 
 
-def executor() -> Executor:
+def executor() -> ExecutorChoice:
     """The executor of this process's cases."""
-    return "operations" if os.environ.get(VARIABLE) == "operations" else "megatron"
+    return "operations" if os.environ.get(VARIABLE) == "operations" else "auto"

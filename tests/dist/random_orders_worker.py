@@ -68,6 +68,8 @@ def run_layout(layout: Layout, num_orders: int) -> dict[str, Any]:
     rows = megatron._agreed_rows(call)
     want = _gradients(megatron, call, rows)
     adapter = ScheduleAdapter(chunks, layout=layout, executor="operations")
+    call = dataclasses.replace(call, executor_choice="operations")
+    rows = adapter._agreed_rows(call)
     rng = random.Random(problem.SEED)
     begin = time.monotonic()
     errors = []

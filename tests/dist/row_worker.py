@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megapack import launch
-from megapack.base.choices import Executor
 from megapack.loss.sequence import ValueLoss
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
@@ -29,9 +28,6 @@ from tests.dist.worker import gradient_errors, logprob_errors, own_errors, squar
 
 class Run:
     """One model of a case, on this rank."""
-
-    executor: Executor | None = None
-    """What runs the steps; None: that of the process."""
 
     def __init__(self, case: RowCase, name: str, *, value_head: bool) -> None:
         self.case = case
@@ -46,7 +42,7 @@ class Run:
             layout=case.layout,
             logprob_chunk_tokens=16,
             head="value" if value_head else "vocabulary",
-            executor=self.executor or executor(),
+            executor=executor(),
         )
 
     def routing(self, samples: Samples) -> Any:

@@ -41,8 +41,6 @@ _MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 class SplitRun(WideRun):
     """A model of a case with samples in pieces, whose steps have orders."""
 
-    executor = "operations"
-
     def step(self, plan: Plan, samples: Samples, kind: str) -> Any:
         assert isinstance(self.case, SplitCase)
         if not self.case.mutation:

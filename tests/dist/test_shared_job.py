@@ -49,7 +49,7 @@ JOBS = {
 # Values of the clock, and those that tell how rows are packed.
 OTHERWISE = ("_s", "_per_second", "_per_gpu", "plan_digest", "shared_tokens", "imbalance")
 OTHERWISE += ("bubble_fraction", "packing_efficiency", "padding_fraction", "microbatches")
-OTHERWISE += ("num_microbatches_per_rank",)
+OTHERWISE += ("num_microbatches_per_rank", "shared_tokens_fraction")
 
 
 def steps(folder: Path, settings: list[str], *overrides: str) -> list[dict[str, Any]]:
@@ -111,4 +111,5 @@ def test_the_log_tells_what_is_shared(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in text.splitlines()]
     (planned,) = [line for line in done.stdout.splitlines() if line.startswith("plan ")]
     shared = sum(line["shared_tokens"] for line in lines)
-    assert f", {shared} of {sum(line['tokens'] for line in lines)} tokens shared" in planned
+    tokens = sum(line["tokens"] for line in lines)
+    assert f", shared prefixes: {shared} of {tokens} tokens (" in planned

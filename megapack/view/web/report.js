@@ -86,9 +86,9 @@ class Timeline {
 
   show(index) {
     this.step = this.steps[index];
-    const isShared = this.step.tracks.some(({ rows }) => rows.some((row) => row[4]));
+    const isShared = this.step.tracks.some(({ rows }) => rows.some((row) => row[3].dp_ranks));
     document.getElementById("shared").hidden = !isShared;
-    const hasPieces = this.step.tracks.some(({ rows }) => rows.some((row) => row[5]));
+    const hasPieces = this.step.tracks.some(({ rows }) => rows.some((row) => row[3].piece));
     document.getElementById("pieces").hidden = !hasPieces;
     const hasWeights = this.step.tracks.some(({ events }) => events.some((event) => event[3] === 2));
     document.getElementById("weights").hidden = !hasWeights;
@@ -171,7 +171,7 @@ class Timeline {
     const joins = new Map();
     paint.strokeStyle = css("--shared");
     for (const { box, event, track } of this.boxes) {
-      const [stage, chunk, microbatch, kind] = event, ranks = track.rows[microbatch][4];
+      const [stage, chunk, microbatch, kind] = event, ranks = track.rows[microbatch][3].dp_ranks;
       if (!ranks) continue;
       const [x, y, w, h] = box, hit = this.lit === sharedKey(event, track);
       paint.lineWidth = hit ? 2.5 : 1;
@@ -194,7 +194,7 @@ class Timeline {
   drawPieces(paint) {
     paint.strokeStyle = css("--ink");
     for (const { box, event, track } of this.boxes) {
-      if (!track.rows[event[2]][5]) continue;
+      if (!track.rows[event[2]][3].piece) continue;
       const [x, y, w, h] = box;
       paint.lineWidth = this.lit === pieceKey(event, track) ? 2.5 : 1;
       paint.strokeRect(x + 0.5, y + 0.5, Math.max(0.5, w - 1), h - 1);
@@ -239,14 +239,12 @@ class Timeline {
     this.tip.hidden = !hit;
     if (!hit) return;
     const [stage, chunk, microbatch, kind, start, end] = hit.event;
-    const [samples, tokens, rowTokens, shared, ranks, piece] = hit.track.rows[microbatch];
+    const [samples, tokens, rowTokens, facts] = hit.track.rows[microbatch];
     this.tip.textContent =
       `${KINDS[kind]} of micro-batch ${microbatch}\n` +
       `${hit.track.label}, stage ${stage}, chunk ${chunk}\n` +
-      `${samples} samples, ${tokens} tokens, row of ${rowTokens}` +
-      `${shared ? `, ${shared} shared` : ""}\n` +
-      `${ranks ? `over the ranks ${ranks}\n` : ""}` +
-      `${piece ? `${piece}\n` : ""}` +
+      `${samples} samples, ${tokens} tokens, row of ${rowTokens}\n` +
+      Object.values(facts).map((fact) => `${fact}\n`).join("") +
       `${short(start)} to ${short(end)} ${data.unit}: ${short(end - start)}`;
     const room = this.canvas.clientWidth - this.tip.offsetWidth;
     this.tip.style.left = `${Math.max(0, Math.min(room, px + 12))}px`;
@@ -256,19 +254,19 @@ class Timeline {
 
 // The micro-batch of an event among those that several ranks share, of one source.
 function sharedKey(event, track) {
-  return `${track.source} ${event[2]} ${track.rows[event[2]][4]}`;
+  return `${track.source} ${event[2]} ${track.rows[event[2]][3].dp_ranks}`;
 }
 
 // The sample of an event's piece, of one source: the text of a piece begins with it.
 function pieceKey(event, track) {
-  return `${track.source} ${track.rows[event[2]][5].split(",")[0]}`;
+  return `${track.source} ${track.rows[event[2]][3].piece.split(",")[0]}`;
 }
 
 // What lights up with an event that the pointer is on; null: nothing.
 function litKey(event, track) {
-  const row = track.rows[event[2]];
-  if (row[4]) return sharedKey(event, track);
-  return row[5] ? pieceKey(event, track) : null;
+  const facts = track.rows[event[2]][3];
+  if (facts.dp_ranks) return sharedKey(event, track);
+  return facts.piece ? pieceKey(event, track) : null;
 }
 
 // ---- charts

@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_show_prints_pieces_and_orders(call: Call) -> None:
     _, out, _ = call("show", "plan.json")
-    assert "; 1 sample in 3 pieces (44.6% of the tokens), 20 split backwards\n" in out
+    assert "; split samples: 1 in 3 pieces (44.6% of the tokens); split backwards: 20\n" in out
     lines = [line.split() for line in out.splitlines()]
     assert lines[3:6] == [
         ["0", "1:2800[0:2800]", "2:1500"],
@@ -36,7 +36,7 @@ def test_show_prints_pieces_and_orders(call: Call) -> None:
     ]
     assert "!" not in out
     _, out, _ = call("show", "plan.json", "--rank", "0")
-    assert "2300 tokens: samples 0,1; of sample 0, tokens 5200 to 7000\n" in out
+    assert "2300 tokens: samples 0,1; sample 0, tokens 5200 to 7000\n" in out
     assert "stage 1: 0F0 1F0 2F0 2B0 1B0 2W0 0B0 1W0 3F0" in out
     assert call("check", "plan.json", "lengths.txt")[0] == 0
 
@@ -86,4 +86,4 @@ def test_pictures_pages_and_traces_are_written(call: Call) -> None:
         code, _, err = call(command[0], "plan.json", *command[1:])
         assert (code, err) == (0, "")
     assert "weight gradients 4" in Path("trace.json").read_text()
-    assert "20 split backwards" in Path("report.html").read_text()
+    assert "1 in 3 pieces" in Path("report.html").read_text()

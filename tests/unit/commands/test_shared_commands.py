@@ -42,7 +42,7 @@ def test_samples_of_a_group_share_their_prompt(call: Call) -> None:
     assert (code, err) == (0, "")
     saved = saved_tokens()
     assert 0 < saved <= 3 * (59 + 39 + 49)
-    assert f"rows do not hold {saved} of {TOKENS} tokens again ({saved / TOKENS:.1%})" in out
+    assert f"shared prefixes: {saved} of {TOKENS} tokens ({saved / TOKENS:.1%})\n" in out
     totals = json.loads(call(*PLAN, *GROUPS, "--json")[1])["strategies"]
     assert totals["megapack"]["shared_tokens"] == saved
     assert totals["next-fit"]["shared_tokens"] == 0
@@ -58,7 +58,7 @@ def test_without_groups_or_with_off_nothing_is_shared(call: Call) -> None:
 def test_a_plan_that_shares_is_shown_checked_and_simulated(call: Call) -> None:
     call(*PLAN, *GROUPS)
     saved = saved_tokens()
-    assert f"{TOKENS} tokens, {saved} of them shared in " in call("show", "plan.json")[1]
+    assert f"; shared prefixes: {saved} of {TOKENS} tokens" in call("show", "plan.json")[1]
     assert call("check", "plan.json", "groups.csv")[0] == 0
     head, step, *_ = call("simulate", "plan.json")[1].splitlines()
     assert head.split()[-1] == "shared"
@@ -71,7 +71,7 @@ def test_a_rank_shows_what_its_rows_share(call: Call) -> None:
     call(*PLAN, *GROUPS)
     rows = [call("show", "plan.json", "--rank", str(rank))[1] for rank in range(2)]
     cells = [line for text in rows for line in text.splitlines()[2:]]
-    shares = [int(line.split(" tokens, ")[1].split()[0]) for line in cells if "shared" in line]
+    shares = [int(line.split("; ")[1].split()[0]) for line in cells if "shared" in line]
     assert sum(shares) == saved_tokens()
 
 
@@ -79,7 +79,7 @@ def test_tune_plans_with_groups(call: Call) -> None:
     model = ("--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "256")
     sizes = (*model, "--num-attention-heads", "4", "--vocab-size", "512", "--peak-tflops", "1")
     tune = ("tune", "groups.csv", "--gpus", "4", *sizes)
-    assert "shared prefixes of the first: " in call(*tune, *GROUPS)[1]
+    assert "first, shared prefixes: " in call(*tune, *GROUPS)[1]
     assert "shared" not in call(*tune)[1]
 
 

@@ -28,12 +28,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_show_prints_the_ranks_that_share(call: Call) -> None:
     _, out, _ = call("show", "plan.json")
     lines = [line.split() for line in out.splitlines()]
-    assert " 12 rows (1 over 2 ranks, 1 over 4), 0 padding, 21666 tokens in 21669 row" in out
+    assert (
+        " 12 rows, 0 padding, 21666 tokens in 21669 row tokens; wide micro-batches: 1 over" in out
+    )
     assert lines[3] == ["0", *["1:9000@0-3"] * 4]
     assert lines[4] == ["1", "1:700", "1:811", "1:4004@2-3", "1:4004@2-3"]
     assert "!" not in out
     _, out, _ = call("show", "plan.json", "--rank", "3")
-    assert "1  1:4004@2-3, 4001 tokens on ranks 2-3: samples 1\n" in out
+    assert "1  1:4004@2-3, 4001 tokens: samples 1; ranks 2-3\n" in out
     assert call("check", "plan.json", "lengths.txt")[0] == 0
 
 
@@ -50,8 +52,8 @@ def test_diff_sees_that_a_row_lies_over_more_ranks(call: Call) -> None:
     assert diff["other_rank"] == [1]
     assert not diff["equal"]
     (pair,) = diff["steps"].values()
-    assert "(1 over 2 ranks, 1 over 4)" in pair[0]
-    assert "(2 over 4 ranks)" in pair[1]
+    assert "wide micro-batches: 1 over 2 ranks, 1 over 4 (" in pair[0]
+    assert "wide micro-batches: 2 over 4 ranks (" in pair[1]
 
 
 def test_diff_of_the_same_plan_is_equal(call: Call) -> None:

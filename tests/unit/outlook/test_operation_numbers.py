@@ -10,7 +10,8 @@ import pytest
 from megapack import CostModel, ModelSizes, plan_report
 from megapack.cost.memory import NOTHING_CARRIED, Carried, MemoryModel
 from megapack.outlook.stats import carried
-from megapack.train.metrics import packing_metrics, plan_line
+from megapack.plan.facts import step_metrics
+from megapack.train.metrics import plan_line
 from tests.hand_made_orders import LAYOUT, LENGTHS, NUM_SPLIT_BACKWARDS, TOKENS, split_plan
 from tests.hand_made_plan import wide_plan
 
@@ -85,7 +86,7 @@ def test_memory_counts_keys_and_what_waits_for_weight_gradients() -> None:
 def test_metrics_name_pieces_and_split_backwards() -> None:
     plan = split_plan()
     (step,) = plan_report(plan, cost=COST).steps
-    metrics = packing_metrics(step)
+    metrics = step_metrics(step)
     assert (metrics["num_pieces"], metrics["num_split_backwards"]) == (3, NUM_SPLIT_BACKWARDS)
     assert metrics["piece_tokens_fraction"] == 7000 / TOKENS
-    assert plan_line(plan).endswith("(44.6% of the tokens), 20 split backwards")
+    assert plan_line(plan).endswith("(44.6% of the tokens), split backwards: 20")

@@ -10,7 +10,8 @@ import pytest
 from megapack import CostModel, ModelSizes, build_dp_schedule, check_plan, plan_report
 from megapack.cost.memory import MemoryModel
 from megapack.outlook.stats import full_row, gathered_tokens, row_fill
-from megapack.train.metrics import packing_metrics, plan_line
+from megapack.plan.facts import step_metrics
+from megapack.train.metrics import plan_line
 from tests.hand_made_plan import BUDGET, LENGTHS, TOKENS, WIDE_TOKENS, wide_plan
 
 pytestmark = pytest.mark.unit
@@ -31,7 +32,7 @@ def test_a_wide_row_counts_once() -> None:
     check_plan(plan, LENGTHS)
     report = plan_report(plan, LENGTHS, COST)
     assert (report.num_rows, report.num_samples, report.tokens) == (12, 12, TOKENS)
-    assert report.wide_rows == ((2, 1), (4, 1))
+    assert report.wide_rows == {2: 1, 4: 1}
     assert (report.num_wide_rows, report.widest, report.num_rank_rows) == (2, 4, 16)
     assert report.wide_fraction == WIDE_TOKENS / TOKENS
     assert report.fill == TOKENS / (16 * BUDGET)
@@ -83,12 +84,14 @@ def test_the_fill_of_a_row_is_that_of_all_its_ranks() -> None:
 
 def test_metrics_say_how_many_and_how_wide() -> None:
     plan = wide_plan()
-    metrics = packing_metrics(plan_report(plan, cost=COST).steps[0])
+    metrics = step_metrics(plan_report(plan, cost=COST).steps[0])
     assert metrics["num_wide_microbatches"] == 2
     assert metrics["widest_microbatch_ranks"] == 4
     assert metrics["wide_tokens_fraction"] == WIDE_TOKENS / TOKENS
     assert metrics["tokens"] == TOKENS
-    assert plan_line(plan).endswith("wide micro-batches: 1 over 2 ranks, 1 over 4")
+    assert plan_line(plan).endswith(
+        "wide micro-batches: 1 over 2 ranks, 1 over 4 (60.0% of the tokens)"
+    )
 
 
 def test_gathered_tokens_are_those_of_the_other_ranks() -> None:

@@ -115,7 +115,7 @@ def test_other_prefixes_are_a_difference(plan: Plan) -> None:
 
 
 def test_the_grid_says_what_rows_share(plan: Plan) -> None:
-    assert ", 110 of them shared in 235 row tokens" in format_grid(plan)
+    assert " 235 row tokens; shared prefixes: 110 of 345 tokens (31.9%)" in format_grid(plan)
     rank = next(k for k, rank in enumerate(plan.steps[0].ranks) if rank[0].shared_tokens == 80)
-    assert " tokens, 80 of them shared: samples 0,1,2" in format_grid(plan, 0, rank)
+    assert "; 80 tokens shared" in format_grid(plan, 0, rank)
     assert "shared" not in format_grid(planned(None))

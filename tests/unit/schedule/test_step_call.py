@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megapack import Layout, build_dp_schedule
-from megapack.errors import DataError
+from megapack.errors import ConfigError, DataError
 from megapack.loss import PPO, SFT
 from megapack.plan import Plan, check_plan
 from megapack.policy import Policy
@@ -59,6 +59,14 @@ def test_equal_calls_agree() -> None:
     assert forward().same() == forward().same()
 
 
+def test_the_executor_follows_the_plan() -> None:
+    split = replace(plan(), policy=Policy(backward="split"))
+    assert (training().executor, training(plan=split).executor) == ("megatron", "operations")
+    assert training(executor_choice="operations").executor == "operations"
+    with pytest.raises(ConfigError, match="executor=megatron with backward=split: .* set ex"):
+        _ = training(plan=split, executor_choice="megatron").executor
+
+
 @pytest.mark.parametrize(
     ("name", "other"),
     [
@@ -71,6 +79,7 @@ def test_equal_calls_agree() -> None:
         ("call", training(entropy=True)),
         ("call", training(routing=[None] * 6)),
         ("call", forward()),
+        ("executor", training(executor_choice="operations")),
         (
             "counts of loss tokens",
             training(

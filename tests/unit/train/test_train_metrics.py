@@ -12,8 +12,9 @@ import torch
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
 from megapack.outlook.stats import step_report
+from megapack.plan.facts import step_metrics
 from megapack.train import metrics
-from megapack.train.metrics import Progress, StepClock, packing_metrics, plan_line
+from megapack.train.metrics import Progress, StepClock, plan_line
 from tests.metric_names import documented
 
 pytestmark = pytest.mark.unit
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.unit
 
 def metrics_of(lengths: list[int], layout: Layout, **kwargs: Any) -> dict[str, Any]:
     plan = build_dp_schedule(lengths, layout=layout, **kwargs)
-    return packing_metrics(step_report(plan, plan.steps[0]))
+    return step_metrics(step_report(plan, plan.steps[0]))
 
 
 def test_full_equal_rows_are_packed_perfectly() -> None:

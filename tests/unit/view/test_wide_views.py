@@ -42,10 +42,12 @@ def test_a_picture_frames_what_several_ranks_share() -> None:
 def test_a_page_names_the_ranks_of_each_row() -> None:
     page = plan_page(wide_plan(), np.array(LENGTHS), COST, "token times")
     facts = dict(page.facts)
-    assert facts["wide micro-batches"] == "1 over 2 ranks, 1 over 4; 60.0% of the tokens"
+    assert facts["wide micro-batches"] == "1 over 2 ranks, 1 over 4 (60.0% of the tokens)"
     assert facts["micro-batches"] == "12, 0 of them padding"
-    ranks = [[row[4] for row in track["rows"]] for track in page.steps[0]["tracks"]]
-    assert ranks == [["0-3", "", "", ""]] * 2 + [["0-3", "2-3", "", ""]] * 2
+    ranks = [
+        [row[3].get("dp_ranks", "") for row in track["rows"]] for track in page.steps[0]["tracks"]
+    ]
+    assert ranks == [["ranks 0-3", "", "", ""]] * 2 + [["ranks 0-3", "ranks 2-3", "", ""]] * 2
     assert {track["source"] for track in page.steps[0]["tracks"]} == {"planned"}
     fills = next(chart for chart in page.histograms if "fill" in chart["title"])
     assert sum(fills["counts"]) == 12
