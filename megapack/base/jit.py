@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import logging
 import os
 import platform
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -26,8 +24,6 @@ from megapack.base.files import write_whole
 from megapack.base.machine_lock import MachineLock
 
 _NumbaCache: Any = object
-_NumbaLocator: Any = object
-_NumbaStorage: Any = object
 _missing = ""
 _IS_OFF = os.environ.get("MEGAPACK_COMPILE", "") == "off"
 if not _IS_OFF:
@@ -38,8 +34,6 @@ if not _IS_OFF:
         from numba.core.runtime import rtsys
 
         _NumbaCache = caching.FunctionCache
-        _NumbaLocator = caching._CacheLocator
-        _NumbaStorage = caching.CompileResultCacheImpl
     except ImportError as error:
         _missing = str(error)
 
@@ -79,7 +73,7 @@ def kernel(function: F) -> F:
         return function
     compiled = numba.njit(error_model="numpy", nogil=True)(function)
     if can_store():
-        with contextlib.suppress(AttributeError):
+        with contextlib.suppress(RuntimeError, AttributeError):
             _share(compiled)
     return compiled  # type: ignore[no-any-return]
 
@@ -109,53 +103,20 @@ def is_compiled() -> bool:
     return False
 
 
-class _Locator(_NumbaLocator):  # type: ignore[misc]
-    """Where numba stores a kernel, and the stamp by which it knows what is out of date.
-
-    The stamp is that of all kernels. numba's own is that of the kernel's file, but the kernels that
-    it calls are compiled into it. After an upgrade, a rank could run an old one from its cache and
-    make a different plan than its peers.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._py_file = inspect.getfile(function)
-        self._line = function.__code__.co_firstlineno
-
-    def get_cache_path(self) -> str:
-        """One folder for all kernels."""
-        return str(cache_folder())
-
-    def get_source_stamp(self) -> str:
-        """A digest of the sources of all kernels."""
-        return _sources()
-
-    def get_disambiguator(self) -> str:
-        """The line, which tells kernels of one name apart."""
-        return str(self._line)
-
-
-class _Storage(_NumbaStorage):  # type: ignore[misc]
-    """What numba stores of a kernel; the constructor of numba's class would choose the folder."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._locator = _Locator(function)
-        self._lineno = function.__code__.co_firstlineno
-        abi_flags = getattr(sys, "abiflags", "")  # not on Windows
-        self._filename_base = self.get_filename_base(_full_name(function), abi_flags)
-
-
 class _SharedCache(_NumbaCache):  # type: ignore[misc]
     """numba's cache of one kernel, whose misses are compiled by one process of a machine.
 
-    numba has no public way to choose the folder and the stamp of one package's kernels, so private
-    fields are used; a numba without them gets no cache.
+    Its entries depend on the sources of all kernels. numba checks the kernel's own file only, but
+    the kernels that it calls are compiled into it. After an upgrade, a rank could run an old one
+    from its cache and make a different plan than its peers. numba has no public way to extend an
+    entry's stamp, so private fields are used; a numba without them gets no cache.
     """
-
-    _impl_class = _Storage
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self._full_name = _full_name(function)
+        file = self._cache_file
+        file._source_stamp = (file._source_stamp, _sources())
+        self._full_name = f"{function.__module__}.{function.__qualname__}"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled kernel; on a miss, the lock is held until `_compiling` ends."""
@@ -209,13 +170,10 @@ class _CompiledList:
         return [line for line in lines if len(line.split()) == 3]
 
 
-def _full_name(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
-
-
 def _share(compiled: Any) -> None:
     """Give a kernel the shared cache, and release the lock when a compilation ends."""
-    compiled._cache = _SharedCache(compiled.py_func)
+    with _numba_folder(cache_folder()):
+        compiled._cache = _SharedCache(compiled.py_func)
     compile_now = compiled.compile
 
     def compile_once(sig: Any) -> Any:
@@ -223,6 +181,17 @@ def _share(compiled: Any) -> None:
             return compile_now(sig)
 
     compiled.compile = compile_once
+
+
+@contextlib.contextmanager
+def _numba_folder(folder: Path) -> Iterator[None]:
+    """Within the block, numba makes caches in this folder; those of other packages stay theirs."""
+    given = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(folder)
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = given
 
 
 _thread_lock = threading.RLock()

@@ -52,7 +52,7 @@ _CALIBRATION = "calibration-"
 
 
 @dataclasses.dataclass(frozen=True)
-class Calibration:
+class CalibrationState:
     """The state of a run's calibration on one rank."""
 
     plain: Mapping[str, Any]
@@ -199,7 +199,7 @@ class Checkpoints:
                 "progress; resume from a checkpoint at a batch's end"
             )
 
-    def load_calibration(self, checkpoint: Checkpoint) -> Calibration | None:
+    def load_calibration(self, checkpoint: Checkpoint) -> CalibrationState | None:
         """The calibration that `save` got on this rank.
 
         Returns:
@@ -212,7 +212,7 @@ class Checkpoints:
         if not manifest.calibration or Layout.from_payload(manifest.layout) != self.layout:
             return None
         tensors = _read_tensors(checkpoint.path / f"{_CALIBRATION}{_rank_file()}")
-        return Calibration(manifest.calibration, tensors)
+        return CalibrationState(manifest.calibration, tensors)
 
     def due(self, num_steps: int) -> bool:
         """Whether to save after this many steps."""
@@ -227,7 +227,7 @@ class Checkpoints:
         field_names: Sequence[str],
         routing: Sequence[torch.Tensor | None] | None = None,
         dp_rank: int = 0,
-        calibration: Calibration | None = None,
+        calibration: CalibrationState | None = None,
     ) -> None:
         """Write a checkpoint, with `train.async_save` on threads. A collective.
 
@@ -414,7 +414,7 @@ class Checkpoints:
         return int(total)
 
     def _manifest(
-        self, position: Position, plan: Plan, calibration: Calibration | None
+        self, position: Position, plan: Plan, calibration: CalibrationState | None
     ) -> Manifest:
         return Manifest(
             position=position,

@@ -196,6 +196,7 @@ def _python(diagnosis: Diagnosis) -> None:
 def _numba(diagnosis: Diagnosis) -> None:
     import numba
 
+    from megapack.base.jit import cache_folder
     from megapack.pipeline import kernels
 
     diagnosis.found = numba.__version__
@@ -207,7 +208,7 @@ def _numba(diagnosis: Diagnosis) -> None:
             "again; set NUMBA_CACHE_DIR to a writable folder"
         )
     elif stats is not None:
-        diagnosis.found += f", compiled code in {stats.cache_path}"
+        diagnosis.found += f", compiled code in {cache_folder()}"
 
 
 def _environment(diagnosis: Diagnosis) -> None:

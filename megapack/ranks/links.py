@@ -152,11 +152,11 @@ class Ranks:
 
 # Every `Ranks` of this process that was started and not closed.
 _open: list[Ranks] = []
-# The process group and the `Ranks` of `shared_ranks`; at most one entry.
-_shared: list[tuple[dist.ProcessGroup, Ranks]] = []
+# The process group and the `Ranks` of `process_ranks`; at most one entry.
+_of_process: list[tuple[dist.ProcessGroup, Ranks]] = []
 
 
-def shared_ranks() -> Ranks:
+def process_ranks() -> Ranks:
     """The `Ranks` that adapters of this process share unless their caller passes another one.
 
     The first call starts it and is a collective of all ranks. In a job of one process it is
@@ -165,14 +165,14 @@ def shared_ranks() -> Ranks:
     if _world() == 1:
         return Ranks.alone()
     default = dist.distributed_c10d._get_default_group()
-    while _shared:
-        group, ranks = _shared[0]
+    while _of_process:
+        group, ranks = _of_process[0]
         if group is default and ranks in _open:
             return ranks
-        _shared.clear()
+        _of_process.clear()
         ranks.close()
-    _shared.append((default, Ranks.start()))
-    return _shared[0][1]
+    _of_process.append((default, Ranks.start()))
+    return _of_process[0][1]
 
 
 def close_all() -> None:

@@ -35,7 +35,7 @@ from megapack.model.parameters import keep_gradients_through_recompute
 from megapack.plan.check import check_plan
 from megapack.plan.plan import MicroBatch, Plan
 from megapack.ranks.agree import Agreement, agree, on_any_rank
-from megapack.ranks.links import Ranks, shared_ranks
+from megapack.ranks.links import Ranks, process_ranks
 from megapack.rows.outputs import Scope, scatter_to_samples, sum_metrics
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.rows.schedule_pass import SchedulePass
@@ -129,7 +129,7 @@ class ScheduleAdapter:
         self.retries_oom = retries_oom
         self.executor = executor
         self.config = get_model_config(self.chunks[0])
-        self.ranks = shared_ranks() if ranks is None else ranks
+        self.ranks = process_ranks() if ranks is None else ranks
         self.ranks.check()
         self._device = torch.device(torch.cuda.current_device())
         self.vocab_size = agree(

@@ -30,7 +30,7 @@ from megapack.base.megatron import frees_while_sending
 from megapack.errors import ConfigError, ScheduleError
 from megapack.layout import Layout
 from megapack.model.overlap import dropping_reductions, sync_functions
-from megapack.ranks.links import Ranks, shared_ranks
+from megapack.ranks.links import Ranks, process_ranks
 from megapack.schedule import checks
 from megapack.schedule.faults import FiniteFlags, checking_finalize
 from megapack.schedule.listeners import Listeners, PlaceKeeper
@@ -133,7 +133,7 @@ class PlannedSchedule:
             forward_only=forward_only,
         )
         schedule = self._schedule or get_forward_backward_func()
-        ranks = shared_ranks() if self._ranks is None else self._ranks
+        ranks = process_ranks() if self._ranks is None else self._ranks
         with ranks.guarded(_next_name(call.kind)):
             if reason := why_not_planned(get_model_config(call.chunks[0]), others):
                 _log_once(f"this {call.kind} runs on Megatron's own schedule: {reason}")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megapack.base.arrays import Floats
-from megapack.checkpoint.checkpoints import Calibration, Checkpoints
+from megapack.checkpoint.checkpoints import CalibrationState, Checkpoints
 from megapack.checkpoint.folders import Checkpoint
 from megapack.config.sections import PlanConfig
 from megapack.cost.fit import Measurement
@@ -173,7 +173,7 @@ class Calibrator:
             return []
         return self._fit_window(number, folder)
 
-    def state(self, batch_cost: CostModel | None) -> Calibration | None:
+    def state(self, batch_cost: CostModel | None) -> CalibrationState | None:
         """What a checkpoint keeps; None if the model is not fitted.
 
         Args:
@@ -201,7 +201,7 @@ class Calibrator:
             # Only rank 0 adds to them.
             _SUMS: torch.from_numpy(self._fit.sums.copy()),
         }
-        return Calibration(plain, tensors)
+        return CalibrationState(plain, tensors)
 
     def resume(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> bool:
         """Go on with the cost models of a checkpoint, if it has some for this layout. A collective.
@@ -221,7 +221,7 @@ class Calibrator:
 
         return self.is_on and agree(load, device=self._device)
 
-    def load(self, saved: Calibration) -> None:
+    def load(self, saved: CalibrationState) -> None:
         """Go on where `state` was taken on the same layout.
 
         Raises:

@@ -22,7 +22,7 @@ _MAX_WEIGHTS = 8
 
 
 @dataclass(frozen=True)
-class Calibration:
+class RunFits:
     """The fits of a run since it began, or since it went on with another layout."""
 
     first: CostModel | None
@@ -32,7 +32,7 @@ class Calibration:
     fits: tuple[Fit, ...]
 
     @classmethod
-    def of(cls, records: RunRecords) -> Calibration:
+    def of(cls, records: RunRecords) -> RunFits:
         """The fits of a run; without any if it has no calibration."""
         fits = records.fits
         starts = [index for index, fit in enumerate(fits) if fit.number == 0]
@@ -51,7 +51,7 @@ def calibration_facts(records: RunRecords) -> list[tuple[str, str]]:
     """Facts about the fits of a run, and about what they predicted; none without calibration."""
     if not records.fits:
         return []
-    calibration = Calibration.of(records)
+    calibration = RunFits.of(records)
     fits = calibration.fits
     num_left_out = sum(fit.num_left_out for fit in fits)
     text = f"{len(fits)}, the last after step {fits[-1].step}" if fits else "0"
@@ -70,7 +70,7 @@ def last_batch_facts(records: RunRecords) -> tuple[list[tuple[str, str]], list[s
 
     Its samples are planned by the first and by the last model, and the last one simulates both.
     """
-    calibration = Calibration.of(records)
+    calibration = RunFits.of(records)
     first = calibration.first
     last = calibration.last
     facts = _basis_facts(records, calibration)
@@ -111,7 +111,7 @@ def _error_facts(fits: Sequence[Fit]) -> list[tuple[str, str]]:
     return [("seconds of a row", text)]
 
 
-def _prediction_facts(records: RunRecords, calibration: Calibration) -> list[tuple[str, str]]:
+def _prediction_facts(records: RunRecords, calibration: RunFits) -> list[tuple[str, str]]:
     """How far predictions were off after the first fit; before it both models are the same."""
     if not calibration.fits:
         return []
@@ -129,7 +129,7 @@ def _prediction_facts(records: RunRecords, calibration: Calibration) -> list[tup
     return [("predictions since the first fit", text)]
 
 
-def _model_facts(calibration: Calibration) -> list[tuple[str, str]]:
+def _model_facts(calibration: RunFits) -> list[tuple[str, str]]:
     models = [model for model in (calibration.first, calibration.last) if model is not None]
     if calibration.first is None or not calibration.fits:
         models = models[-1:]
@@ -155,7 +155,7 @@ def _model_facts(calibration: Calibration) -> list[tuple[str, str]]:
     return facts
 
 
-def _basis_facts(records: RunRecords, calibration: Calibration) -> list[tuple[str, str]]:
+def _basis_facts(records: RunRecords, calibration: RunFits) -> list[tuple[str, str]]:
     cost = records.plan_cost
     if cost is None:
         return []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megapack.errors import ConfigError, DataError
 from megapack.ranks import links
-from megapack.ranks.links import Ranks, close_all, shared_ranks
+from megapack.ranks.links import Ranks, close_all, process_ranks
 from tests.job_in_process import job_of_one
 
 pytestmark = pytest.mark.unit
@@ -32,7 +32,7 @@ def same() -> dict[str, str]:
 
 def test_a_job_of_one_process_starts_nothing() -> None:
     with job_of_one():
-        ranks = shared_ranks()
+        ranks = process_ranks()
         assert own_threads() == []
         assert ranks.watchdog is None
         assert not ranks.has_failed
@@ -108,12 +108,12 @@ def test_all_adapters_of_a_process_share_their_ranks(
 ) -> None:
     with job_of_one():
         started = CountedStart(monkeypatch)
-        ranks = shared_ranks()
-        assert shared_ranks() is ranks
+        ranks = process_ranks()
+        assert process_ranks() is ranks
         assert started.num == 1
         close_all()
         assert own_threads() == []
-        assert shared_ranks() is not ranks
+        assert process_ranks() is not ranks
         close_all()
     assert own_threads() == []
 
@@ -121,10 +121,10 @@ def test_all_adapters_of_a_process_share_their_ranks(
 def test_a_new_process_group_gets_new_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with job_of_one(), monkeypatch.context() as patch:
         CountedStart(patch)
-        first = shared_ranks()
+        first = process_ranks()
     with job_of_one(), monkeypatch.context() as patch:
         CountedStart(patch)
-        assert shared_ranks() is not first
+        assert process_ranks() is not first
         assert len(own_threads()) == 2
         close_all()
     assert own_threads() == []
