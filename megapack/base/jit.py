@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 # The whole package, because kernels are defined in several rooms.
 _PACKAGE = Path(__file__).resolve().parents[1]
 # A kernel that every plan needs, and that is compiled after most of the others.
-_MAIN_KERNEL = "megapack.planner.state.score_all"
+_MAIN_KERNEL = "megapack.planner.clock.score_all"
 
 # In the cache folder.
 _LOCK_NAME = "megapack-compiling.lock"

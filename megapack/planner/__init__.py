@@ -1,10 +1,12 @@
 """The search for a step's fastest legal plan; `megapack.build_dp_schedule` calls it.
 
-    problem -> counts -> profile, uneven -> bins, partition -> state, scored -> refine
-    -> problem.build_step
+    Step, Items -> counts -> choose -> Draft -> StepPlan
 
-    a draft, and rows over several DP ranks -> wide: grid, grid_fill, grid_search -> the same
-    a draft, pieces of samples, split backwards -> operations: pieces, weight_fill, piece_moves
+    choose   search    rows on one DP rank each: profile, uneven -> bins, partition -> scored
+             sharing   the same for parts of families, and for loose samples: families
+             wide      rows over several DP ranks: grid, grid_fill, grid_search
+             operations   pieces of samples, split backwards: pieces
+    scored   board, clock -> moves (with a pipeline), even (without one)
 
 Each step is planned alone. `search` tries drafts in a fixed order and simulates a fixed number of
 ranks, so that every rank of a job finds the same plan.

@@ -25,9 +25,9 @@ from megapack.pipeline.kernels import RankOps, peak_live, rank_seconds
 from megapack.plan.order import Operation, group_table, interleave, stage_lists
 from megapack.planner.board import (
     Board,
-    microbatch_seconds,
     microbatch_tokens,
     row_seconds,
+    row_tokens,
     slowest,
 )
 
@@ -105,20 +105,25 @@ def score_rank(board: Board, clock: Clock, rank: int) -> float:
         ran = np.empty((pp, 2 * clock.own.ops.shape[1] // pp), dtype=np.int64)
         num_ran = np.empty(pp, dtype=np.int64)
         return run_rank(board, clock, rank, clock.own.patience, ran, num_ran)
+    cost = board.cost
     count = board.counts[rank]
-    forward = np.empty(count)
+    first = 0 if clock.lockstep else rank
+    last = board.counts.size if clock.lockstep else rank + 1
+    forward = np.zeros(count)
     for position in range(count):
-        forward[position] = microbatch_seconds(board, rank, position)
-        if clock.lockstep:
-            for other in range(board.counts.size):
-                seconds = microbatch_seconds(board, other, position)
-                forward[position] = max(forward[position], seconds)
+        for other in range(first, last):
+            row = board.rows[other, position]
+            tokens = board.tokens[row] if row >= 0 else 0
+            tokens_sq = board.tokens_sq[row] if row >= 0 else 0
+            num_samples = board.num_samples[row] if row >= 0 else 0
+            seconds = row_seconds(cost, tokens, tokens_sq, num_samples)
+            forward[position] = max(forward[position], seconds)
     ops = _ops_of(clock, rank)
-    if board.cost.max_live > 0:
+    if cost.max_live > 0:
         amounts = np.empty(count)
         for position in range(count):
             amounts[position] = microbatch_tokens(board, rank, position)
-        if peak_live(ops, amounts) > board.cost.max_live:
+        if peak_live(ops, amounts) > cost.max_live:
             return np.inf
     return rank_seconds(ops, forward, np.empty(ops.stage.size))
 
@@ -153,6 +158,7 @@ def run_rank(
         num_ran: int64 [pp], written: how many these are.
     """
     own = clock.own
+    cost = board.cost
     count = board.counts[rank]
     times = _Times(np.zeros(count), np.zeros(count), np.zeros(count), np.zeros(count))
     first = 0 if clock.lockstep else rank
@@ -161,16 +167,19 @@ def run_rank(
         for other in range(first, last):
             row = board.rows[other, k]
             tokens = board.tokens[row] if row >= 0 else 0
+            tokens_sq = board.tokens_sq[row] if row >= 0 else 0
             num_samples = board.num_samples[row] if row >= 0 else 0
-            times.forward[k] = max(times.forward[k], microbatch_seconds(board, other, k))
-            seconds = own.weight_ratio * row_seconds(board.cost, tokens, 0, num_samples)
+            seconds = row_seconds(cost, tokens, tokens_sq, num_samples)
+            times.forward[k] = max(times.forward[k], seconds)
+            seconds = own.weight_ratio * row_seconds(cost, tokens, 0, num_samples)
             times.weights[k] = max(times.weights[k], seconds)
-            if not own.forward_only:
-                # Nothing is kept in a pass without backwards.
-                times.held[k] = max(times.held[k], float(microbatch_tokens(board, other, k)))
+            times.held[k] = max(times.held[k], float(row_tokens(cost, tokens)))
         whole = own.backward_ratio * times.forward[k]
         times.weights[k] = min(times.weights[k], whole)
         times.backward[k] = whole - times.weights[k]
+    if own.forward_only:
+        # Nothing is kept in a pass without backwards.
+        times.held[:] = 0
     return _filled_seconds(own, own.ops[rank, : own.num_ops[rank]], times, patience, ran, num_ran)
 
 

@@ -38,6 +38,11 @@ class Draft:
         """R."""
         return int(self.row_of.max()) + 1
 
+    def row_tokens(self) -> Ints:
+        """int64 [R]: padded tokens of rows of one rank, shared ones once."""
+        held = row_sums(self.items.aligned, self.row_of, self.num_rows)
+        return np.asarray(held - self.items.saved_by_rows(self.row_of, self.num_rows)[0])
+
     def seconds(self) -> float:
         """Simulated seconds of the step by the cost model, whatever the policy balances."""
         step = self.items.step

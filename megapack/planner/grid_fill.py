@@ -22,7 +22,7 @@ from megapack.planner.grid import (
     seconds_with,
     take,
 )
-from megapack.planner.refine import next_random
+from megapack.planner.moves import next_random
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
 

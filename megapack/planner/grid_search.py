@@ -25,12 +25,10 @@ from megapack.planner.grid import (
     take,
 )
 from megapack.planner.grid_fill import RANDOM_PARTS, fill_grid, mean_target
-from megapack.planner.refine import next_random
+from megapack.planner.moves import SEED, next_random
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
 
-# Start of the pseudo-random sequence, as in `refine`.
-_SEED = 88172645463325252
 # Of 8 kinds of moves, 0 and 1 exchange blocks, 2 to 4 exchange items, and the others let the items
 # of some blocks choose again.
 _KINDS = 8
@@ -73,7 +71,7 @@ def improve_grid(
         goal: seconds that are fast enough.
     """
     dp = grid.first.shape[0]
-    random = np.array([_SEED & 0xFFFFFFFFFFFF])
+    random = np.array([SEED])
     rank_of_item = np.empty(order.size, dtype=np.int64)
     for k in range(order.size):
         rank_of_item[order[k]] = k

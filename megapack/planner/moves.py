@@ -119,7 +119,9 @@ def _try_order(board: Board, clock: Clock, random: Ints, rank: int) -> int:
         return 0
     before = board.rows[rank, :count].copy()
     single = chain_at(board, rank, p) < 0 and chain_at(board, rank, q) < 0
-    if next_random(random, 2) == 0 or not single:
+    # Which side of the coin moves a row is as docs/planner.md measured it, for each kind of order.
+    moves = next_random(random, 2) == (1 if clock.own.used else 0)
+    if moves or not single:
         _move_unit(board, rank, p, q)
     else:
         board.rows[rank, p] = before[q]

@@ -12,28 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 
+from megapack.planner.board import microbatch_tokens
+from megapack.planner.clock import OwnOrders, order_lines, run_rank
 from megapack.planner.counts import group_sizes
 from megapack.planner.draft import Draft
 from megapack.planner.items import Items, Pieces
-from megapack.planner.piece_moves import (
-    Pipeline,
-    RankOrders,
-    RowPieces,
-    Rows,
-    move_rows,
-    run_rank,
-    score_rows,
-)
 from megapack.planner.pieces import CutItems, cut_items, item_seconds, may_cut, place_chains
-from megapack.planner.scored import moved, real_state, row_cost_of
-from megapack.planner.state import row_tokens
+from megapack.planner.scored import Scored, score_draft
 from megapack.planner.step import spread_counts
-from megapack.planner.weight_fill import FillRules, order_lines
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
 
@@ -53,21 +44,12 @@ _DRAFTS_GROWTH = 2
 _MOVES_GROWTH = 4
 _OPERATIONS = 512
 _CONTENDERS = 4
-# How much later than a wait a W may end, see `FillRules.patience`: while drafts are compared, and
+# How much later than a wait a W may end, see `OwnOrders.patience`: while drafts are compared, and
 # for the order of each rank at last.
 _PATIENCE = 0.75
 _LAST_PATIENCES = (0.0, 0.25, 0.5, 1.0)
 # Relative gain that makes a draft better than the fixed one: more than rounding in fp64.
 _LEAST_GAIN = 1e-9
-
-
-@dataclass
-class _Candidate:
-    """A draft in arrays that moves change."""
-
-    draft: Draft
-    rows: Rows
-    seconds: float
 
 
 def plan_operations(items: Items, fixed: Draft | None) -> Draft | None:
@@ -98,12 +80,12 @@ class _OperationSearch:
         self.total = math.fsum(item_seconds(items).tolist())
         # What stages hold in Megatron's order, which is enough for W's; inf if there is no draft.
         self.held = math.inf
-        self.whole: _Candidate | None = None
+        self.whole: Scored | None = None
         if fixed is not None:
             self.whole = self._scored(fixed, split=False)
             self.held = self._held(self.whole)
 
-    def run(self) -> _Candidate | None:
+    def run(self) -> Scored | None:
         """The best candidate; None if none respects the cap on live tokens."""
         whole = []
         if self.whole is not None:
@@ -120,55 +102,53 @@ class _OperationSearch:
         self._improve(best, moves - moves // 2)
         return best
 
-    def finished(self, candidate: _Candidate) -> Draft:
-        """A candidate's draft with its orders."""
-        state = candidate.rows.state
-        draft = moved(candidate.draft, state)
+    def finished(self, found: Scored) -> Draft:
+        """A draft after its moves, with its orders."""
+        draft = found.moved()
         items = draft.items
         if items.pieces is not None:
-            pieces = Pieces(*candidate.rows.pieces[:3])
-            is_piece = pieces.chain >= 0
-            real_end = np.minimum(pieces.end, items.sample_lengths[items.first_samples])
+            board = found.board
+            real_end = np.minimum(board.end, items.sample_lengths[items.first_samples])
+            lengths = np.where(board.chain >= 0, real_end - board.begin, items.lengths)
             items = replace(
                 items,
-                lengths=np.where(is_piece, real_end - pieces.start, items.lengths),
-                aligned=state.item_tokens,
-                aligned_sq=state.item_tokens_sq,
-                pieces=pieces,
+                lengths=lengths,
+                aligned=board.item_tokens,
+                aligned_sq=board.item_tokens_sq,
+                pieces=Pieces(board.begin, board.end, board.chain),
             )
             draft = replace(draft, items=items)
         if self.step.forward_only or (items.pieces is None and not self.split):
             return draft
-        return replace(draft, orders=self._orders(candidate))
+        return replace(draft, orders=self._orders(found))
 
-    def _orders(self, candidate: _Candidate) -> tuple[tuple[str, ...], ...]:
+    def _orders(self, found: Scored) -> tuple[tuple[str, ...], ...]:
         """What each rank's stages run, with the patience that is best for the rank."""
-        rows = candidate.rows
-        pp = self.layout.pp
+        own = found.clock.own
         orders = []
         for rank in range(self.layout.dp):
-            ops = rows.orders.ops[rank, : rows.orders.num_ops[rank]]
+            ops = own.ops[rank, : own.num_ops[rank]]
             best: tuple[float, tuple[str, ...]] = (math.inf, ())
             for patience in (_PATIENCE, *_LAST_PATIENCES) if self.split else (_PATIENCE,):
-                rules = rows.pipeline.rules._replace(patience=patience)
-                ran = np.empty((pp, 2 * ops.shape[0] // pp), dtype=np.int64)
-                num_ran = np.empty(pp, dtype=np.int64)
-                seconds = float(run_rank(rows, rank, rules, ran, num_ran))
+                ran = np.empty((own.pp, 2 * ops.shape[0] // own.pp), dtype=np.int64)
+                num_ran = np.empty(own.pp, dtype=np.int64)
+                args = (found.board, found.clock, rank, patience, ran, num_ran)
+                seconds = float(run_rank(*args))
                 if seconds < best[0]:
                     best = (seconds, order_lines(ops, ran, num_ran))
             orders.append(best[1])
         return tuple(orders)
 
-    def _best_cuts(self) -> list[_Candidate]:
+    def _best_cuts(self) -> list[Scored]:
         """The fastest drafts of pieces, each of another M."""
-        best: dict[int, _Candidate] = {}
+        best: dict[int, Scored] = {}
         for candidate in self._cut_drafts():
             count = candidate.draft.rank_rows[0].size
             if count not in best or candidate.seconds < best[count].seconds:
                 best[count] = candidate
         return sorted(best.values(), key=lambda c: c.seconds)[:_CONTENDERS]
 
-    def _cut_drafts(self) -> Iterator[_Candidate]:
+    def _cut_drafts(self) -> Iterator[Scored]:
         """Yield drafts of pieces."""
         dp = self.layout.dp
         shapes = [
@@ -222,46 +202,32 @@ class _OperationSearch:
         wanted = spread_counts(least, top)
         return list(dict.fromkeys(layout.next_legal_count(m, rule, group) for m in wanted))
 
-    def _scored(self, draft: Draft, split: bool) -> _Candidate:
-        """A simulated draft in arrays."""
-        state = real_state(draft)
-        # Moves change the items of a piece and of the next one, of this draft alone.
-        state = state._replace(
-            item_tokens=state.item_tokens.copy(), item_tokens_sq=state.item_tokens_sq.copy()
-        )
+    def _scored(self, draft: Draft, split: bool) -> Scored:
+        """A simulated draft in an order of its own."""
         layout = self.layout
-        counts = state.counts
-        group = draft.group_size or 1
-        passes = 1 if self.step.forward_only else 2
-        num_ops = passes * counts * layout.num_chunks
-        rules = FillRules(
+        counts = [rows.size for rows in draft.rank_rows]
+        num_ops = (1 if self.step.forward_only else 2) * max(counts) * layout.num_chunks
+        own = OwnOrders(
+            used=True,
             chunk_weights=self.runner.weights,
             pp=layout.pp,
-            p2p=self.runner.p2p,
-            cap=self._cap(draft, int(state.tokens.max())),
-            split=split,
-            patience=_PATIENCE,
-        )
-        pipeline = Pipeline(
-            rules=rules,
             vpp=layout.vpp,
-            group=group,
-            forward_only=self.step.forward_only,
-            lockstep=self.step.lockstep,
+            group=draft.group_size or 1,
+            p2p=self.runner.p2p,
+            cap=self._cap(draft),
             alignment=layout.sample_alignment,
+            forward_only=self.step.forward_only,
             backward_ratio=float(self.cost.backward_ratio),
             weight_ratio=float(self.cost.weight_ratio) if split else 0.0,
-        )
-        orders = RankOrders(
-            ops=np.empty((layout.dp, int(num_ops.max()), 5), dtype=np.int64),
+            split=split,
+            patience=_PATIENCE,
+            ops=np.empty((layout.dp, num_ops, 5), dtype=np.int64),
             num_ops=np.zeros(layout.dp, dtype=np.int64),
-            turned=np.zeros((layout.dp, int(counts.max())), dtype=np.int64),
+            turned=np.zeros((layout.dp, max(counts)), dtype=np.int64),
         )
-        cost = row_cost_of(self.step, self.cost, state)
-        rows = Rows(cost, pipeline, state, _pieces_of(draft), orders)
-        return _Candidate(draft, rows, float(score_rows(rows)))
+        return score_draft(draft, self.cost, self.runner, own, is_real=True)
 
-    def _cap(self, draft: Draft, longest: int) -> float:
+    def _cap(self, draft: Draft) -> float:
         """Tokens that a stage may hold, each chunk counted whole.
 
         At most `Plan.live_cap`, and without a cap in the policy no more than the draft of whole
@@ -275,7 +241,7 @@ class _OperationSearch:
         count = max(rows.size for rows in draft.rank_rows)
         order = self.runner.order(count, draft.group_size or 1)
         in_flight = float(order.peak_live(np.ones(count)).max())
-        longest = max(longest, layout.row_alignment)
+        longest = max(int(draft.row_tokens().max()), layout.row_alignment)
         over = 0
         budget = self.step.budget or 0
         pieces = draft.items.pieces
@@ -285,48 +251,29 @@ class _OperationSearch:
         cap = in_flight * max(layout.aligned_row_tokens(longest), budget) + over
         return min(cap, self.held)
 
-    def _held(self, candidate: _Candidate) -> float:
+    def _held(self, found: Scored) -> float:
         """The most tokens that a stage holds in Megatron's order, each chunk counted whole.
 
         Ranks in lockstep run one order, as if each had the longest of their rows.
         """
-        state = candidate.rows.state
-        ranks = []
-        for rows, count in zip(state.rows, state.counts.tolist(), strict=True):
-            tokens = [int(state.tokens[row]) if row >= 0 else 0 for row in rows[:count].tolist()]
-            ranks.append(np.array([float(row_tokens(candidate.rows.cost, n)) for n in tokens]))
+        ranks = [
+            np.array([float(microbatch_tokens(found.board, rank, k)) for k in range(count)])
+            for rank, count in enumerate(found.board.counts.tolist())
+        ]
         if self.step.lockstep:
             ranks = [np.maximum.reduce(ranks)]
-        group = candidate.draft.group_size
-        orders = [self.runner.order(held.size, group) for held in ranks]
-        peaks = [order.peak_live(held) for order, held in zip(orders, ranks, strict=True)]
+        group = found.draft.group_size
+        peaks = [self.runner.order(held.size, group).peak_live(held) for held in ranks]
         return float(max(peak.max() for peak in peaks))
 
-    def _improve(self, candidate: _Candidate, budget: int) -> None:
-        """Improve a candidate by moves, if its rows may change."""
-        counts = candidate.rows.state.counts
+    def _improve(self, found: Scored, budget: int) -> None:
+        """Improve a draft by moves, if its rows may change."""
+        counts = found.board.counts
         movable = self.step.prefixes is None and self.step.max_samples is None
         movable = movable and not self.step.lockstep and int(counts.min()) == counts.max()
-        if not movable or self.policy.row_shape == "uniform" or candidate.seconds == math.inf:
+        if not movable or self.policy.row_shape == "uniform" or found.seconds == math.inf:
             return
-        num_ops = candidate.rows.orders.ops.shape[1]
+        num_ops = found.clock.own.ops.shape[1]
         budget = min(budget, budget * _OPERATIONS // num_ops)
         if budget > 0:
-            passes = self.runner.busiest_stage_seconds(np.ones(1))
-            move_rows(candidate.rows, budget, passes)
-            candidate.seconds = float(candidate.rows.state.seconds.max())
-
-
-def _pieces_of(draft: Draft) -> RowPieces:
-    items = draft.items
-    chain_of = np.full(draft.num_rows, -1, dtype=np.int64)
-    piece_of = np.full(draft.num_rows, -1, dtype=np.int64)
-    if items.pieces is None:
-        whole = np.full(items.num_items, -1, dtype=np.int64)
-        start = np.zeros(items.num_items, dtype=np.int64)
-        return RowPieces(start, items.aligned.copy(), whole, chain_of, piece_of)
-    start, end, chain = items.pieces
-    pieces = np.flatnonzero(chain >= 0)
-    chain_of[draft.row_of[pieces]] = chain[pieces]
-    piece_of[draft.row_of[pieces]] = pieces
-    return RowPieces(start.copy(), end.copy(), chain, chain_of, piece_of)
+            found.refine(self.runner, budget)

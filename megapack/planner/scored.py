@@ -1,4 +1,4 @@
-"""From a draft to the arrays of the compiled search, and back."""
+"""From a draft to the board of the compiled search, and back."""
 
 from __future__ import annotations
 
@@ -10,10 +10,32 @@ from megapack.base.arrays import Ints
 from megapack.cost.model import CostModel
 from megapack.pipeline.kernels import RankOps
 from megapack.pipeline.simulator import Runner
+from megapack.planner.board import Board, RowCost, fill_rows
+from megapack.planner.clock import Clock, OwnOrders, score_all
 from megapack.planner.draft import PADDING, Draft
-from megapack.planner.refine import refine
-from megapack.planner.state import RowCost, State, fill_rows, score_all
+from megapack.planner.even import even_ranks
+from megapack.planner.moves import try_moves
 from megapack.planner.step import Step
+
+# What ranks in Megatron's order have in place of an order of their own.
+_MEGATRON = OwnOrders(
+    used=False,
+    chunk_weights=np.zeros(0),
+    pp=1,
+    vpp=1,
+    group=1,
+    p2p=0.0,
+    cap=0.0,
+    alignment=1,
+    forward_only=False,
+    backward_ratio=0.0,
+    weight_ratio=0.0,
+    split=False,
+    patience=0.0,
+    ops=np.zeros((0, 0, 5), dtype=np.int64),
+    num_ops=np.zeros(0, dtype=np.int64),
+    turned=np.zeros((0, 0), dtype=np.int64),
+)
 
 
 @dataclass
@@ -21,95 +43,106 @@ class Scored:
     """A simulated draft."""
 
     draft: Draft
-    state: State
+    board: Board
     """The draft in arrays."""
-    cost: RowCost
-    ops: RankOps
-    """Operations of all ranks."""
-    bounds: Ints
-    """int64 [dp, 2]: rank r's operations are those from bounds[r, 0] to bounds[r, 1]."""
+    clock: Clock
     seconds: float
     """Simulated seconds of the step; inf if a rank breaks the cap on live tokens."""
 
     @property
     def num_microbatches(self) -> int:
         """Micro-batches of all ranks, with padding ones."""
-        return int(self.state.counts.sum())
+        return int(self.board.counts.sum())
 
-    def refine(self, runner: Runner, budget: int, lockstep: bool) -> int:
-        """Improve the draft in place by up to `budget` simulations; returns those spent."""
+    def refine(self, runner: Runner, budget: int) -> int:
+        """Improve the board and its seconds by up to `budget` simulations; returns those spent."""
         passes = runner.busiest_stage_seconds(np.ones(1))
-        used = refine(self.cost, self.state, self.ops, self.bounds, lockstep, budget, passes)
-        self.seconds = float(self.state.seconds.max())
-        self.draft = moved(self.draft, self.state)
+        any_order = runner.layout.pp == 1 and not self.clock.own.used
+        if any_order and not self.clock.lockstep and not self.board.cost.fixed_rows:
+            used = even_ranks(self.board, budget, passes)
+        else:
+            used = try_moves(self.board, self.clock, budget, passes)
+        self.seconds = float(self.board.seconds.max())
         return int(used)
 
+    def moved(self) -> Draft:
+        """The draft after the moves."""
+        board = self.board
+        rows = zip(board.rows, board.counts.tolist(), strict=True)
+        rank_rows = tuple(own[:count].copy() for own, count in rows)
+        return replace(self.draft, row_of=board.row_of, rank_rows=rank_rows)
 
-def moved(draft: Draft, state: State) -> Draft:
-    """A draft after moves of its state."""
-    rows = zip(state.rows, state.counts.tolist(), strict=True)
-    rank_rows = tuple(own[:count].copy() for own, count in rows)
-    return replace(draft, row_of=state.row_of, rank_rows=rank_rows)
 
-
-def score_draft(draft: Draft, cost: CostModel, runner: Runner) -> Scored:
+def score_draft(
+    draft: Draft,
+    cost: CostModel,
+    runner: Runner,
+    own: OwnOrders = _MEGATRON,
+    *,
+    is_real: bool = False,
+) -> Scored:
     """Simulate every rank of a draft under a cost model: dp evaluations.
 
-    Rows count what the samples of an item share, and no more.
+    Args:
+        own: an order other than Megatron's.
+        is_real: rows are as long as they will be. Else what the samples of different items share
+            counts as often as they have it, so that items can be moved one by one.
     """
-    state = draft_state(draft)
-    ops, bounds = _all_ops(runner, draft)
-    row_cost = row_cost_of(draft.items.step, cost, state)
-    lockstep = draft.items.step.lockstep
-    seconds = float(score_all(row_cost, state, ops, bounds, lockstep))
-    return Scored(draft, state, row_cost, ops, bounds, seconds)
-
-
-def draft_state(draft: Draft) -> State:
-    """The arrays of a draft, with seconds that are not simulated yet."""
-    items = draft.items
-    num_rows = draft.num_rows
-    counts = np.array([rows.size for rows in draft.rank_rows])
-    rows = np.full((counts.size, int(counts.max())), PADDING, dtype=np.int64)
-    for rank, rank_rows in enumerate(draft.rank_rows):
-        rows[rank, : rank_rows.size] = rank_rows
-    state = State(
-        item_tokens=items.aligned,
-        item_tokens_sq=items.aligned_sq,
-        item_samples=items.item_samples,
-        row_of=draft.row_of.copy(),
-        next=np.empty(items.num_items, dtype=np.int64),
-        head=np.full(num_rows, -1, dtype=np.int64),
-        tokens=np.zeros(num_rows, dtype=np.int64),
-        tokens_sq=np.zeros(num_rows, dtype=np.int64),
-        num_samples=np.zeros(num_rows, dtype=np.int64),
-        num_items=np.zeros(num_rows, dtype=np.int64),
-        rows=rows,
-        counts=counts,
-        seconds=np.zeros(counts.size),
-    )
-    fill_rows(state)
-    return state
-
-
-def real_state(draft: Draft) -> State:
-    """The same with rows as long as they will be: the items of a row share, too."""
-    state = draft_state(draft)
-    if draft.items.step.prefixes is not None:
-        saved, saved_sq = draft.items.saved_by_rows(draft.row_of, draft.num_rows)
-        state.tokens[:] -= saved
-        state.tokens_sq[:] -= saved_sq
-    return state
+    board = _board(draft, cost, is_real)
+    clock = Clock(*_all_ops(runner, draft), draft.items.step.lockstep, own)
+    return Scored(draft, board, clock, float(score_all(board, clock)))
 
 
 def real_seconds(draft: Draft) -> float:
     """Simulated seconds of a draft of rows on one rank each, in Megatron's order, by the cost
     model; inf if a rank breaks the cap on live tokens."""
-    step = draft.items.step
-    state = real_state(draft)
-    ops, bounds = _all_ops(step.runner(step.real_cost), draft)
-    row_cost = row_cost_of(step, step.real_cost, state)
-    return float(score_all(row_cost, state, ops, bounds, step.lockstep))
+    cost = draft.items.step.real_cost
+    return score_draft(draft, cost, draft.items.step.runner(cost), is_real=True).seconds
+
+
+def _board(draft: Draft, cost: CostModel, is_real: bool) -> Board:
+    items = draft.items
+    num_items, num_rows = items.num_items, draft.num_rows
+    counts = np.array([rows.size for rows in draft.rank_rows])
+    rows = np.full((counts.size, int(counts.max())), PADDING, dtype=np.int64)
+    for rank, rank_rows in enumerate(draft.rank_rows):
+        rows[rank, : rank_rows.size] = rank_rows
+    item_tokens, item_tokens_sq = items.aligned, items.aligned_sq
+    begin = np.zeros(num_items, dtype=np.int64)
+    end = chain = np.full(num_items, -1, dtype=np.int64)
+    if items.pieces is not None:
+        # Shifts of cuts change them, of this draft alone.
+        item_tokens, item_tokens_sq = item_tokens.copy(), item_tokens_sq.copy()
+        begin, end, chain = (column.copy() for column in items.pieces)
+    board = Board(
+        cost=_row_cost(items.step, cost),
+        item_tokens=item_tokens,
+        item_tokens_sq=item_tokens_sq,
+        item_samples=items.item_samples,
+        begin=begin,
+        end=end,
+        chain=chain,
+        row_of=draft.row_of.copy(),
+        next=np.empty(num_items, dtype=np.int64),
+        head=np.full(num_rows, -1, dtype=np.int64),
+        tokens=np.zeros(num_rows, dtype=np.int64),
+        tokens_sq=np.zeros(num_rows, dtype=np.int64),
+        num_samples=np.zeros(num_rows, dtype=np.int64),
+        num_items=np.zeros(num_rows, dtype=np.int64),
+        piece_of=np.full(num_rows, -1, dtype=np.int64),
+        rows=rows,
+        counts=counts,
+        seconds=np.zeros(counts.size),
+    )
+    fill_rows(board)
+    if is_real and items.step.prefixes is not None:
+        saved, saved_sq = items.saved_by_rows(draft.row_of, num_rows)
+        board.tokens[:] -= saved
+        board.tokens_sq[:] -= saved_sq
+    if items.step.policy.row_shape != "uniform":
+        return board
+    longest = items.step.layout.aligned_row_tokens(int(board.tokens.max()))
+    return board._replace(cost=board.cost._replace(uniform_tokens=longest))
 
 
 def _all_ops(runner: Runner, draft: Draft) -> tuple[RankOps, Ints]:
@@ -136,20 +169,16 @@ def _all_ops(runner: Runner, draft: Draft) -> tuple[RankOps, Ints]:
     return all_ops, np.array([bounds_of[count] for count in counts])
 
 
-def row_cost_of(step: Step, cost: CostModel, state: State) -> RowCost:
+def _row_cost(step: Step, cost: CostModel) -> RowCost:
     """The cost model per chunk and CP rank, and the limits of a row."""
-    layout = step.layout
-    share = cost.share_of_rank(layout)
-    uniform = 0
-    if step.policy.row_shape == "uniform":
-        uniform = layout.aligned_row_tokens(int(state.tokens.max()))
+    share = cost.share_of_rank(step.layout)
     return RowCost(
         fixed=float(cost.fixed),
         per_token=float(cost.per_token * share),
         per_token_sq=float(cost.per_token_sq * share),
         per_sample=float(cost.per_sample * share),
-        unit=layout.row_alignment,
-        uniform_tokens=uniform,
+        unit=step.layout.row_alignment,
+        uniform_tokens=0,
         capacity=step.capacity,
         max_live=float(step.max_live or 0),
         fixed_rows=step.max_samples is not None,

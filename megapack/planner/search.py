@@ -26,6 +26,7 @@ from megapack.errors import PlanError
 from megapack.pipeline.kernels import rank_seconds
 from megapack.pipeline.simulator import Runner
 from megapack.planner.bins import first_fit, heaviest_first, pack_to_targets
+from megapack.planner.board import row_seconds
 from megapack.planner.counts import group_sizes, halves, least_count, rank_counts, split_heaviest
 from megapack.planner.draft import Draft
 from megapack.planner.items import Items, by_row, members_by_row
@@ -37,7 +38,6 @@ from megapack.planner.partition import (
 )
 from megapack.planner.profile import Profile, default_profile, find_profile
 from megapack.planner.scored import Scored, score_draft
-from megapack.planner.state import row_seconds
 from megapack.planner.step import Step, spread_counts
 from megapack.planner.uneven import concentrated, find_uneven
 
@@ -142,7 +142,7 @@ class _Search:
         if self.policy.count_rule == "per_rank" and not self.uniform and self.evaluations_left > 0:
             best = self._with_own_counts(best)
             scored.append(best)
-        return self._refined(best, scored).draft
+        return self._refined(best, scored).moved()
 
     def _scored_drafts(self) -> list[Scored]:
         """Simulate drafts until the evaluations are spent and one respects the cap."""
@@ -184,7 +184,7 @@ class _Search:
 
     def _refine(self, scored: Scored, budget: int) -> None:
         if budget > 0:
-            self.evaluations_left -= scored.refine(self.runner, budget, self.lockstep)
+            self.evaluations_left -= scored.refine(self.runner, budget)
 
     def _score(self, draft: Draft) -> Scored:
         self.evaluations_left -= self.layout.dp
@@ -200,7 +200,7 @@ class _Search:
         scored = best
         misses = 0
         for _ in range(_MAX_EVENED):
-            seconds = scored.state.seconds
+            seconds = scored.board.seconds
             if not np.isfinite(seconds).all() or not seconds.max() > 0:
                 break
             mean = float(np.cumsum(seconds)[-1]) / seconds.size
@@ -582,7 +582,9 @@ class _CountAdjuster:
         """Seconds of one chunk's forward of a row."""
         members: Ints = self.members[row] if row >= 0 else np.zeros(0, dtype=np.int64)
         sizes = (self.items.aligned, self.items.aligned_sq, self.items.item_samples)
-        return float(row_seconds(self.scored.cost, *(int(size[members].sum()) for size in sizes)))
+        return float(
+            row_seconds(self.scored.board.cost, *(int(size[members].sum()) for size in sizes))
+        )
 
     def _seconds(self, rows: list[int]) -> float:
         """Simulated seconds of a rank with these rows."""

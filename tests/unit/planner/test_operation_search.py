@@ -19,7 +19,7 @@ from megapack import (
     check_plan,
 )
 from megapack.pipeline.simulator import simulate_planned
-from megapack.planner import pieces, weight_fill
+from megapack.planner import clock, pieces
 
 pytestmark = pytest.mark.unit
 
@@ -169,7 +169,7 @@ def test_waits_are_filled_as_the_docstring_shows() -> None:
     )
     drawn = [
         [op for op in line.split()[2:] if op != "."]
-        for line in (weight_fill.__doc__ or "").splitlines()
+        for line in (clock.__doc__ or "").splitlines()
         if line.startswith("    stage")
     ]
     assert [line.split() for line in plan.steps[0].orders[0]] == drawn
