@@ -12,7 +12,9 @@ from torch import Tensor
 
 from megapack.layout import Layout
 from megapack.model.attention.packed import packed_seq_params
+from megapack.model.attention.row import RowView, row_view
 from megapack.prefixes import Branch, PrefixTable, SharedPrefixes, row_branches
+from tests.groups import RankOf
 
 # Tokens of the dummy samples at the end of a row: a prime number of alignment units, and two equal
 # ones.
@@ -57,7 +59,7 @@ class Forest:
             start += n
         return seen_TT
 
-    def params(self, cp: int = 1, positions_T: Tensor | None = None) -> Any:
+    def params(self, cp: int = 1) -> Any:
         """Megatron's description of the row."""
         longest = int(self.positions_T.max()) + 1
         return packed_seq_params(
@@ -66,9 +68,12 @@ class Forest:
             self.tokens,
             cp=cp,
             lengths=self.spans,
-            position_ids_T=positions_T,
             branches=self.branches,
         )
+
+    def view(self, rank: int = 0, cp: int = 1) -> RowView:
+        """The row as attention of one context-parallel rank sees it."""
+        return row_view(self.params(cp), RankOf(rank, cp))
 
 
 def forest(samples: list[list[int]], cp: int = 1) -> Forest:

@@ -55,6 +55,7 @@ from megapack.rows.packed import PackedRow
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.call import StepCall
+from megapack.schedule.forward import PassContext
 from megapack.schedule.runner import ScheduleRunner
 from megapack.train.trace import mark, seconds_between
 from tools.bench_planner import machine
@@ -99,12 +100,12 @@ class RowRunner(ScheduleRunner):
     ) -> None:
         (chunk,) = self.chunks
         together = torch.zeros(1, device=self.device)
-        device_rows = self.device_rows(rows)
-        forward_row = self.forward_step(call, found)
+        placed = self.placed(call, rows)
+        forward_row = self.forward_step(call, found, PassContext())
         later = self._weight_gradients
         marks = []
         with self.routing.following(found), chunk.no_sync():
-            for number, row in enumerate(device_rows):
+            for number, row in enumerate(placed):
                 if self.layout.dp > 1:
                     # Ranks that share a row would wait in it for one that is still in another.
                     dist.all_reduce(together)

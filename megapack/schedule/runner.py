@@ -16,9 +16,7 @@ from torch import Tensor
 
 from megapack.base.choices import Executor
 from megapack.layout import Layout
-from megapack.model.attention.carried import carry_keys
-from megapack.model.attention.packed import with_params
-from megapack.model.experts.chains import with_chain_counts
+from megapack.model.attention.packed import row_params
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import SchedulePass, token_weight
 from megapack.model.overlap import (
@@ -30,7 +28,8 @@ from megapack.model.overlap import (
 from megapack.model.weight_gradients import WeightGradients
 from megapack.plan.plan import StepPlan
 from megapack.ranks.place import Place
-from megapack.rows.packed import PackedRow
+from megapack.rows.chain import Link, link_pieces
+from megapack.rows.packed import PackedRow, PlacedRow
 from megapack.schedule import checks
 from megapack.schedule.call import StepCall
 from megapack.schedule.channels import Channels, Exchange, StageOrder
@@ -40,7 +39,7 @@ from megapack.schedule.faults import (
     checking_finalize,
     samples_text,
 )
-from megapack.schedule.forward import ForwardStep, HeadOptions, LastStage
+from megapack.schedule.forward import ForwardStep, HeadOptions, LastStage, PassContext, run_now
 from megapack.schedule.listeners import Listener, PlaceKeeper
 from megapack.schedule.operations import Operations
 from megapack.schedule.overrides import config_with, pipeline_settings
@@ -136,13 +135,12 @@ class ScheduleRunner:
         memory: OutOfMemoryGuard | None,
     ) -> None:
         """Call Megatron's schedule, or run the operations of the plan's order."""
-        options: dict[str, Any] = {"listeners": [*self.listeners, flags]}
-        if memory is not None:
-            options["attempt"] = memory.attempt
-        device_rows = self.device_rows(rows)
-        carry_keys(device_rows, keeps_gradients=call.is_training)
-        device_rows = with_chain_counts(device_rows)
-        forward_step = self.forward_step(call, schedule_pass, **options)
+        context = PassContext(
+            listeners=[*self.listeners, flags],
+            attempt=run_now if memory is None else memory.attempt,
+        )
+        placed = self.placed(call, rows)
+        forward_step = self.forward_step(call, schedule_pass, context)
         with (
             contextlib.nullcontext() if memory is None else memory.backwards(),
             contextlib.nullcontext() if memory is None else without_overlap(self.chunks),
@@ -152,12 +150,12 @@ class ScheduleRunner:
             self.routing.following(schedule_pass),
         ):
             if self._channels is None:
-                self._run_megatron(call, device_rows, forward_step)
+                self._run_megatron(call, placed, forward_step)
             else:
-                self._run_operations(call, device_rows, forward_step, self._channels, **options)
+                self._run_operations(call, placed, forward_step, self._channels, context)
 
     def _run_megatron(
-        self, call: StepCall, rows: list[PackedRow], forward_step: ForwardStep
+        self, call: StepCall, rows: list[PlacedRow], forward_step: ForwardStep
     ) -> None:
         communicator = self._communicator(call, rows) if self.layout.pp > 1 else None
         get_forward_backward_func()(
@@ -177,10 +175,10 @@ class ScheduleRunner:
     def _run_operations(
         self,
         call: StepCall,
-        rows: list[PackedRow],
+        rows: list[PlacedRow],
         forward_step: ForwardStep,
         channels: Channels,
-        **options: Any,
+        context: PassContext,
     ) -> None:
         order = self.stage_order(call)
         exchange = None
@@ -205,7 +203,7 @@ class ScheduleRunner:
             device=self.device,
             is_training=call.is_training,
             reduces_after=call.has_weight_operations or self._weight_gradients.puts_off_always,
-            **options,
+            context=context,
         ).run()
 
     def stage_order(self, call: StepCall) -> StageOrder:
@@ -224,32 +222,33 @@ class ScheduleRunner:
             self._orders = dict([*self._orders.items()][-1:]) | {key: kept}
         return kept[1]
 
-    def device_rows(self, rows: list[PackedRow]) -> list[PackedRow]:
-        """The rows on the device, with Megatron's packed-sequence parameters and their groups."""
-        return [self._device_row(row) for row in rows]
+    def placed(self, call: StepCall, rows: list[PackedRow]) -> list[PlacedRow]:
+        """The rows on the device, with what a pass over all of them needs."""
+        pieces = [row.piece for row in rows]
+        links = link_pieces(pieces, keeps_gradients=call.is_training)
+        return [self._placed(row, link) for row, link in zip(rows, links, strict=True)]
 
-    def _device_row(self, row: PackedRow) -> PackedRow:
-        row = with_params(row.to(self.device), self.row_groups.of(row))
-        if row.routing is None:
-            return row
-        routing = dataclasses.replace(row.routing, groups=self.row_groups.routing(row))
-        return dataclasses.replace(row, routing=routing)
+    def _placed(self, row: PackedRow, link: Link | None) -> PlacedRow:
+        row = row.to(self.device)
+        group = self.row_groups.of(row)
+        routing = row.routing
+        if routing is not None:
+            groups = self.row_groups.routing(row)
+            routing = dataclasses.replace(routing, groups=groups, link=link)
+        params = row_params(row, group, link)
+        return PlacedRow.of(row, routing=routing, params=params, cp_group=group, link=link)
 
     def forward_step(
-        self, call: StepCall, schedule_pass: SchedulePass, **options: Any
+        self, call: StepCall, schedule_pass: SchedulePass, context: PassContext
     ) -> ForwardStep:
-        """Megatron's forward step for a call.
-
-        Args:
-            options: those of `ForwardStep`.
-        """
+        """Megatron's forward step for a call."""
         last_stage = LastStage(
             call.objective,
             with_entropy=call.with_entropy,
             options=self.head,
             schedule_pass=schedule_pass,
         )
-        return ForwardStep(self.chunks, last_stage, schedule_pass, **options)
+        return ForwardStep(self.chunks, last_stage, schedule_pass, context)
 
     def _new_pass(self, call: StepCall) -> SchedulePass:
         if not call.is_training:
@@ -267,7 +266,7 @@ class ScheduleRunner:
             first_ranks=[(*mb.dp_ranks, replica)[0] for mb in call.rows(replica)],
         )
 
-    def _communicator(self, call: StepCall, rows: list[PackedRow]) -> RecordingP2PCommunicator:
+    def _communicator(self, call: StepCall, rows: list[PlacedRow]) -> RecordingP2PCommunicator:
         layout = self.layout
         communicator = RecordingP2PCommunicator(self._groups.pp, self.config)
         if call.has_planned_rows:
@@ -282,7 +281,7 @@ class ScheduleRunner:
         communicator.place = self.place
         return communicator
 
-    def _row_shapes(self, rows: list[PackedRow]) -> list[tuple[int, int]]:
+    def _row_shapes(self, rows: list[PlacedRow]) -> list[tuple[int, int]]:
         """(tokens, batch size) of each row's hidden states on this GPU."""
         shards = self.layout.tp if self.layout.sequence_parallel else 1
         return [(row.tokens_T.numel() // shards, 1) for row in rows]

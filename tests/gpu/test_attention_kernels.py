@@ -16,11 +16,14 @@ from megapack import Layout, SharedPrefixes
 from megapack.model.attention.choice import obstacle
 from megapack.model.attention.merged import attention_blocks, merged_attention
 from megapack.model.attention.packed import PackedAttention, packed_seq_params
+from megapack.model.attention.paths import key_paths
+from megapack.model.attention.row import row_view
 from megapack.model.attention.sdpa import PackedSDPA, packed_causal_attention
 from megapack.model.attention.te_rows import gathered_params, hook_te_attention
-from megapack.model.attention.varlen import PackedVarlen, varlen_causal_attention, varlen_spans
+from megapack.model.attention.varlen import PackedVarlen, varlen_causal_attention
 from megapack.prefixes import Branch, PrefixTable, row_branches
 from megapack.rows.slices import slice_positions
+from megapack.rows.transfer import moved
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +61,7 @@ def test_varlen_equals_sdpa_with_its_gradients() -> None:
     module = PackedVarlen(config, 1, AttnMaskType.causal, "self")
     row = packed_seq_params(cu_seqlens(), max(LENGTHS), sum(LENGTHS))
     found, wanted = [x.requires_grad_() for x in qkv()], [x.requires_grad_() for x in qkv()]
-    out, expected = module.attend(*found, row), reference(*wanted)
+    out, expected = module.attend(*found, row_view(row)), reference(*wanted)
     torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
     weights = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)
     for one, total in ((out, weights), (expected, weights)):
@@ -78,9 +81,11 @@ def test_causal_varlen_aligns_queries_to_the_end_of_keys() -> None:
     slices = [slice_positions(LENGTHS, cp, rank).cuda() for rank in range(cp)]
     all_slices = torch.cat(slices)
     for rank, mine in enumerate(slices):
-        spans = varlen_spans(LENGTHS, cp, rank, torch.device("cuda"))
-        keys = all_slices[spans.order_K]
-        out = varlen_causal_attention(q[mine], k[keys], v[keys], spans, SCALE)
+        paths = moved(key_paths(LENGTHS, (), cp=cp, cp_rank=rank), "cuda")
+        keys = all_slices[paths.order_K]
+        longest = max(paths.num_queries), max(paths.num_keys)
+        ends = (paths.query_ends, paths.key_ends, *longest)
+        out = varlen_causal_attention(q[mine], k[keys], v[keys], *ends, SCALE)
         torch.testing.assert_close(out.double(), whole[mine], atol=0.02, rtol=0.02)
 
 
@@ -145,7 +150,7 @@ def test_varlen_with_shared_prefixes_equals_merged_calls_with_its_gradients() ->
     module = PackedVarlen(config, 1, AttnMaskType.causal, "self")
     row, branches, tensors = shared_row()
     expected = merged_on_the_cpu(branches, tensors)
-    out = module.attend(*(x.requires_grad_() for x in tensors), row)
+    out = module.attend(*(x.requires_grad_() for x in tensors), row_view(row))
     torch.testing.assert_close(out.cpu().double(), expected, atol=0.02, rtol=0.02)
     wanted = [x.detach().cpu().double().requires_grad_() for x in tensors]
     blocks = attention_blocks([branch.tokens for branch in branches], branches)
@@ -165,7 +170,9 @@ def test_te_with_shared_prefixes_equals_merged_calls() -> None:
         HEADS, D, num_gqa_groups=GROUPS, attention_dropout=0.0, qkv_format="thd"
     )
     row, branches, (q, k, v) = shared_row()
-    params, order_K = gathered_params(row, q.device)
+    view = row_view(row)
+    order_K = view.paths.order_K
+    params = gathered_params(row, view)
     given = {name: value for name, value in vars(params).items() if value is not None}
     given = {name: value for name, value in given.items() if not name.startswith("_")}
     given["attn_mask_type"] = "padding_causal_bottom_right"
@@ -238,7 +245,7 @@ def test_slices_of_a_row_over_several_ranks_equal_the_whole_row(
             lengths=LENGTHS,
             cp_group=RowGroup(ranks, rank),
         )
-        out = module.attend(*(x[mine] for x in given), row)
+        out = module.attend(*(x[mine] for x in given), row_view(row))
         torch.testing.assert_close(out.double(), expected[mine], atol=0.02, rtol=0.02)
         (out.double() * weights[mine]).sum().backward()
     (expected * weights).sum().backward()
