@@ -19,7 +19,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,7 +50,6 @@ from megapack.errors import ConfigError
 from megapack.layout import block_ranks
 from megapack.loss import SFT
 from megapack.model import build_model, initialize_parallel, weight_gradients
-from megapack.model.experts.rows import SchedulePass
 from megapack.rows.packed import PackedRow
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
@@ -95,16 +94,14 @@ class RowRunner(ScheduleRunner):
     seconds: Sequence[RowSeconds] = ()
     """Those of each row of the last step."""
 
-    def run_schedule(
-        self, call: StepCall, rows: list[PackedRow], found: SchedulePass, *_: Any
-    ) -> None:
+    def run_schedule(self, call: StepCall, rows: list[PackedRow], context: PassContext) -> None:
         (chunk,) = self.chunks
         together = torch.zeros(1, device=self.device)
         placed = self.placed(call, rows)
-        forward_row = self.forward_step(call, found, PassContext())
+        forward_row = self.forward_step(call, PassContext(schedule_pass=context.schedule_pass))
         later = self._weight_gradients
         marks = []
-        with self.routing.following(found), chunk.no_sync():
+        with self.routing.following(context.schedule_pass), chunk.no_sync():
             for number, row in enumerate(placed):
                 if self.layout.dp > 1:
                     # Ranks that share a row would wait in it for one that is still in another.

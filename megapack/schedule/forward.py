@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from megapack.model.mtp import inputs_ahead, loss_name
 from megapack.rows.packed import PlacedRow, RoutingRow, RowTokens, unpack_row
 from megapack.rows.segments import row_segments
 from megapack.schedule.chains import ChainLosses, LossInputs
+from megapack.schedule.faults import FiniteFlags, OutOfMemoryGuard
 from megapack.schedule.listeners import Kind, Listener, Listeners
 
 T = TypeVar("T")
@@ -191,20 +192,24 @@ class LastStage:
             outputs[sample] = outputs[sample] + value if sample in outputs else value
 
 
-def run_now(work: Callable[[], T]) -> T | None:
-    """Run a piece of work; memory that runs out is an error."""
-    return work()
-
-
 @dataclass(frozen=True, kw_only=True)
 class PassContext:
-    """What runs around the forwards and backwards of a pass."""
+    """One pass over the rows of a step, and what watches it."""
 
+    schedule_pass: SchedulePass
     listeners: Sequence[Listener] = ()
     """Are called at each forward, backward and computation of weight gradients."""
-    attempt: Callable[[Callable[[], Any]], Any] = run_now
-    """Runs a piece of work, or returns None if memory has run out; zeros then replace its result
-    (`faults.OutOfMemoryGuard`)."""
+    flags: FiniteFlags = field(default_factory=FiniteFlags)
+    """One of the listeners, which also looks at gradients."""
+    memory: OutOfMemoryGuard | None = None
+    """None: memory that runs out is an error."""
+
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """Run a piece of work; None if memory has run out, and zeros then replace its result."""
+        if self.memory is None:
+            return work()
+        result: T | None = self.memory.attempt(work)
+        return result
 
 
 class _RowOfBackward(Listener):
@@ -228,21 +233,19 @@ class ForwardStep:
     Args:
         chunks: the model chunks of this rank.
         last_stage: the loss function of the last chunk.
-        schedule_pass: gives the routers the row that is being run.
-        context: see `PassContext`.
+        context: the pass, which gives the routers the row that is being run.
     """
 
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
         last_stage: Callable[[PlacedRow, DeferredHead, Tensor], LossReport],
-        schedule_pass: SchedulePass,
         context: PassContext,
     ) -> None:
         self._chunks = chunks
         self._last_stage = last_stage
-        self._pass = schedule_pass
-        self._listeners = Listeners([*context.listeners, _RowOfBackward(schedule_pass)])
+        self._pass = context.schedule_pass
+        self._listeners = Listeners([*context.listeners, _RowOfBackward(self._pass)])
         self._attempt = context.attempt
 
     def __call__(

@@ -39,7 +39,7 @@ from megapack.schedule.faults import (
     checking_finalize,
     samples_text,
 )
-from megapack.schedule.forward import ForwardStep, HeadOptions, LastStage, PassContext, run_now
+from megapack.schedule.forward import ForwardStep, HeadOptions, LastStage, PassContext
 from megapack.schedule.listeners import Listener, PlaceKeeper
 from megapack.schedule.operations import Operations
 from megapack.schedule.overrides import config_with, pipeline_settings
@@ -111,43 +111,38 @@ class ScheduleRunner:
             StepOutOfMemory: on every rank, if one ran out of memory and `retries_oom` is set.
         """
         self.place.enter("schedule")
-        schedule_pass = self._new_pass(call)
         flags = self._new_flags(call)
         memory = OutOfMemoryGuard(self.device) if self._retries_oom else None
-        self.run_schedule(call, rows, schedule_pass, flags, memory)
+        context = PassContext(
+            schedule_pass=self._new_pass(call),
+            listeners=[*self.listeners, flags],
+            flags=flags,
+            memory=memory,
+        )
+        self.run_schedule(call, rows, context)
         if memory is not None and memory.agree():
             self.routing.reset_expert_counts()
             memory.raise_on_all()
         if call.is_training and not checks.reduces(self.chunks):
             params = [list(chunk.parameters()) for chunk in self.chunks]
             gradients = [[p.grad for p in own if p.grad is not None] for own in params]
-            self._check_gradients(flags, gradients)
+            self._check_gradients(context, gradients)
         self.place.enter("output")
         flags.refuse(lambda k: samples_text(rows[k].samples), device=self.device)
-        return schedule_pass
+        return context.schedule_pass
 
-    def run_schedule(
-        self,
-        call: StepCall,
-        rows: list[PackedRow],
-        schedule_pass: SchedulePass,
-        flags: FiniteFlags,
-        memory: OutOfMemoryGuard | None,
-    ) -> None:
+    def run_schedule(self, call: StepCall, rows: list[PackedRow], context: PassContext) -> None:
         """Call Megatron's schedule, or run the operations of the plan's order."""
-        context = PassContext(
-            listeners=[*self.listeners, flags],
-            attempt=run_now if memory is None else memory.attempt,
-        )
+        memory = context.memory
         placed = self.placed(call, rows)
-        forward_step = self.forward_step(call, schedule_pass, context)
+        forward_step = self.forward_step(call, context)
         with (
             contextlib.nullcontext() if memory is None else memory.backwards(),
             contextlib.nullcontext() if memory is None else without_overlap(self.chunks),
             dropping_reductions(self.chunks),
             apart_from_earlier(self.chunks) if call.is_training else contextlib.nullcontext(),
-            config_with(self.config, self._overrides(call, flags, memory)),
-            self.routing.following(schedule_pass),
+            config_with(self.config, self._overrides(call, context)),
+            self.routing.following(context.schedule_pass),
         ):
             if self._channels is None:
                 self._run_megatron(call, placed, forward_step)
@@ -238,17 +233,15 @@ class ScheduleRunner:
         params = row_params(row, group, link)
         return PlacedRow.of(row, routing=routing, params=params, cp_group=group, link=link)
 
-    def forward_step(
-        self, call: StepCall, schedule_pass: SchedulePass, context: PassContext
-    ) -> ForwardStep:
+    def forward_step(self, call: StepCall, context: PassContext) -> ForwardStep:
         """Megatron's forward step for a call."""
         last_stage = LastStage(
             call.objective,
             with_entropy=call.with_entropy,
             options=self.head,
-            schedule_pass=schedule_pass,
+            schedule_pass=context.schedule_pass,
         )
-        return ForwardStep(self.chunks, last_stage, schedule_pass, context)
+        return ForwardStep(self.chunks, last_stage, context)
 
     def _new_pass(self, call: StepCall) -> SchedulePass:
         if not call.is_training:
@@ -286,9 +279,7 @@ class ScheduleRunner:
         shards = self.layout.tp if self.layout.sequence_parallel else 1
         return [(row.tokens_T.numel() // shards, 1) for row in rows]
 
-    def _overrides(
-        self, call: StepCall, flags: FiniteFlags, memory: OutOfMemoryGuard | None
-    ) -> dict[str, Any]:
+    def _overrides(self, call: StepCall, context: PassContext) -> dict[str, Any]:
         layout = self.layout
         overrides = pipeline_settings(
             pp=layout.pp,
@@ -305,30 +296,25 @@ class ScheduleRunner:
         if finalize is None and checks.reduces(self.chunks):
             finalize = finalize_model_grads
         if finalize is not None:
-            overrides["finalize_model_grads_func"] = self._checking(finalize, flags, memory)
+            overrides["finalize_model_grads_func"] = self._checking(finalize, context)
         return overrides
 
-    def _checking(
-        self,
-        finalize: Callable[..., None],
-        flags: FiniteFlags,
-        memory: OutOfMemoryGuard | None,
-    ) -> Callable[..., None]:
+    def _checking(self, finalize: Callable[..., None], context: PassContext) -> Callable[..., None]:
         """A `finalize` that checks gradients, and reduces nothing if memory has run out."""
 
         def unless_out_of_memory(*args: Any, **kwargs: Any) -> None:
-            if memory is None or not memory.agree():
+            if context.memory is None or not context.memory.agree():
                 finalize(*args, **kwargs)
 
         def check(gradients: list[list[Tensor]]) -> None:
-            self._check_gradients(flags, gradients)
+            self._check_gradients(context, gradients)
 
         return checking_finalize(unless_out_of_memory, check, self.chunks, self.place)
 
-    def _check_gradients(self, flags: FiniteFlags, gradients: list[list[Tensor]]) -> None:
+    def _check_gradients(self, context: PassContext, gradients: list[list[Tensor]]) -> None:
         # Under fp16 the loss scaler handles an overflow.
         if not self.config.fp16:
-            flags.check_gradients(gradients)
+            context.flags.check_gradients(gradients)
 
 
 def process_groups() -> ProcessGroupCollection:

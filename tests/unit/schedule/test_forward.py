@@ -75,7 +75,11 @@ def loss(row: PlacedRow, head: Any, hidden: Tensor) -> LossReport:
 
 
 def make(modules: list[torch.nn.Module], *listeners: Any, **options: Any) -> ForwardStep:
-    return ForwardStep(modules, loss, SchedulePass(), PassContext(listeners=listeners, **options))
+    return ForwardStep(
+        modules,
+        loss,
+        PassContext(schedule_pass=SchedulePass(), listeners=listeners, **options),
+    )
 
 
 def rows(num: int) -> Iterator[tuple[int, PlacedRow]]:
@@ -167,7 +171,7 @@ def test_zeros_of_the_same_shape_after_memory_ran_out() -> None:
     modules = chunks(1)
     memory = OutOfMemoryGuard(torch.device("cpu"))
     recorder = Recorder()
-    forward = make(modules, recorder, attempt=memory.attempt)
+    forward = make(modules, recorder, memory=memory)
     inputs = rows(3)
     whole, loss_function = forward(inputs, modules[0])
     assert loss_function is not None
