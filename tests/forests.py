@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megapack.layout import Layout
 from megapack.model.attention.packed import packed_seq_params
-from megapack.model.attention.row import RowView, row_view
+from megapack.model.attention.row import RowView, row_view, with_view
 from megapack.prefixes import Branch, PrefixTable, SharedPrefixes, row_branches
 from tests.groups import RankOf
 
@@ -62,14 +62,10 @@ class Forest:
     def params(self, cp: int = 1) -> Any:
         """Megatron's description of the row."""
         longest = int(self.positions_T.max()) + 1
-        return packed_seq_params(
-            torch.tensor([0, *self.spans]).cumsum(0).int(),
-            longest,
-            self.tokens,
-            cp=cp,
-            lengths=self.spans,
-            branches=self.branches,
-        )
+        ends = torch.tensor([0, *self.spans]).cumsum(0).int()
+        params = packed_seq_params(ends, longest, self.tokens, cp=cp)
+        view = RowView(ends, params.max_seqlen_q, lengths=self.spans, branches=self.branches)
+        return with_view(params, view)
 
     def view(self, rank: int = 0, cp: int = 1) -> RowView:
         """The row as attention of one context-parallel rank sees it."""

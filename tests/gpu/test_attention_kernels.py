@@ -17,7 +17,7 @@ from megapack.model.attention.choice import obstacle
 from megapack.model.attention.merged import attention_blocks, merged_attention
 from megapack.model.attention.packed import PackedAttention, packed_seq_params
 from megapack.model.attention.paths import key_paths
-from megapack.model.attention.row import row_view
+from megapack.model.attention.row import RowView, row_view, with_view
 from megapack.model.attention.sdpa import PackedSDPA, packed_causal_attention
 from megapack.model.attention.te_rows import gathered_params, hook_te_attention
 from megapack.model.attention.varlen import PackedVarlen, varlen_causal_attention
@@ -133,7 +133,8 @@ def shared_row() -> tuple[PackedSeqParams, list[Branch], list[Tensor]]:
     spans = [branch.tokens for branch in branches]
     total = sum(spans)
     ends = torch.tensor([0, *spans]).cumsum(0).int().cuda()
-    row = packed_seq_params(ends, 265, total, lengths=spans, branches=branches)
+    params = packed_seq_params(ends, 265, total)
+    row = with_view(params, RowView(ends, 265, spans, branches=tuple(branches)))
     generator = torch.Generator().manual_seed(2)
     shapes = [(total, heads, D) for heads in (HEADS, GROUPS, GROUPS)]
     return row, branches, [torch.randn(s, generator=generator).cuda().bfloat16() for s in shapes]
@@ -237,15 +238,8 @@ def test_slices_of_a_row_over_several_ranks_equal_the_whole_row(
     expected = reference(*wanted)
     weights = torch.linspace(-1, 1, expected.numel(), device="cuda").view_as(expected)
     for rank, mine in enumerate(slices):
-        row = packed_seq_params(
-            cu_seqlens(),
-            max(LENGTHS),
-            sum(LENGTHS),
-            cp=ranks,
-            lengths=LENGTHS,
-            cp_group=RowGroup(ranks, rank),
-        )
-        out = module.attend(*(x[mine] for x in given), row_view(row))
+        row = RowView(cu_seqlens(), max(LENGTHS), LENGTHS, cp_group=RowGroup(ranks, rank))
+        out = module.attend(*(x[mine] for x in given), row)
         torch.testing.assert_close(out.double(), expected[mine], atol=0.02, rtol=0.02)
         (out.double() * weights[mine]).sum().backward()
     (expected * weights).sum().backward()
@@ -277,9 +271,8 @@ def test_te_runs_a_row_of_one_rank_after_one_of_several() -> None:
     core.set_context_parallel_group(RowGroup(2, 0), [0, 1], torch.cuda.Stream(), "p2p")
     core._follows_rows = True
     q, k, v = qkv()
-    alone = packed_seq_params(
-        cu_seqlens(), max(LENGTHS), sum(LENGTHS), lengths=LENGTHS, cp_group=RowGroup(1, 0)
-    )
+    view = RowView(cu_seqlens(), max(LENGTHS), LENGTHS, cp_group=RowGroup(1, 0))
+    alone = with_view(packed_seq_params(cu_seqlens(), max(LENGTHS), sum(LENGTHS)), view)
     out = core(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=alone)
     expected = reference(q, k, v).flatten(1)
     torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
 from megapack.model.attention.carried import with_earlier
-from megapack.model.attention.row import RowView, row_view
-from megapack.prefixes import Branch
+from megapack.model.attention.row import RowView, row_view, with_view
 from megapack.rows.chain import Link
 from megapack.rows.packed import PackedRow
 
@@ -59,11 +57,6 @@ def packed_seq_params(
     row_tokens: int,
     *,
     cp: int = 1,
-    lengths: Sequence[int] | None = None,
-    position_ids_T: Tensor | None = None,
-    branches: Sequence[Branch] = (),
-    cp_group: Any = None,
-    link: Link | None = None,
 ) -> PackedSeqParams:
     """Megatron's description of a packed row, with the fields of the installed version.
 
@@ -75,9 +68,6 @@ def packed_seq_params(
         max_seqlen: tokens of the longest sample, with padding.
         row_tokens: the row's length before it is sliced for context parallelism.
         cp: number of ranks that share the row.
-        lengths, branches, cp_group, link: see `RowView`.
-        position_ids_T: the position of this rank's tokens in their samples. None: rotary
-            embeddings take Megatron's path for packed rows (see `rotary`).
     """
     bucket = seqlen_bucket(max_seqlen, row_tokens)
     values = {
@@ -95,31 +85,28 @@ def packed_seq_params(
         # Given both arrays, Transformer Engine compares them and waits for the device, twice per
         # layer. Without padded arrays it uses the real ones. With cp > 1 it needs the padded ones.
         names -= {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}
-    params = PackedSeqParams(**{k: v for k, v in values.items() if k in names})
-    vars(params)["_megapack"] = RowView(
-        cu_seqlens_S1, bucket, lengths, position_ids_T, tuple(branches), cp_group, link
-    )
-    return params
+    return PackedSeqParams(**{k: v for k, v in values.items() if k in names})
 
 
 def row_params(row: PackedRow, cp_group: Any = None, link: Link | None = None) -> PackedSeqParams:
-    """Megatron's description of a row, which all model chunks get.
+    """Megatron's description of a row, which all model chunks get, with the row's view.
 
     Args:
         row: on its device.
         cp_group, link: see `RowView`.
     """
-    return packed_seq_params(
-        row.cu_seqlens_S1,
-        row.max_seqlen,
-        row.row_tokens,
-        cp=row.num_slices,
+    ends = row.cu_seqlens_S1
+    params = packed_seq_params(ends, row.max_seqlen, row.row_tokens, cp=row.num_slices)
+    view = RowView(
+        ends,
+        params.max_seqlen_q,
         lengths=row.padded_lengths,
-        position_ids_T=row.position_ids_T,
+        positions_T=row.position_ids_T,
         branches=row.branches if row.num_shared or row.piece is not None else (),
         cp_group=cp_group,
         link=link,
     )
+    return with_view(params, view)
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]

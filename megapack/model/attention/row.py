@@ -34,7 +34,8 @@ class RowView:
     lengths: Sequence[int] | None = None
     """Padded tokens of each branch and dummy; None: see `padded_lengths`."""
     positions_T: Tensor | None = None
-    """int64: the position of this rank's tokens in their samples; None if it is not known."""
+    """int64: the position of this rank's tokens in their samples; None: rotary embeddings take
+    Megatron's path for packed rows (see `rotary`)."""
     branches: tuple[Branch, ...] = ()
     """Those of a row whose samples share prefixes, or that has a piece; () otherwise."""
     cp_group: Any = None
@@ -98,15 +99,21 @@ class RowView:
         return moved(order_K, self.cu_seqlens_S1.device)
 
 
+def with_view(params: PackedSeqParams, view: RowView) -> PackedSeqParams:
+    """The description, which has the row's view from now on."""
+    vars(params)["_megapack"] = view
+    return params
+
+
 def row_view(params: PackedSeqParams, cp_group: Any = None) -> RowView:
-    """The row of a description; one of a host is seen as whole samples.
+    """The row of a description; one without a view is seen as whole samples.
 
     Args:
-        cp_group: the ranks that share a row if its description names none.
+        cp_group: the ranks that share a row if its view names none.
     """
-    known = vars(params)
-    if "_megapack" not in known:
-        known["_megapack"] = RowView(params.cu_seqlens_q, params.max_seqlen_q)
-    view: RowView = known["_megapack"]
+    view: RowView | None = vars(params).get("_megapack")
+    if view is None:
+        view = RowView(params.cu_seqlens_q, params.max_seqlen_q)
+        with_view(params, view)
     view.cp_group = view.cp_group or cp_group
     return view

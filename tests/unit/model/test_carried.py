@@ -17,7 +17,7 @@ from megapack.model.attention import carried
 from megapack.model.attention.merged import attention_blocks, merged_attention
 from megapack.model.attention.packed import packed_seq_params, row_params
 from megapack.model.attention.paths import key_paths
-from megapack.model.attention.row import row_view
+from megapack.model.attention.row import RowView, row_view
 from megapack.model.attention.sdpa import (
     PackedSDPA,
     packed_causal_attention,
@@ -212,10 +212,8 @@ def test_both_forms_of_attention_equal_the_whole_sample_on_each_rank(cp: int) ->
 def test_transformer_engine_gets_the_lengths_of_queries_and_keys() -> None:
     ends = torch.tensor([0, 4, 10], dtype=torch.int32)
     link = Link(Chain((8, 4), keeps_gradients=True), 1)
-    branches = [piece_branch(4)]
-    params = packed_seq_params(ends, 12, 10, lengths=[4, 6], branches=branches, link=link)
-    row = row_view(params)
-    gathered = gathered_params(params, row)
+    row = RowView(ends, 12, lengths=[4, 6], branches=(piece_branch(4),), link=link)
+    gathered = gathered_params(packed_seq_params(ends, 12, 10), row)
     assert gathered.cu_seqlens_q.tolist() == [0, 4, 10]
     assert gathered.cu_seqlens_kv.tolist() == [0, 12, 18]
     assert row.paths.order_K.tolist() == list(range(18))
