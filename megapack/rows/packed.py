@@ -426,6 +426,8 @@ class _RowWriter:
         self.lengths = [batch.length(i) for i in samples]
         self.positions_N = _joined(self._positions(), torch.int64)
         self.is_held_N = self.positions_N >= 0
+        self.positions = self.positions_N[self.is_held_N]
+        """Those that the row has."""
         self.ids_N = _joined([batch.tokens(i) for i in samples], torch.int64)
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
         self.sample_of_N = torch.arange(len(samples)).repeat_interleave(lengths)
@@ -457,11 +459,12 @@ class _RowWriter:
 
     def _written(self, values_N: Tensor, depth: int) -> Tensor:
         """The values at the row's positions, [T]; 0 where no token is so far ahead."""
-        values = torch.where(self.left_N >= depth, values_N, 0)[self.is_held_N]
-        positions = self.positions_N[self.is_held_N]
+        if depth:
+            values_N = torch.where(self.left_N >= depth, values_N, 0)
+        values = values_N[self.is_held_N]
         out_T = torch.zeros(self.row_tokens, dtype=torch.int64)
-        out_T[positions] = values
-        if self.is_shared and not torch.equal(out_T[positions], values):
+        out_T[self.positions] = values
+        if self.is_shared and not torch.equal(out_T[self.positions], values):
             raise self._differing(depth)
         return out_T
 
