@@ -12,7 +12,9 @@ from torch import Tensor
 
 from megapack.layout import Layout
 from megapack.model.attention.packed import packed_seq_params
+from megapack.model.attention.row import RowView, row_view, with_view
 from megapack.prefixes import Branch, PrefixTable, SharedPrefixes, row_branches
+from tests.groups import RankOf
 
 # Tokens of the dummy samples at the end of a row: a prime number of alignment units, and two equal
 # ones.
@@ -57,18 +59,17 @@ class Forest:
             start += n
         return seen_TT
 
-    def params(self, cp: int = 1, positions_T: Tensor | None = None) -> Any:
+    def params(self, cp: int = 1) -> Any:
         """Megatron's description of the row."""
         longest = int(self.positions_T.max()) + 1
-        return packed_seq_params(
-            torch.tensor([0, *self.spans]).cumsum(0).int(),
-            longest,
-            self.tokens,
-            cp=cp,
-            lengths=self.spans,
-            position_ids_T=positions_T,
-            branches=self.branches,
-        )
+        ends = torch.tensor([0, *self.spans]).cumsum(0).int()
+        params = packed_seq_params(ends, longest, self.tokens, cp=cp)
+        view = RowView(ends, params.max_seqlen_q, lengths=self.spans, branches=self.branches)
+        return with_view(params, view)
+
+    def view(self, rank: int = 0, cp: int = 1) -> RowView:
+        """The row as attention of one context-parallel rank sees it."""
+        return row_view(self.params(cp), RankOf(rank, cp))
 
 
 def forest(samples: list[list[int]], cp: int = 1) -> Forest:

@@ -19,7 +19,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,10 +52,10 @@ from megapack.layout import block_ranks
 from megapack.loss import SFT
 from megapack.model import weight_gradients
 from megapack.rows.packed import PackedRow
-from megapack.rows.schedule_pass import SchedulePass
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.call import StepCall
+from megapack.schedule.forward import PassContext
 from megapack.schedule.runner import ScheduleRunner
 from megapack.train.trace import mark, seconds_between
 from tools.bench_planner import machine
@@ -95,17 +95,15 @@ class RowRunner(ScheduleRunner):
     seconds: Sequence[RowSeconds] = ()
     """Those of each row of the last step."""
 
-    def run_schedule(
-        self, call: StepCall, rows: list[PackedRow], found: SchedulePass, *_: Any
-    ) -> None:
+    def run_schedule(self, call: StepCall, rows: list[PackedRow], context: PassContext) -> None:
         (chunk,) = self.chunks
         together = torch.zeros(1, device=self.device)
-        device_rows = self.device_rows(rows)
-        forward_row = self.forward_step(call, found)
+        placed = self.placed(call, rows)
+        forward_row = self.forward_step(call, PassContext(schedule_pass=context.schedule_pass))
         later = self._weight_gradients
         marks = []
-        with self.routing.following(found), chunk.no_sync():
-            for number, row in enumerate(device_rows):
+        with self.routing.following(context.schedule_pass), chunk.no_sync():
+            for number, row in enumerate(placed):
                 if self.layout.dp > 1:
                     # Ranks that share a row would wait in it for one that is still in another.
                     dist.all_reduce(together)

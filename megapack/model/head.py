@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
-from megapack.rows.packed import PackedRow
+from megapack.rows.packed import PlacedRow
 from megapack.rows.segments import sum_by_sample
 
 
@@ -165,7 +165,7 @@ def keep_fp32(model: Any) -> None:
         head.float()
 
 
-def row_scores(row: PackedRow, values_T: Tensor) -> Tensor:
+def row_scores(row: PlacedRow, values_T: Tensor) -> Tensor:
     """Each sample's value at its last token, [n]; collective in the row's CP group."""
     values_E = values_T[row.end_positions_E]
     return sum_by_sample(values_E, row.end_samples_E, len(row.samples), row.cp_group)

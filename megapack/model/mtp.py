@@ -1,10 +1,10 @@
 """Multi-token prediction (MTP) on packed rows: labels further ahead in the same sample.
 
 Megatron's MTP block appends its hidden states to those of the model. At depth k (1, 2, ...) its
-input is the token k positions ahead, and it predicts the token k positions after the label. Both
-make another packed row with the same positions, so head, weights and layout are those of the main
-loss. The loss of a depth is the negative log-likelihood of the response with the main loss's
-weights, times mtp_loss_scaling_factor / mtp_num_layers (arXiv 2412.19437, eq. 24 and 25).
+input is the token k positions ahead, and it predicts the token k positions after the label
+(`PackedRow.ahead`). Head, weights and layout are those of the main loss. The loss of a depth is the
+negative log-likelihood of the response with the main loss's weights, times mtp_loss_scaling_factor
+/ mtp_num_layers (arXiv 2412.19437, eq. 24 and 25).
 """
 
 from __future__ import annotations
@@ -12,76 +12,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-import torch
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
-from megapack.errors import ConfigError, DataError
-from megapack.rows.packed import PackedRow, loss_positions
-
-
-def with_rows_ahead(row: PackedRow, num_depths: int) -> PackedRow:
-    """The row with `ahead` set to its rows of depths 1 to `num_depths`."""
-    ahead = tuple(row_ahead(row, depth) for depth in range(1, num_depths + 1))
-    return replace(row, ahead=ahead)
-
-
-def row_ahead(row: PackedRow, depth: int) -> PackedRow:
-    """The row with tokens and labels `depth` tokens further ahead, 0 after the end of a sample.
-
-    With samples [5, 6, 7] and [8, 9]:
-
-        tokens_T           5 6 7 8 9
-        at depth 1         6 7 0 9 0
-        labels_T           6 7 0 9 0
-        at depth 1         7 0 0 0 0
-
-    Args:
-        row: a whole row, not yet sliced.
-
-    Raises:
-        DataError: samples share positions whose labels this far ahead differ.
-    """
-    tokens_T = _ahead(row, row.tokens_T, depth)
-    # Label t + 1 + depth is predicted from the position of token t.
-    offset_N = row.position_ids_T[row.positions_N]
-    kept_R = offset_N[row.label_index_R] > depth
-    index_R = row.label_index_R[kept_R]
-    return replace(
-        row,
-        tokens_T=tokens_T,
-        position_ids_T=_ahead(row, row.position_ids_T, depth),
-        labels_T=_ahead(row, row.labels_T, depth),
-        label_index_R=index_R,
-        sample_of_R=row.sample_of_R[kept_R],
-        weights_R=row.weights_R[kept_R],
-        **loss_positions(row.positions_N[index_R - 1 - depth], may_repeat=row.num_shared > 0),
-        fields={},
-        sample_fields={},
-        tensors={},
-    )
-
-
-def _ahead(row: PackedRow, values_T: Tensor, depth: int) -> Tensor:
-    """Move values `depth` tokens to the front inside each sample, filling up with 0."""
-    out_T = torch.zeros_like(values_T)
-    values_N = values_T[row.positions_N]
-    moved_N = torch.zeros_like(values_N)
-    start = 0
-    for length in row.lengths:
-        end = start + length
-        moved_N[start : max(start, end - depth)] = values_N[start + depth : max(end, start + depth)]
-        start = end
-    out_T[row.positions_N] = moved_N
-    if row.num_shared and not torch.equal(out_T[row.positions_N], moved_N):
-        raise DataError(
-            f"samples of {row.samples} share positions that predict different tokens {depth + 1} "
-            "tokens ahead; make the prefixes with mtp_num_layers of the model"
-        )
-    return out_T
+from megapack.errors import ConfigError
+from megapack.rows.packed import PackedRow
 
 
 @contextlib.contextmanager

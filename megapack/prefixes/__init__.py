@@ -9,9 +9,9 @@ Modules:
     branches: Branch: a part of a row that belongs to the same samples
 """
 
-from megapack.prefixes.branches import Branch, row_branches
+from megapack.prefixes.branches import EARLIER, Branch, row_branches
 from megapack.prefixes.shared import SharedPrefixes
 from megapack.prefixes.table import PrefixTable
 from megapack.prefixes.worth import worthwhile
 
-__all__ = ["Branch", "PrefixTable", "SharedPrefixes", "row_branches", "worthwhile"]
+__all__ = ["EARLIER", "Branch", "PrefixTable", "SharedPrefixes", "row_branches", "worthwhile"]

@@ -17,6 +17,9 @@ import numpy as np
 from megapack.layout import Layout
 from megapack.prefixes.table import PrefixTable
 
+EARLIER = -2
+"""Parent of the branch of a piece of a sample: the sample's earlier pieces, in rows before."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
@@ -29,7 +32,8 @@ class Branch:
     offset: int
     """Positions of its samples before it."""
     parent: int
-    """Index of the branch that it continues; -1 for the first branch of its samples."""
+    """Index of the branch that it continues; -1 for the first branch of its samples, `EARLIER` if
+    that is not the samples' beginning."""
     samples: tuple[int, ...]
     """Indices, among the row's samples, of those that it belongs to."""
     end: int

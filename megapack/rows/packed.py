@@ -20,7 +20,6 @@ distinct positions of losses, E sample ends, L MoE layers of the whole model, K 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,8 @@ from torch import Tensor
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch
-from megapack.prefixes import Branch, PrefixTable, row_branches
+from megapack.prefixes import EARLIER, Branch, PrefixTable, row_branches
+from megapack.rows.chain import PIECE, Link, Piece, has_piece, sample_spans
 from megapack.rows.transfer import moved
 from megapack.samples import RowTensor, SampleBatch
 
@@ -69,17 +69,87 @@ class RoutingRow:
     choices_tLK: Tensor | None = None
     """Experts that replace the router's own choice; None: the router chooses."""
     groups: tuple[Any, ...] = field(default=(), metadata={"moves": False})
-    """Groups of ranks that hold the row's other tokens; set with `PackedRow.params`."""
-    chain: Any = field(default=None, metadata={"moves": False})
-    """Of a row that has a piece of its first sample: the counts of the other pieces, see
-    `model.experts.chains`. Set with `PackedRow.params`."""
+    """Groups of ranks that hold the other tokens of a `PlacedRow`."""
+    link: Link | None = field(default=None, metadata={"moves": False})
+    """That of a `PlacedRow`."""
     recorded: dict[int, Tensor] = field(default_factory=dict, metadata={"moves": False})
     """MoE layer -> [t, K] chosen experts, filled in a pass that records routing; the row on the
     device shares it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedRow:
+class RowLosses:
+    """The losses of a row, sample after sample."""
+
+    positions_R: Tensor
+    """Index of each loss's position. A shared position with a loss is there once per sample."""
+    label_index_R: Tensor
+    """int64: index of each loss's label among the samples' N tokens."""
+    sample_of_R: Tensor
+    """int64: index of each loss's sample among the row's samples."""
+    weights_R: Tensor
+    """float32: weight of each loss in the step; none is 0."""
+    fields: Mapping[str, Tensor]
+    """The value of each field at each loss's label, [R]; per-sample fields are repeated."""
+    head_positions_U: Tensor
+    """The distinct positions of losses: log-probs are computed for these."""
+    head_index_R: Tensor | None
+    """int64: index of each loss's position in `head_positions_U`; None if both are the same."""
+
+    @classmethod
+    def at(cls, positions_R: Tensor, *, may_repeat: bool, **others: Any) -> RowLosses:
+        """The losses at these positions, with the distinct ones.
+
+        Computed on the host: on the device, the number of distinct positions would be waited for.
+
+        Args:
+            may_repeat: samples may share a position with a loss.
+            others: the other attributes.
+        """
+        head_positions_U = positions_R
+        head_index_R = None
+        if may_repeat:
+            unique_U, index_R = positions_R.unique(return_inverse=True)
+            if unique_U.numel() < positions_R.numel():
+                head_positions_U = unique_U
+                head_index_R = index_R
+        return cls(
+            positions_R=positions_R,
+            head_positions_U=head_positions_U,
+            head_index_R=head_index_R,
+            **others,
+        )
+
+    def kept(self, index_T: Tensor) -> RowLosses:
+        """Those at positions that a slice of the row has.
+
+        Args:
+            index_T: where each position of the row is in the slice; -1 if it is not.
+        """
+        positions_R = index_T[self.positions_R]
+        held_R = positions_R >= 0
+        return RowLosses.at(
+            positions_R[held_R],
+            may_repeat=self.head_index_R is not None,
+            label_index_R=self.label_index_R[held_R],
+            sample_of_R=self.sample_of_R[held_R],
+            weights_R=self.weights_R[held_R],
+            fields={name: values_R[held_R] for name, values_R in self.fields.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTokens:
+    """What a model reads of a row, and what its head predicts."""
+
+    tokens_T: Tensor
+    position_ids_T: Tensor
+    labels_T: Tensor
+    losses: RowLosses
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRow(RowTokens):
     """One micro-batch as a packed row: whole, or one context-parallel rank's slice of it.
 
     `slices.slice_row` slices the tensors named `*_T`, and keeps the losses and ends whose positions
@@ -92,9 +162,9 @@ class PackedRow:
         labels_T             6 7 0 9 0 0
         branch_of_T          0 0 0 1 1 -1
         positions_N          0 1 2 3 4
-        loss_positions_R     0 1 3
-        label_index_R        1 2 4
-        sample_of_R          0 0 1
+        losses.positions_R   0 1 3
+        losses.label_index_R 1 2 4
+        losses.sample_of_R   0 0 1
         end_positions_E      2 4
         cu_seqlens_S1        0 3 5 6
 
@@ -105,9 +175,9 @@ class PackedRow:
         labels_T             6 7 0 8 0
         branch_of_T          0 1 1 2 2
         positions_N          0 1 2 0 3 4
-        loss_positions_R     0 1 0 3
-        label_index_R        1 2 4 5
-        sample_of_R          0 0 1 1
+        losses.positions_R   0 1 0 3
+        losses.label_index_R 1 2 4 5
+        losses.sample_of_R   0 0 1 1
         end_positions_E      2 4
         cu_seqlens_S1        0 1 3 5
 
@@ -118,9 +188,9 @@ class PackedRow:
         labels_T             4 0
         branch_of_T          0 0
         positions_N          -1 -1 0 1
-        loss_positions_R     0
-        label_index_R        3
-        sample_of_R          0
+        losses.positions_R   0
+        losses.label_index_R 3
+        losses.sample_of_R   0
         end_positions_E      1
         cu_seqlens_S1        0 2
     """
@@ -134,24 +204,8 @@ class PackedRow:
     positions_N: Tensor = field(metadata={"moves": False})
     """int64, on the host: the position of each token of each sample; -1 if the row has only a piece
     without it."""
-    tokens_T: Tensor
-    position_ids_T: Tensor
-    labels_T: Tensor
     branch_of_T: Tensor
     """int64: index of each real token's branch; -1 at padding."""
-    loss_positions_R: Tensor
-    """Index of each loss's position, sample after sample. A shared position with a loss is there
-    once per sample."""
-    label_index_R: Tensor
-    """int64: index of each loss's label among the samples' N tokens."""
-    sample_of_R: Tensor
-    """int64: index of each loss's sample among `samples`."""
-    weights_R: Tensor
-    """float32: weight of each loss in the step; none is 0."""
-    head_positions_U: Tensor
-    """The distinct positions of losses: log-probs are computed for these."""
-    head_index_R: Tensor | None
-    """int64: index of each loss's position in `head_positions_U`; None if both are the same."""
     end_positions_E: Tensor
     """Indices of the positions that hold a sample's last real token."""
     end_samples_E: Tensor
@@ -168,33 +222,23 @@ class PackedRow:
     """The whole row's length."""
     row_positions_T: Tensor
     """int64: index of each position in the whole row."""
-    fields: Mapping[str, Tensor] = field(default_factory=dict)
-    """The value of each field at each loss's label, [R]; per-sample fields are repeated."""
-    sample_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    sample_fields: Mapping[str, Tensor]
     """The fields with one number per sample, once more as [n]."""
-    piece: tuple[int, int] | None = None
-    """Where the row's part of its first sample begins and ends; None if the sample is whole."""
-    tensors: Mapping[str, RowTensor] = field(default_factory=dict)
+    piece: Piece | None
+    """The part of a sample that the row has; None if all its samples are whole."""
+    tensors: Mapping[str, RowTensor]
     """The samples' `TensorField`s; whole on every context-parallel rank."""
-    ahead: tuple[PackedRow, ...] = ()
-    """The same row with labels further ahead, one row per depth of multi-token prediction."""
+    ahead: tuple[RowTokens, ...]
+    """The row's tokens and losses further ahead, one per depth of multi-token prediction: at depth
+    k (1, 2, ...) the tokens k positions ahead in the same sample, and the token after each as its
+    label; 0 after the end of a sample."""
     routing: RoutingRow | None = None
     """The row as this rank's routers see it; None for a model without experts."""
-    cp_group: Any = field(default=None, metadata={"moves": False})
-    """The ranks that hold the row's slices; None: this one has the whole row. Set with `params`."""
-    params: Any = field(default=None, metadata={"moves": False})
-    """Megatron's PackedSeqParams, set once the row is on its device (`with_params` in
-    `model.attention.packed`)."""
 
     @property
     def num_slices(self) -> int:
         """Ranks that the row is cut over; 1 for a whole row."""
         return self.row_tokens // self.tokens_T.numel()
-
-    @property
-    def ends_chain(self) -> bool:
-        """Whether the row has the last piece of a sample."""
-        return self.piece is not None and self.piece[1] == self.lengths[0]
 
     @property
     def num_shared(self) -> int:
@@ -206,6 +250,23 @@ class PackedRow:
         return moved(self, device)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlacedRow(PackedRow):
+    """A row on its device, with what one pass runs it with."""
+
+    params: Any
+    """Megatron's PackedSeqParams, which all model chunks get (`model.attention.packed`)."""
+    cp_group: Any = None
+    """The ranks that hold the row's slices; None: this one has the whole row."""
+    link: Link | None = None
+    """The row's place in its chain; None for a row of whole samples."""
+
+    @classmethod
+    def of(cls, row: PackedRow, **others: Any) -> PlacedRow:
+        """A row on its device with the other attributes."""
+        return cls(**{**vars(row), **others})
+
+
 def pack_row(
     batch: SampleBatch,
     micro_batch: MicroBatch,
@@ -215,6 +276,7 @@ def pack_row(
     colocate_ids: Sequence[int | str] | None = None,
     vocab_size: int | None = None,
     prefixes: PrefixTable | None = None,
+    num_ahead: int = 0,
 ) -> PackedRow:
     """Pack the samples of a micro-batch into one row of `micro_batch.row_tokens` tokens.
 
@@ -230,31 +292,38 @@ def pack_row(
         colocate_ids: those of the plan; None: each sample is a set by itself.
         vocab_size: token ids must be smaller; None: not checked.
         prefixes: those of the plan; None: samples share nothing.
+        num_ahead: depths of multi-token prediction.
 
     Raises:
         DataError: the samples differ in length from the plan, share positions although their tokens
-            differ, or have a token id outside the model's vocabulary (on a GPU the embedding lookup
-            would end the process); or a sample in pieces has tensors.
+            differ (those further ahead too), or have a token id outside the model's vocabulary (on
+            a GPU the embedding lookup would end the process); or a sample in pieces has tensors.
     """
     samples = micro_batch.samples
     lengths = tuple(batch.length(i) for i in samples)
-    start, end = micro_batch.piece or (0, lengths[0] if lengths else 0)
-    held_lengths = [end - start, *lengths[1:]] if lengths else []
-    if sum(held_lengths) != micro_batch.tokens or (lengths and end > lengths[0]):
+    parts = sample_spans(micro_batch, lengths)
+    held_lengths = [end - begin for begin, end in parts]
+    if sum(held_lengths) != micro_batch.tokens or any(
+        end > length for (_, end), length in zip(parts, lengths, strict=True)
+    ):
         raise DataError(
             f"samples {samples} hold {sum(held_lengths)} tokens, the plan counts "
             f"{micro_batch.tokens}; plan with the lengths of this batch"
         )
-    if micro_batch.piece is not None and batch.tensor_names:
+    if has_piece(micro_batch) and batch.tensor_names:
         raise DataError(
-            f"sample {samples[0]} is in pieces, and the batch has the tensor "
+            f"sample {samples[PIECE]} is in pieces, and the batch has the tensor "
             f"{batch.tensor_names[0]!r}, which is not cut; plan with Policy(split_samples='off')"
         )
     layout = layout.over(micro_batch.width)
     table = None if prefixes is None else prefixes.over(micro_batch.width)
     branches = row_branches(samples, held_lengths, layout, table)
-    if micro_batch.piece is not None:
-        branches[0] = dataclasses.replace(branches[0], offset=start)
+    piece = None
+    if has_piece(micro_batch):
+        begin, end = parts[PIECE]
+        parent = EARLIER if begin else -1
+        branches[PIECE] = dataclasses.replace(branches[PIECE], offset=begin, parent=parent)
+        piece = Piece(branches[PIECE].tokens, is_last=end == lengths[PIECE])
     held = sum(branch.tokens for branch in branches)
     tail = micro_batch.row_tokens - held
     if tail < 0:
@@ -267,20 +336,20 @@ def pack_row(
     spans = [branch.tokens for branch in branches]
     spans += _dummy_spans(tail, layout.sample_alignment)
     position_ids_T = row_position_ids(branches, spans)
-    writer = _RowWriter(batch, samples, branches, micro_batch.row_tokens)
+    weights = [1.0 if sample_weights is None else float(sample_weights[i]) for i in samples]
+    writer = _RowWriter(batch, samples, weights, branches, micro_batch.row_tokens)
     names = batch.field_names if field_names is None else field_names
-    losses = writer.losses(sample_weights)
     end_positions_E, end_samples_E = writer.ends()
     return PackedRow(
         samples=samples,
         lengths=lengths,
         branches=tuple(branches),
         positions_N=writer.positions_N,
-        tokens_T=writer.tokens(),
+        tokens_T=writer.tokens(0),
         position_ids_T=position_ids_T,
-        labels_T=writer.labels(),
+        labels_T=writer.tokens(1),
         branch_of_T=writer.branch_of(),
-        **losses,
+        losses=writer.losses(0, names),
         end_positions_E=end_positions_E,
         end_samples_E=end_samples_E,
         set_of_n=_sets(samples, colocate_ids),
@@ -289,12 +358,12 @@ def pack_row(
         max_seqlen=int(position_ids_T.max()) + 1,
         row_tokens=micro_batch.row_tokens,
         row_positions_T=torch.arange(micro_batch.row_tokens),
-        fields={name: writer.values(name)[losses["label_index_R"]] for name in names},
         sample_fields={
             name: writer.per_sample(name) for name in names if writer.is_per_sample(name)
         },
-        piece=micro_batch.piece,
+        piece=piece,
         tensors=batch.row_tensors(samples, _trees(branches)),
+        ahead=tuple(writer.ahead(depth) for depth in range(1, num_ahead + 1)),
     )
 
 
@@ -329,55 +398,43 @@ def unpack_row(row: PackedRow, values_R: Tensor) -> list[Tensor]:
     [tensor([ 0, 10, 11]), tensor([ 0, 13])]
     """
     values_N = values_R.new_zeros(sum(row.lengths))
-    values_N[row.label_index_R] = values_R
+    values_N[row.losses.label_index_R] = values_R
     # Views: a kernel per sample would cost more than the values.
     return list(torch.split(values_N, list(row.lengths))) if row.lengths else []
 
 
-def loss_positions(positions_R: Tensor, *, may_repeat: bool) -> dict[str, Any]:
-    """The attributes of a row about the positions of its losses.
-
-    Computed on the host: on the device, the number of distinct positions would be waited for.
-
-    Args:
-        may_repeat: samples may share a position with a loss.
-    """
-    head_positions_U = positions_R
-    head_index_R = None
-    if may_repeat:
-        unique_U, index_R = positions_R.unique(return_inverse=True)
-        if unique_U.numel() < positions_R.numel():
-            head_positions_U = unique_U
-            head_index_R = index_R
-    return {
-        "loss_positions_R": positions_R,
-        "head_positions_U": head_positions_U,
-        "head_index_R": head_index_R,
-    }
-
-
 class _RowWriter:
-    """Writes one quantity after the other of a micro-batch's samples into row tensors."""
+    """Writes one quantity after the other of a micro-batch's samples into row tensors.
+
+    Depth 0 is the row itself, depth k what is k tokens further ahead in the same sample.
+    """
 
     def __init__(
         self,
         batch: SampleBatch,
         samples: tuple[int, ...],
+        weights: Sequence[float],
         branches: Sequence[Branch],
         row_tokens: int,
     ) -> None:
         self.batch = batch
         self.samples = samples
+        self.weights = weights
         self.branches = branches
         self.row_tokens = row_tokens
         self.is_shared = any(len(branch.samples) > 1 for branch in branches)
         self.lengths = [batch.length(i) for i in samples]
         self.positions_N = _joined(self._positions(), torch.int64)
         self.is_held_N = self.positions_N >= 0
+        self.positions = self.positions_N[self.is_held_N]
+        """Those that the row has."""
         self.ids_N = _joined([batch.tokens(i) for i in samples], torch.int64)
-        firsts = list(itertools.accumulate(self.lengths, initial=0))[:-1]
-        self.is_first_N = torch.zeros(self.ids_N.numel(), dtype=torch.bool)
-        self.is_first_N[firsts] = True
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        self.sample_of_N = torch.arange(len(samples)).repeat_interleave(lengths)
+        self.left_N = (lengths.cumsum(0) - 1)[self.sample_of_N] - torch.arange(sum(self.lengths))
+        """Tokens of the sample after each one."""
+        self.offset_N = lengths[self.sample_of_N] - 1 - self.left_N
+        """Tokens of the sample before each one."""
 
     def _positions(self) -> list[Tensor]:
         positions = [torch.full((length,), -1) for length in self.lengths]
@@ -387,23 +444,37 @@ class _RowWriter:
                 own[:] = torch.arange(branch.start, branch.start + own.numel())
         return positions
 
-    def tokens(self) -> Tensor:
-        return self._written(self.positions_N[self.is_held_N], self.ids_N[self.is_held_N])
+    def ahead(self, depth: int) -> RowTokens:
+        """The row at a depth of multi-token prediction."""
+        return RowTokens(
+            tokens_T=self.tokens(depth),
+            position_ids_T=self._written(self.offset_N + depth, depth),
+            labels_T=self.tokens(depth + 1),
+            losses=self.losses(depth, ()),
+        )
 
-    def labels(self) -> Tensor:
-        # The token after each one, but after the last of a sample.
-        has_label_N = ~self.is_first_N.roll(-1) & self.is_held_N
-        return self._written(self.positions_N[has_label_N], self.ids_N.roll(-1)[has_label_N])
+    def tokens(self, depth: int) -> Tensor:
+        """Token ids, [T]; at depth 1 they are the labels."""
+        return self._written(self.ids_N.roll(-depth), depth)
 
-    def _written(self, positions: Tensor, ids: Tensor) -> Tensor:
+    def _written(self, values_N: Tensor, depth: int) -> Tensor:
+        """The values at the row's positions, [T]; 0 where no token is so far ahead."""
+        if depth:
+            values_N = torch.where(self.left_N >= depth, values_N, 0)
+        values = values_N[self.is_held_N]
         out_T = torch.zeros(self.row_tokens, dtype=torch.int64)
-        out_T[positions] = ids
-        if self.is_shared and not torch.equal(out_T[positions], ids):
-            raise self._differing()
+        out_T[self.positions] = values
+        if self.is_shared and not torch.equal(out_T[self.positions], values):
+            raise self._differing(depth)
         return out_T
 
-    def _differing(self) -> DataError:
+    def _differing(self, depth: int) -> DataError:
         """An error that names two samples that share positions although their tokens differ."""
+        if depth > 1:
+            return DataError(
+                f"samples of {self.samples} share positions that predict different tokens {depth} "
+                "tokens ahead; make the prefixes with mtp_num_layers of the model"
+            )
         for branch in self.branches:
             first, *others = branch.samples
             # The last position's label counts too.
@@ -428,30 +499,25 @@ class _RowWriter:
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """Positions of the samples' last tokens that the row has, and the index of each sample."""
-        ends = torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1
-        positions = self.positions_N[ends]
-        held = positions >= 0
-        return positions[held], torch.arange(len(self.samples))[held]
+        is_end_N = (self.left_N == 0) & self.is_held_N
+        return self.positions_N[is_end_N], self.sample_of_N[is_end_N]
 
-    def losses(self, sample_weights: Sequence[float] | None) -> dict[str, Any]:
-        """The attributes of a row about its losses."""
-        weights = [
-            1.0 if sample_weights is None else float(sample_weights[i]) for i in self.samples
-        ]
-        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+    def losses(self, depth: int, names: Sequence[str]) -> RowLosses:
+        """The losses of a depth, with the values of these fields."""
         mask_N = _joined([self.batch.response_mask(i) for i in self.samples], torch.bool)
-        sample_of_N = torch.arange(len(self.samples)).repeat_interleave(lengths)
-        weights_N = torch.tensor(weights, dtype=torch.float32)[sample_of_N] * mask_N
-        weights_N[self.is_first_N] = 0.0
-        # A loss is in the row that has the position before its label.
-        weights_N[~self.is_held_N.roll(1)] = 0.0
+        weights_N = torch.tensor(self.weights, dtype=torch.float32)[self.sample_of_N] * mask_N
+        # A loss is in the row that has the position which predicts its label.
+        ahead = depth + 1
+        weights_N[(self.offset_N < ahead) | ~self.is_held_N.roll(ahead)] = 0.0
         index_R = weights_N.nonzero().squeeze(1)
-        return {
-            "label_index_R": index_R,
-            "sample_of_R": sample_of_N[index_R],
-            "weights_R": weights_N[index_R],
-            **loss_positions(self.positions_N[index_R - 1], may_repeat=self.is_shared),
-        }
+        return RowLosses.at(
+            self.positions_N[index_R - ahead],
+            may_repeat=self.is_shared,
+            label_index_R=index_R,
+            sample_of_R=self.sample_of_N[index_R],
+            weights_R=weights_N[index_R],
+            fields={name: self._values(name)[index_R] for name in names},
+        )
 
     def is_per_sample(self, name: str) -> bool:
         return all(self.batch.field(name, i).dim() == 0 for i in self.samples)
@@ -461,7 +527,7 @@ class _RowWriter:
         # The leading zero, cut off again, gives a row without samples its shape (0,) and dtype.
         return torch.stack([torch.zeros((), dtype=self.batch.field_dtype(name)), *values])[1:]
 
-    def values(self, name: str) -> Tensor:
+    def _values(self, name: str) -> Tensor:
         """A field at each token of each sample, [N]."""
         values = (self.batch.field(name, i) for i in self.samples)
         pairs = zip(values, self.lengths, strict=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapack.rows.packed import PackedRow
+from megapack.rows.packed import PlacedRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +109,10 @@ class _AllReduce(torch.autograd.Function):
         return total, None
 
 
-def row_segments(row: PackedRow, *, scores_n: Tensor | None = None) -> Segments:
+def row_segments(row: PlacedRow, *, scores_n: Tensor | None = None) -> Segments:
     """The segments of a row's losses."""
     return Segments(
-        sample_of_R=row.sample_of_R,
+        sample_of_R=row.losses.sample_of_R,
         set_of_n=row.set_of_n,
         fields=row.sample_fields,
         scores_n=scores_n,

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapack.errors import DataError
-from megapack.rows.packed import PackedRow, loss_positions
+from megapack.rows.packed import PackedRow, RowTokens
 
 
 def slice_positions(spans: Sequence[int], cp: int, rank: int) -> Tensor:
@@ -82,8 +83,8 @@ def assembly_order(spans: Sequence[int], cp: int) -> Tensor:
 def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
     """One context-parallel rank's slice of a row.
 
-    All per-token tensors (named `*_T`) are sliced. Of the losses (`*_R` and the fields) and the
-    ends (`*_E`), those at positions of the slice stay, and their positions index the slice.
+    All per-token tensors (named `*_T`) are sliced. Of the losses and the ends (`*_E`), those at
+    positions of the slice stay, and their positions index the slice.
     Attributes of the whole row stay: samples, branches, `cu_seqlens` (Megatron-Core and Transformer
     Engine divide them by cp) and `row_tokens`.
 
@@ -98,29 +99,24 @@ def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
     >>> part = slice_row(pack_row(batch, micro_batch, Layout(cp=2)), cp=2, rank=1)
     >>> part.tokens_T, part.labels_T
     (tensor([7, 8, 9, 0]), tensor([8, 9, 0, 0]))
-    >>> part.row_positions_T, part.loss_positions_R
+    >>> part.row_positions_T, part.losses.positions_R
     (tensor([2, 3, 4, 5]), tensor([0, 1]))
     """
     if cp == 1:
         return row
     positions_T = slice_positions(row.padded_lengths, cp, rank)
-    per_token = {
-        name: value[positions_T] for name, value in vars(row).items() if name.endswith("_T")
-    }
     index_T = indices_in(positions_T, row.row_tokens)
-    losses_R = index_T[row.loss_positions_R]
-    held_R = losses_R >= 0
+
+    def per_token(tokens: RowTokens) -> dict[str, Any]:
+        sliced = {k: value[positions_T] for k, value in vars(tokens).items() if k.endswith("_T")}
+        return {**sliced, "losses": tokens.losses.kept(index_T)}
+
     ends_E = index_T[row.end_positions_E]
     held_E = ends_E >= 0
     return dataclasses.replace(
         row,
-        **per_token,
-        **loss_positions(losses_R[held_R], may_repeat=row.head_index_R is not None),
-        label_index_R=row.label_index_R[held_R],
-        sample_of_R=row.sample_of_R[held_R],
-        weights_R=row.weights_R[held_R],
+        **per_token(row),
         end_positions_E=ends_E[held_E],
         end_samples_E=row.end_samples_E[held_E],
-        fields={name: values_R[held_R] for name, values_R in row.fields.items()},
-        ahead=tuple(slice_row(other, cp, rank) for other in row.ahead),
+        ahead=tuple(RowTokens(**per_token(ahead)) for ahead in row.ahead),
     )

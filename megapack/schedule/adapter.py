@@ -30,12 +30,13 @@ from megapack.model.attention.te_rows import hook_te_attention
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import collect_routing
 from megapack.model.liger import choose_head
-from megapack.model.mtp import loss_coefs, loss_names, num_depths, with_rows_ahead
+from megapack.model.mtp import loss_coefs, loss_names, num_depths
 from megapack.model.parameters import keep_gradients_through_recompute
 from megapack.plan.check import check_plan
 from megapack.plan.plan import MicroBatch, Plan
 from megapack.ranks.agree import Agreement, agree, on_any_rank
 from megapack.ranks.links import Ranks, process_ranks
+from megapack.rows.chain import has_piece
 from megapack.rows.outputs import Scope, scatter_to_samples, sum_metrics
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.rows.schedule_pass import SchedulePass
@@ -73,8 +74,8 @@ class ScheduleAdapter:
             `ModelRouting.with_routing` make a `PackedRow` of each micro-batch
         `agree`: all ranks have packed the same call, or all raise
         `ScheduleRunner.run`: makes the `SchedulePass`, which collects sums and outputs
-        `ScheduleRunner.run_schedule`: moves rows to the device, runs Megatron's schedule, or the
-            plan's operations, with a `ForwardStep`
+        `ScheduleRunner.run_schedule`: makes each a `PlacedRow` on the device, runs Megatron's
+            schedule, or the plan's operations, with a `ForwardStep`
         `ForwardStep.run_row`: runs a row through a chunk; `LastStage` computes the loss
         `FiniteFlags.refuse`: all ranks raise if one of them has a NaN
         `sum_metrics`: adds the pass's sums over ranks, for the `StepResult`
@@ -418,7 +419,7 @@ class ScheduleAdapter:
             )
         if plan.prefixes is not None:
             checks.check_shared_prefixes(self.chunks, self.config, is_training=call.is_training)
-        if any(mb.piece is not None for mb in call.rows(self.dp_rank)):
+        if any(map(has_piece, call.rows(self.dp_rank))):
             checks.check_split_samples(self.chunks, self.config, is_training=call.is_training)
         if plan.digest() != self._checked_digest:
             check_plan(plan, call.batch.lengths)
@@ -445,9 +446,9 @@ class ScheduleAdapter:
             plan.colocate_ids,
             self.vocab_size,
             plan.prefix_table,
+            num_depths(self.config),
         )
-        num_slices, slice_number = self.runner.row_groups.slice_of(microbatch, self.dp_rank)
-        return slice_row(with_rows_ahead(row, num_depths(self.config)), num_slices, slice_number)
+        return slice_row(row, *self.runner.row_groups.slice_of(microbatch, self.dp_rank))
 
     def _check_inputs(self, names: tuple[str, ...]) -> None:
         """Refuse a tensor that no chunk of any rank accepts: it would be ignored silently."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.rows.packed import PackedRow
+from megapack.rows.chain import Link
 from megapack.rows.segments import Segments, chain_segments
 
 
@@ -48,13 +48,12 @@ class ChainLosses:
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
-        # Sample in pieces -> its rows so far.
-        self._begun: dict[int, list[_Forward]] = {}
 
-    def add(self, row: PackedRow, inputs: LossInputs) -> Tensor:
+    def add(self, link: Link, inputs: LossInputs) -> Tensor:
         """Add the forward of a row that has a piece; forwards come in the order of the pieces.
 
         Args:
+            link: the place of the row in its chain.
             inputs: of the row, with the graph of its forward.
 
         Returns:
@@ -62,13 +61,12 @@ class ChainLosses:
             backward, which comes after the chain's last forward, gives each row the gradients of
             the chain's loss.
         """
-        forwards = self._begun.setdefault(row.samples[0], [])
-        forward = _Forward(inputs)
-        forwards.append(forward)
+        forwards = link.kept(self)
+        forwards[link.index] = forward = _Forward(inputs)
         total = inputs.values_R.detach().sum() * 0.0
-        if row.ends_chain:
-            del self._begun[row.samples[0]]
-            total = self._find_gradients(forwards)
+        if link.is_last:
+            total = self._find_gradients(list(forwards.values()))
+            forwards.clear()
         return _Later.apply(forward, total, *forward.graph)  # type: ignore[no-any-return, no-untyped-call]
 
     def _find_gradients(self, forwards: Sequence[_Forward]) -> Tensor:
@@ -113,15 +111,13 @@ def _tensors(inputs: LossInputs) -> list[Tensor]:
 def _with_tensors(inputs: LossInputs, tensors: Sequence[Tensor]) -> LossInputs:
     """The inputs with other tensors, in the order of `_tensors`."""
     rest = iter(tensors)
-    values_R = next(rest)
-    entropy_R = None if inputs.entropy_R is None else next(rest)
-    scores_n = None if inputs.segments.scores_n is None else next(rest)
-    return LossInputs(
-        values_R=values_R,
-        entropy_R=entropy_R,
-        fields=inputs.fields,
-        weights_R=inputs.weights_R,
-        segments=replace(inputs.segments, scores_n=scores_n),
+    return replace(
+        inputs,
+        values_R=next(rest),
+        entropy_R=None if inputs.entropy_R is None else next(rest),
+        segments=replace(
+            inputs.segments, scores_n=None if inputs.segments.scores_n is None else next(rest)
+        ),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,10 +18,11 @@ from megapack.model.head import DeferredHead, ValueHead, deferred_head, row_scor
 from megapack.model.liger import Logprobs
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.model.mtp import inputs_ahead, loss_name
-from megapack.rows.packed import PackedRow, RoutingRow, unpack_row
+from megapack.rows.packed import PlacedRow, RoutingRow, RowTokens, unpack_row
 from megapack.rows.schedule_pass import SchedulePass
 from megapack.rows.segments import row_segments
 from megapack.schedule.chains import ChainLosses, LossInputs
+from megapack.schedule.faults import FiniteFlags, OutOfMemoryGuard
 from megapack.schedule.listeners import Kind, Listener, Listeners
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class LastStage:
         self._pass = schedule_pass
         self._chains = ChainLosses(self._objective_loss)
 
-    def __call__(self, row: PackedRow, head: DeferredHead, hidden: Tensor) -> LossReport:
+    def __call__(self, row: PlacedRow, head: DeferredHead, hidden: Tensor) -> LossReport:
         """The loss of one row; without an objective, a sum whose gradient is not used."""
         if isinstance(head.output_layer, ValueHead):
             return self._values(row, head.output_layer, self._whole_row(hidden))
@@ -90,9 +91,9 @@ class LastStage:
         loss = self._loss(row, logprobs_R, entropy_R, None)
         return _report(loss + self._losses_ahead(row, head, hidden_ahead))
 
-    def _values(self, row: PackedRow, layer: ValueHead, hidden_TH: Tensor) -> LossReport:
+    def _values(self, row: PlacedRow, layer: ValueHead, hidden_TH: Tensor) -> LossReport:
         values_T = layer(hidden_TH)[0][:, 0]
-        values_R = values_T[row.loss_positions_R]
+        values_R = values_T[row.losses.positions_R]
         scores_n = row_scores(row, values_T)
         if self._objective is not None:
             return _report(self._loss(row, values_R, None, scores_n))
@@ -104,7 +105,7 @@ class LastStage:
 
     def _loss(
         self,
-        row: PackedRow,
+        row: PlacedRow,
         values_R: Tensor,
         entropy_R: Tensor | None,
         scores_n: Tensor | None,
@@ -112,11 +113,13 @@ class LastStage:
         inputs = LossInputs(
             values_R=values_R,
             entropy_R=entropy_R,
-            fields=row.fields,
-            weights_R=row.weights_R,
+            fields=row.losses.fields,
+            weights_R=row.losses.weights_R,
             segments=row_segments(row, scores_n=scores_n),
         )
-        return self._objective_loss(inputs) if row.piece is None else self._chains.add(row, inputs)
+        if row.link is None:
+            return self._objective_loss(inputs)
+        return self._chains.add(row.link, inputs)
 
     def _objective_loss(self, inputs: LossInputs) -> Tensor:
         assert self._objective is not None
@@ -128,9 +131,9 @@ class LastStage:
         return self._add_up(inputs.weights_R, {"loss": losses_R, **metrics})
 
     def _logprobs(
-        self, row: PackedRow, head: DeferredHead, hidden: Tensor, with_entropy: bool
+        self, row: RowTokens, head: DeferredHead, hidden: Tensor, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        positions_U = row.head_positions_U
+        positions_U = row.losses.head_positions_U
         hidden_UH = self._whole_row(hidden)[positions_U].to(head.weight_VH.dtype)
         vocab = VocabHead(
             weight_VH=head.weight_VH,
@@ -142,19 +145,19 @@ class LastStage:
             temperature=self._options.temperature,
         )
         logprobs_U, entropy_U = self._options.logprobs(hidden_UH, row.labels_T[positions_U], vocab)
-        index_R = row.head_index_R
+        index_R = row.losses.head_index_R
         if index_R is None:
             return logprobs_U, entropy_U
         return logprobs_U[index_R], None if entropy_U is None else entropy_U[index_R]
 
     def _losses_ahead(
-        self, row: PackedRow, head: DeferredHead, hidden: Sequence[Tensor]
+        self, row: PlacedRow, head: DeferredHead, hidden: Sequence[Tensor]
     ) -> Tensor | float:
         total: Tensor | float = 0.0
         depths = zip(self._options.mtp_coefs, row.ahead, hidden, strict=True)
         for depth, (coef, ahead, hidden_ahead) in enumerate(depths, start=1):
             logprobs_R, _ = self._logprobs(ahead, head, hidden_ahead, with_entropy=False)
-            loss = -(ahead.weights_R * logprobs_R).sum()
+            loss = -(ahead.losses.weights_R * logprobs_R).sum()
             self._pass.add(loss_name(depth), loss)
             total = total + coef * loss
         return total
@@ -174,7 +177,7 @@ class LastStage:
             self._pass.add(name, (weights_R * values_R.detach()).sum(dtype=torch.float64))
         return (weights_R * values["loss"]).sum()
 
-    def _collect(self, row: PackedRow, values: Mapping[str, Tensor | None]) -> None:
+    def _collect(self, row: PlacedRow, values: Mapping[str, Tensor | None]) -> None:
         for name, values_R in values.items():
             if values_R is None:
                 continue
@@ -182,16 +185,31 @@ class LastStage:
             # the whole row.
             self._add_outputs(row, name, unpack_row(row, values_R))
 
-    def _add_outputs(self, row: PackedRow, name: str, values: Sequence[Tensor]) -> None:
+    def _add_outputs(self, row: PlacedRow, name: str, values: Sequence[Tensor]) -> None:
         outputs = self._pass.outputs[name]
         for sample, value in zip(row.samples, values, strict=True):
             # Each row of a sample in pieces has 0 for its other tokens.
             outputs[sample] = outputs[sample] + value if sample in outputs else value
 
 
-def run_now(work: Callable[[], T]) -> T | None:
-    """Run a piece of work; memory that runs out is an error."""
-    return work()
+@dataclass(frozen=True, kw_only=True)
+class PassContext:
+    """One pass over the rows of a step, and what watches it."""
+
+    schedule_pass: SchedulePass
+    listeners: Sequence[Listener] = ()
+    """Are called at each forward, backward and computation of weight gradients."""
+    flags: FiniteFlags = field(default_factory=FiniteFlags)
+    """One of the listeners, which also looks at gradients."""
+    memory: OutOfMemoryGuard | None = None
+    """None: memory that runs out is an error."""
+
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """Run a piece of work; None if memory has run out, and zeros then replace its result."""
+        if self.memory is None:
+            return work()
+        result: T | None = self.memory.attempt(work)
+        return result
 
 
 class _RowOfBackward(Listener):
@@ -215,34 +233,28 @@ class ForwardStep:
     Args:
         chunks: the model chunks of this rank.
         last_stage: the loss function of the last chunk.
-        schedule_pass: gives the routers the row that is being run.
-        listeners: are called at each forward and backward.
-        attempt: runs a piece of work, or returns None if memory has run out; zeros then replace
-            its result (`faults.OutOfMemoryGuard`).
+        context: the pass, which gives the routers the row that is being run.
     """
 
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
-        last_stage: Callable[[PackedRow, DeferredHead, Tensor], LossReport],
-        schedule_pass: SchedulePass,
-        *,
-        listeners: Sequence[Listener] = (),
-        attempt: Callable[[Callable[[], Any]], Any] = run_now,
+        last_stage: Callable[[PlacedRow, DeferredHead, Tensor], LossReport],
+        context: PassContext,
     ) -> None:
         self._chunks = chunks
         self._last_stage = last_stage
-        self._pass = schedule_pass
-        self._listeners = Listeners([*listeners, _RowOfBackward(schedule_pass)])
-        self._attempt = attempt
+        self._pass = context.schedule_pass
+        self._listeners = Listeners([*context.listeners, _RowOfBackward(self._pass)])
+        self._attempt = context.attempt
 
     def __call__(
-        self, rows: Iterator[tuple[int, PackedRow]], model: Any
+        self, rows: Iterator[tuple[int, PlacedRow]], model: Any
     ) -> tuple[Tensor, Callable[[Tensor], LossReport] | None]:
         """The chunk's output, and on the pipeline's last chunk the loss function.
 
         Args:
-            rows: (micro-batch, row): rows on the device, with their `params`.
+            rows: (micro-batch, row).
         """
         microbatch, row = next(rows)
         chunk = next(i for i, own in enumerate(self._chunks) if own is model)
@@ -254,7 +266,7 @@ class ForwardStep:
             return output, None
         return output, partial(self._loss, row, head, chunk, microbatch)
 
-    def run_row(self, row: PackedRow, model: Any) -> tuple[Tensor, DeferredHead | None]:
+    def run_row(self, row: PlacedRow, model: Any) -> tuple[Tensor, DeferredHead | None]:
         """Run the row through a model chunk.
 
         Returns:
@@ -275,7 +287,7 @@ class ForwardStep:
             return model(**inputs, **_in_own_dtype(model)), head
 
     def _forward(
-        self, row: PackedRow, model: Any, chunk: int, microbatch: int
+        self, row: PlacedRow, model: Any, chunk: int, microbatch: int
     ) -> tuple[Tensor, DeferredHead | None]:
         self._listeners.begin("F", chunk, microbatch)
         output, head = self.run_row(row, model)
@@ -286,7 +298,7 @@ class ForwardStep:
 
     def _loss(
         self,
-        row: PackedRow,
+        row: PlacedRow,
         head: DeferredHead | None,
         chunk: int,
         microbatch: int,
@@ -327,7 +339,7 @@ def _in_own_dtype(model: Any) -> dict[str, bool]:
     return {}
 
 
-def _zero_output(row: PackedRow, model: Any) -> Tensor:
+def _zero_output(row: PlacedRow, model: Any) -> Tensor:
     """Zeros of the output's shape; their backward gives zeros for the chunk's input."""
     chunk = unwrapped(model)
     if not chunk.pre_process:

@@ -22,10 +22,10 @@ from torch import Tensor
 from megapack.model.overlap import overlaps_reduction
 from megapack.model.weight_gradients import WeightGradients
 from megapack.plan.order import Operation
-from megapack.rows.packed import PackedRow
+from megapack.rows.packed import PlacedRow
 from megapack.schedule.channels import Exchange, StageOrder
-from megapack.schedule.forward import run_now
-from megapack.schedule.listeners import Listener, Listeners
+from megapack.schedule.forward import PassContext
+from megapack.schedule.listeners import Listeners
 
 # Megatron-Core 0.16 asks for the type of the model, 0.19 does not.
 _ASKS_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
@@ -45,8 +45,7 @@ class Operations:
         reduces_after: a chunk's reduction starts after its last operation and not inside it: DDP
             does not learn when late weight gradients are ready. All ranks must start reductions in
             one order, so it is the same on all DP ranks.
-        listeners: are told of weight gradients; `forward_step` tells them of the rest.
-        attempt: as in `ForwardStep`.
+        context: that of `forward_step`, which tells the listeners of forwards and backwards.
     """
 
     def __init__(
@@ -56,15 +55,14 @@ class Operations:
         groups: Any,
         *,
         forward_step: Callable[..., Any],
-        rows: Sequence[PackedRow],
+        rows: Sequence[PlacedRow],
         order: StageOrder,
         exchange: Exchange | None,
         weight_gradients: WeightGradients,
         device: torch.device,
         is_training: bool,
         reduces_after: bool,
-        listeners: Sequence[Listener] = (),
-        attempt: Callable[[Callable[[], Any]], Any] = run_now,
+        context: PassContext,
     ) -> None:
         self._chunks = chunks
         self._config = config
@@ -74,8 +72,8 @@ class Operations:
         self._order = order
         self._exchange = exchange
         self._weights = weight_gradients
-        self._listeners = Listeners(listeners)
-        self._attempt = attempt
+        self._listeners = Listeners(context.listeners)
+        self._attempt = context.attempt
         self._is_training = is_training
         self._communication = _Communication(
             chunks,

@@ -15,9 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megapack.layout import Layout
-from megapack.model.attention.carried import carry_keys
-from megapack.model.attention.packed import with_params
-from megapack.model.experts.chains import with_chain_counts
+from megapack.model.attention.packed import row_params
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import token_weight
 from megapack.model.overlap import (
@@ -29,7 +27,8 @@ from megapack.model.overlap import (
 from megapack.model.weight_gradients import WeightGradients
 from megapack.plan.plan import StepPlan
 from megapack.ranks.place import Place
-from megapack.rows.packed import PackedRow
+from megapack.rows.chain import Link, link_pieces
+from megapack.rows.packed import PackedRow, PlacedRow
 from megapack.rows.schedule_pass import SchedulePass
 from megapack.schedule import checks
 from megapack.schedule.call import StepCall
@@ -40,7 +39,7 @@ from megapack.schedule.faults import (
     checking_finalize,
     samples_text,
 )
-from megapack.schedule.forward import ForwardStep, HeadOptions, LastStage
+from megapack.schedule.forward import ForwardStep, HeadOptions, LastStage, PassContext
 from megapack.schedule.listeners import Listener, PlaceKeeper
 from megapack.schedule.operations import Operations
 from megapack.schedule.overrides import config_with, pipeline_settings
@@ -109,52 +108,46 @@ class ScheduleRunner:
             StepOutOfMemory: on every rank, if one ran out of memory and `retries_oom` is set.
         """
         self.place.enter("schedule")
-        schedule_pass = self._new_pass(call)
         flags = self._new_flags(call)
         memory = OutOfMemoryGuard(self.device) if self._retries_oom else None
-        self.run_schedule(call, rows, schedule_pass, flags, memory)
+        context = PassContext(
+            schedule_pass=self._new_pass(call),
+            listeners=[*self.listeners, flags],
+            flags=flags,
+            memory=memory,
+        )
+        self.run_schedule(call, rows, context)
         if memory is not None and memory.agree():
             self.routing.reset_expert_counts()
             memory.raise_on_all()
         if call.is_training and not checks.reduces(self.chunks):
             params = [list(chunk.parameters()) for chunk in self.chunks]
             gradients = [[p.grad for p in own if p.grad is not None] for own in params]
-            self._check_gradients(flags, gradients)
+            self._check_gradients(context, gradients)
         self.place.enter("output")
         flags.refuse(lambda k: samples_text(rows[k].samples), device=self.device)
-        return schedule_pass
+        return context.schedule_pass
 
-    def run_schedule(
-        self,
-        call: StepCall,
-        rows: list[PackedRow],
-        schedule_pass: SchedulePass,
-        flags: FiniteFlags,
-        memory: OutOfMemoryGuard | None,
-    ) -> None:
+    def run_schedule(self, call: StepCall, rows: list[PackedRow], context: PassContext) -> None:
         """Call Megatron's schedule, or run the operations of the plan's order."""
-        options: dict[str, Any] = {"listeners": [*self.listeners, flags]}
-        if memory is not None:
-            options["attempt"] = memory.attempt
-        device_rows = self.device_rows(rows)
-        carry_keys(device_rows, keeps_gradients=call.is_training)
-        device_rows = with_chain_counts(device_rows)
-        forward_step = self.forward_step(call, schedule_pass, **options)
+        memory = context.memory
+        placed = self.placed(call, rows)
+        forward_step = self.forward_step(call, context)
         with (
             contextlib.nullcontext() if memory is None else memory.backwards(),
             contextlib.nullcontext() if memory is None else without_overlap(self.chunks),
             dropping_reductions(self.chunks),
             apart_from_earlier(self.chunks) if call.is_training else contextlib.nullcontext(),
-            config_with(self.config, self._overrides(call, flags, memory)),
-            self.routing.following(schedule_pass),
+            config_with(self.config, self._overrides(call, context)),
+            self.routing.following(context.schedule_pass),
         ):
             if call.executor == "megatron":
-                self._run_megatron(call, device_rows, forward_step)
+                self._run_megatron(call, placed, forward_step)
             else:
-                self._run_operations(call, device_rows, forward_step, **options)
+                self._run_operations(call, placed, forward_step, context)
 
     def _run_megatron(
-        self, call: StepCall, rows: list[PackedRow], forward_step: ForwardStep
+        self, call: StepCall, rows: list[PlacedRow], forward_step: ForwardStep
     ) -> None:
         communicator = self._communicator(call, rows) if self.layout.pp > 1 else None
         get_forward_backward_func()(
@@ -174,9 +167,9 @@ class ScheduleRunner:
     def _run_operations(
         self,
         call: StepCall,
-        rows: list[PackedRow],
+        rows: list[PlacedRow],
         forward_step: ForwardStep,
-        **options: Any,
+        context: PassContext,
     ) -> None:
         order = self.stage_order(call)
         exchange = None
@@ -201,7 +194,7 @@ class ScheduleRunner:
             device=self.device,
             is_training=call.is_training,
             reduces_after=call.has_weight_operations or self._weight_gradients.puts_off_always,
-            **options,
+            context=context,
         ).run()
 
     def stage_order(self, call: StepCall) -> StageOrder:
@@ -220,32 +213,31 @@ class ScheduleRunner:
             self._orders = dict([*self._orders.items()][-1:]) | {key: kept}
         return kept[1]
 
-    def device_rows(self, rows: list[PackedRow]) -> list[PackedRow]:
-        """The rows on the device, with Megatron's packed-sequence parameters and their groups."""
-        return [self._device_row(row) for row in rows]
+    def placed(self, call: StepCall, rows: list[PackedRow]) -> list[PlacedRow]:
+        """The rows on the device, with what a pass over all of them needs."""
+        pieces = [row.piece for row in rows]
+        links = link_pieces(pieces, keeps_gradients=call.is_training)
+        return [self._placed(row, link) for row, link in zip(rows, links, strict=True)]
 
-    def _device_row(self, row: PackedRow) -> PackedRow:
-        row = with_params(row.to(self.device), self.row_groups.of(row))
-        if row.routing is None:
-            return row
-        routing = dataclasses.replace(row.routing, groups=self.row_groups.routing(row))
-        return dataclasses.replace(row, routing=routing)
+    def _placed(self, row: PackedRow, link: Link | None) -> PlacedRow:
+        row = row.to(self.device)
+        group = self.row_groups.of(row)
+        routing = row.routing
+        if routing is not None:
+            groups = self.row_groups.routing(row)
+            routing = dataclasses.replace(routing, groups=groups, link=link)
+        params = row_params(row, group, link)
+        return PlacedRow.of(row, routing=routing, params=params, cp_group=group, link=link)
 
-    def forward_step(
-        self, call: StepCall, schedule_pass: SchedulePass, **options: Any
-    ) -> ForwardStep:
-        """Megatron's forward step for a call.
-
-        Args:
-            options: those of `ForwardStep`.
-        """
+    def forward_step(self, call: StepCall, context: PassContext) -> ForwardStep:
+        """Megatron's forward step for a call."""
         last_stage = LastStage(
             call.objective,
             with_entropy=call.with_entropy,
             options=self.head,
-            schedule_pass=schedule_pass,
+            schedule_pass=context.schedule_pass,
         )
-        return ForwardStep(self.chunks, last_stage, schedule_pass, **options)
+        return ForwardStep(self.chunks, last_stage, context)
 
     def _new_pass(self, call: StepCall) -> SchedulePass:
         if not call.is_training:
@@ -263,7 +255,7 @@ class ScheduleRunner:
             first_ranks=[(*mb.dp_ranks, replica)[0] for mb in call.rows(replica)],
         )
 
-    def _communicator(self, call: StepCall, rows: list[PackedRow]) -> RecordingP2PCommunicator:
+    def _communicator(self, call: StepCall, rows: list[PlacedRow]) -> RecordingP2PCommunicator:
         layout = self.layout
         communicator = RecordingP2PCommunicator(self._groups.pp, self.config)
         if call.has_planned_rows:
@@ -278,14 +270,12 @@ class ScheduleRunner:
         communicator.place = self.place
         return communicator
 
-    def _row_shapes(self, rows: list[PackedRow]) -> list[tuple[int, int]]:
+    def _row_shapes(self, rows: list[PlacedRow]) -> list[tuple[int, int]]:
         """(tokens, batch size) of each row's hidden states on this GPU."""
         shards = self.layout.tp if self.layout.sequence_parallel else 1
         return [(row.tokens_T.numel() // shards, 1) for row in rows]
 
-    def _overrides(
-        self, call: StepCall, flags: FiniteFlags, memory: OutOfMemoryGuard | None
-    ) -> dict[str, Any]:
+    def _overrides(self, call: StepCall, context: PassContext) -> dict[str, Any]:
         layout = self.layout
         overrides = pipeline_settings(
             pp=layout.pp,
@@ -302,30 +292,25 @@ class ScheduleRunner:
         if finalize is None and checks.reduces(self.chunks):
             finalize = finalize_model_grads
         if finalize is not None:
-            overrides["finalize_model_grads_func"] = self._checking(finalize, flags, memory)
+            overrides["finalize_model_grads_func"] = self._checking(finalize, context)
         return overrides
 
-    def _checking(
-        self,
-        finalize: Callable[..., None],
-        flags: FiniteFlags,
-        memory: OutOfMemoryGuard | None,
-    ) -> Callable[..., None]:
+    def _checking(self, finalize: Callable[..., None], context: PassContext) -> Callable[..., None]:
         """A `finalize` that checks gradients, and reduces nothing if memory has run out."""
 
         def unless_out_of_memory(*args: Any, **kwargs: Any) -> None:
-            if memory is None or not memory.agree():
+            if context.memory is None or not context.memory.agree():
                 finalize(*args, **kwargs)
 
         def check(gradients: list[list[Tensor]]) -> None:
-            self._check_gradients(flags, gradients)
+            self._check_gradients(context, gradients)
 
         return checking_finalize(unless_out_of_memory, check, self.chunks, self.place)
 
-    def _check_gradients(self, flags: FiniteFlags, gradients: list[list[Tensor]]) -> None:
+    def _check_gradients(self, context: PassContext, gradients: list[list[Tensor]]) -> None:
         # Under fp16 the loss scaler handles an overflow.
         if not self.config.fp16:
-            flags.check_gradients(gradients)
+            context.flags.check_gradients(gradients)
 
 
 def process_groups() -> ProcessGroupCollection:

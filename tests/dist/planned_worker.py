@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megapack import Layout, build_dp_schedule, launch
 from megapack.loss import SFT
-from megapack.model.attention.packed import with_params
+from megapack.model.attention.packed import row_params
 from megapack.model.head import unwrapped
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.rows.slices import slice_row
@@ -53,18 +53,18 @@ class HostStep:
             _receive_batch()
         if self._fault == "death" and dist.get_rank() == 1:
             os._exit(1)
-        row = with_params(next(batches).pop("row"))
+        row = next(batches).pop("row")
         inputs: dict[str, Any] = {
             "input_ids": row.tokens_T[None],
             "position_ids": row.position_ids_T[None],
             "attention_mask": None,
-            "packed_seq_params": row.params,
+            "packed_seq_params": row_params(row),
             "labels": row.labels_T[None],
         }
         if self._fault == "unequal lengths" and dist.get_rank() == 1:
             inputs["input_ids"] = row.tokens_T.repeat(1, 2)
         mask_T = torch.zeros_like(row.labels_T, dtype=torch.float32)
-        mask_T[row.loss_positions_R] = 1.0
+        mask_T[row.losses.positions_R] = 1.0
         return model(**inputs), partial(self._loss, mask_T)
 
     def _loss(self, mask_T: Tensor, losses: Tensor) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,8 +15,11 @@ import torch
 from torch import Tensor
 
 from megapack.model.attention import carried
+from megapack.model.attention.packed import row_params
 from megapack.plan import Plan
-from megapack.schedule import chains
+from megapack.rows.chain import Link
+from megapack.rows.packed import PackedRow
+from megapack.schedule import chains, runner
 from tests.dist.row_problem import Samples
 from tests.dist.row_worker import main
 from tests.dist.split_problem import SplitCase
@@ -31,9 +35,13 @@ def _without_a_piece(self: chains.ChainLosses, forwards: Sequence[Any]) -> Tenso
     return loss
 
 
+def _without_earlier_pieces(row: PackedRow, group: Any, link: Link | None) -> Any:
+    return row_params(replace(row, piece=None), group)
+
+
 _MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no carried gradients": (carried, "_with_leaf", lambda grad, leaf: grad),
-    "no carried keys": (carried, "_carry_chain", lambda rows, keeps_gradients: None),
+    "no carried keys": (runner, "row_params", _without_earlier_pieces),
     "no losses of a piece": (chains.ChainLosses, "_find_gradients", _without_a_piece),
 }
 

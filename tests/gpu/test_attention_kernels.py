@@ -16,11 +16,14 @@ from megapack import Layout, SharedPrefixes
 from megapack.model.attention.choice import obstacle
 from megapack.model.attention.merged import attention_blocks, merged_attention
 from megapack.model.attention.packed import PackedAttention, packed_seq_params
+from megapack.model.attention.paths import key_paths
+from megapack.model.attention.row import RowView, row_view, with_view
 from megapack.model.attention.sdpa import PackedSDPA, packed_causal_attention
 from megapack.model.attention.te_rows import gathered_params, hook_te_attention
-from megapack.model.attention.varlen import PackedVarlen, varlen_causal_attention, varlen_spans
+from megapack.model.attention.varlen import PackedVarlen, varlen_causal_attention
 from megapack.prefixes import Branch, PrefixTable, row_branches
 from megapack.rows.slices import slice_positions
+from megapack.rows.transfer import moved
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +61,7 @@ def test_varlen_equals_sdpa_with_its_gradients() -> None:
     module = PackedVarlen(config, 1, AttnMaskType.causal, "self")
     row = packed_seq_params(cu_seqlens(), max(LENGTHS), sum(LENGTHS))
     found, wanted = [x.requires_grad_() for x in qkv()], [x.requires_grad_() for x in qkv()]
-    out, expected = module.attend(*found, row), reference(*wanted)
+    out, expected = module.attend(*found, row_view(row)), reference(*wanted)
     torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
     weights = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)
     for one, total in ((out, weights), (expected, weights)):
@@ -78,9 +81,11 @@ def test_causal_varlen_aligns_queries_to_the_end_of_keys() -> None:
     slices = [slice_positions(LENGTHS, cp, rank).cuda() for rank in range(cp)]
     all_slices = torch.cat(slices)
     for rank, mine in enumerate(slices):
-        spans = varlen_spans(LENGTHS, cp, rank, torch.device("cuda"))
-        keys = all_slices[spans.order_K]
-        out = varlen_causal_attention(q[mine], k[keys], v[keys], spans, SCALE)
+        paths = moved(key_paths(LENGTHS, (), cp=cp, cp_rank=rank), "cuda")
+        keys = all_slices[paths.order_K]
+        longest = max(paths.num_queries), max(paths.num_keys)
+        ends = (paths.query_ends, paths.key_ends, *longest)
+        out = varlen_causal_attention(q[mine], k[keys], v[keys], *ends, SCALE)
         torch.testing.assert_close(out.double(), whole[mine], atol=0.02, rtol=0.02)
 
 
@@ -128,7 +133,8 @@ def shared_row() -> tuple[PackedSeqParams, list[Branch], list[Tensor]]:
     spans = [branch.tokens for branch in branches]
     total = sum(spans)
     ends = torch.tensor([0, *spans]).cumsum(0).int().cuda()
-    row = packed_seq_params(ends, 265, total, lengths=spans, branches=branches)
+    params = packed_seq_params(ends, 265, total)
+    row = with_view(params, RowView(ends, 265, spans, branches=tuple(branches)))
     generator = torch.Generator().manual_seed(2)
     shapes = [(total, heads, D) for heads in (HEADS, GROUPS, GROUPS)]
     return row, branches, [torch.randn(s, generator=generator).cuda().bfloat16() for s in shapes]
@@ -145,7 +151,7 @@ def test_varlen_with_shared_prefixes_equals_merged_calls_with_its_gradients() ->
     module = PackedVarlen(config, 1, AttnMaskType.causal, "self")
     row, branches, tensors = shared_row()
     expected = merged_on_the_cpu(branches, tensors)
-    out = module.attend(*(x.requires_grad_() for x in tensors), row)
+    out = module.attend(*(x.requires_grad_() for x in tensors), row_view(row))
     torch.testing.assert_close(out.cpu().double(), expected, atol=0.02, rtol=0.02)
     wanted = [x.detach().cpu().double().requires_grad_() for x in tensors]
     blocks = attention_blocks([branch.tokens for branch in branches], branches)
@@ -165,7 +171,9 @@ def test_te_with_shared_prefixes_equals_merged_calls() -> None:
         HEADS, D, num_gqa_groups=GROUPS, attention_dropout=0.0, qkv_format="thd"
     )
     row, branches, (q, k, v) = shared_row()
-    params, order_K = gathered_params(row, q.device)
+    view = row_view(row)
+    order_K = view.paths.order_K
+    params = gathered_params(row, view)
     given = {name: value for name, value in vars(params).items() if value is not None}
     given = {name: value for name, value in given.items() if not name.startswith("_")}
     given["attn_mask_type"] = "padding_causal_bottom_right"
@@ -230,14 +238,7 @@ def test_slices_of_a_row_over_several_ranks_equal_the_whole_row(
     expected = reference(*wanted)
     weights = torch.linspace(-1, 1, expected.numel(), device="cuda").view_as(expected)
     for rank, mine in enumerate(slices):
-        row = packed_seq_params(
-            cu_seqlens(),
-            max(LENGTHS),
-            sum(LENGTHS),
-            cp=ranks,
-            lengths=LENGTHS,
-            cp_group=RowGroup(ranks, rank),
-        )
+        row = RowView(cu_seqlens(), max(LENGTHS), LENGTHS, cp_group=RowGroup(ranks, rank))
         out = module.attend(*(x[mine] for x in given), row)
         torch.testing.assert_close(out.double(), expected[mine], atol=0.02, rtol=0.02)
         (out.double() * weights[mine]).sum().backward()
@@ -270,9 +271,8 @@ def test_te_runs_a_row_of_one_rank_after_one_of_several() -> None:
     core.set_context_parallel_group(RowGroup(2, 0), [0, 1], torch.cuda.Stream(), "p2p")
     core._follows_rows = True
     q, k, v = qkv()
-    alone = packed_seq_params(
-        cu_seqlens(), max(LENGTHS), sum(LENGTHS), lengths=LENGTHS, cp_group=RowGroup(1, 0)
-    )
+    view = RowView(cu_seqlens(), max(LENGTHS), LENGTHS, cp_group=RowGroup(1, 0))
+    alone = with_view(packed_seq_params(cu_seqlens(), max(LENGTHS), sum(LENGTHS)), view)
     out = core(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=alone)
     expected = reference(q, k, v).flatten(1)
     torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)

@@ -87,14 +87,14 @@ def test_the_slices_of_all_ranks_make_the_whole_row(row_and_cp: tuple[PackedRow,
 def test_each_loss_position_is_on_exactly_one_rank(row_and_cp: tuple[PackedRow, int]) -> None:
     row, cp = row_and_cp
     parts = [slice_row(row, cp, rank) for rank in range(cp)]
-    found = torch.cat([part.row_positions_T[part.loss_positions_R] for part in parts])
+    found = torch.cat([part.row_positions_T[part.losses.positions_R] for part in parts])
     in_order = found.argsort()
-    assert torch.equal(found[in_order], row.loss_positions_R)
+    assert torch.equal(found[in_order], row.losses.positions_R)
     for name in ("label_index_R", "sample_of_R", "weights_R"):
-        values_R = torch.cat([getattr(part, name) for part in parts])
-        assert torch.equal(values_R[in_order], getattr(row, name)), name
-    for name, expected_R in row.fields.items():
-        values_R = torch.cat([part.fields[name] for part in parts])
+        values_R = torch.cat([getattr(part.losses, name) for part in parts])
+        assert torch.equal(values_R[in_order], getattr(row.losses, name)), name
+    for name, expected_R in row.losses.fields.items():
+        values_R = torch.cat([part.losses.fields[name] for part in parts])
         assert torch.equal(values_R[in_order], expected_R), name
 
 
@@ -103,11 +103,11 @@ def test_each_loss_position_is_on_exactly_one_rank(row_and_cp: tuple[PackedRow, 
 def test_values_of_all_ranks_sum_to_the_samples(row_and_cp: tuple[PackedRow, int]) -> None:
     row, cp = row_and_cp
     values_T = torch.arange(row.row_tokens).float() + 1
-    expected = unpack_row(row, values_T[row.loss_positions_R])
+    expected = unpack_row(row, values_T[row.losses.positions_R])
     found = [torch.zeros_like(want) for want in expected]
     for part in (slice_row(row, cp, rank) for rank in range(cp)):
         assert part.row_tokens == row.row_tokens
         own_T = values_T[part.row_positions_T]
-        for total, own in zip(found, unpack_row(part, own_T[part.loss_positions_R]), strict=True):
+        for total, own in zip(found, unpack_row(part, own_T[part.losses.positions_R]), strict=True):
             total.add_(own)
     assert all(torch.equal(total, want) for total, want in zip(found, expected, strict=True))

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from megapack.errors import DataError
 from megapack.layout import Layout
-from megapack.model.mtp import row_ahead, with_rows_ahead
 from megapack.plan import MicroBatch
 from megapack.prefixes import PrefixTable, SharedPrefixes, row_branches
-from megapack.rows.packed import PackedRow, pack_row, unpack_row
+from megapack.rows.packed import PackedRow, RowTokens, pack_row, unpack_row
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch
 
@@ -95,26 +94,35 @@ def data(case: Case) -> SampleBatch:
     return SampleBatch(case.tokens, fields)
 
 
-def pack(case: Case, *, shared: bool, batch: SampleBatch | None = None) -> PackedRow:
+def pack(
+    case: Case, *, shared: bool, batch: SampleBatch | None = None, depths: int = 0
+) -> PackedRow:
     table = PrefixTable(case.prefixes(), len(case.tokens), case.layout) if shared else None
     lengths = [len(case.tokens[i]) for i in case.samples]
     held = sum(b.tokens for b in row_branches(case.samples, lengths, case.layout, table))
     unit = case.layout.row_alignment
     row_tokens = -(-held // unit) * unit + case.tail_units * unit
     micro_batch = MicroBatch(case.samples, row_tokens, sum(lengths), 0, held)
-    return pack_row(batch or data(case), micro_batch, case.layout, case.weights, prefixes=table)
+    return pack_row(
+        batch or data(case),
+        micro_batch,
+        case.layout,
+        case.weights,
+        prefixes=table,
+        num_ahead=depths,
+    )
 
 
-def losses(row: PackedRow) -> list[tuple[Any, ...]]:
+def losses(row: RowTokens) -> list[tuple[Any, ...]]:
     """All that is known of each loss but its position."""
     columns = [
-        row.label_index_R,
-        row.sample_of_R,
-        row.weights_R,
-        row.labels_T[row.loss_positions_R],
-        row.tokens_T[row.loss_positions_R],
-        row.position_ids_T[row.loss_positions_R],
-        *(row.fields[name] for name in sorted(row.fields)),
+        row.losses.label_index_R,
+        row.losses.sample_of_R,
+        row.losses.weights_R,
+        row.labels_T[row.losses.positions_R],
+        row.tokens_T[row.losses.positions_R],
+        row.position_ids_T[row.losses.positions_R],
+        *(row.losses.fields[name] for name in sorted(row.losses.fields)),
     ]
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -203,41 +211,41 @@ def test_losses_and_outputs_equal_those_of_the_row_without_sharing(case: Case) -
     assert torch.equal(shared.set_of_n, apart.set_of_n)
     for name, values_n in apart.sample_fields.items():
         assert torch.equal(shared.sample_fields[name], values_n)
-    values_R = torch.arange(apart.weights_R.numel()) + 1.0
+    values_R = torch.arange(apart.losses.weights_R.numel()) + 1.0
     found = unpack_row(shared, values_R)
     assert [x.tolist() for x in found] == [x.tolist() for x in unpack_row(apart, values_R)]
     for i, own in zip(case.samples, found, strict=True):
         counts = [bool(m) and k > 0 for k, m in enumerate(case.masks[i])]
         assert own.bool().tolist() == [case.weights[i] > 0 and c for c in counts]
     assert apart.num_shared == 0
-    assert apart.head_index_R is None
+    assert apart.losses.head_index_R is None
 
 
-def check_head(row: PackedRow) -> None:
-    unique_U = row.head_positions_U
+def check_head(row: RowTokens) -> None:
+    unique_U = row.losses.head_positions_U
     assert unique_U.unique().numel() == unique_U.numel()
-    index_R = row.head_index_R
+    index_R = row.losses.head_index_R
     if index_R is None:
-        assert torch.equal(unique_U, row.loss_positions_R)
+        assert torch.equal(unique_U, row.losses.positions_R)
     else:
-        assert unique_U.numel() < row.loss_positions_R.numel()
-        assert torch.equal(unique_U[index_R], row.loss_positions_R)
+        assert unique_U.numel() < row.losses.positions_R.numel()
+        assert torch.equal(unique_U[index_R], row.losses.positions_R)
 
 
 @settings(deadline=None)
 @given(cases())
 def test_rows_ahead_have_the_losses_of_rows_without_sharing(case: Case) -> None:
-    shared = with_rows_ahead(pack(case, shared=True), case.num_depths)
-    apart = with_rows_ahead(pack(case, shared=False), case.num_depths)
+    shared = pack(case, shared=True, depths=case.num_depths)
+    apart = pack(case, shared=False, depths=case.num_depths)
     for row in (shared, *shared.ahead):
         check_head(row)
     for depth, (one, other) in enumerate(zip(shared.ahead, apart.ahead, strict=True), start=1):
         assert losses(one) == losses(other)
         for name in ("tokens_T", "labels_T", "position_ids_T"):
-            values_N = getattr(one, name)[one.positions_N]
-            assert torch.equal(values_N, getattr(other, name)[other.positions_N]), name
-        ids_N = one.tokens_T[one.positions_N].split(list(one.lengths)) if one.lengths else ()
-        for i, own in zip(case.samples, ids_N, strict=True):
+            values_N = getattr(one, name)[shared.positions_N]
+            assert torch.equal(values_N, getattr(other, name)[apart.positions_N]), name
+        ids_N = one.tokens_T[shared.positions_N].split(list(shared.lengths) or [0])
+        for i, own in zip(case.samples, ids_N, strict=bool(case.samples)):
             tokens = case.tokens[i]
             assert own.tolist() == [*tokens[depth:], *[0] * min(depth, len(tokens))]
 
@@ -246,14 +254,14 @@ def test_rows_ahead_have_the_losses_of_rows_without_sharing(case: Case) -> None:
 @given(cases())
 def test_slices_divide_losses_and_ends(case: Case) -> None:
     cp = case.layout.cp
-    row = with_rows_ahead(pack(case, shared=True), case.num_depths)
+    row = pack(case, shared=True, depths=case.num_depths)
     parts = [slice_row(row, cp, rank) for rank in range(cp)]
-    values_R = torch.arange(row.weights_R.numel()) + 1.0
+    values_R = torch.arange(row.losses.weights_R.numel()) + 1.0
     whole = unpack_row(row, values_R)
-    value_of = dict(zip(row.label_index_R.tolist(), values_R.tolist(), strict=True))
+    value_of = dict(zip(row.losses.label_index_R.tolist(), values_R.tolist(), strict=True))
     summed = [torch.zeros_like(own) for own in whole]
     for part in parts:
-        own_R = torch.tensor([value_of[i] for i in part.label_index_R.tolist()])
+        own_R = torch.tensor([value_of[i] for i in part.losses.label_index_R.tolist()])
         for total, own in zip(summed, unpack_row(part, own_R), strict=True):
             total.add_(own)
     assert all(torch.equal(a, b) for a, b in zip(summed, whole, strict=True))
@@ -271,7 +279,7 @@ def test_slices_divide_losses_and_ends(case: Case) -> None:
             assert part.tokens_T.numel() == row.row_tokens // cp
         both = [loss for part in own_parts for loss in losses(part)]
         assert sorted(both) == losses(one)
-        assert [part.weights_R.dtype for part in own_parts] == [torch.float32] * cp
+        assert [part.losses.weights_R.dtype for part in own_parts] == [torch.float32] * cp
 
 
 @settings(deadline=None)
@@ -301,11 +309,11 @@ def test_a_changed_token_of_a_shared_position_is_refused(case: Case, more: st.Da
 def test_depths_that_the_prefixes_do_not_know_of_are_refused(case: Case) -> None:
     """Prefixes for fewer depths work where the labels further ahead are equal by chance."""
     without = dataclasses.replace(case, num_depths=0)
-    row = pack(without, shared=True)
-    apart = pack(without, shared=False)
+    apart = pack(without, shared=False, depths=MAX_DEPTHS)
     for depth in range(1, MAX_DEPTHS + 1):
         with contextlib.suppress(DataError):
-            assert losses(row_ahead(row, depth)) == losses(row_ahead(apart, depth))
+            row = pack(without, shared=True, depths=depth)
+            assert losses(row.ahead[-1]) == losses(apart.ahead[depth - 1])
 
 
 def test_samples_that_differ_right_after_their_shared_label_are_refused() -> None:
@@ -313,7 +321,7 @@ def test_samples_that_differ_right_after_their_shared_label_are_refused() -> Non
     ones = [[1] * 3] * 2
     case = Case(tokens, ones, [1.0, 1.0], (0, 1), Layout(), 0, 0)
     with pytest.raises(DataError, match=r"samples of \(0, 1\) .* 2 tokens ahead; make the prefix"):
-        row_ahead(pack(case, shared=True), 1)
-    known = pack(dataclasses.replace(case, num_depths=1), shared=True)
+        pack(case, shared=True, depths=1)
+    known = pack(dataclasses.replace(case, num_depths=1), shared=True, depths=1)
     assert known.num_shared == 0
-    assert row_ahead(known, 1).labels_T.tolist() == [7, 0, 0, 8, 0, 0]
+    assert known.ahead[0].labels_T.tolist() == [7, 0, 0, 8, 0, 0]

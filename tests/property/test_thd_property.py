@@ -82,8 +82,8 @@ def test_unpacking_undoes_packing(case: Case) -> None:
     batch = data(case)
     row = pack(case, batch)
     assert row.samples == case.samples
-    old = unpack_row(row, row.fields["old"])
-    reward = unpack_row(row, row.fields["reward"])
+    old = unpack_row(row, row.losses.fields["old"])
+    reward = unpack_row(row, row.losses.fields["reward"])
     for k, i in enumerate(case.samples):
         start = starts(row)[k]
         tokens = row.tokens_T[start : start + row.lengths[k]]
@@ -111,7 +111,7 @@ def test_tensors_and_per_sample_fields_follow_their_samples(case: Case) -> None:
     ]
     lasts = [int(batch.tokens(i)[-1]) for i in case.samples]
     assert row.tokens_T[row.end_positions_E].tolist() == lasts
-    assert torch.equal(row.branch_of_T[row.loss_positions_R], row.sample_of_R)
+    assert torch.equal(row.branch_of_T[row.losses.positions_R], row.losses.sample_of_R)
     assert row.sample_fields["reward"].tolist() == [i + 0.5 for i in case.samples]
 
 
@@ -154,10 +154,10 @@ def test_only_response_tokens_have_weights(case: Case) -> None:
         first = max(prompt, 1)
         expected[start + first - 1 : start + prompt + response - 1] = 1.0 / (i + 2)
     found = torch.zeros(row.row_tokens)
-    found[row.loss_positions_R] = row.weights_R
+    found[row.losses.positions_R] = row.losses.weights_R
     assert torch.equal(found, expected)
     counts = [batch.num_loss_tokens[i] for i in case.samples]
-    assert row.loss_positions_R.numel() == sum(counts)
+    assert row.losses.positions_R.numel() == sum(counts)
     assert counts == [max(0, r - (p == 0)) for p, r in (case.pairs[i] for i in case.samples)]
 
 

@@ -1,6 +1,7 @@
 """Attention over packed rows, in which samples never see each other.
 
 Modules:
+    row: what attention reads of a row, computed once for all layers
     packed: Megatron's description of a row; the base class of the kernels below
     sdpa, varlen: torch's kernels, for machines without Transformer Engine
     merged, paths: two ways to attend over shared prefixes and earlier pieces

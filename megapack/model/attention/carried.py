@@ -17,69 +17,49 @@ of key and value heads, D channels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megapack.model.attention.packed import CarriedKeys, set_carried
-from megapack.rows.packed import PackedRow
+from megapack.model.attention.row import RowView
 
 _Pair = tuple[Tensor, Tensor]
 
 
-class _Chain:
-    """The keys and values that the pieces of one sample leave on this rank.
+def with_earlier(row: RowView, layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The earlier pieces' keys and values and the row's: [T, G, D] -> [C + T, G, D].
+
+    Keeps those of this piece for later ones. Called once by each forward of a layer.
 
     Args:
-        count: number of pieces.
-        keeps_gradients: whether backwards follow.
+        layer: tells the layers apart.
     """
+    link = row.link
+    if link is None:
+        return key, value
+    leaves = link.kept(layer)
+    earlier = [leaves[index] for index in range(link.index)]
+    if not link.is_last:
+        if link.index not in leaves:
+            leaves[link.index] = _leaf(key, row), _leaf(value, row)
+        key, value = _Own.apply(key, value, leaves, link.index)  # type: ignore[no-untyped-call]
+    elif not link.chain.keeps_gradients:
+        leaves.clear()
+    if not earlier:
+        return key, value
+    keys, values = zip(*earlier, strict=True)
+    return torch.cat([*keys, key]), torch.cat([*values, value])
 
-    def __init__(self, count: int, *, keeps_gradients: bool) -> None:
-        self.count = count
-        self.keeps_gradients = keeps_gradients
-        # Layer -> piece -> leaves of keys and values.
-        self.leaves: dict[Any, dict[int, _Pair]] = {}
 
-
-class _Carried(CarriedKeys):
-    """One piece of a chain.
-
-    Args:
-        index: of the piece in its chain.
-        tokens: of this piece in this rank's row, with alignment padding.
-        lengths: padded tokens of the earlier pieces, over all ranks.
-    """
-
-    def __init__(self, chain: _Chain, index: int, tokens: int, lengths: Sequence[int]) -> None:
-        self._chain = chain
-        self._index = index
-        self._tokens = tokens
-        self.lengths = tuple(lengths)
-
-    def join(self, layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        chain = self._chain
-        leaves = chain.leaves.setdefault(layer, {})
-        earlier = [leaves[index] for index in range(self._index)]
-        if self._index + 1 < chain.count:
-            if self._index not in leaves:
-                leaves[self._index] = self._leaf(key), self._leaf(value)
-            key, value = _Own.apply(key, value, leaves, self._index)  # type: ignore[no-untyped-call]
-        elif not chain.keeps_gradients:
-            del chain.leaves[layer]
-        if not earlier:
-            return key, value
-        keys, values = zip(*earlier, strict=True)
-        return torch.cat([*keys, key]), torch.cat([*values, value])
-
-    def _leaf(self, tensor: Tensor) -> Tensor:
-        # A copy: a view would keep the whole row's tensor alive.
-        own = tensor[: self._tokens].detach().clone()
-        # The first forward of a checkpointed layer does not know whether the second one needs them.
-        needs_gradient = tensor.requires_grad or not torch.is_grad_enabled()
-        return own.requires_grad_(self._chain.keeps_gradients and needs_gradient)
+def _leaf(tensor: Tensor, row: RowView) -> Tensor:
+    assert row.link is not None
+    tokens = row.link.padded_tokens // row.cp
+    # A copy: a view would keep the whole row's tensor alive.
+    own = tensor[:tokens].detach().clone()
+    # The first forward of a checkpointed layer does not know whether the second one needs them.
+    needs_gradient = tensor.requires_grad or not torch.is_grad_enabled()
+    return own.requires_grad_(row.link.chain.keeps_gradients and needs_gradient)
 
 
 class _Own(torch.autograd.Function):
@@ -103,30 +83,3 @@ def _with_leaf(grad: Tensor, leaf: Tensor) -> Tensor:
     total = grad.clone()
     total[: leaf.shape[0]] += leaf.grad
     return total
-
-
-def carry_keys(rows: Sequence[PackedRow], *, keeps_gradients: bool) -> None:
-    """Let the rows of each chain attend to its earlier pieces, by an entry in their `params`.
-
-    Args:
-        rows: of this rank, with their `params`, in the order of the plan.
-        keeps_gradients: whether backwards follow; else a layer's keys are dropped once it has run
-            the chain's last piece.
-    """
-    chain: list[PackedRow] = []
-    for row in rows:
-        if row.piece is None:
-            continue
-        chain.append(row)
-        if row.ends_chain:
-            _carry_chain(chain, keeps_gradients)
-            chain = []
-
-
-def _carry_chain(rows: Sequence[PackedRow], keeps_gradients: bool) -> None:
-    chain = _Chain(len(rows), keeps_gradients=keeps_gradients)
-    lengths: list[int] = []
-    for index, row in enumerate(rows):
-        tokens = row.padded_lengths[0]
-        set_carried(row.params, _Carried(chain, index, tokens // row.num_slices, lengths))
-        lengths.append(tokens)

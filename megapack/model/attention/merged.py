@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.model.attention.packed import chunk_ends
-from megapack.prefixes import Branch
+from megapack.model.attention.paths import chunk_ends
+from megapack.prefixes import EARLIER, Branch
 
 _ATEN = torch.ops.aten
 
@@ -60,16 +60,18 @@ def attention_blocks(
     Args:
         padded_lengths: tokens of each branch of the row, and of its dummies.
         branches: those of the row.
-        carried: padded tokens of the earlier pieces of the row's first sample.
+        carried: padded tokens of a sample's earlier pieces.
         cp: number of context-parallel ranks.
         cp_rank: this rank among them; its queries are those of `rows.slices.slice_positions`.
     """
     causal: list[Block] = []
-    full: list[Block] = []
     # Where the row's keys begin.
     own = sum(carried)
-    if own:
-        full.append(Block(0, padded_lengths[0] // cp, 0, own, causal=False))
+    full = [
+        Block(branch.start // cp, branch.tokens // cp, 0, own, causal=False)
+        for branch in branches
+        if branch.parent == EARLIER
+    ]
     start = 0
     for tokens in padded_lengths:
         chunk = tokens // (2 * cp) if cp > 1 else tokens

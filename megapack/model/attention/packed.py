@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -26,10 +25,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
-from megapack.prefixes import Branch
+from megapack.model.attention.carried import with_earlier
+from megapack.model.attention.row import RowView, row_view, with_view
+from megapack.rows.chain import Link
 from megapack.rows.packed import PackedRow
-
-T = TypeVar("T")
 
 # Smallest length of a rotary table. Megatron caches tables by length, at most 32, so lengths are
 # rounded up to few sizes: 64, 96, 128, 192, ... are 23 sizes up to 131072. Chosen by hand.
@@ -58,10 +57,6 @@ def packed_seq_params(
     row_tokens: int,
     *,
     cp: int = 1,
-    lengths: Sequence[int] | None = None,
-    position_ids_T: Tensor | None = None,
-    branches: Sequence[Branch] = (),
-    cp_group: Any = None,
 ) -> PackedSeqParams:
     """Megatron's description of a packed row, with the fields of the installed version.
 
@@ -73,12 +68,6 @@ def packed_seq_params(
         max_seqlen: tokens of the longest sample, with padding.
         row_tokens: the row's length before it is sliced for context parallelism.
         cp: number of ranks that share the row.
-        lengths: tokens of each sample, with padding. None: they are read from the device if a
-            layer needs them.
-        position_ids_T: the position of this rank's tokens in their samples. None: rotary
-            embeddings take Megatron's path for packed rows (see `rotary`).
-        branches: those of a row whose samples share prefixes, or that has a piece; () otherwise.
-        cp_group: the ranks that share the row. None: those of the model's layers.
     """
     bucket = seqlen_bucket(max_seqlen, row_tokens)
     values = {
@@ -96,99 +85,28 @@ def packed_seq_params(
         # Given both arrays, Transformer Engine compares them and waits for the device, twice per
         # layer. Without padded arrays it uses the real ones. With cp > 1 it needs the padded ones.
         names -= {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}
-    params = PackedSeqParams(**{k: v for k, v in values.items() if k in names})
-    if lengths is not None:
-        _facts(params)["lengths"] = list(lengths)
-    if position_ids_T is not None:
-        _facts(params)["positions"] = position_ids_T
-    if branches:
-        _facts(params)["branches"] = tuple(branches)
-    if cp_group is not None:
-        _facts(params)["cp_group"] = cp_group
-    return params
+    return PackedSeqParams(**{k: v for k, v in values.items() if k in names})
 
 
-def with_params(row: PackedRow, cp_group: Any = None) -> PackedRow:
-    """The row with `params` set to Megatron's description, which all model chunks get.
+def row_params(row: PackedRow, cp_group: Any = None, link: Link | None = None) -> PackedSeqParams:
+    """Megatron's description of a row, which all model chunks get, with the row's view.
 
     Args:
-        cp_group: the ranks that share the row. None: those of the model's layers.
+        row: on its device.
+        cp_group, link: see `RowView`.
     """
-    params = packed_seq_params(
-        row.cu_seqlens_S1,
-        row.max_seqlen,
-        row.row_tokens,
-        cp=row.num_slices,
+    ends = row.cu_seqlens_S1
+    params = packed_seq_params(ends, row.max_seqlen, row.row_tokens, cp=row.num_slices)
+    view = RowView(
+        ends,
+        params.max_seqlen_q,
         lengths=row.padded_lengths,
-        position_ids_T=row.position_ids_T,
+        positions_T=row.position_ids_T,
         branches=row.branches if row.num_shared or row.piece is not None else (),
         cp_group=cp_group,
+        link=link,
     )
-    return dataclasses.replace(row, params=params, cp_group=cp_group)
-
-
-def once_per_row(params: PackedSeqParams, name: str, make: Callable[[], T]) -> T:
-    """The result of `make` for a row, computed by the first layer that needs it."""
-    facts = _facts(params)
-    if name not in facts:
-        facts[name] = make()
-    return facts[name]  # type: ignore[no-any-return]
-
-
-def _facts(params: PackedSeqParams) -> dict[str, Any]:
-    """What we know of a row besides Megatron's fields.
-
-    It is an attribute of the params because Megatron passes nothing else about a row to all layers.
-    """
-    return vars(params).setdefault("_megapack", {})  # type: ignore[no-any-return]
-
-
-def row_positions(params: PackedSeqParams) -> Tensor | None:
-    """int64 [T]: the position of this rank's tokens in their samples; None if it is not known."""
-    return vars(params).get("_megapack", {}).get("positions")  # type: ignore[no-any-return]
-
-
-def shared_branches(params: PackedSeqParams) -> tuple[Branch, ...]:
-    """The branches of a row whose samples share prefixes, or that has a piece; () otherwise."""
-    return vars(params).get("_megapack", {}).get("branches", ())  # type: ignore[no-any-return]
-
-
-def row_cp_group(params: PackedSeqParams) -> Any:
-    """The ranks that share the row; None if the model's layers know them."""
-    return vars(params).get("_megapack", {}).get("cp_group")
-
-
-class CarriedKeys:
-    """What a row that has a piece of a sample attends to besides; see `carried`."""
-
-    lengths: tuple[int, ...] = ()
-    """Padded tokens of the sample's earlier pieces, over all ranks that share the row."""
-
-    def join(self, layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The earlier pieces' keys and values and the row's: [T, G, D] -> [C + T, G, D].
-
-        Keeps those of this piece for later ones. Called once by each forward of a layer.
-
-        Args:
-            layer: tells the layers apart.
-        """
-        raise NotImplementedError
-
-
-def set_carried(params: PackedSeqParams, carried: CarriedKeys) -> None:
-    """Let attention of a row attend to a sample's earlier pieces."""
-    _facts(params)["carried"] = carried
-
-
-def carried_keys(params: PackedSeqParams) -> CarriedKeys | None:
-    """What the row attends to besides; None if all its samples are whole."""
-    return vars(params).get("_megapack", {}).get("carried")  # type: ignore[no-any-return]
-
-
-def carried_lengths(params: PackedSeqParams) -> tuple[int, ...]:
-    """Padded tokens of the earlier pieces of the row's first sample; their keys come first."""
-    carried = carried_keys(params)
-    return () if carried is None else carried.lengths
+    return with_view(params, view)
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
@@ -256,23 +174,14 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
                 f"{type(self).__name__} got a row without packed_seq_params (qkv_format='thd'); "
                 "pass them to every pipeline and VPP chunk, or samples would attend to each other"
             )
-        carried = carried_keys(packed_seq_params)
-        if carried is not None:
-            key, value = carried.join(self, key, value)
-        return self.attend(query, key, value, packed_seq_params).flatten(1)
+        row = row_view(packed_seq_params, self.cp_group)
+        key, value = with_earlier(row, self, key, value)
+        return self.attend(query, key, value, row).flatten(1)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
         """As `forward`, but the result is [T, heads, v], and keys and values begin with those of
-        a sample's earlier pieces (`carried_lengths`)."""
+        a sample's earlier pieces (`RowView.carried`)."""
         raise NotImplementedError
-
-    def slices(self, params: PackedSeqParams) -> tuple[Any, int, int]:
-        """The ranks that share the row, their number, and this rank among them; the group is None
-        for a whole row."""
-        group = row_cp_group(params) or self.cp_group
-        if group is None or group.size() == 1:
-            return None, 1, 0
-        return group, group.size(), group.rank()
 
     def _refuse_unsupported(self, config: Any, mask: AttnMaskType, attention_type: str) -> None:
         name = type(self).__name__
@@ -303,32 +212,15 @@ def gather_rows(key: Tensor, value: Tensor, order_K: Tensor, group: Any) -> tupl
     Args:
         order_K: for each key its index in the concatenated slices of all ranks. The gradients of a
             key that is there several times add up.
-        group: the context-parallel ranks; None: this rank has the whole row.
+        group: the context-parallel ranks; None or one rank: this one has the whole row.
     """
-    if group is None:
+    if group is None or group.size() == 1:
         return key.index_select(0, order_K), value.index_select(0, order_K)
     both = torch.cat([key, value], dim=-1)
     # Megatron's gather for sequence parallelism: its backward reduces and scatters over the group.
     gathered = gather_from_sequence_parallel_region(both, group=group)
     key, value = gathered.index_select(0, order_K).split([key.shape[-1], value.shape[-1]], dim=-1)
     return key, value
-
-
-def chunk_ends(length: int, cp: int, cp_rank: int) -> list[int]:
-    """Where each part of a rank's queries ends in a sample, which is also the number of its keys.
-
-    >>> chunk_ends(16, cp=2, cp_rank=0)
-    [4, 16]
-    """
-    if cp == 1:
-        return [length]
-    chunk = length // (2 * cp)
-    return [(cp_rank + 1) * chunk, (2 * cp - cp_rank) * chunk]
-
-
-def sample_lengths(params: PackedSeqParams) -> list[int]:
-    """Padded tokens of each sample; read from the device, once per row, if they were not given."""
-    return once_per_row(params, "lengths", lambda: torch.diff(params.cu_seqlens_q).tolist())
 
 
 def refuse_unpacked_attention(model: Any) -> None:

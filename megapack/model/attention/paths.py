@@ -5,8 +5,8 @@ Each branch of a row is a sequence of queries. Its keys are those on its path: t
 continues, from the first on, and its own. A key on several paths is gathered as often. The backward
 of the gather adds their gradients up. The last query of a sequence sees its last key.
 
-Keys of a sample's earlier pieces are before the row's (see `carried`): the path of the row's first
-branch begins with them.
+Keys of a sample's earlier pieces are before the row's (see `carried`): the piece's branch continues
+them.
 
 Shape suffix: K gathered keys.
 """
@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megapack.model.attention.packed import chunk_ends
-from megapack.prefixes import Branch
+from megapack.prefixes import EARLIER, Branch
 from megapack.rows.slices import assembly_order
 
 
@@ -35,6 +34,10 @@ class Paths:
     order_K: Tensor
     """int64: index of each key; with context parallelism in the concatenated slices of all ranks
     (see `rows.slices`), else in the row."""
+    query_ends: Tensor
+    """int32: where the queries of each sequence begin; the last is the end of all."""
+    key_ends: Tensor
+    """int32: where the keys of each sequence begin; the last is the end of all."""
 
 
 def key_paths(
@@ -49,8 +52,8 @@ def key_paths(
 
     Args:
         padded_lengths: tokens of each branch of the row, and of its dummies.
-        branches: those of the row; () if samples share nothing.
-        carried: padded tokens of the earlier pieces of the row's first sample.
+        branches: those of the row; () if samples are whole and share nothing.
+        carried: padded tokens of a sample's earlier pieces.
         cp: number of context-parallel ranks.
         cp_rank: this rank among them.
 
@@ -66,32 +69,45 @@ def key_paths(
 
     A piece of 2 tokens after one of 3 tokens, and a sample of 2:
 
-    >>> paths = key_paths([2, 2], [], carried=[3])
+    >>> paths = key_paths([2, 2], [branch(0, 2, EARLIER)], carried=[3])
     >>> paths.num_keys, paths.order_K
     ([5, 2], tensor([0, 1, 2, 3, 4, 5, 6]))
     """
     num_carried = sum(carried)
     starts = itertools.accumulate(padded_lengths[:-1], initial=num_carried)
-    before: list[list[Tensor]] = []
+    # The path through each branch.
+    through = {-1: [], EARLIER: [torch.arange(num_carried)]}
     num_queries = []
     keys = []
     for index, (start, tokens) in enumerate(zip(starts, padded_lengths, strict=True)):
         parent = branches[index].parent if index < len(branches) else -1
-        path = before[parent] if parent >= 0 else []
-        if index == 0 and num_carried:
-            path = [torch.arange(num_carried)]
+        path = through[parent]
         for end in chunk_ends(tokens, cp, cp_rank):
             num_queries.append(tokens // (2 * cp) if cp > 1 else tokens)
             keys.append(torch.cat([*path, torch.arange(start, start + end)]))
-        before.append([*path, torch.arange(start, start + tokens)])
+        through[index] = [*path, torch.arange(start, start + tokens)]
     order_K = torch.cat(keys)
+    num_keys = [own.numel() for own in keys]
     return Paths(
         num_queries=num_queries,
-        num_keys=[own.numel() for own in keys],
+        num_keys=num_keys,
         order_K=assembly_order([*carried, *padded_lengths], cp)[order_K] if cp > 1 else order_K,
+        query_ends=_cumulative(num_queries),
+        key_ends=_cumulative(num_keys),
     )
 
 
-def cumulative(counts: Sequence[int]) -> Tensor:
-    """int32: where each of these sequences begins; the last is the end of all."""
+def _cumulative(counts: Sequence[int]) -> Tensor:
     return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+
+
+def chunk_ends(length: int, cp: int, cp_rank: int) -> list[int]:
+    """Where each part of a rank's queries ends in a sample, which is also the number of its keys.
+
+    >>> chunk_ends(16, cp=2, cp_rank=0)
+    [4, 16]
+    """
+    if cp == 1:
+        return [length]
+    chunk = length // (2 * cp)
+    return [(cp_rank + 1) * chunk, (2 * cp - cp_rank) * chunk]

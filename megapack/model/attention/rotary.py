@@ -48,7 +48,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megapack.errors import ScheduleError
-from megapack.model.attention.packed import once_per_row, row_positions, shared_branches
+from megapack.model.attention.row import row_view
 from megapack.model.head import unwrapped
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -75,7 +75,7 @@ def gather_rotary_tables(chunks: Sequence[Any]) -> None:
     """Let the chunks gather their rotary table once per row, where `gathers` is true.
 
     Layers of multi-latent attention gather theirs in each layer, without `apply_rope_fusion`. It
-    acts on rows whose description has positions (`packed.with_params`); others take Megatron's
+    acts on rows whose description has positions (`packed.row_params`); others take Megatron's
     path. Idempotent.
     """
     for chunk in map(unwrapped, chunks):
@@ -163,12 +163,14 @@ class _LatentTable:
         params = kwargs.get("packed_seq_params")
         self._positions = None
         # Megatron's fused kernel reads `cu_seqlens` on the device.
-        if params is None or row_positions(params) is None or attention.config.apply_rope_fusion:
+        if params is None or attention.config.apply_rope_fusion:
             return None
-        cp_group = attention.pg_collection.cp
-        as_one, self._positions = once_per_row(
-            params, "latent row", lambda: latent_row(params, cp_group)
-        )
+        row = row_view(params)
+        if row.positions_T is None:
+            return None
+        if row.latent is None:
+            row.latent = latent_row(params, row.positions_T, attention.pg_collection.cp)
+        as_one, self._positions = row.latent
         return args, {**kwargs, "packed_seq_params": as_one}
 
     def _gather(self, rotary: Any, args: tuple[Any, ...], output: Any) -> Any:
@@ -181,11 +183,14 @@ class _LatentTable:
         return output.index_select(0, self._positions)
 
 
-def latent_row(params: PackedSeqParams, cp_group: Any) -> tuple[PackedSeqParams, Tensor]:
+def latent_row(
+    params: PackedSeqParams, positions_T: Tensor, cp_group: Any
+) -> tuple[PackedSeqParams, Tensor]:
     """A row as multi-latent attention sees it: one sequence, whose slice this rank has.
 
     Args:
-        params: the true description, with the positions of this rank's tokens.
+        params: the true description.
+        positions_T: the position of this rank's tokens in their samples.
         cp_group: the context-parallel ranks of the layer, over which Megatron slices the sequence;
             fewer than those that share the row if it lies over several DP ranks.
 
@@ -193,8 +198,6 @@ def latent_row(params: PackedSeqParams, cp_group: Any) -> tuple[PackedSeqParams,
         The description, with `cu_seqlens` on the host, and int64 [tokens of the sequence]: the
         position in its sample of each line's token; 0 in the slices of other ranks.
     """
-    positions_T = row_positions(params)
-    assert positions_T is not None
     ranks, rank = cp_group.size(), cp_group.rank()
     lines = positions_T
     if ranks > 1:
@@ -222,19 +225,19 @@ def _gather(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call 
     params = kwargs.get("packed_seq_params")
     if table is None or params is None:
         return None
-    positions_T = row_positions(params)
-    # A table of another length is one that a subclass of GPTModel has made for itself.
-    if positions_T is None:
+    row = row_view(params)
+    if row.positions_T is None:
         return None
+    # A table of another length is one that a subclass of GPTModel has made for itself.
     if table.shape[0] != params.max_seqlen_q:
-        if shared_branches(params):
+        if row.branches:
             raise ScheduleError(
                 f"{type(block).__name__} got a rotary table of {table.shape[0]} lines for samples "
                 f"of at most {params.max_seqlen_q} tokens that share prefixes or are in pieces; "
                 "set plan.share_prefixes=off and plan.split_samples=off"
             )
         return None
-    row_table_Td = table.flatten(1).index_select(0, positions_T)
+    row_table_Td = table.flatten(1).index_select(0, row.positions_T)
     return args, {**kwargs, "rotary_pos_emb": row_table_Td}
 
 

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megapack.model.attention.merged import attention_blocks, merged_attention
-from megapack.model.attention.packed import (
-    PackedAttention,
-    carried_lengths,
-    chunk_ends,
-    gather_rows,
-    once_per_row,
-    sample_lengths,
-    shared_branches,
-)
-from megapack.model.attention.paths import Paths, key_paths
-from megapack.rows.slices import assembly_order
-from megapack.rows.transfer import moved
+from megapack.model.attention.merged import merged_attention
+from megapack.model.attention.packed import PackedAttention, gather_rows
+from megapack.model.attention.paths import Paths, chunk_ends
+from megapack.model.attention.row import RowView
 
 
 class PackedSDPA(PackedAttention):
@@ -29,58 +19,28 @@ class PackedSDPA(PackedAttention):
     has no such kernel in fp32 on other devices, where keys are gathered instead (see `paths`).
     """
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
         """query [T, heads, d]; key [T, groups, d]; value [T, groups, v] -> [T, heads, v]."""
-        branches = shared_branches(params)
-        if branches and query.device.type != "cpu":
-            return self._attend_paths(query, key, value, params)
-        group, cp, cp_rank = self.slices(params)
-        if group is not None:
-            order_T = _assembly_order(params, cp, query.device)
-            key, value = gather_rows(key, value, order_T, group)
-        if branches:
-            blocks = once_per_row(
-                params,
-                "attention blocks",
-                lambda: attention_blocks(
-                    sample_lengths(params),
-                    branches,
-                    carried=carried_lengths(params),
-                    cp=cp,
-                    cp_rank=cp_rank,
-                ),
-            )
-            return merged_attention(query, key, value, blocks, self.softmax_scale)
+        if row.branches and query.device.type != "cpu":
+            return self._attend_paths(query, key, value, row)
+        if row.cp > 1:
+            key, value = gather_rows(key, value, row.assembly_order_K, row.cp_group)
+        if row.branches:
+            return merged_attention(query, key, value, row.blocks, self.softmax_scale)
         return packed_causal_attention(
             query,
             key,
             value,
-            sample_lengths(params),
+            row.padded_lengths,
             self.softmax_scale,
             self.dropout if self.training else 0.0,
-            cp=cp,
-            cp_rank=cp_rank,
+            cp=row.cp,
+            cp_rank=row.cp_rank,
         )
 
-    def _attend_paths(
-        self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams
-    ) -> Tensor:
-        group, cp, cp_rank = self.slices(params)
-
-        def make() -> Paths:
-            lengths = sample_lengths(params)
-            paths = key_paths(
-                lengths,
-                shared_branches(params),
-                carried=carried_lengths(params),
-                cp=cp,
-                cp_rank=cp_rank,
-            )
-            return moved(paths, query.device)
-
-        paths = once_per_row(params, "key paths", make)
-        key, value = gather_rows(key, value, paths.order_K, group)
-        return path_causal_attention(query, key, value, paths, self.softmax_scale)
+    def _attend_paths(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
+        key, value = gather_rows(key, value, row.paths.order_K, row.cp_group)
+        return path_causal_attention(query, key, value, row.paths, self.softmax_scale)
 
 
 def path_causal_attention(
@@ -186,11 +146,3 @@ def _runs(lengths: list[int]) -> list[tuple[int, int]]:
         elif length > 0:
             runs.append((length, 1))
     return runs
-
-
-def _assembly_order(params: PackedSeqParams, cp: int, device: torch.device) -> Tensor:
-    def make() -> Tensor:
-        spans = [*carried_lengths(params), *sample_lengths(params)]
-        return moved(assembly_order(spans, cp), device)
-
-    return once_per_row(params, "assembly order", make)

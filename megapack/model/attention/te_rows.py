@@ -16,21 +16,11 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from torch import Tensor
 
-from megapack.model.attention.packed import (
-    carried_keys,
-    carried_lengths,
-    gather_rows,
-    once_per_row,
-    row_cp_group,
-    sample_lengths,
-    seqlen_bucket,
-    shared_branches,
-)
-from megapack.model.attention.paths import cumulative, key_paths
+from megapack.model.attention.carried import with_earlier
+from megapack.model.attention.packed import gather_rows, seqlen_bucket
+from megapack.model.attention.row import RowView, row_view
 from megapack.model.head import unwrapped
-from megapack.rows.transfer import moved
 
 # Attribute of a layer that has the hooks.
 _MARK = "_is_hooked"
@@ -73,10 +63,10 @@ def hook_te_attention(chunks: Sequence[Any]) -> None:
 def _name_ranks(
     core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    row = kwargs.get("packed_seq_params")
-    if row is None or row_cp_group(row) is None:
+    params = kwargs.get("packed_seq_params")
+    if params is None or row_view(params).cp_group is None:
         return None
-    group = row_cp_group(row)
+    group = row_view(params).cp_group
     if group.size() == core.config.context_parallel_size and not hasattr(core, _SWITCHED):
         return None
     setattr(core, _SWITCHED, True)
@@ -85,38 +75,33 @@ def _name_ranks(
     # Megatron makes the stream of the exchanges if the config has context parallelism.
     if group.size() > 1 and getattr(wrapper, "cp_stream", None) is None:
         wrapper.cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    return args, {**kwargs, "packed_seq_params": dataclasses.replace(row, **named)}
+    return args, {**kwargs, "packed_seq_params": dataclasses.replace(params, **named)}
 
 
 def _gather_keys(
     core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    row = kwargs.get("packed_seq_params")
-    if row is None or not shared_branches(row):
+    params = kwargs.get("packed_seq_params")
+    if params is None or not row_view(params).branches:
         return None
+    row = row_view(params)
     query, key, value, *others = args
-    carried = carried_keys(row)
-    if carried is not None:
-        key, value = carried.join(core, key, value)
-    params, order_K = once_per_row(
-        row, "gathered params", lambda: gathered_params(row, query.device)
-    )
-    key, value = gather_rows(key, value, order_K, None)
-    changed = {"packed_seq_params": params, "attn_mask_type": _BOTTOM_RIGHT}
+    key, value = with_earlier(row, core, key, value)
+    key, value = gather_rows(key, value, row.paths.order_K, None)
+    if row.gathered is None:
+        row.gathered = gathered_params(params, row)
+    changed = {"packed_seq_params": row.gathered, "attn_mask_type": _BOTTOM_RIGHT}
     return (query, key, value, *others), {**kwargs, **changed}
 
 
-def gathered_params(row: PackedSeqParams, device: torch.device) -> tuple[PackedSeqParams, Tensor]:
-    """The row's description with the gathered keys, and their order."""
-    lengths = sample_lengths(row)
-    paths = key_paths(lengths, shared_branches(row), carried=carried_lengths(row))
-    ends, order_K = moved((cumulative(paths.num_keys), paths.order_K), device)
+def gathered_params(params: PackedSeqParams, row: RowView) -> PackedSeqParams:
+    """The row's description with the gathered keys."""
     changed = {
-        "cu_seqlens_kv": ends,
+        "cu_seqlens_kv": row.paths.key_ends,
         # Lengths are rounded: cuDNN builds a graph for each.
-        "max_seqlen_q": seqlen_bucket(max(paths.num_queries), 0),
-        "max_seqlen_kv": seqlen_bucket(max(paths.num_keys), 0),
+        "max_seqlen_q": seqlen_bucket(max(row.paths.num_queries), 0),
+        "max_seqlen_kv": seqlen_bucket(max(row.paths.num_keys), 0),
     }
-    if row.cu_seqlens_kv_padded is not None:
-        changed["cu_seqlens_kv_padded"] = ends
-    return dataclasses.replace(row, **changed), order_K
+    if params.cu_seqlens_kv_padded is not None:
+        changed["cu_seqlens_kv_padded"] = row.paths.key_ends
+    return dataclasses.replace(params, **changed)

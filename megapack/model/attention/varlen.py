@@ -12,28 +12,17 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapack.errors import ConfigError
-from megapack.model.attention.packed import (
-    PackedAttention,
-    carried_lengths,
-    gather_rows,
-    once_per_row,
-    sample_lengths,
-    shared_branches,
-)
-from megapack.model.attention.paths import cumulative, key_paths
-from megapack.prefixes import Branch
-from megapack.rows.transfer import moved
+from megapack.model.attention.packed import PackedAttention, gather_rows
+from megapack.model.attention.row import RowView
 
 # Flash attention's kernels are compiled for head widths that are multiples of 8, up to 256.
 MAX_HEAD_WIDTH = 256
@@ -61,17 +50,18 @@ class PackedVarlen(PackedAttention):
             )
         return super().forward(query, key, value, *args, **kw)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
         """query [T, heads, d]; key [T, groups, d]; value [T, groups, v] -> [T, heads, v]."""
-        group, cp, cp_rank = self.slices(params)
-        spans = _spans(params, cp, cp_rank, device=query.device)
-        if spans.order_K is not None:
-            key, value = gather_rows(key, value, spans.order_K, group)
+        ends = (row.cu_seqlens_S1, row.cu_seqlens_S1, row.max_seqlen, row.max_seqlen)
+        if row.cp > 1 or row.branches:
+            paths = row.paths
+            ends = (paths.query_ends, paths.key_ends, max(paths.num_queries), max(paths.num_keys))
+            key, value = gather_rows(key, value, paths.order_K, row.cp_group)
         width = value.shape[-1]
         if width < key.shape[-1]:
             # The kernel takes one width. Further channels of zeros are zeros in the result.
             value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
-        out = varlen_causal_attention(query, key, value, spans, self.softmax_scale)
+        out = varlen_causal_attention(query, key, value, *ends, self.softmax_scale)
         return out[..., :width]
 
     def _refuse_unsupported(self, config: Any, mask: AttnMaskType, attention_type: str) -> None:
@@ -89,77 +79,24 @@ class PackedVarlen(PackedAttention):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class VarlenSpans:
-    """The sequences passed to the kernel: a row's branches, or the parts in a rank's slice."""
-
-    cu_seqlens_q_S1: Tensor
-    cu_seqlens_k_S1: Tensor
-    max_q: int
-    max_k: int
-    order_K: Tensor | None = None
-    """For each key its index, see `Paths.order_K`; None if the keys are the row's own."""
-
-
-def varlen_spans(
-    lengths: list[int],
-    cp: int,
-    cp_rank: int,
-    device: torch.device,
-    branches: Sequence[Branch] = (),
-    carried: Sequence[int] = (),
-) -> VarlenSpans:
-    """The parts of each branch that a context-parallel rank holds, and the keys of each part.
-
-    Args:
-        lengths: padded tokens of each branch of the row, and of its dummies.
-        cp: number of context-parallel ranks.
-        cp_rank: this rank among them.
-        branches: those of a row whose samples share prefixes.
-        carried: padded tokens of the earlier pieces of the row's first sample.
-
-    With samples of 8 and 4 tokens, cp=2 and rank 0, the queries are positions 0 1, 6 7, 8 and 11:
-    sequences of 2, 2, 1 and 1 queries with 2, 8, 1 and 4 keys.
-    """
-    paths = key_paths(lengths, branches, carried=carried, cp=cp, cp_rank=cp_rank)
-    spans = VarlenSpans(
-        cu_seqlens_q_S1=cumulative(paths.num_queries),
-        cu_seqlens_k_S1=cumulative(paths.num_keys),
-        max_q=max(paths.num_queries),
-        max_k=max(paths.num_keys),
-        order_K=paths.order_K,
-    )
-    return moved(spans, device)
-
-
-def _spans(params: PackedSeqParams, cp: int, cp_rank: int, *, device: torch.device) -> VarlenSpans:
-    """The spans of a row, computed once for all layers; with cp=1 the params already have those of
-    a row of whole samples that share nothing."""
-    branches = shared_branches(params)
-    if cp == 1 and not branches:
-        return VarlenSpans(
-            cu_seqlens_q_S1=params.cu_seqlens_q,
-            cu_seqlens_k_S1=params.cu_seqlens_kv,
-            max_q=params.max_seqlen_q,
-            max_k=params.max_seqlen_kv,
-        )
-
-    def make() -> VarlenSpans:
-        lengths = sample_lengths(params)
-        return varlen_spans(lengths, cp, cp_rank, device, branches, carried_lengths(params))
-
-    return once_per_row(params, "varlen spans", make)
-
-
 def varlen_causal_attention(
-    query_QHD: Tensor, key_KGD: Tensor, value_KGD: Tensor, spans: VarlenSpans, scale: float
+    query_QHD: Tensor,
+    key_KGD: Tensor,
+    value_KGD: Tensor,
+    query_ends_S1: Tensor,
+    key_ends_S1: Tensor,
+    max_queries: int,
+    max_keys: int,
+    scale: float,
 ) -> Tensor:
-    """Causal attention in each sequence of `spans`; its queries are at its last keys.
+    """Causal attention in each sequence, whose queries are at its last keys.
 
     Args:
         query_QHD: queries of all sequences, one after the other.
         key_KGD: keys of all sequences; H is a multiple of G.
         value_KGD: values of all sequences.
+        query_ends_S1, key_ends_S1: as those of `Paths`.
+        max_queries, max_keys: at least those of the longest sequence.
         scale: softmax scale.
 
     Returns:
@@ -181,10 +118,10 @@ def varlen_causal_attention(
             query_QHD,
             key_KGD,
             value_KGD,
-            spans.cu_seqlens_q_S1,
-            spans.cu_seqlens_k_S1,
-            spans.max_q,
-            spans.max_k,
+            query_ends_S1,
+            key_ends_S1,
+            max_queries,
+            max_keys,
             **varlen_options(known, scale=scale, gqa=heads != groups),
         )
     return out

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megapack.model.experts.chains import piece_balance_loss
 from megapack.model.experts.rows import balance_loss, z_loss
 from megapack.rows.packed import RoutingRow
 from megapack.rows.schedule_pass import SchedulePass
@@ -98,8 +99,8 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         if not torch.is_grad_enabled():
             # The first forward of a checkpointed layer: later pieces of the sample come before
             # its recomputation.
-            if self._row.chain is not None and self.get_aux_loss_coeff("seq_aux_loss"):
-                self._piece_loss(logits, self._row)
+            if self._row.link is not None and self.get_aux_loss_coeff("seq_aux_loss"):
+                self._balance_loss(logits, self._row)
             return logits
         for name, coefficient, loss_sum in self._losses(logits, self._row):
             loss = loss_sum * token_weight
@@ -110,23 +111,18 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
     def _losses(self, logits_tE: Tensor, row: RoutingRow) -> Iterator[tuple[str, float, Tensor]]:
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if coefficient:
-            if row.chain is None:
-                chosen_tE, scores_tE = self._chosen_and_scores(logits_tE)
-                loss = balance_loss(scores_tE, chosen_tE, row, self.topk)
-            else:
-                loss = self._piece_loss(logits_tE, row)
+            loss = self._balance_loss(logits_tE, row)
             yield "moe_balance_loss", coefficient, loss
         if self.config.moe_z_loss_coeff:
             yield "moe_z_loss", self.config.moe_z_loss_coeff, z_loss(logits_tE, row)
 
-    def _piece_loss(self, logits_tE: Tensor, row: RoutingRow) -> Tensor:
-        chosen_tE, scores_tE = self._chosen_and_scores(logits_tE)
-        return row.chain.balance_loss(self, scores_tE, chosen_tE, row, self.topk)  # type: ignore[no-any-return]
-
-    def _chosen_and_scores(self, logits_tE: Tensor) -> tuple[Tensor, Tensor]:
-        return compute_routing_scores_for_aux_loss(  # type: ignore[no-any-return]
+    def _balance_loss(self, logits_tE: Tensor, row: RoutingRow) -> Tensor:
+        chosen_tE, scores_tE = compute_routing_scores_for_aux_loss(
             logits_tE, self.topk, self.score_function, fused=self.config.moe_router_fusion
         )
+        if row.link is None:
+            return balance_loss(scores_tE, chosen_tE, row, self.topk)
+        return piece_balance_loss(self, scores_tE, chosen_tE, row, self.topk)
 
     def is_aux_loss_enabled(self) -> bool:
         """Whether Megatron adds its own losses; never within a pass, see `apply_z_loss`."""

@@ -20,10 +20,10 @@ from megapack.layout import Layout
 from megapack.model.attention import packed, sdpa
 from megapack.model.attention.packed import (
     packed_seq_params,
-    row_positions,
+    row_params,
     seqlen_bucket,
-    with_params,
 )
+from megapack.model.attention.row import row_view
 from megapack.model.attention.sdpa import PackedSDPA, packed_causal_attention
 from megapack.plan import MicroBatch
 from megapack.rows.packed import PackedRow, pack_row
@@ -286,7 +286,7 @@ def test_lengths_are_read_from_the_device_once_per_row(monkeypatch: pytest.Monke
         reads.append(x)
         return diff(x)
 
-    monkeypatch.setattr(packed.torch, "diff", record)
+    monkeypatch.setattr(torch, "diff", record)
     for _ in range(3):
         module(*qkv(LENGTHS), packed_seq_params=row)
     assert len(reads) == 1
@@ -296,10 +296,11 @@ def test_lengths_are_read_from_the_device_once_per_row(monkeypatch: pytest.Monke
 def test_with_the_rows_lengths_nothing_is_read_from_the_device(
     cp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = with_params(slice_row(packed_row(Layout(cp=cp)), cp, cp - 1))
-    monkeypatch.setattr(packed.torch, "diff", None)
-    assert packed.sample_lengths(row.params) == {1: [3, 2], 2: [4, 4]}[cp]
-    assert row_positions(row.params) is row.position_ids_T
+    row = slice_row(packed_row(Layout(cp=cp)), cp, cp - 1)
+    view = row_view(row_params(row))
+    monkeypatch.setattr(torch, "diff", None)
+    assert view.padded_lengths == {1: [3, 2], 2: [4, 4]}[cp]
+    assert view.positions_T is row.position_ids_T
 
 
 def packed_row(layout: Layout) -> PackedRow:

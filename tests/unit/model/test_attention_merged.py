@@ -13,7 +13,8 @@ from torch import Tensor
 from megapack.layout import Layout
 from megapack.model.attention import sdpa
 from megapack.model.attention.merged import Block, attention_blocks, merged_attention
-from megapack.model.attention.packed import shared_branches, with_params
+from megapack.model.attention.packed import row_params
+from megapack.model.attention.row import row_view
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.plan import MicroBatch
 from megapack.prefixes import Branch, PrefixTable, SharedPrefixes
@@ -29,7 +30,6 @@ from tests.forests import (
     row_tensors,
     with_gradients,
 )
-from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
 
@@ -86,12 +86,9 @@ def test_long_branches_are_exact() -> None:
     assert compared(row, torch.float32, row_tensors(row.tokens, 2, 1, 16)) < LIMITS[torch.float32]
 
 
-def core(rank: int = 0, cp: int = 1) -> PackedSDPA:
+def core() -> PackedSDPA:
     config = SimpleNamespace(attention_dropout=0.0, kv_channels=D, context_parallel_size=1)
-    module = PackedSDPA(config, 1, AttnMaskType.causal, "self", softmax_scale=SCALE)
-    if cp > 1:
-        module.cp_group = RankOf(rank, cp)
-    return module
+    return PackedSDPA(config, 1, AttnMaskType.causal, "self", softmax_scale=SCALE)
 
 
 @pytest.mark.parametrize("cp", [2, 4])
@@ -118,7 +115,7 @@ def test_slices_attend_as_the_whole_row_does(cp: int, monkeypatch: pytest.Monkey
         monkeypatch.setattr(sdpa, "gather_rows", gather)
         total = [torch.zeros_like(x) for x in (q, k, v)]
         for rank, mine in enumerate(slices):
-            out = core(rank, cp).attend(q[mine], k[mine], v[mine], row.params(cp))
+            out = core().attend(q[mine], k[mine], v[mine], row.view(rank, cp))
             assert error([out.detach()], [whole[mine]]) < 1e-12
             grads = torch.autograd.grad((out * weights[mine]).sum(), (q, k, v), retain_graph=True)
             total = [a + b for a, b in zip(total, grads, strict=True)]
@@ -141,28 +138,18 @@ def test_neighbours_of_one_length_are_one_batch() -> None:
     ]
 
 
-def test_layers_share_the_blocks_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_share_the_blocks_of_a_row() -> None:
     row = random_forest(1)
-    made: list[list[Block]] = []
-
-    def make(*args: Any, **options: Any) -> list[Block]:
-        made.append(attention_blocks(*args, **options))
-        return made[-1]
-
-    monkeypatch.setattr(sdpa, "attention_blocks", make)
     params = row.params()
-    q, k, v = row_tensors(row.tokens, HEADS, GROUPS, D)
-    for _ in range(3):
-        core().attend(q, k, v, params)
-    assert made == [blocks_of(row)]
+    assert row_view(params).blocks is row_view(params).blocks
+    assert row_view(params).blocks == blocks_of(row)
 
 
 def test_rows_that_share_nothing_keep_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "merged_attention", None)
     row = forest([[1, 2, 3], [4, 5]])
     q, k, v = row_tensors(row.tokens, HEADS, GROUPS, D)
-    params = Forest((), row.spans).params()
-    out = core().attend(q, k, v, params)
+    out = core().attend(q, k, v, Forest((), row.spans).view())
     wanted = masked_attention(q, k, v, row.mask_TT, SCALE)
     assert error([out.detach()], [wanted.detach()]) < 1e-12
 
@@ -175,8 +162,8 @@ def test_the_description_of_a_row_has_branches_only_if_samples_share() -> None:
         micro_batch = MicroBatch(
             (0, 1), row_tokens=row_tokens, tokens=9, tokens_sq=41, padded_tokens=row_tokens
         )
-        row = with_params(pack_row(batch, micro_batch, Layout(), prefixes=prefixes))
-        return shared_branches(row.params)
+        row = pack_row(batch, micro_batch, Layout(), prefixes=prefixes)
+        return row_view(row_params(row)).branches
 
     assert branches(9, None) == ()
     assert [branch.tokens for branch in branches(7, table)] == [2, 2, 3]

@@ -12,8 +12,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megapack.model.attention import sdpa, varlen
-from megapack.model.attention.packed import PackedAttention
 from megapack.model.attention.paths import key_paths
+from megapack.model.attention.row import row_view
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.varlen import PackedVarlen
 from megapack.rows.slices import slice_positions
@@ -26,7 +26,6 @@ from tests.forests import (
     row_tensors,
     with_gradients,
 )
-from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
 
@@ -65,17 +64,10 @@ def kernel(
     return torch.cat(out)
 
 
-def core(name: str, rank: int = 0, cp: int = 1) -> PackedAttention:
+def attend_of(name: str) -> Attend:
     config = SimpleNamespace(attention_dropout=0.0, kv_channels=D, context_parallel_size=1)
     kind = PackedVarlen if name == "varlen" else PackedSDPA
     module = kind(config, 1, AttnMaskType.causal, "self", softmax_scale=SCALE)
-    if cp > 1:
-        module.cp_group = RankOf(rank, cp)
-    return module
-
-
-def attend_of(name: str, rank: int = 0, cp: int = 1) -> Attend:
-    module = core(name, rank, cp)
     # What PackedSDPA does on a GPU runs on every device.
     return module._attend_paths if isinstance(module, PackedSDPA) else module.attend
 
@@ -96,7 +88,7 @@ def test_gathered_keys_equal_a_mask(name: str, depth: int) -> None:
     for seed in range(3):
         row = random_forest(seed, depth=depth)
         inputs = row_tensors(row.tokens, HEADS, GROUPS, D, seed=seed)
-        found = with_gradients(attend_of(name)(*inputs, row.params()), inputs)
+        found = with_gradients(attend_of(name)(*inputs, row.view()), inputs)
         assert error(found, wanted_of(row, inputs)) < 1e-12
 
 
@@ -105,7 +97,7 @@ def test_gathered_keys_equal_a_mask(name: str, depth: int) -> None:
 def test_heads_may_differ(name: str, heads: int, groups: int, value_width: int) -> None:
     row = random_forest(3)
     inputs = row_tensors(row.tokens, heads, groups, D, value_width)
-    found = with_gradients(attend_of(name)(*inputs, row.params()), inputs)
+    found = with_gradients(attend_of(name)(*inputs, row.view()), inputs)
     assert error(found, wanted_of(row, inputs)) < 1e-12
 
 
@@ -128,7 +120,7 @@ def test_slices_attend_as_the_whole_row_does(
     monkeypatch.setattr(varlen, "gather_rows", gather)
     total = [torch.zeros_like(x) for x in (q, k, v)]
     for rank, mine in enumerate(slices):
-        out = attend_of(name, rank, cp)(q[mine], k[mine], v[mine], row.params(cp))
+        out = attend_of(name)(q[mine], k[mine], v[mine], row.view(rank, cp))
         assert error([out.detach()], [whole[mine]]) < 1e-12
         grads = torch.autograd.grad((out * weights[mine]).sum(), (q, k, v))
         total = [a + b for a, b in zip(total, grads, strict=True)]
@@ -146,5 +138,4 @@ def test_a_key_is_gathered_once_per_path() -> None:
 
 def test_layers_share_the_paths_of_a_row() -> None:
     params = random_forest(1).params()
-    device = torch.device("cpu")
-    assert varlen._spans(params, 1, 0, device=device) is varlen._spans(params, 1, 0, device=device)
+    assert row_view(params).paths is row_view(params).paths

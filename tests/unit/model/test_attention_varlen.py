@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
 from megapack.model.attention import varlen
 from megapack.model.attention.packed import packed_seq_params
+from megapack.model.attention.row import RowView, row_view
 from megapack.model.attention.sdpa import packed_causal_attention
 from megapack.model.attention.varlen import PackedVarlen
 from megapack.rows.slices import slice_positions
@@ -136,15 +138,19 @@ def core(**changes: Any) -> PackedVarlen:
     return PackedVarlen(config(**changes), 1, AttnMaskType.causal, "self", softmax_scale=SCALE)
 
 
-def params(cp: int = 1) -> Any:
+def params(cp: int = 1) -> PackedSeqParams:
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     return packed_seq_params(cu_seqlens, max(LENGTHS), sum(LENGTHS), cp=cp)
+
+
+def view(rank: int = 0, cp: int = 1) -> RowView:
+    return row_view(params(cp), RankOf(rank, cp))
 
 
 def test_each_sample_gets_its_own_causal_attention(kernel: Callable[..., Tensor]) -> None:
     # In float64, which the real kernel refuses: this test checks only its arguments.
     q, k, v = (x.requires_grad_() for x in qkv())
-    out = core().attend(q, k, v, params())
+    out = core().attend(q, k, v, view())
     wanted = packed_causal_attention(q, k, v, LENGTHS, SCALE)
     torch.testing.assert_close(out, wanted)
     weights = torch.linspace(-1, 1, q.numel()).view_as(q)
@@ -166,7 +172,7 @@ def test_values_may_be_narrower_than_keys(
     monkeypatch.setattr(varlen, "varlen_kernel", lambda: one_width)
     q, k, v = qkv()
     narrow = v[..., : D - 2]
-    out = core().attend(q, k, narrow, params())
+    out = core().attend(q, k, narrow, view())
     assert out.shape == (sum(LENGTHS), HEADS, D - 2)
     torch.testing.assert_close(out, packed_causal_attention(q, k, narrow, LENGTHS, SCALE))
 
@@ -201,9 +207,7 @@ def test_slices_attend_as_the_whole_row_does(
     monkeypatch.setattr(varlen, "gather_rows", gather)
     total = [torch.zeros_like(x) for x in (q, k, v)]
     for rank, mine in enumerate(slices):
-        module = core()
-        module.cp_group = RankOf(rank, cp)
-        out = module.attend(q[mine], k[mine], v[mine], params(cp))
+        out = core().attend(q[mine], k[mine], v[mine], view(rank, cp))
         torch.testing.assert_close(out, whole[mine])
         grads = torch.autograd.grad((out * weights[mine]).sum(), (q, k, v))
         total = [a + b for a, b in zip(total, grads, strict=True)]
@@ -211,19 +215,16 @@ def test_slices_attend_as_the_whole_row_does(
     torch.testing.assert_close(total, list(wanted))
 
 
-def test_spans_of_a_slice_are_computed_once_per_row() -> None:
-    row = params(2)
-    of_layers = [varlen._spans(row, 2, 1, device=torch.device("cpu")) for _ in range(3)]
-    assert of_layers[0] is of_layers[1] is of_layers[2]
-    assert of_layers[0].cu_seqlens_q_S1.diff().tolist() == [2, 2, 1, 1, 3, 3, 1, 1]
-    assert of_layers[0].cu_seqlens_k_S1.diff().tolist() == [4, 6, 2, 3, 6, 9, 2, 3]
+def test_sequences_of_a_slice_and_their_keys() -> None:
+    paths = view(1, 2).paths
+    assert paths.query_ends.diff().tolist() == paths.num_queries == [2, 2, 1, 1, 3, 3, 1, 1]
+    assert paths.key_ends.diff().tolist() == paths.num_keys == [4, 6, 2, 3, 6, 9, 2, 3]
 
 
-def test_with_cp_1_nothing_is_read_from_the_device(
-    kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(varlen, "sample_lengths", None)
-    core().attend(*qkv(), params())
+def test_with_cp_1_nothing_is_read_from_the_device(kernel: Callable[..., Tensor]) -> None:
+    row = view()
+    core().attend(*qkv(), row)
+    assert "padded_lengths" not in vars(row)
 
 
 def test_the_kernel_may_only_be_flash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +238,7 @@ def test_the_kernel_may_only_be_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(varlen, "varlen_kernel", lambda: kernel)
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    core().attend(*qkv(), params())
+    core().attend(*qkv(), view())
     assert allowed == [(True, False)]
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
 

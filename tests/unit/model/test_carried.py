@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,27 +14,20 @@ from torch.utils.checkpoint import checkpoint
 
 from megapack.layout import Layout
 from megapack.model.attention import carried
-from megapack.model.attention.carried import carry_keys
 from megapack.model.attention.merged import attention_blocks, merged_attention
-from megapack.model.attention.packed import (
-    CarriedKeys,
-    carried_keys,
-    carried_lengths,
-    packed_seq_params,
-    row_positions,
-    set_carried,
-    with_params,
-)
+from megapack.model.attention.packed import packed_seq_params, row_params
 from megapack.model.attention.paths import key_paths
+from megapack.model.attention.row import RowView, row_view
 from megapack.model.attention.sdpa import (
     PackedSDPA,
     packed_causal_attention,
     path_causal_attention,
 )
 from megapack.model.attention.te_rows import gathered_params
-from megapack.model.attention.varlen import varlen_spans
 from megapack.plan import MicroBatch
-from megapack.rows.packed import PackedRow, pack_row
+from megapack.prefixes import EARLIER, Branch
+from megapack.rows.chain import Chain, Link, link_pieces
+from megapack.rows.packed import PlacedRow, pack_row
 from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch
 
@@ -62,16 +54,19 @@ def layer() -> PackedSDPA:
     return PackedSDPA(config, 1, AttnMaskType.causal, "self")
 
 
-def chain_rows(*, keeps_gradients: bool) -> list[PackedRow]:
+def chain_rows(*, keeps_gradients: bool) -> list[PlacedRow]:
     batch = SampleBatch([list(range(n)) for n in LENGTHS])
     rows = []
     for piece in PIECES:
         samples = (0, 1) if piece == PIECES[1] else (0,)
         tokens = piece[1] - piece[0] + (LENGTHS[1] if len(samples) > 1 else 0)
         micro_batch = MicroBatch(samples, tokens, tokens, 0, tokens, piece=piece)
-        rows.append(with_params(pack_row(batch, micro_batch, Layout())))
-    carry_keys(rows, keeps_gradients=keeps_gradients)
-    return rows
+        rows.append(pack_row(batch, micro_batch, Layout()))
+    links = link_pieces([row.piece for row in rows], keeps_gradients=keeps_gradients)
+    return [
+        PlacedRow.of(row, params=row_params(row, link=link), link=link)
+        for row, link in zip(rows, links, strict=True)
+    ]
 
 
 def tensors() -> list[Tensor]:
@@ -80,7 +75,7 @@ def tensors() -> list[Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def row_indices(row: PackedRow) -> Tensor:
+def row_indices(row: PlacedRow) -> Tensor:
     """Where the row's tokens are among those of all samples."""
     indices = torch.full((row.row_tokens,), -1)
     held = row.positions_N >= 0
@@ -100,7 +95,7 @@ def weights() -> Tensor:
     return torch.linspace(-1, 1, sum(LENGTHS) * HEADS * D).reshape(-1, HEADS, D)
 
 
-def in_pieces(forward: Forward | None = None) -> tuple[Tensor, list[Tensor], list[PackedRow]]:
+def in_pieces(forward: Forward | None = None) -> tuple[Tensor, list[Tensor], list[PlacedRow]]:
     """As `whole`, with forwards in order and backwards in reverse; and the rows."""
     core = layer()
     rows = chain_rows(keeps_gradients=True)
@@ -110,7 +105,7 @@ def in_pieces(forward: Forward | None = None) -> tuple[Tensor, list[Tensor], lis
     for row in rows:
         indices = row_indices(row)
 
-        def run(*qkv: Tensor, row: PackedRow = row) -> Tensor:
+        def run(*qkv: Tensor, row: PlacedRow = row) -> Tensor:
             return core(*qkv, packed_seq_params=row.params).unflatten(1, (HEADS, D))
 
         # Times 1: between a piece's inputs and its keys is a graph, as in a model.
@@ -123,10 +118,10 @@ def in_pieces(forward: Forward | None = None) -> tuple[Tensor, list[Tensor], lis
     return out, [x.grad for x in inputs if x.grad is not None], rows
 
 
-def kept(row: PackedRow) -> list[int]:
+def kept(row: PlacedRow) -> list[int]:
     """The pieces whose keys the chain of a row keeps, over all layers."""
-    own: Any = carried_keys(row.params)
-    return [index for leaves in own._chain.leaves.values() for index in leaves]
+    assert row.link is not None
+    return [index for leaves in row.link.chain.kept.values() for index in leaves]
 
 
 def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -176,20 +171,15 @@ def test_a_forward_pass_frees_keys_after_the_last_piece() -> None:
     assert counts == [1, 2, 0]
 
 
-def test_a_row_of_whole_samples_carries_nothing() -> None:
-    batch = SampleBatch([[1, 2]])
-    row = with_params(pack_row(batch, MicroBatch((0,), 2, 2, 4, 2), Layout()))
-    carry_keys([row], keeps_gradients=True)
-    assert carried_keys(row.params) is None
-    assert carried_lengths(row.params) == ()
-
-
 def test_positions_of_a_row_begin_at_its_piece() -> None:
-    row = chain_rows(keeps_gradients=True)[1]
-    positions = row_positions(row.params)
-    assert positions is not None
-    assert positions.tolist() == [8, 9, 10, 11, 0, 1, 2, 3, 4, 5]
-    assert carried_lengths(row.params) == (8,)
+    row = row_view(chain_rows(keeps_gradients=True)[1].params)
+    assert row.positions_T is not None
+    assert row.positions_T.tolist() == [8, 9, 10, 11, 0, 1, 2, 3, 4, 5]
+    assert row.carried == (8,)
+
+
+def piece_branch(tokens: int) -> Branch:
+    return Branch(start=0, tokens=tokens, offset=9, parent=EARLIER, samples=(0,), end=tokens)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -203,31 +193,27 @@ def test_both_forms_of_attention_equal_the_whole_sample_on_each_rank(cp: int) ->
     )
     expected = packed_causal_attention(q, k, v, lengths, SCALE)[sum(before) :]
     row_lengths = [own, other]
+    branches = [piece_branch(own)]
     for rank in range(cp):
         mine = slice_positions(row_lengths, cp, rank)
         queries = q[sum(before) :][mine]
-        blocks = attention_blocks(row_lengths, [], carried=before, cp=cp, cp_rank=rank)
+        blocks = attention_blocks(row_lengths, branches, carried=before, cp=cp, cp_rank=rank)
         merged = merged_attention(queries, k, v, blocks, SCALE)
         torch.testing.assert_close(merged, expected[mine], atol=2e-6, rtol=1e-5)
-        paths = key_paths(row_lengths, [], carried=before, cp=cp, cp_rank=rank)
+        paths = key_paths(row_lengths, branches, carried=before, cp=cp, cp_rank=rank)
         # All ranks' slices of the carried pieces and the row, one rank after the other.
         spans = [*before, *row_lengths]
         order = torch.cat([slice_positions(spans, cp, each) for each in range(cp)])
         keys, values = (x[order][paths.order_K] for x in (k, v))
         gathered = path_causal_attention(queries, keys, values, paths, SCALE)
         torch.testing.assert_close(gathered, expected[mine], atol=2e-6, rtol=1e-5)
-        spans_of_varlen = varlen_spans(row_lengths, cp, rank, torch.device("cpu"), carried=before)
-        assert spans_of_varlen.order_K is not None
-        assert torch.equal(spans_of_varlen.order_K, paths.order_K)
 
 
 def test_transformer_engine_gets_the_lengths_of_queries_and_keys() -> None:
     ends = torch.tensor([0, 4, 10], dtype=torch.int32)
-    params = packed_seq_params(ends, 12, 10, lengths=[4, 6])
-    earlier = CarriedKeys()
-    earlier.lengths = (8,)
-    set_carried(params, earlier)
-    gathered, order_K = gathered_params(params, torch.device("cpu"))
+    link = Link(Chain((8, 4), keeps_gradients=True), 1)
+    row = RowView(ends, 12, lengths=[4, 6], branches=(piece_branch(4),), link=link)
+    gathered = gathered_params(packed_seq_params(ends, 12, 10), row)
     assert gathered.cu_seqlens_q.tolist() == [0, 4, 10]
     assert gathered.cu_seqlens_kv.tolist() == [0, 12, 18]
-    assert order_K.tolist() == list(range(18))
+    assert row.paths.order_K.tolist() == list(range(18))

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megapack.layout import Layout
-from megapack.model.experts.chains import with_chain_counts
+from megapack.model.experts.chains import piece_balance_loss
 from megapack.model.experts.rows import RoutingShape, balance_loss, routing_row
 from megapack.plan import MicroBatch
+from megapack.rows.chain import link_pieces
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.samples import SampleBatch
 
@@ -37,6 +38,16 @@ def row_of(samples: tuple[int, ...], piece: tuple[int, int] | None) -> PackedRow
     row = pack_row(batch, micro_batch, Layout())
     routing = routing_row(row, torch.arange(row.row_tokens), None, SHAPE)
     return dataclasses.replace(row, routing=routing)
+
+
+def chain_rows() -> list[PackedRow]:
+    rows = [row_of(*row) for row in ROWS]
+    links = link_pieces([row.piece for row in rows], keeps_gradients=True)
+    return [
+        dataclasses.replace(row, routing=dataclasses.replace(row.routing, link=link))
+        for row, link in zip(rows, links, strict=True)
+        if row.routing is not None
+    ]
 
 
 def leaf() -> Tensor:
@@ -77,15 +88,13 @@ def test_losses_add_up_to_those_of_whole_samples(*, recomputes: bool) -> None:
     def loss_of(row: PackedRow, logits: Tensor) -> Tensor:
         assert row.routing is not None
         scores, chosen = scores_and_chosen(logits, row)
-        loss: Tensor = row.routing.chain.balance_loss(
-            "layer", scores, chosen, row.routing, SHAPE.top_k
-        )
+        loss = piece_balance_loss("layer", scores, chosen, row.routing, SHAPE.top_k)
         if torch.is_grad_enabled():
             reported.append(float(loss.detach()))
         return loss
 
     losses = []
-    for row in with_chain_counts([row_of(*row) for row in ROWS]):
+    for row in chain_rows():
         if recomputes:
             losses.append(checkpoint(loss_of, row, logits * 1.0, use_reentrant=True))
         else:
@@ -96,8 +105,3 @@ def test_losses_add_up_to_those_of_whole_samples(*, recomputes: bool) -> None:
     assert logits.grad is not None
     torch.testing.assert_close(logits.grad, gradient)
     assert sum(reported) == pytest.approx(expected)
-
-
-def test_rows_without_pieces_stay_as_they_are() -> None:
-    row = row_of((1, 2), None)
-    assert with_chain_counts([row])[0] is row

@@ -9,7 +9,7 @@ import torch
 
 from megapack import Layout, MicroBatch
 from megapack.errors import ConfigError
-from megapack.model.mtp import check_mtp, loss_coefs, loss_names, row_ahead
+from megapack.model.mtp import check_mtp, loss_coefs, loss_names
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.samples import SampleBatch
 
@@ -23,21 +23,20 @@ def packed() -> PackedRow:
         [torch.tensor([2, 3, 4]), torch.tensor([7]), torch.tensor([], dtype=torch.int64)],
     )
     micro_batch = MicroBatch((0, 1, 2), row_tokens=10, tokens=8, tokens_sq=26, padded_tokens=8)
-    return pack_row(batch, micro_batch, Layout(), [0.5, 0.25, 1.0])
+    return pack_row(batch, micro_batch, Layout(), [0.5, 0.25, 1.0], num_ahead=4)
 
 
 def test_labels_and_weights_shift_inside_a_sample() -> None:
     row = packed()
     assert row.labels_T.tolist() == [2, 3, 4, 0, 6, 7, 0, 0, 0, 0]
-    one = row_ahead(row, 1)
-    two = row_ahead(row, 2)
+    one, two, *_ = row.ahead
     assert one.labels_T.tolist() == [3, 4, 0, 0, 7, 0, 0, 0, 0, 0]
-    assert one.weights_R.tolist() == [0.5, 0.5, 0.25]
-    assert one.sample_of_R.tolist() == [0, 0, 1]
-    assert one.label_index_R.tolist() == [2, 3, 6]
-    assert one.loss_positions_R.tolist() == [0, 1, 4]
+    assert one.losses.weights_R.tolist() == [0.5, 0.5, 0.25]
+    assert one.losses.sample_of_R.tolist() == [0, 0, 1]
+    assert one.losses.label_index_R.tolist() == [2, 3, 6]
+    assert one.losses.positions_R.tolist() == [0, 1, 4]
     assert two.labels_T.tolist() == [4, 0, 0, 0, 0, 0, 0, 0, 0, 0]
-    assert two.loss_positions_R.tolist() == [0]
+    assert two.losses.positions_R.tolist() == [0]
     assert row.tokens_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 0, 0]
     assert one.tokens_T.tolist() == [2, 3, 4, 0, 6, 7, 0, 0, 0, 0]
     assert two.tokens_T.tolist() == [3, 4, 0, 0, 7, 0, 0, 0, 0, 0]
@@ -45,9 +44,9 @@ def test_labels_and_weights_shift_inside_a_sample() -> None:
 
 
 def test_a_depth_beyond_all_samples_has_no_labels() -> None:
-    far = row_ahead(packed(), 4)
+    far = packed().ahead[3]
     assert not far.labels_T.any()
-    assert far.loss_positions_R.numel() == 0
+    assert far.losses.positions_R.numel() == 0
 
 
 def test_loss_coefs_divide_the_scaling_factor() -> None:

@@ -36,6 +36,7 @@ from megapack.layout import Layout
 from megapack.gpt import initialize_parallel, transformer_config
 from megapack.model.attention import rotary
 from megapack.model.attention.packed import packed_seq_params
+from megapack.model.attention.row import RowView, with_view
 from megapack.model.attention.rotary import gather_rotary_tables, gathers
 from megapack.gpt.init import initialize_by_name
 from megapack.gpt.specs import local_layer_spec, packed_norm
@@ -80,8 +81,9 @@ def gpt(recompute="none", qk_layernorm=False, fields={}, sizes={}, **options):
     return model
 
 def params(gathered):
-    facts = {"lengths": LENGTHS, "position_ids_T": positions} if gathered else {}
-    return packed_seq_params(cu_seqlens, max(LENGTHS), T, **facts)
+    params = packed_seq_params(cu_seqlens, max(LENGTHS), T)
+    view = RowView(cu_seqlens, params.max_seqlen_q, LENGTHS, positions)
+    return with_view(params, view) if gathered else params
 
 def run(model, gathered):
     model.zero_grad()

@@ -28,7 +28,6 @@ from megapack.model.experts.rows import (
     sample_counts,
     z_loss,
 )
-from megapack.model.mtp import with_rows_ahead
 from megapack.prefixes import PrefixTable
 from megapack.rows.packed import PackedRow, RoutingRow, pack_row
 from megapack.rows.slices import slice_row
@@ -213,7 +212,6 @@ def test_rows_of_multi_token_prediction_count_all_tokens_too(mtp: int) -> None:
     A position's state depends on `mtp` more tokens there, which shared positions have in common.
     """
     plain, row = rows_of(forest(2), Layout(), mtp)
-    with_rows_ahead(row, mtp)  # refuses positions whose later tokens differ
     copies = [whole(one).copies_t.sum().item() for one in (plain, row)]
     assert copies == [sum(map(len, forest(2)))] * 2
 

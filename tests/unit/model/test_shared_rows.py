@@ -51,13 +51,13 @@ from megapack.config.sections import ModelConfig
 from megapack.layout import Layout
 from megapack.gpt import initialize_parallel, transformer_config
 from megapack.model.attention import packed, sdpa
-from megapack.model.attention.packed import with_params
+from megapack.model.attention.packed import row_params
 from megapack.model.attention.rotary import gather_rotary_tables, position_obstacle
 from megapack.model.attention.te_rows import hook_te_attention
 from megapack.gpt.init import initialize_by_name
 from megapack.gpt.specs import local_layer_spec, packed_norm
 from megapack.prefixes import PrefixTable, SharedPrefixes
-from megapack.rows.packed import pack_row
+from megapack.rows.packed import PlacedRow, pack_row
 from megapack.samples import SampleBatch
 
 launch.start("cpu")
@@ -88,7 +88,8 @@ def row_of(samples, prefixes, dummies=0):
         tuple(samples), row_tokens=held + dummies, tokens=sum(own),
         tokens_sq=sum(n * n for n in own), padded_tokens=held,
     )
-    return with_params(pack_row(batch, micro_batch, layout, prefixes=prefixes))
+    row = pack_row(batch, micro_batch, layout, prefixes=prefixes)
+    return PlacedRow.of(row, params=row_params(row))
 
 LATENT = {
     "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
@@ -271,7 +272,7 @@ def test_megatron_takes_a_rank_its_lines_of_the_rows_table(cp: int, width: int) 
         mine = slice_positions(row.spans, cp * width, number)
         own = row.positions_T[mine]
         group = RankOf(number % cp, cp)
-        as_one, lines = latent_row(row.params(cp, positions_T=own), group)
+        as_one, lines = latent_row(row.params(cp), own, group)
         values = torch.randn(len(own), 3, 8)
         rotated = rope_utils._apply_rotary_pos_emb_thd(
             values, as_one.cu_seqlens_q, table[lines], cp_group=group

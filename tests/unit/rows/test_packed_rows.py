@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -78,16 +79,16 @@ def test_doctests_of_the_module() -> None:
 def test_the_docstring_example_is_correct() -> None:
     example = inspect.getdoc(PackedRow)
     assert example is not None
-    lines = re.findall(r"^\s+(\w+)\s+((?:-?\d+ )*-?\d+)$", example, re.MULTILINE)
+    lines = re.findall(r"^\s+([\w.]+)\s+((?:-?\d+ )*-?\d+)$", example, re.MULTILINE)
     names = [
         "tokens_T",
         "position_ids_T",
         "labels_T",
         "branch_of_T",
         "positions_N",
-        "loss_positions_R",
-        "label_index_R",
-        "sample_of_R",
+        "losses.positions_R",
+        "losses.label_index_R",
+        "losses.sample_of_R",
         "end_positions_E",
         "cu_seqlens_S1",
     ]
@@ -97,21 +98,21 @@ def test_the_docstring_example_is_correct() -> None:
     count = len(names)
     rows = [row_of((0, 1), 6)] * (len(lines) - 2 * count) + [shared_row()] * count + [piece] * count
     for row, (name, numbers) in zip(rows, lines, strict=True):
-        assert getattr(row, name).tolist() == [int(number) for number in numbers.split()], name
+        assert attrgetter(name)(row).tolist() == [int(number) for number in numbers.split()], name
 
 
 def test_the_other_attributes_of_the_example() -> None:
     row = row_of((0, 1), 6)
     assert (row.samples, row.lengths, row.num_shared) == ((0, 1), (3, 2), 0)
-    assert row.weights_R.tolist() == [1, 1, 1]
-    assert row.head_positions_U is row.loss_positions_R
-    assert row.head_index_R is None
+    assert row.losses.weights_R.tolist() == [1, 1, 1]
+    assert row.losses.head_positions_U is row.losses.positions_R
+    assert row.losses.head_index_R is None
     assert row.end_samples_E.tolist() == [0, 1]
     assert row.set_of_n.tolist() == [0, 1]
     assert (row.max_seqlen, row.row_tokens) == (3, 6)
     assert row.tokens_T.dtype == row.labels_T.dtype == row.position_ids_T.dtype == torch.int64
     assert row.cu_seqlens_S1.dtype == torch.int32
-    assert row.weights_R.dtype == torch.float32
+    assert row.losses.weights_R.dtype == torch.float32
 
 
 def test_unpacking_the_example() -> None:
@@ -134,7 +135,7 @@ def test_alignment_pads_inside_each_sample() -> None:
     assert row.position_ids_T.tolist() == [0, 1, 2, 3] * 3
     assert row.labels_T.tolist() == [6, 7, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0]
     assert row.branch_of_T.tolist() == [0, 0, 0, -1, 1, 1, -1, -1, 2, -1, -1, -1]
-    assert row.loss_positions_R.tolist() == [0, 1, 4]
+    assert row.losses.positions_R.tolist() == [0, 1, 4]
     assert row.cu_seqlens_S1.tolist() == [0, 4, 8, 12]
     assert row.max_seqlen == 4
 
@@ -142,56 +143,56 @@ def test_alignment_pads_inside_each_sample() -> None:
 def test_response_tokens_have_the_weight_of_their_sample() -> None:
     data = batch(response_mask=[[0, 0, 1], [1, 1], [1], [0, 1, 0, 1]])
     row = row_of((0, 1, 2, 3), 10, data=data, sample_weights=[0.5, 0.25, 8.0, 2.0])
-    assert row.labels_T[row.loss_positions_R].tolist() == [7, 9, 2, 4]
-    assert row.loss_positions_R.tolist() == [1, 3, 6, 8]
-    assert row.weights_R.tolist() == [0.5, 0.25, 2.0, 2.0]
-    assert row.sample_of_R.tolist() == [0, 1, 3, 3]
+    assert row.labels_T[row.losses.positions_R].tolist() == [7, 9, 2, 4]
+    assert row.losses.positions_R.tolist() == [1, 3, 6, 8]
+    assert row.losses.weights_R.tolist() == [0.5, 0.25, 2.0, 2.0]
+    assert row.losses.sample_of_R.tolist() == [0, 1, 3, 3]
 
 
 def test_a_sample_of_weight_0_has_no_loss_positions() -> None:
     row = row_of((0, 1), 5, sample_weights=[0.0, 1.0, 1.0, 1.0])
-    assert row.loss_positions_R.tolist() == [3]
+    assert row.losses.positions_R.tolist() == [3]
 
 
 def test_fields_have_the_values_of_the_labels() -> None:
     data = batch(old=[[9, 1.5, 2.5], [9, 3.5], [9], [9, 4, 5, 6]], advantage=[1, -2, 3, 0.5])
     row = row_of((0, 1, 2), 8, data=data)
-    assert row.fields["old"].tolist() == [1.5, 2.5, 3.5]
-    assert row.fields["advantage"].tolist() == [1, 1, -2]
+    assert row.losses.fields["old"].tolist() == [1.5, 2.5, 3.5]
+    assert row.losses.fields["advantage"].tolist() == [1, 1, -2]
 
 
 def test_unpacking_undoes_the_shift() -> None:
     data = batch(old=[[0, 1.5, 2.5], [0, 3.5], [0], [0, 4, 5, 6]])
     row = row_of((3, 2, 0, 1), 16, Layout(cp=2), data)
-    for sample, value in zip(row.samples, unpack_row(row, row.fields["old"]), strict=True):
+    for sample, value in zip(row.samples, unpack_row(row, row.losses.fields["old"]), strict=True):
         assert torch.equal(value, data.field("old", sample))
 
 
 def test_a_row_has_only_the_requested_fields() -> None:
     data = batch(old=[1, 2, 3, 4], ref=[1, 2, 3, 4])
-    assert set(row_of((0,), 3, data=data).fields) == {"old", "ref"}
-    assert set(row_of((0,), 3, data=data, field_names=["ref"]).fields) == {"ref"}
-    assert not row_of((0,), 3, data=data, field_names=()).fields
+    assert set(row_of((0,), 3, data=data).losses.fields) == {"old", "ref"}
+    assert set(row_of((0,), 3, data=data, field_names=["ref"]).losses.fields) == {"ref"}
+    assert not row_of((0,), 3, data=data, field_names=()).losses.fields
 
 
 def test_integer_fields_stay_integers() -> None:
     row = row_of((0,), 3, data=batch(kind=[[1, 2, 3], [1, 2], [1], [1, 2, 3, 4]]))
-    assert row.fields["kind"].dtype == torch.int64
+    assert row.losses.fields["kind"].dtype == torch.int64
 
 
 def test_a_padding_micro_batch_is_all_dummies() -> None:
     row = row_of((), 8, Layout(cp=2), batch(old=[1.0, 2.0, 3.0, 4.0]))
     assert row.samples == row.lengths == row.branches == ()
-    empty = ["positions_N", "loss_positions_R", "label_index_R", "sample_of_R", "set_of_n"]
-    empty += ["head_positions_U", "end_positions_E", "end_samples_E"]
-    for name in empty:
-        assert getattr(row, name).shape == (0,), name
-        assert getattr(row, name).dtype == torch.int64, name
-    assert (row.weights_R.shape, row.weights_R.dtype) == ((0,), torch.float32)
-    assert (row.fields["old"].shape, row.fields["old"].dtype) == ((0,), torch.float32)
+    losses = row.losses
+    empty = [row.positions_N, row.set_of_n, row.end_positions_E, row.end_samples_E]
+    empty += [losses.positions_R, losses.label_index_R, losses.sample_of_R]
+    for value in (*empty, losses.head_positions_U):
+        assert (value.shape, value.dtype) == ((0,), torch.int64)
+    assert (row.losses.weights_R.shape, row.losses.weights_R.dtype) == ((0,), torch.float32)
+    assert (row.losses.fields["old"].shape, row.losses.fields["old"].dtype) == ((0,), torch.float32)
     assert row.branch_of_T.tolist() == [-1] * 8
     assert row.cu_seqlens_S1.tolist() == [0, 8]
-    assert unpack_row(row, row.weights_R) == []
+    assert unpack_row(row, row.losses.weights_R) == []
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_a_tail_is_divided_into_short_dummies(
 ) -> None:
     row = row_of((0,), row_tokens, layout)
     assert torch.diff(row.cu_seqlens_S1).tolist() == spans == list(row.padded_lengths)
-    assert row.loss_positions_R.tolist() == [0, 1]
+    assert row.losses.positions_R.tolist() == [0, 1]
     assert (row.branch_of_T[3:] == -1).all()
     assert not row.labels_T[3:].any()
 
@@ -246,10 +247,10 @@ def test_a_moved_row_has_all_attributes() -> None:
     # All but positions_N, which stays on the host.
     assert len(tensors) == len([v for v in vars(row).values() if isinstance(v, torch.Tensor)])
     on_device = [t for t in tensors if t is not moved.positions_N]
-    assert {t.device.type for t in [*on_device, *moved.fields.values()]} == {"meta"}
+    assert {t.device.type for t in [*on_device, *moved.losses.fields.values()]} == {"meta"}
     assert moved.positions_N is row.positions_N
     assert moved.branches is row.branches
-    assert row.tokens_T.device.type == row.fields["old"].device.type == "cpu"
+    assert row.tokens_T.device.type == row.losses.fields["old"].device.type == "cpu"
 
 
 def test_packing_copies_the_tokens() -> None:

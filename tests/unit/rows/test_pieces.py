@@ -11,6 +11,7 @@ from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.model.experts.rows import RoutingShape, routing_row
 from megapack.plan import MicroBatch
+from megapack.rows.chain import Piece
 from megapack.rows.packed import PackedRow, pack_row, unpack_row
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch, TensorField
@@ -51,22 +52,22 @@ def test_a_later_piece_by_eye() -> None:
     assert row.labels_T.tolist() == [10, 11, 0, 2, 3, 0]
     assert row.branch_of_T.tolist() == [0, 0, 0, 1, 1, 1]
     assert row.positions_N.tolist() == [-1, -1, -1, -1, 0, 1, 2, 3, 4, 5]
-    assert row.label_index_R.tolist() == [5, 6, 8, 9]
-    assert row.sample_of_R.tolist() == [0, 0, 1, 1]
+    assert row.losses.label_index_R.tolist() == [5, 6, 8, 9]
+    assert row.losses.sample_of_R.tolist() == [0, 0, 1, 1]
     assert row.end_positions_E.tolist() == [2, 5]
     assert row.end_samples_E.tolist() == [0, 1]
     assert row.lengths == (7, 3)
     assert row.max_seqlen == 7
-    assert row.ends_chain
+    assert row.piece == Piece(3, is_last=True)
 
 
 def test_the_label_of_a_piece_s_last_token_is_the_next_token_of_the_sample() -> None:
     row = rows()[0]
     assert row.labels_T.tolist() == [6, 7, 8, 9]
-    assert row.loss_positions_R.tolist() == [0, 1, 2, 3]
-    assert row.label_index_R.tolist() == [1, 2, 3, 4]
+    assert row.losses.positions_R.tolist() == [0, 1, 2, 3]
+    assert row.losses.label_index_R.tolist() == [1, 2, 3, 4]
     assert row.end_positions_E.numel() == row.end_samples_E.numel() == 0
-    assert not row.ends_chain
+    assert row.piece == Piece(4, is_last=False)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -76,7 +77,7 @@ def test_the_losses_of_all_rows_are_those_of_the_whole_samples(cp: int) -> None:
     for row in rows(layout):
         for rank in range(cp):
             part = slice_row(row, cp, rank)
-            labels_R = part.labels_T[part.loss_positions_R]
+            labels_R = part.labels_T[part.losses.positions_R]
             for sample, own in zip(row.samples, unpack_row(part, labels_R), strict=True):
                 totals[sample] += own
     assert [own.tolist() for own in totals] == [[0, *TOKENS[0][1:]], [0, *TOKENS[1][1:]]]
@@ -85,8 +86,8 @@ def test_the_losses_of_all_rows_are_those_of_the_whole_samples(cp: int) -> None:
 def test_fields_are_those_of_the_labels() -> None:
     data = batch(each=[torch.arange(7.0), torch.arange(3.0)])
     row = piece_row((0, 1), PIECES[1], data=data)
-    assert row.fields["each"].tolist() == [5, 6, 1, 2]
-    assert row.fields["number"].tolist() == [0.5, 0.5, 1.5, 1.5]
+    assert row.losses.fields["each"].tolist() == [5, 6, 1, 2]
+    assert row.losses.fields["number"].tolist() == [0.5, 0.5, 1.5, 1.5]
     assert row.sample_fields["number"].tolist() == [0.5, 1.5]
 
 

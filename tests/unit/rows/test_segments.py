@@ -10,7 +10,7 @@ from torch.multiprocessing import spawn
 
 import megapack.rows.segments
 from megapack import Layout, MicroBatch
-from megapack.rows.packed import pack_row
+from megapack.rows.packed import PlacedRow, pack_row
 from megapack.rows.segments import Segments, row_segments, sum_by_sample
 from megapack.samples import SampleBatch
 
@@ -40,7 +40,7 @@ def test_a_sample_without_response_tokens_sums_to_zero() -> None:
 def test_a_padding_row_has_empty_sums() -> None:
     batch = SampleBatch([[1, 2]])
     row = pack_row(batch, MicroBatch((), 4, 0, 0, 0), Layout())
-    found = row_segments(row)
+    found = row_segments(PlacedRow.of(row, params=None))
     assert found.num_samples == 0
     assert found.spread(found.mean(torch.zeros(0))).shape == (0,)
 

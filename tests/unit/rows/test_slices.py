@@ -43,19 +43,19 @@ def test_a_rank_holds_an_early_and_a_late_part_of_each_sample() -> None:
     assert last.position_ids_T.tolist() == [2, 3, 4, 5, 1, 2]
     assert first.labels_T.tolist() == [11, 12, 0, 0, 21, 0]
     assert last.labels_T.tolist() == [13, 14, 0, 0, 22, 0]
-    assert first.fields["old"].tolist() == [1, 2, 5]
-    assert last.fields["old"].tolist() == [3, 4, 6]
+    assert first.losses.fields["old"].tolist() == [1, 2, 5]
+    assert last.losses.fields["old"].tolist() == [3, 4, 6]
 
 
 def test_loss_positions_index_the_slice() -> None:
     for rank, expected in enumerate(([0, 1, 4], [0, 1, 4])):
         part = slice_row(row(Layout(cp=2)), 2, rank)
-        assert part.loss_positions_R.tolist() == expected
-        assert part.head_positions_U is part.loss_positions_R
-        assert part.labels_T[part.loss_positions_R].all()
-        assert part.weights_R.tolist() == [1, 1, 1]
-        assert part.sample_of_R.tolist() == [0, 0, 1]
-        assert part.label_index_R.tolist() == ([1, 2, 6] if rank == 0 else [3, 4, 7])
+        assert part.losses.positions_R.tolist() == expected
+        assert part.losses.head_positions_U is part.losses.positions_R
+        assert part.labels_T[part.losses.positions_R].all()
+        assert part.losses.weights_R.tolist() == [1, 1, 1]
+        assert part.losses.sample_of_R.tolist() == [0, 0, 1]
+        assert part.losses.label_index_R.tolist() == ([1, 2, 6] if rank == 0 else [3, 4, 7])
 
 
 def test_attributes_of_the_whole_row_are_not_sliced() -> None:
@@ -86,5 +86,5 @@ def test_slices_of_a_short_sample_may_be_all_padding() -> None:
     for rank in range(4):
         part = slice_row(whole, 4, rank)
         assert part.tokens_T.tolist() == ([7, 0] if rank == 0 else [0, 0])
-        assert part.loss_positions_R.dtype == torch.int64
-        assert part.loss_positions_R.numel() == 0
+        assert part.losses.positions_R.dtype == torch.int64
+        assert part.losses.positions_R.numel() == 0

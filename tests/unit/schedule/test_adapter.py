@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from megapack.rows.packed import PlacedRow
 from megapack.schedule import adapter
 from megapack.schedule.faults import FiniteFlags
 from megapack.schedule.forward import ForwardStep, LastStage
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.unit
 KNOWN = {
     **vars(adapter),
     **vars(adapter.ScheduleAdapter),
-    **{one.__name__: one for one in (FiniteFlags, ForwardStep, LastStage)},
+    **{one.__name__: one for one in (FiniteFlags, ForwardStep, LastStage, PlacedRow)},
 }
 
 

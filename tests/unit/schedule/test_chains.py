@@ -13,7 +13,8 @@ from megapack.layout import Layout
 from megapack.loss.sequence import GSPO, AnyObjective, ValueLoss, call_objective
 from megapack.loss.token import GRPO, SFT
 from megapack.plan import MicroBatch
-from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.chain import Link, link_pieces
+from megapack.rows.packed import PackedRow, PlacedRow, pack_row
 from megapack.rows.segments import Segments, chain_segments, row_segments
 from megapack.samples import SampleBatch
 from megapack.schedule.chains import ChainLosses, LossInputs, joined
@@ -54,6 +55,11 @@ def row_of(samples: tuple[int, ...], piece: tuple[int, int] | None) -> PackedRow
     return pack_row(batch(), micro_batch, Layout(), [0.3, 0.5, 0.2])
 
 
+def links(rows: list[PackedRow]) -> list[Link]:
+    pieces = [row.piece for row in rows]
+    return [link for link in link_pieces(pieces, keeps_gradients=True) if link is not None]
+
+
 class Run:
     """An objective on rows, whose values are leaves: one per token of each sample."""
 
@@ -70,7 +76,7 @@ class Run:
     def inputs(self, row: PackedRow) -> LossInputs:
         firsts = torch.tensor([sum(LENGTHS[:i]) for i in range(len(LENGTHS))])
         own = torch.cat([torch.arange(LENGTHS[i]) + firsts[i] for i in row.samples])
-        labels_R = own[row.label_index_R]
+        labels_R = own[row.losses.label_index_R]
         scores_n = None
         if self.with_scores:
             has_end_n = torch.zeros(len(row.samples)).index_fill(0, row.end_samples_E, 1.0)
@@ -78,9 +84,9 @@ class Run:
         return LossInputs(
             values_R=self.values[labels_R] * 1.0,
             entropy_R=None if self.with_scores else self.entropies[labels_R] * 1.0,
-            fields=row.fields,
-            weights_R=row.weights_R,
-            segments=row_segments(row, scores_n=scores_n),
+            fields=row.losses.fields,
+            weights_R=row.losses.weights_R,
+            segments=row_segments(PlacedRow.of(row, params=None), scores_n=scores_n),
         )
 
     def loss(self, inputs: LossInputs) -> Tensor:
@@ -101,7 +107,9 @@ def run_chain(run: Run, scale: float = 1.0) -> float:
     """Forwards of the rows in order, backwards in reverse; the sum of the forwards' results."""
     chains = ChainLosses(run.loss)
     rows = [row_of(*row) for row in ROWS]
-    totals = [chains.add(row, run.inputs(row)) for row in rows]
+    totals = [
+        chains.add(link, run.inputs(row)) for link, row in zip(links(rows), rows, strict=True)
+    ]
     for total in reversed(totals):
         (total * scale).backward()
     return float(sum(total.detach() for total in totals))
@@ -187,14 +195,16 @@ def test_sets_and_fields_of_joined_rows() -> None:
 def test_two_chains_at_a_time_and_a_nan() -> None:
     run = Run(SFT())
     chains = ChainLosses(run.loss)
-    first, second, last = (row_of(*row) for row in ROWS)
-    other = pack_row(batch(), MicroBatch((1,), 2, 2, 0, 2, piece=(0, 2)), Layout(), [0.3, 0.5, 0.2])
-    chains.add(first, run.inputs(first))
-    chains.add(other, run.inputs(other))
+    first, second, last = rows = [row_of(*row) for row in ROWS]
+    begin, middle, end = links(rows)
+    micro_batches = [MicroBatch((1,), 2, 2, 0, 2, piece=piece) for piece in ((0, 2), (2, 4))]
+    others = [pack_row(batch(), mb, Layout(), [0.3, 0.5, 0.2]) for mb in micro_batches]
+    chains.add(begin, run.inputs(first))
+    chains.add(links(others)[0], run.inputs(others[0]))
     with torch.no_grad():
         run.values[5] = float("nan")
     # The row that has the NaN is the one that shows it.
-    assert chains.add(second, run.inputs(second)).isnan()
+    assert chains.add(middle, run.inputs(second)).isnan()
     assert run.calls == []
-    chains.add(last, run.inputs(last))
+    chains.add(end, run.inputs(last))
     assert len(run.calls) == 1

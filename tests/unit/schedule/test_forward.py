@@ -15,11 +15,11 @@ from torch import Tensor
 from megapack import Layout, MicroBatch
 from megapack.gpt.build import without_cuda_graphs
 from megapack.model.head import deferred_head
-from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.packed import PlacedRow, pack_row
 from megapack.rows.schedule_pass import SchedulePass
 from megapack.samples import SampleBatch
 from megapack.schedule.faults import OutOfMemoryGuard
-from megapack.schedule.forward import ForwardStep, LossReport
+from megapack.schedule.forward import ForwardStep, LossReport, PassContext
 from megapack.schedule.listeners import Kind, Listener
 from tests.groups import RankOf
 
@@ -70,18 +70,23 @@ def chunks(num: int, *, is_last: bool = True) -> list[torch.nn.Module]:
     return [Chunk(is_last=is_last and i == num - 1) for i in range(num)]
 
 
-def loss(row: PackedRow, head: Any, hidden: Tensor) -> LossReport:
+def loss(row: PlacedRow, head: Any, hidden: Tensor) -> LossReport:
     return hidden.sum(), torch.zeros(()), {"a": hidden}
 
 
 def make(modules: list[torch.nn.Module], *listeners: Any, **options: Any) -> ForwardStep:
-    return ForwardStep(modules, loss, SchedulePass(), listeners=listeners, **options)
+    return ForwardStep(
+        modules,
+        loss,
+        PassContext(schedule_pass=SchedulePass(), listeners=listeners, **options),
+    )
 
 
-def rows(num: int) -> Iterator[tuple[int, PackedRow]]:
+def rows(num: int) -> Iterator[tuple[int, PlacedRow]]:
     """Micro-batches of one row, as Megatron's schedule gives them to the forward step."""
     micro_batch = MicroBatch((0,), row_tokens=3, tokens=3, tokens_sq=9, padded_tokens=3)
-    return enumerate([pack_row(SampleBatch([[5, 6, 7]]), micro_batch, Layout())] * num)
+    row = pack_row(SampleBatch([[5, 6, 7]]), micro_batch, Layout())
+    return enumerate([PlacedRow.of(row, params=None)] * num)
 
 
 def test_listeners_of_a_middle_stage() -> None:
@@ -166,7 +171,7 @@ def test_zeros_of_the_same_shape_after_memory_ran_out() -> None:
     modules = chunks(1)
     memory = OutOfMemoryGuard(torch.device("cpu"))
     recorder = Recorder()
-    forward = make(modules, recorder, attempt=memory.attempt)
+    forward = make(modules, recorder, memory=memory)
     inputs = rows(3)
     whole, loss_function = forward(inputs, modules[0])
     assert loss_function is not None

@@ -1,0 +1,119 @@
+"""A packed row as attention sees it: what it needs besides Megatron's description of the row.
+
+Megatron passes nothing else about a row to all layers. So a `RowView` is an attribute of that
+description, and keeps what the first layer computes for all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megapack.model.attention.merged import Block, attention_blocks
+from megapack.model.attention.paths import Paths, key_paths
+from megapack.prefixes import Branch
+from megapack.rows.chain import Link
+from megapack.rows.slices import assembly_order
+from megapack.rows.transfer import moved
+
+
+@dataclass(eq=False)
+class RowView:
+    """A packed row, on the device of its queries."""
+
+    cu_seqlens_S1: Tensor
+    """int32: where each sample begins, with padding; the last is the row's length."""
+    max_seqlen: int
+    """At least the tokens of the longest sample."""
+    lengths: Sequence[int] | None = None
+    """Padded tokens of each branch and dummy; None: see `padded_lengths`."""
+    positions_T: Tensor | None = None
+    """int64: the position of this rank's tokens in their samples; None: rotary embeddings take
+    Megatron's path for packed rows (see `rotary`)."""
+    branches: tuple[Branch, ...] = ()
+    """Those of a row whose samples share prefixes, or that has a piece; () otherwise."""
+    cp_group: Any = None
+    """The ranks that share the row; None: one rank has it, or the model's layers know them."""
+    link: Link | None = None
+    """The row's place in its chain, if it has a piece of a sample."""
+    latent: tuple[PackedSeqParams, Tensor] | None = None
+    """Of `rotary.latent_row`, once a layer has asked for it."""
+    gathered: PackedSeqParams | None = None
+    """Of `te_rows.gathered_params`, once a layer has asked for it."""
+
+    @property
+    def cp(self) -> int:
+        """Number of ranks that share the row."""
+        return 1 if self.cp_group is None else self.cp_group.size()
+
+    @property
+    def cp_rank(self) -> int:
+        """This rank among them."""
+        return 0 if self.cp_group is None else self.cp_group.rank()
+
+    @property
+    def carried(self) -> tuple[int, ...]:
+        """Padded tokens of the earlier pieces of a sample; their keys come before the row's."""
+        return () if self.link is None else self.link.earlier
+
+    @cached_property
+    def padded_lengths(self) -> list[int]:
+        """Padded tokens of each branch and dummy; read from the device if they were not given."""
+        if self.lengths is not None:
+            return list(self.lengths)
+        return torch.diff(self.cu_seqlens_S1).tolist()
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """The calls of `merged_attention`."""
+        return attention_blocks(
+            self.padded_lengths,
+            self.branches,
+            carried=self.carried,
+            cp=self.cp,
+            cp_rank=self.cp_rank,
+        )
+
+    @cached_property
+    def paths(self) -> Paths:
+        """The sequences of this rank's queries, and the keys of each."""
+        paths = key_paths(
+            self.padded_lengths,
+            self.branches,
+            carried=self.carried,
+            cp=self.cp,
+            cp_rank=self.cp_rank,
+        )
+        return moved(paths, self.cu_seqlens_S1.device)
+
+    @cached_property
+    def assembly_order_K(self) -> Tensor:
+        """Index of each key in the concatenated slices of all ranks."""
+        order_K = assembly_order([*self.carried, *self.padded_lengths], self.cp)
+        return moved(order_K, self.cu_seqlens_S1.device)
+
+
+def with_view(params: PackedSeqParams, view: RowView) -> PackedSeqParams:
+    """The description, which has the row's view from now on."""
+    vars(params)["_megapack"] = view
+    return params
+
+
+def row_view(params: PackedSeqParams, cp_group: Any = None) -> RowView:
+    """The row of a description; one without a view is seen as whole samples.
+
+    Args:
+        cp_group: the ranks that share a row if its view names none.
+    """
+    view: RowView | None = vars(params).get("_megapack")
+    if view is None:
+        view = RowView(params.cu_seqlens_q, params.max_seqlen_q)
+        with_view(params, view)
+    view.cp_group = view.cp_group or cp_group
+    return view
