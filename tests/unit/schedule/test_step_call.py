@@ -63,7 +63,9 @@ def test_the_executor_follows_the_plan() -> None:
     split = replace(plan(), policy=Policy(backward="split"))
     assert (training().executor, training(plan=split).executor) == ("megatron", "operations")
     assert training(executor_choice="operations").executor == "operations"
-    with pytest.raises(ConfigError, match=r"executor=megatron with backward=split: .* set executor"):
+    with pytest.raises(
+        ConfigError, match=r"executor=megatron with backward=split: .* set executor"
+    ):
         _ = training(plan=split, executor_choice="megatron").executor
 
 
