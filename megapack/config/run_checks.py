@@ -22,7 +22,6 @@ def check_run(config: TrainConfig) -> None:
     _check_routing_replay(config)
     _check_dynamic_cp(config)
     _check_operations(config)
-    _check_shared_prefixes(config)
     _check_value_head(config)
     _check_retry(config)
     _check_export(config)
@@ -195,29 +194,6 @@ def _check_operations(config: TrainConfig) -> None:
         check_split_samples(config.plan, layout, config.plan.micro_batch_size)
     except ConfigError as error:
         raise ConfigError(f"plan: {error}") from None
-
-
-def _check_shared_prefixes(config: TrainConfig) -> None:
-    """Refuse attention of Transformer Engine where it has no kernel for rows that share."""
-    model = config.model
-    cp = config.layout.cp
-    wide = _has_wide_rows(config)
-    if config.plan.share_prefixes == "off" or (cp == 1 and not wide):
-        return
-    if model.attention == "te" or model.fp8 is not None:
-        name = "model.attention=te" if model.attention == "te" else f"model.fp8={model.fp8}"
-        ranks = "plan.context_parallel=dynamic" if wide else f"layout.cp={cp}"
-        other = "plan.context_parallel=fixed with layout.cp=1" if wide else "layout.cp=1"
-        raise ConfigError(
-            f"plan.share_prefixes=auto with {name} and {ranks}: Transformer Engine has no "
-            "attention for rows that share prefixes over context-parallel ranks; set "
-            f"model.attention=varlen and model.fp8=null, or {other}, or plan.share_prefixes=off"
-        )
-
-
-def _has_wide_rows(config: TrainConfig) -> bool:
-    """Whether a row may lie over several DP ranks; null is any number of them."""
-    return config.plan.context_parallel == "dynamic" and config.layout.dp != 1
 
 
 def _check_value_head(config: TrainConfig) -> None:

@@ -119,9 +119,10 @@ class _BatchSizes:
 class PlanConfig(Policy, _BatchSizes):
     """How samples become steps and micro-batches: sizes, then the fields of `megapack.Policy`."""
 
-    share_prefixes: SharePrefixes = "off"
+    share_prefixes: SharePrefixes = "auto"
     """"auto": a row holds the tokens that its samples have in common at their beginnings (such as
-    the prompt of a group) once, where that pays. "off": each sample has its own tokens."""
+    the prompt of a group) once, where that pays; but not where Transformer Engine's attention runs
+    over context-parallel ranks, which cannot. "off": each sample has its own tokens."""
 
     def __post_init__(self) -> None:
         sizes = ("max_tokens_per_gpu", "micro_batch_size", "global_batch_size", "num_steps")
@@ -338,6 +339,18 @@ class TrainConfig:
     def executor(self) -> Executor:
         """What runs the steps."""
         return choose_executor(self.plan, self.train.executor)
+
+    @property
+    def row_plan(self) -> PlanConfig:
+        """`plan`, with share_prefixes="off" where the attention cannot share: Transformer Engine
+        has no kernel for it over several ranks. Its kernel is preferred in bf16 on GPUs."""
+        model = self.model
+        is_wide = self.plan.context_parallel == "dynamic" and self.layout.dp != 1
+        preferred = self.device == "cuda" and model.dtype == "bf16" and model.attention == "auto"
+        on_te = preferred or model.attention == "te" or model.fp8 is not None
+        if on_te and (self.layout.cp > 1 or is_wide):
+            return dataclasses.replace(self.plan, share_prefixes="off")
+        return self.plan
 
     @property
     def tokenizer_folder(self) -> str | None:
