@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megapack.base.choices import Recompute, RecomputeModule
+from megapack.base.choices import Recompute
 from megapack.commands.arguments import add_fields, given_fields
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.model import CostModel
@@ -38,7 +38,16 @@ class Pricing:
     """Where the cost model comes from, one line to print."""
 
 
-def add_costs(parser: argparse.ArgumentParser, *, one_layout: bool = True) -> None:
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """Add --cost and --config."""
+    group = parser.add_argument_group("seconds")
+    group.add_argument(
+        "--cost", metavar="FILE", help="a cost model in YAML, measured on this layout; or"
+    )
+    group.add_argument("--config", metavar="CONFIG", help="a model's sizes, of its model section")
+
+
+def add_model(parser: argparse.ArgumentParser, *, one_layout: bool = True) -> None:
     """Add --cost, --config, the model's sizes, and the GPU's speed.
 
     Args:
@@ -58,110 +67,138 @@ def add_costs(parser: argparse.ArgumentParser, *, one_layout: bool = True) -> No
     )
 
 
-def read_config(args: argparse.Namespace) -> TrainConfig | None:
-    """The config of --config."""
-    if args.config is None:
+@dataclass(frozen=True)
+class CostOptions:
+    """What the options say of a model and of seconds."""
+
+    cost_file: str | None
+    config: TrainConfig | None
+    sizes: ModelSizes | None
+    """Of --config or of the flags; None if neither is given."""
+    speed: dict[str, Any]
+    """The given fields of `GpuSpeed`."""
+    split: dict[str, Any]
+    """The given fields of `LayerSplit`."""
+    recompute: Recompute
+    """--recompute if it is given, otherwise the value of --config."""
+
+    def stage_layers(self, layout: Layout) -> StageLayers | None:
+        """The split of the options, or else of --config if it is for this pp and vpp; or None.
+
+        Raises:
+            ConfigError: a split that does not add up.
+        """
+        config = self.config
+        if self.split and self.sizes is not None:
+            mtp = 0 if config is None else config.model.mtp_num_layers
+            return LayerSplit(**self.split).stage_layers(
+                self.sizes.num_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=mtp
+            )
+        if config is None or (config.layout.pp, config.layout.vpp) != (layout.pp, layout.vpp):
+            return None
+        return config.stage_layers
+
+    def pricing(
+        self, layout: Layout, mean_length: float, stage_layers: StageLayers | None = None
+    ) -> Pricing:
+        """The cost model on a layout.
+
+        Args:
+            mean_length: length of a typical sample, the sum of squared lengths over their sum.
+            stage_layers: layers of each chunk; None: see `stage_layers`.
+
+        Raises:
+            ConfigError: an invalid cost model file, or a model without a GPU's speed.
+        """
+        if self.cost_file is not None:
+            return _measured(self.cost_file, layout)
+        if self.sizes is None:
+            return _in_tokens(layout)
+        config = self.config
+        speed = replace(GpuSpeed() if config is None else config.assumed_speed, **self.speed)
+        if speed.peak_tflops is None:
+            raise ConfigError(
+                "a model without a GPU's speed; set --peak-tflops, 989 for an H100 in bf16"
+            )
+        cost = cost_from_sizes(
+            self.sizes,
+            layout,
+            speed,
+            recompute=self.recompute,
+            recompute_modules=("core_attn",) if config is None else config.model.recompute_modules,
+            mean_length=mean_length,
+            stage_layers=stage_layers or self.stage_layers(layout),
+        )
+        return Pricing(cost, True, speed.basis)
+
+
+def read_costs(args: argparse.Namespace) -> CostOptions:
+    """The options of `add_costs` or `add_model`.
+
+    Raises:
+        ConfigError: an invalid config, options that exclude each other, or missing sizes.
+    """
+    config = _read_config(args.config)
+    sizes = _read_sizes(args, config)
+    speed = given_fields(args, GpuSpeed)
+    split = given_fields(args, LayerSplit)
+    cost_file = getattr(args, "cost", None)
+    if cost_file is not None and (sizes is not None or speed):
+        raise ConfigError(f"--cost and {_flags(speed) or 'a model'} given; set one of them")
+    if sizes is None and (speed or split):
+        flags = _flags(speed | split)
+        raise ConfigError(f"{flags} given without a model; set --config or its sizes")
+    recompute = getattr(args, "recompute", None)
+    return CostOptions(
+        cost_file,
+        config,
+        sizes,
+        speed,
+        split,
+        recompute or ("none" if config is None else config.model.recompute),
+    )
+
+
+def _read_config(name: str | None) -> TrainConfig | None:
+    if name is None:
         return None
     from megapack.config.load import find_config, load_config
     from megapack.config.sections import TrainConfig
 
-    return load_config(find_config(args.config), [], TrainConfig)
+    return load_config(find_config(name), [], TrainConfig)
 
 
-def read_sizes(args: argparse.Namespace) -> ModelSizes | None:
-    """Sizes of --config or of the flags; None if neither is given.
-
-    Raises:
-        ConfigError: both are given, or some of the sizes are missing.
-    """
+def _read_sizes(args: argparse.Namespace, config: TrainConfig | None) -> ModelSizes | None:
     given = given_fields(args, ModelSizes)
-    flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-    config = read_config(args)
     if config is not None:
         if given:
-            raise ConfigError(f"--config and {flags} given; set the config or the sizes")
+            raise ConfigError(f"--config and {_flags(given)} given; set the config or the sizes")
         sizes = config.model.to_sizes()
         # Only seconds are priced by these sizes; `memory_model` knows the head itself.
         return replace(sizes, vocab_size=1) if config.objective.has_value_head else sizes
     if not given:
         return None
     needed = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
-    missing = [f"--{name.replace('_', '-')}" for name in needed if name not in given]
+    missing = [name for name in needed if name not in given]
     if missing:
-        raise ConfigError(f"{flags} given without {', '.join(missing)}; set these too")
+        raise ConfigError(f"{_flags(given)} given without {_flags(missing)}; set these too")
     return ModelSizes(**given)
 
 
-def read_stage_layers(args: argparse.Namespace, layout: Layout) -> StageLayers | None:
-    """The split of the options, or else of --config if it is for this pp and vpp; None: neither.
-
-    Raises:
-        ConfigError: options without a model, or a split that does not add up.
-    """
-    given = given_fields(args, LayerSplit)
-    config = read_config(args)
-    sizes = read_sizes(args)
-    if given and sizes is None:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError(f"{flags} given without a model; set --config or its sizes")
-    if sizes is None:
-        return None
-    if given:
-        mtp = 0 if config is None else config.model.mtp_num_layers
-        return LayerSplit(**given).stage_layers(
-            sizes.num_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=mtp
-        )
-    if config is None or (config.layout.pp, config.layout.vpp) != (layout.pp, layout.vpp):
-        return None
-    return config.stage_layers
+def _flags(names: Iterable[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
-def read_pricing(
-    args: argparse.Namespace,
-    layout: Layout,
-    mean_length: float,
-    stage_layers: StageLayers | None = None,
-) -> Pricing:
-    """The cost model of the options.
+def _measured(path: str, layout: Layout) -> Pricing:
+    from megapack.config.cost_file import read_cost
 
-    Args:
-        mean_length: length of a typical sample, the sum of squared lengths over their sum.
-        stage_layers: layers of each chunk; None: see `read_stage_layers`.
+    cost = read_cost(path, layout)
+    if not (cost.fixed or cost.per_token or cost.per_token_sq or cost.per_sample):
+        raise ConfigError(f"{path}: a micro-batch takes 0 seconds; set per_token")
+    return Pricing(cost, True, f"of the cost model {path}")
 
-    Raises:
-        ConfigError: options that exclude each other, or an invalid cost model file.
-    """
-    sizes = read_sizes(args)
-    split = stage_layers or read_stage_layers(args, layout)
-    if getattr(args, "cost", None) is not None:
-        if sizes is not None or args.peak_tflops is not None:
-            raise ConfigError("--cost and a model's sizes or --peak-tflops given; set one of them")
-        from megapack.config.cost_file import read_cost
 
-        cost = read_cost(args.cost, layout)
-        if not (cost.fixed or cost.per_token or cost.per_token_sq or cost.per_sample):
-            raise ConfigError(f"{args.cost}: a micro-batch takes 0 seconds; set per_token")
-        return Pricing(cost, True, f"of the cost model {args.cost}")
-    if sizes is not None:
-        speed = GpuSpeed(**given_fields(args, GpuSpeed))
-        if speed.peak_tflops is None:
-            raise ConfigError(
-                "a model without a GPU's speed; set --peak-tflops, 989 for an H100 in bf16"
-            )
-        cost = cost_from_sizes(
-            sizes,
-            layout,
-            speed,
-            recompute=_recompute(args),
-            recompute_modules=_recompute_modules(args),
-            mean_length=mean_length,
-            stage_layers=split,
-        )
-        return Pricing(cost, True, speed.basis)
-    if args.peak_tflops is not None:
-        raise ConfigError(
-            f"--peak-tflops={args.peak_tflops:g} without a model; set --config or its sizes"
-        )
+def _in_tokens(layout: Layout) -> Pricing:
     cost = CostModel(
         fixed=_FIXED_TOKENS / layout.num_chunks,
         per_token=1.0,
@@ -169,17 +206,16 @@ def read_pricing(
     )
     basis = (
         f"assumed: a micro-batch costs {_FIXED_TOKENS} tokens more than it has, a squared token "
-        f"1/{_TOKENS_PER_SQUARE} of a token; give --cost, or --config and --peak-tflops, for "
-        "seconds"
+        f"1/{_TOKENS_PER_SQUARE} of a token; give --cost or --config for seconds"
     )
     return Pricing(cost, False, basis)
 
 
 def plan_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
-    """`read_pricing` for the samples of a plan."""
+    """The cost model for the samples of a plan."""
     microbatches = (mb for step in plan.steps for mb in step.microbatches)
     typical = sum(mb.tokens_sq for mb in microbatches) / max(1, plan.counts.held_tokens)
-    return read_pricing(args, plan.layout, typical)
+    return read_costs(args).pricing(plan.layout, typical)
 
 
 def run_pricing(args: argparse.Namespace, records: RunRecords) -> Pricing:
@@ -193,16 +229,3 @@ def run_pricing(args: argparse.Namespace, records: RunRecords) -> Pricing:
     if records.traced and records.traced[0].is_calibrated:
         basis = "of the run's cost model"
     return replace(pricing, basis=basis)
-
-
-def _recompute(args: argparse.Namespace) -> Recompute:
-    """--recompute if the command has it and it is given, otherwise the value of --config."""
-    given: Recompute | None = getattr(args, "recompute", None)
-    config = read_config(args)
-    return given or ("none" if config is None else config.model.recompute)
-
-
-def _recompute_modules(args: argparse.Namespace) -> Sequence[RecomputeModule]:
-    """What selective recomputation recomputes: as in --config, by default attention."""
-    config = read_config(args)
-    return ("core_attn",) if config is None else config.model.recompute_modules

@@ -23,7 +23,7 @@ from megapack.commands.arguments import (
     read_policy,
     read_table,
 )
-from megapack.commands.costs import Pricing, add_costs, read_pricing
+from megapack.commands.costs import Pricing, add_model, read_costs
 from megapack.commands.tables import Column, fact_columns, print_columns
 from megapack.cost.sizes import typical_length
 from megapack.data.lengths import LengthTable
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layout(parser)
     add_steps(parser)
     add_policy(parser)
-    add_costs(parser)
+    add_model(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     table = read_table(args)
     check_output(args.output, args.lengths)
     typical = typical_length(table.lengths)
-    pricing = read_pricing(args, layout, typical)
+    pricing = read_costs(args).pricing(layout, typical)
     if not compiles():
         logger.warning(
             "the planner is not compiled on this machine: plain Python makes the same plan, "

@@ -16,24 +16,17 @@ from megapack.commands.arguments import (
     add_memory_limit,
     add_policy,
     add_steps,
-    given_fields,
     integer,
     print_json,
     read_memory_limit,
     read_policy,
     read_table,
 )
-from megapack.commands.costs import (
-    add_costs,
-    read_config,
-    read_pricing,
-    read_sizes,
-    read_stage_layers,
-)
+from megapack.commands.costs import CostOptions, add_model, read_costs
 from megapack.commands.tables import Column, fact_columns, print_columns
 from megapack.cost.memory import GIB, MemoryModel
 from megapack.cost.sizes import typical_length
-from megapack.cost.stages import LayerSplit, StageLayers
+from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
 from megapack.plan.facts import columns_named, features_of
@@ -86,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_memory(parser)
     add_steps(parser)
     add_policy(parser, swept=True)
-    add_costs(parser, one_layout=False)
+    add_model(parser, one_layout=False)
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +93,8 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Sweep, rank and print; 1 if nothing fits."""
     table = read_table(args)
-    memory = _memory_model(args)
+    costs = read_costs(args)
+    memory = _memory_model(args, costs)
     memory_bytes = read_memory_limit(args)
     if args.top < 1:
         raise ConfigError(f"--top={args.top}; set 1 or more")
@@ -117,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         policy=read_policy(args),
         memory=memory,
         memory_bytes=memory_bytes,
-        cost_of=lambda layout, split: read_pricing(args, layout, typical, split).cost,
+        cost_of=lambda layout, split: costs.pricing(layout, typical, split).cost,
         prefixes=table.prefixes,
     )
     space = Space(
@@ -135,11 +129,11 @@ def run(args: argparse.Namespace) -> int:
         split_samples=args.split_samples_choices,
         backward=args.backward_choices,
         uneven=args.uneven,
-        given_split=_given_split(args),
-        requires_split=bool(given_fields(args, LayerSplit)),
+        given_split=_given_split(costs),
+        requires_split=bool(costs.split),
     )
     even = StageLayers.even(memory.sizes.num_layers, pp=1)
-    basis = read_pricing(args, Layout(), typical, even).basis
+    basis = costs.pricing(Layout(), typical, even).basis
     tuning = tune(work, space)
     shown = (tuning.ranked if args.all else tuning.best_of_layouts)[: args.top]
     if args.json:
@@ -149,16 +143,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if tuning.ranked else 1
 
 
-def _given_split(args: argparse.Namespace) -> Callable[[Layout], StageLayers] | None:
+def _given_split(costs: CostOptions) -> Callable[[Layout], StageLayers] | None:
     """The split of the options or of --config, by layout; None if neither has one."""
-    if given_fields(args, LayerSplit):
-        return partial(_split_for, args)
-    config = read_config(args)
-    return None if config is None or config.stage_layers.is_even else partial(_split_for, args)
+    has_own = costs.config is not None and not costs.config.stage_layers.is_even
+    return partial(_split_for, costs) if costs.split or has_own else None
 
 
-def _split_for(args: argparse.Namespace, layout: Layout) -> StageLayers:
-    split = read_stage_layers(args, layout)
+def _split_for(costs: CostOptions, layout: Layout) -> StageLayers:
+    split = costs.stage_layers(layout)
     if split is None:
         raise ConfigError(f"the split of --config is not for pp={layout.pp}, vpp={layout.vpp}")
     return split
@@ -173,15 +165,14 @@ def _integers(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _memory_model(args: argparse.Namespace) -> MemoryModel:
-    sizes = read_sizes(args)
-    config = read_config(args)
-    if sizes is None:
+def _memory_model(args: argparse.Namespace, costs: CostOptions) -> MemoryModel:
+    if costs.sizes is None:
         raise ConfigError(
             "a sweep needs a model; set --config, or --num-layers, --hidden-size, "
             "--ffn-hidden-size, --num-attention-heads and --vocab-size"
         )
-    model = MemoryModel(sizes=sizes) if config is None else config.memory_model()
+    config = costs.config
+    model = MemoryModel(sizes=costs.sizes) if config is None else config.memory_model()
     if args.tied_embeddings:
         model = replace(model, untied_embeddings=False)
     if args.recompute is not None:
@@ -238,7 +229,7 @@ def _print(
 def _columns(shown: Sequence[Candidate]) -> list[Column]:
     """The columns of the table; some only if a candidate that is shown needs them."""
     report = attrgetter("report")
-    shares = [feature.share for feature in features_of(*map(report, shown))]
+    shares = [f.share for f in features_of(*map(report, shown)) if f.share.form]
     has_etp = any(candidate.layout.etp > 1 for candidate in shown)
     is_uneven = not all(candidate.stage_layers.is_even for candidate in shown)
 

@@ -79,9 +79,10 @@ class _BatchSizes:
 class PlanConfig(Policy, _BatchSizes):
     """How samples become steps and micro-batches: sizes, then the fields of `megapack.Policy`."""
 
-    share_prefixes: SharePrefixes = "off"
+    share_prefixes: SharePrefixes = "auto"
     """"auto": a row holds the tokens that its samples have in common at their beginnings (such as
-    the prompt of a group) once, where that pays. "off": each sample has its own tokens."""
+    the prompt of a group) once, where that pays; but not where Transformer Engine's attention runs
+    over context-parallel ranks, which cannot. "off": each sample has its own tokens."""
 
     def __post_init__(self) -> None:
         sizes = ("max_tokens_per_gpu", "micro_batch_size", "global_batch_size", "num_steps")

@@ -94,6 +94,18 @@ class TrainConfig:
         return choose_executor(self.plan, self.train.executor)
 
     @property
+    def row_plan(self) -> PlanConfig:
+        """`plan`, with share_prefixes="off" where the attention cannot share: Transformer Engine
+        has no kernel for it over several ranks. Its kernel is preferred in bf16 on GPUs."""
+        model = self.model
+        is_wide = self.plan.context_parallel == "dynamic" and self.layout.dp != 1
+        preferred = self.device == "cuda" and model.dtype == "bf16" and model.attention == "auto"
+        on_te = preferred or model.attention == "te" or model.fp8 is not None
+        if on_te and (self.layout.cp > 1 or is_wide):
+            return dataclasses.replace(self.plan, share_prefixes="off")
+        return self.plan
+
+    @property
     def tokenizer_folder(self) -> str | None:
         """The folder of the Hugging Face tokenizer; None = text is bytes.
 
@@ -230,7 +242,6 @@ def _check_run(config: TrainConfig) -> None:
     _check_routing_replay(config)
     _check_dynamic_cp(config)
     _check_operations(config)
-    _check_shared_prefixes(config)
     _check_value_head(config)
     _check_retry(config)
     _check_export(config)
@@ -403,29 +414,6 @@ def _check_operations(config: TrainConfig) -> None:
         check_split_samples(config.plan, layout, config.plan.micro_batch_size)
     except ConfigError as error:
         raise ConfigError(f"plan: {error}") from None
-
-
-def _check_shared_prefixes(config: TrainConfig) -> None:
-    """Refuse attention of Transformer Engine where it has no kernel for rows that share."""
-    model = config.model
-    cp = config.layout.cp
-    wide = _has_wide_rows(config)
-    if config.plan.share_prefixes == "off" or (cp == 1 and not wide):
-        return
-    if model.attention == "te" or model.fp8 is not None:
-        name = "model.attention=te" if model.attention == "te" else f"model.fp8={model.fp8}"
-        ranks = "plan.context_parallel=dynamic" if wide else f"layout.cp={cp}"
-        other = "plan.context_parallel=fixed with layout.cp=1" if wide else "layout.cp=1"
-        raise ConfigError(
-            f"plan.share_prefixes=auto with {name} and {ranks}: Transformer Engine has no "
-            "attention for rows that share prefixes over context-parallel ranks; set "
-            f"model.attention=varlen and model.fp8=null, or {other}, or plan.share_prefixes=off"
-        )
-
-
-def _has_wide_rows(config: TrainConfig) -> bool:
-    """Whether a row may lie over several DP ranks; null is any number of them."""
-    return config.plan.context_parallel == "dynamic" and config.layout.dp != 1
 
 
 def _check_value_head(config: TrainConfig) -> None:

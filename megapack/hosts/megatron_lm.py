@@ -57,12 +57,11 @@ class PlannedStep:
         norm_constant: see `loss.sample_weights`; only seq-mean-token-sum-norm uses it.
         cost: see `build_dp_schedule`.
         policy: see `build_dp_schedule`; with split samples or split backwards, the steps run as
-            lists of operations.
+            lists of operations. Under share_prefixes="auto", rows hold the tokens that samples have
+            in common at their beginnings once, if the model can: dropout must be 0.
         aux_loss: "per_sequence" balances the experts' load over each sample (`seq_aux_loss`) where
             the recipe sets `aux_loss` or `global_aux_loss`, which balance the tokens that are
             packed together; "as_set" refuses these.
-        share_prefixes: rows hold the tokens that samples have in common at their beginnings once.
-            Dropout must be 0.
     """
 
     def __init__(
@@ -75,15 +74,14 @@ class PlannedStep:
         cost: CostModel | None = None,
         policy: Policy | None = None,
         aux_loss: AuxLoss = "as_set",
-        share_prefixes: bool = False,
     ) -> None:
         if aux_loss not in ("as_set", "per_sequence"):
             raise ConfigError(f"aux_loss={aux_loss!r}; set 'as_set' or 'per_sequence'")
         self._budget = max_tokens_per_gpu
         self._aux_loss: AuxLoss = aux_loss
-        self._share_prefixes = share_prefixes
         self._cost = cost
-        self._policy = policy
+        self._policy = policy or Policy()
+        self._shares_prefixes = False
         self._objective = objective
         self._weighting = {"weighting": weighting, "norm_constant": norm_constant}
         self._adapter: Any = None
@@ -154,7 +152,7 @@ class PlannedStep:
                 cost=self._cost,
                 policy=self._policy,
                 forward_only=forward_only,
-                prefixes=self._prefixes(adapter, batch) if self._share_prefixes else None,
+                prefixes=self._prefixes(adapter, batch),
             )
 
         plan = agree(build, device=torch.device(torch.cuda.current_device()))
@@ -164,8 +162,10 @@ class PlannedStep:
         name = "lm loss" if isinstance(objective, SFT) else "loss"
         return {name: result.loss, **result.metrics}
 
-    def _prefixes(self, adapter: Any, batch: Any) -> SharedPrefixes:
-        """What the step's samples have in common; every rank has all of them."""
+    def _prefixes(self, adapter: Any, batch: Any) -> SharedPrefixes | None:
+        """What the step's samples have in common; every rank has all of them. None: not shared."""
+        if not self._shares_prefixes:
+            return None
         return SharedPrefixes.from_samples(
             [batch.tokens(i) for i in range(len(batch))],
             mtp_num_layers=getattr(adapter.config, "mtp_num_layers", None) or 0,
@@ -183,6 +183,27 @@ class PlannedStep:
         sums = [0.0 if values is None else float(values.sum()) for values in logprobs]
         return -float(weights @ sums)
 
+    def _can_share(self) -> bool:
+        """Whether the model's stages are right on rows that share prefixes. A collective."""
+        import torch
+
+        from megapack.ranks.agree import on_any_rank
+        from megapack.schedule.checks import check_shared_prefixes, check_wide_rows
+
+        adapter = self._adapter
+        refused = False
+        try:
+            check_shared_prefixes(adapter.chunks, adapter.config, is_training=True)
+            if self._policy.context_parallel == "dynamic":
+                check_wide_rows(
+                    adapter.chunks, adapter.config, shares_prefixes=True, retries_oom=False
+                )
+        except ConfigError as error:
+            logger.info("rows share no prefixes: %s", error)
+            refused = True
+        device = torch.device(torch.cuda.current_device())
+        return not on_any_rank([refused], device=device)[0]
+
     def _adapter_of(self, model: Any) -> Any:
         from megapack.hosts.shared.megatron_lm_model import use_packed_parts
         from megapack.schedule.adapter import ScheduleAdapter
@@ -193,6 +214,7 @@ class PlannedStep:
             logger.info("planned steps on %s, %d tokens per GPU", layout, self._budget)
             use_packed_parts(chunks, self._aux_loss)
             self._adapter = ScheduleAdapter(chunks, layout=layout)
+            self._shares_prefixes = self._policy.share_prefixes == "auto" and self._can_share()
         return self._adapter
 
 

@@ -136,7 +136,7 @@ def first_batch(config: TrainConfig) -> Batch:
         pair_ids=dataset.pair_ids(rows),
         source=f"the first batch of {len(dataset)} samples in {data.path}",
         prefixes=batch_prefixes(
-            config.plan,
+            config.row_plan,
             dataset,
             rows,
             mtp_num_layers=config.model.mtp_num_layers,
@@ -164,7 +164,7 @@ def predict(
     """
     planning_cost = config.cost_model(layout)
     lengths = batch.lengths.tolist()
-    settings = (config.plan, layout, planning_cost, lengths)
+    settings = (config.row_plan, layout, planning_cost, lengths)
     plan = plan_steps(*settings, batch.rollout_ids, batch.pair_ids, batch.prefixes)
     logprobs = critic_steps = values = None
     if config.objective.num_logprob_passes:

@@ -157,7 +157,7 @@ class Trainer:
             ranks=ranks,
         )
         self.planner = BatchPlanner(
-            config.plan,
+            config.row_plan,
             self.layout,
             cost,
             self.data,
@@ -425,7 +425,7 @@ class Trainer:
         """The batch that `_prepare` has made ahead, or makes now, and its plan in the folder."""
         batch = self.ahead.take(numbers)
         if self._lacks_equal_routes(batch.plan):
-            apart = dataclasses.replace(self.config.plan, share_prefixes="off")
+            apart = dataclasses.replace(self.planner.config, share_prefixes="off")
             planner = dataclasses.replace(self.planner, config=apart, cost=batch.cost)
             batch = planner.plan(numbers, self._fields(numbers))
         if self.folder is not None:

@@ -27,7 +27,7 @@ def agreed_kernels(config: TrainConfig, layout: Layout, *, device: torch.device)
         ScheduleError: ranks found different ones; the message names the ranks.
     """
     model = config.model
-    plan = config.plan
+    plan = config.row_plan
     sizes = attention_sizes(model, layout, has_wide_rows=plan.context_parallel == "dynamic")
     kernels = agree(
         lambda: find_kernels(

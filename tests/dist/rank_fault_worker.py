@@ -43,6 +43,7 @@ CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 SETTINGS = [
     *("name=run", "data.num_generated=32", "data.prompts_per_batch=4", "plan.global_batch_size=8"),
     *("model.num_layers=4", "model.hidden_size=32", "plan.search=64", "objective.kl_coef=0.0"),
+    "plan.share_prefixes=off",
 ]
 PHASES = ("plan", "pack", "forward", "backward", "reduction", "output")
 WEIGHTS = "weight_gradients"

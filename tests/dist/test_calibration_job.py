@@ -23,7 +23,7 @@ CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 SETTINGS = [
     *("name=run", "data.num_generated=64", "data.prompts_per_batch=4", "plan.global_batch_size=8"),
     *("layout.dp=2", "layout.pp=2", "layout.vpp=1", "plan.max_tokens_per_gpu=512"),
-    *("plan.calibrate=online", "plan.calibrate_interval=2"),
+    *("plan.calibrate=online", "plan.calibrate_interval=2", "plan.share_prefixes=off"),
     *("train.save_interval=3", "train.keep_checkpoints=null"),
 ]
 SAVED_AT = 3

@@ -105,7 +105,9 @@ def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"num_microbatches": plan.steps[0].num_microbatches}
     # GRPO's fields are sent between data-parallel ranks.
     for objective in (SFT(), GRPO()) if layout.dp > 1 else (SFT(),):
-        step = megatron_lm.PlannedStep(max_tokens_per_gpu=BUDGET, objective=objective)
+        step = megatron_lm.PlannedStep(
+            max_tokens_per_gpu=BUDGET, objective=objective, policy=Policy(share_prefixes="off")
+        )
         data = _iterators(layout, adapter.dp_rank)
         report = training.train_step(step, data, chunks, NUM_ITEMS)
         grads = gradients(chunks)
@@ -128,7 +130,7 @@ def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
         training,
         adapter,
         batch,
-        megatron_lm.PlannedStep(max_tokens_per_gpu=BUDGET, share_prefixes=True),
+        megatron_lm.PlannedStep(max_tokens_per_gpu=BUDGET),
         max_tokens_per_gpu=BUDGET,
         prefixes=prefixes,
     )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megapack import Layout, Plan, Policy, build_dp_schedule, check_plan
+from megapack.config import load
 
 pytestmark = pytest.mark.unit
 
@@ -123,8 +124,9 @@ def test_show_prints_a_line_per_step(call: Call) -> None:
 
 
 def test_simulate_predicts_the_seconds_of_plan(call: Call) -> None:
-    planned = json.loads(call("plan", "a.csv", *LAYOUT, *BUDGET, *MODEL, *SPEED, "--json")[1])
-    simulated = json.loads(call("simulate", "plan.json", *MODEL, *SPEED, "--json")[1])
+    config = ("--config", "gpt_tiny_dp2_pp2_vpp2_cpu.yaml", "--json")
+    planned = json.loads(call("plan", "a.csv", *LAYOUT, *BUDGET, *config)[1])
+    simulated = json.loads(call("simulate", "plan.json", *config)[1])
     assert simulated["steps"]["0"]["makespan"] == pytest.approx(
         planned["strategies"]["megapack"]["seconds"], rel=1e-6
     )
@@ -251,7 +253,7 @@ BAD = [
     ((*PLAN, "--cost", "a.csv"), ["a.csv"]),
     ((*PLAN, "--config", "none.yaml"), ["none.yaml", "no such file"]),
     ((*PLAN, *MODEL), ["--peak-tflops"]),
-    ((*PLAN, *SPEED), ["--peak-tflops=1 without a model"]),
+    ((*PLAN, *SPEED), ["--peak-tflops given without a model"]),
     ((*PLAN, "--num-layers", "4", *SPEED), ["--num-layers given without --hidden-size"]),
     ((*PLAN, *MODEL, "--peak-tflops", "nan"), ["--peak-tflops=nan", "above 0"]),
     ((*PLAN, *MODEL, *SPEED, "--utilisation", "40"), ["--utilisation=40", "at most 1"]),
@@ -317,3 +319,12 @@ def _write_plans(folder: Path) -> None:
     edit(str(folder / "ranks.json"), lambda plan: plan["steps"][0]["ranks"].pop())
     row = json.loads(text)["steps"][0]["ranks"][0][:1] * 5
     edit(str(folder / "unequal.json"), lambda plan: plan["steps"][0].update(ranks=[row, row]))
+
+
+def test_a_command_reads_its_config_once(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    load_config = load.load_config
+    monkeypatch.setattr(load, "load_config", lambda *args: read.append(args) or load_config(*args))
+    config = ("--config", "gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
+    assert call("tune", "a.csv", "--gpus", "2", "--max-tokens-per-gpu", "16", *config)[0] == 0
+    assert len(read) == 1

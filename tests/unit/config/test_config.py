@@ -321,7 +321,6 @@ def test_uneven_stages_weigh_as_their_layers(tmp_path: Path) -> None:
 
 EXPERTS = ("model.num_experts=4",)
 REPLAY = (*EXPERTS, "train.routing_replay=old_logprobs")
-SHARED = ("plan.share_prefixes=auto",)
 DYNAMIC = ("plan.context_parallel=dynamic",)
 REWARD = ["objective.kind=reward", "objective.loss_weighting=seq-mean-token-mean"]
 BAD_JOBS: list[tuple[list[str], str]] = [
@@ -414,20 +413,11 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     ([*REPLAY, "objective.kind=sft"], "objective.kind=sft has no pass for old log-probs"),
     ([*REPLAY, "plan.forward_max_tokens_per_gpu=99"], "set plan.forward_max_tokens_per_gpu=null"),
     ([*REPLAY, "train.on_oom=replan"], "set train.on_oom=error, or train.routing_replay=none"),
-    ([*SHARED, "model.attention=te", "layout.cp=2"], "auto with model.attention=te and layout.cp="),
-    (
-        [*SHARED, "model.fp8=delayed", "model.dtype=bf16", "layout.cp=2"],
-        "share_prefixes=auto with model.fp8=delayed and layout.cp=2",
-    ),
     ([*DYNAMIC, "plan.count_rule=per_rank"], "plan: context_parallel='dynamic' with count_rule="),
     ([*DYNAMIC, "plan.row_shape=uniform"], "'dynamic' with row_shape='uniform'"),
     (
         [*DYNAMIC, "plan.micro_batch_size=2", "plan.max_tokens_per_gpu=null"],
         "micro_batch_size=2: rows are given to ranks by their tokens; set max_tokens_per_gpu",
-    ),
-    (
-        [*DYNAMIC, *SHARED, "model.attention=te"],
-        "auto with model.attention=te and plan.context_parallel=dynamic: Transformer Engine has no",
     ),
     (["optim.adam_beta2=1"], "must be below 1"),
     (["optim.min_lr=1"], "optim.min_lr=1.0 is above optim.lr"),
@@ -435,10 +425,22 @@ BAD_JOBS: list[tuple[list[str], str]] = [
 ]
 
 
-def test_one_data_parallel_rank_shares_no_rows() -> None:
-    alone = job(*DYNAMIC, *SHARED, "layout.dp=1", "model.attention=te")
-    assert alone.plan.to_policy().context_parallel == "dynamic"
-    assert job().plan.to_policy().context_parallel == "fixed"
+@pytest.mark.parametrize(
+    ("overrides", "share"),
+    [
+        ([], "auto"),
+        (["layout.cp=2"], "auto"),
+        (["model.attention=te"], "auto"),
+        (["model.attention=te", "layout.cp=2"], "off"),
+        (["model.fp8=delayed", "model.dtype=bf16", "layout.cp=2"], "off"),
+        ([*DYNAMIC, "model.attention=te"], "off"),
+        ([*DYNAMIC, "model.attention=te", "layout.dp=1"], "auto"),
+        (["device=cuda", "model.dtype=bf16", "layout.cp=2"], "off"),
+        (["device=cuda", "model.dtype=bf16", "layout.cp=2", "model.attention=varlen"], "auto"),
+    ],
+)
+def test_rows_share_prefixes_where_the_attention_can(overrides: list[str], share: str) -> None:
+    assert job(*overrides).row_plan.share_prefixes == share
 
 
 @pytest.mark.parametrize(("overrides", "message"), BAD_JOBS, ids=lambda value: str(value)[:40])

@@ -168,6 +168,7 @@ def test_the_first_batch_of_the_data_is_planned(call: Call, tmp_path: Path) -> N
     path = tmp_path / "data.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     overrides = [f"data.path={path}", "data.prompts_per_batch=4", "plan.max_tokens_per_gpu=128"]
+    overrides.append("plan.share_prefixes=off")
     found = output_of(call(TINY, 4, *overrides, "--json"))
     layout = Layout(dp=2, pp=2, vpp=2)
     plan = build_dp_schedule(
