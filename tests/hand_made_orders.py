@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megapack.layout import Layout
-from megapack.plan import MicroBatch, Plan, StepPlan
+from megapack.plan import MicroBatch, Part, Plan, StepPlan
 from megapack.plan.order import chain_order
 from megapack.policy import Policy
 from tests.made_rows import made_row
@@ -26,7 +26,7 @@ def piece_row(samples: tuple[int, ...], piece: tuple[int, int]) -> MicroBatch:
     lengths[samples[0]] = end - start
     row = made_row(samples, lengths, LAYOUT)
     before_sq = 2 * start * LAYOUT.padded_tokens([end - start])
-    return replace(row, tokens_sq=row.tokens_sq + before_sq, piece=piece)
+    return replace(row, tokens_sq=row.tokens_sq + before_sq, pieces=(Part(samples[0], *piece),))
 
 
 def split_orders(num_microbatches: int, chains: list[range]) -> tuple[str, ...]:

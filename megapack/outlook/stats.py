@@ -179,10 +179,10 @@ def carried(plan: Plan) -> Carried:
             order = step.order(number, layout, forward_only=plan.forward_only)
             last = {chain[-1] for chain in step.chains(number)}
             kept = [
-                mb.piece[1] - mb.piece[0] if mb.piece and k not in last else 0
+                0 if k in last else sum(part.tokens for part in mb.pieces)
                 for k, mb in enumerate(rank)
             ]
-            earlier = [mb.piece[0] if mb.piece else 0 for mb in rank]
+            earlier = [sum(part.begin for part in mb.pieces) for mb in rank]
             rows = [mb.row_tokens / mb.width for mb in rank]
             if plan.forward_only:
                 # Keys are freed at the end of their chain.

@@ -14,13 +14,14 @@ Modules:
 
 from megapack.plan.check import check_plan
 from megapack.plan.facts import Counts
-from megapack.plan.microbatch import MicroBatch
+from megapack.plan.microbatch import MicroBatch, Part
 from megapack.plan.order import Operation, StepOrder, chain_order, read_order, step_order
 from megapack.plan.plan import Plan, RolloutId, StepPlan, own_samples
 
 __all__ = [
     "Counts",
     "MicroBatch",
+    "Part",
     "Operation",
     "Plan",
     "RolloutId",

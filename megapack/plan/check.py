@@ -157,7 +157,7 @@ class _Checker:
 
     def _check_pieces(self, step: StepPlan, where: str) -> None:
         for rank, row in enumerate(step.ranks):
-            if any(mb.piece is not None for mb in row):
+            if any(mb.pieces for mb in row):
                 self._check_may_split(f"{where} rank {rank}")
             for chain in step.chains(rank):
                 here = f"{where} rank {rank} micro-batches {chain.start} to {chain.stop - 1}"
@@ -178,10 +178,12 @@ class _Checker:
                 raise _broken(10, f"{where} has pieces of samples with {reason}")
 
     def _check_chain(self, rows: list[MicroBatch], where: str) -> None:
-        sample = rows[0].samples[0]
+        sample = rows[0].pieces[0].sample
+        if any(len(mb.pieces) > 1 or mb.samples[:1] != (sample,) for mb in rows):
+            raise _broken(10, f"{where} have several pieces in a row, or a piece that is not first")
         if not 0 <= sample < self.lengths.size:
             raise _broken(10, f"{where} have pieces of sample {sample} of {self.lengths.size}")
-        pieces = [mb.piece for mb in rows if mb.piece is not None]
+        pieces = [(mb.pieces[0].begin, mb.pieces[0].end) for mb in rows]
         ends = [0, *(end for _, end in pieces)]
         if [start for start, _ in pieces] != ends[:-1] or ends[-1] != self.lengths[sample]:
             raise _broken(
@@ -202,7 +204,7 @@ class _Checker:
 
     def _check_orders(self, step: StepPlan, where: str) -> None:
         if not step.orders:
-            if any(mb.piece is not None for mb in step.microbatches) and not self.plan.forward_only:
+            if any(mb.pieces for mb in step.microbatches) and not self.plan.forward_only:
                 raise _broken(11, f"{where} has pieces of samples and no order")
             return
         if self.plan.forward_only or len(step.orders) != len(step.ranks):
@@ -293,8 +295,7 @@ class _Checker:
         if mb.width > 1:
             aligned = layout.aligned_sample_tokens(lengths)
         before = 0
-        if mb.piece is not None:
-            before, end = mb.piece
+        for _, before, end in mb.pieces:
             lengths[0] = end - before
             aligned[0] = layout.aligned_sample_tokens(end) - before
         unit = layout.row_alignment
@@ -351,7 +352,7 @@ class _Checker:
             return
         alone = np.unique(self.set_of[samples]).size == 1
         wide = self.policy.context_parallel == "dynamic"
-        if wide or mb.piece is not None or not alone or self.policy.oversize == "error":
+        if wide or mb.pieces or not alone or self.policy.oversize == "error":
             ranks = f" * {mb.width} ranks" if mb.width > 1 else ""
             raise _broken(
                 4,

@@ -128,6 +128,7 @@ class CountedStep(Protocol):
 def count_steps(steps: Sequence[CountedStep]) -> Counts:
     """Sum rows, samples and tokens over steps."""
     microbatches = [mb for step in steps for mb in step.microbatches]
+    pieces = [part for mb in microbatches for part in mb.pieces]
     per_rank = [len(rank) for step in steps for rank in step.ranks]
     num_rows = sum(bool(mb.samples) for mb in microbatches)
     return Counts(
@@ -142,9 +143,9 @@ def count_steps(steps: Sequence[CountedStep]) -> Counts:
         shared_tokens=sum(mb.shared_tokens for mb in microbatches),
         wide_rows=dict(sorted(Counter(mb.width for mb in microbatches if mb.width > 1).items())),
         wide_tokens=sum(mb.tokens for mb in microbatches if mb.width > 1),
-        num_pieces=sum(mb.piece is not None for mb in microbatches),
-        num_split_samples=sum(mb.piece is not None and mb.piece[0] == 0 for mb in microbatches),
-        piece_tokens=sum(mb.piece[1] - mb.piece[0] for mb in microbatches if mb.piece),
+        num_pieces=len(pieces),
+        num_split_samples=sum(part.begin == 0 for part in pieces),
+        piece_tokens=sum(part.tokens for part in pieces),
         num_split_backwards=sum(
             line.count("W") for step in steps for stages in step.orders for line in stages
         ),
@@ -257,10 +258,8 @@ def _ranks_text(mb: MicroBatch) -> str:
     return f"{mb.dp_ranks[0]}-{mb.dp_ranks[-1]}" if mb.dp_ranks else ""
 
 
-def _piece_text(mb: MicroBatch) -> str:
-    if mb.piece is None:
-        return ""
-    return f"sample {mb.samples[0]}, tokens {mb.piece[0]} to {mb.piece[1]}"
+def _pieces_text(mb: MicroBatch) -> str:
+    return "; ".join(f"sample {i}, tokens {begin} to {end}" for i, begin, end in mb.pieces)
 
 
 FEATURES = (
@@ -308,9 +307,9 @@ FEATURES = (
         ),
         RowFact(
             "piece",
-            _piece_text,
+            _pieces_text,
             "{}",
-            lambda mb: "[{}:{}]".format(*mb.piece or ()),
+            lambda mb: "".join(f"[{begin}:{end}]" for _, begin, end in mb.pieces),
             "piece of a sample",
         ),
         "Megatron's order",

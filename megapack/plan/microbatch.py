@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Part(NamedTuple):
+    """Some of a sample's real tokens: [begin, end)."""
+
+    sample: int
+    """Index of the sample in the input."""
+    begin: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of the part."""
+        return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +45,17 @@ class MicroBatch:
     """Tokens that the row does not hold again, because another of its samples begins with them."""
     dp_ranks: tuple[int, ...] = ()
     """The DP ranks that share the row; () if one rank has it."""
-    piece: tuple[int, int] | None = None
-    """Where the row's part of its first sample begins and ends, in real tokens, if it has not the
-    whole sample: a piece. The sample's other pieces are in the neighbouring micro-batches."""
+    pieces: tuple[Part, ...] = ()
+    """What the row has of the samples that it has not whole: at most one, the first of `samples`.
+    The sample's other pieces are in the neighbouring micro-batches."""
 
     @property
     def begun_samples(self) -> tuple[int, ...]:
-        """Samples whose first token is in the row: all but one that earlier pieces begin."""
-        return self.samples[1:] if self.piece is not None and self.piece[0] > 0 else self.samples
+        """Samples whose first token is in the row: all but those that earlier pieces begin."""
+        if not self.pieces:
+            return self.samples
+        later = {part.sample for part in self.pieces if part.begin > 0}
+        return tuple(i for i in self.samples if i not in later)
 
     @property
     def held_tokens(self) -> int:

@@ -20,13 +20,13 @@ import numpy as np
 from megapack.base.arrays import read_budget
 from megapack.layout import Layout, block_ranks
 from megapack.plan.facts import Counts, count_steps
-from megapack.plan.microbatch import MicroBatch
+from megapack.plan.microbatch import MicroBatch, Part
 from megapack.plan.order import StepOrder, read_order, step_order
 from megapack.plan.text import format_plan, parse_json, parse_text
 from megapack.policy import Policy
 from megapack.prefixes import PrefixTable, SharedPrefixes
 
-__all__ = ["MicroBatch", "Plan", "Policy", "RolloutId", "StepPlan"]
+__all__ = ["MicroBatch", "Part", "Plan", "Policy", "RolloutId", "StepPlan"]
 
 RolloutId = int | str
 
@@ -59,13 +59,14 @@ class StepPlan:
         chains: list[range] = []
         sample = -1
         for k, mb in enumerate(self.ranks[rank]):
-            if mb.piece is None:
+            if not mb.pieces:
                 sample = -1
-            elif mb.samples[0] == sample and mb.piece[0] > 0:
-                chains[-1] = range(chains[-1].start, k + 1)
-            else:
-                sample = mb.samples[0]
-                chains.append(range(k, k + 1))
+            for part in mb.pieces:
+                if part.sample == sample and part.begin > 0:
+                    chains[-1] = range(chains[-1].start, k + 1)
+                else:
+                    sample = part.sample
+                    chains.append(range(k, k + 1))
         return chains
 
     def order(self, rank: int, layout: Layout, *, forward_only: bool = False) -> StepOrder:
@@ -178,7 +179,7 @@ class Plan:
         longest = max(mb.row_tokens / (layout.cp * mb.width) for mb in step.microbatches)
         over = 0
         if self.policy.oversize == "alone" and self.capacity is not None:
-            ends = [mb.piece[1] for mb in step.microbatches if mb.piece is not None]
+            ends = [part.end for mb in step.microbatches for part in mb.pieces]
             aligned = layout.aligned_sample_tokens(max(ends, default=0))
             over = aligned if aligned > self.capacity else 0
         most = max(map(len, step.ranks))
@@ -244,8 +245,8 @@ def _step_payload(step: StepPlan) -> dict[str, Any]:
 
 def _cell(mb: MicroBatch) -> tuple[Any, ...]:
     sizes = (mb.samples, mb.row_tokens, mb.tokens, mb.tokens_sq, mb.padded_tokens)
-    if mb.piece is not None:
-        return (*sizes, mb.shared_tokens, mb.width, *mb.piece)
+    for part in mb.pieces:
+        return (*sizes, mb.shared_tokens, mb.width, part.begin, part.end)
     # The ranks of a shared row are an aligned block, so its place and its width say which they are.
     if mb.width > 1:
         return (*sizes, mb.shared_tokens, mb.width)
@@ -287,7 +288,7 @@ def _build_microbatch(rank: int, cell: list[Any]) -> MicroBatch:
         padded_tokens,
         shared_tokens,
         block_ranks(rank, width),
-        (others[2], others[3]) if len(others) > 2 else None,
+        (Part(samples[0], others[2], others[3]),) if len(others) > 2 else (),
     )
 
 

@@ -218,11 +218,9 @@ def _positions(plan: Plan) -> dict[int, Position]:
                 ranks = mb.dp_ranks or (rank,)
                 for sample in mb.begun_samples:
                     positions[sample] = (number, ranks, (None,), (k,))
-                if mb.piece is not None:
-                    begun = mb.piece[0] == 0
-                    *_, pieces, rows = ((), ()) if begun else positions[mb.samples[0]]
-                    place = (number, ranks, (*pieces, mb.piece), (*rows, k))
-                    positions[mb.samples[0]] = place
+                for sample, begin, end in mb.pieces:
+                    *_, pieces, rows = ((), ()) if begin == 0 else positions[sample]
+                    positions[sample] = (number, ranks, (*pieces, (begin, end)), (*rows, k))
     return positions
 
 

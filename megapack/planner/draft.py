@@ -9,7 +9,8 @@ import numpy as np
 from megapack.base.arrays import Ints
 from megapack.layout import block_ranks
 from megapack.pipeline.simulator import simulate
-from megapack.plan.plan import MicroBatch, RolloutId, StepPlan
+from megapack.plan.microbatch import MicroBatch, Part
+from megapack.plan.plan import RolloutId, StepPlan
 from megapack.planner.items import Items, by_row, row_sums
 
 PADDING = -1
@@ -110,23 +111,25 @@ def _micro_batches(draft: Draft) -> list[MicroBatch]:
     ranks = _row_ranks(draft, widths)
     columns = (starts, ends, *(c.tolist() for c in (padded, tokens, tokens_sq, shared)), ranks)
     return [
-        MicroBatch(tuple(samples[start:end]), row, real, square, row, saved, dp_ranks, piece)
-        for start, end, row, real, square, saved, dp_ranks, piece in zip(
+        MicroBatch(tuple(samples[start:end]), row, real, square, row, saved, dp_ranks, parts)
+        for start, end, row, real, square, saved, dp_ranks, parts in zip(
             *columns, pieces, strict=True
         )
     ]
 
 
-def _row_pieces(draft: Draft) -> list[tuple[int, int] | None]:
-    """The real tokens of each row's piece; None for a row without one."""
+def _row_pieces(draft: Draft) -> list[tuple[Part, ...]]:
+    """The real tokens of the pieces in each row."""
     items = draft.items
-    found: list[tuple[int, int] | None] = [None] * draft.num_rows
+    found: list[tuple[Part, ...]] = [()] * draft.num_rows
     if items.pieces is None:
         return found
-    start, _, chain = items.pieces
-    for item in np.flatnonzero(chain >= 0).tolist():
-        first = int(start[item])
-        found[int(draft.row_of[item])] = (first, first + int(items.lengths[item]))
+    samples = items.samples[items.first_samples]
+    for item in np.flatnonzero(items.pieces.chain >= 0).tolist():
+        begin = int(items.pieces.start[item])
+        sample = int(samples[item])
+        part = Part(sample, begin, begin + int(items.lengths[item]))
+        found[int(draft.row_of[item])] += (part,)
     return found
 
 

@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 def has_piece(micro_batch: MicroBatch) -> bool:
     """Whether the row has a part of a sample only."""
-    return micro_batch.piece is not None
+    return bool(micro_batch.pieces)
 
 
 def sample_spans(micro_batch: MicroBatch, lengths: Sequence[int]) -> list[tuple[int, int]]:
@@ -42,8 +42,8 @@ def sample_spans(micro_batch: MicroBatch, lengths: Sequence[int]) -> list[tuple[
         lengths: tokens of each sample of the micro-batch.
     """
     spans = [(0, length) for length in lengths]
-    if micro_batch.piece is not None:
-        spans[PIECE] = micro_batch.piece
+    for _, begin, end in micro_batch.pieces:
+        spans[PIECE] = begin, end
     return spans
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
-from megapack.plan import MicroBatch, Plan, check_plan
+from megapack.plan import MicroBatch, Part, Plan, check_plan
 from megapack.plan.order import chain_order
 from megapack.policy import Policy
 from tests.dist.row_problem import Family, RowCase, Samples
@@ -113,7 +113,8 @@ def _row(row: Row, lengths: Sequence[int], layout: Layout) -> MicroBatch:
     made = made_row(samples, held, layout)
     # The piece attends to the tokens before it too: (start + n)^2 - start^2.
     before_sq = 2 * start * layout.aligned_sample_tokens(end - start)
-    return replace(made, piece=piece, tokens_sq=made.tokens_sq + before_sq)
+    part = Part(samples[0], start, end)
+    return replace(made, pieces=(part,), tokens_sq=made.tokens_sq + before_sq)
 
 
 def split_facts(plan: Plan) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from megapack.model.attention.sdpa import (
     path_causal_attention,
 )
 from megapack.model.attention.te_rows import gathered_params
-from megapack.plan import MicroBatch
+from megapack.plan import MicroBatch, Part
 from megapack.prefixes import EARLIER, Branch
 from megapack.rows.chain import Chain, Link, link_pieces
 from megapack.rows.packed import PlacedRow, pack_row
@@ -60,7 +60,7 @@ def chain_rows(*, keeps_gradients: bool) -> list[PlacedRow]:
     for piece in PIECES:
         samples = (0, 1) if piece == PIECES[1] else (0,)
         tokens = piece[1] - piece[0] + (LENGTHS[1] if len(samples) > 1 else 0)
-        micro_batch = MicroBatch(samples, tokens, tokens, 0, tokens, piece=piece)
+        micro_batch = MicroBatch(samples, tokens, tokens, 0, tokens, pieces=(Part(0, *piece),))
         rows.append(pack_row(batch, micro_batch, Layout()))
     links = link_pieces([row.piece for row in rows], keeps_gradients=keeps_gradients)
     return [

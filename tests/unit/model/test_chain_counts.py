@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megapack.layout import Layout
 from megapack.model.experts.chains import piece_balance_loss
 from megapack.model.experts.rows import RoutingShape, balance_loss, routing_row
-from megapack.plan import MicroBatch
+from megapack.plan import MicroBatch, Part
 from megapack.rows.chain import link_pieces
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.samples import SampleBatch
@@ -34,7 +34,9 @@ def row_of(samples: tuple[int, ...], piece: tuple[int, int] | None) -> PackedRow
     if piece is not None:
         held[0] = piece[1] - piece[0]
     # With one token of padding.
-    micro_batch = MicroBatch(samples, sum(held) + 1, sum(held), 0, sum(held) + 1, piece=piece)
+    pieces = () if piece is None else (Part(samples[0], *piece),)
+    padded = sum(held) + 1
+    micro_batch = MicroBatch(samples, padded, sum(held), 0, padded, pieces=pieces)
     row = pack_row(batch, micro_batch, Layout())
     routing = routing_row(row, torch.arange(row.row_tokens), None, SHAPE)
     return dataclasses.replace(row, routing=routing)

@@ -11,7 +11,7 @@ from megapack.cost.model import CostModel
 from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.pipeline import simulate
-from megapack.plan import MicroBatch, Plan, StepPlan, check_plan
+from megapack.plan import MicroBatch, Part, Plan, StepPlan, check_plan
 from megapack.plan.order import Chains, chain_order
 from megapack.policy import Policy
 
@@ -24,7 +24,8 @@ def row(*samples: int, piece: tuple[int, int] | None = None) -> MicroBatch:
     rest = [LENGTHS[i] for i in samples[1:]]
     tokens = end - before + sum(rest)
     tokens_sq = end**2 - before**2 + sum(n * n for n in rest)
-    return MicroBatch(samples, tokens, tokens, tokens_sq, tokens, piece=piece)
+    pieces = () if piece is None else (Part(samples[0], *piece),)
+    return MicroBatch(samples, tokens, tokens, tokens_sq, tokens, pieces=pieces)
 
 
 # Sample 2 in three pieces; sample 1 is whole in the row of the last one.

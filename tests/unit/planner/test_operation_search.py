@@ -50,7 +50,7 @@ def seconds(plan: Plan, cost: CostModel | None = COST) -> float:
 
 
 def split_samples(plan: Plan) -> set[int]:
-    return {mb.samples[0] for step in plan.steps for mb in step.microbatches if mb.piece}
+    return {mb.samples[0] for step in plan.steps for mb in step.microbatches if mb.pieces}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -155,9 +155,9 @@ def test_ranks_in_lockstep_run_one_order() -> None:
 def test_pieces_have_equal_work_and_whole_alignments() -> None:
     layout = Layout(pp=2, cp=2)
     plan = planned([12000, *[500] * 10], layout, PIECES)
-    rows = [mb for mb in plan.steps[0].microbatches if mb.piece]
+    rows = [mb for mb in plan.steps[0].microbatches if mb.pieces]
     assert len(rows) > 1
-    assert all(mb.piece[0] % layout.sample_alignment == 0 for mb in rows if mb.piece)
+    assert all(part.begin % layout.sample_alignment == 0 for mb in rows for part in mb.pieces)
     halves = [pieces._cut_at(COST, 12000, part) for part in (0.25, 0.5, 0.75)]
     work = [n + n * n / 12288 for n in (0.0, *halves, 12000.0)]
     assert np.ptp(np.diff(work)) == pytest.approx(0, abs=1e-6)

@@ -14,7 +14,7 @@ import torch
 import megapack.rows.packed
 from megapack.errors import DataError
 from megapack.layout import Layout
-from megapack.plan import MicroBatch
+from megapack.plan import MicroBatch, Part
 from megapack.prefixes import Branch, PrefixTable, SharedPrefixes, row_branches
 from megapack.rows.packed import DUMMY_TOKENS, PackedRow, pack_row, unpack_row
 from megapack.samples import SampleBatch
@@ -94,7 +94,7 @@ def test_the_docstring_example_is_correct() -> None:
     ]
     without = [name for name in names if name != "positions_N"]
     assert [name for name, _ in lines] in ([*names, *names, *names], [*without, *names, *names])
-    piece = pack_row(batch(), MicroBatch((3,), 2, 2, 0, 2, piece=(2, 4)), Layout())
+    piece = pack_row(batch(), MicroBatch((3,), 2, 2, 0, 2, pieces=(Part(3, 2, 4),)), Layout())
     count = len(names)
     rows = [row_of((0, 1), 6)] * (len(lines) - 2 * count) + [shared_row()] * count + [piece] * count
     for row, (name, numbers) in zip(rows, lines, strict=True):

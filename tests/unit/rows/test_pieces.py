@@ -10,7 +10,7 @@ import torch
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.model.experts.rows import RoutingShape, routing_row
-from megapack.plan import MicroBatch
+from megapack.plan import MicroBatch, Part
 from megapack.rows.chain import Piece
 from megapack.rows.packed import PackedRow, pack_row, unpack_row
 from megapack.rows.slices import slice_row
@@ -36,7 +36,8 @@ def piece_row(
     layout = layout or Layout()
     held = [piece[1] - piece[0], *(len(TOKENS[i]) for i in samples[1:])]
     padded = layout.padded_tokens(held)
-    micro_batch = MicroBatch(samples, padded, sum(held), 0, padded, piece=piece)
+    pieces = (Part(samples[0], *piece),)
+    micro_batch = MicroBatch(samples, padded, sum(held), 0, padded, pieces=pieces)
     return pack_row(data or batch(), micro_batch, layout)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megapack.layout import Layout
 from megapack.loss.sequence import GSPO, AnyObjective, ValueLoss, call_objective
 from megapack.loss.token import GRPO, SFT
-from megapack.plan import MicroBatch
+from megapack.plan import MicroBatch, Part
 from megapack.rows.chain import Link, link_pieces
 from megapack.rows.packed import PackedRow, PlacedRow, pack_row
 from megapack.rows.segments import Segments, chain_segments, row_segments
@@ -51,7 +51,8 @@ def row_of(samples: tuple[int, ...], piece: tuple[int, int] | None) -> PackedRow
     if piece is not None:
         held[0] = piece[1] - piece[0]
     tokens = sum(held)
-    micro_batch = MicroBatch(samples, tokens, tokens, 0, tokens, piece=piece)
+    pieces = () if piece is None else (Part(samples[0], *piece),)
+    micro_batch = MicroBatch(samples, tokens, tokens, 0, tokens, pieces=pieces)
     return pack_row(batch(), micro_batch, Layout(), [0.3, 0.5, 0.2])
 
 
@@ -197,7 +198,8 @@ def test_two_chains_at_a_time_and_a_nan() -> None:
     chains = ChainLosses(run.loss)
     first, second, last = rows = [row_of(*row) for row in ROWS]
     begin, middle, end = links(rows)
-    micro_batches = [MicroBatch((1,), 2, 2, 0, 2, piece=piece) for piece in ((0, 2), (2, 4))]
+    parts = (Part(1, 0, 2), Part(1, 2, 4))
+    micro_batches = [MicroBatch((1,), 2, 2, 0, 2, pieces=(part,)) for part in parts]
     others = [pack_row(batch(), mb, Layout(), [0.3, 0.5, 0.2]) for mb in micro_batches]
     chains.add(begin, run.inputs(first))
     chains.add(links(others)[0], run.inputs(others[0]))
