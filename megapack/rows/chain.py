@@ -5,8 +5,8 @@ the pieces and backward in reverse. Between them, layers and the loss keep somet
 keys and values, counts of experts, log-probs.
 
 A piece is the first sample of its row and the row's first branch: so the keys of the earlier
-pieces, put before those of the row, are right before the piece's own. This is said here (`PIECE`,
-`sample_spans`), and nowhere else.
+pieces, put before those of the row, are right before the piece's own. Code that relies on it names
+`PIECE`.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def scatter_to_samples(
     for samples, is_spread in reduced_samples(step, dp_rank, scope):
         flat = _concatenated(local, samples, lengths, device)
         _sum_on_all_stages(flat, dp_cp_group if is_spread else cp_group, pp_group)
-        for i, value in zip(samples, _by_sample(flat.cpu(), samples, lengths), strict=True):
+        for i, value in zip(samples, by_sample(flat.cpu(), samples, lengths), strict=True):
             out[i] = value
     return only_in_scope(out, step, dp_rank, scope)
 
@@ -147,10 +147,10 @@ def _concatenated(
     return torch.cat(pieces)
 
 
-def _by_sample(flat: Tensor, samples: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
+def by_sample(flat: Tensor, samples: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
     """The inverse of `_concatenated`: the values of each of `samples`.
 
-    >>> _by_sample(torch.tensor([1.0, 2.0, 3.0, 5.0, 6.0]), [0, 2], [3, 1, 2])
+    >>> by_sample(torch.tensor([1.0, 2.0, 3.0, 5.0, 6.0]), [0, 2], [3, 1, 2])
     [tensor([1., 2., 3.]), tensor([5., 6.])]
     """
     pieces = flat.split([lengths[i] for i in samples]) if samples else ()

@@ -139,8 +139,8 @@ def no_segments(field_names: Sequence[str]) -> Segments:
 def chain_segments(rows: Sequence[Segments]) -> Segments:
     """The segments of the rows of a chain, as those of one row; losses stay in their order.
 
-    The sample in pieces is the first of each row, and a colocated set by itself. Only the row that
-    has its end has its score; in the others the score is 0.
+    The sample in pieces is the first of each row (`chain.PIECE`), and a colocated set by itself.
+    Only the row that has its end has its score; in the others the score is 0.
 
     >>> two = Segments(sample_of_R=torch.tensor([0, 0, 1]), set_of_n=torch.tensor([0, 1]))
     >>> joined = chain_segments([two, two])

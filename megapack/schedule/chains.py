@@ -61,7 +61,8 @@ class ChainLosses:
             backward, which comes after the chain's last forward, gives each row the gradients of
             the chain's loss.
         """
-        forwards = link.kept(self)
+        # Under the class: under this object, the chain would keep its pass alive, in a circle.
+        forwards = link.kept(ChainLosses)
         forwards[link.index] = forward = _Forward(inputs)
         total = inputs.values_R.detach().sum() * 0.0
         if link.is_last:

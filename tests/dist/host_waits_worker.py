@@ -197,7 +197,13 @@ def varlen_on_cpu(ledger: DeviceLedger) -> Iterator[None]:
     ) -> Tensor:
         given = query, key, value, cu_seq_q, cu_seq_k
         counts = ledger.kernel("varlen_attn", _counts, given, {})
-        paths = Paths(num_queries=counts[0], num_keys=counts[1], order_K=cu_seq_k)
+        paths = Paths(
+            num_queries=counts[0],
+            num_keys=counts[1],
+            order_K=cu_seq_k,
+            query_ends=cu_seq_q,
+            key_ends=cu_seq_k,
+        )
         return path_causal_attention(query, key, value, paths, scale)
 
     with (

@@ -37,7 +37,7 @@ from torch import Tensor
 from megapack.errors import DataError
 from megapack.plan.plan import StepPlan
 from megapack.prefixes import Branch
-from megapack.rows.outputs import Scope, only_in_scope, reduced_samples
+from megapack.rows.outputs import Scope, by_sample, only_in_scope, reduced_samples
 from megapack.rows.packed import PackedRow, RoutingRow
 from megapack.rows.slices import indices_in
 from megapack.rows.transfer import moved
@@ -328,10 +328,8 @@ def collect_routing(
         for group in [*groups, dp_group] if is_spread else groups:
             if group.size() > 1:
                 dist.all_reduce(flat, group=group)
-        on_host = flat.cpu()
-        for i in samples:
-            # A view would keep the whole batch alive, and be pickled with it.
-            out[i] = on_host[starts[i] : starts[i] + lengths[i]].clone()
+        for i, value in zip(samples, by_sample(flat.cpu(), samples, lengths), strict=True):
+            out[i] = value
     return only_in_scope(out, step, dp_rank, scope)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from megapack.model.attention import paths as paths_module
 from megapack.model.attention import sdpa, varlen
 from megapack.model.attention.paths import key_paths
 from megapack.model.attention.row import row_view
@@ -125,6 +127,12 @@ def test_slices_attend_as_the_whole_row_does(
         grads = torch.autograd.grad((out * weights[mine]).sum(), (q, k, v))
         total = [a + b for a, b in zip(total, grads, strict=True)]
     assert error(total, wanted) < 1e-12
+
+
+def test_doctests_of_the_module() -> None:
+    result = doctest.testmod(paths_module)
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def test_a_key_is_gathered_once_per_path() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.model.experts.rows import RoutingShape, routing_row
 from megapack.plan import MicroBatch, Part
-from megapack.rows.chain import Piece
+from megapack.rows import chain
+from megapack.rows.chain import Piece, link_pieces
 from megapack.rows.packed import PackedRow, pack_row, unpack_row
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch, TensorField
@@ -44,6 +46,24 @@ def piece_row(
 def rows(layout: Layout | None = None) -> list[PackedRow]:
     """The first piece alone, the last one with another sample."""
     return [piece_row((0,), PIECES[0], layout=layout), piece_row((0, 1), PIECES[1], layout=layout)]
+
+
+def test_doctests_of_chains() -> None:
+    result = doctest.testmod(chain)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_two_chains_in_turn_keep_what_is_theirs() -> None:
+    end, begin = Piece(2, is_last=True), Piece(4, is_last=False)
+    rows = [begin, end, None, begin, begin, end]
+    links = [link for link in link_pieces(rows, keeps_gradients=True) if link is not None]
+    assert [(link.index, link.padded_tokens, link.is_last) for link in links] == [
+        *((0, 4, False), (1, 2, True)),
+        *((0, 4, False), (1, 4, False), (2, 2, True)),
+    ]
+    links[0].kept("layer")[0] = "keys"
+    assert [len(link.kept("layer")) for link in links] == [1, 1, 0, 0, 0]
 
 
 def test_a_later_piece_by_eye() -> None:
