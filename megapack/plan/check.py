@@ -22,8 +22,9 @@
 10. A sample in pieces is in consecutive micro-batches of one DP rank, from its first token to its
    last, only under split_samples="auto". All pieces but the last are aligned. A row with a piece is
    within the budget; its other samples are whole. With vpp > 1 the pieces are in one group of G
-   micro-batches. Without a budget, with shared prefixes, in colocated sets of several samples, in
-   rows over several ranks, and where ranks exchange tokens of experts, samples are whole.
+   micro-batches. Without a budget, in colocated sets of several samples, in rows over several
+   ranks, and where ranks exchange tokens of experts, samples are whole; so are those that share a
+   prefix.
 11. Orders of operations can run: they are complete, without a circle, and run the backwards of
    pieces in reverse. They hold no more tokens than `Plan.live_cap`. Weight gradients are apart only
    under backward="split". A training step with pieces has orders, a pass without backwards none.
@@ -170,7 +171,6 @@ class _Checker:
         reasons = {
             "split_samples='off'": self.policy.split_samples == "off",
             "no budget": self.budget is None,
-            "shared prefixes": self.table is not None,
             f"experts over DP ranks, ep={self.layout.ep}": self.layout.ep_spans_dp,
         }
         for reason, holds in reasons.items():
@@ -199,6 +199,8 @@ class _Checker:
             raise _broken(
                 10, f"{where} split sample {sample}, one of {together} in a colocated set"
             )
+        if self.table is not None and self.table.place[sample] >= 0:
+            raise _broken(10, f"{where} split sample {sample}, which shares a prefix")
         if any(mb.width > 1 for mb in rows):
             raise _broken(10, f"{where} have pieces in rows over several DP ranks")
 

@@ -19,7 +19,7 @@ from megapack.errors import PlanError
 from megapack.planner.draft import Draft
 from megapack.planner.items import Items
 from megapack.planner.operations import plan_operations
-from megapack.planner.pieces import may_cut
+from megapack.planner.pieces import is_alone, may_cut
 from megapack.planner.search import plan_rows
 from megapack.planner.sharing import plan_shared_rows
 from megapack.planner.step import UNLIMITED
@@ -41,7 +41,7 @@ def best_draft(items: Items) -> Draft:
     widens = step.policy.context_parallel == "dynamic"
     cuts = may_cut(items)
     # A sample over the budget is cut, or goes over several ranks, where that is allowed.
-    must_cut = cuts and bool((items.item_samples[_over(items)] == 1).any())
+    must_cut = cuts and bool((_over(items) & is_alone(items)).any())
     narrow = wide = refused = None
     try:
         if widens or not must_cut:
@@ -54,6 +54,8 @@ def best_draft(items: Items) -> Draft:
         refused = error
     if narrow is not None:
         items = narrow.items
+    elif must_cut and step.prefixes is not None:
+        items = _with_parts(items)
     if widens:
         narrow = None if _over(items).any() else narrow
         try:
@@ -84,6 +86,20 @@ def _plan_narrow(items: Items) -> Draft:
     if items.step.prefixes is None:
         return plan_rows(items, items.step.policy.search)
     return plan_shared_rows(items)
+
+
+def _with_parts(items: Items) -> Items:
+    """The items, those within the budget as parts of families: the parts that are best for a step
+    of these items alone."""
+    over = _over(items)
+    within = items.take(np.flatnonzero(~over))
+    if not within.num_items:
+        return items
+    try:
+        parts = plan_shared_rows(within).items
+    except PlanError:
+        parts = within
+    return parts.joined(items.take(np.flatnonzero(over)))
 
 
 def _plan_uncut(items: Items, refused: PlanError | None) -> Draft:

@@ -178,7 +178,9 @@ def run_rank(
         times.weights[k] = min(times.weights[k], whole)
         times.backward[k] = whole - times.weights[k]
     if own.forward_only:
-        # Nothing is kept in a pass without backwards.
+        # Nothing is kept in a pass without backwards: its peak is the largest micro-batch.
+        if largest(times.held) > own.cap:
+            return np.inf
         times.held[:] = 0
     return _filled_seconds(own, own.ops[rank, : own.num_ops[rank]], times, patience, ran, num_ran)
 

@@ -145,7 +145,7 @@ def keep_reachable(items: Items, rollout_ends: Ints) -> tuple[Items, int]:
         size = int(rollout_ends[kept - 1])
         if size < int(rank_counts(step, least_rows[size - 1], reach_group(step)).sum()):
             continue  # Too few items even for a lower bound of the rows: packing is not needed.
-        prefix = items.take(size)
+        prefix = items.take(np.arange(size))
         if prefix.num_items >= fewest_counts(prefix):
             logger.warning(
                 "step %d: dropped %d trailing rollout(s) (%d kept, %d samples)",

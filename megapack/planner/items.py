@@ -168,11 +168,21 @@ class Items:
         tokens_sq -= row_sums(self.shared_sq, row_of, num_rows)
         return tokens, tokens_sq
 
-    def take(self, count: int) -> Items:
-        """The first `count` items."""
-        sizes: dict[str, Any] = {name: getattr(self, name)[:count] for name in _PER_ITEM}
-        samples = self.samples[: int(self.item_samples[:count].sum())]
+    def take(self, chosen: Ints) -> Items:
+        """Some of the items: int64, in any order, and each any number of times."""
+        sizes: dict[str, Any] = {name: getattr(self, name)[chosen] for name in _PER_ITEM}
+        num = self.item_samples[chosen]
+        within = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)
+        samples = self.samples[np.repeat(self.first_samples[chosen], num) + within]
         return replace(self, samples=samples, **sizes)
+
+    def joined(self, others: Items) -> Items:
+        """These items, and then the others."""
+        names = ("samples", *_PER_ITEM)
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(self, name), getattr(others, name)]) for name in names
+        }
+        return replace(self, **columns)
 
     def merged(self, part_of: Ints) -> Items:
         """The items' parts as items, which share inside.

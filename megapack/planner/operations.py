@@ -234,10 +234,10 @@ class _OperationSearch:
         samples holds in Megatron's order: W's that wait longer gain little (docs/planner.md).
         """
         layout = self.layout
-        if self.step.forward_only:
-            return math.inf
         if self.step.max_live is not None:
             return float(self.step.max_live)
+        if self.step.forward_only:
+            return math.inf
         count = max(rows.size for rows in draft.rank_rows)
         order = self.runner.order(count, draft.group_size or 1)
         in_flight = float(order.peak_live(np.ones(count)).max())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megapack.base.arrays import Floats, Ints
+from megapack.base.arrays import Bools, Floats, Ints
 from megapack.cost.model import CostModel
 from megapack.planner.bins import pack_to_targets
 from megapack.planner.draft import PADDING, Draft
@@ -55,7 +55,14 @@ def item_seconds(items: Items) -> Floats:
 def may_cut(items: Items) -> bool:
     """Whether samples may be cut at all."""
     step = items.step
-    return step.policy.split_samples == "auto" and step.prefixes is None and step.budget is not None
+    return step.policy.split_samples == "auto" and step.budget is not None
+
+
+def is_alone(items: Items) -> Bools:
+    """bool [I]: items of one sample that shares nothing with others. Only these are cut."""
+    alone: Bools = items.item_samples == 1
+    table = items.step.prefixes
+    return alone if table is None else alone & (table.place[items.samples[items.first_samples]] < 0)
 
 
 def cut_items(items: Items, count: int, longest: float, most: int) -> CutItems | None:
@@ -72,7 +79,7 @@ def cut_items(items: Items, count: int, longest: float, most: int) -> CutItems |
     wanted = np.ones(work.size)
     if longest > 0:
         wanted = np.minimum(np.ceil(work / longest - _ROUNDING), most)
-    single = items.item_samples == 1
+    single = is_alone(items)
     over = single & (items.aligned > items.step.capacity)
     chosen = np.flatnonzero(single & ((wanted > 1) | over))
     chosen = chosen[np.argsort(-work[chosen], kind="stable")]
@@ -207,18 +214,11 @@ def _with_pieces(
         start[whole.size :], end[whole.size :] = np.array(flat, dtype=np.int64).T
     is_piece = chain >= 0
     real_end = np.minimum(end, items.lengths[item_of])
-    # Of each item's samples, in the order of `item_of`.
-    num = items.item_samples[item_of]
-    within = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)
     return replace(
-        items,
-        samples=items.samples[np.repeat(items.first_samples[item_of], num) + within],
-        item_samples=num,
+        items.take(item_of),
         lengths=np.where(is_piece, real_end - start, items.lengths[item_of]),
         aligned=end - start,
         aligned_sq=np.where(is_piece, end * end - start * start, items.aligned_sq[item_of]),
-        shared=items.shared[item_of],
-        shared_sq=items.shared_sq[item_of],
         pieces=Pieces(start, end, chain),
     )
 

@@ -155,6 +155,22 @@ class SharedPrefixes:
         own_tokens = _own_tokens(mtp_num_layers)
         return cls(tuple(order.tolist()), tuple(common.tolist()), own_tokens).trimmed()
 
+    def without(self, samples: Ints) -> SharedPrefixes:
+        """The prefixes of the other samples.
+
+        >>> SharedPrefixes((0, 1, 2, 3), (0, 5, 3, 4)).without(np.array([1]))
+        SharedPrefixes(order=(0, 2, 3), common=(0, 3, 4), own_tokens=1)
+        """
+        order = np.array(self.order, dtype=np.int64)
+        kept = np.flatnonzero(~np.isin(order, samples))
+        if not kept.size:
+            return SharedPrefixes((), (), self.own_tokens)
+        # With the last one that stays, a sample has the least in common of all from there on.
+        starts = np.concatenate([[0], kept[:-1] + 1])
+        common = np.minimum.reduceat(np.array(self.common[: kept[-1] + 1], dtype=np.int64), starts)
+        other = SharedPrefixes(tuple(order[kept].tolist()), tuple(common.tolist()), self.own_tokens)
+        return other.trimmed()
+
     def trimmed(self) -> SharedPrefixes:
         """Without samples that share no position with another one."""
         common = np.array(self.common, dtype=np.int64)

@@ -25,6 +25,30 @@ GRID: dict[str, SplitCase] = {
 """Layout times recompute, each with all objectives of tokens and of samples."""
 
 SPECIAL: dict[str, SplitCase] = {
+    **{
+        f"shared_{place}-{recompute}": SplitCase(
+            title="beside shared prefixes",
+            layout=LAYOUTS[place],
+            shape="shared",
+            recompute=recompute,
+        )
+        for place, recompute in (("pp2", "none"), ("pp2_vpp2", "full"), ("cp2_pp2", "full"))
+    },
+    "shared_moe": SplitCase(
+        title="beside shared prefixes, 4 experts, balance and z-loss",
+        layout=_PP2,
+        model="moe",
+        shape="shared",
+        kinds=_TOKENS,
+    ),
+    "shared_mla_full": SplitCase(
+        title="beside shared prefixes, multi-latent attention, recompute full",
+        layout=_PP2,
+        model="mla",
+        shape="shared",
+        recompute="full",
+        kinds=_TOKENS,
+    ),
     "sft_all": SplitCase(title="losses on prompts", layout=_PP2, kinds=("sft_all",)),
     "value": SplitCase(title="values", layout=_PP2, kinds=("value",)),
     "value_cp2_full": SplitCase(
@@ -106,6 +130,9 @@ CASES = (
     "mla_full",
     "moe_full",
     "moe_replay_full",
+    "shared_pp2_vpp2-full",
+    "shared_cp2_pp2-full",
+    "shared_moe",
     *MUTATED,
 )
 """The cases that CI runs; `tools/exactness.py --split-samples '*'` runs all."""

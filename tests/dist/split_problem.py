@@ -17,6 +17,7 @@ from megapack.layout import Layout
 from megapack.plan import MicroBatch, Part, Plan, check_plan
 from megapack.plan.order import chain_order
 from megapack.policy import Policy
+from megapack.prefixes import PrefixTable, SharedPrefixes
 from tests.dist.row_problem import Family, RowCase, Samples
 from tests.made_rows import made_row
 
@@ -28,6 +29,13 @@ SHAPES: dict[str, list[Family]] = {
         *[(8, [10]), (11, [22]), (4, [5]), (6, [9])],
     ],
 }
+
+SHAPES["shared"] = [
+    *[(44, [53]), (12, [4, 6, 3]), (5, [59]), (12, [2, 4])],
+    *[(20, [1]), (1, [0]), (8, [10]), (11, [22])],
+]
+"""Samples of 97, 16, 18, 15, 64, 14, 16, 21, 1, 18 and 33 tokens. Samples 1 to 3 are a family, and
+so are 5 and 6."""
 
 Row = tuple[Sequence[int], tuple[int, int] | None]
 """Samples of a row, and the piece of the first."""
@@ -49,6 +57,17 @@ ROWS_2: list[list[Row]] = [
     [((7, 8), None), ((3, 4), (0, 40)), ((3, 5), (40, 64)), ((9, 10), None)],
 ]
 """The same samples over two DP ranks."""
+SHARED_ROWS: list[Row] = [
+    ((0,), (0, 32)),
+    ((0,), (32, 64)),
+    ((0, 1, 2), (64, 97)),
+    ((3, 7), None),
+    ((4, 5, 6), (0, 40)),
+    ((4,), (40, 64)),
+    ((8, 9), None),
+    ((10,), None),
+]
+"""Rows of the shape `shared`: a piece stands beside a family in two of them."""
 
 CAPACITY = 64
 """Padded tokens that a row may hold; the longest sample has 97."""
@@ -87,7 +106,13 @@ def plan_by_hand(samples: Samples, plain: Plan) -> Plan:
     layout = plain.layout
     lengths = samples.batch.lengths
     rows = [ROWS] if layout.dp == 1 else ROWS_2
-    ranks = tuple(tuple(_row(row, lengths, layout) for row in rank) for rank in rows)
+    prefixes = table = None
+    if samples.shape == "shared":
+        rows = [SHARED_ROWS]
+        tokens = [samples.batch.tokens(i) for i in range(len(samples.batch))]
+        prefixes = SharedPrefixes.from_samples(tokens).without(np.array([0, 4]))
+        table = PrefixTable(prefixes, len(tokens), layout)
+    ranks = tuple(tuple(_row(row, lengths, layout, table) for row in rank) for rank in rows)
     count = len(ranks[0])
     group = layout.group_size if layout.vpp > 1 else None
     step = replace(plain.steps[0], ranks=ranks, num_microbatches=count, group_size=group)
@@ -98,19 +123,20 @@ def plan_by_hand(samples: Samples, plain: Plan) -> Plan:
         steps=(replace(step, orders=orders),),
         policy=Policy(split_samples="auto", max_live_tokens_per_gpu=LIVE_TOKENS // layout.cp),
         max_tokens_per_gpu=CAPACITY // layout.cp,
+        prefixes=prefixes,
     )
     check_plan(plan, lengths)
     return plan
 
 
-def _row(row: Row, lengths: Sequence[int], layout: Layout) -> MicroBatch:
+def _row(row: Row, lengths: Sequence[int], layout: Layout, table: PrefixTable | None) -> MicroBatch:
     samples, piece = row
     if piece is None:
-        return made_row(samples, lengths, layout)
+        return made_row(samples, lengths, layout, table=table)
     start, end = piece
     held = list(lengths)
     held[samples[0]] = end - start
-    made = made_row(samples, held, layout)
+    made = made_row(samples, held, layout, table=table)
     # The piece attends to the tokens before it too: (start + n)^2 - start^2.
     before_sq = 2 * start * layout.aligned_sample_tokens(end - start)
     part = Part(samples[0], start, end)

@@ -20,6 +20,7 @@ from megapack import (
 )
 from megapack.pipeline.simulator import simulate_planned
 from megapack.planner import clock, pieces
+from megapack.policy import ContextParallel
 
 pytestmark = pytest.mark.unit
 
@@ -131,6 +132,40 @@ def test_colocated_sets_and_shared_prefixes_stay_whole() -> None:
     plan = planned(lengths, Layout(dp=2, pp=2), BOTH, prefixes=prefixes)
     assert not split_samples(plan)
     assert plan.steps[0].orders
+
+
+def test_a_colocated_set_over_the_cap_is_refused_in_a_forward_pass() -> None:
+    policy = dataclasses.replace(BOTH, max_live_tokens_per_gpu=200)
+    with pytest.raises(PlanError, match="max_live_tokens_per_gpu=200"):
+        planned(
+            [1, 100, 100],
+            Layout(),
+            policy,
+            max_tokens_per_gpu=30,
+            colocate_ids=[0, 0, 0],
+            forward_only=True,
+        )
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("context_parallel", ["fixed", "dynamic"])
+def test_a_sample_over_the_budget_is_cut_beside_shared_prefixes(
+    dp: int, context_parallel: ContextParallel
+) -> None:
+    tokens = [[0] * 1000 + [family, *range(200 + i)] for family in (1, 2) for i in range(8)]
+    # It begins as the first family does.
+    tokens.append([0] * 1000 + [1, *range(8000)])
+    policy = dataclasses.replace(PIECES, context_parallel=context_parallel)
+    plan = planned(
+        [len(own) for own in tokens],
+        Layout(dp=dp, pp=2),
+        policy,
+        max_tokens_per_gpu=4096,
+        prefixes=SharedPrefixes.from_samples(tokens),
+    )
+    wide = any(mb.width > 1 for mb in plan.steps[0].microbatches)
+    assert wide or split_samples(plan) == {16}
+    assert plan.counts.shared_tokens >= 12 * 1000
 
 
 def test_the_faster_of_wide_rows_and_pieces_is_taken() -> None:
