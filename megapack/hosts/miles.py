@@ -1,4 +1,4 @@
-"""miles: `miles.utils.dp_schedule`, and functions of `miles.utils.seqlen_balancing`."""
+"""miles: the schedule of `miles.utils.dp_schedule`, and corrections of its losses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megapack.errors import PlanError
-from megapack.hosts.shared.balancing import (
-    expand_bins_by_splitting,
-    first_fit_decreasing_pack,
-    first_fit_pack,
-    get_seqlen_balanced_partitions,
-)
 from megapack.hosts.shared.flops import sample_flops
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.options import HostOptions
@@ -28,10 +22,6 @@ from megapack.hosts.shared.rollout_schedule import (
 __all__ = [
     "build_dp_schedule",
     "configure",
-    "expand_bins_by_splitting",
-    "first_fit_decreasing_pack",
-    "first_fit_pack",
-    "get_seqlen_balanced_partitions",
     "loss_function",
     "normalize_advantages",
 ]

@@ -1,4 +1,4 @@
-"""SkyRL: micro-batch iterators of `worker_utils`, and `bin_packing.make_seq_packer`.
+"""SkyRL: token-based micro-batches of `worker_utils`, and `bin_packing.make_seq_packer`.
 
 Token-based micro-batches are planned by megapack. With a layout configured, alignment counts
 against the budget, micro-batches are ordered for the pipeline, and every M is one that the
@@ -36,11 +36,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "SampleBasedBatchIterator",
     "SkyRLOptions",
     "TokenBasedBatchIterator",
     "configure",
-    "get_microbatch_iterator",
     "make_seq_packer",
 ]
 
@@ -75,22 +73,38 @@ _OPTIONS = HostOptions(SkyRLOptions())
 configure = _OPTIONS.configure
 
 
-class _BatchIterator:
-    """Micro-batches of a TrainingInputBatch: those with samples, then the padding ones."""
+class TokenBasedBatchIterator:
+    """Micro-batches of at most `max_tokens_per_microbatch` real tokens; a larger sample is alone.
 
-    def __init__(self, data: Any, microbatches: Rows, count: int) -> None:
+    Collective over all ranks if torch.distributed is initialized: all ranks construct it, and all
+    get the same number of micro-batches or raise.
+    """
+
+    def __init__(self, data: Any, max_tokens_per_microbatch: int) -> None:
         """
         Args:
-            data: the TrainingInputBatch.
-            microbatches: the samples of each micro-batch.
-            count: number of micro-batches, with the padding ones.
+            data: a TrainingInputBatch: a dict of tensors and TensorLists with `metadata`.
+            max_tokens_per_microbatch: real tokens of a micro-batch, before CP.
+
+        Raises:
+            ScheduleError: on every rank, if one rank's data or settings cannot be used.
         """
+        max_tokens = int(max_tokens_per_microbatch)
+        options = _OPTIONS.current
+        settings = repr((max_tokens, options))
+        rank, need = agree_on_need(lambda: _RankRows(data, max_tokens, options), settings, None)
+        layout = options.layout
+        count = need.count if layout is None else layout.next_legal_count(need.count)
+        log_budget("SkyRL", max_tokens, layout and layout.cp)
+        rows = split_rows(rank.rows, count, rank.lengths)
+        if rows is not rank.rows:
+            rows = small_at_ends(rows, rank.lengths)
         self.data = data
-        self._microbatches = microbatches
-        self._num_padding_microbatches = max(count - len(microbatches), 0)
-        self._micro_batch_size: int | None = None
-        if _OPTIONS.current.uniform_micro_batch_size:
-            self._micro_batch_size = max(map(len, microbatches))
+        self._microbatches = rows
+        self._num_padding_microbatches = max(count - len(rows), 0)
+        self._max_tokens_per_microbatch = max_tokens
+        self._token_counts = rank.lengths.tolist()
+        self._micro_batch_size = max(map(len, rows)) if options.uniform_micro_batch_size else 0
 
     def __len__(self) -> int:
         return len(self._microbatches) + self._num_padding_microbatches
@@ -127,75 +141,10 @@ class _BatchIterator:
 
     def _fill_up(self, batch: Any) -> Any:
         """Append padding samples up to the uniform micro-batch size, if one is set."""
-        missing = (self._micro_batch_size or 0) - len(batch["sequences"])
+        missing = self._micro_batch_size - len(batch["sequences"])
         if missing <= 0:
             return batch
         return _append(batch, _padding_samples(self.data, missing, like=batch))
-
-
-class TokenBasedBatchIterator(_BatchIterator):
-    """Micro-batches of at most `max_tokens_per_microbatch` real tokens; a larger sample is alone.
-
-    Collective over all ranks if torch.distributed is initialized: all ranks construct it, and all
-    get the same number of micro-batches or raise.
-    """
-
-    def __init__(self, data: Any, max_tokens_per_microbatch: int) -> None:
-        """
-        Args:
-            data: a TrainingInputBatch: a dict of tensors and TensorLists with `metadata`.
-            max_tokens_per_microbatch: real tokens of a micro-batch, before CP.
-
-        Raises:
-            ScheduleError: on every rank, if one rank's data or settings cannot be used.
-        """
-        max_tokens = int(max_tokens_per_microbatch)
-        options = _OPTIONS.current
-        settings = repr((max_tokens, options))
-        rank, need = agree_on_need(lambda: _RankRows(data, max_tokens, options), settings, None)
-        layout = options.layout
-        count = need.count if layout is None else layout.next_legal_count(need.count)
-        log_budget("SkyRL", max_tokens, layout and layout.cp)
-        rows = split_rows(rank.rows, count, rank.lengths)
-        if rows is not rank.rows:
-            rows = small_at_ends(rows, rank.lengths)
-        super().__init__(data, rows, count)
-        self._max_tokens_per_microbatch = max_tokens
-        self._token_counts = rank.lengths.tolist()
-
-
-class SampleBasedBatchIterator(_BatchIterator):
-    """Micro-batches of `sample_batch_size` consecutive samples; the last may have fewer.
-
-    With a layout configured, padding micro-batches fill up to a count that Megatron runs.
-    """
-
-    def __init__(self, data: Any, sample_batch_size: int, drop_last: bool = False) -> None:
-        """
-        Raises:
-            ConfigError: a size below 1, or drop_last, which would lose samples.
-        """
-        if drop_last:
-            raise ConfigError("drop_last=True would lose samples; set False")
-        if sample_batch_size < 1:
-            raise ConfigError(f"sample_batch_size={sample_batch_size}; set 1 or more")
-        self.sample_batch_size = sample_batch_size
-        self.drop_last = drop_last
-        self.total_batch_size = len(data["sequences"])
-        samples = list(range(self.total_batch_size))
-        rows = [samples[i : i + sample_batch_size] for i in samples[::sample_batch_size]]
-        layout = _OPTIONS.current.layout
-        super().__init__(data, rows, layout.next_legal_count(len(rows)) if layout else len(rows))
-        self.num_micro_batches = len(self)
-
-
-def get_microbatch_iterator(
-    data: Any, micro_batch_size: int, max_tokens_per_microbatch: int
-) -> TokenBasedBatchIterator | SampleBasedBatchIterator:
-    """Iterate by tokens if `max_tokens_per_microbatch` is positive (-1: off), else by samples."""
-    if max_tokens_per_microbatch > 0:
-        return TokenBasedBatchIterator(data, max_tokens_per_microbatch)
-    return SampleBasedBatchIterator(data, micro_batch_size)
 
 
 def make_seq_packer(

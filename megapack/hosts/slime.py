@@ -1,4 +1,4 @@
-"""slime: `slime.utils.dp_schedule`, and functions of `slime.utils.seqlen_balancing`."""
+"""slime: the schedule of `slime.utils.dp_schedule`, and corrections of its losses."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megapack.errors import DataError
-from megapack.hosts.shared.balancing import (
-    expand_bins_by_splitting,
-    first_fit_pack,
-    get_seqlen_balanced_partitions,
-)
 from megapack.hosts.shared.flops import knows_sizes, sample_flops
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.options import HostOptions
@@ -26,9 +21,6 @@ from megapack.hosts.shared.rollout_schedule import (
 __all__ = [
     "build_dp_schedule",
     "configure",
-    "expand_bins_by_splitting",
-    "first_fit_pack",
-    "get_seqlen_balanced_partitions",
     "loss_function",
 ]
 

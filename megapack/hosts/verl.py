@@ -7,8 +7,6 @@ against verl 0.9.1.
 
 from __future__ import annotations
 
-import copy
-import heapq
 from collections.abc import Hashable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,7 @@ import numpy as np
 
 from megapack.base.arrays import Ints
 from megapack.errors import DataError, HostAssertionError
-from megapack.hosts.shared.balancing import get_seqlen_balanced_partitions as balanced_partitions
+from megapack.hosts.shared.balancing import get_seqlen_balanced_partitions
 from megapack.hosts.shared.options import HostOptions
 from megapack.hosts.shared.rank_rows import (
     Rows,
@@ -30,10 +28,7 @@ from megapack.hosts.shared.verl_items import (
     RankItems,
     VerlOptions,
     calculate_workload,
-    ceildiv,
-    roundup_divisible,
 )
-from megapack.planner.partition import karmarkar_karp as largest_differencing
 
 if TYPE_CHECKING:
     import torch
@@ -41,17 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VerlOptions",
-    "calculate_workload",
-    "ceildiv",
     "configure",
     "get_group_balanced_partitions",
-    "get_seqlen_balanced_partitions",
-    "greedy_partition",
-    "karmarkar_karp",
-    "prepare_dynamic_batch",
     "rearrange_micro_batches",
     "restore_dynamic_batch",
-    "roundup_divisible",
 ]
 
 # Fields that are set to zero in padding copies: which tokens have a loss.
@@ -59,69 +47,6 @@ _LOSS_MASKS = ("loss_mask", "response_mask")
 
 _OPTIONS = HostOptions(VerlOptions())
 configure = _OPTIONS.configure
-
-
-def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Rows:
-    """Partition items into k parts of about equal sums, by the largest differencing method.
-
-    Args:
-        seqlen_list: integers, as a sequence, a tensor or an array.
-        k_partitions: number of parts.
-        equal_size: every part gets the same number of items.
-
-    Returns:
-        The items of each part in the order in which they joined, the part with the largest sum
-        first. Parts are empty if there are fewer items than parts.
-
-    Raises:
-        HostAssertionError: `equal_size` and the items do not divide into k parts.
-        DataError: values that are not integers.
-    """
-    sizes = _read_integers(seqlen_list)
-    if k_partitions < 1 or (equal_size and sizes.size % k_partitions):
-        raise HostAssertionError(
-            f"{sizes.size} items do not divide into {k_partitions} equal parts; set another "
-            "k_partitions or equal_size=False"
-        )
-    filled = min(k_partitions, sizes.size)
-    parts = largest_differencing(sizes, filled, equal_size=equal_size) if filled else []
-    return parts + [[] for _ in range(k_partitions - filled)]
-
-
-def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Rows:
-    """Put each item, in input order, into the part with the smallest sum; the first on a tie.
-
-    Raises:
-        HostAssertionError: `equal_size` and the items do not divide into k parts.
-        DataError: values that are not integers.
-    """
-    sizes = _read_integers(seqlen_list).tolist()
-    # More than all items together, so that the part with the fewest items has the smallest sum.
-    bias = sum(sizes) + 1 if equal_size else 0
-    heap = [(0, part) for part in range(k_partitions)]
-    parts: Rows = [[] for _ in range(k_partitions)]
-    for item, size in enumerate(sizes):
-        load, part = heap[0]
-        parts[part].append(item)
-        heapq.heapreplace(heap, (load + size + bias, part))
-    if equal_size and len({len(part) for part in parts}) > 1:
-        raise HostAssertionError(
-            f"{len(sizes)} items do not divide into {k_partitions} equal parts; set another "
-            "k_partitions or equal_size=False"
-        )
-    return parts
-
-
-def get_seqlen_balanced_partitions(
-    seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
-) -> Rows:
-    """`karmarkar_karp` with the items of each part ascending, and no part empty.
-
-    Raises:
-        HostAssertionError: fewer items than parts, or `equal_size` and the items do not divide.
-        DataError: values that are not integers.
-    """
-    return balanced_partitions(_read_integers(seqlen_list).tolist(), k_partitions, equal_size)
 
 
 def get_group_balanced_partitions(
@@ -210,41 +135,6 @@ def rearrange_micro_batches(
     micro_batches = [_select(batch, row) for row in indices]
     micro_batches += [_without_loss(_select(batch, row)) for row in padding]
     return micro_batches, indices + padding
-
-
-def prepare_dynamic_batch(
-    data: Any,
-    max_token_len: int,
-    dp_group: dist.ProcessGroup | None = None,
-    num_batches_divided_by: int | None = None,
-    same_micro_num_in_dp: bool = True,
-    min_num_micro_batch: int | None = None,
-    use_dynamic_bsz_balance: bool = True,
-) -> tuple[list[Any], Rows]:
-    """`rearrange_micro_batches` for a DataProto: its `batch`, `non_tensor_batch`, `meta_info`.
-
-    Returns:
-        micro_batches: DataProtos.
-        indices: the positions in `data` of each micro-batch's samples.
-    """
-    batches, indices = rearrange_micro_batches(
-        data.batch,
-        max_token_len,
-        dp_group=dp_group,
-        num_batches_divided_by=num_batches_divided_by,
-        same_micro_num_in_dp=same_micro_num_in_dp,
-        min_num_micro_batch=min_num_micro_batch,
-        use_dynamic_bsz_balance=use_dynamic_bsz_balance,
-    )
-    micro_batches = [
-        type(data).from_dict(
-            dict(batch.items()),
-            {name: value[row] for name, value in data.non_tensor_batch.items()},
-            meta_info=copy.deepcopy(data.meta_info),
-        )
-        for batch, row in zip(batches, indices, strict=True)
-    ]
-    return micro_batches, indices
 
 
 def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Rows) -> torch.Tensor:

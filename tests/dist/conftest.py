@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.dist.cases import CASES
-from tests.dist.run_cases import make_reference, run_cases
+from tests.dist.run_cases import run_cases
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the one-sample reference's gradients and log-probs."""
-    return make_reference(tmp_path_factory.mktemp("reference"))
+    """A folder for the one-sample reference's gradients and log-probs; see `run_cases`."""
+    return tmp_path_factory.mktemp("reference")
 
 
 @pytest.fixture(scope="session")

@@ -266,15 +266,15 @@ def run_variant(variant: str, batch: SampleBatch) -> list[dict[str, Any]]:
     return results
 
 
-def main(folder: str) -> None:
-    """Write the reference: one file for each of the problem's models."""
+def main(folder: str, *models: str) -> None:
+    """Write the reference: one file for each of these of the problem's models."""
     launch.start("cpu")
     initialize_parallel(Layout(), problem.SEED)
     batch = problem.make_batch()
-    for variant in problem.MODELS:
+    for variant in models:
         torch.save(run_variant(variant, batch), Path(folder) / f"{variant}.pt")
     launch.stop()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

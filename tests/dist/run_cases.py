@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.dist.cases import ALL_CASES
 from tests.dist.prefix_cases import ALL_CASES as PREFIX_CASES
+from tests.dist.problem import PRECISE
 from tests.dist.row_problem import RowCase
 from tests.dist.spawn import checked_job
 from tests.dist.split_cases import ALL_CASES as SPLIT_CASES
@@ -18,14 +19,21 @@ from tests.dist.wide_cases import ALL_CASES as WIDE_CASES
 _CASES_PER_JOB = 8
 
 
-def make_reference(folder: Path) -> Path:
-    """Write the one-sample reference's gradients and log-probs: one file per model."""
-    checked_job(1, "tests.dist.reference", [str(folder)], timeout_s=300, te="")
-    return folder
-
-
 def run_cases(names: Iterable[str], reference: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """Run the cases; returns the workers' results, by case."""
+    """Run the cases; returns the workers' results, by case.
+
+    Args:
+        reference: a folder for the one-sample reference's gradients and log-probs, one file per
+            model. Those that are there are not made again.
+        folder: for the workers' files.
+    """
+    names = list(names)
+    models = {ALL_CASES[name].variant for name in names}
+    models |= {PRECISE.get(model, model) for model in models}
+    absent = [model for model in sorted(models) if not (reference / f"{model}.pt").exists()]
+    if absent:
+        args = [str(reference), *absent]
+        checked_job(1, "tests.dist.reference", args, timeout_s=300, te="")
     by_world: dict[int, list[str]] = {}
     # Sort by model, so that each job reads few of the reference's files.
     for name in sorted(names, key=lambda name: ALL_CASES[name].variant):

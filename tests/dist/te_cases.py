@@ -10,7 +10,6 @@ from tests.dist.cases import ALL_CASES
 from tests.dist.hf_cases import HF_CASES, run_hf_cases
 from tests.dist.prefix_cases import ALL_CASES as PREFIX_CASES
 from tests.dist.run_cases import (
-    make_reference,
     run_cases,
     run_prefix_cases,
     run_split_cases,
@@ -23,7 +22,7 @@ Run = Callable[[Iterable[str], Path], dict[str, dict[str, Any]]]
 
 
 def _run_plain(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
-    return run_cases(names, make_reference(folder), folder)
+    return run_cases(names, folder, folder)
 
 
 GRIDS: dict[str, tuple[Mapping[str, Any], Run]] = {

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from tests.dist.spawn import checked_job, rank_reports
+from tests.liger_python import needs_liger
 
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed"
-)
+@needs_liger
 def test_two_ranks_share_the_vocabulary(tmp_path: Path) -> None:
     checked_job(2, "tests.dist.liger_worker", [str(tmp_path)], timeout_s=200)
     for report in rank_reports(tmp_path, 2):

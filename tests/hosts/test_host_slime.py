@@ -14,6 +14,7 @@ from megapack import ConfigError, Layout
 from megapack.errors import DataError
 from megapack.hosts import slime
 from megapack.hosts.shared import flops
+from megapack.hosts.shared.balancing import get_seqlen_balanced_partitions
 from megapack.hosts.shared.rollout_schedule import layout_of
 from tests.hosts.rollouts import (
     Schedule,
@@ -360,15 +361,15 @@ def test_the_longest_prefix_that_divides_is_kept(sizes: list[int], dp: int, grou
 def test_partitions_have_every_item_once(weights: list[int], k: int, equal: bool) -> None:
     if len(weights) < k or (equal and len(weights) % k):
         with pytest.raises(AssertionError):
-            slime.get_seqlen_balanced_partitions(weights, k, equal)
+            get_seqlen_balanced_partitions(weights, k, equal)
         return
-    parts = slime.get_seqlen_balanced_partitions(weights, k, equal)
+    parts = get_seqlen_balanced_partitions(weights, k, equal)
     assert sorted(i for part in parts for i in part) == list(range(len(weights)))
     assert all(part == sorted(part) and part for part in parts)
     assert len(parts) == k
     if equal:
         assert {len(part) for part in parts} == {len(weights) // k}
-    scaled = slime.get_seqlen_balanced_partitions([w * 2.0**70 for w in weights], k, equal)
+    scaled = get_seqlen_balanced_partitions([w * 2.0**70 for w in weights], k, equal)
     assert scaled == parts
 
 
@@ -376,22 +377,11 @@ def test_partitions_have_every_item_once(weights: list[int], k: int, equal: bool
 @given(weights=st.lists(st.integers(1, 50), min_size=2, max_size=7))
 def test_two_partitions_are_near_the_optimum(weights: list[int]) -> None:
     """Differencing into two is within 7/6 of the best (Fischetti and Martello 1987)."""
-    parts = slime.get_seqlen_balanced_partitions(weights, 2, equal_size=False)
+    parts = get_seqlen_balanced_partitions(weights, 2, equal_size=False)
     found = max(sum(weights[i] for i in part) for part in parts)
     sides = product([0, 1], repeat=len(weights))
     sums = [sum(w for w, side in zip(weights, s, strict=True) if side) for s in sides]
     assert found * 6 <= min(max(s, sum(weights) - s) for s in sums) * 7
-
-
-def test_first_fit_and_splitting() -> None:
-    lengths = [5, 4, 3, 20, 6, 6]
-    bins = slime.first_fit_pack(lengths, 9)
-    assert bins == [[0, 1], [2, 4], [3], [5]]
-    assert slime.first_fit_pack([], 9) == []
-    slime.expand_bins_by_splitting(bins, 5, lengths)
-    assert bins == [[0, 1], [4], [3], [5], [2]]
-    slime.expand_bins_by_splitting(bins, 100, lengths)
-    assert sorted(bins) == [[0], [1], [2], [3], [4], [5]]
 
 
 @pytest.mark.parametrize(("ep", "given", "etp"), [(1, 4, 1), (2, None, 4), (2, 4, 4), (8, 1, 1)])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megapack import ConfigError, CostModel, DataError, Layout, PlanError
 from megapack.hosts import verl
+from megapack.planner.partition import karmarkar_karp
 
 pytestmark = pytest.mark.hosts
 
@@ -63,73 +64,17 @@ def test_the_import_loads_neither_torch_nor_verl() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def test_verl_helper_functions() -> None:
-    assert (verl.ceildiv(7, 3), verl.ceildiv(6, 3)) == (3, 2)
-    assert (verl.roundup_divisible(7, 4), verl.roundup_divisible(8, 4)) == (8, 8)
-    assert verl.calculate_workload(10) == 245860
-    assert verl.calculate_workload(torch.tensor([1, 2])).tolist() == [24577, 49156]
-
-
-# Parts by the largest differencing method, worked out by hand.
-PARTITIONS = [
-    ([8, 7, 6, 5, 4], 2, False, [[1, 3, 4], [0, 2]]),
-    ([1, 2, 3, 4], 2, True, [[0, 3], [1, 2]]),
-    ([5, 5], 2, False, [[0], [1]]),
-]
-
-
-@pytest.mark.parametrize(("values", "parts", "equal_size", "expected"), PARTITIONS)
-def test_balanced_partitions(
-    values: list[int], parts: int, equal_size: bool, expected: list[list[int]]
-) -> None:
-    for kind in (list, np.array, torch.tensor):
-        found = verl.get_seqlen_balanced_partitions(kind(values), parts, equal_size)
-        assert sorted(found) == sorted(expected)
-
-
-@given(values=LENGTHS, parts=st.integers(1, 8))
-def test_karmarkar_karp_has_every_item_once(values: list[int], parts: int) -> None:
-    found = verl.karmarkar_karp(values, parts, equal_size=False)
-    assert len(found) == parts
-    assert sorted(i for part in found for i in part) == list(range(len(values)))
-    sums = tokens(values, found)
-    assert sums == sorted(sums, reverse=True)
-    if len(values) >= parts:
-        ascending = verl.get_seqlen_balanced_partitions(values, parts, equal_size=False)
-        assert all(part and part == sorted(part) for part in ascending)
-
-
-@given(values=LENGTHS, parts=st.integers(1, 8))
-def test_greedy_fills_the_part_with_the_smallest_sum(values: list[int], parts: int) -> None:
-    sums = [0] * parts
-    expected: list[list[int]] = [[] for _ in range(parts)]
-    for i, value in enumerate(values):
-        part = sums.index(min(sums))
-        expected[part].append(i)
-        sums[part] += value
-    assert verl.greedy_partition(values, parts, equal_size=False) == expected
-
-
-@pytest.mark.parametrize("function", [verl.greedy_partition, verl.get_seqlen_balanced_partitions])
-def test_equal_sizes_are_kept_or_refused(function: Any) -> None:
-    assert [len(part) for part in function([9, 1, 1, 1, 1, 1], 3, True)] == [2, 2, 2]
-    for error in (AssertionError, ValueError, PlanError):
-        with pytest.raises(error, match="5 items"):
-            function([1] * 5, 2, True)
-
-
-def test_more_parts_than_items_are_refused() -> None:
-    with pytest.raises(AssertionError, match="2 items for k_partitions=3"):
-        verl.get_seqlen_balanced_partitions([4, 5], 3, equal_size=False)
-    with pytest.raises(DataError, match="give integers"):
-        verl.karmarkar_karp([0.5, 1.5], 1, equal_size=False)
-
-
 def test_samples_of_a_uid_stay_together() -> None:
-    parts = verl.get_group_balanced_partitions([10, 40, 10, 40], ["a", "b", "a", "b"], 2)
-    assert sorted(parts) == [[0, 2], [1, 3]]
+    for kind in (list, np.array, torch.tensor):
+        lengths = kind([10, 40, 10, 40])
+        parts = verl.get_group_balanced_partitions(lengths, ["a", "b", "a", "b"], 2)
+        assert sorted(parts) == [[0, 2], [1, 3]]
     with pytest.raises(AssertionError, match="3 uids for 4 samples"):
         verl.get_group_balanced_partitions([1, 1, 1, 1], ["a", "b", "a"], 1)
+    with pytest.raises(AssertionError, match=r"3 items % k_partitions=2"):
+        verl.get_group_balanced_partitions([1, 1, 1], ["a", "b", "c"], 2)
+    with pytest.raises(DataError, match="give integers"):
+        verl.get_group_balanced_partitions([0.5, 1.5], ["a", "b"], 1)
 
 
 @settings(max_examples=60)
@@ -184,7 +129,7 @@ def test_the_heaviest_micro_batch_is_in_the_middle() -> None:
 def test_a_budget_that_karmarkar_karp_exceeds_is_kept() -> None:
     # Two samples of 30 and three of 20 fit into two rows of 60; differencing makes one of 70.
     lengths = [30, 30, 20, 20, 20]
-    parts = verl.get_seqlen_balanced_partitions(lengths, 2, equal_size=False)
+    parts = karmarkar_karp(np.array(lengths), 2)
     assert max(tokens(lengths, parts)) == 70
     _, rows = verl.rearrange_micro_batches(padded(lengths), 60)
     assert max(tokens(lengths, rows)) <= 60
@@ -312,32 +257,6 @@ def test_a_cost_model_plans_rows_for_the_pipeline() -> None:
 def test_bad_verl_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         verl.configure(**options)
-
-
-class Proto:
-    """The parts of a DataProto that the replacement uses."""
-
-    def __init__(self, batch: Any, non_tensor_batch: Any, meta_info: Any) -> None:
-        self.batch = batch
-        self.non_tensor_batch = non_tensor_batch
-        self.meta_info = meta_info
-
-    @classmethod
-    def from_dict(cls, tensors: Any, non_tensors: Any, meta_info: Any = None) -> Proto:
-        return cls(tensors, non_tensors, meta_info)
-
-
-def test_a_data_proto_is_split_with_its_metadata() -> None:
-    names = np.array(["a", "b", "c", "d"], dtype=object)
-    data = Proto(padded([30, 10, 20, 40]), {"name": names}, {"step": [1]})
-    micro_batches, rows = verl.prepare_dynamic_batch(data, 64)
-    assert [list(mb.non_tensor_batch["name"]) for mb in micro_batches] == [
-        [names[i] for i in row] for row in rows
-    ]
-    assert all(mb.meta_info == {"step": [1]} for mb in micro_batches)
-    assert micro_batches[0].meta_info["step"] is not data.meta_info["step"]
-    outputs = torch.cat([mb.batch["input_ids"] for mb in micro_batches])
-    assert torch.equal(verl.restore_dynamic_batch(outputs, rows), data.batch["input_ids"])
 
 
 def test_the_budget_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

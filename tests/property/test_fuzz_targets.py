@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,14 +19,6 @@ MANY = int(os.environ.get("MEGAPACK_EXAMPLES", "10000")) // 3
 
 def examples(number: int) -> settings:
     return settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet() -> Iterator[None]:
-    """Silence the warnings of thousands of plans."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 PIECES = (

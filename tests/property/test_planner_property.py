@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapack import (
-    CostModel,
     DataError,
     Layout,
-    MegapackError,
     Plan,
     PlanError,
     Policy,
@@ -22,56 +19,15 @@ from megapack import (
     check_plan,
     simulate,
 )
+from tests import strategies
+from tests.strategies import planned, replanned
 
 pytestmark = pytest.mark.property
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    pp = draw(st.sampled_from([1, 1, 2, 3, 4]))
-    vpp = draw(st.sampled_from([1, 2, 3])) if pp > 1 else 1
-    group = draw(st.none() | st.integers(pp, 2 * pp + 2)) if vpp > 1 else None
-    dp = draw(st.integers(1, 6))
-    cp = draw(st.sampled_from([1, 1, 2, 3, 8]))
-    return Layout(
-        dp=dp,
-        tp=draw(st.sampled_from([1, 2, 8])),
-        pp=pp,
-        vpp=vpp,
-        cp=cp,
-        ep=draw(st.sampled_from([1, 1, dp * cp])),
-        sequence_parallel=draw(st.booleans()),
-        microbatch_group_size=group,
-        fp8=draw(st.sampled_from([False, False, True, "mxfp8", "blockwise"])),
-    )
-
-
-policies = st.builds(
-    Policy,
-    count_rule=st.sampled_from(["legal", "multiple", "per_rank"]),
-    unreachable=st.sampled_from(["pad", "drop", "error"]),
-    oversize=st.sampled_from(["alone", "alone", "error"]),
-    row_shape=st.sampled_from(["planned", "uniform"]),
-    balance=st.sampled_from(["time", "tokens"]),
-    step_split=st.sampled_from(["contiguous", "balanced"]),
-    search=st.sampled_from([0, 1, 40, 300]),
-    group_size=st.sampled_from(["fixed", "search"]),
-    max_live_tokens_per_gpu=st.none() | st.integers(200, 5000),
-)
-
-costs = st.none() | st.builds(
-    CostModel,
-    fixed=st.sampled_from([0.0, 1.0, 1e3]),
-    per_token=st.sampled_from([0.0, 1.0, 1e-6]),
-    per_token_sq=st.sampled_from([0.0, 1e-3]),
-    per_sample=st.sampled_from([0.0, 3.0]),
-    backward_ratio=st.sampled_from([0.0, 2.0, 2.5]),
-    p2p=st.sampled_from([0.0, 2.0]),
-)
-
-
-@st.composite
-def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, object]]:
+def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
+    choose = strategies.chooser(draw)
     longest = draw(st.sampled_from([1, 17, 300]))
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=60))
     rollouts = st.integers(0, max(1, len(lengths) // 2)) | st.sampled_from(["a", "b"])
@@ -90,31 +46,35 @@ def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, object]]:
     size = draw(st.integers(1, 5)) if budget is None else None
     steps = draw(st.sampled_from(["one", "size", "count"]))
     return lengths, {
-        "layout": draw(layouts()),
+        "layout": strategies.layout(
+            choose,
+            dp=range(1, 7),
+            tp=(1, 2, 8),
+            vpp=(1, 2, 3),
+            cp=(1, 1, 2, 3, 8),
+            fp8=(False, False, True, "mxfp8", "blockwise"),
+        ),
         "max_tokens_per_gpu": budget,
         "micro_batch_size": size,
         "rollout_ids": rollout_ids,
         "colocate_ids": colocate_ids,
         "global_batch_size": draw(st.integers(1, 20)) if steps == "size" else None,
         "num_steps": draw(st.integers(1, 5)) if steps == "count" else None,
-        "cost": draw(costs),
-        "policy": draw(policies),
+        "cost": strategies.cost(choose, per_token=(0.0, 1.0, 1e-6), backward_ratio=(0.0, 2.0, 2.5)),
+        "policy": strategies.policy(choose, step_split=("contiguous", "balanced")),
         "forward_only": draw(st.booleans()),
     }
 
 
-def check(lengths: list[int], arguments: dict[str, object]) -> Plan | None:
-    """Plan and check everything that is promised; None if the arguments are refused."""
+def check(lengths: list[int], arguments: dict[str, Any]) -> None:
+    """Plan and check everything that is promised, unless the arguments are refused."""
     layout = arguments["layout"]
     policy = arguments["policy"]
     assert isinstance(layout, Layout)
     assert isinstance(policy, Policy)
-    try:
-        plan = build_dp_schedule(lengths, **arguments)  # type: ignore[arg-type]
-    except MegapackError as error:
-        if len(str(error).splitlines()) != 1:
-            raise
-        return None
+    plan = planned(lengths, arguments)
+    if plan is None:
+        return
     check_plan(plan, lengths)
     for step in plan.steps:
         real = [mb for rank in step.ranks for mb in rank if mb.samples]
@@ -131,24 +91,13 @@ def check(lengths: list[int], arguments: dict[str, object]) -> Plan | None:
         simulation = simulate(step, layout=layout, forward_only=plan.forward_only)
         cap = policy.max_live_tokens_per_gpu
         assert cap is None or simulation.peak_live_tokens <= cap
-    assert Plan.from_json(plan.to_json()) == plan
-    assert Plan.from_text(str(plan)) == plan
-    assert build_dp_schedule(lengths, **arguments).digest() == plan.digest()  # type: ignore[arg-type]
-    return plan
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet() -> Iterator[None]:
-    """Thousands of plans would log thousands of warnings."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
+    replanned(plan, lengths, arguments)
 
 
 @given(inputs())
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_inputs_keep_the_invariants_or_are_refused(
-    drawn: tuple[list[int], dict[str, object]],
+    drawn: tuple[list[int], dict[str, Any]],
 ) -> None:
     check(*drawn)
 
@@ -160,7 +109,7 @@ def test_random_inputs_keep_the_invariants_or_are_refused(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-def test_ten_thousand_random_inputs(drawn: tuple[list[int], dict[str, object]]) -> None:
+def test_ten_thousand_random_inputs(drawn: tuple[list[int], dict[str, Any]]) -> None:
     check(*drawn)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +13,14 @@ from hypothesis import strategies as st
 from megapack import (
     CostModel,
     Layout,
-    MegapackError,
     Plan,
-    Policy,
     SharedPrefixes,
-    build_dp_schedule,
     check_plan,
     simulate,
 )
 from megapack.prefixes import PrefixTable, row_branches
+from tests import strategies
+from tests.strategies import planned, replanned
 
 pytestmark = pytest.mark.property
 
@@ -48,49 +46,13 @@ def forests(draw: st.DrawFn, largest: int = 40) -> list[list[int]]:
     return samples
 
 
-@st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    pp = draw(st.sampled_from([1, 1, 2, 4]))
-    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
-    dp = draw(st.integers(1, 4))
-    cp = draw(st.sampled_from([1, 1, 2, 4]))
-    return Layout(
-        dp=dp,
-        tp=draw(st.sampled_from([1, 2])),
-        pp=pp,
-        vpp=vpp,
-        cp=cp,
-        ep=draw(st.sampled_from([1, 1, dp * cp])),
-        sequence_parallel=draw(st.booleans()),
-        fp8=draw(st.sampled_from([False, False, True])),
-    )
-
-
-policies = st.builds(
-    Policy,
-    count_rule=st.sampled_from(["legal", "multiple", "per_rank"]),
-    unreachable=st.sampled_from(["pad", "drop", "error"]),
-    oversize=st.sampled_from(["alone", "alone", "error"]),
-    row_shape=st.sampled_from(["planned", "planned", "uniform"]),
-    balance=st.sampled_from(["time", "time", "tokens"]),
-    search=st.sampled_from([0, 1, 40, 300]),
-    group_size=st.sampled_from(["fixed", "search"]),
-    max_live_tokens_per_gpu=st.none() | st.integers(200, 5000),
-)
-
-costs = st.none() | st.builds(
-    CostModel,
-    fixed=st.sampled_from([0.0, 1.0, 1e3]),
-    per_token=st.sampled_from([0.0, 1.0]),
-    per_token_sq=st.sampled_from([0.0, 1e-3, 1.0]),
-    per_sample=st.sampled_from([0.0, 3.0]),
-    backward_ratio=st.sampled_from([0.0, 2.0]),
-    p2p=st.sampled_from([0.0, 2.0]),
-)
+def any_layout(choose: strategies.Choose) -> Layout:
+    return strategies.layout(choose, pp=(1, 1, 2, 4), cp=(1, 1, 2, 4))
 
 
 @st.composite
-def arguments(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, object]]:
+def arguments(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, Any]]:
+    choose = strategies.chooser(draw)
     samples = draw(forests())
     size = len(samples)
     budget = draw(st.none() | st.integers(1, 600))
@@ -101,15 +63,15 @@ def arguments(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, object]]:
         rollouts = None if rollouts is None else [rollouts[k] for k in sets]
     steps = draw(st.sampled_from(["one", "size", "count"]))
     return samples, {
-        "layout": draw(layouts()),
+        "layout": any_layout(choose),
         "max_tokens_per_gpu": budget,
         "micro_batch_size": draw(st.integers(1, 5)) if budget is None else None,
         "rollout_ids": rollouts,
         "colocate_ids": sets,
         "global_batch_size": draw(st.integers(1, 20)) if steps == "size" else None,
         "num_steps": draw(st.integers(1, 3)) if steps == "count" else None,
-        "cost": draw(costs),
-        "policy": draw(policies),
+        "cost": strategies.cost(choose, per_token_sq=(0.0, 1e-3, 1.0), backward_ratio=(0.0, 2.0)),
+        "policy": strategies.policy(choose),
         "forward_only": draw(st.booleans()),
     }
 
@@ -122,20 +84,6 @@ def num_common(first: list[int], second: list[int]) -> int:
             break
         count += 1
     return count
-
-
-def planned(samples: list[list[int]], options: dict[str, object], share: bool) -> Plan | None:
-    prefixes = SharedPrefixes.from_samples(samples) if share else None
-    try:
-        return build_dp_schedule(
-            [len(ids) for ids in samples],
-            prefixes=prefixes,
-            **options,  # type: ignore[arg-type]
-        )
-    except MegapackError as error:
-        if len(str(error).splitlines()) != 1:
-            raise
-        return None
 
 
 def seconds(plan: Plan, cost: CostModel | None) -> list[float]:
@@ -153,20 +101,17 @@ def seconds(plan: Plan, cost: CostModel | None) -> list[float]:
     ]
 
 
-def check(samples: list[list[int]], options: dict[str, object]) -> None:
+def check(samples: list[list[int]], options: dict[str, Any]) -> None:
     """Plan with and without prefixes, and compare."""
     lengths = [len(ids) for ids in samples]
-    alone = planned(samples, options, share=False)
-    plan = planned(samples, options, share=True)
+    alone = planned(lengths, options)
+    sharing = {**options, "prefixes": SharedPrefixes.from_samples(samples)}
+    plan = planned(lengths, sharing)
     assert alone is None or plan is not None
     if plan is None:
         return
     check_plan(plan, lengths)
-    assert Plan.from_json(plan.to_json()) == plan
-    assert Plan.from_text(str(plan)) == plan
-    again = planned(samples, options, share=True)
-    assert again is not None
-    assert again.digest() == plan.digest()
+    replanned(plan, lengths, sharing)
     shared = sum(mb.shared_tokens for step in plan.steps for mb in step.microbatches)
     assert (plan.prefixes is None) == (shared == 0)
     cap = plan.policy.max_live_tokens_per_gpu
@@ -187,18 +132,10 @@ def check(samples: list[list[int]], options: dict[str, object]) -> None:
             assert with_ <= without
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quiet() -> Iterator[None]:
-    """Thousands of plans would log thousands of warnings."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
-
-
 @given(arguments())
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 def test_plans_with_prefixes_are_valid_and_never_slower(
-    drawn: tuple[list[list[int]], dict[str, object]],
+    drawn: tuple[list[list[int]], dict[str, Any]],
 ) -> None:
     check(*drawn)
 
@@ -207,7 +144,7 @@ def test_plans_with_prefixes_are_valid_and_never_slower(
 @given(arguments())
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 def test_thousands_of_plans_with_prefixes(
-    drawn: tuple[list[list[int]], dict[str, object]],
+    drawn: tuple[list[list[int]], dict[str, Any]],
 ) -> None:
     check(*drawn)
 
@@ -217,7 +154,7 @@ def test_thousands_of_plans_with_prefixes(
 def test_what_a_row_saves_and_its_branches_are_those_of_its_tokens(
     samples: list[list[int]], data: st.DataObject
 ) -> None:
-    layout = data.draw(layouts())
+    layout = any_layout(strategies.chooser(data.draw))
     unit = layout.sample_alignment
     prefixes = SharedPrefixes.from_samples(samples)
     prefixes.check(np.array([len(ids) for ids in samples]))

@@ -24,7 +24,6 @@ from megapack import (
     MegapackError,
     Plan,
     PlanError,
-    Policy,
     build_dp_schedule,
     check_plan,
     simulate,
@@ -39,6 +38,7 @@ from megapack.data.lengths import Columns, read_length_file
 from megapack.data.token_blocks import ReadSettings
 from megapack.data.tokenizer import ByteTokenizer, ChatTokens, Message
 from megapack.plan.show import diff_plans
+from tests import strategies
 from tools.fuzzing import seeds
 
 T = TypeVar("T")
@@ -216,41 +216,35 @@ def hold_schedule(integer: Integer) -> bool:
 
 
 def _arguments(integer: Integer) -> tuple[list[int], dict[str, Any]]:
-    def one_of(*options: T) -> T:
+    def one_of(options: Sequence[Any]) -> Any:
         return options[integer(0, len(options) - 1)]
 
-    longest = one_of(1, 9, 40, 300, 2**28)
+    longest = one_of((1, 9, 40, 300, 2**28))
     lengths = [integer(1, longest) for _ in range(integer(1, 16))]
     for _ in range(integer(0, 12) // 12):
-        lengths[integer(0, len(lengths) - 1)] = one_of(0, -1, 2**28 + 1, 2**63, 2**64)
-    num_samples = len(lengths) + one_of(0, 0, 0, 0, 0, 0, 0, 1, -1)
-    pp = one_of(1, 1, 2, 3, 4)
-    vpp = one_of(1, 2, 3) if pp > 1 else 1
-    dp = integer(1, 4)
-    cp = one_of(1, 1, 2, 3)
-    layout = Layout(
-        dp=dp,
-        tp=one_of(1, 2),
-        pp=pp,
-        vpp=vpp,
-        cp=cp,
-        ep=one_of(1, 1, dp * cp),
-        sequence_parallel=one_of(False, True),
-        microbatch_group_size=one_of(None, pp, pp + 1, 2 * pp) if vpp > 1 else None,
-        fp8=one_of(False, False, True, "mxfp8", "blockwise"),  # type: ignore[arg-type]
+        lengths[integer(0, len(lengths) - 1)] = one_of((0, -1, 2**28 + 1, 2**63, 2**64))
+    num_samples = len(lengths) + one_of((0, 0, 0, 0, 0, 0, 0, 1, -1))
+    layout = strategies.layout(
+        one_of, vpp=(1, 2, 3), cp=(1, 1, 2, 3), fp8=(False, False, True, "mxfp8", "blockwise")
     )
-    budget = one_of(None, integer(1, 400), integer(1, 400), 2**40, 2**28)
+    budget = one_of((None, integer(1, 400), integer(1, 400), 2**40, 2**28))
     settings: dict[str, Any] = {
         "layout": layout,
         "max_tokens_per_gpu": budget,
-        "micro_batch_size": integer(1, 5) if budget is None else one_of(None, None, None, 1),
-        "global_batch_size": one_of(None, None, integer(1, 12), 0),
-        "num_steps": one_of(None, None, integer(1, 5), 30),
+        "micro_batch_size": integer(1, 5) if budget is None else one_of((None, None, None, 1)),
+        "global_batch_size": one_of((None, None, integer(1, 12), 0)),
+        "num_steps": one_of((None, None, integer(1, 5), 30)),
         "rollout_ids": _ids(integer, num_samples),
         "colocate_ids": _ids(integer, num_samples),
         "cost": _cost(integer, layout),
-        "policy": _policy(one_of),
-        "forward_only": one_of(False, False, True),
+        "policy": strategies.policy(
+            one_of,
+            count_rule=("legal", "legal", "multiple", "per_rank"),
+            step_split=("contiguous", "balanced"),
+            search=(0, 0, 1, 8, 8, 8, 8, 40),
+            live_tokens=(30, 500, 2**40),
+        ),
+        "forward_only": one_of((False, False, True)),
     }
     return lengths, settings
 
@@ -277,20 +271,6 @@ def _cost(integer: Integer, layout: Layout) -> CostModel | None:
         backward_ratio=integer(0, 2),
         stage_weights=weights or None,
         p2p=integer(0, 1),
-    )
-
-
-def _policy(one_of: Callable[..., Any]) -> Policy:
-    return Policy(
-        count_rule=one_of("legal", "legal", "multiple", "per_rank"),
-        unreachable=one_of("pad", "drop", "error"),
-        oversize=one_of("alone", "alone", "error"),
-        row_shape=one_of("planned", "uniform"),
-        balance=one_of("time", "tokens"),
-        step_split=one_of("contiguous", "balanced"),
-        search=one_of(0, 0, 1, 8, 8, 8, 8, 40),
-        group_size=one_of("fixed", "search"),
-        max_live_tokens_per_gpu=one_of(None, None, 30, 500, 2**40),
     )
 
 

@@ -1,16 +1,14 @@
-"""`seqlen_balancing` functions of several hosts: partitions of even sums, bins under a budget."""
+"""What several hosts pack with: partitions of even sums, bins under a budget."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
 
 from megapack.base.arrays import Ints
 from megapack.errors import HostAssertionError
-from megapack.planner.bins import first_fit, first_fit_decreasing
-from megapack.planner.counts import halves
+from megapack.planner.bins import first_fit_decreasing
 from megapack.planner.partition import karmarkar_karp
 
 # Sums of weights stay exact in int64, which holds 63 bits and a sign.
@@ -61,50 +59,17 @@ def exact_weights(values: Sequence[float]) -> Ints:
     return np.array([int(value * scale) for value in values], dtype=np.int64)
 
 
-def first_fit_pack(total_lengths: Sequence[int], max_tokens_per_bin: int) -> list[list[int]]:
-    """Put samples, in input order, each into the first bin with room.
+def first_fit_decreasing_pack(
+    total_lengths: Sequence[int], max_tokens_per_bin: int
+) -> list[list[int]]:
+    """Put samples, from long to short, each into the first bin with room.
 
     Returns:
         Bins of indices, in order of opening; a sample over the budget is alone in its bin.
     """
     lengths = np.asarray(total_lengths, dtype=np.int64)
-    return _bins(*first_fit(lengths, max_tokens_per_bin), np.arange(lengths.size))
-
-
-def first_fit_decreasing_pack(
-    total_lengths: Sequence[int], max_tokens_per_bin: int
-) -> list[list[int]]:
-    """`first_fit_pack` of the samples from long to short."""
-    lengths = np.asarray(total_lengths, dtype=np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    return _bins(*first_fit_decreasing(lengths, max_tokens_per_bin), order)
-
-
-def _bins(bin_of: Ints, num_bins: int, order: Ints) -> list[list[int]]:
+    bin_of, num_bins = first_fit_decreasing(lengths, max_tokens_per_bin)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    for item in order.tolist():
+    for item in np.argsort(-lengths, kind="stable").tolist():
         bins[bin_of[item]].append(item)
     return bins
-
-
-def expand_bins_by_splitting(
-    bins: list[list[int]], target_count: int, lengths: Sequence[int]
-) -> None:
-    """Split the bin with the most tokens in two, in place, until there are `target_count` bins.
-
-    One half keeps the bin's position, the other is appended. Stops early if every bin holds one
-    sample. No half has more tokens than its bin had, so budgets hold.
-    """
-    work = [float(length) for length in lengths]
-    # The bin with the most tokens first; on a tie the last one.
-    heap = [(-sum(work[i] for i in members), -number) for number, members in enumerate(bins)]
-    heapq.heapify(heap)
-    while len(bins) < target_count and heap:
-        number = -heapq.heappop(heap)[1]
-        if len(bins[number]) < 2:
-            continue
-        kept, moved = halves(np.array(bins[number]), work)
-        bins[number] = kept.tolist()
-        bins.append(moved.tolist())
-        for part in (number, len(bins) - 1):
-            heapq.heappush(heap, (-sum(work[i] for i in bins[part]), -part))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
@@ -12,11 +12,9 @@ from megapack.base.arrays import Ints
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, DataError, HostAssertionError
 from megapack.hosts.shared.rank_rows import Need, Rows, plan_rank, split_rows
-from megapack.layout import Layout
+from megapack.layout import Layout, round_up
 from megapack.planner.bins import fewest_bins_bound
 from megapack.planner.partition import karmarkar_karp
-
-N = TypeVar("N")
 
 # Work of L tokens is 24576 * L + L^2. 24576 is 6 * 4096, the hidden size of 7B that verl assumes.
 _WORK_PER_TOKEN = 24576
@@ -44,19 +42,10 @@ class VerlOptions:
             raise ConfigError("cost is used with a layout only; set both")
 
 
-def calculate_workload(seqlen_list: N) -> N:
-    """Relative work of sequences: 24576 * L + L^2, for a tensor, an array or a number."""
-    return _WORK_PER_TOKEN * seqlen_list + seqlen_list**2  # type: ignore[operator, no-any-return]
-
-
-def ceildiv(a: int, b: int) -> int:
-    """a / b rounded up: 7 and 3 give 3."""
-    return -(a // -b)
-
-
-def roundup_divisible(a: int, b: int) -> int:
-    """The smallest multiple of b that is at least a: 7 and 4 give 8."""
-    return ceildiv(a, b) * b
+def calculate_workload(lengths: Ints) -> Ints:
+    """Relative work of sequences: 24576 * L + L^2."""
+    work: Ints = _WORK_PER_TOKEN * lengths + lengths**2
+    return work
 
 
 @dataclass
@@ -113,7 +102,7 @@ class RankItems:
         if layout is not None:
             count = layout.next_legal_count(need.count)
         else:
-            count = roundup_divisible(need.count, self.step)
+            count = round_up(need.count, self.step)
         if count > need.room and self.options.light_rank == "error":
             raise HostAssertionError(
                 f"{count} micro-batches (in multiples of {self.step}) are needed, and a rank can "
@@ -159,7 +148,7 @@ class RankItems:
         """
         if self.options.layout is None:
             fewest = max(self.least, fewest_bins_bound(self.tokens, self.max_tokens))
-            first = roundup_divisible(fewest, self.step)
+            first = round_up(fewest, self.step)
             for count in range(first, self.tokens.size + 1, self.step):
                 rows = self._balanced(count)
                 if self._fits(rows):

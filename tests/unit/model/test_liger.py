@@ -6,7 +6,6 @@ on the CPU, which in fp32 gives the numbers of the native kernels without their 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +20,11 @@ from megapack.model import liger
 from megapack.model.liger import LigerLogprobs, choose_head, largest_error, obstacle
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from tests.groups import RankOf
+from tests.liger_python import liger_ops, needs_liger
 
 pytestmark = pytest.mark.unit
 
 R, H, V = 12, 6, 37
-
-needs_liger = pytest.mark.skipif(
-    importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed"
-)
 
 
 @pytest.fixture
@@ -45,9 +41,7 @@ def group() -> Iterator[Any]:
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Liger's function run its fallback on a CPU, which it otherwise refuses."""
-    from liger_kernel.ops import fused_linear_scaled_cross_entropy as ops
-
-    monkeypatch.setattr(ops, "_validate_tp_inputs", lambda *_: None)
+    monkeypatch.setattr(liger_ops(), "_validate_tp_inputs", lambda *_: None)
 
 
 def problem() -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import doctest
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,77 +12,74 @@ import torch
 from torch import Tensor
 
 import megapack.rows.transfer
-from megapack import Layout, MicroBatch
-from megapack.model.experts.rows import RoutingShape, routing_row
+from megapack import Layout, build_dp_schedule
+from megapack.model.experts.rows import RoutingShape, collect_routing, routing_row
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.rows.transfer import host_copies, host_like, moved
 from megapack.samples import SampleBatch
+from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
 
 CPU = torch.device("cpu")
 
 
+BATCH = SampleBatch([[5, 6, 7], [8, 9]], fields={"reward": [0.5, 1.5], "flag": [True, False]})
+STEP = build_dp_schedule(BATCH.lengths, layout=Layout(), max_tokens_per_gpu=5).steps[0]
+SHAPE = RoutingShape(num_layers=1, num_experts=4, top_k=1)
+
+
 def packed() -> PackedRow:
     """A row with fields of several dtypes, routing and two rows ahead."""
-    batch = SampleBatch([[5, 6, 7], [8, 9]], fields={"reward": [0.5, 1.5], "flag": [True, False]})
-    micro_batch = MicroBatch((1, 0), row_tokens=6, tokens=5, tokens_sq=13, padded_tokens=5)
-    row = pack_row(batch, micro_batch, Layout(), num_ahead=2)
-    choices = [torch.zeros(3, 1, 1), torch.zeros(2, 1, 1)]
-    shape = RoutingShape(num_layers=1, num_experts=4, top_k=1)
-    routing = routing_row(row, torch.arange(6), [c.long() for c in choices], shape)
-    return replace(row, routing=routing)
+    row = pack_row(BATCH, STEP.ranks[0][0], Layout(), num_ahead=2)
+    choices = [torch.zeros(n, 1, 1, dtype=torch.int64) for n in BATCH.lengths]
+    return replace(row, routing=routing_row(row, torch.arange(5), choices, SHAPE))
 
 
-def tensors(row: PackedRow, *, on_host: bool = False) -> dict[str, Tensor]:
-    """The tensors of a row that move to the device, or those that stay on the host, by name."""
-    assert row.routing is not None
-    found = {f"sample_fields.{k}": v for k, v in row.sample_fields.items()}
-    found |= {f"routing.{k}": v for k, v in vars(row.routing).items() if isinstance(v, Tensor)}
-    for depth, own in enumerate((row, *row.ahead)):
-        for part in (own, own.losses):
-            found |= {f"{depth}.{k}": v for k, v in vars(part).items() if isinstance(v, Tensor)}
-        found |= {f"fields.{k}": v for k, v in own.losses.fields.items()}
-    on_the_host = ("positions_N", "tokens_O", "samples_O", "offsets_O")
-    return {k: v for k, v in found.items() if (k.split(".")[1] in on_the_host) == on_host}
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in a value, in one order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value):
+        yield from tensors([getattr(value, f.name) for f in fields(value)])
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors(item)
 
 
 def test_doctests_of_the_module() -> None:
     assert doctest.testmod(megapack.rows.transfer).failed == 0
 
 
-def test_all_tensors_of_a_row_are_in_one_buffer() -> None:
+def test_a_row_moves_whole_in_one_buffer() -> None:
     row = packed()
-    there = row.to(CPU)
-    before = tensors(row)
-    after = tensors(there)
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        assert after[name].dtype == value.dtype, name
-        assert torch.equal(after[name], value), name
-    assert len({value.untyped_storage().data_ptr() for value in after.values()}) == 1
-    assert all(value.data_ptr() % 16 == 0 for value in after.values())
-    shared = {v.data_ptr() for v in after.values() if v.numel()}
-    assert len(shared) == len({id(v) for v in before.values() if v.numel()}), "a tensor moved twice"
+    pairs = list(zip(tensors(row), tensors(row.to(CPU)), strict=True))
+    assert all(torch.equal(there, here) and there.dtype == here.dtype for here, there in pairs)
+    moves = {id(here): there for here, there in pairs if there is not here}
+    assert len({there.untyped_storage().data_ptr() for there in moves.values()}) == 1
+    assert all(there.data_ptr() % 16 == 0 for there in moves.values())
+    # A tensor with two names moves once.
+    places = [there.data_ptr() for there in moves.values() if there.numel()]
+    assert len(set(places)) == len(places)
 
 
-def test_what_only_the_host_reads_stays_there() -> None:
-    row = packed()
-    before = tensors(row, on_host=True)
-    assert before
-    after = tensors(row.to("meta"), on_host=True)
-    assert all(after[name] is value for name, value in before.items())
-    assert {value.device.type for value in tensors(row.to("meta")).values()} == {"meta"}
-
-
-def test_what_is_not_a_tensor_stays() -> None:
-    row = packed()
-    there = row.to(CPU)
-    assert there.samples is row.samples
-    assert there.padded_lengths == row.padded_lengths == (2, 3, 1)
-    assert there.routing is not None
+def test_what_the_host_reads_does_not_move() -> None:
+    """From a row on the meta device, whose tensors have no values, recorded routing is written."""
+    row = packed().to("meta")
     assert row.routing is not None
-    assert there.routing.recorded is row.routing.recorded
+    row.routing.recorded[0] = torch.tensor([1, 2, 3, 0, 1])[:, None]
+    found = collect_routing(
+        [row.routing],
+        BATCH.lengths,
+        STEP,
+        SHAPE,
+        dp_rank=0,
+        scope="all",
+        groups=(),
+        dp_group=RankOf(0, 1),
+        device=CPU,
+    )
+    assert [value.flatten().tolist() for value in found if value is not None] == [[1, 2, 3], [0, 1]]
 
 
 def test_the_copy_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
