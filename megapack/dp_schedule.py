@@ -18,7 +18,7 @@ from megapack.planner.choose import best_draft
 from megapack.planner.counts import keep_reachable, split_rollouts
 from megapack.planner.items import Items
 from megapack.planner.step import Step
-from megapack.policy import Policy, check_dynamic_cp, check_ranks_are_apart, check_split_samples
+from megapack.policy import Policy, check_policy
 from megapack.prefixes import PrefixTable, SharedPrefixes, worthwhile
 
 # Limit on the seconds of a whole batch as one row. Sums over many rows then stay finite: 2**60 rows
@@ -75,9 +75,9 @@ def build_dp_schedule(
         PlanError: the policy allows no legal plan; the message says what to set.
     """
     policy = policy or Policy()
-    _check_combination(layout, policy, cost)
-    check_dynamic_cp(policy, micro_batch_size)
-    check_split_samples(policy, layout, micro_batch_size)
+    check_policy(policy, layout, micro_batch_size)
+    if cost is not None:
+        cost.weights_for(layout)
     budget = read_budget(layout, max_tokens_per_gpu, micro_batch_size)
     batch = _read_batch(lengths, rollout_ids, colocate_ids, layout)
     _check_set_sizes(batch, micro_batch_size)
@@ -220,12 +220,6 @@ def _plan_step(items: Items, batch: _Batch) -> StepPlan:
         items = items.sharing()
     kept, num_kept = keep_reachable(items, np.cumsum(num_items))
     return best_draft(kept).to_plan(ids[:num_kept], ids[num_kept:])
-
-
-def _check_combination(layout: Layout, policy: Policy, cost: CostModel | None) -> None:
-    check_ranks_are_apart(policy, layout)
-    if cost is not None:
-        cost.weights_for(layout)
 
 
 def _check_cost(batch: _Batch, layout: Layout, cost: CostModel | None) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
@@ -109,77 +110,130 @@ class Policy:
         return payload
 
 
-def check_count_rule(policy: Policy, layout: Layout, *, ranks_share_fp8_scales: bool) -> None:
-    """Raise ConfigError if ranks have their own M but communicate in every micro-batch.
+class _Facts(NamedTuple):
+    """What a rule may ask; None or False: not known yet."""
+
+    policy: Policy
+    layout: Layout | None
+    micro_batch_size: int | None
+    shares_fp8_scales: bool
+
+    def has(self, setting: str, value: object) -> str:
+        """ "setting='value'" if the policy has it; else ""."""
+        return f"{setting}={value!r}" if getattr(self.policy, setting) == value else ""
+
+    @property
+    def counts_samples(self) -> str:
+        """Micro-batches of a number of samples."""
+        size = self.micro_batch_size
+        return "" if size is None else f"micro_batch_size={size}"
+
+    @property
+    def experts_over_ranks(self) -> str:
+        """Ranks that exchange tokens of experts in every layer."""
+        layout = self.layout
+        if layout is None or not layout.ep_spans_dp:
+            return ""
+        return f"ep={layout.ep}, etp={layout.etp}, tp*cp={layout.tp * layout.cp}"
+
+    @property
+    def delayed_fp8(self) -> str:
+        """Ranks that agree on the largest values of FP8 tensors."""
+        return "fp8_recipe='delayed'" if self.shares_fp8_scales else ""
+
+
+class _Rule(NamedTuple):
+    """Two settings that contradict each other."""
+
+    setting: str
+    value: str
+    other: Callable[[_Facts], str]
+    """The other setting, as a message names it; "" where it is not set."""
+    why: str
+    """The reason, and what to set."""
+
+
+_RULES = (
+    _Rule(
+        "count_rule",
+        "per_rank",
+        lambda facts: facts.experts_over_ranks,
+        "data-parallel ranks exchange tokens of the experts in every layer and need one M; set "
+        "count_rule='legal'",
+    ),
+    _Rule(
+        "count_rule",
+        "per_rank",
+        lambda facts: facts.delayed_fp8,
+        "ranks exchange their largest values after each micro-batch and need one M; plan with "
+        "count_rule='legal', or set tp_only_amax_red=True",
+    ),
+    _Rule(
+        "context_parallel",
+        "dynamic",
+        lambda facts: facts.has("count_rule", "per_rank"),
+        "ranks that share a micro-batch run it at the same place and need one M; set "
+        "count_rule='legal'",
+    ),
+    _Rule(
+        "context_parallel",
+        "dynamic",
+        lambda facts: facts.has("row_shape", "uniform"),
+        "a row over several ranks leaves fewer tokens on each GPU than other rows; set "
+        "row_shape='planned', or context_parallel='fixed'",
+    ),
+    _Rule(
+        "context_parallel",
+        "dynamic",
+        lambda facts: facts.counts_samples,
+        "rows are given to ranks by their tokens; set max_tokens_per_gpu, or "
+        "context_parallel='fixed'",
+    ),
+    _Rule(
+        "split_samples",
+        "auto",
+        lambda facts: facts.has("row_shape", "uniform"),
+        "pieces are cut to equal work and so differ in length; set row_shape='planned', or "
+        "split_samples='off'",
+    ),
+    _Rule(
+        "split_samples",
+        "auto",
+        lambda facts: facts.counts_samples,
+        "rows of a number of samples have whole ones; set max_tokens_per_gpu, or "
+        "split_samples='off'",
+    ),
+    _Rule(
+        "split_samples",
+        "auto",
+        lambda facts: facts.experts_over_ranks,
+        "data-parallel ranks exchange tokens of the experts in every layer and must run one order, "
+        "and chains of pieces differ; set split_samples='off'",
+    ),
+)
+
+
+def check_policy(
+    policy: Policy,
+    layout: Layout | None = None,
+    micro_batch_size: int | None = None,
+    *,
+    shares_fp8_scales: bool = False,
+) -> None:
+    """Check a policy against itself and against what is known of a job.
 
     Args:
-        ranks_share_fp8_scales: delayed FP8 scaling reduces its largest values over all ranks.
+        layout: None: not known yet.
+        micro_batch_size: that of a count-based plan.
+        shares_fp8_scales: DP ranks agree on FP8 scales after each micro-batch.
+
+    Raises:
+        ConfigError: two settings contradict each other.
     """
-    if policy.count_rule != "per_rank":
-        return
-    check_ranks_are_apart(policy, layout)
-    if ranks_share_fp8_scales:
-        raise ConfigError(
-            "count_rule='per_rank' with fp8_recipe='delayed': ranks exchange their largest values "
-            "after each micro-batch and need one M; plan with count_rule='legal', or set "
-            "tp_only_amax_red=True"
-        )
-
-
-def check_ranks_are_apart(policy: Policy, layout: Layout) -> None:
-    """Raise ConfigError if ranks have their own M but exchange tokens of the experts."""
-    if policy.count_rule == "per_rank" and layout.ep_spans_dp:
-        raise ConfigError(
-            f"count_rule='per_rank' with ep={layout.ep}, etp={layout.etp}, tp*cp="
-            f"{layout.tp * layout.cp}: data-parallel ranks exchange tokens of the experts in every "
-            "layer and need one M; set count_rule='legal'"
-        )
-
-
-def check_dynamic_cp(policy: Policy, micro_batch_size: int | None = None) -> None:
-    """Raise ConfigError if rows over several DP ranks contradict the rest of the policy."""
-    if policy.context_parallel != "dynamic":
-        return
-    if policy.count_rule == "per_rank":
-        raise ConfigError(
-            "context_parallel='dynamic' with count_rule='per_rank': ranks that share a micro-batch "
-            "run it at the same place and need one M; set count_rule='legal'"
-        )
-    if policy.row_shape == "uniform":
-        raise ConfigError(
-            "context_parallel='dynamic' with row_shape='uniform': a row over several ranks leaves "
-            "fewer tokens on each GPU than other rows; set row_shape='planned', or "
-            "context_parallel='fixed'"
-        )
-    if micro_batch_size is not None:
-        raise ConfigError(
-            f"context_parallel='dynamic' with micro_batch_size={micro_batch_size}: rows are given "
-            "to ranks by their tokens; set max_tokens_per_gpu, or context_parallel='fixed'"
-        )
-
-
-def check_split_samples(
-    policy: Policy, layout: Layout, micro_batch_size: int | None = None
-) -> None:
-    """Raise ConfigError if pieces of samples contradict the rest of the policy, or the layout."""
-    if policy.split_samples == "off":
-        return
-    if policy.row_shape == "uniform":
-        raise ConfigError(
-            "split_samples='auto' with row_shape='uniform': pieces are cut to equal work and so "
-            "differ in length; set row_shape='planned', or split_samples='off'"
-        )
-    if micro_batch_size is not None:
-        raise ConfigError(
-            f"split_samples='auto' with micro_batch_size={micro_batch_size}: rows of a number of "
-            "samples have whole ones; set max_tokens_per_gpu, or split_samples='off'"
-        )
-    if layout.ep_spans_dp:
-        raise ConfigError(
-            f"split_samples='auto' with ep={layout.ep}, etp={layout.etp}, tp*cp="
-            f"{layout.tp * layout.cp}: data-parallel ranks exchange tokens of the experts in every "
-            "layer and must run one order, and chains of pieces differ; set split_samples='off'"
-        )
+    facts = _Facts(policy, layout, micro_batch_size, shares_fp8_scales)
+    for setting, value, other, why in _RULES:
+        if facts.has(setting, value) and other(facts):
+            raise ConfigError(f"{setting}={value!r} with {other(facts)}: {why}")
 
 
 def _check_int(name: str, value: object, least: int) -> None:

@@ -30,7 +30,7 @@ from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Layout, ParallelSizes, why_no_retry
 from megapack.plan.executor import choose_executor
-from megapack.policy import check_dynamic_cp, check_split_samples
+from megapack.policy import check_policy
 from megapack.ranks.watchdog_config import WatchdogConfig
 
 __all__ = [
@@ -240,7 +240,7 @@ def _check_run(config: TrainConfig) -> None:
     _check_critic(config)
     _check_rewards(config)
     _check_routing_replay(config)
-    _check_dynamic_cp(config)
+    _check_policy(config)
     _check_operations(config)
     _check_value_head(config)
     _check_retry(config)
@@ -384,10 +384,14 @@ def _check_routing_replay(config: TrainConfig) -> None:
             )
 
 
-def _check_dynamic_cp(config: TrainConfig) -> None:
-    """Refuse a plan that rows over several ranks contradict."""
+def _check_policy(config: TrainConfig) -> None:
+    """Refuse settings of the plan that contradict each other, or the layout."""
+    sizes = config.layout
+    # null is any number of data-parallel ranks; the least that the experts may lie over will do.
+    dp = sizes.dp or sizes.ep * (sizes.etp or sizes.tp)
+    layout = sizes.to_layout(dp * sizes.tp * sizes.pp * sizes.cp)
     try:
-        check_dynamic_cp(config.plan, config.plan.micro_batch_size)
+        check_policy(config.plan, layout, config.plan.micro_batch_size)
     except ConfigError as error:
         raise ConfigError(f"plan: {error}") from None
 
@@ -398,22 +402,12 @@ def _check_operations(config: TrainConfig) -> None:
         _ = config.executor
     except ConfigError as error:
         raise ConfigError(f"train: {error}") from None
-    if config.plan.split_samples == "off":
-        return
     model = config.model
-    if model.mtp_num_layers > 0:
+    if config.plan.split_samples == "auto" and model.mtp_num_layers > 0:
         raise ConfigError(
             f"plan.split_samples=auto: model.mtp_num_layers={model.mtp_num_layers} needs tokens of "
             "a sample's next piece; set it to 0, or plan.split_samples=off"
         )
-    sizes = config.layout
-    # null is any number of data-parallel ranks; the least that the experts may lie over will do.
-    dp = sizes.dp or sizes.ep * (sizes.etp or sizes.tp)
-    layout = sizes.to_layout(dp * sizes.tp * sizes.pp * sizes.cp)
-    try:
-        check_split_samples(config.plan, layout, config.plan.micro_batch_size)
-    except ConfigError as error:
-        raise ConfigError(f"plan: {error}") from None
 
 
 def _check_value_head(config: TrainConfig) -> None:

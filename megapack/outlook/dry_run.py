@@ -32,7 +32,7 @@ from megapack.data.generated import LONGEST_OVER_MEAN, generate_lengths
 from megapack.layout import Layout
 from megapack.outlook.stats import PlanReport, carried, gathered_tokens, plan_report
 from megapack.plan.plan import Plan
-from megapack.policy import check_count_rule, check_split_samples
+from megapack.policy import check_policy
 from megapack.prefixes import SharedPrefixes
 
 
@@ -96,10 +96,8 @@ def check_start(config: TrainConfig, world_size: int) -> Layout:
     check_installed(config.train.trackers)
     layout = config.layout.to_layout(world_size, config.model.fp8_rows)
     check_sizes(config.model, layout)
-    check_split_samples(config.plan, layout, config.plan.micro_batch_size)
-    check_count_rule(
-        config.plan.to_policy(), layout, ranks_share_fp8_scales=config.model.fp8 == "delayed"
-    )
+    shares_scales = config.model.fp8 == "delayed"
+    check_policy(config.plan, layout, config.plan.micro_batch_size, shares_fp8_scales=shares_scales)
     return layout
 
 

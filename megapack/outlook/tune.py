@@ -27,7 +27,14 @@ from megapack.layout import CountRule, Layout
 from megapack.outlook.stats import PlanReport, carried, gathered_tokens, plan_report
 from megapack.plan.facts import FEATURES
 from megapack.plan.plan import Plan, StepPlan
-from megapack.policy import Backward, ContextParallel, GroupSize, Policy, SplitSamples
+from megapack.policy import (
+    Backward,
+    ContextParallel,
+    GroupSize,
+    Policy,
+    SplitSamples,
+    check_policy,
+)
 from megapack.prefixes import SharedPrefixes
 
 # Chosen by hand: by default the longest sample times 1, 2, 4, 8 and 16 is tried as budget.
@@ -324,18 +331,23 @@ def _kinds(work: Workload, space: Space, layout: Layout) -> Iterator[Kind]:
     Rows of one DP rank are fixed, and no step has both rows over several ranks and pieces. In a
     pipeline of one stage neither pieces nor weight gradients have waits to fill.
     """
-    uniform = work.policy.row_shape == "uniform"
     for names in itertools.product(space.context_parallel, space.split_samples, space.backward):
         kind = Kind(*names)
         is_wide = kind.context_parallel == "dynamic"
-        is_split = kind.split_samples == "auto"
-        if (
-            (is_wide and (layout.dp == 1 or uniform or is_split))
-            or (is_split and (layout.ep_spans_dp or uniform))
-            or (kind.has_orders and layout.pp == 1)
+        if (is_wide and (layout.dp == 1 or kind.split_samples == "auto")) or (
+            kind.has_orders and layout.pp == 1
         ):
             continue
-        yield kind
+        if _is_allowed(replace(work.policy, count_rule="legal", **kind._asdict()), layout):
+            yield kind
+
+
+def _is_allowed(policy: Policy, layout: Layout) -> bool:
+    try:
+        check_policy(policy, layout)
+    except ConfigError:
+        return False
+    return True
 
 
 def _budgets(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterator[int]:
@@ -365,13 +377,13 @@ def _policies(work: Workload, space: Space, layout: Layout, kind: Kind) -> Itera
         search = min(search, _ORDER_SEARCH)
         rules, groups = rules[:1], groups[:1]
     for rule, group in itertools.product(rules, groups):
-        if (rule == "per_rank" and (layout.ep_spans_dp or layout.dp == 1 or is_wide)) or (
-            group == "search" and layout.vpp == 1
-        ):
-            continue
-        yield replace(
+        policy = replace(
             work.policy, count_rule=rule, group_size=group, search=search, **kind._asdict()
         )
+        one_count = rule == "per_rank" and layout.dp == 1
+        one_group = group == "search" and layout.vpp == 1
+        if not one_count and not one_group and _is_allowed(policy, layout):
+            yield policy
 
 
 def _plan(

@@ -27,7 +27,7 @@ from megapack.model.head import ValueHead, marked_num_ids, unwrapped
 from megapack.model.mtp import check_mtp, num_depths
 from megapack.model.parameters import is_expert
 from megapack.plan.plan import Plan
-from megapack.policy import check_count_rule
+from megapack.policy import check_policy
 
 Head = Literal["vocabulary", "value"]
 """The last chunk turns hidden states into log-probs, or into one value per token."""
@@ -201,7 +201,7 @@ def check_executor(chunks: Sequence[Any], config: Any, executor: Executor) -> No
 
 def check_counts(plan: Plan, config: Any) -> None:
     """Raise ConfigError for counts per rank if ranks communicate in every micro-batch."""
-    check_count_rule(plan.policy, plan.layout, ranks_share_fp8_scales=shares_fp8_scales(config))
+    check_policy(plan.policy, plan.layout, shares_fp8_scales=shares_fp8_scales(config))
 
 
 def shares_fp8_scales(config: Any) -> bool:

@@ -20,7 +20,7 @@ from megapack.gpt.build import without_cuda_graphs
 from megapack.layout import Layout
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.parameters import mark_experts
-from megapack.policy import Policy, check_count_rule
+from megapack.policy import Policy, check_policy
 from megapack.schedule import checks
 from megapack.schedule.checks import (
     check_chunks,
@@ -412,11 +412,9 @@ def test_whole_experts_on_tensor_parallel_ranks_need_their_own_reduction() -> No
 
 def test_experts_within_a_dp_rank_allow_counts_per_rank() -> None:
     layout = Layout(dp=2, tp=2, ep=2, sequence_parallel=True)
-    check_count_rule(Policy(count_rule="per_rank"), layout, ranks_share_fp8_scales=False)
+    check_policy(Policy(count_rule="per_rank"), layout)
     with pytest.raises(ConfigError, match=r"ep=2, etp=2, tp\*cp=2: .*set count_rule='legal'"):
-        check_count_rule(
-            Policy(count_rule="per_rank"), replace(layout, etp=2), ranks_share_fp8_scales=False
-        )
+        check_policy(Policy(count_rule="per_rank"), replace(layout, etp=2))
 
 
 def test_router_losses_per_token_or_sample_pass() -> None:
