@@ -1,6 +1,6 @@
 """Says now and then how far a run of pytest is: `-p tests.progress`, as tools/test.sh gives it.
 
-    1234 of 6520 tests in 8:05, about 21:40 left; for 40 s in tests/dist/test_train.py::test_resumed
+    1234 of 6520 tests in 8:05, about 21:40 left; for 40 s in tests/slow/test_wheel.py::test_it
 
 What is left is known from the last run, whose seconds of each file pytest's cache keeps.
 """

@@ -5,15 +5,16 @@
         [--executor operations]
     python tools/exactness.py --attention te [--te 2.11.0] [the same patterns]
 
-Runs the reference and then each case of `tests/dist/cases.py` on 1, 2, 4 and 8 processes over gloo;
-models of Hugging Face folders, the cases of `tests/dist/hf_cases.py`, beside transformers; rows
-with shared prefixes, the cases of `tests/dist/prefix_cases.py`; and rows over several data-parallel
-ranks, the cases of `tests/dist/wide_cases.py`, whose tables go into docs/dynamic_cp.md. With some
-of the patterns, only those.
+Runs the reference and then each case of `tests/dist/exactness/cases.py` on 1, 2, 4 and 8 processes
+over gloo; models of Hugging Face folders, the cases of `tests/dist/hf/hf_cases.py`, beside
+transformers; rows with shared prefixes, the cases of `tests/dist/rows/prefix_cases.py`; and rows
+over several data-parallel ranks, the cases of `tests/dist/rows/wide_cases.py`, whose tables go into
+docs/dynamic_cp.md. With some of the patterns, only those.
 
-With `--executor operations` nothing is written. Cases of `tests/dist/cases.py` and
-`tests/dist/overlap_worker.py` run in Megatron's schedules and as lists of their operations, which
-are compared bit for bit; the exit code is 1 if one differs. All other cases run as lists.
+With `--executor operations` nothing is written. Cases of `tests/dist/exactness/cases.py` and
+`tests/dist/schedule/overlap_worker.py` run in Megatron's schedules and as lists of their
+operations, which are compared bit for bit; the exit code is 1 if one differs. All other cases run
+as lists.
 
 With `--attention te` all cases run over Transformer Engine's layers on stand-ins of their kernels
 (docs/cpu.md), against the same references without it. A table of the largest errors goes into
@@ -42,28 +43,28 @@ from megapack.base.choices import Executor  # noqa: E402
 from megapack.layout import Layout  # noqa: E402
 from tests import te_python  # noqa: E402
 from tests.dist import problem  # noqa: E402
-from tests.dist.cases import ALL_CASES, Case  # noqa: E402
+from tests.dist.exactness.cases import ALL_CASES, Case  # noqa: E402
+from tests.dist.exactness.te_cases import GRIDS, refusal  # noqa: E402
 from tests.dist.executor import VARIABLE, executor  # noqa: E402
-from tests.dist.hf_cases import FAMILIES, HF_CASES, LAYOUTS, run_hf_cases  # noqa: E402
-from tests.dist.operations_worker import OVERLAP, OVERLAP_CASES  # noqa: E402
-from tests.dist.prefix_cases import ALL_CASES as PREFIX_CASES  # noqa: E402
-from tests.dist.prefix_cases import GRID, SPECIAL  # noqa: E402
-from tests.dist.row_problem import MODELS as ROW_MODELS  # noqa: E402
-from tests.dist.row_problem import PRECISE as ROW_PRECISE  # noqa: E402
-from tests.dist.row_problem import RowCase  # noqa: E402
+from tests.dist.hf.hf_cases import FAMILIES, HF_CASES, LAYOUTS, run_hf_cases  # noqa: E402
+from tests.dist.rows.prefix_cases import ALL_CASES as PREFIX_CASES  # noqa: E402
+from tests.dist.rows.prefix_cases import GRID, SPECIAL  # noqa: E402
+from tests.dist.rows.row_problem import MODELS as ROW_MODELS  # noqa: E402
+from tests.dist.rows.row_problem import PRECISE as ROW_PRECISE  # noqa: E402
+from tests.dist.rows.row_problem import RowCase  # noqa: E402
+from tests.dist.rows.split_cases import GRID as SPLIT_GRID  # noqa: E402
+from tests.dist.rows.split_cases import SPECIAL as SPLIT_SPECIAL  # noqa: E402
+from tests.dist.rows.wide_cases import ALL_CASES as WIDE_CASES  # noqa: E402
+from tests.dist.rows.wide_cases import GRID as WIDE_GRID  # noqa: E402
+from tests.dist.rows.wide_cases import SPECIAL as WIDE_SPECIAL  # noqa: E402
 from tests.dist.run_cases import (  # noqa: E402
     run_cases,
     run_prefix_cases,
     run_split_cases,
     run_wide_cases,
 )
+from tests.dist.schedule.operations_worker import OVERLAP, OVERLAP_CASES  # noqa: E402
 from tests.dist.spawn import checked_job  # noqa: E402
-from tests.dist.split_cases import GRID as SPLIT_GRID  # noqa: E402
-from tests.dist.split_cases import SPECIAL as SPLIT_SPECIAL  # noqa: E402
-from tests.dist.te_cases import GRIDS, refusal  # noqa: E402
-from tests.dist.wide_cases import ALL_CASES as WIDE_CASES  # noqa: E402
-from tests.dist.wide_cases import GRID as WIDE_GRID  # noqa: E402
-from tests.dist.wide_cases import SPECIAL as WIDE_SPECIAL  # noqa: E402
 
 MARKS = ("<!-- measured -->", "<!-- end -->")
 MODEL_MARKS = ("<!-- models -->", "<!-- end of models -->")
@@ -372,7 +373,7 @@ def row_summary(cases: Mapping[str, RowCase], results: dict[str, dict[str, Any]]
     """What was measured with what, and the largest errors."""
     runs = [(name, kind, run) for name, found in results.items() for kind, run in found.items()]
     exact = [(kind, run) for name, kind, run in runs if cases[name].model not in ROW_PRECISE]
-    # A gradient that is 0 has no relative error, see tests/dist/test_prefixes.py.
+    # A gradient that is 0 has no relative error, see tests/dist/rows/test_prefixes.py.
     tensors = [run["worst_parameter"] for kind, run in exact if kind != "reward"]
     means = [run["logprob_mean_error"] for _, run in exact if "logprob_mean_error" in run]
     equal = sum(run["square_to_forward"] == 0 for *_, run in runs)
@@ -389,7 +390,7 @@ def te_lines(patterns: Mapping[str, str], release: str) -> list[str]:
     """The section of Transformer Engine: per grid the largest errors of its cases in fp32.
 
     Args:
-        patterns: grid of `tests/dist/te_cases.py` -> glob of its cases.
+        patterns: grid of `tests/dist/exactness/te_cases.py` -> glob of its cases.
     """
     lines = [
         f"{measured_with('megatron-core', 'torch')}, Transformer Engine {release} on stand-ins of "
@@ -459,7 +460,7 @@ def compare_bits(pattern: str) -> bool:
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "out.json"
                 args = [str(out), *part]
-                checked_job(world, "tests.dist.operations_worker", args, timeout_s=600)
+                checked_job(world, "tests.dist.schedule.operations_worker", args, timeout_s=600)
                 results |= json.loads(out.read_text())
             for name in part:
                 differ = results[name]["differ"]

@@ -25,8 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.dist.rank_fault_worker import ELSEWHERE, FAULTS, IN_ONE_PHASE, PHASES
-from tests.dist.rank_faults import WORLD, Case, Outcome, cases, run_case
+from tests.dist.ranks.rank_fault_worker import ELSEWHERE, FAULTS, IN_ONE_PHASE, PHASES
+from tests.dist.ranks.rank_faults import WORLD, Case, Outcome, cases, run_case
 
 
 def main() -> int:

@@ -2,10 +2,10 @@
 
     python tools/host_waits.py [--cases PATTERN]
 
-Runs the cases of `tests/dist/wait_cases.py` and the main job as on GPUs, under the ledger of
-devices of `tests/rehearsal`, on 1 and 2 processes over gloo. Needs `tools/te_python.sh`. The exit
-code is 1 if tensors are at a wrong place. With a pattern only those cases run, and the table is
-printed.
+Runs the cases of `tests/dist/schedule/wait_cases.py` and the main job as on GPUs, under the ledger
+of devices of `tests/rehearsal`, on 1 and 2 processes over gloo. Needs `tools/te_python.sh`. The
+exit code is 1 if tensors are at a wrong place. With a pattern only those cases run, and the table
+is printed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.dist.wait_cases import ALL_CASES, LAYOUTS  # noqa: E402
-from tests.dist.wait_results import (  # noqa: E402
+from tests.dist.schedule.wait_cases import ALL_CASES, LAYOUTS  # noqa: E402
+from tests.dist.schedule.wait_results import (  # noqa: E402
     PASSES,
     SIZES,
     Counted,

@@ -2,10 +2,10 @@
 
     python tools/split_backward.py [PATTERN ...]
 
-Runs the cases of `tests/dist/split_backward_worker.py` whose names match a pattern, by default all,
-on 1, 2 and 4 processes over gloo. Weight gradients run 2 to 5 backwards later. Exits with 1 if a
-gradient differs in some bit. With MEGAPACK_TEST_TE=2.11.0 layers are those of that release of
-Transformer Engine, whose Python `tools/te_python.sh` brings.
+Runs the cases of `tests/dist/schedule/split_backward_worker.py` whose names match a pattern, by
+default all, on 1, 2 and 4 processes over gloo. Weight gradients run 2 to 5 backwards later. Exits
+with 1 if a gradient differs in some bit. With MEGAPACK_TEST_TE=2.11.0 layers are those of that
+release of Transformer Engine, whose Python `tools/te_python.sh` brings.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.dist.schedule.split_backward_worker import CASES, MORE_CASES
 from tests.dist.spawn import checked_job, rank_reports
-from tests.dist.split_backward_worker import CASES, MORE_CASES
 
 WORLDS = (1, 2, 4)
 # A case takes 2 to 10 seconds on two cores.
@@ -40,7 +40,9 @@ def main(patterns: list[str]) -> int:
             continue
         with tempfile.TemporaryDirectory() as folder:
             args = [folder, *names]
-            checked_job(world, "tests.dist.split_backward_worker", args, timeout_s=TIMEOUT_S)
+            checked_job(
+                world, "tests.dist.schedule.split_backward_worker", args, timeout_s=TIMEOUT_S
+            )
             reports = rank_reports(Path(folder), world)
         for name in names:
             facts = [report[name] for report in reports]

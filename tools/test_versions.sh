@@ -40,8 +40,8 @@ on() {
 
 if [[ ${1:-} == --sample ]]; then
     shift
-    on 3.12 tests/unit/{checkpoint,schedule} tests/dist/test_checkpoint_state.py "$@"
-    on 3.12 tests/dist/test_exactness.py -k "$SAMPLE" "$@"
+    on 3.12 tests/unit/{checkpoint,schedule} tests/dist/checkpoint/test_checkpoint_state.py "$@"
+    on 3.12 tests/dist/exactness/test_exactness.py -k "$SAMPLE" "$@"
     exit
 fi
 status=0

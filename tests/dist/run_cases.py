@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.dist.cases import ALL_CASES
-from tests.dist.prefix_cases import ALL_CASES as PREFIX_CASES
+from tests.dist.exactness.cases import ALL_CASES
 from tests.dist.problem import PRECISE
-from tests.dist.row_problem import RowCase
+from tests.dist.rows.prefix_cases import ALL_CASES as PREFIX_CASES
+from tests.dist.rows.row_problem import RowCase
+from tests.dist.rows.split_cases import ALL_CASES as SPLIT_CASES
+from tests.dist.rows.wide_cases import ALL_CASES as WIDE_CASES
 from tests.dist.spawn import checked_job
-from tests.dist.split_cases import ALL_CASES as SPLIT_CASES
-from tests.dist.wide_cases import ALL_CASES as WIDE_CASES
 
 # Each case leaves its process groups and their threads behind, which slow down the next case.
 _CASES_PER_JOB = 8
@@ -33,7 +33,7 @@ def run_cases(names: Iterable[str], reference: Path, folder: Path) -> dict[str, 
     absent = [model for model in sorted(models) if not (reference / f"{model}.pt").exists()]
     if absent:
         args = [str(reference), *absent]
-        checked_job(1, "tests.dist.reference", args, timeout_s=300, te="")
+        checked_job(1, "tests.dist.exactness.reference", args, timeout_s=300, te="")
     by_world: dict[int, list[str]] = {}
     # Sort by model, so that each job reads few of the reference's files.
     for name in sorted(names, key=lambda name: ALL_CASES[name].variant):
@@ -43,7 +43,7 @@ def run_cases(names: Iterable[str], reference: Path, folder: Path) -> dict[str, 
         for first in range(0, len(own), _CASES_PER_JOB):
             out = folder / f"world{world}_{first}.json"
             args = [str(reference), str(out), *own[first : first + _CASES_PER_JOB]]
-            checked_job(world, "tests.dist.worker", args, timeout_s=300)
+            checked_job(world, "tests.dist.exactness.worker", args, timeout_s=300)
             results |= json.loads(out.read_text())
     return results
 
@@ -54,8 +54,8 @@ def run_prefix_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, 
         list(names),
         folder,
         all_cases=PREFIX_CASES,
-        module="tests.dist.prefix_cases",
-        worker="tests.dist.row_worker",
+        module="tests.dist.rows.prefix_cases",
+        worker="tests.dist.rows.row_worker",
     )
 
 
@@ -65,8 +65,8 @@ def run_wide_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, An
         list(names),
         folder,
         all_cases=WIDE_CASES,
-        module="tests.dist.wide_cases",
-        worker="tests.dist.wide_worker",
+        module="tests.dist.rows.wide_cases",
+        worker="tests.dist.rows.wide_worker",
     )
 
 
@@ -76,8 +76,8 @@ def run_split_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, A
         list(names),
         folder,
         all_cases=SPLIT_CASES,
-        module="tests.dist.split_cases",
-        worker="tests.dist.split_worker",
+        module="tests.dist.rows.split_cases",
+        worker="tests.dist.rows.split_worker",
     )
 
 
@@ -86,7 +86,7 @@ def _run_row_cases(
 ) -> dict[str, dict[str, Any]]:
     reference = str(folder / "reference.pt")
     args = [module, reference, *names]
-    checked_job(1, "tests.dist.row_reference", args, timeout_s=600, te="")
+    checked_job(1, "tests.dist.rows.row_reference", args, timeout_s=600, te="")
     by_world: dict[int, list[str]] = {}
     for name in names:
         by_world.setdefault(all_cases[name].world, []).append(name)

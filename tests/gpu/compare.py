@@ -13,10 +13,10 @@ from megapack import Layout, Plan
 from megapack.model.parameters import global_parameters
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
-from tests.dist.cases import Case
-from tests.dist.expected import expected_step
+from tests.dist.exactness.cases import Case
+from tests.dist.exactness.expected import expected_step
+from tests.dist.exactness.worker import logprob_errors, own_errors
 from tests.dist.problem import OBJECTIVE, SEED, VOCAB_SIZE
-from tests.dist.worker import logprob_errors, own_errors
 from tests.gpu import problem
 
 Samples = list[dict[str, Any]]

@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 
 from megapack import Layout, cpu, launch
 from megapack.gpt import initialize_parallel
+from tests.dist.exactness.staged import StagedAdapter
 from tests.dist.problem import SEED
-from tests.dist.staged import StagedAdapter
 from tests.gpu import problem
 from tests.gpu.compare import Samples, build_adapter, exactness
 

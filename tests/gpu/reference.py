@@ -1,4 +1,4 @@
-"""The reference on the GPU: `tests.dist.reference`, one unpadded sample at a time.
+"""The reference on the GPU: `tests.dist.exactness.reference`, one unpadded sample at a time.
 
 python -m tests.gpu.reference DEVICE OUT
 """
@@ -12,7 +12,7 @@ import torch
 
 from megapack import Layout, launch
 from megapack.gpt import initialize_parallel
-from tests.dist import reference
+from tests.dist.exactness import reference
 from tests.dist.problem import SEED
 from tests.gpu import problem
 

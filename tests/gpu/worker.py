@@ -23,7 +23,7 @@ from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.forward import ForwardStep
 from tests.dist.problem import OBJECTIVE, SEED, VOCAB_SIZE
-from tests.dist.split_backward_worker import with_weights_later
+from tests.dist.schedule.split_backward_worker import with_weights_later
 from tests.gpu import problem
 from tests.gpu.compare import Samples, build_adapter, exactness
 from tests.gpu.rehearsed import REHEARSED

@@ -1,4 +1,4 @@
-"""The rules on notes made by hand; `tests/dist/test_nccl_rules.py` breaks them in real jobs."""
+"""The rules on notes made by hand; `tests/dist/ranks/test_nccl_rules.py` breaks them."""
 
 from __future__ import annotations
 

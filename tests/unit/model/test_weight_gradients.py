@@ -18,7 +18,7 @@ from torch import Tensor
 from megapack.errors import ConfigError, ScheduleError
 from megapack.model import weight_gradients
 from megapack.model.weight_gradients import WeightGradients
-from tests.dist.delayed_linear import DelayedLinear
+from tests.dist.schedule.delayed_linear import DelayedLinear
 
 pytestmark = pytest.mark.unit
 

@@ -1,4 +1,4 @@
-"""Names in the documents exist. `tests/dist/test_document_blocks.py` runs code blocks."""
+"""Names in the documents exist. `tests/dist/train/test_document_blocks.py` runs code blocks."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Checkpoints, the optimizer's state and resumed jobs."""

@@ -1,0 +1,151 @@
+"""Saves and loads checkpoints of a trained model on one layout; each rank writes what it found.
+
+torchrun --nproc-per-node 2 -m tests.dist.checkpoint.checkpoint_worker OUT_DIR EP TP
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint import filesystem
+
+from megapack import Layout, build_dp_schedule, launch
+from megapack.checkpoint.state import RunState
+from megapack.checkpoint.writer import StateWriter
+from megapack.config.sections import OptimConfig
+from megapack.gpt.optimizer import build_optimizer
+from megapack.schedule import ScheduleAdapter
+from tests.dist import problem
+from tests.dist.setup import build_chunks
+
+CPU = torch.device("cpu")
+
+
+class Case:
+    """A model that has taken one step, and its optimizer.
+
+    Args:
+        tp: tensor parallel ranks; the other ranks are data parallel.
+        ep: expert parallel ranks; above 1 the model has experts.
+    """
+
+    def __init__(self, tp: int, ep: int) -> None:
+        layout = Layout(tp=tp, ep=ep, dp=dist.get_world_size() // tp)
+        experts = {"num_experts": 4} if ep > 1 else {}
+        model = dataclasses.replace(problem.MODEL, **experts)
+        self.chunks = build_chunks(layout, model=model, distributed_optimizer=True)
+        optim = OptimConfig(lr=1e-2, distributed_optimizer=True)
+        self.optimizer = build_optimizer(optim, self.chunks, bf16=False)
+        batch = problem.make_batch()
+        plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=64)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        ScheduleAdapter(self.chunks, layout=layout).step(plan, batch, objective=problem.OBJECTIVE)
+        self.optimizer.step()
+        self.state = RunState(self.chunks, self.optimizer)
+
+    @property
+    def distributed(self) -> list[Any]:
+        """Megatron's distributed optimizers in the chain."""
+        chain = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [one for one in chain if isinstance(one, DistributedOptimizer)]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Weights, main weights and Adam's state of this rank."""
+        found = [p.detach() for chunk in self.chunks for p in chunk.parameters()]
+        for one in self.distributed:
+            for group in one.optimizer.param_groups:
+                for param in group["params"]:
+                    state = one.optimizer.state[param]
+                    found += [param.detach(), state["exp_avg"], state["exp_avg_sq"]]
+        return found
+
+    def save(self, folder: Path, *, staged: bool, changed: Callable[[], None]) -> None:
+        """Save; between planning and writing, run `changed`."""
+        writer = self.state.writer(folder, num_threads=2, device=CPU)
+        if staged:
+            writer.stage()
+        writer.plan()
+        changed()
+        writer.write()
+        writer.finish()
+
+    def save_ahead(self, folder: Path) -> None:
+        """Save with torch's loader for GPUs, which holds 64 bytes and one tensor at a time."""
+        writer = self.state.writer(folder, num_threads=2, device=CPU)
+        writer._files.per_thread_copy_ahead = 64
+        writer.plan()
+        with (
+            mock.patch.object(torch.cuda, "is_available", return_value=True),
+            # The loader of CPUs must not run.
+            mock.patch.object(filesystem, "_SerialCpuLoader", None),
+        ):
+            writer.write()
+        writer.finish()
+
+    def save_as_megatron(self, folder: Path) -> None:
+        """Save in Megatron's `fully_reshardable` format, which gathers the optimizer's state."""
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+        metadata |= {"non_homogeneous_layers": True, "chained_optim_avoid_prefix": True}
+        model = self.state._model()
+        sharded: dict[str, Any] = dict(model)
+        for index, one in enumerate(self.distributed):
+            state = one.sharded_state_dict(model, metadata=metadata)["param_state"]
+            sharded[f"optimizer{index}"] = state
+        tensors, _ = save_preprocess(sharded, validate_access_integrity=False)
+        writer = StateWriter(tensors, folder, num_threads=1, device=CPU)
+        writer.plan()
+        writer.write()
+        writer.finish()
+
+    def load(self, folder: Path) -> None:
+        self.state.load(folder, num_updates=1, with_reference=False, device=CPU)
+
+    def overwrite(self) -> None:
+        """Set every tensor to a wrong value."""
+        for tensor in self.tensors():
+            tensor.fill_(7.0)
+
+    def loads(self, folder: Path, expected: list[torch.Tensor]) -> bool:
+        """Whether loading restores every tensor bit by bit."""
+        self.overwrite()
+        self.load(folder)
+        return all(torch.equal(a, b) for a, b in zip(self.tensors(), expected, strict=True))
+
+
+def main(out_dir: str, tp: int, ep: int) -> None:
+    launch.start("cpu")
+    case = Case(tp, ep)
+    expected = [tensor.clone() for tensor in case.tensors()]
+    folders = {name: Path(out_dir, name) for name in ("direct", "ahead", "staged", "megatron")}
+    if dist.get_rank() == 0:
+        for folder in folders.values():
+            folder.mkdir()
+    dist.barrier()
+    case.save_as_megatron(folders["megatron"])
+    case.save(folders["direct"], staged=False, changed=lambda: None)
+    case.save_ahead(folders["ahead"])
+    # The snapshot is that of `stage`, whatever happens to the weights afterwards.
+    case.save(folders["staged"], staged=True, changed=case.overwrite)
+    own = f"__{dist.get_rank()}_*"
+    found = {
+        "loads": {name: case.loads(folder, expected) for name, folder in folders.items()},
+        "bytes": sum(path.stat().st_size for path in folders["direct"].glob(own)),
+        "files": len(list(folders["direct"].glob(own))),
+    }
+    Path(out_dir, f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,0 +1,92 @@
+"""Runs three optimizer steps on one layout; each rank writes its parameters and gradient norms.
+
+torchrun --nproc-per-node N -m tests.dist.checkpoint.optimizer_worker OUT_DIR DP TP PP VPP \
+    DISTRIBUTED FROZEN VARIANT [SPLIT]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megapack import Layout, build_dp_schedule, launch
+from megapack.config.sections import OptimConfig
+from megapack.cost import LayerSplit
+from megapack.gpt.optimizer import build_optimizer
+from megapack.model.parameters import global_parameters
+from megapack.schedule import ScheduleAdapter
+from tests.dist import problem
+from tests.dist.setup import build_chunks
+
+NUM_STEPS = 3
+CLIP = 0.05
+# All parameters of the first of two stages.
+FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
+
+
+def main(
+    out_dir: str,
+    dp: int,
+    tp: int,
+    pp: int,
+    vpp: int,
+    distributed: bool,
+    frozen: bool,
+    variant: str,
+    text: str | None = None,
+) -> None:
+    """Train and write `OUT_DIR/rank<r>.pt`."""
+    launch.start("cpu")
+    # Multi-latent attention needs sequence parallelism.
+    layout = Layout(dp=dp, tp=tp, pp=pp, vpp=vpp, sequence_parallel=tp > 1 and variant == "mla")
+    model = problem.MODELS[variant][0]
+    model = dataclasses.replace(model, freeze=FROZEN if frozen else ())
+    split = LayerSplit(pipeline_model_parallel_layout=text)
+    chunks = build_chunks(layout, model=model, split=split, distributed_optimizer=distributed)
+    # Adam divides by the gradient's size: without a large eps, rounding errors of tiny gradients
+    # would become large.
+    optim = OptimConfig(lr=1e-1, clip_grad=CLIP, adam_eps=1e-3, distributed_optimizer=distributed)
+    optimizer = build_optimizer(optim, chunks, bf16=False)
+    adapter = ScheduleAdapter(chunks, layout=layout)
+    batch = problem.make_batch()
+    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=64)
+    norms = []
+    for _ in range(NUM_STEPS):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        adapter.step(plan, batch, objective=problem.OBJECTIVE)
+        updated, norm, _ = optimizer.step()
+        assert updated
+        norms.append(float(norm))
+    # The partitions are written too, so that the test can slice a whole parameter like these.
+    parameters = {n: p for c in chunks for n, p in global_parameters(c)}
+    result = {
+        "norms": norms,
+        "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "trained": [n for n, p in parameters.items() if p.requires_grad],
+        "parameters": {n: p.detach().clone() for n, p in parameters.items()},
+        "partitions": {n: _partition(p) for n, p in parameters.items()},
+    }
+    torch.save(result, Path(out_dir) / f"rank{dist.get_rank()}.pt")
+    launch.stop()
+
+
+def _partition(param: torch.Tensor) -> tuple[int, int] | None:
+    if not getattr(param, "tensor_model_parallel", False):
+        return None
+    return param.partition_dim, param.partition_stride
+
+
+if __name__ == "__main__":
+    main(
+        sys.argv[1],
+        *(int(v) for v in sys.argv[2:6]),
+        *(v == "True" for v in sys.argv[6:8]),
+        *sys.argv[8:],
+    )

@@ -1,0 +1,1 @@
+"""Any layout and model against one unpadded sample at a time."""

@@ -1,0 +1,30 @@
+"""Fixtures of the tests with several processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.exactness.cases import CASES
+from tests.dist.run_cases import run_cases
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the one-sample reference's gradients and log-probs; see `run_cases`."""
+    return tmp_path_factory.mktemp("reference")
+
+
+@pytest.fixture(scope="session")
+def case_results(
+    request: pytest.FixtureRequest, reference: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """The workers' results, by case, for the cases of the selected tests."""
+    tests = [item for item in request.session.items if "case_results" in item.fixturenames]
+    if not all(hasattr(test, "callspec") for test in tests):
+        return run_cases(CASES, reference, tmp_path_factory.mktemp("cases"))
+    wanted = {test.callspec.params["name"] for test in tests}
+    names = [name for name in CASES if name in wanted]
+    return run_cases(names, reference, tmp_path_factory.mktemp("cases"))

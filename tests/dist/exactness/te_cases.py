@@ -1,0 +1,54 @@
+"""The cases that also run over Transformer Engine's layers, and those that it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.dist.exactness.cases import ALL_CASES
+from tests.dist.hf.hf_cases import HF_CASES, run_hf_cases
+from tests.dist.rows.prefix_cases import ALL_CASES as PREFIX_CASES
+from tests.dist.rows.split_cases import GRID, SPECIAL
+from tests.dist.rows.wide_cases import ALL_CASES as WIDE_CASES
+from tests.dist.run_cases import (
+    run_cases,
+    run_prefix_cases,
+    run_split_cases,
+    run_wide_cases,
+)
+
+Run = Callable[[Iterable[str], Path], dict[str, dict[str, Any]]]
+
+
+def _run_plain(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
+    return run_cases(names, folder, folder)
+
+
+GRIDS: dict[str, tuple[Mapping[str, Any], Run]] = {
+    "layouts and models": (ALL_CASES, _run_plain),
+    "shared prefixes": (PREFIX_CASES, run_prefix_cases),
+    "rows over several ranks": (WIDE_CASES, run_wide_cases),
+    "samples in pieces": (GRID | SPECIAL, run_split_cases),
+    "Hugging Face folders": (HF_CASES, run_hf_cases),
+}
+"""What a grid is about -> its cases, and what runs them."""
+
+
+def refusal(grid: str, name: str) -> str:
+    """Why Transformer Engine's attention does not run a case; "" if it does.
+
+    `schedule.checks` and `attention.choice` refuse these before a step.
+    """
+    cases, _ = GRIDS[grid]
+    gathers_keys = grid in ("shared prefixes", "samples in pieces")
+    if gathers_keys and cases[name].layout.cp > 1:
+        return f"{grid} with context parallelism"
+    if grid == "rows over several ranks" and cases[name].shares:
+        return "shared prefixes in rows over several ranks"
+    return ""
+
+
+def runs_te(grid: str) -> list[str]:
+    """The cases of a grid that Transformer Engine runs."""
+    return [name for name in GRIDS[grid][0] if not refusal(grid, name)]

@@ -1,0 +1,61 @@
+"""Transformer Engine's layers, on stand-ins of their kernels, equal one unpadded sample at a time.
+
+The references run without Transformer Engine. `tools/exactness.py --attention te` runs all cases.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.exactness.te_cases import GRIDS, refusal
+from tests.dist.run_cases import run_cases
+from tests.te_python import VARIABLE, VERSION, needs_te
+
+pytestmark = [pytest.mark.dist, needs_te]
+
+# Fused attention, its ring, sequence parallelism, grouped experts with fused permutation, latent
+# attention with whole projections; rows that share prefixes, ranks or samples.
+SAMPLE = {
+    "layouts and models": ["cp2", "moe_dp2_ep2", "mla_tp2_sp"],
+    "shared prefixes": ["moe"],
+    "rows over several ranks": ["moe_bias"],
+    "samples in pieces": ["selective"],
+}
+CELLS = [(grid, name) for grid, names in SAMPLE.items() for name in names]
+
+
+@pytest.fixture(scope="module")
+def results(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The workers' results, by case; of rows those of the objective with the largest error."""
+    found: dict[str, dict[str, Any]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, VERSION)
+        for grid, names in SAMPLE.items():
+            folder = tmp_path_factory.mktemp("te")
+            if grid == "layouts and models":
+                found |= run_cases(names, reference, folder)
+                continue
+            _, run = GRIDS[grid]
+            for name, result in run(names, folder).items():
+                found[name] = max(result.values(), key=lambda run: run["gradient_error"])
+    return found
+
+
+@pytest.mark.parametrize(("grid", "name"), CELLS)
+def test_gradients_equal_the_one_sample_reference(
+    grid: str, name: str, results: dict[str, dict[str, Any]]
+) -> None:
+    result = results[name]
+    assert result["gradient_error"] < 1e-5
+    assert result["loss"] == pytest.approx(result["expected_loss"], rel=1e-5)
+    assert result["num_logprobs"] > 10
+    assert result["logprob_max_error"] < 3e-5
+
+
+@pytest.mark.parametrize(("grid", "name"), CELLS)
+def test_the_cases_are_none_that_are_refused(grid: str, name: str) -> None:
+    assert name in GRIDS[grid][0]
+    assert not refusal(grid, name)

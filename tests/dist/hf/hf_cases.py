@@ -1,0 +1,120 @@
+"""Models of Hugging Face folders on layouts, compared with transformers one sample at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapack.layout import Layout
+from tests import hf_models
+from tests.dist.spawn import checked_job
+
+FAMILIES = (
+    *(
+        "llama",
+        "llama3_rope",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3_tied",
+        "qwen2_moe",
+        "mixtral",
+        "qwen3_moe",
+    ),
+    *("deepseek_v3", "glm4_moe"),
+)
+EXPERTS = ("qwen2_moe", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe")
+
+LAYOUTS = {
+    "single": Layout(),
+    "tp2_sp": Layout(tp=2, sequence_parallel=True),
+    "pp2_vpp2": Layout(pp=2, vpp=2),
+    "cp2": Layout(cp=2),
+    "dp2": Layout(dp=2),
+}
+"""By name; with experts `dp2` also has ep2."""
+
+MAX_TOKENS = 128
+# (prompt, response) tokens; the longest is beyond the 64 positions that yarn stretches.
+PAIRS = [(5, 20), (3, 1), (8, 88), (1, 30), (12, 21), (6, 58), (1, 1), (9, 14)]
+
+
+@dataclasses.dataclass(frozen=True)
+class HfCase:
+    """A family on a layout."""
+
+    family: str
+    layout_name: str
+
+    @property
+    def name(self) -> str:
+        """The case's name in tests."""
+        return f"{self.family}-{self.layout_name}"
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of its family's kind."""
+        layout = LAYOUTS[self.layout_name]
+        has_experts = self.family in EXPERTS
+        return dataclasses.replace(layout, ep=layout.dp) if has_experts else layout
+
+
+HF_CASES = {
+    case.name: case for case in (HfCase(family, name) for name in LAYOUTS for family in FAMILIES)
+}
+"""All cases; those of a layout run in one job."""
+
+
+def samples() -> tuple[list[Tensor], list[Tensor]]:
+    """Prompts and responses, the same in every process."""
+    generator = torch.Generator().manual_seed(7)
+
+    def tokens(count: int) -> Tensor:
+        return torch.randint(0, hf_models.VOCAB_SIZE, (count,), generator=generator)
+
+    return [tokens(prompt) for prompt, _ in PAIRS], [tokens(response) for _, response in PAIRS]
+
+
+def write_reference(folder: Path, family: str) -> None:
+    """A model's folder, and transformers' results on the samples beside it."""
+    hf_models.make_folder(folder / family, family)
+    model = hf_models.load(folder / family)
+    prompts, responses = samples()
+    tokens = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+    total = sum(map(len, responses))
+    # The mean over all response tokens.
+    weights = [
+        torch.cat([torch.zeros(len(prompt)), torch.full((len(response),), 1 / total)])
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    logprobs, entropies = hf_models.logprobs_and_entropies(model, tokens)
+    loss, gradients = hf_models.sft_gradients(model, tokens, weights)
+    results = {"logprobs": logprobs, "entropy": entropies, "loss": loss, "gradients": gradients}
+    torch.save(results, folder / f"{family}.pt")
+
+
+def run_hf_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """Run the cases, one job per layout; returns what rank 0 found, by case."""
+    by_layout: dict[str, list[str]] = {}
+    for name in names:
+        by_layout.setdefault(HF_CASES[name].layout_name, []).append(name)
+    families = {HF_CASES[name].family for own in by_layout.values() for name in own}
+    for family in sorted(families):
+        write_reference(folder, family)
+    results: dict[str, dict[str, Any]] = {}
+    for layout_name, own in by_layout.items():
+        out = folder / f"{layout_name}.json"
+        checked_job(
+            LAYOUTS[layout_name].world_size,
+            "tests.dist.hf.hf_worker",
+            [str(folder), str(out), *own],
+            timeout_s=300,
+        )
+        results |= json.loads(out.read_text())
+    return results

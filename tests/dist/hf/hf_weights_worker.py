@@ -1,0 +1,164 @@
+"""Loads Hugging Face folders on layouts, exports them again, and fails on one rank.
+
+torchrun --nproc-per-node 4 -m tests.dist.hf.hf_weights_worker MODELS OUT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megapack import Layout, launch
+from megapack.config.sections import ModelConfig
+from megapack.cost import LayerSplit
+from megapack.gpt import build_model, initialize_parallel
+from megapack.hf import export_hf, load_hf_weights
+from megapack.hf.blocks import own_blocks
+from megapack.hf.shards import ShardWriter
+from tests.dist.setup import error_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model's folder, the layout that loads it, and what the export changes."""
+
+    family: str
+    layout: Layout
+    split: LayerSplit = field(default_factory=LayerSplit)
+    dtype: str = "fp32"
+    value_head: bool = False
+    export: Mapping[str, Any] = field(default_factory=dict)
+
+
+TP_SP = {"tp": 2, "sequence_parallel": True}
+CASES = {
+    "tp2_pp2": Case(family="qwen3", layout=Layout(**TP_SP, pp=2)),
+    "value": Case(family="qwen3", layout=Layout(**TP_SP, pp=2), value_head=True),
+    "tied_vpp2": Case(family="qwen3_tied", layout=Layout(dp=2, pp=2, vpp=2)),
+    "tied_uneven": Case(
+        family="qwen3_tied",
+        layout=Layout(dp=2, pp=2),
+        split=LayerSplit(num_layers_in_first_pipeline_stage=1),
+    ),
+    "cp2_shards": Case(
+        family="qwen2", layout=Layout(cp=2, dp=2), export={"max_shard_bytes": 100_000}
+    ),
+    "ep4_etp1": Case(family="qwen3_moe", layout=Layout(**TP_SP, dp=2, ep=4, etp=1)),
+    "ep2_etp1": Case(family="qwen3_moe", layout=Layout(**TP_SP, dp=2, ep=2, etp=1)),
+    "ep2_etp2": Case(family="mixtral", layout=Layout(**TP_SP, dp=2, ep=2, etp=2)),
+    "shared_pp2": Case(family="qwen2_moe", layout=Layout(**TP_SP, pp=2, ep=2, etp=1)),
+    "latent": Case(family="deepseek_v3", layout=Layout(**TP_SP, pp=2, ep=2, etp=1)),
+    "latent_bf16": Case(family="deepseek_v3", layout=Layout(pp=2, dp=2, ep=2), dtype="bf16"),
+    "glm": Case(family="glm4_moe", layout=Layout(**TP_SP, dp=2, ep=2, etp=1)),
+}
+
+
+def build(case: Case, folder: Path) -> list[Any]:
+    """This rank's chunks, with weights as they were allocated."""
+    layout = case.layout
+    model = ModelConfig.from_hf(str(folder), dtype=case.dtype)
+    initialize_parallel(layout, 1)
+    split = case.split.stage_layers(
+        model.num_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=0
+    )
+    assert model.vocab_size is not None
+    return build_model(
+        model,
+        layout,
+        vocab_size=model.vocab_size,
+        seed=1,
+        distributed_optimizer=False,
+        stage_layers=split,
+        value_head=case.value_head,
+        draws_weights=False,
+    )
+
+
+def largest_padding(chunks: list[Any], vocab_size: int) -> float:
+    """The largest weight of this rank's rows of the padded vocabulary; -1 if it has none."""
+    largest = -1.0
+    for block, values in own_blocks(chunks):
+        if block.key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            padding = values[max(0, vocab_size - block.start[0]) :]
+            if len(padding):
+                largest = max(largest, float(padding.abs().max()))
+    return largest
+
+
+def run_case(name: str, case: Case, models: Path, out: Path, device: Any) -> dict[str, Any]:
+    """Load a folder, and export it again."""
+    folder = models / case.family
+    chunks = build(case, folder)
+    for _, values in own_blocks(chunks):
+        values.fill_(7.0)
+    loaded = load_hf_weights(chunks, folder, device=device)
+    exported = export_hf(chunks, out / name, like=folder, device=device, **case.export)
+    found = {
+        "bytes": loaded.num_bytes,
+        "held": sum(values.nbytes for _, values in own_blocks(chunks)),
+        "padding": largest_padding(chunks, 320),
+        "files": exported.num_files,
+    }
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def run_errors(models: Path, out: Path, device: torch.device) -> dict[str, str]:
+    """Errors of a load without a tensor, of an export that fails on rank 2, and where a file is."""
+    case = CASES["tp2_pp2"]
+    folder = models / case.family
+    chunks = build(case, folder)
+    load_hf_weights(chunks, folder, device=device)
+    before = [values.clone() for _, values in own_blocks(chunks)]
+    found = {"load": error_of(lambda: load(chunks, models / "qwen3_tied", device))}
+    after = [values for _, values in own_blocks(chunks)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    def export() -> None:
+        export_hf(chunks, out / "failed", like=folder, device=device)
+
+    full = OSError(28, "No space left on device")
+    effect = full if dist.get_rank() == 2 else None
+    real = ShardWriter.write
+
+    def write(self: ShardWriter, *args: Any) -> None:
+        if effect is not None:
+            raise effect
+        real(self, *args)
+
+    with mock.patch.object(ShardWriter, "write", write):
+        found["export"] = error_of(export)
+    (out / "failed").touch()
+    dist.barrier()
+    found["exists"] = error_of(export)
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def load(chunks: list[Any], folder: Path, device: torch.device) -> None:
+    """Load, without a result."""
+    load_hf_weights(chunks, folder, device=device)
+
+
+def main(models: str, out: str) -> None:
+    """Run all cases; every rank writes what it found."""
+    device = launch.start("cpu")
+    found: dict[str, Any] = {
+        name: run_case(name, case, Path(models), Path(out), device) for name, case in CASES.items()
+    }
+    found["errors"] = run_errors(Path(models), Path(out), device)
+    Path(out, f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,82 @@
+"""Models of Hugging Face folders equal transformers, which runs one unpadded sample at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.hf.hf_cases import HF_CASES, LAYOUTS, run_hf_cases
+
+pytestmark = pytest.mark.dist
+
+# One process, and a second layout of each family; tools/exactness.py runs all cases.
+SECOND = {
+    "llama": "cp2",
+    "mistral": "tp2_sp",
+    "llama3_rope": "tp2_sp",
+    "qwen2": "pp2_vpp2",
+    "qwen3": "cp2",
+    "qwen3_tied": "pp2_vpp2",
+    "qwen2_moe": "tp2_sp",
+    "mixtral": "cp2",
+    "qwen3_moe": "dp2",
+    "deepseek_v3": "pp2_vpp2",
+    "glm4_moe": "dp2",
+}
+NAMES = [
+    name
+    for name, case in HF_CASES.items()
+    if case.layout_name in ("single", SECOND[case.family])
+    # The family with the most parts, on all layouts.
+    or case.family == "deepseek_v3"
+]
+
+
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """What the workers found, by case, for the cases of the selected tests."""
+    tests = [item for item in request.session.items if "results" in item.fixturenames]
+    wanted = {
+        test.callspec.params["name"]
+        for test in tests
+        if test.module.__name__ == __name__ and hasattr(test, "callspec")
+    }
+    return run_hf_cases(
+        [name for name in NAMES if name in wanted], tmp_path_factory.mktemp("hf_models")
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logprobs_and_entropies_equal_transformers(
+    name: str, results: dict[str, dict[str, Any]]
+) -> None:
+    result = results[name]
+    assert result["num_tokens"] > 200
+    for value in ("logprobs", "entropy"):
+        assert result[f"{value}_mean_error"] < 1e-5
+        assert result[f"{value}_max_error"] < 3e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_an_sft_step_equal_transformers(
+    name: str, results: dict[str, dict[str, Any]]
+) -> None:
+    result = results[name]
+    assert result["num_tensors"] > 30
+    assert result["gradient_norm"] > 1
+    assert result["gradient_error"] < 1e-5
+    assert result["worst_tensor_error"] < 3e-5, result["worst_tensor"]
+    assert result["loss"] == pytest.approx(result["expected_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_hold_several_samples(name: str, results: dict[str, dict[str, Any]]) -> None:
+    assert results[name]["most_samples"] > 1
+    assert results[name]["num_rows"] > 1
+
+
+def test_every_layout_is_in_the_sample() -> None:
+    assert {HF_CASES[name].layout_name for name in NAMES} == set(LAYOUTS)

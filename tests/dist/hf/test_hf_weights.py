@@ -1,0 +1,91 @@
+"""Folders of ten families are loaded and exported bit by bit, on layouts of every kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.hf.hf_weights_worker import CASES
+from tests.dist.spawn import checked_job, rank_reports
+from tests.hf_models import cached_folder
+from tests.unit.hf.tiny_llama import read_folder
+
+pytestmark = pytest.mark.dist
+
+WORLD = 4
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all cases' exports and the ranks' reports, beside that of the models."""
+    folder = tmp_path_factory.mktemp("hf")
+    models = folder / "models"
+    (folder / "out").mkdir()
+    models.mkdir()
+    for family in {case.family for case in CASES.values()}:
+        (models / family).symlink_to(cached_folder(family))
+    args = [str(models), str(folder / "out")]
+    checked_job(WORLD, "tests.dist.hf.hf_weights_worker", args, timeout_s=300)
+    return folder
+
+
+def reports(ran: Path, name: str) -> list[Any]:
+    return [report[name] for report in rank_reports(ran / "out", WORLD)]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("value", "latent_bf16")])
+def test_an_export_without_training_is_bitwise_the_folder(name: str, ran: Path) -> None:
+    expected = read_folder(ran / "models" / CASES[name].family)
+    found = read_folder(ran / "out" / name)
+    assert found.keys() == expected.keys()
+    differing = [n for n in expected if not torch.equal(found[n], expected[n])]
+    assert differing == []
+    # All ranks write.
+    assert {report["files"] >= WORLD for report in reports(ran, name)} == {True}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_rank_reads_its_own_rows(name: str, ran: Path) -> None:
+    """The folders are in fp32; what is held and not read is padding, and a value head."""
+    for report in reports(ran, name):
+        width = 2 if CASES[name].dtype == "bf16" else 1
+        assert 0 < report["bytes"] <= width * report["held"]
+        assert report["padding"] in (-1.0, 0.0)
+    assert 0.0 in {report["padding"] for report in reports(ran, name)}
+
+
+def test_a_fresh_value_head_is_zeros_and_replaces_the_output_layer(ran: Path) -> None:
+    expected = read_folder(ran / "models" / "qwen3")
+    found = read_folder(ran / "out" / "value")
+    assert expected.keys() - found.keys() == {"lm_head.weight"}
+    assert found.keys() - expected.keys() == {"score.weight"}
+    assert torch.equal(found["score.weight"], torch.zeros(1, 64))
+    assert all(torch.equal(found[n], expected[n]) for n in found.keys() & expected.keys())
+
+
+def test_a_bf16_model_keeps_expert_biases_in_fp32(ran: Path) -> None:
+    """Experts are chosen by them; they are exported in the folder's types."""
+    expected = read_folder(ran / "models" / "deepseek_v3")
+    found = read_folder(ran / "out" / "latent_bf16")
+    assert found.keys() == expected.keys()
+    biases = [name for name in expected if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3
+    for name, value in expected.items():
+        kept = value if name in biases else value.bfloat16().float()
+        assert torch.equal(found[name], kept), name
+
+
+def test_an_error_of_one_rank_is_every_ranks(ran: Path) -> None:
+    for report in reports(ran, "errors"):
+        # qwen3_tied has no output layer; nothing was loaded.
+        assert report["load"].startswith("ConfigError: ")
+        assert "lacks 1 of the model's 47 tensors, such as lm_head.weight" in report["load"]
+        assert "1 of 4 ranks failed: rank 2: CheckpointError" in report["export"]
+        assert "cannot be written (No space left on device)" in report["export"]
+        assert "exists; set another folder, or remove it" in report["exists"]
+    left = {path.name for path in (ran / "out").glob("failed*")}
+    assert left == {"failed"}
+    assert (ran / "out" / "failed").is_file()

@@ -1,0 +1,1 @@
+"""Losses of whole samples, objectives and critics."""

@@ -1,0 +1,152 @@
+"""The reference for sequence-level objectives: one unpadded sample or pair at a time.
+
+Losses are written as in their papers: as means over samples or pairs, without per-token weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megapack import launch
+from megapack.config.sections import ModelConfig
+from megapack.gpt import initialize_parallel
+from megapack.gpt.init import initialize_by_name
+from megapack.layout import Layout
+from megapack.model.parameters import global_parameters
+from megapack.samples import SampleBatch
+from tests.dist import problem
+from tests.dist.exactness.reference import build, logprobs_and_entropy
+from tests.dist.losses.sequence_problem import KINDS, PAIRS, make_batch
+
+
+class Score(torch.nn.Linear):
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(hidden), None
+
+
+class SequenceReference:
+    """A stock model, and the losses of each objective on it."""
+
+    def __init__(
+        self,
+        value_head: bool,
+        *,
+        settings: ModelConfig | None = None,
+        batch: SampleBatch | None = None,
+        pairs: Sequence[tuple[int, int]] = PAIRS,
+    ) -> None:
+        self.batch: SampleBatch = batch or make_batch()
+        self.pairs = pairs
+        default = problem.OTHER_MODEL if value_head else problem.MODEL
+        self.model: GPTModel = build(settings or default)
+        if value_head:
+            self.model.output_layer = Score(self.model.config.hidden_size, 1, bias=False)
+            group = torch.distributed.group.WORLD
+            initialize_by_name(
+                [self.model],
+                seed=problem.SEED,
+                std=problem.MODEL.init_std,
+                num_layers=problem.NUM_LAYERS,
+                tp_group=group,
+            )
+
+    @property
+    def trained(self) -> list[int]:
+        """The samples that have response tokens."""
+        return [i for i, count in enumerate(self.batch.num_loss_tokens) if count]
+
+    def response(self, name: str, i: int) -> Tensor:
+        """A field at response tokens; a field with one number per sample stays one number."""
+        value = self.batch.field(name, i)
+        return value if value.dim() == 0 else value[1:][self.mask(i)]
+
+    def mask(self, i: int) -> Tensor:
+        return self.batch.response_mask(i)[1:]
+
+    def logprobs(self, i: int) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy at response tokens."""
+        logp, entropy = logprobs_and_entropy(self.model, self.batch.tokens(i), 1.0)
+        return logp[self.mask(i)], entropy[self.mask(i)]
+
+    def values(self, i: int) -> Tensor:
+        """The values at every position of the sample."""
+        tokens = self.batch.tokens(i)
+        length = tokens.numel()
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        values: Tensor = self.model(tokens[None], torch.arange(length)[None], mask)[0, :, 0]
+        return values
+
+    def gspo(self) -> Tensor:
+        losses = []
+        for i in self.trained:
+            logp, entropy = self.logprobs(i)
+            a = self.response("advantages", i)
+            s = (logp - self.response("old_logprobs", i)).mean().exp()
+            loss = -torch.min(s * a, s.clip(0.4, 2.0) * a)
+            if a < 0:
+                loss = torch.min(loss, -1.5 * a)
+            x = (self.response("ref_logprobs", i) - logp).mean()
+            losses.append(loss + 0.1 * (x.exp() - x - 1) - 0.03 * entropy.mean())
+        return torch.stack(losses).mean()
+
+    def gspo_token(self) -> Tensor:
+        """GSPO's loss: with one advantage per sample, the token-level gradient is the same."""
+        losses = []
+        for i in range(len(self.batch)):
+            logp, _ = self.logprobs(i)
+            a = self.response("advantages", i)
+            s = (logp - self.response("old_logprobs", i)).mean().exp()
+            losses.append(-torch.min(s * a, s.clip(0.4, 2.0) * a))
+        return torch.stack(losses).mean()
+
+    def dpo(self) -> Tensor:
+        losses = []
+        for pair in self.pairs:
+            won, lost = (
+                (self.logprobs(i)[0] - self.response("ref_logprobs", i)).sum() for i in pair
+            )
+            p = torch.sigmoid(0.2 * (won - lost))
+            losses.append(-0.9 * p.log() - 0.1 * (1 - p).log())
+        return torch.stack(losses).mean()
+
+    def value(self) -> Tensor:
+        losses = []
+        for i in range(len(self.batch)):
+            v = self.values(i)[:-1][self.mask(i)]
+            target = self.response("returns", i)
+            old = self.response("old_values", i)
+            clipped = torch.clip(v, old - 0.4, old + 0.4)
+            losses.append(0.5 * torch.max((v - target) ** 2, (clipped - target) ** 2))
+        return torch.cat(losses).mean()
+
+    def reward(self) -> Tensor:
+        margins = [self.values(i)[-1] - self.values(k)[-1] for i, k in self.pairs]
+        return -torch.sigmoid(torch.stack(margins)).log().mean()
+
+
+def main(path: str) -> None:
+    """Write the loss and gradient of every objective, and a value head's outputs."""
+    launch.start("cpu")
+    initialize_parallel(Layout(), problem.SEED)
+    results: dict[str, Any] = {}
+    for name, kind in KINDS.items():
+        reference = SequenceReference(kind.value_head)
+        loss = getattr(reference, name)()
+        loss.backward()
+        grads = {n: p.grad.double().clone() for n, p in global_parameters(reference.model)}
+        results[name] = {"loss": float(loss.detach()), "grads": grads}
+        if kind.value_head:
+            with torch.no_grad():
+                results[name]["values"] = [reference.values(i) for i in range(len(reference.batch))]
+    torch.save(results, path)
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

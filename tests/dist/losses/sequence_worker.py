@@ -1,0 +1,142 @@
+"""Runs every sequence-level objective on one layout, or trains critics.
+
+torchrun --nproc-per-node 2 -m tests.dist.losses.sequence_worker REFERENCE OUT LAYOUT|critics
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megapack import ConfigError, launch
+from megapack.config.sections import OptimConfig
+from megapack.gpt.optimizer import build_optimizer
+from megapack.layout import Layout
+from megapack.loss.sequence import ValueLoss
+from megapack.model.head import unwrapped
+from megapack.schedule import ScheduleAdapter
+from tests.dist import problem
+from tests.dist.exactness.worker import gradient_errors
+from tests.dist.losses.sequence_problem import KINDS, LAYOUTS, SPLITS, Kind, make_batch, make_plan
+from tests.dist.setup import build_chunks
+
+
+def run_kind(place: str, kind: Kind, reference: dict[str, Any]) -> dict[str, Any]:
+    """Run one step; returns its errors against the reference."""
+    layout = LAYOUTS[place]
+    model = problem.OTHER_MODEL if kind.value_head else problem.MODEL
+    chunks = build_chunks(layout, model=model, split=SPLITS.get(place), value_head=kind.value_head)
+    head = "value" if kind.value_head else "vocabulary"
+    adapter = ScheduleAdapter(chunks, layout=layout, logprob_chunk_tokens=16, head=head)
+    batch = make_batch()
+    plan = make_plan(layout)
+    result = adapter.step(plan, batch, objective=kind.objective, weighting=kind.weighting)
+    worst = 0.0
+    if kind.value_head:
+        worst = output_error(adapter.forward(plan, batch), reference["values"], batch)
+    rows = [row for rank in plan.steps[0].ranks for row in rank]
+    return {
+        "loss": result.loss,
+        "expected_loss": reference["loss"],
+        "metrics": result.metrics,
+        "output_error": worst,
+        "sets_packed": max(len(row.samples) for row in rows) // 2,
+        "num_rows": len(rows),
+        "num_padding_rows": sum(not row.samples for row in rows),
+        **gradient_errors(chunks, reference["grads"]),
+    }
+
+
+def train_critic(layout: Layout, dtype: Any, distributed_optimizer: bool) -> dict[str, Any]:
+    """Run five optimizer steps of a value model; returns losses and facts about its head."""
+    model = dataclasses.replace(problem.OTHER_MODEL, dtype=dtype)
+    chunks = build_chunks(
+        layout, model=model, distributed_optimizer=distributed_optimizer, value_head=True
+    )
+    optim = OptimConfig(distributed_optimizer=distributed_optimizer)
+    optimizer = build_optimizer(optim, chunks, dtype == "bf16")
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    adapter = ScheduleAdapter(chunks, layout=layout, head="value")
+    batch = make_batch()
+    plan = make_plan(layout)
+    losses = []
+    for _ in range(5):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses.append(adapter.step(plan, batch, objective=ValueLoss()).loss)
+        optimizer.step()
+    last = unwrapped(chunks[-1])
+    facts: dict[str, Any] = {"losses": losses}
+    if last.post_process:
+        facts["dtype"] = str(last.output_layer.weight.dtype)
+        facts["in_checkpoint"] = "output_layer.weight" in last.sharded_state_dict()
+    return facts
+
+
+def _error_of_tied_embeddings(layout: Layout) -> str:
+    try:
+        build_chunks(layout, model=problem.MODEL, value_head=True)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _critics(layout: Layout) -> dict[str, Any]:
+    results: dict[str, Any] = {"tied": _error_of_tied_embeddings(layout)}
+    parallel_state.destroy_model_parallel()
+    for dtype in ("fp32", "bf16"):
+        for distributed in (False, True):
+            results[f"{dtype} {distributed}"] = train_critic(layout, dtype, distributed)
+            parallel_state.destroy_model_parallel()
+    return results
+
+
+def output_error(outputs: dict[str, Any], values: list[Tensor], batch: Any) -> float:
+    worst = 0.0
+    for i, value in enumerate(values):
+        mask = batch.response_mask(i)[1:]
+        own = outputs["values"][i]
+        assert not own[1:][~mask].any()
+        assert outputs["scores"][i].shape == (1,)
+        score = outputs["scores"][i] - value[-1]
+        errors = torch.cat([(own[1:] - value[:-1])[mask], score])
+        worst = max(worst, float(errors.abs().max()))
+    return worst
+
+
+def main(reference: str, out: str, layout: str) -> None:
+    """Run all objectives on one layout, or critics on all ranks; rank 0 writes."""
+    launch.start("cpu")
+    results: dict[str, Any] = {}
+    if layout == "critics":
+        results[f"critics {dist.get_world_size()}"] = _critics(Layout(dp=dist.get_world_size()))
+    else:
+        expected = torch.load(reference)
+        for name, kind in KINDS.items():
+            result = run_kind(layout, kind, expected[name])
+            results[f"{layout} {name}"] = _worst_of_ranks(result)
+            parallel_state.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        with open(out, "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=1)
+    launch.stop()
+
+
+def _worst_of_ranks(result: dict[str, Any]) -> dict[str, Any]:
+    names = ("worst_parameter", "output_error")
+    worst = torch.tensor([result[name] for name in names])
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return result | dict(zip(names, worst.tolist(), strict=True))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

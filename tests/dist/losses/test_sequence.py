@@ -1,0 +1,92 @@
+"""Sequence-level objectives and value heads equal the one-sample reference."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.dist.losses.sequence_problem import KINDS, LAYOUTS
+from tests.dist.spawn import checked_job
+
+pytestmark = pytest.mark.dist
+
+NAMES = [f"{place} {name}" for place in LAYOUTS for name in KINDS]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("sequence")
+    reference = str(folder / "reference.pt")
+    checked_job(1, "tests.dist.losses.sequence_reference", [reference], timeout_s=180)
+    merged: dict[str, dict[str, Any]] = {}
+    jobs = [(layout.world_size, place) for place, layout in LAYOUTS.items()]
+    for world, place in [*jobs, *((world, "critics") for world in (1, 2, 4))]:
+        out = folder / f"{place}{world}.json"
+        args = [reference, str(out), place]
+        checked_job(world, "tests.dist.losses.sequence_worker", args, timeout_s=300)
+        merged.update(json.loads(out.read_text()))
+    return merged
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradients_equal_the_reference(
+    name: str, results: dict[str, dict[str, Any]]
+) -> None:
+    result = results[name]
+    assert result["loss"] == pytest.approx(result["expected_loss"], rel=1e-5)
+    assert result["gradient_norm"] > 1e-3
+    assert result["gradient_error"] < 1e-5
+    # Margins of rewards do not depend on the last norm's bias. Its gradient is 0, so a relative
+    # error means nothing.
+    assert name.endswith("reward") or result["worst_parameter"] < 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.split()[1] in ("value", "reward")])
+def test_values_and_scores_equal_the_reference(
+    name: str, results: dict[str, dict[str, Any]]
+) -> None:
+    assert results[name]["output_error"] < 1e-5
+
+
+def test_rows_hold_several_pairs_and_ratios_are_clipped(
+    results: dict[str, dict[str, Any]],
+) -> None:
+    assert max(results[name]["sets_packed"] for name in NAMES) > 1
+    for name in NAMES:
+        # Several rows even with two context-parallel ranks, whose rows hold twice the budget.
+        assert results[name]["num_rows"] > 1
+        if name.endswith("gspo"):
+            assert 0.05 < results[name]["metrics"]["clip_fraction"] < 0.8
+        assert "_pad" not in name or results[name]["num_padding_rows"] > 0
+    fractions = results["pp2_vpp2 value"]["metrics"]["value_clip_fraction"]
+    assert 0.05 < fractions < 0.95
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_do_not_depend_on_the_layout(kind: str, results: dict[str, dict[str, Any]]) -> None:
+    first = results[f"single {kind}"]["metrics"]
+    assert first
+    for place in LAYOUTS:
+        assert results[f"{place} {kind}"]["metrics"] == pytest.approx(first, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_value_head_is_trained_in_fp32_and_saved(
+    dtype: str, world: int, results: dict[str, dict[str, Any]]
+) -> None:
+    plain, split = (results[f"critics {world}"][f"{dtype} {split}"] for split in (False, True))
+    for result in (plain, split):
+        assert result["dtype"] == "torch.float32"
+        assert result["in_checkpoint"]
+        assert result["losses"][-1] < 0.8 * result["losses"][0]
+    near = {"fp32": 1e-4, "bf16": 2e-2}[dtype]
+    assert split["losses"] == pytest.approx(plain["losses"], rel=near)
+    assert plain["losses"] == pytest.approx(results["critics 1"]["fp32 False"]["losses"], rel=0.05)
+
+
+def test_a_value_head_on_tied_embeddings_is_refused(results: dict[str, dict[str, Any]]) -> None:
+    for world in (1, 2, 4):
+        assert "untie_embeddings=true" in results[f"critics {world}"]["tied"]

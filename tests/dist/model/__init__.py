@@ -1,0 +1,1 @@
+"""Experts, heads and weights that ranks share; Transformer Engine's layers."""

@@ -1,0 +1,1 @@
+"""Faults of ranks, process groups and NCCL's rules."""

@@ -1,0 +1,59 @@
+"""The main job as a function: the threads and handlers that it leaves in the process.
+
+torchrun --nproc-per-node 2 -m tests.dist.ranks.leftovers_worker OUT_DIR [overrides]
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megapack.config import load_config
+from megapack.config.sections import TrainConfig
+from megapack.errors import MegapackError
+from megapack.ranks.interrupt import Interrupt
+from megapack.train import train
+from tests.dist.ranks.rank_fault_worker import CONFIG, SETTINGS
+
+
+def state() -> dict[str, Any]:
+    """Threads, handlers and groups that a job could leave behind."""
+    names = sorted(t.name for t in threading.enumerate() if t.name.startswith("megapack-"))
+    before = signal.set_wakeup_fd(-1)
+    return {
+        "threads": names,
+        "wakeup_fd": before,
+        "handler": str(signal.getsignal(signal.SIGTERM)),
+        "process_group": dist.is_initialized(),
+    }
+
+
+def main(out_dir: str, *overrides: str) -> None:
+    """Run the job, and record the state before and after."""
+    layout = ("layout.pp=1", "layout.vpp=1", "train.num_batches=1")
+    settings = [*SETTINGS, *layout, f"runs_dir={out_dir}/runs", *overrides]
+    results: dict[str, Any] = {"error": "", "before": state()}
+    warnings.simplefilter("always", ResourceWarning)
+    try:
+        with Interrupt(saves=False) as interrupt:
+            train(load_config(CONFIG, settings, TrainConfig), interrupt)
+    except MegapackError as error:
+        results["error"] = str(error)
+    # Python warns of unclosed sockets and files when it frees them.
+    gc.collect()
+    results["after"] = state()
+    path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
+    path.write_text(json.dumps(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

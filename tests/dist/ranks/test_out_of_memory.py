@@ -1,0 +1,104 @@
+"""A step that runs out of memory is run again, as if its first attempt had not happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.ranks.rank_fault_worker import EVERY_RANK
+from tests.dist.spawn import run_job
+
+pytestmark = pytest.mark.dist
+
+WORKER = "tests.dist.ranks.rank_fault_worker"
+REPLAN = "train.on_oom=replan"
+# Metrics that depend on the clock.
+TIMINGS = ("_s", "tokens_per_second", "tokens_per_second_per_gpu")
+
+
+def job(folder: Path, fault: str, phase: str, rank: int, *overrides: str) -> tuple[int, str]:
+    args = [str(folder), fault, phase, str(rank), REPLAN, *overrides]
+    done = run_job(4, WORKER, args, timeout_s=150)
+    assert (folder / "injected").exists(), done.stdout[-3000:]
+    return done.returncode, done.stdout
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run, without the values that depend on the clock."""
+    lines = (folder / "runs/run/metrics.jsonl").read_text().splitlines()
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.endswith(TIMINGS)}
+        for line in lines
+    ]
+
+
+@pytest.fixture(scope="module")
+def replanned(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """A run whose third step is planned again before any of its micro-batches ran."""
+    folder = tmp_path_factory.mktemp("replanned")
+    code, output = job(folder, "replanned", "step", EVERY_RANK)
+    assert code == 0, output[-4000:]
+    lines = metrics(folder)
+    assert [line["num_oom_replans"] for line in lines] == [0, 0, 1, 1]
+    counts = [line["num_microbatches_per_rank"] for line in lines]
+    assert counts[2] >= 2 * counts[3], "the rows are not smaller"
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank", "executor"),
+    [
+        ("forward", 0, "megatron"),
+        ("backward", 1, "megatron"),
+        ("backward", 2, "operations"),
+        ("loss", 3, "megatron"),
+    ],
+)
+def test_nothing_is_left_of_the_failed_attempt(
+    phase: str, rank: int, executor: str, tmp_path: Path, replanned: list[dict[str, Any]]
+) -> None:
+    code, output = job(tmp_path, "out_of_memory", phase, rank, f"train.executor={executor}")
+    assert code == 0, output[-4000:]
+    assert "1 of 4 ranks failed: rank" in output
+    assert "replanned with rows of half the size" in output
+    assert metrics(tmp_path) == replanned
+
+
+def test_passes_for_log_probs_are_run_again(tmp_path: Path) -> None:
+    """The first passes of the job compute old log-probs."""
+    code, output = job(tmp_path, "out_of_memory", "log-probs", 1)
+    assert code == 0, output[-4000:]
+    assert [line["num_oom_replans"] for line in metrics(tmp_path)] == [0, 0, 1, 1]
+
+
+def test_rows_of_one_sample_cannot_be_split(tmp_path: Path) -> None:
+    count_based = ["plan.max_tokens_per_gpu=null", "plan.micro_batch_size=1"]
+    code, _ = job(tmp_path, "out_of_memory", "forward", 0, *count_based)
+    assert code == 1
+    report = json.loads((tmp_path / "rank2.json").read_text())
+    assert "though each row holds one sample" in report["error"]
+
+
+def test_a_critics_step_is_run_again(tmp_path: Path) -> None:
+    """The policy's step before it is not repeated, and both models take the steps they would."""
+    settings = ["layout.dp=2", "layout.pp=1", "layout.vpp=1", "critic.enabled=true"]
+    settings += ["objective.kind=ppo", "objective.advantage_norm=group", "critic.lr=0.01"]
+    settings += ["plan.max_tokens_per_gpu=512"]
+    found = []
+    for fault, phase in (("out_of_memory", "critic"), ("out_of_memory", "none")):
+        folder = tmp_path / phase
+        folder.mkdir()
+        done = run_job(
+            2, WORKER, [str(folder), fault, phase, "1", REPLAN, *settings], timeout_s=150
+        )
+        assert done.returncode == 0, done.stdout[-4000:]
+        found.append(metrics(folder))
+    failed, undisturbed = found
+    assert [line["num_oom_replans"] for line in failed] == [0, 0, 1, 1]
+    assert [line["num_oom_replans"] for line in undisturbed] == [0, 0, 0, 0]
+    for one, other in zip(failed, undisturbed, strict=True):
+        for key in ("loss", "grad_norm", "critic_loss", "critic_grad_norm", "critic_value"):
+            assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), key

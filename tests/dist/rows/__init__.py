@@ -1,0 +1,1 @@
+"""Rows with shared prefixes, over several ranks, with pieces of samples, with tensors."""

@@ -1,0 +1,205 @@
+"""What cases of rows that are made in a special way have in common: samples, objectives, models.
+
+Samples are leaves of trees. Tokens, log-probs and routes are drawn per node of a tree, so samples
+have in common what their nodes have in common. Where a response is shared too, one position has a
+loss for several samples, with different advantages and old log-probs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from megapack.config.sections import ModelConfig
+from megapack.layout import Layout
+from megapack.loss.preference import DPO, PairwiseReward
+from megapack.loss.sequence import ValueLoss
+from megapack.loss.token import SFT
+from megapack.plan import Plan
+from megapack.samples import SampleBatch
+from tests.dist import problem
+from tests.dist.losses.sequence_problem import KINDS as SEQUENCE_KINDS
+from tests.dist.losses.sequence_problem import Kind
+
+Tree = int | tuple[int, Sequence["Tree"]]
+"""Tokens of a leaf, or tokens of a node and what continues it. A leaf of 0 tokens ends a sample
+with its node."""
+Family = tuple[int, Sequence[Tree]]
+"""Tokens of a prompt, and its responses."""
+
+KINDS = {
+    "sft": Kind(objective=SFT(), weighting="token-mean"),
+    "sft_all": Kind(objective=SFT(), weighting="token-mean"),
+    "grpo": Kind(objective=problem.OBJECTIVE, weighting="token-mean"),
+    "gspo": SEQUENCE_KINDS["gspo"],
+    "dpo": Kind(objective=DPO(beta=0.2, label_smoothing=0.1)),
+    "value": Kind(objective=ValueLoss(clip=0.4), weighting="token-mean", value_head=True),
+    "reward": Kind(objective=PairwiseReward(), value_head=True),
+}
+"""`sft_all` trains on all tokens, also those of prompts."""
+PAIRED = ("dpo", "reward")
+"""Objectives of pairs, which run on a shape of their own."""
+
+MODELS: dict[str, ModelConfig] = {
+    "plain": problem.MODEL,
+    "other": problem.OTHER_MODEL,
+    "bf16": problem.BF16_MODEL,
+    "moe": problem.MOE_MODEL,
+    "moe_bias": dataclasses.replace(problem.MOE_BIAS_MODEL, moe_z_loss_coef=0.03),
+    "moe_replay": problem.MOE_MODEL,
+    # A value head has no vocabulary, on which the reference's losses of experts run.
+    "moe_value": dataclasses.replace(
+        problem.MOE_MODEL,
+        untie_embeddings=True,
+        moe_balance_loss_coef=0.0,
+        moe_z_loss_coef=0.0,
+    ),
+    "mla": problem.MLA_MODEL,
+    "mtp": problem.MTP_MODEL,
+}
+PRECISE = {"bf16": "plain"}
+"""Models in lower precision, each with the fp32 model that it approximates."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a shape."""
+
+    shape: str
+    batch: SampleBatch
+    family_of: list[int]
+    prompt_tokens: list[int]
+    routing: list[torch.Tensor]
+    """Per sample the experts of a replay, [tokens, layers, top k]."""
+    pairs: list[tuple[int, int]]
+    """(preferred, other): neighbours of one family."""
+
+
+def make_samples(shape: str, families: Sequence[Family], *, all_tokens: bool = False) -> Samples:
+    """Samples with random fields; equal in every process.
+
+    Args:
+        all_tokens: every token but a sample's first counts in the loss.
+    """
+    generator = torch.Generator().manual_seed(problem.SEED)
+    tokens: list[torch.Tensor] = []
+    routing: list[torch.Tensor] = []
+    family_of: list[int] = []
+    prompt_tokens: list[int] = []
+    for number, (prompt, responses) in enumerate(families):
+        for ids, routes in _leaves((prompt, responses), generator):
+            tokens.append(ids)
+            routing.append(routes)
+            family_of.append(number)
+            prompt_tokens.append(prompt)
+    # Half of the first sample's routes differ from those of its family, so less is shared there.
+    cut = prompt_tokens[0] // 2
+    routing[0] = torch.cat([routing[0][:cut], _routes(len(tokens[0]) - cut, generator)])
+    sizes = [ids.numel() - prompt for ids, prompt in zip(tokens, prompt_tokens, strict=True)]
+
+    def noise(scale: float, mean: float) -> list[torch.Tensor]:
+        return [torch.randn(size, generator=generator) * scale + mean for size in sizes]
+
+    count = len(tokens)
+    fields = {
+        "advantages": list(torch.randn(count, generator=generator)),
+        "old_logprobs": noise(0.5, -math.log(problem.VOCAB_SIZE)),
+        "ref_logprobs": noise(0.5, -math.log(problem.VOCAB_SIZE)),
+        "returns": noise(1.0, 0.3),
+        "old_values": noise(1.0, 0.0),
+        "pair_sign": list(torch.tensor([1.0, -1.0]).repeat(count)[:count]),
+    }
+    batch = SampleBatch.from_prompt_response(
+        [ids[:prompt] for ids, prompt in zip(tokens, prompt_tokens, strict=True)],
+        [ids[prompt:] for ids, prompt in zip(tokens, prompt_tokens, strict=True)],
+        fields,
+    )
+    if all_tokens:
+        batch.set_field("response_mask", [torch.ones(len(ids)) for ids in tokens])
+    return Samples(
+        shape=shape,
+        batch=batch,
+        family_of=family_of,
+        prompt_tokens=prompt_tokens,
+        routing=routing,
+        pairs=[(i, i + 1) for i in range(0, count - 1, 2)],
+    )
+
+
+def result_name(model: str, samples: Samples, kind: str) -> str:
+    """The name of a result of the reference."""
+    return f"{model} {samples.shape} {kind}"
+
+
+def _leaves(tree: Tree, generator: torch.Generator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Token ids and routes of every sample of a tree, depth first."""
+    size, children = (tree, ()) if isinstance(tree, int) else tree
+    ids = torch.randint(0, problem.VOCAB_SIZE, (size,), generator=generator)
+    routes = _routes(size, generator)
+    if not children:
+        yield ids, routes
+    for child in children:
+        for more, more_routes in _leaves(child, generator):
+            yield torch.cat([ids, more]), torch.cat([routes, more_routes])
+
+
+def _routes(num_tokens: int, generator: torch.Generator) -> torch.Tensor:
+    assert problem.MOE_MODEL.num_experts is not None
+    sizes = (num_tokens, problem.NUM_LAYERS, problem.MOE_MODEL.num_experts)
+    order = torch.rand(sizes, generator=generator).argsort(-1)
+    return order[..., : problem.MOE_MODEL.moe_top_k]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCase(ABC):
+    """One layout, and the objectives that run on it."""
+
+    title: str = ""
+    """The shape of the samples or the feature that it is about."""
+    layout: Layout
+    shape: str
+    kinds: tuple[str, ...]
+    recompute: str = "none"
+    model: str = "plain"
+    """The name of one of `MODELS`."""
+    value_model: str = "other"
+    """The model of the objectives with a value head."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not trained, as in `ModelConfig.freeze`."""
+
+    shapes: ClassVar[Mapping[str, Sequence[Family]]]
+    """Families by name."""
+    shape_of_pairs: ClassVar[str]
+    """The shape of the objectives of pairs."""
+
+    @property
+    def world(self) -> int:
+        """Processes that the case needs."""
+        return self.layout.world_size
+
+    def model_of(self, kind: str) -> str:
+        """The model that an objective trains."""
+        return self.value_model if KINDS[kind].value_head else self.model
+
+    def shape_of(self, kind: str) -> str:
+        """The shape that an objective runs on."""
+        return self.shape_of_pairs if kind in PAIRED else self.shape
+
+    def samples_of(self, kind: str) -> Samples:
+        """The samples that an objective runs on."""
+        shape = self.shape_of(kind)
+        return make_samples(shape, self.shapes[shape], all_tokens=kind == "sft_all")
+
+    @abstractmethod
+    def plans(self, samples: Samples) -> tuple[Plan, Plan]:
+        """The plan that the case is about, and a plain one, whose step must be the same."""
+
+    @abstractmethod
+    def facts(self, samples: Samples, plan: Plan) -> dict[str, Any]:
+        """What the plan's rows have of what the case is about."""

@@ -1,0 +1,166 @@
+"""The reference of cases of `row_problem`: one process, one unpadded sample at a time.
+
+python -m tests.dist.rows.row_reference CASES_MODULE OUT CASE ...
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapack import launch
+from megapack.gpt import initialize_parallel
+from megapack.layout import Layout
+from megapack.model.parameters import global_parameters
+from tests.dist.exactness.reference import (
+    logprobs_and_entropy,
+    mtp_losses,
+    replay,
+    run_auxiliary,
+    token_losses,
+)
+from tests.dist.losses.sequence_reference import SequenceReference
+from tests.dist.rows.row_problem import KINDS, MODELS, PRECISE, Samples, result_name
+
+
+class RowReference(SequenceReference):
+    """A stock model on the samples of a shape."""
+
+    def __init__(self, name: str, samples: Samples, *, value_head: bool) -> None:
+        super().__init__(
+            value_head, settings=MODELS[name], batch=samples.batch, pairs=samples.pairs
+        )
+        self.settings = MODELS[name]
+        self.value_head = value_head
+        self.routing = samples.routing if name == "moe_replay" else None
+        self.num_tokens = sum(self.batch.num_loss_tokens)
+
+    def _replay(self, i: int) -> None:
+        if self.routing is not None:
+            replay(self.model, self.routing[i])
+
+    def logprobs(self, i: int) -> tuple[Tensor, Tensor]:
+        self._replay(i)
+        return super().logprobs(i)
+
+    def sft(self) -> Tensor:
+        """The mean of the negative log-likelihoods of all samples' tokens."""
+        return -torch.cat([self.logprobs(i)[0] for i in self.trained]).mean()
+
+    sft_all = sft
+
+    def grpo(self) -> Tensor:
+        losses = []
+        for i in self.trained:
+            names = ("advantages", "old_logprobs", "ref_logprobs")
+            fields = {name: self.response(name, i) for name in names}
+            losses.append(token_losses(*self.logprobs(i), fields))
+        return torch.cat(losses).mean()
+
+    def ahead(self, weighting: str) -> list[Tensor]:
+        """The loss of each depth of multi-token prediction, weighted as the objective."""
+        depths = [torch.zeros(()) for _ in range(self.settings.mtp_num_layers)]
+        for i in self.trained:
+            share = self.num_tokens
+            if weighting == "seq-mean-token-mean":
+                share = len(self.trained) * self.batch.num_loss_tokens[i]
+            mask = self.batch.response_mask(i)
+            losses = mtp_losses(self.model, self.batch.tokens(i), mask, 1.0)
+            depths = [a + b / share for a, b in zip(depths, losses, strict=True)]
+        return depths
+
+    @functools.cached_property
+    def auxiliary(self) -> tuple[dict[str, Tensor], dict[str, float], list[Tensor]]:
+        """Gradients and values of the experts' losses, and who chose which experts.
+
+        The losses are means over all tokens of all samples. Choices are bool [tokens, layers,
+        experts] per sample.
+        """
+        total = sum(self.batch.lengths)
+        chosen = []
+        grads: dict[str, Tensor] = {}
+        metrics = {"moe_balance_loss": 0.0, "moe_z_loss": 0.0}
+        for i in range(len(self.batch)):
+            self._replay(i)
+            found = run_auxiliary(self.model, self.batch.tokens(i), self.settings)
+            chosen.append(found["chosen"])
+            for name, grad in found["grads"].items():
+                grads[name] = grads.get(name, 0) + grad / total
+            for name in metrics:
+                metrics[name] += found[name] / total
+        return grads, metrics, chosen
+
+    def run(self, kind: str) -> dict[str, Any]:
+        """Loss, metrics of its parts, and gradients of an objective."""
+        auxiliary: dict[str, Tensor] = {}
+        metrics: dict[str, float] = {}
+        chosen: list[Tensor] = []
+        if self.settings.num_experts and not self.value_head:
+            auxiliary, metrics, chosen = self.auxiliary
+            metrics = dict(metrics)
+        self.model.zero_grad()
+        loss = getattr(self, kind)()
+        ahead = self.ahead(KINDS[kind].weighting) if self.settings.mtp_num_layers else []
+        coef = self.settings.mtp_loss_coef / max(1, len(ahead))
+        (loss + coef * sum(ahead)).backward()
+        metrics |= {f"mtp_{k}_loss": float(value) for k, value in enumerate(ahead, start=1)}
+        grads = {
+            name: torch.zeros_like(param).double() if param.grad is None else param.grad.double()
+            for name, param in global_parameters(self.model)
+        }
+        for name, grad in auxiliary.items():
+            grads[name] = grads[name] + grad
+        return {
+            "loss": float(loss.detach()),
+            "grads": grads,
+            "metrics": metrics,
+            "chosen": chosen,
+        }
+
+    @functools.cached_property
+    def outputs(self) -> list[Any]:
+        """Per sample its values, or its log-probs and entropies."""
+        with torch.no_grad():
+            return [self._sample_outputs(i) for i in range(len(self.batch))]
+
+    def _sample_outputs(self, i: int) -> Any:
+        if self.value_head:
+            return self.values(i)
+        self._replay(i)
+        logprobs, entropy = logprobs_and_entropy(self.model, self.batch.tokens(i), 1.0)
+        return {"logprobs": logprobs, "entropy": entropy}
+
+
+def main(cases: str, path: str, names: Sequence[str]) -> None:
+    """Write loss, gradients and outputs of what the cases of a module train."""
+    all_cases = importlib.import_module(cases).ALL_CASES
+    launch.start("cpu")
+    initialize_parallel(Layout(), 0)
+    references: dict[tuple[Any, ...], RowReference] = {}
+    results: dict[str, Any] = {}
+    for case in (all_cases[name] for name in names):
+        for kind in case.kinds:
+            samples = case.samples_of(kind)
+            model = case.model_of(kind)
+            for own in {model, PRECISE.get(model, model)}:
+                name = result_name(own, samples, kind)
+                if name in results:
+                    continue
+                key = (own, samples.shape, KINDS[kind].value_head, kind == "sft_all")
+                if key not in references:
+                    head = KINDS[kind].value_head
+                    references[key] = RowReference(own, samples, value_head=head)
+                results[name] = references[key].run(kind)
+                results[name]["outputs"] = references[key].outputs
+    torch.save(results, path)
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

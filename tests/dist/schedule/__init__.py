@@ -1,0 +1,1 @@
+"""Megatron's schedules and lists of operations, hosts' own steps, what runs ahead."""

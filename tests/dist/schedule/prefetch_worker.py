@@ -1,0 +1,122 @@
+"""The next step's rows are packed while a step runs; each rank counts the rows that it packs.
+
+torchrun --nproc-per-node 2 -m tests.dist.schedule.prefetch_worker OUT_DIR [silent | announcing]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megapack import Layout, build_dp_schedule, launch
+from megapack.errors import RankError
+from megapack.loss import SFT
+from megapack.rows.packed import pack_row
+from megapack.schedule import ScheduleAdapter, adapter
+from tests.dist import problem
+from tests.dist.setup import build_chunks
+
+LAYOUT = Layout(pp=2)
+
+
+class Run:
+    """Runs two steps of a plan; the call may change between them."""
+
+    def __init__(self) -> None:
+        self.num_packed = 0
+        self.adapter = ScheduleAdapter(build_chunks(LAYOUT), layout=LAYOUT)
+        lengths = problem.make_batch().lengths
+        self.plan = build_dp_schedule(lengths, layout=LAYOUT, max_tokens_per_gpu=64, num_steps=2)
+        mock.patch.object(adapter, "pack_row", self.counted).start()
+
+    def counted(self, *args: Any) -> Any:
+        self.num_packed += 1
+        return pack_row(*args)
+
+    def with_entropy(self, next_entropy: bool | None) -> dict[str, Any]:
+        """Rows packed, rows of each step, metrics; only the second step asks for the entropy."""
+        call: dict[str, Any] = {"batch": problem.make_batch(), "objective": SFT()}
+        self.num_packed = 0
+        first = self.adapter.step(self.plan, next_step=1, next_entropy=next_entropy, **call)
+        second = self.adapter.step(self.plan, step=1, entropy=True, **call)
+        metrics = [sorted(result.metrics) for result in (first, second)]
+        counts = [len(step.ranks[0]) for step in self.plan.steps]
+        return {"packed": self.num_packed, "counts": counts, "metrics": metrics}
+
+    def __call__(
+        self, change: Callable[[dict[str, Any]], None] = lambda _: None, next_step: int | None = 1
+    ) -> dict[str, Any]:
+        """Rows packed, rows of each step, and the second step's loss."""
+        call: dict[str, Any] = {"batch": problem.make_batch(), "objective": problem.OBJECTIVE}
+        self.num_packed = 0
+        self.adapter.step(self.plan, step=0, next_step=next_step, **call)
+        change(call)
+        step = call.pop("step", 1)
+        loss = self.adapter.step(self.plan, step=step, **call).loss
+        counts = [len(step.ranks[0]) for step in self.plan.steps]
+        return {"packed": self.num_packed, "counts": counts, "loss": loss}
+
+
+def other_advantages(call: dict[str, Any]) -> None:
+    call["batch"].set_field("advantages", [2.0] * len(call["batch"]))
+
+
+def other_batch(call: dict[str, Any]) -> None:
+    call["batch"] = problem.make_batch()
+
+
+def other_objective(call: dict[str, Any]) -> None:
+    call["objective"] = SFT()
+
+
+def first_step_again(call: dict[str, Any]) -> None:
+    call["step"] = 0
+
+
+CHANGES = {
+    change.__name__: change
+    for change in (other_advantages, other_batch, other_objective, first_step_again)
+}
+
+
+def changed_on_one_rank(run: Run, next_step: int | None) -> dict[str, str]:
+    """Only rank 1 changes its batch; the other rank is already in the announced step."""
+    adapter._OTHER_CALL_S = 3.0
+    call: dict[str, Any] = {"batch": problem.make_batch(), "objective": problem.OBJECTIVE}
+    run.adapter.step(run.plan, step=0, next_step=1, **call)
+    if os.environ["RANK"] == "1":
+        other_advantages(call)
+    try:
+        run.adapter.step(run.plan, step=1, next_step=next_step, **call)
+    except RankError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+def main(out_dir: str, one_rank_changes: str = "") -> None:
+    """Run with and without a next step, and with each change between the steps."""
+    launch.start("cpu")
+    run = Run()
+    if one_rank_changes:
+        outcome = changed_on_one_rank(run, {"silent": None, "announcing": 0}[one_rank_changes])
+        path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
+        path.write_text(json.dumps(outcome), encoding="utf-8")
+        return
+    results = {"unannounced": run(next_step=None), "announced": run()}
+    results["announced entropy"] = run.with_entropy(True)
+    results["unannounced entropy"] = run.with_entropy(None)
+    for name, change in CHANGES.items():
+        results[name] = run(change)
+        results[f"{name}, unannounced"] = run(change, None)
+    path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
+    path.write_text(json.dumps(results), encoding="utf-8")
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
