@@ -24,88 +24,40 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megapack.cli import COMMANDS
-from megapack.config.sections import TrainConfig
+from megapack.cli import COMMANDS  # noqa: E402
+from megapack.config.sections import TrainConfig  # noqa: E402
 
 
 class Feature(NamedTuple):
     """A feature, by the names that conditions have for it."""
 
-    names: frozenset[str]
-    own: tuple[str, ...]
+    names: str
+    own: str
     """Beginnings of the paths of its own modules, in the package."""
 
 
 FEATURES = {
     "shared prefixes": Feature(
-        frozenset(
-            [
-                "prefixes",
-                "prefix_table",
-                "share_prefixes",
-                "shares_prefixes",
-                "shared_tokens",
-                "shared_fraction",
-                "num_shared",
-                "families",
-            ]
-        ),
-        ("prefixes/", "planner/families", "planner/sharing"),
+        "prefixes prefix_table share_prefixes shares_prefixes shared_tokens shared_fraction "
+        "num_shared families",
+        "prefixes/ planner/families planner/sharing",
     ),
     "wide rows": Feature(
-        frozenset(
-            [
-                "context_parallel",
-                "dp_ranks",
-                "width",
-                "widths",
-                "wide",
-                "is_wide",
-                "wide_rows",
-                "num_wide_rows",
-                "widest",
-                "wide_fraction",
-                "shares_rows",
-            ]
-        ),
-        ("planner/wide", "planner/grid", "schedule/row_groups"),
+        "context_parallel dp_ranks width widths wide is_wide wide_rows num_wide_rows widest "
+        "wide_fraction shares_rows",
+        "planner/wide planner/grid schedule/row_groups",
     ),
     "pieces": Feature(
-        frozenset(
-            [
-                "piece",
-                "pieces",
-                "split_samples",
-                "chain",
-                "chains",
-                "link",
-                "carried",
-                "has_piece",
-                "num_pieces",
-                "piece_fraction",
-                "num_carried",
-                "earlier",
-                "cuts",
-            ]
-        ),
-        ("planner/pieces", "planner/piece_moves", "rows/chain", "model/attention/carried")
-        + ("model/experts/chains", "schedule/chains"),
+        "piece pieces split_samples chain chains link carried has_piece num_pieces "
+        "piece_fraction num_carried earlier cuts",
+        "planner/pieces planner/piece_moves rows/chain model/attention/carried "
+        "model/experts/chains schedule/chains",
     ),
     "orders": Feature(
-        frozenset(
-            [
-                "orders",
-                "has_orders",
-                "is_ordered",
-                "backward",
-                "has_weights",
-                "num_split_backwards",
-                "executor",
-                "num_ordered_steps",
-            ]
-        ),
-        ("plan/order", "planner/operations", "planner/weight_fill", "planner/clock")
-        + ("schedule/operations", "schedule/channels", "model/weight_gradients", "plan/executor"),
+        "orders has_orders is_ordered backward has_weights num_split_backwards executor "
+        "num_ordered_steps",
+        "plan/order plan/executor planner/operations planner/weight_fill planner/clock "
+        "schedule/operations schedule/channels model/weight_gradients",
     ),
 }
 
@@ -137,8 +89,9 @@ def feature_branches(package: Path) -> dict[str, Counter[str]]:
         module = path.relative_to(package).as_posix()
         used = [names_of(node) for node in conditions(ast.parse(path.read_text("utf-8")))]
         for name, feature in FEATURES.items():
-            if not module.startswith(feature.own):
-                found[name][module] += sum(bool(names & feature.names) for names in used)
+            if not module.startswith(tuple(feature.own.split())):
+                wanted = set(feature.names.split())
+                found[name][module] += sum(bool(names & wanted) for names in used)
     return {name: Counter({m: n for m, n in own.items() if n}) for name, own in found.items()}
 
 
