@@ -13,8 +13,10 @@ import hashlib
 import logging
 import os
 import platform
+import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -43,6 +45,9 @@ logger = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
 # A kernel that every plan needs, and that is compiled after most of the others.
 _MAIN_KERNEL = "megapack.planner.clock.score_all"
+
+# Machine code of old sources is kept for a month: another checkout of a branch may need it again.
+_MAX_AGE_S = 30 * 24 * 3600.0
 
 # In the cache folder.
 _LOCK_NAME = "megapack-compiling.lock"
@@ -104,18 +109,10 @@ def is_compiled() -> bool:
 
 
 class _SharedCache(_NumbaCache):  # type: ignore[misc]
-    """numba's cache of one kernel, whose misses are compiled by one process of a machine.
-
-    Its entries depend on the sources of all kernels. numba checks the kernel's own file only, but
-    the kernels that it calls are compiled into it. After an upgrade, a rank could run an old one
-    from its cache and make a different plan than its peers. numba has no public way to extend an
-    entry's stamp, so private fields are used; a numba without them gets no cache.
-    """
+    """numba's cache of one kernel, whose misses are compiled by one process of a machine."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        file = self._cache_file
-        file._source_stamp = (file._source_stamp, _sources())
         self._full_name = f"{function.__module__}.{function.__qualname__}"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -134,12 +131,13 @@ class _SharedCache(_NumbaCache):  # type: ignore[misc]
     def save_overload(self, sig: Any, data: Any) -> None:
         """Write the compiled kernel, and its name into the list of compiled kernels."""
         super().save_overload(sig, data)
+        _forget_old_sources()
         with contextlib.suppress(OSError):
             _CompiledList().add(self._full_name)
 
 
 class _CompiledList:
-    """Names of the kernels that are compiled from these sources for this machine's processor."""
+    """Names of the kernels that are compiled for this machine's processor."""
 
     def __init__(self) -> None:
         self._path = cache_folder() / _LIST_NAME
@@ -148,26 +146,21 @@ class _CompiledList:
     def names(self) -> set[str]:
         """Full names of the kernels."""
         lines = (line.split() for line in self._lines())
-        return {name for *key, name in lines if key == self._key}
+        return {name for machine, name in lines if machine == self._machine}
 
     def add(self, name: str) -> None:
-        """Add a kernel, and forget those of other sources. Written by the lock's holder."""
-        line = " ".join([*self._key, name])
-        lines = [old for old in self._lines() if old.split()[:2] == self._key]
-        others = [old for old in self._lines() if old.split()[0] != self._machine]
+        """Add a kernel. Written by the lock's holder."""
+        line = f"{self._machine} {name}"
+        lines = self._lines()
         if line not in lines:
-            write_whole(self._path, "\n".join([*others, *lines, line]) + "\n")
-
-    @property
-    def _key(self) -> list[str]:
-        return [self._machine, _sources()[:16]]
+            write_whole(self._path, "\n".join([*lines, line]) + "\n")
 
     def _lines(self) -> list[str]:
         try:
             lines = self._path.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
             return []
-        return [line for line in lines if len(line.split()) == 3]
+        return [line for line in lines if len(line.split()) == 2]
 
 
 def _share(compiled: Any) -> None:
@@ -217,18 +210,34 @@ def _lock() -> MachineLock:
 
 
 @cache
+def _forget_old_sources() -> None:
+    """Remove machine code of other sources of this copy that nobody has added to for a month."""
+    own = cache_folder()
+    for other in own.parent.iterdir():
+        with contextlib.suppress(OSError):
+            if other != own and time.time() - other.stat().st_mtime > _MAX_AGE_S:
+                shutil.rmtree(other)
+
+
+@cache
 def cache_folder() -> Path:
-    """Where the user keeps the machine code of this copy of the package.
+    """Where the user keeps the machine code of this copy of the package and of its sources.
 
     It is in NUMBA_CACHE_DIR, or else in XDG_CACHE_HOME or ~/.cache. Beside the sources, pip would
     leave it when it removes the package, and Python would import the folders that are left.
+
+    The sources of all kernels decide the folder. numba checks a kernel's own file only, but the
+    kernels that it calls are compiled into it: after an upgrade, a rank could run an old one and
+    make a different plan than its peers. It also fails to read an index that names a class which
+    the new sources do not have.
 
     Raises:
         RuntimeError: the user has no home folder.
     """
     given = numba.config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME")
     copy = hashlib.sha256(os.fsencode(_PACKAGE)).hexdigest()[:16]
-    return Path(given or Path("~/.cache").expanduser(), "megapack", copy).absolute()
+    base = Path(given or Path("~/.cache").expanduser()).absolute()
+    return base / "megapack" / copy / _sources()[:16]
 
 
 @cache
