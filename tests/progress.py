@@ -71,8 +71,7 @@ class Progress:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self._ended.set()
-        if session.config.cache is not None:
-            session.config.cache.set(_CACHED, self._last | self.seconds)
+        session.config.cache.set(_CACHED, self._last | self.seconds)
 
     def _write_lines(self) -> None:
         while not self._ended.wait(self._interval_s):
@@ -80,7 +79,7 @@ class Progress:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    last = config.cache.get(_CACHED, {}) if config.cache is not None else {}
+    last = config.cache.get(_CACHED, {})
     # pytest redirects stderr itself while a test runs.
     stream = os.fdopen(os.dup(2), "w")
     config.pluginmanager.register(Progress(stream, last, INTERVAL_S))

@@ -17,6 +17,8 @@ CONFIG = Path(__file__).parents[3] / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml
 ONE_STAGE = ("layout.pp=1", "layout.vpp=1")
 EXPERTS = ("model.num_experts=4", "layout.ep=2")
 WHOLE = "optim.distributed_optimizer=false"
+# One step: which groups it uses does not depend on the number of samples.
+SMALL = ("data.num_generated=16", "data.prompts_per_batch=4", "plan.global_batch_size=16")
 
 
 CASES = [
@@ -48,7 +50,7 @@ MORE_CASES = [
 def test_it_is_the_number_of_groups_and_pairs_that_a_rank_uses(
     world: int, numbers: list[int], settings: tuple[str, ...], tmp_path: Path
 ) -> None:
-    args = [str(tmp_path), str(CONFIG), "data.num_generated=64", *settings]
+    args = [str(tmp_path), str(CONFIG), *SMALL, *settings]
     checked_job(world, "tests.dist.ranks.communicators_worker", args, timeout_s=120)
     config = load_config(CONFIG, list(settings), TrainConfig)
     layout = config.layout.to_layout(world)

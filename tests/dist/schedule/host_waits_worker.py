@@ -148,7 +148,7 @@ def facts(plan: Plan) -> dict[str, int]:
     return {
         "rows": len(step.ranks[0]),
         "shared": sum(row.shared_tokens for row in rows),
-        "pieces": sum(row.piece is not None for row in rows),
+        "pieces": sum(bool(row.pieces) for row in rows),
         "wide": sum(row.width > 1 for row in rows),
     }
 
