@@ -14,7 +14,6 @@ import logging
 import os
 import platform
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -245,7 +244,8 @@ def can_store() -> bool:
     """Whether machine code can be stored; if not, a line of the log says so."""
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=cache_folder()).close()
+        if not os.access(cache_folder(), os.W_OK):
+            raise PermissionError(f"{cache_folder()} is not writable")
     except (OSError, RuntimeError) as error:
         logger.warning(
             "compiled code cannot be stored (%s), so every process compiles the planner again; "
