@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from megapack.layout import Layout, round_up
 from megapack.plan.plan import Plan, RolloutId, StepPlan
 from megapack.planner.choose import best_draft
 from megapack.planner.counts import keep_reachable, split_rollouts
+from megapack.planner.explain import explain
 from megapack.planner.items import Items
 from megapack.planner.step import Step
 from megapack.policy import Policy, check_policy
@@ -82,6 +83,21 @@ def build_dp_schedule(
     batch = _read_batch(lengths, rollout_ids, colocate_ids, layout)
     _check_set_sizes(batch, micro_batch_size)
     _check_cost(batch, layout, cost)
+    planner = partial(
+        build_dp_schedule,
+        batch.lengths,
+        layout=layout,
+        max_tokens_per_gpu=max_tokens_per_gpu,
+        micro_batch_size=micro_batch_size,
+        rollout_ids=batch.ids,
+        colocate_ids=batch.colocate_ids,
+        global_batch_size=global_batch_size,
+        num_steps=num_steps,
+        cost=cost,
+        forward_only=forward_only,
+        prefixes=prefixes,
+    )
+    explainer = partial(explain, planner=planner, cost=cost, has_prefixes=prefixes is not None)
     table = None
     if prefixes is not None:
         _check_prefixes(prefixes, batch)
@@ -125,6 +141,7 @@ def build_dp_schedule(
         colocate_ids=batch.colocate_ids,
         forward_only=forward_only,
         prefixes=prefixes,
+        _explainer=explainer,
     )
 
 

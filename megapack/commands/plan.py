@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--micro-batch-size", type=integer, metavar="N", help="samples per row")
     parser.add_argument("--forward-only", action="store_true", help="passes without a backward")
+    parser.add_argument(
+        "--explain", action="store_true", help="what each freedom of the policy gains"
+    )
     add_json(parser)
     add_layout(parser)
     add_steps(parser)
@@ -124,6 +127,7 @@ def _payload(
         "time_unit": "seconds" if pricing.in_seconds else "tokens",
         "time_basis": pricing.basis,
         "strategies": {name: report.totals() for name, report in reports.items()},
+        **({"freedoms": plan.explain().to_payload()} if args.explain else {}),
     }
 
 
@@ -152,5 +156,7 @@ def _print(
     print_columns(columns, reports.items())
     for line in ours.lines():
         print(line)
+    if args.explain:
+        print(plan.explain())
     print(f"time {pricing.basis}")
     print(f"{args.output}: digest {plan.digest()[:12]}")

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from megapack.base.garbage import no_collections
+from megapack.base.tables import format_table
 from megapack.commands.arguments import (
     add_fields,
     add_json,
@@ -19,7 +20,7 @@ from megapack.commands.arguments import (
     read_memory_limit,
 )
 from megapack.commands.costs import Pricing
-from megapack.commands.tables import Column, fact_columns, print_columns, print_table
+from megapack.commands.tables import Column, fact_columns, print_columns
 from megapack.config.load import find_config, load_config
 from megapack.config.sections import TrainConfig
 from megapack.cost.assumed import GpuSpeed
@@ -175,7 +176,7 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Pred
     parts = list(prediction.memory[0].parts)
     table = [["GiB of a GPU, stage", *parts, "total"]]
     table += [[str(stage.stage), *_gib(stage, [*parts, "total"])] for stage in prediction.memory]
-    print_table(table)
+    print(format_table(table))
 
 
 def _gib(stage: GpuMemory, parts: list[str]) -> list[str]:

@@ -5,9 +5,7 @@ Samples of each step -> a plan by each cost model -> seconds, all by one of the 
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megapack.base.arrays import Ids, Ints, read_lengths
@@ -16,6 +14,7 @@ from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import PlanError
 from megapack.pipeline.simulator import simulate_planned
 from megapack.plan.plan import Plan
+from megapack.planner.explain import quiet_planner
 
 
 def replanned_seconds(
@@ -47,7 +46,7 @@ def replanned_seconds(
     for step in plan.steps:
         samples = step.kept_samples
         for number, cost in enumerate(costs):
-            with _quiet():
+            with quiet_planner():
                 planned = build_dp_schedule(
                     flat[list(samples)],
                     layout=plan.layout,
@@ -61,18 +60,6 @@ def replanned_seconds(
                 )
             totals[number] += simulate_planned(planned, planned.steps[0], true).makespan
     return totals
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No warnings of the planner: the run has had them, such as samples over the budget."""
-    logger = logging.getLogger("megapack.dp_schedule")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _of(ids: Ids | None, samples: Sequence[int]) -> Ids | None:

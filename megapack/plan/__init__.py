@@ -4,6 +4,7 @@ Modules:
     microbatch: MicroBatch: the samples of one row
     plan: Plan and StepPlan; digest
     facts: Counts of steps, and the table of features that everything printed reads
+    explanation: Explanation: what each freedom of a plan gains
     order: StepOrder: the operations of each stage, Megatron's or planned
     executor: choose_executor: what runs the steps of a policy
     check: check_plan: the invariants, numbered
@@ -13,6 +14,7 @@ Modules:
 """
 
 from megapack.plan.check import check_plan
+from megapack.plan.explanation import Explanation, Gain
 from megapack.plan.facts import Counts
 from megapack.plan.microbatch import MicroBatch, Part
 from megapack.plan.order import Operation, StepOrder, chain_order, read_order, step_order
@@ -20,6 +22,8 @@ from megapack.plan.plan import Plan, RolloutId, StepPlan, own_samples
 
 __all__ = [
     "Counts",
+    "Explanation",
+    "Gain",
     "MicroBatch",
     "Part",
     "Operation",

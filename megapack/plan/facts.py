@@ -225,6 +225,8 @@ class Feature:
     """The field of `Policy` that allows it."""
     off: str
     """The setting's value in plans that must not have it."""
+    on: str
+    """Its value in plans that may have it."""
     text: Callable[[Counts], str]
     """How much of it steps have, for people."""
     facts: tuple[Fact, ...]
@@ -267,6 +269,7 @@ FEATURES = (
         "shared prefixes",
         "share_prefixes",
         "off",
+        "auto",
         lambda c: f"{c.shared_tokens} of {c.tokens} tokens ({c.shared_fraction:.1%})",
         (
             Fact("shared_fraction", "shared_tokens_fraction", "shared", ".1%"),
@@ -278,6 +281,7 @@ FEATURES = (
         "wide micro-batches",
         "context_parallel",
         "fixed",
+        "dynamic",
         lambda c: f"{_widths_text(c)} ({c.wide_fraction:.1%} of the tokens)",
         (
             Fact("wide_fraction", "wide_tokens_fraction", "wide", ".1%"),
@@ -298,6 +302,7 @@ FEATURES = (
         "split samples",
         "split_samples",
         "off",
+        "auto",
         lambda c: (
             f"{c.num_split_samples} in {c.num_pieces} pieces ({c.piece_fraction:.1%} of the tokens)"
         ),
@@ -318,6 +323,7 @@ FEATURES = (
         "split backwards",
         "backward",
         "joint",
+        "split",
         lambda c: f"{c.num_split_backwards}",
         (Fact("num_split_backwards", "num_split_backwards", "split B"),),
         rival="Megatron's order",

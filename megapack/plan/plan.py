@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from megapack.base.arrays import read_budget
+from megapack.errors import PlanError
 from megapack.layout import Layout, block_ranks
+from megapack.plan.explanation import Explanation
 from megapack.plan.facts import Counts, count_steps
 from megapack.plan.microbatch import MicroBatch, Part
 from megapack.plan.order import StepOrder, read_order, step_order
@@ -125,6 +127,8 @@ class Plan:
     """Planned for forward passes without a backward."""
     prefixes: SharedPrefixes | None = None
     """What the samples of a row share: each row holds it once. None: nothing is shared."""
+    _explainer: Callable[[Plan], Explanation] | None = field(default=None, compare=False)
+    """Plans the samples again, under other policies. None in a plan that was read from text."""
 
     def __repr__(self) -> str:
         counts = [step.num_microbatches for step in self.steps]
@@ -158,6 +162,24 @@ class Plan:
             PlanError: the text is not a plan; the message names the line.
         """
         return parse_text(text, _build)
+
+    def explain(self) -> Explanation:
+        """What each freedom of the policy gains: shared prefixes, wide rows, pieces of samples,
+        split backwards, M per rank, other G.
+
+        The plan is compared with one that has only this freedom changed: turned off if it is on,
+        turned on if it is off. Each of them takes as long as planning.
+
+        Raises:
+            PlanError: the plan was read from a file or a text, which has neither the lengths nor
+                the cost model.
+        """
+        if self._explainer is None:
+            raise PlanError(
+                "a plan that was read has no lengths and no cost model to plan with; call "
+                "explain() of the plan that build_dp_schedule returns"
+            )
+        return self._explainer(self)
 
     @property
     def counts(self) -> Counts:

@@ -7,6 +7,7 @@
              wide      rows over several DP ranks: grid, grid_fill, grid_search
              operations   pieces of samples, split backwards: pieces
     scored   board, clock -> moves (with a pipeline), even (without one)
+    explain  plans of the same samples with one freedom changed, for `Plan.explain`
 
 Each step is planned alone. `search` tries drafts in a fixed order and simulates a fixed number of
 ranks, so that every rank of a job finds the same plan.

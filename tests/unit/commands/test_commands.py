@@ -95,6 +95,16 @@ def test_check_refuses_an_edited_plan(call: Call) -> None:
     assert (code, json.loads(out)["sound"]) == (1, False)
 
 
+def test_plan_explains_each_freedom(call: Call) -> None:
+    out = call("plan", "a.csv", *LAYOUT, *BUDGET, "--explain")[1]
+    payload = json.loads(call("plan", "a.csv", *LAYOUT, *BUDGET, "--explain", "--json")[1])
+    head = next(k for k, line in enumerate(out.splitlines()) if line.startswith("freedom "))
+    table = out.splitlines()[head + 1 : head + 1 + len(payload["freedoms"])]
+    for line, freedom in zip(table, payload["freedoms"], strict=True):
+        assert line.startswith(f"{freedom['name']}  ")
+    assert "freedoms" not in json.loads(call("plan", "a.csv", *LAYOUT, *BUDGET, "--json")[1])
+
+
 def test_check_refuses_other_lengths(call: Call) -> None:
     call("plan", "a.csv", *BUDGET)
     Path("b.csv").write_text("length\n5\n")

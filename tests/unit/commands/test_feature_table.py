@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megapack import Layout, build_dp_schedule
 from megapack.outlook.stats import step_report
 from megapack.plan import facts
 from megapack.plan.facts import Fact, Feature, RowFact
@@ -23,6 +24,7 @@ EARLY = Feature(
     "early samples",
     "search",
     "2048",
+    "4096",
     lambda counts: f"some of {counts.num_samples}",
     (Fact("num_samples", "num_early", "early"),),
     RowFact(
@@ -51,6 +53,12 @@ def test_simulate_has_its_column_and_its_number(call: Call) -> None:
     head, step, *_ = call("simulate", "plan.json")[1].splitlines()
     assert (head.split()[-1], step.split()[-1]) == ("early", "10")
     assert '"num_samples": 10' in call("simulate", "plan.json", "--json")[1]
+
+
+def test_an_explanation_has_its_line() -> None:
+    plan = build_dp_schedule([5, 3], layout=Layout(), max_tokens_per_gpu=8)
+    (gain,) = (gain for gain in plan.explain().gains if gain.name == "early samples")
+    assert gain.refusal.startswith("search=")
 
 
 def test_reports_and_metrics_have_it() -> None:

@@ -1,0 +1,148 @@
+"""What each freedom of a plan gains: the plan beside others of the same samples.
+
+plan -> per freedom: the policy with only this one changed -> plan -> simulated seconds
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from megapack.cost.model import CostModel
+from megapack.errors import ConfigError, PlanError
+from megapack.pipeline.simulator import simulate_planned
+from megapack.plan import facts
+from megapack.plan.explanation import Explanation, Gain
+from megapack.plan.plan import Plan
+from megapack.policy import Policy
+
+
+class _Freedom(NamedTuple):
+    """A field of the policy with which a plan may do more."""
+
+    name: str
+    setting: str
+    off: str
+    on: str
+    used: Callable[[Plan], str]
+    """How much of it a plan has, for people; "" if it has nothing of it."""
+
+
+class Planner(Protocol):
+    """`build_dp_schedule`, with all arguments but the policy."""
+
+    def __call__(self, *, policy: Policy) -> Plan: ...
+
+
+def explain(
+    plan: Plan, planner: Planner, cost: CostModel | None, *, has_prefixes: bool
+) -> Explanation:
+    """Compare a plan with those that the planner makes if one freedom is changed.
+
+    A freedom that is on is turned off, one that is off is turned on.
+
+    Args:
+        cost: seconds of micro-batches; None: time is in row tokens.
+        has_prefixes: the planner is given what samples share.
+    """
+    seconds = _seconds(plan, cost)
+    gains = []
+    for freedom in _freedoms():
+        value = getattr(plan.policy, freedom.setting)
+        is_on = value == freedom.on
+        refusal, other = "", None
+        try:
+            if freedom.setting == "share_prefixes" and not has_prefixes:
+                raise ConfigError("no prefixes are given")
+            other = _other_seconds(
+                plan, planner, cost, {freedom.setting: freedom.off if is_on else freedom.on}
+            )
+        except (ConfigError, PlanError) as error:
+            # What to set follows after the semicolon; that is for a policy that someone chose.
+            refusal = str(error).split("; ")[0]
+        gains.append(
+            Gain(
+                name=freedom.name,
+                setting=freedom.setting,
+                value=value,
+                is_on=is_on,
+                used=freedom.used(plan),
+                seconds_with=seconds if is_on else other,
+                seconds_without=other if is_on else seconds,
+                refusal=refusal,
+            )
+        )
+    return Explanation(tuple(gains))
+
+
+@contextlib.contextmanager
+def quiet_planner() -> Iterator[None]:
+    """No warnings of the planner: the first plan has had them, such as samples over the budget."""
+    loggers = [logging.getLogger(f"megapack.{name}") for name in ("dp_schedule", "planner")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _freedoms() -> list[_Freedom]:
+    """What the features of plans allow, and what concerns the number of micro-batches."""
+    return [
+        *(_Freedom(f.name, f.setting, f.off, f.on, _share_of(f)) for f in facts.FEATURES),
+        _Freedom("M per rank", "count_rule", "legal", "per_rank", _counts),
+        _Freedom("other G", "group_size", "fixed", "search", _groups),
+    ]
+
+
+def _share_of(feature: facts.Feature) -> Callable[[Plan], str]:
+    def used(plan: Plan) -> str:
+        return feature.text(plan.counts) if feature.shown(plan.counts) else ""
+
+    return used
+
+
+def _counts(plan: Plan) -> str:
+    spans = {step.counts.microbatch_span for step in plan.steps if step.num_microbatches is None}
+    return f"M={plan.counts.microbatch_span}" if any("-" in span for span in spans) else ""
+
+
+def _groups(plan: Plan) -> str:
+    groups = {step.group_size for step in plan.steps} - {None, plan.layout.group_size}
+    return f"G={', '.join(map(str, sorted(filter(None, groups))))}" if groups else ""
+
+
+def _seconds(plan: Plan, cost: CostModel | None) -> float:
+    return math.fsum(simulate_planned(plan, step, cost).makespan for step in plan.steps)
+
+
+def _other_seconds(
+    plan: Plan, planner: Planner, cost: CostModel | None, change: dict[str, Any]
+) -> float:
+    """Seconds of the plan under a changed policy.
+
+    Raises:
+        ConfigError, PlanError: there is no such plan, or it has other samples or larger rows, so
+            that its time is no comparison.
+    """
+    with quiet_planner():
+        other = planner(policy=replace(plan.policy, **change))
+    samples, others = plan.counts.num_samples, other.counts.num_samples
+    if samples != others:
+        raise PlanError(f"it would train on {others} samples in place of {samples}")
+    row = _longest_row(other)
+    if plan.capacity is not None and row > max(plan.capacity, _longest_row(plan)):
+        raise PlanError(f"a row would hold {row} padded tokens, over the budget of {plan.capacity}")
+    return _seconds(other, cost)
+
+
+def _longest_row(plan: Plan) -> int:
+    """Padded tokens that the longest row puts on one DP rank."""
+    return max(-(-mb.padded_tokens // mb.width) for step in plan.steps for mb in step.microbatches)

@@ -1,0 +1,154 @@
+"""What each freedom of a plan gains."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from megapack import (
+    CostModel,
+    Layout,
+    Plan,
+    PlanError,
+    Policy,
+    SharedPrefixes,
+    build_dp_schedule,
+    simulate,
+)
+from megapack.plan import Gain
+from megapack.plan.facts import FEATURES
+
+pytestmark = pytest.mark.unit
+
+COST = CostModel(fixed=10.0, per_token=1.0, per_token_sq=1e-3)
+# One sample is as long as 40 others.
+LENGTHS = [4000, *([100, 60, 140] * 8)]
+LAYOUT = Layout(dp=2, pp=2)
+
+
+def plan_of(layout: Layout = LAYOUT, budget: int = 4000, **policy: object) -> Plan:
+    return build_dp_schedule(
+        LENGTHS,
+        layout=layout,
+        max_tokens_per_gpu=budget,
+        cost=COST,
+        policy=Policy(search=32, **policy),  # type: ignore[arg-type]
+    )
+
+
+def gains_of(plan: Plan) -> dict[str, Gain]:
+    return {gain.setting: gain for gain in plan.explain().gains}
+
+
+def seconds_of(plan: Plan) -> float:
+    return simulate(plan.steps[0], layout=plan.layout, cost=COST).makespan
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("split_samples", "auto"), ("context_parallel", "dynamic")]
+)
+def test_a_long_sample_gains_by_pieces_or_width_on_or_off(setting: str, value: str) -> None:
+    off, on = plan_of(), plan_of(**{setting: value})
+    would, did = gains_of(off)[setting], gains_of(on)[setting]
+    assert (would.is_on, did.is_on) == (False, True)
+    times = (seconds_of(on), seconds_of(off))
+    assert (would.seconds_with, would.seconds_without) == times
+    assert (did.seconds_with, did.seconds_without) == times
+    assert did.gain == would.gain == 1 - times[0] / times[1]
+    assert did.gain > 0.1
+    assert (bool(did.used), would.used) == (True, "")
+
+
+def test_a_freedom_that_is_on_and_unused_gains_nothing() -> None:
+    gain = gains_of(plan_of(Layout(dp=1), context_parallel="dynamic"))["context_parallel"]
+    assert (gain.is_on, gain.used, gain.gain) == (True, "", 0.0)
+
+
+def test_every_feature_of_the_table_has_a_line() -> None:
+    assert list(gains_of(plan_of()))[: len(FEATURES)] == [f.setting for f in FEATURES]
+
+
+def test_a_refused_combination_has_its_reason() -> None:
+    gain = gains_of(plan_of(context_parallel="dynamic"))["count_rule"]
+    assert (gain.seconds_with, gain.gain) == (None, None)
+    assert gain.refusal.endswith("run it at the same place and need one M")
+
+
+def test_a_plan_with_larger_rows_or_other_samples_is_no_comparison() -> None:
+    gain = gains_of(plan_of(budget=2500, split_samples="auto"))["split_samples"]
+    assert gain.seconds_without is None
+    assert gain.refusal == "a row would hold 4000 padded tokens, over the budget of 2500"
+    plan = build_dp_schedule(
+        [100] * 7,
+        layout=Layout(dp=4),
+        micro_batch_size=1,
+        policy=Policy(unreachable="drop"),
+    )
+    refusal = gains_of(plan)["count_rule"].refusal
+    assert refusal == "it would train on 7 samples in place of 4"
+
+
+def test_prefixes_gain_if_they_are_given() -> None:
+    assert gains_of(plan_of())["share_prefixes"].refusal == "no prefixes are given"
+    # The last token of a prompt stays with each sample: 7 * 89 are saved.
+    shared = SharedPrefixes.from_groups([0] * 8, [90] * 8)
+    plan = build_dp_schedule(
+        [100] * 8, layout=Layout(), max_tokens_per_gpu=800, cost=COST, prefixes=shared
+    )
+    gain = gains_of(plan)["share_prefixes"]
+    assert gain.used.startswith("623 of 800 tokens")
+    assert (gain.gain or 0) > 0.5
+
+
+def test_m_per_rank_says_which_counts_the_plan_has() -> None:
+    # One rank has the long sample in one row, the other needs two.
+    plan = build_dp_schedule(
+        [1000, 600, 600],
+        layout=Layout(dp=2),
+        max_tokens_per_gpu=1000,
+        policy=Policy(count_rule="per_rank"),
+    )
+    assert gains_of(plan)["count_rule"].used == "M=1-2"
+
+
+def test_another_group_says_which_the_plan_has() -> None:
+    # Three rows per rank are legal with G=3; with G=2 a fourth one is padding.
+    plan = build_dp_schedule(
+        [100] * 6,
+        layout=Layout(dp=2, pp=2, vpp=2),
+        micro_batch_size=1,
+        policy=Policy(group_size="search"),
+    )
+    gain = gains_of(plan)["group_size"]
+    assert gain.used == "G=3"
+    assert (gain.gain or 0) > 0
+
+
+def test_text_and_payload_agree() -> None:
+    explanation = plan_of(split_samples="auto").explain()
+    head, *lines = str(explanation).splitlines()
+    assert head.split()[:2] == ["freedom", "setting"]
+    for line, row in zip(lines, explanation.to_payload(), strict=True):
+        assert line.startswith(row["name"])
+        assert f" {row['setting']}={row['value']} " in line
+        assert row["gain"] is None or f" {row['gain']:.1%} " in line
+        assert line.endswith(row["refusal"] or row["used"] or ("none" if row["is_on"] else "off"))
+
+
+def test_the_other_plans_do_not_warn_again(caplog: pytest.LogCaptureFixture) -> None:
+    plan = plan_of(budget=2000)
+    assert "over the budget" in caplog.text
+    caplog.clear()
+    plan.explain()
+    assert not caplog.text
+    assert logging.getLogger("megapack.planner").level == logging.NOTSET
+
+
+def test_a_plan_that_was_read_is_equal_and_cannot_be_explained() -> None:
+    plan = plan_of()
+    read = Plan.from_json(plan.to_json())
+    assert read == plan == replace(plan)
+    with pytest.raises(PlanError, match="call explain"):
+        read.explain()
