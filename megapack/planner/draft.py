@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -34,15 +35,24 @@ class Draft:
     orders: tuple[tuple[str, ...], ...] = ()
     """See `StepPlan.orders`."""
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """R."""
         return int(self.row_of.max()) + 1
 
+    @cached_property
+    def saved(self) -> tuple[Ints, Ints]:
+        """Tokens and squared tokens that rows of one rank save beyond what their items share
+        inside, which `Items.aligned` does not count: int64 [R] each."""
+        items, row_of, num_rows = self.items, self.row_of, self.num_rows
+        tokens, tokens_sq = items.saved(row_of, num_rows)
+        tokens -= row_sums(items.shared, row_of, num_rows)
+        tokens_sq -= row_sums(items.shared_sq, row_of, num_rows)
+        return tokens, tokens_sq
+
     def row_tokens(self) -> Ints:
         """int64 [R]: padded tokens of rows of one rank, shared ones once."""
-        held = row_sums(self.items.aligned, self.row_of, self.num_rows)
-        return np.asarray(held - self.items.saved_by_rows(self.row_of, self.num_rows)[0])
+        return np.asarray(row_sums(self.items.aligned, self.row_of, self.num_rows) - self.saved[0])
 
     def seconds(self) -> float:
         """Simulated seconds of the step by the cost model, whatever the policy balances."""

@@ -94,17 +94,17 @@ class Items:
         """int64 [n]: real tokens of each sample."""
         return self.step.lengths[self.samples]
 
-    @property
+    @cached_property
     def first_samples(self) -> Ints:
         """int64 [I]: index of each item's first sample in `samples`."""
         return np.cumsum(self.item_samples) - self.item_samples
 
-    @property
+    @cached_property
     def sample_items(self) -> Ints:
         """int64 [n]: the item of each sample."""
         return np.repeat(np.arange(self.num_items), self.item_samples)
 
-    @property
+    @cached_property
     def work(self) -> Floats:
         """float64 [I]: what each item adds to a row's forward, in seconds or tokens.
 
@@ -160,13 +160,6 @@ class Items:
         if table is None:
             return np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
         return table.over(width).saved(self.samples, row_of[self.sample_items], num_rows)
-
-    def saved_by_rows(self, row_of: Ints, num_rows: int) -> tuple[Ints, Ints]:
-        """The same without what the items share inside, which `aligned` does not count."""
-        tokens, tokens_sq = self.saved(row_of, num_rows)
-        tokens -= row_sums(self.shared, row_of, num_rows)
-        tokens_sq -= row_sums(self.shared_sq, row_of, num_rows)
-        return tokens, tokens_sq
 
     def take(self, chosen: Ints) -> Items:
         """Some of the items: int64, in any order, and each any number of times."""

@@ -136,7 +136,7 @@ def _board(draft: Draft, cost: CostModel, is_real: bool) -> Board:
     )
     fill_rows(board)
     if is_real and items.step.prefixes is not None:
-        saved, saved_sq = items.saved_by_rows(draft.row_of, num_rows)
+        saved, saved_sq = draft.saved
         board.tokens[:] -= saved
         board.tokens_sq[:] -= saved_sq
     if items.step.policy.row_shape != "uniform":
