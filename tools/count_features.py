@@ -45,7 +45,7 @@ FEATURES = {
     "wide rows": Feature(
         "context_parallel dp_ranks width widths wide is_wide wide_rows num_wide_rows widest "
         "wide_fraction shares_rows",
-        "planner/wide planner/grid schedule/row_groups",
+        "planner/wide planner/fill planner/annealing schedule/row_groups",
     ),
     "pieces": Feature(
         "piece pieces split_samples chain chains link carried has_piece num_pieces "
@@ -56,7 +56,7 @@ FEATURES = {
     "orders": Feature(
         "orders has_orders is_ordered backward has_weights num_split_backwards executor "
         "num_ordered_steps",
-        "plan/order plan/executor planner/operations planner/weight_fill planner/clock "
+        "plan/order plan/executor planner/operations planner/clock "
         "schedule/operations schedule/channels model/weight_gradients",
     ),
 }

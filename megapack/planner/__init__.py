@@ -4,7 +4,7 @@
 
     choose   search    rows on one DP rank each: profile, uneven -> bins, partition -> scored
              sharing   the same for parts of families, and for loose samples: families
-             wide      rows over several DP ranks: grid, grid_fill, grid_search
+             wide      rows over several DP ranks: board, clock -> fill, annealing
              operations   pieces of samples, split backwards: pieces
     scored   board, clock -> moves (with a pipeline), even (without one)
     explain  plans of the same samples with one freedom changed, for `Plan.explain`

@@ -1,49 +1,60 @@
-"""`Board`: a draft of rows on one DP rank each, in arrays that the search changes in place.
+"""`Board`: a draft in arrays that the search changes in place.
 
-The items of a row are a linked list, and exchanges keep the sums of each row. A row may hold a
-piece of a long sample. The search may shift the cut between two neighbouring pieces; they stay in
-their rows.
+A cell is the place of a micro-batch: one of M positions of one DP rank. Each cell shows a row; a
+row without items is a padding micro-batch. A row of level k lies over 2**k DP ranks, an aligned
+block of cells at one position, and all of them show it. The items of a row are a linked list, and
+the sums of each row are kept. A row may hold a piece of a long sample: the search may shift the cut
+between two neighbouring pieces; they stay in their rows.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
 
 
 class RowCost(NamedTuple):
-    """The seconds of one chunk's forward of a row, and limits of a row.
+    """The seconds of one chunk's forward of a row, and limits of a row, by level.
 
-    seconds = fixed + per_token * row tokens + per_token_sq * tokens_sq + per_sample * samples
+    seconds = fixed + per_token[k] * row tokens + per_token_sq[k] * tokens_sq
+        + per_sample[k] * samples
     """
 
     fixed: float
-    per_token: float
-    per_token_sq: float
-    per_sample: float
-    unit: int
-    """Row alignment in tokens."""
+    per_token: Floats
+    """[levels]: of all of the row's tokens, those on other GPUs included."""
+    per_token_sq: Floats
+    per_sample: Floats
+    unit: Ints
+    """[levels]: row alignment in tokens."""
+    capacity: Ints
+    """[levels]: padded tokens that a row may hold, a multiple of the unit."""
+    alone: Ints
+    """[levels]: padded tokens that a row of one item may hold, at least `capacity`."""
     uniform_tokens: int
     """Length of all rows under row_shape="uniform"; 0 under "planned"."""
-    capacity: int
-    """Padded tokens that a row may hold."""
     max_live: float
-    """Row tokens whose activations a stage may hold, each chunk counted whole; 0 without a cap."""
+    """Row tokens of one DP rank whose activations a stage may hold, each chunk counted whole; 0
+    without a cap."""
     fixed_rows: bool
     """Items stay in their rows, and only the order of each rank is searched."""
+    allows_padding: bool
+    """Whether rows may stay without items."""
 
 
 class Board(NamedTuple):
-    """I items in R rows of dp ranks, at most M micro-batches per rank. Arrays are int64, but for
-    the seconds."""
+    """I items in R rows of dp ranks, at most M micro-batches per rank; there are as many rows as
+    cells. Arrays are int64, but for the seconds."""
 
     cost: RowCost
     item_tokens: Ints
-    """[I]: aligned tokens."""
+    """[levels, I]: aligned tokens of each item in a row of each level."""
     item_tokens_sq: Ints
-    """[I]: sum of squared aligned lengths."""
+    """[levels, I]: sum of squared aligned lengths."""
     item_samples: Ints
     """[I]: number of samples."""
     begin: Ints
@@ -53,11 +64,11 @@ class Board(NamedTuple):
     chain: Ints
     """[I]: number of the piece's chain; -1 for a whole item, which may change rows."""
     row_of: Ints
-    """[I]: the item's row."""
+    """[I]: the item's row; -1 for an item that is in no row."""
     next: Ints
     """[I]: the next item of the same row; -1 at the end."""
     head: Ints
-    """[R]: the row's first item."""
+    """[R]: the row's first item; -1 without items."""
     tokens: Ints
     """[R]: aligned tokens."""
     tokens_sq: Ints
@@ -68,43 +79,142 @@ class Board(NamedTuple):
     """[R]: number of items."""
     piece_of: Ints
     """[R]: the item that is the row's piece; -1 without one."""
+    level: Ints
+    """[R]: the row lies over 2**level DP ranks."""
+    row_seconds: Floats
+    """[R]: seconds of one chunk's forward of the row."""
     rows: Ints
-    """[dp, M]: each micro-batch's row; -1 for padding."""
+    """[dp, M]: the row of each cell."""
     counts: Ints
     """[dp]: micro-batches of each rank."""
+    spare: Ints
+    """[R]: rows that no cell shows, because another one lies over their cells."""
+    num_spare: Ints
+    """[1]: how many these are."""
     seconds: Floats
     """[dp]: simulated seconds; the same for all ranks in lockstep."""
 
 
+def empty_board(
+    cost: RowCost,
+    item_tokens: Ints,
+    item_tokens_sq: Ints,
+    item_samples: Ints,
+    pieces: tuple[Ints, Ints, Ints] | None,
+    counts: Ints,
+) -> Board:
+    """A board with no item in a row.
+
+    Args:
+        pieces: begin, end and chain of each item; None if all are whole.
+        counts: int64 [dp], micro-batches of each rank.
+    """
+    num_items = item_samples.size
+    num_rows = int(counts.sum())
+    rows = np.full((counts.size, int(counts.max())), -1, dtype=np.int64)
+    rows[np.arange(rows.shape[1]) < counts[:, None]] = np.arange(num_rows)
+    if pieces is None:
+        whole = np.full(num_items, -1, dtype=np.int64)
+        pieces = (np.zeros(num_items, dtype=np.int64), whole, whole)
+    return Board(
+        cost,
+        item_tokens,
+        item_tokens_sq,
+        item_samples,
+        *pieces,
+        row_of=np.full(num_items, -1, dtype=np.int64),
+        next=np.full(num_items, -1, dtype=np.int64),
+        head=np.full(num_rows, -1, dtype=np.int64),
+        tokens=np.zeros(num_rows, dtype=np.int64),
+        tokens_sq=np.zeros(num_rows, dtype=np.int64),
+        num_samples=np.zeros(num_rows, dtype=np.int64),
+        num_items=np.zeros(num_rows, dtype=np.int64),
+        piece_of=np.full(num_rows, -1, dtype=np.int64),
+        level=np.zeros(num_rows, dtype=np.int64),
+        row_seconds=np.full(num_rows, float(row_seconds(cost, 0, 0, 0, 0))),
+        rows=rows,
+        counts=counts,
+        spare=np.empty(num_rows, dtype=np.int64),
+        num_spare=np.zeros(1, dtype=np.int64),
+        seconds=np.zeros(counts.size),
+    )
+
+
+def clone(board: Board) -> Board:
+    """A copy whose arrays may be changed."""
+    columns: dict[str, Any] = board._asdict()
+    arrays: dict[str, Any] = {
+        name: own.copy() for name, own in columns.items() if isinstance(own, np.ndarray)
+    }
+    return board._replace(**arrays)
+
+
 @kernel
-def row_tokens(cost: RowCost, tokens: int) -> int:
+def copy_board(source: Board, target: Board) -> None:
+    """Write all that moves of items and cells change."""
+    target.row_of[:] = source.row_of
+    target.next[:] = source.next
+    target.head[:] = source.head
+    target.tokens[:] = source.tokens
+    target.tokens_sq[:] = source.tokens_sq
+    target.num_samples[:] = source.num_samples
+    target.num_items[:] = source.num_items
+    target.level[:] = source.level
+    target.row_seconds[:] = source.row_seconds
+    target.rows[:] = source.rows
+    target.spare[:] = source.spare
+    target.num_spare[:] = source.num_spare
+
+
+@kernel
+def row_tokens(cost: RowCost, level: int, tokens: int) -> int:
     """Length of a row, as in `Layout.aligned_row_tokens`; a padding micro-batch has one unit."""
     if cost.uniform_tokens > 0:
-        return cost.uniform_tokens
-    return max(-(-tokens // cost.unit) * cost.unit, cost.unit)
+        return int(cost.uniform_tokens)
+    unit = cost.unit[level]
+    return int(max(-(-tokens // unit) * unit, unit))
 
 
 @kernel
-def row_seconds(cost: RowCost, tokens: int, tokens_sq: int, num_samples: int) -> float:
+def row_seconds(cost: RowCost, level: int, tokens: int, tokens_sq: int, num_samples: int) -> float:
     """Seconds of one chunk's forward of a row; a padding micro-batch has 0, 0, 0."""
-    work = cost.per_token * row_tokens(cost, tokens) + cost.per_token_sq * tokens_sq
-    return cost.fixed + work + cost.per_sample * num_samples
+    work = cost.per_token[level] * row_tokens(cost, level, tokens)
+    work += cost.per_token_sq[level] * tokens_sq
+    return float(cost.fixed + work + cost.per_sample[level] * num_samples)
+
+
+@kernel
+def item_seconds(board: Board, item: int) -> float:
+    """Seconds that an item adds to a row of one rank, without the row's alignment."""
+    work = board.cost.per_token[0] * board.item_tokens[0, item]
+    work += board.cost.per_token_sq[0] * board.item_tokens_sq[0, item]
+    return float(work + board.cost.per_sample[0] * board.item_samples[item])
+
+
+@kernel
+def add_up(board: Board, row: int) -> None:
+    """Write the seconds of a row whose sums have changed."""
+    board.row_seconds[row] = row_seconds(
+        board.cost,
+        board.level[row],
+        board.tokens[row],
+        board.tokens_sq[row],
+        board.num_samples[row],
+    )
 
 
 @kernel
 def microbatch_tokens(board: Board, rank: int, position: int) -> int:
-    """Length of a rank's micro-batch."""
+    """Length of a rank's micro-batch, over all ranks that share it."""
     row = board.rows[rank, position]
-    return row_tokens(board.cost, board.tokens[row] if row >= 0 else 0)
+    return row_tokens(board.cost, board.level[row], board.tokens[row])
 
 
 @kernel
-def microbatch_seconds(board: Board, rank: int, position: int) -> float:
-    """Seconds of one chunk's forward of a rank's micro-batch."""
-    row = board.rows[rank, position]
-    if row < 0:
-        return row_seconds(board.cost, 0, 0, 0)
-    return row_seconds(board.cost, board.tokens[row], board.tokens_sq[row], board.num_samples[row])
+def first_rank(board: Board, rank: int, position: int) -> int:
+    """The first of the ranks that share a micro-batch."""
+    width = 1 << board.level[board.rows[rank, position]]
+    return int(rank - rank % width)
 
 
 @kernel
@@ -128,79 +238,149 @@ def fastest(board: Board) -> int:
 
 
 @kernel
-def fill_rows(board: Board) -> None:
-    """Link the items of each row, in ascending order, and add up their sizes."""
-    for item in range(board.row_of.size - 1, -1, -1):
-        row = board.row_of[item]
-        board.next[item] = board.head[row]
-        board.head[row] = item
-        board.tokens[row] += board.item_tokens[item]
-        board.tokens_sq[row] += board.item_tokens_sq[item]
-        board.num_samples[row] += board.item_samples[item]
-        board.num_items[row] += 1
+def fill_rows(board: Board, row_of: Ints) -> None:
+    """Put all items into rows, which are empty and have their levels.
+
+    Args:
+        row_of: int64 [I], the row of each item.
+    """
+    for item in range(row_of.size - 1, -1, -1):
+        _link(board, item, row_of[item])
         if board.chain[item] >= 0:
-            board.piece_of[row] = item
+            board.piece_of[row_of[item]] = item
+    add_up_rows(board)
 
 
 @kernel
-def _unlink(board: Board, item: int) -> None:
-    """Take an item out of its row's linked list."""
-    row = board.row_of[item]
-    at = board.head[row]
-    if at == item:
-        board.head[row] = board.next[item]
-        return
-    while board.next[at] != item:
-        at = board.next[at]
-    board.next[at] = board.next[item]
+def add_up_rows(board: Board) -> None:
+    """Write the seconds of all rows."""
+    for row in range(board.head.size):
+        add_up(board, row)
 
 
 @kernel
-def _move(board: Board, item: int, row: int) -> None:
-    """Move an item from its row to another one."""
-    old = board.row_of[item]
-    _unlink(board, item)
-    board.tokens[old] -= board.item_tokens[item]
-    board.tokens_sq[old] -= board.item_tokens_sq[item]
-    board.num_samples[old] -= board.item_samples[item]
-    board.num_items[old] -= 1
+def _link(board: Board, item: int, row: int) -> None:
+    """Put an item at the head of a row, without the row's seconds."""
+    k = board.level[row]
     board.next[item] = board.head[row]
     board.head[row] = item
     board.row_of[item] = row
-    board.tokens[row] += board.item_tokens[item]
-    board.tokens_sq[row] += board.item_tokens_sq[item]
+    board.tokens[row] += board.item_tokens[k, item]
+    board.tokens_sq[row] += board.item_tokens_sq[k, item]
     board.num_samples[row] += board.item_samples[item]
     board.num_items[row] += 1
 
 
 @kernel
-def fits(board: Board, row: int, leaving: int, coming: int) -> bool:
-    """Whether a row stays legal after one item leaves and another one comes; -1 means no item.
+def _unlink(board: Board, item: int) -> None:
+    """Take an item out of its row, without the row's seconds."""
+    row = board.row_of[item]
+    k = board.level[row]
+    at = board.head[row]
+    if at == item:
+        board.head[row] = board.next[item]
+    else:
+        while board.next[at] != item:
+            at = board.next[at]
+        board.next[at] = board.next[item]
+    board.tokens[row] -= board.item_tokens[k, item]
+    board.tokens_sq[row] -= board.item_tokens_sq[k, item]
+    board.num_samples[row] -= board.item_samples[item]
+    board.num_items[row] -= 1
 
-    A row keeps at least one item, and respects the capacity unless its only item is larger.
+
+@kernel
+def put(board: Board, item: int, rank: int, position: int, level: int) -> None:
+    """Put an item into the row of a cell; cells without items become a row of that level."""
+    row = board.rows[rank, position]
+    if board.num_items[row] == 0 and level > 0:
+        board.level[row] = level
+        for r in range(rank + 1, rank + (1 << level)):
+            board.spare[board.num_spare[0]] = board.rows[r, position]
+            board.num_spare[0] += 1
+            board.rows[r, position] = row
+    _link(board, item, row)
+    add_up(board, row)
+
+
+@kernel
+def take(board: Board, item: int) -> None:
+    """Take an item out of its row."""
+    row = board.row_of[item]
+    _unlink(board, item)
+    board.row_of[item] = -1
+    add_up(board, row)
+
+
+@kernel
+def clear_row(board: Board, rank: int, position: int, taken: Ints, size: int) -> int:
+    """Take all whole items out of a row; without items, each of its cells is a row of its own.
+
+    Args:
+        taken: int64, written from `size` on: the items.
+
+    Returns:
+        The new size.
     """
-    cost = board.cost
+    row = board.rows[rank, position]
+    item = board.head[row]
+    while item >= 0:
+        following = board.next[item]
+        if board.chain[item] < 0:
+            take(board, item)
+            taken[size] = item
+            size += 1
+        item = following
+    if board.num_items[row] == 0 and board.level[row] > 0:
+        first = first_rank(board, rank, position)
+        for r in range(first + 1, first + (1 << board.level[row])):
+            board.num_spare[0] -= 1
+            board.rows[r, position] = board.spare[board.num_spare[0]]
+        board.level[row] = 0
+        add_up(board, row)
+    return size
+
+
+@kernel
+def fits(board: Board, row: int, level: int, leaving: int, coming: int) -> bool:
+    """Whether a row of this level stays within its limit, and keeps an item, after one item leaves
+    and another one comes; -1 means no item."""
     tokens = board.tokens[row]
     num_items = board.num_items[row]
     if leaving >= 0:
-        tokens -= board.item_tokens[leaving]
+        tokens -= board.item_tokens[level, leaving]
         num_items -= 1
     if coming >= 0:
-        tokens += board.item_tokens[coming]
+        tokens += board.item_tokens[level, coming]
         num_items += 1
-    limit = cost.capacity
+    cost = board.cost
+    limit = cost.alone[level] if num_items == 1 else cost.capacity[level]
     if cost.uniform_tokens > 0:
-        limit = min(limit, cost.uniform_tokens)
-    oversize = num_items == 1 and cost.uniform_tokens == 0
-    return num_items >= 1 and (tokens <= limit or oversize)
+        limit = min(cost.capacity[level], cost.uniform_tokens)
+    return bool(num_items >= 1 and tokens <= limit)
 
 
 @kernel
 def exchange(board: Board, a: int, b: int, row_a: int, row_b: int) -> None:
     """Move item a to row_b, and item b to row_a; b = -1 means that no item comes back."""
-    _move(board, a, row_b)
+    _unlink(board, a)
+    _link(board, a, row_b)
     if b >= 0:
-        _move(board, b, row_a)
+        _unlink(board, b)
+        _link(board, b, row_a)
+    add_up(board, row_a)
+    add_up(board, row_b)
+
+
+@kernel
+def swap_blocks(
+    board: Board, rank: int, position: int, other: int, other_position: int, width: int
+) -> None:
+    """Exchange the rows of two blocks of `width` ranks; no row reaches out of them."""
+    for r in range(width):
+        row = board.rows[rank + r, position]
+        board.rows[rank + r, position] = board.rows[other + r, other_position]
+        board.rows[other + r, other_position] = row
 
 
 @kernel
@@ -213,7 +393,8 @@ def shift_cut(board: Board, piece: int, tokens: int) -> None:
     board.begin[piece + 1] = after
     for item, sign in ((piece, 1), (piece + 1, -1)):
         row = board.row_of[item]
-        board.item_tokens[item] += sign * tokens
-        board.item_tokens_sq[item] += sign * squares
+        board.item_tokens[0, item] += sign * tokens
+        board.item_tokens_sq[0, item] += sign * squares
         board.tokens[row] += sign * tokens
         board.tokens_sq[row] += sign * squares
+        add_up(board, row)

@@ -21,10 +21,11 @@ import numpy as np
 from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
 from megapack.base.loops import largest
-from megapack.pipeline.kernels import RankOps, peak_live, rank_seconds
+from megapack.pipeline.kernels import RankOps, coupled_seconds, peak_live, rank_seconds
 from megapack.plan.order import Operation, group_table, interleave, stage_lists
 from megapack.planner.board import (
     Board,
+    first_rank,
     microbatch_tokens,
     row_seconds,
     row_tokens,
@@ -36,8 +37,6 @@ class OwnOrders(NamedTuple):
     """Orders of operations that differ from Megatron's: chains run their backwards in reverse, and
     weight gradients may be apart."""
 
-    used: bool
-    """False: ranks run in Megatron's order, and the rest is empty."""
     chunk_weights: Floats
     """float64 [pp * vpp]: relative seconds of the chunks."""
     pp: int
@@ -61,12 +60,14 @@ class OwnOrders(NamedTuple):
     """A W may end later than the wait does, by this part of its own seconds. With 0.75, a W of 4 s
     starts if the wait is 1 s or longer."""
     ops: Ints
-    """int64 [dp, most operations, 5], written: stage, micro-batch, chunk in the model, kind and
-    waits_for of `StepOrder`, without W's. They change with the places of a rank's chains."""
+    """int64 [orders, most operations, 5], written: stage, micro-batch, chunk in the model, kind and
+    waits_for of `StepOrder`, without W's. There is one order for each rank, or one for all ranks
+    where these wait for each other. They change with the places of chains."""
     num_ops: Ints
-    """int64 [dp], written."""
+    """int64 [orders], written."""
     turned: Ints
-    """int64 [dp, M], written: the micro-batch whose backward runs k-th among those of its chunk."""
+    """int64 [orders, M], written: the micro-batch whose backward runs k-th among those of its
+    chunk."""
 
 
 class Clock(NamedTuple):
@@ -78,33 +79,35 @@ class Clock(NamedTuple):
     """int64 [dp, 2]: rank r's operations are those from bounds[r, 0] to bounds[r, 1]."""
     lockstep: bool
     """Ranks wait for each other at every micro-batch."""
-    own: OwnOrders
+
+
+# In the functions below `own` is None if ranks run in Megatron's order. numba then leaves the code
+# of own orders out: it is a third of the compiling of a planner that has none.
 
 
 @kernel
-def score_all(board: Board, clock: Clock) -> float:
+def score_all(board: Board, clock: Clock, own: OwnOrders | None) -> float:
     """Simulate every rank and write `board.seconds`; returns the step's seconds."""
     for rank in range(board.counts.size):
-        if clock.own.used:
-            set_order(board, clock.own, rank, turned_backwards(board, rank))
+        if own is not None:
+            set_order(board, own, rank)
         if clock.lockstep and rank > 0:
             board.seconds[rank] = board.seconds[0]
         else:
-            board.seconds[rank] = score_rank(board, clock, rank)
+            board.seconds[rank] = score_rank(board, clock, own, rank)
     return float(board.seconds[slowest(board)])
 
 
 @kernel
-def score_rank(board: Board, clock: Clock, rank: int) -> float:
+def score_rank(board: Board, clock: Clock, own: OwnOrders | None, rank: int) -> float:
     """Simulated seconds of a rank, or of the step in lockstep; inf above the cap on live tokens.
 
     In lockstep each micro-batch takes as long as on the slowest rank.
     """
-    if clock.own.used:
-        pp = clock.own.pp
-        ran = np.empty((pp, 2 * clock.own.ops.shape[1] // pp), dtype=np.int64)
-        num_ran = np.empty(pp, dtype=np.int64)
-        return run_rank(board, clock, rank, clock.own.patience, ran, num_ran)
+    if own is not None:
+        ran = np.empty((own.pp, 2 * own.ops.shape[1] // own.pp), dtype=np.int64)
+        num_ran = np.empty(own.pp, dtype=np.int64)
+        return run_rank(board, clock, own, rank, own.patience, ran, num_ran)
     cost = board.cost
     count = board.counts[rank]
     first = 0 if clock.lockstep else rank
@@ -112,11 +115,7 @@ def score_rank(board: Board, clock: Clock, rank: int) -> float:
     forward = np.zeros(count)
     for position in range(count):
         for other in range(first, last):
-            row = board.rows[other, position]
-            tokens = board.tokens[row] if row >= 0 else 0
-            tokens_sq = board.tokens_sq[row] if row >= 0 else 0
-            num_samples = board.num_samples[row] if row >= 0 else 0
-            seconds = row_seconds(cost, tokens, tokens_sq, num_samples)
+            seconds = board.row_seconds[board.rows[other, position]]
             forward[position] = max(forward[position], seconds)
     ops = _ops_of(clock, rank)
     if cost.max_live > 0:
@@ -126,6 +125,38 @@ def score_rank(board: Board, clock: Clock, rank: int) -> float:
         if peak_live(ops, amounts) > cost.max_live:
             return np.inf
     return rank_seconds(ops, forward, np.empty(ops.stage.size))
+
+
+@kernel
+def score_shared(board: Board, clock: Clock, end: Floats) -> float:
+    """Simulated seconds of a step whose ranks share rows; inf above the cap on live tokens, or if
+    padding is not allowed and a row has no item.
+
+    Args:
+        end: float64 [dp, operations], written: when each operation ends. In lockstep all ranks
+            are alike, and only the first one is written.
+    """
+    cost = board.cost
+    ops = clock.ops
+    dp, count = board.rows.shape
+    ranks = 1 if clock.lockstep else dp
+    forward = np.zeros((ranks, count))
+    first = np.zeros((ranks, count), dtype=np.int64)
+    amounts = np.empty(count)
+    for rank in range(dp):
+        for position in range(count):
+            row = board.rows[rank, position]
+            if board.num_items[row] == 0 and not cost.allows_padding:
+                return np.inf
+            amounts[position] = microbatch_tokens(board, rank, position) / (1 << board.level[row])
+            if clock.lockstep:
+                forward[0, position] = max(forward[0, position], board.row_seconds[row])
+            else:
+                forward[rank, position] = board.row_seconds[row]
+                first[rank, position] = first_rank(board, rank, position)
+        if cost.max_live > 0 and peak_live(ops, amounts) > cost.max_live:
+            return np.inf
+    return coupled_seconds(ops, forward, first, end)
 
 
 @kernel
@@ -147,7 +178,13 @@ def _ops_of(clock: Clock, rank: int) -> RankOps:
 
 @kernel
 def run_rank(
-    board: Board, clock: Clock, rank: int, patience: float, ran: Ints, num_ran: Ints
+    board: Board,
+    clock: Clock,
+    own: OwnOrders,
+    rank: int,
+    patience: float,
+    ran: Ints,
+    num_ran: Ints,
 ) -> float:
     """Simulated seconds of a rank in its own order, or of the step in lockstep; inf if a stage
     breaks its cap.
@@ -157,7 +194,6 @@ def run_rank(
             index of an F or B, or -1 - index for the W of this B.
         num_ran: int64 [pp], written: how many these are.
     """
-    own = clock.own
     cost = board.cost
     count = board.counts[rank]
     times = _Times(np.zeros(count), np.zeros(count), np.zeros(count), np.zeros(count))
@@ -166,14 +202,11 @@ def run_rank(
     for k in range(count):
         for other in range(first, last):
             row = board.rows[other, k]
-            tokens = board.tokens[row] if row >= 0 else 0
-            tokens_sq = board.tokens_sq[row] if row >= 0 else 0
-            num_samples = board.num_samples[row] if row >= 0 else 0
-            seconds = row_seconds(cost, tokens, tokens_sq, num_samples)
-            times.forward[k] = max(times.forward[k], seconds)
-            seconds = own.weight_ratio * row_seconds(cost, tokens, 0, num_samples)
-            times.weights[k] = max(times.weights[k], seconds)
-            times.held[k] = max(times.held[k], float(row_tokens(cost, tokens)))
+            tokens = board.tokens[row]
+            times.forward[k] = max(times.forward[k], board.row_seconds[row])
+            seconds = row_seconds(cost, 0, tokens, 0, board.num_samples[row])
+            times.weights[k] = max(times.weights[k], own.weight_ratio * seconds)
+            times.held[k] = max(times.held[k], float(row_tokens(cost, 0, tokens)))
         whole = own.backward_ratio * times.forward[k]
         times.weights[k] = min(times.weights[k], whole)
         times.backward[k] = whole - times.weights[k]
@@ -257,10 +290,8 @@ def _filled_seconds(
 @kernel
 def chain_at(board: Board, rank: int, position: int) -> int:
     """The chain of a rank's micro-batch; -1 without one."""
-    row = board.rows[rank, position]
-    if row < 0 or board.piece_of[row] < 0:
-        return -1
-    return int(board.chain[board.piece_of[row]])
+    piece = board.piece_of[board.rows[rank, position]]
+    return int(board.chain[piece]) if piece >= 0 else -1
 
 
 @kernel
@@ -275,25 +306,18 @@ def unit_end(board: Board, rank: int, position: int) -> int:
 
 
 @kernel
-def turned_backwards(board: Board, rank: int) -> Ints:
-    """The micro-batch whose backward runs k-th: chains run theirs in reverse. int64 [M]."""
-    count = board.counts[rank]
-    turned = np.arange(count)
-    position = 0
-    while position < count:
-        last = unit_end(board, rank, position)
-        for k in range(position, last):
-            turned[k] = position + last - 1 - k
-        position = last
-    return turned
-
-
-@kernel
-def set_order(board: Board, own: OwnOrders, rank: int, turned: Ints) -> None:
-    """Write a rank's operations."""
+def set_order(board: Board, own: OwnOrders, rank: int) -> bool:
+    """Write a rank's operations where its chains have moved; whether each chain lies within a group
+    of G micro-batches. If not, nothing is written."""
+    turned = _turned_backwards(board, rank)
     count = turned.size
+    if own.num_ops[rank] > 0 and np.all(turned == own.turned[rank, :count]):
+        return True
     backwards = turned
     if own.vpp > 1:
+        for k in range(count):
+            if turned[k] // own.group != k // own.group:
+                return False
         table = group_table(count, own.vpp, own.group)
         backwards = np.arange(table.shape[1]) + turned[table[0]] - table[0]
     stages, ends = stage_lists(own.pp, own.vpp, count, own.group, own.forward_only, backwards)
@@ -304,6 +328,21 @@ def set_order(board: Board, own: OwnOrders, rank: int, turned: Ints) -> None:
     for op in range(num_ops):
         for k in range(5):
             own.ops[rank, op, k] = columns[k, op]
+    return True
+
+
+@kernel
+def _turned_backwards(board: Board, rank: int) -> Ints:
+    """The micro-batch whose backward runs k-th: chains run theirs in reverse. int64 [M]."""
+    count = board.counts[rank]
+    turned = np.arange(count)
+    position = 0
+    while position < count:
+        last = unit_end(board, rank, position)
+        for k in range(position, last):
+            turned[k] = position + last - 1 - k
+        position = last
+    return turned
 
 
 def order_lines(ops: Ints, ran: Ints, num_ran: Ints) -> tuple[str, ...]:

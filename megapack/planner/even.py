@@ -11,7 +11,7 @@ import numpy as np
 
 from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
-from megapack.planner.board import Board, exchange, fits, microbatch_seconds
+from megapack.planner.board import Board, exchange, fits, item_seconds
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
 
@@ -98,8 +98,8 @@ def _best_exchange(board: Board, slow: int, other: int, gap: float) -> tuple[int
         a = items_a[k]
         row_a = board.row_of[a]
         wanted = seconds_a[k] - gap / 2
-        alone = roomiest >= 0 and fits(board, row_a, a, -1)
-        if alone and abs(wanted) < nearest and fits(board, roomiest, -1, a):
+        alone = roomiest >= 0 and fits(board, row_a, 0, a, -1)
+        if alone and abs(wanted) < nearest and fits(board, roomiest, 0, -1, a):
             nearest = abs(wanted)
             best = (a, -1, roomiest)
         middle = np.searchsorted(seconds_b, wanted)
@@ -107,7 +107,7 @@ def _best_exchange(board: Board, slow: int, other: int, gap: float) -> tuple[int
             if abs(seconds_b[j] - wanted) < nearest:
                 b = items_b[j]
                 row_b = board.row_of[b]
-                if fits(board, row_a, a, b) and fits(board, row_b, b, a):
+                if fits(board, row_a, 0, a, b) and fits(board, row_b, 0, b, a):
                     nearest = abs(seconds_b[j] - wanted)
                     best = (a, b, row_b)
     return best
@@ -119,12 +119,11 @@ def _items(board: Board, rank: int) -> Ints:
     size = 0
     for position in range(board.counts[rank]):
         row = board.rows[rank, position]
-        size += board.num_items[row] if row >= 0 else 0
+        size += board.num_items[row]
     out = np.empty(size, dtype=np.int64)
     k = 0
     for position in range(board.counts[rank]):
-        row = board.rows[rank, position]
-        item = board.head[row] if row >= 0 else -1
+        item = board.head[board.rows[rank, position]]
         while item >= 0:
             out[k] = item
             k += 1
@@ -134,13 +133,10 @@ def _items(board: Board, rank: int) -> Ints:
 
 @kernel
 def _seconds(board: Board, items: Ints) -> Floats:
-    """Seconds that each item adds to its row, without the row's alignment."""
+    """`item_seconds` of each."""
     out = np.empty(items.size)
     for k in range(items.size):
-        item = items[k]
-        work = board.cost.per_token * board.item_tokens[item]
-        work += board.cost.per_token_sq * board.item_tokens_sq[item]
-        out[k] = work + board.cost.per_sample * board.item_samples[item]
+        out[k] = item_seconds(board, items[k])
     return out
 
 
@@ -150,7 +146,7 @@ def _roomiest(board: Board, rank: int) -> int:
     best = -1
     for position in range(board.counts[rank]):
         row = board.rows[rank, position]
-        if row >= 0 and (best < 0 or board.tokens[row] < board.tokens[best]):
+        if board.num_items[row] > 0 and (best < 0 or board.tokens[row] < board.tokens[best]):
             best = row
     return best
 
@@ -160,5 +156,5 @@ def _forward_seconds(board: Board, rank: int) -> float:
     """Seconds of one chunk's forwards of all micro-batches of a rank."""
     seconds = 0.0
     for position in range(board.counts[rank]):
-        seconds += microbatch_seconds(board, rank, position)
+        seconds += board.row_seconds[board.rows[rank, position]]
     return seconds

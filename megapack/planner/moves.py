@@ -29,7 +29,6 @@ from megapack.planner.clock import (
     chain_at,
     score_rank,
     set_order,
-    turned_backwards,
     unit_end,
 )
 
@@ -59,7 +58,7 @@ _SHIFT_PART = 8
 
 
 @kernel
-def try_moves(board: Board, clock: Clock, budget: int, passes: float) -> int:
+def try_moves(board: Board, clock: Clock, own: OwnOrders | None, budget: int, passes: float) -> int:
     """Improve a scored board in place by moves; returns simulations spent.
 
     Args:
@@ -74,20 +73,20 @@ def try_moves(board: Board, clock: Clock, budget: int, passes: float) -> int:
         slow = slowest(board)
         if clock.lockstep:
             slow = next_random(random, board.counts.size)
-        kind = next_random(random, _KINDS_WITH_CUTS if clock.own.used else _KINDS)
+        kind = next_random(random, _KINDS if own is None else _KINDS_WITH_CUTS)
         if board.cost.fixed_rows:
             kind = 0
         if kind <= _LAST_ORDER:
-            spent = _try_order(board, clock, random, slow)
-        elif kind > _LAST_EXCHANGE:
-            spent = _try_cut(board, clock, random, slow)
+            spent = _try_order(board, clock, own, random, slow)
+        elif own is not None and kind > _LAST_EXCHANGE:
+            spent = _try_cut(board, clock, own, random, slow)
         else:
             other = slow
             if kind > _LAST_OWN_ROWS:
                 other = fastest(board)
                 if kind == _RANDOM_RANK or clock.lockstep or other == slow:
                     other = next_random(random, board.counts.size)
-            spent = _try_exchange(board, clock, random, slow, other, passes)
+            spent = _try_exchange(board, clock, own, random, slow, other, passes)
         used += spent
         misses += 1 if spent == 0 else 0
     return used
@@ -106,7 +105,7 @@ def next_random(random: Ints, limit: int) -> int:
 
 
 @kernel
-def _try_order(board: Board, clock: Clock, random: Ints, rank: int) -> int:
+def _try_order(board: Board, clock: Clock, own: OwnOrders | None, random: Ints, rank: int) -> int:
     """Exchange two rows in a rank's order, or move one row or a chain; kept if the rank is faster.
 
     Returns:
@@ -120,30 +119,22 @@ def _try_order(board: Board, clock: Clock, random: Ints, rank: int) -> int:
     before = board.rows[rank, :count].copy()
     single = chain_at(board, rank, p) < 0 and chain_at(board, rank, q) < 0
     # Which side of the coin moves a row is as docs/planner.md measured it, for each kind of order.
-    moves = next_random(random, 2) == (1 if clock.own.used else 0)
+    moves = next_random(random, 2) == (0 if own is None else 1)
     if moves or not single:
         _move_unit(board, rank, p, q)
     else:
         board.rows[rank, p] = before[q]
         board.rows[rank, q] = before[p]
-    own = clock.own
-    turns = False
-    if own.used:
-        turned_before = own.turned[rank, :count].copy()
-        turned = turned_backwards(board, rank)
-        turns = not np.all(turned == turned_before)
-        if turns and not _are_in_groups(own, turned):
-            copy_into(board.rows[rank], before)
-            return 0
-        if turns:
-            set_order(board, own, rank, turned)
-    seconds = score_rank(board, clock, rank)
+    if own is not None and not set_order(board, own, rank):
+        copy_into(board.rows[rank], before)
+        return 0
+    seconds = score_rank(board, clock, own, rank)
     if seconds < board.seconds[rank]:
         _set_seconds(board, clock, rank, seconds)
         return 1
     copy_into(board.rows[rank], before)
-    if turns:
-        set_order(board, own, rank, turned_before)
+    if own is not None:
+        set_order(board, own, rank)
     return 1
 
 
@@ -172,19 +163,14 @@ def _move_unit(board: Board, rank: int, p: int, q: int) -> None:
 
 
 @kernel
-def _are_in_groups(own: OwnOrders, turned: Ints) -> bool:
-    """Whether each chain lies within a group of G micro-batches, where stages have several
-    chunks."""
-    if own.vpp > 1:
-        for k in range(turned.size):
-            if turned[k] // own.group != k // own.group:
-                return False
-    return True
-
-
-@kernel
 def _try_exchange(
-    board: Board, clock: Clock, random: Ints, slow: int, other: int, passes: float
+    board: Board,
+    clock: Clock,
+    own: OwnOrders | None,
+    random: Ints,
+    slow: int,
+    other: int,
+    passes: float,
 ) -> int:
     """Exchange items between rows of two ranks, or of one.
 
@@ -198,13 +184,13 @@ def _try_exchange(
     if a < 0:
         return 0
     exchange(board, a, b, row_a, row_b)
-    seconds = score_rank(board, clock, slow)
+    seconds = score_rank(board, clock, own, slow)
     spent = 1
     if seconds < board.seconds[slow]:
         if other == slow or clock.lockstep:
             _set_seconds(board, clock, slow, seconds)
             return spent
-        other_seconds = score_rank(board, clock, other)
+        other_seconds = score_rank(board, clock, own, other)
         spent = 2
         if other_seconds < board.seconds[slow]:
             board.seconds[slow] = seconds
@@ -224,7 +210,7 @@ def _set_seconds(board: Board, clock: Clock, rank: int, seconds: float) -> None:
 
 
 @kernel
-def _pick(board: Board, random: Ints, row: int) -> int:
+def pick(board: Board, random: Ints, row: int) -> int:
     """A random item of a row."""
     item = board.head[row]
     for _ in range(next_random(random, board.num_items[row])):
@@ -235,16 +221,16 @@ def _pick(board: Board, random: Ints, row: int) -> int:
 @kernel
 def _relief(board: Board, row: int, leaving: int, coming: int) -> float:
     """Forward seconds that a row saves if one item leaves and another one comes (-1: no item)."""
-    tokens = board.tokens[row] - board.item_tokens[leaving]
-    tokens_sq = board.tokens_sq[row] - board.item_tokens_sq[leaving]
+    k = board.level[row]
+    tokens = board.tokens[row] - board.item_tokens[k, leaving]
+    tokens_sq = board.tokens_sq[row] - board.item_tokens_sq[k, leaving]
     num_samples = board.num_samples[row] - board.item_samples[leaving]
     if coming >= 0:
-        tokens += board.item_tokens[coming]
-        tokens_sq += board.item_tokens_sq[coming]
+        tokens += board.item_tokens[k, coming]
+        tokens_sq += board.item_tokens_sq[k, coming]
         num_samples += board.item_samples[coming]
-    cost = board.cost
-    before = row_seconds(cost, board.tokens[row], board.tokens_sq[row], board.num_samples[row])
-    return before - row_seconds(cost, tokens, tokens_sq, num_samples)
+    after = row_seconds(board.cost, k, tokens, tokens_sq, num_samples)
+    return float(board.row_seconds[row] - after)
 
 
 @kernel
@@ -262,16 +248,16 @@ def _draw_exchange(
     for _ in range(_DRAWS):
         row_a = board.rows[slow, next_random(random, board.counts[slow])]
         row_b = board.rows[other, next_random(random, board.counts[other])]
-        if row_a < 0 or row_b < 0 or row_a == row_b:
+        if board.num_items[row_a] == 0 or board.num_items[row_b] == 0 or row_a == row_b:
             continue
-        a = _pick(board, random, row_a)
+        a = pick(board, random, row_a)
         b = -1
         # One draw in three moves an item without an exchange.
         if next_random(random, 3) > 0:
-            b = _pick(board, random, row_b)
+            b = pick(board, random, row_b)
         if board.chain[a] >= 0 or (b >= 0 and board.chain[b] >= 0):
             continue
-        if not (fits(board, row_a, a, b) and fits(board, row_b, b, a)):
+        if not (fits(board, row_a, 0, a, b) and fits(board, row_b, 0, b, a)):
             continue
         miss = abs(_relief(board, row_a, a, b) - wanted)
         if miss < nearest:
@@ -283,21 +269,19 @@ def _draw_exchange(
 
 
 @kernel
-def _try_cut(board: Board, clock: Clock, random: Ints, rank: int) -> int:
+def _try_cut(board: Board, clock: Clock, own: OwnOrders, random: Ints, rank: int) -> int:
     """Shift the cut between a piece and the next one; kept if the rank is faster.
 
     Returns:
         Simulations spent: 0 or 1.
     """
     row = board.rows[rank, next_random(random, board.counts[rank])]
-    if row < 0 or board.piece_of[row] < 0:
-        return 0
     a = board.piece_of[row]
     b = a + 1
-    if b >= board.chain.size or board.chain[b] != board.chain[a]:
+    if a < 0 or b >= board.chain.size or board.chain[b] != board.chain[a]:
         return 0
-    unit = clock.own.alignment
-    units = min(board.item_tokens[a], board.item_tokens[b]) // (_SHIFT_PART * unit)
+    unit = own.alignment
+    units = min(board.item_tokens[0, a], board.item_tokens[0, b]) // (_SHIFT_PART * unit)
     if units < 1:
         return 0
     shift = (1 + next_random(random, units)) * unit
@@ -305,10 +289,10 @@ def _try_cut(board: Board, clock: Clock, random: Ints, rank: int) -> int:
     if next_random(random, 2) == 0:
         shift = -shift
         longer = board.row_of[b]
-    if board.tokens[longer] + abs(shift) > board.cost.capacity:
+    if board.tokens[longer] + abs(shift) > board.cost.capacity[0]:
         return 0
     shift_cut(board, a, shift)
-    seconds = score_rank(board, clock, rank)
+    seconds = score_rank(board, clock, own, rank)
     if seconds < board.seconds[rank]:
         board.seconds[rank] = seconds
     else:

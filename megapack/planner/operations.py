@@ -113,8 +113,8 @@ class _OperationSearch:
             items = replace(
                 items,
                 lengths=lengths,
-                aligned=board.item_tokens,
-                aligned_sq=board.item_tokens_sq,
+                aligned=board.item_tokens[0],
+                aligned_sq=board.item_tokens_sq[0],
                 pieces=Pieces(board.begin, board.end, board.chain),
             )
             draft = replace(draft, items=items)
@@ -124,7 +124,8 @@ class _OperationSearch:
 
     def _orders(self, found: Scored) -> tuple[tuple[str, ...], ...]:
         """What each rank's stages run, with the patience that is best for the rank."""
-        own = found.clock.own
+        own = found.own
+        assert own is not None
         orders = []
         for rank in range(self.layout.dp):
             ops = own.ops[rank, : own.num_ops[rank]]
@@ -132,7 +133,7 @@ class _OperationSearch:
             for patience in (_PATIENCE, *_LAST_PATIENCES) if self.split else (_PATIENCE,):
                 ran = np.empty((own.pp, 2 * ops.shape[0] // own.pp), dtype=np.int64)
                 num_ran = np.empty(own.pp, dtype=np.int64)
-                args = (found.board, found.clock, rank, patience, ran, num_ran)
+                args = (found.board, found.clock, own, rank, patience, ran, num_ran)
                 seconds = float(run_rank(*args))
                 if seconds < best[0]:
                     best = (seconds, order_lines(ops, ran, num_ran))
@@ -208,7 +209,6 @@ class _OperationSearch:
         counts = [rows.size for rows in draft.rank_rows]
         num_ops = (1 if self.step.forward_only else 2) * max(counts) * layout.num_chunks
         own = OwnOrders(
-            used=True,
             chunk_weights=self.runner.weights,
             pp=layout.pp,
             vpp=layout.vpp,
@@ -273,7 +273,8 @@ class _OperationSearch:
         movable = movable and not self.step.lockstep and int(counts.min()) == counts.max()
         if not movable or self.policy.row_shape == "uniform" or found.seconds == math.inf:
             return
-        num_ops = found.clock.own.ops.shape[1]
+        assert found.own is not None
+        num_ops = found.own.ops.shape[1]
         budget = min(budget, budget * _OPERATIONS // num_ops)
         if budget > 0:
             found.refine(self.runner, budget)

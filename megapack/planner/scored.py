@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
-from megapack.base.arrays import Ints
+from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import CostModel
+from megapack.layout import Layout
 from megapack.pipeline.kernels import RankOps
 from megapack.pipeline.simulator import Runner
-from megapack.planner.board import Board, RowCost, fill_rows
+from megapack.planner.board import Board, RowCost, add_up_rows, empty_board, fill_rows
 from megapack.planner.clock import Clock, OwnOrders, score_all
 from megapack.planner.draft import PADDING, Draft
 from megapack.planner.even import even_ranks
+from megapack.planner.items import Items, Pieces
 from megapack.planner.moves import try_moves
-from megapack.planner.step import Step
-
-# What ranks in Megatron's order have in place of an order of their own.
-_MEGATRON = OwnOrders(
-    used=False,
-    chunk_weights=np.zeros(0),
-    pp=1,
-    vpp=1,
-    group=1,
-    p2p=0.0,
-    cap=0.0,
-    alignment=1,
-    forward_only=False,
-    backward_ratio=0.0,
-    weight_ratio=0.0,
-    split=False,
-    patience=0.0,
-    ops=np.zeros((0, 0, 5), dtype=np.int64),
-    num_ops=np.zeros(0, dtype=np.int64),
-    turned=np.zeros((0, 0), dtype=np.int64),
-)
+from megapack.planner.step import UNLIMITED, Step
 
 
 @dataclass
@@ -46,6 +29,8 @@ class Scored:
     board: Board
     """The draft in arrays."""
     clock: Clock
+    own: OwnOrders | None
+    """Orders other than Megatron's; None: ranks run in Megatron's."""
     seconds: float
     """Simulated seconds of the step; inf if a rank breaks the cap on live tokens."""
 
@@ -57,40 +42,47 @@ class Scored:
     def refine(self, runner: Runner, budget: int) -> int:
         """Improve the board and its seconds by up to `budget` simulations; returns those spent."""
         passes = runner.busiest_stage_seconds(np.ones(1))
-        any_order = runner.layout.pp == 1 and not self.clock.own.used
+        any_order = runner.layout.pp == 1 and self.own is None
         if any_order and not self.clock.lockstep and not self.board.cost.fixed_rows:
             used = even_ranks(self.board, budget, passes)
         else:
-            used = try_moves(self.board, self.clock, budget, passes)
+            used = try_moves(self.board, self.clock, self.own, budget, passes)
         self.seconds = float(self.board.seconds.max())
         return int(used)
 
     def moved(self) -> Draft:
         """The draft after the moves."""
         board = self.board
-        rows = zip(board.rows, board.counts.tolist(), strict=True)
-        rank_rows = tuple(own[:count].copy() for own, count in rows)
-        return replace(self.draft, row_of=board.row_of, rank_rows=rank_rows)
+        used = board.num_items > 0
+        number = np.where(used, np.cumsum(used) - 1, PADDING)
+        cells = zip(board.rows, board.counts.tolist(), strict=True)
+        is_wide = board.cost.unit.size > 1
+        return replace(
+            self.draft,
+            row_of=number[board.row_of],
+            rank_rows=tuple(number[rows[:count]] for rows, count in cells),
+            widths=np.int64(1) << board.level[used] if is_wide else None,
+        )
 
 
 def score_draft(
     draft: Draft,
     cost: CostModel,
     runner: Runner,
-    own: OwnOrders = _MEGATRON,
+    own: OwnOrders | None = None,
     *,
     is_real: bool = False,
 ) -> Scored:
     """Simulate every rank of a draft under a cost model: dp evaluations.
 
     Args:
-        own: an order other than Megatron's.
+        own: orders other than Megatron's.
         is_real: rows are as long as they will be. Else what the samples of different items share
             counts as often as they have it, so that items can be moved one by one.
     """
-    board = _board(draft, cost, is_real)
-    clock = Clock(*_all_ops(runner, draft), draft.items.step.lockstep, own)
-    return Scored(draft, board, clock, float(score_all(board, clock)))
+    board = filled_board(draft, cost, is_real=is_real)
+    clock = draft_clock(draft, runner)
+    return Scored(draft, board, clock, own, float(score_all(board, clock, own)))
 
 
 def real_seconds(draft: Draft) -> float:
@@ -100,49 +92,65 @@ def real_seconds(draft: Draft) -> float:
     return score_draft(draft, cost, draft.items.step.runner(cost), is_real=True).seconds
 
 
-def _board(draft: Draft, cost: CostModel, is_real: bool) -> Board:
+def filled_board(
+    draft: Draft, cost: CostModel, *, num_levels: int = 1, is_real: bool = False
+) -> Board:
+    """A draft in arrays.
+
+    Args:
+        num_levels: rows may lie over up to 2**(num_levels - 1) DP ranks.
+        is_real: see `score_draft`; of rows of one rank.
+    """
     items = draft.items
-    num_items, num_rows = items.num_items, draft.num_rows
-    counts = np.array([rows.size for rows in draft.rank_rows])
-    rows = np.full((counts.size, int(counts.max())), PADDING, dtype=np.int64)
-    for rank, rank_rows in enumerate(draft.rank_rows):
-        rows[rank, : rank_rows.size] = rank_rows
-    item_tokens, item_tokens_sq = items.aligned, items.aligned_sq
-    begin = np.zeros(num_items, dtype=np.int64)
-    end = chain = np.full(num_items, -1, dtype=np.int64)
-    if items.pieces is not None:
-        # Shifts of cuts change them, of this draft alone.
-        item_tokens, item_tokens_sq = item_tokens.copy(), item_tokens_sq.copy()
-        begin, end, chain = (column.copy() for column in items.pieces)
-    board = Board(
-        cost=_row_cost(items.step, cost),
-        item_tokens=item_tokens,
-        item_tokens_sq=item_tokens_sq,
-        item_samples=items.item_samples,
-        begin=begin,
-        end=end,
-        chain=chain,
-        row_of=draft.row_of.copy(),
-        next=np.empty(num_items, dtype=np.int64),
-        head=np.full(num_rows, -1, dtype=np.int64),
-        tokens=np.zeros(num_rows, dtype=np.int64),
-        tokens_sq=np.zeros(num_rows, dtype=np.int64),
-        num_samples=np.zeros(num_rows, dtype=np.int64),
-        num_items=np.zeros(num_rows, dtype=np.int64),
-        piece_of=np.full(num_rows, -1, dtype=np.int64),
-        rows=rows,
-        counts=counts,
-        seconds=np.zeros(counts.size),
-    )
-    fill_rows(board)
+    costs = row_cost(items.step, cost, num_levels)
+    board = blank_board(items, costs, np.array([rows.size for rows in draft.rank_rows]))
+    padding = draft.num_rows
+    for rank, rows in enumerate(draft.rank_rows):
+        own = rows.copy()
+        empty = np.flatnonzero(own == PADDING)
+        own[empty] = padding + np.arange(empty.size)
+        padding += empty.size
+        board.rows[rank, : own.size] = own
+    if draft.widths is not None:
+        board.level[: draft.num_rows] = np.log2(draft.widths)
+        spare = np.setdiff1d(np.arange(board.head.size), board.rows)
+        board.spare[: spare.size] = spare
+        board.num_spare[0] = spare.size
+    fill_rows(board, draft.row_of)
     if is_real and items.step.prefixes is not None:
         saved, saved_sq = draft.saved
-        board.tokens[:] -= saved
-        board.tokens_sq[:] -= saved_sq
-    if items.step.policy.row_shape != "uniform":
-        return board
-    longest = items.step.layout.aligned_row_tokens(int(board.tokens.max()))
-    return board._replace(cost=board.cost._replace(uniform_tokens=longest))
+        board.tokens[: draft.num_rows] -= saved
+        board.tokens_sq[: draft.num_rows] -= saved_sq
+        add_up_rows(board)
+    if items.step.policy.row_shape == "uniform":
+        longest = items.step.layout.aligned_row_tokens(int(board.tokens.max()))
+        board = board._replace(cost=costs._replace(uniform_tokens=longest))
+        add_up_rows(board)
+    return board
+
+
+def blank_board(items: Items, costs: RowCost, counts: Ints) -> Board:
+    """A board with no item in a row.
+
+    Args:
+        counts: int64 [dp], micro-batches of each rank.
+    """
+    sizes = [items.at_width(1 << level) for level in range(costs.unit.size)]
+    tokens, tokens_sq = sizes[0].aligned[None], sizes[0].aligned_sq[None]
+    if len(sizes) > 1:
+        tokens = np.stack([size.aligned for size in sizes])
+        tokens_sq = np.stack([size.aligned_sq for size in sizes])
+    pieces = items.pieces
+    if pieces is not None:
+        # Shifts of cuts change them, of this board alone.
+        tokens, tokens_sq = tokens.copy(), tokens_sq.copy()
+        pieces = Pieces(*(column.copy() for column in pieces))
+    return empty_board(costs, tokens, tokens_sq, items.item_samples, pieces, counts)
+
+
+def draft_clock(draft: Draft, runner: Runner) -> Clock:
+    """Megatron's operations of a draft's ranks."""
+    return Clock(*_all_ops(runner, draft), draft.items.step.lockstep)
 
 
 def _all_ops(runner: Runner, draft: Draft) -> tuple[RankOps, Ints]:
@@ -169,17 +177,35 @@ def _all_ops(runner: Runner, draft: Draft) -> tuple[RankOps, Ints]:
     return all_ops, np.array([bounds_of[count] for count in counts])
 
 
-def _row_cost(step: Step, cost: CostModel) -> RowCost:
-    """The cost model per chunk and CP rank, and the limits of a row."""
-    share = cost.share_of_rank(step.layout)
+def row_cost(step: Step, cost: CostModel, num_levels: int = 1) -> RowCost:
+    """The cost model per chunk and GPU, and the limits of rows.
+
+    Args:
+        num_levels: rows over up to 2**(num_levels - 1) DP ranks.
+    """
+    rates, widths, unit = _rates(step.layout, cost, num_levels)
+    # Without wide rows, an item over the budget may be alone in its row.
+    alone = UNLIMITED if num_levels == 1 or step.budget is None else step.budget
     return RowCost(
-        fixed=float(cost.fixed),
-        per_token=float(cost.per_token * share),
-        per_token_sq=float(cost.per_token_sq * share),
-        per_sample=float(cost.per_sample * share),
-        unit=step.layout.row_alignment,
+        float(cost.fixed),
+        *rates,
+        unit=unit,
+        capacity=step.capacity * widths // unit * unit,
+        alone=alone * widths // unit * unit,
         uniform_tokens=0,
-        capacity=step.capacity,
         max_live=float(step.max_live or 0),
         fixed_rows=step.max_samples is not None,
+        allows_padding=step.policy.unreachable == "pad",
     )
+
+
+@lru_cache(maxsize=64)
+def _rates(
+    layout: Layout, cost: CostModel, num_levels: int
+) -> tuple[tuple[Floats, Floats, Floats], Ints, Ints]:
+    """Seconds per token, squared token and sample, width and row alignment of each level."""
+    widths = layout.widths[:num_levels]
+    share = np.array([cost.share_of_rank(layout, width) for width in widths])
+    rates = (cost.per_token * share, cost.per_token_sq * share, cost.per_sample * share)
+    unit = np.array([layout.over(width).row_alignment for width in widths])
+    return rates, np.array(widths), unit

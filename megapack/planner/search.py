@@ -583,7 +583,7 @@ class _CountAdjuster:
         members: Ints = self.members[row] if row >= 0 else np.zeros(0, dtype=np.int64)
         sizes = (self.items.aligned, self.items.aligned_sq, self.items.item_samples)
         return float(
-            row_seconds(self.scored.board.cost, *(int(size[members].sum()) for size in sizes))
+            row_seconds(self.scored.board.cost, 0, *(int(size[members].sum()) for size in sizes))
         )
 
     def _seconds(self, rows: list[int]) -> float:

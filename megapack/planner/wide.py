@@ -1,14 +1,14 @@
 """The search for rows over several DP ranks, under `context_parallel="dynamic"`.
 
-    M and G             -> slots; the profile for divisible work gives each slot's target
-    targets             -> items into a grid of ranks by slots, long ones over several ranks
-    the best few grids  -> improved by moves, all ranks simulated together
+    M and G              -> the profile for divisible work gives each position's target
+    targets              -> items onto a board, long ones over several ranks
+    the best few boards  -> improved by moves, all ranks simulated together
 
 A long sample alone on one rank is a step's critical path, while the other ranks wait. Cut over the
-ranks of a slot whose target it then meets, it takes no longer than their other rows. So the profile
-of perfectly divisible work, which no plan of whole samples can reach, is nearly reached.
+ranks of a position whose target it then meets, it takes no longer than their other rows. So the
+profile of perfectly divisible work, which no plan of whole samples can reach, is nearly reached.
 
-The draft of rows of one rank each is one of the grids that are improved, so no plan is slower than
+The draft of rows of one rank each is one of the boards that are improved, so no plan is slower than
 it in the simulator. If it is near the best profile already, nothing is searched.
 """
 
@@ -17,19 +17,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from megapack.base.arrays import Floats
 from megapack.errors import PlanError
 from megapack.layout import Layout
+from megapack.planner.annealing import anneal
+from megapack.planner.board import Board, clone
+from megapack.planner.clock import score_shared
 from megapack.planner.counts import group_sizes
-from megapack.planner.draft import PADDING, Draft
-from megapack.planner.grid import Grid, GridCost, GridItems, empty_grid, grid_seconds, put_all
-from megapack.planner.grid_fill import close_gaps, fill_grid
-from megapack.planner.grid_search import improve_grid
+from megapack.planner.draft import Draft
+from megapack.planner.fill import close_gaps, fill_board
 from megapack.planner.items import Items
 from megapack.planner.profile import Profile, default_profile, find_profile
+from megapack.planner.scored import Scored, blank_board, draft_clock, filled_board, row_cost
 from megapack.planner.step import spread_counts
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
@@ -39,14 +42,15 @@ _NEAR = 0.005
 # Values of M are tried up to twice the closed form for equal micro-batches. A step of few samples
 # needs the larger ones, as long samples fill several cells.
 _MAX_GROWTH = 6
-_MANY_SLOTS = 40
-# Without a pipeline more slots only make room to arrange wide rows: up to 12 more than the fewest.
-_EXTRA_SLOTS = 12
+_MANY_POSITIONS = 40
+# Without a pipeline more positions only make room to arrange wide rows: up to 12 more than the
+# fewest.
+_EXTRA_POSITIONS = 12
 # Rounds of the profile search; each tries every level twice.
 _ROUNDS = 5
-# An item may take this many times its slot's target before it goes over more ranks.
+# An item may take this many times its position's target before it goes over more ranks.
 _STRETCHES = (1.0, 1.15, 1.35, 1.7)
-# Grids of so many items times cells are filled with one stretch only: 2,048 items in 8 x 32 cells.
+# Boards of so many items times cells are filled with one stretch only: 2,048 items in 8 x 32 cells.
 _MANY_PLACES = 100_000
 _ONE_STRETCH = (1.15,)
 # Work grows by about this part, for the items that are cut.
@@ -56,23 +60,24 @@ _OVERHEAD = 1.02
 # simulation has 4,096, and there are 256 of them.
 _SIMULATIONS_PART = 2
 _OPERATIONS = 512
-# The best grids, each of another M, get a third of them; the fastest then gets the rest.
+# The best boards, each of another M, get a third of them; the fastest then gets the rest.
 _CONTENDERS = 3
 _CONTENDERS_PART = 3
 # Relative gain that makes a draft better than the fixed one: more than rounding in fp64.
 _LEAST_GAIN = 1e-9
 
 
-@dataclass
-class _Candidate:
-    """A grid, and what it was made for."""
+class _Candidate(NamedTuple):
+    """A simulated board, and what it was made for."""
 
-    seconds: float
-    grid: Grid
+    scored: Scored
     targets: Floats
-    """float64 [M]: seconds that the rows of each slot should take."""
-    group: int
-    """G."""
+    """float64 [M]: seconds that the rows at each position should take."""
+
+    @property
+    def seconds(self) -> float:
+        """Simulated seconds of the step."""
+        return self.scored.seconds
 
 
 @dataclass(frozen=True)
@@ -135,9 +140,9 @@ class _WideSearch:
             return None
         if self.policy.search > 0:
             best = self._improved(best, goal)
-        draft = self._draft(best[0])
         if best[0].seconds == math.inf:
             return None
+        draft = best[0].scored.moved()
         if before is not None and not self._is_better(draft, best[0], before):
             return None
         return draft
@@ -174,13 +179,13 @@ class _WideSearch:
         rule = self.policy.count_rule
         least = layout.next_legal_count(-(-int(self.packed.aligned.sum()) // held), rule, group)
         if layout.pp == 1:
-            top = least + _EXTRA_SLOTS
+            top = least + _EXTRA_POSITIONS
         else:
             best = float(least)
             if self.cost.fixed > 0:
                 equal = self.rank_work * (layout.pp - 1) / (layout.vpp * self.cost.fixed)
                 best = math.sqrt(equal)
-            top = int(max(least + group, min(2 * best, max(_MAX_GROWTH * least, _MANY_SLOTS))))
+            top = int(max(least + group, min(2 * best, max(_MAX_GROWTH * least, _MANY_POSITIONS))))
         wanted = spread_counts(least, top)
         if self.policy.search == 0:
             wanted = [wanted[(len(wanted) - 1) // 2]]
@@ -212,45 +217,24 @@ class _WideSearch:
 
     def _read_sizes(self, num_levels: int) -> None:
         """Sizes of the items, and costs and limits of rows, up to a number of levels."""
-        layout = self.layout
-        widths = layout.widths[:num_levels]
-        sizes = [self.packed.at_width(width) for width in widths]
-        self.items = GridItems(
-            tokens=np.stack([size.aligned for size in sizes]),
-            tokens_sq=np.stack([size.aligned_sq for size in sizes]),
-            samples=self.packed.item_samples,
-        )
-        share = np.array([self.cost.share_of_rank(layout, width) for width in widths])
-        assert self.step.budget is not None
-        self.row_cost = GridCost(
-            fixed=float(self.cost.fixed),
-            per_token=self.cost.per_token * share,
-            per_token_sq=self.cost.per_token_sq * share,
-            per_sample=self.cost.per_sample * share,
-            unit=np.array([layout.over(width).row_alignment for width in widths]),
-            capacity=np.array([self.step.capacity * width for width in widths]),
-            alone=np.array([self.step.budget * width for width in widths]),
-            max_live=float(self.step.max_live or 0),
-            lockstep=self.step.lockstep,
-            allows_padding=self.policy.unreachable == "pad",
-        )
-        unit = self.row_cost.unit[:, None]
-        rows = -(-self.items.tokens // unit) * unit
-        fits = rows <= self.row_cost.capacity[:, None]
+        self.row_cost = row_cost(self.step, self.cost, num_levels)
+        sizes = [self.packed.at_width(1 << level) for level in range(num_levels)]
+        tokens = np.stack([size.aligned for size in sizes])
+        fits = tokens <= self.row_cost.capacity[:, None]
         # The widest of the rows in which it may be alone for an item that fits on no level.
-        may = rows <= self.row_cost.alone[:, None]
-        widest = len(widths) - 1 - np.argmax(may[::-1], axis=0)
+        may = tokens <= self.row_cost.alone[:, None]
+        widest = num_levels - 1 - np.argmax(may[::-1], axis=0)
         self.least = np.where(fits.any(axis=0), np.argmax(fits, axis=0), widest)
         self.all_fit = bool(may.any(axis=0).all())
         self.order = np.lexsort((np.arange(self.work.size), -self.work, -self.least))
 
     def _useful_levels(self, shapes: list[_Shape]) -> int:
-        """Levels up to where the heaviest item takes under half a mean slot and the longest fits.
+        """Levels up to where the heaviest item takes under half a mean row and the longest fits.
 
         More ranks would cost memory here: sizes of a million samples take 16 MB per level.
         """
         widths = self.layout.widths
-        slot = self.rank_work / max(shape.count for shape in shapes) + float(self.cost.fixed)
+        row = self.rank_work / max(shape.count for shape in shapes) + float(self.cost.fixed)
         longest = int(self.packed.aligned.max())
         levels = 1
         while levels < len(widths):
@@ -258,20 +242,20 @@ class _WideSearch:
             unit = self.layout.over(width).row_alignment
             # Alignment may add a unit per sample of an item.
             padded = longest + unit * int(self.packed.item_samples.max())
-            if 2 * float(self.work.max()) <= slot * width and padded <= self.step.capacity * width:
+            if 2 * float(self.work.max()) <= row * width and padded <= self.step.capacity * width:
                 break
             levels += 1
         return levels
 
     def _targets(self, shape: _Shape) -> Floats:
-        """float64 [M]: seconds that the rows of each slot should take."""
+        """float64 [M]: seconds that the rows at each position should take."""
         work = self.rank_work * _OVERHEAD
         return shape.profile.targets(work, np.zeros(0), self.cap) + float(self.cost.fixed)
 
     def _filled(self, shapes: list[_Shape], before: _Candidate | None) -> list[_Candidate]:
-        """The best grid of each M and G and the fixed draft's, fastest first.
+        """The best board of each M and G and the fixed draft's, fastest first.
 
-        A shape is left out if even divisible work would take longer than the fastest grid.
+        A shape is left out if even divisible work would take longer than the fastest board.
         """
         best = [] if before is None else [before]
         for shape in shapes:
@@ -282,7 +266,7 @@ class _WideSearch:
         count = max(shape.count for shape in shapes)
         rule = self.policy.count_rule
         while not any(c.seconds < math.inf for c in best) and count < self.packed.num_items:
-            # As many slots as items have room for all of them.
+            # As many positions as items have room for all of them.
             group = group_sizes(self.layout, self.policy)[0]
             most = self.layout.next_legal_count(self.packed.num_items, rule, group)
             count = min(self.layout.next_legal_count(2 * count, rule, group), most)
@@ -290,42 +274,43 @@ class _WideSearch:
         return sorted(best, key=lambda c: c.seconds)
 
     def _best_fill(self, shape: _Shape) -> Iterator[_Candidate]:
-        """Yield the fastest grid of one M and G, if all items find rows."""
+        """Yield the fastest board of one M and G, if all items find rows."""
         targets = self._targets(shape)
         many = self.work.size * self.layout.dp * shape.count > _MANY_PLACES
         many = many or self.policy.search == 0
         filled = []
         for stretch in _ONE_STRETCH if many else _STRETCHES:
-            grid = self._empty(shape.count)
-            found = fill_grid(
-                self.row_cost,
-                self.items,
-                grid,
-                self.order,
-                self.least,
-                targets,
-                stretch,
-                np.zeros(1, dtype=np.int64),
-                0.0,
-            )
-            if not found:
+            draft = self._blank(shape)
+            counts = np.full(self.layout.dp, shape.count)
+            board = blank_board(self.packed, self.row_cost, counts)
+            none = np.zeros(1, dtype=np.int64)
+            if not fill_board(board, self.order, self.least, targets, stretch, none, 0.0):
                 continue
             if not self.row_cost.allows_padding:
-                close_gaps(self.row_cost, self.items, grid, self.least)
-            filled.append(self._scored(grid, targets, shape.group))
+                close_gaps(board, self.least)
+            filled.append(self._candidate(draft, board, targets))
         if filled:
             yield min(filled, key=lambda c: c.seconds)
 
-    def _empty(self, count: int) -> Grid:
-        return empty_grid(self.row_cost, self.work.size, self.layout.dp, count)
+    def _blank(self, shape: _Shape) -> Draft:
+        """A draft of M and G whose items are in no row yet."""
+        positions = np.arange(shape.count)
+        return Draft(
+            items=self.packed,
+            row_of=np.zeros(0, dtype=np.int64),
+            rank_rows=(positions,) * self.layout.dp,
+            group_size=shape.group if self.layout.vpp > 1 else None,
+        )
 
-    def _scored(self, grid: Grid, targets: Floats, group: int) -> _Candidate:
-        ops = self.runner.ops(targets.size, group)
-        end = np.empty((self.layout.dp, ops.stage.size))
-        return _Candidate(float(grid_seconds(self.row_cost, grid, ops, end)), grid, targets, group)
+    def _candidate(self, draft: Draft, board: Board, targets: Floats) -> _Candidate:
+        clock = draft_clock(draft, self.runner)
+        ranks = 1 if clock.lockstep else self.layout.dp
+        end = np.empty((ranks, clock.ops.stage.size))
+        seconds = float(score_shared(board, clock, end))
+        return _Candidate(Scored(draft, board, clock, None, seconds), targets)
 
     def _improved(self, filled: list[_Candidate], goal: float) -> list[_Candidate]:
-        """The fastest grids after moves, the fastest first."""
+        """The fastest boards after moves, the fastest first."""
         search = self.policy.search
         passes = 1 if self.step.forward_only else 2
         num_ops = passes * filled[0].targets.size * self.layout.num_chunks * self.layout.dp
@@ -339,14 +324,15 @@ class _WideSearch:
         return contenders
 
     def _improve(self, candidate: _Candidate, budget: int, goal: float) -> None:
-        if budget < 1 or candidate.seconds == math.inf:
+        scored = candidate.scored
+        if budget < 1 or scored.seconds == math.inf:
             return
-        candidate.seconds = float(
-            improve_grid(
-                self.row_cost,
-                self.items,
-                candidate.grid,
-                self.runner.ops(candidate.targets.size, candidate.group),
+        scored.seconds = float(
+            anneal(
+                scored.board,
+                clone(scored.board),
+                clone(scored.board),
+                scored.clock,
                 self.order,
                 self.least,
                 candidate.targets,
@@ -356,24 +342,19 @@ class _WideSearch:
         )
 
     def _of_fixed(self) -> _Candidate | None:
-        """The grid of the fixed draft; None without one."""
+        """The fixed draft on a board; None without one."""
         if self.fixed is None:
             return None
         count = self.fixed.rank_rows[0].size
-        rows = np.stack(self.fixed.rank_rows).ravel()
-        cells = np.flatnonzero(rows >= 0)
-        cell_of = np.empty(cells.size, dtype=np.int64)
-        cell_of[rows[cells]] = cells
-        grid = self._empty(count)
-        put_all(self.row_cost, self.items, grid, cell_of[self.fixed.row_of])
+        board = filled_board(self.fixed, self.cost, num_levels=self.row_cost.unit.size)
         equal = np.full(count, self.rank_work / count + float(self.cost.fixed))
-        return self._scored(grid, equal, self.fixed.group_size or self.layout.group_size)
+        return self._candidate(self.fixed, board, equal)
 
     def _is_better(self, draft: Draft, candidate: _Candidate, before: _Candidate) -> bool:
         """Whether a draft is faster than the fixed one in the simulator.
 
-        Rows that share prefixes are shorter than the grid counts, and under balance="tokens" the
-        grid's seconds are tokens: then both steps are made and simulated.
+        Rows that share prefixes are shorter than the board counts, and under balance="tokens" the
+        board's seconds are tokens: then both steps are made and simulated.
         """
         if candidate.seconds >= before.seconds * (1 - _LEAST_GAIN):
             return False
@@ -382,18 +363,3 @@ class _WideSearch:
             return True
         assert self.fixed is not None
         return draft.seconds() < self.fixed.seconds() * (1 - _LEAST_GAIN)
-
-    def _draft(self, candidate: _Candidate) -> Draft:
-        grid = candidate.grid
-        dp, count = grid.first.shape
-        used = np.flatnonzero(grid.num_items > 0)
-        number = np.full(dp * count, PADDING, dtype=np.int64)
-        number[used] = np.arange(used.size)
-        rows = number[grid.first * count + np.arange(count)]
-        return Draft(
-            items=self.packed,
-            row_of=number[grid.row_of],
-            rank_rows=tuple(rows),
-            group_size=candidate.group if self.layout.vpp > 1 else None,
-            widths=np.int64(1) << grid.level[used],
-        )

@@ -20,9 +20,18 @@ from megapack import (
     simulate,
 )
 from megapack.pipeline.simulator import Runner, simulate_planned
-from megapack.planner.grid import Grid, GridCost, GridItems, empty_grid, grid_seconds, put, take
-from megapack.planner.grid_fill import close_gaps, fill_grid
-from megapack.planner.grid_search import improve_grid
+from megapack.planner.annealing import anneal
+from megapack.planner.board import (
+    Board,
+    RowCost,
+    clear_row,
+    clone,
+    empty_board,
+    first_rank,
+    put,
+)
+from megapack.planner.clock import Clock, score_shared
+from megapack.planner.fill import close_gaps, fill_board
 
 pytestmark = pytest.mark.unit
 
@@ -197,10 +206,10 @@ def test_a_single_rank_has_no_wide_rows() -> None:
     assert seconds(plan) == seconds(planned(ONE_LONG, Layout(pp=4), Policy()))
 
 
-class TestGrid:
+class TestBoard:
     """The arrays of the search after many moves are those of the same rows made anew."""
 
-    cost = GridCost(
+    cost = RowCost(
         fixed=2.0,
         per_token=np.array([1.0, 0.6, 0.3]),
         per_token_sq=np.array([0.01, 0.006, 0.003]),
@@ -208,74 +217,87 @@ class TestGrid:
         unit=np.array([1, 4, 8]),
         capacity=np.array([100, 200, 400]),
         alone=np.array([100, 200, 400]),
+        uniform_tokens=0,
         max_live=0.0,
-        lockstep=False,
+        fixed_rows=False,
         allows_padding=True,
     )
 
-    def items(self) -> GridItems:
+    def empty(self, dp: int, count: int, cost: RowCost | None = None) -> Board:
         tokens = np.array([350, 180, 90, 70, 60, 50, 40, 30, 20, 10, 9, 8, 7, 6])
         unit = np.array([1, 4, 8])[:, None]
         aligned = -(-tokens // unit) * unit
-        return GridItems(aligned, aligned * aligned, np.ones(tokens.size, dtype=np.int64))
+        samples = np.ones(tokens.size, dtype=np.int64)
+        counts = np.full(dp, count)
+        return empty_board(cost or self.cost, aligned, aligned * aligned, samples, None, counts)
 
-    def filled(self, cost: GridCost) -> tuple[GridItems, Grid, Any, Any]:
-        items = self.items()
-        num_items = items.samples.size
+    def filled(self, cost: RowCost | None = None) -> tuple[Board, Any, Any]:
+        board = self.empty(5, 6, cost)
+        num_items = board.row_of.size
         least = np.array([2, 1] + [0] * (num_items - 2))
         order = np.arange(num_items)
-        grid = empty_grid(cost, num_items, 5, 6)
-        targets = np.full(6, 60.0)
         none = np.zeros(1, dtype=np.int64)
-        assert fill_grid(cost, items, grid, order, least, targets, 1.15, none, 0.0)
-        return items, grid, order, least
+        assert fill_board(board, order, least, np.full(6, 60.0), 1.15, none, 0.0)
+        return board, order, least
 
-    def made_anew(self, cost: GridCost, items: GridItems, grid: Grid) -> Grid:
-        dp, count = grid.first.shape
-        fresh = empty_grid(cost, items.samples.size, dp, count)
-        for item, cell in enumerate(grid.row_of.tolist()):
-            put(cost, items, fresh, item, cell, int(grid.level[cell]))
-        return fresh
+    def clock(self, *, lockstep: bool) -> Clock:
+        ops = Runner(Layout(dp=5, pp=2), CostModel()).ops(6, None)
+        return Clock(ops, np.array([[0, ops.stage.size]] * 5), lockstep)
+
+    def by_cell(self, board: Board) -> list[Any]:
+        """What each cell shows, whatever its row's number is."""
+        columns = (board.tokens, board.tokens_sq, board.num_samples, board.num_items, board.level)
+        return [[column[row] for column in columns] for row in board.rows.ravel()]
 
     @pytest.mark.parametrize("lockstep", [False, True])
     def test_moves_keep_the_sums(self, lockstep: bool) -> None:
-        cost = self.cost._replace(lockstep=lockstep)
-        items, grid, order, least = self.filled(cost)
-        ops = Runner(Layout(dp=5, pp=2), CostModel()).ops(6, None)
-        end = np.empty((5, ops.stage.size))
-        before = grid_seconds(cost, grid, ops, end)
-        targets = np.full(6, 60.0)
-        after = improve_grid(cost, items, grid, ops, order, least, targets, 3000, 0.0)
+        board, order, least = self.filled()
+        clock = self.clock(lockstep=lockstep)
+        end = np.empty((1 if lockstep else 5, clock.ops.stage.size))
+        before = score_shared(board, clock, end)
+        clones = (clone(board), clone(board))
+        after = anneal(board, *clones, clock, order, least, np.full(6, 60.0), 3000, 0.0)
         assert after < before
-        fresh = self.made_anew(cost, items, grid)
-        assert grid_seconds(cost, fresh, ops, end) == pytest.approx(after)
-        for name in ("tokens", "tokens_sq", "num_samples", "num_items", "level", "first"):
-            assert np.array_equal(getattr(fresh, name), getattr(grid, name)), name
-        assert np.allclose(fresh.seconds, grid.seconds)
-        assert (least <= grid.level[grid.row_of]).all()
+        fresh = self.empty(5, 6)
+        for rank, position in np.ndindex(board.rows.shape):
+            row = board.rows[rank, position]
+            if first_rank(board, rank, position) == rank:
+                for item in np.flatnonzero(board.row_of == row):
+                    put(fresh, int(item), rank, position, int(board.level[row]))
+        assert score_shared(fresh, clock, end) == pytest.approx(after)
+        assert self.by_cell(fresh) == self.by_cell(board)
+        seconds = [own.row_seconds[own.rows] for own in (fresh, board)]
+        assert np.allclose(*seconds)
+        assert (least <= board.level[board.row_of]).all()
+        # Each row is shown or spare, and none is both.
+        spare = board.spare[: board.num_spare[0]]
+        assert sorted([*np.unique(board.rows), *spare]) == list(range(30))
 
-    def test_a_taken_item_leaves_nothing_behind(self) -> None:
-        items, grid, _, _ = self.filled(self.cost)
-        for item in range(items.samples.size):
-            take(self.cost, items, grid, item)
-        empty = empty_grid(self.cost, items.samples.size, 5, 6)
-        for name in ("tokens", "tokens_sq", "num_items", "level", "first", "seconds", "head"):
-            assert np.array_equal(getattr(empty, name), getattr(grid, name)), name
+    def test_a_cleared_row_leaves_nothing_behind(self) -> None:
+        board, _, _ = self.filled()
+        taken = np.empty(board.row_of.size, dtype=np.int64)
+        size = 0
+        for rank, position in np.ndindex(board.rows.shape):
+            size = clear_row(board, rank, position, taken, size)
+        assert sorted(taken[:size]) == list(range(board.row_of.size))
+        empty = self.empty(5, 6)
+        assert np.unique(board.rows).size == 30
+        for name in ("tokens", "tokens_sq", "num_items", "level", "row_seconds", "head", "row_of"):
+            assert np.array_equal(getattr(empty, name), getattr(board, name)), name
 
     def test_gaps_are_closed_by_items_of_other_rows_and_by_wider_rows(self) -> None:
-        items = self.items()
-        grid = empty_grid(self.cost, items.samples.size, 4, 2)
-        put(self.cost, items, grid, 5, 0, 0)
-        put(self.cost, items, grid, 6, 0, 0)
-        put(self.cost, items, grid, 7, 1, 0)
-        least = np.zeros(items.samples.size, dtype=np.int64)
-        assert close_gaps(self.cost, items, grid, least)
-        # Slot 0 becomes one row over four ranks, which gives an item to slot 1: two rows over two.
-        assert grid.first.tolist() == [[0, 0], [0, 0], [0, 2], [0, 2]]
-        assert sorted(grid.level[grid.num_items > 0].tolist()) == [1, 1, 2]
+        board = self.empty(4, 2)
+        put(board, 5, 0, 0, 0)
+        put(board, 6, 0, 0, 0)
+        put(board, 7, 0, 1, 0)
+        assert close_gaps(board, np.zeros(board.row_of.size, dtype=np.int64))
+        # Position 0 becomes one row over four ranks, which gives an item to position 1: two rows
+        # over two.
+        first = [[first_rank(board, rank, k) for k in range(2)] for rank in range(4)]
+        assert first == [[0, 0], [0, 0], [0, 2], [0, 2]]
+        assert sorted(board.level[board.num_items > 0].tolist()) == [1, 1, 2]
 
     def test_padding_that_is_forbidden_takes_forever(self) -> None:
-        cost = self.cost._replace(allows_padding=False)
-        _, grid, _, _ = self.filled(cost)
-        ops = Runner(Layout(dp=5, pp=2), CostModel()).ops(6, None)
-        assert grid_seconds(cost, grid, ops, np.empty((5, ops.stage.size))) == np.inf
+        board, _, _ = self.filled(self.cost._replace(allows_padding=False))
+        clock = self.clock(lockstep=False)
+        assert score_shared(board, clock, np.empty((5, clock.ops.stage.size))) == np.inf

@@ -1,0 +1,294 @@
+"""Search by simulated annealing on a board whose DP ranks share rows.
+
+A move takes a random operation on the critical path, the chain of operations that the step's end
+waits for. It moves or exchanges items of its row, exchanges blocks of cells, or takes all items out
+of a few blocks and lets them choose again. The result is simulated with all ranks together, because
+ranks that share a row wait for each other. A slightly slower step is accepted, less and less, and
+the fastest one is kept.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megapack.base.arrays import Floats, Ints
+from megapack.base.jit import kernel
+from megapack.pipeline.kernels import RankOps
+from megapack.planner.board import (
+    Board,
+    clear_row,
+    copy_board,
+    exchange,
+    first_rank,
+    swap_blocks,
+)
+from megapack.planner.clock import Clock, score_shared
+from megapack.planner.fill import RANDOM_PARTS, fill_board, mean_target
+from megapack.planner.moves import SEED, next_random, pick
+
+# All constants of this module were chosen by hand. docs/planner.md measures the whole search.
+
+# Of 8 kinds of moves, 0 and 1 exchange blocks, 2 to 4 exchange items, and the others let the items
+# of some blocks choose again.
+_KINDS = 8
+_LAST_SWAP = 1
+_LAST_EXCHANGE = 4
+# Pairs of rows that are drawn for an exchange of items until one is legal.
+_DRAWS = 8
+# Items choose again from 1 to 3 blocks of at most 2**3 ranks, and no block is added after 64 items.
+_MAX_RUINED = 3
+_MAX_RUINED_LEVELS = 4
+_MAX_TAKEN = 64
+# Items choose again with a stretch from 0.9 to 1.5 and up to 0.3 mean targets of noise.
+_LEAST_STRETCH = 0.9
+_STRETCH_RANGE = 0.6
+_NOISE = 0.3
+# A step that is 0.3 % slower is accepted at first, and none at the end.
+_WARMTH = 0.003
+# The mean of the ranks' seconds counts as this part of the step's: a move that makes only a faster
+# rank faster is kept, and helps later.
+_TIE = 0.02
+
+
+@kernel
+def anneal(
+    board: Board,
+    kept: Board,
+    best_board: Board,
+    clock: Clock,
+    order: Ints,
+    least: Ints,
+    targets: Floats,
+    budget: int,
+    goal: float,
+) -> float:
+    """Change a board by random moves and leave the fastest one found; returns its seconds.
+
+    Args:
+        kept, best_board: clones of the board, written.
+        order, least, targets: see `fill_board`.
+        budget: simulations to spend.
+        goal: seconds that are fast enough.
+    """
+    ops = clock.ops
+    random = np.array([SEED])
+    place = np.empty(order.size, dtype=np.int64)
+    for k in range(order.size):
+        place[order[k]] = k
+    end = np.empty((1 if clock.lockstep else board.counts.size, ops.stage.size))
+    before, last = _neighbours(ops)
+    best = score_shared(board, clock, end)
+    current = best + _tie(end, last)
+    path = np.empty((ops.stage.size, 2), dtype=np.int64)
+    length = _critical_path(board, clock, end, before, last, path)
+    mean = mean_target(targets)
+    for used in range(budget):
+        if best <= goal:
+            break
+        at = next_random(random, length)
+        rank = path[at, 0]
+        position = path[at, 1]
+        kind = next_random(random, _KINDS)
+        if kind <= _LAST_SWAP:
+            done = _try_swap(board, random, rank, position)
+        elif kind <= _LAST_EXCHANGE:
+            done = _try_exchange(board, random, rank, position)
+        else:
+            done = _try_ruin(board, random, rank, position, place, least, targets, mean)
+        if not done:
+            copy_board(kept, board)
+            continue
+        seconds = score_shared(board, clock, end)
+        value = seconds + _tie(end, last)
+        warmth = _WARMTH * (budget - used) / budget
+        if value < current * (1 + warmth):
+            current = value
+            copy_board(board, kept)
+            length = _critical_path(board, clock, end, before, last, path)
+            if seconds < best:
+                best = seconds
+                copy_board(board, best_board)
+        else:
+            copy_board(kept, board)
+    copy_board(best_board, board)
+    return float(best)
+
+
+@kernel
+def _neighbours(ops: RankOps) -> tuple[Ints, Ints]:
+    """The operation before each one on its stage (-1: none), and the last one of each stage."""
+    before = np.empty(ops.stage.size, dtype=np.int64)
+    last = np.full(ops.pp, -1, dtype=np.int64)
+    for op in range(ops.stage.size):
+        before[op] = last[ops.stage[op]]
+        last[ops.stage[op]] = op
+    return before, last
+
+
+@kernel
+def _tie(end: Floats, last: Ints) -> float:
+    """A small part of the mean of the ranks' seconds, so that moves on faster ranks count, too."""
+    ranks = end.shape[0]
+    total = 0.0
+    for rank in range(ranks):
+        latest = 0.0
+        for op in last:
+            latest = max(latest, end[rank, op])
+        total += latest
+    return float(_TIE * total / ranks)
+
+
+@kernel
+def _critical_path(
+    board: Board, clock: Clock, end: Floats, before: Ints, last: Ints, path: Ints
+) -> int:
+    """First rank and position of the micro-batches of the operations that the step's end waits
+    for, written to `path`.
+
+    Returns:
+        Their number.
+    """
+    ops = clock.ops
+    ranks, size = end.shape
+    rank = 0
+    op = last[0]
+    for r in range(ranks):
+        for o in last:
+            if end[r, o] > end[rank, op]:
+                rank = r
+                op = o
+    length = 0
+    while op >= 0:
+        position = ops.microbatch[op]
+        low = rank
+        high = rank + 1
+        owner = rank
+        if clock.lockstep:
+            for r in range(board.counts.size):
+                row, slow = board.rows[r, position], board.rows[owner, position]
+                if board.row_seconds[row] > board.row_seconds[slow]:
+                    owner = r
+        else:
+            low = first_rank(board, rank, position)
+            high = low + (1 << board.level[board.rows[rank, position]])
+        path[length, 0] = owner
+        path[length, 1] = position
+        length += 1
+        source = ops.waits_for[op]
+        latest = -1.0
+        following = -1
+        for r in range(low, high):
+            if before[op] >= 0 and end[r, before[op]] > latest:
+                latest = end[r, before[op]]
+                following = before[op]
+                rank = r
+            if source < size and end[r, source] + ops.p2p > latest:
+                latest = end[r, source] + ops.p2p
+                following = source
+                rank = r
+        op = following
+    return length
+
+
+@kernel
+def _try_swap(board: Board, random: Ints, rank: int, position: int) -> bool:
+    """Exchange a block at a position with a block at another one, or two whole positions."""
+    dp, count = board.rows.shape
+    other_position = next_random(random, count)
+    kind = next_random(random, 3)
+    if kind == 0:
+        if other_position == position:
+            return False
+        swap_blocks(board, 0, position, 0, other_position, dp)
+        return True
+    width = 1 << board.level[board.rows[rank, position]]
+    if next_random(random, 3) == 0 and 2 * width <= dp:
+        width *= 2
+    rank -= rank % width
+    if rank + width > dp:
+        return False
+    other = rank if kind == 1 else next_random(random, dp // width) * width
+    if other == rank and other_position == position:
+        return False
+    for r in range(width):
+        # A row that is no wider than the block lies within it, as both are aligned.
+        if (1 << board.level[board.rows[rank + r, position]]) > width:
+            return False
+        if (1 << board.level[board.rows[other + r, other_position]]) > width:
+            return False
+    swap_blocks(board, rank, position, other, other_position, width)
+    return True
+
+
+@kernel
+def _try_exchange(board: Board, random: Ints, rank: int, position: int) -> bool:
+    """Move an item of a row to another row, or exchange two items."""
+    dp, count = board.rows.shape
+    row = board.rows[rank, position]
+    if board.num_items[row] == 0:
+        return False
+    for _ in range(_DRAWS):
+        other_position = next_random(random, count)
+        other = board.rows[next_random(random, dp), other_position]
+        if other == row:
+            continue
+        a = pick(board, random, row)
+        b = -1
+        if board.num_items[other] > 0 and next_random(random, 3) > 0:
+            b = pick(board, random, other)
+        k = board.level[row]
+        j = board.level[other]
+        if b < 0 and board.num_items[row] == 1 and k > 0:
+            continue
+        if b >= 0 and (board.num_items[row] == 1 and board.num_items[other] == 1 and j == k):
+            continue
+        if not _has_room(board, row, k, a, b) or not _has_room(board, other, j, b, a):
+            continue
+        exchange(board, a, b, row, other)
+        return True
+    return False
+
+
+@kernel
+def _has_room(board: Board, row: int, level: int, leaving: int, coming: int) -> bool:
+    """Whether a row stays within its capacity after one item leaves and another one comes; -1: no
+    item."""
+    tokens = board.tokens[row]
+    if leaving >= 0:
+        tokens -= board.item_tokens[level, leaving]
+    if coming >= 0:
+        tokens += board.item_tokens[level, coming]
+    return bool(tokens <= board.cost.capacity[level])
+
+
+@kernel
+def _try_ruin(
+    board: Board,
+    random: Ints,
+    rank: int,
+    position: int,
+    place: Ints,
+    least: Ints,
+    targets: Floats,
+    mean: float,
+) -> bool:
+    """Take all items out of a few blocks, and let them choose their rows again."""
+    dp, count = board.rows.shape
+    taken = np.empty(board.row_of.size, dtype=np.int64)
+    size = 0
+    for _ in range(1 + next_random(random, _MAX_RUINED)):
+        width = 1 << next_random(random, min(board.cost.unit.size, _MAX_RUINED_LEVELS))
+        low = rank - rank % width
+        for r in range(low, min(low + width, dp)):
+            size = clear_row(board, r, position, taken, size)
+        if size >= _MAX_TAKEN:
+            break
+        rank = next_random(random, dp)
+        position = next_random(random, count)
+    if size == 0:
+        return False
+    chosen = taken[:size]
+    chosen = chosen[np.argsort(place[chosen])]
+    stretch = _LEAST_STRETCH + _STRETCH_RANGE * next_random(random, RANDOM_PARTS) / RANDOM_PARTS
+    noise = _NOISE * next_random(random, RANDOM_PARTS) / RANDOM_PARTS
+    return fill_board(board, chosen, least, targets, stretch, random, noise)
