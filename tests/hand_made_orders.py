@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 from megapack.layout import Layout
-from megapack.plan import MicroBatch, Part, Plan, StepPlan
-from megapack.plan.order import chain_order
+from megapack.plan import MicroBatch, Plan, StepPlan
+from megapack.plan.order import Operation, StepOrder, chain_order
 from megapack.policy import Policy
 from tests.made_rows import made_row
 
@@ -21,29 +22,37 @@ NUM_SPLIT_BACKWARDS = 2 * 2 * 5
 
 def piece_row(samples: tuple[int, ...], piece: tuple[int, int]) -> MicroBatch:
     """A row that has these tokens of its first sample, and its other samples whole."""
-    start, end = piece
-    lengths = list(LENGTHS)
-    lengths[samples[0]] = end - start
-    row = made_row(samples, lengths, LAYOUT)
-    before_sq = 2 * start * LAYOUT.padded_tokens([end - start])
-    return replace(row, tokens_sq=row.tokens_sq + before_sq, pieces=(Part(samples[0], *piece),))
+    return made_row(samples, LENGTHS, LAYOUT, pieces={samples[0]: piece})
+
+
+def weights_later(order: StepOrder, lag: int) -> tuple[str, ...]:
+    """The order with split backwards: weight gradients run `lag` backwards later."""
+    lines = []
+    for stage in range(order.pp):
+        line: list[Operation] = []
+        waiting: deque[Operation] = deque()
+        for op in order.operations(stage):
+            line.append(op)
+            if op.kind == "B":
+                waiting.append(op._replace(kind="W"))
+            if len(waiting) > lag:
+                line.append(waiting.popleft())
+        lines.append(" ".join(map(str, [*line, *waiting])))
+    return tuple(lines)
+
+
+def with_weights_later(plan: Plan, lag: int) -> Plan:
+    """The plan with split backwards, see `weights_later`."""
+    (step,) = plan.steps
+    ranks = range(plan.layout.dp)
+    orders = tuple(weights_later(step.order(rank, plan.layout), lag) for rank in ranks)
+    policy = replace(plan.policy, backward="split", max_live_tokens_per_gpu=1 << 20)
+    return replace(plan, policy=policy, steps=(replace(step, orders=orders),))
 
 
 def split_orders(num_microbatches: int, chains: list[range]) -> tuple[str, ...]:
     """The order of one rank: each weight gradient two operations after its backward."""
-    order = chain_order(LAYOUT.pp, 1, num_microbatches, 1, chains)
-    lines = []
-    for stage in range(LAYOUT.pp):
-        operations: list[str] = []
-        put_off: list[str] = []
-        for op in order.operations(stage):
-            operations.append(str(op))
-            if op.kind == "B":
-                put_off.append(str(op).replace("B", "W"))
-            if len(put_off) == 2:
-                operations.append(put_off.pop(0))
-        lines.append(" ".join([*operations, *put_off]))
-    return tuple(lines)
+    return weights_later(chain_order(LAYOUT.pp, 1, num_microbatches, 1, chains), 1)
 
 
 def split_plan() -> Plan:

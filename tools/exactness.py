@@ -7,9 +7,10 @@
 
 Runs the reference and then each case of `tests/dist/exactness/cases.py` on 1, 2, 4 and 8 processes
 over gloo; models of Hugging Face folders, the cases of `tests/dist/hf/hf_cases.py`, beside
-transformers; rows with shared prefixes, the cases of `tests/dist/rows/prefix_cases.py`; and rows
-over several data-parallel ranks, the cases of `tests/dist/rows/wide_cases.py`, whose tables go into
-docs/dynamic_cp.md. With some of the patterns, only those.
+transformers; rows with shared prefixes and samples in pieces, the cases of
+`tests/dist/rows/prefix_cases.py` and `split_cases.py`; and rows over several data-parallel ranks,
+those of `wide_cases.py`, whose tables go into docs/dynamic_cp.md. With some of the patterns, only
+those.
 
 With `--executor operations` nothing is written. Cases of `tests/dist/exactness/cases.py` and
 `tests/dist/schedule/overlap_worker.py` run in Megatron's schedules and as lists of their
@@ -31,7 +32,7 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -47,22 +48,13 @@ from tests.dist.exactness.cases import ALL_CASES, Case  # noqa: E402
 from tests.dist.exactness.te_cases import GRIDS, refusal  # noqa: E402
 from tests.dist.executor import VARIABLE, executor  # noqa: E402
 from tests.dist.hf.hf_cases import FAMILIES, HF_CASES, LAYOUTS, run_hf_cases  # noqa: E402
-from tests.dist.rows.prefix_cases import ALL_CASES as PREFIX_CASES  # noqa: E402
-from tests.dist.rows.prefix_cases import GRID, SPECIAL  # noqa: E402
+from tests.dist.rows.row_case import RowCase  # noqa: E402
+from tests.dist.rows.row_cases import ALL_CASES as ROW_CASES  # noqa: E402
+from tests.dist.rows.row_cases import GROUPS as ROW_GROUPS  # noqa: E402
+from tests.dist.rows.row_cases import run_row_cases  # noqa: E402
 from tests.dist.rows.row_problem import MODELS as ROW_MODELS  # noqa: E402
 from tests.dist.rows.row_problem import PRECISE as ROW_PRECISE  # noqa: E402
-from tests.dist.rows.row_problem import RowCase  # noqa: E402
-from tests.dist.rows.split_cases import GRID as SPLIT_GRID  # noqa: E402
-from tests.dist.rows.split_cases import SPECIAL as SPLIT_SPECIAL  # noqa: E402
-from tests.dist.rows.wide_cases import ALL_CASES as WIDE_CASES  # noqa: E402
-from tests.dist.rows.wide_cases import GRID as WIDE_GRID  # noqa: E402
-from tests.dist.rows.wide_cases import SPECIAL as WIDE_SPECIAL  # noqa: E402
-from tests.dist.run_cases import (  # noqa: E402
-    run_cases,
-    run_prefix_cases,
-    run_split_cases,
-    run_wide_cases,
-)
+from tests.dist.run_cases import run_cases  # noqa: E402
 from tests.dist.schedule.operations_worker import OVERLAP, OVERLAP_CASES  # noqa: E402
 from tests.dist.spawn import checked_job  # noqa: E402
 
@@ -212,54 +204,48 @@ def _model_errors(result: dict[str, Any]) -> str:
     return f"{result['gradient_error']:.1e}, {largest:.1e}"
 
 
-def row_grid(cases: Mapping[str, RowCase], results: dict[str, dict[str, Any]]) -> list[str]:
+def row_grid(group: str, results: dict[str, dict[str, Any]]) -> list[str]:
     """Per layout and recompute: gradient error and largest output error of each objective."""
-    kinds = next(iter(cases.values())).kinds
+    names = [f"{group}/{name}" for name in ROW_GROUPS[group].GRID]
+    kinds = ROW_CASES[names[0]].kinds
     lines = ["| layout | recompute | " + " | ".join(map(_KIND_TEXTS.__getitem__, kinds)) + " |"]
     lines.append("|---" * (2 + len(kinds)) + "|")
-    for name, case in cases.items():
+    for name in names:
         if name in results:
+            case = ROW_CASES[name]
             cells = " | ".join(_row_errors([results[name][kind]]) for kind in kinds)
             lines.append(f"| {_row_layout(case)} | {case.recompute} | {cells} |")
     return lines
 
 
-def special_prefixes(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Per shape or feature: the largest errors of its objectives."""
-    lines = ["| shape or feature | layout | objectives | saved tokens | gradient, log-probs |"]
-    lines.append("|---" * 5 + "|")
-    for name, case in SPECIAL.items():
+def special_rows(group: str, results: dict[str, dict[str, Any]]) -> list[str]:
+    """Per shape or feature: what its plans have, and the largest errors of its objectives."""
+    columns = _ROW_COLUMNS[group]
+    heads = ["feature", "layout", "objectives", *columns, "gradient, outputs"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for short in ROW_GROUPS[group].SPECIAL:
+        name = f"{group}/{short}"
+        case = ROW_CASES[name]
         if name in results and case.model not in ROW_PRECISE:
             runs = list(results[name].values())
-            kinds = ", ".join(_KIND_TEXTS[kind] for kind in results[name])
-            saved = f"{runs[0]['facts']['shared_tokens']} of {runs[0]['facts']['tokens']}"
-            lines.append(
-                f"| {case.title} | {_row_layout(case)} | {kinds} | {saved} | {_row_errors(runs)} |"
-            )
+            cells = [case.features, _row_layout(case)]
+            cells.append(", ".join(_KIND_TEXTS[kind] for kind in results[name]))
+            cells += [text(runs[0]["facts"]) for text in columns.values()]
+            lines.append(f"| {' | '.join(cells)} | {_row_errors(runs)} |")
     return lines
 
 
-def special_wide_rows(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Per feature: what its plans mix, and the largest errors of its objectives."""
-    lines = [
-        "| feature | layout | objectives | rows over 1, 2, 4 ranks | GPUs of a row | "
-        "gradient, outputs |"
-    ]
-    lines.append("|---" * 6 + "|")
-    for name, case in WIDE_SPECIAL.items():
-        if name in results:
-            runs = list(results[name].values())
-            kinds = ", ".join(_KIND_TEXTS[kind] for kind in results[name])
-            facts = runs[0]["facts"]
-            rows = ", ".join(str(facts[f"rows_{width}"]) for width in (1, 2, 4))
-            gpus = ", ".join(map(str, facts["gpus"]))
-            lines.append(
-                f"| {case.title} | {_row_layout(case)} | {kinds} | {rows} | {gpus} | "
-                f"{_row_errors(runs)} |"
-            )
-    return lines
-
-
+_ROW_COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
+    "prefixes": {"saved tokens": lambda facts: f"{facts['shared_tokens']} of {facts['tokens']}"},
+    "wide": {
+        "rows over 1, 2, 4 ranks": lambda facts: ", ".join(
+            str(facts[f"rows_{width}"]) for width in (1, 2, 4)
+        ),
+        "GPUs of a row": lambda facts: ", ".join(map(str, facts["gpus"])),
+    },
+    "split": {},
+}
+"""What the table of a group says of a case's plans."""
 _KIND_TEXTS = {
     "sft": "SFT",
     "sft_all": "SFT on prompts too",
@@ -317,63 +303,32 @@ def model_lines(names: list[str]) -> list[str]:
     ]
 
 
-def prefix_lines(names: list[str]) -> list[str]:
-    """The section of shared prefixes."""
+def row_lines(group: str, pattern: str) -> list[str]:
+    """The section of a group of rows that are made in a special way."""
+    names = [
+        n for n in fnmatch.filter(ROW_CASES, f"{group}/{pattern}") if not ROW_CASES[n].mutation
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        results = run_prefix_cases(names, Path(folder))
-    lines = [row_summary(PREFIX_CASES, results), ""]
-    if any(name in GRID for name in names):
-        lines += [*row_grid(GRID, results), ""]
-    lines += special_prefixes(results)
-    for name, runs in results.items():
-        if PREFIX_CASES[name].model in ROW_PRECISE:
-            run = next(iter(runs.values()))
-            lines += [
-                "",
-                f"In bf16 the gradient error against fp32 is {run['gradient_error']:.3f}, and "
-                f"{run['one_sample_gradient_error']:.3f} with one sample at a time.",
-            ]
-            break
+        results = run_row_cases(names, Path(folder))
+    lines = [row_summary(results), ""]
+    if any(name.removeprefix(f"{group}/") in ROW_GROUPS[group].GRID for name in names):
+        lines += [*row_grid(group, results), ""]
+    lines += special_rows(group, results)
+    rounded = [results[name] for name in names if ROW_CASES[name].model in ROW_PRECISE]
+    for run in [run for runs in rounded for run in runs.values()][:1]:
+        lines += [
+            "",
+            f"In bf16 the gradient error against fp32 is {run['gradient_error']:.3f}, and "
+            f"{run['one_sample_gradient_error']:.3f} with one sample at a time.",
+        ]
     return lines
 
 
-def wide_lines(names: list[str]) -> list[str]:
-    """The section of rows over several data-parallel ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        results = run_wide_cases(names, Path(folder))
-    lines = [row_summary(WIDE_CASES, results), ""]
-    if any(name in WIDE_GRID for name in names):
-        lines += [*row_grid(WIDE_GRID, results), ""]
-    return [*lines, *special_wide_rows(results)]
-
-
-def special_split_samples(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Per feature: the largest errors of its objectives."""
-    lines = ["| feature | layout | objectives | gradient, outputs |", "|---|---|---|---|"]
-    for name, case in SPLIT_SPECIAL.items():
-        if name in results and case.model not in ROW_PRECISE:
-            runs = list(results[name].values())
-            kinds = ", ".join(_KIND_TEXTS[kind] for kind in results[name])
-            layout = _row_layout(case)
-            lines.append(f"| {case.title} | {layout} | {kinds} | {_row_errors(runs)} |")
-    return lines
-
-
-def split_lines(names: list[str]) -> list[str]:
-    """The section of samples in pieces."""
-    with tempfile.TemporaryDirectory() as folder:
-        results = run_split_cases(names, Path(folder))
-    lines = [row_summary({**SPLIT_GRID, **SPLIT_SPECIAL}, results), ""]
-    if any(name in SPLIT_GRID for name in names):
-        lines += [*row_grid(SPLIT_GRID, results), ""]
-    return [*lines, *special_split_samples(results)]
-
-
-def row_summary(cases: Mapping[str, RowCase], results: dict[str, dict[str, Any]]) -> str:
+def row_summary(results: dict[str, dict[str, Any]]) -> str:
     """What was measured with what, and the largest errors."""
     runs = [(name, kind, run) for name, found in results.items() for kind, run in found.items()]
-    exact = [(kind, run) for name, kind, run in runs if cases[name].model not in ROW_PRECISE]
-    # A gradient that is 0 has no relative error, see tests/dist/rows/test_prefixes.py.
+    exact = [(kind, run) for name, kind, run in runs if ROW_CASES[name].model not in ROW_PRECISE]
+    # A gradient that is 0 has no relative error, see tests/dist/rows/test_row_cases.py.
     tensors = [run["worst_parameter"] for kind, run in exact if kind != "reward"]
     means = [run["logprob_mean_error"] for _, run in exact if "logprob_mean_error" in run]
     equal = sum(run["square_to_forward"] == 0 for *_, run in runs)
@@ -401,7 +356,7 @@ def te_lines(patterns: Mapping[str, str], release: str) -> list[str]:
     ]
     for grid, pattern in patterns.items():
         cases, run = GRIDS[grid]
-        names = fnmatch.filter(cases, pattern)
+        names = [name for name in cases if fnmatch.fnmatch(name.rpartition("/")[2], pattern)]
         taken = [name for name in names if not refusal(grid, name)]
         if not taken:
             continue
@@ -504,16 +459,13 @@ def main() -> int:
         }
         write(options.out, TE_MARKS, te_lines(globs, options.te))
         return 0
-    if everything or options.dynamic_cp is not None:
-        names = fnmatch.filter(WIDE_CASES, options.dynamic_cp or "*")
-        write(DYNAMIC_CP_PAGE, DYNAMIC_CP_MARKS, wide_lines(names))
-    if everything or options.split_samples is not None:
-        cases = [*SPLIT_GRID, *SPLIT_SPECIAL]
-        names = fnmatch.filter(cases, options.split_samples or "*")
-        write(options.out, SPLIT_MARKS, split_lines(names))
-    if everything or options.prefixes is not None:
-        names = fnmatch.filter(PREFIX_CASES, options.prefixes or "*")
-        write(options.out, PREFIX_MARKS, prefix_lines(names))
+    for group, pattern, page, marks in (
+        ("wide", options.dynamic_cp, DYNAMIC_CP_PAGE, DYNAMIC_CP_MARKS),
+        ("split", options.split_samples, options.out, SPLIT_MARKS),
+        ("prefixes", options.prefixes, options.out, PREFIX_MARKS),
+    ):
+        if everything or pattern is not None:
+            write(page, marks, row_lines(group, pattern or "*"))
     if everything or options.models is not None:
         names = fnmatch.filter(HF_CASES, options.models or "*")
         write(options.out, MODEL_MARKS, model_lines(names))

@@ -1,4 +1,4 @@
-"""Runs cases of `cases.py`, each on the ranks that it needs."""
+"""Runs cases in jobs of as many ranks as they need."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from typing import Any
 
 from tests.dist.exactness.cases import ALL_CASES
 from tests.dist.problem import PRECISE
-from tests.dist.rows.prefix_cases import ALL_CASES as PREFIX_CASES
-from tests.dist.rows.row_problem import RowCase
-from tests.dist.rows.split_cases import ALL_CASES as SPLIT_CASES
-from tests.dist.rows.wide_cases import ALL_CASES as WIDE_CASES
 from tests.dist.spawn import checked_job
 
 # Each case leaves its process groups and their threads behind, which slow down the next case.
@@ -20,7 +16,7 @@ _CASES_PER_JOB = 8
 
 
 def run_cases(names: Iterable[str], reference: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """Run the cases; returns the workers' results, by case.
+    """Run cases of `exactness/cases.py`; returns the workers' results, by case.
 
     Args:
         reference: a folder for the one-sample reference's gradients and log-probs, one file per
@@ -34,67 +30,29 @@ def run_cases(names: Iterable[str], reference: Path, folder: Path) -> dict[str, 
     if absent:
         args = [str(reference), *absent]
         checked_job(1, "tests.dist.exactness.reference", args, timeout_s=300, te="")
-    by_world: dict[int, list[str]] = {}
     # Sort by model, so that each job reads few of the reference's files.
-    for name in sorted(names, key=lambda name: ALL_CASES[name].variant):
-        by_world.setdefault(ALL_CASES[name].world, []).append(name)
+    ordered = sorted(names, key=lambda name: ALL_CASES[name].variant)
+    worlds = {name: ALL_CASES[name].world for name in ordered}
+    return run_by_world(
+        "tests.dist.exactness.worker", worlds, str(reference), folder, timeout_s=300
+    )
+
+
+def run_by_world(
+    worker: str, worlds: Mapping[str, int], reference: str, folder: Path, *, timeout_s: float
+) -> dict[str, dict[str, Any]]:
+    """Run a worker's cases in jobs of some with the same number of ranks; results by case.
+
+    Args:
+        worlds: case -> ranks.
+        reference: the worker's first argument; the others are a file for results, and cases.
+    """
     results: dict[str, dict[str, Any]] = {}
-    for world, own in by_world.items():
+    for world in dict.fromkeys(worlds.values()):
+        own = [name for name in worlds if worlds[name] == world]
         for first in range(0, len(own), _CASES_PER_JOB):
             out = folder / f"world{world}_{first}.json"
-            args = [str(reference), str(out), *own[first : first + _CASES_PER_JOB]]
-            checked_job(world, "tests.dist.exactness.worker", args, timeout_s=300)
+            args = [reference, str(out), *own[first : first + _CASES_PER_JOB]]
+            checked_job(world, worker, args, timeout_s=timeout_s)
             results |= json.loads(out.read_text())
     return results
-
-
-def run_prefix_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """Run cases of `prefix_cases.py` and their reference; results by case and objective."""
-    return _run_row_cases(
-        list(names),
-        folder,
-        all_cases=PREFIX_CASES,
-        module="tests.dist.rows.prefix_cases",
-        worker="tests.dist.rows.row_worker",
-    )
-
-
-def run_wide_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """Run cases of `wide_cases.py` and their reference; results by case and objective."""
-    return _run_row_cases(
-        list(names),
-        folder,
-        all_cases=WIDE_CASES,
-        module="tests.dist.rows.wide_cases",
-        worker="tests.dist.rows.wide_worker",
-    )
-
-
-def run_split_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """Run cases of `split_cases.py` and their reference; results by case and objective."""
-    return _run_row_cases(
-        list(names),
-        folder,
-        all_cases=SPLIT_CASES,
-        module="tests.dist.rows.split_cases",
-        worker="tests.dist.rows.split_worker",
-    )
-
-
-def _run_row_cases(
-    names: list[str], folder: Path, *, all_cases: Mapping[str, RowCase], module: str, worker: str
-) -> dict[str, dict[str, Any]]:
-    reference = str(folder / "reference.pt")
-    args = [module, reference, *names]
-    checked_job(1, "tests.dist.rows.row_reference", args, timeout_s=600, te="")
-    by_world: dict[int, list[str]] = {}
-    for name in names:
-        by_world.setdefault(all_cases[name].world, []).append(name)
-    results: dict[str, dict[str, Any]] = {}
-    for world, own in by_world.items():
-        for first in range(0, len(own), _CASES_PER_JOB):
-            out = folder / f"world{world}_{first}.json"
-            args = [module, reference, str(out), *own[first : first + _CASES_PER_JOB]]
-            checked_job(world, worker, args, timeout_s=600)
-            results |= json.loads(out.read_text())
-    return {name: results[name] for name in names}

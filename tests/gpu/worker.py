@@ -23,10 +23,10 @@ from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.forward import ForwardStep
 from tests.dist.problem import OBJECTIVE, SEED, VOCAB_SIZE
-from tests.dist.schedule.split_backward_worker import with_weights_later
 from tests.gpu import problem
 from tests.gpu.compare import Samples, build_adapter, exactness
 from tests.gpu.rehearsed import REHEARSED
+from tests.hand_made_orders import with_weights_later
 from tools import logit_precision
 from tools.bench_head_memory import measure
 

@@ -8,15 +8,9 @@ from typing import Any
 
 from tests.dist.exactness.cases import ALL_CASES
 from tests.dist.hf.hf_cases import HF_CASES, run_hf_cases
-from tests.dist.rows.prefix_cases import ALL_CASES as PREFIX_CASES
-from tests.dist.rows.split_cases import GRID, SPECIAL
-from tests.dist.rows.wide_cases import ALL_CASES as WIDE_CASES
-from tests.dist.run_cases import (
-    run_cases,
-    run_prefix_cases,
-    run_split_cases,
-    run_wide_cases,
-)
+from tests.dist.rows.row_cases import ALL_CASES as ROW_CASES
+from tests.dist.rows.row_cases import run_row_cases
+from tests.dist.run_cases import run_cases
 
 Run = Callable[[Iterable[str], Path], dict[str, dict[str, Any]]]
 
@@ -25,11 +19,17 @@ def _run_plain(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
     return run_cases(names, folder, folder)
 
 
+def _rows(group: str) -> tuple[Mapping[str, Any], Run]:
+    names = [name for name in ROW_CASES if name.startswith(f"{group}/")]
+    cases = {name: ROW_CASES[name] for name in names if not ROW_CASES[name].mutation}
+    return cases, run_row_cases
+
+
 GRIDS: dict[str, tuple[Mapping[str, Any], Run]] = {
     "layouts and models": (ALL_CASES, _run_plain),
-    "shared prefixes": (PREFIX_CASES, run_prefix_cases),
-    "rows over several ranks": (WIDE_CASES, run_wide_cases),
-    "samples in pieces": (GRID | SPECIAL, run_split_cases),
+    "shared prefixes": _rows("prefixes"),
+    "rows over several ranks": _rows("wide"),
+    "samples in pieces": _rows("split"),
     "Hugging Face folders": (HF_CASES, run_hf_cases),
 }
 """What a grid is about -> its cases, and what runs them."""

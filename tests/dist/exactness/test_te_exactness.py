@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.dist, needs_te]
 # attention with whole projections; rows that share prefixes, ranks or samples.
 SAMPLE = {
     "layouts and models": ["cp2", "moe_dp2_ep2", "mla_tp2_sp"],
-    "shared prefixes": ["moe"],
-    "rows over several ranks": ["moe_bias"],
-    "samples in pieces": ["selective"],
+    "shared prefixes": ["prefixes/moe"],
+    "rows over several ranks": ["wide/moe_bias"],
+    "samples in pieces": ["split/selective"],
 }
 CELLS = [(grid, name) for grid, names in SAMPLE.items() for name in names]
 

@@ -37,8 +37,8 @@ from megapack.schedule.runner import ScheduleRunner
 from megapack.train import job, passes
 from megapack.train.calibrator import Calibrator
 from megapack.train.folder import RunFolder
-from tests.dist.rows.wide_plans import with_shared_rows
 from tests.dist.spawn import ROOT
+from tests.made_rows import with_shared_rows
 
 CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 SETTINGS = [

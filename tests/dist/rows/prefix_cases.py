@@ -2,160 +2,82 @@
 
 from __future__ import annotations
 
-from megapack.layout import Layout
+import functools
+from typing import Any
+
 from megapack.policy import Policy
-from tests.dist.rows.prefix_problem import PrefixCase
+from tests.dist.rows.row_case import RowCase
 
-LAYOUTS = {
-    "single": Layout(),
-    "pp2": Layout(pp=2),
-    "pp2_vpp2": Layout(pp=2, vpp=2),
-    "pp4": Layout(pp=4),
-    "dp2": Layout(dp=2),
-    "tp2_sp": Layout(tp=2, sequence_parallel=True),
-    "cp2": Layout(cp=2),
-    "dp2_ep2": Layout(dp=2, ep=2),
-}
-_EXPERTS = {"dp2_ep2": ("moe", "moe_value")}
 _TOKENS = ("sft", "grpo", "gspo")
-_PP2 = LAYOUTS["pp2"]
-_PP2_VPP2 = LAYOUTS["pp2_vpp2"]
+_TWO = ("sft", "grpo")
+_AHEAD = ("sft", "gspo")
+_FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
+_PLACES = ("single", "pp2", "pp2_vpp2", "pp4", "dp2", "tp2_sp", "cp2", "dp2_ep2")
+_EXPERTS: dict[str, Any] = {"dp2_ep2": {"model": "moe", "value_model": "moe_value"}}
+_case = functools.partial(RowCase, shape="mixed", shares=True)
+_all = functools.partial(_case, kinds=(*_TOKENS, "dpo", "value"))
 
-GRID: dict[str, PrefixCase] = {}
+GRID = {
+    f"{place}-{recompute}": _all(place, recompute=recompute, **_EXPERTS.get(place, {}))
+    for place in _PLACES
+    for recompute in ("none", "full")
+}
 """Layout times recompute, each with all objectives."""
-for _place, _layout in LAYOUTS.items():
-    for _recompute in ("none", "full"):
-        _model, _value_model = _EXPERTS.get(_place, ("plain", "other"))
-        GRID[f"{_place}-{_recompute}"] = PrefixCase(
-            layout=_layout, recompute=_recompute, model=_model, value_model=_value_model
-        )
 
-SPECIAL: dict[str, PrefixCase] = {
-    "g1": PrefixCase(title="1 response per prompt", layout=_PP2, shape="g1", kinds=_TOKENS),
-    "g2": PrefixCase(title="2 responses per prompt", layout=_PP2, shape="g2", kinds=_TOKENS),
-    "g8": PrefixCase(title="8 responses per prompt", layout=_PP2, shape="g8", kinds=_TOKENS),
-    "one-token": PrefixCase(
-        title="prompts of one token", layout=_PP2, shape="one-token prompts", kinds=_TOKENS
-    ),
-    "no-response": PrefixCase(
-        title="samples that are their prompt alone",
-        layout=_PP2,
-        shape="no responses",
-        kinds=_TOKENS,
-    ),
-    "depth3": PrefixCase(title="trees of depth 4", layout=_PP2, shape="depth 3", kinds=_TOKENS),
-    "cut": PrefixCase(
-        title="a family cut in two by the budget", layout=_PP2, shape="cut in two", kinds=_TOKENS
-    ),
-    "equal": PrefixCase(title="equal samples", layout=_PP2, shape="equal samples", kinds=_TOKENS),
-    "cp2_depth3": PrefixCase(
-        title="trees of depth 3", layout=LAYOUTS["cp2"], shape="depth 3", kinds=_TOKENS
-    ),
-    "sft_all": PrefixCase(title="losses on prompts", layout=_PP2, kinds=("sft_all",)),
-    "sft_all_cp2": PrefixCase(title="losses on prompts", layout=LAYOUTS["cp2"], kinds=("sft_all",)),
-    "reward": PrefixCase(title="pairs", layout=_PP2, kinds=("reward",)),
-    "reward_cp2": PrefixCase(title="pairs", layout=LAYOUTS["cp2"], kinds=("reward",)),
-    "mtp": PrefixCase(
-        title="multi-token prediction, 2 depths", layout=_PP2, model="mtp", kinds=("sft", "gspo")
-    ),
-    "mtp_cp2": PrefixCase(
-        title="multi-token prediction, 2 depths",
-        layout=LAYOUTS["cp2"],
-        model="mtp",
-        kinds=("sft", "gspo"),
-    ),
-    "mtp_pp2_vpp2_selective": PrefixCase(
-        title="multi-token prediction, recompute selective",
-        layout=_PP2_VPP2,
-        model="mtp",
-        recompute="selective",
-        kinds=("sft", "gspo"),
-    ),
-    "untied": PrefixCase(
-        title="untied, LayerNorm, GELU, wide heads, query norms",
-        layout=_PP2,
-        model="other",
-        kinds=("sft", "grpo"),
-    ),
-    "mla": PrefixCase(
-        title="multi-latent attention", layout=_PP2, model="mla", kinds=("sft", "grpo")
-    ),
-    "mla_cp2": PrefixCase(
-        title="multi-latent attention", layout=LAYOUTS["cp2"], model="mla", kinds=("sft", "grpo")
-    ),
-    "frozen": PrefixCase(
-        title="frozen `embedding.*`, `decoder.layers.[0-3].*`",
-        layout=_PP2,
-        kinds=("sft", "grpo"),
-        frozen=("embedding.*", "decoder.layers.[0-3].*"),
-    ),
-    "selective": PrefixCase(
-        title="recompute selective",
-        layout=LAYOUTS["tp2_sp"],
-        recompute="selective",
-        kinds=("sft", "grpo"),
-    ),
-    "selective_cp2": PrefixCase(
-        title="recompute selective",
-        layout=LAYOUTS["cp2"],
-        recompute="selective",
-        kinds=("sft", "grpo"),
-    ),
-    "uniform": PrefixCase(
+SPECIAL = {
+    "g1": _case("pp2", title="1 response per prompt", shape="g1"),
+    "g2": _case("pp2", title="2 responses per prompt", shape="g2"),
+    "g8": _case("pp2", title="8 responses per prompt", shape="g8"),
+    "one-token": _case("pp2", title="prompts of one token", shape="one-token prompts"),
+    "no-response": _case("pp2", title="samples that are their prompt alone", shape="no responses"),
+    "depth3": _case("pp2", title="trees of depth 4", shape="depth 3"),
+    "cut": _case("pp2", title="a family cut in two by the budget", shape="cut in two"),
+    "equal": _case("pp2", title="equal samples", shape="equal samples"),
+    "cp2_depth3": _case("cp2", title="trees of depth 3", shape="depth 3"),
+    "sft_all": _case("pp2", title="losses on prompts", kinds=("sft_all",)),
+    "sft_all_cp2": _case("cp2", title="losses on prompts", kinds=("sft_all",)),
+    "reward": _case("pp2", title="pairs", kinds=("reward",)),
+    "reward_cp2": _case("cp2", title="pairs", kinds=("reward",)),
+    "mtp": _case("pp2", model="mtp", kinds=_AHEAD),
+    "mtp_cp2": _case("cp2", model="mtp", kinds=_AHEAD),
+    "mtp_pp2_vpp2_selective": _case("pp2_vpp2", model="mtp", recompute="selective", kinds=_AHEAD),
+    "untied": _case("pp2", model="other", kinds=_TWO),
+    "mla": _case("pp2", model="mla", kinds=_TWO),
+    "mla_cp2": _case("cp2", model="mla", kinds=_TWO),
+    "frozen": _case("pp2", frozen=_FROZEN, kinds=_TWO),
+    "selective": _case("tp2_sp", recompute="selective", kinds=_TWO),
+    "selective_cp2": _case("cp2", recompute="selective", kinds=_TWO),
+    "weights_later": _case("pp2", lag=2),
+    "uniform": _case(
+        "pp2_vpp2",
         title="uniform rows",
-        layout=_PP2_VPP2,
         policy=Policy(row_shape="uniform"),
-        kinds=("sft", "grpo"),
+        kinds=_TWO,
         expect={"dummy_rows": 1},
     ),
-    "padding": PrefixCase(
+    "padding": _case(
+        "pp2_vpp2_g12",
         title="padding micro-batches, G=12",
-        layout=Layout(pp=2, vpp=2, microbatch_group_size=12),
         shape="pairs",
         kinds=("grpo", "dpo"),
         expect={"padding_rows": 1},
     ),
-    "cp2_pp2_vpp2": PrefixCase(title="all shapes", layout=Layout(cp=2, pp=2, vpp=2), kinds=_TOKENS),
-    "moe": PrefixCase(
-        title="4 experts, balance and z-loss", layout=Layout(), model="moe", kinds=("sft", "grpo")
-    ),
-    "moe_cp2": PrefixCase(
-        title="4 experts, balance and z-loss",
-        layout=LAYOUTS["cp2"],
-        model="moe",
-        kinds=("sft", "grpo"),
-    ),
-    "moe_tp2_sp": PrefixCase(
-        title="4 experts, balance and z-loss",
-        layout=LAYOUTS["tp2_sp"],
-        model="moe",
-        kinds=("sft", "grpo"),
-    ),
-    "moe_replay": PrefixCase(
-        title="routes replayed",
-        layout=LAYOUTS["dp2_ep2"],
-        model="moe_replay",
-        kinds=("sft", "grpo"),
-    ),
-    "moe_replay_pp2": PrefixCase(
-        title="routes replayed, recompute full",
-        layout=_PP2,
-        model="moe_replay",
-        recompute="full",
-        kinds=("sft", "grpo"),
-    ),
-    "bf16": PrefixCase(title="bf16", layout=_PP2, model="bf16", kinds=("sft",)),
+    "cp2_pp2_vpp2": _case("cp2_pp2_vpp2", title="all shapes"),
+    "moe": _case("single", model="moe", kinds=_TWO),
+    "moe_cp2": _case("cp2", model="moe", kinds=_TWO),
+    "moe_tp2_sp": _case("tp2_sp", model="moe", kinds=_TWO),
+    "moe_replay": _case("dp2_ep2", model="moe_replay", kinds=_TWO),
+    "moe_replay_pp2": _case("pp2", model="moe_replay", recompute="full", kinds=_TWO),
+    "bf16": _case("pp2", title="bf16", model="bf16", kinds=("sft",)),
 }
 """Shapes of samples and features of models."""
-
-ALL_CASES = GRID | SPECIAL
 
 # With and without recompute, and each way to divide a model that has code for branches: chunks,
 # context, tensors, experts. The others of the grid differ in the number of stages, or divide
 # nothing. The shape "mixed" has what the other shapes have, so of the special cases only those
 # whose model or plan needs code for branches are here. Context parallelism with multi-token
-# prediction and other objectives is among `wide_cases.CASES`.
-CASES = (
+# prediction and other objectives is among those of `wide_cases`.
+TESTED = (
     *("pp2_vpp2-full", "tp2_sp-none", "dp2_ep2-full"),
     *("moe_replay_pp2", "reward_cp2", "sft_all", "padding", "bf16"),
 )

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 
 from megapack.config.sections import ModelConfig
-from megapack.layout import Layout
 from megapack.loss.preference import DPO, PairwiseReward
 from megapack.loss.sequence import ValueLoss
 from megapack.loss.token import SFT
-from megapack.plan import Plan
 from megapack.samples import SampleBatch
 from tests.dist import problem
 from tests.dist.losses.sequence_problem import KINDS as SEQUENCE_KINDS
@@ -62,6 +58,14 @@ MODELS: dict[str, ModelConfig] = {
     ),
     "mla": problem.MLA_MODEL,
     "mtp": problem.MTP_MODEL,
+}
+MODEL_TEXTS = {
+    "other": "untied, LayerNorm, GELU, wide heads, query norms",
+    "moe": "4 experts, balance and z-loss",
+    "moe_bias": "4 experts, sigmoid scores, expert bias, balance and z-loss",
+    "moe_replay": "routes replayed",
+    "mla": "multi-latent attention",
+    "mtp": "multi-token prediction, 2 depths",
 }
 PRECISE = {"bf16": "plain"}
 """Models in lower precision, each with the fp32 model that it approximates."""
@@ -154,52 +158,3 @@ def _routes(num_tokens: int, generator: torch.Generator) -> torch.Tensor:
     sizes = (num_tokens, problem.NUM_LAYERS, problem.MOE_MODEL.num_experts)
     order = torch.rand(sizes, generator=generator).argsort(-1)
     return order[..., : problem.MOE_MODEL.moe_top_k]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowCase(ABC):
-    """One layout, and the objectives that run on it."""
-
-    title: str = ""
-    """The shape of the samples or the feature that it is about."""
-    layout: Layout
-    shape: str
-    kinds: tuple[str, ...]
-    recompute: str = "none"
-    model: str = "plain"
-    """The name of one of `MODELS`."""
-    value_model: str = "other"
-    """The model of the objectives with a value head."""
-    frozen: tuple[str, ...] = ()
-    """Parameters that are not trained, as in `ModelConfig.freeze`."""
-
-    shapes: ClassVar[Mapping[str, Sequence[Family]]]
-    """Families by name."""
-    shape_of_pairs: ClassVar[str]
-    """The shape of the objectives of pairs."""
-
-    @property
-    def world(self) -> int:
-        """Processes that the case needs."""
-        return self.layout.world_size
-
-    def model_of(self, kind: str) -> str:
-        """The model that an objective trains."""
-        return self.value_model if KINDS[kind].value_head else self.model
-
-    def shape_of(self, kind: str) -> str:
-        """The shape that an objective runs on."""
-        return self.shape_of_pairs if kind in PAIRED else self.shape
-
-    def samples_of(self, kind: str) -> Samples:
-        """The samples that an objective runs on."""
-        shape = self.shape_of(kind)
-        return make_samples(shape, self.shapes[shape], all_tokens=kind == "sft_all")
-
-    @abstractmethod
-    def plans(self, samples: Samples) -> tuple[Plan, Plan]:
-        """The plan that the case is about, and a plain one, whose step must be the same."""
-
-    @abstractmethod
-    def facts(self, samples: Samples, plan: Plan) -> dict[str, Any]:
-        """What the plan's rows have of what the case is about."""

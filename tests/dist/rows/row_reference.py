@@ -1,14 +1,12 @@
-"""The reference of cases of `row_problem`: one process, one unpadded sample at a time.
+"""The reference of cases of rows: one process, one unpadded sample at a time.
 
-python -m tests.dist.rows.row_reference CASES_MODULE OUT CASE ...
+python -m tests.dist.rows.row_reference OUT CASE ...
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from tests.dist.exactness.reference import (
     token_losses,
 )
 from tests.dist.losses.sequence_reference import SequenceReference
+from tests.dist.rows.row_cases import ALL_CASES
 from tests.dist.rows.row_problem import KINDS, MODELS, PRECISE, Samples, result_name
 
 
@@ -137,14 +136,13 @@ class RowReference(SequenceReference):
         return {"logprobs": logprobs, "entropy": entropy}
 
 
-def main(cases: str, path: str, names: Sequence[str]) -> None:
-    """Write loss, gradients and outputs of what the cases of a module train."""
-    all_cases = importlib.import_module(cases).ALL_CASES
+def main(path: str, *names: str) -> None:
+    """Write loss, gradients and outputs of what the cases train."""
     launch.start("cpu")
     initialize_parallel(Layout(), 0)
     references: dict[tuple[Any, ...], RowReference] = {}
     results: dict[str, Any] = {}
-    for case in (all_cases[name] for name in names):
+    for case in (ALL_CASES[name] for name in names):
         for kind in case.kinds:
             samples = case.samples_of(kind)
             model = case.model_of(kind)
@@ -163,4 +161,4 @@ def main(cases: str, path: str, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(*sys.argv[1:])

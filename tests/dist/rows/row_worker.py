@@ -1,25 +1,36 @@
-"""Runs cases of `row_problem` of one world size on this rank and writes their results.
+"""Runs cases of rows of one world size on this rank and writes their results.
 
-torchrun --nproc-per-node 2 -m tests.dist.rows.row_worker CASES_MODULE REFERENCE OUT CASE ...
+torchrun --nproc-per-node 2 -m tests.dist.rows.row_worker REFERENCE OUT CASE ...
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib
 import json
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
 from megapack import launch
 from megapack.loss.sequence import ValueLoss
+from megapack.model.attention import carried
+from megapack.model.attention.packed import row_params
+from megapack.model.experts.router import PackedRouter
+from megapack.model.head import unwrapped
 from megapack.plan import Plan
-from megapack.schedule import ScheduleAdapter
+from megapack.rows.chain import Link
+from megapack.rows.packed import PackedRow
+from megapack.schedule import ScheduleAdapter, chains, runner
 from tests.dist.exactness.worker import (
+    bias_facts,
+    check_own_outputs,
     gradient_errors,
     logprob_errors,
     own_errors,
@@ -27,8 +38,31 @@ from tests.dist.exactness.worker import (
 )
 from tests.dist.executor import executor
 from tests.dist.losses.sequence_worker import output_error
-from tests.dist.rows.row_problem import KINDS, MODELS, PRECISE, RowCase, Samples, result_name
+from tests.dist.rows.row_case import RowCase, row_facts
+from tests.dist.rows.row_cases import ALL_CASES
+from tests.dist.rows.row_problem import KINDS, MODELS, PRECISE, Samples, result_name
 from tests.dist.setup import build_chunks
+from tests.te_python import runs_te
+
+_FIND_GRADIENTS = chains.ChainLosses._find_gradients
+
+
+def _without_a_piece(self: chains.ChainLosses, forwards: Sequence[Any]) -> Tensor:
+    """The chain's loss, whose second piece gets no gradients."""
+    loss = _FIND_GRADIENTS(self, forwards)
+    forwards[1].gradients = [torch.zeros_like(x) for x in forwards[1].gradients]
+    return loss
+
+
+def _without_earlier_pieces(row: PackedRow, group: Any, link: Link | None) -> Any:
+    return row_params(dataclasses.replace(row, piece=None), group)
+
+
+_MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "no carried gradients": (carried, "_with_leaf", lambda grad, leaf: grad),
+    "no carried keys": (runner, "row_params", _without_earlier_pieces),
+    "no losses of a piece": (chains.ChainLosses, "_find_gradients", _without_a_piece),
+}
 
 
 class Run:
@@ -38,39 +72,53 @@ class Run:
         self.case = case
         self.name = name
         self.value_head = value_head
-        # By shape and loss mask: objectives with the same ones have the same forwards.
-        self.outputs: dict[tuple[str, int], dict[str, float]] = {}
+        # By shape and loss mask: objectives with the same ones have the same plans and forwards.
+        self._plans: dict[tuple[str, int], tuple[Plan, Plan]] = {}
+        self._outputs: dict[tuple[str, int], dict[str, Any]] = {}
         model = dataclasses.replace(MODELS[name], recompute=case.recompute, freeze=case.frozen)
-        self.chunks = build_chunks(case.layout, model=model, value_head=value_head)
+        self.chunks = build_chunks(
+            case.layout,
+            model=model,
+            value_head=value_head,
+            splits_backward=case.lag is not None and runs_te(),
+        )
         self.adapter = ScheduleAdapter(
             self.chunks,
             layout=case.layout,
             logprob_chunk_tokens=16,
             head="value" if value_head else "vocabulary",
-            executor=executor(),
+            executor=executor() if case.lag is None else "operations",
         )
+        modules = [module for chunk in self.chunks for module in unwrapped(chunk).modules()]
+        self._routers = [module for module in modules if isinstance(module, PackedRouter)]
 
     def routing(self, samples: Samples) -> Any:
         return samples.routing if self.name == "moe_replay" else None
 
     def step(self, plan: Plan, samples: Samples, kind: str) -> Any:
-        """One step from gradients of 0."""
+        """One step from gradients of 0 and the biases of the reference."""
+        self._reset_biases()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
             for param in chunk.parameters():
                 param.grad = None
-        return self.adapter.step(
-            plan,
-            samples.batch,
-            objective=KINDS[kind].objective,
-            weighting=KINDS[kind].weighting,
-            routing=self.routing(samples),
-        )
+        mutation = self.case.mutation
+        with mock.patch.object(*_MUTATIONS[mutation]) if mutation else contextlib.nullcontext():
+            return self.adapter.step(
+                plan,
+                samples.batch,
+                objective=KINDS[kind].objective,
+                weighting=KINDS[kind].weighting,
+                routing=self.routing(samples),
+            )
 
     def kind(self, kind: str, expected: dict[str, Any]) -> dict[str, Any]:
         """Steps of an objective by the case's plan and by the plain one, against the reference."""
         samples = self.case.samples_of(kind)
-        plan, plain = self.case.plans(samples)
+        key = (samples.shape, sum(samples.batch.num_loss_tokens))
+        if key not in self._plans:
+            self._plans[key] = self.case.plans(samples)
+        plan, plain = self._plans[key]
         precise = PRECISE.get(self.name, self.name)
         reference = expected[result_name(precise, samples, kind)]
         plain_result = self.step(plain, samples, kind)
@@ -79,6 +127,12 @@ class Run:
         if precise != self.name:
             own = expected[result_name(self.name, samples, kind)]
             errors |= own_errors(own["grads"], reference["grads"])
+        if MODELS[self.name].moe_bias_update_rate:
+            counts = torch.stack([chosen.sum(0) for chosen in reference["chosen"]]).sum(0)
+            errors |= bias_facts(self.chunks, counts)
+        if key not in self._outputs:
+            # This runs another step, so it comes after what reads the gradients and biases.
+            self._outputs[key] = self._compare_outputs(plan, plain, samples, reference)
         return {
             "loss": result.loss,
             "expected_loss": reference["loss"],
@@ -87,27 +141,21 @@ class Run:
             "plain_metrics": plain_result.metrics,
             "expected_metrics": reference["metrics"],
             **errors,
-            **self.extras(plan, plain, samples, reference),
-            **self.output_errors(plan, samples, reference["outputs"]),
-            "facts": self.case.facts(samples, plan),
+            **self._outputs[key],
+            "facts": row_facts(samples, plan),
         }
 
-    def extras(
-        self, plan: Plan, plain: Plan, samples: Samples, expected: dict[str, Any]
+    def _compare_outputs(
+        self, plan: Plan, plain: Plan, samples: Samples, reference: dict[str, Any]
     ) -> dict[str, Any]:
-        """More results of a problem's own; called between a step and `output_errors`."""
-        return {}
-
-    def output_errors(self, plan: Plan, samples: Samples, expected: list[Any]) -> dict[str, float]:
-        """Errors of forward outputs, and whether the training forward has the same bits.
-
-        The latter runs another step, so it comes after what reads the gradients.
-        """
-        key = (samples.shape, sum(samples.batch.num_loss_tokens))
-        if key not in self.outputs:
-            find = self._value_errors if self.value_head else self._logprob_errors
-            self.outputs[key] = find(plan, samples, expected)
-        return self.outputs[key]
+        """Errors of forward outputs, and whether the training forward has the same bits."""
+        self._reset_biases()
+        if self.value_head:
+            return self._value_errors(plan, samples, reference["outputs"])
+        found: dict[str, Any] = {}
+        if MODELS[self.name].num_experts:
+            found |= self._replay_facts(plan, plain, samples, reference["chosen"])
+        return found | self._logprob_errors(plan, samples, reference["outputs"])
 
     def _logprob_errors(
         self, plan: Plan, samples: Samples, expected: list[Any]
@@ -115,6 +163,7 @@ class Run:
         routing = self.routing(samples)
         batch = samples.batch
         outputs = self.adapter.forward(plan, batch, entropy=True, routing=routing)
+        check_own_outputs(self.adapter, plan, batch, outputs["logprobs"], routing)
         square = squared_difference(self.adapter, plan, batch, outputs["logprobs"], routing)
         return {**logprob_errors(outputs, plan, batch, expected), "square_to_forward": square}
 
@@ -126,15 +175,48 @@ class Run:
         error = output_error(outputs, expected, batch)
         return {"output_error": error, "square_to_forward": squares}
 
+    def _replay_facts(
+        self, plan: Plan, plain: Plan, samples: Samples, chosen: list[Tensor]
+    ) -> dict[str, Any]:
+        """Experts recorded in one plan, against the reference's, and replayed in the other one."""
+        batch = samples.batch
+        forward = self.adapter.forward
+        given = self.routing(samples)
+        recorded = forward(plan, batch, routing=given, record_routing=True)
+        replayed = forward(plain, batch, routing=recorded["routing"], record_routing=True)
+        own = forward(plan, batch, routing=given, record_routing=True, scope="dp_rank")
+        again = forward(plan, batch, routing=own["routing"])
+        wrong = 0
+        worst = 0.0
+        for i, want in enumerate(chosen):
+            one = recorded["routing"][i]
+            assert one is not None
+            assert torch.equal(one, replayed["routing"][i])
+            assert own["routing"][i] is None or torch.equal(one, own["routing"][i])
+            wrong += int(want.gather(2, one.long()).logical_not().sum())
+            # Not bit by bit: alignment padding goes to other experts in a replay, and GEMMs of
+            # experts, which hold it too, then have other sizes.
+            for other in (replayed, again):
+                difference = recorded["logprobs"][i] - other["logprobs"][i]
+                worst = max(worst, float(difference.abs().max()))
+        return {"wrong_choices": wrong, "replay_error": worst}
 
-def run_case(case: RowCase, expected: dict[str, Any], run_class: type[Run]) -> dict[str, Any]:
+    def _reset_biases(self) -> None:
+        """Each step begins with the biases of the reference, which are 0."""
+        for router in self._routers:
+            if router.expert_bias is not None:
+                router.expert_bias.zero_()
+                router.local_tokens_per_expert.zero_()
+
+
+def run_case(case: RowCase, expected: dict[str, Any]) -> dict[str, Any]:
     """Run all objectives of a case."""
     results: dict[str, Any] = {}
     for value_head in (False, True):
         kinds = [kind for kind in case.kinds if KINDS[kind].value_head == value_head]
         if not kinds:
             continue
-        run = run_class(case, case.model_of(kinds[0]), value_head=value_head)
+        run = Run(case, case.model_of(kinds[0]), value_head=value_head)
         for kind in kinds:
             results[kind] = _worst_of_ranks(run.kind(kind, expected))
         parallel_state.destroy_model_parallel()
@@ -152,14 +234,11 @@ def _worst_of_ranks(result: dict[str, Any]) -> dict[str, Any]:
     return result | dict(zip(names, worst.tolist(), strict=True))
 
 
-def main(
-    cases: str, reference: str, out: str, names: list[str], run_class: type[Run] = Run
-) -> None:
-    """Run the named cases of a module; rank 0 writes `out`."""
-    all_cases = importlib.import_module(cases).ALL_CASES
+def main(reference: str, out: str, *names: str) -> None:
+    """Run the named cases; rank 0 writes `out`."""
     launch.start("cpu")
     expected = torch.load(reference)
-    results = {name: run_case(all_cases[name], expected, run_class) for name in names}
+    results = {name: run_case(ALL_CASES[name], expected) for name in names}
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)
@@ -167,4 +246,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])
+    main(*sys.argv[1:])

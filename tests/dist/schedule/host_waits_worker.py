@@ -30,12 +30,11 @@ from megapack.model.attention.sdpa import path_causal_attention
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.rows import split_problem, wide_problem
-from tests.dist.rows.prefix_problem import SHAPES
 from tests.dist.rows.row_problem import make_samples
-from tests.dist.schedule.split_backward_worker import with_weights_later
+from tests.dist.rows.row_shapes import SHAPES
 from tests.dist.schedule.wait_cases import ALL_CASES, MODELS, WaitCase
 from tests.dist.setup import build_chunks
+from tests.hand_made_orders import with_weights_later
 from tests.rehearsal.device_ledger import DeviceLedger, Entry
 from tests.rehearsal.pretended_cuda import rehearsed_gpu
 
@@ -43,9 +42,9 @@ NUM_LAYERS = 4
 # Samples of the problem in the first step; the second has twice as many.
 NUM_SAMPLES = 8
 FAMILIES = {
-    "shared": SHAPES["g8"],
-    "pieces": split_problem.SHAPES["split"],
-    "wide": wide_problem.SHAPES["wide"],
+    "shared": SHAPES["g8"].families,
+    "pieces": SHAPES["split"].families,
+    "wide": SHAPES["wide"].families,
 }
 POLICIES = {
     "shared": Policy(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,12 @@ from torch import Tensor
 from megapack import Layout, build_dp_schedule, launch
 from megapack.gpt.settings import Setting
 from megapack.loss import SFT
-from megapack.plan import Plan
-from megapack.plan.order import Operation
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.losses.sequence_problem import KINDS
 from tests.dist.schedule.delayed_linear import linear_layers
 from tests.dist.setup import build_chunks
+from tests.hand_made_orders import with_weights_later
 from tests.te_python import runs_te
 
 OBJECTIVES = {
@@ -53,29 +51,6 @@ class Case:
     has it."""
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of `ModelConfig` that differ from the variant's."""
-
-
-def with_weights_later(plan: Plan, lag: int) -> Plan:
-    """The plan with split backwards: weight gradients run `lag` backwards later."""
-    (step,) = plan.steps
-    orders = []
-    for rank in range(plan.layout.dp):
-        order = step.order(rank, plan.layout)
-        lines = []
-        for stage in range(plan.layout.pp):
-            line: list[Operation] = []
-            waiting: deque[Operation] = deque()
-            for op in order.operations(stage):
-                line.append(op)
-                if op.kind == "B":
-                    waiting.append(op._replace(kind="W"))
-                if len(waiting) > lag:
-                    line.append(waiting.popleft())
-            lines.append(" ".join(map(str, [*line, *waiting])))
-        orders.append(tuple(lines))
-    steps = (dataclasses.replace(step, orders=tuple(orders)),)
-    policy = dataclasses.replace(plan.policy, backward="split", max_live_tokens_per_gpu=1 << 20)
-    return dataclasses.replace(plan, policy=policy, steps=steps)
 
 
 class Run:

@@ -14,7 +14,7 @@ from megapack.plan import Plan, check_plan
 from megapack.policy import Policy
 from megapack.samples import SampleBatch
 from megapack.schedule.call import StepCall
-from tests.dist.rows.wide_plans import with_shared_rows
+from tests.made_rows import with_shared_rows
 
 pytestmark = pytest.mark.unit
 

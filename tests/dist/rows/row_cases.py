@@ -1,0 +1,33 @@
+"""All cases of rows, and what runs them.
+
+A case's name is its group and its name there, such as wide/mla.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.dist.rows import prefix_cases, split_cases, wide_cases
+from tests.dist.rows.row_case import RowCase
+from tests.dist.run_cases import run_by_world
+from tests.dist.spawn import checked_job
+
+GROUPS: dict[str, Any] = {"prefixes": prefix_cases, "wide": wide_cases, "split": split_cases}
+ALL_CASES: dict[str, RowCase] = {
+    f"{group}/{name}": case
+    for group, module in GROUPS.items()
+    for name, case in (module.GRID | module.SPECIAL).items()
+}
+TESTED = [f"{group}/{name}" for group, module in GROUPS.items() for name in module.TESTED]
+"""The cases of the tests; tools/exactness.py runs all that are not mutated."""
+
+
+def run_row_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """Run cases and their reference; results by case and objective."""
+    names = list(names)
+    reference = str(folder / "reference.pt")
+    checked_job(1, "tests.dist.rows.row_reference", [reference, *names], timeout_s=600, te="")
+    worlds = {name: ALL_CASES[name].world for name in names}
+    return run_by_world("tests.dist.rows.row_worker", worlds, reference, folder, timeout_s=600)
