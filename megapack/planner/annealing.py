@@ -77,7 +77,7 @@ def anneal(
         place[order[k]] = k
     end = np.empty((1 if clock.lockstep else board.counts.size, ops.stage.size))
     before, last = _neighbours(ops)
-    best = score_shared(board, clock, end)
+    best = score_shared(board, clock, None, end)
     current = best + _tie(end, last)
     path = np.empty((ops.stage.size, 2), dtype=np.int64)
     length = _critical_path(board, clock, end, before, last, path)
@@ -98,7 +98,7 @@ def anneal(
         if not done:
             copy_board(kept, board)
             continue
-        seconds = score_shared(board, clock, end)
+        seconds = score_shared(board, clock, None, end)
         value = seconds + _tie(end, last)
         warmth = _WARMTH * (budget - used) / budget
         if value < current * (1 + warmth):

@@ -56,17 +56,19 @@ class OwnOrders(NamedTuple):
     """Seconds of a W over those of the forward without attention; 0 if backwards are joint."""
     split: bool
     """Whether backwards leave weight gradients to W's."""
+    is_common: bool
+    """Whether ranks meet in layers, as those of a shared row do, and so all run one order of
+    forwards and backwards, the first of `ops`."""
     patience: float
     """A W may end later than the wait does, by this part of its own seconds. With 0.75, a W of 4 s
     starts if the wait is 1 s or longer."""
     ops: Ints
-    """int64 [orders, most operations, 5], written: stage, micro-batch, chunk in the model, kind and
-    waits_for of `StepOrder`, without W's. There is one order for each rank, or one for all ranks
-    where these wait for each other. They change with the places of chains."""
+    """int64 [dp, most operations, 5], written: stage, micro-batch, chunk in the model, kind and
+    waits_for of `StepOrder`, without W's. They change with the places of chains."""
     num_ops: Ints
-    """int64 [orders], written."""
+    """int64 [dp], written."""
     turned: Ints
-    """int64 [orders, M], written: the micro-batch whose backward runs k-th among those of its
+    """int64 [dp, M], written: the micro-batch whose backward runs k-th among those of its
     chunk."""
 
 
@@ -105,9 +107,8 @@ def score_rank(board: Board, clock: Clock, own: OwnOrders | None, rank: int) -> 
     In lockstep each micro-batch takes as long as on the slowest rank.
     """
     if own is not None:
-        ran = np.empty((own.pp, 2 * own.ops.shape[1] // own.pp), dtype=np.int64)
-        num_ran = np.empty(own.pp, dtype=np.int64)
-        return run_rank(board, clock, own, rank, own.patience, ran, num_ran)
+        ran, num_ran, end = room_to_run(own, 1)
+        return run_ranks(board, clock, own, rank, own.patience, ran, num_ran, end)
     cost = board.cost
     count = board.counts[rank]
     first = 0 if clock.lockstep else rank
@@ -128,7 +129,7 @@ def score_rank(board: Board, clock: Clock, own: OwnOrders | None, rank: int) -> 
 
 
 @kernel
-def score_shared(board: Board, clock: Clock, end: Floats) -> float:
+def score_shared(board: Board, clock: Clock, own: OwnOrders | None, end: Floats) -> float:
     """Simulated seconds of a step whose ranks share rows; inf above the cap on live tokens, or if
     padding is not allowed and a row has no item.
 
@@ -136,6 +137,9 @@ def score_shared(board: Board, clock: Clock, end: Floats) -> float:
         end: float64 [dp, operations], written: when each operation ends. In lockstep all ranks
             are alike, and only the first one is written.
     """
+    if own is not None:
+        ran, num_ran, _ = room_to_run(own, end.shape[0])
+        return run_ranks(board, clock, own, 0, own.patience, ran, num_ran, end)
     cost = board.cost
     ops = clock.ops
     dp, count = board.rows.shape
@@ -177,7 +181,15 @@ def _ops_of(clock: Clock, rank: int) -> RankOps:
 
 
 @kernel
-def run_rank(
+def room_to_run(own: OwnOrders, num_ranks: int) -> tuple[Ints, Ints, Floats]:
+    """Arrays that `run_ranks` writes for so many ranks."""
+    num_ops = own.ops.shape[1]
+    ran = np.empty((num_ranks, own.pp, 2 * num_ops // own.pp), dtype=np.int64)
+    return ran, np.empty((num_ranks, own.pp), dtype=np.int64), np.empty((num_ranks, num_ops))
+
+
+@kernel
+def run_ranks(
     board: Board,
     clock: Clock,
     own: OwnOrders,
@@ -185,46 +197,64 @@ def run_rank(
     patience: float,
     ran: Ints,
     num_ran: Ints,
+    end: Floats,
 ) -> float:
-    """Simulated seconds of a rank in its own order, or of the step in lockstep; inf if a stage
-    breaks its cap.
+    """Simulated seconds of ranks from this one on that wait for each other; inf if a stage breaks
+    its cap, or if padding is not allowed and a row of several ranks' has no item.
+
+    These are one rank in its own order, all ranks of a step with wide rows, or one that stands for
+    all in lockstep.
 
     Args:
-        ran: int64 [pp, 2 * operations / pp], written: what each stage runs, in this order: the
-            index of an F or B, or -1 - index for the W of this B.
-        num_ran: int64 [pp], written: how many these are.
+        ran: int64 [ranks, pp, 2 * operations / pp], written: what each stage runs, in this order:
+            the index of an F or B, or -1 - index for the W of this B.
+        num_ran: int64 [ranks, pp], written: how many these are.
+        end: float64 [ranks, operations], written: when each F and B ends.
     """
     cost = board.cost
     count = board.counts[rank]
-    times = _Times(np.zeros(count), np.zeros(count), np.zeros(count), np.zeros(count))
-    first = 0 if clock.lockstep else rank
-    last = board.counts.size if clock.lockstep else rank + 1
-    for k in range(count):
-        for other in range(first, last):
-            row = board.rows[other, k]
-            tokens = board.tokens[row]
-            times.forward[k] = max(times.forward[k], board.row_seconds[row])
-            seconds = row_seconds(cost, 0, tokens, 0, board.num_samples[row])
-            times.weights[k] = max(times.weights[k], own.weight_ratio * seconds)
-            times.held[k] = max(times.held[k], float(row_tokens(cost, 0, tokens)))
-        whole = own.backward_ratio * times.forward[k]
-        times.weights[k] = min(times.weights[k], whole)
-        times.backward[k] = whole - times.weights[k]
+    num_ranks = end.shape[0]
+    shape = (num_ranks, count)
+    times = _Times(np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape))
+    first = np.empty(shape, dtype=np.int64)
+    for d in range(num_ranks):
+        for k in range(count):
+            first[d, k] = first_rank(board, d, k) if num_ranks > 1 else 0
+            for other in (
+                range(board.counts.size) if clock.lockstep else range(rank + d, rank + d + 1)
+            ):
+                row = board.rows[other, k]
+                level = board.level[row]
+                if num_ranks > 1 and board.num_items[row] == 0 and not cost.allows_padding:
+                    return np.inf
+                tokens = board.tokens[row]
+                held = row_tokens(cost, level, tokens) / (1 << level)
+                seconds = row_seconds(cost, level, tokens, 0, board.num_samples[row])
+                times.forward[d, k] = max(times.forward[d, k], board.row_seconds[row])
+                times.weights[d, k] = max(times.weights[d, k], own.weight_ratio * seconds)
+                times.held[d, k] = max(times.held[d, k], held)
+            whole = own.backward_ratio * times.forward[d, k]
+            times.weights[d, k] = min(times.weights[d, k], whole)
+            times.backward[d, k] = whole - times.weights[d, k]
     if own.forward_only:
         # Nothing is kept in a pass without backwards: its peak is the largest micro-batch.
-        if largest(times.held) > own.cap:
-            return np.inf
-        times.held[:] = 0
-    return _filled_seconds(own, own.ops[rank, : own.num_ops[rank]], times, patience, ran, num_ran)
+        for d in range(num_ranks):
+            if largest(times.held[d]) > own.cap:
+                return np.inf
+            times.held[d, :] = 0
+    order = 0 if own.is_common else rank
+    ops = own.ops[order, : own.num_ops[order]]
+    return _filled_seconds(own, ops, times, first, patience, ran, num_ran, end)
 
 
 class _Times(NamedTuple):
-    """What the micro-batches of a DP rank cost in a chunk of weight 1. Arrays are float64 [M]."""
+    """What the micro-batches of DP ranks cost in a chunk of weight 1. Arrays are float64
+    [ranks, M]."""
 
     forward: Floats
     """Seconds of the forward."""
     backward: Floats
-    """Seconds of the backward, without what is left to the W."""
+    """Seconds of the backward, without its W."""
     weights: Floats
     """Seconds of the W; all 0 if backwards are not split."""
     held: Floats
@@ -233,58 +263,90 @@ class _Times(NamedTuple):
 
 @kernel
 def _filled_seconds(
-    own: OwnOrders, ops: Ints, times: _Times, patience: float, ran: Ints, num_ran: Ints
+    own: OwnOrders,
+    ops: Ints,
+    times: _Times,
+    first_rank: Ints,
+    patience: float,
+    ran: Ints,
+    num_ran: Ints,
+    end: Floats,
 ) -> float:
-    """`run_rank` of the operations `ops`, as in `OwnOrders`."""
+    """`run_ranks` of the operations `ops`, as in `OwnOrders`.
+
+    Args:
+        first_rank: int64 [ranks, M], the first rank of those that share the micro-batch and begin
+            its operations together.
+    """
+    num_ranks = end.shape[0]
     count = ops.shape[0]
-    free = np.zeros(own.pp)
-    live = np.zeros(own.pp)
-    end = np.empty(count)
+    free = np.zeros((num_ranks, own.pp))
+    live = np.zeros((num_ranks, own.pp))
     # Backwards whose W has not run: a queue per stage, with its first entry and its end.
-    queue = np.empty((own.pp, count // own.pp), dtype=np.int64)
-    first = np.zeros(own.pp, dtype=np.int64)
-    last = np.zeros(own.pp, dtype=np.int64)
+    queue = np.empty((num_ranks, own.pp, count // own.pp), dtype=np.int64)
+    begun = np.zeros((num_ranks, own.pp), dtype=np.int64)
+    last = np.zeros((num_ranks, own.pp), dtype=np.int64)
+    begin = np.empty(num_ranks)
     num_ran[:] = 0
     for op in range(count):
         stage = ops[op, 0]
         microbatch = ops[op, 1]
+        weight = own.chunk_weights[ops[op, 2]]
         is_forward = ops[op, 3] == 0
         source = ops[op, 4]
-        ready = end[source] + own.p2p if source < count else 0.0
-        held = times.held[microbatch]
-        while first[stage] < last[stage]:
-            waiting = queue[stage, first[stage]]
-            seconds = times.weights[ops[waiting, 1]] * own.chunk_weights[ops[waiting, 2]]
-            fits = free[stage] + (1 - patience) * seconds <= ready and ready > free[stage]
-            is_full = is_forward and live[stage] + held > own.cap
-            if not fits and not is_full:
-                break
-            free[stage] += seconds
-            live[stage] -= times.held[ops[waiting, 1]]
-            ran[stage, num_ran[stage]] = -1 - waiting
-            num_ran[stage] += 1
-            first[stage] += 1
-        seconds = times.forward[microbatch] if is_forward else times.backward[microbatch]
-        end[op] = max(free[stage], ready) + own.chunk_weights[ops[op, 2]] * seconds
-        free[stage] = end[op]
-        ran[stage, num_ran[stage]] = op
-        num_ran[stage] += 1
-        if is_forward:
-            live[stage] += held
-            if live[stage] > own.cap:
-                return np.inf
-        elif own.split:
-            queue[stage, last[stage]] = op
-            last[stage] += 1
-        else:
-            live[stage] -= held
-    for stage in range(own.pp):
-        for k in range(first[stage], last[stage]):
-            waiting = queue[stage, k]
-            free[stage] += times.weights[ops[waiting, 1]] * own.chunk_weights[ops[waiting, 2]]
-            ran[stage, num_ran[stage]] = -1 - waiting
-            num_ran[stage] += 1
-    return float(largest(free))
+        # The first rank of a block comes before the others, and collects the latest begin.
+        for d in range(num_ranks):
+            begin[d] = free[d, stage]
+            if source < count:
+                begin[d] = max(begin[d], end[d, source] + own.p2p)
+            sharer = first_rank[d, microbatch]
+            begin[sharer] = max(begin[sharer], begin[d])
+        for d in range(num_ranks):
+            ready = begin[first_rank[d, microbatch]]
+            held = times.held[d, microbatch]
+            while begun[d, stage] < last[d, stage]:
+                waiting = queue[d, stage, begun[d, stage]]
+                seconds = times.weights[d, ops[waiting, 1]] * own.chunk_weights[ops[waiting, 2]]
+                now = free[d, stage]
+                fits = now + (1 - patience) * seconds <= ready and ready > now
+                is_full = is_forward and live[d, stage] + held > own.cap
+                if not fits and not is_full:
+                    break
+                free[d, stage] += seconds
+                live[d, stage] -= times.held[d, ops[waiting, 1]]
+                ran[d, stage, num_ran[d, stage]] = -1 - waiting
+                num_ran[d, stage] += 1
+                begun[d, stage] += 1
+        # W's may end later than the wait does.
+        for d in range(num_ranks):
+            sharer = first_rank[d, microbatch]
+            begin[sharer] = max(begin[sharer], free[d, stage])
+        for d in range(num_ranks):
+            own_seconds = times.forward if is_forward else times.backward
+            end[d, op] = begin[first_rank[d, microbatch]] + weight * own_seconds[d, microbatch]
+            free[d, stage] = end[d, op]
+            ran[d, stage, num_ran[d, stage]] = op
+            num_ran[d, stage] += 1
+            if is_forward:
+                live[d, stage] += times.held[d, microbatch]
+                if live[d, stage] > own.cap:
+                    return np.inf
+            elif own.split:
+                queue[d, stage, last[d, stage]] = op
+                last[d, stage] += 1
+            else:
+                live[d, stage] -= times.held[d, microbatch]
+    latest = 0.0
+    for d in range(num_ranks):
+        for stage in range(own.pp):
+            for k in range(begun[d, stage], last[d, stage]):
+                waiting = queue[d, stage, k]
+                seconds = times.weights[d, ops[waiting, 1]] * own.chunk_weights[ops[waiting, 2]]
+                free[d, stage] += seconds
+                ran[d, stage, num_ran[d, stage]] = -1 - waiting
+                num_ran[d, stage] += 1
+            latest = max(latest, free[d, stage])
+    return latest
 
 
 @kernel
@@ -307,9 +369,13 @@ def unit_end(board: Board, rank: int, position: int) -> int:
 
 @kernel
 def set_order(board: Board, own: OwnOrders, rank: int) -> bool:
-    """Write a rank's operations where its chains have moved; whether each chain lies within a group
-    of G micro-batches. If not, nothing is written."""
-    turned = _turned_backwards(board, rank)
+    """Write a rank's operations where chains have moved; whether backwards in reverse lie within a
+    group of G micro-batches. If not, nothing is written."""
+    if own.is_common:
+        turned = _turned_backwards(board, 0, board.counts.size)
+        rank = 0
+    else:
+        turned = _turned_backwards(board, rank, rank + 1)
     count = turned.size
     if own.num_ops[rank] > 0 and np.all(turned == own.turned[rank, :count]):
         return True
@@ -332,16 +398,23 @@ def set_order(board: Board, own: OwnOrders, rank: int) -> bool:
 
 
 @kernel
-def _turned_backwards(board: Board, rank: int) -> Ints:
-    """The micro-batch whose backward runs k-th: chains run theirs in reverse. int64 [M]."""
-    count = board.counts[rank]
+def _turned_backwards(board: Board, first: int, last: int) -> Ints:
+    """The micro-batch whose backward runs k-th in the one order of some ranks, int64 [M].
+
+    Chains run theirs in reverse. Where those of several ranks overlap, their union does.
+    """
+    count = board.counts[first]
     turned = np.arange(count)
-    position = 0
-    while position < count:
-        last = unit_end(board, rank, position)
-        for k in range(position, last):
-            turned[k] = position + last - 1 - k
-        position = last
+    begin = 0
+    for k in range(1, count + 1):
+        joins = False
+        for rank in range(first, last):
+            if k < count and chain_at(board, rank, k) >= 0:
+                joins |= chain_at(board, rank, k) == chain_at(board, rank, k - 1)
+        if not joins:
+            for position in range(begin, k):
+                turned[position] = begin + k - 1 - position
+            begin = k
     return turned
 
 
@@ -350,7 +423,7 @@ def order_lines(ops: Ints, ran: Ints, num_ran: Ints) -> tuple[str, ...]:
 
     Args:
         ops: int64 [operations, 5], see `OwnOrders.ops`.
-        ran, num_ran: of `run_rank`.
+        ran, num_ran: of a rank, see `run_ranks`.
     """
     pp = num_ran.size
     columns = [column.tolist() for column in (ops[:, 1], ops[:, 2] // pp, ops[:, 3])]

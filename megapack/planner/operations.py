@@ -18,7 +18,7 @@ from itertools import product
 import numpy as np
 
 from megapack.planner.board import microbatch_tokens
-from megapack.planner.clock import OwnOrders, order_lines, run_rank
+from megapack.planner.clock import OwnOrders, order_lines, room_to_run, run_ranks
 from megapack.planner.counts import group_sizes
 from megapack.planner.draft import Draft
 from megapack.planner.items import Items, Pieces
@@ -128,15 +128,15 @@ class _OperationSearch:
         assert own is not None
         orders = []
         for rank in range(self.layout.dp):
-            ops = own.ops[rank, : own.num_ops[rank]]
+            order = 0 if own.is_common else rank
+            ops = own.ops[order, : own.num_ops[order]]
             best: tuple[float, tuple[str, ...]] = (math.inf, ())
             for patience in (_PATIENCE, *_LAST_PATIENCES) if self.split else (_PATIENCE,):
-                ran = np.empty((own.pp, 2 * ops.shape[0] // own.pp), dtype=np.int64)
-                num_ran = np.empty(own.pp, dtype=np.int64)
-                args = (found.board, found.clock, own, rank, patience, ran, num_ran)
-                seconds = float(run_rank(*args))
+                ran, num_ran, end = room_to_run(own, 1)
+                args = (found.board, found.clock, own, rank, patience, ran, num_ran, end)
+                seconds = float(run_ranks(*args))
                 if seconds < best[0]:
-                    best = (seconds, order_lines(ops, ran, num_ran))
+                    best = (seconds, order_lines(ops, ran[0], num_ran[0]))
             orders.append(best[1])
         return tuple(orders)
 
@@ -220,6 +220,7 @@ class _OperationSearch:
             backward_ratio=float(self.cost.backward_ratio),
             weight_ratio=float(self.cost.weight_ratio) if split else 0.0,
             split=split,
+            is_common=self.step.lockstep,
             patience=_PATIENCE,
             ops=np.empty((layout.dp, num_ops, 5), dtype=np.int64),
             num_ops=np.zeros(layout.dp, dtype=np.int64),

@@ -306,7 +306,7 @@ class _WideSearch:
         clock = draft_clock(draft, self.runner)
         ranks = 1 if clock.lockstep else self.layout.dp
         end = np.empty((ranks, clock.ops.stage.size))
-        seconds = float(score_shared(board, clock, end))
+        seconds = float(score_shared(board, clock, None, end))
         return _Candidate(Scored(draft, board, clock, None, seconds), targets)
 
     def _improved(self, filled: list[_Candidate], goal: float) -> list[_Candidate]:
