@@ -203,13 +203,6 @@ _RULES = (
         "rows of a number of samples have whole ones; set max_tokens_per_gpu, or "
         "split_samples='off'",
     ),
-    _Rule(
-        "split_samples",
-        "auto",
-        lambda facts: facts.experts_over_ranks,
-        "data-parallel ranks exchange tokens of the experts in every layer and must run one order, "
-        "and chains of pieces differ; set split_samples='off'",
-    ),
 )
 
 

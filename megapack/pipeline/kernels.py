@@ -116,6 +116,71 @@ def coupled_seconds(
     return last
 
 
+class CoupledOps(NamedTuple):
+    """Operations of DP ranks that share some of their micro-batches, rank after rank.
+
+    All ranks run their forwards and backwards in one order, and their weight gradients anywhere.
+    """
+
+    stage: Ints
+    microbatch: Ints
+    kind: Ints
+    """Index in `plan.order.KINDS`; 2 for weight gradients."""
+    waits_for: Ints
+    """As in `RankOps`, counted from the rank's first operation."""
+    ends: Ints
+    """int64 [dp + 1], where each rank begins."""
+    first_DM: Ints
+    """int64 [dp, M], the first rank of those that share the micro-batch; the rank itself for
+    others."""
+    pp: int
+    p2p: float
+
+
+@kernel
+def coupled_order_seconds(ops: CoupledOps, seconds: Floats, end: Floats) -> float:
+    """Seconds until the last operation of coupled DP ranks ends.
+
+    The ranks of a shared micro-batch begin its forward, and its backward, together, when the last
+    of them is ready; weight gradients wait for nobody.
+
+    Args:
+        seconds: float64 [operations of all ranks].
+        end: float64 [operations of all ranks], written: when each operation ends.
+    """
+    dp = ops.ends.size - 1
+    free = np.zeros((dp, ops.pp))
+    begin = np.empty(dp)
+    at = ops.ends[:-1].copy()
+    while True:
+        # Weight gradients that come before the next forward or backward of each rank.
+        for rank in range(dp):
+            while at[rank] < ops.ends[rank + 1] and ops.kind[at[rank]] == 2:
+                op = at[rank]
+                end[op] = free[rank, ops.stage[op]] + seconds[op]
+                free[rank, ops.stage[op]] = end[op]
+                at[rank] += 1
+        # All ranks have as many forwards and backwards.
+        if at[0] == ops.ends[1]:
+            return float(largest(end))
+        stage = ops.stage[at[0]]
+        microbatch = ops.microbatch[at[0]]
+        # The first rank of a block comes before the others, and collects the latest begin.
+        for rank in range(dp):
+            begin[rank] = free[rank, stage]
+            count = ops.ends[rank + 1] - ops.ends[rank]
+            source = ops.waits_for[at[rank]]
+            if source < count:
+                begin[rank] = max(begin[rank], end[ops.ends[rank] + source] + ops.p2p)
+            first = ops.first_DM[rank, microbatch]
+            begin[first] = max(begin[first], begin[rank])
+        for rank in range(dp):
+            op = at[rank]
+            end[op] = begin[ops.first_DM[rank, microbatch]] + seconds[op]
+            free[rank, stage] = end[op]
+            at[rank] += 1
+
+
 @kernel
 def peak_live(ops: RankOps, amounts: Floats) -> float:
     """Peak of what one stage holds between forwards and their backwards; a chunk counts in full.

@@ -3,12 +3,14 @@
 An operation starts when its stage is free and its input has arrived, `p2p` seconds after the
 operation that makes the input ended. Each stage runs the plan's order of operations, or that of
 Megatron's schedule. Sends overlap: a stage never waits to send. For M equal micro-batches in
-Megatron's order the bubble is (pp - 1) / (vpp * M): 3/16 with pp=4, vpp=2, M=8.
+Megatron's order the bubble is (pp - 1) / (vpp * M): 3/16 with pp=4, vpp=2, M=8. DP ranks that share
+a micro-batch begin its forwards and backwards together, and all ranks do so in lockstep.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -20,10 +22,10 @@ from megapack.cost.model import TOKENS, CostModel
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import Layout
 from megapack.pipeline.kernels import (
+    CoupledOps,
     RankOps,
-    coupled_seconds,
+    coupled_order_seconds,
     order_seconds,
-    rank_seconds,
 )
 from megapack.plan.order import KINDS, StepOrder, step_order
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
@@ -121,13 +123,14 @@ def simulate(
     Args:
         cost: seconds of micro-batches; None: time is in row tokens.
         lockstep: ranks wait for each other at every micro-batch, as with experts spread over DP:
-            the k-th micro-batch takes as long on every rank as on the slowest.
+            they begin the k-th one together, and it takes as long on each as on the slowest.
         forward_only: no backwards, and no activations kept.
 
     Raises:
         ConfigError: stage weights that do not fit the layout, lockstep with unequal M, or
             sizes far beyond any pipeline.
-        PlanError: an M that Megatron would not run, or a step without ranks.
+        PlanError: an M that Megatron would not run, a step without ranks, or different orders of
+            ranks that wait for each other.
     """
     if not step.ranks:
         raise PlanError(f"a step of 0 ranks for dp={layout.dp}; give one with micro-batches")
@@ -142,14 +145,15 @@ def simulate(
         step.order(r, layout) if is_ordered else runner.order(len(rank), group)
         for r, rank in enumerate(step.ranks)
     ]
-    if any(mb.dp_ranks for mb in step.microbatches):
-        runs = runner.coupled_timelines(forward, _first_ranks(step), group)
-    elif is_ordered:
-        weight = [_weight_seconds(rank, layout, cost) for rank in step.ranks]
-        seconds = zip(orders, forward, _slowest(weight) if lockstep else weight, strict=True)
-        runs = [runner.ordered_timeline(*own) for own in seconds]
+    weight = [_weight_seconds(rank, layout, cost) for rank in step.ranks]
+    columns = zip(orders, forward, _slowest(weight) if lockstep else weight, strict=True)
+    seconds = [runner.seconds(*own) for own in columns]
+    if lockstep:
+        runs = runner.coupled_timelines(orders, seconds, np.zeros_like(np.stack(forward), np.int64))
+    elif any(mb.dp_ranks for mb in step.microbatches):
+        runs = runner.coupled_timelines(orders, seconds, _first_ranks(step))
     else:
-        runs = [runner.timeline(seconds, group) for seconds in forward]
+        runs = [runner.timeline(*own) for own in zip(orders, seconds, strict=True)]
     ends = [float(run.end.max()) for run in runs]
     busiest = [runner.busiest_stage_seconds(seconds) for seconds in work]
     slowest = max(range(len(ends)), key=lambda r: (ends[r], busiest[r]))
@@ -223,29 +227,16 @@ class Runner:
             self.p2p,
         )
 
-    def timeline(self, forward_seconds: Floats, group: int | None) -> _RankRun:
-        """When each operation of a DP rank starts and ends.
+    def seconds(self, order: StepOrder, forward_seconds: Floats, weight_seconds: Floats) -> Floats:
+        """float64 [operations]: seconds of each operation of a DP rank.
 
         Args:
             forward_seconds: float64 [M], one chunk's forward of each micro-batch.
-        """
-        ops = self.ops(forward_seconds.size, group)
-        end = np.empty(ops.stage.size)
-        rank_seconds(ops, forward_seconds, end)
-        start = end - ops.scale * forward_seconds[ops.microbatch]
-        return _RankRun(self.order(forward_seconds.size, group), self.layout.pp, start, end)
-
-    def ordered_timeline(
-        self, order: StepOrder, forward_seconds: Floats, weight_seconds: Floats
-    ) -> _RankRun:
-        """When each operation of a DP rank in an order of its own starts and ends.
-
-        Args:
-            forward_seconds: float64 [M], see `timeline`.
             weight_seconds: float64 [M], one chunk's weight gradients of each micro-batch.
         """
-        ops = self.ops_of(order)
-        seconds = ops.scale * forward_seconds[order.microbatch]
+        seconds: Floats = self.ops_of(order).scale * forward_seconds[order.microbatch]
+        if not order.has_weights:
+            return seconds
         # Weight gradients are a part of the backward, which is shorter by them where they are
         # apart.
         share = self.weights[order.chunk] * weight_seconds[order.microbatch]
@@ -253,28 +244,55 @@ class Runner:
         share = np.minimum(share, whole)
         seconds += np.where(order.kind == 2, share, 0.0)
         seconds -= np.where((order.kind == 1) & (order.held == 0), share, 0.0)
+        return seconds
+
+    def timeline(self, order: StepOrder, seconds: Floats) -> _RankRun:
+        """When each operation of a DP rank starts and ends that waits for no other rank.
+
+        Args:
+            seconds: see `seconds`.
+        """
         end = np.empty(seconds.size)
-        order_seconds(ops, seconds, end)
+        order_seconds(self.ops_of(order), seconds, end)
         return _RankRun(order, self.layout.pp, end - seconds, end)
 
     def coupled_timelines(
-        self, forward_seconds: list[Floats], first_DM: Ints, group: int | None
+        self, orders: Sequence[StepOrder], seconds: Sequence[Floats], first_DM: Ints
     ) -> list[_RankRun]:
         """The timeline of each DP rank, where ranks wait for those that share a micro-batch.
 
         Args:
-            forward_seconds: per rank float64 [M], see `timeline`.
-            first_DM: see `kernels.coupled_seconds`.
+            seconds: per rank, see `seconds`.
+            first_DM: see `kernels.CoupledOps`.
+
+        Raises:
+            PlanError: the forwards and backwards of two ranks are in different orders.
         """
-        forward_DM = np.stack(forward_seconds)
-        count = forward_DM.shape[1]
-        ops = self.ops(count, group)
-        end_DO = np.empty((forward_DM.shape[0], ops.stage.size))
-        coupled_seconds(ops, forward_DM, first_DM, end_DO)
-        start_DO = end_DO - ops.scale * forward_DM[:, ops.microbatch]
-        order = self.order(count, group)
-        pairs = zip(start_DO, end_DO, strict=True)
-        return [_RankRun(order, self.layout.pp, start, end) for start, end in pairs]
+        passes = [order.passes for order in orders]
+        for rank, own in enumerate(passes):
+            if not np.array_equal(own, passes[0]):
+                raise PlanError(
+                    f"ranks 0 and {rank} wait for each other and run their forwards and backwards "
+                    "in different orders; give a plan that check_plan accepts"
+                )
+        ends = np.cumsum([0, *(order.stage.size for order in orders)])
+        ops = CoupledOps(
+            stage=np.concatenate([order.stage for order in orders]),
+            microbatch=np.concatenate([order.microbatch for order in orders]),
+            kind=np.concatenate([order.kind for order in orders]),
+            waits_for=np.concatenate([order.waits_for for order in orders]),
+            ends=ends,
+            first_DM=first_DM,
+            pp=self.layout.pp,
+            p2p=self.p2p,
+        )
+        flat = np.concatenate(seconds)
+        end = np.empty(flat.size)
+        coupled_order_seconds(ops, flat, end)
+        return [
+            _RankRun(order, self.layout.pp, (end - flat)[begin:stop], end[begin:stop])
+            for order, begin, stop in zip(orders, ends[:-1], ends[1:], strict=True)
+        ]
 
     def busiest_stage_seconds(self, forward_seconds: Floats) -> float:
         """Work of the stage that has the most."""

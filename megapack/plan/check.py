@@ -22,19 +22,19 @@
 10. A sample in pieces is in consecutive micro-batches of one DP rank, from its first token to its
    last, only under split_samples="auto". All pieces but the last are aligned. A row with a piece is
    within the budget; its other samples are whole. With vpp > 1 the pieces are in one group of G
-   micro-batches. Without a budget, in colocated sets of several samples, in rows over several
-   ranks, and where ranks exchange tokens of experts, samples are whole; so are those that share a
-   prefix.
+   micro-batches. Without a budget, in colocated sets of several samples, and in rows over several
+   ranks, samples are whole; so are those that share a prefix.
 11. Orders of operations can run: they are complete, without a circle, and run the backwards of
    pieces in reverse. They hold no more tokens than `Plan.live_cap`. Weight gradients are apart only
    under backward="split". A training step with pieces has orders, a pass without backwards none.
-   Where ranks exchange tokens of experts, their forwards and backwards are in one order. Ranks that
-   share a row run in Megatron's.
+   Where ranks share rows, or exchange tokens of experts, the forwards and backwards of all ranks of
+   the step are in one order. Weight gradients may be at other places of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,6 +42,7 @@ import numpy as np
 from megapack.base.arrays import Ints, read_lengths, read_sets
 from megapack.errors import ConfigError, DataError, PlanError
 from megapack.layout import block_ranks
+from megapack.plan.order import without_weights
 from megapack.prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
@@ -171,7 +172,6 @@ class _Checker:
         reasons = {
             "split_samples='off'": self.policy.split_samples == "off",
             "no budget": self.budget is None,
-            f"experts over DP ranks, ep={self.layout.ep}": self.layout.ep_spans_dp,
         }
         for reason, holds in reasons.items():
             if holds:
@@ -216,7 +216,6 @@ class _Checker:
                 f"{self.plan.forward_only}",
             )
         cap = self.plan.live_cap(step)
-        passes = []
         for rank, row in enumerate(step.ranks):
             here = f"{where} rank {rank}"
             if len(step.orders[rank]) != self.layout.pp:
@@ -235,11 +234,8 @@ class _Checker:
                     f"{here} holds {live.max():.0f} tokens per GPU on stage {live.argmax()}, the "
                     f"cap is {cap:.0f}",
                 )
-            passes.append([_without_weights(text) for text in step.orders[rank]])
-        if self.layout.ep_spans_dp and any(own != passes[0] for own in passes):
-            raise _broken(11, f"{where}: ranks that exchange tokens have different orders")
-        if any(mb.width > 1 for mb in step.microbatches):
-            raise _broken(11, f"{where} has orders, and rows over several DP ranks")
+        if step.meets_in_layers(self.layout) and not step.has_one_order:
+            raise _broken(11, f"{where}: {_first_difference(step)}")
 
     def _check_partition(self) -> None:
         times = np.zeros(self.plan.num_samples, dtype=np.int64)
@@ -364,8 +360,22 @@ class _Checker:
             )
 
 
-def _without_weights(text: str) -> str:
-    return " ".join(op for op in text.split() if "W" not in op)
+def _first_difference(step: StepPlan) -> str:
+    """Where the forwards and backwards of a rank first differ from those of rank 0."""
+    first = step.orders[0]
+    rank, stage = next(
+        (rank, stage)
+        for rank, lines in enumerate(step.orders)
+        for stage, line in enumerate(lines)
+        if without_weights(line) != without_weights(first[stage])
+    )
+    pairs = zip_longest(*(without_weights(step.orders[r][stage]).split() for r in (0, rank)))
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return (
+        f"ranks share rows or exchange tokens of experts, and stage {stage} of rank 0 runs {one} "
+        f"where that of rank {rank} runs {other}; give all ranks one order, that of "
+        "`joined_chains`"
+    )
 
 
 def _budget(plan: Plan) -> int | None:

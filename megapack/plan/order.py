@@ -26,7 +26,7 @@ micro-batches 0 and 1: F0 F1 B1 B0 F2 B2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -42,7 +42,7 @@ KINDS = "FBW"
 """Forward, backward, weight gradients; `StepOrder.kind` has their indices."""
 
 Chains = Sequence[range]
-"""The micro-batches of each chain of a DP rank."""
+"""The micro-batches of each chain of a DP rank, or of several ranks, see `joined_chains`."""
 
 
 class Operation(NamedTuple):
@@ -89,6 +89,13 @@ class StepOrder:
             is_put_off[self.chunk[is_weights], self.microbatch[is_weights]] = True
             held[(self.kind == 1) & is_put_off[self.chunk, self.microbatch]] = 0
         return held
+
+    @property
+    def passes(self) -> Ints:
+        """Kind, micro-batch and chunk of the forwards and backwards alone, int64 [3, operations].
+        Orders that differ in their weight gradients only have the same."""
+        columns = np.stack([self.kind, self.microbatch, self.chunk])
+        return columns[:, self.kind != 2]
 
     @property
     def has_weights(self) -> bool:
@@ -160,6 +167,53 @@ def chain_order(pp: int, vpp: int, num_microbatches: int, group: int, chains: Ch
     # Inside a chunk's part of a group, micro-batches are counted from the part's first one.
     backwards = np.arange(table.shape[1]) + turned[table[0]] - table[0]
     return _frozen(pp, vpp, num_microbatches, group, False, backwards)
+
+
+def joined_chains(chains: Iterable[range]) -> list[range]:
+    """Ranges that have a micro-batch in common as one range, in order.
+
+    With those of all DP ranks `chain_order` gives ranks that must run one order theirs: where the
+    backwards of a range run in reverse, those of each chain in it do.
+
+    >>> joined_chains([range(4, 6), range(0, 2), range(1, 4)])
+    [range(0, 4), range(4, 6)]
+    """
+    joined: list[range] = []
+    for chain in sorted(chains, key=lambda chain: chain.start):
+        if joined and chain.start < joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, chain.stop))
+        else:
+            joined.append(chain)
+    return joined
+
+
+def without_weights(line: str) -> str:
+    """A stage's line without the weight gradients.
+
+    >>> without_weights("0F0 0B0 1F0 0W0 1B0")
+    '0F0 0B0 1F0 1B0'
+    """
+    return " ".join(text for text in line.split() if "W" not in text)
+
+
+def chunk_ends(lines: Iterable[str], vpp: int) -> list[int]:
+    """For each chunk of a stage, how many forwards and backwards the stage has run when the last
+    operation of the chunk has; on the DP rank with the most.
+
+    Args:
+        lines: of the same stage on some DP ranks, see `StepOrder.lines`.
+
+    >>> chunk_ends(["0F0 0F1 0B1 0W1 0B0 0W0", "0F0 0F1 0B1 0B0 0W0 0W1"], vpp=2)
+    [4, 4]
+    """
+    ends = [0] * vpp
+    for line in lines:
+        passes = 0
+        for text in line.split():
+            passes += "W" not in text
+            chunk = int(text.lstrip("0123456789")[1:])
+            ends[chunk] = max(ends[chunk], passes)
+    return ends
 
 
 def read_order(

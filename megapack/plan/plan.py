@@ -23,7 +23,7 @@ from megapack.layout import Layout, block_ranks
 from megapack.plan.explanation import Explanation
 from megapack.plan.facts import Counts, count_steps
 from megapack.plan.microbatch import MicroBatch, Part
-from megapack.plan.order import StepOrder, read_order, step_order
+from megapack.plan.order import StepOrder, read_order, step_order, without_weights
 from megapack.plan.text import format_plan, parse_json, parse_text
 from megapack.policy import Policy
 from megapack.prefixes import PrefixTable, SharedPrefixes
@@ -91,6 +91,18 @@ class StepPlan:
             num_microbatches=count,
             chains=self.chains(rank),
         )
+
+    def meets_in_layers(self, layout: Layout) -> bool:
+        """Whether DP ranks meet inside of forwards and backwards, and so run these in one order:
+        they share rows, or exchange tokens of experts."""
+        return layout.ep_spans_dp or any(mb.width > 1 for mb in self.microbatches)
+
+    @cached_property
+    def has_one_order(self) -> bool:
+        """Whether all DP ranks run their forwards and backwards in one order; their weight
+        gradients may be at other places."""
+        orders = {tuple(map(without_weights, lines)) for lines in self.orders}
+        return len(orders) <= 1
 
     @property
     def microbatches(self) -> Iterator[MicroBatch]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from megapack.base.arrays import Ints
 from megapack.base.jit import kernel
 from megapack.errors import ScheduleError
-from megapack.plan.order import KINDS, Operation, StepOrder
+from megapack.plan.order import KINDS, Operation, StepOrder, chunk_ends
 from megapack.ranks.place import Place
 
 Direction = Literal["activations", "gradients"]
@@ -146,16 +146,23 @@ class StageOrder:
     """What one stage runs in a step, and what it receives for that.
 
     Messages of a direction arrive in the order in which the other stage sends them, and are kept
-    until this one needs them. Operations have levels: 1 + the higher one of the operation before it
-    on its stage and of the one that it waits for. All messages of lower levels than an operation's
-    are posted before it runs, and one more if the next operation needs it. So no receive that is
-    queued before an operation waits for something of a higher level, whatever holds up the queue:
-    on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1 a kernel that cannot start holds up all streams.
+    until this one needs them. Forwards and backwards have levels: 1 + the higher one of the
+    operation before it on its stage and of the one that it waits for. Weight gradients, for which
+    nobody waits, have the level of the operation before. All messages of lower levels than an
+    operation's are posted before it runs, and one more if the next one needs it. So no receive that
+    is queued before an operation waits for something of a higher level, whatever holds up the
+    queue: on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1 a kernel that cannot start holds up all
+    streams.
+
+    Ranks that run their forwards and backwards in one order have the same levels, wherever their
+    weight gradients are. What all of them join between two operations goes by levels.
 
     Args:
         order: the operations of the DP rank.
         stage: this rank's pipeline stage.
         vpp: chunks per stage.
+        ranks: the lines of the DP ranks that run forwards and backwards in one order, this one
+            among them, see `StepOrder.lines`; () for a rank that runs its own.
 
     Attributes:
         operations: what the stage runs.
@@ -163,16 +170,25 @@ class StageOrder:
         messages: for each direction the (micro-batch, chunk of this stage) of the tensors that it
             receives, in the order in which they come.
         posted: for each direction the number of receives that are posted before each operation.
-        first_levels, last_levels: for each chunk the levels of the first stage's first and last
-            operation on it.
+        first_levels: for each chunk the level of the first stage's first operation on it.
+        last_levels: for each chunk the level of the first stage's last operation on it, on the
+            rank of `ranks` where that is last.
+        end_levels: the same of this stage.
     """
 
-    def __init__(self, order: StepOrder, stage: int, vpp: int) -> None:
+    def __init__(
+        self, order: StepOrder, stage: int, vpp: int, ranks: Sequence[Sequence[str]] = ()
+    ) -> None:
         pp = order.pp
-        levels = _levels(order.stage, order.waits_for, pp)
+        levels = _levels(order.stage, order.kind, order.waits_for, pp)
         own = order.stage == stage
+        ranks = ranks or [order.lines()]
+        self.end_levels = _end_levels(order, levels, stage, vpp, ranks)
+        self.last_levels = _end_levels(order, levels, 0, vpp, ranks)
         self.operations: list[Operation] = order.operations(stage)
         self.levels: Ints = levels[own]
+        # The next operation of a higher level.
+        higher = np.searchsorted(self.levels, self.levels, side="right")
         self.messages: dict[Direction, list[tuple[int, int]]] = {}
         self.posted: dict[Direction, list[int]] = {}
         for direction, kind in zip(DIRECTIONS, "FB", strict=True):
@@ -186,24 +202,33 @@ class StageOrder:
                 zip(order.microbatch[is_own].tolist(), chunks, strict=True)
             )
             due = np.searchsorted(levels[is_own], self.levels)
-            next_due = np.append(due[1:], len(chunks))
+            next_due = np.append(due, len(chunks))[higher]
             self.posted[direction] = np.minimum(due + 1, next_due).tolist()
         first = order.stage == 0
         self.first_levels = [int(levels[first & (order.chunk == c * pp)][0]) for c in range(vpp)]
-        self.last_levels = [int(levels[first & (order.chunk == c * pp)][-1]) for c in range(vpp)]
+
+
+def _end_levels(
+    order: StepOrder, levels: Ints, stage: int, vpp: int, ranks: Sequence[Sequence[str]]
+) -> list[int]:
+    """The level at which a stage has ended each chunk on all of these DP ranks."""
+    passes = levels[(order.stage == stage) & (order.kind != KINDS.index("W"))]
+    return [int(passes[end - 1]) for end in chunk_ends([lines[stage] for lines in ranks], vpp)]
 
 
 @kernel
-def _levels(stage: Ints, waits_for: Ints, pp: int) -> Ints:
+def _levels(stage: Ints, kind: Ints, waits_for: Ints, pp: int) -> Ints:
     size = stage.size
     levels = np.zeros(size, dtype=np.int64)
     last = np.zeros(pp, dtype=np.int64)
     for op in range(size):
         level = last[stage[op]]
-        if waits_for[op] < size:
-            level = max(level, levels[waits_for[op]])
-        levels[op] = level + 1
-        last[stage[op]] = level + 1
+        if kind[op] != 2:
+            if waits_for[op] < size:
+                level = max(level, levels[waits_for[op]])
+            level += 1
+        levels[op] = level
+        last[stage[op]] = level
     return levels
 
 

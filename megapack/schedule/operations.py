@@ -43,8 +43,7 @@ class Operations:
         weight_gradients: those of the chunks.
         is_training: whether backwards run and gradients are reduced.
         reduces_after: a chunk's reduction starts after its last operation and not inside it: DDP
-            does not learn when late weight gradients are ready. All ranks must start reductions in
-            one order, so it is the same on all DP ranks.
+            does not learn when late weight gradients are ready. It is the same on all DP ranks.
         context: that of `forward_step`, which tells the listeners of forwards and backwards.
     """
 
@@ -197,6 +196,9 @@ class _Communication:
     config's `grad_sync_func`, or by DDP itself if it overlaps. On all ranks the last chunk starts
     first. Under interleaving all stages call `param_sync_func` and `grad_sync_func` at the same
     time: when the first stage begins or has ended a chunk.
+
+    DP ranks that meet inside of forwards and backwards start between the same two of these: what a
+    rank starts must be in one order for all that take part in it.
     """
 
     def __init__(
@@ -271,8 +273,10 @@ class _Communication:
             chunk = len(self._chunks) - 1 - self._num_reduced
             if self._ends[chunk] > index:
                 return
-            is_early = index < len(levels) and levels[index] < self._order.last_levels[chunk]
-            if self._waits_for_first and is_early:
+            ended = self._order.end_levels[chunk]
+            if self._waits_for_first:
+                ended = max(ended, self._order.last_levels[chunk])
+            if index < len(levels) and levels[index] < ended:
                 return
             self._num_reduced += 1
             if self._grad_sync:

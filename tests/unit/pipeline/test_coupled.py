@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from megapack.cost.model import CostModel
 from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.pipeline import simulate
+from megapack.pipeline.simulator import Runner
 from megapack.plan import MicroBatch, StepPlan
+from megapack.plan.order import chain_order, read_order
 
 COST = CostModel(per_token=1.0, cp_overhead=0.0)
 
@@ -60,3 +65,68 @@ def test_a_row_that_is_not_on_all_of_its_ranks_is_refused() -> None:
         simulate(step((wide,), (row(3),)), layout=Layout(dp=2), cost=COST)
     with pytest.raises(PlanError, match=r"have M=\[1, 2\]"):
         simulate(step((wide,), (wide, row(3))), layout=Layout(dp=2), cost=COST)
+
+
+@pytest.mark.parametrize(
+    ("orders", "rank_makespans"),
+    [
+        # 10 and 2 seconds for the first row's F, B and W; the wide row takes 10, and back 20.
+        (("0F0 1F0 0B0 0W0 1B0", "0F0 1F0 0B0 1B0 0W0"), (60.0, 62.0)),
+        (("0F0 1F0 0B0 0W0 1B0", "0F0 1F0 0B0 0W0 1B0"), (60.0, 60.0)),
+        (("0F0 1F0 0B0 1B0 0W0", "0F0 1F0 0B0 0W0 1B0"), (60.0, 50.0)),
+        # Before the wide row's forward rank 0 ends at 20, and at 30 with its weight gradients.
+        (("0F0 0B0 1F0 1B0 0W0", "0F0 0B0 0W0 1F0 1B0"), (60.0, 50.0)),
+        (("0F0 0B0 0W0 1F0 1B0", "0F0 0B0 1F0 1B0 0W0"), (60.0, 62.0)),
+    ],
+)
+def test_weight_gradients_wait_for_nobody(
+    orders: tuple[str, ...], rank_makespans: tuple[float, ...]
+) -> None:
+    wide = row(20, width=2)
+    shared = dataclasses.replace(
+        step((row(10), wide), (row(2), wide)), orders=tuple((line,) for line in orders)
+    )
+    cost = dataclasses.replace(COST, weight_ratio=1.0)
+    found = simulate(shared, layout=Layout(dp=2), cost=cost)
+    assert found.rank_makespans == rank_makespans
+    for rank, line in enumerate(orders):
+        events = sorted((e.start, e.end, e) for e in found.events if e.rank == rank)
+        assert " ".join(f"{e.microbatch}{e.kind}0" for *_, e in events) == line
+
+
+def test_in_lockstep_all_ranks_begin_together() -> None:
+    apart = dataclasses.replace(
+        step((row(10), row(2)), (row(2), row(10))),
+        orders=(("0F0 1F0 0B0 0W0 1B0 1W0",), ("0F0 1F0 0B0 1B0 0W0 1W0",)),
+    )
+    cost = dataclasses.replace(COST, weight_ratio=1.0)
+    found = simulate(apart, layout=Layout(dp=2, ep=2), cost=cost, lockstep=True)
+    # Each takes as long as the longer row, 10. Rank 1 waits while rank 0 runs 0W.
+    assert found.rank_makespans == (60.0, 70.0)
+
+
+def test_different_orders_of_ranks_that_wait_are_refused() -> None:
+    wide = row(20, width=2)
+    shared = dataclasses.replace(
+        step((row(10), wide), (row(2), wide)),
+        orders=(("0F0 1F0 0B0 1B0",), ("0F0 1F0 1B0 0B0",)),
+    )
+    with pytest.raises(PlanError, match=r"ranks 0 and 1 wait for each other and run their forward"):
+        simulate(shared, layout=Layout(dp=2), cost=COST)
+
+
+def test_ranks_that_share_nothing_run_as_alone() -> None:
+    layout = Layout(dp=3, pp=3)
+    count = 7
+    joint = chain_order(3, 1, count, 1, [range(1, 4)]).lines()
+    late = tuple(f"{line} 1W0 0W0" for line in joint)
+    runner = Runner(layout, CostModel(p2p=0.5))
+    orders = [read_order(lines, vpp=1, num_microbatches=count) for lines in (joint, late, late)]
+    seconds = [
+        runner.seconds(order, np.arange(1.0, count + 1) * (rank + 1), np.ones(count))
+        for rank, order in enumerate(orders)
+    ]
+    first_DM = np.repeat(np.arange(3)[:, None], count, axis=1)
+    coupled = runner.coupled_timelines(orders, seconds, first_DM)
+    for order, own, run in zip(orders, seconds, coupled, strict=True):
+        assert np.array_equal(run.end, runner.timeline(order, own).end)

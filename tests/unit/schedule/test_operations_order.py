@@ -13,7 +13,7 @@ import pytest
 
 import megapack.schedule.channels
 from megapack.errors import ConfigError, PlanError
-from megapack.plan.order import StepOrder, read_order, step_order
+from megapack.plan.order import StepOrder, read_order, step_order, without_weights
 from megapack.schedule.channels import DIRECTIONS, Direction, StageOrder, link_sets
 from megapack.schedule.checks import check_executor
 from megapack.schedule.operations import _Communication
@@ -123,6 +123,65 @@ def test_one_hardware_queue_does_not_hang(seed: int) -> None:
             while queue and starts(queue[0]):
                 queue.pop(0)
         assert sum(map(len, queues)) < before, [queue[:2] for queue in queues]
+
+
+def with_weights(rng: random.Random, lines: tuple[str, ...]) -> tuple[str, ...]:
+    """The lines with weight gradients at random places, of some backwards."""
+    made = []
+    for line in lines:
+        own = without_weights(line).split()
+        for backward in [text for text in own if "B" in text and rng.random() < 0.6]:
+            place = rng.randint(own.index(backward) + 1, len(own))
+            own.insert(place, backward.replace("B", "W"))
+        made.append(" ".join(own))
+    return tuple(made)
+
+
+def joint_commands(order: StageOrder, stage: int, vpp: int, shared: set[int]) -> list[str]:
+    """What a rank joins, operation after operation: shared forwards and backwards, reductions."""
+    recorded = Recorded(vpp)
+    communication = _Communication(
+        recorded.chunks, recorded.config, order, is_first_stage=stage == 0, reduces_after=True
+    )
+    with communication:
+        for index, op in enumerate(order.operations):
+            communication.before(index)
+            if op.kind != "W" and op.microbatch in shared:
+                recorded.calls.append(str(op))
+            communication.after(index)
+    return [call for call in recorded.calls if not call.startswith("o")]
+
+
+def joined_by_ranks(seed: int, *, knows_all_ranks: bool) -> Iterator[list[list[str]]]:
+    """What each of three ranks joins on a stage, stage after stage; their orders differ in weight
+    gradients."""
+    rng = random.Random(seed)
+    pp, vpp, count = rng.choice([1, 2, 3]), rng.choice([1, 2]), rng.randint(2, 6)
+    base = random_order(rng, pp=pp, vpp=vpp, num_microbatches=count, split=0.0)
+    ranks = [with_weights(rng, base) for _ in range(3)]
+    shared = set(range(count)) if rng.random() < 0.5 else {rng.randrange(count)}
+    known = ranks if knows_all_ranks else ()
+    for stage in range(pp):
+        joined = []
+        for lines in ranks:
+            order = read_order(lines, vpp=vpp, num_microbatches=count)
+            joined.append(joint_commands(StageOrder(order, stage, vpp, known), stage, vpp, shared))
+        yield joined
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_ranks_that_meet_join_everything_in_one_order(seed: int) -> None:
+    for first, *others in joined_by_ranks(seed, knows_all_ranks=True):
+        assert "start 0" in first
+        assert all(joined == first for joined in others)
+
+
+def test_ranks_that_know_only_their_own_order_would_not() -> None:
+    differ = [
+        any(first != other for first, *others in stages for other in others)
+        for stages in (joined_by_ranks(seed, knows_all_ranks=False) for seed in range(100))
+    ]
+    assert sum(differ) > 20
 
 
 @pytest.mark.parametrize("seed", range(30))
