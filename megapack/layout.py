@@ -338,20 +338,16 @@ def fp8_rows(recipe: object) -> Fp8:
     return "blockwise" if recipe == "blockwise" else True
 
 
-def why_no_retry(*, tp: int, cp: int, ep: int, shares_rows: bool = False) -> str:
+def why_no_retry(*, tp: int, cp: int, ep: int) -> str:
     """Why a step cannot be tried again after one rank of this layout ran out of memory.
 
     A step is tried again only if every rank can finish the failed attempt. Returns "" if it can.
-
-    Args:
-        shares_rows: DP ranks may share rows (context_parallel="dynamic").
     """
-    if max(tp, cp, ep) == 1 and not shares_rows:
+    if max(tp, cp, ep) == 1:
         return ""
-    sizes = f"tp={tp}, cp={cp}, ep={ep}"
     return (
-        f"{sizes}{', context_parallel=dynamic' * shares_rows}: ranks communicate inside layers, "
-        "and a rank that runs out of memory there leaves the others waiting"
+        f"tp={tp}, cp={cp}, ep={ep}: ranks communicate inside layers, and a rank that runs out of "
+        "memory there leaves the others waiting"
     )
 
 

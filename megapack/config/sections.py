@@ -422,12 +422,8 @@ def _check_value_head(config: TrainConfig) -> None:
 
 
 def _check_retry(config: TrainConfig) -> None:
-    reason = why_no_retry(
-        tp=config.layout.tp,
-        cp=config.layout.cp,
-        ep=config.layout.ep,
-        shares_rows=config.plan.context_parallel == "dynamic",
-    )
+    layout = config.layout
+    reason = why_no_retry(tp=layout.tp, cp=layout.cp, ep=layout.ep)
     if config.train.on_oom == "replan" and reason:
         raise ConfigError(
             f"train.on_oom=replan cannot run with this layout ({reason}); set train.on_oom=error"

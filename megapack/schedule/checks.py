@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from megapack.base.choices import Executor
 from megapack.errors import ConfigError
-from megapack.layout import Layout, fp8_rows, why_no_retry
+from megapack.layout import Layout, fp8_rows
 from megapack.model import weight_gradients
 from megapack.model.attention.packed import PackedAttention, refuse_unpacked_attention
 from megapack.model.attention.rotary import position_obstacle
@@ -291,14 +291,6 @@ def check_wide_rows(
         retries_oom: see `ScheduleAdapter`.
     """
     advice = "or plan.context_parallel=fixed (Policy(context_parallel='fixed'))"
-    if retries_oom:
-        reason = why_no_retry(
-            tp=config.tensor_model_parallel_size,
-            cp=config.context_parallel_size,
-            ep=config.expert_model_parallel_size,
-            shares_rows=True,
-        )
-        raise ConfigError(f"retries_oom=True with {reason}; set retries_oom=False, {advice}")
     _check_attention(
         chunks,
         tokens="in rows over several ranks",
@@ -306,6 +298,12 @@ def check_wide_rows(
         advice=advice,
     )
     if any(any(te_attentions(chunk)) for chunk in map(unwrapped, chunks)):
+        if retries_oom:
+            raise ConfigError(
+                "retries_oom=True (train.on_oom=replan): a rank that runs out of memory inside of "
+                "Transformer Engine's attention leaves those that share its row waiting; set "
+                f"model.attention=varlen, retries_oom=False, {advice}"
+            )
         _check_te_wide_rows(config, shares_prefixes, advice)
 
 

@@ -3,8 +3,10 @@
 One rank runs out of memory in a step that may be tried again: the other ranks still wait for the
 tensors that the schedule makes this rank send. So it continues the schedule with zeros of the
 planned shapes, does no more work, and reports at the step's end; gradients are not reduced. The
-process groups stay usable. This needs ranks that do not communicate inside layers: there, a rank
-could not know which collectives it still has to join.
+process groups stay usable. Ranks that share a row ask each other before each collective inside of
+it, see `ranks.meeting`: one that is out of memory answers once in each forward and backward, and
+the others then leave it, and do no more work either. Where other ranks communicate inside layers, a
+rank could not know which collectives it still has to join.
 
 A NaN or an infinity on one rank is an error of every rank. Each forward sets a flag on the device,
 and so do the gradients before their reduction (after it, if it overlaps with backwards: then the
@@ -32,6 +34,7 @@ from megapack.errors import ConfigError, ScheduleError, StepOutOfMemory
 from megapack.layout import Layout, why_no_retry
 from megapack.model.overlap import overlaps_reduction
 from megapack.ranks.agree import agree, on_any_rank
+from megapack.ranks.meeting import OthersOutOfMemory, asking
 from megapack.ranks.place import Place
 from megapack.schedule import checks
 from megapack.schedule.listeners import Listener
@@ -70,41 +73,74 @@ class OutOfMemoryGuard:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._message = ""
+        self._has_stopped = False
+        # Made ahead: there may be no memory for it when it is needed.
+        self._answer = torch.zeros(1, dtype=torch.int32, device=device)
         self._failed_anywhere: bool | None = None
 
-    def attempt(self, work: Callable[[], Any]) -> Any:
-        """Run the work; returns None if memory runs out, or has run out before."""
-        if self._message:
-            return None
-        try:
-            return work()
-        except torch.OutOfMemoryError as error:
-            self._message = str(error).partition("\n")[0] or "out of memory"
-        # Outside of the handler: inside, the traceback would keep the activations alive.
-        if cpu.uses_cuda():
-            torch.cuda.empty_cache()
+    def attempt(self, work: Callable[[], Any], group: Any = None) -> Any:
+        """Run the work; returns None if memory runs out, or has run out before.
+
+        Args:
+            group: the ranks that share its row; None: the work is not shared. All of them attempt
+                it, and none has a result if one has not.
+        """
+        is_shared = group is not None and group.size() > 1
+        if not self._has_stopped:
+            try:
+                result = work()
+                if is_shared:
+                    self._ask(group)
+                return result
+            except torch.OutOfMemoryError as error:
+                self._message = str(error).partition("\n")[0] or "out of memory"
+            except OthersOutOfMemory:
+                is_shared = False
+            self._has_stopped = True
+            # Outside of the handlers: inside, the traceback would keep the activations alive.
+            if cpu.uses_cuda():
+                torch.cuda.empty_cache()
+        if is_shared:
+            self._answers(group, is_out=True)
         return None
 
     @contextlib.contextmanager
-    def backwards(self) -> Iterator[None]:
-        """Within the block, a backward that runs out of memory gives Megatron's schedule zeros."""
+    def running(self, backwards: Iterable[Any]) -> Iterator[None]:
+        """Within the block, a backward that runs out of memory gives Megatron's schedule zeros, and
+        ranks that share a row ask each other before they meet.
+
+        Args:
+            backwards: the `group` of each backward, in their order.
+        """
         original = schedules.backward_step
+        groups = iter(backwards)
 
         def backward_step(input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
             # In a list: None is a valid result of the original.
-            result = self.attempt(lambda: [original(input_tensor, *args, **kwargs)])
+            result = self.attempt(lambda: [original(input_tensor, *args, **kwargs)], next(groups))
             return _zeros(input_tensor) if result is None else result[0]
 
         schedules.backward_step = backward_step
         try:
-            yield
+            with asking(self._ask):
+                yield
         finally:
             schedules.backward_step = original
+
+    def _ask(self, group: Any) -> None:
+        if self._answers(group, is_out=False):
+            raise OthersOutOfMemory
+
+    def _answers(self, group: Any, *, is_out: bool) -> bool:
+        """Whether any rank of the group is out of memory."""
+        self._answer.fill_(is_out)
+        dist.all_reduce(self._answer, op=dist.ReduceOp.MAX, group=group)
+        return bool(self._answer.item())
 
     def agree(self) -> bool:
         """Whether any rank ran out of memory; the first call is a collective of all ranks."""
         if self._failed_anywhere is None:
-            (failed,) = on_any_rank([bool(self._message)], device=self._device)
+            (failed,) = on_any_rank([self._has_stopped], device=self._device)
             self._failed_anywhere = failed
         return self._failed_anywhere
 

@@ -204,11 +204,15 @@ class PassContext:
     memory: OutOfMemoryGuard | None = None
     """None: memory that runs out is an error."""
 
-    def attempt(self, work: Callable[[], T]) -> T | None:
-        """Run a piece of work; None if memory has run out, and zeros then replace its result."""
+    def attempt(self, work: Callable[[], T], group: Any = None) -> T | None:
+        """Run a piece of work; None if memory has run out, and zeros then replace its result.
+
+        Args:
+            group: see `OutOfMemoryGuard.attempt`.
+        """
         if self.memory is None:
             return work()
-        result: T | None = self.memory.attempt(work)
+        result: T | None = self.memory.attempt(work, group)
         return result
 
 
@@ -258,7 +262,7 @@ class ForwardStep:
         """
         microbatch, row = next(rows)
         chunk = next(i for i, own in enumerate(self._chunks) if own is model)
-        result = self._attempt(lambda: self._forward(row, model, chunk, microbatch))
+        result = self._attempt(lambda: self._forward(row, model, chunk, microbatch), row.cp_group)
         if result is None:
             result = _zero_output(row, model), None
         output, head = result
@@ -310,7 +314,7 @@ class ForwardStep:
             self._listeners.end_forward(chunk, microbatch, report[0])
             return report
 
-        report: LossReport | None = self._attempt(work)
+        report: LossReport | None = self._attempt(work, row.cp_group)
         # The backward sends zeros through this loss.
         return _report(hidden.sum(dtype=torch.float32) * 0.0) if report is None else report
 

@@ -134,7 +134,7 @@ class ScheduleRunner:
         placed = self.placed(call, rows)
         forward_step = self.forward_step(call, context)
         with (
-            contextlib.nullcontext() if memory is None else memory.backwards(),
+            contextlib.nullcontext() if memory is None else self._running(call, memory, placed),
             contextlib.nullcontext() if memory is None else without_overlap(self.chunks),
             dropping_reductions(self.chunks),
             apart_from_earlier(self.chunks) if call.is_training else contextlib.nullcontext(),
@@ -145,6 +145,12 @@ class ScheduleRunner:
                 self._run_megatron(call, placed, forward_step)
             else:
                 self._run_operations(call, placed, forward_step, context)
+
+    def _running(
+        self, call: StepCall, memory: OutOfMemoryGuard, rows: list[PlacedRow]
+    ) -> contextlib.AbstractContextManager[None]:
+        operations = self.stage_order(call).operations
+        return memory.running(rows[op.microbatch].cp_group for op in operations if op.kind == "B")
 
     def _run_megatron(
         self, call: StepCall, rows: list[PlacedRow], forward_step: ForwardStep

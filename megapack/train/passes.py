@@ -235,19 +235,22 @@ def halved(config: PlanConfig, steps: Sequence[StepPlan], *, inseparable: int = 
     """Settings that plan all samples as one step, with half of these steps' largest row as budget.
 
     The largest row counts, not the budget: two rows of 30 and 40 tokens under a budget of 1000 give
-    a budget of 20. Rows limited by `micro_batch_size` get half the number of samples.
+    a budget of 20. A row over several DP ranks counts with the tokens of one. Rows limited by
+    `micro_batch_size` get half the number of samples.
 
     Args:
         inseparable: samples that stay in one row: 2 for pairs.
 
     Raises:
-        StepOutOfMemory: every row already holds a single sample, or a single pair. All ranks raise
-            it.
+        StepOutOfMemory: every row already holds a single sample, or a single pair, and no sample
+            may be cut or go over more ranks. All ranks raise it.
     """
     microbatches = [mb for step in steps for mb in step.microbatches]
-    tokens = max(mb.padded_tokens for mb in microbatches)
+    tokens = max(-(-mb.padded_tokens // mb.width) for mb in microbatches)
     num_samples = max(len(mb.samples) for mb in microbatches)
-    if num_samples < 2 * inseparable:
+    # A sample may also be cut, or go over more ranks.
+    may_shrink = config.context_parallel == "dynamic" or config.split_samples == "auto"
+    if num_samples < 2 * inseparable and not may_shrink:
         held = "sample" if inseparable == 1 else "pair"
         raise StepOutOfMemory(
             f"a GPU ran out of memory though each row holds one {held}, of up to {tokens} padded "

@@ -27,6 +27,7 @@ from torch import Tensor
 from megapack.errors import ConfigError, ScheduleError
 from megapack.model.attention.carried import with_earlier
 from megapack.model.attention.row import RowView, row_view, with_view
+from megapack.ranks.meeting import meet, meeting_backward
 from megapack.rows.chain import Link
 from megapack.rows.packed import PackedRow
 
@@ -217,8 +218,10 @@ def gather_rows(key: Tensor, value: Tensor, order_K: Tensor, group: Any) -> tupl
     if group is None or group.size() == 1:
         return key.index_select(0, order_K), value.index_select(0, order_K)
     both = torch.cat([key, value], dim=-1)
+    meet(group, lambda: both.new_empty((len(both) * group.size(), *both.shape[1:])))
     # Megatron's gather for sequence parallelism: its backward reduces and scatters over the group.
     gathered = gather_from_sequence_parallel_region(both, group=group)
+    gathered = meeting_backward(gathered, group)
     key, value = gathered.index_select(0, order_K).split([key.shape[-1], value.shape[-1]], dim=-1)
     return key, value
 
