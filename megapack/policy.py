@@ -138,8 +138,9 @@ class _Facts(NamedTuple):
 
     @property
     def delayed_fp8(self) -> str:
-        """Ranks that agree on the largest values of FP8 tensors."""
-        return "fp8_recipe='delayed'" if self.shares_fp8_scales else ""
+        """DP ranks that agree on the largest values of FP8 tensors."""
+        is_one_rank = self.layout is not None and self.layout.dp == 1
+        return "fp8_recipe='delayed'" if self.shares_fp8_scales and not is_one_rank else ""
 
 
 class _Rule(NamedTuple):
@@ -202,6 +203,13 @@ _RULES = (
         lambda facts: facts.counts_samples,
         "rows of a number of samples have whole ones; set max_tokens_per_gpu, or "
         "split_samples='off'",
+    ),
+    _Rule(
+        "split_samples",
+        "auto",
+        lambda facts: facts.delayed_fp8,
+        "ranks exchange their largest values after each forward and backward, and those with "
+        "pieces run them in other orders; set split_samples='off', or tp_only_amax_red=True",
     ),
 )
 

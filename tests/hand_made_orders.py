@@ -42,10 +42,10 @@ def weights_later(order: StepOrder, lag: int) -> tuple[str, ...]:
 
 
 def with_weights_later(plan: Plan, lag: int) -> Plan:
-    """The plan with split backwards, see `weights_later`."""
+    """The plan with split backwards, see `weights_later`; later by one on each further rank."""
     (step,) = plan.steps
     ranks = range(plan.layout.dp)
-    orders = tuple(weights_later(step.order(rank, plan.layout), lag) for rank in ranks)
+    orders = tuple(weights_later(step.order(rank, plan.layout), lag + rank) for rank in ranks)
     policy = replace(plan.policy, backward="split", max_live_tokens_per_gpu=1 << 20)
     return replace(plan, policy=policy, steps=(replace(step, orders=orders),))
 

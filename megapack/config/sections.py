@@ -428,6 +428,13 @@ def _check_retry(config: TrainConfig) -> None:
         raise ConfigError(
             f"train.on_oom=replan cannot run with this layout ({reason}); set train.on_oom=error"
         )
+    is_wide = config.plan.context_parallel == "dynamic"
+    if config.train.on_oom == "replan" and is_wide and config.model.attention == "te":
+        raise ConfigError(
+            "train.on_oom=replan cannot run with plan.context_parallel=dynamic and model.attention="
+            "te: a rank that runs out of memory inside of Transformer Engine's attention leaves "
+            "those that share its row waiting; set model.attention=varlen, or train.on_oom=error"
+        )
     overlaps = [
         f"optim.{name}=true"
         for name in ("overlap_grad_reduce", "overlap_param_gather")

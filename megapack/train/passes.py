@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from megapack.base.arrays import Ints
 from megapack.base.choices import RoutingReplay
 from megapack.config.objective import ObjectiveConfig
 from megapack.config.sections import PlanConfig
@@ -200,15 +201,23 @@ def replan_step(planner: BatchPlanner, batch: PlannedBatch, index: int) -> Plann
     samples = batch.samples
     kept = list(step.kept_samples)
     fields = {n: [samples.field(n, i) for i in kept] for n in samples.field_names}
+    numbers = batch.numbers[kept]
+    pair_ids = planner.data.pair_ids(numbers)
+    smaller = halved(
+        planner.config,
+        (step,),
+        inseparable=1 if batch.plan.colocate_ids is None else 2,
+        least=_least_budget(planner, np.array(samples.lengths)[kept], pair_ids),
+    )
     # "pad", not "drop": the step must keep its samples even if splitting rows reaches no legal M.
     config = dataclasses.replace(
-        halved(planner.config, (step,), inseparable=1 if batch.plan.colocate_ids is None else 2),
+        smaller,
         forward_max_tokens_per_gpu=None,
         unreachable="pad",
         oversize="alone",
     )
     planner = dataclasses.replace(planner, config=config, cost=batch.cost)
-    return planner.plan(batch.numbers[kept], fields)
+    return planner.plan(numbers, fields)
 
 
 def replan_logprobs(planner: BatchPlanner, batch: PlannedBatch) -> Plan:
@@ -219,7 +228,8 @@ def replan_logprobs(planner: BatchPlanner, batch: PlannedBatch) -> Plan:
     Raises:
         StepOutOfMemory, PlanError, ConfigError: as `replan_step` does.
     """
-    config = halved(planner.config, batch.forward_plan.steps)
+    least = _least_budget(planner, np.array(batch.samples.lengths), None)
+    config = halved(planner.config, batch.forward_plan.steps, least=least)
     prefixes = planner.prefixes(batch.numbers)
     settings = (config, planner.layout, batch.cost, batch.samples.lengths)
     plan = plan_logprobs(*settings, prefixes)
@@ -231,7 +241,9 @@ def replan_logprobs(planner: BatchPlanner, batch: PlannedBatch) -> Plan:
     return plan
 
 
-def halved(config: PlanConfig, steps: Sequence[StepPlan], *, inseparable: int = 1) -> PlanConfig:
+def halved(
+    config: PlanConfig, steps: Sequence[StepPlan], *, inseparable: int = 1, least: int = 1
+) -> PlanConfig:
     """Settings that plan all samples as one step, with half of these steps' largest row as budget.
 
     The largest row counts, not the budget: two rows of 30 and 40 tokens under a budget of 1000 give
@@ -240,24 +252,25 @@ def halved(config: PlanConfig, steps: Sequence[StepPlan], *, inseparable: int = 
 
     Args:
         inseparable: samples that stay in one row: 2 for pairs.
+        least: the smallest budget, see `_least_budget`.
 
     Raises:
-        StepOutOfMemory: every row already holds a single sample, or a single pair, and no sample
-            may be cut or go over more ranks. All ranks raise it.
+        StepOutOfMemory: rows cannot be smaller: each holds a single sample, or a single pair, on
+            as many ranks as there are. All ranks raise it.
     """
     microbatches = [mb for step in steps for mb in step.microbatches]
     tokens = max(-(-mb.padded_tokens // mb.width) for mb in microbatches)
     num_samples = max(len(mb.samples) for mb in microbatches)
-    # A sample may also be cut, or go over more ranks.
-    may_shrink = config.context_parallel == "dynamic" or config.split_samples == "auto"
-    if num_samples < 2 * inseparable and not may_shrink:
+    is_counted = config.max_tokens_per_gpu is None
+    budget = max(tokens // 2, least)
+    # Else a row of one sample is as long as before.
+    goes_on = config.context_parallel == "dynamic" or config.split_samples == "auto"
+    if (num_samples < 2 * inseparable and not goes_on) or (budget >= tokens and not is_counted):
         held = "sample" if inseparable == 1 else "pair"
         raise StepOutOfMemory(
             f"a GPU ran out of memory though each row holds one {held}, of up to {tokens} padded "
             "tokens; set data.max_length, model.recompute, or a layout with more stages"
         )
-    is_counted = config.max_tokens_per_gpu is None
-    budget = max(tokens // 2, 1)
     is_forward_counted = is_counted and config.forward_max_tokens_per_gpu is None
     return dataclasses.replace(
         config,
@@ -267,6 +280,22 @@ def halved(config: PlanConfig, steps: Sequence[StepPlan], *, inseparable: int = 
         max_tokens_per_gpu=None if is_counted else budget,
         forward_max_tokens_per_gpu=None if is_forward_counted else budget,
     )
+
+
+def _least_budget(planner: BatchPlanner, lengths: Ints, pair_ids: Sequence[Any] | None) -> int:
+    """The smallest budget for these samples; a sample over it may be alone in its row, or cut.
+
+    Under context_parallel="dynamic" none is alone: the longest one, or pair, must fit on all ranks.
+    """
+    config = planner.config
+    is_cut = config.split_samples == "auto" and pair_ids is None
+    if config.context_parallel == "fixed" or is_cut:
+        return 1
+    width = planner.layout.widths[-1]
+    over = planner.layout.over(width)
+    ids = np.arange(lengths.size) if pair_ids is None else np.array(pair_ids)
+    sizes = np.bincount(np.unique(ids, return_inverse=True)[1], over.aligned_sample_tokens(lengths))
+    return -(-over.aligned_row_tokens(int(sizes.max())) // (width * planner.layout.cp))
 
 
 T = TypeVar("T")

@@ -27,6 +27,8 @@ from megapack.checkpoint import state
 from megapack.config import load_config
 from megapack.config.sections import TrainConfig
 from megapack.errors import DataError, StepOutOfMemory
+from megapack.model.attention import packed
+from megapack.ranks import meeting
 from megapack.ranks.interrupt import Interrupt
 from megapack.schedule import adapter
 from megapack.schedule.call import StepCall
@@ -51,6 +53,9 @@ WEIGHTS = "weight_gradients"
 """A phase of a step with plan.backward=split."""
 CALIBRATION = "calibration"
 """A fit of the cost model, with plan.calibrate=online."""
+LAYER = "layer"
+LAYER_BACKWARD = "layer backward"
+"""Between the layers of a row that ranks share: before they meet for the second time."""
 ELSEWHERE = ("start", "prefetch", "write_plan", "optimizer", "checkpoint", WEIGHTS, CALIBRATION)
 """Phases outside of a step, or not of all steps; they are not in the matrix."""
 ON_RANK_0 = ("write_plan",)
@@ -132,6 +137,10 @@ def inject(trigger: Trigger, phase: str) -> None:
         _around(ForwardStep, "run_row", after=lambda result: _poisoned_backward(result, trigger))
     elif phase in ("forward", "backward", WEIGHTS, "log-probs"):
         _around(ScheduleRunner, "run", before=lambda *call: _listen(call[0], phase, trigger))
+    elif phase == LAYER:
+        _around(packed, "meet", before=_SecondTime(trigger))
+    elif phase == LAYER_BACKWARD:
+        _around(meeting, "meet", before=_SecondTime(trigger))
     elif phase == "critic":
         _around(job.Critic, "step", before=_listen_to_critic(trigger))
     elif phase == "loss":
@@ -227,6 +236,21 @@ def _around(
 
 def _is_next(call: StepCall) -> bool:
     return call.is_training and call.step > 0
+
+
+class _SecondTime:
+    """Triggers the fault when it is called for the second time in a step's training pass."""
+
+    def __init__(self, trigger: Trigger) -> None:
+        self._trigger = trigger
+        self._calls = 0
+
+    def __call__(self, *_: Any) -> None:
+        is_backward = torch._C._current_graph_task_id() != -1
+        if self._trigger.is_due and (torch.is_grad_enabled() or is_backward):
+            self._calls += 1
+            if self._calls == 2:
+                self._trigger()
 
 
 def _poisoned(values: Any, trigger: Trigger) -> Any:

@@ -67,6 +67,49 @@ def test_nothing_is_left_of_the_failed_attempt(
     assert metrics(tmp_path) == replanned
 
 
+# Two layers per chunk: a rank may run out of memory between them.
+WIDE = ("plan.context_parallel=dynamic", "model.num_layers=8")
+
+
+@pytest.fixture(scope="module")
+def wide_replanned(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """As `replanned`, and DP ranks share rows."""
+    folder = tmp_path_factory.mktemp("wide_replanned")
+    code, output = job(folder, "replanned", "step", EVERY_RANK, *WIDE)
+    assert code == 0, output[-4000:]
+    lines = metrics(folder)
+    assert [line["num_oom_replans"] for line in lines] == [0, 0, 1, 1]
+    assert all(line["num_wide_microbatches"] > 1 for line in lines)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank", "settings"),
+    [
+        ("forward", 0, ()),
+        ("layer", 1, ("train.executor=operations",)),
+        ("layer", EVERY_RANK, ()),
+        ("backward", 2, ()),
+        ("layer backward", 3, ()),
+        ("layer backward", 1, ("model.recompute=full", "train.executor=operations")),
+        ("loss", 3, ()),
+    ],
+)
+def test_ranks_that_share_its_row_leave_it_too(
+    phase: str,
+    rank: int,
+    settings: tuple[str, ...],
+    tmp_path: Path,
+    wide_replanned: list[dict[str, Any]],
+) -> None:
+    code, output = job(tmp_path, "out_of_memory", phase, rank, *WIDE, *settings)
+    assert code == 0, output[-4000:]
+    failed = 4 if rank == EVERY_RANK else 1
+    assert f"{failed} of 4 ranks failed" in output or failed == 4
+    assert "replanned with rows of half the size" in output
+    assert metrics(tmp_path) == wide_replanned
+
+
 def test_passes_for_log_probs_are_run_again(tmp_path: Path) -> None:
     """The first passes of the job compute old log-probs."""
     code, output = job(tmp_path, "out_of_memory", "log-probs", 1)

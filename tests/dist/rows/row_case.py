@@ -7,6 +7,7 @@ samples in pieces, split backwards. A cell that combines some is a line of data.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import numpy as np
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
 from megapack.plan import MicroBatch, Plan, check_plan
-from megapack.plan.order import chain_order
+from megapack.plan.order import chain_order, joined_chains
 from megapack.policy import Policy
 from megapack.prefixes import PrefixTable, SharedPrefixes, row_branches
 from tests.dist.rows.row_problem import KINDS, MODEL_TEXTS, MODELS, PAIRED, Samples, make_samples
@@ -177,8 +178,10 @@ def plan_by_hand(
         live = LIVE_TOKENS // layout.cp
         policy = replace(policy, split_samples="auto", max_live_tokens_per_gpu=live)
         make = functools.partial(chain_order, layout.pp, layout.vpp, count, group or 1)
-        orders = tuple(make(step.chains(rank)).lines() for rank in range(layout.dp))
-        step = replace(step, orders=orders)
+        chains = [step.chains(rank) for rank in range(layout.dp)]
+        if step.meets_in_layers(layout):
+            chains = [joined_chains(itertools.chain(*chains))] * layout.dp
+        step = replace(step, orders=tuple(make(own).lines() for own in chains))
     return replace(
         plain,
         steps=(step,),

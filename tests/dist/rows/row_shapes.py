@@ -259,4 +259,40 @@ _SPLIT = {
     ),
 }
 
-SHAPES = _PREFIXES | _WIDE | _SPLIT
+_OVERLAPPING = {"chains": [2, 3], "pieces": [2, 3], "packed_wide": 2}
+_JOINED = {
+    # The samples of "split". Chains of two ranks overlap, and rows of one rank stand beside them.
+    "joined": Shape(
+        families=_SPLIT["split"].families,
+        plain_row_tokens=128,
+        made={
+            # With vpp2 and G=4 the chains are in one group.
+            2: MadeRows(
+                slots=[
+                    [(1, [0], {0: (0, 32)}), (1, [7])],
+                    [(1, [0], {0: (32, 64)}), (1, [10])],
+                    [(1, [0, 1], {0: (64, 97)}), (1, [3, 4], {3: (0, 40)})],
+                    [(1, [5]), (1, [3], {3: (40, 64)})],
+                    [(2, [2, 9])],
+                    [(2, [6, 8])],
+                ],
+                row_tokens=64,
+                expect=_OVERLAPPING | {"rows_1": 8, "rows_2": 2},
+            ),
+            # Backwards of wide rows are in reverse where chains of other ranks are.
+            4: MadeRows(
+                slots=[
+                    [(4, [2, 9])],
+                    [(2, [8, 6]), (1, [0], {0: (0, 32)}), (1, [7])],
+                    [(1, [10]), (1, []), (1, [0], {0: (32, 64)}), (1, [3, 4], {3: (0, 40)})],
+                    [(1, [5]), (1, []), (1, [0], {0: (64, 97)}), (1, [3], {3: (40, 64)})],
+                    [(1, []), (1, []), (2, [1])],
+                ],
+                row_tokens=64,
+                expect=_OVERLAPPING | {"rows_4": 1, "rows_2": 2, "later_blocks": 1},
+            ),
+        },
+    ),
+}
+
+SHAPES = _PREFIXES | _WIDE | _SPLIT | _JOINED

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megapack import launch
 from megapack.loss.sequence import ValueLoss
-from megapack.model.attention import carried
+from megapack.model.attention import carried, sdpa
 from megapack.model.attention.packed import row_params
 from megapack.model.experts.router import PackedRouter
 from megapack.model.head import unwrapped
@@ -54,12 +54,20 @@ def _without_a_piece(self: chains.ChainLosses, forwards: Sequence[Any]) -> Tenso
     return loss
 
 
+def _own_keys_only(key: Tensor, value: Tensor, order_K: Tensor, group: Any) -> Any:
+    """Keys and values as if the other ranks of the row had this rank's."""
+    times = group.size() if group is not None else 1
+    copies = torch.cat([torch.cat([key, value], dim=-1)] * times).index_select(0, order_K)
+    return copies.split([key.shape[-1], value.shape[-1]], dim=-1)
+
+
 def _without_earlier_pieces(row: PackedRow, group: Any, link: Link | None) -> Any:
     return row_params(dataclasses.replace(row, piece=None), group)
 
 
 _MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no carried gradients": (carried, "_with_leaf", lambda grad, leaf: grad),
+    "no exchanged keys": (sdpa, "gather_rows", _own_keys_only),
     "no carried keys": (runner, "row_params", _without_earlier_pieces),
     "no losses of a piece": (chains.ChainLosses, "_find_gradients", _without_a_piece),
 }

@@ -14,6 +14,7 @@ _PLACES = {
     **{place: place for place in ("dp2_pp2", "tp2_sp_pp2", "cp2_pp2")},
 }
 _case = functools.partial(RowCase, shape="split")
+_wide = functools.partial(_case, title="beside rows over several ranks", shape="joined")
 _shared = functools.partial(_case, title="beside shared prefixes", shape="shared", shares=True)
 
 GRID = {
@@ -24,8 +25,12 @@ GRID = {
 """Layout times recompute, each with all objectives of tokens and of samples."""
 
 MUTATED = {
-    mutation: _case("pp2", kinds=("sft",), mutation=mutation)
-    for mutation in ("no carried gradients", "no carried keys", "no losses of a piece")
+    **{
+        mutation: _case("pp2", kinds=("sft",), mutation=mutation)
+        for mutation in ("no carried gradients", "no carried keys", "no losses of a piece")
+    },
+    "wide, no carried gradients": _wide("dp2_pp2", kinds=("sft",), mutation="no carried gradients"),
+    "wide, no exchanged keys": _wide("dp2_pp2", kinds=("sft",), mutation="no exchanged keys"),
 }
 
 SPECIAL = MUTATED | {
@@ -47,6 +52,27 @@ SPECIAL = MUTATED | {
     "moe_full": _case("pp2", model="moe", recompute="full", kinds=_TWO),
     "moe_bias_cp2_selective": _case("cp2_ep2", model="moe_bias", recompute="selective", kinds=_TWO),
     "moe_replay_full": _case("cp2_ep2", model="moe_replay", recompute="full", kinds=_TWO),
+    "wide": _wide("dp2_pp2"),
+    "wide_later": _wide("dp2_pp2", lag=1),
+    "wide_pp2_vpp2_later": _wide("dp2_pp2_vpp2_g4", lag=1),
+    "wide_pp2_vpp2_full": _wide("dp2_pp2_vpp2_g4", recompute="full", lag=1),
+    "wide_dp4_later_full": _wide("dp4", recompute="full", lag=1),
+    "wide_cp2": _wide("dp2_cp2", lag=1),
+    "wide_tp2_sp": _wide("dp2_tp2_sp", lag=1, kinds=_TWO),
+    "wide_value": _wide("dp2_pp2", kinds=("value",)),
+    "wide_mla": _wide("dp2_pp2", model="mla", lag=1, kinds=_TWO),
+    "wide_moe": _wide("dp2_pp2_ep2", model="moe", lag=1, kinds=_TWO),
+    "wide_moe_bias_dp4_full": _wide("dp4_ep2", model="moe_bias", recompute="full", kinds=_TWO),
+    "moe_dp2": _case("dp2_pp2_ep2", model="moe", kinds=_TWO),
+    "moe_dp2_later": _case("dp2_pp2_ep2", model="moe", lag=1, kinds=_TWO),
+    "moe_dp2_pp2_vpp2_later_full": _case(
+        "dp2_pp2_vpp2_g4_ep2", model="moe", recompute="full", lag=1, kinds=_TWO
+    ),
+    "moe_bias_dp2_selective": _case(
+        "dp2_pp2_ep2", model="moe_bias", recompute="selective", kinds=_TWO
+    ),
+    "moe_bias_dp2_tp2_later": _case("dp2_tp2_sp_ep4", model="moe_bias", lag=1, kinds=_TWO),
+    "moe_replay_dp2_full": _case("dp2_pp2_ep2", model="moe_replay", recompute="full", kinds=_TWO),
     "bf16": _case("pp2", title="bf16", model="bf16", kinds=("sft",)),
 }
 
@@ -54,5 +80,7 @@ TESTED = (
     *("single-none", "pp2-full", "pp2_vpp2-none", "dp2_pp2-full", "tp2_sp_pp2-none"),
     *("cp2_pp2-full", "value", "mla_full", "moe_full", "moe_replay_full"),
     *("shared_pp2_vpp2-full", "shared_cp2_pp2-full", "shared_moe", *MUTATED),
+    *("wide_later", "wide_pp2_vpp2_later", "wide_dp4_later_full", "wide_moe"),
+    *("moe_dp2_later", "moe_bias_dp2_selective", "moe_replay_dp2_full"),
 )
 """The cases of the tests; tools/exactness.py runs all that are not mutated."""

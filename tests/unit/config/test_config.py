@@ -346,8 +346,8 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["layout.tp=2", "layout.etp=2"], "but model.num_experts is null; set layout.etp=1"),
     (["train.on_oom=replan", "layout.tp=2"], "cannot run with this layout (tp=2, cp=1, ep=1: "),
     (
-        ["train.on_oom=replan", "plan.context_parallel=dynamic"],
-        "cannot run with this layout (tp=1, cp=1, ep=1, context_parallel=dynamic: ranks comm",
+        [*DYNAMIC, "train.on_oom=replan", "model.attention=te", "model.dtype=bf16"],
+        "train.on_oom=replan cannot run with plan.context_parallel=dynamic and model.attention=te",
     ),
     (["model.num_experts=4", "layout.tp=2"], "needs layout.sequence_parallel=true"),
     (["layout.sequence_parallel=true"], "layout.sequence_parallel needs layout.tp > 1"),

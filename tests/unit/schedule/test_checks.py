@@ -439,6 +439,10 @@ def test_counts_per_rank_are_refused_if_experts_span_ranks() -> None:
         check_counts(plan, config(**delayed))
     check_counts(plan, config(**delayed, tp_only_amax_red=True))
     check_counts(replace(plan, policy=Policy()), config(**delayed))
+    pieces = replace(plan, policy=Policy(split_samples="auto"))
+    with pytest.raises(ConfigError, match=r"split_samples='auto' with fp8_recipe='delayed': rank"):
+        check_counts(pieces, config(**delayed))
+    check_counts(replace(pieces, layout=Layout()), config(**delayed))
 
 
 @pytest.mark.parametrize(

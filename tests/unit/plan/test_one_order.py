@@ -1,0 +1,103 @@
+"""Ranks that share rows, or exchange tokens of experts, run forwards and backwards in one order."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from megapack.errors import PlanError
+from megapack.layout import Layout
+from megapack.pipeline.simulator import simulate_planned
+from megapack.plan import Plan, StepPlan, check_plan
+from megapack.plan.order import chain_order, joined_chains
+from megapack.policy import Policy
+from tests.hand_made_orders import with_weights_later
+from tests.made_rows import Slot, made_ranks
+
+LENGTHS = [97, 12, 40, 64, 7, 21]
+CHAINS: list[Slot] = [
+    [(1, [0], {0: (0, 32)}), (1, [1])],
+    [(1, [0], {0: (32, 64)}), (1, [3, 4], {3: (0, 40)})],
+    [(1, [0], {0: (64, 97)}), (1, [3], {3: (40, 64)})],
+]
+WIDE: list[Slot] = [*CHAINS, [(2, [2, 5])]]
+EXPERTS: list[Slot] = [*CHAINS, [(1, [2]), (1, [5])]]
+CASES = {
+    "wide rows": (WIDE, Layout(dp=2, pp=2), "dynamic"),
+    "experts": (EXPERTS, Layout(dp=2, pp=2, ep=2), "fixed"),
+}
+
+
+def plan(name: str, *, joined: bool = True) -> Plan:
+    """A plan whose ranks have chains of their own, in one order of the joined chains."""
+    slots, layout, context_parallel = CASES[name]
+    ranks = made_ranks(slots, LENGTHS, layout)
+    step = StepPlan(ranks, len(slots), None, tuple(range(6)), ())
+    chains = [step.chains(rank) for rank in range(2)]
+    assert chains == [[range(0, 3)], [range(1, 3)]]
+    if joined:
+        chains = [joined_chains(itertools.chain(*chains))] * 2
+    orders = tuple(chain_order(2, 1, len(slots), 1, own).lines() for own in chains)
+    return Plan(
+        steps=(dataclasses.replace(step, orders=orders),),
+        layout=layout,
+        policy=Policy(
+            split_samples="auto",
+            context_parallel=context_parallel,
+            max_live_tokens_per_gpu=400,
+        ),
+        max_tokens_per_gpu=64,
+        micro_batch_size=None,
+        num_samples=6,
+        rollout_ids=None,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_order_of_the_joined_chains_is_legal(name: str) -> None:
+    made = plan(name)
+    for one in (made, with_weights_later(made, 0)):
+        check_plan(one, LENGTHS)
+        assert Plan.from_json(one.to_json()) == one
+        assert Plan.from_text(str(one)) == one
+        (step,) = one.steps
+        assert step.meets_in_layers(one.layout)
+        assert step.has_one_order
+        assert simulate_planned(one, step, None).makespan > 0
+    # Each rank's weight gradients are at other places.
+    assert len(set(one.steps[0].orders)) == 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_order_of_each_rank_is_refused(name: str) -> None:
+    made = plan(name, joined=False)
+    message = (
+        "invariant 11 is broken: step 0: ranks share rows or exchange tokens of experts, and stage "
+        "0 of rank 0 runs 2F0 where that of rank 1 runs 0B0; give all ranks one order"
+    )
+    with pytest.raises(PlanError, match=message):
+        check_plan(made, LENGTHS)
+    with pytest.raises(PlanError, match="wait for each other and run their forwards and backwards"):
+        simulate_planned(made, made.steps[0], None)
+
+
+def test_ranks_that_never_meet_have_orders_of_their_own() -> None:
+    made = plan("experts", joined=False)
+    made = dataclasses.replace(made, layout=Layout(dp=2, pp=2))
+    check_plan(made, LENGTHS)
+    (step,) = made.steps
+    assert not step.meets_in_layers(made.layout)
+    assert not step.has_one_order
+
+
+def test_pieces_are_in_rows_of_one_rank() -> None:
+    slots: list[Slot] = [[(2, [0], {0: (0, 64)})], [(2, [0], {0: (64, 97)})]]
+    slots += [[(2, [2, 5])], [(1, [3]), (1, [1, 4])]]
+    made = plan("wide rows")
+    step = dataclasses.replace(
+        made.steps[0], ranks=made_ranks(slots, LENGTHS, made.layout), orders=()
+    )
+    with pytest.raises(PlanError, match=r"10 .* have pieces in rows over several DP ranks"):
+        check_plan(dataclasses.replace(made, steps=(step,)), LENGTHS)
