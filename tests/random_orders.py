@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+
+from megapack.plan.order import without_weights
 
 
 def random_order(
@@ -34,3 +37,15 @@ def random_order(
             if rng.random() < split:
                 ready.append(("W", microbatch, chunk))
     return tuple(" ".join(line) for line in lines)
+
+
+def with_random_weights(rng: random.Random, lines: Sequence[str]) -> tuple[str, ...]:
+    """The lines of an order, with weight gradients of some backwards at random places."""
+    made = []
+    for line in lines:
+        own = without_weights(line).split()
+        for backward in [text for text in own if "B" in text and rng.random() < 0.6]:
+            place = rng.randint(own.index(backward) + 1, len(own))
+            own.insert(place, backward.replace("B", "W"))
+        made.append(" ".join(own))
+    return tuple(made)

@@ -104,10 +104,18 @@ def test_ranks_that_share_its_row_leave_it_too(
 ) -> None:
     code, output = job(tmp_path, "out_of_memory", phase, rank, *WIDE, *settings)
     assert code == 0, output[-4000:]
-    failed = 4 if rank == EVERY_RANK else 1
-    assert f"{failed} of 4 ranks failed" in output or failed == 4
+    # Only a rank that ran out of memory itself is named; all of them raise their own error.
+    assert ("1 of 4 ranks failed: rank" in output) == (rank != EVERY_RANK)
     assert "replanned with rows of half the size" in output
-    assert metrics(tmp_path) == wide_replanned
+    found = metrics(tmp_path)
+    if any("recompute" in setting for setting in settings):
+        # Rows then cost more, so others are planned.
+        results = ("loss", "grad_norm", "num_oom_replans")
+        for one, other in zip(found, wide_replanned, strict=True):
+            expected = {key: other[key] for key in results}
+            assert {key: one[key] for key in results} == pytest.approx(expected, rel=1e-4)
+    else:
+        assert found == wide_replanned
 
 
 def test_passes_for_log_probs_are_run_again(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from megapack.schedule import ScheduleAdapter
 from megapack.schedule.call import StepCall
 from tests.dist import problem
 from tests.dist.setup import build_chunks
-from tests.random_orders import random_order
+from tests.made_rows import with_shared_rows
+from tests.random_orders import random_order, with_random_weights
 
 MODEL = ModelConfig(hidden_size=8, num_attention_heads=2, ffn_hidden_size=8)
 LAYOUTS = {
@@ -37,17 +38,23 @@ LAYOUTS = {
     "pp4_vpp2": Layout(pp=4, vpp=2),
     "dp2_pp2": Layout(dp=2, pp=2),
     "dp2_pp2_vpp2": Layout(dp=2, pp=2, vpp=2),
+    "wide_dp2_pp2_vpp2": Layout(dp=2, pp=2, vpp=2),
+    "experts_dp2_pp2_vpp2": Layout(dp=2, pp=2, vpp=2, ep=2),
 }
+"""Of the last two, DP ranks meet in layers."""
 LENGTHS = [3, 9, 5, 17, 2, 11, 7, 4, 12, 6]
 # Tokens of a row by chunks per stage: 4 to 6 micro-batches per DP rank.
 BUDGETS = {1: 20, 2: 34}
 OVERLAP = {"overlap_grad_reduce": Setting(True), "bucket_size": Setting(500)}
-CAP = Policy(backward="split", max_live_tokens_per_gpu=10_000)
+MAX_LIVE_TOKENS = 10_000
 
 
-def run_layout(layout: Layout, num_orders: int) -> dict[str, Any]:
+def run_layout(name: str, num_orders: int) -> dict[str, Any]:
     """The largest relative error of the gradients over random orders, against Megatron's."""
+    layout = LAYOUTS[name]
     model = dataclasses.replace(MODEL, num_layers=layout.pp * layout.vpp)
+    if layout.ep > 1:
+        model = dataclasses.replace(model, num_experts=2, moe_top_k=1, moe_ffn_hidden_size=8)
     # Reductions that overlap: DP ranks must start them in one order, whatever they run.
     chunks = build_chunks(layout, model=model, reduction=OVERLAP if layout.dp > 1 else None)
     generator = torch.Generator().manual_seed(problem.SEED)
@@ -55,6 +62,10 @@ def run_layout(layout: Layout, num_orders: int) -> dict[str, Any]:
     tokens = [torch.randint(0, 100, (n,), generator=generator).tolist() for n in lengths]
     batch = SampleBatch(tokens)
     plan = build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=BUDGETS[layout.vpp])
+    if name.startswith("wide"):
+        plan = dataclasses.replace(plan, policy=Policy(context_parallel="dynamic"))
+        plan = with_shared_rows(with_shared_rows(plan, lengths, 1), lengths, 3)
+        assert plan.counts.num_wide_rows > 1
     call = StepCall(
         plan=plan,
         batch=batch,
@@ -94,13 +105,20 @@ def run_layout(layout: Layout, num_orders: int) -> dict[str, Any]:
 def _with_orders(plan: Plan, rng: random.Random, split: float) -> Plan:
     """The plan with a random order for each DP rank."""
     (step,) = plan.steps
+    layout = plan.layout
     orders = tuple(
-        random_order(
-            rng, pp=plan.layout.pp, vpp=plan.layout.vpp, num_microbatches=len(row), split=split
-        )
+        random_order(rng, pp=layout.pp, vpp=layout.vpp, num_microbatches=len(row), split=split)
         for row in step.ranks
     )
-    return dataclasses.replace(plan, policy=CAP, steps=(dataclasses.replace(step, orders=orders),))
+    if step.meets_in_layers(layout):
+        orders = tuple(
+            with_random_weights(rng, orders[0]) if split else orders[0] for _ in step.ranks
+        )
+    policy = dataclasses.replace(
+        plan.policy, backward="split", max_live_tokens_per_gpu=MAX_LIVE_TOKENS
+    )
+    steps = (dataclasses.replace(step, orders=orders),)
+    return dataclasses.replace(plan, policy=policy, steps=steps)
 
 
 def _gradients(
@@ -125,8 +143,8 @@ def main(out: str, num_orders: str) -> None:
     """Run all layouts; rank 0 writes `out`."""
     launch.start("cpu")
     results = {}
-    for name, layout in LAYOUTS.items():
-        results[name] = run_layout(layout, int(num_orders))
+    for name in LAYOUTS:
+        results[name] = run_layout(name, int(num_orders))
         parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:

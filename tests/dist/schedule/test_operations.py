@@ -29,7 +29,7 @@ SAME_BITS = [
     f"{OVERLAP}sharded_dp2_pp2",
 ]
 
-# On each of four layouts. The worker runs any number by torchrun; tests/unit/plan/test_order.py
+# On each of six layouts. The worker runs any number by torchrun; tests/unit/plan/test_order.py
 # checks random orders without ranks.
 ORDERS_PER_LAYOUT = 20
 

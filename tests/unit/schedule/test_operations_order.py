@@ -13,11 +13,11 @@ import pytest
 
 import megapack.schedule.channels
 from megapack.errors import ConfigError, PlanError
-from megapack.plan.order import StepOrder, read_order, step_order, without_weights
+from megapack.plan.order import StepOrder, read_order, step_order
 from megapack.schedule.channels import DIRECTIONS, Direction, StageOrder, link_sets
 from megapack.schedule.checks import check_executor
 from megapack.schedule.operations import _Communication
-from tests.random_orders import random_order
+from tests.random_orders import random_order, with_random_weights
 
 pytestmark = pytest.mark.unit
 
@@ -125,18 +125,6 @@ def test_one_hardware_queue_does_not_hang(seed: int) -> None:
         assert sum(map(len, queues)) < before, [queue[:2] for queue in queues]
 
 
-def with_weights(rng: random.Random, lines: tuple[str, ...]) -> tuple[str, ...]:
-    """The lines with weight gradients at random places, of some backwards."""
-    made = []
-    for line in lines:
-        own = without_weights(line).split()
-        for backward in [text for text in own if "B" in text and rng.random() < 0.6]:
-            place = rng.randint(own.index(backward) + 1, len(own))
-            own.insert(place, backward.replace("B", "W"))
-        made.append(" ".join(own))
-    return tuple(made)
-
-
 def joint_commands(order: StageOrder, stage: int, vpp: int, shared: set[int]) -> list[str]:
     """What a rank joins, operation after operation: shared forwards and backwards, reductions."""
     recorded = Recorded(vpp)
@@ -158,7 +146,7 @@ def joined_by_ranks(seed: int, *, knows_all_ranks: bool) -> Iterator[list[list[s
     rng = random.Random(seed)
     pp, vpp, count = rng.choice([1, 2, 3]), rng.choice([1, 2]), rng.randint(2, 6)
     base = random_order(rng, pp=pp, vpp=vpp, num_microbatches=count, split=0.0)
-    ranks = [with_weights(rng, base) for _ in range(3)]
+    ranks = [with_random_weights(rng, base) for _ in range(3)]
     shared = set(range(count)) if rng.random() < 0.5 else {rng.randrange(count)}
     known = ranks if knows_all_ranks else ()
     for stage in range(pp):
