@@ -104,8 +104,8 @@ class LoopConfig:
     null = never, `megapack export` does it later from a checkpoint."""
     on_oom: Literal["error", "replan"] = "error"
     """If a GPU runs out of memory: error ends the run, replan repeats the step once in rows of half
-    the size. replan needs ranks that do not communicate inside layers (tp = cp = ep = 1 and
-    plan.context_parallel=fixed); the metric `num_oom_replans` counts the repeated steps."""
+    the size. replan needs tp = cp = ep = 1, and other attention than Transformer Engine's with
+    plan.context_parallel=dynamic; the metric `num_oom_replans` counts the repeated steps."""
     routing_replay: RoutingReplay = "none"
     """The experts that tokens go through in all steps of a batch: none: those that the routers
     choose; rollout: those in the rollouts' `routed_experts`, also in the pass for old log-probs;

@@ -328,15 +328,13 @@ def _candidates(
 def _kinds(work: Workload, space: Space, layout: Layout) -> Iterator[Kind]:
     """The kinds to try.
 
-    Rows of one DP rank are fixed, and no step has both rows over several ranks and pieces. In a
-    pipeline of one stage neither pieces nor weight gradients have waits to fill.
+    Rows of one DP rank are fixed. In a pipeline of one stage neither pieces nor weight gradients
+    have waits to fill.
     """
     for names in itertools.product(space.context_parallel, space.split_samples, space.backward):
         kind = Kind(*names)
         is_wide = kind.context_parallel == "dynamic"
-        if (is_wide and (layout.dp == 1 or kind.split_samples == "auto")) or (
-            kind.has_orders and layout.pp == 1
-        ):
+        if (is_wide and layout.dp == 1) or (kind.has_orders and layout.pp == 1):
             continue
         if _is_allowed(replace(work.policy, count_rule="legal", **kind._asdict()), layout):
             yield kind

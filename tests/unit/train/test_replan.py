@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from megapack import Layout, build_dp_schedule
+from megapack import Layout, Policy, build_dp_schedule
 from megapack.config.sections import PlanConfig
 from megapack.cost.model import CostModel
 from megapack.data.dataset import Dataset
@@ -117,3 +119,40 @@ def test_replanned_rows_share_prefixes_of_their_own_samples() -> None:
     check_plan(forward, lengths)
     assert shared_tokens(forward) > 0
     assert max(map(len, rows_of(forward))) < max(map(len, rows_of(batch.forward_plan)))
+
+
+def wide_planner(dp: int, **settings: Any) -> BatchPlanner:
+    config = PlanConfig(max_tokens_per_gpu=3000, context_parallel="dynamic", **settings)
+    data = Dataset.from_rollouts(generate_pairs(6, 2, seed=3))
+    return BatchPlanner(config, Layout(dp=dp), CostModel(0, 1e-6, 0, 0), data, dp_rank=0)
+
+
+def test_a_row_over_several_ranks_counts_with_the_tokens_of_one() -> None:
+    lengths = [400, *[20] * 10]
+    policy = Policy(context_parallel="dynamic")
+    plan = build_dp_schedule(lengths, layout=Layout(dp=4), max_tokens_per_gpu=100, policy=policy)
+    assert plan.counts.widest == 4
+    config = PlanConfig(max_tokens_per_gpu=100, context_parallel="dynamic")
+    assert halved(config, plan.steps).max_tokens_per_gpu == 50
+
+
+def test_the_longest_pair_fits_on_all_ranks_after_a_replan() -> None:
+    planner = wide_planner(2)
+    batch = planner.plan(np.arange(24), {})
+    longest = max(
+        sum(batch.samples.lengths[i] for i in (first, first + 1)) for first in range(0, 24, 2)
+    )
+    smaller = replan_step(planner, batch, 0)
+    check_plan(smaller.plan, smaller.samples.lengths)
+    assert smaller.plan.max_tokens_per_gpu is not None
+    assert 2 * smaller.plan.max_tokens_per_gpu >= longest
+    assert smaller.plan.max_tokens_per_gpu <= 1500
+
+
+def test_rows_that_lie_over_all_ranks_cannot_be_halved() -> None:
+    lengths = [400, *[20] * 10]
+    policy = Policy(context_parallel="dynamic")
+    plan = build_dp_schedule(lengths, layout=Layout(dp=2), max_tokens_per_gpu=200, policy=policy)
+    config = PlanConfig(max_tokens_per_gpu=200, context_parallel="dynamic")
+    with pytest.raises(StepOutOfMemory, match="one sample, of up to 200 padded tokens"):
+        halved(config, plan.steps, least=200)
