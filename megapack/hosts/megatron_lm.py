@@ -188,16 +188,14 @@ class PlannedStep:
         import torch
 
         from megapack.ranks.agree import on_any_rank
-        from megapack.schedule.checks import check_shared_prefixes, check_wide_rows
+        from megapack.schedule.row_rules import Feature, check_rows
 
         adapter = self._adapter
+        features: list[Feature] = ["prefixes"]
+        features += ["wide"] if self._policy.context_parallel == "dynamic" else []
         refused = False
         try:
-            check_shared_prefixes(adapter.chunks, adapter.config, is_training=True)
-            if self._policy.context_parallel == "dynamic":
-                check_wide_rows(
-                    adapter.chunks, adapter.config, shares_prefixes=True, retries_oom=False
-                )
+            check_rows(adapter.chunks, adapter.config, features, is_training=True)
         except ConfigError as error:
             logger.info("rows share no prefixes: %s", error)
             refused = True

@@ -46,6 +46,7 @@ from megapack.schedule import checks
 from megapack.schedule.call import StepCall
 from megapack.schedule.faults import check_retry
 from megapack.schedule.forward import HeadOptions, accepted_inputs
+from megapack.schedule.row_rules import Feature, check_rows
 from megapack.schedule.runner import ScheduleRunner, evaluating, process_groups
 
 # Seconds to wait for the other ranks if a call is not the one that `next_step` announced. Ranks
@@ -409,18 +410,20 @@ class ScheduleAdapter:
         if call.has_planned_rows:
             checks.check_planned_rows(self.config)
         checks.check_counts(plan, self.config)
-        if plan.policy.context_parallel == "dynamic":
+        features: dict[Feature, bool] = {
+            "prefixes": plan.prefixes is not None,
+            "wide": plan.policy.context_parallel == "dynamic",
+            "pieces": any(map(has_piece, call.rows(self.dp_rank))),
+        }
+        if features["wide"]:
             self.runner.row_groups.check(self.dp_rank)
-            checks.check_wide_rows(
-                self.chunks,
-                self.config,
-                shares_prefixes=plan.prefixes is not None,
-                retries_oom=self.retries_oom,
-            )
-        if plan.prefixes is not None:
-            checks.check_shared_prefixes(self.chunks, self.config, is_training=call.is_training)
-        if any(map(has_piece, call.rows(self.dp_rank))):
-            checks.check_split_samples(self.chunks, self.config, is_training=call.is_training)
+        check_rows(
+            self.chunks,
+            self.config,
+            [feature for feature, has_it in features.items() if has_it],
+            is_training=call.is_training,
+            retries_oom=self.retries_oom,
+        )
         if plan.digest() != self._checked_digest:
             check_plan(plan, call.batch.lengths)
             checks.check_executor(self.chunks, self.config, call.executor)

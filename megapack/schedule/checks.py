@@ -17,11 +17,7 @@ from megapack.base.choices import Executor
 from megapack.errors import ConfigError
 from megapack.layout import Layout, fp8_rows
 from megapack.model import weight_gradients
-from megapack.model.attention.packed import PackedAttention, refuse_unpacked_attention
-from megapack.model.attention.rotary import position_obstacle
-from megapack.model.attention.sdpa import PackedSDPA
-from megapack.model.attention.te_rows import te_attentions
-from megapack.model.attention.varlen import PackedVarlen
+from megapack.model.attention.packed import refuse_unpacked_attention
 from megapack.model.experts.model import check_experts
 from megapack.model.head import ValueHead, marked_num_ids, unwrapped
 from megapack.model.mtp import check_mtp, num_depths
@@ -260,129 +256,6 @@ def check_chunks(chunks: Sequence[Any]) -> None:
                     "DDP was built without calculate_per_token_loss and scales gradients by "
                     f"{buffer.gradient_scaling_factor}; set it to True before wrapping the model"
                 )
-
-
-def check_shared_prefixes(chunks: Sequence[Any], config: Any, *, is_training: bool) -> None:
-    """Raise ConfigError if the model would be wrong on rows whose samples share prefixes."""
-    advice = "or plan.share_prefixes=off (Policy(share_prefixes='off'))"
-    for name in ("attention_dropout", "hidden_dropout") if is_training else ():
-        if getattr(config, name, 0.0):
-            raise ConfigError(
-                f"{name}={getattr(config, name)}: samples that share a prefix would drop the same "
-                f"of its values; set it to 0, {advice}"
-            )
-    _check_attention(
-        chunks,
-        tokens="of tokens after a shared prefix",
-        task="attend to shared prefixes",
-        advice=advice,
-    )
-    if any(any(te_attentions(chunk)) for chunk in map(unwrapped, chunks)):
-        _check_te_gathered_keys(config, "shared prefixes", advice)
-
-
-def check_wide_rows(
-    chunks: Sequence[Any], config: Any, *, shares_prefixes: bool, retries_oom: bool
-) -> None:
-    """Raise ConfigError if the model would be wrong on rows that several DP ranks share, or hang.
-
-    Args:
-        shares_prefixes: samples of the plan's rows share prefixes.
-        retries_oom: see `ScheduleAdapter`.
-    """
-    advice = "or plan.context_parallel=fixed (Policy(context_parallel='fixed'))"
-    _check_attention(
-        chunks,
-        tokens="in rows over several ranks",
-        task="run rows over several ranks",
-        advice=advice,
-    )
-    if any(any(te_attentions(chunk)) for chunk in map(unwrapped, chunks)):
-        if retries_oom:
-            raise ConfigError(
-                "retries_oom=True (train.on_oom=replan): a rank that runs out of memory inside of "
-                "Transformer Engine's attention leaves those that share its row waiting; set "
-                f"model.attention=varlen, retries_oom=False, {advice}"
-            )
-        _check_te_wide_rows(config, shares_prefixes, advice)
-
-
-def check_split_samples(chunks: Sequence[Any], config: Any, *, is_training: bool) -> None:
-    """Raise ConfigError if the model would be wrong on samples in pieces."""
-    advice = "or plan.split_samples=off (Policy(split_samples='off'))"
-    if is_training and config.attention_dropout:
-        raise ConfigError(
-            f"attention_dropout={config.attention_dropout}: attention to a sample's earlier pieces "
-            f"has none; set it to 0, {advice}"
-        )
-    if num_depths(config):
-        raise ConfigError(
-            f"mtp_num_layers={config.mtp_num_layers}: multi-token prediction needs tokens of a "
-            f"sample's next piece; set it to None, {advice}"
-        )
-    _check_attention(
-        chunks,
-        tokens="of a sample's later pieces",
-        task="attend to a sample's earlier pieces",
-        advice=advice,
-    )
-    if any(any(te_attentions(chunk)) for chunk in map(unwrapped, chunks)):
-        _check_te_gathered_keys(config, "samples in pieces", advice)
-
-
-def _check_attention(chunks: Sequence[Any], *, tokens: str, task: str, advice: str) -> None:
-    """Raise ConfigError unless the layers' positions and kernels follow the row's description.
-
-    Args:
-        tokens: those whose positions would be wrong.
-        task: what the kernels must be able to do.
-        advice: what to set otherwise.
-    """
-    for chunk in map(unwrapped, chunks):
-        obstacle = position_obstacle(chunk)
-        if obstacle is not None:
-            raise ConfigError(f"positions {tokens} would be wrong: {obstacle}, {advice}")
-        for module in chunk.modules():
-            if isinstance(module, PackedAttention) and type(module).attend not in _KNOWN_KERNELS:
-                raise ConfigError(
-                    f"{type(module).__name__} is not known to {task}; set PackedSDPA or "
-                    f"PackedVarlen, {advice}"
-                )
-
-
-_KNOWN_KERNELS = (PackedSDPA.attend, PackedVarlen.attend)
-
-
-def _check_te_wide_rows(config: Any, shares_prefixes: bool, advice: str) -> None:
-    if shares_prefixes:
-        raise ConfigError(
-            "Transformer Engine's attention has no shared prefixes with context parallelism, and "
-            "context_parallel='dynamic' cuts rows over ranks; set model.attention=varlen, or "
-            f"plan.share_prefixes=off, {advice}"
-        )
-    # Heads must divide by the ranks of 'a2a', and the ranks of a row vary.
-    kinds = config.cp_comm_type
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if kind not in (None, "p2p", "all_gather"):
-            raise ConfigError(
-                f"cp_comm_type={kind!r} with context_parallel='dynamic': rows lie over different "
-                f"numbers of ranks; set 'p2p', {advice}"
-            )
-
-
-def _check_te_gathered_keys(config: Any, what: str, advice: str) -> None:
-    if config.context_parallel_size > 1:
-        raise ConfigError(
-            f"Transformer Engine's attention has no {what} with context parallelism "
-            f"(cp={config.context_parallel_size}); set model.attention=varlen, {advice}"
-        )
-    # FP8 kernels take no packed rows with that mask; windows with it are not tested.
-    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention", "window_size"):
-        if getattr(config, name, None):
-            raise ConfigError(
-                f"{name}={getattr(config, name)} with {what} is not supported by "
-                f"Transformer Engine's attention; unset it, {advice}"
-            )
 
 
 def check_expert_gradients(chunks: Sequence[Any], layout: Layout) -> None:

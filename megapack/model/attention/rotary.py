@@ -119,8 +119,8 @@ def gathers(chunk: Any) -> bool:
 
 
 def position_obstacle(chunk: Any) -> str | None:
-    """Why rotary embeddings would give wrong positions to tokens after a shared prefix or a piece,
-    or to those of a row over several DP ranks; None if they are right."""
+    """What finds positions from `cu_seqlens`, which are wrong for tokens after a shared prefix or a
+    piece, and for those of a row over several DP ranks; None if nothing does."""
     attentions = [module for module in chunk.modules() if isinstance(module, Attention)]
     embedding = getattr(chunk, "position_embedding_type", None)
     if gathers(chunk) or embedding in _WITHOUT_ROTARY:
@@ -128,10 +128,10 @@ def position_obstacle(chunk: Any) -> str | None:
     if attentions and all(map(_is_latent, attentions)):
         if not attentions[0].config.apply_rope_fusion:
             return None
-        return "apply_rope_fusion=True finds them from cu_seqlens; set it to False"
+        return "apply_rope_fusion=True in multi-latent attention"
     others = {type(module).__name__ for module in attentions} - {"SelfAttention"}
     names = ", ".join(sorted(others)) or type(chunk).__name__
-    return f"{names} with position_embedding_type={embedding!r} finds them from cu_seqlens"
+    return f"{names} with position_embedding_type={embedding!r}"
 
 
 # Embeddings that take the row's position ids, or have no positions.

@@ -258,8 +258,8 @@ def test_transformer_engine_gets_another_mask_for_shared_prefixes_only(
 
 
 def test_what_finds_positions_by_itself_is_refused(found: dict[str, Any]) -> None:
-    assert "apply_rope_fusion=True finds them from cu_seqlens" in found["fused_latent"]
-    assert found["own"].startswith("Own with position_embedding_type='rope' finds them")
+    assert found["fused_latent"].startswith("apply_rope_fusion=True in multi-latent")
+    assert found["own"] == "Own with position_embedding_type='rope'"
 
 
 @pytest.mark.parametrize("width", [1, 2])

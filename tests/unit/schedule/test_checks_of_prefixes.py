@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megapack.errors import ConfigError
 from megapack.model.attention.sdpa import PackedSDPA
-from megapack.schedule.checks import check_shared_prefixes
+from megapack.schedule.row_rules import check_rows
 
 pytestmark = pytest.mark.unit
 
@@ -50,7 +50,7 @@ def config(**changes: Any) -> SimpleNamespace:
 
 
 def check(made: Any, is_training: bool = True, **changes: Any) -> None:
-    check_shared_prefixes([chunk(packed()), made], config(**changes), is_training=is_training)
+    check_rows([chunk(packed()), made], config(**changes), ["prefixes"], is_training=is_training)
 
 
 @pytest.mark.parametrize("core", [packed(), packed(Renamed), TEDotProductAttention()])
@@ -60,26 +60,31 @@ def test_other_models_are_accepted(core: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("name", ["attention_dropout", "hidden_dropout"])
 def test_dropout_is_refused_in_training(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}=0.1: .*set it to 0, or plan.share_prefixes"):
+    with pytest.raises(
+        ConfigError, match=rf"{name}=0.1 with shared .*set it to 0, or plan.share_prefixes"
+    ):
         check(chunk(packed()), **{name: 0.1})
     check(chunk(packed()), is_training=False, **{name: 0.1})
 
 
 def test_positions_that_follow_from_cu_seqlens_are_refused() -> None:
-    message = "positions .* would be wrong: Module with position_embedding_type='rope' finds them"
+    message = "Module with position_embedding_type='rope' .*: it finds positions from cu"
     with pytest.raises(ConfigError, match=message):
         check(chunk(packed(), "rope"))
 
 
 def test_a_kernel_that_does_not_know_branches_is_refused() -> None:
-    with pytest.raises(ConfigError, match="OwnKernel is not known to attend to shared prefixes"):
+    with pytest.raises(ConfigError, match="OwnKernel with shared prefixes: it is not known"):
         check(chunk(packed(OwnKernel)))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context_parallel_size": 2}, r"\(cp=2\); set model.attention=varlen, or plan.share"),
+        (
+            {"context_parallel_size": 2},
+            r"cp=2 with shared prefixes: .*; set model.attention=varlen, or plan.share",
+        ),
         ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention=True with shared"),
         ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention=True with shared"),
         ({"window_size": (128, 0)}, r"window_size=\(128, 0\) with shared prefixes"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megapack.errors import ConfigError
-from megapack.schedule.checks import check_wide_rows
+from megapack.schedule.row_rules import Feature, check_rows
 from tests.unit.schedule.test_checks_of_prefixes import (
     OwnKernel,
     TEDotProductAttention,
@@ -24,8 +24,10 @@ def check(
     made: Any, *, shares_prefixes: bool = False, retries_oom: bool = False, **changes: Any
 ) -> None:
     sizes = {f"{name}_parallel_size": 1 for name in ("tensor_model", "context", "expert_model")}
-    config = SimpleNamespace(**{"cp_comm_type": None, **sizes, **changes})
-    check_wide_rows([made], config, shares_prefixes=shares_prefixes, retries_oom=retries_oom)
+    dropouts = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    config = SimpleNamespace(**{"cp_comm_type": None, **sizes, **dropouts, **changes})
+    features: list[Feature] = ["prefixes", "wide"] if shares_prefixes else ["wide"]
+    check_rows([made], config, features, is_training=True, retries_oom=retries_oom)
 
 
 @pytest.mark.parametrize("core", [packed(), TEDotProductAttention()])
@@ -41,21 +43,29 @@ def test_shared_prefixes_are_refused_with_transformer_engine_only() -> None:
 
 @pytest.mark.parametrize("kinds", ["a2a", ["p2p", "a2a"]])
 def test_exchanges_that_divide_heads_are_refused(kinds: object) -> None:
-    with pytest.raises(ConfigError, match="cp_comm_type='a2a' with context_parallel='dynamic'"):
+    with pytest.raises(
+        ConfigError, match=r"cp_comm_type='a2a' with rows over several ranks: .*set 'p2p', or plan"
+    ):
         check(chunk(TEDotProductAttention()), cp_comm_type=kinds)
 
 
 def test_a_step_is_not_tried_again_with_transformer_engine_only() -> None:
     check(chunk(packed()), retries_oom=True)
-    with pytest.raises(ConfigError, match=r"retries_oom=True .* set model.attention=varlen, retr"):
+    with pytest.raises(
+        ConfigError, match=r"retries_oom=True with rows .* set model.attention=v.*retr"
+    ):
         check(chunk(TEDotProductAttention()), retries_oom=True)
 
 
 def test_positions_that_follow_from_cu_seqlens_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"in rows over several ranks would be wrong: .*'rope'"):
+    with pytest.raises(
+        ConfigError, match=r"'rope' .*with rows over several ranks: it finds positions"
+    ):
         check(chunk(packed(), "rope"))
 
 
 def test_a_kernel_that_does_not_know_the_rows_ranks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="OwnKernel is not known to run rows over several ranks"):
+    with pytest.raises(
+        ConfigError, match="OwnKernel with rows over several ranks: it is not known"
+    ):
         check(chunk(packed(OwnKernel)))
