@@ -22,8 +22,8 @@ from megapack.planner.board import (
     first_rank,
     swap_blocks,
 )
-from megapack.planner.clock import Clock, score_shared
-from megapack.planner.fill import RANDOM_PARTS, fill_board, mean_target
+from megapack.planner.clock import Clock, OwnOrders, score_shared
+from megapack.planner.fill import RANDOM_PARTS, FillRule, fill_board
 from megapack.planner.moves import SEED, next_random, pick
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
@@ -56,32 +56,33 @@ def anneal(
     kept: Board,
     best_board: Board,
     clock: Clock,
-    order: Ints,
-    least: Ints,
-    targets: Floats,
+    own: OwnOrders | None,
+    rule: FillRule,
     budget: int,
     goal: float,
 ) -> float:
     """Change a board by random moves and leave the fastest one found; returns its seconds.
 
+    Pieces of samples stay where they are.
+
     Args:
         kept, best_board: clones of the board, written.
-        order, least, targets: see `fill_board`.
         budget: simulations to spend.
         goal: seconds that are fast enough.
     """
     ops = clock.ops
+    if own is not None:
+        ops = _own_ops(own)
     random = np.array([SEED])
-    place = np.empty(order.size, dtype=np.int64)
-    for k in range(order.size):
-        place[order[k]] = k
+    place = np.empty(board.row_of.size, dtype=np.int64)
+    for k in range(rule.order.size):
+        place[rule.order[k]] = k
     end = np.empty((1 if clock.lockstep else board.counts.size, ops.stage.size))
     before, last = _neighbours(ops)
-    best = score_shared(board, clock, None, end)
+    best = score_shared(board, clock, own, end)
     current = best + _tie(end, last)
     path = np.empty((ops.stage.size, 2), dtype=np.int64)
-    length = _critical_path(board, clock, end, before, last, path)
-    mean = mean_target(targets)
+    length = _critical_path(board, ops, clock.lockstep, end, before, last, path)
     for used in range(budget):
         if best <= goal:
             break
@@ -94,17 +95,17 @@ def anneal(
         elif kind <= _LAST_EXCHANGE:
             done = _try_exchange(board, random, rank, position)
         else:
-            done = _try_ruin(board, random, rank, position, place, least, targets, mean)
+            done = _try_ruin(board, rule, random, rank, position, place)
         if not done:
             copy_board(kept, board)
             continue
-        seconds = score_shared(board, clock, None, end)
+        seconds = score_shared(board, clock, own, end)
         value = seconds + _tie(end, last)
         warmth = _WARMTH * (budget - used) / budget
         if value < current * (1 + warmth):
             current = value
             copy_board(board, kept)
-            length = _critical_path(board, clock, end, before, last, path)
+            length = _critical_path(board, ops, clock.lockstep, end, before, last, path)
             if seconds < best:
                 best = seconds
                 copy_board(board, best_board)
@@ -112,6 +113,15 @@ def anneal(
             copy_board(kept, board)
     copy_board(best_board, board)
     return float(best)
+
+
+@kernel
+def _own_ops(own: OwnOrders) -> RankOps:
+    """The operations of ranks in one order of their own, as far as a path needs them."""
+    columns = np.ascontiguousarray(own.ops[0, : own.num_ops[0]].T)
+    scale = np.zeros(columns.shape[1])
+    held = columns[3]
+    return RankOps(columns[0], columns[1], held, columns[4], scale, own.pp, own.p2p)
 
 
 @kernel
@@ -140,7 +150,13 @@ def _tie(end: Floats, last: Ints) -> float:
 
 @kernel
 def _critical_path(
-    board: Board, clock: Clock, end: Floats, before: Ints, last: Ints, path: Ints
+    board: Board,
+    ops: RankOps,
+    lockstep: bool,
+    end: Floats,
+    before: Ints,
+    last: Ints,
+    path: Ints,
 ) -> int:
     """First rank and position of the micro-batches of the operations that the step's end waits
     for, written to `path`.
@@ -148,7 +164,6 @@ def _critical_path(
     Returns:
         Their number.
     """
-    ops = clock.ops
     ranks, size = end.shape
     rank = 0
     op = last[0]
@@ -163,7 +178,7 @@ def _critical_path(
         low = rank
         high = rank + 1
         owner = rank
-        if clock.lockstep:
+        if lockstep:
             for r in range(board.counts.size):
                 row, slow = board.rows[r, position], board.rows[owner, position]
                 if board.row_seconds[row] > board.row_seconds[slow]:
@@ -199,6 +214,8 @@ def _try_swap(board: Board, random: Ints, rank: int, position: int) -> bool:
     if kind == 0:
         if other_position == position:
             return False
+        if not _may_leave(board, 0, position, dp) or not _may_leave(board, 0, other_position, dp):
+            return False
         swap_blocks(board, 0, position, 0, other_position, dp)
         return True
     width = 1 << board.level[board.rows[rank, position]]
@@ -210,13 +227,22 @@ def _try_swap(board: Board, random: Ints, rank: int, position: int) -> bool:
     other = rank if kind == 1 else next_random(random, dp // width) * width
     if other == rank and other_position == position:
         return False
-    for r in range(width):
-        # A row that is no wider than the block lies within it, as both are aligned.
-        if (1 << board.level[board.rows[rank + r, position]]) > width:
-            return False
-        if (1 << board.level[board.rows[other + r, other_position]]) > width:
-            return False
+    if not _may_leave(board, rank, position, width):
+        return False
+    if not _may_leave(board, other, other_position, width):
+        return False
     swap_blocks(board, rank, position, other, other_position, width)
+    return True
+
+
+@kernel
+def _may_leave(board: Board, rank: int, position: int, width: int) -> bool:
+    """Whether no row reaches out of a block, and none has a piece."""
+    for r in range(rank, rank + width):
+        row = board.rows[r, position]
+        # A row that is no wider than the block lies within it, as both are aligned.
+        if (1 << board.level[row]) > width or board.piece_of[row] >= 0:
+            return False
     return True
 
 
@@ -236,6 +262,8 @@ def _try_exchange(board: Board, random: Ints, rank: int, position: int) -> bool:
         b = -1
         if board.num_items[other] > 0 and next_random(random, 3) > 0:
             b = pick(board, random, other)
+        if board.chain[a] >= 0 or (b >= 0 and board.chain[b] >= 0):
+            continue
         k = board.level[row]
         j = board.level[other]
         if b < 0 and board.num_items[row] == 1 and k > 0:
@@ -263,16 +291,13 @@ def _has_room(board: Board, row: int, level: int, leaving: int, coming: int) -> 
 
 @kernel
 def _try_ruin(
-    board: Board,
-    random: Ints,
-    rank: int,
-    position: int,
-    place: Ints,
-    least: Ints,
-    targets: Floats,
-    mean: float,
+    board: Board, rule: FillRule, random: Ints, rank: int, position: int, place: Ints
 ) -> bool:
-    """Take all items out of a few blocks, and let them choose their rows again."""
+    """Take all items out of a few blocks, and let them choose their rows again.
+
+    Args:
+        place: int64 [I], where each item is in the rule's order.
+    """
     dp, count = board.rows.shape
     taken = np.empty(board.row_of.size, dtype=np.int64)
     size = 0
@@ -291,4 +316,4 @@ def _try_ruin(
     chosen = chosen[np.argsort(place[chosen])]
     stretch = _LEAST_STRETCH + _STRETCH_RANGE * next_random(random, RANDOM_PARTS) / RANDOM_PARTS
     noise = _NOISE * next_random(random, RANDOM_PARTS) / RANDOM_PARTS
-    return fill_board(board, chosen, least, targets, stretch, random, noise)
+    return fill_board(board, rule, chosen, stretch, random, noise)

@@ -41,18 +41,33 @@ class Draft:
         return int(self.row_of.max()) + 1
 
     @cached_property
-    def saved(self) -> tuple[Ints, Ints]:
-        """Tokens and squared tokens that rows of one rank save beyond what their items share
-        inside, which `Items.aligned` does not count: int64 [R] each."""
-        items, row_of, num_rows = self.items, self.row_of, self.num_rows
-        tokens, tokens_sq = items.saved(row_of, num_rows)
-        tokens -= row_sums(items.shared, row_of, num_rows)
-        tokens_sq -= row_sums(items.shared_sq, row_of, num_rows)
-        return tokens, tokens_sq
+    def sizes(self) -> tuple[Ints, Ints, Ints]:
+        """Aligned tokens, squared tokens and shared tokens of each row with the alignment of its
+        width; what its samples share counts once. int64 [R] each."""
+        tokens, tokens_sq, shared = np.zeros((3, self.num_rows), dtype=np.int64)
+        for width in np.unique(self.row_widths).tolist():
+            rows = self.row_widths == width
+            own = self.items.at_width(width)
+            saved, saved_sq = self.items.saved(self.row_of, self.num_rows, width)
+            held = row_sums(own.aligned + own.shared, self.row_of, self.num_rows) - saved
+            held_sq = row_sums(own.aligned_sq + own.shared_sq, self.row_of, self.num_rows)
+            tokens[rows] = held[rows]
+            tokens_sq[rows] = (held_sq - saved_sq)[rows]
+            shared[rows] = saved[rows]
+        return tokens, tokens_sq, shared
+
+    @property
+    def row_widths(self) -> Ints:
+        """int64 [R]: DP ranks of each row."""
+        return np.ones(self.num_rows, dtype=np.int64) if self.widths is None else self.widths
 
     def row_tokens(self) -> Ints:
-        """int64 [R]: padded tokens of rows of one rank, shared ones once."""
-        return np.asarray(row_sums(self.items.aligned, self.row_of, self.num_rows) - self.saved[0])
+        """int64 [R]: padded tokens of each row."""
+        tokens = self.sizes[0].copy()
+        for width in np.unique(self.row_widths).tolist():
+            rows = self.row_widths == width
+            tokens[rows] = self.items.step.layout.over(width).aligned_row_tokens(tokens[rows])
+        return tokens
 
     def seconds(self) -> float:
         """Simulated seconds of the step by the cost model, whatever the policy balances."""
@@ -106,19 +121,13 @@ def _micro_batches(draft: Draft) -> list[MicroBatch]:
         is_whole = (items.pieces.chain < 0)[items.sample_items]
         order = order[np.argsort(is_whole[order], kind="stable")]
     order = order[by_row(sample_row[order], num_rows)]
-    widths = np.ones(num_rows, dtype=np.int64) if draft.widths is None else draft.widths
     tokens = row_sums(items.lengths, row_of, num_rows)
-    padded, tokens_sq, shared = np.zeros((3, num_rows), dtype=np.int64)
-    for width in np.unique(widths).tolist():
-        rows = widths == width
-        own_tokens, own_sq, saved = _row_sizes(draft, width)
-        padded[rows] = items.step.layout.over(width).aligned_row_tokens(own_tokens[rows])
-        tokens_sq[rows] = own_sq[rows]
-        shared[rows] = saved[rows]
+    _, tokens_sq, shared = draft.sizes
+    padded = draft.row_tokens()
     samples = items.samples[order].tolist()
     ends = np.cumsum(np.bincount(sample_row, minlength=num_rows)).tolist()
     starts = [0, *ends[:-1]]
-    ranks = _row_ranks(draft, widths)
+    ranks = _row_ranks(draft)
     columns = (starts, ends, *(c.tolist() for c in (padded, tokens, tokens_sq, shared)), ranks)
     return [
         MicroBatch(tuple(samples[start:end]), row, real, square, row, saved, dp_ranks, parts)
@@ -143,18 +152,9 @@ def _row_pieces(draft: Draft) -> list[tuple[Part, ...]]:
     return found
 
 
-def _row_sizes(draft: Draft, width: int) -> tuple[Ints, Ints, Ints]:
-    """Tokens, squared tokens and shared tokens of rows of one width, int64 [R] each."""
-    row_of, num_rows = draft.row_of, draft.num_rows
-    sizes = draft.items.at_width(width)
-    shared, shared_sq = draft.items.saved(row_of, num_rows, width)
-    tokens = row_sums(sizes.aligned + sizes.shared, row_of, num_rows) - shared
-    tokens_sq = row_sums(sizes.aligned_sq + sizes.shared_sq, row_of, num_rows) - shared_sq
-    return tokens, tokens_sq, shared
-
-
-def _row_ranks(draft: Draft, widths: Ints) -> list[tuple[int, ...]]:
+def _row_ranks(draft: Draft) -> list[tuple[int, ...]]:
     """The DP ranks of each row that several ranks share; () for other rows."""
+    widths = draft.row_widths
     ranks: list[tuple[int, ...]] = [()] * widths.size
     if draft.widths is None:
         return ranks

@@ -6,6 +6,8 @@ as a position's target allows, and into the row that then has the most room left
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from megapack.base.arrays import Floats, Ints
@@ -13,6 +15,7 @@ from megapack.base.jit import kernel
 from megapack.planner.bins import sift_down
 from megapack.planner.board import (
     Board,
+    RowCost,
     clear_row,
     first_rank,
     fits,
@@ -21,6 +24,7 @@ from megapack.planner.board import (
     row_seconds,
     take,
 )
+from megapack.planner.items import Items
 from megapack.planner.moves import next_random
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
@@ -39,26 +43,49 @@ _TOP_NODES = 15
 RANDOM_PARTS = 4096
 
 
+class FillRule(NamedTuple):
+    """How items choose their rows."""
+
+    order: Ints
+    """int64: items, in the order in which they choose."""
+    least: Ints
+    """int64 [I]: the least level of a row that holds the item."""
+    targets: Floats
+    """float64 [M]: seconds that the rows at each position should take."""
+
+
+def fill_rule(items: Items, cost: RowCost, work: Floats) -> FillRule | None:
+    """The rule of these items, without targets; None if an item fits into no row.
+
+    Args:
+        work: float64 [I], the items with the most work choose first.
+    """
+    levels = range(cost.unit.size)
+    tokens = np.stack([items.at_width(1 << level).aligned for level in levels])
+    fits = tokens <= cost.capacity[:, None]
+    # The widest of the rows in which it may be alone for an item that fits on no level.
+    may = tokens <= cost.alone[:, None]
+    widest = len(levels) - 1 - np.argmax(may[::-1], axis=0)
+    least = np.where(fits.any(axis=0), np.argmax(fits, axis=0), widest)
+    if not may.any(axis=0).all():
+        return None
+    order = np.lexsort((np.arange(work.size), -work, -least))
+    return FillRule(order, least, np.zeros(0))
+
+
 @kernel
 def fill_board(
-    board: Board,
-    order: Ints,
-    least: Ints,
-    targets: Floats,
-    stretch: float,
-    random: Ints,
-    noise: float,
+    board: Board, rule: FillRule, order: Ints, stretch: float, random: Ints, noise: float
 ) -> bool:
     """Put items that are in no row into rows; returns whether all of them found one.
 
     Args:
-        order: items, in the order in which they choose.
-        least: int64 [I], the least level of a row that holds the item.
-        targets: float64 [M], seconds that the rows at each position should take.
+        order: these items, in the order in which they choose.
         stretch: a row may take this many times its target before its item goes over more ranks.
         noise: the choice is changed at random by up to this part of a mean target.
     """
-    mean = mean_target(targets)
+    least, targets = rule.least, rule.targets
+    mean = _mean_target(targets)
     last = order.size
     small = _SMALL * mean
     if noise == 0:
@@ -78,7 +105,7 @@ def fill_board(
 
 
 @kernel
-def mean_target(targets: Floats) -> float:
+def _mean_target(targets: Floats) -> float:
     """The mean of the targets; 1 if all are 0, as with a cost model without coefficients."""
     # Added one by one: numpy and numba add arrays in different orders.
     total = 0.0

@@ -12,10 +12,12 @@ from megapack.cost.model import CostModel
 from megapack.layout import Layout
 from megapack.pipeline.kernels import RankOps
 from megapack.pipeline.simulator import Runner
-from megapack.planner.board import Board, RowCost, add_up_rows, empty_board, fill_rows
-from megapack.planner.clock import Clock, OwnOrders, score_all
+from megapack.planner.annealing import anneal
+from megapack.planner.board import Board, RowCost, add_up_rows, clone, empty_board, fill_rows
+from megapack.planner.clock import Clock, OwnOrders, score_all, score_shared, set_order
 from megapack.planner.draft import PADDING, Draft
 from megapack.planner.even import even_ranks
+from megapack.planner.fill import FillRule
 from megapack.planner.items import Items, Pieces
 from megapack.planner.moves import try_moves
 from megapack.planner.step import UNLIMITED, Step
@@ -33,6 +35,8 @@ class Scored:
     """Orders other than Megatron's; None: ranks run in Megatron's."""
     seconds: float
     """Simulated seconds of the step; inf if a rank breaks the cap on live tokens."""
+    rule: FillRule | None = None
+    """How items choose rows over several ranks; None if rows are on one rank each."""
 
     @property
     def num_microbatches(self) -> int:
@@ -41,6 +45,9 @@ class Scored:
 
     def refine(self, runner: Runner, budget: int) -> int:
         """Improve the board and its seconds by up to `budget` simulations; returns those spent."""
+        if self.rule is not None:
+            self.anneal(budget, 0.0)
+            return budget
         passes = runner.busiest_stage_seconds(np.ones(1))
         any_order = runner.layout.pp == 1 and self.own is None
         if any_order and not self.clock.lockstep and not self.board.cost.fixed_rows:
@@ -49,6 +56,17 @@ class Scored:
             used = try_moves(self.board, self.clock, self.own, budget, passes)
         self.seconds = float(self.board.seconds.max())
         return int(used)
+
+    def anneal(self, budget: int, goal: float) -> None:
+        """Improve rows over several ranks by up to so many simulations of the step.
+
+        Args:
+            goal: seconds that are fast enough.
+        """
+        assert self.rule is not None
+        clones = clone(self.board), clone(self.board)
+        args = (self.board, *clones, self.clock, self.own, self.rule, budget, goal)
+        self.seconds = float(anneal(*args))
 
     def moved(self) -> Draft:
         """The draft after the moves."""
@@ -63,6 +81,23 @@ class Scored:
             rank_rows=tuple(number[rows[:count]] for rows, count in cells),
             widths=np.int64(1) << board.level[used] if is_wide else None,
         )
+
+
+def score_shared_rows(
+    draft: Draft, board: Board, runner: Runner, rule: FillRule, own: OwnOrders | None = None
+) -> Scored:
+    """Simulate all ranks of a board with rows over several of them together.
+
+    Args:
+        draft: gives the items, M and G.
+    """
+    clock = draft_clock(draft, runner)
+    if own is not None:
+        set_order(board, own, 0)
+    num_ops = clock.ops.stage.size if own is None else own.ops.shape[1]
+    end = np.empty((1 if clock.lockstep else board.counts.size, num_ops))
+    seconds = float(score_shared(board, clock, own, end))
+    return Scored(draft, board, clock, own, seconds, rule)
 
 
 def score_draft(
@@ -99,7 +134,7 @@ def filled_board(
 
     Args:
         num_levels: rows may lie over up to 2**(num_levels - 1) DP ranks.
-        is_real: see `score_draft`; of rows of one rank.
+        is_real: see `score_draft`.
     """
     items = draft.items
     costs = row_cost(items.step, cost, num_levels)
@@ -118,9 +153,9 @@ def filled_board(
         board.num_spare[0] = spare.size
     fill_rows(board, draft.row_of)
     if is_real and items.step.prefixes is not None:
-        saved, saved_sq = draft.saved
-        board.tokens[: draft.num_rows] -= saved
-        board.tokens_sq[: draft.num_rows] -= saved_sq
+        tokens, tokens_sq, _ = draft.sizes
+        board.tokens[: draft.num_rows] = tokens
+        board.tokens_sq[: draft.num_rows] = tokens_sq
         add_up_rows(board)
     if items.step.policy.row_shape == "uniform":
         longest = items.step.layout.aligned_row_tokens(int(board.tokens.max()))

@@ -17,22 +17,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from megapack.base.arrays import Floats
 from megapack.errors import PlanError
 from megapack.layout import Layout
-from megapack.planner.annealing import anneal
-from megapack.planner.board import Board, clone
-from megapack.planner.clock import score_shared
 from megapack.planner.counts import group_sizes
 from megapack.planner.draft import Draft
-from megapack.planner.fill import close_gaps, fill_board
+from megapack.planner.fill import close_gaps, fill_board, fill_rule
 from megapack.planner.items import Items
 from megapack.planner.profile import Profile, default_profile, find_profile
-from megapack.planner.scored import Scored, blank_board, draft_clock, filled_board, row_cost
+from megapack.planner.scored import Scored, blank_board, filled_board, row_cost, score_shared_rows
 from megapack.planner.step import spread_counts
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
@@ -65,19 +61,6 @@ _CONTENDERS = 3
 _CONTENDERS_PART = 3
 # Relative gain that makes a draft better than the fixed one: more than rounding in fp64.
 _LEAST_GAIN = 1e-9
-
-
-class _Candidate(NamedTuple):
-    """A simulated board, and what it was made for."""
-
-    scored: Scored
-    targets: Floats
-    """float64 [M]: seconds that the rows at each position should take."""
-
-    @property
-    def seconds(self) -> float:
-        """Simulated seconds of the step."""
-        return self.scored.seconds
 
 
 @dataclass(frozen=True)
@@ -133,7 +116,7 @@ class _WideSearch:
         if before is not None and before.seconds <= goal:
             return None
         self._read_sizes(self._useful_levels(shapes))
-        if not self.all_fit:
+        if self.rule is None:
             return None
         best = self._filled(shapes, before)
         if not best:
@@ -142,7 +125,7 @@ class _WideSearch:
             best = self._improved(best, goal)
         if best[0].seconds == math.inf:
             return None
-        draft = best[0].scored.moved()
+        draft = best[0].moved()
         if before is not None and not self._is_better(draft, best[0], before):
             return None
         return draft
@@ -218,15 +201,7 @@ class _WideSearch:
     def _read_sizes(self, num_levels: int) -> None:
         """Sizes of the items, and costs and limits of rows, up to a number of levels."""
         self.row_cost = row_cost(self.step, self.cost, num_levels)
-        sizes = [self.packed.at_width(1 << level) for level in range(num_levels)]
-        tokens = np.stack([size.aligned for size in sizes])
-        fits = tokens <= self.row_cost.capacity[:, None]
-        # The widest of the rows in which it may be alone for an item that fits on no level.
-        may = tokens <= self.row_cost.alone[:, None]
-        widest = num_levels - 1 - np.argmax(may[::-1], axis=0)
-        self.least = np.where(fits.any(axis=0), np.argmax(fits, axis=0), widest)
-        self.all_fit = bool(may.any(axis=0).all())
-        self.order = np.lexsort((np.arange(self.work.size), -self.work, -self.least))
+        self.rule = fill_rule(self.packed, self.row_cost, self.work)
 
     def _useful_levels(self, shapes: list[_Shape]) -> int:
         """Levels up to where the heaviest item takes under half a mean row and the longest fits.
@@ -252,7 +227,7 @@ class _WideSearch:
         work = self.rank_work * _OVERHEAD
         return shape.profile.targets(work, np.zeros(0), self.cap) + float(self.cost.fixed)
 
-    def _filled(self, shapes: list[_Shape], before: _Candidate | None) -> list[_Candidate]:
+    def _filled(self, shapes: list[_Shape], before: Scored | None) -> list[Scored]:
         """The best board of each M and G and the fixed draft's, fastest first.
 
         A shape is left out if even divisible work would take longer than the fastest board.
@@ -273,9 +248,10 @@ class _WideSearch:
             best += self._best_fill(_Shape(count, group, self._profile(count, group)))
         return sorted(best, key=lambda c: c.seconds)
 
-    def _best_fill(self, shape: _Shape) -> Iterator[_Candidate]:
+    def _best_fill(self, shape: _Shape) -> Iterator[Scored]:
         """Yield the fastest board of one M and G, if all items find rows."""
-        targets = self._targets(shape)
+        assert self.rule is not None
+        rule = self.rule._replace(targets=self._targets(shape))
         many = self.work.size * self.layout.dp * shape.count > _MANY_PLACES
         many = many or self.policy.search == 0
         filled = []
@@ -284,11 +260,11 @@ class _WideSearch:
             counts = np.full(self.layout.dp, shape.count)
             board = blank_board(self.packed, self.row_cost, counts)
             none = np.zeros(1, dtype=np.int64)
-            if not fill_board(board, self.order, self.least, targets, stretch, none, 0.0):
+            if not fill_board(board, rule, rule.order, stretch, none, 0.0):
                 continue
             if not self.row_cost.allows_padding:
-                close_gaps(board, self.least)
-            filled.append(self._candidate(draft, board, targets))
+                close_gaps(board, rule.least)
+            filled.append(score_shared_rows(draft, board, self.runner, rule))
         if filled:
             yield min(filled, key=lambda c: c.seconds)
 
@@ -302,18 +278,11 @@ class _WideSearch:
             group_size=shape.group if self.layout.vpp > 1 else None,
         )
 
-    def _candidate(self, draft: Draft, board: Board, targets: Floats) -> _Candidate:
-        clock = draft_clock(draft, self.runner)
-        ranks = 1 if clock.lockstep else self.layout.dp
-        end = np.empty((ranks, clock.ops.stage.size))
-        seconds = float(score_shared(board, clock, None, end))
-        return _Candidate(Scored(draft, board, clock, None, seconds), targets)
-
-    def _improved(self, filled: list[_Candidate], goal: float) -> list[_Candidate]:
+    def _improved(self, filled: list[Scored], goal: float) -> list[Scored]:
         """The fastest boards after moves, the fastest first."""
         search = self.policy.search
         passes = 1 if self.step.forward_only else 2
-        num_ops = passes * filled[0].targets.size * self.layout.num_chunks * self.layout.dp
+        num_ops = passes * filled[0].board.rows.shape[1] * self.layout.num_chunks * self.layout.dp
         budget = min(search // _SIMULATIONS_PART, search * _OPERATIONS // num_ops)
         contenders = filled[:_CONTENDERS]
         each = budget // _CONTENDERS_PART // len(contenders)
@@ -323,34 +292,21 @@ class _WideSearch:
         self._improve(contenders[0], budget - each * len(contenders), goal)
         return contenders
 
-    def _improve(self, candidate: _Candidate, budget: int, goal: float) -> None:
-        scored = candidate.scored
-        if budget < 1 or scored.seconds == math.inf:
-            return
-        scored.seconds = float(
-            anneal(
-                scored.board,
-                clone(scored.board),
-                clone(scored.board),
-                scored.clock,
-                self.order,
-                self.least,
-                candidate.targets,
-                budget,
-                goal,
-            )
-        )
+    def _improve(self, candidate: Scored, budget: int, goal: float) -> None:
+        if budget > 0 and candidate.seconds < math.inf:
+            candidate.anneal(budget, goal)
 
-    def _of_fixed(self) -> _Candidate | None:
+    def _of_fixed(self) -> Scored | None:
         """The fixed draft on a board; None without one."""
-        if self.fixed is None:
+        if self.fixed is None or self.rule is None:
             return None
         count = self.fixed.rank_rows[0].size
         board = filled_board(self.fixed, self.cost, num_levels=self.row_cost.unit.size)
         equal = np.full(count, self.rank_work / count + float(self.cost.fixed))
-        return self._candidate(self.fixed, board, equal)
+        rule = self.rule._replace(targets=equal)
+        return score_shared_rows(self.fixed, board, self.runner, rule)
 
-    def _is_better(self, draft: Draft, candidate: _Candidate, before: _Candidate) -> bool:
+    def _is_better(self, draft: Draft, candidate: Scored, before: Scored) -> bool:
         """Whether a draft is faster than the fixed one in the simulator.
 
         Rows that share prefixes are shorter than the board counts, and under balance="tokens" the

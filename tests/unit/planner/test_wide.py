@@ -31,7 +31,7 @@ from megapack.planner.board import (
     put,
 )
 from megapack.planner.clock import Clock, score_shared
-from megapack.planner.fill import close_gaps, fill_board
+from megapack.planner.fill import FillRule, close_gaps, fill_board
 
 pytestmark = pytest.mark.unit
 
@@ -231,14 +231,14 @@ class TestBoard:
         counts = np.full(dp, count)
         return empty_board(cost or self.cost, aligned, aligned * aligned, samples, None, counts)
 
-    def filled(self, cost: RowCost | None = None) -> tuple[Board, Any, Any]:
+    def filled(self, cost: RowCost | None = None) -> tuple[Board, FillRule]:
         board = self.empty(5, 6, cost)
         num_items = board.row_of.size
         least = np.array([2, 1] + [0] * (num_items - 2))
-        order = np.arange(num_items)
+        rule = FillRule(np.arange(num_items), least, np.full(6, 60.0))
         none = np.zeros(1, dtype=np.int64)
-        assert fill_board(board, order, least, np.full(6, 60.0), 1.15, none, 0.0)
-        return board, order, least
+        assert fill_board(board, rule, rule.order, 1.15, none, 0.0)
+        return board, rule
 
     def clock(self, *, lockstep: bool) -> Clock:
         ops = Runner(Layout(dp=5, pp=2), CostModel()).ops(6, None)
@@ -251,12 +251,12 @@ class TestBoard:
 
     @pytest.mark.parametrize("lockstep", [False, True])
     def test_moves_keep_the_sums(self, lockstep: bool) -> None:
-        board, order, least = self.filled()
+        board, rule = self.filled()
         clock = self.clock(lockstep=lockstep)
         end = np.empty((1 if lockstep else 5, clock.ops.stage.size))
-        before = score_shared(board, clock, end)
+        before = score_shared(board, clock, None, end)
         clones = (clone(board), clone(board))
-        after = anneal(board, *clones, clock, order, least, np.full(6, 60.0), 3000, 0.0)
+        after = anneal(board, *clones, clock, None, rule, 3000, 0.0)
         assert after < before
         fresh = self.empty(5, 6)
         for rank, position in np.ndindex(board.rows.shape):
@@ -264,17 +264,17 @@ class TestBoard:
             if first_rank(board, rank, position) == rank:
                 for item in np.flatnonzero(board.row_of == row):
                     put(fresh, int(item), rank, position, int(board.level[row]))
-        assert score_shared(fresh, clock, end) == pytest.approx(after)
+        assert score_shared(fresh, clock, None, end) == pytest.approx(after)
         assert self.by_cell(fresh) == self.by_cell(board)
         seconds = [own.row_seconds[own.rows] for own in (fresh, board)]
         assert np.allclose(*seconds)
-        assert (least <= board.level[board.row_of]).all()
+        assert (rule.least <= board.level[board.row_of]).all()
         # Each row is shown or spare, and none is both.
         spare = board.spare[: board.num_spare[0]]
         assert sorted([*np.unique(board.rows), *spare]) == list(range(30))
 
     def test_a_cleared_row_leaves_nothing_behind(self) -> None:
-        board, _, _ = self.filled()
+        board, _ = self.filled()
         taken = np.empty(board.row_of.size, dtype=np.int64)
         size = 0
         for rank, position in np.ndindex(board.rows.shape):
@@ -298,6 +298,6 @@ class TestBoard:
         assert sorted(board.level[board.num_items > 0].tolist()) == [1, 1, 2]
 
     def test_padding_that_is_forbidden_takes_forever(self) -> None:
-        board, _, _ = self.filled(self.cost._replace(allows_padding=False))
+        board, _ = self.filled(self.cost._replace(allows_padding=False))
         clock = self.clock(lockstep=False)
-        assert score_shared(board, clock, np.empty((5, clock.ops.stage.size))) == np.inf
+        assert score_shared(board, clock, None, np.empty((5, clock.ops.stage.size))) == np.inf
