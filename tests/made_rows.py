@@ -12,7 +12,7 @@ import numpy as np
 from megapack.layout import Layout, block_ranks
 from megapack.plan import MicroBatch, Part
 from megapack.plan.plan import Plan, StepPlan
-from megapack.prefixes import PrefixTable
+from megapack.prefixes import PrefixTable, Spans
 
 Pieces = Mapping[int, tuple[int, int]]
 """Of a sample that a row has not whole: the first of its tokens there, and the one after the last.
@@ -46,9 +46,11 @@ def made_row(
     aligned = [over.aligned_sample_tokens(part.tokens) for part in parts]
     # A piece attends to the tokens before it too: (begin + n)^2 - begin^2.
     before_sq = sum(2 * part.begin * n for part, n in zip(parts, aligned, strict=True))
+    held = tuple(part for part in parts if part.sample in pieces)
     saved, saved_sq = (0, 0)
     if table is not None and len(samples) > 1:
-        saved, saved_sq = table.over(width).saved_in_row(np.array(samples))
+        spans = Spans.of(samples, held)
+        saved, saved_sq = table.over(width).saved_in_row(np.array(samples), spans)
     padded = over.aligned_row_tokens(sum(aligned) - saved)
     return MicroBatch(
         samples=tuple(samples),
@@ -58,7 +60,7 @@ def made_row(
         padded_tokens=padded,
         shared_tokens=saved,
         dp_ranks=dp_ranks,
-        pieces=tuple(part for part in parts if part.sample in pieces),
+        pieces=held,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -177,17 +178,20 @@ def carried(plan: Plan) -> Carried:
         has_pieces = step.counts.num_pieces > 0
         for number, rank in enumerate(step.ranks if has_pieces or step.orders else ()):
             order = step.order(number, layout, forward_only=plan.forward_only)
-            last = {chain[-1] for chain in step.chains(number)}
-            kept = [
-                0 if k in last else sum(part.tokens for part in mb.pieces)
-                for k, mb in enumerate(rank)
-            ]
+            chains = step.chains(number)
+            kept = [0] * len(rank)
+            for first, after in (pair for chain in chains for pair in pairwise(chain)):
+                # Pieces that continue in the next row share all of their positions; the second
+                # pieces of a family do not continue.
+                part = rank[first].pieces[0]
+                if part.end == rank[after].pieces[0].begin:
+                    kept[first] = part.tokens
             earlier = [sum(part.begin for part in mb.pieces) for mb in rank]
             rows = [mb.row_tokens / mb.width for mb in rank]
             if plan.forward_only:
                 # Keys are freed at the end of their chain.
-                chains = [sum(kept[k] for k in chain) for chain in step.chains(number)]
-                found = (float(max(chains, default=0)), float(max(earlier)), 0.0)
+                most = max((sum(kept[k] for k in chain) for chain in chains), default=0)
+                found = (float(most), float(max(earlier)), 0.0)
             else:
                 found = (
                     _peak(order, np.array(kept), (0, 1)),

@@ -14,16 +14,20 @@
 6. Equal inputs give an equal digest (checked by tests).
 7. Samples that share a colocate id are in one micro-batch. Invariant 4 counts them as one sample.
 8. `Plan.prefixes` fit the lengths, and each row holds what they say that its samples have in common
-   once: `MicroBatch.shared_tokens` are the positions that it saves by that. Without prefixes, and
-   under share_prefixes="off", no row shares anything.
+   once: `MicroBatch.shared_tokens` are the positions that it saves by that. Pieces share with the
+   other pieces of the row, whole samples with the other whole ones. Without prefixes, and under
+   share_prefixes="off", no row shares anything.
 9. A row that several DP ranks share lies over an aligned block of 2, 4, 8, ... of them and stands
    at the same place of each; only under context_parallel="dynamic". Invariants 4 and 5 hold with
    the alignment and the budget of all its ranks, and no row is over that budget.
-10. A sample in pieces is in consecutive micro-batches of one DP rank, from its first token to its
-   last, only under split_samples="auto". All pieces but the last are aligned. A row with a piece is
-   within the budget; its other samples are whole. With vpp > 1 the pieces are in one group of G
-   micro-batches. Without a budget, in colocated sets of several samples, and in rows over several
-   ranks, samples are whole; so are those that share a prefix.
+10. Pieces are in consecutive micro-batches of a DP rank, only under split_samples="auto": those of
+   one sample, one in each, or those of a family, two of each sample. The first pieces of a family
+   are in the first of these micro-batches, end at one position, and share all their positions; the
+   second pieces are in the others. Pieces have their sample from its first token to its last, and
+   all but the last one are aligned. In a row they are the first samples, and the others are whole.
+   A row with pieces is within the budget. With vpp > 1 the micro-batches are in one group of G. A
+   colocated set is whole, or all of its samples are in pieces of one family. Without a budget and
+   in rows over several ranks samples are whole.
 11. Orders of operations can run: they are complete, without a circle, and run the backwards of
    pieces in reverse. They hold no more tokens than `Plan.live_cap`. Weight gradients are apart only
    under backward="split". A training step with pieces has orders, a pass without backwards none.
@@ -43,10 +47,10 @@ from megapack.base.arrays import Ints, read_lengths, read_sets
 from megapack.errors import ConfigError, DataError, PlanError
 from megapack.layout import block_ranks
 from megapack.plan.order import without_weights
-from megapack.prefixes import SharedPrefixes
+from megapack.prefixes import SharedPrefixes, Spans
 
 if TYPE_CHECKING:
-    from megapack.plan.plan import MicroBatch, Plan, StepPlan
+    from megapack.plan.plan import MicroBatch, Part, Plan, StepPlan
 
 
 def check_plan(plan: Plan, lengths: Sequence[int] | Ints) -> None:
@@ -178,31 +182,59 @@ class _Checker:
                 raise _broken(10, f"{where} has pieces of samples with {reason}")
 
     def _check_chain(self, rows: list[MicroBatch], where: str) -> None:
-        sample = rows[0].pieces[0].sample
-        if any(len(mb.pieces) > 1 or mb.samples[:1] != (sample,) for mb in rows):
-            raise _broken(10, f"{where} have several pieces in a row, or a piece that is not first")
-        if not 0 <= sample < self.lengths.size:
-            raise _broken(10, f"{where} have pieces of sample {sample} of {self.lengths.size}")
-        pieces = [(mb.pieces[0].begin, mb.pieces[0].end) for mb in rows]
-        ends = [0, *(end for _, end in pieces)]
-        if [start for start, _ in pieces] != ends[:-1] or ends[-1] != self.lengths[sample]:
+        pieces: dict[int, list[tuple[int, int]]] = {}
+        for mb in rows:
+            if [part.sample for part in mb.pieces] != list(mb.samples[: len(mb.pieces)]):
+                raise _broken(10, f"{where} have pieces that are not the first of their row")
+            for sample, begin, end in mb.pieces:
+                if not 0 <= sample < self.lengths.size:
+                    raise _broken(
+                        10, f"{where} have pieces of sample {sample} of {self.lengths.size}"
+                    )
+                pieces.setdefault(sample, []).append((begin, end))
+        for sample, spans in pieces.items():
+            self._check_spans(sample, spans, where)
+        if len(pieces) > 1:
+            self._check_family(rows[0].pieces, max(map(len, pieces.values())), where)
+        for sample in pieces:
+            together = np.flatnonzero(self.set_of == self.set_of[sample])
+            if not pieces.keys() >= {*together.tolist()}:
+                raise _broken(
+                    10, f"{where} split sample {sample}, one of {together.size} in a colocated set"
+                )
+        if any(mb.width > 1 for mb in rows):
+            raise _broken(10, f"{where} have pieces in rows over several DP ranks")
+
+    def _check_spans(self, sample: int, spans: list[tuple[int, int]], where: str) -> None:
+        ends = [0, *(end for _, end in spans)]
+        if [start for start, _ in spans] != ends[:-1] or ends[-1] != self.lengths[sample]:
             raise _broken(
                 10,
-                f"{where} have the pieces {pieces} of sample {sample}, which has "
+                f"{where} have the pieces {spans} of sample {sample}, which has "
                 f"{self.lengths[sample]} tokens",
             )
         unit = self.layout.sample_alignment
         if any(end % unit for end in ends[:-1]) or sorted(set(ends)) != ends:
             raise _broken(10, f"{where}: pieces end at {ends[1:]}, not at multiples of {unit}")
-        together = int((self.set_of == self.set_of[sample]).sum())
-        if together > 1:
+
+    def _check_family(self, first: tuple[Part, ...], most: int, where: str) -> None:
+        """Check a chain of several samples.
+
+        Args:
+            first: the pieces of its first row, which begin all of the samples.
+            most: pieces of a sample.
+        """
+        end = first[0].end
+        if most > 2:
+            raise _broken(10, f"{where} have {most} pieces of a sample of a family, not 2")
+        members = [part.sample for part in first]
+        saved, _ = self._saved(members, 1, Spans.of(members, first))
+        if any(part.end != end for part in first) or saved != (len(first) - 1) * end:
             raise _broken(
-                10, f"{where} split sample {sample}, one of {together} in a colocated set"
+                10,
+                f"{where} begin with {len(first)} pieces that end at "
+                f"{sorted({part.end for part in first})}, and share {saved} tokens instead of all",
             )
-        if self.table is not None and self.table.place[sample] >= 0:
-            raise _broken(10, f"{where} split sample {sample}, which shares a prefix")
-        if any(mb.width > 1 for mb in rows):
-            raise _broken(10, f"{where} have pieces in rows over several DP ranks")
 
     def _check_orders(self, step: StepPlan, where: str) -> None:
         if not step.orders:
@@ -292,16 +324,15 @@ class _Checker:
         aligned = self.aligned[samples]
         if mb.width > 1:
             aligned = layout.aligned_sample_tokens(lengths)
-        before = 0
-        for _, before, end in mb.pieces:
-            lengths[0] = end - before
-            aligned[0] = layout.aligned_sample_tokens(end) - before
+        spans = Spans.of(samples, mb.pieces)
+        lengths = np.where(spans.is_piece, spans.end, lengths) - spans.begin
+        aligned = np.where(spans.is_piece, layout.aligned_sample_tokens(spans.end), aligned)
+        # A piece attends to the tokens before it, too.
+        tokens_sq = int((aligned * aligned - spans.begin * spans.begin).sum())
         unit = layout.row_alignment
-        shared, shared_sq = self._saved(samples, mb.width)
-        padded = layout.aligned_row_tokens(int(aligned.sum()) - shared)
-        # A piece attends to the tokens before it: (before + n)^2 - before^2.
-        tokens_sq = int((aligned * aligned).sum()) - shared_sq
-        tokens_sq += 2 * before * int(aligned[0]) if before else 0
+        shared, shared_sq = self._saved(samples, mb.width, spans)
+        padded = layout.aligned_row_tokens(int((aligned - spans.begin).sum()) - shared)
+        tokens_sq -= shared_sq
         if mb.shared_tokens != shared:
             raise _broken(8, f"{where}: shared_tokens {mb.shared_tokens}, not {shared}")
         planned = (mb.tokens, mb.tokens_sq, mb.padded_tokens)
@@ -315,11 +346,11 @@ class _Checker:
         if self.policy.row_shape == "planned" and mb.row_tokens != least:
             raise _broken(5, f"{where}: a planned row of {mb.row_tokens}, not {least}")
 
-    def _saved(self, samples: list[int], width: int) -> tuple[int, int]:
+    def _saved(self, samples: list[int], width: int, spans: Spans) -> tuple[int, int]:
         """Tokens and squared tokens that a row of these samples saves."""
         if self.table is None or len(samples) < 2:
             return 0, 0
-        return self.table.over(width).saved_in_row(np.array(samples))
+        return self.table.over(width).saved_in_row(np.array(samples), spans)
 
     def _check_colocated(self) -> None:
         ids = self.plan.colocate_ids
@@ -329,7 +360,7 @@ class _Checker:
         for number, step in enumerate(self.plan.steps):
             for rank, row in enumerate(step.ranks):
                 for k, mb in enumerate(row):
-                    for i in mb.samples:
+                    for i in mb.begun_samples:
                         microbatch_of[i] = f"step {number} rank {rank} micro-batch {k}"
         first: dict[int | str, int] = {}
         for i, name in enumerate(ids):

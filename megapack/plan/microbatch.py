@@ -46,8 +46,8 @@ class MicroBatch:
     dp_ranks: tuple[int, ...] = ()
     """The DP ranks that share the row; () if one rank has it."""
     pieces: tuple[Part, ...] = ()
-    """What the row has of the samples that it has not whole: at most one, the first of `samples`.
-    The sample's other pieces are in the neighbouring micro-batches."""
+    """What the row has of the samples that it has not whole; these are the first of `samples`, and
+    their other pieces are in the neighbouring micro-batches."""
 
     @property
     def begun_samples(self) -> tuple[int, ...]:

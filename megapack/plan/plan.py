@@ -57,18 +57,16 @@ class StepPlan:
         return tuple(sorted(i for mb in self.microbatches for i in mb.begun_samples))
 
     def chains(self, rank: int) -> list[range]:
-        """The micro-batches of a DP rank that have the pieces of one sample, chain after chain."""
+        """The micro-batches of a DP rank that have the pieces of one sample or of one family, chain
+        after chain: neighbours, of which the first begins the samples."""
         chains: list[range] = []
-        sample = -1
         for k, mb in enumerate(self.ranks[rank]):
             if not mb.pieces:
-                sample = -1
-            for part in mb.pieces:
-                if part.sample == sample and part.begin > 0:
-                    chains[-1] = range(chains[-1].start, k + 1)
-                else:
-                    sample = part.sample
-                    chains.append(range(k, k + 1))
+                continue
+            if chains and chains[-1].stop == k and all(part.begin > 0 for part in mb.pieces):
+                chains[-1] = range(chains[-1].start, k + 1)
+            else:
+                chains.append(range(k, k + 1))
         return chains
 
     def order(self, rank: int, layout: Layout, *, forward_only: bool = False) -> StepOrder:
@@ -279,8 +277,9 @@ def _step_payload(step: StepPlan) -> dict[str, Any]:
 
 def _cell(mb: MicroBatch) -> tuple[Any, ...]:
     sizes = (mb.samples, mb.row_tokens, mb.tokens, mb.tokens_sq, mb.padded_tokens)
-    for part in mb.pieces:
-        return (*sizes, mb.shared_tokens, mb.width, part.begin, part.end)
+    if mb.pieces:
+        ends = (end for part in mb.pieces for end in (part.begin, part.end))
+        return (*sizes, mb.shared_tokens, mb.width, *ends)
     # The ranks of a shared row are an aligned block, so its place and its width say which they are.
     if mb.width > 1:
         return (*sizes, mb.shared_tokens, mb.width)
@@ -314,6 +313,7 @@ def _build_microbatch(rank: int, cell: list[Any]) -> MicroBatch:
     samples, row_tokens, tokens, tokens_sq, padded_tokens, *others = cell
     shared_tokens = others[0] if others else 0
     width = others[1] if len(others) > 1 else 1
+    parts = zip(samples, others[2::2], others[3::2], strict=False)
     return MicroBatch(
         tuple(samples),
         row_tokens,
@@ -322,7 +322,7 @@ def _build_microbatch(rank: int, cell: list[Any]) -> MicroBatch:
         padded_tokens,
         shared_tokens,
         block_ranks(rank, width),
-        (Part(samples[0], others[2], others[3]),) if len(others) > 2 else (),
+        tuple(Part(*part) for part in parts),
     )
 
 

@@ -8,7 +8,8 @@ per micro-batch. A cell reads
     samples:row_tokens:tokens:tokens_sq:padded:shared   if its samples share tokens
     samples:row_tokens:tokens:tokens_sq:padded:shared:width   if so many ranks share the row
     samples:row_tokens:tokens:tokens_sq:padded:shared:width:start:end   if it has only this piece of
-                                                                        its first sample
+                                                                        its first sample; two more
+                                                                        for each other piece
     -:row_tokens                                 a padding micro-batch
 
 If the step has orders, a line for each stage of each rank follows:
@@ -202,7 +203,7 @@ class _TextReader:
                 return [[], numbers[0], 0, 0, 0]
             if len(numbers) == 3:
                 numbers.append(numbers[0])
-            if len(numbers) in (4, 5, 6, 8):
+            if len(numbers) in (4, 5) or len(numbers) % 2 == 0:
                 return [[int(i) for i in samples.split(",") if samples != "-"], *numbers]
         except ValueError:
             pass
@@ -266,18 +267,20 @@ def _check_orders(value: Any, where: str) -> None:
 
 
 def _check_cell(cell: Any, where: str, num_ranks: int) -> None:
-    good = isinstance(cell, list) and len(cell) in (5, 6, 7, 9) and isinstance(cell[0], list)
+    good = isinstance(cell, list) and len(cell) >= 5 and isinstance(cell[0], list)
     good = good and all(map(_is_count, cell[0])) and all(map(_is_count, cell[1:]))
     if good and len(cell) == 7:
         # A damaged width must not make a list of 2**60 ranks.
         good = 2 <= cell[6] <= num_ranks
-    if good and len(cell) == 9:
-        good = cell[6] == 1 and bool(cell[0]) and cell[7] < cell[8]
+    if good and len(cell) > 7:
+        ends = cell[7:]
+        good = cell[6] == 1 and len(ends) % 2 == 0 and len(ends) <= 2 * len(cell[0])
+        good = good and all(start < end for start, end in zip(ends[::2], ends[1::2], strict=True))
     _require(
         good,
         where,
         "[[samples], row_tokens, tokens, tokens_sq, padded_tokens(, shared_tokens(, width(, start, "
-        "end)))]",
+        "end, ...)))]",
     )
 
 

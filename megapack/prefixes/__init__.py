@@ -11,7 +11,15 @@ Modules:
 
 from megapack.prefixes.branches import EARLIER, Branch, row_branches
 from megapack.prefixes.shared import SharedPrefixes
-from megapack.prefixes.table import PrefixTable
+from megapack.prefixes.table import PrefixTable, Spans
 from megapack.prefixes.worth import worthwhile
 
-__all__ = ["EARLIER", "Branch", "PrefixTable", "SharedPrefixes", "row_branches", "worthwhile"]
+__all__ = [
+    "EARLIER",
+    "Branch",
+    "PrefixTable",
+    "SharedPrefixes",
+    "Spans",
+    "row_branches",
+    "worthwhile",
+]

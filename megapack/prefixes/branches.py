@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megapack.layout import Layout
-from megapack.prefixes.table import PrefixTable
+from megapack.prefixes.table import PrefixTable, Spans
 
 EARLIER = -2
-"""Parent of the branch of a piece of a sample: the sample's earlier pieces, in rows before."""
+"""Parent of a branch that continues rows before: it attends to all keys that the row carries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,11 @@ class Branch:
 
 
 def row_branches(
-    samples: Sequence[int], lengths: Sequence[int], layout: Layout, table: PrefixTable | None
+    samples: Sequence[int],
+    lengths: Sequence[int],
+    layout: Layout,
+    table: PrefixTable | None,
+    pieces: Sequence[tuple[int, int, int]] = (),
 ) -> list[Branch]:
     """The branches of a row, in the order of their positions.
 
@@ -50,6 +54,8 @@ def row_branches(
         samples: indices of the row's samples.
         lengths: real tokens of each.
         table: the prefixes that samples share; None: they share nothing.
+        pieces: the samples of which the row has a piece, and where this begins and ends; all begin
+            at one position. They share with each other only, and so do the whole samples.
 
     Samples of 4, 2 and 5 tokens, of which the first and the last have 3 tokens in common and share
     2 positions:
@@ -64,19 +70,23 @@ def row_branches(
     4 3 2 0 (2,)
     7 2 0 -1 (1,)
     """
-    aligned = [layout.aligned_sample_tokens(length) for length in lengths]
+    spans = Spans.of(samples, pieces)
+    ends = np.where(spans.is_piece, spans.end, np.asarray(lengths, dtype=np.int64))
+    aligned = (layout.aligned_sample_tokens(ends) - spans.begin).tolist()
     branches: list[Branch] = []
     start = 0
-    for members, shared in _trees(samples, table):
+    for members, shared in _trees(samples, table, spans):
+        before = int(spans.begin[members[0]])
+        root = EARLIER if before else -1
         for branch in _tree_branches(members, shared, aligned):
-            parent = branch.parent if branch.parent < 0 else branch.parent + start
-            branches.append(replace(branch, parent=parent))
+            parent = root if branch.parent < 0 else branch.parent + start
+            branches.append(replace(branch, parent=parent, offset=branch.offset + before))
         start = len(branches)
     return _placed(branches)
 
 
 def _trees(
-    samples: Sequence[int], table: PrefixTable | None
+    samples: Sequence[int], table: PrefixTable | None, spans: Spans
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Indices of the samples of each tree in depth-first order, and what each shares with the one
     before it; trees in the order of their first sample."""
@@ -84,7 +94,7 @@ def _trees(
         yield from (([k], [0]) for k in range(len(samples)))
         return
     one_row = np.zeros(len(samples), dtype=np.int64)
-    chosen, shared = table.neighbours(np.asarray(samples, dtype=np.int64), one_row)
+    chosen, shared = table.neighbours(np.asarray(samples, dtype=np.int64), one_row, spans)
     firsts = np.flatnonzero(shared == 0)[1:]
     trees = [
         (members.tolist(), own.tolist())
@@ -108,7 +118,8 @@ def _tree_branches(
         inside = shared[first + 1 : last]
         end = min(inside) if inside else aligned[members[first]]
         own = tuple(sorted(members[first:last]))
-        if end > depth or not inside:
+        # Pieces may end where they part.
+        if end > depth:
             branches.append(
                 Branch(start=0, tokens=end - depth, offset=depth, parent=parent, samples=own, end=0)
             )

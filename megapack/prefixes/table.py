@@ -9,11 +9,41 @@ planning needs to know of a tree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
-from megapack.base.arrays import Ints
+from megapack.base.arrays import Bools, Ints
 from megapack.layout import Layout
 from megapack.prefixes.shared import SharedPrefixes
+
+
+class Spans(NamedTuple):
+    """What rows hold of samples: whole ones, or pieces. Pieces of a row share with each other, and
+    whole samples with each other."""
+
+    begin: Ints
+    """int64: positions of each sample before its piece; 0 for a whole one."""
+    end: Ints
+    """int64: positions up to the end of its piece; 0 for a whole one."""
+    is_piece: Bools
+
+    @classmethod
+    def of(cls, samples: Sequence[int], pieces: Sequence[tuple[int, int, int]]) -> Spans:
+        """Those of a row.
+
+        Args:
+            samples: of the row.
+            pieces: the samples of which it has a piece, and where this begins and ends.
+        """
+        begin, end = np.zeros((2, len(samples)), dtype=np.int64)
+        is_piece = np.zeros(len(samples), dtype=np.bool_)
+        for sample, *span in pieces:
+            k = samples.index(sample)
+            begin[k], end[k] = span
+            is_piece[k] = True
+        return cls(begin, end, is_piece)
 
 
 class PrefixTable:
@@ -73,18 +103,23 @@ class PrefixTable:
             self._minima.append(np.minimum(last[:-width], last[width:]))
         return self._minima[level]
 
-    def neighbours(self, samples: Ints, group_of: Ints) -> tuple[Ints, Ints]:
+    def neighbours(
+        self, samples: Ints, group_of: Ints, spans: Spans | None = None
+    ) -> tuple[Ints, Ints]:
         """Samples in depth-first order within their groups, and what each shares there.
 
         Args:
-            samples: int64 [k], samples of the batch, each once.
+            samples: int64 [k], samples of the batch, each once in a group.
             group_of: int64 [k], the row, or another set, that each is in.
+            spans: [k], what groups hold of them; None: all are whole.
 
         Returns:
             chosen: int64 [j], indices into `samples` of those that may share, sorted by group and
                 then by place.
             shared: int64 [j], positions that each shares with the one before it in its group.
         """
+        if spans is not None:
+            group_of = 2 * group_of + spans.is_piece
         chosen = np.flatnonzero(self.place[samples] >= 0)
         place = self.place[samples[chosen]]
         by_place = np.lexsort((place, group_of[chosen]))
@@ -94,9 +129,14 @@ class PrefixTable:
         shared = np.zeros(chosen.size, dtype=np.int64)
         follows = np.flatnonzero(group[1:] == group[:-1]) + 1
         shared[follows] = self.between(place[follows - 1], place[follows])
+        if spans is not None:
+            ends = np.where(spans.is_piece, spans.end, shared.max(initial=0))[chosen]
+            shared = np.maximum(np.minimum(shared, ends) - spans.begin[chosen], 0)
         return chosen, shared
 
-    def saved(self, samples: Ints, row_of: Ints, num_rows: int) -> tuple[Ints, Ints]:
+    def saved(
+        self, samples: Ints, row_of: Ints, num_rows: int, spans: Spans | None = None
+    ) -> tuple[Ints, Ints]:
         """Tokens and squared tokens that each row saves: int64 [num_rows] each.
 
         >>> import numpy as np
@@ -105,17 +145,19 @@ class PrefixTable:
         >>> table.saved(np.arange(3), np.array([0, 0, 1]), 2)
         (array([2, 0]), array([4, 0]))
         """
-        chosen, shared = self.neighbours(samples, row_of)
+        chosen, shared = self.neighbours(samples, row_of, spans)
         tokens = np.zeros(num_rows, dtype=np.int64)
         tokens_sq = np.zeros(num_rows, dtype=np.int64)
         np.add.at(tokens, row_of[chosen], shared)
-        np.add.at(tokens_sq, row_of[chosen], shared * shared)
+        # A position of a piece attends to those before the piece too.
+        before = 0 if spans is None else 2 * spans.begin[chosen]
+        np.add.at(tokens_sq, row_of[chosen], shared * (shared + before))
         return tokens, tokens_sq
 
-    def saved_in_row(self, samples: Ints) -> tuple[int, int]:
+    def saved_in_row(self, samples: Ints, spans: Spans | None = None) -> tuple[int, int]:
         """Tokens and squared tokens that one row of these samples saves."""
-        _, shared = self.neighbours(samples, np.zeros_like(samples))
-        return int(shared.sum()), int((shared * shared).sum())
+        tokens, tokens_sq = self.saved(samples, np.zeros_like(samples), 1, spans)
+        return int(tokens[0]), int(tokens_sq[0])
 
 
 def shared_positions(prefixes: SharedPrefixes, layout: Layout) -> Ints:

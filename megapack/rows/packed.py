@@ -7,9 +7,9 @@ each begins. A branch is a whole sample, or a part of one that shares its beginn
 `prefixes`). The position of token t predicts token t + 1, its label. A loss belongs to one sample
 and one label: where samples share a position, it has a loss for each of them.
 
-A row may begin with a piece of a sample: a branch that starts at an offset. The label of its last
-position is the first token of the next piece. N counts all tokens of such a sample; so what rows of
-its pieces have is added up to the whole sample.
+A row may have pieces of samples: branches that start at an offset, or end early. The label of a
+piece's last position is the first token of the next piece. N counts all tokens of such a sample; so
+what rows of its pieces have is added up to the whole sample.
 
 Shape suffixes: T row tokens, t tokens of the row that this rank's routers see, S1 branches (dummies
 included) plus one, n and S real samples, N tokens of all samples, one sample after the other, O
@@ -19,7 +19,6 @@ distinct positions of losses, E sample ends, L MoE layers of the whole model, K 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +29,8 @@ from torch import Tensor
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch
-from megapack.prefixes import EARLIER, Branch, PrefixTable, row_branches
-from megapack.rows.chain import PIECE, Link, Piece, has_piece, sample_spans
+from megapack.prefixes import Branch, PrefixTable, row_branches
+from megapack.rows.chain import Link, Piece, has_piece, row_piece, sample_spans
 from megapack.rows.transfer import moved
 from megapack.samples import RowTensor, SampleBatch
 
@@ -225,7 +224,7 @@ class PackedRow(RowTokens):
     sample_fields: Mapping[str, Tensor]
     """The fields with one number per sample, once more as [n]."""
     piece: Piece | None
-    """The part of a sample that the row has; None if all its samples are whole."""
+    """The pieces of samples that the row has; None if all its samples are whole."""
     tensors: Mapping[str, RowTensor]
     """The samples' `TensorField`s; whole on every context-parallel rank."""
     ahead: tuple[RowTokens, ...]
@@ -312,18 +311,12 @@ def pack_row(
         )
     if has_piece(micro_batch) and batch.tensor_names:
         raise DataError(
-            f"sample {samples[PIECE]} is in pieces, and the batch has the tensor "
+            f"sample {micro_batch.pieces[0].sample} is in pieces, and the batch has the tensor "
             f"{batch.tensor_names[0]!r}, which is not cut; plan with Policy(split_samples='off')"
         )
     layout = layout.over(micro_batch.width)
     table = None if prefixes is None else prefixes.over(micro_batch.width)
-    branches = row_branches(samples, held_lengths, layout, table)
-    piece = None
-    if has_piece(micro_batch):
-        begin, end = parts[PIECE]
-        parent = EARLIER if begin else -1
-        branches[PIECE] = dataclasses.replace(branches[PIECE], offset=begin, parent=parent)
-        piece = Piece(branches[PIECE].tokens, is_last=end == lengths[PIECE])
+    branches = row_branches(samples, lengths, layout, table, micro_batch.pieces)
     held = sum(branch.tokens for branch in branches)
     tail = micro_batch.row_tokens - held
     if tail < 0:
@@ -361,7 +354,7 @@ def pack_row(
         sample_fields={
             name: writer.per_sample(name) for name in names if writer.is_per_sample(name)
         },
-        piece=piece,
+        piece=row_piece(micro_batch, lengths, branches),
         tensors=batch.row_tensors(samples, _trees(branches)),
         ahead=tuple(writer.ahead(depth) for depth in range(1, num_ahead + 1)),
     )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack.ranks.meeting import meet
+from megapack.rows.chain import Link
 from megapack.rows.packed import PlacedRow
 
 
@@ -139,39 +140,43 @@ def no_segments(field_names: Sequence[str]) -> Segments:
     )
 
 
-def chain_segments(rows: Sequence[Segments]) -> Segments:
+def chain_segments(rows: Sequence[Segments], links: Sequence[Link]) -> Segments:
     """The segments of the rows of a chain, as those of one row; losses stay in their order.
 
-    The sample in pieces is the first of each row (`chain.PIECE`), and a colocated set by itself.
-    Only the row that has its end has its score; in the others the score is 0.
+    A colocated set is in one row, or all of its samples are in pieces that begin in one row. A
+    sample's score is in the row that has its end, and 0 in the others.
 
+    >>> from megapack.rows.chain import Chain
     >>> two = Segments(sample_of_R=torch.tensor([0, 0, 1]), set_of_n=torch.tensor([0, 1]))
-    >>> joined = chain_segments([two, two])
+    >>> chain = Chain((), num_samples=3, keeps_gradients=False)
+    >>> links = [Link(chain, k, torch.tensor([0, k + 1])) for k in range(2)]
+    >>> joined = chain_segments([two, two], links)
     >>> joined.sample_of_R, joined.set_of_n
     (tensor([0, 0, 1, 0, 0, 2]), tensor([0, 1, 2]))
     """
-    first, *others = rows
-    samples = [first.sample_of_R]
-    sets = [first.set_of_n]
-    count = first.num_samples
-    num_sets = first.set_of_n.max() + 1
-    for row in others:
-        samples.append(torch.where(row.sample_of_R > 0, row.sample_of_R + (count - 1), 0))
-        sets.append(row.set_of_n[1:] + (num_sets - 1))
-        count += row.num_samples - 1
-        num_sets = num_sets + row.set_of_n.max()
-    scores_n = None
-    if first.scores_n is not None:
-        scores = [row.scores_n for row in rows if row.scores_n is not None]
-        end = torch.stack([own[0] for own in scores]).sum(0, keepdim=True)
-        scores_n = torch.cat([end, *(own[1:] for own in scores)])
+    first = rows[0]
+    own = [link.samples_n for link in links]
+    count = links[0].chain.num_samples
+    numbers = torch.arange(count, device=first.set_of_n.device)
+    # A set has the number of its first sample.
+    set_of_n = numbers
+    for row, samples_n in zip(rows, own, strict=True):
+        firsts = numbers.scatter_reduce(0, row.set_of_n, samples_n, "amin", include_self=False)
+        set_of_n = set_of_n.scatter_reduce(0, samples_n, firsts[row.set_of_n], "amin")
+    fields = {}
+    for name, value in first.fields.items():
+        fields[name] = value.new_zeros(count)
+        for row, samples_n in zip(rows, own, strict=True):
+            fields[name].index_copy_(0, samples_n, row.fields[name])
+    scores_n = None if first.scores_n is None else first.scores_n.new_zeros(count)
+    for row, samples_n in zip(rows, own, strict=True):
+        if scores_n is not None and row.scores_n is not None:
+            scores_n = scores_n.index_add(0, samples_n, row.scores_n)
+    samples = (samples_n[row.sample_of_R] for row, samples_n in zip(rows, own, strict=True))
     return Segments(
-        sample_of_R=torch.cat(samples),
-        set_of_n=torch.cat(sets),
-        fields={
-            name: torch.cat([first.fields[name], *(row.fields[name][1:] for row in others)])
-            for name in first.fields
-        },
+        sample_of_R=torch.cat(list(samples)),
+        set_of_n=set_of_n,
+        fields=fields,
         scores_n=scores_n,
         cp_group=first.cp_group,
     )

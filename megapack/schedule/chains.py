@@ -1,4 +1,4 @@
-"""The losses of a chain: rows with the pieces of one sample have one objective.
+"""The losses of a chain: rows with pieces of the same samples have one objective.
 
 An objective of whole samples needs the log-probs of all pieces, and on the last stage all forwards
 of a chain come before its first backward. So each forward keeps the row's log-probs (or values),
@@ -50,7 +50,7 @@ class ChainLosses:
         self._loss = loss
 
     def add(self, link: Link, inputs: LossInputs) -> Tensor:
-        """Add the forward of a row that has a piece; forwards come in the order of the pieces.
+        """Add the forward of a row that has pieces; forwards come in the order of the rows.
 
         Args:
             link: the place of the row in its chain.
@@ -63,7 +63,7 @@ class ChainLosses:
         """
         # Under the class: under this object, the chain would keep its pass alive, in a circle.
         forwards = link.kept(ChainLosses)
-        forwards[link.index] = forward = _Forward(inputs)
+        forwards[link.index] = forward = _Forward(inputs, link)
         total = inputs.values_R.detach().sum() * 0.0
         if link.is_last:
             total = self._find_gradients(list(forwards.values()))
@@ -72,7 +72,8 @@ class ChainLosses:
 
     def _find_gradients(self, forwards: Sequence[_Forward]) -> Tensor:
         with torch.enable_grad():
-            loss = self._loss(joined([forward.leaves for forward in forwards]))
+            rows = [forward.leaves for forward in forwards]
+            loss = self._loss(joined(rows, [forward.link for forward in forwards]))
             leaves = [leaf for forward in forwards for leaf in _tensors(forward.leaves)]
             # Losses of a chain without response tokens depend on none.
             gradients = iter(torch.autograd.grad(loss, leaves, materialize_grads=True))
@@ -84,7 +85,8 @@ class ChainLosses:
 class _Forward:
     """One row's forward: its values with their graph, and as leaves of the chain's loss."""
 
-    def __init__(self, inputs: LossInputs) -> None:
+    def __init__(self, inputs: LossInputs, link: Link) -> None:
+        self.link = link
         self.graph = _tensors(inputs)
         self.leaves = _with_tensors(inputs, [x.detach().requires_grad_() for x in self.graph])
         self.gradients: list[Tensor] = []
@@ -122,14 +124,14 @@ def _with_tensors(inputs: LossInputs, tensors: Sequence[Tensor]) -> LossInputs:
     )
 
 
-def joined(rows: Sequence[LossInputs]) -> LossInputs:
-    """The rows of a chain as one row: the sample in pieces first, then all others.
+def joined(rows: Sequence[LossInputs], links: Sequence[Link]) -> LossInputs:
+    """The rows of a chain as one row, which has each of their samples once.
 
     Args:
-        rows: the first sample of each is the one in pieces, and its own colocated set.
+        links: the place of each row.
     """
     first = rows[0]
-    segments = chain_segments([row.segments for row in rows])
+    segments = chain_segments([row.segments for row in rows], links)
     # Losses are in the order of their samples.
     order_R = segments.sample_of_R.argsort(stable=True)
 

@@ -27,7 +27,7 @@ from megapack.model.overlap import (
 from megapack.model.weight_gradients import WeightGradients
 from megapack.plan.plan import StepPlan
 from megapack.ranks.place import Place
-from megapack.rows.chain import Link, link_pieces
+from megapack.rows.chain import Link, link_rows
 from megapack.rows.packed import PackedRow, PlacedRow
 from megapack.rows.schedule_pass import SchedulePass
 from megapack.schedule import checks
@@ -223,8 +223,7 @@ class ScheduleRunner:
 
     def placed(self, call: StepCall, rows: list[PackedRow]) -> list[PlacedRow]:
         """The rows on the device, with what a pass over all of them needs."""
-        pieces = [row.piece for row in rows]
-        links = link_pieces(pieces, keeps_gradients=call.is_training)
+        links = link_rows(rows, keeps_gradients=call.is_training, device=self.device)
         return [self._placed(row, link) for row, link in zip(rows, links, strict=True)]
 
     def _placed(self, row: PackedRow, link: Link | None) -> PlacedRow:

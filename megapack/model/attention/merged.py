@@ -4,8 +4,8 @@ A block is a run of queries against a run of keys: causal in itself, or full. A 
 attends causally to itself. The positions that continue it are one run right after it, and attend to
 all of it: one full block per prefix, whatever the depth of the tree. With context parallelism, a
 part of a branch attends causally to itself and fully to what is before it in the branch. A piece of
-a sample attends fully to the pieces before it, whose keys are before the row's. So no block needs a
-mask.
+a sample, and what continues it, attends fully to the keys that the row carries, which are before
+its own. So no block needs a mask.
 
 Two blocks of one query merge by their log-sum-exps: with l = logaddexp(l1, l2), the output is
 exp(l1 - l) o1 + exp(l2 - l) o2. A kernel's log-sum-exp carries no gradient, so autograd must not
@@ -60,7 +60,7 @@ def attention_blocks(
     Args:
         padded_lengths: tokens of each branch of the row, and of its dummies.
         branches: those of the row.
-        carried: padded tokens of a sample's earlier pieces.
+        carried: padded tokens that each earlier row has kept.
         cp: number of context-parallel ranks.
         cp_rank: this rank among them; its queries are those of `rows.slices.slice_positions`.
     """
@@ -68,7 +68,7 @@ def attention_blocks(
     # Where the row's keys begin.
     own = sum(carried)
     full = [
-        Block(branch.start // cp, branch.tokens // cp, 0, own, causal=False)
+        Block(branch.start // cp, (branch.end - branch.start) // cp, 0, own, causal=False)
         for branch in branches
         if branch.parent == EARLIER
     ]

@@ -5,7 +5,7 @@ Each branch of a row is a sequence of queries. Its keys are those on its path: t
 continues, from the first on, and its own. A key on several paths is gathered as often. The backward
 of the gather adds their gradients up. The last query of a sequence sees its last key.
 
-Keys of a sample's earlier pieces are before the row's (see `carried`): the piece's branch continues
+Keys that a row carries are before its own (see `carried`): the branches of its pieces continue
 them.
 
 Shape suffix: K gathered keys.
@@ -53,7 +53,7 @@ def key_paths(
     Args:
         padded_lengths: tokens of each branch of the row, and of its dummies.
         branches: those of the row; () if samples are whole and share nothing.
-        carried: padded tokens of a sample's earlier pieces.
+        carried: padded tokens that each earlier row has kept.
         cp: number of context-parallel ranks.
         cp_rank: this rank among them.
 

@@ -59,7 +59,7 @@ class RowView:
 
     @property
     def carried(self) -> tuple[int, ...]:
-        """Padded tokens of the earlier pieces of a sample; their keys come before the row's."""
+        """Padded tokens that each earlier row has kept; their keys come before the row's."""
         return () if self.link is None else self.link.earlier
 
     @cached_property

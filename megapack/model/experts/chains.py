@@ -1,66 +1,81 @@
-"""The load balance of a sample in pieces, which counts the choices of all its tokens.
+"""The load balance of samples in pieces, which counts the choices of all their tokens.
 
-A piece's scores are multiplied by the sample's share of choices, see `rows`. The share is known
-once all pieces have run forward, which is before the first backward: so the backward of each
-piece's scores reads it. With recomputation the first forward counts, and the second one finds all
-counts.
+A token's scores are multiplied by its samples' shares of choices, see `rows`. The shares are known
+once all rows of a chain have run forward, which is before the first backward: so the backward of
+each row's scores reads them. With recomputation the first forward counts, and the second one finds
+all counts.
 
-Shape suffixes: t tokens of the row on this rank, S samples of the row, E experts.
+Shape suffixes: t tokens of the row on this rank, S samples of the row, C samples of the chain, J
+branches of the row, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapack.model.experts.rows import branch_shares, whole_sample_counts
-from megapack.rows.chain import PIECE
 from megapack.rows.packed import RoutingRow
 
 
 @dataclass
 class _Counted:
-    """What one layer keeps of a piece."""
+    """What one layer keeps of a row."""
 
+    row: RoutingRow
+    """Without its link, whose chain keeps this object: a circle would not be freed."""
+    samples_S: Tensor
+    """int64: index of each sample among those of the chain."""
     counts_SE: Tensor
-    """Of all samples of the piece's row."""
-    scores_E: Tensor | None = None
-    """Sum of the piece's scores, if its forward with gradients came before the last one's."""
+    scores_JE: Tensor | None = None
+    """Sum of each branch's scores, if the row's forward with gradients came before the last one's;
+    padding is a branch."""
 
 
 def piece_balance_loss(
     layer: Any, scores_tE: Tensor, chosen_tE: Tensor, row: RoutingRow, top_k: int
 ) -> Tensor:
-    """As `rows.balance_loss`, for a row that has a piece.
+    """As `rows.balance_loss`, for a row that has pieces.
 
-    The losses of all rows of the chain add up to those of its whole samples. That of the sample in
-    pieces is in the last forward.
+    The losses of all rows of the chain add up to those of its samples. All are in the last forward,
+    unless rows are recomputed.
 
     Args:
         layer: tells the layers apart.
     """
     link = row.link
     assert link is not None
-    pieces = link.kept(layer)
-    if link.index not in pieces:
-        pieces[link.index] = _Counted(whole_sample_counts(chosen_tE, row, scores_tE.dtype))
-    own = pieces[link.index]
-    is_complete = len(pieces) == link.chain.num_pieces
+    rows = link.kept(layer)
+    if link.index not in rows:
+        counts_SE = whole_sample_counts(chosen_tE, row, scores_tE.dtype)
+        rows[link.index] = _Counted(replace(row, link=None), link.samples_n, counts_SE)
+    own = rows[link.index]
+    is_complete = len(rows) == link.chain.num_rows
     adds = torch.is_grad_enabled()
     return _LateShares.apply(  # type: ignore[no-any-return, no-untyped-call]
-        scores_tE, own, pieces.values(), row, top_k, is_complete, adds
+        scores_tE, own, rows.values(), link.chain.num_samples, top_k, is_complete, adds
     )
 
 
-def _shares(own: _Counted, pieces: Collection[_Counted], row: RoutingRow, top_k: int) -> Tensor:
-    """The shares of each sample of the row by the counts of its chain so far, [S, E]."""
-    counts_SE = own.counts_SE.clone()
-    counts_SE[PIECE] = torch.stack([piece.counts_SE[PIECE] for piece in pieces]).sum(0)
-    return counts_SE * (counts_SE.shape[1] / top_k) / row.lengths_S[:, None]
+def _shares(own: _Counted, rows: Collection[_Counted], num_samples: int, top_k: int) -> Tensor:
+    """The shares of each branch of a row by the counts of its chain so far, [J + 1, E]."""
+    num_experts = own.counts_SE.shape[1]
+    counts_CE = own.counts_SE.new_zeros(num_samples, num_experts)
+    for row in rows:
+        counts_CE.index_add_(0, row.samples_S, row.counts_SE)
+    counts_SE = counts_CE[own.samples_S]
+    return branch_shares(counts_SE * (num_experts / top_k) / own.row.lengths_S[:, None], own.row)
+
+
+def _branch_sums(scores_tE: Tensor, row: RoutingRow) -> Tensor:
+    """The sum of each branch's scores, [J + 1, E]; not by index_add, see `rows.branch_shares`."""
+    branches_J = torch.arange(row.num_branches + 1, device=scores_tE.device)
+    member_Jt = (branches_J[:, None] == row.branches_t).double()
+    return (member_Jt @ scores_tE.double()).to(scores_tE.dtype)
 
 
 class _LateShares(torch.autograd.Function):
@@ -69,28 +84,25 @@ class _LateShares(torch.autograd.Function):
         ctx: Any,
         scores_tE: Tensor,
         own: _Counted,
-        pieces: Collection[_Counted],
-        row: RoutingRow,
+        rows: Collection[_Counted],
+        num_samples: int,
         top_k: int,
         is_complete: bool,
         adds: bool,
     ) -> Tensor:
-        ctx.arguments = own, pieces, row, top_k
-        share_SE = _shares(own, pieces, row, top_k)
-        shares_tE = branch_shares(share_SE, row)[row.branches_t]
+        ctx.arguments = own, rows, num_samples, top_k
         if is_complete:
-            loss = (scores_tE * shares_tE).sum()
-            earlier = [piece.scores_E for piece in pieces if piece.scores_E is not None]
-            if earlier:
-                loss = loss + (sum(earlier[1:], earlier[0]) * share_SE[PIECE]).sum()
+            loss = (scores_tE * _shares(*ctx.arguments)[own.row.branches_t]).sum()
+            for row in rows:
+                if row.scores_JE is not None:
+                    loss = loss + (row.scores_JE * _shares(row, rows, num_samples, top_k)).sum()
             return loss
-        is_piece_t1 = row.branches_t[:, None] == PIECE
         if adds:
-            own.scores_E = torch.where(is_piece_t1, scores_tE, 0.0).sum(0)
-        return torch.where(is_piece_t1, 0.0, scores_tE * shares_tE).sum()
+            own.scores_JE = _branch_sums(scores_tE, own.row)
+        return scores_tE.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        own, pieces, row, top_k = ctx.arguments
-        shares_tE = branch_shares(_shares(own, pieces, row, top_k), row)[row.branches_t]
+        own, *_ = ctx.arguments
+        shares_tE = _shares(*ctx.arguments)[own.row.branches_t]
         return grad * shares_tE, None, None, None, None, None, None

@@ -162,10 +162,8 @@ def plan_by_hand(
     """The plan of rows made by hand, for the layout and the samples of a plain plan."""
     layout = plain.layout
     lengths = samples.batch.lengths
-    cut = {i for slot in made.slots for _, _, *pieces in slot for held in pieces for i in held}
     table = None
     if prefixes is not None:
-        prefixes = prefixes.without(np.array(sorted(cut), dtype=np.int64))
         table = PrefixTable(prefixes, len(lengths), layout)
     ranks = made_ranks(made.slots, lengths, layout, table)
     count = len(made.slots)
@@ -174,7 +172,7 @@ def plan_by_hand(
     policy = plain.policy
     if any(row.width > 1 for row in step.microbatches):
         policy = replace(policy, context_parallel="dynamic")
-    if cut:
+    if any(row.pieces for row in step.microbatches):
         live = LIVE_TOKENS // layout.cp
         policy = replace(policy, split_samples="auto", max_live_tokens_per_gpu=live)
         make = functools.partial(chain_order, layout.pp, layout.vpp, count, group or 1)
@@ -258,12 +256,12 @@ def _sharing_facts(samples: Samples, plan: Plan, rows: list[MicroBatch]) -> dict
     rows_of: Counter[int] = Counter()
     most = depth = shared_losses = 0
     for row in rows:
-        held = {part.sample: part.tokens for part in row.pieces}
-        lengths = [held.get(i, batch.length(i)) for i in row.samples]
+        lengths = [batch.length(i) for i in row.samples]
         own_table = None if table is None else table.over(row.width)
         families = set()
         depths: list[int] = []
-        for branch in row_branches(row.samples, lengths, plan.layout.over(row.width), own_table):
+        layout = plan.layout.over(row.width)
+        for branch in row_branches(row.samples, lengths, layout, own_table, row.pieces):
             above = depths[branch.parent] if branch.parent >= 0 else 0
             depths.append(above + (len(branch.samples) > 1))
             if len(branch.samples) == 1:

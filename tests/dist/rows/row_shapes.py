@@ -194,6 +194,7 @@ _WIDE = {
 }
 
 _CHAINS = {"chains": [2, 3], "pieces": [2, 3]}
+_FAMILIES = {"chains": [2, 3], "pieces": [2] * 6, "shared_losses": 100}
 _SPLIT = {
     # 11 samples of 97, 12, 40, 64, 7, 21, 1, 18, 33, 9 and 15 tokens. Sample 0 has a long prompt,
     # so that its first piece has no loss.
@@ -254,6 +255,49 @@ _SPLIT = {
                 ],
                 row_tokens=64,
                 expect=_CHAINS,
+            ),
+        },
+    ),
+    # Pairs of 18 and 12, of 33 and 35, which share 10, and of 11 and 12 tokens, which share 4; a
+    # family of 84, 53, 54 and 51, which share 43 positions, 23 of them with losses, and the last
+    # two of them 47; one of 59 and 40, which share 38.
+    "family": Shape(
+        families=[
+            *[(8, [10, 4]), (20, [(24, [40, 9, (4, [6, 3])])]), (30, [(9, [20, 1])])],
+            *[(11, [22, 24]), (5, [6, 7])],
+        ],
+        plain_row_tokens=144,
+        pairs="family",
+        together="pairs",
+        made={
+            # The first family is in three rows. Second pieces of the last one share more, and are
+            # beside whole samples that share. With vpp2 and G=4 each family is in one group.
+            1: MadeRows(
+                slots=[
+                    [(1, [2, 3, 4, 5, 0, 1], dict.fromkeys((2, 3, 4, 5), (0, 40)))],
+                    [(1, [3, 2], {3: (40, 53), 2: (40, 84)})],
+                    [(1, [4, 5, 10, 11], {4: (40, 54), 5: (40, 51)})],
+                    [(1, [8, 9])],
+                    [(1, [7, 6], dict.fromkeys((7, 6), (0, 32)))],
+                    [(1, [6, 7], {6: (32, 59), 7: (32, 40)})],
+                ],
+                row_tokens=72,
+                expect=_FAMILIES,
+            ),
+            2: MadeRows(
+                slots=[
+                    [
+                        (1, [2, 3, 4, 5, 0, 1], dict.fromkeys((2, 3, 4, 5), (0, 40))),
+                        (1, [7, 6], dict.fromkeys((7, 6), (0, 32))),
+                    ],
+                    [
+                        (1, [3, 2], {3: (40, 53), 2: (40, 84)}),
+                        (1, [6, 7], {6: (32, 59), 7: (32, 40)}),
+                    ],
+                    [(1, [4, 5, 10, 11], {4: (40, 54), 5: (40, 51)}), (1, [8, 9])],
+                ],
+                row_tokens=72,
+                expect=_FAMILIES,
             ),
         },
     ),

@@ -62,11 +62,12 @@ def _own_keys_only(key: Tensor, value: Tensor, order_K: Tensor, group: Any) -> A
 
 
 def _without_earlier_pieces(row: PackedRow, group: Any, link: Link | None) -> Any:
-    return row_params(dataclasses.replace(row, piece=None), group)
+    branches = tuple(dataclasses.replace(own, parent=max(own.parent, -1)) for own in row.branches)
+    return row_params(dataclasses.replace(row, piece=None, branches=branches), group)
 
 
 _MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "no carried gradients": (carried, "_with_leaf", lambda grad, leaf: grad),
+    "no carried gradients": (carried, "_with_leaf", lambda grad, leaf, own: grad),
     "no exchanged keys": (sdpa, "gather_rows", _own_keys_only),
     "no carried keys": (runner, "row_params", _without_earlier_pieces),
     "no losses of a piece": (chains.ChainLosses, "_find_gradients", _without_a_piece),

@@ -1,4 +1,4 @@
-"""The cases with samples in pieces, as data."""
+"""The cases with samples or families in pieces, as data."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _PLACES = {
 _case = functools.partial(RowCase, shape="split")
 _wide = functools.partial(_case, title="beside rows over several ranks", shape="joined")
 _shared = functools.partial(_case, title="beside shared prefixes", shape="shared", shares=True)
+_family = functools.partial(_case, title="families", shape="family", shares=True)
 
 GRID = {
     f"{name}-{recompute}": _case(place, recompute=recompute)
@@ -29,11 +30,36 @@ MUTATED = {
         mutation: _case("pp2", kinds=("sft",), mutation=mutation)
         for mutation in ("no carried gradients", "no carried keys", "no losses of a piece")
     },
+    **{
+        f"family, {mutation}": _family("pp2", kinds=("sft",), mutation=mutation)
+        for mutation in ("no carried gradients", "no carried keys")
+    },
     "wide, no carried gradients": _wide("dp2_pp2", kinds=("sft",), mutation="no carried gradients"),
     "wide, no exchanged keys": _wide("dp2_pp2", kinds=("sft",), mutation="no exchanged keys"),
 }
 
-SPECIAL = MUTATED | {
+FAMILIES = {
+    f"family_{name}-{recompute}": _family(
+        _PLACES[name], recompute=recompute, kinds=(*_TWO, "gspo", "dpo")
+    )
+    for name, recompute in [
+        *[("single", "none"), ("pp2", "full"), ("pp2_vpp2", "none"), ("dp2_pp2", "full")],
+        *[("tp2_sp_pp2", "none"), ("cp2_pp2", "full")],
+    ]
+} | {
+    "family_sft_all": _family("pp2", title="families, losses on prompts", kinds=("sft_all",)),
+    "family_value": _family("pp2", title="families, values", kinds=("value", "reward")),
+    "family_selective": _family("pp2", recompute="selective", kinds=_TWO),
+    "family_weights_later": _family("pp2", lag=2, kinds=_TWO),
+    "family_mla_full": _family("pp2", model="mla", recompute="full", kinds=_TWO),
+    "family_moe": _family("pp2_tp2_sp_ep2", model="moe", kinds=_TWO),
+    "family_moe_full": _family("pp2", model="moe", recompute="full", kinds=_TWO),
+    "family_moe_replay_full": _family("cp2_ep2", model="moe_replay", recompute="full", kinds=_TWO),
+}
+
+SPECIAL = {
+    **MUTATED,
+    **FAMILIES,
     "shared_pp2-none": _shared("pp2"),
     "shared_pp2_vpp2-full": _shared("pp2_vpp2_g4", recompute="full"),
     "shared_cp2_pp2-full": _shared("cp2_pp2", recompute="full"),
@@ -82,5 +108,7 @@ TESTED = (
     *("shared_pp2_vpp2-full", "shared_cp2_pp2-full", "shared_moe", *MUTATED),
     *("wide_later", "wide_pp2_vpp2_later", "wide_dp4_later_full", "wide_moe"),
     *("moe_dp2_later", "moe_bias_dp2_selective", "moe_replay_dp2_full"),
+    *("family_single-none", "family_pp2_vpp2-none", "family_cp2_pp2-full", "family_dp2_pp2-full"),
+    *("family_value", "family_mla_full", "family_moe", "family_moe_full", "family_moe_replay_full"),
 )
 """The cases of the tests; tools/exactness.py runs all that are not mutated."""

@@ -26,7 +26,7 @@ from megapack.model.attention.sdpa import (
 from megapack.model.attention.te_rows import gathered_params
 from megapack.plan import MicroBatch, Part
 from megapack.prefixes import EARLIER, Branch
-from megapack.rows.chain import Chain, Link, link_pieces
+from megapack.rows.chain import Chain, Link, Piece, link_rows
 from megapack.rows.packed import PlacedRow, pack_row
 from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch
@@ -62,7 +62,7 @@ def chain_rows(*, keeps_gradients: bool) -> list[PlacedRow]:
         tokens = piece[1] - piece[0] + (LENGTHS[1] if len(samples) > 1 else 0)
         micro_batch = MicroBatch(samples, tokens, tokens, 0, tokens, pieces=(Part(0, *piece),))
         rows.append(pack_row(batch, micro_batch, Layout()))
-    links = link_pieces([row.piece for row in rows], keeps_gradients=keeps_gradients)
+    links = link_rows(rows, keeps_gradients=keeps_gradients)
     return [
         PlacedRow.of(row, params=row_params(row, link=link), link=link)
         for row, link in zip(rows, links, strict=True)
@@ -150,7 +150,7 @@ def test_a_second_forward_finds_what_was_kept(*, reentrant: bool) -> None:
 
 
 def test_gradients_of_later_pieces_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carried, "_with_leaf", lambda grad, leaf: grad)
+    monkeypatch.setattr(carried, "_with_leaf", lambda grad, leaf, own: grad)
     _, grads, _ = in_pieces()
     _, expected = whole()
     torch.testing.assert_close(grads[0], expected[0], atol=2e-6, rtol=1e-5)
@@ -211,7 +211,8 @@ def test_both_forms_of_attention_equal_the_whole_sample_on_each_rank(cp: int) ->
 
 def test_transformer_engine_gets_the_lengths_of_queries_and_keys() -> None:
     ends = torch.tensor([0, 4, 10], dtype=torch.int32)
-    link = Link(Chain((8, 4), keeps_gradients=True), 1)
+    pieces = (Piece(continues=False, start=0, kept_tokens=8), Piece(True, 0, 0))
+    link = Link(Chain(pieces, 1, keeps_gradients=True), 1, torch.tensor([0]))
     row = RowView(ends, 12, lengths=[4, 6], branches=(piece_branch(4),), link=link)
     gathered = gathered_params(packed_seq_params(ends, 12, 10), row)
     assert gathered.cu_seqlens_q.tolist() == [0, 4, 10]

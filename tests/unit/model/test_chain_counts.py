@@ -13,7 +13,7 @@ from megapack.layout import Layout
 from megapack.model.experts.chains import piece_balance_loss
 from megapack.model.experts.rows import RoutingShape, balance_loss, routing_row
 from megapack.plan import MicroBatch, Part
-from megapack.rows.chain import link_pieces
+from megapack.rows.chain import link_rows
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.samples import SampleBatch
 
@@ -44,7 +44,7 @@ def row_of(samples: tuple[int, ...], piece: tuple[int, int] | None) -> PackedRow
 
 def chain_rows() -> list[PackedRow]:
     rows = [row_of(*row) for row in ROWS]
-    links = link_pieces([row.piece for row in rows], keeps_gradients=True)
+    links = link_rows(rows, keeps_gradients=True)
     return [
         dataclasses.replace(row, routing=dataclasses.replace(row.routing, link=link))
         for row, link in zip(rows, links, strict=True)

@@ -103,7 +103,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any]]] = {
         broken_rows(TWO[0], row(0), TWO[1], row(1)),
     ),
     "a piece that is not first": (
-        r"10 .* have several pieces in a row, or a piece that is not first",
+        r"10 .* have pieces that are not the first of their row",
         broken_rows(dataclasses.replace(TWO[0], samples=(0, 2)), TWO[1], row(1)),
     ),
     "split_samples=off": (r"10 .* with split_samples='off'", {"policy": Policy()}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 from typing import Any
 
@@ -13,7 +14,7 @@ from megapack.layout import Layout
 from megapack.model.experts.rows import RoutingShape, routing_row
 from megapack.plan import MicroBatch, Part
 from megapack.rows import chain
-from megapack.rows.chain import Piece, link_pieces
+from megapack.rows.chain import Piece, link_rows
 from megapack.rows.packed import PackedRow, pack_row, unpack_row
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch, TensorField
@@ -55,13 +56,17 @@ def test_doctests_of_chains() -> None:
 
 
 def test_two_chains_in_turn_keep_what_is_theirs() -> None:
-    end, begin = Piece(2, is_last=True), Piece(4, is_last=False)
-    rows = [begin, end, None, begin, begin, end]
-    links = [link for link in link_pieces(rows, keeps_gradients=True) if link is not None]
-    assert [(link.index, link.padded_tokens, link.is_last) for link in links] == [
-        *((0, 4, False), (1, 2, True)),
-        *((0, 4, False), (1, 4, False), (2, 2, True)),
+    begin, end = rows()
+    middle = dataclasses.replace(begin, piece=Piece(continues=True, start=0, kept_tokens=4))
+    whole = dataclasses.replace(begin, piece=None)
+    made = link_rows([begin, end, whole, begin, middle, end], keeps_gradients=True)
+    assert made[2] is None
+    links = [link for link in made if link is not None]
+    assert [(link.index, link.earlier, link.is_last) for link in links] == [
+        *((0, (), False), (1, (4,), True)),
+        *((0, (), False), (1, (4,), False), (2, (4, 4), True)),
     ]
+    assert [link.samples_n.tolist() for link in links] == [[0], [0, 1], [0], [0], [0, 1]]
     links[0].kept("layer")[0] = "keys"
     assert [len(link.kept("layer")) for link in links] == [1, 1, 0, 0, 0]
 
@@ -79,7 +84,7 @@ def test_a_later_piece_by_eye() -> None:
     assert row.end_samples_E.tolist() == [0, 1]
     assert row.lengths == (7, 3)
     assert row.max_seqlen == 7
-    assert row.piece == Piece(3, is_last=True)
+    assert row.piece == Piece(continues=True, start=0, kept_tokens=0)
 
 
 def test_the_label_of_a_piece_s_last_token_is_the_next_token_of_the_sample() -> None:
@@ -88,7 +93,7 @@ def test_the_label_of_a_piece_s_last_token_is_the_next_token_of_the_sample() -> 
     assert row.losses.positions_R.tolist() == [0, 1, 2, 3]
     assert row.losses.label_index_R.tolist() == [1, 2, 3, 4]
     assert row.end_positions_E.numel() == row.end_samples_E.numel() == 0
-    assert row.piece == Piece(4, is_last=False)
+    assert row.piece == Piece(continues=False, start=0, kept_tokens=4)
 
 
 @pytest.mark.parametrize("cp", [1, 2])

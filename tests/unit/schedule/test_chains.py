@@ -13,7 +13,7 @@ from megapack.layout import Layout
 from megapack.loss.sequence import GSPO, AnyObjective, ValueLoss, call_objective
 from megapack.loss.token import GRPO, SFT
 from megapack.plan import MicroBatch, Part
-from megapack.rows.chain import Link, link_pieces
+from megapack.rows.chain import Chain, Link, link_rows
 from megapack.rows.packed import PackedRow, PlacedRow, pack_row
 from megapack.rows.segments import Segments, chain_segments, row_segments
 from megapack.samples import SampleBatch
@@ -57,8 +57,7 @@ def row_of(samples: tuple[int, ...], piece: tuple[int, int] | None) -> PackedRow
 
 
 def links(rows: list[PackedRow]) -> list[Link]:
-    pieces = [row.piece for row in rows]
-    return [link for link in link_pieces(pieces, keeps_gradients=True) if link is not None]
+    return [link for link in link_rows(rows, keeps_gradients=True) if link is not None]
 
 
 class Run:
@@ -169,7 +168,7 @@ def test_values_and_scores_of_a_value_head(objective: Any) -> None:
 def test_losses_of_the_joined_row_are_in_the_order_of_samples() -> None:
     run = Run(SFT())
     rows = [row_of(*row) for row in ROWS]
-    row = joined([run.inputs(row) for row in rows])
+    row = joined([run.inputs(row) for row in rows], links(rows))
     # Samples 0, 2 and 1 have 11, 4 and 3 losses.
     assert row.segments.sample_of_R.tolist() == [0] * 11 + [1] * 4 + [2] * 3
     expected = torch.cat([run.values[1:12], run.values[17:21], run.values[13:16]])
@@ -178,19 +177,25 @@ def test_losses_of_the_joined_row_are_in_the_order_of_samples() -> None:
 
 
 def test_sets_and_fields_of_joined_rows() -> None:
-    def segments(sets: list[int], number: list[float]) -> Segments:
-        return Segments(
-            sample_of_R=torch.tensor([0, len(sets) - 1]),
+    """Samples 0 to 2 are in the first row; 0 and 2 are a set, as are 3 and 4."""
+    rows = [((0, 1, 2), [0, 1, 0]), ((2, 0), [0, 0]), ((1, 3, 4), [0, 1, 1])]
+    chain = Chain((), num_samples=5, keeps_gradients=False)
+    links = [Link(chain, k, torch.tensor(samples)) for k, (samples, _) in enumerate(rows)]
+    segments = [
+        Segments(
+            sample_of_R=torch.tensor([0, len(samples) - 1]),
             set_of_n=torch.tensor(sets),
-            fields={"number": torch.tensor(number)},
+            fields={"number": torch.tensor(samples) + 0.5},
+            scores_n=torch.tensor(samples) * (samples[0] > 0) + 0.0,
         )
-
-    found = chain_segments(
-        [segments([0, 1, 1], [7, 1, 2]), segments([0], [7]), segments([0, 1], [7, 3])]
-    )
-    assert found.sample_of_R.tolist() == [0, 2, 0, 0, 0, 3]
-    assert found.set_of_n.tolist() == [0, 1, 1, 2]
-    assert found.fields["number"].tolist() == [7, 1, 2, 3]
+        for samples, sets in rows
+    ]
+    found = chain_segments(segments, links)
+    assert found.sample_of_R.tolist() == [0, 2, 2, 0, 1, 4]
+    assert found.set_of_n.tolist() == [0, 1, 0, 3, 3]
+    assert found.fields["number"].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
+    assert found.scores_n is not None
+    assert found.scores_n.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_two_chains_at_a_time_and_a_nan() -> None:
