@@ -22,7 +22,7 @@ SAMPLE = {
     "layouts and models": ["cp2", "moe_dp2_ep2", "mla_tp2_sp"],
     "shared prefixes": ["prefixes/moe"],
     "rows over several ranks": ["wide/moe_bias"],
-    "samples in pieces": ["split/selective"],
+    "samples in pieces": ["split/selective", "split/family_selective"],
 }
 CELLS = [(grid, name) for grid, names in SAMPLE.items() for name in names]
 
