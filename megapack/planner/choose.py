@@ -3,6 +3,7 @@
     rows on one DP rank each, in Megatron's order    always, unless a sample must be cut or widened
     rows over several DP ranks                       under context_parallel="dynamic"
     pieces of samples, weight gradients in waits     under split_samples="auto" or backward="split"
+    pieces of families                               under split_samples="auto" with shared prefixes
 
 Each way gives a draft only if that is faster than the first one, so no freedom makes a plan slower
 in the simulator.
@@ -11,6 +12,7 @@ in the simulator.
 from __future__ import annotations
 
 import logging
+import math
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from megapack.errors import PlanError
 from megapack.planner.draft import Draft
 from megapack.planner.items import Items
 from megapack.planner.operations import plan_operations
-from megapack.planner.pieces import is_alone, may_cut
+from megapack.planner.pieces import families_in_pieces, is_alone, may_cut
 from megapack.planner.search import plan_rows
 from megapack.planner.sharing import plan_shared_rows
 from megapack.planner.step import UNLIMITED
@@ -67,8 +69,10 @@ def best_draft(items: Items) -> Draft:
             refused = error
     best = wide or narrow
     if cuts or (step.policy.backward == "split" and not step.forward_only):
-        found = plan_operations(items, narrow)
-        if found is not None and (wide is None or found.seconds() < wide.seconds()):
+        drafts = [plan_operations(own, narrow) for own in (items, *families_in_pieces(items))]
+        timed = [(found.seconds(), found) for found in drafts if found is not None]
+        seconds, found = min(timed, key=lambda pair: pair[0], default=(math.inf, None))
+        if found is not None and (wide is None or seconds < wide.seconds()):
             best = found
     if best is None:
         return _plan_uncut(items, refused)

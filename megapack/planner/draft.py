@@ -143,12 +143,13 @@ def _row_pieces(draft: Draft) -> list[tuple[Part, ...]]:
     found: list[tuple[Part, ...]] = [()] * draft.num_rows
     if items.pieces is None:
         return found
-    samples = items.samples[items.first_samples]
-    for item in np.flatnonzero(items.pieces.chain >= 0).tolist():
-        begin = int(items.pieces.start[item])
-        sample = int(samples[item])
-        part = Part(sample, begin, begin + int(items.lengths[item]))
-        found[int(draft.row_of[item])] += (part,)
+    item = items.sample_items
+    ends = np.minimum(items.pieces.end[item], items.step.lengths[items.samples])
+    columns = (draft.row_of[item], items.samples, items.pieces.start[item], ends)
+    is_piece = items.pieces.chain[item] >= 0
+    order = np.flatnonzero(is_piece)[np.argsort(items.samples[is_piece], kind="stable")]
+    for row, *part in zip(*(column[order].tolist() for column in columns), strict=True):
+        found[row] += (Part(*part),)
     return found
 
 

@@ -33,6 +33,11 @@ _LIMIT_BISECTIONS = 12
 _BISECTIONS = 10
 
 
+_Saving = tuple[int, list[tuple[int, int, int]]]
+"""Positions that families save; of each, the indices of its first item and after its last one, and
+the positions that these share."""
+
+
 @dataclass(frozen=True)
 class Families:
     """The items that have a beginning in common with another one, in depth-first order."""
@@ -58,6 +63,33 @@ class Families:
         link[1:] = table.between(first[order[:-1]], first[order[1:]])
         shares = (link > 0) | (np.append(link[1:], 0) > 0)
         return cls(order[shares], link[shares])
+
+    def worth_a_row(self) -> list[tuple[Ints, int]]:
+        """Families within these, and the positions that each shares: those of which one row with
+        the prefix saves most. The items of each are in depth-first order.
+
+        A prefix of `depth` positions that k items have saves (k - 1) * depth of them.
+        """
+        found: list[_Saving] = []
+        # Of each prefix that has not ended: its positions, its first item, and what those that
+        # continue it save.
+        prefixes: list[tuple[int, int, _Saving]] = []
+        for k, here in enumerate([*self.link.tolist(), 0]):
+            first = k - 1
+            best: _Saving = (0, [])
+            while prefixes and prefixes[-1][0] > here:
+                depth, first, inside = prefixes.pop()
+                best = (inside[0] + best[0], inside[1] + best[1])
+                if (k - 1 - first) * depth >= best[0]:
+                    best = ((k - 1 - first) * depth, [(first, k, depth)])
+            if here == 0:
+                found.append(best)
+            elif prefixes and prefixes[-1][0] == here:
+                depth, first, inside = prefixes.pop()
+                prefixes.append((depth, first, (inside[0] + best[0], inside[1] + best[1])))
+            else:
+                prefixes.append((here, first, best))
+        return [(self.items[first:last], depth) for _, best in found for first, last, depth in best]
 
 
 def parts_of_families(items: Items, families: Families) -> Iterator[Items]:
@@ -204,7 +236,7 @@ def _cut(
                 for u in range(base, num_units + 1):
                     if u == num_units or unit_cut[u]:
                         if u > first:
-                            _group(
+                            group_units(
                                 starts,
                                 unit_start[first:u],
                                 unit_tokens[first:u],
@@ -242,7 +274,7 @@ def _cut(
 
 
 @kernel
-def _group(
+def group_units(
     starts: Bools,
     unit_start: Ints,
     tokens: Ints,

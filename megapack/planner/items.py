@@ -13,6 +13,7 @@ from megapack.base.jit import kernel
 from megapack.cost.model import CostModel
 from megapack.planner.bins import first_fit, first_fit_decreasing
 from megapack.planner.step import Step
+from megapack.prefixes import Spans
 
 
 class ItemSizes(NamedTuple):
@@ -25,12 +26,14 @@ class ItemSizes(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Which items are pieces of cut samples, int64 [I] each."""
+    """Which items are pieces of cut samples, int64 [I] each. Of a family in pieces, the first
+    pieces are one item, and so are the second pieces that are in one row."""
 
     start: Ints
     """First padded token of the piece; 0 for a whole item."""
     end: Ints
-    """Padded token after its last one; the item's padded tokens for a whole item."""
+    """Padded token after its last one, of several samples after the longest; the item's padded
+    tokens for a whole item."""
     chain: Ints
     """Number of the piece's chain; -1 for a whole item. The pieces of a chain are neighbours, in
     the order of their tokens."""
@@ -159,7 +162,12 @@ class Items:
         table = self.step.prefixes
         if table is None:
             return np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
-        return table.over(width).saved(self.samples, row_of[self.sample_items], num_rows)
+        item = self.sample_items
+        spans = None
+        if self.pieces is not None:
+            start, end, chain = self.pieces
+            spans = Spans(start[item], end[item], chain[item] >= 0)
+        return table.over(width).saved(self.samples, row_of[item], num_rows, spans)
 
     def take(self, chosen: Ints) -> Items:
         """Some of the items: int64, in any order, and each any number of times."""

@@ -22,7 +22,14 @@ from megapack.planner.clock import OwnOrders, order_lines, room_to_run, run_rank
 from megapack.planner.counts import group_sizes
 from megapack.planner.draft import Draft
 from megapack.planner.items import Items, Pieces
-from megapack.planner.pieces import CutItems, cut_items, item_seconds, may_cut, place_chains
+from megapack.planner.pieces import (
+    CutItems,
+    cut_items,
+    family_rows,
+    item_seconds,
+    may_cut,
+    place_chains,
+)
 from megapack.planner.scored import Scored, score_draft
 from megapack.planner.step import spread_counts
 
@@ -109,7 +116,8 @@ class _OperationSearch:
         if items.pieces is not None:
             board = found.board
             real_end = np.minimum(board.end, items.sample_lengths[items.first_samples])
-            lengths = np.where(board.chain >= 0, real_end - board.begin, items.lengths)
+            is_cut = (board.chain >= 0) & (items.item_samples == 1)
+            lengths = np.where(is_cut, real_end - board.begin, items.lengths)
             items = replace(
                 items,
                 lengths=lengths,
@@ -191,7 +199,7 @@ class _OperationSearch:
         pieces = np.where(tokens > capacity, -(-tokens // capacity), 0)
         # The rows of a sample over the budget hold nothing else, and are on one rank.
         held = int(np.where(pieces > 0, pieces * capacity, tokens).sum())
-        rows = max(-(-held // (capacity * layout.dp)), int(pieces.max()))
+        rows = max(-(-held // (capacity * layout.dp)), int(pieces.max()), family_rows(self.items))
         least = layout.next_legal_count(rows, rule, group)
         top = least + group if layout.pp > 1 else least + 1
         if self.cost.fixed > 0:

@@ -1,15 +1,18 @@
-"""Long samples into pieces: where they are cut, on which rank a chain is, and at which place.
+"""Samples and families into pieces: where they are cut, on which rank a chain is, and at which
+place.
 
 A long sample alone in its row keeps the stages behind it waiting. Cut into pieces of equal work it
-goes through the pipeline as rows of usual size do. Its chain is on one DP rank; the pieces' rows
-have room for whole items, too.
+goes through the pipeline as rows of usual size do. A family in several rows has its prefix in each.
+Cut where this ends, it has it in one row, to which the others attend. A chain is on one DP rank;
+the pieces' rows have room for whole items, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +20,9 @@ from megapack.base.arrays import Bools, Floats, Ints
 from megapack.cost.model import CostModel
 from megapack.planner.bins import pack_to_targets
 from megapack.planner.draft import PADDING, Draft
-from megapack.planner.items import Items, Pieces
+from megapack.planner.families import Families, group_units
+from megapack.planner.items import Items, Pieces, row_sums
+from megapack.planner.step import UNLIMITED
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
 
@@ -26,6 +31,11 @@ _FILL_PASSES = 8
 # Levels of the first two and the last two rows, relative to those in the middle, as in `profile`.
 _HEAD = (0.4, 0.65)
 _TAIL = (0.85, 0.65)
+# A family may be in chains of up to so many micro-batches: the prefix, and one row of second pieces
+# or more.
+_FAMILY_ROWS = (2, 4, 8)
+# A family is cut if that saves at least this part of its tokens, 1/8.
+_LEAST_SAVED = 8
 # A sample whose work is this little above a whole number of pieces gets that number.
 _ROUNDING = 1e-9
 
@@ -65,12 +75,147 @@ def is_alone(items: Items) -> Bools:
     return alone if table is None else alone & (table.place[items.samples[items.first_samples]] < 0)
 
 
+def families_in_pieces(items: Items) -> Iterator[Items]:
+    """The items with families cut where their common prefix ends, into chains of more and more
+    micro-batches; nothing if no family is in several items that hold a long prefix each."""
+    if not may_cut(items) or items.step.prefixes is None:
+        return
+    families = [family for family in Families.find(items).worth_a_row() if _saves(items, *family)]
+    before = 0
+    for rows in _FAMILY_ROWS:
+        chains = [chain for family in families for chain in _family_chains(items, *family, rows)]
+        size = sum(len(chain.rows) for chain in chains)
+        if size not in (0, before):
+            yield _with_chains(items, chains)
+        before = size
+
+
+class _FamilyChain(NamedTuple):
+    """A family in pieces."""
+
+    members: Ints
+    """Its items."""
+    depth: int
+    """Where its samples are cut."""
+    rows: list[Ints]
+    """The samples of each item: all of them, and then those of each row of second pieces."""
+
+
+def _saves(items: Items, members: Ints, depth: int) -> bool:
+    """Whether items hold so long a prefix that a row for it alone may pay, and all samples have
+    it."""
+    table = items.step.prefixes
+    assert table is not None
+    samples = items.take(members).samples
+    place = np.sort(table.place[samples])
+    if place[0] < 0 or int(table.between(place[:-1], place[1:]).min(initial=depth)) < depth:
+        return False
+    tokens = int(items.aligned[members].sum())
+    return (members.size - 1) * depth * _LEAST_SAVED >= tokens
+
+
+def _family_chains(items: Items, members: Ints, depth: int, rows: int) -> Iterator[_FamilyChain]:
+    """The family as chains of at most so many rows, of about equal numbers of items."""
+    room = _room_of_pieces(items, members, depth, rows)
+
+    def chain(own: Ints) -> _FamilyChain:
+        samples = items.take(own).samples
+        return _FamilyChain(own, depth, [samples, *_rows_of_pieces(items, samples, depth, room)])
+
+    if int(items.aligned[members].max()) - depth > room:
+        return
+    num_chains = 1
+    while True:
+        chains = [chain(own) for own in np.array_split(members, num_chains)]
+        if max(len(made.rows) for made in chains) <= rows or num_chains >= members.size // 2:
+            break
+        num_chains += 1
+    # Two items at least share the row of the prefix.
+    yield from (made for made in chains if len(made.rows) <= rows and made.members.size > 1)
+
+
+def _room_of_pieces(items: Items, members: Ints, depth: int, rows: int) -> int:
+    """Tokens of second pieces that a row may hold.
+
+    In Megatron's order a stage holds `window` rows, and a chain of R of them makes R - 1 more. One
+    of R is a prefix, and all of them together have no more tokens than whole rows of the family.
+    """
+    step = items.step
+    if step.forward_only:
+        return step.capacity
+    group = step.layout.pp if step.policy.group_size == "search" else step.layout.group_size
+    window = step.layout.chunks_in_flight(group_size=group)
+    live = step.max_live or window * int(items.aligned[members].mean())
+    prefixes = -(-(window + rows - 1) // rows)
+    return min(step.capacity, (live - prefixes * depth) // (window + rows - 1 - prefixes))
+
+
+def _rows_of_pieces(items: Items, samples: Ints, depth: int, room: int) -> list[Ints]:
+    """The samples of each row of second pieces: as few rows as needed, the largest one small."""
+    step = items.step
+    aligned = step.layout.aligned_sample_tokens(step.lengths[samples])
+    cost = step.real_cost
+    work = float(cost.per_token) * (aligned - depth).astype(np.float64)
+    work += float(cost.per_token_sq) * (aligned * aligned - depth * depth).astype(np.float64)
+    starts = np.zeros(samples.size, dtype=np.bool_)
+    group_units(
+        starts,
+        np.arange(samples.size),
+        aligned - depth,
+        np.ones_like(samples),
+        work,
+        0,
+        0.0,
+        room,
+        UNLIMITED,
+        math.inf,
+    )
+    return np.split(samples, np.flatnonzero(starts)[1:])
+
+
+def _with_chains(items: Items, chains: Sequence[_FamilyChain]) -> Items:
+    """The items with families in pieces, which follow the whole ones."""
+    step = items.step
+    whole = np.setdiff1d(np.arange(items.num_items), np.concatenate([c.members for c in chains]))
+    rows = [row for chain in chains for row in chain.rows]
+    sizes = [len(chain.rows) for chain in chains]
+    num = np.array([row.size for row in rows])
+    samples = np.concatenate(rows)
+    item_of = np.repeat(np.arange(num.size), num)
+    depth = np.repeat([chain.depth for chain in chains], sizes)
+    is_first = np.diff(np.repeat(np.arange(len(chains)), sizes), prepend=-1) > 0
+    start = np.where(is_first, 0, depth)
+    real = step.lengths[samples]
+    aligned = step.layout.aligned_sample_tokens(real)
+    real, aligned = (np.where(is_first[item_of], depth[item_of], n) for n in (real, aligned))
+    begin = start[item_of]
+    none = np.zeros(num.size, dtype=np.int64)
+    end = none.copy()
+    np.maximum.at(end, item_of, aligned)
+    pieces = replace(
+        items,
+        samples=samples,
+        item_samples=num,
+        lengths=row_sums(real - begin, item_of, num.size),
+        aligned=row_sums(aligned - begin, item_of, num.size),
+        aligned_sq=row_sums(aligned * aligned - begin * begin, item_of, num.size),
+        shared=none,
+        shared_sq=none,
+        pieces=Pieces(start, end, np.repeat(np.arange(len(chains)), sizes)),
+    ).sharing()
+    others = items.take(whole)
+    known = Pieces(np.zeros_like(whole), others.aligned, np.full(whole.size, -1))
+    columns = zip(known, pieces.pieces or (), strict=True)
+    return replace(others.joined(pieces), pieces=Pieces(*map(np.concatenate, columns)))
+
+
 def cut_items(items: Items, count: int, longest: float, most: int) -> CutItems | None:
     """Cut samples into pieces; None if a chain finds no rank with room.
 
     Chains go to ranks with the most work first, each to the rank with the least.
 
     Args:
+        items: families may be in pieces, see `families_in_pieces`.
         count: M.
         longest: seconds of a piece's forward through one chunk at most, as far as `most` allows.
         most: pieces of a sample.
@@ -83,30 +228,64 @@ def cut_items(items: Items, count: int, longest: float, most: int) -> CutItems |
     over = single & (items.aligned > items.step.capacity)
     chosen = np.flatnonzero(single & ((wanted > 1) | over))
     chosen = chosen[np.argsort(-work[chosen], kind="stable")]
-    dp = items.step.layout.dp
-    cuts: list[list[int]] = []
-    ranks: list[list[int]] = [[] for _ in range(dp)]
-    rows = [0] * dp
-    loads = [0.0] * dp
-    for item in chosen.tolist():
-        ends = _ends(items, item, int(wanted[item]), most)
-        free = [r for r in range(dp) if ends is not None and rows[r] + len(ends) <= count]
-        if ends is None or not free:
-            return None
-        rank = min(free, key=lambda r: (loads[r], r))
-        ranks[rank].append(len(cuts))
-        rows[rank] += len(ends)
-        loads[rank] += float(work[item])
-        cuts.append(ends)
-    whole = np.setdiff1d(np.arange(work.size), chosen)
-    cut = _with_pieces(items, whole, chosen.tolist(), cuts)
+    cuts = [_ends(items, item, int(wanted[item]), most) for item in chosen.tolist()]
+    families = _families(items)
+    sizes = [*map(len, families), *(len(ends or ()) for ends in cuts)]
+    loads = [float(work[own].sum()) for own in families] + work[chosen].tolist()
+    ranks = _ranks_of_chains(sizes, loads, items.step.layout.dp, count)
+    if ranks is None or None in cuts or max(sizes, default=0) > most:
+        return None
+    in_families = np.concatenate([np.zeros(0, dtype=np.int64), *families])
+    whole = np.setdiff1d(np.arange(work.size), np.concatenate([chosen, in_families]))
+    cut = _with_pieces(items, whole, in_families, chosen, [ends for ends in cuts if ends])
     return CutItems(
         items=cut,
         num_whole=whole.size,
-        sizes=tuple(map(len, cuts)),
-        ranks=tuple(map(tuple, ranks)),
+        sizes=tuple(sizes),
+        ranks=ranks,
         work=item_seconds(cut),
     )
+
+
+def _families(items: Items) -> list[Ints]:
+    """The items of each family in pieces, in their order."""
+    if items.pieces is None:
+        return []
+    chain = items.pieces.chain
+    return [np.flatnonzero(chain == number) for number in range(int(chain.max()) + 1)]
+
+
+def family_rows(items: Items) -> int:
+    """Micro-batches of the rank that has most for families in pieces; 0 without any."""
+    families = _families(items)
+    sizes = list(map(len, families))
+    work = item_seconds(items)
+    loads = [float(work[own].sum()) for own in families]
+    ranks = _ranks_of_chains(sizes, loads, items.step.layout.dp, sum(sizes))
+    return max(sum(sizes[chain] for chain in chains) for chains in ranks or ((),))
+
+
+def _ranks_of_chains(
+    sizes: Sequence[int], loads: Sequence[float], dp: int, count: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """The chains of each rank; None if one finds no rank with room.
+
+    Args:
+        sizes, loads: micro-batches and work of each chain.
+        count: M.
+    """
+    ranks: list[list[int]] = [[] for _ in range(dp)]
+    rows = [0] * dp
+    work = [0.0] * dp
+    for chain in sorted(range(len(sizes)), key=lambda chain: -loads[chain]):
+        free = [r for r in range(dp) if rows[r] + sizes[chain] <= count]
+        if not free:
+            return None
+        rank = min(free, key=lambda r: (work[r], r))
+        ranks[rank].append(chain)
+        rows[rank] += sizes[chain]
+        work[rank] += loads[chain]
+    return tuple(map(tuple, ranks))
 
 
 def place_chains(cut: CutItems, count: int, group: int | None, place: float) -> Draft | None:
@@ -200,25 +379,31 @@ def _cut_at(cost: CostModel, length: int, part: float) -> float:
 
 
 def _with_pieces(
-    items: Items, whole: Ints, chosen: Sequence[int], cuts: Sequence[Sequence[int]]
+    items: Items, whole: Ints, families: Ints, chosen: Ints, cuts: Sequence[Sequence[int]]
 ) -> Items:
-    """The whole items and the pieces of the others."""
+    """The whole items, those of families in pieces, and the pieces of samples."""
     sizes = [len(ends) for ends in cuts]
-    item_of = np.concatenate([whole, np.repeat(np.array(chosen, dtype=np.int64), sizes)])
-    chain = np.full(item_of.size, -1, dtype=np.int64)
-    chain[whole.size :] = np.repeat(np.arange(len(sizes)), sizes)
+    item_of = np.concatenate([whole, families, np.repeat(chosen, sizes)])
+    kept = whole.size + families.size
     start = np.zeros(item_of.size, dtype=np.int64)
     end = items.aligned[item_of]
+    chain = np.full(item_of.size, -1, dtype=np.int64)
+    first = 0
+    if items.pieces is not None:
+        for column, known in zip((start, end, chain), items.pieces, strict=True):
+            column[:kept] = known[item_of[:kept]]
+        first = int(chain.max()) + 1
+    chain[kept:] = np.repeat(first + np.arange(len(sizes)), sizes)
     flat = [pair for ends in cuts for pair in zip((0, *ends[:-1]), ends, strict=True)]
     if flat:
-        start[whole.size :], end[whole.size :] = np.array(flat, dtype=np.int64).T
-    is_piece = chain >= 0
+        start[kept:], end[kept:] = np.array(flat, dtype=np.int64).T
+    is_cut = np.arange(item_of.size) >= kept
     real_end = np.minimum(end, items.lengths[item_of])
     return replace(
         items.take(item_of),
-        lengths=np.where(is_piece, real_end - start, items.lengths[item_of]),
-        aligned=end - start,
-        aligned_sq=np.where(is_piece, end * end - start * start, items.aligned_sq[item_of]),
+        lengths=np.where(is_cut, real_end - start, items.lengths[item_of]),
+        aligned=np.where(is_cut, end - start, items.aligned[item_of]),
+        aligned_sq=np.where(is_cut, end * end - start * start, items.aligned_sq[item_of]),
         pieces=Pieces(start, end, chain),
     )
 
