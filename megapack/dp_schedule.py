@@ -105,7 +105,7 @@ def build_dp_schedule(
     table = None
     if prefixes is not None:
         _check_prefixes(prefixes, batch)
-        prefixes = _kept_prefixes(prefixes, batch, budget, layout, policy)
+        prefixes = _kept_prefixes(prefixes, batch, layout, policy)
     if prefixes is not None:
         table = PrefixTable(prefixes, batch.lengths.size, layout)
     _check_oversize(batch, budget, layout, policy, table)
@@ -217,17 +217,11 @@ def _check_prefixes(prefixes: SharedPrefixes, batch: _Batch) -> None:
 
 
 def _kept_prefixes(
-    prefixes: SharedPrefixes, batch: _Batch, budget: int | None, layout: Layout, policy: Policy
+    prefixes: SharedPrefixes, batch: _Batch, layout: Layout, policy: Policy
 ) -> SharedPrefixes | None:
-    """The prefixes that pay; None if none does, or the policy shares nothing.
-
-    A sample over the budget that will be cut shares nothing, whatever it has in common.
-    """
+    """The prefixes that pay; None if none does, or the policy shares nothing."""
     if policy.share_prefixes == "off":
         return None
-    if policy.split_samples == "auto" and budget is not None:
-        alone = np.bincount(batch.item_of)[batch.item_of] == 1
-        prefixes = prefixes.without(np.flatnonzero(alone & (batch.aligned > budget)))
     kept = worthwhile(prefixes, batch.aligned, layout)
     return kept if kept.order else None
 

@@ -88,7 +88,8 @@ class Policy:
     sample is over the budget otherwise. Needs count_rule "legal" or "multiple" and planned rows."""
     split_samples: SplitSamples = "off"
     """"auto": a long sample may be cut into pieces in consecutive micro-batches of one DP rank,
-    where that is faster or where it is over the budget. "off": every sample is whole in its row."""
+    where that is faster or where it is over the budget; samples with a common prefix may be cut at
+    its end, where that is faster. "off": every sample is whole in its row."""
     backward: Backward = "joint"
     """"split": weight gradients are computed apart from input gradients, where a stage waits.
     "joint": together."""

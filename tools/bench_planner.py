@@ -4,6 +4,7 @@
     python tools/bench_planner.py --peer verl          # with the installed package's own functions
     python tools/bench_planner.py --only-speed         # writes the tables and the picture of speed
     python tools/bench_planner.py --only-shared        # writes the tables of shared prefixes
+    python tools/bench_planner.py --only-families      # writes the table of families in pieces
     python tools/bench_planner.py --only-dynamic       # writes those of rows over several DP ranks
     python tools/bench_planner.py --only-operations    # those of split samples and backwards
     python tools/bench_planner.py --only-bound         # writes the table of the lower bound
@@ -42,7 +43,14 @@ from megapack import (
     simulate,
 )
 from tools.benching.lower_bound import LowerBounds, sample_seconds
-from tools.benching.planner_families import generated_steps, shared_table, speed_table, trace_steps
+from tools.benching.planner_families import (
+    generated_steps,
+    large_steps,
+    pieces_table,
+    shared_table,
+    speed_table,
+    trace_steps,
+)
 from tools.benching.planner_peers import BASELINES, Ranks, Strategy
 from tools.benching.planner_speed import draw, growth_table, target_table
 
@@ -53,6 +61,8 @@ BATCHES = (512, 1024, 2048)
 DYNAMIC_BATCHES = (128, 256, 512)
 # Samples of a step of the table of shared prefixes.
 SHARED_SAMPLES = 512
+# The same for families over the budget.
+FAMILY_SAMPLES = 256
 # The same for the lower bound.
 BOUND_SAMPLES = 512
 # Geometric mean of the distance to the bound that is wanted; cells that are further are counted.
@@ -64,6 +74,7 @@ SPREAD_STEPS = 200
 SPREAD_SAMPLES = 128
 SPEED_MARKS = ("<!-- measured: speed -->", "<!-- end: speed -->")
 MARKS = ("<!-- measured -->", "<!-- end -->")
+FAMILY_MARKS = ("<!-- measured: families -->", "<!-- end: families -->")
 SHARED_MARKS = ("<!-- measured: shared prefixes -->", "<!-- end: shared prefixes -->")
 OPERATION_MARKS = ("<!-- measured: operations -->", "<!-- end: operations -->")
 BOUND_MARKS = ("<!-- measured: lower bound -->", "<!-- end: lower bound -->")
@@ -404,6 +415,17 @@ def shared(traces: Path) -> list[str]:
     return [*lines, "", *speed_table(1_000_000, large, cost_of(large, "30B-A3B"), rounds=5)]
 
 
+def families() -> list[str]:
+    """The table of families in pieces."""
+    layouts = {name: LAYOUTS[name] for name in ("dp8", "dp4 pp4", "dp4 pp4 vpp2")}
+    layouts["dp2 pp8"] = Layout(dp=2, pp=8)
+    costs = {name: cost_of(layout, "7B") for name, layout in layouts.items()}
+    steps = large_steps(FAMILY_SAMPLES)
+    # Compile the kernels first, so that no milliseconds contain it.
+    pieces_table(steps[:1], layouts, costs)
+    return pieces_table(steps, layouts, costs)
+
+
 def operations(traces: Path) -> list[str]:
     """The tables of split samples and split backwards."""
     lines = []
@@ -588,6 +610,7 @@ def main() -> None:
     parser.add_argument("--peer", choices=["verl"], action="append", default=[])
     parser.add_argument("--only-speed", action="store_true")
     parser.add_argument("--only-shared", action="store_true")
+    parser.add_argument("--only-families", action="store_true")
     parser.add_argument("--only-dynamic", action="store_true")
     parser.add_argument("--only-operations", action="store_true")
     parser.add_argument("--only-bound", action="store_true")
@@ -596,6 +619,7 @@ def main() -> None:
     only = (
         options.only_speed,
         options.only_shared,
+        options.only_families,
         options.only_dynamic,
         options.only_operations,
         options.only_bound,
@@ -620,6 +644,13 @@ def main() -> None:
         print(tables)
         write_between_marks(options.out, DYNAMIC_MARKS, tables)
     if options.only_dynamic:
+        return
+    if options.only_families or not any(only):
+        head = f"Measured with `python tools/bench_planner.py --only-families` on {machine()}."
+        tables = "\n".join([head, "", *families()])
+        print(tables)
+        write_between_marks(options.out, FAMILY_MARKS, tables)
+    if options.only_families:
         return
     if options.only_shared or not any(only):
         head = f"Measured with `python tools/bench_planner.py --only-shared` on {machine()}."

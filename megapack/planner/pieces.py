@@ -69,10 +69,14 @@ def may_cut(items: Items) -> bool:
 
 
 def is_alone(items: Items) -> Bools:
-    """bool [I]: items of one sample that shares nothing with others. Only these are cut."""
+    """bool [I]: items of one sample that shares nothing with others, or is over the capacity. Only
+    these are cut by themselves."""
     alone: Bools = items.item_samples == 1
     table = items.step.prefixes
-    return alone if table is None else alone & (table.place[items.samples[items.first_samples]] < 0)
+    if table is None:
+        return alone
+    shares = table.place[items.samples[items.first_samples]] >= 0
+    return alone & ((items.aligned > items.step.capacity) | ~shares)
 
 
 def families_in_pieces(items: Items) -> Iterator[Items]:
@@ -122,7 +126,8 @@ def _family_chains(items: Items, members: Ints, depth: int, rows: int) -> Iterat
         samples = items.take(own).samples
         return _FamilyChain(own, depth, [samples, *_rows_of_pieces(items, samples, depth, room)])
 
-    if int(items.aligned[members].max()) - depth > room:
+    longest = items.step.lengths[items.take(members).samples].max()
+    if int(items.step.layout.aligned_sample_tokens(longest)) - depth > room:
         return
     num_chains = 1
     while True:
@@ -145,7 +150,8 @@ def _room_of_pieces(items: Items, members: Ints, depth: int, rows: int) -> int:
         return step.capacity
     group = step.layout.pp if step.policy.group_size == "search" else step.layout.group_size
     window = step.layout.chunks_in_flight(group_size=group)
-    live = step.max_live or window * int(items.aligned[members].mean())
+    whole = np.minimum(items.aligned[members], step.capacity)
+    live = step.max_live or window * int(whole.mean())
     prefixes = -(-(window + rows - 1) // rows)
     return min(step.capacity, (live - prefixes * depth) // (window + rows - 1 - prefixes))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from torch import Tensor
 from megapack.plan.plan import MicroBatch
 from megapack.prefixes import Branch
 from megapack.rows.transfer import moved
-
-if TYPE_CHECKING:
-    from megapack.rows.packed import PackedRow
 
 
 class Piece(NamedTuple):
@@ -37,6 +34,15 @@ class Piece(NamedTuple):
     kept_tokens: int
     """Such tokens with alignment padding, over all ranks that share the row; 0 if the samples end
     in the row."""
+
+
+class ChainRow(Protocol):
+    """What `link_rows` reads of a packed row."""
+
+    @property
+    def samples(self) -> tuple[int, ...]: ...
+    @property
+    def piece(self) -> Piece | None: ...
 
 
 def has_piece(micro_batch: MicroBatch) -> bool:
@@ -130,7 +136,7 @@ class Link:
 
 
 def link_rows(
-    rows: Sequence[PackedRow], *, keeps_gradients: bool, device: torch.device | str = "cpu"
+    rows: Sequence[ChainRow], *, keeps_gradients: bool, device: torch.device | str = "cpu"
 ) -> list[Link | None]:
     """The place of each row in its chain; None for a row of whole samples.
 

@@ -25,6 +25,8 @@ from megapack import (
 from megapack.pipeline.simulator import simulate_planned
 
 SEED = 0
+# Backward and split samples of the policies that `pieces_table` compares.
+_POLICIES = (("joint", "off"), ("joint", "auto"), ("split", "off"), ("split", "auto"))
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,18 @@ def generated_steps(num_samples: int) -> list[FamilyStep]:
         _groups("agentic long G=8", num_samples, 8, (2000, 16000), (1000, 8000), 65536),
         _trees("trees G=8", num_samples, 8, 32768),
         _trees("trees G=16", num_samples, 16, 32768),
+    ]
+
+
+def large_steps(num_samples: int) -> list[FamilyStep]:
+    """Steps with families over the budget of a row."""
+    return [
+        _groups("documents G=8", num_samples, 8, (16000, 28000), (500, 4000), 32768),
+        _groups("documents G=16", num_samples, 16, (16000, 28000), (500, 4000), 32768),
+        _groups(
+            "documents, long answers G=16", num_samples, 16, (8000, 24000), (2000, 8000), 32768
+        ),
+        _groups("agentic G=16, half a budget", num_samples, 16, (2000, 16000), (200, 2000), 16384),
     ]
 
 
@@ -207,6 +221,50 @@ def shared_table(
         f"- cells that are slower with prefixes: {sum(s < 1 for s in speedups)}",
         f"- time of planning, all cells: {spent[1] / spent[0]:.2f} times that without prefixes",
     ]
+
+
+def pieces_table(
+    steps: Iterable[FamilyStep], layouts: dict[str, Layout], costs: dict[str, CostModel]
+) -> list[str]:
+    """The lines of the table of families in pieces: a row per step and layout. Layouts without a
+    pipeline run a forward pass.
+
+    Args:
+        costs: per layout.
+    """
+    lines = [
+        "| data | layout | seconds | with split backward | tokens | M | ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for step in steps:
+        for name, layout in layouts.items():
+            forward_only = layout.pp == 1
+            seconds, held, counts, spent = [], [], [], []
+            for backward, split in _POLICIES[: 2 if forward_only else 4]:
+                start = time.process_time()
+                plan = build_dp_schedule(
+                    step.lengths,
+                    layout=layout,
+                    max_tokens_per_gpu=step.budget,
+                    cost=costs[name],
+                    policy=Policy(split_samples=split, backward=backward),
+                    prefixes=step.prefixes,
+                    forward_only=forward_only,
+                )
+                spent.append(1e3 * (time.process_time() - start))
+                check_plan(plan, step.lengths)
+                seconds.append(simulate_planned(plan, plan.steps[0], costs[name]).makespan)
+                held.append(plan.counts.tokens - plan.counts.shared_tokens)
+                counts.append(plan.counts.most_microbatches)
+            both = "-" if forward_only else f"{seconds[3] / seconds[2]:.2f}"
+            cells = [
+                step.name,
+                f"{name}, forward pass" if forward_only else name,
+                f"{seconds[1] / seconds[0]:.2f} | {both} | {held[1] / held[0]:.2f}",
+                f"{counts[0]}, {counts[1]} | {spent[0]:.0f}, {spent[1]:.0f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def speed_table(num_samples: int, layout: Layout, cost: CostModel, rounds: int) -> list[str]:
