@@ -85,6 +85,17 @@ def checked_job(
     return done.stdout
 
 
+def children(pid: int) -> list[int]:
+    """The child processes of a process."""
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def running_ranks(te: str = "") -> list[int]:
+    """The processes of the ranks of the job that another thread runs now."""
+    (launcher,) = children(_server(te)[0].pid)
+    return children(launcher)
+
+
 def rank_reports(folder: Path, world: int) -> list[Any]:
     """The JSON that each rank of a job wrote into the folder."""
     paths = [folder / f"rank{rank}.json" for rank in range(world)]

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megapack.errors import RunInterrupted
-from tests.dist.spawn import ROOT, run_job
+from tests.dist.spawn import ROOT, children, run_job, running_ranks
 from tests.small_disk import PAGE, fill, small_disk
 
 pytestmark = pytest.mark.dist
@@ -70,11 +71,6 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def children(pid: int) -> list[int]:
-    """The child processes of a process."""
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @contextlib.contextmanager
 def running(
     folder: Path, *overrides: str, after_steps: int, world: int = 2
@@ -106,15 +102,21 @@ def running(
 
 def killed(folder: Path, *overrides: str, after_steps: int, world: int = 2) -> None:
     """Run until some steps and a checkpoint are written, then SIGKILL every rank."""
-    with running(folder, *overrides, after_steps=after_steps, world=world) as launcher:
-        deadline = time.monotonic() + 60
+
+    def is_saved() -> bool:
         # With async_save the steps after a checkpoint may be written before it is complete.
-        while not [name for name in names(folder) if not name.endswith(".part")]:
-            assert time.monotonic() < deadline, "the job saves no checkpoint"
+        return any(not name.endswith(".part") for name in names(folder))
+
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(job, folder, *overrides, world=world)
+        while len(metrics(folder)) < after_steps or not is_saved():
+            assert not run.done(), "the job ended too early, or saved no checkpoint"
             time.sleep(0.01)
-        for pid in children(launcher.pid):
+        ranks = running_ranks()
+        assert len(ranks) == world
+        for pid in ranks:
             os.kill(pid, signal.SIGKILL)
-        assert launcher.wait(60) != 0
+        assert run.result()[0] != 0
 
 
 def assert_same_steps(
