@@ -106,13 +106,15 @@ class _FamilyChain(NamedTuple):
 
 
 def _saves(items: Items, members: Ints, depth: int) -> bool:
-    """Whether items hold so long a prefix that a row for it alone may pay, and all samples have
-    it."""
+    """Whether items hold so long a prefix that a row for it alone may pay, which holds it; and
+    whether all samples have it."""
     table = items.step.prefixes
     assert table is not None
     samples = items.take(members).samples
     place = np.sort(table.place[samples])
-    if place[0] < 0 or int(table.between(place[:-1], place[1:]).min(initial=depth)) < depth:
+    if depth > items.step.capacity or place[0] < 0:
+        return False
+    if int(table.between(place[:-1], place[1:]).min(initial=depth)) < depth:
         return False
     tokens = int(items.aligned[members].sum())
     return (members.size - 1) * depth * _LEAST_SAVED >= tokens
@@ -126,10 +128,11 @@ def _family_chains(items: Items, members: Ints, depth: int, rows: int) -> Iterat
         samples = items.take(own).samples
         return _FamilyChain(own, depth, [samples, *_rows_of_pieces(items, samples, depth, room)])
 
-    longest = items.step.lengths[items.take(members).samples].max()
-    if int(items.step.layout.aligned_sample_tokens(longest)) - depth > room:
+    lengths = items.step.lengths[items.take(members).samples]
+    own_tokens = items.step.layout.aligned_sample_tokens(lengths) - depth
+    if int(own_tokens.max()) > room:
         return
-    num_chains = 1
+    num_chains = -(-int(own_tokens.sum()) // ((rows - 1) * room))
     while True:
         chains = [chain(own) for own in np.array_split(members, num_chains)]
         if max(len(made.rows) for made in chains) <= rows or num_chains >= members.size // 2:
@@ -151,7 +154,7 @@ def _room_of_pieces(items: Items, members: Ints, depth: int, rows: int) -> int:
     group = step.layout.pp if step.policy.group_size == "search" else step.layout.group_size
     window = step.layout.chunks_in_flight(group_size=group)
     whole = np.minimum(items.aligned[members], step.capacity)
-    live = step.max_live or window * int(whole.mean())
+    live = step.max_live or window * (int(whole.sum()) // whole.size)
     prefixes = -(-(window + rows - 1) // rows)
     return min(step.capacity, (live - prefixes * depth) // (window + rows - 1 - prefixes))
 
@@ -237,7 +240,7 @@ def cut_items(items: Items, count: int, longest: float, most: int) -> CutItems |
     cuts = [_ends(items, item, int(wanted[item]), most) for item in chosen.tolist()]
     families = _families(items)
     sizes = [*map(len, families), *(len(ends or ()) for ends in cuts)]
-    loads = [float(work[own].sum()) for own in families] + work[chosen].tolist()
+    loads = [math.fsum(work[own].tolist()) for own in families] + work[chosen].tolist()
     ranks = _ranks_of_chains(sizes, loads, items.step.layout.dp, count)
     if ranks is None or None in cuts or max(sizes, default=0) > most:
         return None
@@ -266,7 +269,7 @@ def family_rows(items: Items) -> int:
     families = _families(items)
     sizes = list(map(len, families))
     work = item_seconds(items)
-    loads = [float(work[own].sum()) for own in families]
+    loads = [math.fsum(work[own].tolist()) for own in families]
     ranks = _ranks_of_chains(sizes, loads, items.step.layout.dp, sum(sizes))
     return max(sum(sizes[chain] for chain in chains) for chains in ranks or ((),))
 
