@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
@@ -77,10 +77,6 @@ def build_dp_schedule(
     """
     policy = policy or Policy()
     check_policy(policy, layout, micro_batch_size)
-    given = policy
-    if layout.ep_spans_dp:
-        # No search makes one order of the chains of several ranks: samples are whole.
-        policy = replace(policy, split_samples="off")
     if cost is not None:
         cost.weights_for(layout)
     budget = read_budget(layout, max_tokens_per_gpu, micro_batch_size)
@@ -137,7 +133,7 @@ def build_dp_schedule(
     return Plan(
         steps=tuple(planned),
         layout=layout,
-        policy=given,
+        policy=policy,
         max_tokens_per_gpu=None if max_tokens_per_gpu is None else int(max_tokens_per_gpu),
         micro_batch_size=None if micro_batch_size is None else int(micro_batch_size),
         num_samples=batch.lengths.size,

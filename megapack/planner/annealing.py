@@ -57,6 +57,7 @@ def anneal(
     best_board: Board,
     clock: Clock,
     own: OwnOrders | None,
+    ops: RankOps,
     rule: FillRule,
     budget: int,
     goal: float,
@@ -67,12 +68,10 @@ def anneal(
 
     Args:
         kept, best_board: clones of the board, written.
+        ops: the operations that all ranks run, without W's.
         budget: simulations to spend.
         goal: seconds that are fast enough.
     """
-    ops = clock.ops
-    if own is not None:
-        ops = _own_ops(own)
     random = np.array([SEED])
     place = np.empty(board.row_of.size, dtype=np.int64)
     for k in range(rule.order.size):
@@ -113,15 +112,6 @@ def anneal(
             copy_board(kept, board)
     copy_board(best_board, board)
     return float(best)
-
-
-@kernel
-def _own_ops(own: OwnOrders) -> RankOps:
-    """The operations of ranks in one order of their own, as far as a path needs them."""
-    columns = np.ascontiguousarray(own.ops[0, : own.num_ops[0]].T)
-    scale = np.zeros(columns.shape[1])
-    held = columns[3]
-    return RankOps(columns[0], columns[1], held, columns[4], scale, own.pp, own.p2p)
 
 
 @kernel

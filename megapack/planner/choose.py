@@ -69,7 +69,7 @@ def best_draft(items: Items) -> Draft:
             refused = error
     best = wide or narrow
     if cuts or (step.policy.backward == "split" and not step.forward_only):
-        drafts = [plan_operations(own, narrow) for own in (items, *families_in_pieces(items))]
+        drafts = [plan_operations(own, narrow, wide) for own in (items, *families_in_pieces(items))]
         timed = [(found.seconds(), found) for found in drafts if found is not None]
         seconds, found = min(timed, key=lambda pair: pair[0], default=(math.inf, None))
         if found is not None and (wide is None or seconds < wide.seconds()):

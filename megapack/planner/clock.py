@@ -418,6 +418,13 @@ def _turned_backwards(board: Board, first: int, last: int) -> Ints:
     return turned
 
 
+def common_ops(own: OwnOrders) -> RankOps:
+    """The operations of the one order of all ranks; what they hold and take is left out."""
+    stage, microbatch, _, _, waits_for = np.ascontiguousarray(own.ops[0, : own.num_ops[0]].T)
+    none = np.zeros(0, dtype=np.int64)
+    return RankOps(stage, microbatch, none, waits_for, np.zeros(0), own.pp, own.p2p)
+
+
 def order_lines(ops: Ints, ran: Ints, num_ran: Ints) -> tuple[str, ...]:
     """What each stage runs, as `StepOrder.lines`.
 

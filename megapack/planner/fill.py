@@ -179,6 +179,8 @@ def close_gaps(board: Board, least: Ints) -> bool:
             for row in range(board.head.size):
                 if board.num_items[row] < 2 or least[board.head[row]] > 0:
                     continue
+                if board.piece_of[row] >= 0:
+                    continue
                 if slowest < 0 or board.row_seconds[row] > board.row_seconds[slowest]:
                     slowest = row
             if slowest >= 0:
@@ -200,6 +202,9 @@ def _widen_into(board: Board, rank: int, position: int) -> bool:
         low = rank - rank % width
         if low + width > dp:
             return False
+        for r in range(low, low + width):
+            if board.piece_of[board.rows[r, position]] >= 0:
+                return False
         # No row reaches out of the block: a part of the block is empty.
         size = 0
         for r in range(low, low + width):

@@ -17,20 +17,30 @@ from itertools import product
 
 import numpy as np
 
-from megapack.planner.board import microbatch_tokens
+from megapack.base.arrays import Ints
+from megapack.planner.board import Board, RowCost, microbatch_tokens
 from megapack.planner.clock import OwnOrders, order_lines, room_to_run, run_ranks
 from megapack.planner.counts import group_sizes
 from megapack.planner.draft import Draft
+from megapack.planner.fill import FillRule, fill_rule
 from megapack.planner.items import Items, Pieces
 from megapack.planner.pieces import (
     CutItems,
+    chain_cells,
     cut_items,
     family_rows,
+    fill_around,
     item_seconds,
     may_cut,
-    place_chains,
+    pack_around,
 )
-from megapack.planner.scored import Scored, score_draft
+from megapack.planner.scored import (
+    Scored,
+    filled_board,
+    row_cost,
+    score_draft,
+    score_shared_rows,
+)
 from megapack.planner.step import spread_counts
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
@@ -59,14 +69,15 @@ _LAST_PATIENCES = (0.0, 0.25, 0.5, 1.0)
 _LEAST_GAIN = 1e-9
 
 
-def plan_operations(items: Items, fixed: Draft | None) -> Draft | None:
+def plan_operations(items: Items, fixed: Draft | None, wide: Draft | None) -> Draft | None:
     """The best draft with an order of its own; None if none is faster than `fixed`.
 
     Args:
         fixed: the best draft in Megatron's order, of rows on one DP rank each; None if there is
             none that the policy allows.
+        wide: the best one with rows over several ranks, the same.
     """
-    search = _OperationSearch(items, fixed)
+    search = _OperationSearch(items, fixed, wide)
     best = search.run()
     if best is None:
         return None
@@ -76,7 +87,7 @@ def plan_operations(items: Items, fixed: Draft | None) -> Draft | None:
 
 
 class _OperationSearch:
-    def __init__(self, items: Items, fixed: Draft | None) -> None:
+    def __init__(self, items: Items, fixed: Draft | None, wide: Draft | None) -> None:
         self.items = items
         self.step = items.step
         self.layout = self.step.layout
@@ -85,18 +96,26 @@ class _OperationSearch:
         self.runner = self.step.runner(self.cost)
         self.split = self.policy.backward == "split" and not self.step.forward_only
         self.total = math.fsum(item_seconds(items).tolist())
+        # Rows may lie over so many ranks as those of the wide draft, or else over any.
+        self.costs: RowCost | None = None
+        if self.policy.context_parallel == "dynamic" and self.step.budget is not None:
+            widest = self.layout.widths[-1] if wide is None else int(wide.row_widths.max())
+            self.costs = row_cost(self.step, self.cost, widest.bit_length())
         # What stages hold in Megatron's order, which is enough for W's; inf if there is no draft.
         self.held = math.inf
         self.whole: Scored | None = None
         if fixed is not None:
             self.whole = self._scored(fixed, split=False)
             self.held = self._held(self.whole)
+        self.wide = wide
 
     def run(self) -> Scored | None:
         """The best candidate; None if none respects the cap on live tokens."""
         whole = []
         if self.whole is not None:
             whole.append(self._scored(self.whole.draft, self.split))
+        if self.wide is not None and self.split:
+            whole.append(self._scored_wide(self.wide))
         cut = self._best_cuts() if may_cut(self.items) else []
         moves = _MOVES_GROWTH * self.policy.search
         # The draft of whole samples gets as many as the others together.
@@ -134,18 +153,21 @@ class _OperationSearch:
         """What each rank's stages run, with the patience that is best for the rank."""
         own = found.own
         assert own is not None
-        orders = []
-        for rank in range(self.layout.dp):
+        orders: list[tuple[str, ...]] = []
+        # Ranks that share rows are simulated together.
+        together = self.layout.dp if found.rule is not None and not found.clock.lockstep else 1
+        for rank in range(0, self.layout.dp, together):
             order = 0 if own.is_common else rank
             ops = own.ops[order, : own.num_ops[order]]
-            best: tuple[float, tuple[str, ...]] = (math.inf, ())
+            best: tuple[float, list[tuple[str, ...]]] = (math.inf, [])
             for patience in (_PATIENCE, *_LAST_PATIENCES) if self.split else (_PATIENCE,):
-                ran, num_ran, end = room_to_run(own, 1)
+                ran, num_ran, end = room_to_run(own, together)
                 args = (found.board, found.clock, own, rank, patience, ran, num_ran, end)
                 seconds = float(run_ranks(*args))
                 if seconds < best[0]:
-                    best = (seconds, order_lines(ops, ran[0], num_ran[0]))
-            orders.append(best[1])
+                    pairs = zip(ran, num_ran, strict=True)
+                    best = (seconds, [order_lines(ops, *pair) for pair in pairs])
+            orders += best[1]
         return tuple(orders)
 
     def _best_cuts(self) -> list[Scored]:
@@ -165,10 +187,13 @@ class _OperationSearch:
             for group in group_sizes(self.layout, self.policy)
             for count in self._counts(group)
         ]
-        choices = list(product(shapes, _STRETCHES, _PLACES))
+        stretches: tuple[float | None, ...] = _STRETCHES
+        if self.costs is not None:
+            stretches += (None,)
+        choices = list(product(shapes, stretches, _PLACES))
         limit = max(1, _DRAFTS_GROWTH * self.policy.search // dp)
         every = -(-len(choices) // limit)
-        made: dict[tuple[int, int, float], CutItems | None] = {}
+        made: dict[tuple[int, int, float | None], CutItems | None] = {}
         for (group, count), stretch, place in choices[every // 2 :: every]:
             key = (group, count, stretch)
             if key not in made:
@@ -177,18 +202,41 @@ class _OperationSearch:
             if cut is None or (not cut.sizes and place != _PLACES[0]):
                 continue
             own_group = group if self.layout.vpp > 1 else None
-            draft = place_chains(cut, count, own_group, place)
+            cells = chain_cells(cut, count, own_group, place)
+            if cells is None:
+                continue
+            draft = None
+            if stretch is not None:
+                draft = pack_around(cut, cells, count, own_group)
             if draft is not None:
                 yield self._scored(draft, self.split)
+            elif self.costs is not None and cut.sizes:
+                yield from self._cut_beside_wide_rows(cut, cells, count, own_group)
 
-    def _cut(self, group: int, count: int, stretch: float) -> CutItems | None:
-        """The items with pieces of up to `stretch` mean rows of M."""
-        longest = stretch * self.total / (self.layout.dp * count)
+    def _cut_beside_wide_rows(
+        self, cut: CutItems, cells: Ints, count: int, group: int | None
+    ) -> Iterator[Scored]:
+        """Yield the draft of these pieces and rows over several ranks, if all items find rows."""
+        assert self.costs is not None
+        found = fill_around(cut, cells, self.costs, count)
+        if found is not None:
+            ranks = (np.arange(count),) * self.layout.dp
+            none = np.zeros(0, dtype=np.int64)
+            draft = Draft(items=cut.items, row_of=none, rank_rows=ranks, group_size=group)
+            yield self._scored_board(draft, *found)
+
+    def _cut(self, group: int, count: int, stretch: float | None) -> CutItems | None:
+        """The items with pieces of up to `stretch` mean rows of M; None: only samples that fit into
+        no row of several ranks are cut."""
+        longest = (stretch or 0.0) * self.total / (self.layout.dp * count)
         if self.step.forward_only or self.layout.pp == 1:
             # No stage waits for a backward, so only samples over the budget are cut.
             longest = 0.0
+        room = self.step.capacity
+        if stretch is None and self.costs is not None:
+            room = int(self.costs.alone[-1])
         most = count if self.layout.vpp == 1 else min(group, count)
-        return cut_items(self.items, count, longest, most)
+        return cut_items(self.items, count, longest, most, room)
 
     def _counts(self, group: int) -> list[int]:
         """Legal values of M to try, smaller ones closer together."""
@@ -212,11 +260,30 @@ class _OperationSearch:
         return list(dict.fromkeys(layout.next_legal_count(m, rule, group) for m in wanted))
 
     def _scored(self, draft: Draft, split: bool) -> Scored:
-        """A simulated draft in an order of its own."""
+        """A simulated draft of rows on one rank each in an order of its own."""
+        own = self._own_orders(draft, split)
+        return score_draft(draft, self.cost, self.runner, own, is_real=True)
+
+    def _scored_wide(self, draft: Draft) -> Scored:
+        """The simulated draft with rows over several ranks in an order of its own."""
+        assert self.costs is not None
+        board = filled_board(draft, self.cost, num_levels=self.costs.unit.size, is_real=True)
+        work = item_seconds(draft.items)
+        rule = fill_rule(draft.items, self.costs, work)
+        assert rule is not None
+        count = board.rows.shape[1]
+        targets = np.full(count, self.total / (self.layout.dp * count) + self.cost.fixed)
+        return self._scored_board(draft, board, rule._replace(targets=targets))
+
+    def _scored_board(self, draft: Draft, board: Board, rule: FillRule) -> Scored:
+        own = self._own_orders(draft, self.split)._replace(is_common=True)
+        return score_shared_rows(draft, board, self.runner, rule, own)
+
+    def _own_orders(self, draft: Draft, split: bool) -> OwnOrders:
         layout = self.layout
         counts = [rows.size for rows in draft.rank_rows]
         num_ops = (1 if self.step.forward_only else 2) * max(counts) * layout.num_chunks
-        own = OwnOrders(
+        return OwnOrders(
             chunk_weights=self.runner.weights,
             pp=layout.pp,
             vpp=layout.vpp,
@@ -234,7 +301,6 @@ class _OperationSearch:
             num_ops=np.zeros(layout.dp, dtype=np.int64),
             turned=np.zeros((layout.dp, max(counts)), dtype=np.int64),
         )
-        return score_draft(draft, self.cost, self.runner, own, is_real=True)
 
     def _cap(self, draft: Draft) -> float:
         """Tokens that a stage may hold, each chunk counted whole.
@@ -250,15 +316,17 @@ class _OperationSearch:
         count = max(rows.size for rows in draft.rank_rows)
         order = self.runner.order(count, draft.group_size or 1)
         in_flight = float(order.peak_live(np.ones(count)).max())
-        longest = max(int(draft.row_tokens().max()), layout.row_alignment)
-        over = 0
         budget = self.step.budget or 0
+        # Under context_parallel="dynamic" no row puts more tokens on a rank than the budget.
+        is_wide = draft.widths is not None or not draft.row_of.size
+        longest = budget if is_wide else max(int(draft.row_tokens().max()), layout.row_alignment)
+        over = 0
         pieces = draft.items.pieces
         if pieces is not None and self.policy.oversize == "alone":
             ends = pieces.end[pieces.chain >= 0]
             over = int(ends[ends > budget].max(initial=0)) * layout.vpp
         cap = in_flight * max(layout.aligned_row_tokens(longest), budget) + over
-        return min(cap, self.held)
+        return cap if is_wide else min(cap, self.held)
 
     def _held(self, found: Scored) -> float:
         """The most tokens that a stage holds in Megatron's order, each chunk counted whole.
@@ -285,5 +353,8 @@ class _OperationSearch:
         assert found.own is not None
         num_ops = found.own.ops.shape[1]
         budget = min(budget, budget * _OPERATIONS // num_ops)
+        if found.rule is not None:
+            # A simulation of the step is one of each rank.
+            budget //= self.layout.dp
         if budget > 0:
             found.refine(self.runner, budget)

@@ -19,9 +19,12 @@ import numpy as np
 from megapack.base.arrays import Bools, Floats, Ints
 from megapack.cost.model import CostModel
 from megapack.planner.bins import pack_to_targets
+from megapack.planner.board import Board, RowCost, put
 from megapack.planner.draft import PADDING, Draft
 from megapack.planner.families import Families, group_units
+from megapack.planner.fill import FillRule, close_gaps, fill_board, fill_rule
 from megapack.planner.items import Items, Pieces, row_sums
+from megapack.planner.scored import blank_board
 from megapack.planner.step import UNLIMITED
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
@@ -36,6 +39,8 @@ _TAIL = (0.85, 0.65)
 _FAMILY_ROWS = (2, 4, 8)
 # A family is cut if that saves at least this part of its tokens, 1/8.
 _LEAST_SAVED = 8
+# A whole item may take this many times its position's target before it goes over more ranks.
+_STRETCH = 1.15
 # A sample whose work is this little above a whole number of pieces gets that number.
 _ROUNDING = 1e-9
 
@@ -218,7 +223,7 @@ def _with_chains(items: Items, chains: Sequence[_FamilyChain]) -> Items:
     return replace(others.joined(pieces), pieces=Pieces(*map(np.concatenate, columns)))
 
 
-def cut_items(items: Items, count: int, longest: float, most: int) -> CutItems | None:
+def cut_items(items: Items, count: int, longest: float, most: int, room: int) -> CutItems | None:
     """Cut samples into pieces; None if a chain finds no rank with room.
 
     Chains go to ranks with the most work first, each to the rank with the least.
@@ -228,13 +233,14 @@ def cut_items(items: Items, count: int, longest: float, most: int) -> CutItems |
         count: M.
         longest: seconds of a piece's forward through one chunk at most, as far as `most` allows.
         most: pieces of a sample.
+        room: padded tokens of the longest sample that need not be cut.
     """
     work = item_seconds(items)
     wanted = np.ones(work.size)
     if longest > 0:
         wanted = np.minimum(np.ceil(work / longest - _ROUNDING), most)
     single = is_alone(items)
-    over = single & (items.aligned > items.step.capacity)
+    over = single & (items.aligned > room)
     chosen = np.flatnonzero(single & ((wanted > 1) | over))
     chosen = chosen[np.argsort(-work[chosen], kind="stable")]
     cuts = [_ends(items, item, int(wanted[item]), most) for item in chosen.tolist()]
@@ -297,38 +303,51 @@ def _ranks_of_chains(
     return tuple(map(tuple, ranks))
 
 
-def place_chains(cut: CutItems, count: int, group: int | None, place: float) -> Draft | None:
-    """A draft whose chains stand at one place of each rank's order; None if items find no room.
+def chain_cells(cut: CutItems, count: int, group: int | None, place: float) -> Ints | None:
+    """Cells of the pieces if chains stand at one place of each rank's order; None without room.
 
     Args:
         count: M.
         group: G; None with vpp=1. Each chain is in one group.
         place: 0 puts chains first, 1 last.
+
+    Returns:
+        int64 [pieces]: rank * M + position.
     """
-    items = cut.items
-    step = items.step
-    dp = step.layout.dp
-    row_of = np.full(items.num_items, PADDING, dtype=np.int64)
-    firsts = cut.num_whole + np.cumsum((0, *cut.sizes))
+    cells = np.empty(sum(cut.sizes), dtype=np.int64)
+    firsts = np.cumsum((0, *cut.sizes))
     for rank, chains in enumerate(cut.ranks):
         starts = _starts([cut.sizes[c] for c in chains], count, group, place)
         if starts is None:
             return None
         for chain, start in zip(chains, starts, strict=True):
             size = cut.sizes[chain]
-            row = rank * count + start
-            row_of[firsts[chain] : firsts[chain] + size] = np.arange(row, row + size)
-    rows = row_of[cut.num_whole :]
+            cell = rank * count + start
+            cells[firsts[chain] : firsts[chain] + size] = np.arange(cell, cell + size)
+    return cells
+
+
+def pack_around(cut: CutItems, cells: Ints, count: int, group: int | None) -> Draft | None:
+    """A draft of rows on one DP rank each; None if items find no room.
+
+    Args:
+        cells: of the pieces, see `chain_cells`.
+        count: M.
+        group: G; None with vpp=1.
+    """
+    items = cut.items
+    step = items.step
+    dp = step.layout.dp
     taken = np.zeros(dp * count, dtype=np.int64)
-    taken[rows] = items.aligned[cut.num_whole :]
+    taken[cells] = items.aligned[cut.num_whole :]
     # All rows of a chain are live at once: those of a sample over the budget get nothing else.
     assert items.pieces is not None
     sample_tokens = np.zeros(len(cut.sizes), dtype=np.int64)
     chain_of = items.pieces.chain[cut.num_whole :]
     np.maximum.at(sample_tokens, chain_of, items.pieces.end[cut.num_whole :])
-    taken[rows[sample_tokens[chain_of] > step.capacity]] = step.capacity
+    taken[cells[sample_tokens[chain_of] > step.capacity]] = step.capacity
     held = np.zeros(dp * count)
-    held[rows] = cut.work[cut.num_whole :]
+    held[cells] = cut.work[cut.num_whole :]
     rank_work = math.fsum(cut.work.tolist()) / dp
     targets = [_targets(own, rank_work) for own in held.reshape(dp, count)]
     missing = np.concatenate(targets) - held
@@ -336,7 +355,7 @@ def place_chains(cut: CutItems, count: int, group: int | None, place: float) -> 
     found = pack_to_targets(items.aligned[whole], cut.work[whole], missing, step.capacity, taken)
     if found is None:
         return None
-    row_of[whole] = found
+    row_of = np.concatenate([found, cells])
     used = np.unique(row_of)
     if used.size < dp * count and step.policy.unreachable != "pad":
         return None
@@ -348,6 +367,40 @@ def place_chains(cut: CutItems, count: int, group: int | None, place: float) -> 
         rank_rows=tuple(number.reshape(dp, count)),
         group_size=group,
     )
+
+
+def fill_around(
+    cut: CutItems, cells: Ints, costs: RowCost, count: int
+) -> tuple[Board, FillRule] | None:
+    """A board whose whole items may lie over several DP ranks, and its rule; None if items find no
+    room.
+
+    Args:
+        cells: of the pieces, see `chain_cells`.
+        costs: of rows of all widths that are allowed.
+        count: M.
+    """
+    items = cut.items
+    dp = items.step.layout.dp
+    board = blank_board(items, costs, np.full(dp, count))
+    for piece, cell in enumerate(cells.tolist(), cut.num_whole):
+        put(board, piece, cell // count, cell % count, 0)
+        board.piece_of[cell] = piece
+    rule = fill_rule(items, costs, cut.work)
+    if rule is None:
+        return None
+    rank_work = math.fsum(cut.work.tolist()) / dp
+    rule = FillRule(
+        order=rule.order[rule.order < cut.num_whole],
+        least=rule.least,
+        targets=_targets(np.zeros(count), rank_work) + costs.fixed,
+    )
+    none = np.zeros(1, dtype=np.int64)
+    if not fill_board(board, rule, rule.order, _STRETCH, none, 0.0):
+        return None
+    if not costs.allows_padding and not close_gaps(board, rule.least):
+        return None
+    return board, rule
 
 
 def _ends(items: Items, item: int, num: int, most: int) -> list[int] | None:

@@ -14,7 +14,7 @@ from megapack.pipeline.kernels import RankOps
 from megapack.pipeline.simulator import Runner
 from megapack.planner.annealing import anneal
 from megapack.planner.board import Board, RowCost, add_up_rows, clone, empty_board, fill_rows
-from megapack.planner.clock import Clock, OwnOrders, score_all, score_shared, set_order
+from megapack.planner.clock import Clock, OwnOrders, common_ops, score_all, score_shared, set_order
 from megapack.planner.draft import PADDING, Draft
 from megapack.planner.even import even_ranks
 from megapack.planner.fill import FillRule
@@ -65,7 +65,8 @@ class Scored:
         """
         assert self.rule is not None
         clones = clone(self.board), clone(self.board)
-        args = (self.board, *clones, self.clock, self.own, self.rule, budget, goal)
+        ops = self.clock.ops if self.own is None else common_ops(self.own)
+        args = (self.board, *clones, self.clock, self.own, ops, self.rule, budget, goal)
         self.seconds = float(anneal(*args))
 
     def moved(self) -> Draft:

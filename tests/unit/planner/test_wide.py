@@ -256,7 +256,7 @@ class TestBoard:
         end = np.empty((1 if lockstep else 5, clock.ops.stage.size))
         before = score_shared(board, clock, None, end)
         clones = (clone(board), clone(board))
-        after = anneal(board, *clones, clock, None, rule, 3000, 0.0)
+        after = anneal(board, *clones, clock, None, clock.ops, rule, 3000, 0.0)
         assert after < before
         fresh = self.empty(5, 6)
         for rank, position in np.ndindex(board.rows.shape):
