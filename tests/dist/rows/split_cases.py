@@ -53,6 +53,7 @@ FAMILIES = {
     "family_weights_later": _family("pp2", lag=2, kinds=_TWO),
     "family_mla_full": _family("pp2", model="mla", recompute="full", kinds=_TWO),
     "family_moe": _family("pp2_tp2_sp_ep2", model="moe", kinds=_TWO),
+    "family_moe_dp2": _family("dp2_pp2_ep2", model="moe", lag=1, kinds=_TWO),
     "family_moe_full": _family("pp2", model="moe", recompute="full", kinds=_TWO),
     "family_moe_replay_full": _family("cp2_ep2", model="moe_replay", recompute="full", kinds=_TWO),
 }
@@ -109,6 +110,12 @@ TESTED = (
     *("wide_later", "wide_pp2_vpp2_later", "wide_dp4_later_full", "wide_moe"),
     *("moe_dp2_later", "moe_bias_dp2_selective", "moe_replay_dp2_full"),
     *("family_single-none", "family_pp2_vpp2-none", "family_cp2_pp2-full", "family_dp2_pp2-full"),
-    *("family_value", "family_mla_full", "family_moe", "family_moe_full", "family_moe_replay_full"),
+    *(
+        "family_value",
+        "family_mla_full",
+        "family_moe_dp2",
+        "family_moe_full",
+        "family_moe_replay_full",
+    ),
 )
 """The cases of the tests; tools/exactness.py runs all that are not mutated."""
