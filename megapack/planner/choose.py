@@ -132,4 +132,5 @@ def _plan_uncut(items: Items, refused: PlanError | None) -> Draft:
             "max_tokens_per_gpu, or set oversize='alone'"
         )
     logger.warning("%s; it is alone in its row", what)
-    return _plan_narrow(items)
+    narrow = _plan_narrow(items)
+    return plan_operations(narrow.items, narrow, None) or narrow

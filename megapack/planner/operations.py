@@ -206,12 +206,18 @@ class _OperationSearch:
             if cells is None:
                 continue
             draft = None
-            if stretch is not None:
+            if stretch is not None and not self._must_widen(cut):
                 draft = pack_around(cut, cells, count, own_group)
             if draft is not None:
                 yield self._scored(draft, self.split)
             elif self.costs is not None and cut.sizes:
                 yield from self._cut_beside_wide_rows(cut, cells, count, own_group)
+
+    def _must_widen(self, cut: CutItems) -> bool:
+        """Whether a whole item must go over several ranks."""
+        if self.costs is None:
+            return False
+        return bool((cut.items.aligned[: cut.num_whole] > self.costs.alone[0]).any())
 
     def _cut_beside_wide_rows(
         self, cut: CutItems, cells: Ints, count: int, group: int | None

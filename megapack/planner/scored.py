@@ -220,8 +220,9 @@ def row_cost(step: Step, cost: CostModel, num_levels: int = 1) -> RowCost:
         num_levels: rows over up to 2**(num_levels - 1) DP ranks.
     """
     rates, widths, unit = _rates(step.layout, cost, num_levels)
-    # Without wide rows, an item over the budget may be alone in its row.
-    alone = UNLIMITED if num_levels == 1 or step.budget is None else step.budget
+    # Where items over the budget do not go over several ranks, they may be alone in their rows.
+    widens = step.policy.context_parallel == "dynamic"
+    alone = step.budget if widens and step.budget is not None else UNLIMITED
     return RowCost(
         float(cost.fixed),
         *rates,
