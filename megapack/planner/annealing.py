@@ -19,7 +19,6 @@ from megapack.planner.board import (
     clear_row,
     copy_board,
     exchange,
-    first_rank,
     swap_blocks,
 )
 from megapack.planner.clock import Clock, OwnOrders, score_shared
@@ -174,8 +173,9 @@ def _critical_path(
                 if board.row_seconds[row] > board.row_seconds[slow]:
                     owner = r
         else:
-            low = first_rank(board, rank, position)
-            high = low + (1 << board.level[board.rows[rank, position]])
+            width = 1 << board.level[board.rows[rank, position]]
+            low = rank - rank % width
+            high = low + width
         path[length, 0] = owner
         path[length, 1] = position
         length += 1

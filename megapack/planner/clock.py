@@ -25,7 +25,6 @@ from megapack.pipeline.kernels import RankOps, coupled_seconds, peak_live, rank_
 from megapack.plan.order import Operation, group_table, interleave, stage_lists
 from megapack.planner.board import (
     Board,
-    first_rank,
     microbatch_tokens,
     row_seconds,
     row_tokens,
@@ -152,12 +151,14 @@ def score_shared(board: Board, clock: Clock, own: OwnOrders | None, end: Floats)
             row = board.rows[rank, position]
             if board.num_items[row] == 0 and not cost.allows_padding:
                 return np.inf
-            amounts[position] = microbatch_tokens(board, rank, position) / (1 << board.level[row])
+            width = 1 << board.level[row]
+            if cost.max_live > 0:
+                amounts[position] = microbatch_tokens(board, rank, position) / width
             if clock.lockstep:
                 forward[0, position] = max(forward[0, position], board.row_seconds[row])
             else:
                 forward[rank, position] = board.row_seconds[row]
-                first[rank, position] = first_rank(board, rank, position)
+                first[rank, position] = rank - rank % width
         if cost.max_live > 0 and peak_live(ops, amounts) > cost.max_live:
             return np.inf
     return coupled_seconds(ops, forward, first, end)
@@ -184,8 +185,8 @@ def _ops_of(clock: Clock, rank: int) -> RankOps:
 def room_to_run(own: OwnOrders, num_ranks: int) -> tuple[Ints, Ints, Floats]:
     """Arrays that `run_ranks` writes for so many ranks."""
     num_ops = own.ops.shape[1]
-    ran = np.empty((num_ranks, own.pp, 2 * num_ops // own.pp), dtype=np.int64)
-    return ran, np.empty((num_ranks, own.pp), dtype=np.int64), np.empty((num_ranks, num_ops))
+    ran = np.empty((num_ranks * own.pp, 2 * num_ops // own.pp), dtype=np.int64)
+    return ran, np.empty(num_ranks * own.pp, dtype=np.int64), np.empty((num_ranks, num_ops))
 
 
 @kernel
@@ -206,9 +207,9 @@ def run_ranks(
     all in lockstep.
 
     Args:
-        ran: int64 [ranks, pp, 2 * operations / pp], written: what each stage runs, in this order:
-            the index of an F or B, or -1 - index for the W of this B.
-        num_ran: int64 [ranks, pp], written: how many these are.
+        ran: int64 [ranks * pp, 2 * operations / pp], written: what each stage of each rank runs, in
+            this order: the index of an F or B, or -1 - index for the W of this B.
+        num_ran: int64 [ranks * pp], written: how many these are.
         end: float64 [ranks, operations], written: when each F and B ends.
     """
     cost = board.cost
@@ -219,10 +220,11 @@ def run_ranks(
     first = np.empty(shape, dtype=np.int64)
     for d in range(num_ranks):
         for k in range(count):
-            first[d, k] = first_rank(board, d, k) if num_ranks > 1 else 0
-            for other in (
-                range(board.counts.size) if clock.lockstep else range(rank + d, rank + d + 1)
-            ):
+            width = 1 << board.level[board.rows[rank + d, k]]
+            first[d, k] = d - d % width if num_ranks > 1 else 0
+            low = 0 if clock.lockstep else rank + d
+            high = board.counts.size if clock.lockstep else low + 1
+            for other in range(low, high):
                 row = board.rows[other, k]
                 level = board.level[row]
                 if num_ranks > 1 and board.num_items[row] == 0 and not cost.allows_padding:
@@ -280,73 +282,74 @@ def _filled_seconds(
     """
     num_ranks = end.shape[0]
     count = ops.shape[0]
-    free = np.zeros((num_ranks, own.pp))
-    live = np.zeros((num_ranks, own.pp))
+    stages = num_ranks * own.pp
+    free = np.zeros(stages)
+    live = np.zeros(stages)
     # Backwards whose W has not run: a queue per stage, with its first entry and its end.
-    queue = np.empty((num_ranks, own.pp, count // own.pp), dtype=np.int64)
-    begun = np.zeros((num_ranks, own.pp), dtype=np.int64)
-    last = np.zeros((num_ranks, own.pp), dtype=np.int64)
+    queue = np.empty((stages, count // own.pp), dtype=np.int64)
+    begun = np.zeros(stages, dtype=np.int64)
+    last = np.zeros(stages, dtype=np.int64)
     begin = np.empty(num_ranks)
     num_ran[:] = 0
     for op in range(count):
-        stage = ops[op, 0]
         microbatch = ops[op, 1]
         weight = own.chunk_weights[ops[op, 2]]
         is_forward = ops[op, 3] == 0
         source = ops[op, 4]
         # The first rank of a block comes before the others, and collects the latest begin.
         for d in range(num_ranks):
-            begin[d] = free[d, stage]
+            stage = d * own.pp + ops[op, 0]
+            begin[d] = free[stage]
             if source < count:
                 begin[d] = max(begin[d], end[d, source] + own.p2p)
             sharer = first_rank[d, microbatch]
             begin[sharer] = max(begin[sharer], begin[d])
         for d in range(num_ranks):
+            stage = d * own.pp + ops[op, 0]
             ready = begin[first_rank[d, microbatch]]
-            held = times.held[d, microbatch]
-            while begun[d, stage] < last[d, stage]:
-                waiting = queue[d, stage, begun[d, stage]]
+            while begun[stage] < last[stage]:
+                waiting = queue[stage, begun[stage]]
                 seconds = times.weights[d, ops[waiting, 1]] * own.chunk_weights[ops[waiting, 2]]
-                now = free[d, stage]
+                now = free[stage]
                 fits = now + (1 - patience) * seconds <= ready and ready > now
-                is_full = is_forward and live[d, stage] + held > own.cap
+                is_full = is_forward and live[stage] + times.held[d, microbatch] > own.cap
                 if not fits and not is_full:
                     break
-                free[d, stage] += seconds
-                live[d, stage] -= times.held[d, ops[waiting, 1]]
-                ran[d, stage, num_ran[d, stage]] = -1 - waiting
-                num_ran[d, stage] += 1
-                begun[d, stage] += 1
+                free[stage] += seconds
+                live[stage] -= times.held[d, ops[waiting, 1]]
+                ran[stage, num_ran[stage]] = -1 - waiting
+                num_ran[stage] += 1
+                begun[stage] += 1
         # W's may end later than the wait does.
         for d in range(num_ranks):
             sharer = first_rank[d, microbatch]
-            begin[sharer] = max(begin[sharer], free[d, stage])
+            begin[sharer] = max(begin[sharer], free[d * own.pp + ops[op, 0]])
         for d in range(num_ranks):
-            own_seconds = times.forward if is_forward else times.backward
-            end[d, op] = begin[first_rank[d, microbatch]] + weight * own_seconds[d, microbatch]
-            free[d, stage] = end[d, op]
-            ran[d, stage, num_ran[d, stage]] = op
-            num_ran[d, stage] += 1
+            stage = d * own.pp + ops[op, 0]
+            seconds = times.backward[d, microbatch]
             if is_forward:
-                live[d, stage] += times.held[d, microbatch]
-                if live[d, stage] > own.cap:
+                seconds = times.forward[d, microbatch]
+            end[d, op] = begin[first_rank[d, microbatch]] + weight * seconds
+            free[stage] = end[d, op]
+            ran[stage, num_ran[stage]] = op
+            num_ran[stage] += 1
+            if is_forward:
+                live[stage] += times.held[d, microbatch]
+                if live[stage] > own.cap:
                     return np.inf
             elif own.split:
-                queue[d, stage, last[d, stage]] = op
-                last[d, stage] += 1
+                queue[stage, last[stage]] = op
+                last[stage] += 1
             else:
-                live[d, stage] -= times.held[d, microbatch]
-    latest = 0.0
-    for d in range(num_ranks):
-        for stage in range(own.pp):
-            for k in range(begun[d, stage], last[d, stage]):
-                waiting = queue[d, stage, k]
-                seconds = times.weights[d, ops[waiting, 1]] * own.chunk_weights[ops[waiting, 2]]
-                free[d, stage] += seconds
-                ran[d, stage, num_ran[d, stage]] = -1 - waiting
-                num_ran[d, stage] += 1
-            latest = max(latest, free[d, stage])
-    return latest
+                live[stage] -= times.held[d, microbatch]
+    for stage in range(stages):
+        for k in range(begun[stage], last[stage]):
+            waiting = queue[stage, k]
+            seconds = times.weights[stage // own.pp, ops[waiting, 1]]
+            free[stage] += seconds * own.chunk_weights[ops[waiting, 2]]
+            ran[stage, num_ran[stage]] = -1 - waiting
+            num_ran[stage] += 1
+    return float(largest(free))
 
 
 @kernel
@@ -404,14 +407,19 @@ def _turned_backwards(board: Board, first: int, last: int) -> Ints:
     Chains run theirs in reverse. Where those of several ranks overlap, their union does.
     """
     count = board.counts[first]
+    # Whether a micro-batch continues a chain of the one before it.
+    continues = np.zeros(count + 1, dtype=np.bool_)
+    for rank in range(first, last):
+        before = -1
+        for k in range(count):
+            piece = board.piece_of[board.rows[rank, k]]
+            chain = board.chain[piece] if piece >= 0 else -1
+            continues[k] |= chain >= 0 and chain == before
+            before = chain
     turned = np.arange(count)
     begin = 0
     for k in range(1, count + 1):
-        joins = False
-        for rank in range(first, last):
-            if k < count and chain_at(board, rank, k) >= 0:
-                joins |= chain_at(board, rank, k) == chain_at(board, rank, k - 1)
-        if not joins:
+        if not continues[k]:
             for position in range(begin, k):
                 turned[position] = begin + k - 1 - position
             begin = k

@@ -44,16 +44,22 @@ class Draft:
     def sizes(self) -> tuple[Ints, Ints, Ints]:
         """Aligned tokens, squared tokens and shared tokens of each row with the alignment of its
         width; what its samples share counts once. int64 [R] each."""
-        tokens, tokens_sq, shared = np.zeros((3, self.num_rows), dtype=np.int64)
-        for width in np.unique(self.row_widths).tolist():
-            rows = self.row_widths == width
-            own = self.items.at_width(width)
-            saved, saved_sq = self.items.saved(self.row_of, self.num_rows, width)
-            held = row_sums(own.aligned + own.shared, self.row_of, self.num_rows) - saved
-            held_sq = row_sums(own.aligned_sq + own.shared_sq, self.row_of, self.num_rows)
-            tokens[rows] = held[rows]
-            tokens_sq[rows] = (held_sq - saved_sq)[rows]
-            shared[rows] = saved[rows]
+        if self.widths is None:
+            return self._sizes_at(1)
+        sizes = np.zeros((3, self.num_rows), dtype=np.int64)
+        for width in np.unique(self.widths).tolist():
+            rows = self.widths == width
+            sizes[:, rows] = np.stack(self._sizes_at(width))[:, rows]
+        tokens, tokens_sq, shared = sizes
+        return tokens, tokens_sq, shared
+
+    def _sizes_at(self, width: int) -> tuple[Ints, Ints, Ints]:
+        """`sizes`, if all rows had this width."""
+        items, row_of, num_rows = self.items, self.row_of, self.num_rows
+        own = items.at_width(width)
+        shared, shared_sq = items.saved(row_of, num_rows, width)
+        tokens = row_sums(own.aligned + own.shared, row_of, num_rows) - shared
+        tokens_sq = row_sums(own.aligned_sq + own.shared_sq, row_of, num_rows) - shared_sq
         return tokens, tokens_sq, shared
 
     @property
@@ -63,11 +69,13 @@ class Draft:
 
     def row_tokens(self) -> Ints:
         """int64 [R]: padded tokens of each row."""
-        tokens = self.sizes[0].copy()
-        for width in np.unique(self.row_widths).tolist():
-            rows = self.row_widths == width
-            tokens[rows] = self.items.step.layout.over(width).aligned_row_tokens(tokens[rows])
-        return tokens
+        tokens = self.sizes[0]
+        layout = self.items.step.layout
+        padded: Ints = np.asarray(layout.aligned_row_tokens(tokens))
+        for width in () if self.widths is None else np.unique(self.widths).tolist():
+            rows = self.widths == width
+            padded[rows] = layout.over(width).aligned_row_tokens(tokens[rows])
+        return padded
 
     def seconds(self) -> float:
         """Simulated seconds of the step by the cost model, whatever the policy balances."""

@@ -218,19 +218,6 @@ def _widen_into(board: Board, rank: int, position: int) -> bool:
 
 
 @kernel
-def _is_open(board: Board, rank: int, position: int, level: int) -> bool:
-    """Whether an item may go into a row of this level that begins at this cell: there is one, or
-    the block's cells are empty."""
-    row = board.rows[rank, position]
-    if board.num_items[row] > 0:
-        return bool(board.level[row] == level)
-    for r in range(rank + 1, rank + (1 << level)):
-        if board.num_items[board.rows[r, position]] > 0:
-            return False
-    return True
-
-
-@kernel
 def _best_place(
     board: Board,
     item: int,
@@ -244,6 +231,7 @@ def _best_place(
     """First rank, position and level of the row that suits an item best; -1, 0, 0 if no row has
     room."""
     dp, count = board.rows.shape
+    cost = board.cost
     best = np.inf
     place = (-1, 0, 0)
     for k in range(least, board.cost.unit.size):
@@ -251,21 +239,26 @@ def _best_place(
         for position in range(count):
             goal = targets[position]
             for rank in range(0, dp - width + 1, width):
+                # A row of this level that begins here, or a block of empty cells. It is read here
+                # and not by a kernel of its own: a call for each cell takes four times as long.
                 row = board.rows[rank, position]
-                if not _is_open(board, rank, position, k) or not fits(board, row, k, -1, item):
+                is_empty = board.num_items[row] == 0
+                held = 0
+                for r in range(rank + 1, rank + width):
+                    held += board.num_items[board.rows[r, position]]
+                if (held > 0) if is_empty else (board.level[row] != k):
                     continue
-                seconds = row_seconds(
-                    board.cost,
-                    k,
-                    board.tokens[row] + board.item_tokens[k, item],
-                    board.tokens_sq[row] + board.item_tokens_sq[k, item],
-                    board.num_samples[row] + board.item_samples[item],
-                )
+                tokens = board.tokens[row] + board.item_tokens[k, item]
+                if tokens > (cost.alone[k] if is_empty else cost.capacity[k]):
+                    continue
+                tokens_sq = board.tokens_sq[row] + board.item_tokens_sq[k, item]
+                num_samples = board.num_samples[row] + board.item_samples[item]
+                seconds = row_seconds(cost, k, tokens, tokens_sq, num_samples)
                 # Less is better: room that is left, then time over the target, then new width.
                 value = (seconds - goal) / mean
                 if seconds > goal * stretch:
                     value += _OVER * (seconds - goal * stretch) / mean
-                if k > 0 and board.num_items[row] == 0:
+                if k > 0 and is_empty:
                     value += _WIDER * k
                 if noise > 0:
                     value += noise * next_random(random, RANDOM_PARTS) / RANDOM_PARTS

@@ -165,7 +165,8 @@ class _OperationSearch:
                 args = (found.board, found.clock, own, rank, patience, ran, num_ran, end)
                 seconds = float(run_ranks(*args))
                 if seconds < best[0]:
-                    pairs = zip(ran, num_ran, strict=True)
+                    shape = (together, own.pp, -1)
+                    pairs = zip(ran.reshape(shape), num_ran.reshape(shape[:2]), strict=True)
                     best = (seconds, [order_lines(ops, *pair) for pair in pairs])
             orders += best[1]
         return tuple(orders)
