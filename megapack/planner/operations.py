@@ -111,12 +111,27 @@ class _OperationSearch:
 
     def run(self) -> Scored | None:
         """The best candidate; None if none respects the cap on live tokens."""
-        whole = []
-        if self.whole is not None:
-            whole.append(self._scored(self.whole.draft, self.split))
-        if self.wide is not None and self.split:
-            whole.append(self._scored_wide(self.wide))
-        cut = self._best_cuts() if may_cut(self.items) else []
+        narrow = [] if self.whole is None else [self._scored(self.whole.draft, self.split)]
+        wide = [] if self.wide is None or not self.split else [self._scored_wide(self.wide)]
+        # The fastest draft of pieces of each M, without rows over several ranks and with some.
+        cut: tuple[dict[int, Scored], dict[int, Scored]] = ({}, {})
+        for draft in self._cut_drafts() if may_cut(self.items) else ():
+            best = cut[draft.rule is not None]
+            count = draft.board.rows.shape[1]
+            if count not in best or draft.seconds < best[count].seconds:
+                best[count] = draft
+        # Rows over several ranks have moves of their own, so they take none from the others.
+        found = [self._best(narrow, cut[False]), self._best(wide, cut[True])]
+        return min(filter(None, found), key=lambda c: c.seconds, default=None)
+
+    def _best(self, whole: list[Scored], by_count: dict[int, Scored]) -> Scored | None:
+        """The best of some candidates after moves.
+
+        Args:
+            whole: the draft of whole samples, if there is one.
+            by_count: a draft of pieces for each M.
+        """
+        cut = sorted(by_count.values(), key=lambda c: c.seconds)[:_CONTENDERS]
         moves = _MOVES_GROWTH * self.policy.search
         # The draft of whole samples gets as many as the others together.
         for candidates in (whole, cut):
@@ -170,15 +185,6 @@ class _OperationSearch:
                     best = (seconds, [order_lines(ops, *pair) for pair in pairs])
             orders += best[1]
         return tuple(orders)
-
-    def _best_cuts(self) -> list[Scored]:
-        """The fastest drafts of pieces, each of another M."""
-        best: dict[int, Scored] = {}
-        for candidate in self._cut_drafts():
-            count = candidate.draft.rank_rows[0].size
-            if count not in best or candidate.seconds < best[count].seconds:
-                best[count] = candidate
-        return sorted(best.values(), key=lambda c: c.seconds)[:_CONTENDERS]
 
     def _cut_drafts(self) -> Iterator[Scored]:
         """Yield drafts of pieces."""

@@ -132,7 +132,13 @@ class RowCase:
             layout=self.layout,
             colocate_ids=shape.sets(samples),
         )
-        policy = replace(self.policy, share_prefixes="off", context_parallel="fixed")
+        policy = replace(
+            self.policy,
+            share_prefixes="off",
+            context_parallel="fixed",
+            split_samples="off",
+            backward="joint",
+        )
         plain = build(max_tokens_per_gpu=shape.plain_row_tokens // cp, policy=policy)
         made = self.made_rows(samples.shape)
         prefixes = self._prefixes(samples) if self.shares else None

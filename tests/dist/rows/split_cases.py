@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from megapack.policy import Policy
 from tests.dist.rows.row_case import RowCase
 
 _TWO = ("sft", "grpo")
@@ -14,6 +15,9 @@ _PLACES = {
     **{place: place for place in ("dp2_pp2", "tp2_sp_pp2", "cp2_pp2")},
 }
 _case = functools.partial(RowCase, shape="split")
+_PLANNED = Policy(
+    split_samples="auto", backward="split", unreachable="pad", max_live_tokens_per_gpu=400
+)
 _wide = functools.partial(_case, title="beside rows over several ranks", shape="joined")
 _shared = functools.partial(_case, title="beside shared prefixes", shape="shared", shares=True)
 _family = functools.partial(_case, title="families", shape="family", shares=True)
@@ -99,6 +103,15 @@ SPECIAL = {
         "dp2_pp2_ep2", model="moe_bias", recompute="selective", kinds=_TWO
     ),
     "moe_bias_dp2_tp2_later": _case("dp2_tp2_sp_ep4", model="moe_bias", lag=1, kinds=_TWO),
+    "planned_moe_dp2": _case(
+        "dp2_pp2_ep2",
+        title="a plan of the planner",
+        model="moe",
+        is_planned=True,
+        policy=_PLANNED,
+        kinds=_TWO,
+        expect={"pieces": [2, 3]},
+    ),
     "moe_replay_dp2_full": _case("dp2_pp2_ep2", model="moe_replay", recompute="full", kinds=_TWO),
     "bf16": _case("pp2", title="bf16", model="bf16", kinds=("sft",)),
 }
@@ -108,7 +121,7 @@ TESTED = (
     *("cp2_pp2-full", "value", "mla_full", "moe_full", "moe_replay_full"),
     *("shared_pp2_vpp2-full", "shared_cp2_pp2-full", "shared_moe", *MUTATED),
     *("wide_later", "wide_pp2_vpp2_later", "wide_dp4_later_full", "wide_moe"),
-    *("moe_dp2_later", "moe_bias_dp2_selective", "moe_replay_dp2_full"),
+    *("moe_dp2_later", "moe_bias_dp2_selective", "moe_replay_dp2_full", "planned_moe_dp2"),
     *("family_single-none", "family_pp2_vpp2-none", "family_cp2_pp2-full", "family_dp2_pp2-full"),
     *(
         "family_value",

@@ -20,6 +20,7 @@ _planned = functools.partial(
     is_planned=True,
     policy=Policy(context_parallel="dynamic"),
 )
+_ALL = Policy(context_parallel="dynamic", backward="split", unreachable="pad")
 
 GRID = {
     f"{place}-{recompute}": _case(place, recompute=recompute)
@@ -38,6 +39,9 @@ SPECIAL = {
     "others": _case("dp4", title="pairs and values", kinds=_OTHERS),
     "others_pp2_vpp2": _case("dp2_pp2_vpp2", title="pairs and values", kinds=_OTHERS),
     "others_cp2": _case("dp2_cp2", title="pairs and values", kinds=_OTHERS),
+    "planned_weights": _planned(
+        "dp2_pp2_ep2", shape="g1", model="moe", policy=_ALL, kinds=_TWO, expect={"rows_2": 2}
+    ),
     "untied": _case("dp2_pp2", model="other", kinds=_TWO),
     "selective": _case("dp2_tp2_sp", recompute="selective", kinds=_TWO),
     "frozen": _case("dp2_pp2", frozen=_FROZEN, kinds=_TWO),
@@ -87,7 +91,7 @@ SPECIAL = {
 # a model, widths 1, 2 and 4, and each kind of attention. Later cases of a job find ranks in
 # different numbers of groups, as the stages of pp2 are.
 TESTED = (
-    *("dp2_pp2_vpp2-full", "others", "mla"),
+    *("dp2_pp2_vpp2-full", "others", "mla", "planned_weights"),
     *("prefixes_mtp_cp2", "prefixes_moe_bias_tp2_sp_full"),
 )
 """The cases of the tests; tools/exactness.py runs all."""

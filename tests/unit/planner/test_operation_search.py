@@ -168,15 +168,15 @@ def test_a_sample_over_the_budget_is_cut_beside_shared_prefixes(
     assert plan.counts.shared_tokens >= 12 * 1000
 
 
-def test_the_faster_of_wide_rows_and_pieces_is_taken() -> None:
+def test_wide_rows_and_pieces_together_are_no_slower_than_each() -> None:
     layout = Layout(dp=4, pp=4)
     dynamic = Policy(context_parallel="dynamic", search=300)
     all_three = dataclasses.replace(BOTH, context_parallel="dynamic")
     fastest = min(seconds(planned(ONE_LONG, layout, policy)) for policy in (dynamic, BOTH))
     plan = planned(ONE_LONG, layout, all_three)
-    assert seconds(plan) == pytest.approx(fastest)
-    wide = any(mb.width > 1 for mb in plan.steps[0].microbatches)
-    assert wide != bool(plan.steps[0].orders)
+    assert seconds(plan) < 0.95 * fastest
+    assert any(mb.width > 1 for mb in plan.steps[0].microbatches)
+    assert plan.steps[0].orders
 
 
 def test_ranks_in_lockstep_run_one_order() -> None:
@@ -208,3 +208,63 @@ def test_waits_are_filled_as_the_docstring_shows() -> None:
         if line.startswith("    stage")
     ]
     assert [line.split() for line in plan.steps[0].orders[0]] == drawn
+
+
+TOGETHER = dataclasses.replace(BOTH, context_parallel="dynamic")
+MEETING = [Layout(dp=4, pp=4), Layout(dp=4, pp=2, ep=4), Layout(dp=2, pp=4, vpp=2, ep=2)]
+
+
+def wide_rows(plan: Plan) -> int:
+    return sum(mb.width > 1 for step in plan.steps for mb in step.microbatches)
+
+
+@pytest.mark.parametrize("layout", MEETING)
+def test_weight_gradients_fill_waits_beside_rows_over_several_ranks(layout: Layout) -> None:
+    lengths = [*SHORT[:60], 8100, 12000, 15000]
+    policy = dataclasses.replace(TOGETHER, split_samples="off")
+    alone = dataclasses.replace(policy, backward="joint")
+    plan, wide = (planned(lengths, layout, own, max_tokens_per_gpu=8192) for own in (policy, alone))
+    assert seconds(plan) < 0.99 * seconds(wide)
+    assert wide_rows(plan)
+    assert any("W" in line for lines in plan.steps[0].orders for line in lines)
+    live = simulate_planned(plan, plan.steps[0], COST).peak_live_tokens
+    assert live <= plan.live_cap(plan.steps[0])
+
+
+@pytest.mark.parametrize("layout", MEETING[:2])
+def test_a_sample_no_width_holds_is_cut_beside_sets_over_several_ranks(layout: Layout) -> None:
+    lengths = [*SHORT[:80], 40000, 6000, 6000, 5000, 7000]
+    sets = [*range(81), "a", "a", "b", "b"]
+    policy = dataclasses.replace(TOGETHER, max_live_tokens_per_gpu=65536)
+    plan = planned(lengths, layout, policy, max_tokens_per_gpu=8192, colocate_ids=sets)
+    assert split_samples(plan) >= {80}
+    assert wide_rows(plan)
+    assert {81, 83} <= {mb.samples[0] for mb in plan.steps[0].microbatches if mb.width > 1}
+
+
+@pytest.mark.parametrize("layout", MEETING[1:])
+def test_ranks_that_exchange_tokens_of_experts_run_pieces_in_one_order(layout: Layout) -> None:
+    lengths = [*SHORT[:60], 8100, 12000, 15000]
+    fixed, pieces_, both = (
+        planned(lengths, layout, policy, max_tokens_per_gpu=8192)
+        for policy in (Policy(search=300), PIECES, BOTH)
+    )
+    assert split_samples(pieces_) >= {61, 62}
+    assert seconds(both) < seconds(pieces_) < 0.7 * seconds(fixed)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *MEETING])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_all_freedoms_together_are_never_slower_than_each(layout: Layout, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(6.5, 1.3, 50), 1, 8192).astype(int).tolist()
+    together = seconds(planned(lengths, layout, TOGETHER, max_tokens_per_gpu=8192))
+    for policy in (
+        Policy(search=300),
+        BOTH,
+        dataclasses.replace(TOGETHER, split_samples="off"),
+        dataclasses.replace(TOGETHER, backward="joint"),
+    ):
+        own = seconds(planned(lengths, layout, policy, max_tokens_per_gpu=8192))
+        # The search of one more freedom ends elsewhere, by up to 1 %.
+        assert together <= 1.01 * own
