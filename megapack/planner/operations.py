@@ -1,9 +1,10 @@
 """The search for steps whose stages run other operations than Megatron's schedules.
 
-    the draft of whole samples            -> its seconds with W's in the waits; improved by moves
+    the drafts of whole samples           -> their seconds with W's in the waits; moves
     M, the longest piece, chains' place   -> drafts of pieces; the best few improved by moves
     the best                              -> the order of each rank's operations
 
+Under context_parallel="dynamic" this is done for rows on one rank each and for rows over several.
 The draft of whole samples in Megatron's order is one of the results that are compared, so no plan
 is slower than it in the simulator.
 """
