@@ -61,10 +61,6 @@ def test_megatrons_schedules_run_no_other_order(setting: str) -> None:
             ["model.mtp_num_layers=1"],
             r": plan.split_samples=auto: model.mtp_num_layers=1 needs .* to 0, or ",
         ),
-        (
-            ["model.num_experts=4", "layout.ep=2"],
-            r": plan: split_samples='auto' with ep=2, etp=1, tp\*cp=1: data-parallel ranks",
-        ),
     ],
 )
 def test_pieces_are_refused_in_one_line(overrides: list[str], message: str) -> None:
@@ -73,8 +69,10 @@ def test_pieces_are_refused_in_one_line(overrides: list[str], message: str) -> N
     assert "\n" not in str(raised.value)
 
 
-def test_experts_within_a_data_parallel_rank_allow_pieces() -> None:
-    overrides = ["model.num_experts=4", "layout.ep=2", "layout.tp=2", "layout.etp=1"]
-    sequence = "layout.sequence_parallel=true"
-    config = config_of("plan.split_samples=auto", "plan.backward=split", *overrides, sequence)
-    check_start(config, 8)
+@pytest.mark.parametrize(
+    ("more", "world"), [([], 4), (["layout.tp=2", "layout.sequence_parallel=true"], 8)]
+)
+def test_experts_within_a_rank_and_over_ranks_allow_pieces(more: list[str], world: int) -> None:
+    overrides = ["model.num_experts=4", "layout.ep=2", "layout.etp=1", *more]
+    config = config_of("plan.split_samples=auto", "plan.backward=split", *overrides)
+    check_start(config, world)
