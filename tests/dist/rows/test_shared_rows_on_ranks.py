@@ -19,4 +19,4 @@ def test_a_step_on_shared_rows_equals_the_unshared_step(tmp_path: Path) -> None:
             assert found["norm"] > 1e-2
             assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-5)
             assert found["error"] < 1e-5
-            assert found["refusal"].startswith("hidden_dropout=0.1: ")
+            assert found["refusal"].startswith("hidden_dropout=0.1 with shared prefixes: ")
