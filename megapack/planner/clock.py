@@ -120,10 +120,11 @@ def score_rank(board: Board, clock: Clock, own: OwnOrders | None, rank: int) -> 
     ops = _ops_of(clock, rank)
     if cost.max_live > 0:
         amounts = np.empty(count)
-        for position in range(count):
-            amounts[position] = microbatch_tokens(board, rank, position)
-        if peak_live(ops, amounts) > cost.max_live:
-            return np.inf
+        for other in range(first, last):
+            for position in range(count):
+                amounts[position] = microbatch_tokens(board, other, position)
+            if peak_live(ops, amounts) > cost.max_live:
+                return np.inf
     return rank_seconds(ops, forward, np.empty(ops.stage.size))
 
 

@@ -31,6 +31,7 @@ from megapack.planner.pieces import (
     cut_items,
     family_rows,
     fill_around,
+    is_alone,
     item_seconds,
     may_cut,
     pack_around,
@@ -56,6 +57,8 @@ _PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Simulations of ranks for drafts of pieces, as a multiple of the policy's evaluations: 4,096, which
 # are 1,024 drafts on dp=4.
 _DRAFTS_GROWTH = 2
+# Drafts that have both pieces and rows over several ranks.
+_WIDE_DRAFTS = 20
 # Simulations for moves, the same: 8,192 of up to 512 operations, fewer of longer orders. Half of
 # them are for the draft of whole samples and the best drafts of pieces, each of another M, and half
 # for the best of them.
@@ -68,6 +71,11 @@ _PATIENCE = 0.75
 _LAST_PATIENCES = (0.0, 0.25, 0.5, 1.0)
 # Relative gain that makes a draft better than the fixed one: more than rounding in fp64.
 _LEAST_GAIN = 1e-9
+
+
+_Choice = tuple[tuple[int, int], float | None, float, bool]
+"""G and M, the longest piece in mean rows (see `_cut`), the chains' place, and whether other items
+may lie over several ranks."""
 
 
 def plan_operations(items: Items, fixed: Draft | None, wide: Draft | None) -> Draft | None:
@@ -195,17 +203,16 @@ class _OperationSearch:
             for group in group_sizes(self.layout, self.policy)
             for count in self._counts(group)
         ]
-        stretches: tuple[float | None, ...] = _STRETCHES
-        if self.costs is not None:
-            stretches += (None,)
-        choices = list(product(shapes, stretches, _PLACES))
         limit = max(1, _DRAFTS_GROWTH * self.policy.search // dp)
-        every = -(-len(choices) // limit)
-        made: dict[tuple[int, int, float | None], CutItems | None] = {}
-        for (group, count), stretch, place in choices[every // 2 :: every]:
-            key = (group, count, stretch)
+        choices: list[_Choice] = _some(list(product(shapes, _STRETCHES, _PLACES, (False,))), limit)
+        if self._mixes():
+            beside = list(product(shapes, (_STRETCHES[0], None), _PLACES, (True,)))
+            choices += _some(beside, min(limit, _WIDE_DRAFTS))
+        made: dict[tuple[int, int, float | None, bool], CutItems | None] = {}
+        for (group, count), stretch, place, is_wide in choices:
+            key = (group, count, stretch, is_wide)
             if key not in made:
-                made[key] = self._cut(group, count, stretch)
+                made[key] = self._cut(*key)
             cut = made[key]
             if cut is None or (not cut.sizes and place != _PLACES[0]):
                 continue
@@ -213,13 +220,21 @@ class _OperationSearch:
             cells = chain_cells(cut, count, own_group, place)
             if cells is None:
                 continue
-            draft = None
-            if stretch is not None and not self._must_widen(cut):
-                draft = pack_around(cut, cells, count, own_group)
+            if is_wide and cut.sizes:
+                yield from self._cut_beside_wide_rows(cut, cells, count, own_group)
+            if is_wide or self._must_widen(cut):
+                continue
+            draft = pack_around(cut, cells, count, own_group)
             if draft is not None:
                 yield self._scored(draft, self.split)
-            elif self.costs is not None and cut.sizes:
-                yield from self._cut_beside_wide_rows(cut, cells, count, own_group)
+
+    def _mixes(self) -> bool:
+        """Whether some samples must be cut that no width holds, or sets go over several ranks."""
+        if self.costs is None:
+            return False
+        tokens = self.items.aligned
+        held = np.where(is_alone(self.items), self.costs.alone[-1], self.costs.alone[0])
+        return bool((tokens > held).any())
 
     def _must_widen(self, cut: CutItems) -> bool:
         """Whether a whole item must go over several ranks."""
@@ -239,15 +254,16 @@ class _OperationSearch:
             draft = Draft(items=cut.items, row_of=none, rank_rows=ranks, group_size=group)
             yield self._scored_board(draft, *found)
 
-    def _cut(self, group: int, count: int, stretch: float | None) -> CutItems | None:
+    def _cut(self, group: int, count: int, stretch: float | None, is_wide: bool) -> CutItems | None:
         """The items with pieces of up to `stretch` mean rows of M; None: only samples that fit into
-        no row of several ranks are cut."""
+        no row are cut, where `is_wide` into no row of several ranks."""
         longest = (stretch or 0.0) * self.total / (self.layout.dp * count)
         if self.step.forward_only or self.layout.pp == 1:
             # No stage waits for a backward, so only samples over the budget are cut.
             longest = 0.0
         room = self.step.capacity
-        if stretch is None and self.costs is not None:
+        if stretch is None and is_wide:
+            assert self.costs is not None
             room = int(self.costs.alone[-1])
         most = count if self.layout.vpp == 1 else min(group, count)
         return cut_items(self.items, count, longest, most, room)
@@ -372,3 +388,9 @@ class _OperationSearch:
             budget //= self.layout.dp
         if budget > 0:
             found.refine(self.runner, budget)
+
+
+def _some(choices: list[_Choice], limit: int) -> list[_Choice]:
+    """At most so many choices, evenly spread."""
+    every = max(1, -(-len(choices) // limit))
+    return choices[every // 2 :: every]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megapack.cost.model import CostModel
@@ -12,7 +13,7 @@ from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.pipeline import simulate
 from megapack.plan import MicroBatch, Part, Plan, StepPlan, check_plan
-from megapack.plan.order import Chains, chain_order
+from megapack.plan.order import Chains, chain_order, step_order
 from megapack.policy import Policy
 
 LENGTHS = [10, 4, 20]
@@ -150,6 +151,16 @@ def test_invariants_10_and_11(name: str) -> None:
     message, changed = BROKEN[name]
     with pytest.raises(PlanError, match=f"invariant {message}"):
         check_plan(plan(**changed), LENGTHS)
+
+
+def test_the_cap_is_what_full_rows_of_megatrons_order_hold() -> None:
+    layout = Layout(pp=3, vpp=3)
+    order = step_order(layout.pp, layout.vpp, 6, 3, False)
+    full = MicroBatch((), 100, 0, 0, 0)
+    capped = plan(layout=layout, max_tokens_per_gpu=100)
+    step = dataclasses.replace(capped.steps[0], ranks=((full,) * 6,), group_size=3, orders=())
+    # 11 rows of one chunk: 366.67 tokens of a stage, to the last bit.
+    assert capped.live_cap(step) == order.peak_live(np.full(6, 100.0)).max() / layout.vpp
 
 
 def test_damaged_cells_and_orders_are_refused() -> None:

@@ -20,6 +20,8 @@ from megapack import (
 )
 from megapack.pipeline.simulator import simulate_planned
 from megapack.planner import clock, pieces
+from megapack.planner.items import Items
+from megapack.planner.step import Step
 from megapack.policy import ContextParallel
 
 pytestmark = pytest.mark.unit
@@ -147,6 +149,15 @@ def test_a_colocated_set_over_the_cap_is_refused_in_a_forward_pass() -> None:
         )
 
 
+def test_dynamic_cp_without_other_ranks_says_what_holds_a_sample() -> None:
+    lengths, layout = [900, 100, 2500], Layout(pp=2)
+    policy = dataclasses.replace(PIECES, context_parallel="dynamic", oversize="error")
+    with pytest.raises(PlanError, match="set max_live_tokens_per_gpu to 5000 or more, raise"):
+        planned(lengths, layout, policy, max_tokens_per_gpu=1000)
+    allowed = dataclasses.replace(policy, max_live_tokens_per_gpu=5000)
+    assert split_samples(planned(lengths, layout, allowed, max_tokens_per_gpu=1000)) == {2}
+
+
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("context_parallel", ["fixed", "dynamic"])
 def test_a_sample_over_the_budget_is_cut_beside_shared_prefixes(
@@ -196,6 +207,25 @@ def test_pieces_have_equal_work_and_whole_alignments() -> None:
     halves = [pieces._cut_at(COST, 12000, part) for part in (0.25, 0.5, 0.75)]
     work = [n + n * n / 12288 for n in (0.0, *halves, 12000.0)]
     assert np.ptp(np.diff(work)) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_sample_of_one_alignment_is_one_piece_and_no_chain() -> None:
+    layout = Layout(pp=2, cp=32)
+    lengths = np.array([60, 60, 200])
+    step = Step(
+        number=0,
+        lengths=lengths,
+        layout=layout,
+        policy=PIECES,
+        cost=COST,
+        budget=1024,
+        max_samples=None,
+        prefixes=None,
+    )
+    items = Items.whole(step, np.arange(3), np.arange(3))
+    cut = pieces.cut_items(items, count=8, longest=1e-6, most=8, room=1024)
+    assert cut is not None
+    assert (layout.sample_alignment, cut.num_whole, cut.sizes) == (64, 2, (4,))
 
 
 def test_waits_are_filled_as_the_docstring_shows() -> None:
