@@ -57,8 +57,10 @@ _PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Simulations of ranks for drafts of pieces, as a multiple of the policy's evaluations: 4,096, which
 # are 1,024 drafts on dp=4.
 _DRAFTS_GROWTH = 2
-# Drafts that have both pieces and rows over several ranks.
-_WIDE_DRAFTS = 20
+# Drafts that have both pieces and rows over several ranks: those that try 2**23 cells for items in
+# all, and 16 at least. 2,048 items in 8 x 32 cells are 2**19.
+_WIDE_PLACES = 2**23
+_WIDE_DRAFTS = 16
 # Simulations for moves, the same: 8,192 of up to 512 operations, fewer of longer orders. Half of
 # them are for the draft of whole samples and the best drafts of pieces, each of another M, and half
 # for the best of them.
@@ -207,7 +209,8 @@ class _OperationSearch:
         choices: list[_Choice] = _some(list(product(shapes, _STRETCHES, _PLACES, (False,))), limit)
         if self._mixes():
             beside = list(product(shapes, (_STRETCHES[0], None), _PLACES, (True,)))
-            choices += _some(beside, min(limit, _WIDE_DRAFTS))
+            places = self.items.num_items * dp * max(count for _, count in shapes)
+            choices += _some(beside, min(limit, max(_WIDE_PLACES // places, _WIDE_DRAFTS)))
         made: dict[tuple[int, int, float | None, bool], CutItems | None] = {}
         for (group, count), stretch, place, is_wide in choices:
             key = (group, count, stretch, is_wide)
@@ -229,9 +232,12 @@ class _OperationSearch:
                 yield self._scored(draft, self.split)
 
     def _mixes(self) -> bool:
-        """Whether some samples must be cut that no width holds, or sets go over several ranks."""
+        """Whether pieces and rows over several ranks may be in one step: families are in pieces,
+        samples are that no width holds, or sets go over several ranks."""
         if self.costs is None:
             return False
+        if self.items.pieces is not None:
+            return True
         tokens = self.items.aligned
         held = np.where(is_alone(self.items), self.costs.alone[-1], self.costs.alone[0])
         return bool((tokens > held).any())
