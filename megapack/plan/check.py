@@ -82,6 +82,7 @@ class _Checker:
         self.budget = _budget(plan)
         sets = read_sets(plan.rollout_ids, plan.colocate_ids, plan.num_samples)
         self.rollout_of, ids, self.set_of, _ = sets
+        self.set_sizes = np.bincount(self.set_of)
         self.ids = tuple(dict.fromkeys(ids)) if ids is not None else tuple(range(lengths.size))
         if plan.prefixes is not None:
             self._check_prefixes(plan.prefixes)
@@ -197,10 +198,13 @@ class _Checker:
         if len(pieces) > 1:
             self._check_family(rows[0].pieces, max(map(len, pieces.values())), where)
         for sample in pieces:
-            together = np.flatnonzero(self.set_of == self.set_of[sample])
-            if not pieces.keys() >= {*together.tolist()}:
+            own_set = self.set_of[sample]
+            size = int(self.set_sizes[own_set])
+            if size > 1 and not pieces.keys() >= set(
+                np.flatnonzero(self.set_of == own_set).tolist()
+            ):
                 raise _broken(
-                    10, f"{where} split sample {sample}, one of {together.size} in a colocated set"
+                    10, f"{where} split sample {sample}, one of {size} in a colocated set"
                 )
         if any(mb.width > 1 for mb in rows):
             raise _broken(10, f"{where} have pieces in rows over several DP ranks")

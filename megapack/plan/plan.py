@@ -216,8 +216,10 @@ class Plan:
             over = aligned if aligned > self.capacity else 0
         most = max(map(len, step.ranks))
         order = step_order(layout.pp, layout.vpp, most, step.group_size or 1, self.forward_only)
-        in_flight = float(order.peak_live(np.ones(most)).max()) / layout.vpp
-        return in_flight * max(longest, self.max_tokens_per_gpu or 0) + over / layout.cp
+        in_flight = float(order.peak_live(np.ones(most)).max())
+        held = in_flight * max(longest, self.max_tokens_per_gpu or 0)
+        # Divided at last, as the peak that is compared with it is: 11 / 3 * 100 is below 1100 / 3.
+        return (held + layout.vpp * over / layout.cp) / layout.vpp
 
     @cached_property
     def prefix_table(self) -> PrefixTable | None:

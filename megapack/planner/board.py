@@ -304,6 +304,20 @@ def put(board: Board, item: int, rank: int, position: int, level: int) -> None:
 
 
 @kernel
+def put_pieces(board: Board, first: int, cells: Ints) -> None:
+    """Put the pieces from item `first` on into rows without items.
+
+    Args:
+        cells: int64 [pieces], rank * M + position of each.
+    """
+    count = board.rows.shape[1]
+    for k in range(cells.size):
+        rank, position = cells[k] // count, cells[k] % count
+        put(board, first + k, rank, position, 0)
+        board.piece_of[board.rows[rank, position]] = first + k
+
+
+@kernel
 def take(board: Board, item: int) -> None:
     """Take an item out of its row."""
     row = board.row_of[item]

@@ -7,7 +7,7 @@
     pieces of families                               under split_samples="auto" with shared prefixes
 
 Each way gives a draft only if that is faster than the first one, so no freedom makes a plan slower
-in the simulator.
+in the simulator than whole samples on one rank each.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def best_draft(items: Items) -> Draft:
         PlanError: no draft respects the policy; the message says what to set.
     """
     step = items.step
-    widens = step.policy.context_parallel == "dynamic"
+    widens = step.policy.context_parallel == "dynamic" and step.layout.dp > 1
     cuts = may_cut(items)
     # A sample over the budget is cut, or goes over several ranks, where that is allowed.
     must_cut = cuts and bool((_over(items) & is_alone(items)).any())
@@ -55,10 +55,12 @@ def best_draft(items: Items) -> Draft:
             raise
         logger.info("%s; trying rows over several ranks, or pieces of samples", error)
         refused = error
+    pieces = items
+    if must_cut and step.prefixes is not None:
+        pieces = _with_parts(items)
     if narrow is not None:
         items = narrow.items
-    elif must_cut and step.prefixes is not None:
-        items = _with_parts(items)
+        pieces = pieces if must_cut else items
     if widens:
         narrow = None if _over(items).any() else narrow
         try:
@@ -67,10 +69,12 @@ def best_draft(items: Items) -> Draft:
             if not cuts:
                 raise
             logger.info("%s; trying pieces of samples", error)
-            refused = error
+            refused = None if must_cut else error
     best = wide or narrow
     if cuts or (step.policy.backward == "split" and not step.forward_only):
-        drafts = [plan_operations(own, narrow, wide) for own in (items, *families_in_pieces(items))]
+        drafts = [
+            plan_operations(own, narrow, wide) for own in (pieces, *families_in_pieces(pieces))
+        ]
         timed = [(found.seconds(), found) for found in drafts if found is not None]
         seconds, found = min(timed, key=lambda pair: pair[0], default=(math.inf, None))
         if found is not None and (wide is None or seconds < wide.seconds()):
@@ -121,16 +125,19 @@ def _plan_uncut(items: Items, refused: PlanError | None) -> Draft:
     sample = int(items.samples[items.first_samples[item]])
     tokens = int(items.aligned[item])
     on_gpu = -(-tokens // step.layout.cp)
+    most = "M" if step.layout.vpp == 1 else f"G={step.layout.group_size}"
+    cap = step.policy.max_live_tokens_per_gpu
     what = (
         f"step {step.number}: sample {sample} has {tokens} padded tokens, over the budget of "
-        f"{step.budget} per row, and no order of its pieces was found that holds them: all pieces "
-        f"are live at once, {on_gpu} tokens per GPU on each of pp={step.layout.pp} stages "
-        f"(max_live_tokens_per_gpu={step.policy.max_live_tokens_per_gpu})"
+        f"{step.budget} per row, and no order of its pieces was found that holds them: a chain has "
+        f"at most {most} pieces, which are live at once, {on_gpu} tokens per GPU on each of "
+        f"pp={step.layout.pp} stages (max_live_tokens_per_gpu={cap})"
     )
-    if step.policy.oversize == "error":
+    widens = step.policy.context_parallel == "dynamic"
+    if step.policy.oversize == "error" or widens:
         raise PlanError(
             f"{what}; set max_live_tokens_per_gpu to {2 * on_gpu} or more, raise "
-            "max_tokens_per_gpu, or set oversize='alone'"
+            "max_tokens_per_gpu, or set oversize='alone'" + " and context_parallel='fixed'" * widens
         )
     logger.warning("%s; it is alone in its row", what)
     narrow = _plan_narrow(items)

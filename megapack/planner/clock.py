@@ -119,9 +119,11 @@ def score_rank(board: Board, clock: Clock, own: OwnOrders | None, rank: int) -> 
             forward[position] = max(forward[position], seconds)
     ops = _ops_of(clock, rank)
     if cost.max_live > 0:
-        amounts = np.empty(count)
+        amounts = np.zeros(count)
         for position in range(count):
-            amounts[position] = microbatch_tokens(board, rank, position)
+            for other in range(first, last):
+                tokens = float(microbatch_tokens(board, other, position))
+                amounts[position] = max(amounts[position], tokens)
         if peak_live(ops, amounts) > cost.max_live:
             return np.inf
     return rank_seconds(ops, forward, np.empty(ops.stage.size))

@@ -31,6 +31,7 @@ from megapack.planner.pieces import (
     cut_items,
     family_rows,
     fill_around,
+    is_alone,
     item_seconds,
     may_cut,
     pack_around,
@@ -56,6 +57,8 @@ _PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Simulations of ranks for drafts of pieces, as a multiple of the policy's evaluations: 4,096, which
 # are 1,024 drafts on dp=4.
 _DRAFTS_GROWTH = 2
+# Drafts that have both pieces and rows over several ranks.
+_WIDE_DRAFTS = 20
 # Simulations for moves, the same: 8,192 of up to 512 operations, fewer of longer orders. Half of
 # them are for the draft of whole samples and the best drafts of pieces, each of another M, and half
 # for the best of them.
@@ -68,6 +71,11 @@ _PATIENCE = 0.75
 _LAST_PATIENCES = (0.0, 0.25, 0.5, 1.0)
 # Relative gain that makes a draft better than the fixed one: more than rounding in fp64.
 _LEAST_GAIN = 1e-9
+
+
+_Choice = tuple[tuple[int, int], float | None, float, bool]
+"""G and M, the longest piece in mean rows (see `_cut`), the chains' place, and whether other items
+may lie over several ranks."""
 
 
 def plan_operations(items: Items, fixed: Draft | None, wide: Draft | None) -> Draft | None:
@@ -99,7 +107,7 @@ class _OperationSearch:
         self.total = math.fsum(item_seconds(items).tolist())
         # Rows may lie over so many ranks as those of the wide draft, or else over any.
         self.costs: RowCost | None = None
-        if self.policy.context_parallel == "dynamic" and self.step.budget is not None:
+        if self.policy.context_parallel == "dynamic" and self.layout.widths[1:]:
             widest = self.layout.widths[-1] if wide is None else int(wide.row_widths.max())
             self.costs = row_cost(self.step, self.cost, widest.bit_length())
         # What stages hold in Megatron's order, which is enough for W's; inf if there is no draft.
@@ -195,14 +203,14 @@ class _OperationSearch:
             for group in group_sizes(self.layout, self.policy)
             for count in self._counts(group)
         ]
-        stretches: tuple[float | None, ...] = _STRETCHES
-        if self.costs is not None:
-            stretches += (None,)
-        choices = list(product(shapes, stretches, _PLACES))
         limit = max(1, _DRAFTS_GROWTH * self.policy.search // dp)
-        every = -(-len(choices) // limit)
+        choices: list[_Choice] = _some(list(product(shapes, _STRETCHES, _PLACES, (False,))), limit)
+        if self._mixes():
+            stretches = (_STRETCHES[0], None)
+            beside = list(product(shapes, stretches, _PLACES, (True,)))
+            choices += _some(beside, min(limit, _WIDE_DRAFTS))
         made: dict[tuple[int, int, float | None], CutItems | None] = {}
-        for (group, count), stretch, place in choices[every // 2 :: every]:
+        for (group, count), stretch, place, is_wide in choices:
             key = (group, count, stretch)
             if key not in made:
                 made[key] = self._cut(group, count, stretch)
@@ -213,13 +221,21 @@ class _OperationSearch:
             cells = chain_cells(cut, count, own_group, place)
             if cells is None:
                 continue
-            draft = None
-            if stretch is not None and not self._must_widen(cut):
-                draft = pack_around(cut, cells, count, own_group)
+            if is_wide and cut.sizes:
+                yield from self._cut_beside_wide_rows(cut, cells, count, own_group)
+            if is_wide or self._must_widen(cut):
+                continue
+            draft = pack_around(cut, cells, count, own_group)
             if draft is not None:
                 yield self._scored(draft, self.split)
-            elif self.costs is not None and cut.sizes:
-                yield from self._cut_beside_wide_rows(cut, cells, count, own_group)
+
+    def _mixes(self) -> bool:
+        """Whether some samples must be cut that no width holds, or sets go over several ranks."""
+        if self.costs is None:
+            return False
+        tokens = self.items.aligned
+        held = np.where(is_alone(self.items), self.costs.alone[-1], self.costs.alone[0])
+        return bool((tokens > held).any())
 
     def _must_widen(self, cut: CutItems) -> bool:
         """Whether a whole item must go over several ranks."""
@@ -372,3 +388,9 @@ class _OperationSearch:
             budget //= self.layout.dp
         if budget > 0:
             found.refine(self.runner, budget)
+
+
+def _some(choices: list[_Choice], limit: int) -> list[_Choice]:
+    """At most so many choices, evenly spread."""
+    every = max(1, -(-len(choices) // limit))
+    return choices[every // 2 :: every]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from megapack.base.arrays import Bools, Floats, Ints
 from megapack.cost.model import CostModel
 from megapack.planner.bins import pack_to_targets
-from megapack.planner.board import Board, RowCost, put
+from megapack.planner.board import Board, RowCost, put_pieces
 from megapack.planner.draft import PADDING, Draft
 from megapack.planner.families import Families, group_units
 from megapack.planner.fill import FillRule, close_gaps, fill_board, fill_rule
@@ -244,6 +245,9 @@ def cut_items(items: Items, count: int, longest: float, most: int, room: int) ->
     chosen = np.flatnonzero(single & ((wanted > 1) | over))
     chosen = chosen[np.argsort(-work[chosen], kind="stable")]
     cuts = [_ends(items, item, int(wanted[item]), most) for item in chosen.tolist()]
+    # With a coarse alignment a sample may be one piece, which is no cut.
+    is_cut = [ends is None or len(ends) > 1 for ends in cuts]
+    chosen, cuts = chosen[is_cut], list(compress(cuts, is_cut))
     families = _families(items)
     sizes = [*map(len, families), *(len(ends or ()) for ends in cuts)]
     loads = [math.fsum(work[own].tolist()) for own in families] + work[chosen].tolist()
@@ -266,8 +270,8 @@ def _families(items: Items) -> list[Ints]:
     """The items of each family in pieces, in their order."""
     if items.pieces is None:
         return []
-    chain = items.pieces.chain
-    return [np.flatnonzero(chain == number) for number in range(int(chain.max()) + 1)]
+    own = np.flatnonzero(items.pieces.chain >= 0)
+    return np.split(own, np.flatnonzero(np.diff(items.pieces.chain[own])) + 1)
 
 
 def family_rows(items: Items) -> int:
@@ -383,9 +387,7 @@ def fill_around(
     items = cut.items
     dp = items.step.layout.dp
     board = blank_board(items, costs, np.full(dp, count))
-    for piece, cell in enumerate(cells.tolist(), cut.num_whole):
-        put(board, piece, cell // count, cell % count, 0)
-        board.piece_of[cell] = piece
+    put_pieces(board, cut.num_whole, cells)
     rule = fill_rule(items, costs, cut.work)
     if rule is None:
         return None

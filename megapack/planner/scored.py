@@ -148,7 +148,7 @@ def filled_board(
         padding += empty.size
         board.rows[rank, : own.size] = own
     if draft.widths is not None:
-        board.level[: draft.num_rows] = np.log2(draft.widths)
+        board.level[: draft.num_rows] = np.frexp(draft.widths)[1] - 1
         spare = np.setdiff1d(np.arange(board.head.size), board.rows)
         board.spare[: spare.size] = spare
         board.num_spare[0] = spare.size

@@ -115,6 +115,8 @@ class _WideSearch:
         before = self._of_fixed()
         if before is not None and before.seconds <= goal:
             return None
+        # Moves may make the fixed draft itself faster.
+        fixed_seconds = math.inf if before is None else before.seconds
         self._read_sizes(self._useful_levels(shapes))
         if self.rule is None:
             return None
@@ -126,7 +128,7 @@ class _WideSearch:
         if best[0].seconds == math.inf:
             return None
         draft = best[0].moved()
-        if before is not None and not self._is_better(draft, best[0], before):
+        if before is not None and not self._is_better(draft, best[0], fixed_seconds):
             return None
         return draft
 
@@ -136,7 +138,9 @@ class _WideSearch:
         cap = self.policy.max_live_tokens_per_gpu
         if cap is None:
             reason = f"fills all micro-batches (unreachable={self.policy.unreachable!r})"
-            setting = "set unreachable='pad'"
+            setting = "raise max_tokens_per_gpu"
+            if self.policy.unreachable != "pad":
+                setting += " or set unreachable='pad'"
         else:
             reason = f"stays within max_live_tokens_per_gpu={cap}"
             setting = "raise it or set a larger cp"
@@ -262,8 +266,8 @@ class _WideSearch:
             none = np.zeros(1, dtype=np.int64)
             if not fill_board(board, rule, rule.order, stretch, none, 0.0):
                 continue
-            if not self.row_cost.allows_padding:
-                close_gaps(board, rule.least)
+            if not self.row_cost.allows_padding and not close_gaps(board, rule.least):
+                continue
             filled.append(score_shared_rows(draft, board, self.runner, rule))
         if filled:
             yield min(filled, key=lambda c: c.seconds)
@@ -306,13 +310,13 @@ class _WideSearch:
         rule = self.rule._replace(targets=equal)
         return score_shared_rows(self.fixed, board, self.runner, rule)
 
-    def _is_better(self, draft: Draft, candidate: Scored, before: Scored) -> bool:
+    def _is_better(self, draft: Draft, candidate: Scored, fixed_seconds: float) -> bool:
         """Whether a draft is faster than the fixed one in the simulator.
 
         Rows that share prefixes are shorter than the board counts, and under balance="tokens" the
         board's seconds are tokens: then both steps are made and simulated.
         """
-        if candidate.seconds >= before.seconds * (1 - _LEAST_GAIN):
+        if candidate.seconds >= fixed_seconds * (1 - _LEAST_GAIN):
             return False
         exact = not self.step.by_tokens or self.step.cost is None
         if exact and self.step.prefixes is None:
