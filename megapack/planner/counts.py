@@ -107,12 +107,6 @@ def rank_counts(step: Step, num_rows: int, group: int) -> Ints:
     return counts
 
 
-def reach_group(step: Step) -> int:
-    """The G whose legal counts are the closest together among those that the policy allows."""
-    layout = step.layout
-    return layout.pp if step.policy.group_size == "search" else layout.group_size
-
-
 def keep_reachable(items: Items, rollout_ends: Ints) -> tuple[Items, int]:
     """Leave trailing rollouts out if `unreachable` asks for it.
 
@@ -143,7 +137,7 @@ def keep_reachable(items: Items, rollout_ends: Ints) -> tuple[Items, int]:
     least_rows = _least_rows(items)
     for kept in range(num_rollouts - 1, 0, -1):
         size = int(rollout_ends[kept - 1])
-        if size < int(rank_counts(step, least_rows[size - 1], reach_group(step)).sum()):
+        if size < int(rank_counts(step, least_rows[size - 1], step.least_group).sum()):
             continue  # Too few items even for a lower bound of the rows: packing is not needed.
         prefix = items.take(np.arange(size))
         if prefix.num_items >= fewest_counts(prefix):
@@ -176,12 +170,12 @@ def _least_rows(items: Items) -> list[int]:
 def fewest_counts(items: Items) -> int:
     """Micro-batches of all ranks at the smallest legal counts with room for the fewest rows."""
     _, num_rows = items.fewest_rows
-    return int(rank_counts(items.step, num_rows, reach_group(items.step)).sum())
+    return int(rank_counts(items.step, num_rows, items.step.least_group).sum())
 
 
 def _align_count(step: Step) -> int:
     """Micro-batches of all ranks at the smallest legal count."""
-    return step.layout.dp * least_count(step, 1, reach_group(step))
+    return step.layout.dp * least_count(step, 1, step.least_group)
 
 
 def _unreachable(items: Items, wanted: int) -> str:

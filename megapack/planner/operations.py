@@ -24,7 +24,7 @@ from megapack.planner.clock import OwnOrders, order_lines, room_to_run, run_rank
 from megapack.planner.counts import group_sizes
 from megapack.planner.draft import Draft
 from megapack.planner.fill import FillRule, fill_rule
-from megapack.planner.items import Items, Pieces
+from megapack.planner.items import Items
 from megapack.planner.pieces import (
     CutItems,
     chain_cells,
@@ -156,20 +156,23 @@ class _OperationSearch:
         """A draft after its moves, with its orders."""
         draft = found.moved()
         items = draft.items
-        if items.pieces is not None:
+        if items.num_pieces:
             board = found.board
             real_end = np.minimum(board.end, items.sample_lengths[items.first_samples])
-            is_cut = (board.chain >= 0) & (items.item_samples == 1)
+            is_cut = items.is_piece & (items.item_samples == 1)
             lengths = np.where(is_cut, real_end - board.begin, items.lengths)
             items = replace(
                 items,
                 lengths=lengths,
                 aligned=board.item_tokens[0],
                 aligned_sq=board.item_tokens_sq[0],
-                pieces=Pieces(board.begin, board.end, board.chain),
+                begin=board.begin,
+                end=board.end,
             )
             draft = replace(draft, items=items)
-        if self.step.forward_only or (items.pieces is None and not self.split):
+        # A draft of pieces has orders even if no sample was worth a cut.
+        is_whole = self.whole is not None and found.draft.items is self.whole.draft.items
+        if self.step.forward_only or (is_whole and not self.split):
             return draft
         return replace(draft, orders=self._orders(found))
 
@@ -250,10 +253,7 @@ class _OperationSearch:
         assert self.costs is not None
         found = fill_around(cut, cells, self.costs, count)
         if found is not None:
-            ranks = (np.arange(count),) * self.layout.dp
-            none = np.zeros(0, dtype=np.int64)
-            draft = Draft(items=cut.items, row_of=none, rank_rows=ranks, group_size=group)
-            yield self._scored_board(draft, *found)
+            yield self._scored_board(Draft.blank(cut.items, count, group), *found)
 
     def _cut(self, group: int, count: int, stretch: float | None) -> CutItems | None:
         """The items with pieces of up to `stretch` mean rows of M; None: only samples that fit into
@@ -351,9 +351,8 @@ class _OperationSearch:
         is_wide = draft.widths is not None or not draft.row_of.size
         longest = budget if is_wide else max(int(draft.row_tokens().max()), layout.row_alignment)
         over = 0
-        pieces = draft.items.pieces
-        if pieces is not None and self.policy.oversize == "alone":
-            ends = pieces.end[pieces.chain >= 0]
+        if self.policy.oversize == "alone":
+            ends = draft.items.end
             over = int(ends[ends > budget].max(initial=0)) * layout.vpp
         cap = in_flight * max(layout.aligned_row_tokens(longest), budget) + over
         return cap if is_wide else min(cap, self.held)

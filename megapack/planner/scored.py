@@ -18,7 +18,7 @@ from megapack.planner.clock import Clock, OwnOrders, common_ops, score_all, scor
 from megapack.planner.draft import PADDING, Draft
 from megapack.planner.even import even_ranks
 from megapack.planner.fill import FillRule
-from megapack.planner.items import Items, Pieces
+from megapack.planner.items import Items
 from megapack.planner.moves import try_moves
 from megapack.planner.step import UNLIMITED, Step
 
@@ -172,15 +172,10 @@ def blank_board(items: Items, costs: RowCost, counts: Ints) -> Board:
         counts: int64 [dp], micro-batches of each rank.
     """
     sizes = [items.at_width(1 << level) for level in range(costs.unit.size)]
-    tokens, tokens_sq = sizes[0].aligned[None], sizes[0].aligned_sq[None]
-    if len(sizes) > 1:
-        tokens = np.stack([size.aligned for size in sizes])
-        tokens_sq = np.stack([size.aligned_sq for size in sizes])
-    pieces = items.pieces
-    if pieces is not None:
-        # Shifts of cuts change them, of this board alone.
-        tokens, tokens_sq = tokens.copy(), tokens_sq.copy()
-        pieces = Pieces(*(column.copy() for column in pieces))
+    tokens = np.stack([size.aligned for size in sizes])
+    tokens_sq = np.stack([size.aligned_sq for size in sizes])
+    # Shifts of cuts change where pieces begin and end, on this board alone.
+    pieces = (items.begin.copy(), items.end.copy(), items.chain)
     return empty_board(costs, tokens, tokens_sq, items.item_samples, pieces, counts)
 
 

@@ -54,10 +54,15 @@ class Step:
         if live is None:
             return self.budget
         layout = self.layout
-        group = layout.pp if self.policy.group_size == "search" else layout.group_size
-        chunks = 1 if self.forward_only else layout.chunks_in_flight(group_size=group)
+        chunks = 1 if self.forward_only else layout.chunks_in_flight(group_size=self.least_group)
         unit = layout.row_alignment
         return min(self.budget, max(live // chunks // unit * unit, unit))
+
+    @property
+    def least_group(self) -> int:
+        """The smallest G that the policy allows: its legal counts are the closest together, and it
+        keeps the fewest activations."""
+        return self.layout.pp if self.policy.group_size == "search" else self.layout.group_size
 
     @property
     def max_live(self) -> int | None:

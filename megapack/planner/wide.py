@@ -258,9 +258,10 @@ class _WideSearch:
         rule = self.rule._replace(targets=self._targets(shape))
         many = self.work.size * self.layout.dp * shape.count > _MANY_PLACES
         many = many or self.policy.search == 0
+        group = shape.group if self.layout.vpp > 1 else None
+        draft = Draft.blank(self.packed, shape.count, group)
         filled = []
         for stretch in _ONE_STRETCH if many else _STRETCHES:
-            draft = self._blank(shape)
             counts = np.full(self.layout.dp, shape.count)
             board = blank_board(self.packed, self.row_cost, counts)
             none = np.zeros(1, dtype=np.int64)
@@ -271,16 +272,6 @@ class _WideSearch:
             filled.append(score_shared_rows(draft, board, self.runner, rule))
         if filled:
             yield min(filled, key=lambda c: c.seconds)
-
-    def _blank(self, shape: _Shape) -> Draft:
-        """A draft of M and G whose items are in no row yet."""
-        positions = np.arange(shape.count)
-        return Draft(
-            items=self.packed,
-            row_of=np.zeros(0, dtype=np.int64),
-            rank_rows=(positions,) * self.layout.dp,
-            group_size=shape.group if self.layout.vpp > 1 else None,
-        )
 
     def _improved(self, filled: list[Scored], goal: float) -> list[Scored]:
         """The fastest boards after moves, the fastest first."""
