@@ -10,16 +10,16 @@ from __future__ import annotations
 import heapq
 import logging
 import math
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from megapack.base.arrays import Floats, Ints, check_count
 from megapack.base.jit import kernel
 from megapack.errors import ConfigError, PlanError
-from megapack.layout import Layout
 from megapack.planner.items import Items, members_by_row
 from megapack.planner.step import Step
-from megapack.policy import Policy, StepSplit
+from megapack.policy import StepSplit
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +70,13 @@ def split_rollouts(
     return [np.flatnonzero(step_of == step) for step in range(num_steps)]
 
 
-def group_sizes(layout: Layout, policy: Policy) -> list[int]:
-    """Values of G to try: the layout's, and pp, 1.5 pp and 2 pp under group_size="search"."""
-    if policy.group_size == "fixed" or layout.vpp == 1:
-        return [layout.group_size]
-    pp = layout.pp
-    return sorted({layout.group_size, pp, pp + pp // 2, 2 * pp})
+def shapes_of(step: Step, counts: Callable[[int], Iterable[int]]) -> list[tuple[int, int]]:
+    """Pairs of G and M to try.
+
+    Args:
+        counts: values of M for a G.
+    """
+    return [(group, count) for group in step.group_sizes for count in counts(group)]
 
 
 def least_count(step: Step, num_rows: int, group: int) -> int:
@@ -83,8 +84,7 @@ def least_count(step: Step, num_rows: int, group: int) -> int:
 
     With pp=4, vpp=2, G=4 and dp=2, 9 rows need 5 per rank, and the next legal M is 8.
     """
-    wanted = -(-num_rows // step.layout.dp)
-    return step.layout.next_legal_count(wanted, step.policy.count_rule, group)
+    return step.legal_count(-(-num_rows // step.layout.dp), group)
 
 
 def rank_counts(step: Step, num_rows: int, group: int) -> Ints:

@@ -21,7 +21,7 @@ import numpy as np
 from megapack.base.arrays import Ints
 from megapack.planner.board import Board, RowCost, microbatch_tokens
 from megapack.planner.clock import OwnOrders, order_lines, room_to_run, run_ranks
-from megapack.planner.counts import group_sizes
+from megapack.planner.counts import shapes_of
 from megapack.planner.draft import Draft
 from megapack.planner.fill import FillRule, fill_rule
 from megapack.planner.items import Items
@@ -201,16 +201,12 @@ class _OperationSearch:
     def _cut_drafts(self) -> Iterator[Scored]:
         """Yield drafts of pieces."""
         dp = self.layout.dp
-        shapes = [
-            (group, count)
-            for group in group_sizes(self.layout, self.policy)
-            for count in self._counts(group)
-        ]
+        pairs = shapes_of(self.step, self._counts)
         limit = max(1, _DRAFTS_GROWTH * self.policy.search // dp)
-        choices: list[_Choice] = _some(list(product(shapes, _STRETCHES, _PLACES, (False,))), limit)
+        choices: list[_Choice] = _some(list(product(pairs, _STRETCHES, _PLACES, (False,))), limit)
         if self._mixes():
             stretches = (_STRETCHES[0], None)
-            beside = list(product(shapes, stretches, _PLACES, (True,)))
+            beside = list(product(pairs, stretches, _PLACES, (True,)))
             choices += _some(beside, min(limit, _WIDE_DRAFTS))
         made: dict[tuple[int, int, float | None], CutItems | None] = {}
         for (group, count), stretch, place, is_wide in choices:
@@ -271,14 +267,13 @@ class _OperationSearch:
     def _counts(self, group: int) -> list[int]:
         """Legal values of M to try, smaller ones closer together."""
         layout = self.layout
-        rule = self.policy.count_rule
         capacity = self.step.capacity
         tokens = self.items.aligned
         pieces = np.where(tokens > capacity, -(-tokens // capacity), 0)
         # The rows of a sample over the budget hold nothing else, and are on one rank.
         held = int(np.where(pieces > 0, pieces * capacity, tokens).sum())
         rows = max(-(-held // (capacity * layout.dp)), int(pieces.max()), family_rows(self.items))
-        least = layout.next_legal_count(rows, rule, group)
+        least = self.step.legal_count(rows, group)
         top = least + group if layout.pp > 1 else least + 1
         if self.cost.fixed > 0:
             equal = self.total / layout.dp * (layout.pp - 1) / (layout.vpp * self.cost.fixed)
@@ -287,7 +282,7 @@ class _OperationSearch:
         else:
             top = max(top, _MAX_GROWTH * least)
         wanted = spread_counts(least, top)
-        return list(dict.fromkeys(layout.next_legal_count(m, rule, group) for m in wanted))
+        return list(dict.fromkeys(self.step.legal_count(m, group) for m in wanted))
 
     def _scored(self, draft: Draft, split: bool) -> Scored:
         """A simulated draft of rows on one rank each in an order of its own."""

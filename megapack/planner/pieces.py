@@ -23,8 +23,9 @@ from megapack.planner.bins import pack_to_targets
 from megapack.planner.board import Board, RowCost, put_pieces
 from megapack.planner.draft import PADDING, Draft
 from megapack.planner.families import Families, group_units
-from megapack.planner.fill import FillRule, close_gaps, fill_board, fill_rule
+from megapack.planner.fill import FillRule, fill_all, fill_rule
 from megapack.planner.items import Items, row_sums
+from megapack.planner.profile import mountain_levels
 from megapack.planner.scored import blank_board
 from megapack.planner.step import UNLIMITED
 
@@ -32,9 +33,6 @@ from megapack.planner.step import UNLIMITED
 
 # Limit on passes of `_targets`.
 _FILL_PASSES = 8
-# Levels of the first two and the last two rows, relative to those in the middle, as in `profile`.
-_HEAD = (0.4, 0.65)
-_TAIL = (0.85, 0.65)
 # A family may be in chains of up to so many micro-batches: the prefix, and one row of second pieces
 # or more.
 _FAMILY_ROWS = (2, 4, 8)
@@ -393,12 +391,7 @@ def fill_around(
         least=rule.least,
         targets=_targets(np.zeros(count), rank_work) + costs.fixed,
     )
-    none = np.zeros(1, dtype=np.int64)
-    if not fill_board(board, rule, rule.order, _STRETCH, none, 0.0):
-        return None
-    if not costs.allows_padding and not close_gaps(board, rule.least):
-        return None
-    return board, rule
+    return (board, rule) if fill_all(board, rule, _STRETCH) else None
 
 
 def _ends(items: Items, item: int, num: int, most: int) -> list[int] | None:
@@ -493,10 +486,7 @@ def _targets(held: Floats, work: float) -> Floats:
     With 5 rows, 10 s of work and a piece of 4 s in the third one, the others share 6 s.
     """
     count = held.size
-    levels = np.ones(count)
-    near = min(2, (count - 1) // 2)
-    levels[:near] = _HEAD[:near]
-    levels[count - near :] = _TAIL[2 - near :]
+    levels = mountain_levels(count)
     over = np.zeros(count, dtype=np.bool_)
     targets = held.copy()
     for _ in range(_FILL_PASSES):

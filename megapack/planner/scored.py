@@ -196,15 +196,9 @@ def _all_ops(runner: Runner, draft: Draft) -> tuple[RankOps, Ints]:
         count: (end - ops.stage.size, end)
         for count, ops, end in zip(distinct, each, ends, strict=True)
     }
-    all_ops = RankOps(
-        np.concatenate([ops.stage for ops in each]),
-        np.concatenate([ops.microbatch for ops in each]),
-        np.concatenate([ops.held for ops in each]),
-        np.concatenate([ops.waits_for for ops in each]),
-        np.concatenate([ops.scale for ops in each]),
-        each[0].pp,
-        each[0].p2p,
-    )
+    columns = zip(*(ops[:-2] for ops in each), strict=True)
+    stage, microbatch, held, waits_for, scale = map(np.concatenate, columns)
+    all_ops = RankOps(stage, microbatch, held, waits_for, scale, each[0].pp, each[0].p2p)
     return all_ops, np.array([bounds_of[count] for count in counts])
 
 

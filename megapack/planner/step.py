@@ -65,6 +65,19 @@ class Step:
         return self.layout.pp if self.policy.group_size == "search" else self.layout.group_size
 
     @property
+    def group_sizes(self) -> list[int]:
+        """Values of G to try: the layout's, and pp, 1.5 pp and 2 pp under group_size="search"."""
+        layout = self.layout
+        if self.policy.group_size == "fixed" or layout.vpp == 1:
+            return [layout.group_size]
+        pp = layout.pp
+        return sorted({layout.group_size, pp, pp + pp // 2, 2 * pp})
+
+    def legal_count(self, least: int, group: int) -> int:
+        """The smallest M from `least` on that the count rule allows."""
+        return self.layout.next_legal_count(least, self.policy.count_rule, group)
+
+    @property
     def max_live(self) -> int | None:
         """Row tokens of a DP rank that a stage may hold, each chunk counted whole; None without a
         cap."""
