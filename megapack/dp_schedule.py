@@ -121,7 +121,9 @@ def build_dp_schedule(
         )
         items = Items.whole(step, samples, batch.item_of[samples])
         planned.append(_plan_step(items, batch))
-    shares = any(mb.shared_tokens for step in planned for mb in step.microbatches)
+    used = None
+    if table is not None and any(mb.shared_tokens for p in planned for mb in p.microbatches):
+        used = table.prefixes
     return Plan(
         steps=tuple(planned),
         layout=layout,
@@ -132,7 +134,7 @@ def build_dp_schedule(
         rollout_ids=batch.ids,
         colocate_ids=batch.colocate_ids,
         forward_only=forward_only,
-        prefixes=table.prefixes if table is not None and shares else None,
+        prefixes=used,
         _explainer=explainer,
     )
 

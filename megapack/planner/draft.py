@@ -134,9 +134,7 @@ def _micro_batches(draft: Draft) -> list[MicroBatch]:
     num_rows = draft.num_rows
     sample_row = row_of[items.sample_items]
     pieces = _row_pieces(draft)
-    order = np.argsort(items.samples, kind="stable")
-    is_whole = ~items.is_piece[items.sample_items]
-    order = order[np.argsort(is_whole[order], kind="stable")]
+    order = np.lexsort((items.samples, ~items.is_piece[items.sample_items]))
     order = order[by_row(sample_row[order], num_rows)]
     tokens = row_sums(items.lengths, row_of, num_rows)
     _, tokens_sq, shared = draft.sizes
@@ -158,6 +156,8 @@ def _row_pieces(draft: Draft) -> list[tuple[Part, ...]]:
     """The real tokens of the pieces in each row."""
     items = draft.items
     found: list[tuple[Part, ...]] = [()] * draft.num_rows
+    if not items.num_pieces:
+        return found
     item = items.sample_items
     ends = np.minimum(items.end[item], items.sample_lengths)
     columns = (draft.row_of[item], items.samples, items.begin[item], ends)

@@ -172,10 +172,15 @@ def blank_board(items: Items, costs: RowCost, counts: Ints) -> Board:
         counts: int64 [dp], micro-batches of each rank.
     """
     sizes = [items.at_width(1 << level) for level in range(costs.unit.size)]
-    tokens = np.stack([size.aligned for size in sizes])
-    tokens_sq = np.stack([size.aligned_sq for size in sizes])
-    # Shifts of cuts change where pieces begin and end, on this board alone.
-    pieces = (items.begin.copy(), items.end.copy(), items.chain)
+    tokens, tokens_sq = sizes[0].aligned[None], sizes[0].aligned_sq[None]
+    if len(sizes) > 1:
+        tokens = np.stack([size.aligned for size in sizes])
+        tokens_sq = np.stack([size.aligned_sq for size in sizes])
+    begin, end = items.begin, items.end
+    if items.num_pieces:
+        # Shifts of cuts change them, of this board alone.
+        tokens, tokens_sq, begin, end = (a.copy() for a in (tokens, tokens_sq, begin, end))
+    pieces = (begin, end, items.chain)
     return empty_board(costs, tokens, tokens_sq, items.item_samples, pieces, counts)
 
 
