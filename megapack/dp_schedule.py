@@ -98,12 +98,7 @@ def build_dp_schedule(
         prefixes=prefixes,
     )
     explainer = partial(explain, planner=planner, cost=cost, has_prefixes=prefixes is not None)
-    table = None
-    if prefixes is not None:
-        _check_prefixes(prefixes, batch)
-        prefixes = _kept_prefixes(prefixes, batch, layout, policy)
-    if prefixes is not None:
-        table = PrefixTable(prefixes, batch.lengths.size, layout)
+    table = _prefix_table(prefixes, batch, layout, policy)
     _check_oversize(batch, budget, layout, policy, table)
     steps = split_rollouts(
         batch.rollout_tokens(),
@@ -126,10 +121,9 @@ def build_dp_schedule(
         )
         items = Items.whole(step, samples, batch.item_of[samples])
         planned.append(_plan_step(items, batch))
-    if prefixes is not None and not any(
-        mb.shared_tokens for step in planned for mb in step.microbatches
-    ):
-        prefixes = None
+    used = None
+    if table is not None and any(mb.shared_tokens for p in planned for mb in p.microbatches):
+        used = table.prefixes
     return Plan(
         steps=tuple(planned),
         layout=layout,
@@ -140,7 +134,7 @@ def build_dp_schedule(
         rollout_ids=batch.ids,
         colocate_ids=batch.colocate_ids,
         forward_only=forward_only,
-        prefixes=prefixes,
+        prefixes=used,
         _explainer=explainer,
     )
 
@@ -204,22 +198,21 @@ def _read_batch(
     return _Batch(flat, layout.aligned_sample_tokens(flat), *sets)
 
 
-def _check_prefixes(prefixes: SharedPrefixes, batch: _Batch) -> None:
+def _prefix_table(
+    prefixes: SharedPrefixes | None, batch: _Batch, layout: Layout, policy: Policy
+) -> PrefixTable | None:
+    """The prefixes that pay; None if none does, or the policy shares nothing."""
+    if prefixes is None:
+        return None
     if not isinstance(prefixes, SharedPrefixes):
         raise ConfigError(
             f"prefixes={brief(prefixes)}; give SharedPrefixes, for example from_samples(token_ids)"
         )
     prefixes.check(batch.lengths)
-
-
-def _kept_prefixes(
-    prefixes: SharedPrefixes, batch: _Batch, layout: Layout, policy: Policy
-) -> SharedPrefixes | None:
-    """The prefixes that pay; None if none does, or the policy shares nothing."""
     if policy.share_prefixes == "off":
         return None
     kept = worthwhile(prefixes, batch.aligned, layout)
-    return kept if kept.order else None
+    return PrefixTable(kept, batch.lengths.size, layout) if kept.order else None
 
 
 def _plan_step(items: Items, batch: _Batch) -> StepPlan:

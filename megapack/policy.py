@@ -118,6 +118,8 @@ class _Facts(NamedTuple):
     layout: Layout | None
     micro_batch_size: int | None
     shares_fp8_scales: bool
+    mtp_num_layers: int
+    retries_oom_in_te: bool
 
     def has(self, setting: str, value: object) -> str:
         """ "setting='value'" if the policy has it; else ""."""
@@ -136,6 +138,16 @@ class _Facts(NamedTuple):
         if layout is None or not layout.ep_spans_dp:
             return ""
         return f"ep={layout.ep}, etp={layout.etp}, tp*cp={layout.tp * layout.cp}"
+
+    @property
+    def ahead(self) -> str:
+        """Layers of multi-token prediction."""
+        return f"mtp_num_layers={self.mtp_num_layers}" if self.mtp_num_layers else ""
+
+    @property
+    def retry_in_te(self) -> str:
+        """A second try after memory ran out, perhaps inside of Transformer Engine's attention."""
+        return "on_oom='replan' and attention='te'" if self.retries_oom_in_te else ""
 
     @property
     def delayed_fp8(self) -> str:
@@ -192,6 +204,13 @@ _RULES = (
         "context_parallel='fixed'",
     ),
     _Rule(
+        "context_parallel",
+        "dynamic",
+        lambda facts: facts.retry_in_te,
+        "a rank that runs out of memory inside of Transformer Engine's attention leaves those that "
+        "share its row waiting; set model.attention=varlen, or train.on_oom=error",
+    ),
+    _Rule(
         "split_samples",
         "auto",
         lambda facts: facts.has("row_shape", "uniform"),
@@ -212,6 +231,13 @@ _RULES = (
         "ranks exchange their largest values after each forward and backward, and those with "
         "pieces run them in other orders; set split_samples='off', or tp_only_amax_red=True",
     ),
+    _Rule(
+        "split_samples",
+        "auto",
+        lambda facts: facts.ahead,
+        "multi-token prediction needs tokens of a sample's next piece; set it to 0, or "
+        "split_samples='off'",
+    ),
 )
 
 
@@ -221,6 +247,8 @@ def check_policy(
     micro_batch_size: int | None = None,
     *,
     shares_fp8_scales: bool = False,
+    mtp_num_layers: int = 0,
+    retries_oom_in_te: bool = False,
 ) -> None:
     """Check a policy against itself and against what is known of a job.
 
@@ -228,11 +256,16 @@ def check_policy(
         layout: None: not known yet.
         micro_batch_size: that of a count-based plan.
         shares_fp8_scales: DP ranks agree on FP8 scales after each micro-batch.
+        mtp_num_layers: layers of multi-token prediction.
+        retries_oom_in_te: a step is planned again if memory runs out, and Transformer Engine runs
+            the attention.
 
     Raises:
         ConfigError: two settings contradict each other.
     """
-    facts = _Facts(policy, layout, micro_batch_size, shares_fp8_scales)
+    facts = _Facts(
+        policy, layout, micro_batch_size, shares_fp8_scales, mtp_num_layers, retries_oom_in_te
+    )
     for setting, value, other, why in _RULES:
         if facts.has(setting, value) and other(facts):
             raise ConfigError(f"{setting}={value!r} with {other(facts)}: {why}")

@@ -390,8 +390,15 @@ def _check_policy(config: TrainConfig) -> None:
     # null is any number of data-parallel ranks; the least that the experts may lie over will do.
     dp = sizes.dp or sizes.ep * (sizes.etp or sizes.tp)
     layout = sizes.to_layout(dp * sizes.tp * sizes.pp * sizes.cp)
+    model = config.model
     try:
-        check_policy(config.plan, layout, config.plan.micro_batch_size)
+        check_policy(
+            config.plan,
+            layout,
+            config.plan.micro_batch_size,
+            mtp_num_layers=model.mtp_num_layers,
+            retries_oom_in_te=config.train.on_oom == "replan" and model.attention == "te",
+        )
     except ConfigError as error:
         raise ConfigError(f"plan: {error}") from None
 
@@ -402,12 +409,6 @@ def _check_operations(config: TrainConfig) -> None:
         _ = config.executor
     except ConfigError as error:
         raise ConfigError(f"train: {error}") from None
-    model = config.model
-    if config.plan.split_samples == "auto" and model.mtp_num_layers > 0:
-        raise ConfigError(
-            f"plan.split_samples=auto: model.mtp_num_layers={model.mtp_num_layers} needs tokens of "
-            "a sample's next piece; set it to 0, or plan.split_samples=off"
-        )
 
 
 def _check_value_head(config: TrainConfig) -> None:
@@ -427,13 +428,6 @@ def _check_retry(config: TrainConfig) -> None:
     if config.train.on_oom == "replan" and reason:
         raise ConfigError(
             f"train.on_oom=replan cannot run with this layout ({reason}); set train.on_oom=error"
-        )
-    is_wide = config.plan.context_parallel == "dynamic"
-    if config.train.on_oom == "replan" and is_wide and config.model.attention == "te":
-        raise ConfigError(
-            "train.on_oom=replan cannot run with plan.context_parallel=dynamic and model.attention="
-            "te: a rank that runs out of memory inside of Transformer Engine's attention leaves "
-            "those that share its row waiting; set model.attention=varlen, or train.on_oom=error"
         )
     overlaps = [
         f"optim.{name}=true"

@@ -78,6 +78,7 @@ def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> Coe
     given = [Measurement(*row) for row in measurements]
     _check(given)
     rows = [row for row in given if row.width == 1]
+    wide = [row for row in given if row.width > 1]
     seconds = np.array([row.forward_seconds for row in rows])
     share = 1.0 / (layout.num_chunks * layout.cp)
     columns = np.array(
@@ -96,7 +97,7 @@ def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> Coe
         per_token_sq,
         per_sample,
         _backward_ratio(rows),
-        _cp_overhead(given, fixed, coefficients[1:] * share),
+        _cp_overhead(rows, wide, fixed, coefficients[1:] * share),
         _weight_ratio(rows, columns[:, [0, 1, 3]] @ coefficients[[0, 1, 3]]),
         error,
     )
@@ -147,7 +148,9 @@ def _weight_ratio(rows: Sequence[Measurement], without_attention: Floats) -> flo
     return sum(float(rows[k].weight_seconds or 0.0) for k in measured) / forward
 
 
-def _cp_overhead(rows: Sequence[Measurement], fixed: float, work: Floats) -> float | None:
+def _cp_overhead(
+    rows: Sequence[Measurement], wide: Sequence[Measurement], fixed: float, work: Floats
+) -> float | None:
     """The overhead that predicts the seconds of rows over several DP ranks best.
 
     It has the smallest sum of relative errors, which in one dimension is a weighted median: a row
@@ -156,6 +159,7 @@ def _cp_overhead(rows: Sequence[Measurement], fixed: float, work: Floats) -> flo
     (0.595 - 0.1) / 0.45 - 1.
 
     Args:
+        rows, wide: rows of one DP rank, and rows over several.
         fixed: seconds of a row that do not depend on its sizes.
         work: float64 [3], seconds of one rank per row token, squared token and sample. The work of
             a row that was not measured on one rank follows from it. A measured one is better: the
@@ -163,13 +167,10 @@ def _cp_overhead(rows: Sequence[Measurement], fixed: float, work: Floats) -> flo
     """
     alone: dict[tuple[int, int, int], list[float]] = {}
     for row in rows:
-        if row.width == 1:
-            alone.setdefault(row.sizes, []).append(row.forward_seconds - fixed)
+        alone.setdefault(row.sizes, []).append(row.forward_seconds - fixed)
     overheads = []
     weights = []
-    for row in rows:
-        if row.width == 1:
-            continue
+    for row in wide:
         on_one = alone.get(row.sizes)
         seconds = float(np.median(on_one)) if on_one else float(work @ np.array(row.sizes))
         seconds /= row.width

@@ -33,6 +33,7 @@ HALF_LIFE_STEPS = 20.0
 # The kinds of operations that have sums of their own: rows of one DP rank, rows over several, and
 # weight gradients that were measured apart.
 _FORWARD, _BACKWARD, _WIDE_FORWARD, _WIDE_BACKWARD, _WEIGHTS = range(5)
+_PASSES = {False: (_FORWARD, _BACKWARD), True: (_WIDE_FORWARD, _WIDE_BACKWARD)}
 _NUM_KINDS = 5
 _NUM_FEATURES = 4
 _NUM_SQUARES = _NUM_FEATURES * _NUM_FEATURES
@@ -128,12 +129,11 @@ class OnlineFit:
     def _add(self, total: Floats, rows: Sequence[ChunkSeconds]) -> None:
         for chunk, row in rows:
             x = _features(self._layout, row)
-            wide = row.width > 1
-            _add_row(total[chunk, _WIDE_FORWARD if wide else _FORWARD], x, row.forward_seconds)
+            forward, backward = _PASSES[row.width > 1]
+            _add_row(total[chunk, forward], x, row.forward_seconds)
             if row.backward_seconds is not None:
-                kind = _WIDE_BACKWARD if wide else _BACKWARD
-                _add_row(total[chunk, kind], x, row.backward_seconds)
-            if row.weight_seconds is not None and not wide:
+                _add_row(total[chunk, backward], x, row.backward_seconds)
+            if row.weight_seconds is not None and row.width == 1:
                 _add_row(total[chunk, _WEIGHTS], x * _WITHOUT_ATTENTION, row.weight_seconds)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from megapack.data.batches import (
 from megapack.data.gae import checked_rewards
 from megapack.data.generated import LONGEST_OVER_MEAN, generate_lengths
 from megapack.layout import Layout
-from megapack.outlook.stats import PlanReport, carried, gathered_tokens, plan_report
+from megapack.outlook.stats import PlanReport, full_rows, plan_report
 from megapack.plan.plan import Plan
 from megapack.policy import check_policy
 from megapack.prefixes import SharedPrefixes
@@ -188,25 +187,11 @@ def _rollouts_per_batch(config: TrainConfig) -> int:
 
 
 def _memory(config: TrainConfig, plan: Plan) -> tuple[GpuMemory, ...]:
-    """Memory of each stage with full rows in flight; a sample over the budget is a longer row.
-
-    A row over several DP ranks is cut over all of their GPUs; what its attention gathers, and what
-    pieces of samples and split backwards carry, is as in this plan.
-    """
+    """Memory of each stage with full rows in flight. A sample over the budget is a longer row, and
+    a row over several DP ranks is cut over all of their GPUs."""
     layout = plan.layout
     model = config.memory_model()
     rows = (mb for step in plan.steps for mb in step.microbatches)
     longest = max(-(-mb.row_tokens // (layout.cp * mb.width)) for mb in rows)
-    row = max(plan.max_tokens_per_gpu or 0, longest)
-    group = max(step.group_size or 1 for step in plan.steps)
-    live = row * layout.chunks_in_flight(group_size=group) / layout.vpp
-    if any(step.orders for step in plan.steps):
-        live = max(live, *(plan.live_cap(step) for step in plan.steps))
-    of_plan: dict[str, Any] = {
-        "live_tokens": live,
-        "row_tokens": row,
-        "gathered_tokens": gathered_tokens(plan),
-        "carried": carried(plan),
-        "wide_sizes": len(plan.counts.wide_rows),
-    }
-    return tuple(model.stage(layout, stage, **of_plan) for stage in range(layout.pp))
+    held = full_rows(plan, max(plan.max_tokens_per_gpu or 0, longest))
+    return tuple(model.stage(layout, stage, **held) for stage in range(layout.pp))

@@ -149,6 +149,24 @@ def step_report(plan: Plan, step: StepPlan, cost: CostModel | None = None) -> St
     return _step_report(plan, _simulate(plan, step, cost, None))
 
 
+def full_rows(plan: Plan, row_tokens: int) -> dict[str, Any]:
+    """What a GPU holds while all rows in flight are as long as this, for `MemoryModel.stage`.
+
+    What rows over several ranks gather, and what pieces and split backwards carry, is as in this
+    plan.
+    """
+    layout = plan.layout
+    group = max(step.group_size or 1 for step in plan.steps)
+    live = row_tokens * layout.chunks_in_flight(group_size=group) / layout.vpp
+    return {
+        "live_tokens": max([live, *(plan.live_cap(step) for step in plan.steps if step.orders)]),
+        "row_tokens": row_tokens,
+        "gathered_tokens": gathered_tokens(plan),
+        "carried": carried(plan),
+        "wide_sizes": len(plan.counts.wide_rows),
+    }
+
+
 def gathered_tokens(plan: Plan) -> float:
     """Peak of the tokens of other DP ranks whose keys and values attention gathers on one GPU.
 

@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from megapack.base.arrays import Ids, Ints
 from megapack.base.choices import Executor
-from megapack.cost.memory import NOTHING_CARRIED, GpuMemory, MemoryModel
+from megapack.cost.memory import GpuMemory, MemoryModel
 from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes, typical_length
 from megapack.cost.stages import StageLayers
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import CountRule, Layout
-from megapack.outlook.stats import PlanReport, carried, gathered_tokens, plan_report
+from megapack.outlook.stats import PlanReport, full_rows, plan_report
 from megapack.plan.facts import FEATURES
 from megapack.plan.plan import Plan, StepPlan
 from megapack.policy import (
@@ -57,11 +57,6 @@ class Kind(NamedTuple):
     context_parallel: ContextParallel = "fixed"
     split_samples: SplitSamples = "off"
     backward: Backward = "joint"
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether they may do nothing else."""
-        return self == Kind()
 
     @property
     def has_orders(self) -> bool:
@@ -368,8 +363,7 @@ def _budgets(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterat
 def _policies(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterator[Policy]:
     search = work.policy.search
     rules, groups = space.count_rules, space.group_sizes
-    is_wide = kind.context_parallel == "dynamic"
-    if is_wide:
+    if kind.context_parallel == "dynamic":
         search = min(search, _DYNAMIC_SEARCH)
     if kind.has_orders:
         search = min(search, _ORDER_SEARCH)
@@ -439,21 +433,13 @@ def _memory(
         plan: decides G, what rows over several ranks gather, and what orders of operations hold;
             None: the layout's G, nothing.
     """
-    group_size = None if plan is None else max(step.group_size or 1 for step in plan.steps)
     row = budget if kind.cuts_samples else max(budget, _longest(work, layout))
-    live = row * layout.chunks_in_flight(group_size=group_size) / layout.vpp
-    if plan is not None and any(step.orders for step in plan.steps):
-        live = max(live, *(plan.live_cap(step) for step in plan.steps))
+    held = {"live_tokens": row * layout.chunks_in_flight() / layout.vpp, "row_tokens": row}
+    if plan is not None:
+        held = full_rows(plan, row)
     executor: Executor = "operations" if kind.has_orders else "megatron"
     memory = replace(work.memory, stage_layers=split, executor=executor)
-    return memory.fullest_stage(
-        layout,
-        live_tokens=live,
-        row_tokens=row,
-        gathered_tokens=0.0 if plan is None else gathered_tokens(plan),
-        carried=NOTHING_CARRIED if plan is None else carried(plan),
-        wide_sizes=0 if plan is None else len(plan.counts.wide_rows),
-    )
+    return memory.fullest_stage(layout, **held)
 
 
 def _longest(work: Workload, layout: Layout) -> int:

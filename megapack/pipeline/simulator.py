@@ -235,8 +235,6 @@ class Runner:
             weight_seconds: float64 [M], one chunk's weight gradients of each micro-batch.
         """
         seconds: Floats = self.ops_of(order).scale * forward_seconds[order.microbatch]
-        if not order.has_weights:
-            return seconds
         # Weight gradients are a part of the backward, which is shorter by them where they are
         # apart.
         share = self.weights[order.chunk] * weight_seconds[order.microbatch]
@@ -359,10 +357,7 @@ def _first_ranks(step: StepPlan) -> Ints:
         PlanError: ranks with a shared micro-batch have different M, or it is not on all its ranks.
     """
     counts = {len(rank) for rank in step.ranks}
-    firsts = [
-        [mb.dp_ranks[0] if mb.dp_ranks else number for mb in rank]
-        for number, rank in enumerate(step.ranks)
-    ]
+    firsts = [[mb.ranks(number)[0] for mb in rank] for number, rank in enumerate(step.ranks)]
     if len(counts) > 1:
         raise PlanError(f"ranks share micro-batches and have M={sorted(counts)}; plan one M")
     for rank in step.ranks:

@@ -128,6 +128,7 @@ class CountedStep(Protocol):
 def count_steps(steps: Sequence[CountedStep]) -> Counts:
     """Sum rows, samples and tokens over steps."""
     microbatches = [mb for step in steps for mb in step.microbatches]
+    wide = [mb for mb in microbatches if mb.width > 1]
     pieces = [part for mb in microbatches for part in mb.pieces]
     per_rank = [len(rank) for step in steps for rank in step.ranks]
     num_rows = sum(bool(mb.samples) for mb in microbatches)
@@ -141,8 +142,8 @@ def count_steps(steps: Sequence[CountedStep]) -> Counts:
         tokens=sum(mb.tokens for mb in microbatches),
         row_tokens=sum(mb.row_tokens for mb in microbatches),
         shared_tokens=sum(mb.shared_tokens for mb in microbatches),
-        wide_rows=dict(sorted(Counter(mb.width for mb in microbatches if mb.width > 1).items())),
-        wide_tokens=sum(mb.tokens for mb in microbatches if mb.width > 1),
+        wide_rows=dict(sorted(Counter(mb.width for mb in wide).items())),
+        wide_tokens=sum(mb.tokens for mb in wide),
         num_pieces=len(pieces),
         num_split_samples=sum(part.begin == 0 for part in pieces),
         piece_tokens=sum(part.tokens for part in pieces),

@@ -49,6 +49,10 @@ class MicroBatch:
     """What the row has of the samples that it has not whole; these are the first of `samples`, and
     their other pieces are in the neighbouring micro-batches."""
 
+    def ranks(self, own: int) -> tuple[int, ...]:
+        """The DP ranks that run it, of which `own` is one."""
+        return self.dp_ranks or (own,)
+
     @property
     def begun_samples(self) -> tuple[int, ...]:
         """Samples whose first token is in the row: all but those that earlier pieces begin."""

@@ -107,7 +107,7 @@ class StepPlan:
         """Micro-batches of all ranks, rank after rank; a shared one once, at its first rank."""
         for rank, row in enumerate(self.ranks):
             for mb in row:
-                if not mb.dp_ranks or mb.dp_ranks[0] == rank:
+                if mb.ranks(rank)[0] == rank:
                     yield mb
 
     @property
@@ -279,13 +279,12 @@ def _step_payload(step: StepPlan) -> dict[str, Any]:
 
 def _cell(mb: MicroBatch) -> tuple[Any, ...]:
     sizes = (mb.samples, mb.row_tokens, mb.tokens, mb.tokens_sq, mb.padded_tokens)
-    if mb.pieces:
-        ends = (end for part in mb.pieces for end in (part.begin, part.end))
-        return (*sizes, mb.shared_tokens, mb.width, *ends)
+    ends = (end for part in mb.pieces for end in (part.begin, part.end))
     # The ranks of a shared row are an aligned block, so its place and its width say which they are.
-    if mb.width > 1:
-        return (*sizes, mb.shared_tokens, mb.width)
-    return (*sizes, mb.shared_tokens) if mb.shared_tokens else sizes
+    others = (mb.shared_tokens, mb.width, *ends)
+    # From where a row is like any other it is left out: nothing is shared, by one rank, no pieces.
+    size = next((k for k in (0, 1) if others[k:] == (0, 1)[k:]), len(others))
+    return (*sizes, *others[:size])
 
 
 def _build(payload: dict[str, Any]) -> Plan:

@@ -215,7 +215,7 @@ def _positions(plan: Plan) -> dict[int, Position]:
     for number, step in enumerate(plan.steps):
         for rank, row in enumerate(step.ranks):
             for k, mb in enumerate(row):
-                ranks = mb.dp_ranks or (rank,)
+                ranks = mb.ranks(rank)
                 for sample in mb.begun_samples:
                     positions[sample] = (number, ranks, (None,), (k,))
                 for sample, begin, end in mb.pieces:

@@ -58,7 +58,7 @@ class Board(NamedTuple):
     item_samples: Ints
     """[I]: number of samples."""
     begin: Ints
-    """[I]: first padded token of a piece; 0 for a whole item. See `items.Pieces`."""
+    """[I]: first padded token of a piece; 0 for a whole item. See `items.Items`."""
     end: Ints
     """[I]: padded token after the last one."""
     chain: Ints
@@ -100,22 +100,19 @@ def empty_board(
     item_tokens: Ints,
     item_tokens_sq: Ints,
     item_samples: Ints,
-    pieces: tuple[Ints, Ints, Ints] | None,
+    pieces: tuple[Ints, Ints, Ints],
     counts: Ints,
 ) -> Board:
     """A board with no item in a row.
 
     Args:
-        pieces: begin, end and chain of each item; None if all are whole.
+        pieces: begin, end and chain of each item.
         counts: int64 [dp], micro-batches of each rank.
     """
     num_items = item_samples.size
     num_rows = int(counts.sum())
     rows = np.full((counts.size, int(counts.max())), -1, dtype=np.int64)
     rows[np.arange(rows.shape[1]) < counts[:, None]] = np.arange(num_rows)
-    if pieces is None:
-        whole = np.full(num_items, -1, dtype=np.int64)
-        pieces = (np.zeros(num_items, dtype=np.int64), whole, whole)
     return Board(
         cost,
         item_tokens,

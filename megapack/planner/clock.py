@@ -413,8 +413,7 @@ def _turned_backwards(board: Board, first: int, last: int) -> Ints:
     for rank in range(first, last):
         before = -1
         for k in range(count):
-            piece = board.piece_of[board.rows[rank, k]]
-            chain = board.chain[piece] if piece >= 0 else -1
+            chain = chain_at(board, rank, k)
             continues[k] |= chain >= 0 and chain == before
             before = chain
     turned = np.arange(count)

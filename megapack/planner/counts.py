@@ -10,16 +10,16 @@ from __future__ import annotations
 import heapq
 import logging
 import math
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from megapack.base.arrays import Floats, Ints, check_count
 from megapack.base.jit import kernel
 from megapack.errors import ConfigError, PlanError
-from megapack.layout import Layout
 from megapack.planner.items import Items, members_by_row
 from megapack.planner.step import Step
-from megapack.policy import Policy, StepSplit
+from megapack.policy import StepSplit
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +70,13 @@ def split_rollouts(
     return [np.flatnonzero(step_of == step) for step in range(num_steps)]
 
 
-def group_sizes(layout: Layout, policy: Policy) -> list[int]:
-    """Values of G to try: the layout's, and pp, 1.5 pp and 2 pp under group_size="search"."""
-    if policy.group_size == "fixed" or layout.vpp == 1:
-        return [layout.group_size]
-    pp = layout.pp
-    return sorted({layout.group_size, pp, pp + pp // 2, 2 * pp})
+def shapes_of(step: Step, counts: Callable[[int], Iterable[int]]) -> list[tuple[int, int]]:
+    """Pairs of G and M to try.
+
+    Args:
+        counts: values of M for a G.
+    """
+    return [(group, count) for group in step.group_sizes for count in counts(group)]
 
 
 def least_count(step: Step, num_rows: int, group: int) -> int:
@@ -83,8 +84,7 @@ def least_count(step: Step, num_rows: int, group: int) -> int:
 
     With pp=4, vpp=2, G=4 and dp=2, 9 rows need 5 per rank, and the next legal M is 8.
     """
-    wanted = -(-num_rows // step.layout.dp)
-    return step.layout.next_legal_count(wanted, step.policy.count_rule, group)
+    return step.legal_count(-(-num_rows // step.layout.dp), group)
 
 
 def rank_counts(step: Step, num_rows: int, group: int) -> Ints:
@@ -105,12 +105,6 @@ def rank_counts(step: Step, num_rows: int, group: int) -> Ints:
         spare = min(layout.dp, (layout.dp * most - num_rows) // (most - below))
         counts[layout.dp - spare :] = below
     return counts
-
-
-def reach_group(step: Step) -> int:
-    """The G whose legal counts are the closest together among those that the policy allows."""
-    layout = step.layout
-    return layout.pp if step.policy.group_size == "search" else layout.group_size
 
 
 def keep_reachable(items: Items, rollout_ends: Ints) -> tuple[Items, int]:
@@ -143,7 +137,7 @@ def keep_reachable(items: Items, rollout_ends: Ints) -> tuple[Items, int]:
     least_rows = _least_rows(items)
     for kept in range(num_rollouts - 1, 0, -1):
         size = int(rollout_ends[kept - 1])
-        if size < int(rank_counts(step, least_rows[size - 1], reach_group(step)).sum()):
+        if size < int(rank_counts(step, least_rows[size - 1], step.least_group).sum()):
             continue  # Too few items even for a lower bound of the rows: packing is not needed.
         prefix = items.take(np.arange(size))
         if prefix.num_items >= fewest_counts(prefix):
@@ -176,12 +170,12 @@ def _least_rows(items: Items) -> list[int]:
 def fewest_counts(items: Items) -> int:
     """Micro-batches of all ranks at the smallest legal counts with room for the fewest rows."""
     _, num_rows = items.fewest_rows
-    return int(rank_counts(items.step, num_rows, reach_group(items.step)).sum())
+    return int(rank_counts(items.step, num_rows, items.step.least_group).sum())
 
 
 def _align_count(step: Step) -> int:
     """Micro-batches of all ranks at the smallest legal count."""
-    return step.layout.dp * least_count(step, 1, reach_group(step))
+    return step.layout.dp * least_count(step, 1, step.least_group)
 
 
 def _unreachable(items: Items, wanted: int) -> str:

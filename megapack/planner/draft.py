@@ -35,6 +35,16 @@ class Draft:
     orders: tuple[tuple[str, ...], ...] = ()
     """See `StepPlan.orders`."""
 
+    @classmethod
+    def blank(cls, items: Items, count: int, group_size: int | None) -> Draft:
+        """A draft of M micro-batches per rank whose items are in no row yet."""
+        return cls(
+            items=items,
+            row_of=np.zeros(0, dtype=np.int64),
+            rank_rows=(np.arange(count),) * items.step.layout.dp,
+            group_size=group_size,
+        )
+
     @cached_property
     def num_rows(self) -> int:
         """R."""
@@ -124,10 +134,7 @@ def _micro_batches(draft: Draft) -> list[MicroBatch]:
     num_rows = draft.num_rows
     sample_row = row_of[items.sample_items]
     pieces = _row_pieces(draft)
-    order = np.argsort(items.samples, kind="stable")
-    if items.pieces is not None:
-        is_whole = (items.pieces.chain < 0)[items.sample_items]
-        order = order[np.argsort(is_whole[order], kind="stable")]
+    order = np.lexsort((items.samples, ~items.is_piece[items.sample_items]))
     order = order[by_row(sample_row[order], num_rows)]
     tokens = row_sums(items.lengths, row_of, num_rows)
     _, tokens_sq, shared = draft.sizes
@@ -149,12 +156,12 @@ def _row_pieces(draft: Draft) -> list[tuple[Part, ...]]:
     """The real tokens of the pieces in each row."""
     items = draft.items
     found: list[tuple[Part, ...]] = [()] * draft.num_rows
-    if items.pieces is None:
+    if not items.num_pieces:
         return found
     item = items.sample_items
-    ends = np.minimum(items.pieces.end[item], items.step.lengths[items.samples])
-    columns = (draft.row_of[item], items.samples, items.pieces.start[item], ends)
-    is_piece = items.pieces.chain[item] >= 0
+    ends = np.minimum(items.end[item], items.sample_lengths)
+    columns = (draft.row_of[item], items.samples, items.begin[item], ends)
+    is_piece = items.is_piece[item]
     order = np.flatnonzero(is_piece)[np.argsort(items.samples[is_piece], kind="stable")]
     for row, *part in zip(*(column[order].tolist() for column in columns), strict=True):
         found[row] += (Part(*part),)

@@ -73,6 +73,19 @@ def fill_rule(items: Items, cost: RowCost, work: Floats) -> FillRule | None:
     return FillRule(order, least, np.zeros(0))
 
 
+def fill_all(board: Board, rule: FillRule, stretch: float) -> bool:
+    """Put all items of a rule into rows; returns whether they find some, and no row stays empty
+    where padding is not allowed.
+
+    Args:
+        stretch: see `fill_board`.
+    """
+    none = np.zeros(1, dtype=np.int64)
+    if not fill_board(board, rule, rule.order, stretch, none, 0.0):
+        return False
+    return board.cost.allows_padding or bool(close_gaps(board, rule.least))
+
+
 @kernel
 def fill_board(
     board: Board, rule: FillRule, order: Ints, stretch: float, random: Ints, noise: float

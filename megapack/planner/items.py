@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megapack.base.arrays import Floats, Ints
+from megapack.base.arrays import Bools, Floats, Ints
 from megapack.base.jit import kernel
 from megapack.cost.model import CostModel
 from megapack.planner.bins import first_fit, first_fit_decreasing
@@ -25,26 +25,13 @@ class ItemSizes(NamedTuple):
     shared_sq: Ints
 
 
-class Pieces(NamedTuple):
-    """Which items are pieces of cut samples, int64 [I] each. Of a family in pieces, the first
-    pieces are one item, and so are the second pieces that are in one row."""
-
-    start: Ints
-    """First padded token of the piece; 0 for a whole item."""
-    end: Ints
-    """Padded token after its last one, of several samples after the longest; the item's padded
-    tokens for a whole item."""
-    chain: Ints
-    """Number of the piece's chain; -1 for a whole item. The pieces of a chain are neighbours, in
-    the order of their tokens."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Items:
     """The samples of a step, n of them in I items.
 
     An item is a sample, all samples with one colocate id, a part of a family of samples with common
-    beginnings, or a piece of a long sample.
+    beginnings, or a piece of a long sample. Of a family in pieces, the first pieces are one item,
+    and so are the second pieces that are in one row.
     """
 
     step: Step
@@ -62,8 +49,14 @@ class Items:
     """int64 [I]: positions saved by sharing inside the item; `aligned` is already without them."""
     shared_sq: Ints
     """int64 [I]: the sum of their squares, as `PrefixTable.saved` gives it."""
-    pieces: Pieces | None = None
-    """The items that are pieces; None: all items are whole."""
+    begin: Ints
+    """int64 [I]: first padded token of a piece; 0 for a whole item."""
+    end: Ints
+    """int64 [I]: padded token after the last one of a piece, of several samples after the longest;
+    0 for a whole item."""
+    chain: Ints
+    """int64 [I]: number of the piece's chain; -1 for a whole item. The pieces of a chain are
+    neighbours, in the order of their tokens."""
 
     @classmethod
     def whole(cls, step: Step, samples: Ints, item_of: Ints) -> Items:
@@ -76,6 +69,7 @@ class Items:
         starts = np.flatnonzero(np.diff(item_of, prepend=-1))
         lengths = step.lengths[samples]
         aligned = step.layout.aligned_sample_tokens(lengths)
+        none = np.zeros(starts.size, dtype=np.int64)
         return cls(
             step=step,
             samples=samples,
@@ -83,8 +77,11 @@ class Items:
             lengths=np.add.reduceat(lengths, starts),
             aligned=np.add.reduceat(aligned, starts),
             aligned_sq=np.add.reduceat(aligned * aligned, starts),
-            shared=np.zeros(starts.size, dtype=np.int64),
-            shared_sq=np.zeros(starts.size, dtype=np.int64),
+            shared=none,
+            shared_sq=none,
+            begin=none,
+            end=none,
+            chain=none - 1,
         )
 
     @property
@@ -106,6 +103,16 @@ class Items:
     def sample_items(self) -> Ints:
         """int64 [n]: the item of each sample."""
         return np.repeat(np.arange(self.num_items), self.item_samples)
+
+    @cached_property
+    def is_piece(self) -> Bools:
+        """bool [I]: items that are pieces."""
+        return self.chain >= 0
+
+    @cached_property
+    def num_pieces(self) -> int:
+        """Items that are pieces."""
+        return int(np.count_nonzero(self.is_piece))
 
     @cached_property
     def work(self) -> Floats:
@@ -164,9 +171,8 @@ class Items:
             return np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64)
         item = self.sample_items
         spans = None
-        if self.pieces is not None:
-            start, end, chain = self.pieces
-            spans = Spans(start[item], end[item], chain[item] >= 0)
+        if self.num_pieces:
+            spans = Spans(self.begin[item], self.end[item], self.is_piece[item])
         return table.over(width).saved(self.samples, row_of[item], num_rows, spans)
 
     def take(self, chosen: Ints) -> Items:
@@ -186,7 +192,7 @@ class Items:
         return replace(self, **columns)
 
     def merged(self, part_of: Ints) -> Items:
-        """The items' parts as items, which share inside.
+        """The parts of whole items as items, which share inside.
 
         Args:
             part_of: int64 [I], the part of each item.
@@ -194,9 +200,10 @@ class Items:
         num_parts = int(part_of.max()) + 1
         samples = self.samples[np.argsort(part_of[self.sample_items], kind="stable")]
         sizes: dict[str, Any] = {
-            name: row_sums(getattr(self, name), part_of, num_parts) for name in _PER_ITEM
+            name: row_sums(getattr(self, name), part_of, num_parts) for name in _SIZES
         }
-        return replace(self, samples=samples, **sizes).sharing()
+        whole: dict[str, Any] = {name: getattr(self, name)[:num_parts] for name in _SPANS}
+        return replace(self, samples=samples, **sizes, **whole).sharing()
 
     def sharing(self) -> Items:
         """The items, each as large as its samples in one row, which holds what they share once."""
@@ -218,7 +225,9 @@ class Items:
         )
 
 
-_PER_ITEM = ("item_samples", "lengths", "aligned", "aligned_sq", "shared", "shared_sq")
+_SIZES = ("item_samples", "lengths", "aligned", "aligned_sq", "shared", "shared_sq")
+_SPANS = ("begin", "end", "chain")
+_PER_ITEM = (*_SIZES, *_SPANS)
 
 
 @kernel

@@ -21,10 +21,10 @@ import numpy as np
 from megapack.base.arrays import Ints
 from megapack.planner.board import Board, RowCost, microbatch_tokens
 from megapack.planner.clock import OwnOrders, order_lines, room_to_run, run_ranks
-from megapack.planner.counts import group_sizes
+from megapack.planner.counts import shapes_of
 from megapack.planner.draft import Draft
 from megapack.planner.fill import FillRule, fill_rule
-from megapack.planner.items import Items, Pieces
+from megapack.planner.items import Items
 from megapack.planner.pieces import (
     CutItems,
     chain_cells,
@@ -109,7 +109,7 @@ class _OperationSearch:
         self.total = math.fsum(item_seconds(items).tolist())
         # Rows may lie over so many ranks as those of the wide draft, or else over any.
         self.costs: RowCost | None = None
-        if self.policy.context_parallel == "dynamic" and self.step.budget is not None:
+        if self.policy.context_parallel == "dynamic" and self.layout.widths[1:]:
             widest = self.layout.widths[-1] if wide is None else int(wide.row_widths.max())
             self.costs = row_cost(self.step, self.cost, widest.bit_length())
         # What stages hold in Megatron's order, which is enough for W's; inf if there is no draft.
@@ -158,20 +158,23 @@ class _OperationSearch:
         """A draft after its moves, with its orders."""
         draft = found.moved()
         items = draft.items
-        if items.pieces is not None:
+        if items.num_pieces:
             board = found.board
             real_end = np.minimum(board.end, items.sample_lengths[items.first_samples])
-            is_cut = (board.chain >= 0) & (items.item_samples == 1)
+            is_cut = items.is_piece & (items.item_samples == 1)
             lengths = np.where(is_cut, real_end - board.begin, items.lengths)
             items = replace(
                 items,
                 lengths=lengths,
                 aligned=board.item_tokens[0],
                 aligned_sq=board.item_tokens_sq[0],
-                pieces=Pieces(board.begin, board.end, board.chain),
+                begin=board.begin,
+                end=board.end,
             )
             draft = replace(draft, items=items)
-        if self.step.forward_only or (items.pieces is None and not self.split):
+        # A draft of pieces has orders even if no sample was worth a cut.
+        is_whole = self.whole is not None and found.draft.items is self.whole.draft.items
+        if self.step.forward_only or (is_whole and not self.split):
             return draft
         return replace(draft, orders=self._orders(found))
 
@@ -200,16 +203,12 @@ class _OperationSearch:
     def _cut_drafts(self) -> Iterator[Scored]:
         """Yield drafts of pieces."""
         dp = self.layout.dp
-        shapes = [
-            (group, count)
-            for group in group_sizes(self.layout, self.policy)
-            for count in self._counts(group)
-        ]
+        pairs = shapes_of(self.step, self._counts)
         limit = max(1, _DRAFTS_GROWTH * self.policy.search // dp)
-        choices: list[_Choice] = _some(list(product(shapes, _STRETCHES, _PLACES, (False,))), limit)
+        choices: list[_Choice] = _some(list(product(pairs, _STRETCHES, _PLACES, (False,))), limit)
         if self._mixes():
-            beside = list(product(shapes, (_STRETCHES[0], None), _PLACES, (True,)))
-            places = self.items.num_items * dp * max(count for _, count in shapes)
+            beside = list(product(pairs, (_STRETCHES[0], None), _PLACES, (True,)))
+            places = self.items.num_items * dp * max(count for _, count in pairs)
             choices += _some(beside, min(limit, max(_WIDE_PLACES // places, _WIDE_DRAFTS)))
         made: dict[tuple[int, int, float | None, bool], CutItems | None] = {}
         for (group, count), stretch, place, is_wide in choices:
@@ -236,7 +235,7 @@ class _OperationSearch:
         samples are that no width holds, or sets go over several ranks."""
         if self.costs is None:
             return False
-        if self.items.pieces is not None:
+        if self.items.is_piece.any():
             return True
         tokens = self.items.aligned
         held = np.where(is_alone(self.items), self.costs.alone[-1], self.costs.alone[0])
@@ -255,10 +254,7 @@ class _OperationSearch:
         assert self.costs is not None
         found = fill_around(cut, cells, self.costs, count)
         if found is not None:
-            ranks = (np.arange(count),) * self.layout.dp
-            none = np.zeros(0, dtype=np.int64)
-            draft = Draft(items=cut.items, row_of=none, rank_rows=ranks, group_size=group)
-            yield self._scored_board(draft, *found)
+            yield self._scored_board(Draft.blank(cut.items, count, group), *found)
 
     def _cut(self, group: int, count: int, stretch: float | None, is_wide: bool) -> CutItems | None:
         """The items with pieces of up to `stretch` mean rows of M; None: only samples that fit into
@@ -277,14 +273,13 @@ class _OperationSearch:
     def _counts(self, group: int) -> list[int]:
         """Legal values of M to try, smaller ones closer together."""
         layout = self.layout
-        rule = self.policy.count_rule
         capacity = self.step.capacity
         tokens = self.items.aligned
         pieces = np.where(tokens > capacity, -(-tokens // capacity), 0)
         # The rows of a sample over the budget hold nothing else, and are on one rank.
         held = int(np.where(pieces > 0, pieces * capacity, tokens).sum())
         rows = max(-(-held // (capacity * layout.dp)), int(pieces.max()), family_rows(self.items))
-        least = layout.next_legal_count(rows, rule, group)
+        least = self.step.legal_count(rows, group)
         top = least + group if layout.pp > 1 else least + 1
         if self.cost.fixed > 0:
             equal = self.total / layout.dp * (layout.pp - 1) / (layout.vpp * self.cost.fixed)
@@ -293,7 +288,7 @@ class _OperationSearch:
         else:
             top = max(top, _MAX_GROWTH * least)
         wanted = spread_counts(least, top)
-        return list(dict.fromkeys(layout.next_legal_count(m, rule, group) for m in wanted))
+        return list(dict.fromkeys(self.step.legal_count(m, group) for m in wanted))
 
     def _scored(self, draft: Draft, split: bool) -> Scored:
         """A simulated draft of rows on one rank each in an order of its own."""
@@ -357,9 +352,8 @@ class _OperationSearch:
         is_wide = draft.widths is not None or not draft.row_of.size
         longest = budget if is_wide else max(int(draft.row_tokens().max()), layout.row_alignment)
         over = 0
-        pieces = draft.items.pieces
-        if pieces is not None and self.policy.oversize == "alone":
-            ends = pieces.end[pieces.chain >= 0]
+        if self.policy.oversize == "alone":
+            ends = draft.items.end
             over = int(ends[ends > budget].max(initial=0)) * layout.vpp
         cap = in_flight * max(layout.aligned_row_tokens(longest), budget) + over
         return cap if is_wide else min(cap, self.held)

@@ -23,8 +23,9 @@ from megapack.planner.bins import pack_to_targets
 from megapack.planner.board import Board, RowCost, put_pieces
 from megapack.planner.draft import PADDING, Draft
 from megapack.planner.families import Families, group_units
-from megapack.planner.fill import FillRule, close_gaps, fill_board, fill_rule
-from megapack.planner.items import Items, Pieces, row_sums
+from megapack.planner.fill import FillRule, fill_all, fill_rule
+from megapack.planner.items import Items, row_sums
+from megapack.planner.profile import mountain_levels
 from megapack.planner.scored import blank_board
 from megapack.planner.step import UNLIMITED
 
@@ -32,9 +33,6 @@ from megapack.planner.step import UNLIMITED
 
 # Limit on passes of `_targets`.
 _FILL_PASSES = 8
-# Levels of the first two and the last two rows, relative to those in the middle, as in `profile`.
-_HEAD = (0.4, 0.65)
-_TAIL = (0.85, 0.65)
 # A family may be in chains of up to so many micro-batches: the prefix, and one row of second pieces
 # or more.
 _FAMILY_ROWS = (2, 4, 8)
@@ -157,8 +155,7 @@ def _room_of_pieces(items: Items, members: Ints, depth: int, rows: int) -> int:
     step = items.step
     if step.forward_only:
         return step.capacity
-    group = step.layout.pp if step.policy.group_size == "search" else step.layout.group_size
-    window = step.layout.chunks_in_flight(group_size=group)
+    window = step.layout.chunks_in_flight(group_size=step.least_group)
     whole = np.minimum(items.aligned[members], step.capacity)
     live = step.max_live or window * (int(whole.sum()) // whole.size)
     prefixes = -(-(window + rows - 1) // rows)
@@ -216,12 +213,11 @@ def _with_chains(items: Items, chains: Sequence[_FamilyChain]) -> Items:
         aligned_sq=row_sums(aligned * aligned - begin * begin, item_of, num.size),
         shared=none,
         shared_sq=none,
-        pieces=Pieces(start, end, np.repeat(np.arange(len(chains)), sizes)),
+        begin=start,
+        end=end,
+        chain=np.repeat(np.arange(len(chains)), sizes),
     ).sharing()
-    others = items.take(whole)
-    known = Pieces(np.zeros_like(whole), others.aligned, np.full(whole.size, -1))
-    columns = zip(known, pieces.pieces or (), strict=True)
-    return replace(others.joined(pieces), pieces=Pieces(*map(np.concatenate, columns)))
+    return items.take(whole).joined(pieces)
 
 
 def cut_items(items: Items, count: int, longest: float, most: int, room: int) -> CutItems | None:
@@ -268,10 +264,9 @@ def cut_items(items: Items, count: int, longest: float, most: int, room: int) ->
 
 def _families(items: Items) -> list[Ints]:
     """The items of each family in pieces, in their order."""
-    if items.pieces is None:
-        return []
-    own = np.flatnonzero(items.pieces.chain >= 0)
-    return np.split(own, np.flatnonzero(np.diff(items.pieces.chain[own])) + 1)
+    own = np.flatnonzero(items.is_piece)
+    chains = np.split(own, np.flatnonzero(np.diff(items.chain[own])) + 1)
+    return chains if own.size else []
 
 
 def family_rows(items: Items) -> int:
@@ -345,10 +340,9 @@ def pack_around(cut: CutItems, cells: Ints, count: int, group: int | None) -> Dr
     taken = np.zeros(dp * count, dtype=np.int64)
     taken[cells] = items.aligned[cut.num_whole :]
     # All rows of a chain are live at once: those of a sample over the budget get nothing else.
-    assert items.pieces is not None
     sample_tokens = np.zeros(len(cut.sizes), dtype=np.int64)
-    chain_of = items.pieces.chain[cut.num_whole :]
-    np.maximum.at(sample_tokens, chain_of, items.pieces.end[cut.num_whole :])
+    chain_of = items.chain[cut.num_whole :]
+    np.maximum.at(sample_tokens, chain_of, items.end[cut.num_whole :])
     taken[cells[sample_tokens[chain_of] > step.capacity]] = step.capacity
     held = np.zeros(dp * count)
     held[cells] = cut.work[cut.num_whole :]
@@ -397,12 +391,7 @@ def fill_around(
         least=rule.least,
         targets=_targets(np.zeros(count), rank_work) + costs.fixed,
     )
-    none = np.zeros(1, dtype=np.int64)
-    if not fill_board(board, rule, rule.order, _STRETCH, none, 0.0):
-        return None
-    if not costs.allows_padding and not close_gaps(board, rule.least):
-        return None
-    return board, rule
+    return (board, rule) if fill_all(board, rule, _STRETCH) else None
 
 
 def _ends(items: Items, item: int, num: int, most: int) -> list[int] | None:
@@ -449,26 +438,23 @@ def _with_pieces(
     sizes = [len(ends) for ends in cuts]
     item_of = np.concatenate([whole, families, np.repeat(chosen, sizes)])
     kept = whole.size + families.size
-    start = np.zeros(item_of.size, dtype=np.int64)
-    end = items.aligned[item_of]
-    chain = np.full(item_of.size, -1, dtype=np.int64)
-    first = 0
-    if items.pieces is not None:
-        for column, known in zip((start, end, chain), items.pieces, strict=True):
-            column[:kept] = known[item_of[:kept]]
-        first = int(chain.max()) + 1
+    taken = items.take(item_of)
+    begin, end, chain = taken.begin.copy(), taken.end.copy(), taken.chain.copy()
+    first = int(items.chain.max()) + 1
     chain[kept:] = np.repeat(first + np.arange(len(sizes)), sizes)
     flat = [pair for ends in cuts for pair in zip((0, *ends[:-1]), ends, strict=True)]
     if flat:
-        start[kept:], end[kept:] = np.array(flat, dtype=np.int64).T
+        begin[kept:], end[kept:] = np.array(flat, dtype=np.int64).T
     is_cut = np.arange(item_of.size) >= kept
-    real_end = np.minimum(end, items.lengths[item_of])
+    real_end = np.minimum(end, taken.lengths)
     return replace(
-        items.take(item_of),
-        lengths=np.where(is_cut, real_end - start, items.lengths[item_of]),
-        aligned=np.where(is_cut, end - start, items.aligned[item_of]),
-        aligned_sq=np.where(is_cut, end * end - start * start, items.aligned_sq[item_of]),
-        pieces=Pieces(start, end, chain),
+        taken,
+        lengths=np.where(is_cut, real_end - begin, taken.lengths),
+        aligned=np.where(is_cut, end - begin, taken.aligned),
+        aligned_sq=np.where(is_cut, end * end - begin * begin, taken.aligned_sq),
+        begin=begin,
+        end=end,
+        chain=chain,
     )
 
 
@@ -500,10 +486,7 @@ def _targets(held: Floats, work: float) -> Floats:
     With 5 rows, 10 s of work and a piece of 4 s in the third one, the others share 6 s.
     """
     count = held.size
-    levels = np.ones(count)
-    near = min(2, (count - 1) // 2)
-    levels[:near] = _HEAD[:near]
-    levels[count - near :] = _TAIL[2 - near :]
+    levels = mountain_levels(count)
     over = np.zeros(count, dtype=np.bool_)
     targets = held.copy()
     for _ in range(_FILL_PASSES):

@@ -176,10 +176,7 @@ def _mountain(pp: int, count: int, num_huge: int) -> tuple[Ints, Floats, Ints]:
     position = np.arange(count)
     ends = min(pp, (count - 1) // 2)
     classes = np.minimum(position, ends) + np.maximum(position - (count - 1 - ends), 0)
-    levels = np.ones(2 * ends + 1)
-    near = min(ends, 2)
-    levels[:near] = _HEAD[:near]
-    levels[levels.size - near :] = _TAIL[2 - near :]
+    levels = mountain_levels(2 * ends + 1)
     # From the middle outwards; M=11: 5 6 4 7 3 ...
     from_middle = np.abs(position - count // 2) * 2 - (position > count // 2)
     huge_order = np.argsort(from_middle, kind="stable")
@@ -190,6 +187,15 @@ def _mountain(pp: int, count: int, num_huge: int) -> tuple[Ints, Floats, Ints]:
             classes[p] = levels.size + k
         levels = np.concatenate([levels, np.repeat(_SLOPES, 2)[: len(slopes)]])
     return classes, levels, huge_order
+
+
+def mountain_levels(size: int) -> Floats:
+    """Levels of so many micro-batches or classes: the first two and the last two are lower."""
+    levels = np.ones(size)
+    near = min(2, (size - 1) // 2)
+    levels[:near] = _HEAD[:near]
+    levels[size - near :] = _TAIL[2 - near :]
+    return levels
 
 
 @kernel

@@ -18,7 +18,7 @@ from megapack.planner.clock import Clock, OwnOrders, common_ops, score_all, scor
 from megapack.planner.draft import PADDING, Draft
 from megapack.planner.even import even_ranks
 from megapack.planner.fill import FillRule
-from megapack.planner.items import Items, Pieces
+from megapack.planner.items import Items
 from megapack.planner.moves import try_moves
 from megapack.planner.step import UNLIMITED, Step
 
@@ -176,11 +176,11 @@ def blank_board(items: Items, costs: RowCost, counts: Ints) -> Board:
     if len(sizes) > 1:
         tokens = np.stack([size.aligned for size in sizes])
         tokens_sq = np.stack([size.aligned_sq for size in sizes])
-    pieces = items.pieces
-    if pieces is not None:
+    begin, end = items.begin, items.end
+    if items.num_pieces:
         # Shifts of cuts change them, of this board alone.
-        tokens, tokens_sq = tokens.copy(), tokens_sq.copy()
-        pieces = Pieces(*(column.copy() for column in pieces))
+        tokens, tokens_sq, begin, end = (a.copy() for a in (tokens, tokens_sq, begin, end))
+    pieces = (begin, end, items.chain)
     return empty_board(costs, tokens, tokens_sq, items.item_samples, pieces, counts)
 
 
@@ -201,15 +201,9 @@ def _all_ops(runner: Runner, draft: Draft) -> tuple[RankOps, Ints]:
         count: (end - ops.stage.size, end)
         for count, ops, end in zip(distinct, each, ends, strict=True)
     }
-    all_ops = RankOps(
-        np.concatenate([ops.stage for ops in each]),
-        np.concatenate([ops.microbatch for ops in each]),
-        np.concatenate([ops.held for ops in each]),
-        np.concatenate([ops.waits_for for ops in each]),
-        np.concatenate([ops.scale for ops in each]),
-        each[0].pp,
-        each[0].p2p,
-    )
+    columns = zip(*(ops[:-2] for ops in each), strict=True)
+    stage, microbatch, held, waits_for, scale = map(np.concatenate, columns)
+    all_ops = RankOps(stage, microbatch, held, waits_for, scale, each[0].pp, each[0].p2p)
     return all_ops, np.array([bounds_of[count] for count in counts])
 
 

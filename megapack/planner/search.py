@@ -27,7 +27,7 @@ from megapack.pipeline.kernels import rank_seconds
 from megapack.pipeline.simulator import Runner
 from megapack.planner.bins import first_fit, heaviest_first, pack_to_targets
 from megapack.planner.board import row_seconds
-from megapack.planner.counts import group_sizes, halves, least_count, rank_counts, split_heaviest
+from megapack.planner.counts import halves, least_count, rank_counts, shapes_of, split_heaviest
 from megapack.planner.draft import Draft
 from megapack.planner.items import Items, by_row, members_by_row
 from megapack.planner.partition import (
@@ -244,7 +244,7 @@ class _Search:
 
     def _split_drafts(self, row_of: Ints, num_rows: int) -> Iterator[tuple[None, Draft]]:
         """Yield one draft per G: the rows, split until their number is legal."""
-        for group in group_sizes(self.layout, self.policy):
+        for group in self.step.group_sizes:
             yield None, self._split(row_of, num_rows, group)
 
     def _packed_by_rank(self) -> Draft | None:
@@ -271,11 +271,7 @@ class _Search:
         """
         if self.step.max_samples is not None:
             return [[]]
-        pairs = [
-            (group, count)
-            for group in group_sizes(self.layout, self.policy)
-            for count in self._counts(group)
-        ]
+        pairs = shapes_of(self.step, self._counts)
         if self.evaluations_left == 0 or self.layout.pp == 1:
             return [[self._target(count, group, None) for group, count in pairs]]
         per_round = 2 * max(1, len(pairs)) * 2 * self.layout.pp
@@ -342,7 +338,6 @@ class _Search:
     def _counts(self, group: int) -> list[int]:
         """Legal values of M to try: from the smallest to where more cannot be faster."""
         layout = self.layout
-        rule = self.policy.count_rule
         least = least_count(self.step, self.num_fewest, group)
         most = self.items.num_items // layout.dp
         if least > most:
@@ -356,7 +351,7 @@ class _Search:
         if layout.pp == 1 or self.step.by_tokens:
             # No bubble is counted, so more micro-batches gain little: from 16 on 16, 17 and 19.
             wanted = [least, least + 1, least + 2 + least // 16]
-        legal = [layout.next_legal_count(count, rule, group) for count in wanted]
+        legal = [self.step.legal_count(count, group) for count in wanted]
         return [count for count in dict.fromkeys(legal) if count <= most]
 
     def _closed_form(self) -> int:

@@ -54,10 +54,28 @@ class Step:
         if live is None:
             return self.budget
         layout = self.layout
-        group = layout.pp if self.policy.group_size == "search" else layout.group_size
-        chunks = 1 if self.forward_only else layout.chunks_in_flight(group_size=group)
+        chunks = 1 if self.forward_only else layout.chunks_in_flight(group_size=self.least_group)
         unit = layout.row_alignment
         return min(self.budget, max(live // chunks // unit * unit, unit))
+
+    @property
+    def least_group(self) -> int:
+        """The smallest G that the policy allows: its legal counts are the closest together, and it
+        keeps the fewest activations."""
+        return self.layout.pp if self.policy.group_size == "search" else self.layout.group_size
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Values of G to try: the layout's, and pp, 1.5 pp and 2 pp under group_size="search"."""
+        layout = self.layout
+        if self.policy.group_size == "fixed" or layout.vpp == 1:
+            return [layout.group_size]
+        pp = layout.pp
+        return sorted({layout.group_size, pp, pp + pp // 2, 2 * pp})
+
+    def legal_count(self, least: int, group: int) -> int:
+        """The smallest M from `least` on that the count rule allows."""
+        return self.layout.next_legal_count(least, self.policy.count_rule, group)
 
     @property
     def max_live(self) -> int | None:

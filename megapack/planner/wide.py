@@ -23,9 +23,9 @@ import numpy as np
 from megapack.base.arrays import Floats
 from megapack.errors import PlanError
 from megapack.layout import Layout
-from megapack.planner.counts import group_sizes
+from megapack.planner.counts import shapes_of
 from megapack.planner.draft import Draft
-from megapack.planner.fill import close_gaps, fill_board, fill_rule
+from megapack.planner.fill import fill_all, fill_rule
 from megapack.planner.items import Items
 from megapack.planner.profile import Profile, default_profile, find_profile
 from megapack.planner.scored import Scored, blank_board, filled_board, row_cost, score_shared_rows
@@ -152,19 +152,15 @@ class _WideSearch:
 
     def _shapes(self) -> list[_Shape]:
         """M and G to try, with their profiles; the fastest for divisible work first."""
-        shapes = [
-            _Shape(count, group, self._profile(count, group))
-            for group in group_sizes(self.layout, self.policy)
-            for count in self._counts(group)
-        ]
-        return sorted(shapes, key=lambda s: s.profile.seconds)
+        pairs = shapes_of(self.step, self._counts)
+        made = [_Shape(count, group, self._profile(count, group)) for group, count in pairs]
+        return sorted(made, key=lambda s: s.profile.seconds)
 
     def _counts(self, group: int) -> list[int]:
         """Legal values of M to try, smaller ones closer together."""
         layout = self.layout
         held = self.step.capacity * layout.dp
-        rule = self.policy.count_rule
-        least = layout.next_legal_count(-(-int(self.packed.aligned.sum()) // held), rule, group)
+        least = self.step.legal_count(-(-int(self.packed.aligned.sum()) // held), group)
         if layout.pp == 1:
             top = least + _EXTRA_POSITIONS
         else:
@@ -179,8 +175,8 @@ class _WideSearch:
         own = [] if self.fixed is None else [self.fixed.rank_rows[0].size]
         if self.fixed is not None and group == (self.fixed.group_size or group):
             wanted += own
-        most = layout.next_legal_count(max(self.packed.num_items, *own, 1), rule, group)
-        legal = [min(layout.next_legal_count(m, rule, group), most) for m in wanted]
+        most = self.step.legal_count(max(self.packed.num_items, *own, 1), group)
+        legal = [min(self.step.legal_count(m, group), most) for m in wanted]
         return sorted(dict.fromkeys(legal))
 
     def _profile(self, count: int, group: int) -> Profile:
@@ -243,12 +239,11 @@ class _WideSearch:
                 break
             best += self._best_fill(shape)
         count = max(shape.count for shape in shapes)
-        rule = self.policy.count_rule
         while not any(c.seconds < math.inf for c in best) and count < self.packed.num_items:
             # As many positions as items have room for all of them.
-            group = group_sizes(self.layout, self.policy)[0]
-            most = self.layout.next_legal_count(self.packed.num_items, rule, group)
-            count = min(self.layout.next_legal_count(2 * count, rule, group), most)
+            group = self.step.group_sizes[0]
+            most = self.step.legal_count(self.packed.num_items, group)
+            count = min(self.step.legal_count(2 * count, group), most)
             best += self._best_fill(_Shape(count, group, self._profile(count, group)))
         return sorted(best, key=lambda c: c.seconds)
 
@@ -258,29 +253,17 @@ class _WideSearch:
         rule = self.rule._replace(targets=self._targets(shape))
         many = self.work.size * self.layout.dp * shape.count > _MANY_PLACES
         many = many or self.policy.search == 0
+        group = shape.group if self.layout.vpp > 1 else None
+        draft = Draft.blank(self.packed, shape.count, group)
         filled = []
         for stretch in _ONE_STRETCH if many else _STRETCHES:
-            draft = self._blank(shape)
             counts = np.full(self.layout.dp, shape.count)
             board = blank_board(self.packed, self.row_cost, counts)
-            none = np.zeros(1, dtype=np.int64)
-            if not fill_board(board, rule, rule.order, stretch, none, 0.0):
-                continue
-            if not self.row_cost.allows_padding and not close_gaps(board, rule.least):
+            if not fill_all(board, rule, stretch):
                 continue
             filled.append(score_shared_rows(draft, board, self.runner, rule))
         if filled:
             yield min(filled, key=lambda c: c.seconds)
-
-    def _blank(self, shape: _Shape) -> Draft:
-        """A draft of M and G whose items are in no row yet."""
-        positions = np.arange(shape.count)
-        return Draft(
-            items=self.packed,
-            row_of=np.zeros(0, dtype=np.int64),
-            rank_rows=(positions,) * self.layout.dp,
-            group_size=shape.group if self.layout.vpp > 1 else None,
-        )
 
     def _improved(self, filled: list[Scored], goal: float) -> list[Scored]:
         """The fastest boards after moves, the fastest first."""

@@ -259,7 +259,7 @@ class ScheduleRunner:
             pp_rank=pp.rank(),
             pp=pp.size(),
             replica=replica,
-            first_ranks=[(*mb.dp_ranks, replica)[0] for mb in call.rows(replica)],
+            first_ranks=[mb.ranks(replica)[0] for mb in call.rows(replica)],
         )
 
     def _communicator(self, call: StepCall, rows: list[PlacedRow]) -> RecordingP2PCommunicator:

@@ -347,7 +347,7 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["train.on_oom=replan", "layout.tp=2"], "cannot run with this layout (tp=2, cp=1, ep=1: "),
     (
         [*DYNAMIC, "train.on_oom=replan", "model.attention=te", "model.dtype=bf16"],
-        "train.on_oom=replan cannot run with plan.context_parallel=dynamic and model.attention=te",
+        "plan: context_parallel='dynamic' with on_oom='replan' and attention='te': a rank that",
     ),
     (["model.num_experts=4", "layout.tp=2"], "needs layout.sequence_parallel=true"),
     (["layout.sequence_parallel=true"], "layout.sequence_parallel needs layout.tp > 1"),

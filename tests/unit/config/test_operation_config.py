@@ -59,7 +59,7 @@ def test_megatrons_schedules_run_no_other_order(setting: str) -> None:
         ),
         (
             ["model.mtp_num_layers=1"],
-            r": plan.split_samples=auto: model.mtp_num_layers=1 needs .* to 0, or ",
+            r": plan: split_samples='auto' with mtp_num_layers=1: .* to 0, or ",
         ),
     ],
 )

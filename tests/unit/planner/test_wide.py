@@ -228,8 +228,10 @@ class TestBoard:
         unit = np.array([1, 4, 8])[:, None]
         aligned = -(-tokens // unit) * unit
         samples = np.ones(tokens.size, dtype=np.int64)
+        none = np.zeros_like(samples)
+        whole = (none, none, none - 1)
         counts = np.full(dp, count)
-        return empty_board(cost or self.cost, aligned, aligned * aligned, samples, None, counts)
+        return empty_board(cost or self.cost, aligned, aligned * aligned, samples, whole, counts)
 
     def filled(self, cost: RowCost | None = None) -> tuple[Board, FillRule]:
         board = self.empty(5, 6, cost)
