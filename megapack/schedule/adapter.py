@@ -374,10 +374,12 @@ class ScheduleAdapter:
             rows = announced[1].result()
         else:
             rows = self._unannounced_rows(call)
-        self.ranks.place.enter("groups")
-        widths = {mb.width for mb in call.step_plan.microbatches}
-        self.runner.row_groups.make(widths, self._device)
+        if call.plan.policy.context_parallel == "dynamic":
+            self.ranks.place.enter("groups")
+            widths = {mb.width for mb in call.step_plan.microbatches}
+            self.runner.row_groups.make(widths, self._device)
         if call.executor == "operations":
+            self.ranks.place.enter("groups")
             self.runner.channels.make(self._device)
         self._check_inputs(call.batch.tensor_names)
         return rows
