@@ -109,7 +109,7 @@ class _OperationSearch:
         self.total = math.fsum(item_seconds(items).tolist())
         # Rows may lie over so many ranks as those of the wide draft, or else over any.
         self.costs: RowCost | None = None
-        if self.policy.context_parallel == "dynamic" and self.layout.widths[1:]:
+        if self.policy.context_parallel == "dynamic" and self.step.budget is not None:
             widest = self.layout.widths[-1] if wide is None else int(wide.row_widths.max())
             self.costs = row_cost(self.step, self.cost, widest.bit_length())
         # What stages hold in Megatron's order, which is enough for W's; inf if there is no draft.
