@@ -78,8 +78,11 @@ on() {
     python=$(find_python "$version") || return
     printf '\n== megatron-core %s, Python %s: pytest %s\n' "$what" "$version" "$*"
     PYTHON=$python "$root/tools/venv.sh" "$venv" hf || return
-    folder=$what
-    if [[ $what != /* ]]; then
+    if [[ $what == /* ]]; then
+        # Of the tree only `megatron`: its `tools` is a package and would hide the repository's.
+        folder=$root/.megatron/tree-$(cksum <<<"$what" | cut -d ' ' -f 1)
+        mkdir -p "$folder" && ln -sfn "$what/megatron" "$folder/megatron" || return
+    else
         folder=$(unpacked "$venv" "$what") || return
     fi
     (

@@ -112,9 +112,9 @@ def _know_no_inference_layers(inference_layers: Any) -> None:
 
     Read in main of August 2026, where the question raises TypeError.
     """
-    kind = getattr(inference_layers, "InferenceColumnParallelLinear", None)
-    if kind is not None and not isinstance(kind, type):
-        inference_layers.is_inference_column_parallel_linear = lambda module: False
+    for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+        if not isinstance(getattr(inference_layers, name, object), type):
+            setattr(inference_layers, name, type(name, (), {}))
 
 
 def _compile_no_kernels(fused_kernels: Any) -> None:
