@@ -12,6 +12,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH with these folders first, and what this process has after them.
+
+    tools/test_versions.sh puts a Megatron-Core there.
+    """
+    inherited = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join([*map(str, folders), *filter(None, [inherited])])
+
+
 def child(code: str, *, path: Path | None = None) -> dict[str, Any]:
     """Run the code in a job of one rank; returns the JSON object that it prints last.
 
@@ -20,7 +29,7 @@ def child(code: str, *, path: Path | None = None) -> dict[str, Any]:
     """
     env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"OMP_NUM_THREADS": "1"}
     if path is not None:
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(path)])
+        env["PYTHONPATH"] = python_path(ROOT, path)
     done = subprocess.run(
         [sys.executable, "-c", code],
         check=False,

@@ -1,19 +1,36 @@
 #!/usr/bin/env bash
-# The tests on both supported pairs of Python and Megatron-Core: 3.11 with 0.16.1, 3.12 with 0.19.2.
+# The tests on each version of Megatron-Core that megapack is tested with, or on a source tree.
 #
-#   tools/test_versions.sh [pytest arguments]    all of tools/test.sh on each pair
-#   tools/test_versions.sh --sample              on 3.12 alone: some of what Megatron-Core runs
+#   tools/test_versions.sh [pytest arguments]             all of tools/test.sh on each release
+#   tools/test_versions.sh --megatron WHAT [arguments]    on one: a release (0.17.1), or a FOLDER with
+#                                                         the sources of Megatron-LM or of a fork
+#   tools/test_versions.sh --sample [...]                 some of what Megatron-Core runs; without
+#                                                         --megatron on the newest release alone
 #
 #   PYTHON311, PYTHON312    the interpreters; unset: python3.11 and python3.12, or pyenv's
 #
-# Run from any folder; paths are from the repository. The environments are .venv-3.11 and .venv-3.12
-# in the repository, made by tools/venv.sh. The exit code is 3 if an interpreter is missing.
+# Run from any folder; paths to tests are from the repository. The releases, with the Python of each,
+# are in megapack/base/megatron.py. The environments are .venv-3.11 and .venv-3.12 in the repository,
+# made by tools/venv.sh; a release other than the one that is installed there lies in
+# .megatron/VERSION, without its dependencies. It, or the source tree, is first on PYTHONPATH, also of
+# the processes that the tests start. The exit code is 2 for wrong arguments, and 3 if an interpreter
+# is missing.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 # Each kind of parallelism is in at least one of these cases.
 readonly SAMPLE='tp2_sp_pp2_recompute or cp2_pp2_vpp2_pad or mtp_moe_dp2_pp2'
+
+die() {
+    printf 'tools/test_versions.sh: %s\n' "$*" >&2
+    exit 2
+}
+
+# Lines such as "0.17.1 3.12", the oldest first.
+releases() {
+    sed -nE 's/^    "([0-9.]+)": "(3\.[0-9]+)",.*/\1 \2/p' "$root/megapack/base/megatron.py"
+}
 
 find_python() {
     local version=$1 name=PYTHON${1/./} candidate
@@ -29,23 +46,112 @@ find_python() {
     return 3
 }
 
-on() {
-    local version=$1 python venv=$root/.venv-$1
-    shift
-    python=$(find_python "$version") || return
-    printf '\n== Python %s: pytest %s\n' "$version" "$*"
-    PYTHON=$python "$root/tools/venv.sh" "$venv" hf
-    OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest "$@"
+# The Python that a source tree asks for, of the two that are tested.
+python_of() {
+    if grep -qsE '^ *requires-python *= *.*3\.1[2-9]' "$1/pyproject.toml"; then
+        printf '3.12\n'
+    else
+        printf '3.11\n'
+    fi
 }
 
-if [[ ${1:-} == --sample ]]; then
+# The folder of a release; nothing if the environment has it installed.
+unpacked() {
+    local venv=$1 release=$2 folder=$root/.megatron/$2
+    if "$venv/bin/python" -c "
+import sys
+from importlib.metadata import version
+sys.exit(version('megatron-core') != '$release')"; then
+        return
+    fi
+    if [[ ! -d $folder/megatron/core ]]; then
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
+            --target "$folder" "megatron-core==$release" >&2 || return
+    fi
+    printf '%s\n' "$folder"
+}
+
+# pytest with what WHAT names: a release, or the absolute path of a source tree.
+on() {
+    local what=$1 version=$2 python venv=$root/.venv-$2 folder
+    shift 2
+    python=$(find_python "$version") || return
+    printf '\n== megatron-core %s, Python %s: pytest %s\n' "$what" "$version" "$*"
+    PYTHON=$python "$root/tools/venv.sh" "$venv" hf || return
+    if [[ $what == /* ]]; then
+        # Of the tree only `megatron`: its `tools` is a package and would hide the repository's.
+        folder=$root/.megatron/tree-$(cksum <<<"$what" | cut -d ' ' -f 1)
+        mkdir -p "$folder" && ln -sfn "$what/megatron" "$folder/megatron" || return
+    else
+        folder=$(unpacked "$venv" "$what") || return
+    fi
+    (
+        cd "$root"
+        if [[ -n $folder ]]; then
+            export PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
+        fi
+        OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -p tests.progress "$@"
+    )
+}
+
+run() {
+    local what=$1 version=$2 status=0
+    shift 2
+    if [[ -z $sample ]]; then
+        on "$what" "$version" "$@"
+        return
+    fi
+    on "$what" "$version" tests/unit/{checkpoint,schedule} \
+        tests/dist/checkpoint/test_checkpoint_state.py "$@" || status=$?
+    # Without a Python the second part would only say so again.
+    ((status == 3)) ||
+        on "$what" "$version" tests/dist/exactness/test_exactness.py -k "$SAMPLE" "$@" || status=$?
+    return "$status"
+}
+
+known=$(releases)
+sample=
+what=
+while (($#)); do
+    case $1 in
+        --help)
+            sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+            exit
+            ;;
+        --sample) sample=1 ;;
+        --megatron)
+            [[ -n ${2:-} ]] || die '--megatron needs a release or a folder'
+            [[ -z $what ]] || die '--megatron is given twice'
+            what=$2
+            shift
+            ;;
+        *) break ;;
+    esac
     shift
-    on 3.12 tests/unit/{checkpoint,schedule} tests/dist/checkpoint/test_checkpoint_state.py "$@"
-    on 3.12 tests/dist/exactness/test_exactness.py -k "$SAMPLE" "$@"
+done
+# Further on it would be an argument of pytest's, which does not know it.
+for argument in "$@"; do
+    [[ $argument != --sample && $argument != --megatron ]] ||
+        die "$argument comes before the arguments of pytest"
+done
+
+if [[ -n $what ]]; then
+    version=$(awk -v what="$what" '$1 == what { print $2 }' <<<"$known")
+    if [[ -z $version ]]; then
+        [[ -f $what/megatron/core/package_info.py ]] ||
+            die "$what is neither a tested release ($(awk '{ printf "%s%s", sep, $1; sep = ", " }' \
+                <<<"$known")) nor a folder with megatron/core"
+        what=$(cd "$what" && pwd)
+        version=$(python_of "$what")
+    fi
+    run "$what" "$version" "$@"
     exit
 fi
+if [[ -n $sample ]]; then
+    known=$(tail -n 1 <<<"$known")
+fi
 status=0
-for version in 3.11 3.12; do
-    on "$version" "$@" || status=$?
-done
+while read -r release version; do
+    run "$release" "$version" "$@" || status=$?
+done <<<"$known"
 exit "$status"

@@ -95,16 +95,26 @@ def _name_absent_gemm(moe_utils: Any) -> None:
         moe_utils.te_general_gemm = None
 
 
-def _use_compiled_helpers(utils: Any) -> None:
+def _use_compiled_helpers(module: Any) -> None:
     """Keep data sets' helpers in C++ that are compiled already, as those of a wheel are."""
-    compile_helpers = utils.compile_helpers
+    compile_helpers = module.compile_helpers
 
     @functools.wraps(compile_helpers)
     def compile_missing() -> None:
         if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
             compile_helpers()
 
-    utils.compile_helpers = compile_missing
+    module.compile_helpers = compile_missing
+
+
+def _know_no_inference_layers(inference_layers: Any) -> None:
+    """Layers of multi-token prediction ask for classes that are none without Transformer Engine.
+
+    Read in main of August 2026, where the question raises TypeError.
+    """
+    for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+        if not isinstance(getattr(inference_layers, name, object), type):
+            setattr(inference_layers, name, type(name, (), {}))
 
 
 def _compile_no_kernels(fused_kernels: Any) -> None:
@@ -130,6 +140,7 @@ AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "megatron.core.optimizer.distrib_optimizer": _use_torchs_distributed_optimizer,
     "megatron.core.optimizer.clip_grads": _use_local_scaling,
     "megatron.core.optimizer.optimizer": _use_local_scaling,
+    "megatron.core.tensor_parallel.inference_layers": _know_no_inference_layers,
     "megatron.core.tensor_parallel.layers": _fuse_gradient_accumulation,
     "megatron.core.transformer.moe.token_dispatcher": _keep_split_sizes,
     "megatron.core.transformer.moe.moe_utils": _name_absent_gemm,

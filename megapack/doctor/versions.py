@@ -5,13 +5,15 @@ from __future__ import annotations
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from megapack.base import megatron
+
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
 NEWEST_TESTED = {
     "python": "3.12",
     "torch": "2.13.0",
-    "megatron-core": "0.19.2",
+    "megatron-core": megatron.NEWEST_TESTED,
     "transformer-engine": "2.11.0",
 }
 """The newest version of each package with which megapack's tests have run."""
@@ -41,9 +43,7 @@ def check_version(package: str, version: str) -> tuple[list[str], list[str]]:
 
 def freed_while_sent(version: str) -> list[str]:
     """A note if this megatron-core frees outputs of interleaved stages before they are sent."""
-    from megapack.base.megatron import frees_while_sending
-
-    if not frees_while_sending(version):
+    if not megatron.frees_while_sending(version):
         return []
     return [
         f"virtual pipeline stages of megatron-core {version} free an output while it is being "

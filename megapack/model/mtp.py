@@ -81,3 +81,11 @@ def check_mtp(config: Any) -> None:
             "Megatron's MTP layers save packed_seq_params as if it were a tensor; set "
             "recompute_granularity='selective' or None, or mtp_num_layers=None"
         )
+    unsupported = {
+        "mtp_detach_heads": "the vocabulary projection would get gradients of the further losses",
+        "mtp_hsm": "it mixes hidden states at random over the positions of a row, so the gradient "
+        "would depend on the packing",
+    }
+    for name, why in unsupported.items():
+        if getattr(config, name, False):
+            raise ConfigError(f"config.{name}=True is not supported: {why}; set it to False")

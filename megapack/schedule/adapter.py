@@ -133,6 +133,7 @@ class ScheduleAdapter:
         self.config = get_model_config(self.chunks[0])
         self.ranks = process_ranks() if ranks is None else ranks
         self.ranks.check()
+        checks.warn_of_newer_version()
         self._device = torch.device(torch.cuda.current_device())
         self.vocab_size = agree(
             lambda: checks.checked_vocab_size(self.chunks, vocab_size), device=self._device

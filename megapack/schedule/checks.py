@@ -6,14 +6,19 @@ settings of a plan when its step begins.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import megatron.core
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config, get_te_version
 from packaging.version import Version
 
 from megapack.base.choices import Executor
+from megapack.base.megatron import newer_than_tested
 from megapack.errors import ConfigError
 from megapack.layout import Layout, fp8_rows
 from megapack.model import weight_gradients
@@ -25,8 +30,19 @@ from megapack.model.parameters import is_expert
 from megapack.plan.plan import Plan
 from megapack.policy import check_policy
 
+logger = logging.getLogger(__name__)
+
 Head = Literal["vocabulary", "value"]
 """The last chunk turns hidden states into log-probs, or into one value per token."""
+
+
+@functools.cache
+def warn_of_newer_version() -> None:
+    """Log one line per job if Megatron-Core is newer than what the tests have run with."""
+    text = newer_than_tested(megatron.core.__version__)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if text and is_first:
+        logger.warning("%s", text)
 
 
 def check_layout(layout: Layout, num_chunks: int, *, has_experts: bool) -> None:
@@ -169,10 +185,35 @@ def _check_features(config: Any) -> None:
         "mtp_standalone": "set it to False",
         "defer_embedding_wgrad_compute": "the vocabulary projection runs outside its layer; set it "
         "to False",
+        "overlap_dispatch_backward_with_experts_wgrad": "weight gradients of experts would run "
+        "outside of the backward that the adapter follows; set it to False",
     }
     for name, advice in unsupported.items():
         if getattr(config, name, None):
             raise ConfigError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
+    # Both are 1 without, and Megatron-Core before 0.19 does not have them.
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        if getattr(config, name, 1) > 1:
+            raise ConfigError(
+                f"config.{name}={getattr(config, name)}: ranks that share weights would count as "
+                "data-parallel ranks of the plan; set it to 1"
+            )
+    if exchanges_wider_states(config):
+        raise ConfigError(
+            "config.enable_mhc_connections=True with pipeline stages: they exchange all residual "
+            "streams, and planned rows are hidden_size wide; set pp=1, or enable_mhc_connections="
+            "False"
+        )
+
+
+def exchanges_wider_states(config: Any) -> bool:
+    """Whether stages exchange more than `hidden_size` values per token.
+
+    Hyper-connections (Megatron-Core after 0.19) keep several streams of hidden states. Its main of
+    August 2026 refuses them with stages itself.
+    """
+    has_streams = bool(getattr(config, "enable_mhc_connections", False))
+    return has_streams and config.pipeline_model_parallel_size > 1
 
 
 def check_executor(chunks: Sequence[Any], config: Any, executor: Executor) -> None:

@@ -126,6 +126,7 @@ class PlannedSchedule:
             RankError: on every rank, if one failed or ended inside the call. The process groups
                 cannot be used any more.
         """
+        checks.warn_of_newer_version()
         call = _Call(
             forward_step_func=forward_step_func,
             chunks=list(model) if isinstance(model, Sequence) else [model],
@@ -426,6 +427,8 @@ def why_not_planned(config: Any, others: Mapping[str, Any]) -> str:
     for name in _OTHER_SCHEDULES:
         if getattr(config, name, False):
             return f"config.{name} is set, which takes another forward step"
+    if checks.exchanges_wider_states(config):
+        return "its stages exchange the streams of hyper-connections, which are wider"
     if checks.captures_whole_iterations(config):
         return "CUDA graphs of whole iterations replay it without its Python code"
     if others.get("adjust_tensor_shapes_fn") is not None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.child import python_path
 from tests.dist.fork_server import TIMED_OUT, Job, request
 from tests.te_python import VARIABLE, te_folder
 
@@ -106,7 +107,7 @@ _NUMBERS = itertools.count()
 
 
 def _path(te: str) -> str:
-    return os.pathsep.join([str(ROOT), *([str(te_folder(te))] if te else [])])
+    return python_path(ROOT, *([te_folder(te)] if te else []))
 
 
 @functools.cache

@@ -22,8 +22,9 @@ Multi-latent attention makes a table in each layer, and applies it to packed row
 which it reads on the host: per layer once for queries and once for keys, and with a table of the
 whole row once more for each sample. On a GPU each of these reads waits for all work before it. So
 the layer sees the row as one long sequence, with `cu_seqlens` on the host and a table that has the
-lines of the row's tokens. Megatron takes a table as long as the row line by line, and from it the
-zigzag slice of its own context-parallel rank, where this rank's lines are put. That gives right
+lines of the row's tokens. After 0.19 Megatron-Core finds positions on the device, and `cu_seqlens`
+are there. Megatron takes a table as long as the row line by line, and from it the zigzag slice of
+its own context-parallel rank, where this rank's lines are put. That gives right
 positions, too, where they do not follow from `cu_seqlens`: where samples share prefixes or are in
 pieces, and where several DP ranks share the row. Core attention gets the true description.
 
@@ -35,9 +36,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -50,6 +53,9 @@ from torch import Tensor
 from megapack.errors import ScheduleError
 from megapack.model.attention.row import row_view
 from megapack.model.head import unwrapped
+
+READS_ON_HOST = "max_seqlen" not in signature(rope_utils.apply_rotary_pos_emb).parameters
+"""Whether Megatron reads `cu_seqlens` of packed rows on the host; not after 0.19."""
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -195,8 +201,8 @@ def latent_row(
             fewer than those that share the row if it lies over several DP ranks.
 
     Returns:
-        The description, with `cu_seqlens` on the host, and int64 [tokens of the sequence]: the
-        position in its sample of each line's token; 0 in the slices of other ranks.
+        The description, with `cu_seqlens` where Megatron reads them, and int64 [tokens of the
+        sequence]: the position in its sample of each line's token; 0 in the slices of other ranks.
     """
     ranks, rank = cp_group.size(), cp_group.rank()
     lines = positions_T
@@ -207,7 +213,9 @@ def latent_row(
         parts = lines.chunk(2 * ranks)
         parts[rank].copy_(first)
         parts[2 * ranks - 1 - rank].copy_(last)
-    ends = torch.tensor([0, lines.numel()], dtype=torch.int32, device="cpu")
+    tokens = lines.numel()
+    device = "cpu" if READS_ON_HOST else positions_T.device
+    ends = torch.arange(0, tokens + 1, tokens, dtype=torch.int32, device=device)
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     given = {name: ends for name in names if getattr(params, name) is not None}
     row = dataclasses.replace(params, **given)

@@ -162,17 +162,20 @@ def check_experts(config: Any, layout: Layout) -> None:
     unsupported = {
         "moe_expert_capacity_factor": "which tokens are dropped would depend on the packing; set "
         "it to None",
+        "moe_expert_rank_capacity_factor": "which tokens are dropped would depend on the packing; "
+        "set it to None",
         "moe_enable_routing_replay": "it holds one micro-batch at a time; set it to False and use "
         "forward(record_routing=True) and step(routing=...)",
     }
     for name, advice in unsupported.items():
         if getattr(config, name, None):
             raise ConfigError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
-    if "sinkhorn" in kinds:
-        raise ConfigError(
-            "moe_router_load_balancing_type='sinkhorn' routes a token depending on its row; "
-            "set 'seq_aux_loss' or 'none'"
-        )
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if kind in kinds:
+            raise ConfigError(
+                f"moe_router_load_balancing_type={kind!r} routes a token depending on its row; "
+                "set 'seq_aux_loss' or 'none'"
+            )
     if layout.tp > 1 and not layout.sequence_parallel:
         raise ConfigError(
             f"experts with tp={layout.tp} need sequence parallelism; set "

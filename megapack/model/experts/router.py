@@ -63,12 +63,18 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         self._checkpointed.clear()
         self.router_replay = self._replay if schedule_pass is None else _ReplayAdapter(self)
 
-    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Probabilities and map [tokens, experts] of hidden states; see `TopKRouter`."""
+    def forward(
+        self, input: Tensor, padding_mask: Tensor | None = None, **others: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Probabilities and map [tokens, experts] of hidden states; see `TopKRouter`.
+
+        Args:
+            others: what forks of Megatron give their routers, such as `input_ids` (radixark).
+        """
         if self._pass is None:
-            return super().forward(input, padding_mask)  # type: ignore[no-any-return]
+            return super().forward(input, padding_mask, **others)  # type: ignore[no-any-return]
         self._row = self._next_row()
-        return super().forward(input)  # type: ignore[no-any-return]
+        return super().forward(input, **others)  # type: ignore[no-any-return]
 
     def _next_row(self) -> RoutingRow | None:
         """The row of this call.

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from megapack import cli
+from megapack.base.megatron import NEWEST_TESTED, TESTED_RELEASES
 from megapack.doctor import Diagnosis, diagnose, probes, runner, versions
 from megapack.doctor.probes import check_environment, run_probe
 from megapack.doctor.versions import check_version
@@ -140,8 +141,8 @@ def test_wrong_versions_and_packages_are_faults(
         ("torch", "2.13.0+cu130", False, False),
         ("torch", "2.14.1", False, True),
         ("torch", "2.5.1", True, False),
-        # Above megapack's own range, too.
-        ("megatron-core", "0.20.0", False, True),
+        ("megatron-core", NEWEST_TESTED, False, False),
+        ("megatron-core", "0.99.0", False, True),
         ("megatron-core", "0.16.1", False, False),
         ("megatron-core", "0.15.3", True, False),
         ("transformer-engine", "2.20.2", False, True),
@@ -154,7 +155,7 @@ def test_wrong_versions_and_packages_are_faults(
 def test_old_versions_are_faults_and_new_ones_are_notes(
     package: str, version: str, fault: bool, note: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    required = ["torch>=2.6", "megatron-core<0.20,>=0.16.1"]
+    required = ["torch>=2.6", "megatron-core>=0.16.1"]
     required += ['transformer-engine[pytorch]>=2.9; extra == "te"']
     monkeypatch.setattr(versions.metadata, "requires", lambda name: required)
     faults, notes = check_version(package, version)
@@ -190,7 +191,15 @@ def test_the_tested_versions_include_those_of_the_constraints(repo_root: Path) -
     # The last line of a package is that of the newest Python.
     pinned = dict(line.partition(";")[0].split("==") for line in text.splitlines() if "==" in line)
     assert pinned["torch"] == versions.NEWEST_TESTED["torch"]
-    assert pinned["megatron-core"] == versions.NEWEST_TESTED["megatron-core"]
+    assert pinned["megatron-core"] == list(TESTED_RELEASES)[-1]
+
+
+def test_megapack_gives_megatron_no_upper_bound(repo_root: Path) -> None:
+    """A bound makes pip replace what a container has."""
+    text = (repo_root / "setup.py").read_text(encoding="utf-8")
+    assert re.findall(r'"megatron-core[^"]*"', text) == [
+        f'"megatron-core>={next(iter(TESTED_RELEASES))}"'
+    ]
 
 
 def test_a_transformer_engine_without_cudnn_says_what_to_install(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
-from megapack.model.attention.rotary import latent_row
+from megapack.model.attention.rotary import READS_ON_HOST, latent_row
 from megapack.rows.slices import slice_positions
 from tests.child import child
 from tests.forests import random_forest
@@ -260,6 +260,14 @@ def test_transformer_engine_gets_another_mask_for_shared_prefixes_only(
 def test_what_finds_positions_by_itself_is_refused(found: dict[str, Any]) -> None:
     assert found["fused_latent"].startswith("apply_rope_fusion=True in multi-latent")
     assert found["own"] == "Own with position_embedding_type='rope'"
+
+
+def test_ends_of_a_row_are_where_megatron_reads_them() -> None:
+    """Since it finds positions on the device, it searches in the ends there."""
+    row = random_forest(2, 1)
+    positions = row.positions_T.to("meta")
+    as_one, _ = latent_row(row.params(1), positions, RankOf(0, 1))
+    assert as_one.cu_seqlens_q.device.type == ("cpu" if READS_ON_HOST else "meta")
 
 
 @pytest.mark.parametrize("width", [1, 2])

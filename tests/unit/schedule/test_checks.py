@@ -142,6 +142,36 @@ REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"hybrid_context_parallel": True},
         r"hybrid_context_parallel=True.*set it to False",
     ),
+    "weight gradients of experts in a stream of their own": (
+        Layout(),
+        {"overlap_dispatch_backward_with_experts_wgrad": True},
+        r"overlap_dispatch_backward_with_experts_wgrad=True.*set it to False",
+    ),
+    "weights that are split over ranks": (
+        Layout(),
+        {"gtp_weight_remat_size": 2},
+        r"gtp_weight_remat_size=2.*set it to 1",
+    ),
+    "expert weights that are split over ranks": (
+        Layout(),
+        {"expert_gtp_weight_remat_size": 2},
+        r"expert_gtp_weight_remat_size=2.*set it to 1",
+    ),
+    "hyper-connections between stages": (
+        Layout(pp=2),
+        {"enable_mhc_connections": True},
+        r"enable_mhc_connections=True with pipeline stages.*set pp=1, or enable_mhc_connections=",
+    ),
+    "further losses that leave the model alone": (
+        Layout(),
+        {"mtp_num_layers": 1, "mtp_detach_heads": True},
+        r"mtp_detach_heads=True.*set it to False",
+    ),
+    "mixed hidden states": (
+        Layout(),
+        {"mtp_num_layers": 1, "mtp_hsm": True},
+        r"mtp_hsm=True.*depend on the packing; set it to False",
+    ),
 }
 
 
@@ -152,6 +182,11 @@ def test_a_wrong_setting_is_refused_with_what_to_set(name: str) -> None:
         check_config(config(layout, **changes), layout)
     assert isinstance(caught.value, MegapackError)
     assert "\n" not in str(caught.value)
+
+
+def test_settings_without_what_they_belong_to_are_accepted() -> None:
+    check_config(config(Layout(), enable_mhc_connections=True), Layout())
+    check_config(config(Layout(), mtp_detach_heads=True, mtp_hsm=True), Layout())
 
 
 @pytest.mark.parametrize(
@@ -375,7 +410,13 @@ REFUSED_EXPERTS: list[tuple[Layout, dict[str, Any], str]] = [
         {"moe_router_load_balancing_type": "sinkhorn"},
         "routes a token depending on its row",
     ),
+    (
+        INTERLEAVED,
+        {"moe_router_load_balancing_type": "quantile_balancing"},
+        "'quantile_balancing' routes a token depending on its row",
+    ),
     (INTERLEAVED, {"moe_expert_capacity_factor": 1.5}, "set it to None"),
+    (INTERLEAVED, {"moe_expert_rank_capacity_factor": 1.5}, "set it to None"),
     (INTERLEAVED, {"moe_enable_routing_replay": True}, "one micro-batch at a time"),
     (Layout(tp=2), {}, r"tp=2 need sequence parallelism"),
 ]
