@@ -39,8 +39,8 @@ RELEASES = {
     "areal": ("1.0.4",),
     "ms-swift": ("4.6.0",),
     "mcore-bridge": ("1.6.5",),
-    "skyrl": ("0.3.0",),
-    "megatron-bridge": ("0.3.1",),
+    "skyrl": ("0.3.0", "0.4.0"),
+    "megatron-bridge": ("0.3.1", "0.6.2"),
     "megatron-core": ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
 }
 # Megatron-Core's newer wheels are for it; a wheel for every Python is found as well.

@@ -7,6 +7,7 @@
 #   tools/host_steps.sh --sample         a few tests of two hosts that have releases; .ci/run runs it
 #
 #   MEGAPACK_HOST_SOURCES    a folder with source trees: slime/, miles/, nemo-rl/, skyrl/, ...
+#   MEGAPACK_HOST_RELEASES   releases in place of the newest tested ones: skyrl==0.3.0,...
 #   PYTHON                   the interpreter; unset: .venv of the repository, then python3
 #
 # Hosts with a release on the package index need no tree. A test without its host's code is skipped,

@@ -1,7 +1,7 @@
 """AReaL: `areal.utils.seqpack` and the count that ranks agree on, with rows within the budget.
 
 Both of AReaL's packing algorithms get the same rows: the fewest that its counts allow, of about
-equal tokens. Checked against AReaL 1.0.4.
+equal tokens. Checked against AReaL 1.0.4 and 2.0.0.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megapack import patching
 from megapack.base.arrays import Ints
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, HostRuntimeError, PlanError
@@ -42,6 +43,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_FORWARD_RESULT = "areal.engine.megatron_engine.MegatronEngine._compute_forward_result"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ArealOptions:
@@ -54,7 +57,8 @@ class ArealOptions:
     """Seconds of a micro-batch, for planning with a layout; None balances tokens."""
     restore_cp_outputs: bool = False
     """With cp > 1, give log-probs and values of forward passes in the order of the tokens. AReaL
-    1.0.4 compares a rank's own logits with labels of other positions, see docs/hosts/areal.md."""
+    1.0.4 compares a rank's own logits with labels of other positions, see docs/hosts/areal.md. 2.0
+    does not, and the option changes nothing there."""
 
     def __post_init__(self) -> None:
         if self.cost is not None and self.layout is None:
@@ -155,42 +159,32 @@ def allocate_balanced_mbs_synced(
 def compute_forward_result(self: Any, output: torch.Tensor, inputs: dict[str, Any]) -> Any:
     """Log-probs of next tokens, or a critic's values, of one micro-batch: [real tokens].
 
-    Method of AReaL's MegatronEngine. With cp > 1 it is given this CP rank's share of the outputs:
-    tokens 0, 1, 6, 7 of a sequence of 8 on rank 0 of 2. With `restore_cp_outputs` the shares of all
-    ranks are gathered, padding is removed, and values are those of cp = 1.
+    Method of AReaL's MegatronEngine, which is called where the option changes nothing: with cp = 1,
+    in tree training, and since AReaL 2.0, whose forward passes gather outputs before. 1.0 gives it
+    this CP rank's share of them with cp > 1: tokens 0, 1, 6, 7 of a sequence of 8 on rank 0 of 2.
+    With `restore_cp_outputs` the shares of all ranks are gathered, padding is removed, and values
+    are those of cp = 1.
 
     Args:
         self: the engine.
         output: logits [tokens, vocabulary], or values [tokens, 1].
         inputs: AReaL's micro-batch; under CP with `_cp_` fields about the row before its split.
     """
+    is_split = inputs.get("_cp_local_labels") is not None and not self.enable_tree_training
+    if not is_split or not _OPTIONS.current.restore_cp_outputs:
+        if is_split:
+            _warn_of_positions()
+        return patching.original(_FORWARD_RESULT)(self, output, inputs)
     host = importlib.import_module("areal.engine.megatron_engine")
-
-    if self.enable_tree_training:
-        return _tree_log_probs(host, self, output, inputs)
-    is_split = inputs.get("_cp_local_labels") is not None
-    restores = is_split and _OPTIONS.current.restore_cp_outputs
-    if is_split and not restores:
-        _warn_of_positions()
     if self.config.is_critic:
         values = output.squeeze(-1)
     else:
-        labels = inputs["_cp_local_labels"] if restores else inputs["input_ids"].roll(-1, -1)
+        labels = inputs["_cp_local_labels"]
         values = host.gather_logprobs(output, labels, **_softmax_options(host, self))
-    if not restores:
-        return values
     ends = inputs["_cp_padded_cu_seqlens"]
     whole = host.reassemble_cp_packed_logprobs(values, ends)
     padding = inputs.get("_cp_padding_length", 0)
     return host.unpad_logits(whole, padding, ends, inputs.get("_cp_old_cu_seqlens"))
-
-
-def _tree_log_probs(host: Any, engine: Any, output: Any, inputs: dict[str, Any]) -> Any:
-    if engine.config.is_critic:
-        raise NotImplementedError("AReaL has no tree training of critics; set is_critic=False")
-    tree = inputs["trie_node"]
-    ids = inputs["input_ids"]
-    return host._gather_packed_tree_logprobs(output, tree, ids, **_softmax_options(host, engine))
 
 
 def _softmax_options(host: Any, engine: Any) -> dict[str, Any]:

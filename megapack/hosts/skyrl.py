@@ -2,7 +2,8 @@
 
 Token-based micro-batches are planned by megapack. With a layout configured, alignment counts
 against the budget, micro-batches are ordered for the pipeline, and every M is one that the
-interleaved schedule runs; SkyRL does not check that. Written for SkyRL's commit a956457.
+interleaved schedule runs; SkyRL does not check that. Written for SkyRL's commit a956457 and for
+0.4.0, whose batches have packed fields.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megapack.hosts.shared.rank_rows import (
     small_at_ends,
     split_rows,
 )
-from megapack.hosts.shared.tensor_rows import take
+from megapack.hosts.shared.tensor_rows import collect, take
 from megapack.layout import Layout
 
 if TYPE_CHECKING:
@@ -135,6 +136,24 @@ class TokenBasedBatchIterator:
             )
         return _combine(batches[: len(self._microbatches)], self._microbatches)
 
+    def reorder_and_combine_items(self, batches: list[list[Any]]) -> list[Any]:
+        """Combine the items of all micro-batches, one for each sample, in the order of `data`.
+
+        Micro-batches [[0, 2], [1, 3]] with items [a, c] and [b, d] give a, b, c, d. Items of
+        padding samples, which come last, and of padding micro-batches are left out. SkyRL calls it
+        since 0.4.
+
+        Raises:
+            DataError: a micro-batch has fewer items than samples.
+        """
+        items: dict[int, Any] = {}
+        for row, outputs in zip(self._microbatches, batches, strict=False):
+            items.update(zip(row, outputs, strict=False))
+        num = sum(map(len, self._microbatches))
+        if len(items) < num:
+            raise DataError(f"{len(items)} items for {num} samples; give one for each sample")
+        return [items[i] for i in range(num)]
+
     def _create_padding_microbatch(self) -> Any:
         """One sample without a loss, as wide as the real ones."""
         return _padding_samples(self.data, 1)
@@ -218,11 +237,28 @@ def _padding_samples(data: Any, num: int, *, like: Any = None) -> Any:
             fields[name] = _FILL[name](zeros) if is_filled else zeros
         elif value is None:
             fields[name] = None
+        elif _is_packed(value):
+            fields[name] = collect(type(value), [_packed_padding(name, value)] * num)
         elif like is not None:
             fields[name] = type(value)([like[name][0]] * num)
     batch = type(data)(fields)
     batch.metadata = {**(data.metadata or {}), "is_padding_batch": True}
     return batch
+
+
+def _is_packed(value: Any) -> bool:
+    return hasattr(type(value), "from_segments")
+
+
+def _packed_padding(name: str, field: Any) -> torch.Tensor:
+    """Rows of one padding sample: of its one token, or of its response, which has none."""
+    if name not in _PACKED_ROWS:
+        raise DataError(
+            f"padding samples have no value for the packed field {name}; known are "
+            f"{', '.join(_PACKED_ROWS)}"
+        )
+    zeros: torch.Tensor = field.values.new_zeros((_PACKED_ROWS[name], *field.values.shape[1:]))
+    return _FILL[name](zeros) if name in _FILL else zeros
 
 
 def _append(first: Any, second: Any) -> Any:
@@ -261,7 +297,7 @@ def _concat(values: list[Any]) -> Any:
         return None
     if isinstance(values[0], torch.Tensor):
         return torch.cat(values)
-    return type(values[0])([value[i] for value in values for i in range(len(value))])
+    return collect(type(values[0]), [value[i] for value in values for i in range(len(value))])
 
 
 def _ones(zeros: torch.Tensor) -> torch.Tensor:
@@ -287,3 +323,6 @@ _FILL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "router_padding_mask": _ones,
     "rollout_expert_indices": _distinct_experts,
 }
+
+# Packed field -> rows of a padding sample.
+_PACKED_ROWS = {"rollout_expert_indices": 1, "rollout_sample_support": 0}

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack import ConfigError, CostModel, Layout, PlanError
+from megapack import ConfigError, CostModel, Layout, PlanError, patching
 from megapack.hosts import areal
 
 pytestmark = pytest.mark.hosts
@@ -146,6 +146,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
         "areal.engine.megatron_engine": module,
     }.items():
         monkeypatch.setitem(sys.modules, name, value)
+    own = {areal._FORWARD_RESULT: lambda self, output, inputs: "the host's"}
+    monkeypatch.setattr(patching, "original", lambda name: own[name])
     config = types.SimpleNamespace(is_critic=False, temperature=1.0)
     return types.SimpleNamespace(enable_tree_training=False, config=config)
 
@@ -161,17 +163,19 @@ def test_outputs_of_cp_ranks_are_restored_with_the_option_only(
         "_cp_padding_length": 1,
     }
     areal._warn_of_positions.cache_clear()
-    found = areal.compute_forward_result(engine, logits, inputs)
-    assert found.tolist() == [8, 9, 7]
+    assert areal.compute_forward_result(engine, logits, inputs) == "the host's"
     assert "restore_cp_outputs=True" in caplog.text
     areal.configure(restore_cp_outputs=True)
     assert areal.compute_forward_result(engine, logits, inputs).tolist() == [1, 2, 3, 1, 2]
+    engine.config.is_critic = True
+    values = torch.tensor([[1.0], [2.0], [3.0]])
+    assert areal.compute_forward_result(engine, values, inputs).tolist() == [1, 2, 3, 1, 2]
+    engine.enable_tree_training = True
+    assert areal.compute_forward_result(engine, values, inputs) == "the host's"
 
 
-def test_outputs_without_cp_are_the_hosts(engine: Any) -> None:
+def test_outputs_that_are_not_split_are_the_hosts(engine: Any) -> None:
+    """cp = 1, and AReaL 2.0, which gathers outputs first and gives hidden states in chunks."""
     areal.configure(restore_cp_outputs=True)
     inputs = {"input_ids": torch.tensor([7, 8, 9])}
-    assert areal.compute_forward_result(engine, torch.zeros(3, 1), inputs).tolist() == [8, 9, 7]
-    engine.config.is_critic = True
-    values = torch.tensor([[1.0], [2.0]])
-    assert areal.compute_forward_result(engine, values, inputs).tolist() == [1.0, 2.0]
+    assert areal.compute_forward_result(engine, torch.zeros(3, 1), inputs) == "the host's"

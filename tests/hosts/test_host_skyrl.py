@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import sys
 import types
 from collections.abc import Iterator
@@ -37,6 +38,28 @@ class TensorList:
             return TensorList(self.tensors[index])
         assert type(index) is int
         return self.tensors[index]
+
+
+class PackedTensor:
+    """Rows of all samples in one tensor, with bounds: SkyRL 0.4's. Not made from a list."""
+
+    def __init__(self, values: torch.Tensor, bounds: list[int]) -> None:
+        assert values.shape[0] == bounds[-1]
+        self.values = values
+        self.bounds = bounds
+
+    @classmethod
+    def from_segments(cls, segments: list[torch.Tensor]) -> PackedTensor:
+        bounds = [0, *itertools.accumulate(map(len, segments))]
+        return cls(torch.cat(segments), bounds)
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return self.from_segments([self[i] for i in range(len(self))[index]])
+        return self.values[self.bounds[index] : self.bounds[index + 1]]
 
 
 class Batch(dict[str, Any]):
@@ -158,6 +181,63 @@ def test_tensors_of_unequal_shapes_follow_their_samples() -> None:
             assert torch.equal(mb["pixel_values"][position], pixels[i])
     restored = iterator.reorder_and_combine_batches(batches)["pixel_values"]
     assert [len(t) for t in restored.tensors] == [2, 3, 4, 5, 6]
+
+
+def packed_batch(lengths: list[int]) -> Batch:
+    """Experts of each token, which are the sample's number, and candidates of response tokens."""
+    experts = [torch.full((n, 2, 3), i, dtype=torch.int16) for i, n in enumerate(lengths)]
+    support = [torch.full((i + 1, 5), i) for i in range(len(lengths))]
+    return batch_of(
+        lengths,
+        rollout_expert_indices=PackedTensor.from_segments(experts),
+        rollout_sample_support=PackedTensor.from_segments(support),
+    )
+
+
+def test_packed_fields_follow_their_samples() -> None:
+    lengths = [10, 9, 5, 5, 3]
+    data = packed_batch(lengths)
+    skyrl.configure(uniform_micro_batch_size=True)
+    iterator = skyrl.TokenBasedBatchIterator(data, 15)
+    batches = list(iterator)
+    for mb in batches:
+        samples = samples_of(mb)
+        for position, i in enumerate(samples):
+            assert torch.equal(
+                mb["rollout_expert_indices"][position], data["rollout_expert_indices"][i]
+            )
+        for position in range(len(samples), len(mb["sequences"])):
+            assert mb["rollout_expert_indices"][position].tolist() == [[[0, 1, 2]] * 2]
+            assert mb["rollout_sample_support"][position].shape == (0, 5)
+    assert any(len(samples_of(mb)) < len(mb["sequences"]) for mb in batches)
+    restored = iterator.reorder_and_combine_batches(batches)["rollout_expert_indices"]
+    assert torch.equal(restored.values, data["rollout_expert_indices"].values)
+    assert restored.bounds == data["rollout_expert_indices"].bounds
+
+
+def test_padding_micro_batches_have_rows_of_packed_fields() -> None:
+    data = packed_batch([9, 8, 7])
+    skyrl.configure(layout=Layout(pp=2, vpp=2, microbatch_group_size=4))
+    *_, padding = skyrl.TokenBasedBatchIterator(data, 30)
+    assert padding["rollout_expert_indices"].bounds == [0, 1]
+    assert padding["rollout_expert_indices"].values.dtype == torch.int16
+    assert padding["rollout_sample_support"].bounds == [0, 0]
+
+
+def test_a_packed_field_that_padding_has_no_value_for_is_refused() -> None:
+    data = batch_of([9, 8, 7], new_field=PackedTensor.from_segments([torch.zeros(2)] * 3))
+    skyrl.configure(layout=Layout(pp=2, vpp=2, microbatch_group_size=4))
+    with pytest.raises(DataError, match="new_field"):
+        list(skyrl.TokenBasedBatchIterator(data, 30))
+
+
+def test_items_come_back_in_the_order_of_the_samples() -> None:
+    """One item a sample, more for padding samples, none for padding micro-batches."""
+    iterator = skyrl.TokenBasedBatchIterator(batch_of([10, 10, 5, 5, 3]), 15)
+    items = [[*map(str, samples_of(mb)), "padding"] for mb in iterator]
+    assert iterator.reorder_and_combine_items([*items, []]) == ["0", "1", "2", "3", "4"]
+    with pytest.raises(DataError, match="items for 5 samples"):
+        iterator.reorder_and_combine_items([row[:-2] for row in items])
 
 
 def test_micro_batches_can_have_a_uniform_size() -> None:

@@ -24,10 +24,13 @@ GLOBAL_BATCH = 4
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     try:
-        sources.installed(sources.RELEASES["megatron_bridge"])
+        sources.installed(sources.release("megatron_bridge"))
     except sources.NoSource as error:
         pytest.skip(str(error))
-    return Runs("megatron_bridge", tmp_path_factory.mktemp("megatron_bridge"))
+    # `finetune` starts a second process, which imports Bridge again: 300 s are too few on two
+    # busy cores.
+    folder = tmp_path_factory.mktemp("megatron_bridge")
+    return Runs("megatron_bridge", folder, timeout_s=600)
 
 
 def seen(reports: list[Report]) -> dict[str, list[float]]:

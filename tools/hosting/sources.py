@@ -1,6 +1,7 @@
 """Where a host's own code is: a source tree that the user names, or a release of the package index.
 
-    MEGAPACK_HOST_SOURCES=/somewhere    a folder with source trees: slime/, miles/, nemo-rl/, ...
+    MEGAPACK_HOST_SOURCES=/somewhere          a folder with source trees: slime/, miles/, ...
+    MEGAPACK_HOST_RELEASES=skyrl==0.3.0,...   releases in place of the newest tested ones
 
 Releases are installed without their dependencies, some of which are whole training stacks, each
 into a folder of its own; hosts are then imported from there with `import_stubs` for the rest.
@@ -16,15 +17,17 @@ import tempfile
 from pathlib import Path
 
 VARIABLE = "MEGAPACK_HOST_SOURCES"
+VARIABLE_RELEASES = "MEGAPACK_HOST_RELEASES"
 
-# Host -> its release on the package index that the patches are tested with.
+# Host -> its newest release on the package index that the patches are tested with.
 RELEASES = {
     "verl": "verl==0.9.1",
     "areal": "areal==1.0.4",
     "ms_swift": "ms-swift==4.6.0",
     "mcore_bridge": "mcore-bridge==1.6.5",
-    "megatron_bridge": "megatron-bridge==0.3.1",
-    "skyrl": "skyrl==0.3.0",
+    # 0.6 wants Python 3.12, and a Megatron-Core that has wheels for it only.
+    "megatron_bridge": f"megatron-bridge=={'0.6.2' if sys.version_info >= (3, 12) else '0.3.1'}",
+    "skyrl": "skyrl==0.4.0",
 }
 # Host -> the name of its folder below MEGAPACK_HOST_SOURCES.
 FOLDERS = {
@@ -60,7 +63,20 @@ def source(host: str) -> Path:
         raise NoSource(
             f"{host} has no usable release; put its sources into ${VARIABLE}/{tree.name}"
         )
-    return installed(RELEASES[host])
+    return installed(release(host))
+
+
+def release(host: str) -> str:
+    """The release of a host to install, such as `verl==0.9.1`.
+
+    MEGAPACK_HOST_RELEASES comes first, then the newest tested one.
+    """
+    newest_tested = RELEASES[host]
+    name = newest_tested.partition("==")[0]
+    for requirement in os.environ.get(VARIABLE_RELEASES, "").split(","):
+        if requirement.partition("==")[0] == name:
+            return requirement
+    return newest_tested
 
 
 def installed(requirement: str, *, python: str | None = None) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,7 +28,17 @@ def take(value: Any, indices: Sequence[int]) -> Any:
         return value
     if isinstance(value, str | bytes | Mapping):
         return value
-    return type(value)([value[i] for i in indices])
+    return collect(type(value), [value[i] for i in indices])
+
+
+def collect(kind: type, samples: Sequence[Any]) -> Any:
+    """A field of a list type or of a packed type, from the values of its samples.
+
+    A packed type holds the rows of all samples behind each other. It is not made from a list, but
+    by `from_segments`, which SkyRL's `PackedTensor` has.
+    """
+    make: Callable[[list[Any]], Any] = getattr(kind, "from_segments", kind)
+    return make(list(samples))
 
 
 def take_ragged(value: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:

@@ -9,6 +9,7 @@ Ours are the model, in place of what a Hugging Face bridge makes, and the toy ro
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import socket
@@ -171,6 +172,8 @@ def main() -> None:
     areal.configure(restore_cp_outputs=arguments.case == "restored")
     report = Report()
     engine = make_engine(arguments.layout, arguments.case)
+    parameters = inspect.signature(engine.forward_backward_batch).parameters
+    report.more["gathers_cp_output"] = "gather_cp_output" in parameters
     count_shape_exchanges(report)
     watch_rows(engine, report)
     dp = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())

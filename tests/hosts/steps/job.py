@@ -200,12 +200,14 @@ class Runs:
         host: the worker.
         folder: where reports go.
         case: of runs that name none.
+        timeout_s: of one run.
     """
 
-    def __init__(self, host: str, folder: Path, *, case: str = "") -> None:
+    def __init__(self, host: str, folder: Path, *, case: str = "", timeout_s: float = 300) -> None:
         self.host = host
         self._folder = folder
         self._case = case
+        self._timeout_s = timeout_s
         self._done: dict[tuple[str, str, str], list[Report]] = {}
 
     def __call__(self, layout: str, patches: str = "", case: str | None = None) -> list[Report]:
@@ -223,5 +225,6 @@ class Runs:
                 world=parse_layout(layout).world_size,
                 patches=[name for name in patches.split(",") if name],
                 case=key[2],
+                timeout_s=self._timeout_s,
             )
         return self._done[key]

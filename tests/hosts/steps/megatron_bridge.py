@@ -55,7 +55,7 @@ _STUBS = (
 
 def import_bridge() -> None:
     """Put Bridge's release on the import path, with stand-ins for what a CPU does not have."""
-    for requirement in (sources.RELEASES["megatron_bridge"], *_PACKAGES):
+    for requirement in (sources.release("megatron_bridge"), *_PACKAGES):
         sys.path.insert(0, str(sources.installed(requirement)))
     # Before the stand-ins: these ask for some of them, and would take them for the real packages.
     import torch._inductor.compile_fx  # noqa: F401

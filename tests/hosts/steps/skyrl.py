@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 ABSENT = (
     *("aiohttp", "cloudpathlib", "datasets", "jaxtyping", "loguru", "megatron.bridge", "omegaconf"),
-    *("orjson", "pybase64", "ray", "requests", "skyrl_gym", "vllm", "zstandard"),
+    *("nvidia_resiliency_ext", "orjson", "pybase64", "ray", "requests", "skyrl_gym", "vllm"),
+    "zstandard",
 )
 NUM_SAMPLES = 12
 WIDTH = 64
@@ -96,11 +97,13 @@ def make_worker(layout: Layout) -> Any:
     from skyrl.backends.skyrl_train.workers.megatron import megatron_worker
 
     megatron_utils.PackedSeqParams = packed_seq_params
+    reduce_gradients_by_megatron()
     worker = object.__new__(megatron_worker.MegatronPolicyWorkerBase)
     worker.cfg = make_config()
     worker.actor_module = build_chunks(layout)
     worker.strategy = object.__new__(megatron_strategy.MegatronStrategy)
     worker.enable_router_replay = False
+    worker.enable_sample_support_replay = False  # since 0.4
     worker.empty_cuda_cache = False
     settings = optimizer.init_megatron_optim_config(
         worker.cfg.policy.optimizer_config, {"bf16": False, "params_dtype": torch.float32}
@@ -116,6 +119,19 @@ def make_worker(layout: Layout) -> Any:
         policy_loss_fn=PolicyLossRegistry.get(worker.cfg.algorithm.policy_loss_type),
     )
     return worker
+
+
+def reduce_gradients_by_megatron() -> None:
+    """Since 0.4 SkyRL reduces gradients by a function of Bridge, which is a stand-in here.
+
+    Bridge's also sums adapters of experts, which the toy does not have.
+    """
+    from megatron.core.distributed import finalize_model_grads
+    from skyrl.backends.skyrl_train.workers.megatron import megatron_model_wrapper
+
+    name = "finalize_model_grads_with_expert_adapter_sync"
+    if hasattr(megatron_model_wrapper, name):
+        setattr(megatron_model_wrapper, name, finalize_model_grads)
 
 
 def make_config() -> Any:
