@@ -108,7 +108,7 @@ def test_a_hanging_probe_is_killed_with_its_children(
             {"megatron": "", "megatron.core": "__version__ = '0.15.3'"}
             | {f"megatron.core.pipeline_parallel{part}": "" for part in ("", ".schedules")},
             "megatron-core 0.15.3",
-            "version 0.15.3; install megatron-core<",
+            "version 0.15.3; install megatron-core>=0.16.1",
         ),
         (
             "transformer_engine",
