@@ -37,9 +37,10 @@ class BridgeOptions:
     equally many tokens, and attention is what they differ in."""
     global_batch_size: int = 1
     """The number of bins is a multiple of it. Bridge leaves the last, incomplete batch of bins out
-    in every epoch; it does so to the same bins each time."""
+    in every epoch; in 0.3 it does so to the same bins each time."""
     data_parallel_size: int = 1
-    """Ranks that run neighbouring bins at the same time; such bins get about equal work."""
+    """Ranks that run neighbouring bins at the same time; such bins get about equal work. Bridge 0.6
+    shuffles the bins in every epoch, so there it changes nothing."""
     middle_stages: bool = False
     """Give pipeline stages that are neither first nor last their rows' sample bounds, which Bridge
     0.3 does not: their attention crosses from sample to sample."""
@@ -49,6 +50,10 @@ class BridgeOptions:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be positive")
 
+
+# Where a row's samples start. In 0.6 the names are Megatron-Core's, and `cu_seqlens_q` leaves out
+# what `pad_seq_to_mult` added to each sample: then the first one has the places in the row.
+_BOUNDS = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens")
 
 _OPTIONS = HostOptions(BridgeOptions())
 configure = _OPTIONS.configure
@@ -99,18 +104,19 @@ class PlannedStep(megatron_lm.PlannedStep):
 def without_fill(item: Mapping[str, Any]) -> dict[str, Any]:
     """A row of Bridge's packed data set whose `cu_seqlens` end with its last sample.
 
-    Bridge fills `cu_seqlens` up with -1 (or the row's length), and adds the row's padding as one
-    more sample: 0, 5, 9, 16, -1 for samples of 5 and 4 tokens in a row of 16 becomes 0, 5, 9.
+    Bridge fills its bounds up with -1 or the row's length, and adds the row's padding as one more
+    sample: 0, 5, 9, 16, -1 for samples of 5 and 4 tokens in a row of 16 becomes 0, 5, 9.
 
     Args:
-        item: tensors [1, S], `cu_seqlens` [1, N] and `token_count`, the row's real tokens; a row
-            without `cu_seqlens` is returned as it is.
+        item: tensors [1, S], the bounds [1, N] and `token_count`, the row's real tokens; a row
+            without bounds is returned as it is.
     """
-    if item.get("cu_seqlens") is None:
-        return dict(item)
-    bounds = item["cu_seqlens"]
-    num_tokens = _token_count(item)
-    return {**item, "cu_seqlens": bounds[(bounds >= 0) & (bounds <= num_tokens)]}
+    for name in _BOUNDS:
+        if item.get(name) is not None:
+            bounds = item[name]
+            is_sample = (bounds >= 0) & (bounds <= _token_count(item))
+            return {**item, "cu_seqlens": bounds[is_sample]}
+    return dict(item)
 
 
 def _token_count(item: Mapping[str, Any]) -> int:

@@ -126,6 +126,21 @@ def test_a_row_is_cut_into_its_samples_without_padding() -> None:
     assert masks == [[False, False, True, True], [False, False, True]]
 
 
+def test_bounds_of_newer_bridges_are_read() -> None:
+    """0.6 fills up with the last bound; `cu_seqlens_q` is not the samples' places if they have
+    padding of their own."""
+    row = packed_row()
+    del row["cu_seqlens"]
+    row["cu_seqlens_q"] = torch.tensor([[0, 3, 5, 8, 8]], dtype=torch.int32)
+    expected = [[5, 6, 7, 1], [8, 9, 4]]
+    samples = read_item(megatron_bridge.without_fill(row))
+    assert [sample["tokens"].tolist() for sample in samples] == expected
+    row["cu_seqlens_q_padded"] = row["cu_seqlens_q"]
+    row["cu_seqlens_q"] = torch.tensor([[0, 2, 4, 4, 4]], dtype=torch.int32)
+    samples = read_item(megatron_bridge.without_fill(row))
+    assert [sample["tokens"].tolist() for sample in samples] == expected
+
+
 def test_a_row_that_is_not_packed_stays_as_it_is() -> None:
     row = {"tokens": torch.tensor([[1, 2]]), "loss_mask": torch.tensor([[0, 1]])}
     assert megatron_bridge.without_fill(row) == row

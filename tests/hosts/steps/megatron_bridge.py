@@ -19,12 +19,15 @@ What only this host has, in `--case`, separated by commas:
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import json
 import os
 import random
 import string
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,17 +73,26 @@ def import_bridge() -> None:
 
 def redirect_to_cpu() -> None:
     """What Bridge asks of CUDA beside what `megapack.cpu` sends to the CPU."""
+    import megatron.bridge
     import torch
 
     torch.cuda.is_available = lambda: True
+    # A torch that is built for CUDA would believe this, and ask its driver.
+    torch.accelerator.current_accelerator = lambda check_available=False: None
     # Its warm-up would compile fused functions for each start.
     torch._dynamo.config.disable = True
+    # The package imports the recipes of all models, and 0.6 has some that need diffusers.
+    recipes = types.ModuleType("megatron.bridge.recipes")
+    recipes.__path__ = [f"{path}/recipes" for path in megatron.bridge.__path__]
+    sys.modules[recipes.__name__] = recipes
+    from megatron.bridge.training import eval as evaluation
     from megatron.bridge.training import initialize, train
 
     # The wheel of Megatron-Core has these compiled, and no Makefile.
     initialize.compile_helpers = lambda: None
     # The stand-in of ModelOpt knows no answer; this is the real one's without a distillation.
-    train.get_tensor_shapes_adjust_fn_for_distillation = lambda *args, **kwargs: None
+    for module in (train, evaluation):
+        module.get_tensor_shapes_adjust_fn_for_distillation = lambda *args, **kwargs: None
 
 
 def write_data(folder: Path) -> None:
@@ -126,16 +138,16 @@ def recipe(folder: Path, layout: Layout, steps: int, case: set[str]) -> Any:
     """Bridge's SFT recipe for Qwen2, with the folder's model and data, on a layout."""
     import torch
     from megatron.bridge import AutoBridge
-    from megatron.bridge.data.datasets.packed_sequence import PackedSequenceSpecs
     from megatron.bridge.recipes.qwen import qwen2
-    from megatron.bridge.training.config import FinetuningDatasetConfig
 
     # The recipe names its folder on the hub.
     from_folder = functools.partial(AutoBridge.from_hf_pretrained, str(folder / "hf"))
-    qwen2.AutoBridge = type(
+    qwen2_500m_sft_config = qwen2.qwen2_500m_sft_config
+    # 0.6 has it in another module, under another name.
+    sys.modules[qwen2_500m_sft_config.__module__].AutoBridge = type(  # type: ignore[attr-defined]
         "FolderBridge", (), {"from_hf_pretrained": staticmethod(lambda name: from_folder())}
     )
-    cfg = qwen2.qwen2_500m_sft_config()
+    cfg = qwen2_500m_sft_config()
     model = cfg.model
     model.seq_length = SEQ_LENGTH
     model.pipeline_model_parallel_size = layout.pp
@@ -168,26 +180,52 @@ def recipe(folder: Path, layout: Layout, steps: int, case: set[str]) -> Any:
     cfg.ddp.average_in_collective = False
     cfg.train.train_iters = steps
     cfg.train.global_batch_size = GLOBAL_BATCH
-    cfg.train.eval_iters = 1
-    cfg.train.eval_interval = steps
+    # 0.6 has settings of its own for evaluation.
+    evaluation = getattr(cfg, "validation", cfg.train)
+    evaluation.eval_iters = 1
+    evaluation.eval_interval = steps
     cfg.scheduler.lr_warmup_iters = 0
     cfg.scheduler.lr_decay_iters = steps + 1
     cfg.logger.tensorboard_dir = None
     cfg.dist.distributed_backend = "gloo"
     cfg.tokenizer.tokenizer_model = str(folder / "hf")
-    packs = PackedSequenceSpecs(packed_sequence_size=SEQ_LENGTH, tokenizer_model_name="tiny")
-    cfg.dataset = FinetuningDatasetConfig(
+    cfg.dataset = dataset(folder, case)
+    return cfg
+
+
+def dataset(folder: Path, case: set[str]) -> Any:
+    """The folder's questions and answers as Bridge's data set."""
+    packs = {"packed_sequence_size": SEQ_LENGTH, "tokenizer_model_name": "tiny"}
+    specs: dict[str, Any]
+    if has_packing_package():
+        from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig as DatasetConfig
+        from megatron.bridge.data.packing.config import PackedSequenceSpecs
+
+        specs = {
+            "enable_offline_packing": True,
+            "offline_packing_specs": PackedSequenceSpecs(**packs),
+        }
+    else:
+        from megatron.bridge.data.datasets.packed_sequence import PackedSequenceSpecs
+        from megatron.bridge.training.config import FinetuningDatasetConfig as DatasetConfig
+
+        specs = {"packed_sequence_specs": PackedSequenceSpecs(**packs)}
+    return DatasetConfig(
         dataset_root=str(folder),
         seq_length=SEQ_LENGTH,
-        packed_sequence_specs=None if "unpacked" in case else packs,
         dataset_kwargs={} if "short" in case else {"pad_to_max_length": True},
         do_test=False,
         num_workers=0,
         persistent_workers=False,
         pin_memory=False,
         memmap_workers=1,
+        **({} if "unpacked" in case else specs),
     )
-    return cfg
+
+
+def has_packing_package() -> bool:
+    """Whether this Bridge has `megatron.bridge.data.packing`, as 0.6 does, and 0.3 does not."""
+    return importlib.util.find_spec("megatron.bridge.data.packing") is not None
 
 
 def _spec(crosses: bool) -> Callable[[Any], Any]:
@@ -265,13 +303,13 @@ def record(report: job.Report) -> None:
 def apply(hosts: list[str], *, keeps_packer: bool) -> None:
     """Apply the patches; with Bridge's own packer a run sees the same packs as without them."""
     if keeps_packer:
-        from megatron.bridge.data.datasets import packing_utils
-
-        packer = packing_utils.first_fit_shuffle
+        name = "packing.algorithms" if has_packing_package() else "datasets.packing_utils"
+        packing: Any = importlib.import_module(f"megatron.bridge.data.{name}")
+        packer = packing.first_fit_shuffle
     for host in hosts:
         patching.apply(host)
     if keeps_packer:
-        packing_utils.first_fit_shuffle = packer
+        packing.first_fit_shuffle = packer
 
 
 def main() -> None:
