@@ -60,9 +60,10 @@ def test_a_patched_step_is_the_unpatched_one(
         assert after.params_sum == pytest.approx(before.params_sum, rel=1e-7)
         assert any("get_forward_backward_func" in name for name in after.patched)
     # A rank of two has other samples. cp=2 pads them to multiples of 4, and adds in another order;
-    # so do Transformer Engine's layers and Adam, with a learning rate of 0.01.
+    # so do Transformer Engine's layers. Adam, with a learning rate of 0.01, makes more of it: the
+    # second step's gradient norm of verl 0.10 differs by 1.7e-4.
     if "dp" not in layout:
-        rel = 1e-3 if "cp" in layout else 1e-4 if te else 1e-5
+        rel = 1e-3 if "cp" in layout or te else 1e-5
         report = last(patched)
         assert report.losses == pytest.approx(alone.losses, rel=rel)
         assert report.grad_norms == pytest.approx(alone.grad_norms, rel=rel)
