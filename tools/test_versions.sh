@@ -6,13 +6,15 @@
 #                                                         the sources of Megatron-LM or of a fork
 #   tools/test_versions.sh --sample [...]                 some of what Megatron-Core runs; without
 #                                                         --megatron on the newest release alone
+#   tools/test_versions.sh --newest [arguments]           a sample with the newest release of every
+#                                                         package, tested or not
 #
 #   PYTHON311, PYTHON312    the interpreters; unset: python3.11 and python3.12, or pyenv's
 #
 # Run from any folder; paths to tests are from the repository. The releases, with the Python of each,
 # are in megapack/base/megatron.py. The environments are .venv-3.11 and .venv-3.12 in the repository,
 # made by tools/venv.sh; a release other than the one that is installed there lies in
-# .megatron/VERSION, without its dependencies. It, or the source tree, is first on PYTHONPATH, also of
+# .megatron/VERSION, without its dependencies; that of --newest is .venv-newest. It, or the source tree, is first on PYTHONPATH, also of
 # the processes that the tests start. The exit code is 2 for wrong arguments, and 3 if an interpreter
 # is missing.
 set -euo pipefail
@@ -94,6 +96,24 @@ on() {
     )
 }
 
+# What reads other packages' names most: transformers, tokenizers, torch, Transformer Engine's Python.
+newest() {
+    local version=$1 python venv=$root/.venv-newest te
+    shift
+    python=$(find_python "$version") || return
+    NEWEST=1 PYTHON=$python "$root/tools/venv.sh" "$venv" hf || return
+    te=$("$venv/bin/python" -m pip index versions transformer-engine 2>/dev/null |
+        sed -nE '1s/.*\(([0-9.]+)\).*/\1/p')
+    PYTHON=$venv/bin/python "$root/tools/te_python.sh" "${te:-2.11.0}" || true
+    "$venv/bin/python" -m pip list --disable-pip-version-check |
+        grep -E '^(torch|megatron-core|transformers|tokenizers|numpy|numba|scipy|pyarrow) ' || true
+    cd "$root"
+    OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -p tests.progress \
+        tests/unit/{hf,data,model,schedule,gpt,base,cpu} tests/golden "$@" || return
+    OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -p tests.progress \
+        tests/dist/exactness/test_exactness.py -k "$SAMPLE" "$@"
+}
+
 run() {
     local what=$1 version=$2 status=0
     shift 2
@@ -119,6 +139,12 @@ while (($#)); do
             exit
             ;;
         --sample) sample=1 ;;
+        --newest)
+            [[ -z $sample$what ]] || die '--newest has its own tests; give it alone'
+            shift
+            newest "$(tail -n 1 <<<"$known" | cut -d ' ' -f 2)" "$@"
+            exit
+            ;;
         --megatron)
             [[ -n ${2:-} ]] || die '--megatron needs a release or a folder'
             [[ -z $what ]] || die '--megatron is given twice'

@@ -9,6 +9,8 @@
 #
 #   EXTRA     one more of setup.py's extras, for example hf, which the demo does not need
 #   PYTHON    the interpreter to build on; unset: python3, if it is 3.11 or newer
+#   NEWEST    1: the newest release of each package in place of the tested one, but for torch where it
+#             is there already
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -82,6 +84,7 @@ make_venv() {
 # The tested versions, less those of packages that the interpreter brings along, and torch as found.
 constraints() {
     "$venv/bin/python" - "$root/tools/constraints.txt" <<'PY'
+import os
 import pathlib
 import sys
 from importlib import metadata
@@ -96,7 +99,9 @@ for line in pathlib.Path(sys.argv[1]).read_text().splitlines():
     if found is not None and name == "torch":
         print(f"torch=={found.version}")
         print(f"tools/venv.sh: torch {found.version} is there and left alone", file=sys.stderr)
-    elif found is None or own in pathlib.Path(found.locate_file("")).resolve().parents:
+    elif not os.environ.get("NEWEST") and (
+        found is None or own in pathlib.Path(found.locate_file("")).resolve().parents
+    ):
         print(line)
 PY
 }

@@ -63,9 +63,10 @@ def test_a_patched_step_is_the_unpatched_one(
     # so do Transformer Engine's layers. Adam, with a learning rate of 0.01, makes more of it: the
     # second step's gradient norm of verl 0.10 differs by 1.7e-4.
     if "dp" not in layout:
-        rel = 1e-3 if "cp" in layout or te else 1e-5
+        rel = 1e-3 if "cp" in layout else 1e-4 if te else 1e-5
         report = last(patched)
         assert report.losses == pytest.approx(alone.losses, rel=rel)
+        rel = max(rel, 1e-3 if te else 0)
         assert report.grad_norms == pytest.approx(alone.grad_norms, rel=rel)
         assert report.logprobs[0] == pytest.approx(alone.logprobs[0], abs=1e-4)
     # The other side of "no exchanges": without the patch there are some where stages meet.

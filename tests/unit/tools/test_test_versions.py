@@ -148,3 +148,16 @@ def test_a_missing_python_is_named(copied: Path, options: list[str]) -> None:
     done = run(copied, *options, "--megatron", "0.18.2", **variables)
     assert done.returncode == 3
     assert done.stderr == ("tools/test_versions.sh: no Python 3.12; set PYTHON312 to its path\n")
+
+
+def test_newest_runs_a_sample_without_tested_versions(copied: Path) -> None:
+    result = run(copied, "--newest", "-x")
+    lines = result.stdout.splitlines()
+    assert result.returncode == 0
+    assert [line.split(" | ")[1:3] for line in lines] == [["", ".venv-newest"]] * 2
+    assert "tests/unit/hf" in lines[0]
+    assert "tests/dist/exactness/test_exactness.py -k" in lines[1]
+    assert all(line.endswith("-x") for line in lines)
+    refused = run(copied, "--sample", "--newest")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert run(copied, "--newest", CODE="1").returncode == 1
