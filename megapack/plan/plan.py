@@ -279,12 +279,13 @@ def _step_payload(step: StepPlan) -> dict[str, Any]:
 
 def _cell(mb: MicroBatch) -> tuple[Any, ...]:
     sizes = (mb.samples, mb.row_tokens, mb.tokens, mb.tokens_sq, mb.padded_tokens)
-    ends = (end for part in mb.pieces for end in (part.begin, part.end))
+    if mb.pieces:
+        ends = (end for part in mb.pieces for end in (part.begin, part.end))
+        return (*sizes, mb.shared_tokens, mb.width, *ends)
     # The ranks of a shared row are an aligned block, so its place and its width say which they are.
-    others = (mb.shared_tokens, mb.width, *ends)
-    # From where a row is like any other it is left out: nothing is shared, by one rank, no pieces.
-    size = next((k for k in (0, 1) if others[k:] == (0, 1)[k:]), len(others))
-    return (*sizes, *others[:size])
+    if mb.width > 1:
+        return (*sizes, mb.shared_tokens, mb.width)
+    return (*sizes, mb.shared_tokens) if mb.shared_tokens else sizes
 
 
 def _build(payload: dict[str, Any]) -> Plan:

@@ -135,9 +135,10 @@ def _plan_uncut(items: Items, refused: PlanError | None) -> Draft:
     )
     widens = step.policy.context_parallel == "dynamic"
     if step.policy.oversize == "error" or widens:
+        alone = "oversize='alone'" + (" and context_parallel='fixed'" if widens else "")
         raise PlanError(
             f"{what}; set max_live_tokens_per_gpu to {2 * on_gpu} or more, raise "
-            "max_tokens_per_gpu, or set oversize='alone'" + " and context_parallel='fixed'" * widens
+            f"max_tokens_per_gpu, or set {alone}"
         )
     logger.warning("%s; it is alone in its row", what)
     narrow = _plan_narrow(items)

@@ -222,20 +222,20 @@ class _OperationSearch:
             cells = chain_cells(cut, count, own_group, place)
             if cells is None:
                 continue
-            if is_wide and cut.sizes:
-                yield from self._cut_beside_wide_rows(cut, cells, count, own_group)
-            if is_wide or self._must_widen(cut):
-                continue
-            draft = pack_around(cut, cells, count, own_group)
-            if draft is not None:
-                yield self._scored(draft, self.split)
+            if is_wide:
+                if cut.sizes:
+                    yield from self._cut_beside_wide_rows(cut, cells, count, own_group)
+            elif not self._must_widen(cut):
+                draft = pack_around(cut, cells, count, own_group)
+                if draft is not None:
+                    yield self._scored(draft, self.split)
 
     def _mixes(self) -> bool:
         """Whether pieces and rows over several ranks may be in one step: families are in pieces,
         samples are that no width holds, or sets go over several ranks."""
         if self.costs is None:
             return False
-        if self.items.is_piece.any():
+        if self.items.num_pieces:
             return True
         tokens = self.items.aligned
         held = np.where(is_alone(self.items), self.costs.alone[-1], self.costs.alone[0])
