@@ -12,60 +12,18 @@ from __future__ import annotations
 
 import argparse
 import ast
-import re
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.hosting.read_source import NotRead, Outside, Sources  # noqa: E402
+
 PACKAGE = "megatron.core"
 # Old versions lack these; megapack asks for them before it uses them, or sets them itself.
 ASKED_FOR = {"megatron.core.transformer.moe.moe_utils.te_general_gemm"}
-
-
-class Megatron:
-    """Modules of Megatron-Core in a folder, read once each."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.tree = cache(self._parsed)
-        self.names = cache(self._bound)
-
-    def has(self, module: str) -> bool:
-        """Whether there is a module or package of this name."""
-        return self._path(module) is not None
-
-    def _path(self, module: str) -> Path | None:
-        path = self._folder / module.replace(".", "/")
-        files = (path.with_suffix(".py"), path / "__init__.py")
-        return next((file for file in files if file.is_file()), None)
-
-    def _parsed(self, module: str) -> ast.Module:
-        path = self._path(module)
-        return ast.Module([], []) if path is None else ast.parse(path.read_text(encoding="utf-8"))
-
-    def _bound(self, module: str) -> dict[str, ast.AST]:
-        """What is bound anywhere in a module, at whatever depth."""
-        bound: dict[str, ast.AST] = {}
-        for node in ast.walk(self.tree(module)):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                bound[node.name] = node
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                bound.setdefault(node.id, node)
-            elif isinstance(node, (ast.Import, ast.ImportFrom)):
-                bound |= {alias.asname or alias.name: node for alias in node.names}
-        return bound
-
-    def found_in(self, name: str) -> list[str]:
-        """Modules that define a function or class of this name."""
-        pattern = re.compile(rf"^(?:def|class) {re.escape(name)}\b", re.MULTILINE)
-        files = (self._folder / PACKAGE.replace(".", "/")).rglob("*.py")
-        return [
-            path.relative_to(self._folder).with_suffix("").as_posix().replace("/", ".")
-            for path in sorted(files)
-            if pattern.search(path.read_text(encoding="utf-8", errors="replace"))
-        ]
 
 
 class Uses:
@@ -75,9 +33,9 @@ class Uses:
         names: local name -> (module, name in it).
     """
 
-    def __init__(self, path: Path, megatron: Megatron) -> None:
+    def __init__(self, path: Path, sources: Sources) -> None:
         self._tree = ast.parse(path.read_text(encoding="utf-8"))
-        self._megatron = megatron
+        self._sources = sources
         self.names: dict[str, tuple[str, str]] = {}
         for node in ast.walk(self._tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
@@ -91,7 +49,7 @@ class Uses:
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 module = ".".join(self.names.get(node.value.id, ()))
-                if module and self._megatron.has(module):
+                if module and self._sources.has(module):
                     yield from self._absent(module, node.attr)
             if isinstance(node, ast.ClassDef):
                 for base in node.bases:
@@ -100,18 +58,27 @@ class Uses:
 
     def _absent(self, module: str, name: str) -> Iterator[str]:
         dotted = f"{module}.{name}"
-        if dotted in ASKED_FOR or self._megatron.has(dotted):
+        if dotted in ASKED_FOR or self._sources.has(dotted):
             return
-        if not self._megatron.has(module):
+        if not self._sources.has(module):
             yield f"there is no module {module}, which had {name}"
-        elif name not in self._megatron.names(module):
-            others = self._megatron.found_in(name)
+            return
+        try:
+            self._sources.bindings(module, name)
+        except Outside:
+            return
+        except NotRead:
+            others = self._sources.modules_with(PACKAGE, name)
             also = f"; it is in {', '.join(others[:3])}" if others else ""
             yield f"{module} has no {name}{also}"
 
     def _overridden(self, own: ast.ClassDef, module: str, name: str) -> Iterator[str]:
         """Methods of Megatron's class that take an argument which megapack's do not."""
-        theirs = _methods(self._megatron.names(module).get(name))
+        try:
+            bindings = self._sources.bindings(module, name)
+        except NotRead:
+            return
+        theirs = {n: args for found in bindings for n, args in _methods(found.node).items()}
         for method, args in _methods(own).items():
             if method in theirs and not args.kwarg and method != "__init__":
                 taken = _parameters(args)
@@ -120,7 +87,7 @@ class Uses:
                     yield f"{module}.{name}.{method} takes {', '.join(new)}; {own.name}'s does not"
 
 
-def _methods(node: ast.AST | None) -> dict[str, ast.arguments]:
+def _methods(node: ast.stmt) -> dict[str, ast.arguments]:
     if not isinstance(node, ast.ClassDef):
         return {}
     return {f.name: f.args for f in node.body if isinstance(f, ast.FunctionDef)}
@@ -132,11 +99,11 @@ def _parameters(args: ast.arguments) -> list[str]:
 
 def moved_names(folder: Path) -> list[str]:
     """A line per use of Megatron-Core in megapack that the sources in a folder do not have."""
-    megatron = Megatron(folder)
+    sources = Sources([folder])
     lines = []
     for path in sorted((ROOT / "megapack").rglob("*.py")):
         where = path.relative_to(ROOT).as_posix()
-        lines += [f"{where}: {text}" for text in Uses(path, megatron).moved()]
+        lines += [f"{where}: {text}" for text in Uses(path, sources).moved()]
     return list(dict.fromkeys(lines))
 
 

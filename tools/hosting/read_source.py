@@ -173,6 +173,8 @@ def _binds(statement: ast.stmt, name: str) -> bool:
         return statement.name == name
     if isinstance(statement, ast.ImportFrom):
         return any((alias.asname or alias.name) == name for alias in statement.names)
+    if isinstance(statement, ast.Import):
+        return any((alias.asname or alias.name.split(".")[0]) == name for alias in statement.names)
     if isinstance(statement, ast.Assign):
         return any(isinstance(t, ast.Name) and t.id == name for t in statement.targets)
     if isinstance(statement, ast.AnnAssign) and statement.value is not None:
