@@ -166,6 +166,20 @@ _DEFAULTS: Values = {
     "moe_group_top_k": None,
     "moe_route_scale": None,
     "moe_expert_bias": False,
+    "hybrid_layer_pattern": None,
+    "position_embedding_type": "rope",
+    "attention_output_gate": False,
+    "layernorm_zero_centered_gamma": False,
+    "activation": None,
+    "linear_num_key_heads": None,
+    "linear_num_value_heads": None,
+    "linear_key_head_dim": None,
+    "linear_value_head_dim": None,
+    "linear_conv_kernel_dim": 4,
+    "mamba_num_heads": None,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 128,
+    "mamba_num_groups": 8,
 }
 # Keys that have no effect on training, in all families.
 _UNUSED = (

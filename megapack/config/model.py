@@ -33,7 +33,15 @@ class ModelConfig:
     `num_layers` to `rope_scaling` and those of attention and experts; a key that is also set here
     must be equal. null = the keys here."""
     num_layers: int = 4
-    """Transformer layers; a multiple of pp * vpp, or split by keys of `layout`."""
+    """Transformer layers; a multiple of pp * vpp, or split by keys of `layout`. Each
+    letter of a pattern is one."""
+    megatron_class: Literal["gpt", "hybrid"] | None = None
+    """Megatron's class: gpt (GPTModel) or hybrid (HybridModel, Megatron-Core 0.18 and later), whose
+    layers are attention or an MLP alone; null = hybrid if there is a pattern."""
+    hybrid_layer_pattern: str | None = None
+    """Kinds of the layers of a hybrid model, a letter each: G gated delta net (arXiv 2412.06464), M
+    Mamba-2 (arXiv 2405.21060), * attention, - MLP, E experts. A block of Qwen3-Next is two letters,
+    `GE` or `*E`. null = `*-` or `*E` for each of `num_layers`, if megatron_class is hybrid."""
     hidden_size: int = 64
     """Width of the residual stream."""
     num_attention_heads: int = 4
@@ -59,12 +67,39 @@ class ModelConfig:
     """Part of a head's channels that is rotated, in (0, 1] (GLM-4.5: 0.5)."""
     rope_scaling: RopeScaling = dataclasses.field(default_factory=RopeScaling)
     """Longer wavelengths of the rotary embedding; see `RopeScaling`."""
+    position_embedding_type: Literal["rope", "none"] = "rope"
+    """none = attention without positions (Nemotron-H)."""
+    attention_output_gate: bool = False
+    """Multiply what a head's attention gives by a sigmoid gate (Qwen3-Next)."""
+    linear_num_key_heads: int | None = None
+    """For layers G: heads of queries and keys, a multiple of tp * cp."""
+    linear_num_value_heads: int | None = None
+    """For layers G: heads of values, a multiple of `linear_num_key_heads`."""
+    linear_key_head_dim: int | None = None
+    """For layers G: channels of a head's queries and keys."""
+    linear_value_head_dim: int | None = None
+    """For layers G: channels of a head's values."""
+    linear_conv_kernel_dim: int = 4
+    """For layers G: tokens that the convolution before the scan sees."""
+    mamba_num_heads: int | None = None
+    """For layers M: heads, a multiple of tp * cp."""
+    mamba_head_dim: int = 64
+    """For layers M: channels of a head."""
+    mamba_state_dim: int = 128
+    """For layers M: channels of the state by which a head's channels are multiplied."""
+    mamba_num_groups: int = 8
+    """For layers M: groups of heads that share B and C; a multiple of tp."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """The norm of every layer."""
     norm_epsilon: float = 1e-5
     """Added to the mean square under the square root of a norm."""
+    layernorm_zero_centered_gamma: bool = False
+    """Norms multiply by 1 + weight (Qwen3-Next), except those inside of layers G and M."""
     gated_linear_unit: bool = True
-    """SwiGLU in the MLP; false = GELU."""
+    """A gate in the MLP: SwiGLU."""
+    activation: Literal["silu", "gelu", "squared_relu"] | None = None
+    """Activation of the MLP; null = silu with a gate, gelu without. squared_relu has no gate
+    (Nemotron-H)."""
     untie_embeddings: bool = False
     """Use a separate output matrix; false = the input embedding's, on the first and last stage."""
     kv_lora_rank: int | None = None
@@ -239,13 +274,27 @@ class ModelConfig:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
+    def layer_pattern(self) -> str | None:
+        """The letters of the layers of a HybridModel; None for a GPTModel."""
+        if self.hybrid_layer_pattern is not None:
+            return self.hybrid_layer_pattern
+        if self.megatron_class != "hybrid":
+            return None
+        return "".join("*-" if dense else "*E" for dense in self.dense_layers)
+
+    @property
+    def num_stage_layers(self) -> int:
+        """Layers that are split over pipeline stages."""
+        return len(self.layer_pattern or "") or self.num_layers
+
+    @property
     def has_expert_bias(self) -> bool:
         """Whether experts are chosen by scores plus a bias."""
         return self.moe_expert_bias or self.moe_bias_update_rate > 0
 
     @property
     def dense_layers(self) -> tuple[bool, ...]:
-        """Of each layer, whether its MLP is dense."""
+        """Of each layer, whether its MLP is dense; without a pattern."""
         num_dense = self.moe_first_dense_layers if self.num_experts else self.num_layers
         return tuple(layer < num_dense for layer in range(self.num_layers))
 
@@ -291,6 +340,7 @@ class ModelConfig:
         _check_experts(self)
         _check_routing(self)
         _check_latent_attention(self)
+        _check_hybrid(self)
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
         at_least(self, "model", 1, *sizes, "ffn_hidden_size", "vocab_size", "rotary_base")
         at_least(self, "model", 1, "max_position_embeddings", "kv_channels")
@@ -444,6 +494,84 @@ def _check_routing(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.moe_top_k={model.moe_top_k} is not a multiple of model.moe_group_top_k="
             f"{chosen} of at most {chosen * size}; set one"
+        )
+
+
+# Letters of `hybrid_layer_pattern` -> keys that such a layer needs.
+_NEEDED_SIZES: dict[str, tuple[str, ...]] = {
+    "G": (
+        *("linear_num_key_heads", "linear_num_value_heads"),
+        *("linear_key_head_dim", "linear_value_head_dim"),
+    ),
+    "M": ("mamba_num_heads",),
+    "*": (),
+    "-": (),
+    "E": ("num_experts",),
+}
+
+
+def _check_hybrid(model: ModelConfig) -> None:
+    """Check the pattern of a hybrid model, and the sizes of its layers."""
+    sizes = (*_NEEDED_SIZES["G"], *_NEEDED_SIZES["M"])
+    others = ("mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "linear_conv_kernel_dim")
+    at_least(model, "model", 1, *sizes, *others)
+    if model.activation is not None and (model.activation == "silu") != model.gated_linear_unit:
+        raise ConfigError(
+            f"model.activation={model.activation} with model.gated_linear_unit="
+            f"{str(model.gated_linear_unit).lower()}; silu has a gate, the others have none"
+        )
+    pattern = model.hybrid_layer_pattern
+    if pattern is None:
+        refused: dict[str, object] = {name: getattr(model, name) for name in sizes}
+        refused["attention_output_gate"] = model.attention_output_gate
+        refused["position_embedding_type=none"] = model.position_embedding_type == "none"
+        if model.megatron_class == "hybrid":
+            refused = {name: refused[name] for name in sizes}
+        for name, value in refused.items():
+            if value:
+                raise ConfigError(
+                    f"model.{name} is for hybrid models; set model.hybrid_layer_pattern too"
+                )
+        return
+    if model.megatron_class == "gpt":
+        raise ConfigError(
+            "model.hybrid_layer_pattern is set and model.megatron_class is gpt; leave one out"
+        )
+    unknown = sorted(set(pattern) - set(_NEEDED_SIZES))
+    if unknown or not pattern:
+        why = f"has {unknown[0]!r}" if unknown else "is empty"
+        raise ConfigError(
+            f"model.hybrid_layer_pattern={pattern!r} {why}; set letters of "
+            f"{''.join(_NEEDED_SIZES)} (the keys of layout split it over stages)"
+        )
+    if len(pattern) != model.num_layers:
+        raise ConfigError(
+            f"model.hybrid_layer_pattern has {len(pattern)} letters and model.num_layers is "
+            f"{model.num_layers}; set num_layers={len(pattern)}"
+        )
+    for letter in pattern:
+        for name in _NEEDED_SIZES[letter]:
+            if getattr(model, name) is None:
+                raise ConfigError(
+                    f"model.hybrid_layer_pattern has layers {letter}, so model.{name} must be set"
+                )
+    if model.moe_first_dense_layers:
+        raise ConfigError(
+            f"model.moe_first_dense_layers={model.moe_first_dense_layers} with "
+            "model.hybrid_layer_pattern, whose letters say which layers are dense; leave it out"
+        )
+    keys = model.linear_num_key_heads
+    values = model.linear_num_value_heads
+    if keys and values and values % keys:
+        raise ConfigError(
+            f"model.linear_num_value_heads={values} is no multiple of model.linear_num_key_heads="
+            f"{keys}; set one"
+        )
+    mamba_heads = model.mamba_num_heads
+    if mamba_heads and mamba_heads % model.mamba_num_groups:
+        raise ConfigError(
+            f"model.mamba_num_heads={mamba_heads} is no multiple of model.mamba_num_groups="
+            f"{model.mamba_num_groups}; set one"
         )
 
 

@@ -250,7 +250,7 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
     choices |= {"bias_activation_fusion", "gradient_accumulation_fusion", "moe_grouped_gemm"}
     choices |= {"moe_permute_fusion", "moe_balance_loss_coef", "moe_z_loss_coef"}
     choices |= {"moe_bias_update_rate", "mtp_num_layers", "mtp_loss_coef"}
-    choices |= {"recompute", "recompute_modules"}
+    choices |= {"recompute", "recompute_modules", "megatron_class"}
     assert first == set(vars(ModelConfig())) - choices
 
 
