@@ -15,6 +15,7 @@ from megapack.base.choices import (
 )
 from megapack.config.bounds import at_least
 from megapack.config.hf_config import HfConfig, read_hf_config
+from megapack.config.hybrid import SIZES, check_hybrid
 from megapack.config.rope import RopeScaling
 from megapack.cost.sizes import ModelSizes
 from megapack.errors import ConfigError
@@ -340,7 +341,8 @@ class ModelConfig:
         _check_experts(self)
         _check_routing(self)
         _check_latent_attention(self)
-        _check_hybrid(self)
+        at_least(self, "model", 1, *SIZES)
+        check_hybrid(vars(self))
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
         at_least(self, "model", 1, *sizes, "ffn_hidden_size", "vocab_size", "rotary_base")
         at_least(self, "model", 1, "max_position_embeddings", "kv_channels")
@@ -494,84 +496,6 @@ def _check_routing(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.moe_top_k={model.moe_top_k} is not a multiple of model.moe_group_top_k="
             f"{chosen} of at most {chosen * size}; set one"
-        )
-
-
-# Letters of `hybrid_layer_pattern` -> keys that such a layer needs.
-_NEEDED_SIZES: dict[str, tuple[str, ...]] = {
-    "G": (
-        *("linear_num_key_heads", "linear_num_value_heads"),
-        *("linear_key_head_dim", "linear_value_head_dim"),
-    ),
-    "M": ("mamba_num_heads",),
-    "*": (),
-    "-": (),
-    "E": ("num_experts",),
-}
-
-
-def _check_hybrid(model: ModelConfig) -> None:
-    """Check the pattern of a hybrid model, and the sizes of its layers."""
-    sizes = (*_NEEDED_SIZES["G"], *_NEEDED_SIZES["M"])
-    others = ("mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "linear_conv_kernel_dim")
-    at_least(model, "model", 1, *sizes, *others)
-    if model.activation is not None and (model.activation == "silu") != model.gated_linear_unit:
-        raise ConfigError(
-            f"model.activation={model.activation} with model.gated_linear_unit="
-            f"{str(model.gated_linear_unit).lower()}; silu has a gate, the others have none"
-        )
-    pattern = model.hybrid_layer_pattern
-    if pattern is None:
-        refused: dict[str, object] = {name: getattr(model, name) for name in sizes}
-        refused["attention_output_gate"] = model.attention_output_gate
-        refused["position_embedding_type=none"] = model.position_embedding_type == "none"
-        if model.megatron_class == "hybrid":
-            refused = {name: refused[name] for name in sizes}
-        for name, value in refused.items():
-            if value:
-                raise ConfigError(
-                    f"model.{name} is for hybrid models; set model.hybrid_layer_pattern too"
-                )
-        return
-    if model.megatron_class == "gpt":
-        raise ConfigError(
-            "model.hybrid_layer_pattern is set and model.megatron_class is gpt; leave one out"
-        )
-    unknown = sorted(set(pattern) - set(_NEEDED_SIZES))
-    if unknown or not pattern:
-        why = f"has {unknown[0]!r}" if unknown else "is empty"
-        raise ConfigError(
-            f"model.hybrid_layer_pattern={pattern!r} {why}; set letters of "
-            f"{''.join(_NEEDED_SIZES)} (the keys of layout split it over stages)"
-        )
-    if len(pattern) != model.num_layers:
-        raise ConfigError(
-            f"model.hybrid_layer_pattern has {len(pattern)} letters and model.num_layers is "
-            f"{model.num_layers}; set num_layers={len(pattern)}"
-        )
-    for letter in pattern:
-        for name in _NEEDED_SIZES[letter]:
-            if getattr(model, name) is None:
-                raise ConfigError(
-                    f"model.hybrid_layer_pattern has layers {letter}, so model.{name} must be set"
-                )
-    if model.moe_first_dense_layers:
-        raise ConfigError(
-            f"model.moe_first_dense_layers={model.moe_first_dense_layers} with "
-            "model.hybrid_layer_pattern, whose letters say which layers are dense; leave it out"
-        )
-    keys = model.linear_num_key_heads
-    values = model.linear_num_value_heads
-    if keys and values and values % keys:
-        raise ConfigError(
-            f"model.linear_num_value_heads={values} is no multiple of model.linear_num_key_heads="
-            f"{keys}; set one"
-        )
-    mamba_heads = model.mamba_num_heads
-    if mamba_heads and mamba_heads % model.mamba_num_groups:
-        raise ConfigError(
-            f"model.mamba_num_heads={mamba_heads} is no multiple of model.mamba_num_groups="
-            f"{model.mamba_num_groups}; set one"
         )
 
 

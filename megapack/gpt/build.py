@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.activations import squared_relu
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -49,13 +52,13 @@ def transformer_config(
         ConfigError: the model's attention, FP8 recipe or a setting cannot run on this machine, or
             the layers do not divide.
     """
-    split = stage_layers_of(model.num_layers, layout, stage_layers)
+    split = stage_layers_of(model.num_stage_layers, layout, stage_layers)
     kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
     pipelined = layout.pp > 1
     latent = model.kv_lora_rank is not None
     return (MLATransformerConfig if latent else TransformerConfig)(
-        num_layers=model.num_layers,
+        num_layers=model.num_stage_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups or model.num_attention_heads,
@@ -66,9 +69,8 @@ def transformer_config(
         qk_layernorm=model.qk_layernorm,
         add_qkv_bias=model.qkv_bias,
         gated_linear_unit=model.gated_linear_unit,
-        activation_func=torch.nn.functional.silu
-        if model.gated_linear_unit
-        else torch.nn.functional.gelu,
+        activation_func=_activation(model),
+        layernorm_zero_centered_gamma=model.layernorm_zero_centered_gamma,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -85,7 +87,7 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         # Any split of Megatron's keys in the one form that can express all of them.
         pipeline_model_parallel_layout=None
-        if split.is_even
+        if split.is_even or model.layer_pattern
         else split.to_text(model.mtp_num_layers),
         microbatch_group_size_per_vp_stage=layout.group_size if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
@@ -106,6 +108,7 @@ def transformer_config(
         mtp_loss_scaling_factor=model.mtp_loss_coef,
         **values(FIXED),
         **_latent_attention(model),
+        **_hybrid(model),
         **_experts(model),
         **_fp8(model, kernel),
         **_faster(model, kernel),
@@ -165,9 +168,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         # softmax over a single chosen expert would always be 1.
         "moe_router_pre_softmax": model.moe_score_function == "softmax"
         and (model.moe_top_k == 1 or not model.moe_norm_top_k),
-        "moe_layer_freq": [int(not dense) for dense in model.dense_layers]
-        if model.moe_first_dense_layers
-        else 1,
+        "moe_layer_freq": _expert_layers(model),
         "moe_shared_expert_intermediate_size": model.moe_shared_ffn_hidden_size,
         "moe_shared_expert_gate": model.moe_shared_gate,
         "moe_router_num_groups": model.moe_num_groups,
@@ -184,6 +185,33 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         # The default, allgather, needs rows of equal length on all ranks.
         "moe_token_dispatcher_type": "alltoall",
     }
+
+
+def _expert_layers(model: ModelConfig) -> list[int] | int:
+    """Of each layer, 1 if it has experts and 0 if not; 1 for all."""
+    if model.layer_pattern is not None:
+        return [int(letter == "E") for letter in model.layer_pattern]
+    if model.moe_first_dense_layers:
+        return [int(not dense) for dense in model.dense_layers]
+    return 1
+
+
+def _activation(model: ModelConfig) -> Any:
+    if model.activation == "squared_relu":
+        return squared_relu
+    return torch.nn.functional.silu if model.gated_linear_unit else torch.nn.functional.gelu
+
+
+def _hybrid(model: ModelConfig) -> dict[str, Any]:
+    """Sizes of the layers that only hybrid models have."""
+    if model.layer_pattern is None:
+        return {}
+    names = [
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+        *("linear_value_head_dim", "linear_conv_kernel_dim", "attention_output_gate"),
+        *("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
+    ]
+    return {name: getattr(model, name) for name in names}
 
 
 def _fp8(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
@@ -277,6 +305,7 @@ def build_model(
         ConfigError: the layout does not divide the sizes, or a value head has tied embeddings.
     """
     check_sizes(model, layout)
+    _check_class(model)
     config = transformer_config(model, layout, stage_layers)
     # Set later: Megatron refuses it in the constructor without its own schedule that uses it.
     config.delay_wgrad_compute = splits_backward
@@ -284,7 +313,8 @@ def build_model(
         _draw_nothing(config)
     padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
     chunks = [
-        _chunk(model_class, model, layout, config, v, padded_vocab) for v in range(layout.vpp)
+        _chunk(model_class, model, layout, config, v, padded_vocab, stage_layers)
+        for v in range(layout.vpp)
     ]
     for chunk in chunks:
         mark_num_ids(chunk, vocab_size)
@@ -296,7 +326,8 @@ def build_model(
             chunks,
             seed=seed,
             std=model.init_std,
-            num_layers=model.num_layers,
+            num_layers=len(model.layer_pattern or "") / 2 or model.num_layers,
+            zero_centered_norms=model.layernorm_zero_centered_gamma,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
         )
@@ -325,6 +356,21 @@ def build_model(
     ]
     config.finalize_model_grads_func = finalize_model_grads
     return wrapped
+
+
+def _check_class(model: ModelConfig) -> None:
+    if model.layer_pattern is None:
+        return
+    if importlib.util.find_spec("megatron.core.models.hybrid") is None:
+        raise ConfigError(
+            "model.hybrid_layer_pattern needs Megatron-Core 0.18 or later; "
+            f"{megatron.core.__version__} has no HybridModel"
+        )
+    if model.rope_scaling.kind != "none":
+        raise ConfigError(
+            f"model.rope_scaling.kind={model.rope_scaling.kind}: Megatron's HybridModel has none; "
+            "set kind=none, which is exact for samples of the original length"
+        )
 
 
 def _draw_nothing(config: TransformerConfig) -> None:
@@ -356,28 +402,38 @@ def _chunk(
     config: TransformerConfig,
     vp: int,
     vocab_size: int,
-) -> GPTModel:
+    stage_layers: StageLayers | None = None,
+) -> Any:
     vp_stage = vp if layout.vpp > 1 else None
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
-    spec = block_spec(kernel, config, vp_stage)
+    arguments = {
+        "config": config,
+        "vocab_size": vocab_size,
+        "max_sequence_length": model.max_position_embeddings,
+        "pre_process": parallel_state.is_pipeline_first_stage(**stage),
+        "post_process": parallel_state.is_pipeline_last_stage(**stage),
+        "share_embeddings_and_output_weights": not model.untie_embeddings,
+        "position_embedding_type": model.position_embedding_type,
+        "rotary_base": model.rotary_base,
+        "rotary_percent": model.rotary_percent,
+        "vp_stage": vp_stage,
+    }
+    if model.layer_pattern is not None:
+        # Not at the top: Megatron-Core before 0.18 has no such model.
+        from megapack.gpt.hybrid import hybrid_chunk
     with _plain_output_layer():
-        chunk = model_class(
-            config=config,
-            transformer_layer_spec=spec,
-            mtp_block_spec=mtp_spec(kernel, config, vp_stage),
-            vocab_size=vocab_size,
-            max_sequence_length=model.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(**stage),
-            post_process=parallel_state.is_pipeline_last_stage(**stage),
-            share_embeddings_and_output_weights=not model.untie_embeddings,
-            position_embedding_type="rope",
-            rotary_base=model.rotary_base,
-            rotary_percent=model.rotary_percent,
-            rope_scaling=model.rope_scaling.kind == "llama3",
-            rope_scaling_factor=model.rope_scaling.factor,
-            vp_stage=vp_stage,
-        )
+        if model.layer_pattern is None:
+            chunk = model_class(
+                transformer_layer_spec=block_spec(kernel, config, vp_stage),
+                mtp_block_spec=mtp_spec(kernel, config, vp_stage),
+                rope_scaling=model.rope_scaling.kind == "llama3",
+                rope_scaling_factor=model.rope_scaling.factor,
+                **arguments,
+            )
+        else:
+            split = stage_layers_of(model.num_stage_layers, layout, stage_layers)
+            chunk = hybrid_chunk(kernel, model.layer_pattern, split, arguments)
     _drop_unused_weight(chunk)
     mark_splits(chunk, gated=model.gated_linear_unit)
     return chunk

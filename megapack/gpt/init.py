@@ -21,7 +21,9 @@ from megapack.errors import ConfigError
 from megapack.model.head import unwrapped
 from megapack.model.parameters import EXPERT, GROUPED_EXPERT, global_parameters, is_expert
 
-_OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
+_OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
+# Norms whose weights are around 1 whatever the other ones are.
+_INNER_NORMS = ("out_norm.weight", "mixer.norm.weight")
 
 
 def initialize_by_name(
@@ -29,32 +31,57 @@ def initialize_by_name(
     *,
     seed: int,
     std: float,
-    num_layers: int,
+    num_layers: float,
     tp_group: Any,
     expert_tp_group: Any = None,
+    zero_centered_norms: bool = False,
 ) -> None:
     """Fill every parameter of the chunks in place.
 
     Matrices are normal with standard deviation `std`; projections into the residual stream have
-    std / sqrt(2 * num_layers), as in GPT-2. Norm weights are 1 and biases 0.
+    std / sqrt(2 * num_layers), as in GPT-2. Norms multiply by 1, and biases are 0. Parameters of
+    recurrent layers are drawn from the same ranges as Megatron's.
 
     Args:
         chunks: this rank's GPT models, not yet wrapped in DDP.
         seed: the same on all ranks.
-        num_layers: layers of the whole model.
+        num_layers: layers of the whole model. One of a hybrid model, which is attention, a
+            recurrent layer or an MLP alone, counts as half a layer.
         tp_group: the tensor-parallel group, which decides this rank's slices.
         expert_tp_group: the ranks that split each expert; None = tp_group.
     """
     for chunk in chunks:
         for name, param in global_parameters(chunk):
-            if param.dim() == 1:
-                param.data.fill_(0.0 if name.endswith("bias") else 1.0)
+            constant = _constant(name, zero_centered_norms) if param.dim() == 1 else None
+            if constant is not None:
+                param.data.fill_(constant)
                 continue
             scale = 1 / math.sqrt(2 * num_layers) if name.endswith(_OUTPUT_PROJECTIONS) else 1.0
             group = expert_tp_group if expert_tp_group and is_expert(name) else tp_group
             shape = full_shape(param, group.size())
-            whole = torch.randn(shape, generator=_generator(name, seed)) * (std * scale)
+            whole = _drawn(name, shape, std * scale, _generator(name, seed))
             param.data.copy_(local_slice(whole, param, group.rank(), group.size()))
+
+
+def _constant(name: str, zero_centered_norms: bool) -> float | None:
+    """What a vector is filled with; None if it is drawn."""
+    if name.endswith(("A_log", "mixer.dt_bias")):
+        return None
+    if name.endswith(("dt_bias", ".D")):
+        return 1.0
+    has_zeros = zero_centered_norms and not name.endswith(_INNER_NORMS)
+    return 0.0 if name.endswith("bias") or has_zeros else 1.0
+
+
+def _drawn(name: str, shape: Sequence[int], std: float, generator: torch.Generator) -> Tensor:
+    if name.endswith("A_log"):
+        return (1 + 15 * torch.rand(shape, generator=generator)).log()
+    if name.endswith("dt_bias"):
+        # The softplus gives steps of 0.001 to 0.1.
+        return (1e-3 * 100 ** torch.rand(shape, generator=generator)).expm1().log()
+    if ".conv1d." in name:
+        return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[-1])
+    return torch.randn(shape, generator=generator) * std
 
 
 def mark_splits(chunk: Any, *, gated: bool) -> None:
@@ -97,12 +124,17 @@ def local_slice(whole: Tensor, param: Tensor, tp_rank: int, tp: int) -> Tensor:
     """This rank's part of a whole parameter (or gradient).
 
     A stride above 1 means that several matrices are stored as one (gate and up projection: 2). A
-    rank then holds a piece of each.
+    rank then holds a piece of each. So it does of matrices of several sizes, which a rank's
+    `partition_sizes` say.
     """
     if not getattr(param, "tensor_model_parallel", False) or tp == 1:
         return whole
     dim = param.partition_dim  # type: ignore[attr-defined]
-    stride = param.partition_stride  # type: ignore[attr-defined]
+    own_sizes = getattr(param, "partition_sizes", None)
+    if own_sizes:
+        parts = whole.split([size * tp for size in own_sizes], dim=dim)
+        return torch.cat([part.chunk(tp, dim=dim)[tp_rank] for part in parts], dim=dim)
+    stride = getattr(param, "partition_stride", 1)
     pieces = whole.chunk(stride * tp, dim=dim)
     return torch.cat(pieces[tp_rank::tp], dim=dim)
 

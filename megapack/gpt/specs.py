@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     get_transformer_layer_offset,
 )
+from torch import Tensor
 
 from megapack.base.choices import Kernel
 from megapack.errors import ConfigError
@@ -28,6 +29,7 @@ from megapack.model.attention.latent import LatentAttention
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.varlen import PackedVarlen
 from megapack.model.experts.router import moe_layers, use_packed_router
+from megapack.model.recurrent.scan import at_least_fp32
 
 
 class PackedLayerNorm(torch.nn.LayerNorm):
@@ -45,13 +47,27 @@ class PackedLayerNorm(torch.nn.LayerNorm):
 
 
 class PackedRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm for the local spec; see `PackedLayerNorm`."""
+    """torch's RMSNorm for the local spec; see `PackedLayerNorm`.
+
+    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in fp32 as transformers does.
+    """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self._is_zero_centered = config.layernorm_zero_centered_gamma
         _mark_sequence_parallel(self, config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        if not self._is_zero_centered:
+            return super().forward(x)
+        weight = 1 + at_least_fp32(self.weight)
+        normed = torch.nn.functional.rms_norm(
+            at_least_fp32(x), self.normalized_shape, weight, self.eps
+        )
+        return normed.to(x.dtype)
 
 
 def _mark_sequence_parallel(norm: torch.nn.Module, config: TransformerConfig) -> None:
@@ -63,12 +79,12 @@ def packed_norm(config: TransformerConfig) -> type[PackedLayerNorm] | type[Packe
     """The norm class of a config, for layer specs.
 
     Raises:
-        ConfigError: the config asks for norms with weights around 0.
+        ConfigError: the config asks for LayerNorms with weights around 0.
     """
-    if config.layernorm_zero_centered_gamma:
+    if config.layernorm_zero_centered_gamma and config.normalization == "LayerNorm":
         raise ConfigError(
-            "layernorm_zero_centered_gamma=True: the local spec's norms have weights around 1; set "
-            "it to False, or use Transformer Engine's spec"
+            "layernorm_zero_centered_gamma=True: torch's LayerNorm has weights around 1; set it to "
+            "False, or normalization='RMSNorm'"
         )
     return PackedRMSNorm if config.normalization == "RMSNorm" else PackedLayerNorm
 
@@ -108,7 +124,7 @@ def local_layer_spec(
     return spec
 
 
-def _layer_spec(kernel: Kernel, config: TransformerConfig, experts: bool) -> ModuleSpec:
+def layer_spec(kernel: Kernel, config: TransformerConfig, experts: bool) -> ModuleSpec:
     """One layer with this attention kernel."""
     if kernel != "te":
         return local_layer_spec(config, kernel, experts=experts)
@@ -128,9 +144,9 @@ def _layer_spec(kernel: Kernel, config: TransformerConfig, experts: bool) -> Mod
 def block_spec(kernel: Kernel, config: TransformerConfig, vp_stage: int | None) -> Any:
     """The layers of a chunk with this attention kernel, as GPTModel expects them."""
     # One spec for each kind of layer: the first ones may be dense, the others have experts.
-    kinds = {kind: _layer_spec(kernel, config, kind) for kind in set(_has_experts(config))}
+    kinds = {kind: layer_spec(kernel, config, kind) for kind in set(_has_experts(config))}
     layers = [kinds[_has_experts(config)[layer]] for layer in _layers(config, vp_stage)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_final_norm(kernel, config))
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm(kernel, config))
 
 
 class PackedTransformerLayer(TransformerLayer):  # type: ignore[misc]
@@ -151,7 +167,7 @@ class PackedTransformerLayer(TransformerLayer):  # type: ignore[misc]
         first = get_transformer_layer_offset(config, vp_stage=kwargs.get("vp_stage"))
         has_experts = _has_experts(config)[first + layer_number - 1]
         kernel = choose_attention("auto", "bf16" if config.bf16 else "fp32")
-        parts = _layer_spec(kernel, config, has_experts).submodules
+        parts = layer_spec(kernel, config, has_experts).submodules
         super().__init__(config, parts, layer_number, **kwargs)
 
 
@@ -175,7 +191,8 @@ def _layers(config: TransformerConfig, vp_stage: int | None) -> list[int]:
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
 
 
-def _final_norm(kernel: Kernel, config: TransformerConfig) -> Any:
+def final_norm(kernel: Kernel, config: TransformerConfig) -> Any:
+    """The class of the norm after the last layer."""
     if kernel != "te":
         return packed_norm(config)
     from megatron.core.extensions.transformer_engine import TENorm
@@ -189,9 +206,9 @@ def mtp_spec(kernel: Kernel, config: TransformerConfig, vp_stage: int | None) ->
         return None
     uses_te = kernel == "te"
     # The spec of a layer, not of the block: the last chunk may have no transformer layers.
-    layer_spec = _layer_spec(kernel, config, _has_experts(config)[-1])
+    last_layer = layer_spec(kernel, config, _has_experts(config)[-1])
     block = get_gpt_mtp_block_spec(
-        config, layer_spec, use_transformer_engine=uses_te, vp_stage=vp_stage
+        config, last_layer, use_transformer_engine=uses_te, vp_stage=vp_stage
     )
     if block is None or uses_te:
         return block

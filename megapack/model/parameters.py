@@ -20,6 +20,8 @@ GROUPED_EXPERT = re.compile(r"^(.*)\.experts\.(linear_fc[12]\.(?:weight|bias))(\
 # names there -> in Megatron's local layers, where the norm is a module.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.in_proj.layer_norm_": "input_layernorm.",
+    "mixer.in_proj.layer_norm_": "norm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -45,7 +47,8 @@ def local_name(name: str) -> str:
     """
     for fused, norm in _FUSED_NORMS.items():
         name = name.replace(fused, norm)
-    return name
+    # Megatron-Core 0.19 has parameters where 0.18, and checkpoints of both, have a module.
+    return name.replace("mixer.conv1d_", "mixer.conv1d.")
 
 
 def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

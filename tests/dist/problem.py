@@ -80,6 +80,51 @@ MLA_MODEL = dataclasses.replace(
     qk_layernorm=True,
     rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=16),
 )
+# Gated delta nets and attention with a gate, and experts, as in Qwen3-Next.
+GATED_DELTA_MODEL = dataclasses.replace(
+    MOE_MODEL,
+    init_std=0.1,
+    hybrid_layer_pattern="GEGE*EG-",
+    attention_output_gate=True,
+    layernorm_zero_centered_gamma=True,
+    qk_layernorm=True,
+    rotary_percent=0.5,
+    kv_channels=8,
+    untie_embeddings=True,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=8,
+    moe_shared_ffn_hidden_size=20,
+    moe_shared_gate=True,
+)
+# Mamba-2, attention without positions, and experts without a gate, as in Nemotron-3.
+MAMBA_MODEL = dataclasses.replace(
+    MOE_BIAS_MODEL,
+    hybrid_layer_pattern="M-ME*EM-",
+    gated_linear_unit=False,
+    activation="squared_relu",
+    position_embedding_type="none",
+    mamba_num_heads=8,
+    mamba_head_dim=8,
+    mamba_state_dim=16,
+    mamba_num_groups=2,
+    moe_shared_ffn_hidden_size=20,
+)
+# Both, without experts, which tensor parallelism without sequence parallelism does not run.
+HYBRID_MODEL = dataclasses.replace(
+    GATED_DELTA_MODEL,
+    hybrid_layer_pattern="G-M-*-M-",
+    num_experts=None,
+    moe_shared_ffn_hidden_size=None,
+    moe_shared_gate=False,
+    moe_balance_loss_coef=0.0,
+    moe_z_loss_coef=0.0,
+    mamba_num_heads=8,
+    mamba_head_dim=8,
+    mamba_state_dim=16,
+    mamba_num_groups=2,
+)
 MTP_MODEL = dataclasses.replace(MODEL, mtp_num_layers=2, mtp_loss_coef=0.6)
 MODELS = {
     "plain": (MODEL, 1.0),
@@ -92,6 +137,13 @@ MODELS = {
     "mla": (MLA_MODEL, 0.9),
     "mtp": (MTP_MODEL, 0.8),
     "mtp_other": (dataclasses.replace(MTP_MODEL, untie_embeddings=True), 0.8),
+    "gated_delta": (GATED_DELTA_MODEL, 1.0),
+    "mamba": (MAMBA_MODEL, 0.9),
+    "hybrid": (HYBRID_MODEL, 1.0),
+    "gpt_as_hybrid": (
+        dataclasses.replace(MOE_SHARED_MODEL, megatron_class="hybrid", rope_scaling=RopeScaling()),
+        1.0,
+    ),
     "mtp_moe": (dataclasses.replace(MOE_MODEL, mtp_num_layers=1), 1.0),
 }
 """Model and temperature by variant; `moe_replay` uses `choices` instead of the routers' experts."""

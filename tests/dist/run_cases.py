@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.dist.exactness.cases import ALL_CASES
+from tests.dist.exactness import cases
 from tests.dist.problem import PRECISE
 from tests.dist.spawn import checked_job
 
@@ -24,15 +24,16 @@ def run_cases(names: Iterable[str], reference: Path, folder: Path) -> dict[str, 
         folder: for the workers' files.
     """
     names = list(names)
-    models = {ALL_CASES[name].variant for name in names}
+    all_cases = cases.ALL_CASES | cases.HYBRID_CASES
+    models = {all_cases[name].variant for name in names}
     models |= {PRECISE.get(model, model) for model in models}
     absent = [model for model in sorted(models) if not (reference / f"{model}.pt").exists()]
     if absent:
         args = [str(reference), *absent]
         checked_job(1, "tests.dist.exactness.reference", args, timeout_s=300, te="")
     # Sort by model, so that each job reads few of the reference's files.
-    ordered = sorted(names, key=lambda name: ALL_CASES[name].variant)
-    worlds = {name: ALL_CASES[name].world for name in ordered}
+    ordered = sorted(names, key=lambda name: all_cases[name].variant)
+    worlds = {name: all_cases[name].world for name in ordered}
     return run_by_world(
         "tests.dist.exactness.worker", worlds, str(reference), folder, timeout_s=300
     )

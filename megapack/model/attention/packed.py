@@ -24,9 +24,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megapack.errors import ConfigError, ScheduleError
+from megapack.errors import ConfigError
 from megapack.model.attention.carried import with_earlier
-from megapack.model.attention.row import RowView, row_view, with_view
+from megapack.model.attention.row import RowView, layer_row, with_view
 from megapack.ranks.meeting import meet, meeting_backward
 from megapack.rows.chain import Link
 from megapack.rows.packed import PackedRow
@@ -170,12 +170,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         T is the number of this rank's tokens; the row has T * cp tokens. Values are as wide as keys
         but in multi-latent attention.
         """
-        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
-            raise ScheduleError(
-                f"{type(self).__name__} got a row without packed_seq_params (qkv_format='thd'); "
-                "pass them to every pipeline and VPP chunk, or samples would attend to each other"
-            )
-        row = row_view(packed_seq_params, self.cp_group)
+        row = layer_row(self, packed_seq_params, self.cp_group)
         key, value = with_earlier(row, self, key, value)
         return self.attend(query, key, value, row).flatten(1)
 
@@ -233,7 +228,8 @@ def refuse_unpacked_attention(model: Any) -> None:
         ConfigError: a module would let samples attend to each other; the message names it.
     """
     for name, module in model.named_modules():
-        if type(module).__name__.startswith(_RECURRENT):
+        runs_rows = getattr(module, "runs_packed_rows", False)
+        if type(module).__name__.startswith(_RECURRENT) and not runs_rows:
             raise ConfigError(
                 f"{name} is {type(module).__name__}, which carries state from one packed sample "
                 "into the next; use attention layers only"

@@ -33,6 +33,7 @@ Shape suffixes: S positions, T tokens of this rank's row.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +62,14 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Embeddings whose table has one line per position.
 _TABLES = (RotaryEmbedding.forward, YarnRotaryEmbedding.forward)
+
+# Blocks that hand the table and the row's description to each layer.
+_BLOCKS = [TransformerBlock.forward]
+with contextlib.suppress(ImportError):
+    # Megatron-Core since 0.18.
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+
+    _BLOCKS.append(HybridStack.forward)
 
 # Attribute of a chunk that has the hooks.
 _MARK = "_gathers_rotary_tables"
@@ -107,17 +116,16 @@ def gathers(chunk: Any) -> bool:
     """Whether a chunk's rotary table can be gathered by position.
 
     It needs a table of one line per position (Megatron's RotaryEmbedding or YaRN; not multimodal
-    RoPE), Megatron's TransformerBlock and TransformerLayer, and Megatron's self attention in every
-    layer. Subclasses count as long as they keep `forward`. Multi-latent attention has a table of
-    its own.
+    RoPE), Megatron's TransformerBlock or HybridStack, TransformerLayer, and self attention in every
+    layer with attention. Subclasses count as long as they keep `forward`. Multi-latent attention
+    has a table of its own.
     """
     rotary = type(getattr(chunk, "rotary_pos_emb", None))
     attentions = [module for module in chunk.modules() if isinstance(module, Attention)]
     layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
     return (
         getattr(rotary, "forward", None) in _TABLES
-        and getattr(type(getattr(chunk, "decoder", None)), "forward", None)
-        is TransformerBlock.forward
+        and getattr(type(getattr(chunk, "decoder", None)), "forward", None) in _BLOCKS
         and all(type(layer).forward is TransformerLayer.forward for layer in layers)
         and all(isinstance(module, SelfAttention) for module in attentions)
         and all(type(module).forward is SelfAttention.forward for module in attentions)

@@ -1,4 +1,4 @@
-"""A packed row as attention sees it: what it needs besides Megatron's description of the row.
+"""A packed row as layers see it: what they need besides Megatron's description of the row.
 
 Megatron passes nothing else about a row to all layers. So a `RowView` is an attribute of that
 description, and keeps what the first layer computes for all others.
@@ -15,8 +15,10 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megapack.errors import ScheduleError
 from megapack.model.attention.merged import Block, attention_blocks
 from megapack.model.attention.paths import Paths, key_paths
+from megapack.model.recurrent.segments import Segments, row_segments
 from megapack.prefixes import Branch
 from megapack.rows.chain import Link
 from megapack.rows.slices import assembly_order
@@ -93,6 +95,26 @@ class RowView:
         return moved(paths, self.cu_seqlens_S1.device)
 
     @cached_property
+    def segments(self) -> Segments:
+        """The segments of the whole row, for layers that scan it."""
+        kept = None
+        if self.link is not None and self.link.piece.kept_tokens:
+            starts = [branch.start for branch in self.branches]
+            kept = starts.index(self.link.piece.start)
+        return row_segments(self.padded_lengths, self.branches, kept, self.cu_seqlens_S1.device)
+
+    @cached_property
+    def whole_order_T(self) -> Tensor:
+        """Index of each token of the whole row in the concatenated slices of all ranks."""
+        order_T = assembly_order(self.padded_lengths, self.cp)
+        return moved(order_T, self.cu_seqlens_S1.device)
+
+    @cached_property
+    def slice_order_T(self) -> Tensor:
+        """The inverse: index in the whole row of each token of the concatenated slices."""
+        return self.whole_order_T.argsort()
+
+    @cached_property
     def assembly_order_K(self) -> Tensor:
         """Index of each key in the concatenated slices of all ranks."""
         order_K = assembly_order([*self.carried, *self.padded_lengths], self.cp)
@@ -117,3 +139,20 @@ def row_view(params: PackedSeqParams, cp_group: Any = None) -> RowView:
         with_view(params, view)
     view.cp_group = view.cp_group or cp_group
     return view
+
+
+def layer_row(layer: Any, params: PackedSeqParams | None, cp_group: Any) -> RowView:
+    """The row that a layer runs on.
+
+    Args:
+        cp_group: see `row_view`.
+
+    Raises:
+        ScheduleError: the layer got no description of a packed row.
+    """
+    if params is None or params.qkv_format != "thd":
+        raise ScheduleError(
+            f"{type(layer).__name__} got a row without packed_seq_params (qkv_format='thd'); pass "
+            "them to every pipeline and VPP chunk, or samples would see each other"
+        )
+    return row_view(params, cp_group)

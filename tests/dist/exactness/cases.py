@@ -47,7 +47,7 @@ class Case:
         """The layers of each chunk."""
         model = problem.MODELS[self.variant][0]
         return self.split.stage_layers(
-            model.num_layers,
+            model.num_stage_layers,
             pp=self.layout.pp,
             vpp=self.layout.vpp,
             num_mtp_layers=model.mtp_num_layers,
@@ -443,3 +443,52 @@ CASES = {
     if case.world <= 4 and name not in _ONLY_OF_THE_TOOL
 }
 """The cases of the tests, on 1, 2 and 4 processes."""
+
+
+def _hybrid(variant: str) -> dict[str, Case]:
+    """The layouts that a hybrid model of the problem runs on."""
+    tp2_sp_pp2 = Layout(tp=2, pp=2, sequence_parallel=True)
+    cp2_pp2_vpp2 = Layout(cp=2, pp=2, vpp=2)
+    cases = {
+        "single": Case(layout=Layout()),
+        "pp2": Case(layout=PP2),
+        "pp2_recompute": Case(layout=PP2, recompute="full"),
+        "pp2_vpp2": Case(layout=PP2_VPP2, expect={"chunks": 2}),
+        "pp2_vpp2_uneven": Case(
+            layout=PP2_VPP2,
+            split=_split("Et|t*4|t*2|tL"),
+            expect={"layers": _layers(1, 4, 2, 1)},
+        ),
+        "pp2_vpp2_ends_alone_recompute": Case(
+            layout=PP2_VPP2,
+            split=_split("E|t*3|t*5|L"),
+            recompute="full",
+            expect={"layers": _layers(0, 3, 5, 0)},
+        ),
+        "pp2_uniform": Case(layout=PP2, policy=UNIFORM, expect={"dummies": True}),
+        "pp2_frozen": Case(layout=PP2, frozen=("embedding.*", "decoder.layers.[0-3].*")),
+        "tp2_sp": Case(layout=TP2_SP),
+        "tp2_sp_pp2_recompute": Case(layout=tp2_sp_pp2, recompute="full"),
+        "tp2_sp_pp2_recompute_selective": Case(layout=tp2_sp_pp2, recompute="selective"),
+        "cp2": Case(layout=Layout(cp=2)),
+        "cp2_pp2_vpp2_recompute": Case(layout=cp2_pp2_vpp2, recompute="full"),
+        "cp2_tp2_sp": Case(layout=Layout(cp=2, tp=2, sequence_parallel=True)),
+        "cp4": Case(layout=Layout(cp=4)),
+        "dp2_pp2_per_rank": Case(
+            layout=DP2_PP2, policy=PER_RANK, unequal_counts=True, expect={"unequal": True}
+        ),
+    }
+    if variant == "hybrid":
+        cases["tp2"] = Case(layout=TP2)
+    else:
+        cases["dp2_ep2"] = Case(layout=DP2_EP2)
+        cases["dp2_tp2_sp_ep2"] = Case(layout=replace(DP2_TP2_SP, ep=2))
+    return {f"{variant}_{name}": replace(case, variant=variant) for name, case in cases.items()}
+
+
+HYBRID_CASES = {
+    name: case
+    for variant in ("gated_delta", "mamba", "hybrid", "gpt_as_hybrid")
+    for name, case in _hybrid(variant).items()
+}
+"""Hybrid models, which need Megatron-Core 0.18 or later."""

@@ -29,6 +29,7 @@ from megapack.config.sections import ModelConfig
 from megapack.gpt import initialize_parallel, transformer_config
 from megapack.gpt.init import initialize_by_name
 from megapack.layout import Layout
+from megapack.model.experts.router import moe_layers
 from megapack.model.parameters import global_parameters
 from megapack.samples import SampleBatch
 from tests.dist import problem
@@ -56,6 +57,25 @@ def build(settings: ModelConfig) -> GPTModel:
     config.apply_rope_fusion = False
     config.bias_activation_fusion = False
     config.gradient_accumulation_fusion = False
+    if settings.layer_pattern is None:
+        model = _gpt(settings, config)
+    else:
+        # Not at the top: Megatron-Core before 0.18 has no hybrid models.
+        from tests.dist.exactness.recurrent_reference import build_hybrid
+
+        model = build_hybrid(settings, config)
+    initialize_by_name(
+        [model],
+        seed=problem.SEED,
+        std=settings.init_std,
+        num_layers=settings.num_stage_layers / (2 if settings.layer_pattern else 1),
+        zero_centered_norms=settings.layernorm_zero_centered_gamma,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    return model.cuda()
+
+
+def _gpt(settings: ModelConfig, config: Any) -> GPTModel:
     specs = [
         get_gpt_layer_local_spec(
             num_experts=None if is_dense else settings.num_experts,
@@ -69,7 +89,7 @@ def build(settings: ModelConfig) -> GPTModel:
         for spec in specs:
             spec.submodules.self_attention.submodules.core_attention = TwoWidths
     block = TransformerBlockSubmodules(specs, layer_norm=WrappedTorchNorm)
-    model = GPTModel(
+    return GPTModel(
         config=config,
         # The spec of the block, not of a layer: with the latter, the norm after the last layer
         # would be Transformer Engine's if it is installed.
@@ -84,14 +104,6 @@ def build(settings: ModelConfig) -> GPTModel:
         rope_scaling=settings.rope_scaling.kind == "llama3",
         rope_scaling_factor=settings.rope_scaling.factor,
     )
-    initialize_by_name(
-        [model],
-        seed=problem.SEED,
-        std=settings.init_std,
-        num_layers=settings.num_layers,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-    )
-    return model.cuda()
 
 
 def logprobs_and_entropy(
@@ -202,7 +214,7 @@ def run_auxiliary(model: GPTModel, tokens: Tensor, settings: ModelConfig) -> dic
     loss = settings.moe_balance_loss_coef * balance + settings.moe_z_loss_coef * z
     loss.backward()
     routers.remove()
-    num_layers = settings.dense_layers.count(False)
+    num_layers = len(moe_layers(model.config))
     return {
         "num_tokens": tokens.numel(),
         "moe_balance_loss": float(balance.detach()) / num_layers,

@@ -28,7 +28,7 @@ from megapack.model.parameters import global_parameters, is_expert
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.exactness.cases import ALL_CASES, Case
+from tests.dist.exactness.cases import ALL_CASES, HYBRID_CASES, Case
 from tests.dist.exactness.expected import (
     auxiliary_gradients,
     auxiliary_metrics,
@@ -143,7 +143,7 @@ def bias_facts(chunks: list[Any], counts: Tensor) -> dict[str, int]:
     wrong = 0
     for chunk in chunks:
         for layer in unwrapped(chunk).decoder.layers:
-            router = getattr(layer.mlp, "router", None)
+            router = getattr(getattr(layer, "mlp", None), "router", None)
             if router is None or router.expert_bias is None:
                 continue
             count = counts[moe_layers(router.config).index(layer.layer_number - 1)].float()
@@ -285,14 +285,15 @@ def main(reference: str, out: str, names: list[str]) -> None:
     """Run the named cases; rank 0 writes `out`."""
     launch.start("cpu")
     results = {}
+    cases = ALL_CASES | HYBRID_CASES
     for name in names:
-        variant = ALL_CASES[name].variant
+        variant = cases[name].variant
         exact = PRECISE.get(variant)
         if exact is None:
-            results[name] = run_case(ALL_CASES[name], _samples(reference, variant))
+            results[name] = run_case(cases[name], _samples(reference, variant))
         else:
             both = (_samples(reference, which) for which in (exact, variant))
-            results[name] = run_case(ALL_CASES[name], *both)
+            results[name] = run_case(cases[name], *both)
         worst = torch.tensor(results[name]["worst_parameter"])
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         results[name]["worst_parameter"] = float(worst)

@@ -1,0 +1,82 @@
+"""Scans of a row: one call of a kernel per level, from the roots on.
+
+Shape suffixes: T tokens of the row, L tokens of a level, N segments of a level, C tokens of a
+chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megapack.model.recurrent.segments import Level, Segments
+
+CHUNK_TOKENS = 64
+"""Tokens that torch's scans treat at a time, as flash-linear-attention does."""
+
+
+class ScanKernel(Protocol):
+    """Scans segments that do not depend on each other."""
+
+    def __call__(
+        self, inputs: Sequence[Tensor], level: Level, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            inputs: [L, ...] each, see the kernel.
+            initial: [N, ...], the state that each segment begins with; None = zeros.
+
+        Returns:
+            [L, heads, channels]; and the states at the segments' ends as `initial`, which may be
+            None if the level hands nothing on.
+        """
+        ...
+
+
+def scan_row(
+    kernel: ScanKernel, inputs: Sequence[Tensor], segments: Segments, earlier: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scan a row of segments; a state that several segments begin with gets all their gradients.
+
+    Args:
+        inputs: [T, ...] each, of the whole row.
+        earlier: [1, ...], the state that an earlier row of the chain has left; None: none has.
+
+    Returns:
+        [T, heads, channels]; and [1, ...], the state that the row leaves, or None.
+    """
+    outs = []
+    kept = None
+    before = None if earlier is None else torch.cat([torch.zeros_like(earlier), earlier])
+    for depth, level in enumerate(segments.levels):
+        at = level.positions_L
+        own = inputs if at is None else [values.index_select(0, at) for values in inputs]
+        initial = None
+        if level.parents_N is not None:
+            assert before is not None, "a segment continues what nothing has left"
+            initial = before.index_select(0, level.parents_N)
+        out, before = kernel(own, level, initial)
+        outs.append(out)
+        if segments.kept_place is not None and segments.kept_place[0] == depth:
+            assert before is not None
+            index = segments.kept_place[1]
+            kept = before[index : index + 1]
+    if segments.order_T is None:
+        return outs[0], kept
+    return torch.cat(outs).index_select(0, segments.order_T), kept
+
+
+def at_least_fp32(values: Tensor) -> Tensor:
+    """The values in fp32; fp64 stays."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def decay_between(since_start: Tensor) -> Tensor:
+    """[..., C] -> [..., C, C]: factor of token j's update at token i; 0 where j is after i."""
+    size = since_start.shape[-1]
+    is_later = torch.ones(size, size, dtype=torch.bool, device=since_start.device).triu(1)
+    difference = since_start[..., :, None] - since_start[..., None, :]
+    return difference.masked_fill(is_later, float("-inf")).exp()
