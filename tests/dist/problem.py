@@ -163,6 +163,17 @@ ROLLOUT_IDS = [0, 0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12]
 NUM_SAMPLES = len(PAIRS)
 
 
+def slow_decays(model: torch.nn.Module) -> None:
+    """Let recurrent layers remember, in place.
+
+    With the first weights, gated delta nets forget all but a few percent with each token, so that
+    a state that is missing would hardly show. Here A is 20 times smaller.
+    """
+    for name, param in model.named_parameters():
+        if name.endswith("A_log"):
+            param.data -= 3
+
+
 def choices() -> list[torch.Tensor]:
     """Random experts for each sample: [tokens, layers, top k]."""
     generator = torch.Generator().manual_seed(SEED)

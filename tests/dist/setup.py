@@ -32,7 +32,7 @@ def build_chunks(
     stage_layers = (split or LayerSplit()).stage_layers(
         model.num_stage_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=model.mtp_num_layers
     )
-    return build_model(
+    chunks = build_model(
         model,
         layout,
         vocab_size=problem.VOCAB_SIZE,
@@ -43,6 +43,9 @@ def build_chunks(
         reduction=reduction,
         splits_backward=splits_backward,
     )
+    for chunk in chunks:
+        problem.slow_decays(chunk)
+    return chunks
 
 
 def on_kernels_of_job(model: ModelConfig) -> ModelConfig:

@@ -64,15 +64,21 @@ def build(settings: ModelConfig) -> GPTModel:
         from tests.dist.exactness.recurrent_reference import build_hybrid
 
         model = build_hybrid(settings, config)
+    draw_weights(model, settings, parallel_state.get_tensor_model_parallel_group())
+    return model.cuda()
+
+
+def draw_weights(model: GPTModel, settings: ModelConfig, group: Any) -> None:
+    """The weights that megapack's model has, in place."""
     initialize_by_name(
         [model],
         seed=problem.SEED,
         std=settings.init_std,
         num_layers=settings.num_stage_layers / (2 if settings.layer_pattern else 1),
         zero_centered_norms=settings.layernorm_zero_centered_gamma,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        tp_group=group,
     )
-    return model.cuda()
+    problem.slow_decays(model)
 
 
 def _gpt(settings: ModelConfig, config: Any) -> GPTModel:

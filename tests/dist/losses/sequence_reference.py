@@ -16,12 +16,11 @@ from torch import Tensor
 from megapack import launch
 from megapack.config.sections import ModelConfig
 from megapack.gpt import initialize_parallel
-from megapack.gpt.init import initialize_by_name
 from megapack.layout import Layout
 from megapack.model.parameters import global_parameters
 from megapack.samples import SampleBatch
 from tests.dist import problem
-from tests.dist.exactness.reference import build, logprobs_and_entropy
+from tests.dist.exactness.reference import build, draw_weights, logprobs_and_entropy
 from tests.dist.losses.sequence_problem import KINDS, PAIRS, make_batch
 
 
@@ -44,17 +43,12 @@ class SequenceReference:
         self.batch: SampleBatch = batch or make_batch()
         self.pairs = pairs
         default = problem.OTHER_MODEL if value_head else problem.MODEL
-        self.model: GPTModel = build(settings or default)
+        settings = settings or default
+        self.model: GPTModel = build(settings)
         if value_head:
             self.model.output_layer = Score(self.model.config.hidden_size, 1, bias=False)
             group = torch.distributed.group.WORLD
-            initialize_by_name(
-                [self.model],
-                seed=problem.SEED,
-                std=problem.MODEL.init_std,
-                num_layers=problem.NUM_LAYERS,
-                tp_group=group,
-            )
+            draw_weights(self.model, settings, group)
 
     @property
     def trained(self) -> list[int]:

@@ -9,17 +9,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.dist.rows import prefix_cases, split_cases, wide_cases
+from tests.dist.rows import hybrid_cases, prefix_cases, split_cases, wide_cases
 from tests.dist.rows.row_case import RowCase
 from tests.dist.run_cases import run_by_world
 from tests.dist.spawn import checked_job
 
-GROUPS: dict[str, Any] = {"prefixes": prefix_cases, "wide": wide_cases, "split": split_cases}
+GROUPS: dict[str, Any] = {
+    "prefixes": prefix_cases,
+    "wide": wide_cases,
+    "split": split_cases,
+    "hybrid": hybrid_cases,
+}
 ALL_CASES: dict[str, RowCase] = {
     f"{group}/{name}": case
     for group, module in GROUPS.items()
     for name, case in (module.GRID | module.SPECIAL).items()
 }
+HYBRID = [name for name in ALL_CASES if name.startswith("hybrid/")]
+"""Those of hybrid models; their plans are those of other groups' cases."""
 TESTED = [f"{group}/{name}" for group, module in GROUPS.items() for name in module.TESTED]
 """The cases of the tests; tools/exactness.py runs all that are not mutated."""
 

@@ -58,6 +58,9 @@ MODELS: dict[str, ModelConfig] = {
     ),
     "mla": problem.MLA_MODEL,
     "mtp": problem.MTP_MODEL,
+    "gated_delta": problem.GATED_DELTA_MODEL,
+    "mamba": problem.MAMBA_MODEL,
+    "hybrid": problem.HYBRID_MODEL,
 }
 MODEL_TEXTS = {
     "other": "untied, LayerNorm, GELU, wide heads, query norms",
@@ -65,6 +68,9 @@ MODEL_TEXTS = {
     "moe_bias": "4 experts, sigmoid scores, expert bias, balance and z-loss",
     "moe_replay": "routes replayed",
     "mla": "multi-latent attention",
+    "gated_delta": "gated delta nets, attention with a gate, experts",
+    "mamba": "Mamba-2, attention without positions, experts",
+    "hybrid": "gated delta nets, Mamba-2 and attention",
     "mtp": "multi-token prediction, 2 depths",
 }
 PRECISE = {"bf16": "plain"}

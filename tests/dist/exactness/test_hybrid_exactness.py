@@ -1,0 +1,58 @@
+"""Gradients, losses and outputs of hybrid models equal the one-sample reference on any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.exactness.cases import HYBRID_CASES
+from tests.dist.run_cases import run_cases
+from tests.megatron import needs_hybrid
+
+pytestmark = [pytest.mark.dist, needs_hybrid]
+
+# Each way to divide a model, chunks without layers, recompute, experts; `tools/exactness.py` runs
+# all.
+SAMPLE = (
+    *("hybrid_tp2", "hybrid_cp4", "hybrid_pp2_vpp2_ends_alone_recompute", "hybrid_pp2_frozen"),
+    *("gated_delta_dp2_tp2_sp_ep2", "mamba_cp2_pp2_vpp2_recompute", "gpt_as_hybrid_pp2_vpp2"),
+)
+
+
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest, reference: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """The workers' results of the selected tests' cases."""
+    tests = [item for item in request.session.items if item.module is request.module]
+    wanted = {test.callspec.params["name"] for test in tests}
+    names = [name for name in SAMPLE if name in wanted]
+    return run_cases(names, reference, tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_step_equals_the_one_sample_reference(
+    name: str, results: dict[str, dict[str, Any]]
+) -> None:
+    result = results[name]
+    assert result["loss"] == pytest.approx(result["expected_loss"], rel=1e-5)
+    assert result["gradient_norm"] > 1e-3
+    assert result["gradient_error"] < 1e-5
+    assert result["num_logprobs"] > 10
+    assert result["logprob_max_error"] < 3e-5
+    facts = result["facts"]
+    expect = HYBRID_CASES[name].expect
+    assert {key: facts[key] for key in expect} == expect
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLE if not name.startswith("hybrid")])
+def test_experts_are_counted_and_replayed(name: str, results: dict[str, dict[str, Any]]) -> None:
+    result = results[name]
+    assert result["wrong_choices"] == 0
+    assert result["replay_error"] < 1e-5
+    assert result["auxiliary_share"] > 0.01
+    balance = result["expected_metrics"]["moe_balance_loss"]
+    assert result["metrics"]["moe_balance_loss"] == pytest.approx(balance, rel=1e-5)
+    assert not result["wrong_biases"]

@@ -1,0 +1,48 @@
+"""Rows of hybrid models equal one unpadded sample at a time, whose states are those of each token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.rows.row_cases import ALL_CASES, HYBRID, TESTED, run_row_cases
+from tests.dist.rows.row_problem import KINDS
+from tests.megatron import needs_hybrid
+
+pytestmark = [pytest.mark.dist, needs_hybrid]
+
+Results = dict[str, dict[str, dict[str, Any]]]
+
+CELLS = [(name, kind) for name in TESTED if name in HYBRID for kind in ALL_CASES[name].kinds]
+EXACT = [(name, kind) for name, kind in CELLS if not ALL_CASES[name].mutation]
+MUTATED = [cell for cell in CELLS if cell not in EXACT]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """The results of the selected tests' cases, by case and objective."""
+    tests = [item for item in request.session.items if item.module is request.module]
+    wanted = {test.callspec.params["name"] for test in tests}
+    return run_row_cases([name for name in TESTED if name in wanted], tmp_path_factory.mktemp("h"))
+
+
+@pytest.mark.parametrize(("name", "kind"), EXACT)
+def test_loss_gradients_and_outputs_equal_the_one_sample_reference(
+    name: str, kind: str, results: Results
+) -> None:
+    result = results[name][kind]
+    assert result["loss"] == pytest.approx(result["expected_loss"], rel=1e-5)
+    assert result["gradient_norm"] > 1e-3
+    assert result["gradient_error"] < 1e-5
+    if KINDS[kind].value_head:
+        assert result["output_error"] < 1e-5
+    else:
+        assert result["logprob_max_error"] < 3e-5
+    assert result["square_to_forward"] == 0
+    assert not result.get("wrong_choices")
+
+
+@pytest.mark.parametrize(("name", "kind"), MUTATED)
+def test_what_a_mutated_case_forgets_is_seen(name: str, kind: str, results: Results) -> None:
+    assert results[name][kind]["gradient_error"] > 3e-3
