@@ -1,4 +1,4 @@
-"""Rows of hybrid models equal one unpadded sample at a time, whose states are those of each token."""
+"""Rows of hybrid models equal one unpadded sample at a time, run token by token."""
 
 from __future__ import annotations
 

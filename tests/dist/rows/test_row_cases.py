@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.dist.rows.row_case import peak_live_tokens, row_facts
 from tests.dist.rows import row_cases
+from tests.dist.rows.row_case import peak_live_tokens, row_facts
 from tests.dist.rows.row_cases import ALL_CASES, HYBRID, run_row_cases
 from tests.dist.rows.row_problem import KINDS, PRECISE
 
