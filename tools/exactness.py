@@ -2,7 +2,7 @@
 
     python tools/exactness.py [--out docs/exactness.md] [--cases PATTERN] [--models PATTERN]
         [--prefixes PATTERN] [--dynamic-cp PATTERN] [--split-samples PATTERN]
-        [--executor operations]
+        [--hybrid PATTERN] [--executor operations]
     python tools/exactness.py --attention te [--te 2.11.0] [the same patterns]
 
 Runs the reference and then each case of `tests/dist/exactness/cases.py` on 1, 2, 4 and 8 processes
@@ -10,7 +10,8 @@ over gloo; models of Hugging Face folders, the cases of `tests/dist/hf/hf_cases.
 transformers; rows with shared prefixes and samples in pieces, the cases of
 `tests/dist/rows/prefix_cases.py` and `split_cases.py`; and rows over several data-parallel ranks,
 those of `wide_cases.py`, whose tables go into docs/dynamic_cp.md. With some of the patterns, only
-those.
+those. Hybrid models run only with their pattern, on Megatron-Core 0.18 or later; their tables go
+into docs/hybrid.md.
 
 With `--executor operations` nothing is written. Cases of `tests/dist/exactness/cases.py` and
 `tests/dist/schedule/overlap_worker.py` run in Megatron's schedules and as lists of their
@@ -44,7 +45,7 @@ from megapack.base.choices import Executor  # noqa: E402
 from megapack.layout import Layout  # noqa: E402
 from tests import te_python  # noqa: E402
 from tests.dist import problem  # noqa: E402
-from tests.dist.exactness.cases import ALL_CASES, Case  # noqa: E402
+from tests.dist.exactness.cases import ALL_CASES, HYBRID_CASES, Case  # noqa: E402
 from tests.dist.exactness.te_cases import GRIDS, refusal  # noqa: E402
 from tests.dist.executor import VARIABLE, executor  # noqa: E402
 from tests.dist.hf.hf_cases import FAMILIES, HF_CASES, LAYOUTS, run_hf_cases  # noqa: E402
@@ -64,6 +65,9 @@ DYNAMIC_CP_PAGE = ROOT / "docs" / "dynamic_cp.md"
 DYNAMIC_CP_MARKS = ("<!-- dynamic cp -->", "<!-- end of dynamic cp -->")
 SPLIT_MARKS = ("<!-- split samples -->", "<!-- end of split samples -->")
 PREFIX_MARKS = ("<!-- prefixes -->", "<!-- end of prefixes -->")
+HYBRID_PAGE = ROOT / "docs" / "hybrid.md"
+HYBRID_MARKS = ("<!-- layouts -->", "<!-- end of layouts -->")
+HYBRID_ROW_MARKS = ("<!-- rows -->", "<!-- end of rows -->")
 TE_MARKS = ("<!-- te -->", "<!-- end of te -->")
 MODELS = {
     "llama": "Llama",
@@ -98,6 +102,11 @@ VARIANTS = {
     "mtp": "multi-token prediction, 2 depths, temperature 0.8",
     "mtp_other": "multi-token prediction, 2 depths, untied, temperature 0.8",
     "mtp_moe": "multi-token prediction, 1 depth, and 4 experts",
+    "mtp_hybrid": "gated delta nets and experts, 2 depths of multi-token prediction of 3 layers each",
+    "gated_delta": "gated delta nets, attention with a gate, 4 experts and a gated shared one",
+    "mamba": "Mamba-2, attention without positions, 4 experts with squared ReLU",
+    "hybrid": "gated delta nets, Mamba-2 and attention",
+    "gpt_as_hybrid": "dense layers, then experts in groups, as a HybridModel",
 }
 
 
@@ -153,7 +162,7 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
         "| layout | feature | M | gradient | worst parameter | log-probs mean | log-probs max |"
     ]
     lines.append("|---" * 7 + "|")
-    for name, case in ALL_CASES.items():
+    for name, case in (ALL_CASES | HYBRID_CASES).items():
         if name not in results or case.variant in problem.PRECISE:
             continue
         result = results[name]
@@ -244,6 +253,7 @@ _ROW_COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
         "GPUs of a row": lambda facts: ", ".join(map(str, facts["gpus"])),
     },
     "split": {},
+    "hybrid": {},
 }
 """What the table of a group says of a case's plans."""
 _KIND_TEXTS = {
@@ -274,9 +284,10 @@ def measured_with(*packages: str) -> str:
 
 
 def case_lines(names: list[str]) -> list[str]:
-    """The section of the one-sample reference."""
+    """The section of the one-sample reference; of hybrid models, that of their layouts."""
     results = measure(names)
-    exact = [r for name, r in results.items() if ALL_CASES[name].variant not in problem.PRECISE]
+    cases = ALL_CASES | HYBRID_CASES
+    exact = [r for name, r in results.items() if cases[name].variant not in problem.PRECISE]
     lines = [
         f"{measured_with('megatron-core', 'torch')}. {len(exact)} cases in fp32; largest gradient "
         f"error {max(r['gradient_error'] for r in exact):.1e}, largest log-prob error "
@@ -435,6 +446,7 @@ def main() -> int:
     parser.add_argument("--prefixes", help="glob of the cases with shared prefixes to run")
     parser.add_argument("--dynamic-cp", help="glob of the cases with wide rows to run")
     parser.add_argument("--split-samples", help="glob of the cases with samples in pieces to run")
+    parser.add_argument("--hybrid", help="glob of the cases of hybrid models to run")
     parser.add_argument("--executor", choices=get_args(Executor), default="megatron")
     parser.add_argument("--attention", choices=("sdpa", "te"), default="sdpa")
     parser.add_argument("--te", default=te_python.VERSION, help="release of Transformer Engine")
@@ -447,7 +459,7 @@ def main() -> int:
         options.split_samples,
         options.models,
     )
-    everything = all(pattern is None for pattern in patterns)
+    everything = all(pattern is None for pattern in (*patterns, options.hybrid))
     if options.attention == "te":
         if te_python.without_te(options.te):
             parser.error(te_python.without_te(options.te))
@@ -459,6 +471,10 @@ def main() -> int:
         }
         write(options.out, TE_MARKS, te_lines(globs, options.te))
         return 0
+    if options.hybrid is not None:
+        write(HYBRID_PAGE, HYBRID_ROW_MARKS, row_lines("hybrid", options.hybrid))
+        names = fnmatch.filter(HYBRID_CASES, options.hybrid)
+        write(HYBRID_PAGE, HYBRID_MARKS, case_lines(names))
     for group, pattern, page, marks in (
         ("wide", options.dynamic_cp, DYNAMIC_CP_PAGE, DYNAMIC_CP_MARKS),
         ("split", options.split_samples, options.out, SPLIT_MARKS),

@@ -40,7 +40,20 @@ def check_hybrid(keys: Mapping[str, Any]) -> None:
         raise ConfigError(
             "model.hybrid_layer_pattern is set and model.megatron_class is gpt; leave one out"
         )
-    _check_letters(pattern, keys)
+    main, *depths = pattern.split("/")
+    num_depths = keys["mtp_num_layers"]
+    if len(depths) != num_depths or len(set(depths)) > 1:
+        raise ConfigError(
+            f"model.hybrid_layer_pattern={pattern!r} has {len(depths)} parts after a /, and "
+            f"model.mtp_num_layers is {num_depths}; set as many parts, all alike"
+        )
+    for part in (main, *depths):
+        _check_letters(part, keys)
+    if len(main) != keys["num_layers"]:
+        raise ConfigError(
+            f"model.hybrid_layer_pattern has {len(main)} letters and model.num_layers is "
+            f"{keys['num_layers']}; set num_layers={len(main)}"
+        )
     _check_heads(keys)
 
 
@@ -75,11 +88,6 @@ def _check_letters(pattern: str, keys: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"model.hybrid_layer_pattern={pattern!r} {why}; set letters of {''.join(_NEEDED)} (the "
             "keys of layout split it over stages)"
-        )
-    if len(pattern) != keys["num_layers"]:
-        raise ConfigError(
-            f"model.hybrid_layer_pattern has {len(pattern)} letters and model.num_layers is "
-            f"{keys['num_layers']}; set num_layers={len(pattern)}"
         )
     for letter in pattern:
         for name in _NEEDED[letter]:

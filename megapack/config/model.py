@@ -42,7 +42,8 @@ class ModelConfig:
     hybrid_layer_pattern: str | None = None
     """Kinds of the layers of a hybrid model, a letter each: G gated delta net (arXiv 2412.06464), M
     Mamba-2 (arXiv 2405.21060), * attention, - MLP, E experts. A block of Qwen3-Next is two letters,
-    `GE` or `*E`. null = `*-` or `*E` for each of `num_layers`, if megatron_class is hybrid."""
+    `GE` or `*E`. After a `/` come the layers of each depth of multi-token prediction, as in
+    `GEGE*E/*E`. null = `*-` or `*E` for each of `num_layers`, if megatron_class is hybrid."""
     hidden_size: int = 64
     """Width of the residual stream."""
     num_attention_heads: int = 4
@@ -278,10 +279,19 @@ class ModelConfig:
     def layer_pattern(self) -> str | None:
         """The letters of the layers of a HybridModel; None for a GPTModel."""
         if self.hybrid_layer_pattern is not None:
-            return self.hybrid_layer_pattern
+            return self.hybrid_layer_pattern.partition("/")[0]
         if self.megatron_class != "hybrid":
             return None
         return "".join("*-" if dense else "*E" for dense in self.dense_layers)
+
+    @property
+    def mtp_pattern(self) -> str:
+        """The letters of a depth of multi-token prediction in a HybridModel; "" if it has none."""
+        if not self.mtp_num_layers:
+            return ""
+        if self.hybrid_layer_pattern is not None:
+            return self.hybrid_layer_pattern.rpartition("/")[2]
+        return (self.layer_pattern or "")[-2:]
 
     @property
     def num_stage_layers(self) -> int:

@@ -433,7 +433,9 @@ def _chunk(
             )
         else:
             split = stage_layers_of(model.num_stage_layers, layout, stage_layers)
-            chunk = hybrid_chunk(kernel, model.layer_pattern, split, arguments)
+            chunk = hybrid_chunk(
+                kernel, model.layer_pattern, split, arguments, mtp_pattern=model.mtp_pattern
+            )
     _drop_unused_weight(chunk)
     mark_splits(chunk, gated=model.gated_linear_unit)
     return chunk

@@ -22,6 +22,12 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
@@ -38,7 +44,12 @@ from megapack.model.recurrent.replaced import replaced
 
 
 def hybrid_chunk(
-    kernel: Kernel, pattern: str, split: StageLayers, arguments: Mapping[str, Any]
+    kernel: Kernel,
+    pattern: str,
+    split: StageLayers,
+    arguments: Mapping[str, Any],
+    *,
+    mtp_pattern: str = "",
 ) -> HybridModel:
     """A chunk of a hybrid model.
 
@@ -46,17 +57,19 @@ def hybrid_chunk(
         pattern: the letters of the whole model's layers.
         split: how many of them each chunk has.
         arguments: others of HybridModel.
+        mtp_pattern: the letters of a depth of multi-token prediction.
     """
     config = arguments["config"]
     segments = (
         pattern[first : first + count]
         for first, count in zip(split.offsets, split.num_layers, strict=True)
     )
+    depths = [mtp_pattern] * (config.mtp_num_layers or 0)
     # No spec has the class of a stack's last norm.
     with replaced(hybrid_block, TENorm=final_norm(kernel, config)):
         return HybridModel(
             hybrid_stack_spec=_stack_spec(kernel, config),
-            hybrid_layer_pattern="|".join(segments),
+            hybrid_layer_pattern="/".join(["|".join(segments), *depths]),
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             **arguments,
         )
@@ -98,6 +111,7 @@ def _stack_spec(kernel: Kernel, config: TransformerConfig) -> ModuleSpec:
             attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(MLPLayer, submodules=_mlp(dense)),
             moe_layer=_experts(kernel, config),
+            mtp_block_spec=_mtp(kernel, config),
         ),
     )
 
@@ -113,6 +127,32 @@ def _experts(kernel: Kernel, config: TransformerConfig) -> Any:
         return IdentityOp
     layer = layer_spec(kernel, config, experts=True).submodules
     return ModuleSpec(MoETransformerLayer, submodules=_mlp(layer))
+
+
+def _mtp(kernel: Kernel, config: TransformerConfig) -> ModuleSpec:
+    """What multi-token prediction has besides layers of the stack's kinds."""
+    norm = final_norm(kernel, config)
+    layer = MultiTokenPredictionLayerSubmodules(
+        enorm=norm,
+        hnorm=norm,
+        eh_proj=_column_linear(kernel),
+        mtp_model_layer=None,
+        layer_norm=norm,
+    )
+    return ModuleSpec(
+        MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(
+            layer_specs=[ModuleSpec(MultiTokenPredictionLayer, submodules=layer)]
+        ),
+    )
+
+
+def _column_linear(kernel: Kernel) -> Any:
+    if kernel != "te":
+        return ColumnParallelLinear
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    return TEColumnParallelLinear
 
 
 def _projections(kernel: Kernel) -> tuple[Any, Any]:

@@ -29,9 +29,11 @@ from megapack.model.attention.rotary import gather_rotary_tables
 from megapack.model.attention.te_rows import hook_te_attention
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import collect_routing
+from megapack.model.head import unwrapped
 from megapack.model.liger import choose_head
 from megapack.model.mtp import loss_coefs, loss_names, num_depths
 from megapack.model.parameters import keep_gradients_through_recompute
+from megapack.model.recurrent.heads import check_heads
 from megapack.plan.check import check_plan
 from megapack.plan.plan import MicroBatch, Plan
 from megapack.ranks.agree import Agreement, agree, on_any_rank
@@ -425,6 +427,8 @@ class ScheduleAdapter:
             is_training=call.is_training,
             retries_oom=self.retries_oom,
         )
+        shared_by = {self.layout.cp * row.width for row in call.step_plan.microbatches}
+        check_heads(map(unwrapped, self.chunks), shared_by)
         if plan.digest() != self._checked_digest:
             check_plan(plan, call.batch.lengths)
             checks.check_executor(self.chunks, self.config, call.executor)

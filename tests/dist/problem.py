@@ -144,6 +144,15 @@ MODELS = {
         dataclasses.replace(MOE_SHARED_MODEL, megatron_class="hybrid", rope_scaling=RopeScaling()),
         1.0,
     ),
+    "mtp_hybrid": (
+        dataclasses.replace(
+            GATED_DELTA_MODEL,
+            hybrid_layer_pattern="GEGE*EG-/*-GE/*-GE",
+            mtp_num_layers=2,
+            mtp_loss_coef=0.6,
+        ),
+        0.8,
+    ),
     "mtp_moe": (dataclasses.replace(MOE_MODEL, mtp_num_layers=1), 1.0),
 }
 """Model and temperature by variant; `moe_replay` uses `choices` instead of the routers' experts."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from torch import Tensor
 
 from megapack.errors import ConfigError, DataError
@@ -36,6 +37,10 @@ class ModelRouting:
         modules = [module for chunk in chunks for module in unwrapped(chunk).modules()]
         self._routers = [module for module in modules if isinstance(module, PackedRouter)]
         self._has_stock_router = any(type(module) is TopKRouter for module in modules)
+        for module in modules:
+            if isinstance(module, MultiTokenPredictionBlock):
+                _mark_ahead(module)
+        self._mtp_pattern: str | None = getattr(unwrapped(chunks[0]), "mtp_pattern", None)
         self._layers = moe_layers(config)
         self.shape = RoutingShape(
             num_layers=len(self._layers),
@@ -129,11 +134,24 @@ class ModelRouting:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         sums = torch.stack([schedule_pass.router_sums.get(name, zero) for name in names])
         dist.all_reduce(sums)
-        # Layers of multi-token prediction are built like the last layer.
-        last_has_experts = self._config.num_layers - 1 in self._layers
-        num_mtp_layers = num_depths(self._config) if last_has_experts else 0
-        means = sums / (self.shape.num_layers + num_mtp_layers)
+        means = sums / (self.shape.num_layers + self._num_mtp_layers())
         return dict(zip(names, means.tolist(), strict=True))
+
+    def _num_mtp_layers(self) -> int:
+        """Layers of multi-token prediction that have experts."""
+        if self._mtp_pattern is not None:
+            per_depth = self._mtp_pattern.count("E")
+        else:
+            # They are built like the last layer.
+            per_depth = int(self._config.num_layers - 1 in self._layers)
+        return num_depths(self._config) * per_depth
+
+
+def _mark_ahead(block: Any) -> None:
+    """Mark the routers of multi-token prediction, which have numbers of the model's layers."""
+    for module in block.modules():
+        if isinstance(module, PackedRouter):
+            module.is_mtp_layer = True
 
 
 def has_balance_loss(config: Any) -> bool:

@@ -14,12 +14,13 @@ Shape suffixes: t tokens of this rank's slice, T tokens of the whole row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
+from megapack.errors import ConfigError
 from megapack.model.attention.row import RowView
 from megapack.ranks.meeting import meet, meeting_backward
 
@@ -48,6 +49,33 @@ class Section(NamedTuple):
         if self.heads % ranks == 0:
             return values.chunk(ranks, dim=dim)[rank]
         return values.chunk(self.heads, dim=dim)[rank * self.heads // ranks]
+
+
+def check_heads(chunks: Iterable[Any], ranks: Iterable[int]) -> None:
+    """Check that the heads of recurrent layers divide over the ranks that share rows.
+
+    Args:
+        chunks: of this rank, without DDP.
+        ranks: numbers of ranks that share a row.
+
+    Raises:
+        ConfigError: a layer has too few heads; the message names it.
+    """
+    layers = [
+        (name, module)
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if getattr(module, "runs_packed_rows", False)
+    ]
+    for count in sorted(set(ranks)):
+        for name, layer in layers:
+            heads, *groups = (section.heads for section in (layer.heads, *layer.convolved))
+            if heads % count or not all(own.divides(count) for own in layer.convolved):
+                raise ConfigError(
+                    f"rows lie over {count} ranks, and {name} ({type(layer).__name__}) has {heads} "
+                    f"heads, in groups {groups}, on a tensor-parallel rank, which do not divide; "
+                    "set a smaller cp or tp, or plan with Policy(context_parallel='fixed')"
+                )
 
 
 class HeadExchange:

@@ -490,5 +490,13 @@ HYBRID_CASES = {
     name: case
     for variant in ("gated_delta", "mamba", "hybrid", "gpt_as_hybrid")
     for name, case in _hybrid(variant).items()
+} | {
+    f"mtp_hybrid_{name}": Case(layout=layout, variant="mtp_hybrid")
+    for name, layout in {
+        "single": Layout(),
+        "cp2_pp2_vpp2": Layout(cp=2, pp=2, vpp=2),
+        "tp2_sp_ep2": replace(TP2_SP, ep=2),
+        "pp2": PP2,
+    }.items()
 }
 """Hybrid models, which need Megatron-Core 0.18 or later."""

@@ -22,6 +22,12 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
@@ -199,14 +205,22 @@ def build_hybrid(settings: ModelConfig, config: Any) -> HybridModel:
     if settings.num_experts is not None:
         experts = block("pre_mlp_layernorm", "mlp", kinds[True].mlp)
         layers["moe_layer"] = (MoETransformerLayer, experts)
+    depths = [settings.mtp_pattern] * settings.mtp_num_layers
+    ahead = MultiTokenPredictionLayerSubmodules(
+        enorm=Norm, hnorm=Norm, eh_proj=ColumnParallelLinear, mtp_model_layer=None, layer_norm=Norm
+    )
+    mtp = MultiTokenPredictionBlockSubmodules(
+        [ModuleSpec(MultiTokenPredictionLayer, submodules=ahead)]
+    )
     specs = {name: ModuleSpec(module, submodules=own) for name, (module, own) in layers.items()}
+    specs["mtp_block_spec"] = ModuleSpec(MultiTokenPredictionBlock, submodules=mtp)
     with mock.patch.object(hybrid_block, "TENorm", Norm):
         return HybridModel(
             config=config,
             hybrid_stack_spec=ModuleSpec(HybridStack, submodules=HybridStackSubmodules(**specs)),
             vocab_size=128,
             max_sequence_length=settings.max_position_embeddings,
-            hybrid_layer_pattern=settings.layer_pattern,
+            hybrid_layer_pattern="/".join([settings.layer_pattern, *depths]),
             share_embeddings_and_output_weights=not settings.untie_embeddings,
             position_embedding_type=settings.position_embedding_type,
             rotary_base=settings.rotary_base,

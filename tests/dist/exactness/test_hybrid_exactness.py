@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.dist, needs_hybrid]
 SAMPLE = (
     *("hybrid_tp2", "hybrid_cp4", "hybrid_pp2_vpp2_ends_alone_recompute", "hybrid_pp2_frozen"),
     *("gated_delta_dp2_tp2_sp_ep2", "mamba_cp2_pp2_vpp2_recompute", "gpt_as_hybrid_pp2_vpp2"),
+    "mtp_hybrid_cp2_pp2_vpp2",
 )
 
 

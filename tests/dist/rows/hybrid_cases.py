@@ -42,9 +42,7 @@ def _case(name: str, model: str) -> RowCase:
     return replace(_ALL[name], model=model, value_model="hybrid")
 
 
-GRID = {f"hybrid_{name}": _case(name, "hybrid") for name in _DENSE}
-"""Gated delta nets, Mamba-2 and attention, without experts."""
-
+GRID: dict[str, RowCase] = {}
 _MUTATED = {
     f"{mutation}, {where}": replace(_case(name, "hybrid"), kinds=("sft",), mutation=mutation)
     for mutation, where, name in (
@@ -57,6 +55,7 @@ _MUTATED = {
     )
 }
 SPECIAL = {
+    **{f"hybrid_{name}": _case(name, "hybrid") for name in _DENSE},
     **{
         f"{model}_{name}": _case(name, model)
         for model in ("gated_delta", "mamba")
@@ -64,7 +63,7 @@ SPECIAL = {
     },
     **_MUTATED,
 }
-"""Each kind of layer with experts, and mistakes that must be seen."""
+"""Both kinds of recurrent layers, each with experts, and mistakes that must be seen."""
 
 TESTED = (
     *("hybrid_prefixes_pp2_vpp2-full", "hybrid_split_cp2_pp2-full"),

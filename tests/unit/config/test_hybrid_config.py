@@ -40,6 +40,11 @@ def test_a_gpt_as_a_hybrid_model_has_two_layers_per_block() -> None:
         ({"hybrid_layer_pattern": "*-", "num_layers": 3}, "2 letters and model.num_layers is 3"),
         ({"hybrid_layer_pattern": "*x", "num_layers": 2}, "has 'x'; set letters of GM"),
         ({"hybrid_layer_pattern": "", "num_layers": 2}, "is empty"),
+        ({"hybrid_layer_pattern": "*-/*-", "num_layers": 2}, "1 parts after a /, and .* is 0"),
+        (
+            {"hybrid_layer_pattern": "*-/*-/-", "num_layers": 2, "mtp_num_layers": 2},
+            "as many parts, all alike",
+        ),
         ({"hybrid_layer_pattern": "G-", "num_layers": 2}, "model.linear_num_key_heads must be set"),
         ({"hybrid_layer_pattern": "*E", "num_layers": 2}, "model.num_experts must be set"),
         ({"hybrid_layer_pattern": "*-", "num_layers": 2, "megatron_class": "gpt"}, "leave one out"),
