@@ -102,7 +102,7 @@ VARIANTS = {
     "mtp": "multi-token prediction, 2 depths, temperature 0.8",
     "mtp_other": "multi-token prediction, 2 depths, untied, temperature 0.8",
     "mtp_moe": "multi-token prediction, 1 depth, and 4 experts",
-    "mtp_hybrid": "gated delta nets and experts, 2 depths of multi-token prediction of 3 layers each",
+    "mtp_hybrid": "gated delta nets and experts, multi-token prediction, 2 depths",
     "gated_delta": "gated delta nets, attention with a gate, 4 experts and a gated shared one",
     "mamba": "Mamba-2, attention without positions, 4 experts with squared ReLU",
     "hybrid": "gated delta nets, Mamba-2 and attention",
