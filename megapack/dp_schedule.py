@@ -79,6 +79,7 @@ def build_dp_schedule(
     check_policy(policy, layout, micro_batch_size)
     if cost is not None:
         cost.weights_for(layout)
+        cost.factors_for(layout)
     budget = read_budget(layout, max_tokens_per_gpu, micro_batch_size)
     batch = _read_batch(lengths, rollout_ids, colocate_ids, layout)
     _check_set_sizes(batch, micro_batch_size)

@@ -135,7 +135,7 @@ class TrainConfig:
     def _split(self, layout: ParallelSizes) -> StageLayers:
         """`stage_layers` on a layout that may have another pp and vpp than this config's."""
         return self.layout.stage_layers(
-            self.model.num_layers,
+            self.model.num_stage_layers,
             pp=layout.pp,
             vpp=layout.vpp,
             num_mtp_layers=self.model.mtp_num_layers,
@@ -161,8 +161,8 @@ class TrainConfig:
     def cost_model(self, layout: Layout) -> CostModel:
         """The cost model of a run: `plan.cost_model`, or of the model's sizes on an assumed GPU.
 
-        Where layers are split unevenly and the file has no `stage_weights`, these follow from the
-        sizes.
+        Where chunks have different layers and the file has no `stage_weights`, these follow from
+        the sizes.
 
         Raises:
             ConfigError: see `cost_file.read_cost`.
@@ -171,10 +171,13 @@ class TrainConfig:
         if measured is None:
             return self.cost_from_sizes(layout)
         split = self._split(layout)
-        if split.is_even or measured.stage_weights is not None:
+        is_even = split.is_even and len(set(self.model.layer_pattern or "")) < 2
+        if is_even or measured.stage_weights is not None:
             return measured
-        weights = self.cost_from_sizes(layout).stage_weights
-        return dataclasses.replace(measured, stage_weights=weights)
+        sizes = self.cost_from_sizes(layout)
+        return dataclasses.replace(
+            measured, stage_weights=sizes.stage_weights, square_factors=sizes.square_factors
+        )
 
     def cost_from_sizes(
         self, layout: Layout, speed: GpuSpeed | None = None, *, value_head: bool = False

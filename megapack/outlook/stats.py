@@ -428,16 +428,15 @@ def _seconds_bound(
         largest: seconds of the largest sample in one chunk, see `_Bounds.largest_work`.
     """
     layout = plan.layout
-    weights = np.array(cost.weights_for(layout))
+    busiest, chunks = cost.least_weights(layout)
     passes = 1.0 if plan.forward_only else 1.0 + cost.backward_ratio
     rows_per_rank = num_rank_rows / layout.dp
     if plan.policy.count_rule != "per_rank":
         rows_per_rank = layout.next_legal_count(math.ceil(rows_per_rank), "legal", step.group_size)
     share = cost.fixed * rows_per_rank + work / layout.dp
-    busiest = float(weights.reshape(layout.vpp, layout.pp).sum(axis=0).max())
     hops = cost.p2p * (layout.num_chunks - 1) * (1 if plan.forward_only else 2)
     # Pieces of a sample may be on all stages at once, so only one stage's work on it counts.
-    alone = largest * (busiest if plan.policy.split_samples == "auto" else float(weights.sum()))
+    alone = largest * (busiest if plan.policy.split_samples == "auto" else chunks)
     if plan.policy.backward == "split" and not plan.forward_only:
         # Weight gradients may fill waits; without them a pass takes no less than its forward.
         passes_alone = 1.0 + max(0.0, cost.backward_ratio - cost.weight_ratio)

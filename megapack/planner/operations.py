@@ -316,6 +316,7 @@ class _OperationSearch:
         num_ops = (1 if self.step.forward_only else 2) * max(counts) * layout.num_chunks
         return OwnOrders(
             chunk_weights=self.runner.weights,
+            chunk_kinds=self.runner.kinds,
             pp=layout.pp,
             vpp=layout.vpp,
             group=draft.group_size or 1,
