@@ -286,7 +286,7 @@ def _check_oversize(
         if not over.size:
             return
     if dynamic:
-        least = _least_budgets(batch, layout, table)
+        least = _least_budgets(batch, layout, policy, table)
         beyond = over[least[over] > budget]
         over = beyond if beyond.size else over
     samples = np.flatnonzero(batch.item_of == over[0]).tolist()
@@ -305,7 +305,7 @@ def _check_oversize(
     if dynamic and beyond.size:
         wanted = -(-int(least[beyond].max()) // layout.cp)
         raise PlanError(
-            f"{what}, which no aligned block of up to {layout.widths[-1]} of dp={layout.dp} ranks "
+            f"{what}, which no aligned block of up to {policy.widths(layout)[-1]} of dp={layout.dp} ranks "
             f"holds (context_parallel='dynamic'); set max_tokens_per_gpu to {wanted} or more"
         )
     if dynamic:
@@ -326,13 +326,15 @@ def _item_tokens(batch: _Batch, layout: Layout, table: PrefixTable | None, width
     return tokens
 
 
-def _least_budgets(batch: _Batch, layout: Layout, table: PrefixTable | None) -> Ints:
+def _least_budgets(
+    batch: _Batch, layout: Layout, policy: Policy, table: PrefixTable | None
+) -> Ints:
     """int64 [I]: the least budget of a row of one DP rank with which some width holds each item.
 
     At cp=1, 100 tokens over four ranks are padded to 104, of which each rank holds 26.
     """
     least = _item_tokens(batch, layout, table, 1)
-    for width in layout.widths[1:]:
+    for width in policy.widths(layout)[1:]:
         tokens = _item_tokens(batch, layout, table, width)
         row = layout.over(width).aligned_row_tokens(tokens)
         least = np.minimum(least, -(-row // width))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megapack.base.arrays import Ints
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
-from megapack.layout import Layout
+from megapack.layout import Layout, ParallelSizes
 
 VOCAB_MULTIPLE = 128
 """Vocabularies are padded to a multiple of this: 259 becomes 384. It is a multiple of every common
@@ -201,17 +201,36 @@ class ModelSizes:
         heads = (self.mamba_num_heads or 0) * self.mamba_head_dim
         return heads, self.mamba_num_groups * self.mamba_state_dim
 
-    @property
-    def row_heads(self) -> tuple[int, ...]:
-        """Numbers of heads that GPUs divide which share a row: all-to-alls of layers G and M give
-        each of them all tokens of some heads. Empty without such layers."""
+    def max_width(self, layout: ParallelSizes) -> int | None:
+        """The most DP ranks that a row may lie over; None without layers G and M, and 0 if tp * cp
+        alone does not divide their heads.
+
+        All-to-alls of these layers give each GPU of a row all of its tokens in some of the heads.
+
+        Args:
+            layout: gives tp and cp.
+        """
         pattern = self.layer_pattern or ""
-        heads = ()
-        if "G" in pattern:
-            heads += (self.linear_num_key_heads, self.linear_num_value_heads)
-        if "M" in pattern:
-            heads += (self.mamba_num_heads,)
-        return heads
+        heads = [self.linear_num_key_heads, self.linear_num_value_heads] if "G" in pattern else []
+        heads += [self.mamba_num_heads] if "M" in pattern else []
+        if not heads:
+            return None
+        groups = self.mamba_num_groups if "M" in pattern else 1
+        width = 1
+        while self._divides_heads(heads, groups, layout, width):
+            width *= 2
+        return width // 2
+
+    def _divides_heads(
+        self, heads: list[int | None], groups: int, layout: ParallelSizes, width: int
+    ) -> bool:
+        size = layout.cp * width
+        own_groups = groups // layout.tp if groups > 1 else 1
+        if groups > 1 and groups % layout.tp:
+            return False
+        # Groups are copied to where there are more GPUs than groups.
+        fits = own_groups % size == 0 or size % own_groups == 0
+        return fits and not any((number or 1) % (layout.tp * size) for number in heads)
 
     def layer_kinds(
         self, first: int = 0, num_layers: int | None = None

@@ -110,7 +110,8 @@ class _OperationSearch:
         # Rows may lie over so many ranks as those of the wide draft, or else over any.
         self.costs: RowCost | None = None
         if self.policy.context_parallel == "dynamic" and self.step.budget is not None:
-            widest = self.layout.widths[-1] if wide is None else int(wide.row_widths.max())
+            widths = self.policy.widths(self.layout)
+            widest = widths[-1] if wide is None else int(wide.row_widths.max())
             self.costs = row_cost(self.step, self.cost, widest.bit_length())
         # What stages hold in Megatron's order, which is enough for W's; inf if there is no draft.
         self.held = math.inf

@@ -209,7 +209,7 @@ class _WideSearch:
 
         More ranks would cost memory here: sizes of a million samples take 16 MB per level.
         """
-        widths = self.layout.widths
+        widths = self.policy.widths(self.layout)
         row = self.rank_work / max(shape.count for shape in shapes) + float(self.cost.fixed)
         longest = int(self.packed.aligned.max())
         levels = 1
