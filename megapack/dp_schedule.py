@@ -304,9 +304,10 @@ def _check_oversize(
     )
     if dynamic and beyond.size:
         wanted = -(-int(least[beyond].max()) // layout.cp)
+        widest = policy.widths(layout)[-1]
         raise PlanError(
-            f"{what}, which no aligned block of up to {policy.widths(layout)[-1]} of dp={layout.dp} ranks "
-            f"holds (context_parallel='dynamic'); set max_tokens_per_gpu to {wanted} or more"
+            f"{what}, which no aligned block of up to {widest} of dp={layout.dp} ranks holds "
+            f" (context_parallel='dynamic'); set max_tokens_per_gpu to {wanted} or more"
         )
     if dynamic:
         logger.info("%s; each goes over as many DP ranks as hold it", what)

@@ -325,8 +325,9 @@ def _check_row_heads(config: TrainConfig) -> None:
         )
     if plan.context_parallel == "dynamic" and (plan.max_width or 1) > widest:
         raise ConfigError(
-            f"plan.max_width={plan.max_width} with layout.tp={layout.tp} and layout.cp={layout.cp}: "
-            f"{heads} divide over rows of up to {widest} DP ranks; set {widest}, or null"
+            f"plan.max_width={plan.max_width} with layout.tp={layout.tp} and layout.cp="
+            f"{layout.cp}: {heads} divide over rows of up to {widest} DP ranks; set {widest}, or "
+            "null"
         )
 
 

@@ -174,6 +174,11 @@ class CostModel:
             )
         return self.square_factors
 
+    @property
+    def distinct_factors(self) -> tuple[float, ...]:
+        """The different `square_factors`; chunks of one factor are of one kind."""
+        return (1.0,) if self.square_factors is None else tuple(dict.fromkeys(self.square_factors))
+
     def least_weights(self, layout: Layout) -> tuple[float, float]:
         """Weights of the busiest stage and of all chunks together, as lower bounds.
 

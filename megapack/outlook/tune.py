@@ -375,7 +375,11 @@ def _policies(work: Workload, space: Space, layout: Layout, kind: Kind) -> Itera
         rules, groups = rules[:1], groups[:1]
     for rule, group in itertools.product(rules, groups):
         policy = replace(
-            work.policy_of(layout), count_rule=rule, group_size=group, search=search, **kind._asdict()
+            work.policy_of(layout),
+            count_rule=rule,
+            group_size=group,
+            search=search,
+            **kind._asdict(),
         )
         one_count = rule == "per_rank" and layout.dp == 1
         one_group = group == "search" and layout.vpp == 1

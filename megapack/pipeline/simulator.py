@@ -192,8 +192,8 @@ class Runner:
         self.forward_only = forward_only
         self.weights = np.array(cost.weights_for(layout))
         # Chunks of the same factor are of one kind.
+        self.factors = cost.distinct_factors
         factors = cost.factors_for(layout)
-        self.factors = tuple(dict.fromkeys(factors))
         self.kinds = np.array([self.factors.index(factor) for factor in factors])
         self.backward_ratio = float(cost.backward_ratio)
 

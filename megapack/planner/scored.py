@@ -219,7 +219,7 @@ def row_cost(step: Step, cost: CostModel, num_levels: int = 1) -> RowCost:
     return RowCost(
         float(cost.fixed),
         *rates,
-        square_factors=np.array(list(dict.fromkeys(cost.factors_for(step.layout)))),
+        square_factors=np.array(cost.distinct_factors),
         unit=unit,
         capacity=step.capacity * widths // unit * unit,
         alone=alone * widths // unit * unit,

@@ -155,7 +155,9 @@ def test_weights_of_mamba() -> None:
 def test_work_of_linear_layers_of_qwen3_next() -> None:
     """67 MFLOP per token in projections and 5.8 in the scan; the state is as large as the keys of
     1,048 tokens."""
-    kinds = {kind.sublayers: kind for kind, _ in config_of(QWEN3_NEXT).model.to_sizes().layer_kinds()}
+    kinds = {
+        kind.sublayers: kind for kind, _ in config_of(QWEN3_NEXT).model.to_sizes().layer_kinds()
+    }
     scan = 32 * (2 * 64 * (2 * 128 + 2 * 128 + 128) + 6 * 128 * 128)
     convolution = 2 * 4 * (2 * 2048 + 4096)
     projections = 2 * 2048 * (2 * 2048 + 2 * 4096 + 64 + 4096)
@@ -176,7 +178,8 @@ def test_work_of_linear_layers_of_qwen3_next() -> None:
 
 def test_stages_with_other_shares_of_attention_have_two_weights() -> None:
     cost = CostModel.from_model(UNEVEN, layout=PP2, flops_per_gpu=1e9, mean_length=50.0)
-    assert cost.square_factors is not None and cost.stage_weights is not None
+    assert cost.square_factors is not None
+    assert cost.stage_weights is not None
     # All attention is on the first of two stages, and none on the second.
     assert cost.stage_weights[0] * cost.square_factors[0] == pytest.approx(2)
     assert cost.square_factors[1] == 0
@@ -185,7 +188,9 @@ def test_stages_with_other_shares_of_attention_have_two_weights() -> None:
         weight * cost.forward_seconds(PP2, **row, square_factor=factor)
         for weight, factor in zip(cost.stage_weights, cost.square_factors, strict=True)
     ]
-    linear = [sum(k.layer_flops_per_token() * n for k, n in UNEVEN.layer_kinds(f, 2)) for f in (0, 2)]
+    linear = [
+        sum(k.layer_flops_per_token() * n for k, n in UNEVEN.layer_kinds(f, 2)) for f in (0, 2)
+    ]
     linear[0] += 64
     linear[1] += 2 * 64 * 100
     assert stages[0] == pytest.approx((30 * linear[0] + 500 * 4 * 2 * 16) / 1e9)
@@ -199,7 +204,8 @@ def test_alike_stages_have_one_weight() -> None:
     assert twice.square_factors(Layout(pp=4)) is not None
     nemotron = config_of(NEMOTRON3)
     cost = nemotron.cost_model(nemotron.layout.to_layout(32))
-    assert cost.square_factors is not None and cost.stage_weights is not None
+    assert cost.square_factors is not None
+    assert cost.stage_weights is not None
     squares = [w * f for w, f in zip(cost.stage_weights, cost.square_factors, strict=True)]
     # Attention layers by stage are 2, 1, 2 and 1.
     assert squares == pytest.approx([4 / 3, 2 / 3, 4 / 3, 2 / 3])

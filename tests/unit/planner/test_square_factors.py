@@ -124,7 +124,8 @@ def test_an_online_fit_keeps_the_factors() -> None:
     layout = Layout(pp=2)
     rng = np.random.default_rng(0)
     true = replace(COST, per_token=1.3, per_token_sq=1 / 600, stage_weights=(0.9, 1.1))
-    assert true.stage_weights is not None and true.square_factors is not None
+    assert true.stage_weights is not None
+    assert true.square_factors is not None
     rows = []
     for tokens in rng.integers(100, 2000, 40).tolist():
         squares = tokens * int(rng.integers(50, tokens))
