@@ -307,7 +307,7 @@ def _check_oversize(
         widest = policy.widths(layout)[-1]
         raise PlanError(
             f"{what}, which no aligned block of up to {widest} of dp={layout.dp} ranks holds "
-            f" (context_parallel='dynamic'); set max_tokens_per_gpu to {wanted} or more"
+            f"(context_parallel='dynamic'); set max_tokens_per_gpu to {wanted} or more"
         )
     if dynamic:
         logger.info("%s; each goes over as many DP ranks as hold it", what)

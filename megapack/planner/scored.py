@@ -202,7 +202,9 @@ def _all_ops(runner: Runner, draft: Draft) -> tuple[RankOps, Ints]:
         for count, ops, end in zip(distinct, each, ends, strict=True)
     }
     columns = zip(*(ops[:-2] for ops in each), strict=True)
-    all_ops = RankOps(*map(np.concatenate, columns), each[0].pp, each[0].p2p)
+    stage, microbatch, column, held, waits_for, scale = map(np.concatenate, columns)
+    first = each[0]
+    all_ops = RankOps(stage, microbatch, column, held, waits_for, scale, first.pp, first.p2p)
     return all_ops, np.array([bounds_of[count] for count in counts])
 
 
