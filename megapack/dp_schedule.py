@@ -79,6 +79,7 @@ def build_dp_schedule(
     check_policy(policy, layout, micro_batch_size)
     if cost is not None:
         cost.weights_for(layout)
+        cost.factors_for(layout)
     budget = read_budget(layout, max_tokens_per_gpu, micro_batch_size)
     batch = _read_batch(lengths, rollout_ids, colocate_ids, layout)
     _check_set_sizes(batch, micro_batch_size)
@@ -285,7 +286,7 @@ def _check_oversize(
         if not over.size:
             return
     if dynamic:
-        least = _least_budgets(batch, layout, table)
+        least = _least_budgets(batch, layout, policy, table)
         beyond = over[least[over] > budget]
         over = beyond if beyond.size else over
     samples = np.flatnonzero(batch.item_of == over[0]).tolist()
@@ -303,9 +304,10 @@ def _check_oversize(
     )
     if dynamic and beyond.size:
         wanted = -(-int(least[beyond].max()) // layout.cp)
+        widest = policy.widths(layout)[-1]
         raise PlanError(
-            f"{what}, which no aligned block of up to {layout.widths[-1]} of dp={layout.dp} ranks "
-            f"holds (context_parallel='dynamic'); set max_tokens_per_gpu to {wanted} or more"
+            f"{what}, which no aligned block of up to {widest} of dp={layout.dp} ranks holds "
+            f"(context_parallel='dynamic'); set max_tokens_per_gpu to {wanted} or more"
         )
     if dynamic:
         logger.info("%s; each goes over as many DP ranks as hold it", what)
@@ -325,13 +327,15 @@ def _item_tokens(batch: _Batch, layout: Layout, table: PrefixTable | None, width
     return tokens
 
 
-def _least_budgets(batch: _Batch, layout: Layout, table: PrefixTable | None) -> Ints:
+def _least_budgets(
+    batch: _Batch, layout: Layout, policy: Policy, table: PrefixTable | None
+) -> Ints:
     """int64 [I]: the least budget of a row of one DP rank with which some width holds each item.
 
     At cp=1, 100 tokens over four ranks are padded to 104, of which each rank holds 26.
     """
     least = _item_tokens(batch, layout, table, 1)
-    for width in layout.widths[1:]:
+    for width in policy.widths(layout)[1:]:
         tokens = _item_tokens(batch, layout, table, width)
         row = layout.over(width).aligned_row_tokens(tokens)
         least = np.minimum(least, -(-row // width))

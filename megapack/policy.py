@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple, get_args
 
 from megapack.errors import ConfigError, brief
@@ -36,7 +36,7 @@ _CHOICES = {
 
 # Fields that a payload leaves out at their defaults, so that plans from before they were fields
 # keep their digests.
-_LATER_FIELDS = ("share_prefixes", "context_parallel", "split_samples", "backward")
+_LATER_FIELDS = ("share_prefixes", "context_parallel", "split_samples", "backward", "max_width")
 
 # Compiled code multiplies these numbers by sizes of the layout (at most 2**20) in int64:
 # 2**40 * 2**20 = 2**60, and int64 ends at 2**63.
@@ -86,6 +86,9 @@ class Policy:
     """"fixed": each row is cut over the layout's cp ranks. "dynamic": a row may lie over 2, 4 or
     more consecutive DP ranks and is cut over all of their cp ranks, where that is faster or where a
     sample is over the budget otherwise. Needs count_rule "legal" or "multiple" and planned rows."""
+    max_width: int | None = None
+    """The most DP ranks that a row may lie over with context_parallel="dynamic"; no limit by
+    default. Layers of hybrid models need one: cp times the width divides their heads of a GPU."""
     split_samples: SplitSamples = "off"
     """"auto": a long sample may be cut into pieces in consecutive micro-batches of one DP rank,
     where that is faster or where it is over the budget; samples with a common prefix may be cut at
@@ -101,6 +104,20 @@ class Policy:
         _check_int("search", self.search, 0)
         if self.max_live_tokens_per_gpu is not None:
             _check_int("max_live_tokens_per_gpu", self.max_live_tokens_per_gpu, 1)
+        if self.max_width is not None:
+            _check_int("max_width", self.max_width, 1)
+
+    def widths(self, layout: Layout) -> tuple[int, ...]:
+        """Numbers of DP ranks that a row may lie over, ascending."""
+        if self.context_parallel == "fixed":
+            return (1,)
+        return tuple(w for w in layout.widths if w <= (self.max_width or w))
+
+    def within_width(self, max_width: int | None) -> Policy:
+        """The same with rows over at most so many DP ranks; None for no other limit."""
+        if max_width is None or max_width >= (self.max_width or max_width + 1):
+            return self
+        return replace(self, max_width=max_width)
 
     def to_payload(self) -> dict[str, object]:
         """The fields as JSON types, in the order of their definition."""

@@ -16,11 +16,12 @@ def read_cost(path: str | Path, layout: Layout) -> CostModel:
 
     Raises:
         ConfigError: the file cannot be read, has unknown keys or invalid numbers, or the number of
-            its `stage_weights` is not the layout's number of chunks.
+            its `stage_weights` or `square_factors` is not the layout's number of chunks.
     """
     cost = load_config(path, [], Calibration).cost
     try:
         cost.weights_for(layout)
+        cost.factors_for(layout)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return cost

@@ -322,9 +322,11 @@ class ModelConfig:
     def to_sizes(self) -> ModelSizes:
         """Sizes for the cost and memory models, without multi-token prediction layers."""
         dense_width = self.ffn_hidden_size or 4 * self.hidden_size
-        first_dense = self.moe_first_dense_layers if self.num_experts else 0
+        pattern = self.layer_pattern
+        first_dense = self.moe_first_dense_layers if self.num_experts and not pattern else 0
+        mixes = first_dense or (self.num_experts and "-" in (pattern or ""))
         return ModelSizes(
-            num_layers=self.num_layers,
+            num_layers=self.num_stage_layers,
             hidden_size=self.hidden_size,
             ffn_hidden_size=self.expert_ffn_hidden_size if self.num_experts else dense_width,
             num_attention_heads=self.num_attention_heads,
@@ -344,7 +346,18 @@ class ModelConfig:
             shared_expert_ffn_hidden_size=self.moe_shared_ffn_hidden_size or 0,
             shared_expert_gate=self.moe_shared_gate,
             first_dense_layers=first_dense,
-            dense_ffn_hidden_size=dense_width if first_dense else None,
+            dense_ffn_hidden_size=dense_width if mixes else None,
+            attention_output_gate=self.attention_output_gate,
+            layer_pattern=pattern,
+            linear_num_key_heads=self.linear_num_key_heads,
+            linear_num_value_heads=self.linear_num_value_heads,
+            linear_key_head_dim=self.linear_key_head_dim,
+            linear_value_head_dim=self.linear_value_head_dim,
+            linear_conv_kernel_dim=self.linear_conv_kernel_dim,
+            mamba_num_heads=self.mamba_num_heads,
+            mamba_head_dim=self.mamba_head_dim,
+            mamba_state_dim=self.mamba_state_dim,
+            mamba_num_groups=self.mamba_num_groups,
         )
 
     def _check_architecture(self) -> None:

@@ -95,15 +95,23 @@ class TrainConfig:
 
     @property
     def row_plan(self) -> PlanConfig:
-        """`plan`, with share_prefixes="off" where the attention cannot share: Transformer Engine
-        has no kernel for it over several ranks. Its kernel is preferred in bf16 on GPUs."""
+        """`plan`, with what the model allows.
+
+        share_prefixes="off" where the attention cannot share: Transformer Engine has no kernel for
+        it over several ranks. Its kernel is preferred in bf16 on GPUs. In a hybrid model rows lie
+        over no more ranks than its heads divide over.
+        """
         model = self.model
-        is_wide = self.plan.context_parallel == "dynamic" and self.layout.dp != 1
+        widest = model.to_sizes().max_width(self.layout)
+        plan = self.plan
+        if plan.context_parallel == "dynamic" and plan.max_width is None:
+            plan = dataclasses.replace(plan, max_width=widest)
+        is_wide = plan.context_parallel == "dynamic" and self.layout.dp != 1
         preferred = self.device == "cuda" and model.dtype == "bf16" and model.attention == "auto"
         on_te = preferred or model.attention == "te" or model.fp8 is not None
         if on_te and (self.layout.cp > 1 or is_wide):
-            return dataclasses.replace(self.plan, share_prefixes="off")
-        return self.plan
+            plan = dataclasses.replace(plan, share_prefixes="off")
+        return plan
 
     @property
     def tokenizer_folder(self) -> str | None:
@@ -135,7 +143,7 @@ class TrainConfig:
     def _split(self, layout: ParallelSizes) -> StageLayers:
         """`stage_layers` on a layout that may have another pp and vpp than this config's."""
         return self.layout.stage_layers(
-            self.model.num_layers,
+            self.model.num_stage_layers,
             pp=layout.pp,
             vpp=layout.vpp,
             num_mtp_layers=self.model.mtp_num_layers,
@@ -161,8 +169,8 @@ class TrainConfig:
     def cost_model(self, layout: Layout) -> CostModel:
         """The cost model of a run: `plan.cost_model`, or of the model's sizes on an assumed GPU.
 
-        Where layers are split unevenly and the file has no `stage_weights`, these follow from the
-        sizes.
+        Where chunks have different layers and the file has no `stage_weights`, these follow from
+        the sizes.
 
         Raises:
             ConfigError: see `cost_file.read_cost`.
@@ -171,10 +179,13 @@ class TrainConfig:
         if measured is None:
             return self.cost_from_sizes(layout)
         split = self._split(layout)
-        if split.is_even or measured.stage_weights is not None:
+        is_even = split.is_even and len(set(self.model.layer_pattern or "")) < 2
+        if is_even or measured.stage_weights is not None:
             return measured
-        weights = self.cost_from_sizes(layout).stage_weights
-        return dataclasses.replace(measured, stage_weights=weights)
+        sizes = self.cost_from_sizes(layout)
+        return dataclasses.replace(
+            measured, stage_weights=sizes.stage_weights, square_factors=sizes.square_factors
+        )
 
     def cost_from_sizes(
         self, layout: Layout, speed: GpuSpeed | None = None, *, value_head: bool = False
@@ -268,6 +279,7 @@ def _check_division(config: TrainConfig) -> None:
                 f"model.{name}={value} does not divide over layout.tp={layout.tp}; set a "
                 f"multiple of {layout.tp}"
             )
+    _check_row_heads(config)
     if (model.num_experts or 1) % layout.ep:
         raise ConfigError(
             f"model.num_experts={model.num_experts} does not divide over layout.ep="
@@ -292,6 +304,31 @@ def _check_division(config: TrainConfig) -> None:
         )
     if layout.sequence_parallel and layout.tp == 1:
         raise ConfigError("layout.sequence_parallel needs layout.tp > 1; set it to false")
+
+
+def _check_row_heads(config: TrainConfig) -> None:
+    """Check the heads of layers G and M, which the GPUs of a row divide."""
+    layout, plan = config.layout, config.plan
+    widest = config.model.to_sizes().max_width(layout)
+    if widest is None:
+        return
+    names = ("linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads")
+    heads = ", ".join(
+        f"model.{name}={value}" for name in names if (value := getattr(config.model, name))
+    )
+    if "M" in (config.model.layer_pattern or ""):
+        heads += f", model.mamba_num_groups={config.model.mamba_num_groups}"
+    if widest == 0:
+        raise ConfigError(
+            f"{heads} do not divide over layout.tp * layout.cp = {layout.tp} * {layout.cp} GPUs; "
+            "set smaller ones"
+        )
+    if plan.context_parallel == "dynamic" and (plan.max_width or 1) > widest:
+        raise ConfigError(
+            f"plan.max_width={plan.max_width} with layout.tp={layout.tp} and layout.cp="
+            f"{layout.cp}: {heads} divide over rows of up to {widest} DP ranks; set {widest}, or "
+            "null"
+        )
 
 
 def _check_critic(config: TrainConfig) -> None:

@@ -1,8 +1,9 @@
 """Bytes that autograd keeps from a forward for its backward, tensor by tensor.
 
 What a layer keeps was counted with `torch.autograd.graph.saved_tensors_hooks` over Megatron-Core's
-layers (0.16.1 and 0.19.2), and read in Transformer Engine 2.11 for its kernels. FP8 is counted as
-bf16: Transformer Engine keeps some inputs in both.
+layers (0.16.1 and 0.19.2), and read in Transformer Engine 2.11 for its kernels. Layers G and M are
+read, in fla 0.6 and mamba_ssm 2.3, and not counted. FP8 is counted as bf16: Transformer Engine
+keeps some inputs in both.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megapack.base.choices import Dtype, Kernel, Recompute, RecomputeModule
-from megapack.cost.sizes import ModelSizes
+from megapack.cost.sizes import DELTA_CHUNK, MAMBA_CONV_TOKENS, ModelSizes
 from megapack.layout import Layout
 
 # A statistic per normalised vector, or per query and head of attention.
@@ -39,10 +40,23 @@ class SavedActivations:
     @property
     def layer(self) -> float:
         """One layer, without recomputation of the whole layer."""
-        mlp = self._dense_mlp if self.sizes.num_experts is None else self._experts
-        # The outputs of both norms are the inputs of the matrices after them.
-        outputs = 0.0 if self._recomputes("layernorm") else 2 * self._width * self._hidden
-        return 2 * self._norm + outputs + self._attention + mlp
+        parts = self.sizes.sublayers
+        # The outputs of norms are the inputs of the matrices after them.
+        outputs = 0.0 if self._recomputes("layernorm") else len(parts) * self._width * self._hidden
+        kept = len(parts) * self._norm + outputs
+        for letter in parts:
+            kept += self._part(letter)
+        return kept
+
+    def _part(self, letter: str) -> float:
+        """One part of a layer, without the norm before it."""
+        if letter == "*":
+            return self._attention
+        if letter == "-":
+            return self._dense_mlp
+        if letter == "E":
+            return self._experts
+        return self._delta_net if letter == "G" else self._mamba
 
     def _recomputes(self, module: RecomputeModule) -> bool:
         return self.recompute == "selective" and module in self.recompute_modules
@@ -124,6 +138,28 @@ class SavedActivations:
         return self.composite_norms and self.dtype == "bf16"
 
     @property
+    def _delta_net(self) -> float:
+        """The output of the first projection, of which the convolution and the gated norm keep
+        views; queries and keys before and after their norm, repeated to the heads of values;
+        values; the output before and after the gated norm. In fp32 beta and the decay per head; and
+        of each head a row of its chunk's inverse."""
+        keys, values = self.sizes.delta_widths
+        heads = self.sizes.linear_num_value_heads or 0
+        repeated = heads * (self.sizes.linear_key_head_dim or 0)
+        kept = 2 * keys + 2 * values + 2 * heads + 2 * keys + 2 * repeated + 3 * values
+        kept += DELTA_CHUNK * heads
+        return (self._width * kept + 2 * _FP32_BYTES * heads) / self.layout.tp
+
+    @property
+    def _mamba(self) -> float:
+        """The output of the first projection, that of the convolution, and that of the scan before
+        and after the norm; in fp32 the steps and their sums per head."""
+        inner, states = self.sizes.mamba_widths
+        heads = self.sizes.mamba_num_heads or 0
+        kept = 2 * inner + 2 * states + heads + inner + 2 * states + 2 * inner
+        return (self._width * kept + 2 * _FP32_BYTES * heads) / self.layout.tp
+
+    @property
     def _attention(self) -> float:
         """Rotated queries and keys, values, the output and the softmax statistic."""
         if self.sizes.uses_mla:
@@ -145,6 +181,9 @@ class SavedActivations:
                 # `packed_causal_attention` joins the outputs of its runs of samples: a copy.
                 kept += queries
         rotary = 0.0 if self.attention == "te" else 4 * self._width * head
+        if self.sizes.attention_output_gate:
+            # The gate, its sigmoid, and the output before the product.
+            kept += 3 * queries
         return self._width * kept + scalars + rotary + self._qk_norms(queries, keys)
 
     @property
@@ -195,9 +234,27 @@ class SavedActivations:
     def carried_token(self) -> float:
         """Keys and values of a token in a layer, which later pieces of its sample read."""
         sizes = self.sizes
+        if "*" not in sizes.sublayers:
+            return 0.0
         if sizes.uses_mla:
             return self._width * self._heads * (sizes.head_width + sizes.value_width)
         return self._width * 2 * self._groups * sizes.head_width
+
+    @property
+    def carried_state(self) -> float:
+        """What a layer G or M hands from a piece to the next one: the state in fp32, and the last
+        inputs of the convolution."""
+        sizes = self.sizes
+        state = tail = 0
+        if "G" in sizes.sublayers:
+            keys, values = sizes.delta_widths
+            state = values * (sizes.linear_key_head_dim or 0)
+            tail = (sizes.linear_conv_kernel_dim - 1) * (2 * keys + values)
+        elif "M" in sizes.sublayers:
+            inner, states = sizes.mamba_widths
+            state = inner * sizes.mamba_state_dim
+            tail = (MAMBA_CONV_TOKENS - 1) * (inner + 2 * states)
+        return (_FP32_BYTES * state + self._width * tail) / self.layout.tp
 
     @property
     def put_off_token(self) -> float:
@@ -208,11 +265,11 @@ class SavedActivations:
         matrices make queries, keys and values from hidden states.
         """
         sizes = self.sizes
-        heads = self._heads * sizes.head_width
-        keys_and_values = self.carried_token / self._width
-        attention = 2 * self._hidden + 2 * heads + keys_and_values
+        mixers = sum(self._put_off_mixer(letter) for letter in sizes.sublayers)
         matrices = 2 if sizes.gated else 1
-        if sizes.num_experts is None:
+        if not set(sizes.sublayers) & set("-E"):
+            mlp = 0.0
+        elif sizes.num_experts is None:
             mlp = 2 * self._hidden + (1 + matrices) * sizes.ffn_hidden_size / self.layout.tp
         else:
             routes = sizes.experts_per_token * self.layout.etp / self.layout.tp
@@ -220,7 +277,24 @@ class SavedActivations:
             mlp = routes * (2 * sizes.hidden_size + ffn)
             shared = sizes.shared_expert_ffn_hidden_size
             mlp += 2 * self._hidden + (1 + matrices) * shared / self.layout.tp if shared else 0.0
-        return self._width * (attention + mlp)
+        return self._width * (mixers + mlp)
+
+    def _put_off_mixer(self, letter: str) -> float:
+        """Channels of `put_off_token` of a part that mixes tokens."""
+        sizes = self.sizes
+        if letter == "*":
+            heads = self._heads * sizes.head_width
+            gates = heads if sizes.attention_output_gate else 0.0
+            return 2 * self._hidden + 2 * heads + gates + self.carried_token / self._width
+        if letter == "G":
+            keys, out = sizes.delta_widths
+            inner = 2 * keys + 2 * out + 2 * (sizes.linear_num_value_heads or 0)
+        elif letter == "M":
+            out, states = sizes.mamba_widths
+            inner = 2 * out + 2 * states + (sizes.mamba_num_heads or 0)
+        else:
+            return 0.0
+        return 2 * self._hidden + (inner + out) / self.layout.tp
 
     @property
     def _gathers(self) -> bool:

@@ -82,11 +82,13 @@ def cost_from_sizes(
     peak = _checked_peak(speed)
     num_forwards = 1 + _recomputed_share(sizes, recompute, recompute_modules, mean_length)
     backward_ratio = 1.0 + num_forwards
+    # A layer of a hybrid model is half of a transformer layer.
+    num_blocks = sum(n * len(kind.sublayers) / 2 for kind, n in sizes.layer_kinds())
     cost = CostModel.from_model(
         sizes,
         layout=layout,
         flops_per_gpu=peak * 1e12 * speed.utilisation,
-        fixed=speed.layer_overhead_us * 1e-6 * sizes.num_layers / layout.num_chunks,
+        fixed=speed.layer_overhead_us * 1e-6 * num_blocks / layout.num_chunks,
         mean_length=mean_length,
         # Log-probs in chunks: a product in the forward, and three in the backward, which makes the
         # logits again. 4/3 of a head that keeps its logits; with recomputation like the layers.
@@ -95,7 +97,8 @@ def cost_from_sizes(
     )
     # TP traffic: a backward moves as many bytes as a forward (twice as many with full
     # recomputation), not backward_ratio times as many. `per_token` makes their sum right.
-    traffic = sizes.num_layers * sizes.layer_tp_bytes_per_token(layout.tp)
+    tp = layout.tp
+    traffic = sum(n * kind.layer_tp_bytes_per_token(tp) for kind, n in sizes.layer_kinds())
     passes = (1 + num_forwards) / (1 + backward_ratio)
     per_token = passes * traffic / (speed.tp_gbs * 1e9)
     return replace(cost, backward_ratio=backward_ratio, per_token=cost.per_token + per_token)

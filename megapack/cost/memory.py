@@ -35,6 +35,9 @@ class Carried:
     """Tokens of earlier pieces that the attention of later ones reads."""
     put_off_tokens: float = 0.0
     """Row tokens between their backward and their weight gradients."""
+    states: float = 0.0
+    """Pieces whose last state a stage keeps in layers G and M, from the piece's forward to its
+    backward; however long a piece is, it is one."""
 
 
 NOTHING_CARRIED = Carried()
@@ -238,7 +241,7 @@ class MemoryModel:
             )
         )
         gathered = gathered_tokens * self.saved(layout).gathered_token
-        kept += gathered * (1 if full else layout.vpp * max(map(_count, by_chunk)))
+        kept += gathered * (1 if full else layout.vpp * max(map(_count_attention, by_chunk)))
         # One layer is in its backward, and has again what it did not keep.
         again = (saved.recomputed_layer for kinds in by_chunk for saved, _ in kinds)
         kept += row_tokens * max(again, default=0.0)
@@ -254,7 +257,8 @@ class MemoryModel:
         return int(kept)
 
     def _carried(self, layout: Layout, stage: int, carried: Carried) -> int:
-        """Carried keys and values with their gradients, and what waits for weight gradients.
+        """Carried keys, values and states with their gradients, and what waits for weight
+        gradients.
 
         Attention over earlier tokens keeps a copy of their keys and values, unless the layer is
         recomputed: then only the layer in its backward has one. Rows between their backward and
@@ -270,13 +274,14 @@ class MemoryModel:
             saved = self.saved(layout, sizes)
             held = saved.layer_input if full else saved.layer
             total += count * keys * saved.carried_token
+            total += count * 2 * carried.states * saved.carried_state
             total += count * carried.put_off_tokens * max(0.0, saved.put_off_token - held)
         if full:
             total += carried.earlier_tokens * layout.vpp * self.saved(layout).carried_token
         return int(total)
 
     def _layers(self, layout: Layout, stage: int) -> list[list[tuple[ModelSizes, int]]]:
-        """The kinds of transformer layers of each chunk of a stage, each with its number."""
+        """The kinds of layers of each chunk of a stage, each with its number."""
         split = stage_layers_of(self.sizes.num_layers, layout, self.stage_layers)
         chunks = list(zip(split.offsets, split.num_layers, strict=True))[stage :: split.pp]
         return [list(self.sizes.layer_kinds(first, count)) for first, count in chunks]
@@ -327,6 +332,6 @@ class MemoryModel:
         return int(columns * max(logits, (2 if is_bf16 else 4) * sizes.hidden_size))
 
 
-def _count(kinds: Sequence[tuple[SavedActivations, int]]) -> int:
-    """Layers of a chunk."""
-    return sum(n for _, n in kinds)
+def _count_attention(kinds: Sequence[tuple[SavedActivations, int]]) -> int:
+    """Layers of a chunk that have attention."""
+    return sum(n for saved, n in kinds if "*" in saved.sizes.sublayers)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from megapack.base.files import strict_json
 from megapack.cost.fit import Measurement, fit_coefficients
 from megapack.cost.sizes import ModelSizes
@@ -36,6 +38,7 @@ class CostModel:
 
         fixed + (per_token * T + per_token_sq * sum(L_i^2) + per_sample * n) / (pp * vpp * cp)
 
+    times its weight; where chunks have other shares of attention, per_token_sq times its factor,
     and its backward takes `backward_ratio` times that. Of the backward, weight gradients take
     `weight_ratio` times the forward without per_token_sq. A row over `width` DP ranks is cut over
     cp * width ranks, and what is divided by them grows by `cp_overhead`. L_i^2 accounts for the
@@ -57,6 +60,9 @@ class CostModel:
     """Backward seconds over forward seconds."""
     stage_weights: tuple[float, ...] | None = None
     """Relative cost of the pp*vpp chunks in model order, mean 1; None = all equal."""
+    square_factors: tuple[float, ...] | None = None
+    """Of each chunk, the factor of `per_token_sq` beside its weight; 0 for one without attention
+    layers, as a hybrid model may have; None = 1 for all."""
     p2p: float = 0.0
     """Seconds from the end of a chunk to the earliest start of the next chunk."""
     cp_overhead: float = 0.05
@@ -85,9 +91,25 @@ class CostModel:
                     f"stage_weights={brief(weights)} must have mean 1; divide them by their mean"
                 )
             object.__setattr__(self, "stage_weights", weights)
+        if self.square_factors is not None:
+            if not isinstance(self.square_factors, Iterable):
+                raise ConfigError(
+                    f"square_factors={brief(self.square_factors)}; set one number per chunk"
+                )
+            factors = tuple(self.square_factors)
+            for factor in factors:
+                _check_number("square_factors", factor)
+            object.__setattr__(self, "square_factors", factors)
 
     def forward_seconds(
-        self, layout: Layout, *, row_tokens: int, tokens_sq: int, num_samples: int, width: int = 1
+        self,
+        layout: Layout,
+        *,
+        row_tokens: int,
+        tokens_sq: int,
+        num_samples: int,
+        width: int = 1,
+        square_factor: float = 1.0,
     ) -> float:
         """Seconds of one chunk of weight 1.
 
@@ -96,8 +118,9 @@ class CostModel:
             tokens_sq: sum of squared aligned lengths.
             num_samples: samples of the row.
             width: DP ranks that share the row.
+            square_factor: of the chunk, see `square_factors`.
         """
-        work = self.per_token * row_tokens + self.per_token_sq * tokens_sq
+        work = self.per_token * row_tokens + square_factor * self.per_token_sq * tokens_sq
         work += self.per_sample * num_samples
         return self.fixed + work * self.share_of_rank(layout, width)
 
@@ -136,6 +159,42 @@ class CostModel:
             )
         return self.stage_weights
 
+    def factors_for(self, layout: Layout) -> tuple[float, ...]:
+        """`square_factors`, or ones if None, checked against the layout's number of chunks.
+
+        Raises:
+            ConfigError: the number of factors is not pp*vpp.
+        """
+        if self.square_factors is None:
+            return (1.0,) * layout.num_chunks
+        if len(self.square_factors) != layout.num_chunks:
+            raise ConfigError(
+                f"{len(self.square_factors)} square_factors for pp*vpp={layout.num_chunks} chunks; "
+                "give one per chunk"
+            )
+        return self.square_factors
+
+    @property
+    def distinct_factors(self) -> tuple[float, ...]:
+        """The different `square_factors`; chunks of one factor are of one kind."""
+        return (1.0,) if self.square_factors is None else tuple(dict.fromkeys(self.square_factors))
+
+    def least_weights(self, layout: Layout) -> tuple[float, float]:
+        """Weights of the busiest stage and of all chunks together, as lower bounds.
+
+        Of rows whose squares are unknown, a stage's seconds are between those without and those of
+        squares alone; the busiest stage has no less than the mean.
+        """
+        weights = np.array(self.weights_for(layout))
+        total = float(weights.sum())
+        stages = weights.reshape(layout.vpp, layout.pp).sum(axis=0)
+        if self.square_factors is None:
+            return float(stages.max()), total
+        squares = weights * np.array(self.factors_for(layout))
+        total = min(total, float(squares.sum()))
+        stages = np.minimum(stages, squares.reshape(layout.vpp, layout.pp).sum(axis=0))
+        return max(float(stages.max()), total / layout.pp), total
+
     def to_json(self) -> str:
         """All fields as a JSON object; `from_json` is the exact inverse."""
         return json.dumps(asdict(self))
@@ -160,8 +219,9 @@ class CostModel:
         if unknown:
             names = ", ".join(sorted(known))
             raise ConfigError(f"unknown cost model fields {brief(unknown)}; set some of {names}")
-        if isinstance(payload.get("stage_weights"), list):
-            payload["stage_weights"] = tuple(payload["stage_weights"])
+        for name in ("stage_weights", "square_factors"):
+            if isinstance(payload.get(name), list):
+                payload[name] = tuple(payload[name])
         return cls(**payload)
 
     @classmethod
@@ -179,7 +239,7 @@ class CostModel:
         """Derive the coefficients from a model's sizes and a GPU's speed.
 
         Args:
-            sizes: sizes of the whole model, dense or with experts.
+            sizes: sizes of the whole model: dense, with experts, or hybrid.
             layout: tp ranks share the work; pp*vpp chunks share the layers, with the embedding on
                 the first and the vocabulary head on the last.
             flops_per_gpu: achieved operations per second, for example 4e14.
@@ -198,12 +258,16 @@ class CostModel:
         speed = flops_per_gpu * layout.tp
         per_token = sum(n * kind.layer_flops_per_token() for kind, n in sizes.layer_kinds())
         per_token += head_factor * sizes.head_flops_per_token()
+        per_token_sq = sum(n * kind.layer_flops_per_token_sq() for kind, n in sizes.layer_kinds())
         return cls(
             fixed=fixed,
             per_token=(per_token + sizes.embedding_flops_per_token()) / speed,
-            per_token_sq=sizes.num_layers * sizes.layer_flops_per_token_sq() / speed,
+            per_token_sq=per_token_sq / speed,
             stage_weights=sizes.stage_weights(
                 layout, mean_length, head_factor=head_factor, stage_layers=stage_layers
+            ),
+            square_factors=sizes.square_factors(
+                layout, head_factor=head_factor, stage_layers=stage_layers
             ),
         )
 

@@ -3,7 +3,8 @@
     seconds of a step's rows -> sums, additive over ranks and steps -> CostModel
 
 The forward of a chunk takes `weight * (x . theta)` seconds, where theta holds `fixed`, `per_token`,
-`per_token_sq` and `per_sample`, and x is 1 and the row's sizes, divided over chunks and ranks. The
+`per_token_sq` and `per_sample`, and x is 1 and the row's sizes, divided over chunks and ranks;
+squares count by the chunk's factor, which its layers decide and no fit changes. The
 fit minimises the sum of squared relative errors, so that a short row counts as much as a long one.
 For one chunk and kind of operation this sum is a quadratic form, of which the sums of x x^T / y^2
 and x / y over the rows are all that is needed. They are 20 numbers, however many rows there are.
@@ -80,6 +81,7 @@ class OnlineFit:
         self.model = start
         self.sums: Floats = np.zeros((layout.num_chunks, _NUM_KINDS, _SIZE))
         self._layout = layout
+        self._factors = start.factors_for(layout)
         self._keep = 0.5 ** (1.0 / HALF_LIFE_STEPS)
 
     def window(self, steps: Sequence[Sequence[ChunkSeconds]]) -> Floats:
@@ -128,7 +130,7 @@ class OnlineFit:
 
     def _add(self, total: Floats, rows: Sequence[ChunkSeconds]) -> None:
         for chunk, row in rows:
-            x = _features(self._layout, row)
+            x = _features(self._layout, row) * np.array([1.0, 1.0, self._factors[chunk], 1.0])
             forward, backward = _PASSES[row.width > 1]
             _add_row(total[chunk, forward], x, row.forward_seconds)
             if row.backward_seconds is not None:
@@ -161,6 +163,7 @@ def relative_error(sums: Floats, model: CostModel, layout: Layout) -> float | No
 def predicted_seconds(rows: Sequence[ChunkSeconds], model: CostModel, layout: Layout) -> float:
     """Seconds that a model gives for the forwards and backwards of these rows."""
     weights = model.weights_for(layout)
+    factors = model.factors_for(layout)
     total = 0.0
     for chunk, row in rows:
         forward = weights[chunk] * model.forward_seconds(
@@ -169,6 +172,7 @@ def predicted_seconds(rows: Sequence[ChunkSeconds], model: CostModel, layout: La
             tokens_sq=row.tokens_sq,
             num_samples=row.num_samples,
             width=row.width,
+            square_factor=factors[chunk],
         )
         total += forward
         if row.backward_seconds is not None:

@@ -2,30 +2,41 @@
 
 A multiply and an add count as two operations. Attention is causal: a sample of L tokens has L^2 / 2
 pairs of tokens. Per head, each pair costs two dot products of the head width: one for the scores,
-one for the values.
+one for the values. Layers G and M of a hybrid model have no squares: their scans work in chunks of
+tokens, and cost the same for each token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from megapack.base.arrays import Ints
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
-from megapack.layout import Layout
+from megapack.layout import Layout, ParallelSizes
 
 VOCAB_MULTIPLE = 128
 """Vocabularies are padded to a multiple of this: 259 becomes 384. It is a multiple of every common
 tp, so that the padded size does not depend on tp."""
 
 
+LAYER_LETTERS = "GM*-E"
+"""Kinds of layers of a hybrid model: gated delta net, Mamba-2, attention, MLP, experts."""
+MAMBA_CONV_TOKENS = 4
+"""Tokens that the convolution of a layer M sees, Megatron's only value."""
+# Tokens of a chunk: in fla's gated delta rule, and in mamba_ssm's scan.
+DELTA_CHUNK = 64
+_MAMBA_CHUNK = 128
+
+
 class LayerParameters(NamedTuple):
     """Numbers of weights of one layer."""
 
     split: int
-    """Matrices of attention and MLP, with biases: split over TP."""
+    """Matrices of attention and MLP, with biases, and all of layers G and M but G's norm: split
+    over TP."""
     whole: int
     """Norms, the router, and MLA's projections to latents: on every TP rank."""
     experts: int
@@ -34,10 +45,11 @@ class LayerParameters(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """A GPT with grouped-query or multi-latent attention, dense or with experts.
+    """A GPT with grouped-query or multi-latent attention, dense or with experts; or a hybrid model.
 
-    A model with experts may begin with dense layers. Methods that speak of a layer mean one of the
-    others; `layer_kinds` has both.
+    A model with experts may begin with dense layers, and the layers of a hybrid model have their
+    letters. Methods that speak of a layer are for the kinds that `layer_kinds` gives; of a model
+    that begins with dense layers they mean the others.
     """
 
     num_layers: int
@@ -82,13 +94,37 @@ class ModelSizes:
     first_dense_layers: int = 0
     """Layers at the beginning that have a dense feed-forward instead of experts."""
     dense_ffn_hidden_size: int | None = None
-    """Width of their feed-forward."""
+    """Width of their feed-forward, and of that of layers - in a hybrid model with experts."""
+    attention_output_gate: bool = False
+    """A gate of each head's output, projected as queries are (Qwen3-Next)."""
+    layer_pattern: str | None = None
+    """Layers of a hybrid model, a letter each: G gated delta net, M Mamba-2, * attention, - MLP, E
+    experts; None = each layer is attention and then an MLP or experts."""
+    linear_num_key_heads: int | None = None
+    """Layers G: heads of queries and keys."""
+    linear_num_value_heads: int | None = None
+    """Layers G: heads of values."""
+    linear_key_head_dim: int | None = None
+    """Layers G: width of a head's queries and keys."""
+    linear_value_head_dim: int | None = None
+    """Layers G: width of a head's values."""
+    linear_conv_kernel_dim: int = 4
+    """Layers G: tokens that the convolution sees."""
+    mamba_num_heads: int | None = None
+    """Layers M: heads."""
+    mamba_head_dim: int = 64
+    """Layers M: width of a head."""
+    mamba_state_dim: int = 128
+    """Layers M: width of the state."""
+    mamba_num_groups: int = 8
+    """Layers M: groups of heads."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
             least = 0 if name in ("shared_expert_ffn_hidden_size", "first_dense_layers") else 1
-            is_flag = name in ("gated", "qk_layernorm", "qkv_bias", "shared_expert_gate")
-            if not is_flag and value is not None and (type(value) is not int or value < least):
+            is_number = type(field.default) is not bool and name != "layer_pattern"
+            if is_number and value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{name}={value!r}; set an integer of at least {least}")
         widths = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         missing = [name for name in widths if getattr(self, name) is None]
@@ -98,6 +134,30 @@ class ModelSizes:
             raise ConfigError(
                 f"first_dense_layers={self.first_dense_layers} needs num_experts and "
                 "dense_ffn_hidden_size; set them too"
+            )
+        if self.layer_pattern is not None:
+            self._check_pattern(self.layer_pattern)
+
+    def _check_pattern(self, pattern: str) -> None:
+        unknown = sorted(set(pattern) - set(LAYER_LETTERS))
+        if unknown or len(pattern) != self.num_layers:
+            raise ConfigError(
+                f"layer_pattern={pattern!r} with num_layers={self.num_layers}; set as many letters "
+                f"of {LAYER_LETTERS}"
+            )
+        needed = {
+            "G": ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"),
+            "M": ("mamba_num_heads",),
+            "E": ("num_experts",),
+        }
+        for letter, names in needed.items():
+            for name in (f"linear_{n}" if letter == "G" else n for n in names):
+                if letter in pattern and getattr(self, name) is None:
+                    raise ConfigError(f"layer_pattern has layers {letter}, but no {name}; set it")
+        if self.first_dense_layers:
+            raise ConfigError(
+                f"first_dense_layers={self.first_dense_layers} with layer_pattern={pattern!r}, "
+                "whose letters say which layers are dense; set one of them"
             )
 
     @property
@@ -122,6 +182,56 @@ class ModelSizes:
         """Channels of a head that are rotated."""
         return self.qk_rope_head_dim or self.head_width
 
+    @property
+    def sublayers(self) -> str:
+        """Letters of what a layer runs one after the other, each behind a norm of its own."""
+        if self.layer_pattern is not None:
+            return self.layer_pattern
+        return "*-" if self.num_experts is None else "*E"
+
+    @property
+    def delta_widths(self) -> tuple[int, int]:
+        """Channels of the queries, and of the values, of a layer G."""
+        keys = (self.linear_num_key_heads or 0) * (self.linear_key_head_dim or 0)
+        return keys, (self.linear_num_value_heads or 0) * (self.linear_value_head_dim or 0)
+
+    @property
+    def mamba_widths(self) -> tuple[int, int]:
+        """Channels of the heads of a layer M, and of B or C."""
+        heads = (self.mamba_num_heads or 0) * self.mamba_head_dim
+        return heads, self.mamba_num_groups * self.mamba_state_dim
+
+    def max_width(self, layout: ParallelSizes) -> int | None:
+        """The most DP ranks that a row may lie over; None without layers G and M, and 0 if tp * cp
+        alone does not divide their heads.
+
+        All-to-alls of these layers give each GPU of a row all of its tokens in some of the heads.
+
+        Args:
+            layout: gives tp and cp.
+        """
+        pattern = self.layer_pattern or ""
+        heads = [self.linear_num_key_heads, self.linear_num_value_heads] if "G" in pattern else []
+        heads += [self.mamba_num_heads] if "M" in pattern else []
+        if not heads:
+            return None
+        groups = self.mamba_num_groups if "M" in pattern else 1
+        width = 1
+        while self._divides_heads(heads, groups, layout, width):
+            width *= 2
+        return width // 2
+
+    def _divides_heads(
+        self, heads: list[int | None], groups: int, layout: ParallelSizes, width: int
+    ) -> bool:
+        size = layout.cp * width
+        own_groups = groups // layout.tp if groups > 1 else 1
+        if groups > 1 and groups % layout.tp:
+            return False
+        # Groups are copied to where there are more GPUs than groups.
+        fits = own_groups % size == 0 or size % own_groups == 0
+        return fits and not any((number or 1) % (layout.tp * size) for number in heads)
+
     def layer_kinds(
         self, first: int = 0, num_layers: int | None = None
     ) -> Iterator[tuple[ModelSizes, int]]:
@@ -135,36 +245,84 @@ class ModelSizes:
             Sizes of a model that has only layers of this kind, and their number, which is not 0.
         """
         end = self.num_layers if num_layers is None else first + num_layers
+        if self.layer_pattern is not None:
+            letters = self.layer_pattern[first:end]
+            for letter in dict.fromkeys(letters):
+                kind = self if letter != "-" else self._dense()
+                yield replace(kind, layer_pattern=letter, num_layers=1), letters.count(letter)
+            return
         dense = max(0, min(end, self.first_dense_layers) - first)
         if dense:
-            kind = replace(
-                self,
-                num_experts=None,
-                ffn_hidden_size=self.dense_ffn_hidden_size or self.ffn_hidden_size,
-                shared_expert_ffn_hidden_size=0,
-                shared_expert_gate=False,
-                first_dense_layers=0,
-            )
-            yield kind, dense
+            yield self._dense(), dense
         if end - first - dense > 0:
             yield replace(self, first_dense_layers=0), end - first - dense
 
+    def _dense(self) -> ModelSizes:
+        """The same with a dense feed-forward in place of experts."""
+        pattern = self.layer_pattern
+        return replace(
+            self,
+            num_experts=None,
+            ffn_hidden_size=self.dense_ffn_hidden_size or self.ffn_hidden_size,
+            shared_expert_ffn_hidden_size=0,
+            shared_expert_gate=False,
+            first_dense_layers=0,
+            layer_pattern=None if pattern is None else pattern.replace("E", "-"),
+        )
+
     def layer_parameters(self) -> LayerParameters:
         """Numbers of weights of one layer, by how they are split over GPUs."""
+        parts = [self._sublayer_parameters(letter) for letter in self.sublayers]
+        return LayerParameters(*map(sum, zip(*parts, strict=True)))
+
+    def _sublayer_parameters(self, letter: str) -> LayerParameters:
+        """Weights of one part of a layer, with the norm before it."""
+        hidden = self.hidden_size
+        mlp = (3 if self.gated else 2) * hidden
+        if letter == "-":
+            return LayerParameters(mlp * self.ffn_hidden_size, hidden, 0)
+        if letter == "E":
+            num_experts = self.num_experts or 0
+            gate = hidden if self.shared_expert_gate else 0
+            return LayerParameters(
+                split=mlp * self.shared_expert_ffn_hidden_size,
+                whole=hidden + hidden * num_experts + gate,
+                experts=mlp * self.ffn_hidden_size * num_experts,
+            )
+        if letter == "G":
+            keys, values = self.delta_widths
+            # Weights of the convolution, and a decay and a bias per head; then the output's norm.
+            small = self.linear_conv_kernel_dim * (2 * keys + values)
+            small += 2 * (self.linear_num_value_heads or 0)
+            norms = hidden + (self.linear_value_head_dim or 0)
+            return LayerParameters(self._mixer_weights(letter) + small, norms, 0)
+        if letter == "M":
+            heads, states = self.mamba_widths
+            # The convolution with its biases, a decay, a bias and D per head, the output's norm.
+            small = (MAMBA_CONV_TOKENS + 1) * (heads + 2 * states)
+            small += 3 * (self.mamba_num_heads or 0) + heads
+            return LayerParameters(self._mixer_weights(letter) + small, hidden, 0)
         split, whole = self._attention_weights()
         if self.qkv_bias:
             keys = (self.num_query_groups or self.num_attention_heads) * self.head_width
-            split += self.num_attention_heads * self.head_width + 2 * keys
-        mlp = (3 if self.gated else 2) * self.hidden_size
-        whole += 2 * self.hidden_size + self._qk_norms()
-        if self.num_experts is None:
-            return LayerParameters(split + mlp * self.ffn_hidden_size, whole, 0)
-        gate = self.hidden_size if self.shared_expert_gate else 0
-        return LayerParameters(
-            split=split + mlp * self.shared_expert_ffn_hidden_size,
-            whole=whole + self.hidden_size * self.num_experts + gate,
-            experts=mlp * self.ffn_hidden_size * self.num_experts,
-        )
+            split += self._query_width + 2 * keys
+        return LayerParameters(split, whole + hidden + self._qk_norms(), 0)
+
+    def _mixer_weights(self, letter: str) -> int:
+        """Weights of the two projections of a layer G or M."""
+        if letter == "G":
+            keys, out = self.delta_widths
+            # Queries, keys, values and gates of their width, two scalars per head of values.
+            inner = 2 * keys + 2 * out + 2 * (self.linear_num_value_heads or 0)
+        else:
+            out, states = self.mamba_widths
+            inner = 2 * out + 2 * states + (self.mamba_num_heads or 0)
+        return self.hidden_size * (inner + out)
+
+    @property
+    def _query_width(self) -> int:
+        """Channels of the projection to queries, and to gates of heads."""
+        return (1 + self.attention_output_gate) * self.num_attention_heads * self.head_width
 
     def _attention_weights(self) -> tuple[int, int]:
         """Weights of the attention's matrices: split over TP, and on every TP rank."""
@@ -172,7 +330,7 @@ class ModelSizes:
         queries = heads * self.head_width
         if self.kv_lora_rank is None:
             keys = (self.num_query_groups or heads) * self.head_width
-            return self.hidden_size * (2 * queries + 2 * keys), 0
+            return self.hidden_size * (self._query_width + queries + 2 * keys), 0
         # To latents and to the keys that all heads share; then from latents to heads.
         latents = (self.q_lora_rank or 0) + self.kv_lora_rank + self.rotary_width
         of_queries = (self.q_lora_rank or self.hidden_size) * queries
@@ -189,11 +347,36 @@ class ModelSizes:
         return (self.q_lora_rank or 0) + self.kv_lora_rank
 
     def layer_flops_per_token(self) -> float:
-        """Operations of one layer's matrices per token, forward."""
-        return 2 * sum(self._attention_weights()) + self.mlp_flops_per_token()
+        """Operations of one layer's matrices and scans per token, forward."""
+        mixer = sum(self._mixer_flops(letter) for letter in self.sublayers)
+        return mixer + self.mlp_flops_per_token()
+
+    def _mixer_flops(self, letter: str) -> float:
+        """Operations per token of a part that mixes tokens, without the squares of attention."""
+        if letter == "*":
+            return 2 * sum(self._attention_weights())
+        if letter == "G":
+            keys, values = self.delta_widths
+            heads = self.linear_num_value_heads or 0
+            key, value = self.linear_key_head_dim or 0, self.linear_value_head_dim or 0
+            conv = 2 * self.linear_conv_kernel_dim * (2 * keys + values)
+            # In a chunk: products of keys with keys and queries, the inverse times keys and values,
+            # scores times values; then the state is read twice and written.
+            chunk = 2 * DELTA_CHUNK * (2 * key + (key + value) + value)
+            scan = heads * (chunk + 3 * 2 * key * value)
+            return 2 * self._mixer_weights(letter) + conv + scan
+        if letter == "M":
+            inner, states = self.mamba_widths
+            conv = 2 * MAMBA_CONV_TOKENS * (inner + 2 * states)
+            # In a chunk: C times B per group, scores times x; then the state is read and written.
+            scan = 2 * _MAMBA_CHUNK * (states + inner) + 2 * 2 * inner * self.mamba_state_dim
+            return 2 * self._mixer_weights(letter) + conv + scan
+        return 0.0
 
     def mlp_flops_per_token(self) -> float:
         """Operations of one layer's MLP, or of its router and experts, per token, forward."""
+        if not set(self.sublayers) & set("-E"):
+            return 0.0
         matrices = 3 if self.gated else 2
         width = self.ffn_hidden_size
         router = 0
@@ -204,15 +387,17 @@ class ModelSizes:
 
     def layer_flops_per_token_sq(self) -> float:
         """Operations of one layer's attention per squared token of a sample, forward."""
-        return float(self.num_attention_heads * (self.head_width + self.value_width))
+        heads = self.num_attention_heads if "*" in self.sublayers else 0
+        return float(heads * (self.head_width + self.value_width))
 
     def layer_tp_bytes_per_token(self, tp: int) -> float:
         """Bytes per token that tensor parallelism moves per GPU in one layer's forward, 16-bit.
 
-        Two all-reduces of the hidden states, each 2 * (tp - 1) / tp times their bytes on a ring.
-        Sequence parallelism replaces each by an all-gather and a reduce-scatter of the same bytes.
+        An all-reduce of the hidden states per part of a layer, each 2 * (tp - 1) / tp times their
+        bytes on a ring. Sequence parallelism replaces each by an all-gather and a reduce-scatter of
+        the same bytes.
         """
-        return 2 * 2 * (tp - 1) / tp * 2 * self.hidden_size
+        return len(self.sublayers) * 2 * (tp - 1) / tp * 2 * self.hidden_size
 
     def head_flops_per_token(self) -> float:
         """Operations of the vocabulary projection per token, forward."""
@@ -232,7 +417,8 @@ class ModelSizes:
     ) -> tuple[float, ...]:
         """Cost of each of the pp*vpp chunks divided by their mean.
 
-        The first chunk also has the embedding, the last one the vocabulary head.
+        The first chunk also has the embedding, the last one the vocabulary head. Where chunks have
+        `square_factors`, it is the cost without attention's squares.
 
         Args:
             mean_length: tokens of a typical sample, for the share of attention.
@@ -243,6 +429,8 @@ class ModelSizes:
             ConfigError: the layers do not divide into chunks, or `stage_layers` does not fit.
         """
         split = stage_layers_of(self.num_layers, layout, stage_layers)
+        if self._squares_differ(split):
+            mean_length = 0.0
         cost = [
             sum(kind.layer_cost(mean_length) * n for kind, n in self.layer_kinds(first, layers))
             for first, layers in zip(split.offsets, split.num_layers, strict=True)
@@ -251,6 +439,43 @@ class ModelSizes:
         cost[-1] += head_factor * self.head_flops_per_token()
         mean = sum(cost) / len(cost)
         return tuple(c / mean for c in cost)
+
+    def square_factors(
+        self,
+        layout: Layout,
+        *,
+        head_factor: float = 1.0,
+        stage_layers: StageLayers | None = None,
+    ) -> tuple[float, ...] | None:
+        """`CostModel.square_factors`; None if all chunks have the same share of attention layers.
+
+        Args:
+            head_factor, stage_layers: see `stage_weights`.
+
+        Raises:
+            ConfigError: see `stage_weights`.
+        """
+        split = stage_layers_of(self.num_layers, layout, stage_layers)
+        if not self._squares_differ(split):
+            return None
+        weights = self.stage_weights(layout, 0.0, head_factor=head_factor, stage_layers=split)
+        squares = self._chunk_squares(split)
+        mean = sum(squares) / len(squares)
+        return tuple(own / mean / w for own, w in zip(squares, weights, strict=True))
+
+    def _squares_differ(self, split: StageLayers) -> bool:
+        """Whether attention is a larger part of some chunks' layers than of others'."""
+        squares = self._chunk_squares(split)
+        total = sum(squares)
+        chunks = zip(squares, split.num_layers, strict=True)
+        return any(own * split.total != total * layers for own, layers in chunks)
+
+    def _chunk_squares(self, split: StageLayers) -> list[float]:
+        """Operations of each chunk per squared token, whole numbers."""
+        return [
+            sum(kind.layer_flops_per_token_sq() * n for kind, n in self.layer_kinds(first, layers))
+            for first, layers in zip(split.offsets, split.num_layers, strict=True)
+        ]
 
     def balanced_stage_layers(self, layout: Layout, mean_length: float) -> StageLayers:
         """The split whose costliest chunk costs the least, with the embedding and the head.
@@ -263,6 +488,15 @@ class ModelSizes:
         Raises:
             ConfigError: fewer layers than chunks.
         """
+        if self.layer_pattern is not None:
+            costs = {kind.sublayers: kind.layer_cost(mean_length) for kind, _ in self.layer_kinds()}
+            return StageLayers.of_costs(
+                [costs[letter] for letter in self.layer_pattern],
+                pp=layout.pp,
+                vpp=layout.vpp,
+                embedding=self.embedding_flops_per_token(),
+                head=self.head_flops_per_token(),
+            )
         layer = self.layer_cost(mean_length)
         extra = sum(n * (kind.layer_cost(mean_length) - layer) for kind, n in self.layer_kinds())
         return StageLayers.balanced(

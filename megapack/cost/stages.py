@@ -13,6 +13,8 @@ from __future__ import annotations
 import heapq
 import math
 import re
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate
@@ -22,6 +24,8 @@ from megapack.errors import ConfigError, brief
 
 # No model has as many layers: `t*9999999999` must not allocate all memory.
 _MAX_REPEAT = 1000
+# Halvings of the interval in which the cost of the costliest chunk lies.
+_BISECTIONS = 40
 # Megatron-Core unrolls groups before single letters, so that a group may contain `t*3`.
 _REPEATS = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 
@@ -116,6 +120,60 @@ class StageLayers:
                 missing -= 1
             heapq.heapreplace(queue, key(chunk))
         return cls(tuple(layers), pp)
+
+    @classmethod
+    def of_costs(
+        cls,
+        costs: Sequence[float],
+        *,
+        pp: int,
+        vpp: int = 1,
+        embedding: float = 0.0,
+        head: float = 0.0,
+    ) -> StageLayers:
+        """`balanced` for layers of different costs.
+
+        Later chunks are filled first: earlier stages keep more activations.
+
+        >>> str(StageLayers.of_costs([1.0, 3.0, 1.0, 1.0, 1.0, 1.0], pp=2))
+        'Et*2|t*4L'
+
+        Args:
+            costs: of each layer.
+            embedding, head: of the embedding, and of the output layer with the loss.
+
+        Raises:
+            ConfigError: fewer layers than chunks between the first and the last.
+        """
+        chunks = pp * vpp
+        before = [0.0, *accumulate(costs)]
+        if len(costs) < chunks - 2:
+            raise ConfigError(
+                f"num_layers={len(costs)} over pp * vpp = {chunks} chunks; set pp * vpp to at most "
+                f"{len(costs) + 2}"
+            )
+
+        def cut(limit: float) -> list[int]:
+            """Layers of each chunk, from the last one; more than there are if some exceeds it."""
+            layers = []
+            end = len(costs)
+            for chunk in range(chunks - 1, 0, -1):
+                room = limit - (head if chunk == chunks - 1 else 0.0)
+                # Chunks before this one, but for the first, need a layer each.
+                first = min(max(bisect_left(before, before[end] - room), chunk - 1), end)
+                first = first if chunk == chunks - 1 else min(first, end - 1)
+                layers.append(end - first)
+                end = first
+            fits = embedding + before[end] + (head if chunks == 1 else 0.0) <= limit
+            return [*layers, end] if fits else []
+
+        low, high = max(*costs, embedding, head), before[-1] + embedding + head
+        found = cut(high)
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            split = cut(middle)
+            low, high, found = (low, middle, split) if split else (middle, high, found)
+        return cls(tuple(reversed(found)), pp)
 
     @property
     def total(self) -> int:

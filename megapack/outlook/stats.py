@@ -189,8 +189,9 @@ def carried(plan: Plan) -> Carried:
 
     A sample of 3,000 tokens in three equal pieces keeps the keys and values of 2,000 tokens once
     all of its forwards have run, and its second and third piece read 1,000 and 2,000 earlier ones.
+    It keeps two states.
     """
-    peaks = np.zeros(3)
+    peaks = np.zeros(4)
     layout = plan.layout
     for step in plan.steps:
         has_pieces = step.counts.num_pieces > 0
@@ -198,9 +199,11 @@ def carried(plan: Plan) -> Carried:
             order = step.order(number, layout, forward_only=plan.forward_only)
             chains = step.chains(number)
             kept = [0] * len(rank)
+            continued = [0] * len(rank)
             for first, after in (pair for chain in chains for pair in pairwise(chain)):
                 # Pieces that continue in the next row share all of their positions; the second
                 # pieces of a family do not continue.
+                continued[first] = 1
                 part = rank[first].pieces[0]
                 if part.end == rank[after].pieces[0].begin:
                     kept[first] = part.tokens
@@ -209,14 +212,17 @@ def carried(plan: Plan) -> Carried:
             if plan.forward_only:
                 # Keys are freed at the end of their chain.
                 most = max((sum(kept[k] for k in chain) for chain in chains), default=0)
-                found = (float(most), float(max(earlier)), 0.0)
+                # A state goes with the next piece.
+                found = (float(most), float(max(earlier)), 0.0, float(max(continued)))
             else:
                 found = (
                     _peak(order, np.array(kept), (0, 1)),
                     _peak(order, np.array(earlier), (0, 1)),
                     _peak(order, np.array(rows), (1, 2)),
+                    _peak(order, np.array(continued), (0, 1)),
                 )
             peaks = np.maximum(peaks, found)
+    # Context parallelism splits tokens, and of states the heads.
     return Carried(*(peaks / (layout.cp * layout.vpp)).tolist())
 
 
@@ -371,7 +377,7 @@ def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -
 
 def row_widths(plan: Plan) -> tuple[int, ...]:
     """Numbers of DP ranks that a row of this plan may lie over, ascending."""
-    return plan.layout.widths if plan.policy.context_parallel == "dynamic" else (1,)
+    return plan.policy.widths(plan.layout)
 
 
 def _largest_work(plan: Plan, length: Ints, cost: CostModel, width: int) -> float:
@@ -428,16 +434,15 @@ def _seconds_bound(
         largest: seconds of the largest sample in one chunk, see `_Bounds.largest_work`.
     """
     layout = plan.layout
-    weights = np.array(cost.weights_for(layout))
+    busiest, chunks = cost.least_weights(layout)
     passes = 1.0 if plan.forward_only else 1.0 + cost.backward_ratio
     rows_per_rank = num_rank_rows / layout.dp
     if plan.policy.count_rule != "per_rank":
         rows_per_rank = layout.next_legal_count(math.ceil(rows_per_rank), "legal", step.group_size)
     share = cost.fixed * rows_per_rank + work / layout.dp
-    busiest = float(weights.reshape(layout.vpp, layout.pp).sum(axis=0).max())
     hops = cost.p2p * (layout.num_chunks - 1) * (1 if plan.forward_only else 2)
     # Pieces of a sample may be on all stages at once, so only one stage's work on it counts.
-    alone = largest * (busiest if plan.policy.split_samples == "auto" else float(weights.sum()))
+    alone = largest * (busiest if plan.policy.split_samples == "auto" else chunks)
     if plan.policy.backward == "split" and not plan.forward_only:
         # Weight gradients may fill waits; without them a pass takes no less than its forward.
         passes_alone = 1.0 + max(0.0, cost.backward_ratio - cost.weight_ratio)

@@ -176,7 +176,7 @@ class Space:
             dp = self.num_gpus // ranks
             if self.num_gpus % ranks or tp % etp or (dp * cp * tp) % (etp * ep):
                 continue
-            if not _divides(sizes, tp, ep, etp):
+            if not _divides(sizes, tp, ep, etp) or sizes.max_width(Layout(tp=tp, cp=cp)) == 0:
                 continue
             for vpp in self.vpp or range(1, _MAX_VPP + 1):
                 if pp > 1 or vpp == 1:
@@ -258,6 +258,10 @@ class Workload:
     cost_of: Callable[[Layout, StageLayers], CostModel]
     prefixes: SharedPrefixes | None = None
     """Tokens that samples have in common; None: nothing is shared."""
+
+    def policy_of(self, layout: Layout) -> Policy:
+        """`policy`, with rows over no more ranks than the model's heads divide over."""
+        return self.policy.within_width(self.memory.sizes.max_width(layout))
 
 
 def tune(work: Workload, space: Space) -> Tuning:
@@ -349,7 +353,8 @@ def _budgets(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterat
         return
     longest = _longest(work, layout)
     if kind.context_parallel == "dynamic":
-        shared = [width for width in layout.widths if width <= _MAX_SHARERS]
+        policy = replace(work.policy_of(layout), context_parallel="dynamic", count_rule="legal")
+        shared = [width for width in policy.widths(layout) if width <= _MAX_SHARERS]
         yield from (_longest(work, layout.over(width)) for width in reversed(shared))
     elif kind.split_samples == "auto":
         # All pieces of a sample are live at once, and a stage may hold pp budgets.
@@ -370,7 +375,11 @@ def _policies(work: Workload, space: Space, layout: Layout, kind: Kind) -> Itera
         rules, groups = rules[:1], groups[:1]
     for rule, group in itertools.product(rules, groups):
         policy = replace(
-            work.policy, count_rule=rule, group_size=group, search=search, **kind._asdict()
+            work.policy_of(layout),
+            count_rule=rule,
+            group_size=group,
+            search=search,
+            **kind._asdict(),
         )
         one_count = rule == "per_rank" and layout.dp == 1
         one_group = group == "search" and layout.vpp == 1

@@ -16,6 +16,9 @@ class RankOps(NamedTuple):
 
     stage: Ints
     microbatch: Ints
+    column: Ints
+    """Where the operation's chunk finds its micro-batch's forward seconds: chunks are of kinds, of
+    different `CostModel.square_factors`, and micro-batch k of kind i is at i * M + k."""
     held: Ints
     """1 if the operation begins to hold activations, -1 if it frees them, else 0."""
     waits_for: Ints
@@ -33,7 +36,8 @@ def rank_seconds(ops: RankOps, forward_seconds: Floats, end: Floats) -> float:
     """Seconds until a DP rank's last operation ends.
 
     Args:
-        forward_seconds: float64 [M], one chunk's forward of each micro-batch.
+        forward_seconds: float64 [kinds * M], the forward of each micro-batch through one chunk of
+            each kind.
         end: float64 [operations], written: when each operation ends.
     """
     free = np.zeros(ops.pp)
@@ -43,7 +47,7 @@ def rank_seconds(ops: RankOps, forward_seconds: Floats, end: Floats) -> float:
         source = ops.waits_for[op]
         if source < count and end[source] + ops.p2p > begin:
             begin = end[source] + ops.p2p
-        done = begin + ops.scale[op] * forward_seconds[ops.microbatch[op]]
+        done = begin + ops.scale[op] * forward_seconds[ops.column[op]]
         end[op] = done
         free[ops.stage[op]] = done
     last = 0.0
@@ -83,8 +87,8 @@ def coupled_seconds(
     order.
 
     Args:
-        forward_seconds_DM: float64 [dp, M], one chunk's forward of each micro-batch; equal on the
-            ranks of a shared one.
+        forward_seconds_DM: float64 [dp, kinds * M], see `rank_seconds`; equal on the ranks of a
+            shared micro-batch.
         first_DM: int64 [dp, M], the first rank of those that share the micro-batch; the rank itself
             for others.
         end_DO: float64 [dp, operations], written: when each operation ends.
@@ -106,7 +110,7 @@ def coupled_seconds(
             begin[first] = max(begin[first], begin[rank])
         for rank in range(dp):
             done = begin[first_DM[rank, microbatch]]
-            done += ops.scale[op] * forward_seconds_DM[rank, microbatch]
+            done += ops.scale[op] * forward_seconds_DM[rank, ops.column[op]]
             end_DO[rank, op] = done
             free[rank, stage] = done
     last = 0.0

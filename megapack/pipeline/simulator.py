@@ -9,6 +9,7 @@ a micro-batch begin its forwards and backwards together, and all ranks do so in 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -135,9 +136,13 @@ def simulate(
     if not step.ranks:
         raise PlanError(f"a step of 0 ranks for dp={layout.dp}; give one with micro-batches")
     cost = cost or TOKENS
-    work = [_forward_seconds(rank, layout, cost) for rank in step.ranks]
-    forward = _slowest(work) if lockstep else work
     runner = Runner(layout, cost, forward_only)
+    forward = [_forward_seconds(rank, layout, cost, runner.factors) for rank in step.ranks]
+    work = forward
+    if runner.factors != (1.0,):
+        work = [_forward_seconds(rank, layout, cost, (1.0,)) for rank in step.ranks]
+    busiest = [runner.busiest_stage_seconds(seconds) for seconds in forward]
+    forward = _slowest(forward) if lockstep else forward
     group = step.group_size
     # A pass without backwards over the rows of a training step runs in Megatron's order.
     is_ordered = bool(step.orders) and not forward_only
@@ -149,13 +154,13 @@ def simulate(
     columns = zip(orders, forward, _slowest(weight) if lockstep else weight, strict=True)
     seconds = [runner.seconds(*own) for own in columns]
     if lockstep:
-        runs = runner.coupled_timelines(orders, seconds, np.zeros_like(np.stack(forward), np.int64))
+        first_DM = np.zeros((len(step.ranks), len(step.ranks[0])), dtype=np.int64)
+        runs = runner.coupled_timelines(orders, seconds, first_DM)
     elif any(mb.dp_ranks for mb in step.microbatches):
         runs = runner.coupled_timelines(orders, seconds, _first_ranks(step))
     else:
         runs = [runner.timeline(*own) for own in zip(orders, seconds, strict=True)]
     ends = [float(run.end.max()) for run in runs]
-    busiest = [runner.busiest_stage_seconds(seconds) for seconds in work]
     slowest = max(range(len(ends)), key=lambda r: (ends[r], busiest[r]))
     live = [
         order.peak_live(_rows_per_gpu(rank, layout)).max()
@@ -186,7 +191,25 @@ class Runner:
         self.p2p = float(cost.p2p)
         self.forward_only = forward_only
         self.weights = np.array(cost.weights_for(layout))
+        # Chunks of the same factor are of one kind.
+        self.factors = cost.distinct_factors
+        factors = cost.factors_for(layout)
+        self.kinds = np.array([self.factors.index(factor) for factor in factors])
         self.backward_ratio = float(cost.backward_ratio)
+
+    def for_shares(self, squares: float) -> Runner:
+        """The same for rows whose squares are this part of their seconds: chunks are of one kind.
+
+        With 0.2, a chunk of weight 1 and factor 0 has weight 0.8.
+        """
+        if len(self.factors) == 1:
+            return self
+        factors = np.array(self.factors)[self.kinds]
+        runner = copy.copy(self)
+        runner.weights = self.weights * (1.0 + (factors - 1.0) * squares)
+        runner.factors = (1.0,)
+        runner.kinds = np.zeros_like(self.kinds)
+        return runner
 
     def order(self, num_microbatches: int, group: int | None) -> StepOrder:
         """The operations of a DP rank with this many micro-batches.
@@ -220,6 +243,7 @@ class Runner:
         return RankOps(
             order.stage,
             order.microbatch,
+            self._columns(order),
             order.held,
             order.waits_for,
             self.weights[order.chunk] * passes,
@@ -227,18 +251,26 @@ class Runner:
             self.p2p,
         )
 
+    def _columns(self, order: StepOrder) -> Ints:
+        """`RankOps.column`."""
+        if len(self.factors) == 1:
+            return order.microbatch
+        count = order.microbatch.max() + 1
+        return np.asarray(self.kinds[order.chunk] * count + order.microbatch, dtype=np.int64)
+
     def seconds(self, order: StepOrder, forward_seconds: Floats, weight_seconds: Floats) -> Floats:
         """float64 [operations]: seconds of each operation of a DP rank.
 
         Args:
-            forward_seconds: float64 [M], one chunk's forward of each micro-batch.
+            forward_seconds: float64 [kinds * M], see `kernels.rank_seconds`.
             weight_seconds: float64 [M], one chunk's weight gradients of each micro-batch.
         """
-        seconds: Floats = self.ops_of(order).scale * forward_seconds[order.microbatch]
+        forward = forward_seconds[self._columns(order)]
+        seconds: Floats = self.ops_of(order).scale * forward
         # Weight gradients are a part of the backward, which is shorter by them where they are
         # apart.
         share = self.weights[order.chunk] * weight_seconds[order.microbatch]
-        whole = self.weights[order.chunk] * self.backward_ratio * forward_seconds[order.microbatch]
+        whole = self.weights[order.chunk] * self.backward_ratio * forward
         share = np.minimum(share, whole)
         seconds += np.where(order.kind == 2, share, 0.0)
         seconds -= np.where((order.kind == 1) & (order.held == 0), share, 0.0)
@@ -293,10 +325,18 @@ class Runner:
         ]
 
     def busiest_stage_seconds(self, forward_seconds: Floats) -> float:
-        """Work of the stage that has the most."""
-        per_stage = self.weights.reshape(self.layout.vpp, self.layout.pp).sum(axis=0)
+        """Work of the stage that has the most.
+
+        Args:
+            forward_seconds: float64 [kinds * M], see `kernels.rank_seconds`.
+        """
         passes = 1.0 if self.forward_only else 1.0 + self.backward_ratio
-        return float(per_stage.max()) * passes * float(forward_seconds.sum())
+        sums = forward_seconds.reshape(len(self.factors), -1).sum(axis=1)
+        # In units of the first kind.
+        share = sums / sums[0] if sums[0] > 0 else np.ones_like(sums)
+        chunks = self.weights * share[self.kinds]
+        per_stage = chunks.reshape(self.layout.vpp, self.layout.pp).sum(axis=0)
+        return float(per_stage.max()) * passes * float(sums[0])
 
 
 def simulate_planned(plan: Plan, step: StepPlan, cost: CostModel | None) -> Simulation:
@@ -320,7 +360,10 @@ def bubble_fraction(seconds: float, busy_seconds: float) -> float:
     return max(0.0, seconds / busy_seconds - 1) if busy_seconds else 0.0
 
 
-def _forward_seconds(rank: tuple[MicroBatch, ...], layout: Layout, cost: CostModel) -> Floats:
+def _forward_seconds(
+    rank: tuple[MicroBatch, ...], layout: Layout, cost: CostModel, factors: tuple[float, ...]
+) -> Floats:
+    """float64 [kinds * M], see `kernels.rank_seconds`."""
     return np.array(
         [
             cost.forward_seconds(
@@ -329,7 +372,9 @@ def _forward_seconds(rank: tuple[MicroBatch, ...], layout: Layout, cost: CostMod
                 tokens_sq=mb.tokens_sq,
                 num_samples=len(mb.samples),
                 width=mb.width,
+                square_factor=factor,
             )
+            for factor in factors
             for mb in rank
         ]
     )

@@ -149,6 +149,10 @@ class _Checker:
                 width = len(mb.dp_ranks)
                 if self.policy.context_parallel != "dynamic":
                     raise _broken(9, f"{here} lies over {width} ranks, context_parallel='fixed'")
+                if width > (self.policy.max_width or width):
+                    raise _broken(
+                        9, f"{here} lies over {width} ranks, max_width={self.policy.max_width}"
+                    )
                 is_block = width in self.layout.widths and mb.dp_ranks == block_ranks(rank, width)
                 if not is_block or mb.dp_ranks[-1] >= len(step.ranks):
                     raise _broken(

@@ -29,6 +29,8 @@ class RowCost(NamedTuple):
     """[levels]: of all of the row's tokens, those on other GPUs included."""
     per_token_sq: Floats
     per_sample: Floats
+    square_factors: Floats
+    """[kinds]: factors of per_token_sq of the chunks' kinds, see `pipeline.kernels.RankOps`."""
     unit: Ints
     """[levels]: row alignment in tokens."""
     capacity: Ints
@@ -178,6 +180,14 @@ def row_seconds(cost: RowCost, level: int, tokens: int, tokens_sq: int, num_samp
     work = cost.per_token[level] * row_tokens(cost, level, tokens)
     work += cost.per_token_sq[level] * tokens_sq
     return float(cost.fixed + work + cost.per_sample[level] * num_samples)
+
+
+@kernel
+def kind_seconds(board: Board, row: int, kind: int) -> float:
+    """Seconds of the forward of a row through one chunk of a kind."""
+    cost = board.cost
+    squares = cost.per_token_sq[board.level[row]] * board.tokens_sq[row]
+    return float(board.row_seconds[row] + (cost.square_factors[kind] - 1.0) * squares)
 
 
 @kernel

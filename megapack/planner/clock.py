@@ -25,6 +25,7 @@ from megapack.pipeline.kernels import RankOps, coupled_seconds, peak_live, rank_
 from megapack.plan.order import Operation, group_table, interleave, stage_lists
 from megapack.planner.board import (
     Board,
+    kind_seconds,
     microbatch_tokens,
     row_seconds,
     row_tokens,
@@ -38,6 +39,8 @@ class OwnOrders(NamedTuple):
 
     chunk_weights: Floats
     """float64 [pp * vpp]: relative seconds of the chunks."""
+    chunk_kinds: Ints
+    """int64 [pp * vpp]: their kinds, see `pipeline.kernels.RankOps`."""
     pp: int
     vpp: int
     group: int
@@ -112,11 +115,14 @@ def score_rank(board: Board, clock: Clock, own: OwnOrders | None, rank: int) -> 
     count = board.counts[rank]
     first = 0 if clock.lockstep else rank
     last = board.counts.size if clock.lockstep else rank + 1
-    forward = np.zeros(count)
-    for position in range(count):
-        for other in range(first, last):
-            seconds = board.row_seconds[board.rows[other, position]]
-            forward[position] = max(forward[position], seconds)
+    kinds = cost.square_factors.size
+    forward = np.zeros(kinds * count)
+    for kind in range(kinds):
+        for position in range(count):
+            column = kind * count + position
+            for other in range(first, last):
+                seconds = kind_seconds(board, board.rows[other, position], kind)
+                forward[column] = max(forward[column], seconds)
     ops = _ops_of(clock, rank)
     if cost.max_live > 0:
         amounts = np.empty(count)
@@ -144,7 +150,8 @@ def score_shared(board: Board, clock: Clock, own: OwnOrders | None, end: Floats)
     ops = clock.ops
     dp, count = board.rows.shape
     ranks = 1 if clock.lockstep else dp
-    forward = np.zeros((ranks, count))
+    kinds = cost.square_factors.size
+    forward = np.zeros((ranks, kinds * count))
     first = np.zeros((ranks, count), dtype=np.int64)
     amounts = np.empty(count)
     for rank in range(dp):
@@ -155,10 +162,12 @@ def score_shared(board: Board, clock: Clock, own: OwnOrders | None, end: Floats)
             width = 1 << board.level[row]
             if cost.max_live > 0:
                 amounts[position] = microbatch_tokens(board, rank, position) / width
-            if clock.lockstep:
-                forward[0, position] = max(forward[0, position], board.row_seconds[row])
-            else:
-                forward[rank, position] = board.row_seconds[row]
+            for kind in range(kinds):
+                column = kind * count + position
+                seconds = kind_seconds(board, row, kind)
+                own_rank = 0 if clock.lockstep else rank
+                forward[own_rank, column] = max(forward[own_rank, column], seconds)
+            if not clock.lockstep:
                 first[rank, position] = rank - rank % width
         if cost.max_live > 0 and peak_live(ops, amounts) > cost.max_live:
             return np.inf
@@ -174,6 +183,7 @@ def _ops_of(clock: Clock, rank: int) -> RankOps:
     return RankOps(
         ops.stage[first:last],
         ops.microbatch[first:last],
+        ops.column[first:last],
         ops.held[first:last],
         ops.waits_for[first:last],
         ops.scale[first:last],
@@ -217,7 +227,9 @@ def run_ranks(
     count = board.counts[rank]
     num_ranks = end.shape[0]
     shape = (num_ranks, count)
-    times = _Times(np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape))
+    kinds = cost.square_factors.size
+    by_kind = (num_ranks, kinds * count)
+    times = _Times(np.zeros(by_kind), np.zeros(by_kind), np.zeros(by_kind), np.zeros(shape))
     first = np.empty(shape, dtype=np.int64)
     for d in range(num_ranks):
         for k in range(count):
@@ -233,12 +245,17 @@ def run_ranks(
                 tokens = board.tokens[row]
                 held = row_tokens(cost, level, tokens) / (1 << level)
                 seconds = row_seconds(cost, level, tokens, 0, board.num_samples[row])
-                times.forward[d, k] = max(times.forward[d, k], board.row_seconds[row])
-                times.weights[d, k] = max(times.weights[d, k], own.weight_ratio * seconds)
+                for kind in range(kinds):
+                    at = kind * count + k
+                    whole = kind_seconds(board, row, kind)
+                    times.forward[d, at] = max(times.forward[d, at], whole)
+                    times.weights[d, at] = max(times.weights[d, at], own.weight_ratio * seconds)
                 times.held[d, k] = max(times.held[d, k], held)
-            whole = own.backward_ratio * times.forward[d, k]
-            times.weights[d, k] = min(times.weights[d, k], whole)
-            times.backward[d, k] = whole - times.weights[d, k]
+            for kind in range(kinds):
+                at = kind * count + k
+                whole = own.backward_ratio * times.forward[d, at]
+                times.weights[d, at] = min(times.weights[d, at], whole)
+                times.backward[d, at] = whole - times.weights[d, at]
     if own.forward_only:
         # Nothing is kept in a pass without backwards: its peak is the largest micro-batch.
         for d in range(num_ranks):
@@ -252,7 +269,7 @@ def run_ranks(
 
 class _Times(NamedTuple):
     """What the micro-batches of DP ranks cost in a chunk of weight 1. Arrays are float64
-    [ranks, M]."""
+    [ranks, kinds * M], see `pipeline.kernels.RankOps`."""
 
     forward: Floats
     """Seconds of the forward."""
@@ -261,7 +278,7 @@ class _Times(NamedTuple):
     weights: Floats
     """Seconds of the W; all 0 if backwards are not split."""
     held: Floats
-    """Tokens that a stage holds from the forward to the W, each chunk counted whole."""
+    """[ranks, M]: tokens that a stage holds from the forward to the W, each chunk counted whole."""
 
 
 @kernel
@@ -283,6 +300,7 @@ def _filled_seconds(
     """
     num_ranks = end.shape[0]
     count = ops.shape[0]
+    num_microbatches = first_rank.shape[1]
     stages = num_ranks * own.pp
     free = np.zeros(stages)
     live = np.zeros(stages)
@@ -295,6 +313,7 @@ def _filled_seconds(
     for op in range(count):
         microbatch = ops[op, 1]
         weight = own.chunk_weights[ops[op, 2]]
+        column = own.chunk_kinds[ops[op, 2]] * num_microbatches + microbatch
         is_forward = ops[op, 3] == 0
         source = ops[op, 4]
         # The first rank of a block comes before the others, and collects the latest begin.
@@ -310,7 +329,9 @@ def _filled_seconds(
             ready = begin[first_rank[d, microbatch]]
             while begun[stage] < last[stage]:
                 waiting = queue[stage, begun[stage]]
-                seconds = times.weights[d, ops[waiting, 1]] * own.chunk_weights[ops[waiting, 2]]
+                chunk = ops[waiting, 2]
+                at = own.chunk_kinds[chunk] * num_microbatches + ops[waiting, 1]
+                seconds = times.weights[d, at] * own.chunk_weights[chunk]
                 now = free[stage]
                 fits = now + (1 - patience) * seconds <= ready and ready > now
                 is_full = is_forward and live[stage] + times.held[d, microbatch] > own.cap
@@ -327,9 +348,9 @@ def _filled_seconds(
             begin[sharer] = max(begin[sharer], free[d * own.pp + ops[op, 0]])
         for d in range(num_ranks):
             stage = d * own.pp + ops[op, 0]
-            seconds = times.backward[d, microbatch]
+            seconds = times.backward[d, column]
             if is_forward:
-                seconds = times.forward[d, microbatch]
+                seconds = times.forward[d, column]
             end[d, op] = begin[first_rank[d, microbatch]] + weight * seconds
             free[stage] = end[d, op]
             ran[stage, num_ran[stage]] = op
@@ -346,8 +367,9 @@ def _filled_seconds(
     for stage in range(stages):
         for k in range(begun[stage], last[stage]):
             waiting = queue[stage, k]
-            seconds = times.weights[stage // own.pp, ops[waiting, 1]]
-            free[stage] += seconds * own.chunk_weights[ops[waiting, 2]]
+            chunk = ops[waiting, 2]
+            at = own.chunk_kinds[chunk] * num_microbatches + ops[waiting, 1]
+            free[stage] += times.weights[stage // own.pp, at] * own.chunk_weights[chunk]
             ran[stage, num_ran[stage]] = -1 - waiting
             num_ran[stage] += 1
     return float(largest(free))
@@ -430,7 +452,7 @@ def common_ops(own: OwnOrders) -> RankOps:
     """The operations of the one order of all ranks; what they hold and take is left out."""
     stage, microbatch, _, _, waits_for = np.ascontiguousarray(own.ops[0, : own.num_ops[0]].T)
     none = np.zeros(0, dtype=np.int64)
-    return RankOps(stage, microbatch, none, waits_for, np.zeros(0), own.pp, own.p2p)
+    return RankOps(stage, microbatch, none, none, waits_for, np.zeros(0), own.pp, own.p2p)
 
 
 def order_lines(ops: Ints, ran: Ints, num_ran: Ints) -> tuple[str, ...]:

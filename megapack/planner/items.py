@@ -129,6 +129,12 @@ class Items:
         return work + cost.per_sample * self.item_samples
 
     @cached_property
+    def square_share(self) -> float:
+        """The part of the work that is squares of tokens."""
+        squares = self.step.balanced_cost.per_token_sq * float(self.aligned_sq.sum())
+        return squares / float(self.work.sum()) if squares else 0.0
+
+    @cached_property
     def fewest_rows(self) -> tuple[Ints, int]:
         """Rows within the budget, as few as first-fit-decreasing finds.
 

@@ -110,7 +110,8 @@ class _OperationSearch:
         # Rows may lie over so many ranks as those of the wide draft, or else over any.
         self.costs: RowCost | None = None
         if self.policy.context_parallel == "dynamic" and self.step.budget is not None:
-            widest = self.layout.widths[-1] if wide is None else int(wide.row_widths.max())
+            widths = self.policy.widths(self.layout)
+            widest = widths[-1] if wide is None else int(wide.row_widths.max())
             self.costs = row_cost(self.step, self.cost, widest.bit_length())
         # What stages hold in Megatron's order, which is enough for W's; inf if there is no draft.
         self.held = math.inf
@@ -316,6 +317,7 @@ class _OperationSearch:
         num_ops = (1 if self.step.forward_only else 2) * max(counts) * layout.num_chunks
         return OwnOrders(
             chunk_weights=self.runner.weights,
+            chunk_kinds=self.runner.kinds,
             pp=layout.pp,
             vpp=layout.vpp,
             group=draft.group_size or 1,

@@ -48,7 +48,7 @@ class Scored:
         if self.rule is not None:
             self.anneal(budget, 0.0)
             return budget
-        passes = runner.busiest_stage_seconds(np.ones(1))
+        passes = runner.busiest_stage_seconds(np.ones(len(runner.factors)))
         any_order = runner.layout.pp == 1 and self.own is None
         if any_order and not self.clock.lockstep and not self.board.cost.fixed_rows:
             used = even_ranks(self.board, budget, passes)
@@ -202,8 +202,9 @@ def _all_ops(runner: Runner, draft: Draft) -> tuple[RankOps, Ints]:
         for count, ops, end in zip(distinct, each, ends, strict=True)
     }
     columns = zip(*(ops[:-2] for ops in each), strict=True)
-    stage, microbatch, held, waits_for, scale = map(np.concatenate, columns)
-    all_ops = RankOps(stage, microbatch, held, waits_for, scale, each[0].pp, each[0].p2p)
+    stage, microbatch, column, held, waits_for, scale = map(np.concatenate, columns)
+    first = each[0]
+    all_ops = RankOps(stage, microbatch, column, held, waits_for, scale, first.pp, first.p2p)
     return all_ops, np.array([bounds_of[count] for count in counts])
 
 
@@ -220,6 +221,7 @@ def row_cost(step: Step, cost: CostModel, num_levels: int = 1) -> RowCost:
     return RowCost(
         float(cost.fixed),
         *rates,
+        square_factors=np.array(cost.distinct_factors),
         unit=unit,
         capacity=step.capacity * widths // unit * unit,
         alone=alone * widths // unit * unit,

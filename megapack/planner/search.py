@@ -128,6 +128,8 @@ class _Search:
         # Work of a full row with average samples.
         self.cap = self.total * self.step.capacity / int(items.aligned.sum())
         self.runner = self.step.runner(self.cost)
+        # Of divisible work, each part has the mean share of squares.
+        self.divisible_runner = self.runner.for_shares(items.square_share)
         self.num_fewest = items.fewest_rows[1]
 
     def run(self) -> Draft:
@@ -306,7 +308,7 @@ class _Search:
             ):
                 uneven = find_uneven(
                     partial(self._profile, count, target.group, rounds),
-                    self.runner.ops(count, target.group),
+                    self.divisible_runner.ops(count, target.group),
                     [share * own for own in huge],
                     work=share * self.total / layout.dp,
                     fixed=self.cost.fixed,
@@ -325,7 +327,7 @@ class _Search:
     def _profile(self, count: int, group: int, rounds: int, work: float, huge: Floats) -> Profile:
         """The profile of a rank with this work and these huge samples, in seconds."""
         return find_profile(
-            self.runner,
+            self.divisible_runner,
             count,
             group,
             work=work,
@@ -573,17 +575,24 @@ class _CountAdjuster:
         """Aligned tokens of a row; 0 for padding."""
         return int(self.items.aligned[self.members[row]].sum()) if row >= 0 else 0
 
-    def _row_seconds(self, row: int) -> float:
-        """Seconds of one chunk's forward of a row."""
+    def _row_seconds(self, row: int, factor: float = 1.0) -> float:
+        """Seconds of one chunk's forward of a row.
+
+        Args:
+            factor: of the chunk's squares.
+        """
         members: Ints = self.members[row] if row >= 0 else np.zeros(0, dtype=np.int64)
         sizes = (self.items.aligned, self.items.aligned_sq, self.items.item_samples)
-        return float(
-            row_seconds(self.scored.board.cost, 0, *(int(size[members].sum()) for size in sizes))
-        )
+        tokens, squares, samples = (int(size[members].sum()) for size in sizes)
+        cost = self.scored.board.cost
+        seconds = float(row_seconds(cost, 0, tokens, squares, samples))
+        return seconds + (factor - 1.0) * float(cost.per_token_sq[0]) * squares
 
     def _seconds(self, rows: list[int]) -> float:
         """Simulated seconds of a rank with these rows."""
         self.evaluations_left -= 1
         ops = self.runner.ops(len(rows), self.group)
-        forward = np.array([self._row_seconds(row) for row in rows])
+        forward = np.array(
+            [self._row_seconds(row, factor) for factor in self.runner.factors for row in rows]
+        )
         return float(rank_seconds(ops, forward, np.empty(ops.stage.size)))

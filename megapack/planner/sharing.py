@@ -109,11 +109,11 @@ def least_seconds(items: Items) -> float:
     step = items.step
     cost = step.real_cost
     dp = step.layout.dp
-    runner = step.runner(cost)
+    busiest, chunks = cost.least_weights(step.layout)
     seconds = cost.share_of_rank(step.layout) * items.work_by(cost)
     held = int(np.minimum(items.aligned, step.capacity).sum())
     num_rows = max(dp, -(-held // step.capacity))
     mean = (cost.fixed * num_rows + math.fsum(seconds.tolist())) / dp
     passes = 1.0 if step.forward_only else 1.0 + cost.backward_ratio
-    longest = (cost.fixed + float(seconds.max())) * float(runner.weights.sum()) * passes
-    return max(runner.busiest_stage_seconds(np.array([mean])), longest)
+    longest = (cost.fixed + float(seconds.max())) * chunks * passes
+    return max(busiest * passes * mean, longest)

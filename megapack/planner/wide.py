@@ -100,6 +100,7 @@ class _WideSearch:
         self.policy = items.step.policy
         self.cost = items.step.balanced_cost
         self.runner = items.step.runner(self.cost)
+        self.divisible_runner = self.runner.for_shares(items.square_share)
         # Seconds of each item's forward through one chunk on one rank, and their sum per rank.
         self.work: Floats = items.work * self.cost.share_of_rank(self.layout)
         self.rank_work = math.fsum(self.work.tolist()) / self.layout.dp
@@ -188,7 +189,7 @@ class _WideSearch:
             chunks = (count * self.layout.vpp + self.layout.pp - 1) / self.layout.vpp
             return Profile(profile.classes, profile.levels, profile.huge_order, equal * chunks, 0)
         return find_profile(
-            self.runner,
+            self.divisible_runner,
             count,
             group,
             work=self.rank_work,
@@ -208,7 +209,7 @@ class _WideSearch:
 
         More ranks would cost memory here: sizes of a million samples take 16 MB per level.
         """
-        widths = self.layout.widths
+        widths = self.policy.widths(self.layout)
         row = self.rank_work / max(shape.count for shape in shapes) + float(self.cost.fixed)
         longest = int(self.packed.aligned.max())
         levels = 1

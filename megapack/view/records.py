@@ -206,8 +206,7 @@ def _plan_cost(path: Path) -> CostModel | None:
 def _cost(fields: Any) -> CostModel | None:
     if fields is None:
         return None
-    weights = fields["stage_weights"]
-    return CostModel(**{**fields, "stage_weights": None if weights is None else tuple(weights)})
+    return CostModel.from_json(json.dumps(fields))
 
 
 def _field(value: Any) -> Any:

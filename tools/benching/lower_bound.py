@@ -81,7 +81,8 @@ class LowerBounds:
         cost: its fixed seconds, weights of stages and backward ratio are used.
 
     Raises:
-        ValueError: no fixed seconds, so that there is no largest M to look at.
+        ValueError: no fixed seconds, so that there is no largest M to look at; or chunks whose
+            shares of attention differ.
     """
 
     def __init__(self, layout: Layout, cost: CostModel) -> None:
@@ -89,6 +90,8 @@ class LowerBounds:
             raise ValueError(
                 "a bound of a cost model with fixed=0; set the seconds of a micro-batch"
             )
+        if cost.square_factors is not None:
+            raise ValueError("a bound of chunks with square_factors; give a cost model without")
         self.layout = layout
         self.fixed = cost.fixed
         self._runner = Runner(layout, CostModel(backward_ratio=cost.backward_ratio))

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from megapack.config.load import find_config, load_config
 from megapack.config.model import ModelConfig
+from megapack.config.sections import TrainConfig
 from megapack.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -69,3 +71,34 @@ def test_a_gpt_as_a_hybrid_model_has_two_layers_per_block() -> None:
 def test_a_contradiction_is_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**keys)
+
+
+def nemotron(*overrides: str) -> TrainConfig:
+    path = find_config("configs/nemotron3_nano_30b_a3b_dp8_pp4_ep8_gpu32.yaml")
+    return load_config(path, list(overrides), TrainConfig)
+
+
+def test_stages_share_the_letters() -> None:
+    config = nemotron()
+    assert config.stage_layers.num_layers == (13, 13, 13, 13)
+    assert config.model.to_sizes().layer_pattern == config.model.hybrid_layer_pattern
+    gpt = load_config(
+        find_config("configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml"),
+        ["model.megatron_class=hybrid"],
+        TrainConfig,
+    )
+    assert gpt.stage_layers.total == 2 * gpt.model.num_layers
+    assert gpt.memory_model().sizes.layer_pattern == "*-" * gpt.model.num_layers
+
+
+def test_rows_lie_over_as_many_ranks_as_heads_divide() -> None:
+    assert nemotron().row_plan.max_width is None
+    dynamic = "plan.context_parallel=dynamic"
+    assert nemotron(dynamic).row_plan.max_width == 64
+    tp = ("layout.tp=2", "layout.sequence_parallel=true", "layout.cp=2")
+    assert nemotron(dynamic, *tp).row_plan.max_width == 16
+    assert nemotron(dynamic, "plan.max_width=4").row_plan.max_width == 4
+    with pytest.raises(ConfigError, match="max_width=128 with layout.tp=1 .* up to 64 DP ranks"):
+        nemotron(dynamic, "plan.max_width=128")
+    with pytest.raises(ConfigError, match="mamba_num_heads=64.* do not divide over layout.tp"):
+        nemotron("layout.cp=128")

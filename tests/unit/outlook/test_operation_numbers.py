@@ -54,12 +54,13 @@ def test_what_a_step_carries() -> None:
     held = carried(split_plan())
     assert held.tokens == 2800 + 2400
     assert held.earlier_tokens == 2800 + 5200
+    assert held.states == 2
     # 2B0 1B0 come before 2W0 on stage 1 of rank 0: rows of 2,300 and 2,400 tokens; then 1 and 0.
     assert held.put_off_tokens == 2400 + 2800
     forward = replace(split_plan(), forward_only=True)
     steps = tuple(replace(step, orders=()) for step in forward.steps)
     held = carried(replace(forward, steps=steps))
-    assert held == Carried(5200, 5200, 0)
+    assert held == Carried(5200, 5200, 0, states=1)
     assert carried(wide_plan()) == NOTHING_CARRIED
 
 

@@ -214,6 +214,7 @@ class TestBoard:
         per_token=np.array([1.0, 0.6, 0.3]),
         per_token_sq=np.array([0.01, 0.006, 0.003]),
         per_sample=np.array([1.0, 0.6, 0.3]),
+        square_factors=np.ones(1),
         unit=np.array([1, 4, 8]),
         capacity=np.array([100, 200, 400]),
         alone=np.array([100, 200, 400]),

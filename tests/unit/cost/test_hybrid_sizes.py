@@ -1,0 +1,279 @@
+"""Hybrid models: weights, operations, memory, and stages with other shares of attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megapack.config.load import find_config, load_config
+from megapack.config.sections import TrainConfig
+from megapack.cost.assumed import GpuSpeed, cost_from_sizes
+from megapack.cost.memory import Carried, MemoryModel
+from megapack.cost.model import CostModel
+from megapack.cost.sizes import ModelSizes
+from megapack.cost.stages import StageLayers
+from megapack.errors import ConfigError
+from megapack.layout import Layout
+
+pytestmark = pytest.mark.unit
+
+QWEN3_NEXT = "qwen3_next_80b_a3b_dp32_pp4_ep16_gpu128"
+QWEN3P5 = "qwen3p5_35b_a3b_dp16_pp2_ep8_gpu32"
+NEMOTRON3 = "nemotron3_nano_30b_a3b_dp8_pp4_ep8_gpu32"
+
+# Each stage of pp=2 has other layers: attention is on the first one only.
+UNEVEN = ModelSizes(
+    num_layers=4,
+    layer_pattern="*-M-",
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    vocab_size=100,
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    mamba_state_dim=32,
+    mamba_num_groups=2,
+)
+GATED_DELTA = replace(
+    UNEVEN,
+    layer_pattern="G-*-",
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=32,
+)
+PP2 = Layout(pp=2)
+
+
+def config_of(name: str) -> TrainConfig:
+    return load_config(find_config(f"configs/{name}.yaml"), [], TrainConfig)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        # 80B in total and 3B active: the model's card and its name. Without both matrices of the
+        # vocabulary, which are 0.62B, 3.25B are active; the card has 79B without the embedding.
+        (QWEN3_NEXT, 79.7, 3.25),
+        # 35B and 3B, without the vision tower: its card.
+        (QWEN3P5, 34.7, 2.44),
+        # 31.6B and 3.2B, or 3.6B with embeddings: its card and technical report.
+        (NEMOTRON3, 31.6, 2.88),
+    ],
+)
+def test_published_parameters(name: str, total: float, active: float) -> None:
+    sizes = config_of(name).model.to_sizes()
+    vocabulary = 2 * sizes.vocab_size * sizes.hidden_size
+    whole = vocabulary + sizes.hidden_size
+    used = 0
+    for kind, count in sizes.layer_kinds():
+        weights = kind.layer_parameters()
+        whole += count * sum(weights)
+        experts = weights.experts * kind.experts_per_token // (kind.num_experts or 1)
+        used += count * (weights.split + weights.whole + experts)
+    assert whole / 1e9 == pytest.approx(total, abs=0.05)
+    assert used / 1e9 == pytest.approx(active, abs=0.01)
+    memory = MemoryModel(sizes=sizes)
+    (stage,) = [memory.stage(Layout(), 0, live_tokens=0.0, row_tokens=0.0)]
+    assert stage.parameters == 2 * whole
+
+
+def test_nemotron_with_embeddings_is_as_its_report_says() -> None:
+    """3.2B active parameters, and 3.6B with both matrices of the vocabulary (arXiv 2512.20848)."""
+    sizes = config_of(NEMOTRON3).model.to_sizes()
+    vocabulary = sizes.vocab_size * sizes.hidden_size
+    active = sizes.head_flops_per_token() / 2
+    for kind, count in sizes.layer_kinds():
+        weights = kind.layer_parameters()
+        experts = weights.experts * kind.experts_per_token // (kind.num_experts or 1)
+        active += count * (weights.split + weights.whole + experts)
+    assert active / 1e9 == pytest.approx(3.2, abs=0.05)
+    assert (active + vocabulary) / 1e9 == pytest.approx(3.6, abs=0.05)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_gpt_as_a_hybrid_model_costs_the_same(experts: bool) -> None:
+    gpt = ModelSizes(
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=4,
+        num_query_groups=2,
+        vocab_size=100,
+        qk_layernorm=True,
+        qkv_bias=True,
+        num_experts=4 if experts else None,
+        experts_per_token=2 if experts else 1,
+        shared_expert_ffn_hidden_size=32 if experts else 0,
+        shared_expert_gate=experts,
+        first_dense_layers=1 if experts else 0,
+        dense_ffn_hidden_size=128 if experts else None,
+    )
+    pattern = "*-*E*E*E" if experts else "*-" * 4
+    hybrid = replace(gpt, num_layers=8, layer_pattern=pattern, first_dense_layers=0)
+    layout = Layout(tp=2, sequence_parallel=True)
+    speed = GpuSpeed(peak_tflops=1.0)
+    costs = [
+        cost_from_sizes(sizes, layout, speed, recompute="none", mean_length=100.0)
+        for sizes in (gpt, hybrid)
+    ]
+    for name in ("fixed", "per_token", "per_token_sq", "backward_ratio"):
+        assert getattr(costs[0], name) == pytest.approx(getattr(costs[1], name))
+    tokens = {"live_tokens": 500.0, "row_tokens": 200.0}
+    bytes_of = [MemoryModel(sizes=s).stage(layout, 0, **tokens) for s in (gpt, hybrid)]
+    assert bytes_of[0].parameters == bytes_of[1].parameters
+    assert bytes_of[0].activations == pytest.approx(bytes_of[1].activations)
+    carried = {**tokens, "carried": Carried(100.0, 100.0, 0.0, 1.0)}
+    bytes_of = [MemoryModel(sizes=s).stage(layout, 0, **carried) for s in (gpt, hybrid)]
+    assert bytes_of[0].activations == pytest.approx(bytes_of[1].activations)
+
+
+def test_weights_of_a_gated_delta_net() -> None:
+    """in_proj, conv1d, A_log and dt_bias, out_proj; the norms of the layer and of a head."""
+    (kind, count), *_ = GATED_DELTA.layer_kinds()
+    queries, values, heads = 2 * 16, 4 * 32, 4
+    weights = kind.layer_parameters()
+    assert (kind.sublayers, count) == ("G", 1)
+    inner = 64 * (2 * queries + 2 * values + 2 * heads) + values * 64
+    assert weights.split == inner + 4 * (2 * queries + values) + 2 * heads
+    assert weights.whole == 64 + 32
+    assert kind.layer_flops_per_token_sq() == 0
+
+
+def test_weights_of_mamba() -> None:
+    """in_proj, conv1d with biases, A_log, D and dt_bias, norm, out_proj; the norm of the layer."""
+    kind = list(UNEVEN.layer_kinds())[-1][0]
+    assert kind.sublayers == "M"
+    inner, states, heads = 8 * 16, 2 * 32, 8
+    weights = kind.layer_parameters()
+    matrices = 64 * (2 * inner + 2 * states + heads) + inner * 64
+    assert weights.split == matrices + 5 * (inner + 2 * states) + 3 * heads + inner
+    assert weights.whole == 64
+
+
+def test_work_of_linear_layers_of_qwen3_next() -> None:
+    """67 MFLOP per token in projections and 5.8 in the scan; the state is as large as the keys of
+    1,048 tokens."""
+    kinds = {
+        kind.sublayers: kind for kind, _ in config_of(QWEN3_NEXT).model.to_sizes().layer_kinds()
+    }
+    scan = 32 * (2 * 64 * (2 * 128 + 2 * 128 + 128) + 6 * 128 * 128)
+    convolution = 2 * 4 * (2 * 2048 + 4096)
+    projections = 2 * 2048 * (2 * 2048 + 2 * 4096 + 64 + 4096)
+    assert kinds["G"].layer_flops_per_token() == projections + convolution + scan
+    assert projections / 1e6 == pytest.approx(67, abs=0.5)
+    assert scan / 1e6 == pytest.approx(5.8, abs=0.05)
+    # Queries are projected with a gate each.
+    attention = 2 * 2048 * (2 * 4096 + 4096 + 2 * 512)
+    assert kinds["*"].layer_flops_per_token() == attention
+    memory = MemoryModel(sizes=kinds["G"])
+    saved = memory.saved(Layout())
+    assert saved.carried_state == 32 * 128 * 128 * 4 + 3 * 8192 * 2
+    keys = MemoryModel(sizes=kinds["*"]).saved(Layout()).carried_token
+    assert saved.carried_state / keys == pytest.approx(1048, abs=0.5)
+    assert saved.carried_token == 0
+    assert MemoryModel(sizes=kinds["*"]).saved(Layout()).carried_state == 0
+
+
+def test_stages_with_other_shares_of_attention_have_two_weights() -> None:
+    cost = CostModel.from_model(UNEVEN, layout=PP2, flops_per_gpu=1e9, mean_length=50.0)
+    assert cost.square_factors is not None
+    assert cost.stage_weights is not None
+    # All attention is on the first of two stages, and none on the second.
+    assert cost.stage_weights[0] * cost.square_factors[0] == pytest.approx(2)
+    assert cost.square_factors[1] == 0
+    row = {"row_tokens": 30, "tokens_sq": 500, "num_samples": 2}
+    stages = [
+        weight * cost.forward_seconds(PP2, **row, square_factor=factor)
+        for weight, factor in zip(cost.stage_weights, cost.square_factors, strict=True)
+    ]
+    linear = [
+        sum(k.layer_flops_per_token() * n for k, n in UNEVEN.layer_kinds(f, 2)) for f in (0, 2)
+    ]
+    linear[0] += 64
+    linear[1] += 2 * 64 * 100
+    assert stages[0] == pytest.approx((30 * linear[0] + 500 * 4 * 2 * 16) / 1e9)
+    assert stages[1] == pytest.approx(30 * linear[1] / 1e9)
+    assert CostModel.from_json(cost.to_json()) == cost
+
+
+def test_alike_stages_have_one_weight() -> None:
+    twice = replace(UNEVEN, num_layers=8, layer_pattern="*-M-*-M-")
+    assert twice.square_factors(PP2) is None
+    assert twice.square_factors(Layout(pp=4)) is not None
+    nemotron = config_of(NEMOTRON3)
+    cost = nemotron.cost_model(nemotron.layout.to_layout(32))
+    assert cost.square_factors is not None
+    assert cost.stage_weights is not None
+    squares = [w * f for w, f in zip(cost.stage_weights, cost.square_factors, strict=True)]
+    # Attention layers by stage are 2, 1, 2 and 1.
+    assert squares == pytest.approx([4 / 3, 2 / 3, 4 / 3, 2 / 3])
+    qwen = config_of(QWEN3_NEXT)
+    assert qwen.cost_model(qwen.layout.to_layout(128)).square_factors is None
+
+
+def test_a_balanced_split_of_unlike_layers() -> None:
+    costs = [5.0, 1.0, 1.0, 1.0, 1.0, 5.0, 2.0]
+    # With the last two layers together it is 7, and apart at least 7 too.
+    split = StageLayers.of_costs(costs, pp=3)
+    chunks = zip(split.offsets, split.num_layers, strict=True)
+    assert max(sum(costs[first : first + count]) for first, count in chunks) == 7
+    # A heavy head takes layers from the last stage, a heavy embedding from the first.
+    assert StageLayers.of_costs([1.0] * 8, pp=2, head=4.0).num_layers == (6, 2)
+    assert StageLayers.of_costs([1.0] * 8, pp=2, embedding=4.0).num_layers == (2, 6)
+    assert StageLayers.of_costs([1.0] * 4, pp=4).num_layers == (1, 1, 1, 1)
+    with pytest.raises(ConfigError, match="num_layers=1 over pp"):
+        StageLayers.of_costs([1.0], pp=4)
+    split = UNEVEN.balanced_stage_layers(PP2, 50.0)
+    assert split.total == 4
+
+
+def test_pieces_keep_a_state_each() -> None:
+    memory = MemoryModel(sizes=UNEVEN)
+    tokens = {"live_tokens": 500.0, "row_tokens": 200.0}
+
+    def activations(stage: int, carried: Carried) -> int:
+        return memory.stage(PP2, stage, **tokens, carried=carried).activations
+
+    base = Carried(put_off_tokens=1e-9)
+    one = Carried(put_off_tokens=1e-9, states=1.0)
+    # The state in fp32 and 3 tokens of the convolution in bf16, with their gradients.
+    state = 8 * 16 * 32 * 4 + 3 * (8 * 16 + 2 * 2 * 32) * 2
+    assert activations(1, one) - activations(1, base) == pytest.approx(2 * state, abs=1)
+    assert activations(0, one) == activations(0, base)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "widest"),
+    [
+        (UNEVEN, Layout(), 8),
+        (UNEVEN, Layout(tp=2), 4),
+        (UNEVEN, Layout(tp=2, cp=4), 1),
+        (UNEVEN, Layout(tp=2, cp=8), 0),
+        (UNEVEN, Layout(tp=4), 0),
+        (replace(UNEVEN, mamba_num_heads=12, mamba_num_groups=3), Layout(), 1),
+        (GATED_DELTA, Layout(), 2),
+        (GATED_DELTA, Layout(cp=2), 1),
+        (GATED_DELTA, Layout(tp=2, cp=2), 0),
+        (replace(UNEVEN, layer_pattern="*-*-"), Layout(cp=8), None),
+        (replace(UNEVEN, layer_pattern=None), Layout(cp=8), None),
+    ],
+)
+def test_widths_of_rows(sizes: ModelSizes, layout: Layout, widest: int | None) -> None:
+    assert sizes.max_width(layout) == widest
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"layer_pattern": "*-"}, "layer_pattern='\\*-' with num_layers=4"),
+        ({"layer_pattern": "*-x-"}, "set as many letters of GM"),
+        ({"layer_pattern": "G-*-"}, "has layers G, but no linear_num_key_heads"),
+        ({"layer_pattern": "*EM-"}, "has layers E, but no num_experts"),
+        ({"mamba_num_heads": None}, "has layers M, but no mamba_num_heads"),
+    ],
+)
+def test_patterns_that_do_not_fit(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(UNEVEN, **keys)  # type: ignore[arg-type]
