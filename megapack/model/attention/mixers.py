@@ -84,10 +84,10 @@ def _obstacle(mixer: Any) -> str:
 
 
 def _delta_net_obstacle(mixer: Any) -> str:
-    config = mixer.config
     # The method that reads `cu_seqlens`.
     if not hasattr(mixer, "_resolve_cu_seqlens"):
         return "which refuses packed rows before Megatron-Core 0.18; update it"
+    config = mixer.config
     if config.deterministic_mode:
         return "which refuses packed rows with deterministic_mode=True; set it to False"
     # Each tensor-parallel rank sees its heads only, and Megatron adds up what it marks.
@@ -104,9 +104,9 @@ def _delta_net_obstacle(mixer: Any) -> str:
 
 
 def _mamba_obstacle(mixer: Any) -> str:
-    config = mixer.config
     if "packed_seq_params" not in signature(type(mixer).forward).parameters:
         return "which runs packed samples as one before Megatron-Core 0.16; update it"
+    config = mixer.config
     if not config.use_mamba_mem_eff_path:
         return "which refuses packed rows with use_mamba_mem_eff_path=False; set it to True"
     if config.context_parallel_size > 1 and mamba_context_parallel.tex is None:
