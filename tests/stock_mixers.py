@@ -1,14 +1,15 @@
 """Megatron's own GatedDeltaNet and MambaMixer on a CPU: torch in place of the kernels.
 
-`install` replaces what their forward calls, sample by sample and token by token. So a test sees what
-Megatron passes to its kernels for a packed row: `cu_seqlens`, or `seq_idx`. Call it in a child process
-that has called `launch.start("cpu")`.
+`install` replaces what their forward calls, sample by sample and token by token. So a test sees
+what Megatron passes to its kernels for a packed row: `cu_seqlens`, or `seq_idx`. Call it in a child
+process that has called `launch.start("cpu")`.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,9 +35,10 @@ class GatedNorm(torch.nn.Module):
         self.eps, self.group_size = eps, group_size
 
     def forward(self, x: Tensor) -> Tensor:
-        groups = x.unflatten(-1, (-1, self.group_size))
+        groups = torch.unflatten(x, -1, (-1, self.group_size))
         groups = groups * (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return groups.flatten(-2) * self.weight
+        normed: Tensor = groups.flatten(-2) * self.weight
+        return normed
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,11 +69,11 @@ def split_conv_scan(
     if seq_idx is not None:
         assert seq_idx.shape == (1, len(row))
         assert seq_idx.dtype == torch.int32
-        lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+        lengths = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
     return torch.cat(
         [
             scan(part, weight, bias, dt_bias, A, D, sizes=(inner, ngroups, state))
-            for part in row.split(lengths)
+            for part in torch.split(row, lengths)
         ]
     )[None]
 
@@ -89,11 +91,13 @@ def scan(
     """Mamba-2 of one sample: [T, all projections] -> [T, inner]."""
     inner, ngroups, width = sizes
     heads = len(A)
-    z, xBC, dt = row.split([inner, len(weight), heads], dim=-1)
-    x, B, C = convolve(xBC, weight, bias).split([inner, ngroups * width, ngroups * width], dim=-1)
-    x, dt = x.unflatten(-1, (heads, -1)), F.softplus(dt + dt_bias)
+    z, xBC, dt = torch.split(row, [inner, len(weight), heads], dim=-1)
+    x, B, C = torch.split(
+        convolve(xBC, weight, bias), [inner, ngroups * width, ngroups * width], dim=-1
+    )
+    x, dt = torch.unflatten(x, -1, (heads, -1)), F.softplus(dt + dt_bias)
     B, C = (
-        part.unflatten(-1, (ngroups, width)).repeat_interleave(heads // ngroups, 1)
+        torch.unflatten(part, -1, (ngroups, width)).repeat_interleave(heads // ngroups, 1)
         for part in (B, C)
     )
     state = row.new_zeros(heads, inner // heads, width)
@@ -131,8 +135,7 @@ def causal_conv1d(
 
 def spans(cu_seqlens: Tensor) -> Iterator[tuple[int, int]]:
     """First token of each sample, and the one after its last."""
-    ends: Sequence[int] = cu_seqlens.tolist()
-    return zip(ends, ends[1:], strict=False)
+    return itertools.pairwise(cu_seqlens.tolist())
 
 
 def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
@@ -169,9 +172,7 @@ def install() -> None:
 def mamba(config: Any, groups: Any) -> MambaMixer:
     """Megatron's MambaMixer with its own linear layers."""
     submodules = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-    return MambaMixer(
-        config, submodules, config.hidden_size, layer_number=1, pg_collection=groups
-    )
+    return MambaMixer(config, submodules, config.hidden_size, layer_number=1, pg_collection=groups)
 
 
 def gated_delta_net(config: Any, groups: Any) -> Any:

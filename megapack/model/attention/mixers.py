@@ -1,11 +1,11 @@
 """Megatron's own layers with a state, in packed rows: which are right, and what Mamba must be told.
 
-A gated delta net and a Mamba-2 layer carry a state, and the inputs of a short convolution, along the
-row. At the first token of a sample both must begin anew. Megatron's GatedDeltaNet reads `cu_seqlens`
-for that. Its MambaMixer reads `PackedSeqParams.seq_idx`, and where that is None, the samples of the
-row are one sequence to it, without an error. Megatron makes `seq_idx` if the row's description has
-`total_tokens`, and waits for the device to do so. Here it is made without waiting, by `packed` for
-our rows and by `describing_samples` for those of another framework.
+A gated delta net and a Mamba-2 layer carry a state, and the inputs of a short convolution, along
+the row. At the first token of a sample both must begin anew. Megatron's GatedDeltaNet reads
+`cu_seqlens` for that. Its MambaMixer reads `PackedSeqParams.seq_idx`, and where that is None, the
+samples of the row are one sequence to it, without an error. Megatron makes `seq_idx` if the row's
+description has `total_tokens`, and waits for the device to do so. Here it is made without waiting,
+by `packed` for our rows and by `describing_samples` for those of another framework.
 
 They know plain rows only: no shared prefixes, no samples in pieces, no ranks of their own per row
 (`schedule.row_rules`). The layers of `megapack.model.recurrent` know all of them.
@@ -111,8 +111,8 @@ def _mamba_obstacle(mixer: Any) -> str:
         return "which refuses packed rows with use_mamba_mem_eff_path=False; set it to True"
     if config.context_parallel_size > 1 and mamba_context_parallel.tex is None:
         return (
-            f"which needs Transformer Engine to put rows of cp={config.context_parallel_size} ranks "
-            "together; install it, set cp=1"
+            f"which puts rows of cp={config.context_parallel_size} ranks together with Transformer "
+            "Engine; install it, set cp=1"
         )
     return ""
 
@@ -140,8 +140,10 @@ def describing_samples(chunks: Sequence[Any]) -> Iterator[None]:
 
 def _describe(mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     params = kwargs.get("packed_seq_params")
+    if params is None or params.qkv_format != "thd":
+        return
     # Without the field, MambaMixer reads `cu_seqlens` itself: Megatron-Core 0.16.
-    if getattr(params, "qkv_format", None) != "thd" or getattr(params, "seq_idx", 0) is not None:
+    if getattr(params, "seq_idx", 0) is not None:
         return
     (hidden, *_) = args or (kwargs["hidden_states"],)
     config = mixer.config
