@@ -1,7 +1,7 @@
 """A toy of Megatron's HybridModel with Mamba-2 layers, in place of the toy GPT of a host's step.
 
-The layers are Megatron's own, with torch in place of their kernels, so that a host's step shows what
-its description of a row tells them. Needs Megatron-Core 0.18 and Triton, which Megatron imports.
+The layers are Megatron's own, with torch in place of their kernels. So a host's step shows what its
+description of a row tells them. Needs Megatron-Core 0.18, and Triton, which Megatron imports.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import pytest
 import torch
 
 from megapack import Layout
 
 PATTERN = "M-*-M-"
 """Mamba-2, an MLP, attention, and so on."""
-MISSING = [
-    name
-    for name in ("triton", "megatron.core.models.hybrid")
-    if importlib.util.find_spec(name) is None
-]
-"""What this machine lacks to run it."""
+needs_mamba = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("triton", "megatron.core.models.hybrid"))),
+    reason="needs Megatron-Core 0.18, and Triton",
+)
+"""For tests that run it."""
 
 
 def mamba_chunks(settings: dict[str, Any], **ddp: Any) -> list[Any]:
@@ -118,6 +118,14 @@ def draw_weights(model: torch.nn.Module) -> None:
         is_norm = weight.dim() == 1 and "norm" in name
         with torch.no_grad():
             weight.copy_(1 + drawn if is_norm else drawn - 2 if "A_log" in name else drawn)
+
+
+def packed_seq_params(total_tokens: int | None = None, **fields: Any) -> Any:
+    """Megatron's class, which has `total_tokens` since 0.17; its Mamba layers need it."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    has_it = hasattr(PackedSeqParams, "total_tokens")
+    return PackedSeqParams(**fields, **{"total_tokens": total_tokens} if has_it else {})
 
 
 class Told:

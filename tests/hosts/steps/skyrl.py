@@ -17,7 +17,7 @@ from unittest import mock
 import typing_extensions
 
 from tests.hosts.steps import job
-from tests.hosts.steps.mamba import Told, mamba_chunks
+from tests.hosts.steps.mamba import Told, mamba_chunks, packed_seq_params
 from tools.hosting import import_stubs
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def build_chunks(arguments: job.Arguments) -> list[Any]:
 
     from megapack.gpt import build
     from megapack.gpt.settings import Setting
-    from tests.dist import setup
+    from tests.dist import problem, setup
 
     own_config = build.transformer_config
     settings = {
@@ -171,6 +171,7 @@ def build_chunks(arguments: job.Arguments) -> list[Any]:
     }
     average = MegatronDDPConfig().average_in_collective
     if "mamba" in arguments.case:
+        build.initialize_parallel(arguments.layout, problem.SEED)
         return mamba_chunks(settings, average_in_collective=average, use_distributed_optimizer=True)
 
     def transformer_config(*args: Any) -> Any:
@@ -230,14 +231,6 @@ def left_padded_mask(lengths: Tensor, width: int) -> Tensor:
     import torch
 
     return (torch.arange(width) >= width - lengths[:, None]).long()
-
-
-def packed_seq_params(total_tokens: int | None = None, **fields: Any) -> Any:
-    """Megatron's class, which has `total_tokens` since 0.17; Mamba layers read it."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    has_it = hasattr(PackedSeqParams, "total_tokens")
-    return PackedSeqParams(**fields, **{"total_tokens": total_tokens} if has_it else {})
 
 
 def record_rows(worker: Any, report: job.Report) -> None:
