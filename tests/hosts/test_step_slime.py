@@ -12,8 +12,8 @@ from tests.hosts.steps.rollout_checks import (
     check_interleaving_without_overlap_fails,
     check_patched,
     check_planned_interleaving_without_overlap,
-    check_rows_of_mamba_layers,
     check_planned_rows,
+    check_rows_of_mamba_layers,
     check_unpatched_exchanges,
     values_of,
 )
