@@ -29,6 +29,7 @@ from torch import Tensor
 from megapack.base.megatron import frees_while_sending
 from megapack.errors import ConfigError, ScheduleError
 from megapack.layout import Layout
+from megapack.model.attention.mixers import describing_samples
 from megapack.model.overlap import dropping_reductions, sync_functions
 from megapack.ranks.links import Ranks, process_ranks
 from megapack.schedule import checks
@@ -80,6 +81,9 @@ class PlannedSchedule:
        and with settings under which interleaved stages do not confuse tensors.
     4. A NaN is reported with its rank and micro-batch. An error of one rank, or its death, is
        raised on all ranks; late calls are logged (`ranks.watchdog`).
+
+    Where a packed row does not tell Megatron's Mamba layers its samples, the call does, and warns
+    (`mixers.describing_samples`).
 
     Args:
         schedule: the function to run; None asks Megatron for it at each call.
@@ -135,7 +139,8 @@ class PlannedSchedule:
         )
         schedule = self._schedule or get_forward_backward_func()
         ranks = process_ranks() if self._ranks is None else self._ranks
-        with ranks.guarded(_next_name(call.kind)):
+        # Frameworks describe rows without what Megatron's Mamba layers read.
+        with ranks.guarded(_next_name(call.kind)), describing_samples(call.chunks):
             if reason := why_not_planned(get_model_config(call.chunks[0]), others):
                 _log_once(f"this {call.kind} runs on Megatron's own schedule: {reason}")
                 return schedule(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from megapack.errors import ConfigError
+from megapack.model.attention.mixers import stock_mixers
 from megapack.model.attention.packed import PackedAttention
 from megapack.model.attention.rotary import position_obstacle
 from megapack.model.attention.sdpa import PackedSDPA
@@ -69,6 +70,12 @@ class _Facts:
         others = (k for k in kernels if type(k).attend not in _KNOWN_KERNELS)
         return next((type(kernel).__name__ for kernel in others), "")
 
+    @property
+    def stock_mixer(self) -> str:
+        """A layer with a state that runs plain rows only."""
+        mixers = (mixer for chunk in self.chunks for _, mixer in stock_mixers(chunk))
+        return next((type(mixer).__name__ for mixer in mixers), "")
+
     def on_te(self, fact: str) -> str:
         """The fact, of a model with Transformer Engine's attention."""
         has_te = any(any(te_attentions(chunk)) for chunk in self.chunks)
@@ -124,6 +131,12 @@ _RULES = (
         ("prefixes", "wide", "pieces"),
         lambda facts: facts.other_kernel,
         "it is not known to run them; set PackedSDPA or PackedVarlen",
+    ),
+    _Rule(
+        ("prefixes", "wide", "pieces"),
+        lambda facts: facts.stock_mixer,
+        "it knows rows of whole samples only; build the model with PackedGatedDeltaNet or "
+        "PackedMambaMixer of megapack.model.recurrent",
     ),
     _Rule(
         ("wide",),

@@ -6,11 +6,13 @@ import pytest
 
 from megapack.hosts import miles
 from tests.hosts.steps.job import Runs
+from tests.hosts.steps.mamba import needs_mamba
 from tests.hosts.steps.rollout_checks import (
     check_equal,
     check_interleaving_without_overlap_fails,
     check_patched,
     check_planned_interleaving_without_overlap,
+    check_rows_of_mamba_layers,
     check_unpatched_exchanges,
 )
 
@@ -61,3 +63,8 @@ def test_advantages_are_normalized_over_context_parallel_ranks_with_the_patch(ru
     assert patched[0].more["advantages"] == pytest.approx(wanted, abs=1e-4)
     own = runs("cp=2", "", case)[0].more["advantages"]
     assert max(abs(own[sample] - wanted[sample]) for sample in wanted) > 0.05
+
+
+@needs_mamba
+def test_rows_of_mamba_layers(runs: Runs) -> None:
+    check_rows_of_mamba_layers(runs)

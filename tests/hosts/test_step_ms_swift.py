@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.hosts.steps.job import Runs
+from tests.hosts.steps.mamba import needs_mamba
 from tests.hosts.steps.ms_swift import LENGTHS, NUM_PACKS, PACKING_LENGTH
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
@@ -65,3 +66,19 @@ def test_ms_swift_alone_exchanges_shapes_and_has_less_even_packs(
         return max(packs) - min(packs)
 
     assert spread(patched[0].more["packs"]) < spread(without[0].more["packs"])
+
+
+@needs_mamba
+def test_a_row_tells_mamba_layers_its_samples(run: Runs) -> None:
+    """ms-swift sets `total_tokens` after the description is made, where it has no effect."""
+    (plain,) = run("dp=1", case="mamba")
+    (same_packs,) = run("dp=1", "megatron_core", case="mamba")
+    (other_packs,) = run("dp=1", PATCHES, case="mamba")
+    assert all(told == [False, False] for told in plain.more["told"])
+    for report in (same_packs, other_packs):
+        assert all(told == [False, True] for told in report.more["told"])
+    assert plain.more["packs"] == same_packs.more["packs"] != other_packs.more["packs"]
+    # The loss does not depend on the packs if no state runs from one sample into the next.
+    assert other_packs.losses[0] == pytest.approx(same_packs.losses[0], rel=1e-6)
+    assert other_packs.grad_norms[0] == pytest.approx(same_packs.grad_norms[0], rel=1e-5)
+    assert plain.losses[0] != pytest.approx(same_packs.losses[0], rel=1e-4)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.steps.job import Report, run_step
+from tests.hosts.steps.mamba import needs_mamba
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
@@ -67,3 +68,22 @@ def test_without_planned_shapes_megatron_exchanges_them(tmp_path: Path, alone: R
     ranks = run(tmp_path, "pp=2", ("nemo_rl", "nemo_rl_rows"))
     assert_same_training(ranks, alone)
     assert all(rank.num_shape_exchanges > 0 for rank in ranks)
+
+
+@needs_mamba
+def test_a_row_tells_mamba_layers_its_samples(tmp_path: Path) -> None:
+    """NeMo-RL's does, without patches too."""
+
+    def run_alone(patches: tuple[str, ...]) -> Report:
+        place = tmp_path / str(len(patches))
+        return run_step(
+            "nemo_rl", place, layout="dp=1", world=1, steps=1, case="mamba", patches=patches
+        )[0]
+
+    plain, patched = run_alone(()), run_alone(("nemo_rl", "megatron_core"))
+    for report in (plain, patched):
+        assert all(told == [True, True] for told in report.more["told"])
+    # Other rows, the same loss: no state runs from one sample into the next.
+    assert plain.row_tokens != patched.row_tokens
+    assert plain.losses == pytest.approx(patched.losses, rel=1e-5)
+    assert plain.grad_norms == pytest.approx(patched.grad_norms, rel=1e-5)

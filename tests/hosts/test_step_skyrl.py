@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.steps.job import Report, run_step
+from tests.hosts.steps.mamba import needs_mamba
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
@@ -70,3 +71,24 @@ def test_interleaved_stages_need_both_patches(
 ) -> None:
     with pytest.raises(AssertionError, match=says):
         run(tmp_path, "pp=2,vpp=2", patches)
+
+
+@needs_mamba
+def test_a_row_tells_mamba_layers_its_samples(tmp_path: Path) -> None:
+    """SkyRL's does since 0.4, without patches too."""
+
+    def run_alone(name: str, case: str, patches: tuple[str, ...]) -> Report:
+        place = tmp_path / name
+        return run_step(
+            "skyrl", place, layout="dp=1", world=1, steps=1, case=case, patches=patches
+        )[0]
+
+    plain = run_alone("plain", "mamba", ())
+    whole = run_alone("whole", "mamba_whole", OURS)
+    assert all(told == [True, True] for told in plain.more["told"])
+    assert len(whole.row_tokens[0]) == 1
+    assert len(plain.row_tokens[0]) == 5
+    assert plain.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert plain.grad_norms == pytest.approx(whole.grad_norms, rel=1e-5)
+    for row, other in zip(plain.logprobs, whole.logprobs, strict=True):
+        assert row == pytest.approx(other, abs=1e-5)

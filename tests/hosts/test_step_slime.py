@@ -6,12 +6,14 @@ import pytest
 
 from megapack.hosts import slime
 from tests.hosts.steps.job import Runs
+from tests.hosts.steps.mamba import needs_mamba
 from tests.hosts.steps.rollout_checks import (
     check_equal,
     check_interleaving_without_overlap_fails,
     check_patched,
     check_planned_interleaving_without_overlap,
     check_planned_rows,
+    check_rows_of_mamba_layers,
     check_unpatched_exchanges,
     values_of,
 )
@@ -76,3 +78,8 @@ def check_reference(runs: Runs, patches: str, case: str, *, expected: float) -> 
     for name, reference in (("losses", "reference_loss"), ("grad_norms", "reference_grad_norm")):
         ratio = values_of([report], name)[0] / report.more[reference]
         assert ratio == pytest.approx(expected, abs=2e-6)
+
+
+@needs_mamba
+def test_rows_of_mamba_layers(runs: Runs) -> None:
+    check_rows_of_mamba_layers(runs)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.steps.job import Report, run_step
+from tests.hosts.steps.mamba import needs_mamba
 from tests.hosts.steps.verl import REQUIREMENTS
 from tests.te_python import KERNELS
 from tools.hosting.sources import NoSource, installed
@@ -82,3 +83,25 @@ def test_the_horizon_of_dr_grpo_is_that_of_a_micro_batch(folder: Path) -> None:
     assert grad_norm("dr_grpo") != pytest.approx(grad_norm("dr_grpo_whole"), rel=0.05)
     exact = grad_norm("dr_grpo_factor_whole")
     assert grad_norm("dr_grpo_factor") == pytest.approx(exact, rel=1e-5)
+
+
+@needs_mamba
+def test_a_row_tells_mamba_layers_its_samples(folder: Path) -> None:
+    """On Megatron-Core 0.17 and later, verl's rows do not, and its log-probs depend on them."""
+
+    def run(case: str, patches: Sequence[str]) -> Report:
+        place = folder / f"{case}{len(patches)}"
+        return run_step(
+            "verl", place, layout="", world=1, steps=1, case=case, patches=patches, te=""
+        )[0]
+
+    plain = [run(case, ()) for case in ("mamba", "mamba_whole")]
+    small, whole = (run(case, ("megatron_core",)) for case in ("mamba", "mamba_whole"))
+    assert [report.more["told"] for report in plain] == [[[False, False]] * 4, [[False, False]]]
+    assert [small.more["told"], whole.more["told"]] == [[[False, True]] * 4, [[False, True]]]
+    # One row of all samples, or four.
+    assert small.logprobs[0] == pytest.approx(whole.logprobs[0], abs=1e-5)
+    assert small.grad_norms == pytest.approx(whole.grad_norms, rel=1e-5)
+    for report, other in ((plain[0], small), (plain[1], whole), (plain[0], plain[1])):
+        pairs = zip(report.logprobs[0], other.logprobs[0], strict=True)
+        assert max(abs(a - b) for a, b in pairs) > 1

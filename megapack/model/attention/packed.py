@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megapack.errors import ConfigError
 from megapack.model.attention.carried import with_earlier
+from megapack.model.attention.mixers import refuse_unpacked_mixers, sample_indices
 from megapack.model.attention.row import RowView, layer_row, with_view
 from megapack.ranks.meeting import meet, meeting_backward
 from megapack.rows.chain import Link
@@ -34,8 +35,6 @@ from megapack.rows.packed import PackedRow
 # Smallest length of a rotary table. Megatron caches tables by length, at most 32, so lengths are
 # rounded up to few sizes: 64, 96, 128, 192, ... are 23 sizes up to 131072. Chosen by hand.
 _MIN_SEQLEN_BUCKET = 64
-# Megatron's mixers other than attention.
-_RECURRENT = ("MambaMixer", "GatedDeltaNet")
 
 
 def seqlen_bucket(max_seqlen: int, row_tokens: int) -> int:
@@ -86,6 +85,9 @@ def packed_seq_params(
         # Given both arrays, Transformer Engine compares them and waits for the device, twice per
         # layer. Without padded arrays it uses the real ones. With cp > 1 it needs the padded ones.
         names -= {"cu_seqlens_q_padded", "cu_seqlens_kv_padded"}
+    if "seq_idx" in names:
+        # Megatron's MambaMixer sees the whole row, its ranks' slices put together.
+        values["seq_idx"] = sample_indices(cu_seqlens_S1, row_tokens)
     return PackedSeqParams(**{k: v for k, v in values.items() if k in names})
 
 
@@ -225,15 +227,11 @@ def refuse_unpacked_attention(model: Any) -> None:
     """Check that no layer of a model chunk mixes packed samples.
 
     Raises:
-        ConfigError: a module would let samples attend to each other; the message names it.
+        ConfigError: a module would let samples attend to each other, or carry a state from one
+            into the next; the message names it.
     """
+    refuse_unpacked_mixers(model)
     for name, module in model.named_modules():
-        runs_rows = getattr(module, "runs_packed_rows", False)
-        if type(module).__name__.startswith(_RECURRENT) and not runs_rows:
-            raise ConfigError(
-                f"{name} is {type(module).__name__}, which carries state from one packed sample "
-                "into the next; use attention layers only"
-            )
         if name.rsplit(".", 1)[-1] != "core_attention" or isinstance(module, PackedAttention):
             continue
         if type(module).__name__ != "TEDotProductAttention":

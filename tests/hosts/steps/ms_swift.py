@@ -13,6 +13,7 @@ from typing import Any
 
 from megapack import Layout, launch, patching
 from tests.hosts.steps.job import (
+    Arguments,
     Report,
     count_shape_exchanges,
     import_host,
@@ -20,6 +21,7 @@ from tests.hosts.steps.job import (
     timed,
     write,
 )
+from tests.hosts.steps.mamba import Told, mamba_model
 from tools.hosting import import_stubs
 from tools.hosting.sources import installed
 
@@ -44,7 +46,7 @@ def main() -> None:
     launch.start("cpu")
     for host in args.patches:
         patching.apply(host)
-    trainer = make_trainer(args.layout, report)
+    trainer = make_trainer(args, report)
     count_shape_exchanges(report)
     train_packs = make_packs(trainer.template)
     report.more["packs"] = train_packs.packed_length
@@ -93,7 +95,7 @@ def run_one(trainer: Any, train: Any, val: Any, report: Report) -> None:
     report.num_microbatches.append(trainer.args.num_microbatches)
 
 
-def make_trainer(layout: Layout, report: Report) -> Any:
+def make_trainer(args: Arguments, report: Report) -> Any:
     """ms-swift's trainer around this rank's chunks, with its own optimizer, loader and callbacks.
 
     mcore-bridge's models are made of Transformer Engine's layers; these are Megatron's local ones.
@@ -104,18 +106,22 @@ def make_trainer(layout: Layout, report: Report) -> Any:
 
     class CpuTrainer(MegatronTrainer):  # type: ignore[misc]
         def prepare_model(self) -> None:
-            self.unwrapped_models = make_models(layout, report)
+            self.unwrapped_models = make_models(args, report)
+            report.more["told"] = Told(self.unwrapped_models[0]).rows
             self.config = self.unwrapped_models[0].config
             self.bridge = None
             self.peft_models = self.unwrapped_models
             self.wrapped_models = wrap_model(self.args, self.unwrapped_models)
 
     base.warmup_jit_function = lambda *_: None  # compiles CUDA kernels
-    return CpuTrainer(arguments(layout), make_template())
+    return CpuTrainer(arguments(args.layout), make_template())
 
 
-def make_models(layout: Layout, report: Report) -> list[Any]:
-    """The chunks of a tiny GPT, with the pipeline settings that ms-swift's arguments choose."""
+def make_models(args: Arguments, report: Report) -> list[Any]:
+    """The chunks of a tiny GPT, with the pipeline settings that ms-swift's arguments choose.
+
+    The case "mamba" is a toy with Mamba-2 layers, on one stage.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
@@ -130,10 +136,21 @@ def make_models(layout: Layout, report: Report) -> list[Any]:
                 report.row_tokens[-1].append(input_ids.numel())
             return super().forward(input_ids, *args, **kwargs)
 
+    layout = args.layout
     initialize_parallel(layout, problem.SEED)
+    settings = {"variable_seq_lengths": True, "deallocate_pipeline_outputs": True}
+    if args.case == "mamba":
+        toy = mamba_model(settings)
+        toy.register_forward_pre_hook(
+            lambda _, inputs, named: report.row_tokens[-1].append(
+                (inputs or [named["input_ids"]])[0].numel()
+            ),
+            with_kwargs=True,
+        )
+        return [toy]
     config = transformer_config(problem.MODEL, layout)
-    config.variable_seq_lengths = True
-    config.deallocate_pipeline_outputs = True
+    for name, value in settings.items():
+        setattr(config, name, value)
     models = []
     for stage in range(layout.vpp):
         vp_stage = stage if layout.vpp > 1 else None

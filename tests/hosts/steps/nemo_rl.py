@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 from tests.hosts.steps import job
+from tests.hosts.steps.mamba import Told, mamba_chunks, packed_seq_params
 from tools.hosting import import_stubs
 
 ABSENT = (
@@ -69,8 +70,10 @@ def main() -> None:
 
 
 def run(arguments: job.Arguments) -> None:
-    worker = make_worker(arguments.layout)
+    """Log-probs and some steps; the case "mamba" trains a toy with Mamba-2 layers."""
+    worker = make_worker(arguments)
     report = job.Report()
+    report.more["told"] = Told(worker.model).rows
     job.count_shape_exchanges(report)
     record_rows(worker, report)
     data = make_shard(arguments.layout)
@@ -97,8 +100,9 @@ def one_step(worker: Any, data: Any, report: job.Report) -> None:
     report.num_microbatches.append(len(data.micro_batch_lengths[0]))
 
 
-def make_worker(layout: Any) -> Any:
+def make_worker(arguments: job.Arguments) -> Any:
     """NeMo-RL's policy worker with what its `__init__` sets, on the tests' chunk."""
+    layout = arguments.layout
     for module, names in LATER_NAMES.items():
         loaded = importlib.import_module(f"megatron.core.{module}")
         for name in names:
@@ -113,7 +117,7 @@ def make_worker(layout: Any) -> Any:
 
     data.PackedSeqParams = packed_seq_params
     worker = object.__new__(workers.MegatronPolicyWorkerImpl)
-    worker.model = build_chunk(layout)
+    worker.model = build_chunk(arguments)
     torch.cuda.nvtx = types.SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None)
     torch.cuda.get_device_name = lambda *_: "cpu"
     groups = types.SimpleNamespace(mp=parallel_state.get_model_parallel_group())
@@ -172,22 +176,27 @@ def make_config(layout: Any) -> dict[str, Any]:
     }
 
 
-def build_chunk(layout: Any) -> Any:
+def build_chunk(arguments: job.Arguments) -> Any:
     """The tests' chunk with the settings that NeMo-RL gives to its models."""
     from megapack.gpt import build
-    from tests.dist import setup
+    from tests.dist import problem, setup
 
     own_config = build.transformer_config
+    # Megatron's defaults, which NeMo-RL keeps.
+    settings = {"variable_seq_lengths": False, "deallocate_pipeline_outputs": False}
 
     def transformer_config(*args: Any) -> Any:
         config = own_config(*args)
-        # Megatron's defaults, which NeMo-RL keeps.
-        config.variable_seq_lengths = False
-        config.deallocate_pipeline_outputs = False
+        for name, value in settings.items():
+            setattr(config, name, value)
         return config
 
+    if arguments.case == "mamba":
+        build.initialize_parallel(arguments.layout, problem.SEED)
+        (chunk,) = mamba_chunks(settings)
+        return chunk
     with mock.patch.object(build, "transformer_config", transformer_config):
-        (chunk,) = setup.build_chunks(layout)
+        (chunk,) = setup.build_chunks(arguments.layout)
     return chunk
 
 
@@ -232,13 +241,6 @@ def make_shard(layout: Any) -> Any:
         },
     )
     return shards[parallel_state.get_data_parallel_rank()]
-
-
-def packed_seq_params(total_tokens: int | None = None, **fields: Any) -> Any:
-    """Megatron-Core 0.16.1's class, which has no `total_tokens` yet; Mamba layers read it."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    return PackedSeqParams(**fields)
 
 
 def record_rows(worker: Any, report: job.Report) -> None:

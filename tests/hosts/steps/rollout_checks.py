@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from types import ModuleType, SimpleNamespace
 
+import megatron.core
 import pytest
 
 from tests.hosts.steps.job import Arguments, Report, Runs, parse_layout
@@ -14,6 +16,7 @@ from tests.hosts.steps.rollout_hosts import (
     make_samples,
     parallel_config,
 )
+from tools.hosting.sources import source
 
 STEPS = 2
 
@@ -34,6 +37,28 @@ def check_unpatched_exchanges(runs: Runs) -> None:
     check_equal(own, runs(""))
     assert all(report.num_shape_exchanges > 0 for report in own)
     assert all(report.more["forward_exchanges"] > 0 for report in own)
+
+
+def check_rows_of_mamba_layers(runs: Runs) -> None:
+    """With the patch a toy with Mamba layers trains the same in other rows, without it it does not.
+
+    The host's rows do not tell Mamba layers their samples, and Megatron-Core 0.17 and later do not
+    find out. Skips unless the tree of Megatron-LM is that of the installed Megatron-Core.
+    """
+    tree = source("megatron_lm") / "megatron/core/package_info.py"
+    minor = megatron.core.__version__.split(".")[1]
+    if not re.search(rf"MINOR = {minor}\b", tree.read_text(encoding="utf-8")):
+        pytest.skip(f"needs Megatron-LM's tree of Megatron-Core {megatron.core.__version__}")
+    cases = ("mamba", "mamba+narrow")
+    plain = [runs("", runs.host, case)[0] for case in cases]
+    patched = [runs("", f"{runs.host},megatron_core", case)[0] for case in cases]
+    for report in plain:
+        assert all(told == [False, False] for told in report.more["told"])
+    for report in patched:
+        assert all(told == [False, True] for told in report.more["told"])
+    assert patched[0].row_tokens != patched[1].row_tokens
+    assert patched[0].grad_norms == pytest.approx(patched[1].grad_norms, rel=1e-4)
+    assert plain[0].grad_norms != pytest.approx(plain[1].grad_norms, rel=1e-2)
 
 
 def check_interleaving_without_overlap_fails(runs: Runs, patches: str) -> None:

@@ -9,6 +9,7 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     normalize   normalize_advantages: mean 0 and variance 1 over all loss tokens
     ppo         PPO's advantages, from made-up values of a critic
     experts     the model has experts with a balancing loss, and only that loss trains
+    mamba       the model has Mamba-2 layers
     nooverlap   overlap_p2p_comm=False, which Megatron-LM's arguments refuse with pp2 x vpp2
     narrow      half of the budget: the same samples in more rows
     reference   also run `one_sample_step`, on one rank
@@ -33,6 +34,7 @@ from tests.hosts.steps.job import (
     timed,
     write,
 )
+from tests.hosts.steps.mamba import Told, mamba_chunks
 from tools.hosting import import_stubs
 from tools.hosting.sources import source
 
@@ -274,6 +276,9 @@ def build_host_chunks(arguments: Arguments) -> list[Any]:
         "batch_p2p_comm": not overlaps,
         "deallocate_pipeline_outputs": True,
     }
+    if "mamba" in case:
+        build.initialize_parallel(arguments.layout, problem.SEED)
+        return mamba_chunks(settings)
     own = build.transformer_config
 
     def host_config(*args: Any, **kwargs: Any) -> Any:
@@ -322,6 +327,7 @@ def observe(report: Report, chunks: Sequence[Any], model_module: Any) -> None:
             report.row_tokens[-1].append(kwargs["input_ids"].shape[1])
 
     chunks[0].register_forward_hook(note, with_kwargs=True)
+    report.more["told"] = Told(chunks[0]).rows
     train_one_step = model_module.train_one_step
 
     def timed_step(*args: Any, **kwargs: Any) -> Any:

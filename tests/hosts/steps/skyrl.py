@@ -17,6 +17,7 @@ from unittest import mock
 import typing_extensions
 
 from tests.hosts.steps import job
+from tests.hosts.steps.mamba import Told, mamba_chunks, packed_seq_params
 from tools.hosting import import_stubs
 
 if TYPE_CHECKING:
@@ -60,8 +61,10 @@ def main() -> None:
 
 
 def run(arguments: job.Arguments) -> None:
-    worker = make_worker(arguments.layout)
+    """Log-probs and some steps; the case "mamba" trains a toy with Mamba-2 layers."""
+    worker = make_worker(arguments)
     report = job.Report()
+    report.more["told"] = Told(worker.actor_module[0]).rows
     job.count_shape_exchanges(report)
     record_rows(worker, report)
     data = make_batch(arguments.layout)
@@ -85,7 +88,7 @@ def one_step(worker: Any, data: Any, report: job.Report) -> None:
     report.grad_norms.append(float(worker.optim_step()))
 
 
-def make_worker(layout: Layout) -> Any:
+def make_worker(arguments: job.Arguments) -> Any:
     """SkyRL's policy worker with what its `init_model` sets, on the tests' chunks."""
     import torch
     from skyrl.backends.skyrl_train.distributed.megatron import (
@@ -99,8 +102,8 @@ def make_worker(layout: Layout) -> Any:
     megatron_utils.PackedSeqParams = packed_seq_params
     reduce_gradients_by_megatron()
     worker = object.__new__(megatron_worker.MegatronPolicyWorkerBase)
-    worker.cfg = make_config()
-    worker.actor_module = build_chunks(layout)
+    worker.cfg = make_config(arguments.case)
+    worker.actor_module = build_chunks(arguments)
     worker.strategy = object.__new__(megatron_strategy.MegatronStrategy)
     worker.enable_router_replay = False
     worker.enable_sample_support_replay = False  # since 0.4
@@ -134,12 +137,12 @@ def reduce_gradients_by_megatron() -> None:
         setattr(megatron_model_wrapper, name, finalize_model_grads)
 
 
-def make_config() -> Any:
+def make_config(case: str) -> Any:
     from skyrl.train.config import TrainerConfig
 
     config = TrainerConfig()
     config.strategy = "megatron"
-    config.max_tokens_per_microbatch = BUDGET
+    config.max_tokens_per_microbatch = 4000 if "whole" in case else BUDGET
     config.remove_microbatch_padding = True
     config.algorithm.temperature = 1.0
     # The KL term is a mean over micro-batches, so it depends on how samples are packed.
@@ -149,31 +152,38 @@ def make_config() -> Any:
     return config
 
 
-def build_chunks(layout: Layout) -> list[Any]:
+def build_chunks(arguments: job.Arguments) -> list[Any]:
     """The tests' chunks with the settings that SkyRL gives to its models and to DDP."""
     from skyrl.train.config.config import MegatronDDPConfig
 
     from megapack.gpt import build
     from megapack.gpt.settings import Setting
-    from tests.dist import setup
+    from tests.dist import problem, setup
 
     own_config = build.transformer_config
+    settings = {
+        "calculate_per_token_loss": False,
+        "variable_seq_lengths": True,
+        # Megatron's defaults, which SkyRL keeps.
+        "overlap_p2p_comm": False,
+        "batch_p2p_comm": True,
+        "deallocate_pipeline_outputs": False,
+    }
+    average = MegatronDDPConfig().average_in_collective
+    if "mamba" in arguments.case:
+        build.initialize_parallel(arguments.layout, problem.SEED)
+        return mamba_chunks(settings, average_in_collective=average, use_distributed_optimizer=True)
 
     def transformer_config(*args: Any) -> Any:
         config = own_config(*args)
-        config.calculate_per_token_loss = False
-        config.variable_seq_lengths = True
-        # Megatron's defaults, which SkyRL keeps.
-        config.overlap_p2p_comm = False
-        config.batch_p2p_comm = True
-        config.deallocate_pipeline_outputs = False
+        for name, value in settings.items():
+            setattr(config, name, value)
         return config
 
-    average = MegatronDDPConfig().average_in_collective
     with mock.patch.object(build, "transformer_config", transformer_config):
         return list(
             setup.build_chunks(
-                layout,
+                arguments.layout,
                 distributed_optimizer=True,
                 reduction={"average_in_collective": Setting(average)},
             )
@@ -221,13 +231,6 @@ def left_padded_mask(lengths: Tensor, width: int) -> Tensor:
     import torch
 
     return (torch.arange(width) >= width - lengths[:, None]).long()
-
-
-def packed_seq_params(total_tokens: int | None = None, **fields: Any) -> Any:
-    """Megatron-Core 0.16.1's class, which has no `total_tokens` yet; Mamba layers read it."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    return PackedSeqParams(**fields)
 
 
 def record_rows(worker: Any, report: job.Report) -> None:

@@ -30,6 +30,7 @@ from tests.hosts.steps.job import (
     timed,
     write,
 )
+from tests.hosts.steps.mamba import Told, mamba_chunks
 from tests.hosts.steps.rl_samples import Sample, draw
 from tools.hosting import import_stubs
 from tools.hosting.sources import installed
@@ -40,10 +41,11 @@ BUDGET = 90
 
 @dataclass(frozen=True)
 class Case:
-    """A budget in tokens per micro-batch, and settings of verl's loss."""
+    """A budget in tokens per micro-batch, settings of verl's loss, and which toy it trains."""
 
     budget: int = BUDGET
     loss: dict[str, Any] = field(default_factory=dict)
+    mamba: bool = False
 
 
 DR_GRPO = {"loss_agg_mode": "seq-mean-token-sum-norm"}
@@ -54,6 +56,8 @@ CASES = {
     "dr_grpo_whole": Case(budget=4000, loss=DR_GRPO),
     "dr_grpo_factor": Case(loss={**DR_GRPO, "loss_scale_factor": 44}),
     "dr_grpo_factor_whole": Case(budget=4000, loss={**DR_GRPO, "loss_scale_factor": 44}),
+    "mamba": Case(mamba=True),
+    "mamba_whole": Case(budget=4000, mamba=True),
 }
 # Small packages that verl's batches are made of.
 REQUIREMENTS = ("tensordict==0.15.3", "pyvers==0.2.3")
@@ -79,7 +83,7 @@ def import_verl() -> None:
     transformer_impl.log_gpu_memory_usage = lambda *args, **kwargs: None
 
 
-def make_engine(layout: Layout, budget: int) -> Any:
+def make_engine(layout: Layout, case: Case) -> Any:
     """verl's engine with a language-model head, with our chunks where a bridge's would be."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
@@ -94,7 +98,8 @@ def make_engine(layout: Layout, budget: int) -> Any:
 
         def _build_megatron_module(self) -> Any:
             model_parallel_cuda_manual_seed(problem.SEED)
-            chunks = host_chunks(layout, bridge_settings(layout))
+            settings = bridge_settings(layout)
+            chunks = mamba_chunks(settings) if case.mamba else host_chunks(layout, settings)
             self.tf_config = chunks[0].config
             return chunks
 
@@ -115,7 +120,7 @@ def make_engine(layout: Layout, budget: int) -> Any:
             tensor_model_parallel_size=layout.tp,
             use_distributed_optimizer=False,
             use_dynamic_bsz=True,
-            max_token_len_per_gpu=budget // layout.cp,
+            max_token_len_per_gpu=case.budget // layout.cp,
         ),
         optimizer_config=McoreOptimizerConfig(
             lr=1e-2, clip_grad=1.0, weight_decay=0.0, total_training_steps=100
@@ -221,7 +226,7 @@ def main() -> None:
 
     report = Report()
     layout = arguments.layout
-    engine = make_engine(layout, CASES[arguments.case].budget)
+    engine = make_engine(layout, CASES[arguments.case])
     count_shape_exchanges(report)
     samples = draw(NUM_SAMPLES)
     actor = ActorConfig(
@@ -232,6 +237,7 @@ def main() -> None:
     batch["old_log_probs"] = nested(old)
     report.logprobs.append(torch.cat(old).tolist())
     watch_rows(engine, report)
+    report.more["told"] = Told(engine.module[0]).rows
     for _ in range(arguments.steps):
         report.row_tokens.append([])
         with engine.train_mode():

@@ -1,0 +1,167 @@
+"""Megatron's own layers with a state, in packed rows: which are right, and what Mamba must be told.
+
+A gated delta net and a Mamba-2 layer carry a state, and the inputs of a short convolution, along
+the row. At the first token of a sample both must begin anew. Megatron's GatedDeltaNet reads
+`cu_seqlens` for that. Its MambaMixer reads `PackedSeqParams.seq_idx`, and where that is None, the
+samples of the row are one sequence to it, without an error. Megatron makes `seq_idx` if the row's
+description has `total_tokens`, and waits for the device to do so. Here it is made without waiting,
+by `packed` for our rows and by `describing_samples` for those of another framework.
+
+They know plain rows only: no shared prefixes, no samples in pieces, no ranks of their own per row
+(`schedule.row_rules`). The layers of `megapack.model.recurrent` know all of them.
+
+Shape suffix: S1 samples plus one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm import mamba_context_parallel
+from torch import Tensor
+
+from megapack.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Attribute of a layer that keeps the samples of any row apart, as ours do.
+_MARK = "runs_packed_rows"
+# Names of classes that carry a state begin with these: Megatron's, and those of frameworks on it.
+_RECURRENT = ("MambaMixer", "GatedDelta", "KimiDelta")
+
+
+def sample_indices(cu_seqlens_S1: Tensor, row_tokens: int) -> Tensor:
+    """int32 [1, row_tokens]: the index of each token's sample, as `PackedSeqParams.seq_idx`.
+
+    Tokens after the last sample are one more. The host does not wait for the device.
+
+    >>> sample_indices(torch.tensor([0, 3, 4], dtype=torch.int32), 6)
+    tensor([[0, 0, 0, 1, 2, 2]], dtype=torch.int32)
+    """
+    tokens = torch.arange(row_tokens, dtype=cu_seqlens_S1.dtype, device=cu_seqlens_S1.device)
+    return torch.bucketize(tokens, cu_seqlens_S1[1:], out_int32=True, right=True)[None]
+
+
+def stock_mixers(chunk: Any) -> Iterator[tuple[str, Any]]:
+    """The layers of a chunk that carry a state and do not say that they run every packed row."""
+    for name, module in chunk.named_modules():
+        names = (kind.__name__ for kind in type(module).__mro__)
+        if any(n.startswith(_RECURRENT) for n in names) and not getattr(module, _MARK, False):
+            yield name, module
+
+
+def refuse_unpacked_mixers(chunk: Any) -> None:
+    """Check that no layer with a state mixes the samples of a plain packed row.
+
+    Raises:
+        ConfigError: one does, or its gradients would be wrong; the message names it.
+    """
+    for name, mixer in stock_mixers(chunk):
+        if obstacle := _obstacle(mixer):
+            raise ConfigError(
+                f"{name} is {type(mixer).__name__}, {obstacle}; or build the model with "
+                "PackedGatedDeltaNet or PackedMambaMixer of megapack.model.recurrent"
+            )
+
+
+def _obstacle(mixer: Any) -> str:
+    """Why plain packed rows would be wrong in this layer, and what to set; "" if they are right."""
+    kind = type(mixer)
+    check = {"GatedDeltaNet": _delta_net_obstacle, "MambaMixer": _mamba_obstacle}.get(kind.__name__)
+    if check is None or not kind.__module__.startswith("megatron.core."):
+        return (
+            "which is not known to keep packed samples apart; use Megatron's GatedDeltaNet or "
+            f"MambaMixer, set {_MARK} = True in a class that does"
+        )
+    return check(mixer)
+
+
+def _delta_net_obstacle(mixer: Any) -> str:
+    # The method that reads `cu_seqlens`.
+    if not hasattr(mixer, "_resolve_cu_seqlens"):
+        return "which refuses packed rows before Megatron-Core 0.18; update it"
+    config = mixer.config
+    if config.deterministic_mode:
+        return "which refuses packed rows with deterministic_mode=True; set it to False"
+    # Each tensor-parallel rank sees its heads only, and Megatron adds up what it marks.
+    is_added = config.sequence_parallel and getattr(
+        mixer.out_norm.weight, "sequence_parallel", False
+    )
+    if config.tensor_model_parallel_size > 1 and not is_added:
+        return (
+            "whose out_norm would get the gradient of one tensor-parallel rank's heads with tp="
+            f"{config.tensor_model_parallel_size} and sequence_parallel="
+            f"{config.sequence_parallel}; set sequence_parallel=True"
+        )
+    return ""
+
+
+def _mamba_obstacle(mixer: Any) -> str:
+    if "packed_seq_params" not in signature(type(mixer).forward).parameters:
+        return "which runs packed samples as one before Megatron-Core 0.16; update it"
+    config = mixer.config
+    if not config.use_mamba_mem_eff_path:
+        return "which refuses packed rows with use_mamba_mem_eff_path=False; set it to True"
+    if config.context_parallel_size > 1 and mamba_context_parallel.tex is None:
+        return (
+            f"which puts rows of cp={config.context_parallel_size} ranks together with Transformer "
+            "Engine; install it, set cp=1"
+        )
+    return ""
+
+
+@contextlib.contextmanager
+def describing_samples(chunks: Sequence[Any]) -> Iterator[None]:
+    """Within the block, packed rows that reach a MambaMixer without `seq_idx` get it.
+
+    For the steps of other frameworks, which make their own descriptions of rows. The first time,
+    a warning says so.
+    """
+    mixers = [
+        mixer
+        for chunk in chunks
+        for _, mixer in stock_mixers(chunk)
+        if any(kind.__name__ == "MambaMixer" for kind in type(mixer).__mro__)
+    ]
+    hooks = [mixer.register_forward_pre_hook(_describe, with_kwargs=True) for mixer in mixers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _describe(mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    params = kwargs.get("packed_seq_params")
+    if params is None or params.qkv_format != "thd":
+        return
+    # Without the field, MambaMixer reads `cu_seqlens` itself: Megatron-Core 0.16.
+    if getattr(params, "seq_idx", 0) is not None:
+        return
+    (hidden, *_) = args or (kwargs["hidden_states"],)
+    config = mixer.config
+    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    row_tokens = len(hidden) * shards * mixer.cp.cp_size
+    params.seq_idx = sample_indices(_padded_ends(params), row_tokens).to(hidden.device)
+    _warn_once(
+        f"packed rows came to {type(mixer).__name__} without seq_idx: its state and its "
+        "convolution would have run from each sample into the next; megapack sets seq_idx in "
+        "every row of this step"
+    )
+
+
+def _padded_ends(params: PackedSeqParams) -> Tensor:
+    padded: Tensor | None = params.cu_seqlens_q_padded
+    return params.cu_seqlens_q if padded is None else padded
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)

@@ -1,0 +1,485 @@
+"""Megatron's own GatedDeltaNet and MambaMixer in packed rows: what they read, what is refused.
+
+The layers run in a child process, with torch in place of their kernels (`tests.stock_mixers`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megapack.errors import ConfigError
+from megapack.model.attention.mixers import (
+    describing_samples,
+    refuse_unpacked_mixers,
+    sample_indices,
+    stock_mixers,
+)
+from megapack.model.attention.packed import packed_seq_params
+from megapack.schedule.row_rules import Feature, check_rows
+from tests.child import child
+from tests.te_python import needs_te, te_folder
+
+pytestmark = pytest.mark.unit
+
+HAS_INDICES = "seq_idx" in {field.name for field in dataclasses.fields(PackedSeqParams)}
+"""Before Megatron-Core 0.17, MambaMixer makes the indices itself, from `cu_seqlens`."""
+
+CHILD = """
+import json
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megapack import launch
+from megapack.errors import ConfigError
+from megapack.gpt import initialize_parallel
+from megapack.layout import Layout
+from megapack.model.attention.mixers import describing_samples
+from megapack.model.attention.packed import packed_seq_params, refuse_unpacked_attention
+from tests import stock_mixers
+
+launch.start("cpu")
+initialize_parallel(Layout(), 1)
+stock_mixers.install()
+groups = ProcessGroupCollection.use_mpu_process_groups()
+config = TransformerConfig(
+    num_layers=1, hidden_size=32, num_attention_heads=4, add_bias_linear=False,
+    activation_func=torch.nn.functional.silu, normalization="RMSNorm",
+    mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+    linear_value_head_dim=8, linear_conv_kernel_dim=4,
+)
+lengths = [7, 1, 12, 2]
+torch.manual_seed(1)
+hidden_T1H = torch.randn(sum(lengths), 1, 32)
+
+def described(lengths, **changes):
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    params = packed_seq_params(ends, max(lengths), sum(lengths))
+    for name, value in changes.items():
+        assert hasattr(params, name)
+        setattr(params, name, value)
+    return params
+
+def run(layer, hidden_T1H, params):
+    mask = [None] if type(layer).__name__ == "GatedDeltaNet" else []
+    return layer(hidden_T1H, *mask, packed_seq_params=params)[0]
+
+def outcome(layer, parts):
+    layer.zero_grad()
+    outputs = torch.cat([run(layer, hidden, params) for hidden, params in parts])
+    outputs.square().sum().backward()
+    return outputs.detach(), torch.cat([p.grad.flatten() for p in layer.parameters()])
+
+def error(ours, theirs):
+    return float((ours - theirs).norm() / theirs.norm())
+
+found = {}
+layers = {"MambaMixer": stock_mixers.mamba, "GatedDeltaNet": stock_mixers.gated_delta_net}
+for kind, build in layers.items():
+    layer = build(config, groups)
+    for name, weight in layer.named_parameters():
+        # Mild decays, so that a state that goes on into the next sample shows.
+        torch.nn.init.uniform_(weight, -0.3, 0.3)
+    wrapper = torch.nn.Sequential(layer)
+    try:
+        refuse_unpacked_attention(wrapper)
+        found[kind] = {"refused": ""}
+    except ConfigError as caught:
+        found[kind] = {"refused": str(caught)}
+        continue
+    spans = [(h, described([len(h)])) for h in hidden_T1H.split(lengths)]
+    alone = outcome(layer, spans)
+    rows = {"row": described(lengths)}
+    if hasattr(rows["row"], "seq_idx"):
+        rows["without"] = described(lengths, seq_idx=None)
+        rows["hooked"] = described(lengths, seq_idx=None)
+    for name, params in rows.items():
+        with describing_samples([wrapper] if name == "hooked" else []):
+            both = outcome(layer, [(hidden_T1H, params)])
+        found[kind][name] = [error(ours, theirs) for ours, theirs in zip(both, alone)]
+launch.stop()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def layers() -> dict[str, Any]:
+    """Relative errors of outputs and gradients of a row against each of its samples alone."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Megatron's mamba_mixer imports Triton")
+    return child(CHILD)
+
+
+def test_a_row_of_mamba_is_its_samples(layers: dict[str, Any]) -> None:
+    assert layers["MambaMixer"]["refused"] == ""
+    outputs, gradients = layers["MambaMixer"]["row"]
+    assert outputs < 1e-6
+    assert gradients < 1e-6
+
+
+@pytest.mark.skipif(not HAS_INDICES, reason="Megatron-Core before 0.17 makes the indices itself")
+def test_without_indices_the_state_of_mamba_goes_on(layers: dict[str, Any]) -> None:
+    outputs, gradients = layers["MambaMixer"]["without"]
+    assert outputs > 0.1
+    assert gradients > 0.01
+
+
+@pytest.mark.skipif(not HAS_INDICES, reason="Megatron-Core before 0.17 makes the indices itself")
+def test_a_framework_s_step_is_given_the_indices(layers: dict[str, Any]) -> None:
+    assert layers["MambaMixer"]["hooked"] == layers["MambaMixer"]["row"]
+
+
+def test_a_row_of_gated_delta_nets_is_its_samples(layers: dict[str, Any]) -> None:
+    if not has_packed_delta_net():
+        assert "before Megatron-Core 0.18" in layers["GatedDeltaNet"]["refused"]
+        pytest.skip("GatedDeltaNet takes packed rows since Megatron-Core 0.18")
+    assert layers["GatedDeltaNet"]["refused"] == ""
+    outputs, gradients = layers["GatedDeltaNet"]["row"]
+    assert outputs < 1e-6
+    assert gradients < 1e-6
+
+
+GPT_CHILD = """
+import json
+import torch
+from megapack import Layout, build_dp_schedule, launch
+
+launch.start("cpu")
+from megatron.core.distributed import (
+    DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+from megatron.core.transformer import TransformerConfig
+from megapack.gpt import initialize_parallel
+from megapack.loss import SFT
+from megapack.model.attention.rotary import gathers
+from megapack.samples import SampleBatch
+from megapack.schedule import ScheduleAdapter
+from tests import stock_mixers
+
+layout = Layout()
+initialize_parallel(layout, 1)
+stock_mixers.install()
+config = TransformerConfig(
+    num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=16,
+    ffn_hidden_size=48, normalization="RMSNorm", layernorm_zero_centered_gamma=True,
+    qk_layernorm=True, attention_output_gate=True, gated_linear_unit=True,
+    activation_func=torch.nn.functional.silu, add_bias_linear=False, hidden_dropout=0.0,
+    attention_dropout=0.0, experimental_attention_variant="gated_delta_net",
+    linear_attention_freq=4, linear_conv_kernel_dim=4, linear_key_head_dim=16,
+    linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+    transformer_impl="transformer_engine", calculate_per_token_loss=True,
+    bias_dropout_fusion=False, gradient_accumulation_fusion=False,
+)
+model = GPTModel(
+    config, specs.get_transformer_block_with_experimental_attention_variant_spec(config),
+    vocab_size=128, max_sequence_length=256, position_embedding_type="rope", rotary_percent=0.25,
+)
+generator = torch.Generator().manual_seed(3)
+for name, weight in model.named_parameters():
+    drawn = torch.randn(weight.shape, generator=generator) * 0.2
+    weight.data.copy_(drawn - 2 if "A_log" in name else drawn)
+config.finalize_model_grads_func = finalize_model_grads
+ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+chunk = DistributedDataParallel(config, ddp, model)
+attentions = [layer.self_attention for layer in model.decoder.layers]
+found = {
+    "kinds": [type(attention).__name__ for attention in attentions],
+    "core": type(attentions[-1].core_attention).__name__,
+    "gathers": gathers(model),
+}
+lengths = [12, 5, 23, 2, 9]
+samples = [[1 + (31 * i + 7 * j * j) % 99 for j in range(n)] for i, n in enumerate(lengths)]
+batch = SampleBatch.from_prompt_response([s[:1] for s in samples], [s[1:] for s in samples])
+adapter = ScheduleAdapter([chunk], layout=layout)
+outcomes = []
+for settings in ({"max_tokens_per_gpu": 64}, {"micro_batch_size": 1}):
+    plan = build_dp_schedule(batch.lengths, layout=layout, **settings)
+    logprobs = torch.cat(list(adapter.forward(plan, batch)["logprobs"]))
+    chunk.zero_grad_buffer()
+    adapter.step(plan, batch, objective=SFT())
+    gradients = torch.cat([p.main_grad.flatten() for p in chunk.parameters()])
+    outcomes.append((sum(1 for _ in plan.steps[0].microbatches), logprobs, gradients))
+(row, *packed), (alone, *single) = outcomes
+found["rows"] = [row, alone]
+found["errors"] = [float((a - b).norm() / b.norm()) for a, b in zip(packed, single)]
+launch.stop()
+print(json.dumps(found))
+"""
+
+
+@needs_te
+def test_a_gpt_with_delta_nets_of_transformer_engine_s_spec_trains_on_packed_rows() -> None:
+    if importlib.util.find_spec("triton") is None or not has_packed_delta_net():
+        pytest.skip("needs Triton, and Megatron-Core 0.18 for GatedDeltaNet in packed rows")
+    found = child(GPT_CHILD, path=te_folder())
+    assert found["kinds"] == ["GatedDeltaNet"] * 3 + ["SelfAttention"]
+    assert found["core"] == "TEDotProductAttention"
+    assert found["gathers"]
+    assert found["rows"] == [1, 5]
+    logprobs, gradients = found["errors"]
+    assert logprobs < 1e-5
+    assert gradients < 3e-5
+
+
+def has_packed_delta_net() -> bool:
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    return hasattr(GatedDeltaNet, "_resolve_cu_seqlens")
+
+
+# ---- The row's description.
+
+ENDS = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+
+
+@pytest.mark.skipif(not HAS_INDICES, reason="PackedSeqParams has seq_idx since Megatron-Core 0.17")
+@pytest.mark.parametrize("cp", [1, 2])
+def test_indices_are_those_that_megatron_makes(cp: int) -> None:
+    params = packed_seq_params(ENDS, 5, 9, cp=cp)
+    theirs = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ENDS, total_tokens=9)
+    assert torch.equal(params.seq_idx, theirs.seq_idx)
+    assert params.seq_idx.dtype == theirs.seq_idx.dtype
+    assert params.seq_idx.is_contiguous()
+    # Megatron would make them anew in each copy.
+    assert params.total_tokens is None
+    later = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ENDS, total_tokens=12)
+    assert torch.equal(sample_indices(ENDS, 12), later.seq_idx)
+
+
+# ---- Refusals.
+
+
+class MambaMixer(torch.nn.Module):
+    """As Megatron's, as far as checks go."""
+
+    __module__ = "megatron.core.ssm.mamba_mixer"
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.config = config(**settings)
+        self.cp = SimpleNamespace(cp_size=self.config.context_parallel_size)
+
+    def forward(self, hidden_states: Any, *, packed_seq_params: Any = None) -> Any:
+        return hidden_states
+
+
+class OldMixer(MambaMixer):
+    """As that of Megatron-Core 0.15."""
+
+    __module__ = "megatron.core.ssm.mamba_mixer"
+
+    def forward(self, hidden_states: Any) -> Any:  # type: ignore[override]
+        return hidden_states
+
+
+OldMixer.__name__ = "MambaMixer"
+
+
+class GatedDeltaNet(torch.nn.Module):
+    """As Megatron's, as far as checks go."""
+
+    __module__ = "megatron.core.ssm.gated_delta_net.gdn"
+
+    def __init__(self, *, added: bool = True, **settings: Any) -> None:
+        super().__init__()
+        self.config = config(**settings)
+        self.out_norm = torch.nn.RMSNorm(8)
+        self.out_norm.weight.sequence_parallel = added  # type: ignore[attr-defined]
+
+    def _resolve_cu_seqlens(self) -> None:
+        """Megatron's reader of `cu_seqlens`."""
+
+
+class OldDeltaNet(torch.nn.Module):
+    """As that of Megatron-Core 0.17."""
+
+    __module__ = "megatron.core.ssm.gated_delta_net"
+
+
+OldDeltaNet.__name__ = "GatedDeltaNet"
+
+
+class GatedDeltaNet2(torch.nn.Module):
+    """As that of Megatron-Core 0.20."""
+
+    __module__ = "megatron.core.ssm.gated_delta_net.gdn2"
+
+
+class GatedDeltaProductMixer(torch.nn.Module):
+    """As that of Megatron-Core 0.20."""
+
+    __module__ = "megatron.core.ssm.gated_delta_product"
+
+
+class KimiDeltaAttention(torch.nn.Module):
+    """As SkyRL's."""
+
+
+class HostMixer(MambaMixer):
+    """A framework's, with a forward of its own."""
+
+
+class OurMixer(MambaMixer):
+    """As those of `model.recurrent`."""
+
+    runs_packed_rows = True
+
+
+def config(**settings: Any) -> Any:
+    defaults = {
+        "deterministic_mode": False,
+        "use_mamba_mem_eff_path": True,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "sequence_parallel": False,
+    }
+    return SimpleNamespace(**defaults | settings)
+
+
+def chunk(mixer: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.ModuleDict({"mixer": mixer})
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        MambaMixer(),
+        MambaMixer(deterministic_mode=True),
+        MambaMixer(tensor_model_parallel_size=2),
+        GatedDeltaNet(),
+        GatedDeltaNet(context_parallel_size=2),
+        GatedDeltaNet(tensor_model_parallel_size=2, sequence_parallel=True),
+        OurMixer(use_mamba_mem_eff_path=False),
+    ],
+)
+def test_plain_rows_run_on_mixers_that_are_right(mixer: torch.nn.Module) -> None:
+    refuse_unpacked_mixers(chunk(mixer))
+
+
+SPLIT: Any = {"tensor_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("mixer", "words"),
+    [
+        (OldMixer(), ["MambaMixer", "before Megatron-Core 0.16", "update it"]),
+        (MambaMixer(use_mamba_mem_eff_path=False), ["use_mamba_mem_eff_path=False", "to True"]),
+        (OldDeltaNet(), ["GatedDeltaNet", "before Megatron-Core 0.18", "update it"]),
+        (GatedDeltaNet(deterministic_mode=True), ["deterministic_mode=True", "to False"]),
+        (GatedDeltaNet(**SPLIT), ["out_norm", "tp=2", "set sequence_parallel=True"]),
+        (GatedDeltaNet(added=False, sequence_parallel=True, **SPLIT), ["out_norm", "tp=2"]),
+        (GatedDeltaNet2(), ["GatedDeltaNet2", "not known", "runs_packed_rows"]),
+        (GatedDeltaProductMixer(), ["GatedDeltaProductMixer", "not known"]),
+        (KimiDeltaAttention(), ["KimiDeltaAttention", "not known"]),
+        (HostMixer(), ["HostMixer", "not known"]),
+    ],
+)
+def test_others_are_refused_by_name(mixer: torch.nn.Module, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_unpacked_mixers(chunk(mixer))
+    for word in ["mixer is ", *words, "PackedGatedDeltaNet or PackedMambaMixer"]:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("has_te", [False, True])
+def test_mamba_on_several_ranks_needs_transformer_engine(
+    has_te: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.ssm import mamba_context_parallel
+
+    monkeypatch.setattr(mamba_context_parallel, "tex", object() if has_te else None)
+    made = chunk(MambaMixer(context_parallel_size=2))
+    if has_te:
+        refuse_unpacked_mixers(made)
+    else:
+        with pytest.raises(ConfigError, match=r"cp=2 ranks .* Transformer Engine; .* set cp=1"):
+            refuse_unpacked_mixers(made)
+
+
+@pytest.mark.parametrize("feature", ["prefixes", "wide", "pieces"])
+def test_only_ours_run_rows_that_are_not_plain(feature: Feature) -> None:
+    settings = config(
+        mtp_num_layers=None, attention_dropout=0.0, hidden_dropout=0.0, cp_comm_type=None
+    )
+    for mixer in (MambaMixer(), GatedDeltaNet()):
+        with pytest.raises(ConfigError) as caught:
+            check_rows([without_positions(mixer)], settings, [feature], is_training=True)
+        assert f"{type(mixer).__name__} with " in str(caught.value)
+        assert "whole samples only" in str(caught.value)
+        assert "PackedGatedDeltaNet or PackedMambaMixer" in str(caught.value)
+    check_rows([without_positions(OurMixer())], settings, [feature], is_training=True)
+
+
+def without_positions(mixer: torch.nn.Module) -> torch.nn.Module:
+    made = chunk(mixer)
+    made.position_embedding_type = "none"  # type: ignore[assignment]
+    return made
+
+
+# ---- Rows of another framework.
+
+
+@pytest.mark.skipif(not HAS_INDICES, reason="PackedSeqParams has seq_idx since Megatron-Core 0.17")
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {},
+        {"tensor_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"context_parallel_size": 2},
+    ],
+)
+def test_indices_are_of_the_whole_row(
+    ranks: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    mixer = MambaMixer(**ranks)
+    shards = ranks.get("context_parallel_size", 1) * (
+        ranks["tensor_model_parallel_size"] if "sequence_parallel" in ranks else 1
+    )
+    padded = torch.tensor([0, 4, 6, 12], dtype=torch.int32)
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ENDS, cu_seqlens_q_padded=padded)
+    hidden = torch.zeros(12 // shards, 1, 2)
+    with caplog.at_level(logging.WARNING), describing_samples([chunk(mixer)]):
+        mixer(hidden, packed_seq_params=params)
+        first = params.seq_idx
+        mixer(hidden, packed_seq_params=params)
+    assert first.tolist() == [[0] * 4 + [1] * 2 + [2] * 6]
+    assert params.seq_idx is first
+    other = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ENDS)
+    mixer(hidden, packed_seq_params=other)
+    assert other.seq_idx is None
+
+
+@pytest.mark.skipif(not HAS_INDICES, reason="PackedSeqParams has seq_idx since Megatron-Core 0.17")
+def test_a_warning_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    class OneMixer(MambaMixer):
+        """Named, so that no other test has warned of it."""
+
+    mixer = OneMixer()
+    hidden = torch.zeros(9, 1, 2)
+    with caplog.at_level(logging.WARNING), describing_samples([chunk(mixer)]):
+        for _ in range(2):
+            mixer(hidden, packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=ENDS))
+    lines = [record.message for record in caplog.records if "seq_idx" in record.message]
+    assert len(lines) == 1
+    assert "OneMixer without seq_idx" in lines[0]
+
+
+def test_rows_that_say_it_and_our_mixers_are_left_alone() -> None:
+    mixer = OurMixer()
+    assert not list(stock_mixers(chunk(mixer)))
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ENDS)
+    with describing_samples([chunk(mixer)]):
+        mixer(torch.zeros(9, 1, 2), packed_seq_params=params)
+        mixer(torch.zeros(9, 1, 2))
+    assert getattr(params, "seq_idx", None) is None
