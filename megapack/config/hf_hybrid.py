@@ -140,10 +140,16 @@ def _qwen3_5(architecture: str, layers: Any, *, multimodal: bool) -> Family:
             "attention_bias": (False,),
             "attn_output_gate": (True,),
             "mlp_only_layers": ([], None),
+            "decoder_sparse_step": (1,),
+            "norm_topk_prob": (True,),
             "mtp_use_dedicated_embeddings": (False,),
         },
-        # `mamba_ssm_dtype` is of the states of an inference engine.
-        unused=("mtp_num_hidden_layers", "mamba_ssm_dtype", *(_VISION if multimodal else ())),
+        # `mamba_ssm_dtype` is of the states of an inference engine. With experts in every layer
+        # `intermediate_size` has no effect.
+        unused=(
+            *("mtp_num_hidden_layers", "mamba_ssm_dtype", "intermediate_size"),
+            *(_VISION if multimodal else ()),
+        ),
         # All three positions of a text token are the same one.
         unused_rope=("mrope_section", "mrope_interleaved"),
         values=_QWEN_VALUES,

@@ -10,8 +10,8 @@ The input projection and the convolution of a gated delta net or a Mamba layer h
 each of which Megatron saves as a tensor of its own, such as `in_proj.weight.query`. A part's rows
 may be in several places: Qwen3-Next stacks the parts of each key head.
 
-A block of attention and an MLP is one layer of a folder and of a GPTModel, and two of a HybridModel.
-Nemotron-H counts layers as a HybridModel does.
+A block of attention and an MLP is one layer of a folder and of a GPTModel, and two of a
+HybridModel. Nemotron-H counts layers as a HybridModel does.
 """
 
 from __future__ import annotations
