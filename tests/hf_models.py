@@ -497,7 +497,8 @@ def _by_folder_names(model: Any) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     twin = copy.deepcopy(model)
-    buffers = {name for name, _ in twin.named_buffers()}
+    # A folder's names may begin otherwise than the modules'.
+    buffers = tuple(name.partition(".")[2] for name, _ in twin.named_buffers())
     with torch.no_grad():
         for (_, own), (name, param) in zip(
             model.named_parameters(), twin.named_parameters(), strict=True
@@ -510,7 +511,7 @@ def _by_folder_names(model: Any) -> dict[str, Tensor]:
         twin.save_pretrained(folder)
         files = sorted(Path(folder).glob("*.safetensors"))
         tensors = {name: value for file in files for name, value in load_file(file).items()}
-    return {name: value for name, value in tensors.items() if name not in buffers}
+    return {name: value for name, value in tensors.items() if not name.endswith(buffers)}
 
 
 @contextlib.contextmanager
