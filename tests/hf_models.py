@@ -354,7 +354,8 @@ def _randomize(model: Any, seed: int) -> None:
             elif name.endswith("A_log"):
                 tensor.copy_(0.5 * noise - 1.5)
             elif "norm" in name or name.endswith(".D"):
-                tensor.copy_(1 + 0.2 * noise)
+                # Around ones, or around zeros where the norm adds 1.
+                tensor.add_(0.2 * noise)
             elif name.endswith("conv1d.weight"):
                 tensor.copy_(0.4 * noise)
             elif name.endswith("bias"):
