@@ -352,7 +352,7 @@ def _randomize(model: Any, seed: int) -> None:
             if "e_score_correction_bias" in name:
                 tensor.copy_(0.1 * noise)
             elif name.endswith("A_log"):
-                tensor.copy_(0.5 * noise - 1.5)
+                tensor.copy_(0.5 * noise - 2.5)
             elif "norm" in name or name.endswith(".D"):
                 # Around ones, or around zeros where the norm adds 1.
                 tensor.add_(0.2 * noise)
