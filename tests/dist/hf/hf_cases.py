@@ -14,7 +14,7 @@ from torch import Tensor
 from megapack.layout import Layout
 from tests import hf_models
 from tests.dist.spawn import checked_job
-from tests.hybrid_megatron import without_hybrid
+from tests.megatron import HAS_HYBRID
 
 FAMILIES = (
     *(
@@ -102,7 +102,7 @@ HF_CASES = {
 
 def runnable() -> list[str]:
     """The cases that the installed Megatron-Core can run."""
-    return [name for name, case in HF_CASES.items() if not (case.is_hybrid and without_hybrid())]
+    return [name for name, case in HF_CASES.items() if HAS_HYBRID or not case.is_hybrid]
 
 
 def samples() -> tuple[list[Tensor], list[Tensor]]:

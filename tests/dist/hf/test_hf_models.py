@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.dist.hf.hf_cases import HF_CASES, LAYOUTS, run_hf_cases, runnable
-from tests.hybrid_megatron import needs_hybrid
+from tests.megatron import needs_hybrid
 
 pytestmark = pytest.mark.dist
 

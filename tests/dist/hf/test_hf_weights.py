@@ -11,7 +11,7 @@ import torch
 from tests.dist.hf.hf_weights_worker import ALL_CASES, CASES
 from tests.dist.spawn import checked_job, rank_reports
 from tests.hf_models import cached_folder
-from tests.hybrid_megatron import needs_hybrid, without_hybrid
+from tests.megatron import HAS_HYBRID, needs_hybrid
 from tests.unit.hf.tiny_llama import read_folder
 
 pytestmark = pytest.mark.dist
@@ -26,7 +26,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = folder / "models"
     (folder / "out").mkdir()
     models.mkdir()
-    cases = CASES if without_hybrid() else ALL_CASES
+    cases = ALL_CASES if HAS_HYBRID else CASES
     for family in {case.family for case in cases.values()}:
         (models / family).symlink_to(cached_folder(family))
     args = [str(models), str(folder / "out"), *cases]
