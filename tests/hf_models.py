@@ -36,10 +36,13 @@ class Family:
     """A model class of transformers and the settings of its tiny config."""
 
     name: str
-    """Its classes are `NAMEConfig` and `NAMEForCausalLM`."""
+    """Its classes are `NAMEConfig` and `NAMEForHEAD`."""
     settings: Mapping[str, Any]
+    head: str = "CausalLM"
     scoring: str | None = None
     """Key `scoring_func`, which published folders have and transformers does not know."""
+    stacks_experts: bool = False
+    """Whether published folders hold the experts of a layer in one tensor."""
 
 
 _DENSE: dict[str, Any] = {
@@ -88,6 +91,60 @@ _DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 20,
     "attention_bias": False,
     "num_nextn_predict_layers": 0,
+}
+# Key widths of 16 and mild decays (`_randomize`): others make transformers' own chunks inexact.
+_GATED_DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+    },
+}
+_GATED_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+_NEMOTRON: dict[str, Any] = {
+    **{
+        name: value
+        for name, value in _DENSE.items()
+        if name not in ("num_hidden_layers", "rms_norm_eps")
+    },
+    "layers_block_type": [
+        *("linear_attention", "moe", "full_attention", "mlp"),
+        *("linear_attention", "moe", "linear_attention", "mlp"),
+    ],
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+    # transformers takes it for a lower limit, which Megatron's kernels do not have.
+    "time_step_min": 1e-30,
 }
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -178,8 +235,35 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 1e6,
         },
     ),
+    "qwen3_next": Family(
+        name="Qwen3Next",
+        settings={**_MOE, **_GATED_DELTA, **_GATED_EXPERTS, "mlp_only_layers": [1]},
+    ),
+    "qwen3_5": Family(
+        name="Qwen3_5",
+        head="ConditionalGeneration",
+        settings={
+            "text_config": {**_DENSE, **_GATED_DELTA, "tie_word_embeddings": True},
+            "vision_config": _VISION,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5_moe": Family(
+        name="Qwen3_5Moe",
+        head="ConditionalGeneration",
+        settings={
+            "text_config": {
+                **{name: value for name, value in _DENSE.items() if name != "intermediate_size"},
+                **_GATED_DELTA,
+                **_GATED_EXPERTS,
+            },
+            "vision_config": _VISION,
+        },
+        stacks_experts=True,
+    ),
+    "nemotron_h": Family(name="NemotronH", settings=_NEMOTRON),
 }
-"""By a name that says what is special; the first layer of the last two is dense."""
+"""By a name that says what is special; in deepseek_v3 and glm4_moe the first layer is dense."""
 
 
 # --- folders ---------------------------------------------------------------------------------
@@ -211,7 +295,12 @@ def make_folder(
         sizes["num_hidden_layers"] = num_layers
     model = new_model(family, seed=seed, **sizes)
     with _quiet():
-        model.save_pretrained(folder, max_shard_size=shard_size)
+        model.save_pretrained(
+            folder,
+            max_shard_size=shard_size,
+            # As modules hold them, or as folders of older models have them.
+            save_original_format=not FAMILIES[family].stacks_experts,
+        )
     _edit_config(folder / "config.json", FAMILIES[family], published_keys)
     generation = {"bos_token_id": 0, "eos_token_id": [2, 0], "do_sample": True, "temperature": 0.6}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
@@ -238,18 +327,22 @@ def new_model(family: str, *, seed: int = 0, **settings: Any) -> Any:
 
     kind = FAMILIES[family]
     # transformers changes nested settings.
-    values = copy.deepcopy({**kind.settings, **settings})
+    values = copy.deepcopy(dict(kind.settings))
+    values.get("text_config", values).update(settings)
     with _quiet():
         config = getattr(transformers, f"{kind.name}Config")(**values)
         config._attn_implementation = "eager"
         config.dtype = torch.float32
-        model = getattr(transformers, f"{kind.name}ForCausalLM")(config).float().eval()
+        model = getattr(transformers, f"{kind.name}For{kind.head}")(config).float().eval()
     _randomize(model, seed)
     return model
 
 
 def _randomize(model: Any, seed: int) -> None:
-    """Draw all weights; norms, biases and expert biases get values that are not trivial."""
+    """Draw all weights; norms, biases and expert biases get values that are not trivial.
+
+    Decays of recurrent layers are mild: states forget within tens of tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
@@ -258,8 +351,13 @@ def _randomize(model: Any, seed: int) -> None:
             noise = torch.randn(tensor.shape, generator=generator)
             if "e_score_correction_bias" in name:
                 tensor.copy_(0.1 * noise)
-            elif "norm" in name:
-                tensor.copy_(1 + 0.2 * noise)
+            elif name.endswith("A_log"):
+                tensor.copy_(0.5 * noise - 2.5)
+            elif "norm" in name or name.endswith(".D"):
+                # Around ones, or around zeros where the norm adds 1.
+                tensor.add_(0.2 * noise)
+            elif name.endswith("conv1d.weight"):
+                tensor.copy_(0.4 * noise)
             elif name.endswith("bias"):
                 tensor.copy_(0.2 * noise)
             elif name.endswith("weight") or tensor.dim() > 1:
@@ -400,7 +498,8 @@ def _by_folder_names(model: Any) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     twin = copy.deepcopy(model)
-    buffers = {name for name, _ in twin.named_buffers()}
+    # A folder's names may begin otherwise than the modules'.
+    buffers = tuple(name.partition(".")[2] for name, _ in twin.named_buffers())
     with torch.no_grad():
         for (_, own), (name, param) in zip(
             model.named_parameters(), twin.named_parameters(), strict=True
@@ -413,7 +512,7 @@ def _by_folder_names(model: Any) -> dict[str, Tensor]:
         twin.save_pretrained(folder)
         files = sorted(Path(folder).glob("*.safetensors"))
         tensors = {name: value for file in files for name, value in load_file(file).items()}
-    return {name: value for name, value in tensors.items() if name not in buffers}
+    return {name: value for name, value in tensors.items() if not name.endswith(buffers)}
 
 
 @contextlib.contextmanager

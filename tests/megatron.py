@@ -6,8 +6,7 @@ import importlib.util
 
 import pytest
 
-needs_hybrid = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.core.models.hybrid") is None,
-    reason="Megatron-Core has HybridModel since 0.18",
-)
+HAS_HYBRID = importlib.util.find_spec("megatron.core.models.hybrid") is not None
+"""Whether it has HybridModel."""
+needs_hybrid = pytest.mark.skipif(not HAS_HYBRID, reason="Megatron-Core has HybridModel since 0.18")
 """For tests of hybrid models."""

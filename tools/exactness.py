@@ -48,7 +48,7 @@ from tests.dist import problem  # noqa: E402
 from tests.dist.exactness.cases import ALL_CASES, HYBRID_CASES, Case  # noqa: E402
 from tests.dist.exactness.te_cases import GRIDS, refusal  # noqa: E402
 from tests.dist.executor import VARIABLE, executor  # noqa: E402
-from tests.dist.hf.hf_cases import FAMILIES, HF_CASES, LAYOUTS, run_hf_cases  # noqa: E402
+from tests.dist.hf.hf_cases import ALL_FAMILIES, LAYOUTS, run_hf_cases, runnable  # noqa: E402
 from tests.dist.rows.row_case import RowCase  # noqa: E402
 from tests.dist.rows.row_cases import ALL_CASES as ROW_CASES  # noqa: E402
 from tests.dist.rows.row_cases import GROUPS as ROW_GROUPS  # noqa: E402
@@ -81,6 +81,14 @@ MODELS = {
     "qwen3_moe": "Qwen3-MoE",
     "deepseek_v3": "DeepSeek-V3: MLA, yarn, first layer dense, shared experts, groups, expert bias",
     "glm4_moe": "GLM-4.5: half of a head rotated, biases, first layer dense, shared expert",
+    "qwen3_next": "Qwen3-Next: gated delta nets, gated attention, experts",
+    "qwen3_5": "Qwen3.5: the text part, tied",
+    "qwen3_5_moe": "Qwen3.5-MoE: the text part, stacked experts",
+    "nemotron_h": "Nemotron-3: Mamba-2, attention without positions, experts",
+    "qwen2_hybrid": "Qwen2 in a HybridModel",
+    "qwen3_tied_hybrid": "Qwen3, tied, in a HybridModel",
+    "qwen2_moe_hybrid": "Qwen2-MoE in a HybridModel",
+    "glm4_moe_hybrid": "GLM-4.5 in a HybridModel",
 }
 MODEL_LAYOUTS = {
     "single": "one process",
@@ -200,7 +208,7 @@ def model_table(results: dict[str, dict[str, Any]]) -> list[str]:
     layouts = [name for name in LAYOUTS if any(name == key.split("-")[1] for key in results)]
     lines = ["| model | " + " | ".join(MODEL_LAYOUTS[name] for name in layouts) + " |"]
     lines.append("|---" * (1 + len(layouts)) + "|")
-    for family in FAMILIES:
+    for family in ALL_FAMILIES:
         found = [results.get(f"{family}-{name}") for name in layouts]
         cells = ["-" if one is None else _model_errors(one) for one in found]
         if any(found):
@@ -483,7 +491,7 @@ def main() -> int:
         if everything or pattern is not None:
             write(page, marks, row_lines(group, pattern or "*"))
     if everything or options.models is not None:
-        names = fnmatch.filter(HF_CASES, options.models or "*")
+        names = fnmatch.filter(runnable(), options.models or "*")
         write(options.out, MODEL_MARKS, model_lines(names))
     if everything or options.cases is not None:
         names = fnmatch.filter(ALL_CASES, options.cases or "*")

@@ -44,6 +44,12 @@ class Family:
     """Keys of `ModelConfig` that all models of the family have."""
     is_partly_rotated: bool = False
     """Whether transformers reads `partial_rotary_factor`."""
+    unused_rope: tuple[str, ...] = ()
+    """Keys of the rotary embedding without effect on text."""
+    common: Callable[[Reader], Values] | None = None
+    """Reads sizes, norms and rotary embeddings; None = `hf_parts.common`."""
+    in_text_config: bool = False
+    """Whether the keys are those of `text_config`, beside a vision model's."""
     parts: tuple[Callable[[Reader], Values], ...] = ()
     """Functions that take several keys together."""
 

@@ -8,6 +8,7 @@ one. So loading and exporting read this alone and know no layout.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -55,11 +56,14 @@ class RowSpan:
     """Number of rows."""
     columns: tuple[slice, ...]
     """The block's columns in the Hugging Face tensor; empty for a vector."""
+    expert: int | None = None
+    """The expert's number, if the Hugging Face tensor stacks those of a layer."""
 
     @property
-    def place(self) -> tuple[slice, ...]:
+    def place(self) -> tuple[int | slice, ...]:
         """Where the span is in the Hugging Face tensor."""
-        return (slice(self.row, self.row + self.count), *self.columns)
+        place = (slice(self.row, self.row + self.count), *self.columns)
+        return place if self.expert is None else (self.expert, *place)
 
     def of(self, values: Tensor) -> Tensor:
         """The span's part of its block's values."""
@@ -85,19 +89,27 @@ def row_spans(block: Block, names: TensorNames) -> list[RowSpan]:
         stop = min(end, at + rows.count)
         if begin < stop:
             row = rows.start + begin - at
-            found.append(RowSpan(rows.name, row, begin - first, stop - begin, columns))
+            span = RowSpan(rows.name, row, begin - first, stop - begin, columns, rows.expert)
+            found.append(span)
         at += rows.count
     return found
 
 
 def hf_shapes(blocks: Iterable[Block], names: TensorNames) -> dict[str, tuple[int, ...]]:
-    """The Hugging Face tensors of which blocks are parts, with their whole shapes."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    """The Hugging Face tensors of which blocks are parts, with their whole shapes.
+
+    A tensor whose parts are several of Megatron's needs a block of each.
+    """
+    counts: dict[tuple[str, int | None], int] = defaultdict(int)
+    columns: dict[str, tuple[int, ...]] = {}
     for key, index, whole in dict.fromkeys((b.key, b.index, b.whole) for b in blocks):
-        counts: dict[str, int] = {}
         for rows in names.rows(key, index, whole[0]):
-            counts[rows.name] = counts.get(rows.name, 0) + rows.count
-        shapes |= {name: (count, *whole[1:]) for name, count in counts.items()}
+            counts[rows.name, rows.expert] += rows.count
+            columns[rows.name] = whole[1:]
+    shapes = {}
+    for (name, expert), count in counts.items():
+        experts = () if expert is None else (names.num_experts,)
+        shapes[name] = (*experts, count, *columns[name])
     return shapes
 
 

@@ -118,10 +118,11 @@ class Exporter:
     def export(self, sources: Sources, *, replace: bool = False) -> Exported:
         """Write the blocks of all ranks; a collective."""
         started = time.perf_counter()
-        plan = self._plan(sources)
+        stored = agree(lambda: HfFolder(self.like), device=self.device)
+        plan = self._plan(sources, stored)
         try:
             self._on_first_rank(self._open, plan, replace)
-            agree(lambda: self._write(plan, sources), device=self.device)
+            agree(lambda: self._write(plan, sources, stored), device=self.device)
             self._on_first_rank(self._finish, plan, replace)
         except BaseException:
             if self._rank == 0:
@@ -143,14 +144,18 @@ class Exporter:
 
         agree(local, device=self.device)
 
-    def _plan(self, sources: Sources) -> ExportPlan:
-        stored = agree(lambda: HfFolder(self.like), device=self.device)
+    def _plan(self, sources: Sources, stored: HfFolder) -> ExportPlan:
         blocks = gather_distinct(list(sources))
 
         def planned() -> ExportPlan:
-            names = names_of(stored)
+            names = names_of(stored, (block.key for own in blocks for block in own))
             dtype_of = functools.partial(self._dtype_of, stored)
-            plan = plan_export(blocks, names, dtype_of, self._max_shard_bytes)
+            kept = {
+                name: (one.shape, DTYPES[one.dtype])
+                for name, one in stored.tensors.items()
+                if names.is_kept(name)
+            }
+            plan = plan_export(blocks, names, dtype_of, self._max_shard_bytes, kept)
             check_tensors({target.name: target.shape for target in plan.targets}, stored, names)
             return plan
 
@@ -168,7 +173,7 @@ class Exporter:
         output.open_part(self.folder)
         output.check_space(self.folder, plan.num_bytes)
 
-    def _write(self, plan: ExportPlan, sources: Sources) -> None:
+    def _write(self, plan: ExportPlan, sources: Sources, stored: HfFolder) -> None:
         """Write this rank's tensors, and send what others write.
 
         After an error this rank goes on to send and receive: the others would wait for it.
@@ -180,6 +185,8 @@ class Exporter:
                 if values is None or error is not None:
                     continue
                 try:
+                    if not one.parts:
+                        values.copy_(stored.read(one.name))
                     with output.writing(self.folder):
                         files.write(one, values)
                 except Exception as caught:  # raised below, after the last tensor
@@ -188,7 +195,10 @@ class Exporter:
             raise error
 
     def _collect(self, one: Target, sources: Sources) -> Tensor | None:
-        """A tensor's values on the rank that writes it; the others send their parts."""
+        """A tensor's values on the rank that writes it; the others send their parts.
+
+        Those of a tensor without parts are for the caller to fill in.
+        """
         if one.writer != self._rank:
             for part in one.parts:
                 if part.holder == self._rank:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -36,6 +37,7 @@ class Target:
     writer: int
     """The rank that writes it."""
     parts: tuple[Part, ...]
+    """None for a tensor that is copied from the folder that the model was loaded from."""
     file: str = ""
 
     @property
@@ -74,6 +76,7 @@ def plan_export(
     names: TensorNames,
     dtype_of: Callable[[str, torch.dtype], torch.dtype],
     max_shard_bytes: int,
+    kept: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = MappingProxyType({}),
 ) -> ExportPlan:
     """Spread the tensors over the ranks that hold most of them.
 
@@ -81,6 +84,7 @@ def plan_export(
         blocks_by_rank: all ranks' blocks.
         dtype_of: the type to write, from the Hugging Face name and the block's type.
         max_shard_bytes: a file holds at most this many bytes, or one tensor.
+        kept: shapes and types of tensors that are not the model's, and are copied.
 
     Raises:
         ConfigError: the ranks' blocks do not make up a whole tensor, or it has no name.
@@ -92,13 +96,22 @@ def plan_export(
     wholes: dict[tuple[str, tuple[int, ...]], list[Block]] = defaultdict(list)
     for block in holders:
         wholes[block.key, block.index].append(block)
-    load = [0] * len(blocks_by_rank)
-    by_writer: dict[int, list[Target]] = defaultdict(list)
+    # Several of Megatron's tensors may be parts of one in the folder.
+    together: dict[tuple[str, ...], list[Block]] = defaultdict(list)
     for parts in wholes.values():
         _check_whole(parts)
+        together[tuple(hf_shapes(parts[:1], names))] += parts
+    load = [0] * len(blocks_by_rank)
+    by_writer: dict[int, list[Target]] = defaultdict(list)
+    for parts in together.values():
         writer = _writer(parts, holders, load)
         load[writer] += sum(block.num_bytes for block in parts)
         by_writer[writer] += _targets(parts, holders, names, dtype_of, writer)
+    for name, (shape, dtype) in kept.items():
+        writer = load.index(min(load))
+        one = Target(name, shape, dtype_of(name, dtype), writer, ())
+        load[writer] += one.num_bytes
+        by_writer[writer].append(one)
     return ExportPlan(_in_order(by_writer, max_shard_bytes))
 
 

@@ -72,6 +72,15 @@ class HfFolder:
                 "again"
             ) from error
 
+    def read(self, name: str) -> Any:
+        """A tensor's values.
+
+        Raises:
+            ConfigError: see `open`.
+        """
+        with self.open(self.tensors[name].file) as tensors:
+            return tensors.get_tensor(name)
+
     def _add(self, name: str, file: str, view: Any) -> None:
         before = self.tensors.get(name)
         if before is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class LoadedWeights:
         if self.num_ignored:
             ignored = (
                 f"; {self.num_ignored} tensors of the folder are not used (multi-token prediction, "
-                "tied or replaced output layer, rotary tables)"
+                "tied or replaced output layer, rotary tables, vision)"
             )
         return (
             f"{self.num_tensors} tensors of {self.folder} in {self.seconds:.1f} s, "
@@ -73,8 +73,8 @@ def load_hf_weights(
     """
     started = time.perf_counter()
     stored = agree(lambda: HfFolder(folder), device=device)
-    names = agree(lambda: names_of(stored), device=device)
     held = list(own_blocks(chunks))
+    names = agree(lambda: names_of(stored, (block.key for block, _ in held)), device=device)
     shapes = agree(lambda: hf_shapes((block for block, _ in held), names), device=device)
     model: Shapes = {}
     for part in gather_distinct(shapes):
@@ -90,10 +90,14 @@ def load_hf_weights(
     )
 
 
-def names_of(stored: HfFolder) -> TensorNames:
-    """The table for a folder's model."""
+def names_of(stored: HfFolder, keys: Iterable[str] = ()) -> TensorNames:
+    """The table for a folder's model.
+
+    Args:
+        keys: see `TensorNames`.
+    """
     config = read_hf_config(stored.path)
-    return TensorNames(config.model_type, config.values)
+    return TensorNames(config.model_type, config.values, stored.tensors, keys)
 
 
 def check_tensors(model: Shapes, stored: HfFolder, names: TensorNames) -> list[str]:

@@ -5,12 +5,20 @@ each group of heads has its queries, its keys and its values; so are a gate and 
 one above the other. With 2 groups, 4 heads of width 16, the 128 rows of `linear_qkv` are
 
     q_proj 0-32, k_proj 0-16, v_proj 0-16, q_proj 32-64, k_proj 16-32, v_proj 16-32
+
+The input projection and the convolution of a gated delta net or a Mamba layer have several parts,
+each of which Megatron saves as a tensor of its own, such as `in_proj.weight.query`. A part's rows
+may be in several places: Qwen3-Next stacks the parts of each key head.
+
+A block of attention and an MLP is one layer of a folder and of a GPTModel, and two of a
+HybridModel. Nemotron-H counts layers as a HybridModel does.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +33,29 @@ class Rows:
     name: str
     start: int
     count: int
+    expert: int | None = None
+    """The expert's number, if the tensor stacks those of a layer; its rows are the expert's."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the rows of a part are: `repeats` runs of `count` rows, `stride` rows apart."""
+
+    name: str
+    start: int
+    count: int
+    repeats: int = 1
+    stride: int = 0
+
+
+_HEAD = "output_layer.weight"
+_EMBEDDING = "embedding.word_embeddings.weight"
 _OUTER = {
-    "embedding.word_embeddings.weight": ("model.embed_tokens.weight",),
-    "decoder.final_layernorm.weight": ("model.norm.weight",),
-    "output_layer.weight": ("lm_head.weight",),
+    _EMBEDDING: "embed_tokens.weight",
+    "decoder.final_layernorm.weight": "norm.weight",
+    "decoder.final_norm.weight": "norm.weight",  # in a HybridModel
 }
+_NEMOTRON_OUTER = {_EMBEDDING: "embeddings.weight", "decoder.final_norm.weight": "norm_f.weight"}
 VALUE_HEAD = "score.weight"
 """The tensor of a value head, whose output layer has one row."""
 
@@ -75,6 +99,37 @@ _LATENT_ATTENTION = {
 }
 _DEEPSEEK = {**_DENSE, **_EXPERTS, **_SHARED_EXPERTS, **_LATENT_ATTENTION}
 
+_GATED_SHARED_EXPERT = {
+    **_mlp("mlp.shared_experts", "mlp.shared_expert", *_PROJECTIONS),
+    "mlp.shared_experts.gate_weight": ("mlp.shared_expert_gate.weight",),
+}
+_GATED_DELTA = {
+    **_DENSE,
+    **_EXPERTS,
+    **_GATED_SHARED_EXPERT,
+    "self_attention.A_log": ("linear_attn.A_log",),
+    "self_attention.dt_bias": ("linear_attn.dt_bias",),
+    "self_attention.out_norm.weight": ("linear_attn.norm.weight",),
+    "self_attention.out_proj.weight": ("linear_attn.out_proj.weight",),
+}
+_NEMOTRON = {
+    **{
+        f"{norm}.weight": ("norm.weight",)
+        for norm in ("norm", "input_layernorm", "pre_mlp_layernorm")
+    },
+    **{
+        f"mixer.{name}": (f"mixer.{name}",)
+        for name in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")
+    },
+    "self_attention.linear_qkv.weight": tuple(f"mixer.{name}_proj.weight" for name in "qkv"),
+    "self_attention.linear_proj.weight": ("mixer.o_proj.weight",),
+    **_mlp("mlp", "mixer", "up_proj", "down_proj"),
+    "mlp.router.weight": ("mixer.gate.weight",),
+    "mlp.router.expert_bias": ("mixer.gate.e_score_correction_bias",),
+    **_mlp("mlp.experts.experts", "mixer.experts.{expert}", "up_proj", "down_proj"),
+    **_mlp("mlp.shared_experts", "mixer.shared_experts", "up_proj", "down_proj"),
+}
+
 LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": _DENSE,
     "mistral": _DENSE,
@@ -84,21 +139,74 @@ LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
         **_mlp("mlp.experts.experts", "block_sparse_moe.experts.{expert}", "w1", "w3", "w2"),
     },
     "qwen2": _DENSE,
-    "qwen2_moe": {
-        **_DENSE,
-        **_EXPERTS,
-        **_mlp("mlp.shared_experts", "mlp.shared_expert", *_PROJECTIONS),
-        "mlp.shared_experts.gate_weight": ("mlp.shared_expert_gate.weight",),
-    },
+    "qwen2_moe": {**_DENSE, **_EXPERTS, **_GATED_SHARED_EXPERT},
     "qwen3": _DENSE,
     "qwen3_moe": {**_DENSE, **_EXPERTS},
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
     "glm4_moe": {**_DENSE, **_EXPERTS, **_SHARED_EXPERTS},
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _GATED_DELTA
+    ),
+    "nemotron_h": _NEMOTRON,
 }
 """By `model_type` of config.json: Megatron's name in a layer -> tensors in `model.layers.N`."""
-
+# Published folders of Qwen3.5 stack a layer's experts: [experts, rows, columns].
+_STACKED_EXPERTS = {
+    "mlp.experts.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.experts.linear_fc2.weight": "mlp.experts.down_proj",
+}
+_PREFIXES = ("model.language_model.", "backbone.")
+_KEPT = "model.visual."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+
+
+def _parts(key: str, name: str, parts: Mapping[str, int], repeats: int = 1) -> dict[str, Place]:
+    """Places of parts that are one above the other in a tensor, `repeats` times."""
+    found = {}
+    start = 0
+    for part, count in parts.items():
+        found[f"{key}.{part}"] = Place(name, start, count, repeats, sum(parts.values()))
+        start += count
+    return found
+
+
+def _gated_delta_places(model_type: str, values: Mapping[str, Any]) -> dict[str, Place]:
+    """The parts of a gated delta net's input projection and convolution."""
+    heads = values["linear_num_key_heads"]
+    value_heads = values["linear_num_value_heads"]
+    keys = heads * values["linear_key_head_dim"]
+    width = value_heads * values["linear_value_head_dim"]
+    projection = "self_attention.in_proj.weight"
+    qkv = {"query": keys, "key": keys, "value": width}
+    conv = _parts("self_attention.conv1d.weight", "linear_attn.conv1d.weight", qkv)
+    if model_type != "qwen3_next":
+        by_tensor = {"qkv": qkv, "z": {"z": width}, "b": {"beta": value_heads}}
+        by_tensor["a"] = {"alpha": value_heads}
+        for tensor, parts in by_tensor.items():
+            conv |= _parts(projection, f"linear_attn.in_proj_{tensor}.weight", parts)
+        return conv
+    # By key head: its query, its key, and what its value heads have.
+    own = {name: count // heads for name, count in (qkv | {"z": width}).items()}
+    gates = dict.fromkeys(("beta", "alpha"), value_heads // heads)
+    return {
+        **conv,
+        **_parts(projection, "linear_attn.in_proj_qkvz.weight", own, heads),
+        **_parts(projection, "linear_attn.in_proj_ba.weight", gates, heads),
+    }
+
+
+def _mamba_places(values: Mapping[str, Any]) -> dict[str, Place]:
+    """The parts of a Mamba mixer's input projection and convolution."""
+    inner = values["mamba_num_heads"] * values["mamba_head_dim"]
+    states = values["mamba_num_groups"] * values["mamba_state_dim"]
+    conv = {"x": inner, "B": states, "C": states}
+    projection = {"z": inner, **conv, "dt": values["mamba_num_heads"]}
+    return {
+        **_parts("mixer.in_proj.weight", "mixer.in_proj.weight", projection),
+        **_parts("mixer.conv1d.weight", "mixer.conv1d.weight", conv),
+        **_parts("mixer.conv1d.bias", "mixer.conv1d.bias", conv),
+    }
 
 
 class TensorNames:
@@ -107,24 +215,52 @@ class TensorNames:
     Args:
         model_type: of config.json.
         values: the architecture keys of `ModelConfig`, from config.json.
+        stored: the folder's tensors. They say how the names begin, and whether a layer's experts
+            are one tensor.
+        keys: Megatron's tensors, all or those of a rank. They say whether a layer is a block.
 
     Raises:
         ConfigError: there is no table for this kind of model.
     """
 
-    def __init__(self, model_type: str, values: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model_type: str,
+        values: Mapping[str, Any],
+        stored: Iterable[str] = (),
+        keys: Iterable[str] = (),
+    ) -> None:
         if model_type not in LAYERS:
             raise ConfigError(
                 f"model_type {model_type!r} has no table of tensors; the known ones are "
                 f"{', '.join(LAYERS)}"
             )
         self.model_type = model_type
-        self.num_layers = int(values["num_layers"])
         self.vocab_size = int(values["vocab_size"])
+        self.num_experts = values.get("num_experts") or 0
         heads = values["num_attention_heads"]
         self._groups = values.get("num_query_groups") or heads
         self._heads_per_group = heads // self._groups
         self._head_width = values.get("kv_channels") or values["hidden_size"] // heads
+        self._has_gate = bool(values.get("attention_output_gate"))
+        self._layers = LAYERS[model_type]
+        self._outer = _NEMOTRON_OUTER if model_type == "nemotron_h" else _OUTER
+        self._places: dict[str, Place] = {}
+        if values.get("linear_num_key_heads"):
+            self._places |= _gated_delta_places(model_type, values)
+        if values.get("mamba_num_heads"):
+            self._places |= _mamba_places(values)
+        is_split = bool(values.get("hybrid_layer_pattern")) or _has_split_blocks(keys)
+        # Megatron's layers in a layer of the folder.
+        self._split = 2 if is_split and model_type != "nemotron_h" else 1
+        pattern = values.get("hybrid_layer_pattern")
+        self.num_layers = len(pattern) // self._split if pattern else int(values["num_layers"])
+        names = list(stored)
+        self._prefix = next(
+            (one for one in _PREFIXES if any(name.startswith(one) for name in names)), "model."
+        )
+        ends = tuple(_STACKED_EXPERTS.values())
+        self._stacks_experts = any(name.endswith(ends) for name in names)
 
     def rows(self, key: str, index: Sequence[int], num_rows: int) -> list[Rows]:
         """The rows that make up one of Megatron's tensors, from its first one on.
@@ -138,39 +274,62 @@ class TensorNames:
         Raises:
             ConfigError: this kind of model has no such tensor.
         """
-        if key == "output_layer.weight" and num_rows == 1:
-            return [Rows(VALUE_HEAD, 0, 1)]
-        if key in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            return [Rows(_OUTER[key][0], 0, min(self.vocab_size, num_rows))]
-        names = self._names(key, index)
-        if key.endswith(("linear_qkv.weight", "linear_qkv.bias")):
+        match = _LAYER.fullmatch(key)
+        if match is None:
+            return [self._outer_rows(key, num_rows)]
+        prefix = f"{self._prefix}layers.{int(match[1]) // self._split}."
+        name = local_name(match[2])
+        place = self._places.get(name)
+        if place is not None:
+            return [
+                Rows(prefix + place.name, place.start + i * place.stride, place.count)
+                for i in range(place.repeats)
+            ]
+        expert = index[0] if index else None
+        if expert is not None and self._stacks_experts:
+            return [Rows(prefix + _STACKED_EXPERTS[name], 0, num_rows, expert)]
+        if name not in self._layers:
+            raise self._unknown(key)
+        names = [prefix + one.format(expert=expert) for one in self._layers[name]]
+        if name.startswith("self_attention.linear_qkv."):
             return self._by_group(names)
         count = num_rows // len(names)
-        return [Rows(name, 0, count) for name in names]
+        return [Rows(one, 0, count) for one in names]
 
-    def _names(self, key: str, index: Sequence[int]) -> tuple[str, ...]:
-        match = _LAYER.fullmatch(key)
-        layer = LAYERS[self.model_type]
-        names = layer.get(local_name(match[2])) if match else _OUTER.get(key)
-        if names is None:
-            raise ConfigError(
-                f"the model has a tensor {key}, which a folder of a {self.model_type} model does "
-                "not have; leave out the keys of model that add it, such as mtp_num_layers"
-            )
-        if match is None:
-            return names
-        expert = index[0] if index else None
-        prefix = f"model.layers.{match[1]}."
-        return tuple(prefix + name.format(expert=expert) for name in names)
+    def _outer_rows(self, key: str, num_rows: int) -> Rows:
+        if key == _HEAD:
+            name = VALUE_HEAD if num_rows == 1 else "lm_head.weight"
+        elif key in self._outer:
+            name = self._prefix + self._outer[key]
+        else:
+            raise self._unknown(key)
+        is_padded = key in (_EMBEDDING, _HEAD)
+        return Rows(name, 0, min(self.vocab_size, num_rows) if is_padded else num_rows)
+
+    def _unknown(self, key: str) -> ConfigError:
+        return ConfigError(
+            f"the model has a tensor {key}, which a folder of a {self.model_type} model does not "
+            "have; leave out the keys of model that add it, such as mtp_num_layers"
+        )
 
     def _by_group(self, names: Sequence[str]) -> list[Rows]:
-        """Queries, keys and values of each group of heads in turn."""
-        counts = (self._heads_per_group * self._head_width, self._head_width, self._head_width)
-        return [
-            Rows(name, group * count, count)
-            for group in range(self._groups)
-            for name, count in zip(names, counts, strict=True)
-        ]
+        """Queries, gates if there are any, keys and values of each group of heads in turn.
+
+        The gate of a head's output is below its queries.
+        """
+        queries, *others = names
+        width = self._head_width
+        heads = self._heads_per_group
+        found = []
+        for group in range(self._groups):
+            if self._has_gate:
+                own = range(group * heads, (group + 1) * heads)
+                found += [Rows(queries, 2 * head * width, width) for head in own]
+                found += [Rows(queries, (2 * head + 1) * width, width) for head in own]
+            else:
+                found.append(Rows(queries, group * heads * width, heads * width))
+            found += [Rows(name, group * width, width) for name in others]
+        return found
 
     def is_ignorable(self, name: str, *, has_own_head: bool) -> bool:
         """Whether a folder may hold a tensor that the model does not have.
@@ -179,9 +338,24 @@ class TensorNames:
             has_own_head: whether the model uses the folder's `lm_head.weight`. A tied model does
                 not, and a value head replaces it.
         """
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        layer = re.match(re.escape(self._prefix) + r"layers\.(\d+)\.", name)
         if layer and int(layer[1]) >= self.num_layers:  # multi-token prediction
             return True
         if name == "lm_head.weight":
             return not has_own_head
-        return name.endswith("rotary_emb.inv_freq")
+        if name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"):
+            return True
+        return self.is_kept(name)
+
+    def is_kept(self, name: str) -> bool:
+        """Whether an export copies a tensor from the folder: those of the vision model."""
+        return name.startswith(_KEPT) and self.model_type in ("qwen3_5", "qwen3_5_moe")
+
+
+def _has_split_blocks(keys: Iterable[str]) -> bool:
+    """Whether layers are attention or an MLP alone, as in a HybridModel."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for key in keys:
+        if match := _LAYER.fullmatch(key):
+            found[match[1]].add(match[2].split(".")[0])
+    return any(not {"self_attention", "mlp"} <= names for names in found.values())

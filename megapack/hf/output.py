@@ -11,7 +11,7 @@ from typing import Any
 
 from megapack.base.files import read_whole, strict_json, sync
 from megapack.checkpoint import folders
-from megapack.config.hf_config import read_hf_config, value_architecture
+from megapack.config.hf_config import MTP_KEYS, read_hf_config, value_architecture
 from megapack.errors import CheckpointError, ConfigError
 
 # What a model's folder has besides weights: generation config, tokenizer, chat template, and the
@@ -110,11 +110,14 @@ def write_config(like: Path, folder: Path, *, dtype: str | None, is_value_model:
         is_value_model: whether the model gives one value per token instead of logits.
     """
     config: dict[str, Any] = strict_json(read_whole(like / "config.json").decode())
+    own = config.get("text_config", config)
     if dtype is not None:
         # transformers 5 writes `dtype`; published folders have `torch_dtype`.
-        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-    if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0
+        for keys in (config, own):
+            keys["dtype" if "dtype" in keys else "torch_dtype"] = dtype
+    for key in MTP_KEYS:
+        if own.get(key):
+            own[key] = 0
     if is_value_model:
         config["architectures"] = [value_architecture(read_hf_config(like).architecture)]
         # One label is how transformers says that the output is a score.

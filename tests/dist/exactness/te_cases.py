@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist.exactness.cases import ALL_CASES
-from tests.dist.hf.hf_cases import HF_CASES, run_hf_cases
+from tests.dist.hf.hf_cases import HF_CASES, run_hf_cases, runnable
 from tests.dist.rows.row_cases import ALL_CASES as ROW_CASES
 from tests.dist.rows.row_cases import run_row_cases
 from tests.dist.run_cases import run_cases
@@ -30,7 +30,7 @@ GRIDS: dict[str, tuple[Mapping[str, Any], Run]] = {
     "shared prefixes": _rows("prefixes"),
     "rows over several ranks": _rows("wide"),
     "samples in pieces": _rows("split"),
-    "Hugging Face folders": (HF_CASES, run_hf_cases),
+    "Hugging Face folders": ({name: HF_CASES[name] for name in runnable()}, run_hf_cases),
 }
 """What a grid is about -> its cases, and what runs them."""
 

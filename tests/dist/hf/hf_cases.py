@@ -14,6 +14,7 @@ from torch import Tensor
 from megapack.layout import Layout
 from tests import hf_models
 from tests.dist.spawn import checked_job
+from tests.megatron import HAS_HYBRID
 
 FAMILIES = (
     *(
@@ -29,7 +30,19 @@ FAMILIES = (
     ),
     *("deepseek_v3", "glm4_moe"),
 )
-EXPERTS = ("qwen2_moe", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe")
+HYBRID_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
+AS_HYBRID = {
+    "qwen2_hybrid": "qwen2",
+    "qwen3_tied_hybrid": "qwen3_tied",
+    "qwen2_moe_hybrid": "qwen2_moe",
+    "glm4_moe_hybrid": "glm4_moe",
+}
+"""Families of a GPTModel whose folder is loaded into a HybridModel, by a name of their own."""
+ALL_FAMILIES = (*FAMILIES, *HYBRID_FAMILIES, *AS_HYBRID)
+EXPERTS = (
+    *("qwen2_moe", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe"),
+    *("qwen3_next", "qwen3_5_moe", "nemotron_h", "qwen2_moe_hybrid", "glm4_moe_hybrid"),
+)
 
 LAYOUTS = {
     "single": Layout(),
@@ -58,6 +71,21 @@ class HfCase:
         return f"{self.family}-{self.layout_name}"
 
     @property
+    def is_hybrid(self) -> bool:
+        """Whether the case needs HybridModel."""
+        return self.family not in FAMILIES
+
+    @property
+    def folder(self) -> str:
+        """The family of `hf_models`."""
+        return AS_HYBRID.get(self.family, self.family)
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Keys of `ModelConfig` in addition to the folder's."""
+        return {"megatron_class": "hybrid"} if self.family in AS_HYBRID else {}
+
+    @property
     def layout(self) -> Layout:
         """The layout of its family's kind."""
         layout = LAYOUTS[self.layout_name]
@@ -66,9 +94,15 @@ class HfCase:
 
 
 HF_CASES = {
-    case.name: case for case in (HfCase(family, name) for name in LAYOUTS for family in FAMILIES)
+    case.name: case
+    for case in (HfCase(family, name) for name in LAYOUTS for family in ALL_FAMILIES)
 }
 """All cases; those of a layout run in one job."""
+
+
+def runnable() -> list[str]:
+    """The cases that the installed Megatron-Core can run."""
+    return [name for name, case in HF_CASES.items() if HAS_HYBRID or not case.is_hybrid]
 
 
 def samples() -> tuple[list[Tensor], list[Tensor]]:
@@ -104,7 +138,7 @@ def run_hf_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]
     by_layout: dict[str, list[str]] = {}
     for name in names:
         by_layout.setdefault(HF_CASES[name].layout_name, []).append(name)
-    families = {HF_CASES[name].family for own in by_layout.values() for name in own}
+    families = {HF_CASES[name].folder for own in by_layout.values() for name in own}
     for family in sorted(families):
         write_reference(folder, family)
     results: dict[str, dict[str, Any]] = {}

@@ -1,6 +1,6 @@
 """Loads Hugging Face folders on layouts, exports them again, and fails on one rank.
 
-torchrun --nproc-per-node 4 -m tests.dist.hf.hf_weights_worker MODELS OUT
+torchrun --nproc-per-node 4 -m tests.dist.hf.hf_weights_worker MODELS OUT CASE ...
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Case:
     split: LayerSplit = field(default_factory=LayerSplit)
     dtype: str = "fp32"
     value_head: bool = False
+    keys: Mapping[str, Any] = field(default_factory=dict)
     export: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -60,15 +61,40 @@ CASES = {
     "latent_bf16": Case(family="deepseek_v3", layout=Layout(pp=2, dp=2, ep=2), dtype="bf16"),
     "glm": Case(family="glm4_moe", layout=Layout(**TP_SP, dp=2, ep=2, etp=1)),
 }
+AS_HYBRID = {"megatron_class": "hybrid"}
+HYBRID_CASES = {
+    "next_dp4": Case(family="qwen3_next", layout=Layout(dp=4)),
+    "next_tp2_pp2": Case(family="qwen3_next", layout=Layout(**TP_SP, pp=2, etp=1)),
+    "next_vpp2_ep2": Case(family="qwen3_next", layout=Layout(dp=2, pp=2, vpp=2, ep=2)),
+    "next_value": Case(family="qwen3_next", layout=Layout(**TP_SP, pp=2), value_head=True),
+    "vision_tied_pp2": Case(
+        family="qwen3_5", layout=Layout(**TP_SP, pp=2), export={"max_shard_bytes": 100_000}
+    ),
+    "stacked_ep4": Case(family="qwen3_5_moe", layout=Layout(**TP_SP, dp=2, ep=4, etp=1)),
+    "stacked_ep2_etp2": Case(family="qwen3_5_moe", layout=Layout(**TP_SP, dp=2, ep=2, etp=2)),
+    "nemotron_tp2_pp2": Case(family="nemotron_h", layout=Layout(**TP_SP, pp=2, etp=1)),
+    "nemotron_vpp2_ep2": Case(family="nemotron_h", layout=Layout(dp=2, pp=2, vpp=2, ep=2)),
+    "nemotron_uneven": Case(
+        family="nemotron_h",
+        layout=Layout(dp=2, pp=2),
+        split=LayerSplit(num_layers_in_first_pipeline_stage=3),
+    ),
+    "tied_vpp2_hybrid": Case(family="qwen3_tied", layout=Layout(dp=2, pp=2, vpp=2), keys=AS_HYBRID),
+    "glm_hybrid": Case(
+        family="glm4_moe", layout=Layout(**TP_SP, dp=2, ep=2, etp=1), keys=AS_HYBRID
+    ),
+}
+"""Cases that need HybridModel."""
+ALL_CASES = CASES | HYBRID_CASES
 
 
 def build(case: Case, folder: Path) -> list[Any]:
     """This rank's chunks, with weights as they were allocated."""
     layout = case.layout
-    model = ModelConfig.from_hf(str(folder), dtype=case.dtype)
+    model = ModelConfig.from_hf(str(folder), dtype=case.dtype, **case.keys)
     initialize_parallel(layout, 1)
     split = case.split.stage_layers(
-        model.num_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=0
+        model.num_stage_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=0
     )
     assert model.vocab_size is not None
     return build_model(
@@ -149,11 +175,11 @@ def load(chunks: list[Any], folder: Path, device: torch.device) -> None:
     load_hf_weights(chunks, folder, device=device)
 
 
-def main(models: str, out: str) -> None:
-    """Run all cases; every rank writes what it found."""
+def main(models: str, out: str, *names: str) -> None:
+    """Run the cases; every rank writes what it found."""
     device = launch.start("cpu")
     found: dict[str, Any] = {
-        name: run_case(name, case, Path(models), Path(out), device) for name, case in CASES.items()
+        name: run_case(name, ALL_CASES[name], Path(models), Path(out), device) for name in names
     }
     found["errors"] = run_errors(Path(models), Path(out), device)
     Path(out, f"rank{dist.get_rank()}.json").write_text(json.dumps(found))

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.dist.hf.hf_cases import HF_CASES, LAYOUTS, run_hf_cases
+from tests.dist.hf.hf_cases import HF_CASES, LAYOUTS, run_hf_cases, runnable
+from tests.megatron import needs_hybrid
 
 pytestmark = pytest.mark.dist
 
@@ -21,15 +22,22 @@ SECOND = {
     "qwen2_moe": "tp2_sp",
     "mixtral": "cp2",
     "qwen3_moe": "dp2",
-    "deepseek_v3": "pp2_vpp2",
     "glm4_moe": "dp2",
+    "qwen3_5": "tp2_sp",
+    "qwen3_5_moe": "dp2",
+    "qwen2_hybrid": "cp2",
+    "qwen3_tied_hybrid": "pp2_vpp2",
+    "qwen2_moe_hybrid": "tp2_sp",
+    "glm4_moe_hybrid": "dp2",
 }
 NAMES = [
     name
     for name, case in HF_CASES.items()
-    if case.layout_name in ("single", SECOND[case.family])
-    # The family with the most parts, on all layouts.
-    or case.family == "deepseek_v3"
+    # The families with the most parts, on all layouts.
+    if case.layout_name in ("single", SECOND.get(case.family, case.layout_name))
+]
+PARAMS = [
+    pytest.param(name, marks=needs_hybrid if HF_CASES[name].is_hybrid else ()) for name in NAMES
 ]
 
 
@@ -45,11 +53,11 @@ def results(
         if test.module.__name__ == __name__ and hasattr(test, "callspec")
     }
     return run_hf_cases(
-        [name for name in NAMES if name in wanted], tmp_path_factory.mktemp("hf_models")
+        [name for name in runnable() if name in wanted], tmp_path_factory.mktemp("hf_models")
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PARAMS)
 def test_logprobs_and_entropies_equal_transformers(
     name: str, results: dict[str, dict[str, Any]]
 ) -> None:
@@ -60,7 +68,7 @@ def test_logprobs_and_entropies_equal_transformers(
         assert result[f"{value}_max_error"] < 3e-5
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PARAMS)
 def test_gradients_of_an_sft_step_equal_transformers(
     name: str, results: dict[str, dict[str, Any]]
 ) -> None:
@@ -72,7 +80,7 @@ def test_gradients_of_an_sft_step_equal_transformers(
     assert result["loss"] == pytest.approx(result["expected_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PARAMS)
 def test_rows_hold_several_samples(name: str, results: dict[str, dict[str, Any]]) -> None:
     assert results[name]["most_samples"] > 1
     assert results[name]["num_rows"] > 1

@@ -1,4 +1,4 @@
-"""Folders of ten families are loaded and exported bit by bit, on layouts of every kind."""
+"""Folders of all families are loaded and exported bit by bit, on layouts of every kind."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.hf.hf_weights_worker import CASES
+from tests.dist.hf.hf_weights_worker import ALL_CASES, CASES
 from tests.dist.spawn import checked_job, rank_reports
 from tests.hf_models import cached_folder
+from tests.megatron import HAS_HYBRID, needs_hybrid
 from tests.unit.hf.tiny_llama import read_folder
 
 pytestmark = pytest.mark.dist
@@ -25,9 +26,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = folder / "models"
     (folder / "out").mkdir()
     models.mkdir()
-    for family in {case.family for case in CASES.values()}:
+    cases = ALL_CASES if HAS_HYBRID else CASES
+    for family in {case.family for case in cases.values()}:
         (models / family).symlink_to(cached_folder(family))
-    args = [str(models), str(folder / "out")]
+    args = [str(models), str(folder / "out"), *cases]
     checked_job(WORLD, "tests.dist.hf.hf_weights_worker", args, timeout_s=300)
     return folder
 
@@ -36,9 +38,18 @@ def reports(ran: Path, name: str) -> list[Any]:
     return [report[name] for report in rank_reports(ran / "out", WORLD)]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("value", "latent_bf16")])
+def params(*without: str) -> list[Any]:
+    """The cases' names but for some; those of hybrid models are skipped where there is none."""
+    return [
+        pytest.param(name, marks=() if name in CASES else needs_hybrid)
+        for name in ALL_CASES
+        if name not in without
+    ]
+
+
+@pytest.mark.parametrize("name", params("value", "next_value", "latent_bf16"))
 def test_an_export_without_training_is_bitwise_the_folder(name: str, ran: Path) -> None:
-    expected = read_folder(ran / "models" / CASES[name].family)
+    expected = read_folder(ran / "models" / ALL_CASES[name].family)
     found = read_folder(ran / "out" / name)
     assert found.keys() == expected.keys()
     differing = [n for n in expected if not torch.equal(found[n], expected[n])]
@@ -47,19 +58,20 @@ def test_an_export_without_training_is_bitwise_the_folder(name: str, ran: Path) 
     assert {report["files"] >= WORLD for report in reports(ran, name)} == {True}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", params())
 def test_each_rank_reads_its_own_rows(name: str, ran: Path) -> None:
     """The folders are in fp32; what is held and not read is padding, and a value head."""
     for report in reports(ran, name):
-        width = 2 if CASES[name].dtype == "bf16" else 1
+        width = 2 if ALL_CASES[name].dtype == "bf16" else 1
         assert 0 < report["bytes"] <= width * report["held"]
         assert report["padding"] in (-1.0, 0.0)
     assert 0.0 in {report["padding"] for report in reports(ran, name)}
 
 
-def test_a_fresh_value_head_is_zeros_and_replaces_the_output_layer(ran: Path) -> None:
-    expected = read_folder(ran / "models" / "qwen3")
-    found = read_folder(ran / "out" / "value")
+@pytest.mark.parametrize("name", ["value", pytest.param("next_value", marks=needs_hybrid)])
+def test_a_fresh_value_head_is_zeros_and_replaces_the_output_layer(name: str, ran: Path) -> None:
+    expected = read_folder(ran / "models" / ALL_CASES[name].family)
+    found = read_folder(ran / "out" / name)
     assert expected.keys() - found.keys() == {"lm_head.weight"}
     assert found.keys() - expected.keys() == {"score.weight"}
     assert torch.equal(found["score.weight"], torch.zeros(1, 64))

@@ -1,0 +1,268 @@
+"""Parts of a config.json that several families share: sizes, rotary embeddings, experts."""
+
+from __future__ import annotations
+
+from megapack.config.hf_reader import FILE, MISSING, Reader, Values, shown
+from megapack.config.rope import LLAMA3_POSITIONS, RopeScaling
+from megapack.errors import ConfigError
+
+
+def sizes(reader: Reader) -> Values:
+    """The keys of all families but those of layers, norms and rotary embeddings."""
+    hidden = reader.count("hidden_size", 1)
+    heads = reader.count("num_attention_heads", 1)
+    reader.require("hidden_act", "silu")
+    reader.require("attention_dropout", 0.0, 0, None)
+    reader.require("chunk_size_feed_forward", 0)
+    head_dim = reader.optional_count("head_dim")
+    groups = reader.optional_count("num_key_value_heads")
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": groups or heads,
+        "kv_channels": head_dim or hidden // heads,
+        "vocab_size": reader.count("vocab_size", 1),
+        "max_position_embeddings": reader.count("max_position_embeddings", 1),
+        "untie_embeddings": not reader.flag("tie_word_embeddings"),
+    }
+
+
+def common(reader: Reader) -> Values:
+    """The keys of all families whose layers are blocks of attention and an MLP."""
+    return {
+        **sizes(reader),
+        "num_layers": reader.count("num_hidden_layers", 1),
+        "ffn_hidden_size": reader.count("intermediate_size", 1),
+        "norm_epsilon": reader.number("rms_norm_eps"),
+        **rope(reader),
+    }
+
+
+def rope(reader: Reader) -> Values:
+    """The rotary embedding, from the keys of transformers 4 and 5."""
+    given = reader.get("rope_parameters")
+    scaling = reader.get("rope_scaling")
+    for key, value in (("rope_parameters", given), ("rope_scaling", scaling)):
+        if value is not None and not isinstance(value, dict):
+            raise reader.error(key, value, "expected an object or null")
+    if given and scaling not in (None, given):
+        raise reader.error("rope_scaling", scaling, "rope_parameters says otherwise: keep one")
+    rope = dict(given or scaling or {})
+    for key in reader.family.unused_rope:
+        rope.pop(key, None)
+    # Within `rope_parameters` since transformers 5, beside `rope_scaling` before.
+    merged = {}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        inside = rope.pop(key, None)
+        outside = reader.get(key, None if inside is not None else MISSING)
+        if inside is not None and key in reader.keys and outside != inside:
+            raise reader.error(key, outside, "rope_parameters says otherwise: keep one")
+        merged[key] = outside if inside is None else inside
+    base = merged["rope_theta"]
+    if type(base) not in (int, float) or not base >= 1 or base % 1:
+        raise reader.error("rope_theta", base, "expected a whole number of at least 1")
+    percent = merged["partial_rotary_factor"]
+    if percent is not None and type(percent) not in (int, float):
+        raise reader.error("partial_rotary_factor", percent, "expected a number")
+    if percent not in (None, 1) and not reader.family.is_partly_rotated:
+        raise reader.error(
+            "partial_rotary_factor",
+            percent,
+            "transformers rotates whole heads of this family whatever it says: remove the key",
+        )
+    return {
+        "rotary_base": int(base),
+        "rotary_percent": 1.0 if percent is None else float(percent),
+        "rope_scaling": _rope_scaling(reader, rope),
+    }
+
+
+# Keys of a rope scaling by its kind; all are required.
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "llama3": (
+        *("factor", "original_max_position_embeddings"),
+        *("low_freq_factor", "high_freq_factor"),
+    ),
+    "yarn": (
+        *("factor", "original_max_position_embeddings"),
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    ),
+}
+
+
+def _rope_scaling(reader: Reader, rope: Values) -> RopeScaling:
+    names = {rope.pop(name) for name in ("rope_type", "type") if name in rope}
+    kind = names.pop() if len(names) == 1 else None if names else "default"
+    if kind == "default" and not rope:
+        return RopeScaling()
+    latent = "kv_lora_rank" in reader.keys
+    if kind not in _ROPE_KEYS or (kind == "yarn") is not latent:
+        kinds = "yarn" if latent else "llama3"
+        raise reader.error(
+            "rope_scaling",
+            {"rope_type": kind, **rope},
+            f"megapack trains default and {kinds} for this family: set rope_scaling to null if the "
+            "model was trained without it",
+        )
+    for name in _ROPE_KEYS[kind]:
+        if type(rope.get(name)) not in (int, float):
+            raise reader.error(f"rope_scaling.{name}", rope.get(name), "expected a number")
+    unknown = sorted(set(rope) - set(_ROPE_KEYS[kind]))
+    if unknown:
+        advice = "megapack does not know this key of rope_scaling: remove it if it has no effect"
+        raise reader.error(f"rope_scaling.{unknown[0]}", rope[unknown[0]], advice)
+    original = rope.pop("original_max_position_embeddings")
+    if kind == "llama3" and original != LLAMA3_POSITIONS:
+        raise reader.error(
+            "rope_scaling.original_max_position_embeddings",
+            original,
+            f"Megatron-Core's llama3 scaling has {LLAMA3_POSITIONS} only: use another model",
+        )
+    numbers = {name: float(value) for name, value in rope.items()}
+    try:
+        return RopeScaling(
+            kind=kind,  # type: ignore[arg-type]
+            original_max_position_embeddings=int(original),
+            **numbers,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{reader.folder}: {FILE}: {error}") from None
+
+
+def window(reader: Reader) -> Values:
+    """No sliding window, or one that no sample reaches (Mistral)."""
+    window = reader.get("sliding_window")
+    positions = reader.count("max_position_embeddings", 1)
+    if window is not None and (type(window) is not int or window < positions):
+        raise reader.error(
+            "sliding_window",
+            window,
+            f"attention here has no window: set max_position_embeddings, now {positions}, to "
+            f"{shown(window)} to train shorter samples exactly",
+        )
+    return {}
+
+
+def switched_window(reader: Reader) -> Values:
+    """The windows of Qwen, which `use_sliding_window` switches on; and the kinds of layers."""
+    reader.require("use_sliding_window", False)
+    reader.known |= {"sliding_window", "max_window_layers"}
+    kinds = reader.get("layer_types", None)
+    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
+        raise reader.error("layer_types", kinds, "megapack trains full_attention only")
+    return {}
+
+
+def own_head_width(reader: Reader) -> Values:
+    """Heads whose width does not follow from the hidden size, so that null is no width."""
+    reader.count("head_dim", 1)
+    return {}
+
+
+def _top_k(reader: Reader, *names: str) -> Values:
+    """The number of experts by one of these names, and how many a token uses."""
+    present = [name for name in names if name in reader.keys] or [names[0]]
+    counts = {reader.count(name, 1) for name in present}
+    if len(counts) > 1:
+        raise reader.error(present[0], reader.get(present[0]), f"{present[1]} differs: keep one")
+    return {"num_experts": counts.pop(), "moe_top_k": reader.count("num_experts_per_tok", 1)}
+
+
+def _normed(reader: Reader, top_k: int, normed: bool) -> Values:
+    if normed and top_k == 1:
+        raise reader.error(
+            "num_experts_per_tok",
+            1,
+            "a normalised score of one expert is 1, which Megatron-Core does not do",
+        )
+    return {"moe_norm_top_k": normed}
+
+
+def mixtral_experts(reader: Reader) -> Values:
+    values = _top_k(reader, "num_local_experts")
+    values["moe_ffn_hidden_size"] = reader.count("intermediate_size", 1)
+    return values | _normed(reader, values["moe_top_k"], True)
+
+
+def softmax_experts(reader: Reader) -> Values:
+    """Experts of Qwen: their number, width and scores."""
+    values = _top_k(reader, "num_experts", "num_local_experts")
+    values["moe_ffn_hidden_size"] = reader.count("moe_intermediate_size", 1)
+    return values | _normed(reader, values["moe_top_k"], reader.flag("norm_topk_prob"))
+
+
+def qwen_experts(reader: Reader) -> Values:
+    """Experts after the first dense layers, with softmax scores."""
+    reader.require("decoder_sparse_step", 1)
+    dense = reader.get("mlp_only_layers", None) or []
+    if not isinstance(dense, list) or any(layer not in dense for layer in range(len(dense))):
+        raise reader.error("mlp_only_layers", dense, "only the first layers can be dense")
+    return {**softmax_experts(reader), "moe_first_dense_layers": len(dense)}
+
+
+def gated_shared_expert(reader: Reader) -> Values:
+    width = reader.count("shared_expert_intermediate_size", 1)
+    return {"moe_shared_ffn_hidden_size": width, "moe_shared_gate": True}
+
+
+def sigmoid_experts(reader: Reader) -> Values:
+    """Experts of DeepSeek: their number and width, sigmoid scores and groups."""
+    values = _top_k(reader, "n_routed_experts")
+    top_k = values["moe_top_k"]
+    groups = reader.count("n_group", 1)
+    chosen = reader.count("topk_group", 1)
+    if groups > 1 and top_k != 2 * chosen:
+        raise reader.error(
+            "num_experts_per_tok",
+            top_k,
+            f"transformers ranks a group by its best 2 experts and Megatron-Core by its best "
+            f"num_experts_per_tok / topk_group ({top_k} / {chosen}); they agree at 2 only",
+        )
+    if not reader.flag("norm_topk_prob"):
+        raise reader.error("norm_topk_prob", False, "Megatron-Core normalises sigmoid scores")
+    _normed(reader, top_k, True)
+    return {
+        **values,
+        "moe_ffn_hidden_size": reader.count("moe_intermediate_size", 1),
+        "moe_num_groups": groups if groups > 1 else None,
+        "moe_group_top_k": chosen if groups > 1 else None,
+        "moe_route_scale": reader.number("routed_scaling_factor"),
+        "moe_score_function": "sigmoid",
+        "moe_expert_bias": True,
+    }
+
+
+def deepseek_experts(reader: Reader) -> Values:
+    """Experts after the first dense layers, with shared experts of their width."""
+    values = sigmoid_experts(reader)
+    shared = values["moe_ffn_hidden_size"] * reader.count("n_shared_experts", 1)
+    return {
+        **values,
+        "moe_shared_ffn_hidden_size": shared,
+        "moe_first_dense_layers": reader.count("first_k_dense_replace"),
+    }
+
+
+def latent_attention(reader: Reader) -> Values:
+    nope = reader.count("qk_nope_head_dim", 1)
+    rope = reader.count("qk_rope_head_dim", 1)
+    rank = reader.get("q_lora_rank")
+    reader.require("head_dim", None, rope)
+    reader.require("qk_head_dim", nope + rope)
+    reader.require("num_key_value_heads", reader.count("num_attention_heads", 1), None)
+    # transformers normalises the compressed queries and keys with 1e-6 whatever the layers have.
+    reader.require("rms_norm_eps", 1e-6)
+    return {
+        "kv_channels": None,
+        "kv_lora_rank": reader.count("kv_lora_rank", 1),
+        "q_lora_rank": None if rank is None else reader.count("q_lora_rank", 1),
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": reader.count("v_head_dim", 1),
+        "qk_layernorm": True,
+    }
+
+
+def mtp(reader: Reader) -> Values:
+    reader.count("num_nextn_predict_layers", 0, 0)
+    return {}
