@@ -98,7 +98,7 @@ def test_rows_lie_over_as_many_ranks_as_heads_divide() -> None:
     tp = ("layout.tp=2", "layout.sequence_parallel=true", "layout.cp=2")
     assert nemotron(dynamic, *tp).row_plan.max_width == 16
     assert nemotron(dynamic, "plan.max_width=4").row_plan.max_width == 4
-    with pytest.raises(ConfigError, match="max_width=128 with layout.tp=1 .* up to 64 DP ranks"):
+    with pytest.raises(ConfigError, match=r"max_width=128 with layout.tp=1 .* up to 64 DP ranks"):
         nemotron(dynamic, "plan.max_width=128")
-    with pytest.raises(ConfigError, match="mamba_num_heads=64.* do not divide over layout.tp"):
+    with pytest.raises(ConfigError, match=r"mamba_num_heads=64.* do not divide over layout.tp"):
         nemotron("layout.cp=128")
