@@ -8,6 +8,7 @@
     python tools/bench_planner.py --only-dynamic       # writes those of rows over several DP ranks
     python tools/bench_planner.py --only-operations    # those of split samples and backwards
     python tools/bench_planner.py --only-bound         # writes the table of the lower bound
+    python tools/bench_planner.py --only-hybrid        # writes the table of hybrid models
 
 Quality is time over equal work: a step's simulated seconds over the seconds of its samples' work
 spread evenly over all GPUs, without a bubble, alignment or fixed costs. No plan can reach 1.
@@ -51,6 +52,7 @@ from tools.benching.planner_families import (
     speed_table,
     trace_steps,
 )
+from tools.benching.planner_hybrid import hybrid_table
 from tools.benching.planner_peers import BASELINES, Ranks, Strategy
 from tools.benching.planner_speed import draw, growth_table, target_table
 
@@ -67,6 +69,9 @@ FAMILY_SAMPLES = 256
 BOUND_SAMPLES = 512
 # Geometric mean of the distance to the bound that is wanted; cells that are further are counted.
 WANTED_DISTANCE = 1.03
+# The same for hybrid models, and their traces.
+HYBRID_SAMPLES = 256
+HYBRID_TRACES = ("servegen", "openchat")
 # Samples of a step of the tables of split samples and split backwards.
 OPERATION_BATCHES = (128, 512)
 # Steps of the table of the spread of step times, and samples of each.
@@ -78,6 +83,7 @@ FAMILY_MARKS = ("<!-- measured: families -->", "<!-- end: families -->")
 SHARED_MARKS = ("<!-- measured: shared prefixes -->", "<!-- end: shared prefixes -->")
 OPERATION_MARKS = ("<!-- measured: operations -->", "<!-- end: operations -->")
 BOUND_MARKS = ("<!-- measured: lower bound -->", "<!-- end: lower bound -->")
+HYBRID_MARKS = ("<!-- measured: hybrid models -->", "<!-- end: hybrid models -->")
 DYNAMIC_MARKS = ("<!-- measured: dynamic CP -->", "<!-- end: dynamic CP -->")
 # Each micro-batch costs this many tokens more than its samples: launches, small GEMMs, p2p.
 FIXED_TOKENS = 256
@@ -614,6 +620,7 @@ def main() -> None:
     parser.add_argument("--only-dynamic", action="store_true")
     parser.add_argument("--only-operations", action="store_true")
     parser.add_argument("--only-bound", action="store_true")
+    parser.add_argument("--only-hybrid", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planner.md")
     options = parser.parse_args()
     only = (
@@ -623,7 +630,17 @@ def main() -> None:
         options.only_dynamic,
         options.only_operations,
         options.only_bound,
+        options.only_hybrid,
     )
+    if options.only_hybrid or not any(only):
+        head = f"Measured with `python tools/bench_planner.py --only-hybrid` on {machine()}."
+        data = load(options.traces, HYBRID_SAMPLES)
+        named = ((name, *data[name]) for name in HYBRID_TRACES if name in data)
+        tables = "\n".join([head, "", *hybrid_table(named)])
+        print(tables)
+        write_between_marks(options.out, HYBRID_MARKS, tables)
+    if options.only_hybrid:
+        return
     if options.only_bound or not any(only):
         head = f"Measured with `python tools/bench_planner.py --only-bound` on {machine()}."
         tables = "\n".join([head, "", *bound(load(options.traces, BOUND_SAMPLES))])

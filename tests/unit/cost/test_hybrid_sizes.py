@@ -18,7 +18,7 @@ from megapack.layout import Layout
 
 pytestmark = pytest.mark.unit
 
-QWEN3_NEXT = "qwen3_next_80b_a3b_dp32_pp4_ep16_gpu128"
+QWEN3_NEXT = "qwen3_next_80b_a3b_dp16_pp4_ep16_gpu64"
 QWEN3P5 = "qwen3p5_35b_a3b_dp16_pp2_ep8_gpu32"
 NEMOTRON3 = "nemotron3_nano_30b_a3b_dp8_pp4_ep8_gpu32"
 
@@ -210,7 +210,7 @@ def test_alike_stages_have_one_weight() -> None:
     # Attention layers by stage are 2, 1, 2 and 1.
     assert squares == pytest.approx([4 / 3, 2 / 3, 4 / 3, 2 / 3])
     qwen = config_of(QWEN3_NEXT)
-    assert qwen.cost_model(qwen.layout.to_layout(128)).square_factors is None
+    assert qwen.cost_model(qwen.layout.to_layout(64)).square_factors is None
 
 
 def test_a_balanced_split_of_unlike_layers() -> None:
