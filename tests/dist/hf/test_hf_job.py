@@ -11,6 +11,7 @@ import torch
 
 from tests.dist.spawn import run_job
 from tests.hf_models import cached_folder, load
+from tests.megatron import needs_hybrid
 from tests.unit.hf.tiny_llama import read_folder
 
 pytestmark = pytest.mark.dist
@@ -35,9 +36,9 @@ def job(folder: Path, command: str, *args: str, world: int) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def train(folder: Path, *overrides: str, world: int = 4) -> str:
+def train(folder: Path, *overrides: str, world: int = 4, family: str = "qwen3_tied") -> str:
     """The output of a run that must succeed."""
-    model = f"model.hf_path={cached_folder('qwen3_tied')}"
+    model = f"model.hf_path={cached_folder(family)}"
     code, output = job(folder, "train", "config.yaml", model, *overrides, world=world)
     assert code == 0, output
     return output
@@ -110,6 +111,27 @@ def test_exports_of_a_run_and_of_its_checkpoint_are_the_same(
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         copied = (tmp_path / "out1" / name).read_bytes()
         assert copied == (cached_folder("qwen3_tied") / name).read_bytes()
+
+
+@needs_hybrid
+def test_a_hybrid_model_and_its_vision_part(tmp_path: Path) -> None:
+    """Exports of a run on two stages and of its checkpoint on one are the same whole model."""
+    short = ("data.num_generated=16", "objective.kl_coef=0", "train.save_interval=1")
+    output = train(tmp_path, *short, "layout.pp=2", world=2, family="qwen3_5_moe")
+    assert "loaded 72 tensors of" in output
+    assert "21 tensors of the folder are not used" in output
+    code, printed = job(tmp_path, "export", "runs/run", "-o", "out", world=1)
+    assert code == 0, printed
+    exported = next((tmp_path / "runs/run/hf").iterdir())
+    found = read_folder(tmp_path / "out")
+    expected = read_folder(exported)
+    start = read_folder(cached_folder("qwen3_5_moe"))
+    assert found.keys() == expected.keys() == start.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    unchanged = {name for name in start if torch.equal(found[name], start[name])}
+    assert unchanged == {name for name in start if name.startswith("model.visual.")}
+    state = load(exported).state_dict()
+    assert len(state) == 72
 
 
 def test_what_cannot_be_exported_is_one_line(trained: tuple[Path, str], tmp_path: Path) -> None:
