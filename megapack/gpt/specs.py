@@ -41,8 +41,10 @@ class PackedLayerNorm(torch.nn.LayerNorm):
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+        self, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: Any
     ) -> None:
+        # Megatron-Core 0.18 gives none to the norms of Mamba layers.
+        eps = config.layernorm_epsilon if eps is None else eps
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         _mark_sequence_parallel(self, config)
 
@@ -54,8 +56,10 @@ class PackedRMSNorm(torch.nn.RMSNorm):
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+        self, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: Any
     ) -> None:
+        # Megatron-Core 0.18 gives none to the norms of Mamba layers.
+        eps = config.layernorm_epsilon if eps is None else eps
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self._is_zero_centered = config.layernorm_zero_centered_gamma
         _mark_sequence_parallel(self, config)

@@ -143,10 +143,10 @@ def causal(x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Norm(torch.nn.Module):
     """RMS norm that multiplies by the weight, or by 1 + weight."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+    def __init__(self, config: Any, hidden_size: int, *_: Any, **__: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size))
-        self._eps = eps
+        self._eps = config.layernorm_epsilon
         self._one = float(config.layernorm_zero_centered_gamma)
 
     def forward(self, x: Tensor) -> Tensor:
