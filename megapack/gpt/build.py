@@ -366,10 +366,12 @@ def _check_class(model: ModelConfig) -> None:
             "model.hybrid_layer_pattern needs Megatron-Core 0.18 or later; "
             f"{megatron.core.__version__} has no HybridModel"
         )
-    if model.rope_scaling.kind != "none":
+    # Multi-latent attention scales by itself.
+    if model.rope_scaling.kind == "llama3":
         raise ConfigError(
-            f"model.rope_scaling.kind={model.rope_scaling.kind}: Megatron's HybridModel has none; "
-            "set kind=none, which is exact for samples of the original length"
+            "model.rope_scaling.kind=llama3: Megatron's HybridModel has no scaling; build a GPT "
+            "(megatron_class=gpt), or set kind=none, which is exact for samples of the original "
+            "length"
         )
 
 

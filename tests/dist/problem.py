@@ -144,6 +144,7 @@ MODELS = {
         dataclasses.replace(MOE_SHARED_MODEL, megatron_class="hybrid", rope_scaling=RopeScaling()),
         1.0,
     ),
+    "mla_as_hybrid": (dataclasses.replace(MLA_MODEL, megatron_class="hybrid"), 0.9),
     "mtp_hybrid": (
         dataclasses.replace(
             GATED_DELTA_MODEL,

@@ -486,17 +486,26 @@ def _hybrid(variant: str) -> dict[str, Case]:
     return {f"{variant}_{name}": replace(case, variant=variant) for name, case in cases.items()}
 
 
-HYBRID_CASES = {
-    name: case
-    for variant in ("gated_delta", "mamba", "hybrid", "gpt_as_hybrid")
-    for name, case in _hybrid(variant).items()
-} | {
-    f"mtp_hybrid_{name}": Case(layout=layout, variant="mtp_hybrid")
-    for name, layout in {
-        "single": Layout(),
-        "cp2_pp2_vpp2": Layout(cp=2, pp=2, vpp=2),
-        "tp2_sp_ep2": replace(TP2_SP, ep=2),
-        "pp2": PP2,
-    }.items()
-}
+HYBRID_CASES = (
+    {
+        name: case
+        for variant in ("gated_delta", "mamba", "hybrid", "gpt_as_hybrid")
+        for name, case in _hybrid(variant).items()
+    }
+    | {
+        "mla_as_hybrid": Case(layout=Layout(), variant="mla_as_hybrid"),
+        "mla_as_hybrid_tp2_sp_pp2": Case(
+            layout=Layout(tp=2, pp=2, sequence_parallel=True), variant="mla_as_hybrid"
+        ),
+    }
+    | {
+        f"mtp_hybrid_{name}": Case(layout=layout, variant="mtp_hybrid")
+        for name, layout in {
+            "single": Layout(),
+            "cp2_pp2_vpp2": Layout(cp=2, pp=2, vpp=2),
+            "tp2_sp_ep2": replace(TP2_SP, ep=2),
+            "pp2": PP2,
+        }.items()
+    }
+)
 """Hybrid models, which need Megatron-Core 0.18 or later."""

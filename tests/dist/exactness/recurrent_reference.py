@@ -164,18 +164,25 @@ class InnerNorm(Norm):
         self._one = 0.0
 
 
-def build_hybrid(settings: ModelConfig, config: Any) -> HybridModel:
-    """The model, with Megatron's own attention and without packed rows."""
+def build_hybrid(settings: ModelConfig, config: Any, attention: Any) -> HybridModel:
+    """The model, with Megatron's own attention and without packed rows.
+
+    Args:
+        attention: Megatron's core attention where it is multi-latent.
+    """
     kinds = {
         has_experts: get_gpt_layer_local_spec(
             num_experts=settings.num_experts if has_experts else None,
             qk_layernorm=settings.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
             normalization="RMSNorm",
         ).submodules
         for has_experts in {False, settings.num_experts is not None}
     }
     dense = kinds[False]
-    if settings.qk_layernorm:
+    if config.multi_latent_attention:
+        dense.self_attention.submodules.core_attention = attention
+    elif settings.qk_layernorm:
         dense.self_attention.submodules.q_layernorm = Norm
         dense.self_attention.submodules.k_layernorm = Norm
 

@@ -63,7 +63,7 @@ def build(settings: ModelConfig) -> GPTModel:
         # Not at the top: Megatron-Core before 0.18 has no hybrid models.
         from tests.dist.exactness.recurrent_reference import build_hybrid
 
-        model = build_hybrid(settings, config)
+        model = build_hybrid(settings, config, TwoWidths)
     draw_weights(model, settings, parallel_state.get_tensor_model_parallel_group())
     return model.cuda()
 
