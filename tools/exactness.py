@@ -110,6 +110,7 @@ VARIANTS = {
     "mtp": "multi-token prediction, 2 depths, temperature 0.8",
     "mtp_other": "multi-token prediction, 2 depths, untied, temperature 0.8",
     "mtp_moe": "multi-token prediction, 1 depth, and 4 experts",
+    "mla_as_hybrid": "multi-latent attention with yarn, as a HybridModel, temperature 0.9",
     "mtp_hybrid": "gated delta nets and experts, multi-token prediction, 2 depths",
     "gated_delta": "gated delta nets, attention with a gate, 4 experts and a gated shared one",
     "mamba": "Mamba-2, attention without positions, 4 experts with squared ReLU",
@@ -474,8 +475,8 @@ def main() -> int:
         os.environ[te_python.VARIABLE] = options.te
         globs = {
             grid: pattern or "*"
-            for grid, pattern in zip(GRIDS, patterns, strict=True)
-            if everything or pattern is not None
+            for grid, pattern in zip(GRIDS, (*patterns, options.hybrid), strict=True)
+            if pattern is not None or (everything and grid != "hybrid models")
         }
         write(options.out, TE_MARKS, te_lines(globs, options.te))
         return 0

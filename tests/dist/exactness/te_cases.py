@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.dist.exactness.cases import ALL_CASES
+from tests.dist.exactness.cases import ALL_CASES, HYBRID_CASES
 from tests.dist.hf.hf_cases import HF_CASES, run_hf_cases, runnable
 from tests.dist.rows.row_cases import ALL_CASES as ROW_CASES
 from tests.dist.rows.row_cases import run_row_cases
@@ -31,6 +31,7 @@ GRIDS: dict[str, tuple[Mapping[str, Any], Run]] = {
     "rows over several ranks": _rows("wide"),
     "samples in pieces": _rows("split"),
     "Hugging Face folders": ({name: HF_CASES[name] for name in runnable()}, run_hf_cases),
+    "hybrid models": (HYBRID_CASES, _run_plain),
 }
 """What a grid is about -> its cases, and what runs them."""
 

@@ -10,6 +10,7 @@ import pytest
 from tests.dist.exactness.cases import HYBRID_CASES
 from tests.dist.run_cases import run_cases
 from tests.megatron import needs_hybrid
+from tests.te_python import VARIABLE, VERSION, needs_te
 
 pytestmark = [pytest.mark.dist, needs_hybrid]
 
@@ -46,6 +47,18 @@ def test_a_step_equals_the_one_sample_reference(
     facts = result["facts"]
     expect = HYBRID_CASES[name].expect
     assert {key: facts[key] for key in expect} == expect
+
+
+@needs_te
+def test_transformer_engines_layers_equal_the_reference(
+    reference: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, VERSION)
+    names = ["hybrid_tp2", "mamba_dp2_ep2", "mtp_hybrid_pp2"]
+    results = run_cases(names, reference, tmp_path_factory.mktemp("te"))
+    for name in names:
+        assert results[name]["gradient_error"] < 1e-5, name
+        assert results[name]["logprob_max_error"] < 3e-5, name
 
 
 @pytest.mark.parametrize("name", [name for name in SAMPLE if not name.startswith("hybrid")])
