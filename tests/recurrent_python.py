@@ -33,7 +33,9 @@ def interpret() -> None:
 
     init = Autotuner.__init__
 
-    def with_one_config(self: Any, fn: Any, names: Any, configs: Any, *rest: Any, **kw: Any) -> None:
+    def with_one_config(
+        self: Any, fn: Any, names: Any, configs: Any, *rest: Any, **kw: Any
+    ) -> None:
         # The choice among several would time them on a GPU.
         init(self, fn, names, configs[:1], *rest, **kw)
 
@@ -61,7 +63,7 @@ def with_reference_of_causal_conv1d() -> None:
     reference = causal_conv1d.causal_conv1d_interface.causal_conv1d_ref
 
     def checked(x: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuses what the compiled part refuses (`causal_conv1d_fwd` in csrc/causal_conv1d.cpp)."""
+        """Refuses what `causal_conv1d_fwd` of csrc/causal_conv1d.cpp refuses."""
         assert x.stride(1) == 1, "not channel-last"
         assert all(n % 8 == 0 for n in (x.shape[1], x.stride(0), x.stride(2)))
         assert weight.shape == (x.shape[1], 4)

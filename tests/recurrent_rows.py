@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -21,6 +21,10 @@ from megapack.prefixes import EARLIER, Branch
 WIDTH = 4
 """Tokens that the convolution sees."""
 
+Kind = Literal["delta_rule", "state_space"]
+Outs = tuple[Tensor, Tensor | None, Tensor | None]
+_TORCH: dict[str, Any] = {"delta_rule": torch_delta_rule, "state_space": torch_state_space}
+
 
 def segments_of(
     lengths: Sequence[int], parents: Sequence[int], kept: int | None = None
@@ -38,7 +42,7 @@ def segments_of(
 class Layer:
     """A convolution and a scan, with parameters and inputs drawn at random."""
 
-    kind: Literal["delta_rule", "state_space"]
+    kind: Kind
     groups: int = 2
     """Key heads, or groups of B and C."""
     heads: int = 4
@@ -61,7 +65,9 @@ class Layer:
         """Inputs of a row [tokens, ...], three, and parameters."""
         row = [(tokens, self.channels), (tokens, self.heads), (tokens, self.heads)]
         parameters = [(self.channels, WIDTH), (self.channels,), (self.heads,)]
-        return self._drawn([*row, *parameters], seed=tokens)
+        *others, log_A = self._drawn([*row, *parameters], seed=tokens)
+        # Slow decays, so that states reach far, and their differences are exact in fp32.
+        return [*others, (log_A.detach() - 3).requires_grad_()]
 
     def _drawn(self, shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -73,24 +79,26 @@ class Layer:
         tensors: Sequence[Tensor],
         segments: Segments,
         carried: Sequence[Tensor] | None,
-        convolution: ConvolutionKernel = torch_convolution,
-        scan: Any = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Out, and the state and the tail that the row leaves."""
+        kernels: tuple[ConvolutionKernel, Any] | None = None,
+    ) -> Outs:
+        """Out, and the state and the tail that the row leaves.
+
+        Args:
+            kernels: of the convolution and of the scan; None: torch's.
+        """
+        convolution, scan = kernels or (torch_convolution, _TORCH[self.kind])
         mixed, step, rate, weight, bias, log_A = tensors
         state, tail = (None, None) if carried is None else carried
         mixed, tail = convolve_row(convolution, mixed, weight, bias, segments, tail)
         inputs, A_H = self._scanned(mixed, step, rate, log_A)
-        if self.kind == "delta_rule":
-            kernel = scan or torch_delta_rule
-        else:
-            kernel = partial(scan or torch_state_space, A_H=A_H)
-        out, state = scan_row(kernel, inputs, segments, state)
+        if self.kind == "state_space":
+            scan = partial(scan, A_H=A_H)
+        out, state = scan_row(scan, inputs, segments, state)
         return out, state, tail
 
     def token_by_token(
         self, tensors: Sequence[Tensor], segments: Segments, carried: Sequence[Tensor] | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> Outs:
         """The same as `run`. Each segment runs with all tokens of its path."""
         outs = []
         left: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -132,9 +140,7 @@ class Layer:
             outs.append(out)
         return torch.stack(outs), state[None], seen[len(mixed) :]
 
-    def _token(
-        self, token: Sequence[Tensor], state: Tensor, A_H: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _token(self, token: Sequence[Tensor], state: Tensor, A_H: Tensor) -> tuple[Tensor, Tensor]:
         repeats = self.heads // self.groups
         if self.kind == "delta_rule":
             query, key, value, decay, beta = token
@@ -161,6 +167,19 @@ def path_of(segments: Segments, index: int) -> tuple[Tensor, int]:
         parts.insert(0, torch.arange(start, start + segments.lengths[index]))
         index = segments.parents[index]
     return torch.cat(parts), index
+
+
+def error(
+    layer: Layer, segments: Segments, run: Callable[..., Outs], wanted: Callable[..., Outs]
+) -> float:
+    """The largest relative error of outputs, of what the row leaves, and of all gradients."""
+    carried = layer.carried() if EARLIER in segments.parents else None
+    tensors = layer.tensors(sum(segments.lengths))
+    leaves = [*tensors, *(carried or [])]
+    found, by_other = (
+        with_gradients(way(tensors, segments, carried), leaves) for way in (run, wanted)
+    )
+    return largest_error(found, by_other)
 
 
 def with_gradients(outs: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -14,7 +14,11 @@ pytestmark = pytest.mark.unit
 def test_ranks_get_heads_of_their_own_or_copies_of_groups() -> None:
     values = torch.arange(6)
     heads = Section(heads=6, width=1)
-    assert [heads.part(values, rank, 3, 0).tolist() for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [heads.part(values, rank, 3, 0).tolist() for rank in range(3)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
     groups = Section(heads=2, width=3)
     parts = [groups.part(values, rank, 4, 0).tolist() for rank in range(4)]
     assert parts == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]

@@ -14,11 +14,11 @@ from megapack.model.recurrent.carried import earlier, leave
 from megapack.model.recurrent.segments import Segments
 from megapack.prefixes import EARLIER
 from megapack.rows.chain import Chain, Link, Piece
-from tests.recurrent_rows import Layer, largest_error, segments_of, with_gradients
+from tests.recurrent_rows import Kind, Layer, largest_error, segments_of, with_gradients
 
 pytestmark = pytest.mark.unit
 
-KINDS = ["delta_rule", "state_space"]
+KINDS: list[Kind] = ["delta_rule", "state_space"]
 
 # Of one sample 2 tokens, then 1 and 4 tokens as two branches, then 1, which is less than the
 # convolution's reach, then 6; and two other samples, of 5 and of 2 tokens.
@@ -59,7 +59,7 @@ def recomputed(function: Run, layer: Layer, tensors: list[Tensor], *rest: Any) -
 
 @pytest.mark.parametrize("run", [plainly, recomputed])
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_in_four_rows_are_the_whole_sample(kind: str, run: Run) -> None:
+def test_pieces_in_four_rows_are_the_whole_sample(kind: Kind, run: Run) -> None:
     layer = Layer(kind)
     tokens = [sum(segments.lengths) for segments in ROWS]
     tensors = layer.tensors(sum(tokens))

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from megapack.model.recurrent.scan import CHUNK_TOKENS
 from megapack.model.recurrent.segments import Segments
 from megapack.prefixes import EARLIER
-from tests.recurrent_rows import Layer, largest_error, segments_of, with_gradients
+from tests.recurrent_rows import Kind, Layer, error, segments_of
 
 pytestmark = pytest.mark.unit
 
-KINDS = ["delta_rule", "state_space"]
+KINDS: list[Kind] = ["delta_rule", "state_space"]
 TOLERANCE = 1e-12
 
 ROWS = {
@@ -28,31 +28,24 @@ ROWS = {
 }
 
 
-def error(layer: Layer, segments: Segments) -> float:
-    """Of outputs and of all gradients."""
-    carried = layer.carried() if EARLIER in segments.parents else None
-    tensors = layer.tensors(sum(segments.lengths))
-    leaves = [*tensors, *(carried or [])]
-    found = with_gradients(layer.run(tensors, segments, carried), leaves)
-    return largest_error(
-        found, with_gradients(layer.token_by_token(tensors, segments, carried), leaves)
-    )
+def off(layer: Layer, segments: Segments) -> float:
+    return error(layer, segments, layer.run, layer.token_by_token)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_is_its_paths_token_by_token(kind: str, row: str) -> None:
-    assert error(Layer(kind), ROWS[row]) < TOLERANCE
+def test_a_row_is_its_paths_token_by_token(kind: Kind, row: str) -> None:
+    assert off(Layer(kind), ROWS[row]) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("groups", [1, 4])
-def test_heads_share_keys_and_groups(kind: str, groups: int) -> None:
-    assert error(Layer(kind, groups=groups), ROWS["depth 3"]) < TOLERANCE
+def test_heads_share_keys_and_groups(kind: Kind, groups: int) -> None:
+    assert off(Layer(kind, groups=groups), ROWS["depth 3"]) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_leaves_a_state_and_a_tail(kind: str) -> None:
+def test_a_row_leaves_a_state_and_a_tail(kind: Kind) -> None:
     layer = Layer(kind)
     segments = ROWS["kept leaf"]
     _, state, tail = layer.run(layer.tensors(9), segments, None)
@@ -66,7 +59,7 @@ def test_a_row_leaves_a_state_and_a_tail(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_are_in_fp32(kind: str, dtype: torch.dtype) -> None:
+def test_states_are_in_fp32(kind: Kind, dtype: torch.dtype) -> None:
     layer = Layer(kind)
     tensors = [values.detach().to(dtype) for values in layer.tensors(9)]
     # Decays are in fp32 as the layers give them.
@@ -90,5 +83,5 @@ def trees(draw: st.DrawFn) -> Segments:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15, deadline=None)
 @given(segments=trees())
-def test_any_forest(kind: str, segments: Segments) -> None:
-    assert error(Layer(kind), segments) < TOLERANCE
+def test_any_forest(kind: Kind, segments: Segments) -> None:
+    assert off(Layer(kind), segments) < TOLERANCE
