@@ -60,6 +60,12 @@ setup(
         "te": ["transformer-engine[core_cu13,pytorch]>=2.9"],
         # Its Python alone, without CUDA: it runs on the CPU (docs/cpu.md).
         "te-cpu": ["transformer-engine>=2.9", "einops>=0.8"],
+        # Kernels of recurrent layers. The versions are those of megapack/model/recurrent/choice.py.
+        "hybrid": [
+            "fla-core>=0.5.0",
+            "mamba-ssm>=2.2.2",
+            "causal-conv1d>=1.4.0",
+        ],
         "liger": ["liger-kernel>=0.8.5", "liger-cute-kernels[cu13]>=0.8.5"],
         "parquet": ["pyarrow>=15"],
         "plot": ["matplotlib>=3.8"],

@@ -21,7 +21,7 @@ def python_path(*folders: Path) -> str:
     return os.pathsep.join([*map(str, folders), *filter(None, [inherited])])
 
 
-def child(code: str, *, path: Path | None = None) -> dict[str, Any]:
+def child(code: str, *, path: Path | None = None, timeout_s: float = 180) -> dict[str, Any]:
     """Run the code in a job of one rank; returns the JSON object that it prints last.
 
     Args:
@@ -35,7 +35,7 @@ def child(code: str, *, path: Path | None = None) -> dict[str, Any]:
         check=False,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=timeout_s,
         env=env,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -310,6 +310,13 @@ def _attention(diagnosis: Diagnosis) -> None:
         )
 
 
+def _recurrent(diagnosis: Diagnosis) -> None:
+    """Tell what would run the recurrent layers of hybrid models."""
+    from megapack.model.recurrent.choice import recurrent_kernels
+
+    diagnosis.found = recurrent_kernels("GM")
+
+
 def _patches(diagnosis: Diagnosis) -> None:
     from megapack import patching
     from megapack.startup import VARIABLE, asked_hosts
@@ -343,5 +350,6 @@ _PROBES: dict[str, Callable[[Diagnosis], None]] = {
     "apex": _apex,
     "megatron": _megatron,
     "attention": _attention,
+    "recurrent": _recurrent,
     "patches": _patches,
 }

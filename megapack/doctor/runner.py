@@ -19,7 +19,16 @@ from megapack.doctor.probes import Diagnosis, not_probed, run_probe
 __all__ = ["DEFAULT_TIMEOUT_S", "Diagnosis", "diagnose"]
 
 HERE = ("python", "numba", "environment")
-IN_CHILD = ("torch", "cuda", "transformer_engine", "apex", "megatron", "attention", "patches")
+IN_CHILD = (
+    "torch",
+    "cuda",
+    "transformer_engine",
+    "apex",
+    "megatron",
+    "attention",
+    "recurrent",
+    "patches",
+)
 
 DEFAULT_TIMEOUT_S = 120.0
 

@@ -35,6 +35,7 @@ def agreed_kernels(config: TrainConfig, layout: Layout, *, device: torch.device)
             model.dtype,
             sizes,
             shares_prefixes=plan.share_prefixes == "auto",
+            layer_pattern=model.layer_pattern,
         ),
         device=device,
     )

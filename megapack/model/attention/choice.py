@@ -18,6 +18,7 @@ from megapack.base.apex import Apex, find_apex
 from megapack.base.choices import Attention, Dtype, Kernel
 from megapack.errors import ConfigError
 from megapack.model.attention.te_backend import AttentionSizes, te_obstacle
+from megapack.model.recurrent.choice import recurrent_kernels
 
 Library = Literal["te", "apex", "torch"]
 
@@ -48,6 +49,8 @@ class Kernels:
     """Whether NVIDIA's apex is installed, or another package of that name."""
     shared_prefixes: str = ""
     """How samples attend to prefixes that they share; "" if they share none."""
+    recurrent: str = ""
+    """What runs recurrent layers, and why not faster kernels; "" if the model has none."""
 
     def __str__(self) -> str:
         """One line for the log at the start of a run."""
@@ -56,6 +59,7 @@ class Kernels:
             f"attention {self.attention}, norms {self.norm}, Adam {self.optimizer}, gradient norm "
             f"{self.grad_norm}, {'fused' if self.rope_fusion else 'unfused'} rotary embeddings"
             f"{self.shared_prefixes and f'; shared prefixes: {self.shared_prefixes}'}{reasons}"
+            f"{self.recurrent and f'; {self.recurrent}'}"
         )
 
 
@@ -65,11 +69,13 @@ def find_kernels(
     sizes: AttentionSizes | None = None,
     *,
     shares_prefixes: bool = False,
+    layer_pattern: str | None = None,
 ) -> Kernels:
     """The kernels of a model with this `ModelConfig.attention` and `dtype` on this machine.
 
     Args:
         attention, dtype, sizes, shares_prefixes: see `choose_attention`.
+        layer_pattern: see `ModelConfig`.
 
     Raises:
         ConfigError: the requested attention cannot run here.
@@ -87,6 +93,7 @@ def find_kernels(
         rope_fusion=has_rope_fusion(),
         apex=find_apex(),
         shared_prefixes=_way_to_share(kernel) if shares_prefixes else "",
+        recurrent=recurrent_kernels(layer_pattern or ""),
     )
 
 

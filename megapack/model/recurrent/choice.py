@@ -1,9 +1,16 @@
-"""The kernels of recurrent layers on this machine."""
+"""The kernels of recurrent layers on this machine.
+
+On a GPU flash-linear-attention's, or mamba_ssm's and causal_conv1d's. Torch's run everywhere, and
+are slow on a GPU.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
+
+from packaging.version import Version
 
 from megapack import cpu
 from megapack.model.recurrent.convolution import (
@@ -19,6 +26,15 @@ from megapack.model.recurrent.state_space import (
     mamba_state_space,
     torch_state_space,
 )
+
+_LEAST_VERSIONS = {"fla-core": "0.5.0", "mamba-ssm": "2.2.2", "causal-conv1d": "1.4.0"}
+"""Distributions of the kernels' packages -> the first version that can run packed rows here.
+
+flash-linear-attention before 0.5 ignores `cu_seqlens_cpu`, and takes as many value heads as there
+are key heads: it gives wrong values in silence where there are more.
+"""
+_DELTA_RULE = ("fla-core",)
+_STATE_SPACE = ("mamba-ssm", "causal-conv1d")
 
 
 @dataclass(frozen=True)
@@ -39,17 +55,52 @@ class StateSpaceKernels:
 
 def delta_rule_kernels() -> DeltaRuleKernels:
     """Those of flash-linear-attention on a GPU that has it, else torch's."""
-    if cpu.uses_cuda() and _has("fla"):
+    if _obstacle(_DELTA_RULE) is None:
         return DeltaRuleKernels(fla_convolution, fla_delta_rule)
     return DeltaRuleKernels(torch_convolution, torch_delta_rule)
 
 
 def state_space_kernels() -> StateSpaceKernels:
     """Those of mamba_ssm and causal_conv1d on a GPU that has both, else torch's."""
-    if cpu.uses_cuda() and _has("mamba_ssm") and _has("causal_conv1d"):
+    if _obstacle(_STATE_SPACE) is None:
         return StateSpaceKernels(dao_convolution, mamba_state_space)
     return StateSpaceKernels(torch_convolution, torch_state_space)
 
 
-def _has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def recurrent_kernels(pattern: str) -> str:
+    """The kernels of a model's recurrent layers, for the log at the start of a run.
+
+    Args:
+        pattern: the model's letters, see `ModelConfig.layer_pattern`.
+
+    Returns:
+        One line; "" if the model has no recurrent layer.
+    """
+    kinds = {"G": ("gated delta nets", _DELTA_RULE), "M": ("Mamba-2", _STATE_SPACE)}
+    found = [_chosen(*kind) for letter, kind in kinds.items() if letter in pattern]
+    return "; ".join(found)
+
+
+def _chosen(layers: str, packages: Sequence[str]) -> str:
+    reason = _obstacle(packages)
+    if reason is None:
+        return f"{layers} {' and '.join(packages)}"
+    return f"{layers} torch{f', which is slow: {reason}' if cpu.uses_cuda() else ''}"
+
+
+def _obstacle(packages: Sequence[str]) -> str | None:
+    """Why kernels of these packages cannot run here; None if they can."""
+    if not cpu.uses_cuda():
+        return "the device is not CUDA"
+    return next(filter(None, map(_unfit, packages)), None)
+
+
+def _unfit(package: str) -> str | None:
+    least = _LEAST_VERSIONS[package]
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return f"the package {package} is not installed (megapack[hybrid])"
+    if Version(version) < Version(least):
+        return f"{package} is {version}, packed rows need {least} (megapack[hybrid])"
+    return None
