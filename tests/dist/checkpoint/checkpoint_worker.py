@@ -37,12 +37,13 @@ class Case:
     Args:
         tp: tensor parallel ranks; the other ranks are data parallel.
         ep: expert parallel ranks; above 1 the model has experts.
+        variant: one of `problem.MODELS`.
     """
 
-    def __init__(self, tp: int, ep: int) -> None:
+    def __init__(self, tp: int, ep: int, variant: str) -> None:
         layout = Layout(tp=tp, ep=ep, dp=dist.get_world_size() // tp)
         experts = {"num_experts": 4} if ep > 1 else {}
-        model = dataclasses.replace(problem.MODEL, **experts)
+        model = dataclasses.replace(problem.MODELS[variant][0], **experts)
         self.chunks = build_chunks(layout, model=model, distributed_optimizer=True)
         optim = OptimConfig(lr=1e-2, distributed_optimizer=True)
         self.optimizer = build_optimizer(optim, self.chunks, bf16=False)
@@ -123,9 +124,9 @@ class Case:
         return all(torch.equal(a, b) for a, b in zip(self.tensors(), expected, strict=True))
 
 
-def main(out_dir: str, tp: int, ep: int) -> None:
+def main(out_dir: str, tp: int, ep: int, variant: str) -> None:
     launch.start("cpu")
-    case = Case(tp, ep)
+    case = Case(tp, ep, variant)
     expected = [tensor.clone() for tensor in case.tensors()]
     folders = {name: Path(out_dir, name) for name in ("direct", "ahead", "staged", "megatron")}
     if dist.get_rank() == 0:
@@ -148,4 +149,4 @@ def main(out_dir: str, tp: int, ep: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
