@@ -56,8 +56,9 @@ def interpret() -> None:
 
 def with_reference_of_causal_conv1d() -> None:
     """causal_conv1d's function is its reference by torch; the package has compiled kernels only."""
-    # All that its Python takes from the compiled part when it is imported.
-    sys.modules["causal_conv1d_cuda"] = mock.MagicMock(spec=ModuleType)
+    # The compiled parts of the package and of mamba_ssm, which are named when they are imported.
+    for name in ("causal_conv1d_cuda", "selective_scan_cuda"):
+        sys.modules[name] = mock.MagicMock(spec=ModuleType)
     import causal_conv1d
 
     reference = causal_conv1d.causal_conv1d_interface.causal_conv1d_ref
