@@ -61,13 +61,17 @@ def import_bridge() -> None:
     for requirement in (sources.release("megatron_bridge"), *_PACKAGES):
         sys.path.insert(0, str(sources.installed(requirement)))
     # Before the stand-ins: these ask for some of them, and would take them for the real packages.
+    import psutil
     import torch._inductor.compile_fx  # noqa: F401
     import transformers  # noqa: F401
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter  # noqa: F401
     from megatron.core.extensions import transformer_engine  # noqa: F401
     from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401
     from megatron.core.optimizer import distrib_optimizer  # noqa: F401
 
+    # The process that forks the ranks imported it before psutil was on the path.
+    vars(filesystem_async).update(psutil=psutil, HAVE_PSUTIL=True)
     import_stubs.install(*_STUBS)
 
 

@@ -111,10 +111,31 @@ def make_trainer(args: Arguments, report: Report) -> Any:
             self.config = self.unwrapped_models[0].config
             self.bridge = None
             self.peft_models = self.unwrapped_models
-            self.wrapped_models = wrap_model(self.args, self.unwrapped_models)
+            self.wrapped_models = wrap_model(
+                self.args, [between(model) for model in self.unwrapped_models]
+            )
 
     base.warmup_jit_function = lambda *_: None  # compiles CUDA kernels
     return CpuTrainer(arguments(args.layout), make_template())
+
+
+def between(model: Any) -> Any:
+    """The model below a module, as Megatron's Float16Module has it in 16 bits.
+
+    Later versions than 4.6 read `model.module.module` of DDP's module, whatever the precision.
+    """
+    from megatron.core.transformer.module import MegatronModule
+
+    class Between(MegatronModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(model.config)
+            self.add_module("module", model)
+            self.set_input_tensor = model.set_input_tensor
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+    return Between()
 
 
 def make_models(args: Arguments, report: Report) -> list[Any]:
