@@ -11,7 +11,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -124,9 +123,7 @@ def local_layer_spec(
     spec.submodules.input_layernorm = norm
     spec.submodules.pre_mlp_layernorm = norm
     if config.qk_layernorm:
-        # Megatron-Core's main refuses a norm of queries that are not compressed.
-        is_direct = latent and config.q_lora_rank is None
-        parts.q_layernorm = IdentityOp if is_direct else norm
+        parts.q_layernorm = norm
         setattr(parts, "kv_layernorm" if latent else "k_layernorm", norm)
     return spec
 
