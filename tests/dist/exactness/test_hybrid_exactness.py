@@ -67,6 +67,8 @@ def test_experts_are_counted_and_replayed(name: str, results: dict[str, dict[str
     assert result["wrong_choices"] == 0
     assert result["replay_error"] < 1e-5
     assert result["auxiliary_share"] > 0.01
-    balance = result["expected_metrics"]["moe_balance_loss"]
+    # The reference's mean is over the model's layers alone; two more of MTP have experts.
+    num_layers = {"mtp_hybrid_cp2_pp2_vpp2": (3, 5)}.get(name, (1, 1))
+    balance = result["expected_metrics"]["moe_balance_loss"] * num_layers[0] / num_layers[1]
     assert result["metrics"]["moe_balance_loss"] == pytest.approx(balance, rel=1e-5)
     assert not result["wrong_biases"]
