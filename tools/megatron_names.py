@@ -24,6 +24,8 @@ from tools.hosting.read_source import NotRead, Outside, Sources  # noqa: E402
 PACKAGE = "megatron.core"
 # Old versions lack these; megapack asks for them before it uses them, or sets them itself.
 ASKED_FOR = {"megatron.core.transformer.moe.moe_utils.te_general_gemm"}
+# Modules that are there since these versions; megapack refuses what needs them before.
+SINCE = {"megatron.core.models.hybrid": "0.18"}
 
 
 class Uses:
@@ -59,6 +61,8 @@ class Uses:
     def _absent(self, module: str, name: str) -> Iterator[str]:
         dotted = f"{module}.{name}"
         if dotted in ASKED_FOR or self._sources.has(dotted):
+            return
+        if any(dotted.startswith(own) and not self._sources.has(own) for own in SINCE):
             return
         if not self._sources.has(module):
             yield f"there is no module {module}, which had {name}"

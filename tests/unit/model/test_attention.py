@@ -385,6 +385,7 @@ try:
 except ScheduleError as error:
     found["unpacked"] = str(error)
 config.layernorm_zero_centered_gamma = True
+config.normalization = "LayerNorm"
 try:
     local_layer_spec(config)
     found["zero_centered"] = None
@@ -422,5 +423,5 @@ def test_a_gpt_without_packed_params_raises(gpt: dict[str, Any]) -> None:
     assert "without packed_seq_params" in gpt["unpacked"]
 
 
-def test_norms_with_weights_around_zero_are_refused(gpt: dict[str, Any]) -> None:
-    assert gpt["zero_centered"].startswith("layernorm_zero_centered_gamma=True: the local spec's")
+def test_layer_norms_with_weights_around_zero_are_refused(gpt: dict[str, Any]) -> None:
+    assert gpt["zero_centered"].startswith("layernorm_zero_centered_gamma=True: torch's LayerNorm")
