@@ -25,6 +25,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megapack import cpu
 from megapack.base.choices import Kernel
+from megapack.config.hybrid import SIZES
 from megapack.config.model_checks import check_sizes
 from megapack.config.sections import ModelConfig, OptimConfig
 from megapack.cost.sizes import VOCAB_MULTIPLE, stage_layers_of
@@ -206,12 +207,7 @@ def _hybrid(model: ModelConfig) -> dict[str, Any]:
     """Sizes of the layers that only hybrid models have."""
     if model.layer_pattern is None:
         return {}
-    names = [
-        *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
-        *("linear_value_head_dim", "linear_conv_kernel_dim", "attention_output_gate"),
-        *("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
-    ]
-    return {name: getattr(model, name) for name in names}
+    return {name: getattr(model, name) for name in (*SIZES, "attention_output_gate")}
 
 
 def _fp8(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
