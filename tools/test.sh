@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every test that needs no GPU, except the slow ones; `tools/test.sh -m slow` runs those.
+# Every test that needs no GPU, except the slow ones; `tools/test.sh -m 'slow or weekly'` runs those.
 #
 #   tools/test.sh [pytest arguments]            paths from the repository
 #   tools/test.sh --quick [pytest arguments]    the tests that tests/quick.txt names: two minutes

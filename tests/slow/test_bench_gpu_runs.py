@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.weekly
 
 TOY = "configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 

@@ -13,7 +13,7 @@ from megapack import CostModel, Layout
 from megapack.config.cost_file import read_cost
 from tests.dist.spawn import ROOT, run_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
+pytestmark = [pytest.mark.weekly, pytest.mark.dist]
 
 CONFIG = str(ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
 JOB = ["layout.dp=1", "layout.vpp=1", "plan.max_tokens_per_gpu=256"]

@@ -16,7 +16,7 @@ from megapack.config import load_config
 from megapack.config.sections import TrainConfig
 from megapack.plan import Plan
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.weekly
 
 TIMEOUT_S = 900
 NAME = "gpt_tiny_dp2_pp2_vpp2_cpu"

@@ -16,7 +16,7 @@ from tests.gpu.test_gpu import (
     check_split_backward,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.weekly
 
 
 def test_sdpa_and_pipelines_equal_the_reference_on_a_cpu(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
+pytestmark = [pytest.mark.weekly, pytest.mark.dist]
 
 
 def test_a_run_with_faults_takes_the_same_steps(repo_root: Path, tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ SETTINGS = [
 ]
 SFT = ("objective.kind=sft", "objective.kl_coef=0.0")
 NUM_STEPS = 8
-SAVING = ("train.async_save=false", "train.async_save=true")
+SYNC, ASYNC = "train.async_save=false", "train.async_save=true"
+WEEKLY = pytest.mark.weekly
 # Less than the largest file of a checkpoint.
 LIMIT = 100_000
 DP2 = ("layout.dp=2", "layout.pp=1", "layout.vpp=1")
@@ -152,7 +153,7 @@ def copy_of_run(undisturbed: Path, folder: Path, *, until: int) -> Path:
     return run
 
 
-@pytest.mark.parametrize("saving", SAVING)
+@pytest.mark.parametrize("saving", [SYNC, ASYNC])
 def test_killed_and_resumed_bit_by_bit(undisturbed: Path, tmp_path: Path, saving: str) -> None:
     killed(tmp_path, *DP2, saving, "train.resume=auto", after_steps=5)
     assert len(metrics(tmp_path)) < NUM_STEPS
@@ -178,7 +179,7 @@ def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
     assert names(tmp_path)[-1] == f"step-{len(metrics(tmp_path)):08d}"
 
 
-@pytest.mark.parametrize("saving", SAVING)
+@pytest.mark.parametrize("saving", [pytest.param(SYNC, marks=WEEKLY), ASYNC])
 def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(
     undisturbed: Path, tmp_path: Path, saving: str
 ) -> None:
@@ -196,7 +197,11 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(
     assert_same_steps(lines, metrics(undisturbed), rel=0.0)
 
 
-@pytest.mark.parametrize("layout", [PP2_VPP2, TP2, UNEVEN], ids=["pp2_vpp2", "tp2", "uneven"])
+@pytest.mark.parametrize(
+    "layout",
+    [PP2_VPP2, pytest.param(TP2, marks=WEEKLY), UNEVEN],
+    ids=["pp2_vpp2", "tp2", "uneven"],
+)
 def test_resumed_on_another_layout(
     undisturbed: Path, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
@@ -209,7 +214,7 @@ def test_resumed_on_another_layout(
     ("saved", "resumed"),
     [
         (UNEVEN, (*PP2, "layout.num_layers_in_first_pipeline_stage=1")),
-        ((*TP2, PLAIN), (*PP2_VPP2, PLAIN)),
+        pytest.param((*TP2, PLAIN), (*PP2_VPP2, PLAIN), marks=WEEKLY),
     ],
     ids=["uneven-other", "tp2-pp2_vpp2"],
 )
@@ -222,6 +227,7 @@ def test_saved_on_one_layout_and_resumed_on_another(
     assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
 
 
+@WEEKLY
 def test_killed_on_dp2_pp2_and_resumed_on_pp4(undisturbed: Path, tmp_path: Path) -> None:
     killed(tmp_path, *DP2_PP2, "train.resume=auto", after_steps=4, world=4)
     lines = finished(tmp_path, *PP4, "train.resume=auto", world=4)
@@ -244,6 +250,7 @@ def test_experts_and_a_frozen_stage_resumed_on_ep2(tmp_path: Path) -> None:
     assert_same_steps(lines, whole, rel=1e-5)
 
 
+@WEEKLY
 def test_whole_experts_of_tensor_parallel_ranks_resumed_in_halves_and_copies(
     tmp_path: Path,
 ) -> None:
@@ -263,6 +270,7 @@ def test_whole_experts_of_tensor_parallel_ranks_resumed_in_halves_and_copies(
         assert_same_steps(lines, whole, rel=1e-5)
 
 
+@WEEKLY
 def test_a_run_that_trains_only_experts_is_resumed(tmp_path: Path) -> None:
     """The optimizer of the other parameters, all frozen, is empty on every rank."""
     frozen = "[embedding.*, '*.self_attention.*', '*norm*', '*.router.*']"
@@ -339,7 +347,7 @@ def test_a_resume_that_fails_leaves_later_checkpoints(undisturbed: Path, tmp_pat
     assert (names(tmp_path), metrics(tmp_path)) == before
 
 
-@pytest.mark.parametrize("saving", SAVING)
+@pytest.mark.parametrize("saving", [SYNC, pytest.param(ASYNC, marks=WEEKLY)])
 def test_a_full_disk_leaves_the_last_checkpoint(
     undisturbed: Path, tmp_path: Path, saving: str
 ) -> None:

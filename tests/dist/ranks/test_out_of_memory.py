@@ -52,9 +52,9 @@ def replanned(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ("phase", "rank", "executor"),
     [
         ("forward", 0, "megatron"),
-        ("backward", 1, "megatron"),
+        pytest.param("backward", 1, "megatron", marks=pytest.mark.weekly),
         ("backward", 2, "operations"),
-        ("loss", 3, "megatron"),
+        pytest.param("loss", 3, "megatron", marks=pytest.mark.weekly),
     ],
 )
 def test_nothing_is_left_of_the_failed_attempt(
@@ -86,13 +86,18 @@ def wide_replanned(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
 @pytest.mark.parametrize(
     ("phase", "rank", "settings"),
     [
-        ("forward", 0, ()),
-        ("layer", 1, ("train.executor=operations",)),
         ("layer", EVERY_RANK, ()),
-        ("backward", 2, ()),
-        ("layer backward", 3, ()),
         ("layer backward", 1, ("model.recompute=full", "train.executor=operations")),
-        ("loss", 3, ()),
+        *(
+            pytest.param(*case, marks=pytest.mark.weekly)
+            for case in (
+                ("forward", 0, ()),
+                ("layer", 1, ("train.executor=operations",)),
+                ("backward", 2, ()),
+                ("layer backward", 3, ()),
+                ("loss", 3, ()),
+            )
+        ),
     ],
 )
 def test_ranks_that_share_its_row_leave_it_too(

@@ -31,7 +31,7 @@ SAME_BITS = [
 
 # On each of six layouts. The worker runs any number by torchrun; tests/unit/plan/test_order.py
 # checks random orders without ranks.
-ORDERS_PER_LAYOUT = 20
+ORDERS_PER_LAYOUT = 8
 
 
 def world_of(name: str) -> int:

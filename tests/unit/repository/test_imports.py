@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pydoc
 import re
 import subprocess
@@ -93,6 +94,7 @@ class Import:
         return self.name == package or self.name.startswith(package + ".")
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Files of all modules by dotted name below megapack, such as `plan.check`."""
     files = PACKAGE.rglob("*.py")
@@ -109,6 +111,7 @@ def is_within(module: str, names: list[str]) -> bool:
     return any(f"{module}.".startswith(f"{name}.") for name in names)
 
 
+@functools.cache
 def imports(path: Path) -> list[Import]:
     return list(_imports(ast.parse(path.read_text(), str(path)).body, top=True))
 
