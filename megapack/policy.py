@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
@@ -36,7 +36,14 @@ _CHOICES = {
 
 # Fields that a payload leaves out at their defaults, so that plans from before they were fields
 # keep their digests.
-_LATER_FIELDS = ("share_prefixes", "context_parallel", "split_samples", "backward", "max_width")
+_LATER_FIELDS = (
+    "share_prefixes",
+    "context_parallel",
+    "split_samples",
+    "backward",
+    "max_width",
+    "least_piece",
+)
 
 # Compiled code multiplies these numbers by sizes of the layout (at most 2**20) in int64:
 # 2**40 * 2**20 = 2**60, and int64 ends at 2**63.
@@ -93,6 +100,10 @@ class Policy:
     """"auto": a long sample may be cut into pieces in consecutive micro-batches of one DP rank,
     where that is faster or where it is over the budget; samples with a common prefix may be cut at
     its end, where that is faster. "off": every sample is whole in its row."""
+    least_piece: int | None = None
+    """Padded tokens of the shortest piece with split_samples="auto", as far as a row holds two such
+    pieces; no limit by default, but in a job with a hybrid model what the states that a cut keeps
+    cost in tokens of activations (`MemoryModel.least_piece`)."""
     backward: Backward = "joint"
     """"split": weight gradients are computed apart from input gradients, where a stage waits.
     "joint": together."""
@@ -104,8 +115,9 @@ class Policy:
         _check_int("search", self.search, 0)
         if self.max_live_tokens_per_gpu is not None:
             _check_int("max_live_tokens_per_gpu", self.max_live_tokens_per_gpu, 1)
-        if self.max_width is not None:
-            _check_int("max_width", self.max_width, 1)
+        for name in ("max_width", "least_piece"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1)
 
     def widths(self, layout: Layout) -> tuple[int, ...]:
         """Numbers of DP ranks that a row may lie over, ascending."""
@@ -113,11 +125,17 @@ class Policy:
             return (1,)
         return tuple(w for w in layout.widths if w <= (self.max_width or w))
 
-    def within_width(self, max_width: int | None) -> Policy:
-        """The same with rows over at most so many DP ranks; None for no other limit."""
-        if max_width is None or max_width >= (self.max_width or max_width + 1):
-            return self
-        return replace(self, max_width=max_width)
+    def within(self, max_width: int | None, least_piece: int | None) -> Self:
+        """The same within a hybrid model's limits of what is allowed; None for no limit.
+
+        A `max_width` of the policy counts if it is smaller, and its `least_piece` in any case.
+        """
+        changes = {}
+        if self.context_parallel == "dynamic" and max_width is not None:
+            changes["max_width"] = min(self.max_width or max_width, max_width)
+        if self.split_samples == "auto" and self.least_piece is None:
+            changes["least_piece"] = least_piece
+        return replace(self, **changes)
 
     def to_payload(self) -> dict[str, object]:
         """The fields as JSON types, in the order of their definition."""

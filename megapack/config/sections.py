@@ -99,13 +99,12 @@ class TrainConfig:
 
         share_prefixes="off" where the attention cannot share: Transformer Engine has no kernel for
         it over several ranks. Its kernel is preferred in bf16 on GPUs. In a hybrid model rows lie
-        over no more ranks than its heads divide over.
+        over no more ranks than its heads divide over, and pieces are worth the states at their end.
         """
         model = self.model
-        widest = model.to_sizes().max_width(self.layout)
-        plan = self.plan
-        if plan.context_parallel == "dynamic" and plan.max_width is None:
-            plan = dataclasses.replace(plan, max_width=widest)
+        memory = self.memory_model()
+        widest, least_piece = memory.sizes.max_width(self.layout), memory.least_piece(self.layout)
+        plan = self.plan.within(widest, least_piece)
         is_wide = plan.context_parallel == "dynamic" and self.layout.dp != 1
         preferred = self.device == "cuda" and model.dtype == "bf16" and model.attention == "auto"
         on_te = preferred or model.attention == "te" or model.fp8 is not None

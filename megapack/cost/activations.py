@@ -67,6 +67,11 @@ class SavedActivations:
         return self._width * self._hidden
 
     @property
+    def held(self) -> float:
+        """What a layer keeps from its forward to its backward."""
+        return self.layer_input if self.recompute == "full" else self.layer
+
+    @property
     def recomputed_layer(self) -> float:
         """What a layer keeps in addition while its backward recomputes it, or parts of it."""
         whole = replace(self, recompute="none").layer

@@ -8,6 +8,7 @@ and gradients of activations. Leave a twentieth of the GPU or more for these.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,7 +19,7 @@ from megapack.cost.activations import SavedActivations
 from megapack.cost.head import default_chunk_tokens
 from megapack.cost.sizes import ModelSizes, stage_layers_of
 from megapack.cost.stages import StageLayers
-from megapack.layout import Layout
+from megapack.layout import Layout, ParallelSizes
 
 GIB = 2**30
 
@@ -215,6 +216,22 @@ class MemoryModel:
             composite_norms=self.composite_norms,
         )
 
+    def least_piece(self, layout: ParallelSizes) -> int | None:
+        """Padded tokens of a piece whose activations take the bytes of the states at its end and
+        of their gradients; None without layers G and M.
+
+        Both are held from the piece's forward to its backward, so shorter pieces hold more states
+        than activations. Layers are those of the whole model, whatever their stages.
+
+        Args:
+            layout: gives tp, etp and sequence parallelism.
+        """
+        etp = layout.etp or layout.tp
+        own = Layout(tp=layout.tp, etp=etp, sequence_parallel=layout.sequence_parallel)
+        kinds = [(self.saved(own, kind), n) for kind, n in self.sizes.layer_kinds()]
+        states = sum(2 * n * saved.carried_state for saved, n in kinds)
+        return math.ceil(states / sum(n * saved.held for saved, n in kinds)) or None
+
     def _activations(
         self,
         layout: Layout,
@@ -236,7 +253,7 @@ class MemoryModel:
             live_tokens
             * layout.vpp
             * max(
-                sum(n * (saved.layer_input if full else saved.layer) for saved, n in kinds)
+                sum(n * saved.held for saved, n in kinds)
                 for kinds in by_chunk
             )
         )
@@ -272,10 +289,9 @@ class MemoryModel:
         total = 0.0
         for sizes, count in kinds:
             saved = self.saved(layout, sizes)
-            held = saved.layer_input if full else saved.layer
             total += count * keys * saved.carried_token
             total += count * 2 * carried.states * saved.carried_state
-            total += count * carried.put_off_tokens * max(0.0, saved.put_off_token - held)
+            total += count * carried.put_off_tokens * max(0.0, saved.put_off_token - saved.held)
         if full:
             total += carried.earlier_tokens * layout.vpp * self.saved(layout).carried_token
         return int(total)

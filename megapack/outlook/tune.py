@@ -13,7 +13,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megapack.base.arrays import Ids, Ints
 from megapack.base.choices import Executor
@@ -259,9 +259,11 @@ class Workload:
     prefixes: SharedPrefixes | None = None
     """Tokens that samples have in common; None: nothing is shared."""
 
-    def policy_of(self, layout: Layout) -> Policy:
-        """`policy`, with rows over no more ranks than the model's heads divide over."""
-        return self.policy.within_width(self.memory.sizes.max_width(layout))
+    def policy_of(self, layout: Layout, **changes: Any) -> Policy:
+        """`policy` with these changes, within the model's limits."""
+        memory = self.memory
+        policy = replace(self.policy, **changes)
+        return policy.within(memory.sizes.max_width(layout), memory.least_piece(layout))
 
 
 def tune(work: Workload, space: Space) -> Tuning:
@@ -353,7 +355,7 @@ def _budgets(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterat
         return
     longest = _longest(work, layout)
     if kind.context_parallel == "dynamic":
-        policy = replace(work.policy_of(layout), context_parallel="dynamic", count_rule="legal")
+        policy = work.policy_of(layout, context_parallel="dynamic", count_rule="legal")
         shared = [width for width in policy.widths(layout) if width <= _MAX_SHARERS]
         yield from (_longest(work, layout.over(width)) for width in reversed(shared))
     elif kind.split_samples == "auto":
@@ -374,12 +376,8 @@ def _policies(work: Workload, space: Space, layout: Layout, kind: Kind) -> Itera
         search = min(search, _ORDER_SEARCH)
         rules, groups = rules[:1], groups[:1]
     for rule, group in itertools.product(rules, groups):
-        policy = replace(
-            work.policy_of(layout),
-            count_rule=rule,
-            group_size=group,
-            search=search,
-            **kind._asdict(),
+        policy = work.policy_of(
+            layout, count_rule=rule, group_size=group, search=search, **kind._asdict()
         )
         one_count = rule == "per_rank" and layout.dp == 1
         one_group = group == "search" and layout.vpp == 1

@@ -285,11 +285,13 @@ def _try_cut(board: Board, clock: Clock, own: OwnOrders, random: Ints, rank: int
     if units < 1:
         return 0
     shift = (1 + next_random(random, units)) * unit
-    longer = board.row_of[a]
+    longer, shorter = a, b
     if next_random(random, 2) == 0:
         shift = -shift
-        longer = board.row_of[b]
-    if board.tokens[longer] + abs(shift) > board.cost.capacity[0]:
+        longer, shorter = b, a
+    if board.tokens[board.row_of[longer]] + abs(shift) > board.cost.capacity[0]:
+        return 0
+    if board.item_tokens[0, shorter] - abs(shift) < own.least_piece:
         return 0
     shift_cut(board, a, shift)
     seconds = score_rank(board, clock, own, rank)

@@ -324,6 +324,7 @@ class _OperationSearch:
             p2p=self.runner.p2p,
             cap=self._cap(draft),
             alignment=layout.sample_alignment,
+            least_piece=self.step.least_piece,
             forward_only=self.step.forward_only,
             backward_ratio=float(self.cost.backward_ratio),
             weight_ratio=float(self.cost.weight_ratio) if split else 0.0,

@@ -116,7 +116,7 @@ def _saves(items: Items, members: Ints, depth: int) -> bool:
     assert table is not None
     samples = items.take(members).samples
     place = np.sort(table.place[samples])
-    if depth > items.step.capacity or place[0] < 0:
+    if not items.step.least_piece <= depth <= items.step.capacity or place[0] < 0:
         return False
     if int(table.between(place[:-1], place[1:]).min(initial=depth)) < depth:
         return False
@@ -395,12 +395,14 @@ def fill_around(
 
 
 def _ends(items: Items, item: int, num: int, most: int) -> list[int] | None:
-    """Where the pieces of a sample end, in padded tokens: `num` pieces of equal work, and more
-    where the capacity makes them shorter; None if so many are too many."""
+    """Where the pieces of a sample end, in padded tokens: `num` pieces of equal work, more where
+    the capacity makes them shorter, fewer where they would be too short; None if so many are too
+    many."""
     cost = items.step.real_cost
     length = int(items.aligned[item])
     unit = items.step.layout.sample_alignment
     room = items.step.capacity // unit * unit
+    least = items.step.least_piece
     ends: list[int] = []
     start = 0
     while start < length and len(ends) < most and room > 0:
@@ -409,7 +411,11 @@ def _ends(items: Items, item: int, num: int, most: int) -> list[int] | None:
         # Half a piece more is not worth a piece.
         if part < 1 - 0.5 / num:
             end = round(_cut_at(cost, length, part) / unit) * unit
-        start = min(max(end, start + unit), start + room, length)
+        end = min(max(end, start + least), start + room)
+        if length - end < least:
+            # The rest is no piece of its own: it goes to this one, or gets some of its tokens.
+            end = length if length - start <= room else length - least
+        start = end
         ends.append(start)
     return ends if start == length else None
 

@@ -59,6 +59,13 @@ class Step:
         return min(self.budget, max(live // chunks // unit * unit, unit))
 
     @property
+    def least_piece(self) -> int:
+        """Padded tokens of the shortest piece: the policy's, as far as a row holds two of them."""
+        unit = self.layout.sample_alignment
+        least = -(-(self.policy.least_piece or 0) // unit) * unit
+        return max(min(least, self.capacity // 2 // unit * unit), unit)
+
+    @property
     def least_group(self) -> int:
         """The smallest G that the policy allows: its legal counts are the closest together, and it
         keeps the fewest activations."""

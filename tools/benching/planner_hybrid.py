@@ -50,10 +50,11 @@ def hybrid_table(data: Iterable[tuple[str, np.ndarray, int]]) -> Iterator[str]:
 
 def _cells(config: TrainConfig, layout: Layout, lengths: np.ndarray, budget: int) -> Iterator[str]:
     cost = config.cost_from_sizes(layout)
-    widest = config.model.to_sizes().max_width(layout)
+    memory = config.memory_model()
+    limits = memory.sizes.max_width(layout), memory.least_piece(layout)
     yield _ratio(_one_weight(cost, lengths), cost, layout, lengths, budget, Policy())
     for policy in POLICIES.values():
-        yield _ratio(cost, cost, layout, lengths, budget, policy.within_width(widest))
+        yield _ratio(cost, cost, layout, lengths, budget, policy.within(*limits))
 
 
 def _one_weight(cost: CostModel, lengths: np.ndarray) -> CostModel:

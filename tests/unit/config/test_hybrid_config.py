@@ -91,6 +91,17 @@ def test_stages_share_the_letters() -> None:
     assert gpt.memory_model().sizes.layer_pattern == "*-" * gpt.model.num_layers
 
 
+def test_pieces_are_worth_the_states_at_their_end() -> None:
+    assert nemotron().row_plan.least_piece is None
+    auto = "plan.split_samples=auto"
+    config = nemotron(auto)
+    assert config.row_plan.least_piece == config.memory_model().least_piece(config.layout) == 352
+    assert nemotron(auto, "model.recompute=none").row_plan.least_piece == 23
+    assert nemotron(auto, "plan.least_piece=64").row_plan.least_piece == 64
+    gpt = find_config("configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
+    assert load_config(gpt, [auto], TrainConfig).row_plan.least_piece is None
+
+
 def test_rows_lie_over_as_many_ranks_as_heads_divide() -> None:
     assert nemotron().row_plan.max_width is None
     dynamic = "plan.context_parallel=dynamic"

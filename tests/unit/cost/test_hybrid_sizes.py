@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megapack.base.choices import Recompute
 from megapack.config.load import find_config, load_config
 from megapack.config.sections import TrainConfig
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
@@ -174,6 +175,36 @@ def test_work_of_linear_layers_of_qwen3_next() -> None:
     assert saved.carried_state / keys == pytest.approx(1048, abs=0.5)
     assert saved.carried_token == 0
     assert MemoryModel(sizes=kinds["*"]).saved(Layout()).carried_state == 0
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(cp=2), Layout(tp=2, sequence_parallel=True)])
+def test_the_shortest_piece_holds_as_much_as_its_states(
+    recompute: Recompute, layout: Layout
+) -> None:
+    """A piece of so many tokens holds in activations what its states add, and one token less does
+    not. Context parallelism splits both."""
+    model = MemoryModel(sizes=UNEVEN, recompute=recompute)
+    least = model.least_piece(layout)
+    assert least is not None
+
+    def held(tokens: float, states: float) -> int:
+        tokens, states = tokens / layout.cp, states / layout.cp
+        own = {"live_tokens": tokens, "row_tokens": 0, "carried": Carried(states=states)}
+        return model.stage(layout, 0, **own).activations
+
+    # On one stage, which has all layers; embedding and rotary tables are no activations of layers.
+    beside = least * (8 + model.saved(layout).rotary_table) / layout.cp
+    states = held(0, 1)
+    assert states > 0
+    assert held(least, 0) - beside >= states - 2
+    assert held(least - 1, 0) < states + beside
+
+
+def test_models_without_recurrent_layers_have_no_shortest_piece() -> None:
+    gpt = replace(UNEVEN, layer_pattern="*-*-")
+    for sizes in (gpt, replace(gpt, layer_pattern=None)):
+        assert MemoryModel(sizes=sizes).least_piece(Layout()) is None
 
 
 def test_stages_with_other_shares_of_attention_have_two_weights() -> None:

@@ -16,6 +16,7 @@ from megapack.planner.choose import best_draft
 from megapack.planner.items import Items
 from megapack.planner.scored import score_draft
 from megapack.planner.step import Step
+from megapack.policy import Backward
 
 pytestmark = pytest.mark.unit
 
@@ -171,6 +172,40 @@ def test_rows_lie_over_no_more_ranks_than_heads_divide() -> None:
         )
     with pytest.raises(ConfigError, match="max_width=0"):
         Policy(max_width=0)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, pp=4), Layout(dp=2, pp=2, vpp=2, cp=2)])
+@pytest.mark.parametrize("backward", ["joint", "split"])
+def test_no_piece_is_shorter_than_its_state_is_worth(layout: Layout, backward: Backward) -> None:
+    """Moves shift cuts, and still leave each piece its tokens."""
+    lengths = [6000, 3000, *LENGTHS]
+    cost = replace(COST, stage_weights=None, square_factors=None)
+    shortest = {}
+    for least in (None, 1, 1100):
+        policy = Policy(split_samples="auto", backward=backward, least_piece=least)
+        plan = build_dp_schedule(
+            lengths, layout=layout, max_tokens_per_gpu=4000, cost=cost, policy=policy
+        )
+        check_plan(plan, lengths)
+        parts = [part for mb in plan.steps[0].microbatches for part in mb.pieces]
+        assert parts
+        ends = np.array([layout.aligned_sample_tokens(part.end) for part in parts])
+        shortest[least] = min(ends - [part.begin for part in parts])
+    assert shortest[1] == shortest[None] < 1100 <= shortest[1100]
+
+
+@pytest.mark.parametrize("num_tokens", [1001, 1500, 1999, 2001, 2999, 3001])
+def test_a_row_that_holds_no_two_shortest_pieces_holds_two_halves(num_tokens: int) -> None:
+    """A sample over the budget is cut whatever its pieces cost."""
+    policy = Policy(split_samples="auto", least_piece=900, search=0)
+    layout = Layout(pp=4)
+    plan = build_dp_schedule(
+        [num_tokens], layout=layout, max_tokens_per_gpu=1000, cost=COST, policy=policy
+    )
+    check_plan(plan, [num_tokens])
+    parts = [part.end - part.begin for mb in plan.steps[0].microbatches for part in mb.pieces]
+    assert sum(parts) == num_tokens
+    assert min(parts) >= 500
 
 
 @pytest.mark.parametrize("factors", [(1.0,), (1.0, -1.0), 3])
