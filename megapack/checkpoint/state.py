@@ -7,27 +7,18 @@ index is a pickle, which is checked before torch reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import (
-    dict_list_map_outplace,
-    merge,
-    nested_values,
-)
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.exchange_utils import (
     ShardDistribution,
     determine_main_replica_uniform_distribution,
 )
-from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    apply_factory_merges,
-    is_main_replica,
-)
+from megatron.core.dist_checkpointing.mapping import apply_factory_merges, is_main_replica
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -44,7 +35,7 @@ from megapack.checkpoint.writer import StateWriter
 from megapack.errors import CheckpointError, one_line
 from megapack.model.head import unwrapped
 from megapack.model.overlap import finish_param_gathers
-from megapack.model.sharded import METADATA, is_tensor, sharded_tensors
+from megapack.model.sharded import is_tensor, sharded_tensors
 from megapack.ranks.agree import agree
 
 
@@ -133,15 +124,15 @@ class RunState:
         if not with_reference:
             sharded.pop("reference", None)
         loaded = agree(lambda: _read(sharded, folder), device=device)
-        self._fill(loaded, num_updates)
+        self._fill(loaded)
         if self._critic is not None:
-            self._critic._fill(loaded["critic"], num_critic_updates)
+            self._critic._fill(loaded["critic"])
 
     def _set_update_counts(self, num_updates: int) -> None:
         for one in _inner_optimizers(self._optimizer).values():
             _set_update_count(one, num_updates)
 
-    def _fill(self, loaded: dict[str, Any], num_updates: int) -> None:
+    def _fill(self, loaded: dict[str, Any]) -> None:
         """Take over what was read into a sharded state dict."""
         for v, chunk in enumerate(self._chunks):
             # Not strict, because extra states (FP8 scales) are not saved. Tensors are complete.
@@ -149,8 +140,8 @@ class RunState:
         for index, one in _inner_optimizers(self._optimizer).items():
             # The blocks of a distributed one are views of its tensors, so they were read in place.
             if not _is_distributed(one):
-                one.load_state_dict(loaded["optimizer"][index])
-                _set_update_count(one, num_updates)
+                for number, (_, _, value) in enumerate(_whole_tensors(one)):
+                    value.copy_(loaded["optimizer"][index][number])
         for name, value in loaded.get("reference", {}).items():
             self._reference_tensors()[name].data.copy_(value)
 
@@ -160,7 +151,7 @@ class RunState:
         inner = _inner_optimizers(self._optimizer)
         if inner:
             sharded["optimizer"] = {
-                index: _sharded_optimizer(one, model, is_loading) for index, one in inner.items()
+                index: _sharded_optimizer(one, model) for index, one in inner.items()
             }
         if self._reference is not None:
             tensors = _by_name(model)
@@ -245,12 +236,39 @@ def _is_distributed(inner: Any) -> bool:
     return isinstance(inner, DistributedOptimizer)
 
 
-def _sharded_optimizer(inner: Any, model: dict[str, Any], is_loading: bool) -> Any:
-    """An optimizer's sharded state dict; of a distributed one, its numbered blocks."""
+def _sharded_optimizer(inner: Any, model: dict[str, Any]) -> dict[int, Any]:
+    """An optimizer's numbered tensors; of a distributed one, its blocks."""
     if _is_distributed(inner):
         return dict(enumerate(own_blocks(inner, model)))
-    state = inner.sharded_state_dict(model, is_loading=is_loading, metadata=dict(METADATA))
-    return dict_list_map_outplace(_tensors_only, state)
+    named = {id(one.data): one for one in nested_values(dict(model))}
+    return {
+        number: make_sharded_optimizer_tensor(named[id(param)], value, f"optimizer.state.{name}")
+        for number, (param, name, value) in enumerate(_whole_tensors(inner))
+    }
+
+
+def _whole_tensors(inner: Any) -> Iterator[tuple[Tensor, str, Tensor]]:
+    """Each parameter's main weights and moments in an optimizer that is not distributed.
+
+    Megatron's own state dict (0.16 to 0.19) counts no parameters that are fp32 in a bf16 model, and
+    would give those after them the state of others.
+
+    Yields:
+        The parameter, the name of the values, and the values.
+    """
+    groups = (getattr(inner, name, ()) for name in ("float16_groups", "fp32_from_float16_groups"))
+    param_of = {
+        main: param
+        for params, mains in zip(*groups, strict=True)
+        for param, main in zip(params, mains, strict=True)
+    }
+    for main in (main for group in inner.optimizer.param_groups for main in group["params"]):
+        param = param_of.get(main, main)
+        if param is not main:
+            yield param, "fp32_param", main.detach()
+        for name, value in inner.optimizer.state[main].items():
+            if name != "step":
+                yield param, name, value
 
 
 def _by_name(model: dict[str, Any]) -> dict[str, Any]:
@@ -261,13 +279,6 @@ def _by_name(model: dict[str, Any]) -> dict[str, Any]:
         for name, value in state.items()
         if is_tensor(value)
     }
-
-
-def _tensors_only(value: Any) -> Any:
-    """Keep sharded tensors as they are; mark everything else as not saved."""
-    if isinstance(value, ShardedBase | LocalNonpersistentObject):
-        return value
-    return LocalNonpersistentObject(value)
 
 
 def _inner_optimizers(optimizer: Any) -> dict[int, Any]:

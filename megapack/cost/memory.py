@@ -252,10 +252,7 @@ class MemoryModel:
         kept = (
             live_tokens
             * layout.vpp
-            * max(
-                sum(n * saved.held for saved, n in kinds)
-                for kinds in by_chunk
-            )
+            * max(sum(n * saved.held for saved, n in kinds) for kinds in by_chunk)
         )
         gathered = gathered_tokens * self.saved(layout).gathered_token
         kept += gathered * (1 if full else layout.vpp * max(map(_count_attention, by_chunk)))

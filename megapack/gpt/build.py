@@ -21,7 +21,6 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.module import Float16Module
 
 from megapack import cpu
 from megapack.base.choices import Kernel
@@ -37,7 +36,8 @@ from megapack.gpt.specs import block_spec, mtp_spec
 from megapack.layout import Layout, round_up
 from megapack.model.attention.choice import choose_attention, has_rope_fusion
 from megapack.model.attention.te_backend import AttentionSizes
-from megapack.model.head import keep_fp32, mark_num_ids, replace_output_layer
+from megapack.model.fp32 import in_bf16
+from megapack.model.head import mark_num_ids, replace_output_layer
 from megapack.model.parameters import mark_experts
 
 
@@ -345,7 +345,7 @@ def build_model(
         DistributedDataParallel(
             config,
             ddp,
-            _in_dtype(config, chunk).cuda(),
+            (in_bf16(config, chunk) if config.bf16 else chunk).cuda(),
             disable_bucketing=v > 0,
         )
         for v, chunk in enumerate(chunks)
@@ -383,14 +383,6 @@ def _draw_nothing(config: TransformerConfig) -> None:
 
 def _as_allocated(weight: torch.Tensor) -> torch.Tensor:
     return weight
-
-
-def _in_dtype(config: TransformerConfig, chunk: GPTModel) -> torch.nn.Module:
-    if not config.bf16:
-        return chunk  # type: ignore[no-any-return]
-    half = Float16Module(config, chunk)
-    keep_fp32(half)
-    return half  # type: ignore[no-any-return]
 
 
 def _chunk(

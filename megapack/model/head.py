@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
+from megapack.model.fp32 import mark_fp32
 from megapack.rows.packed import PlacedRow
 from megapack.rows.segments import sum_by_sample
 
@@ -131,6 +132,7 @@ class ValueHead(torch.nn.Module):
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=torch.float32))
+        mark_fp32(self.weight)
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, **_: Any
@@ -156,13 +158,6 @@ def replace_output_layer(model: Any) -> None:
         )
     if gpt.post_process:
         gpt.output_layer = ValueHead(gpt.config.hidden_size)
-
-
-def keep_fp32(model: Any) -> None:
-    """Set a value head back to fp32 after Float16Module; call it before DDP."""
-    head = getattr(unwrapped(model), "output_layer", None)
-    if isinstance(head, ValueHead):
-        head.float()
 
 
 def row_scores(row: PlacedRow, values_T: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor
 
 from megapack.model.attention.row import layer_row
+from megapack.model.fp32 import mark_fp32
 from megapack.model.recurrent.carried import earlier, leave
 from megapack.model.recurrent.choice import delta_rule_kernels
 from megapack.model.recurrent.convolution import convolve_row
@@ -44,6 +45,8 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         # See `gpt.init.local_slice`.
         self.in_proj.weight.partition_sizes = sizes(projected)
         self.conv1d.weight.partition_sizes = sizes(self.convolved)
+        # Folders have them in fp32, and the decay of a long sample needs it.
+        mark_fp32(self.A_log, self.dt_bias)
         if self.tp_size > 1 and not self.config.sequence_parallel:
             # Each rank has the whole norm and sees its own heads. Megatron adds up its gradients
             # only under sequence parallelism.

@@ -15,6 +15,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megapack.model.attention.row import layer_row
+from megapack.model.fp32 import mark_fp32
 from megapack.model.recurrent.carried import earlier, leave
 from megapack.model.recurrent.choice import state_space_kernels
 from megapack.model.recurrent.convolution import convolve_row
@@ -46,6 +47,9 @@ class PackedMambaMixer(MambaMixer):
         self.in_proj.weight.partition_sizes = sizes((self.values, *self.convolved, self.heads))
         for parameter in self._convolution():
             vars(parameter)["partition_sizes"] = sizes(self.convolved)
+
+        # Folders have them in fp32, and the decay of a long sample needs it.
+        mark_fp32(self.A_log, self.dt_bias, self.D)
 
     def forward(
         self,

@@ -1,6 +1,7 @@
 """Saves and loads checkpoints of a trained model on one layout; each rank writes what it found.
 
-torchrun --nproc-per-node 2 -m tests.dist.checkpoint.checkpoint_worker OUT_DIR EP TP
+torchrun --nproc-per-node 2 -m tests.dist.checkpoint.checkpoint_worker OUT_DIR TP EP VARIANT DTYPE \
+    DISTRIBUTED
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import filesystem
 
 from megapack import Layout, build_dp_schedule, launch
+from megapack.base.choices import Dtype
 from megapack.checkpoint.state import RunState
 from megapack.checkpoint.writer import StateWriter
 from megapack.config.sections import OptimConfig
@@ -38,15 +39,20 @@ class Case:
         tp: tensor parallel ranks; the other ranks are data parallel.
         ep: expert parallel ranks; above 1 the model has experts.
         variant: one of `problem.MODELS`.
+        distributed: whether the optimizer is.
     """
 
-    def __init__(self, tp: int, ep: int, variant: str) -> None:
+    def __init__(
+        self, tp: int, ep: int, variant: str, dtype: Dtype = "fp32", distributed: bool = True
+    ) -> None:
         layout = Layout(tp=tp, ep=ep, dp=dist.get_world_size() // tp)
         experts = {"num_experts": 4} if ep > 1 else {}
-        model = dataclasses.replace(problem.MODELS[variant][0], **experts)
-        self.chunks = build_chunks(layout, model=model, distributed_optimizer=True)
-        optim = OptimConfig(lr=1e-2, distributed_optimizer=True)
-        self.optimizer = build_optimizer(optim, self.chunks, bf16=False)
+        model = dataclasses.replace(problem.MODELS[variant][0], dtype=dtype, **experts)
+        self.chunks = build_chunks(layout, model=model, distributed_optimizer=distributed)
+        optim = OptimConfig(lr=1e-2, distributed_optimizer=distributed)
+        self.optimizer = build_optimizer(optim, self.chunks, bf16=dtype == "bf16")
+        self.num_fp32 = sum(p.dtype == torch.float32 for p in self._parameters())
+        before = [p.detach().clone() for p in self._parameters()]
         batch = problem.make_batch()
         plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=64)
         for chunk in self.chunks:
@@ -54,17 +60,21 @@ class Case:
         ScheduleAdapter(self.chunks, layout=layout).step(plan, batch, objective=problem.OBJECTIVE)
         self.optimizer.step()
         self.state = RunState(self.chunks, self.optimizer)
+        pairs = zip(before, self._parameters(), strict=True)
+        self.num_moved = sum(not torch.equal(a, b) for a, b in pairs)
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for chunk in self.chunks for p in chunk.parameters()]
 
     @property
-    def distributed(self) -> list[Any]:
-        """Megatron's distributed optimizers in the chain."""
-        chain = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [one for one in chain if isinstance(one, DistributedOptimizer)]
+    def optimizers(self) -> list[Any]:
+        """Megatron's optimizers in the chain."""
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def tensors(self) -> list[torch.Tensor]:
         """Weights, main weights and Adam's state of this rank."""
-        found = [p.detach() for chunk in self.chunks for p in chunk.parameters()]
-        for one in self.distributed:
+        found = [p.detach() for p in self._parameters()]
+        for one in self.optimizers:
             for group in one.optimizer.param_groups:
                 for param in group["params"]:
                     state = one.optimizer.state[param]
@@ -100,7 +110,7 @@ class Case:
         metadata |= {"non_homogeneous_layers": True, "chained_optim_avoid_prefix": True}
         model = self.state._model()
         sharded: dict[str, Any] = dict(model)
-        for index, one in enumerate(self.distributed):
+        for index, one in enumerate(self.optimizers):
             state = one.sharded_state_dict(model, metadata=metadata)["param_state"]
             sharded[f"optimizer{index}"] = state
         tensors, _ = save_preprocess(sharded, validate_access_integrity=False)
@@ -124,16 +134,20 @@ class Case:
         return all(torch.equal(a, b) for a, b in zip(self.tensors(), expected, strict=True))
 
 
-def main(out_dir: str, tp: int, ep: int, variant: str) -> None:
+def main(out_dir: str, tp: int, ep: int, variant: str, dtype: Dtype, distributed: bool) -> None:
     launch.start("cpu")
-    case = Case(tp, ep, variant)
+    case = Case(tp, ep, variant, dtype, distributed)
     expected = [tensor.clone() for tensor in case.tensors()]
     folders = {name: Path(out_dir, name) for name in ("direct", "ahead", "staged", "megatron")}
+    # Megatron gives fp32 parameters of a bf16 model the state of others.
+    if dtype == "bf16" or not distributed:
+        del folders["megatron"]
     if dist.get_rank() == 0:
         for folder in folders.values():
             folder.mkdir()
     dist.barrier()
-    case.save_as_megatron(folders["megatron"])
+    if "megatron" in folders:
+        case.save_as_megatron(folders["megatron"])
     case.save(folders["direct"], staged=False, changed=lambda: None)
     case.save_ahead(folders["ahead"])
     # The snapshot is that of `stage`, whatever happens to the weights afterwards.
@@ -143,10 +157,14 @@ def main(out_dir: str, tp: int, ep: int, variant: str) -> None:
         "loads": {name: case.loads(folder, expected) for name, folder in folders.items()},
         "bytes": sum(path.stat().st_size for path in folders["direct"].glob(own)),
         "files": len(list(folders["direct"].glob(own))),
+        "parameters": len(case._parameters()),
+        "fp32": case.num_fp32,
+        "moved": case.num_moved,
     }
     Path(out_dir, f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     launch.stop()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    out, tp, ep, variant, dtype, distributed = sys.argv[1:]
+    main(out, int(tp), int(ep), variant, dtype, distributed == "True")

@@ -13,25 +13,42 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize(
-    ("tp", "ep", "variant"),
+    ("tp", "ep", "variant", "dtype", "distributed"),
     [
-        pytest.param(1, 1, "plain", id="dp2"),
-        pytest.param(2, 1, "plain", id="tp2"),
-        pytest.param(1, 2, "plain", id="dp2_ep2"),
-        pytest.param(2, 1, "hybrid", id="tp2_hybrid", marks=needs_hybrid),
+        pytest.param(1, 1, "plain", "fp32", True, id="dp2"),
+        pytest.param(2, 1, "plain", "fp32", True, id="tp2"),
+        pytest.param(1, 2, "plain", "fp32", True, id="dp2_ep2"),
+        pytest.param(1, 2, "plain", "bf16", False, id="dp2_ep2_bf16_not_distributed"),
+        pytest.param(2, 1, "hybrid", "fp32", True, id="tp2_hybrid", marks=needs_hybrid),
+        pytest.param(1, 1, "hybrid", "bf16", True, id="dp2_hybrid_bf16", marks=needs_hybrid),
+        pytest.param(
+            *(2, 1, "hybrid", "bf16", False),
+            id="tp2_hybrid_bf16_not_distributed",
+            marks=needs_hybrid,
+        ),
     ],
 )
-def test_tensors_come_back_bit_by_bit(tmp_path: Path, tp: int, ep: int, variant: str) -> None:
-    """Written directly, from a copy while the weights change, and by Megatron with a gather."""
+def test_tensors_come_back_bit_by_bit(
+    tmp_path: Path, tp: int, ep: int, variant: str, dtype: str, distributed: bool
+) -> None:
+    """Written directly, from a copy while the weights change, and by Megatron with a gather.
+
+    A bf16 model of recurrent layers has parameters in fp32.
+    """
     checked_job(
         2,
         "tests.dist.checkpoint.checkpoint_worker",
-        [str(tmp_path), str(tp), str(ep), variant],
+        [str(tmp_path), str(tp), str(ep), variant, dtype, str(distributed)],
         timeout_s=200,
     )
     reports = rank_reports(tmp_path, 2)
     for report in reports:
-        assert report["loads"] == dict.fromkeys(["direct", "ahead", "staged", "megatron"], True)
+        by_megatron = ["megatron"] if dtype == "fp32" and distributed else []
+        assert report["loads"] == dict.fromkeys(["direct", "ahead", "staged", *by_megatron], True)
+        assert report["moved"] == report["parameters"]
+        # A_log and dt_bias of a gated delta net; those and D of two Mamba-2 layers.
+        fp32 = 8 if variant == "hybrid" else 0
+        assert report["fp32"] == (report["parameters"] if dtype == "fp32" else fp32)
         # One file per thread.
         assert report["files"] == 2
     # Replicas are spread: no rank writes much more than half.

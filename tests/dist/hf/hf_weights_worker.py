@@ -67,6 +67,8 @@ HYBRID_CASES = {
     "next_tp2_pp2": Case(family="qwen3_next", layout=Layout(**TP_SP, pp=2, etp=1)),
     "next_vpp2_ep2": Case(family="qwen3_next", layout=Layout(dp=2, pp=2, vpp=2, ep=2)),
     "next_value": Case(family="qwen3_next", layout=Layout(**TP_SP, pp=2), value_head=True),
+    "next_bf16": Case(family="qwen3_next", layout=Layout(**TP_SP, pp=2, etp=1), dtype="bf16"),
+    "nemotron_bf16": Case(family="nemotron_h", layout=Layout(dp=2, pp=2, ep=2), dtype="bf16"),
     "vision_tied_pp2": Case(
         family="qwen3_5", layout=Layout(**TP_SP, pp=2), export={"max_shard_bytes": 100_000}
     ),

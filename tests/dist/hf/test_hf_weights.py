@@ -17,6 +17,7 @@ from tests.unit.hf.tiny_llama import read_folder
 pytestmark = pytest.mark.dist
 
 WORLD = 4
+IN_BF16 = [name for name, case in ALL_CASES.items() if case.dtype == "bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def params(*without: str) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", params("value", "next_value", "latent_bf16"))
+@pytest.mark.parametrize("name", params("value", "next_value", *IN_BF16))
 def test_an_export_without_training_is_bitwise_the_folder(name: str, ran: Path) -> None:
     expected = read_folder(ran / "models" / ALL_CASES[name].family)
     found = read_folder(ran / "out" / name)
@@ -78,15 +79,29 @@ def test_a_fresh_value_head_is_zeros_and_replaces_the_output_layer(name: str, ra
     assert all(torch.equal(found[n], expected[n]) for n in found.keys() & expected.keys())
 
 
-def test_a_bf16_model_keeps_expert_biases_in_fp32(ran: Path) -> None:
-    """Experts are chosen by them; they are exported in the folder's types."""
-    expected = read_folder(ran / "models" / "deepseek_v3")
-    found = read_folder(ran / "out" / "latent_bf16")
+@pytest.mark.parametrize(
+    ("name", "in_fp32"),
+    [
+        ("latent_bf16", {"e_score_correction_bias": 3}),
+        pytest.param("next_bf16", {"A_log": 3, "dt_bias": 3}, marks=needs_hybrid),
+        pytest.param(
+            "nemotron_bf16",
+            {"e_score_correction_bias": 2, "A_log": 3, "dt_bias": 3, "D": 3},
+            marks=needs_hybrid,
+        ),
+    ],
+)
+def test_a_bf16_model_keeps_some_parameters_in_fp32(
+    name: str, in_fp32: dict[str, int], ran: Path
+) -> None:
+    """Biases that choose experts, and decays of recurrent layers; all are exported in the folder's
+    types."""
+    expected = read_folder(ran / "models" / ALL_CASES[name].family)
+    found = read_folder(ran / "out" / name)
     assert found.keys() == expected.keys()
-    biases = [name for name in expected if name.endswith("e_score_correction_bias")]
-    assert len(biases) == 3
+    assert {end: sum(own.endswith(f".{end}") for own in expected) for end in in_fp32} == in_fp32
     for name, value in expected.items():
-        kept = value if name in biases else value.bfloat16().float()
+        kept = value if name.endswith(tuple(in_fp32)) else value.bfloat16().float()
         assert torch.equal(found[name], kept), name
 
 
