@@ -50,7 +50,7 @@ FEATURES = {
     "pieces": Feature(
         "piece pieces split_samples chain chains link carried has_piece num_pieces "
         "piece_fraction num_carried earlier cuts",
-        "planner/pieces planner/piece_moves rows/chain model/attention/carried "
+        "planner/pieces planner/piece_moves rows/chain model/carried "
         "model/experts/chains schedule/chains",
     ),
     "orders": Feature(

@@ -5,7 +5,6 @@ Modules:
     packed: Megatron's description of a row; the base class of the kernels below
     sdpa, varlen: torch's kernels, for machines without Transformer Engine
     merged, paths: two ways to attend over shared prefixes and earlier pieces
-    carried: keys of a sample's earlier pieces
     rotary: rotary embeddings with one table per row
     te_rows: prefixes, pieces and shared rows with Transformer Engine's attention
     te_backend: what Transformer Engine would run

@@ -25,9 +25,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megapack.errors import ConfigError
-from megapack.model.attention.carried import with_earlier
 from megapack.model.attention.mixers import refuse_unpacked_mixers, sample_indices
 from megapack.model.attention.row import RowView, layer_row, with_view
+from megapack.model.carried import with_earlier_keys
 from megapack.ranks.meeting import meet, meeting_backward
 from megapack.rows.chain import Link
 from megapack.rows.packed import PackedRow
@@ -173,7 +173,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         but in multi-latent attention.
         """
         row = layer_row(self, packed_seq_params, self.cp_group)
-        key, value = with_earlier(row, self, key, value)
+        key, value = with_earlier_keys(row, self, key, value)
         return self.attend(query, key, value, row).flatten(1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megapack.model.attention.carried import with_earlier
 from megapack.model.attention.packed import gather_rows, seqlen_bucket
 from megapack.model.attention.row import RowView, row_view
+from megapack.model.carried import with_earlier_keys
 from megapack.model.head import unwrapped
 
 # Attribute of a layer that has the hooks.
@@ -86,7 +86,7 @@ def _gather_keys(
         return None
     row = row_view(params)
     query, key, value, *others = args
-    key, value = with_earlier(row, core, key, value)
+    key, value = with_earlier_keys(row, core, key, value)
     key, value = gather_rows(key, value, row.paths.order_K, None)
     if row.gathered is None:
         row.gathered = gathered_params(params, row)

@@ -13,8 +13,8 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor
 
 from megapack.model.attention.row import layer_row
+from megapack.model.carried import earlier, leave
 from megapack.model.fp32 import mark_fp32
-from megapack.model.recurrent.carried import earlier, leave
 from megapack.model.recurrent.choice import delta_rule_kernels
 from megapack.model.recurrent.convolution import convolve_row
 from megapack.model.recurrent.heads import HeadExchange, Section, sizes
@@ -69,7 +69,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         qkv, beta, step = exchange.whole_row(
             (qkv, beta, step), (self.convolved, (self.heads,), (self.heads,))
         )
-        state, tail = earlier(row.link, self) or (None, None)
+        state, tail = [(None, None), *earlier(row.link, self)][-1]
         weight = exchange.part(self.conv1d.weight, self.convolved).squeeze(1)
         qkv, tail = convolve_row(self.kernels.convolve, qkv, weight, None, row.segments, tail)
         own = [exchange.own(section) for section in self.convolved]

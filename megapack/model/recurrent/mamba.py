@@ -15,8 +15,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megapack.model.attention.row import layer_row
+from megapack.model.carried import earlier, leave
 from megapack.model.fp32 import mark_fp32
-from megapack.model.recurrent.carried import earlier, leave
 from megapack.model.recurrent.choice import state_space_kernels
 from megapack.model.recurrent.convolution import convolve_row
 from megapack.model.recurrent.heads import HeadExchange, Section, sizes
@@ -66,7 +66,7 @@ class PackedMambaMixer(MambaMixer):
         widths = [self.values.size, sum(sizes(self.convolved)), self.heads.size]
         gate, xBC, step = projected.split(widths, dim=-1)
         xBC, step = exchange.whole_row((xBC, step), (self.convolved, (self.heads,)))
-        state, tail = earlier(row.link, self) or (None, None)
+        state, tail = [(None, None), *earlier(row.link, self)][-1]
         weight, bias = (exchange.part(own, self.convolved) for own in self._convolution())
         weight = weight.squeeze(1)
         xBC, tail = convolve_row(self.kernels.convolve, xBC, weight, bias, row.segments, tail)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.model.recurrent import carried, gated_delta, scan, segments
+from megapack.model.carried import earlier, leave
+from megapack.model.recurrent import gated_delta, scan, segments
 from megapack.model.recurrent.heads import HeadExchange
 
 _CONVOLUTION = segments._convolution
@@ -32,8 +33,11 @@ def _scanning(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 
 def _zeros_of_earlier(link: Any, layer: Any) -> Any:
-    left = carried.earlier(link, layer)
-    return None if left is None else tuple(map(torch.zeros_like, left))
+    return [tuple(map(torch.zeros_like, left)) for left in earlier(link, layer)]
+
+
+def _leave_detached(link: Any, layer: Any, out: Tensor, values: Any) -> Tensor:
+    return leave(link, layer, out, tuple(v if v is None else v.detach() for v in values))
 
 
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -41,10 +45,6 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no states of paths": (gated_delta, "scan_row", _scanning(torch.zeros_like)),
     "no gradients through states": (gated_delta, "scan_row", _scanning(Tensor.detach)),
     "no carried states": (gated_delta, "earlier", _zeros_of_earlier),
-    "no gradients of carried states": (
-        carried,
-        "_leaf",
-        lambda value, link: value.detach().clone(),
-    ),
+    "no gradients of carried states": (gated_delta, "leave", _leave_detached),
     "no exchanged heads": (HeadExchange, "_exchanged", lambda self, sent: sent),
 }

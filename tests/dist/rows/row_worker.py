@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megapack import launch
 from megapack.loss.sequence import ValueLoss
-from megapack.model.attention import carried, sdpa
+from megapack.model import carried
+from megapack.model.attention import sdpa
 from megapack.model.attention.packed import row_params
 from megapack.model.experts.router import PackedRouter
 from megapack.model.head import unwrapped
@@ -67,7 +68,7 @@ def _without_earlier_pieces(row: PackedRow, group: Any, link: Link | None) -> An
 
 
 _MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "no carried gradients": (carried, "_with_leaf", lambda grad, leaf, own: grad),
+    "no carried gradients": (carried, "_leaf", lambda value, link: value.detach().clone()),
     "no exchanged keys": (sdpa, "gather_rows", _own_keys_only),
     "no carried keys": (runner, "row_params", _without_earlier_pieces),
     "no losses of a piece": (chains.ChainLosses, "_find_gradients", _without_a_piece),
