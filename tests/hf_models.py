@@ -39,8 +39,8 @@ class Family:
     """Its classes are `NAMEConfig` and `NAMEForHEAD`."""
     settings: Mapping[str, Any]
     head: str = "CausalLM"
-    scoring: str | None = None
-    """Key `scoring_func`, which published folders have and transformers does not know."""
+    published: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Keys of config.json that published folders have and transformers' class does not write."""
     stacks_experts: bool = False
     """Whether published folders hold the experts of a layer in one tensor."""
 
@@ -214,7 +214,66 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 1e4,
             "rope_scaling": _YARN,
         },
-        scoring="sigmoid",
+        published={"scoring_func": "sigmoid"},
+    ),
+    "moonlight": Family(
+        name="DeepseekV3",
+        settings={
+            **_DEEPSEEK,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            # Large, so that norms of compressed keys, which have 1e-6, would show it.
+            "rms_norm_eps": 1e-2,
+            "rope_theta": 5e4,
+        },
+        published={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "seq_aux": True},
+    ),
+    "deepseek_v2": Family(
+        name="DeepseekV2",
+        settings={
+            **{key: value for key, value in _DEEPSEEK.items() if not key.startswith("num_nextn")},
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "max_position_embeddings": 2560,
+            "rope_theta": 1e4,
+            "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+        published={"scoring_func": "softmax", "moe_layer_freq": 1},
+    ),
+    "glm4_moe_lite": Family(
+        name="Glm4MoeLite",
+        settings={
+            **{name: value for name, value in _DEEPSEEK.items() if name != "first_k_dense_replace"},
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "rms_norm_eps": 1e-2,
+            "rope_theta": 1e6,
+        },
+        published={"first_k_dense_replace": 1, "topk_method": "noaux_tc"},
+    ),
+    "seed_oss": Family(
+        name="SeedOss",
+        settings={**_DENSE, "head_dim": 16, "attention_bias": True, "rope_theta": 1e7},
+    ),
+    "ernie4_5": Family(
+        name="Ernie4_5",
+        settings={**_DENSE, "head_dim": 16, "tie_word_embeddings": True, "rope_theta": 5e5},
+    ),
+    # Published as remote code; its layers are those of Qwen2.
+    "mimo": Family(
+        name="Qwen2",
+        settings={**_DENSE, "rope_theta": 640000.0},
+        published={
+            "architectures": ["MiMoForCausalLM"],
+            "attention_bias": True,
+            "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+            "head_dim": 8,
+            "model_type": "mimo",
+        },
     ),
     "glm4_moe": Family(
         name="Glm4Moe",
@@ -366,8 +425,7 @@ def _randomize(model: Any, seed: int) -> None:
 
 def _edit_config(path: Path, family: Family, published_keys: bool) -> None:
     config = json.loads(path.read_text())
-    if family.scoring is not None:
-        config["scoring_func"] = family.scoring
+    config |= family.published
     rope = config.pop("rope_parameters", None) if published_keys else None
     if rope is not None:
         # transformers 5 keeps all of it in one dictionary.
@@ -426,12 +484,15 @@ def make_tokenizer(folder: Path, *, vocab_size: int = VOCAB_SIZE, marks: bool = 
 # --- the reference ---------------------------------------------------------------------------
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, family: str) -> Any:
     """The folder's model by transformers, in fp32 and evaluation mode."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    kind = FAMILIES[family]
+    is_remote = "auto_map" in kind.published
+    name = f"{kind.name}ForCausalLM" if is_remote else "AutoModelForCausalLM"
     with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        model = getattr(transformers, name).from_pretrained(folder, attn_implementation="eager")
     return model.float().eval()
 
 

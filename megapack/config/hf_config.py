@@ -174,6 +174,7 @@ _DEFAULTS: Values = {
     "qk_nope_head_dim": None,
     "qk_rope_head_dim": None,
     "v_head_dim": None,
+    "latent_norm_epsilon": None,
     "num_experts": None,
     # Without experts it has no effect; this is its default.
     "moe_top_k": 2,
@@ -189,6 +190,7 @@ _DEFAULTS: Values = {
     "moe_expert_bias": False,
     "hybrid_layer_pattern": None,
     "position_embedding_type": "rope",
+    "rotary_interleaved": False,
     "attention_output_gate": False,
     "layernorm_zero_centered_gamma": False,
     "activation": None,
@@ -261,6 +263,49 @@ _DEEPSEEK_V3 = Family(
     unused=("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "auto_map"),
     parts=(parts.deepseek_experts, parts.latent_attention, parts.mtp),
 )
+_DEEPSEEK_V2 = Family(
+    architecture="DeepseekV2ForCausalLM",
+    only={
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "scoring_func": ("softmax",),
+        "moe_layer_freq": (1,),
+    },
+    unused=_DEEPSEEK_V3.unused,
+    parts=(parts.unnormed_experts, parts.latent_attention),
+)
+_GLM4_MOE_LITE = Family(
+    architecture="Glm4MoeLiteForCausalLM",
+    defaults={"first_k_dense_replace": 1},
+    only={
+        "attention_bias": (False,),
+        "topk_method": ("noaux_tc",),
+        "rope_interleave": (True,),
+    },
+    unused=("pretraining_tp",),
+    parts=(parts.deepseek_experts, parts.dense_first, parts.latent_attention, parts.mtp),
+)
+_SEED_OSS = Family(
+    architecture="SeedOssForCausalLM",
+    flags={"attention_bias": "qkv_bias"},
+    only={"attention_out_bias": (False,), "mlp_bias": (False,)},
+    # Published with rates of 0.1; megapack trains without dropout, as the model is evaluated.
+    unused=("pretraining_tp", "attention_dropout", "residual_dropout"),
+)
+_ERNIE4_5 = Family(
+    architecture="Ernie4_5ForCausalLM",
+    defaults={"tie_word_embeddings": True, "head_dim": 128, "rope_theta": 500000.0},
+    only={"use_bias": (False,)},
+    values={"rotary_interleaved": True},
+)
+# Qwen2 with layers of multi-token prediction, as remote code.
+_MIMO = Family(
+    architecture="MiMoForCausalLM",
+    only={"attention_bias": (True,)},
+    unused=("auto_map",),
+    values={"qkv_bias": True},
+    parts=(parts.switched_window, parts.mtp),
+)
 _GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     flags={"attention_bias": "qkv_bias", "use_qk_norm": "qk_layernorm"},
@@ -279,7 +324,12 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": _DEEPSEEK_V3,
     # Another name for the same model with remote code.
     "kimi_k2": _DEEPSEEK_V3,
+    "deepseek_v2": _DEEPSEEK_V2,
     "glm4_moe": _GLM4_MOE,
+    "glm4_moe_lite": _GLM4_MOE_LITE,
+    "seed_oss": _SEED_OSS,
+    "ernie4_5": _ERNIE4_5,
+    "mimo": _MIMO,
     **HYBRID_FAMILIES,
 }
 """Families by `model_type`."""

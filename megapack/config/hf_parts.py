@@ -12,7 +12,8 @@ def sizes(reader: Reader) -> Values:
     hidden = reader.count("hidden_size", 1)
     heads = reader.count("num_attention_heads", 1)
     reader.require("hidden_act", "silu")
-    reader.require("attention_dropout", 0.0, 0, None)
+    if "attention_dropout" not in reader.family.unused:
+        reader.require("attention_dropout", 0.0, 0, None)
     reader.require("chunk_size_feed_forward", 0)
     head_dim = reader.optional_count("head_dim")
     groups = reader.optional_count("num_key_value_heads")
@@ -234,7 +235,43 @@ def sigmoid_experts(reader: Reader) -> Values:
 
 def deepseek_experts(reader: Reader) -> Values:
     """Experts after the first dense layers, with shared experts of their width."""
-    values = sigmoid_experts(reader)
+    return _with_shared_experts(reader, sigmoid_experts(reader))
+
+
+def unnormed_experts(reader: Reader) -> Values:
+    """The same with softmax scores as they are, and no groups (DeepSeek-V2-Lite)."""
+    reader.require(
+        "topk_method",
+        "greedy",
+        why="transformers ranks a group by its best expert and Megatron-Core by its best "
+        "num_experts_per_tok / topk_group: only greedy has no groups",
+    )
+    reader.known |= {"n_group", "topk_group"}
+    reader.require("norm_topk_prob", False, None)
+    values = {
+        **_top_k(reader, "n_routed_experts"),
+        "moe_ffn_hidden_size": reader.count("moe_intermediate_size", 1),
+        "moe_route_scale": reader.number("routed_scaling_factor"),
+        "moe_norm_top_k": False,
+    }
+    return _with_shared_experts(reader, values)
+
+
+def dense_first(reader: Reader) -> Values:
+    """The kinds of MLPs, of which transformers knows no number of dense ones."""
+    kinds = reader.get("mlp_layer_types", None)
+    num_dense = reader.count("first_k_dense_replace")
+    num_layers = reader.count("num_hidden_layers", 1)
+    if kinds is None:
+        # What transformers takes.
+        reader.require("first_k_dense_replace", 1)
+    elif kinds != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
+        why = f"only the first layers can be dense, first_k_dense_replace={num_dense} of them"
+        raise reader.error("mlp_layer_types", kinds, why)
+    return {}
+
+
+def _with_shared_experts(reader: Reader, values: Values) -> Values:
     shared = values["moe_ffn_hidden_size"] * reader.count("n_shared_experts", 1)
     return {
         **values,
@@ -250,8 +287,6 @@ def latent_attention(reader: Reader) -> Values:
     reader.require("head_dim", None, rope)
     reader.require("qk_head_dim", nope + rope)
     reader.require("num_key_value_heads", reader.count("num_attention_heads", 1), None)
-    # transformers normalises the compressed queries and keys with 1e-6 whatever the layers have.
-    reader.require("rms_norm_eps", 1e-6)
     return {
         "kv_channels": None,
         "kv_lora_rank": reader.count("kv_lora_rank", 1),
@@ -260,6 +295,8 @@ def latent_attention(reader: Reader) -> Values:
         "qk_rope_head_dim": rope,
         "v_head_dim": reader.count("v_head_dim", 1),
         "qk_layernorm": True,
+        # transformers normalises the compressed ones with 1e-6 whatever the other norms have.
+        "latent_norm_epsilon": None if reader.number("rms_norm_eps") == 1e-6 else 1e-6,
     }
 
 

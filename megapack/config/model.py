@@ -67,6 +67,8 @@ class ModelConfig:
     """Base of the rotary embedding's wavelengths."""
     rotary_percent: float = 1.0
     """Part of a head's channels that is rotated, in (0, 1] (GLM-4.5: 0.5)."""
+    rotary_interleaved: bool = False
+    """Rotate neighbouring channels as pairs (Ernie 4.5), instead of those of both halves."""
     rope_scaling: RopeScaling = dataclasses.field(default_factory=RopeScaling)
     """Longer wavelengths of the rotary embedding; see `RopeScaling`."""
     position_embedding_type: Literal["rope", "none"] = "rope"
@@ -115,6 +117,9 @@ class ModelConfig:
     """For MLA: channels that are rotated, even; all heads share those of keys."""
     v_head_dim: int | None = None
     """For MLA: channels of a head's values."""
+    latent_norm_epsilon: float | None = None
+    """For MLA: `norm_epsilon` of the norms of compressed queries and keys, which is 1e-6 in
+    transformers whatever the other norms have (GLM-4.7-Flash); null = the same."""
     attention: Attention = "auto"
     """Attention over packed rows: te (Transformer Engine), varlen (torch's varlen attention; bf16,
     torch 2.10 or later), sdpa (torch's SDPA per sample), or auto: the first of these that can run.
@@ -524,8 +529,9 @@ def _check_routing(model: ModelConfig) -> None:
 
 def _check_latent_attention(model: ModelConfig) -> None:
     widths = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    names = ("q_lora_rank", *widths)
-    at_least(model, "model", 1, "kv_lora_rank", *names)
+    names = ("q_lora_rank", *widths, "latent_norm_epsilon")
+    at_least(model, "model", 1, "kv_lora_rank", "q_lora_rank", *widths)
+    at_least(model, "model", 0, "latent_norm_epsilon")
     if model.kv_lora_rank is None:
         for name in names:
             if getattr(model, name) is not None:
@@ -549,6 +555,7 @@ def _check_latent_attention(model: ModelConfig) -> None:
         not in (None, model.num_attention_heads),
         "qkv_bias=true": model.qkv_bias,
         f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1,
+        "rotary_interleaved=true": model.rotary_interleaved,
         f"qk_rope_head_dim={model.qk_rope_head_dim}": (model.qk_rope_head_dim or 0) % 2 == 1,
         f"mtp_num_layers={model.mtp_num_layers}": model.mtp_num_layers > 0,
     }

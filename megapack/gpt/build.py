@@ -68,6 +68,7 @@ def transformer_config(
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=model.qk_layernorm,
+        rotary_interleaved=model.rotary_interleaved,
         add_qkv_bias=model.qkv_bias,
         gated_linear_unit=model.gated_linear_unit,
         activation_func=_activation(model),
@@ -314,6 +315,8 @@ def build_model(
     ]
     for chunk in chunks:
         mark_num_ids(chunk, vocab_size)
+        if model.latent_norm_epsilon is not None:
+            _set_latent_epsilon(chunk, model.latent_norm_epsilon)
     if value_head:
         for chunk in chunks:
             replace_output_layer(chunk)
@@ -369,6 +372,17 @@ def _check_class(model: ModelConfig) -> None:
             "(megatron_class=gpt), or set kind=none, which is exact for samples of the original "
             "length"
         )
+
+
+def _set_latent_epsilon(chunk: Any, epsilon: float) -> None:
+    """Set what the norms of compressed queries and keys add; Megatron's config has one for all.
+
+    A norm is a module, or part of Transformer Engine's projection after it.
+    """
+    norms = {"q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"}
+    for name, module in chunk.named_modules():
+        if name.rpartition(".")[2] in norms and hasattr(module, "eps"):
+            module.eps = epsilon
 
 
 def _draw_nothing(config: TransformerConfig) -> None:

@@ -144,7 +144,12 @@ LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen3_moe": {**_DENSE, **_EXPERTS},
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
+    "deepseek_v2": _DEEPSEEK,
     "glm4_moe": {**_DENSE, **_EXPERTS, **_SHARED_EXPERTS},
+    "glm4_moe_lite": _DEEPSEEK,
+    "seed_oss": _DENSE,
+    "ernie4_5": _DENSE,
+    "mimo": _DENSE,
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _GATED_DELTA
     ),

@@ -29,6 +29,7 @@ FAMILIES = (
         "qwen3_moe",
     ),
     *("deepseek_v3", "glm4_moe"),
+    *("moonlight", "deepseek_v2", "glm4_moe_lite", "seed_oss", "ernie4_5", "mimo"),
 )
 HYBRID_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
 AS_HYBRID = {
@@ -41,6 +42,7 @@ AS_HYBRID = {
 ALL_FAMILIES = (*FAMILIES, *HYBRID_FAMILIES, *AS_HYBRID)
 EXPERTS = (
     *("qwen2_moe", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe"),
+    *("moonlight", "deepseek_v2", "glm4_moe_lite"),
     *("qwen3_next", "qwen3_5_moe", "nemotron_h", "qwen2_moe_hybrid", "glm4_moe_hybrid"),
 )
 
@@ -118,7 +120,7 @@ def samples() -> tuple[list[Tensor], list[Tensor]]:
 def write_reference(folder: Path, family: str) -> None:
     """A model's folder, and transformers' results on the samples beside it."""
     hf_models.make_folder(folder / family, family)
-    model = hf_models.load(folder / family)
+    model = hf_models.load(folder / family, family)
     prompts, responses = samples()
     tokens = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     total = sum(map(len, responses))

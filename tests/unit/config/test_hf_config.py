@@ -15,21 +15,10 @@ from megapack.config.hf_hybrid import HYBRID_FAMILIES
 from megapack.config.rope import RopeScaling
 from megapack.config.sections import ModelConfig, TrainConfig
 from tests.unit.config.hybrid_configs import HYBRID
-from tools.benching.hf_configs import HF_CONFIGS
+from tests.unit.config.published_configs import CONFIGS, FAMILY_MODELS
 
 pytestmark = pytest.mark.unit
 
-_ANY: dict[str, Any] = {
-    "bos_token_id": 1,
-    "eos_token_id": [2, 3],
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "rope_scaling": None,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-}
-_QWEN = {"attention_dropout": 0.0, "sliding_window": None, "use_sliding_window": False}
 _LLAMA3 = {
     "factor": 8.0,
     "high_freq_factor": 4.0,
@@ -48,126 +37,7 @@ _YARN = {
 }
 
 
-def _sizes(
-    layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, positions: int
-) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "vocab_size": vocab,
-        "max_position_embeddings": positions,
-    }
-
-
-_DEEPSEEK = HF_CONFIGS["DeepSeek-V3-bf16"]
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "llama": HF_CONFIGS["Llama-3.1-8B"],
-    "mistral": {
-        **_ANY,
-        **_sizes(32, 4096, 14336, 32, 8, 32768, 32768),
-        "architectures": ["MistralForCausalLM"],
-        "attention_dropout": 0.0,
-        "head_dim": 128,
-        "model_type": "mistral",
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-    },
-    "mixtral": {
-        **_ANY,
-        **_sizes(32, 4096, 14336, 32, 8, 32000, 32768),
-        "architectures": ["MixtralForCausalLM"],
-        "attention_dropout": 0.0,
-        "model_type": "mixtral",
-        "num_experts_per_tok": 2,
-        "num_local_experts": 8,
-        "output_router_logits": False,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.02,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-    },
-    "qwen2": {
-        **_ANY,
-        **_QWEN,
-        **_sizes(24, 896, 4864, 14, 2, 151936, 32768),
-        "architectures": ["Qwen2ForCausalLM"],
-        "max_window_layers": 21,
-        "model_type": "qwen2",
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": 32768,
-        "tie_word_embeddings": True,
-    },
-    "qwen2_moe": {
-        **_ANY,
-        **_QWEN,
-        **_sizes(24, 2048, 5632, 16, 16, 151936, 8192),
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "decoder_sparse_step": 1,
-        "model_type": "qwen2_moe",
-        "moe_intermediate_size": 1408,
-        "norm_topk_prob": False,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "output_router_logits": False,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.001,
-        "shared_expert_intermediate_size": 5632,
-        "tie_word_embeddings": False,
-    },
-    "qwen3": HF_CONFIGS["Qwen3-4B"],
-    "qwen3_moe": HF_CONFIGS["Qwen3-30B-A3B"],
-    "deepseek_v3": _DEEPSEEK,
-    "kimi_k2": {
-        **_DEEPSEEK,
-        "aux_loss_alpha": 0.001,
-        "first_k_dense_replace": 1,
-        "max_position_embeddings": 131072,
-        "model_type": "kimi_k2",
-        "n_group": 1,
-        "n_routed_experts": 384,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 64,
-        "rope_scaling": {**_YARN, "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
-        "routed_scaling_factor": 2.827,
-        "seq_aux": True,
-        "topk_group": 1,
-    },
-    "glm4_moe": {
-        **_ANY,
-        **_sizes(46, 4096, 10944, 96, 8, 151552, 131072),
-        "architectures": ["Glm4MoeForCausalLM"],
-        "attention_bias": True,
-        "attention_dropout": 0.0,
-        "first_k_dense_replace": 1,
-        "head_dim": 128,
-        "model_type": "glm4_moe",
-        "moe_intermediate_size": 1408,
-        "n_group": 1,
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts_per_tok": 8,
-        "num_nextn_predict_layers": 1,
-        "partial_rotary_factor": 0.5,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000,
-        "routed_scaling_factor": 1.0,
-        "tie_word_embeddings": False,
-        "topk_group": 1,
-        "use_qk_norm": False,
-    },
-}
-"""Keys and values of published folders: Llama-3.1-8B, Mistral-7B-v0.3, Mixtral-8x7B, Qwen2-0.5B,
-Qwen1.5-MoE-A2.7B, Qwen3-4B, Qwen3-30B-A3B, DeepSeek-V3 and Kimi-K2 (in bf16) and GLM-4.5-Air."""
-
+PUBLISHED = {family: CONFIGS[name] for family, name in FAMILY_MODELS.items()}
 GPT_FAMILIES = [name for name in FAMILIES if name not in HYBRID_FAMILIES]
 # What each family has that the others lack.
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -199,6 +69,22 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "kimi_k2": {"moe_num_groups": None, "moe_group_top_k": None, "moe_first_dense_layers": 1},
     "glm4_moe": {"rotary_percent": 0.5, "qkv_bias": True, "qk_layernorm": False},
+    "glm4_moe_lite": {
+        "moe_first_dense_layers": 1,
+        "norm_epsilon": 1e-5,
+        "latent_norm_epsilon": 1e-6,
+        "rotary_percent": 1.0,
+    },
+    "deepseek_v2": {
+        "latent_norm_epsilon": None,
+        "moe_norm_top_k": False,
+        "moe_score_function": "softmax",
+        "moe_shared_ffn_hidden_size": 2816,
+        "q_lora_rank": None,
+    },
+    "seed_oss": {"qkv_bias": True, "kv_channels": 128},
+    "ernie4_5": {"rotary_interleaved": True, "untie_embeddings": False},
+    "mimo": {"qkv_bias": True, "qk_layernorm": False},
 }
 
 
@@ -220,6 +106,11 @@ def test_the_published_config_of_a_family(name: str, tmp_path: Path) -> None:
     assert found.num_mtp_layers == PUBLISHED[name].get("num_nextn_predict_layers", 0)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_config_of_a_published_model(name: str, tmp_path: Path) -> None:
+    ModelConfig.from_hf(folder(tmp_path, CONFIGS[name]))
+
+
 def as_transformers_5(keys: dict[str, Any]) -> dict[str, Any]:
     """The same config as transformers 5 writes it: all of the rotary embedding in one object."""
     new = dict(keys)
@@ -229,7 +120,8 @@ def as_transformers_5(keys: dict[str, Any]) -> dict[str, Any]:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in new:
             rope[key] = new.pop(key)
-    new["dtype"] = new.pop("torch_dtype")
+    if "torch_dtype" in new:
+        new["dtype"] = new.pop("torch_dtype")
     if "num_experts" in new:
         new["num_local_experts"] = new.pop("num_experts")
     return {**new, "rope_parameters": rope, "_name_or_path": ""}
@@ -309,11 +201,18 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
         ("deepseek_v3", {"num_experts_per_tok": 4}, "they agree at 2 only"),
         ("deepseek_v3", {"norm_topk_prob": False}, "Megatron-Core normalises sigmoid scores"),
         ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads=8"),
-        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false"),
         ("deepseek_v3", {"rope_scaling": _LLAMA3}, "megapack trains default and yarn for"),
         ("deepseek_v3", {"rope_scaling": {**_YARN, "mscale": None}}, "rope_scaling.mscale=null"),
         ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm=1; expected true or false"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "ranks a group by its best"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=true"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 47}, "first_k_dense_replace=1 of them"),
+        ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2"),
+        ("seed_oss", {"attention_out_bias": True}, "attention_out_bias=true"),
+        ("ernie4_5", {"use_bias": True}, "use_bias=true"),
+        ("mimo", {"attention_bias": False}, "attention_bias=false"),
+        ("mimo", {"use_sliding_window": True}, "use_sliding_window=true"),
     ],
 )
 def test_what_is_not_exact_is_refused(
