@@ -36,11 +36,14 @@ class Family:
     """A model class of transformers and the settings of its tiny config."""
 
     name: str
-    """Its classes are `NAMEConfig` and `NAMEForHEAD`."""
+    """Its classes are `NAMEConfig` and `NAMEHEAD`."""
     settings: Mapping[str, Any]
-    head: str = "CausalLM"
+    head: str = "ForCausalLM"
     published: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Keys of config.json that published folders have and transformers' class does not write."""
+    mtp: tuple[str, int] | None = None
+    """If folders have a depth of multi-token prediction: the kind of its names in `hf_mtp`, and the
+    number of the layer that its layer is like."""
     stacks_experts: bool = False
     """Whether published folders hold the experts of a layer in one tensor."""
 
@@ -205,6 +208,13 @@ FAMILIES: dict[str, Family] = {
         name="Qwen3",
         settings={**_DENSE, "head_dim": 16, "rope_theta": 1e6, "tie_word_embeddings": True},
     ),
+    # Published without a beginning of names, as the model without its output layer is saved.
+    "qwen3_embedding": Family(
+        name="Qwen3",
+        head="Model",
+        settings={**_DENSE, "head_dim": 16, "rope_theta": 1e6, "tie_word_embeddings": True},
+        published={"architectures": ["Qwen3ForCausalLM"]},
+    ),
     "qwen3_moe": Family(name="Qwen3Moe", settings={**_MOE, "head_dim": 16, "rope_theta": 1e6}),
     "deepseek_v3": Family(
         name="DeepseekV3",
@@ -252,8 +262,10 @@ FAMILIES: dict[str, Family] = {
             "n_shared_experts": 1,
             "rms_norm_eps": 1e-2,
             "rope_theta": 1e6,
+            "num_nextn_predict_layers": 1,
         },
         published={"first_k_dense_replace": 1, "topk_method": "noaux_tc"},
+        mtp=("layer", 3),
     ),
     "seed_oss": Family(
         name="SeedOss",
@@ -273,7 +285,9 @@ FAMILIES: dict[str, Family] = {
             "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
             "head_dim": 8,
             "model_type": "mimo",
+            "num_nextn_predict_layers": 1,
         },
+        mtp=("mimo", 3),
     ),
     "glm4_moe": Family(
         name="Glm4Moe",
@@ -297,10 +311,11 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         name="Qwen3Next",
         settings={**_MOE, **_GATED_DELTA, **_GATED_EXPERTS, "mlp_only_layers": [1]},
+        mtp=("qwen", 2),
     ),
     "qwen3_5": Family(
         name="Qwen3_5",
-        head="ConditionalGeneration",
+        head="ForConditionalGeneration",
         settings={
             "text_config": {**_DENSE, **_GATED_DELTA, "tie_word_embeddings": True},
             "vision_config": _VISION,
@@ -309,7 +324,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_moe": Family(
         name="Qwen3_5Moe",
-        head="ConditionalGeneration",
+        head="ForConditionalGeneration",
         settings={
             "text_config": {
                 **{name: value for name, value in _DENSE.items() if name != "intermediate_size"},
@@ -361,6 +376,10 @@ def make_folder(
             save_original_format=not FAMILIES[family].stacks_experts,
         )
     _edit_config(folder / "config.json", FAMILIES[family], published_keys)
+    if FAMILIES[family].mtp is not None:
+        from tests import hf_mtp
+
+        hf_mtp.add_to_folder(folder, model, family, **sizes)
     generation = {"bos_token_id": 0, "eos_token_id": [2, 0], "do_sample": True, "temperature": 0.6}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
     make_tokenizer(folder, vocab_size=min(vocab_size, VOCAB_SIZE), marks=generation_marks)
@@ -392,7 +411,7 @@ def new_model(family: str, *, seed: int = 0, **settings: Any) -> Any:
         config = getattr(transformers, f"{kind.name}Config")(**values)
         config._attn_implementation = "eager"
         config.dtype = torch.float32
-        model = getattr(transformers, f"{kind.name}For{kind.head}")(config).float().eval()
+        model = getattr(transformers, f"{kind.name}{kind.head}")(config).float().eval()
     _randomize(model, seed)
     return model
 
@@ -543,7 +562,7 @@ def sft_gradients(
         loss = -(weights_T[1:] * logprobs).sum()
         loss.backward()
         total += float(loss.detach())
-    return total, _by_folder_names(model)
+    return total, gradients_of(model)
 
 
 def _log_softmax(model: Any, tokens_T: Tensor) -> Tensor:
@@ -551,13 +570,21 @@ def _log_softmax(model: Any, tokens_T: Tensor) -> Tensor:
     return logits_TV.float().log_softmax(-1)
 
 
-def _by_folder_names(model: Any) -> dict[str, Tensor]:
-    """Gradients under the names that transformers writes weights with: it saves them as weights.
+def tensors_of(model: Any) -> dict[str, Tensor]:
+    """The tensors of a folder that transformers writes.
 
     transformers 5 keeps all experts of a layer in one parameter, and writes a tensor per expert.
     """
     from safetensors.torch import load_file
 
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        model.save_pretrained(folder)
+        files = sorted(Path(folder).glob("*.safetensors"))
+        return {name: value for file in files for name, value in load_file(file).items()}
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    """Gradients under the names that transformers writes weights with: it saves them as weights."""
     twin = copy.deepcopy(model)
     # A folder's names may begin otherwise than the modules'.
     buffers = tuple(name.partition(".")[2] for name, _ in twin.named_buffers())
@@ -569,11 +596,7 @@ def _by_folder_names(model: Any) -> dict[str, Tensor]:
             assert own.grad is not None or ".experts." in name, f"{name} has no gradient"
             param.copy_(torch.zeros_like(own) if own.grad is None else own.grad)
             param.grad = None
-    with tempfile.TemporaryDirectory() as folder, _quiet():
-        twin.save_pretrained(folder)
-        files = sorted(Path(folder).glob("*.safetensors"))
-        tensors = {name: value for file in files for name, value in load_file(file).items()}
-    return {name: value for name, value in tensors.items() if not name.endswith(buffers)}
+    return {name: value for name, value in tensors_of(twin).items() if not name.endswith(buffers)}
 
 
 @contextlib.contextmanager

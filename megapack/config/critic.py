@@ -35,4 +35,10 @@ class CriticConfig:
 
 def critic_model(policy: ModelConfig) -> ModelConfig:
     """The critic's model: the policy's with a value head, all weights trained, no MTP layers."""
-    return dataclasses.replace(policy.with_value_head(), freeze=(), mtp_num_layers=0)
+    pattern = policy.hybrid_layer_pattern
+    return dataclasses.replace(
+        policy.with_value_head(),
+        freeze=(),
+        mtp_num_layers=0,
+        hybrid_layer_pattern=pattern and pattern.partition("/")[0],
+    )

@@ -45,7 +45,28 @@ class HfConfig:
     values: Mapping[str, Any]
     """Keys of `ModelConfig`, all that describe the architecture."""
     num_mtp_layers: int = 0
-    """Layers of multi-token prediction whose weights the folder may have; they are not built."""
+    """Depths of multi-token prediction whose weights the folder may have."""
+
+    def values_with_mtp(self, num_mtp_layers: Any) -> Mapping[str, Any]:
+        """The values for a model with this number of depths, `ModelConfig.mtp_num_layers`.
+
+        Raises:
+            ConfigError: the folder has fewer.
+        """
+        if type(num_mtp_layers) is not int or num_mtp_layers < 1:
+            return self.values
+        if num_mtp_layers > self.num_mtp_layers:
+            raise ConfigError(
+                f"model.mtp_num_layers={num_mtp_layers}, but {self.file} has "
+                f"{self.num_mtp_layers} layers of multi-token prediction that megapack trains; set "
+                f"{self.num_mtp_layers}"
+            )
+        pattern = self.values["hybrid_layer_pattern"]
+        if pattern is None:
+            return self.values
+        # A depth is a block with attention, and the last block's kind of MLP.
+        depths = f"/*{pattern[-1]}" * num_mtp_layers
+        return {**self.values, "hybrid_layer_pattern": pattern + depths}
 
     @property
     def file(self) -> str:
@@ -82,14 +103,24 @@ def read_hf_config(folder: str | Path) -> HfConfig:
         values |= own_part(reader)
     for key, only in family.only.items():
         reader.require(key, *only)
+    num_mtp_layers = _num_mtp_layers(reader)
     _check_all_known(reader)
     return HfConfig(
         folder=name,
         model_type=str(model_type),
         architecture=family.architecture,
         values=values,
-        num_mtp_layers=sum(keys.get(key) or 0 for key in MTP_KEYS),
+        num_mtp_layers=num_mtp_layers,
     )
+
+
+def _num_mtp_layers(reader: Reader) -> int:
+    assumed = reader.family.num_mtp_layers
+    if assumed is None:
+        return 0
+    reader.known.update(MTP_KEYS)
+    counted = [reader.count(key) for key in MTP_KEYS if reader.keys.get(key) is not None]
+    return sum(counted) if counted else assumed
 
 
 def _read(folder: str) -> Mapping[str, Any]:
@@ -261,7 +292,8 @@ _DEEPSEEK_V3 = Family(
         "rope_interleave": (True,),
     },
     unused=("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "auto_map"),
-    parts=(parts.deepseek_experts, parts.latent_attention, parts.mtp),
+    parts=(parts.deepseek_experts, parts.latent_attention),
+    num_mtp_layers=0,
 )
 _DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
@@ -283,7 +315,8 @@ _GLM4_MOE_LITE = Family(
         "rope_interleave": (True,),
     },
     unused=("pretraining_tp",),
-    parts=(parts.deepseek_experts, parts.dense_first, parts.latent_attention, parts.mtp),
+    parts=(parts.deepseek_experts, parts.dense_first, parts.latent_attention),
+    num_mtp_layers=0,
 )
 _SEED_OSS = Family(
     architecture="SeedOssForCausalLM",
@@ -304,14 +337,16 @@ _MIMO = Family(
     only={"attention_bias": (True,)},
     unused=("auto_map",),
     values={"qkv_bias": True},
-    parts=(parts.switched_window, parts.mtp),
+    num_mtp_layers=0,
+    parts=(parts.switched_window,),
 )
 _GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     flags={"attention_bias": "qkv_bias", "use_qk_norm": "qk_layernorm"},
     defaults={"partial_rotary_factor": 0.5},
     is_partly_rotated=True,
-    parts=(parts.deepseek_experts, parts.mtp),
+    num_mtp_layers=0,
+    parts=(parts.deepseek_experts,),
 )
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,

@@ -119,7 +119,9 @@ _QWEN3_NEXT = Family(
     defaults={"partial_rotary_factor": 0.25, "head_dim": 256},
     only={"attention_bias": (False,), "use_sliding_window": (False,), "attn_output_gate": (True,)},
     # Without experts those of experts have no effect.
-    unused=("num_nextn_predict_layers", *_QWEN_EXPERT_KEYS),
+    unused=_QWEN_EXPERT_KEYS,
+    # The published file does not count it.
+    num_mtp_layers=1,
     values=_QWEN_VALUES,
     is_partly_rotated=True,
     common=_qwen_sizes,
@@ -147,9 +149,10 @@ def _qwen3_5(architecture: str, layers: Any, *, multimodal: bool) -> Family:
         # `mamba_ssm_dtype` is of the states of an inference engine. With experts in every layer
         # `intermediate_size` has no effect.
         unused=(
-            *("mtp_num_hidden_layers", "mamba_ssm_dtype", "intermediate_size"),
+            *("mamba_ssm_dtype", "intermediate_size"),
             *(_VISION if multimodal else ()),
         ),
+        num_mtp_layers=0,
         # All three positions of a text token are the same one.
         unused_rope=("mrope_section", "mrope_interleaved"),
         values=_QWEN_VALUES,

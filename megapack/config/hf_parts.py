@@ -298,8 +298,3 @@ def latent_attention(reader: Reader) -> Values:
         # transformers normalises the compressed ones with 1e-6 whatever the other norms have.
         "latent_norm_epsilon": None if reader.number("rms_norm_eps") == 1e-6 else 1e-6,
     }
-
-
-def mtp(reader: Reader) -> Values:
-    reader.count("num_nextn_predict_layers", 0, 0)
-    return {}

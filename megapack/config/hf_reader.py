@@ -44,6 +44,9 @@ class Family:
     """Keys of `ModelConfig` that all models of the family have."""
     is_partly_rotated: bool = False
     """Whether transformers reads `partial_rotary_factor`."""
+    num_mtp_layers: int | None = None
+    """Depths of multi-token prediction if the file does not count them; None = the family has none
+    that megapack builds."""
     unused_rope: tuple[str, ...] = ()
     """Keys of the rotary embedding without effect on text."""
     common: Callable[[Reader], Values] | None = None

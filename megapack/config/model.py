@@ -199,7 +199,8 @@ class ModelConfig:
     0 = the bias stays as it is, see `moe_expert_bias`."""
     mtp_num_layers: int = 0
     """Multi-token prediction layers on the last stage. Each predicts one token further ahead;
-    0 = none."""
+    0 = none. With `hf_path` they begin as those of the folder, which may have more; layers that are
+    not trained are exported as they were."""
     mtp_loss_coef: float = 0.1
     """Weight of the mean loss of the multi-token prediction layers."""
 
@@ -207,11 +208,6 @@ class ModelConfig:
         if self.hf_path is not None:
             # Not the keys that a file leaves out: `resolve` has taken those from the folder.
             _check_folder(read_hf_config(self.hf_path), vars(self))
-            if self.mtp_num_layers:
-                raise ConfigError(
-                    f"model.mtp_num_layers={self.mtp_num_layers} with model.hf_path: weights of "
-                    "multi-token prediction are not loaded; set mtp_num_layers=0"
-                )
         try:
             self._check_architecture()
         except ConfigError as error:
@@ -263,7 +259,7 @@ class ModelConfig:
         except ConfigError as error:
             raise ConfigError(f"{_position('hf_path', where)}{error}") from None
         _check_folder(found, keys, where)
-        return {**found.values, **keys}
+        return {**found.values_with_mtp(keys.get("mtp_num_layers")), **keys}
 
     def with_value_head(self) -> ModelConfig:
         """The same model with a value head in place of its output layer.
@@ -557,7 +553,6 @@ def _check_latent_attention(model: ModelConfig) -> None:
         f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1,
         "rotary_interleaved=true": model.rotary_interleaved,
         f"qk_rope_head_dim={model.qk_rope_head_dim}": (model.qk_rope_head_dim or 0) % 2 == 1,
-        f"mtp_num_layers={model.mtp_num_layers}": model.mtp_num_layers > 0,
     }
     for key, is_set in refused.items():
         if is_set:
@@ -571,7 +566,7 @@ def _check_folder(
     folder: HfConfig, keys: Mapping[str, Any], where: Mapping[str, str] | None = None
 ) -> None:
     """Raise ConfigError for the first key that contradicts a Hugging Face folder."""
-    for name, found in folder.values.items():
+    for name, found in folder.values_with_mtp(keys.get("mtp_num_layers")).items():
         if name in keys and keys[name] != found:
             raise ConfigError(
                 f"{_position(name, where)}model.{name} is {keys[name]}, but {folder.file} gives "

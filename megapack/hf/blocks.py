@@ -16,7 +16,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
-from megapack.hf.names import TensorNames
+from megapack.hf.names import HEAD, TensorNames
 from megapack.model.sharded import saved_blocks
 
 
@@ -58,6 +58,8 @@ class RowSpan:
     """The block's columns in the Hugging Face tensor; empty for a vector."""
     expert: int | None = None
     """The expert's number, if the Hugging Face tensor stacks those of a layer."""
+    swaps_halves: bool = False
+    """Whether the tensor has the second half of the block's columns first; the block has all."""
 
     @property
     def place(self) -> tuple[int | slice, ...]:
@@ -68,6 +70,11 @@ class RowSpan:
     def of(self, values: Tensor) -> Tensor:
         """The span's part of its block's values."""
         return values[self.block_row : self.block_row + self.count]
+
+    def arranged(self, values: Tensor) -> Tensor:
+        """The span's values with columns in the order of the other side: Megatron's or the
+        folder's."""
+        return values.roll(values.shape[1] // 2, 1) if self.swaps_halves else values
 
 
 def row_spans(block: Block, names: TensorNames) -> list[RowSpan]:
@@ -89,8 +96,11 @@ def row_spans(block: Block, names: TensorNames) -> list[RowSpan]:
         stop = min(end, at + rows.count)
         if begin < stop:
             row = rows.start + begin - at
-            span = RowSpan(rows.name, row, begin - first, stop - begin, columns, rows.expert)
-            found.append(span)
+            count = stop - begin
+            turned = rows.swaps_halves
+            found.append(
+                RowSpan(rows.name, row, begin - first, count, columns, rows.expert, turned)
+            )
         at += rows.count
     return found
 
@@ -130,3 +140,8 @@ def _block(part: ShardedTensor) -> Block:
         whole=tuple(part.global_shape[leading:]),
         dtype=part.dtype,
     )
+
+
+def is_value_head(block: Block) -> bool:
+    """Whether it is (part of) an output layer of one row."""
+    return block.key == HEAD and block.whole[0] == 1

@@ -28,7 +28,7 @@ from megapack.hf.export import SHARD_BYTES, ExportDtype, Exported, Exporter
 from megapack.ranks.agree import agree
 
 # The same tensors of the optimizer, of the reference policy and of a critic have other prefixes.
-_MODEL = ("embedding.", "decoder.", "output_layer.")
+_MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.")
 
 
 def export_checkpoint(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack.hf import output
-from megapack.hf.blocks import Block, own_blocks
+from megapack.hf.blocks import Block, is_value_head, own_blocks
 from megapack.hf.export_plan import ExportPlan, Part, Target, plan_export
 from megapack.hf.folder import HfFolder
 from megapack.hf.gather import gather_distinct
@@ -148,7 +148,10 @@ class Exporter:
         blocks = gather_distinct(list(sources))
 
         def planned() -> ExportPlan:
-            names = names_of(stored, (block.key for own in blocks for block in own))
+            every = [block for own in blocks for block in own]
+            is_value_model = any(is_value_head(block) for block in every)
+            keys = (block.key for block in every)
+            names = names_of(stored, keys, is_value_model=is_value_model)
             dtype_of = functools.partial(self._dtype_of, stored)
             kept = {
                 name: (one.shape, DTYPES[one.dtype])
@@ -206,7 +209,7 @@ class Exporter:
             return None
         whole = torch.empty(one.shape, dtype=one.dtype)
         for part in one.parts:
-            whole[part.span.place].copy_(self._values(part, sources))
+            whole[part.span.place].copy_(part.span.arranged(self._values(part, sources)))
         return whole
 
     def _values(self, part: Part, sources: Sources) -> Tensor:

@@ -84,7 +84,7 @@ def plan_export(
         blocks_by_rank: all ranks' blocks.
         dtype_of: the type to write, from the Hugging Face name and the block's type.
         max_shard_bytes: a file holds at most this many bytes, or one tensor.
-        kept: shapes and types of tensors that are not the model's, and are copied.
+        kept: shapes and types of tensors that are copied if they are not the model's.
 
     Raises:
         ConfigError: the ranks' blocks do not make up a whole tensor, or it has no name.
@@ -107,7 +107,10 @@ def plan_export(
         writer = _writer(parts, holders, load)
         load[writer] += sum(block.num_bytes for block in parts)
         by_writer[writer] += _targets(parts, holders, names, dtype_of, writer)
+    own = {one.name for targets in by_writer.values() for one in targets}
     for name, (shape, dtype) in kept.items():
+        if name in own:
+            continue
         writer = load.index(min(load))
         one = Target(name, shape, dtype_of(name, dtype), writer, ())
         load[writer] += one.num_bytes
@@ -150,8 +153,9 @@ def _targets(
         for span in row_spans(block, names):
             parts[span.name].append(Part(block, span, holder))
     return [
-        Target(name, shape, dtype_of(name, blocks[0].dtype), writer, tuple(parts[name]))
+        Target(one, shape, dtype_of(one, blocks[0].dtype), writer, tuple(parts[name]))
         for name, shape in hf_shapes(blocks, names).items()
+        for one in (name, *names.copies(name))
     ]
 
 

@@ -90,14 +90,18 @@ def load_hf_weights(
     )
 
 
-def names_of(stored: HfFolder, keys: Iterable[str] = ()) -> TensorNames:
+def names_of(
+    stored: HfFolder, keys: Iterable[str] = (), *, is_value_model: bool = False
+) -> TensorNames:
     """The table for a folder's model.
 
     Args:
-        keys: see `TensorNames`.
+        keys, is_value_model: see `TensorNames`.
     """
     config = read_hf_config(stored.path)
-    return TensorNames(config.model_type, config.values, stored.tensors, keys)
+    return TensorNames(
+        config.model_type, config.values, stored.tensors, keys, is_value_model=is_value_model
+    )
 
 
 def check_tensors(model: Shapes, stored: HfFolder, names: TensorNames) -> list[str]:
@@ -152,6 +156,6 @@ def _read(held: list[tuple[Block, Tensor]], stored: HfFolder, names: TensorNames
         with stored.open(file) as tensors:
             for span, values in by_file[file]:
                 part = tensors.get_slice(span.name)[span.place]
-                values.copy_(part)
+                values.copy_(span.arranged(part))
                 num_bytes += part.nbytes
     return num_bytes

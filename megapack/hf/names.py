@@ -16,6 +16,7 @@ HybridModel. Nemotron-H counts layers as a HybridModel does.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +36,28 @@ class Rows:
     count: int
     expert: int | None = None
     """The expert's number, if the tensor stacks those of a layer; its rows are the expert's."""
+    swaps_halves: bool = False
+    """Whether its columns are the second half of Megatron's, then the first."""
+
+
+@dataclass(frozen=True)
+class Mtp:
+    """Names of a depth of multi-token prediction, with `{prefix}` of the model's layers, the
+    number `{layer}` of the depth among them, and `{depth}` from 0."""
+
+    layer: str
+    """How the names of its layer begin."""
+    enorm: str
+    """The norm of embeddings."""
+    hnorm: str
+    """The norm of hidden states."""
+    eh_proj: str
+    """The projection of both."""
+    final_layernorm: str
+    swaps_halves: bool = False
+    """Whether the projection has hidden states before embeddings."""
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Tensor of the model -> its copy in each depth."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +71,8 @@ class Place:
     stride: int = 0
 
 
-_HEAD = "output_layer.weight"
+HEAD = "output_layer.weight"
+"""Megatron's name of the output layer."""
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTER = {
     _EMBEDDING: "embed_tokens.weight",
@@ -156,14 +180,57 @@ LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
     "nemotron_h": _NEMOTRON,
 }
 """By `model_type` of config.json: Megatron's name in a layer -> tensors in `model.layers.N`."""
+_LAYER_MTP = Mtp(
+    layer="{prefix}layers.{layer}.",
+    enorm="{prefix}layers.{layer}.enorm.weight",
+    hnorm="{prefix}layers.{layer}.hnorm.weight",
+    eh_proj="{prefix}layers.{layer}.eh_proj.weight",
+    final_layernorm="{prefix}layers.{layer}.shared_head.norm.weight",
+    copies={
+        "embed_tokens.weight": "{prefix}layers.{layer}.embed_tokens.weight",
+        "lm_head.weight": "{prefix}layers.{layer}.shared_head.head.weight",
+    },
+)
+_MIMO_MTP = Mtp(
+    layer="{prefix}mtp_layers.{depth}.",
+    enorm="{prefix}mtp_layers.{depth}.token_layernorm.weight",
+    hnorm="{prefix}mtp_layers.{depth}.hidden_layernorm.weight",
+    eh_proj="{prefix}mtp_layers.{depth}.input_proj.weight",
+    final_layernorm="{prefix}mtp_layers.{depth}.final_layernorm.weight",
+    swaps_halves=True,
+)
+_QWEN_MTP = Mtp(
+    layer="mtp.layers.{depth}.",
+    enorm="mtp.pre_fc_norm_embedding.weight",
+    hnorm="mtp.pre_fc_norm_hidden.weight",
+    eh_proj="mtp.fc.weight",
+    final_layernorm="mtp.norm.weight",
+)
+MTP: Mapping[str, Mtp] = {
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite"), _LAYER_MTP),
+    "mimo": _MIMO_MTP,
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN_MTP
+    ),
+}
+"""By `model_type`: multi-token prediction of a folder, which transformers does not have."""
 # Published folders of Qwen3.5 stack a layer's experts: [experts, rows, columns].
 _STACKED_EXPERTS = {
     "mlp.experts.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.experts.linear_fc2.weight": "mlp.experts.down_proj",
 }
-_PREFIXES = ("model.language_model.", "backbone.")
+# Folders of embedding models have no beginning.
+_PREFIXES = {
+    "model.language_model.": "model.language_model.",
+    "backbone.": "backbone.",
+    "layers.": "",
+}
 _KEPT = "model.visual."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+# The layer of a depth; in a HybridModel a depth has several.
+_DEPTH = re.compile(
+    r"mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer\.layers\.\d+)\.(.*)|(.*)\.weight)"
+)
 
 
 def _parts(key: str, name: str, parts: Mapping[str, int], repeats: int = 1) -> dict[str, Place]:
@@ -223,6 +290,7 @@ class TensorNames:
         stored: the folder's tensors. They say how the names begin, and whether a layer's experts
             are one tensor.
         keys: Megatron's tensors, all or those of a rank. They say whether a layer is a block.
+        is_value_model: whether the model has a value head. It has no multi-token prediction.
 
     Raises:
         ConfigError: there is no table for this kind of model.
@@ -234,6 +302,8 @@ class TensorNames:
         values: Mapping[str, Any],
         stored: Iterable[str] = (),
         keys: Iterable[str] = (),
+        *,
+        is_value_model: bool = False,
     ) -> None:
         if model_type not in LAYERS:
             raise ConfigError(
@@ -262,8 +332,16 @@ class TensorNames:
         self.num_layers = len(pattern) // self._split if pattern else int(values["num_layers"])
         names = list(stored)
         self._prefix = next(
-            (one for one in _PREFIXES if any(name.startswith(one) for name in names)), "model."
+            (
+                prefix
+                for begin, prefix in _PREFIXES.items()
+                if any(name.startswith(begin) for name in names)
+            ),
+            "model.",
         )
+        self._mtp = MTP.get(model_type)
+        self._is_value_model = is_value_model
+        self._stored = set(names)
         ends = tuple(_STACKED_EXPERTS.values())
         self._stacks_experts = any(name.endswith(ends) for name in names)
 
@@ -279,11 +357,16 @@ class TensorNames:
         Raises:
             ConfigError: this kind of model has no such tensor.
         """
-        match = _LAYER.fullmatch(key)
-        if match is None:
+        if match := _LAYER.fullmatch(key):
+            prefix = f"{self._prefix}layers.{int(match[1]) // self._split}."
+            name = local_name(match[2])
+        elif self._mtp is not None and (match := _DEPTH.fullmatch(key)):
+            if match[2] is None:
+                return [self._mtp_rows(self._mtp, int(match[1]), match[3], key, num_rows)]
+            prefix = self._of_depth(self._mtp.layer, int(match[1]))
+            name = local_name(match[2])
+        else:
             return [self._outer_rows(key, num_rows)]
-        prefix = f"{self._prefix}layers.{int(match[1]) // self._split}."
-        name = local_name(match[2])
         place = self._places.get(name)
         if place is not None:
             return [
@@ -302,14 +385,36 @@ class TensorNames:
         return [Rows(one, 0, count) for one in names]
 
     def _outer_rows(self, key: str, num_rows: int) -> Rows:
-        if key == _HEAD:
+        if key == HEAD:
             name = VALUE_HEAD if num_rows == 1 else "lm_head.weight"
         elif key in self._outer:
             name = self._prefix + self._outer[key]
         else:
             raise self._unknown(key)
-        is_padded = key in (_EMBEDDING, _HEAD)
+        is_padded = key in (_EMBEDDING, HEAD)
         return Rows(name, 0, min(self.vocab_size, num_rows) if is_padded else num_rows)
+
+    def _of_depth(self, name: str, depth: int) -> str:
+        return name.format(prefix=self._prefix, layer=self.num_layers + depth, depth=depth)
+
+    def _mtp_rows(self, mtp: Mtp, depth: int, part: str, key: str, num_rows: int) -> Rows:
+        name = getattr(mtp, part, None)
+        if not isinstance(name, str):
+            raise self._unknown(key)
+        swaps = part == "eh_proj" and mtp.swaps_halves
+        return Rows(self._of_depth(name, depth), 0, num_rows, swaps_halves=swaps)
+
+    def copies(self, name: str) -> list[str]:
+        """The folder's further tensors with the values of this one: those that depths of
+        multi-token prediction share with the model."""
+        if self._mtp is None or self._is_value_model:
+            return []
+        copy = self._mtp.copies.get(name.removeprefix(self._prefix))
+        if copy is None:
+            return []
+        pattern = re.escape(copy).replace(r"\{", "{").replace(r"\}", "}")
+        of_depth = pattern.format(prefix=re.escape(self._prefix), layer=r"\d+", depth=r"\d+")
+        return sorted(one for one in self._stored if re.fullmatch(of_depth, one))
 
     def _unknown(self, key: str) -> ConfigError:
         return ConfigError(
@@ -343,18 +448,22 @@ class TensorNames:
             has_own_head: whether the model uses the folder's `lm_head.weight`. A tied model does
                 not, and a value head replaces it.
         """
-        layer = re.match(re.escape(self._prefix) + r"layers\.(\d+)\.", name)
-        if layer and int(layer[1]) >= self.num_layers:  # multi-token prediction
-            return True
         if name == "lm_head.weight":
             return not has_own_head
-        if name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"):
-            return True
-        return self.is_kept(name)
+        return self._is_mtp(name) or name.endswith("rotary_emb.inv_freq") or self.is_kept(name)
 
     def is_kept(self, name: str) -> bool:
-        """Whether an export copies a tensor from the folder: those of the vision model."""
+        """Whether an export copies a tensor from the folder if the model does not have it: those
+        of the vision model, and of multi-token prediction that is not trained."""
+        if self._is_mtp(name):
+            return not self._is_value_model
         return name.startswith(_KEPT) and self.model_type in ("qwen3_5", "qwen3_5_moe")
+
+    def _is_mtp(self, name: str) -> bool:
+        layer = re.match(re.escape(self._prefix) + r"layers\.(\d+)\.", name)
+        if layer:
+            return int(layer[1]) >= self.num_layers
+        return name.startswith(("mtp.", f"{self._prefix}mtp_layers."))
 
 
 def _has_split_blocks(keys: Iterable[str]) -> bool:

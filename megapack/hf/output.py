@@ -115,10 +115,10 @@ def write_config(like: Path, folder: Path, *, dtype: str | None, is_value_model:
         # transformers 5 writes `dtype`; published folders have `torch_dtype`.
         for keys in (config, own):
             keys["dtype" if "dtype" in keys else "torch_dtype"] = dtype
-    for key in MTP_KEYS:
-        if own.get(key):
-            own[key] = 0
     if is_value_model:
+        for key in MTP_KEYS:
+            if own.get(key):
+                own[key] = 0
         config["architectures"] = [value_architecture(read_hf_config(like).architecture)]
         # One label is how transformers says that the output is a score.
         config["id2label"] = {"0": "LABEL_0"}

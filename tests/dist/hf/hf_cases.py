@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megapack.layout import Layout
-from tests import hf_models
+from tests import hf_models, hf_mtp
 from tests.dist.spawn import checked_job
 from tests.megatron import HAS_HYBRID
 
@@ -39,10 +39,13 @@ AS_HYBRID = {
     "glm4_moe_hybrid": "glm4_moe",
 }
 """Families of a GPTModel whose folder is loaded into a HybridModel, by a name of their own."""
-ALL_FAMILIES = (*FAMILIES, *HYBRID_FAMILIES, *AS_HYBRID)
+MTP_COEF = 0.4
+MTP = {"mimo_mtp": "mimo", "glm4_moe_lite_mtp": "glm4_moe_lite", "qwen3_next_mtp": "qwen3_next"}
+"""Families with their depth of multi-token prediction, by a name of their own."""
+ALL_FAMILIES = (*FAMILIES, *HYBRID_FAMILIES, *AS_HYBRID, *MTP)
 EXPERTS = (
     *("qwen2_moe", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe"),
-    *("moonlight", "deepseek_v2", "glm4_moe_lite"),
+    *("moonlight", "deepseek_v2", "glm4_moe_lite", "glm4_moe_lite_mtp", "qwen3_next_mtp"),
     *("qwen3_next", "qwen3_5_moe", "nemotron_h", "qwen2_moe_hybrid", "glm4_moe_hybrid"),
 )
 
@@ -75,16 +78,23 @@ class HfCase:
     @property
     def is_hybrid(self) -> bool:
         """Whether the case needs HybridModel."""
-        return self.family not in FAMILIES
+        return self.folder not in FAMILIES or "megatron_class" in self.keys
 
     @property
     def folder(self) -> str:
         """The family of `hf_models`."""
-        return AS_HYBRID.get(self.family, self.family)
+        return (AS_HYBRID | MTP).get(self.family, self.family)
+
+    @property
+    def reference(self) -> str:
+        """The file of transformers' results."""
+        return f"{self.folder}_mtp.pt" if self.family in MTP else f"{self.folder}.pt"
 
     @property
     def keys(self) -> dict[str, Any]:
         """Keys of `ModelConfig` in addition to the folder's."""
+        if self.family in MTP:
+            return {"mtp_num_layers": 1, "mtp_loss_coef": MTP_COEF}
         return {"megatron_class": "hybrid"} if self.family in AS_HYBRID else {}
 
     @property
@@ -118,7 +128,11 @@ def samples() -> tuple[list[Tensor], list[Tensor]]:
 
 
 def write_reference(folder: Path, family: str) -> None:
-    """A model's folder, and transformers' results on the samples beside it."""
+    """A model's folder, and transformers' results on the samples beside it.
+
+    With a depth of multi-token prediction there are two files of results: without and with its
+    loss.
+    """
     hf_models.make_folder(folder / family, family)
     model = hf_models.load(folder / family, family)
     prompts, responses = samples()
@@ -133,6 +147,13 @@ def write_reference(folder: Path, family: str) -> None:
     loss, gradients = hf_models.sft_gradients(model, tokens, weights)
     results = {"logprobs": logprobs, "entropy": entropies, "loss": loss, "gradients": gradients}
     torch.save(results, folder / f"{family}.pt")
+    if hf_models.FAMILIES[family].mtp is None:
+        return
+    depth = hf_mtp.Depth(family)
+    results["mtp_loss"] = hf_mtp.add_gradients(model, depth, tokens, weights, MTP_COEF)
+    gradients = hf_models.gradients_of(model)
+    results["gradients"] = gradients | depth.tensors(gradients, gradients=True)
+    torch.save(results, folder / f"{family}_mtp.pt")
 
 
 def run_hf_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:

@@ -40,6 +40,7 @@ class Case:
     export: Mapping[str, Any] = field(default_factory=dict)
 
 
+WITH_MTP = {"mtp_num_layers": 1}
 TP_SP = {"tp": 2, "sequence_parallel": True}
 CASES = {
     "tp2_pp2": Case(family="qwen3", layout=Layout(**TP_SP, pp=2)),
@@ -60,6 +61,13 @@ CASES = {
     "latent": Case(family="deepseek_v3", layout=Layout(**TP_SP, pp=2, ep=2, etp=1)),
     "latent_bf16": Case(family="deepseek_v3", layout=Layout(pp=2, dp=2, ep=2), dtype="bf16"),
     "glm": Case(family="glm4_moe", layout=Layout(**TP_SP, dp=2, ep=2, etp=1)),
+    "moonlight": Case(family="moonlight", layout=Layout(dp=2, pp=2, vpp=2, ep=2)),
+    "no_prefix": Case(family="qwen3_embedding", layout=Layout(**TP_SP, pp=2)),
+    "mtp_kept": Case(family="mimo", layout=Layout(**TP_SP, pp=2)),
+    "mtp_swapped": Case(family="mimo", layout=Layout(**TP_SP, pp=2), keys=WITH_MTP),
+    "mtp_latent": Case(
+        family="glm4_moe_lite", layout=Layout(**TP_SP, pp=2, ep=2, etp=1), keys=WITH_MTP
+    ),
 }
 AS_HYBRID = {"megatron_class": "hybrid"}
 HYBRID_CASES = {
@@ -74,6 +82,7 @@ HYBRID_CASES = {
     ),
     "stacked_ep4": Case(family="qwen3_5_moe", layout=Layout(**TP_SP, dp=2, ep=4, etp=1)),
     "stacked_ep2_etp2": Case(family="qwen3_5_moe", layout=Layout(**TP_SP, dp=2, ep=2, etp=2)),
+    "next_mtp": Case(family="qwen3_next", layout=Layout(dp=2, pp=2, vpp=2, ep=2), keys=WITH_MTP),
     "nemotron_tp2_pp2": Case(family="nemotron_h", layout=Layout(**TP_SP, pp=2, etp=1)),
     "nemotron_vpp2_ep2": Case(family="nemotron_h", layout=Layout(dp=2, pp=2, vpp=2, ep=2)),
     "nemotron_uneven": Case(
@@ -96,7 +105,10 @@ def build(case: Case, folder: Path) -> list[Any]:
     model = ModelConfig.from_hf(str(folder), dtype=case.dtype, **case.keys)
     initialize_parallel(layout, 1)
     split = case.split.stage_layers(
-        model.num_stage_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=0
+        model.num_stage_layers,
+        pp=layout.pp,
+        vpp=layout.vpp,
+        num_mtp_layers=model.mtp_num_layers,
     )
     assert model.vocab_size is not None
     return build_model(

@@ -27,8 +27,9 @@ from megapack.hf import export_hf, load_hf_weights
 from megapack.loss import SFT
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
+from tests import hf_mtp
 from tests.dist.executor import executor
-from tests.dist.hf.hf_cases import HF_CASES, MAX_TOKENS, HfCase, samples
+from tests.dist.hf.hf_cases import HF_CASES, MAX_TOKENS, MTP, HfCase, samples
 from tests.dist.setup import on_kernels_of_job
 
 
@@ -49,20 +50,22 @@ def run_case(case: HfCase, folder: Path, device: torch.device) -> dict[str, Any]
     batch = SampleBatch.from_prompt_response(prompts, responses)
     plan = build_dp_schedule(batch.lengths, layout=case.layout, max_tokens_per_gpu=MAX_TOKENS)
     outputs = adapter.forward(plan, batch, entropy=True)
-    loss = adapter.step(plan, batch, objective=SFT()).loss
+    step = adapter.step(plan, batch, objective=SFT())
     exported = folder / "gradients" / case.name
     exported.parent.mkdir(exist_ok=True)
     show_gradients(chunks)
     export_hf(chunks, exported, like=source, device=device)
     if dist.get_rank():
         return {}
-    want = torch.load(folder / f"{case.folder}.pt")
+    want = torch.load(folder / case.reference)
     rows = [len(row.samples) for rank in plan.steps[0].ranks for row in rank]
     return {
         **output_errors(outputs, want, batch),
-        **gradient_errors(read(exported), want["gradients"]),
-        "loss": loss,
+        **gradient_errors(read(exported), want["gradients"], untrained(source, case)),
+        "loss": step.loss,
         "expected_loss": want["loss"],
+        "mtp_loss": step.metrics.get("mtp_1_loss"),
+        "expected_mtp_loss": want.get("mtp_loss"),
         "num_rows": len(rows),
         "most_samples": max(rows),
     }
@@ -99,13 +102,23 @@ def output_errors(
     return errors
 
 
-def gradient_errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, Any]:
+def untrained(source: Path, case: HfCase) -> set[str]:
+    """Names of multi-token prediction that is not trained, which an export copies."""
+    file = source / hf_mtp.FILE
+    return set() if case.family in MTP or not file.exists() else set(load_file(file))
+
+
+def gradient_errors(
+    got: dict[str, Tensor], want: dict[str, Tensor], untrained: set[str]
+) -> dict[str, Any]:
     """Relative differences: of all gradients as one vector, and of the worst tensor."""
     # The expert bias is no parameter, and an export copies a vision model; the folder has both.
     missing = sorted(want.keys() - got.keys())
     others = ("e_score_correction", "model.visual.")
     left_over = [
-        name for name in got.keys() - want.keys() if not any(part in name for part in others)
+        name
+        for name in got.keys() - want.keys() - untrained
+        if not any(part in name for part in others)
     ]
     assert not missing, missing
     assert not left_over, left_over

@@ -29,6 +29,9 @@ SECOND = {
     "seed_oss": "tp2_sp",
     "ernie4_5": "cp2",
     "mimo": "pp2_vpp2",
+    "mimo_mtp": "cp2",
+    "glm4_moe_lite_mtp": "pp2_vpp2",
+    "qwen3_next_mtp": "tp2_sp",
     "qwen3_5": "tp2_sp",
     "qwen3_5_moe": "dp2",
     "qwen2_hybrid": "cp2",
@@ -84,6 +87,7 @@ def test_gradients_of_an_sft_step_equal_transformers(
     assert result["gradient_error"] < 1e-5
     assert result["worst_tensor_error"] < 3e-5, result["worst_tensor"]
     assert result["loss"] == pytest.approx(result["expected_loss"], rel=1e-6)
+    assert result["mtp_loss"] == pytest.approx(result["expected_mtp_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", PARAMS)
