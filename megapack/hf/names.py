@@ -456,7 +456,7 @@ class TensorNames:
         """Whether an export copies a tensor from the folder if the model does not have it: those
         of the vision model, and of multi-token prediction that is not trained."""
         if self._is_mtp(name):
-            return not self._is_value_model
+            return self._mtp is not None and not self._is_value_model
         return name.startswith(_KEPT) and self.model_type in ("qwen3_5", "qwen3_5_moe")
 
     def _is_mtp(self, name: str) -> bool:

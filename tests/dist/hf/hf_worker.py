@@ -64,8 +64,8 @@ def run_case(case: HfCase, folder: Path, device: torch.device) -> dict[str, Any]
         **gradient_errors(read(exported), want["gradients"], untrained(source, case)),
         "loss": step.loss,
         "expected_loss": want["loss"],
-        "mtp_loss": step.metrics.get("mtp_1_loss"),
-        "expected_mtp_loss": want.get("mtp_loss"),
+        "mtp_loss": step.metrics.get("mtp_1_loss", 0.0),
+        "expected_mtp_loss": want.get("mtp_loss", 0.0),
         "num_rows": len(rows),
         "most_samples": max(rows),
     }

@@ -297,8 +297,10 @@ def test_keys_that_contradict_the_folder_are_refused(tmp_path: Path) -> None:
         job(model, "model.moe_top_k=4")
     with pytest.raises(ConfigError, match=r"override .*model.rotary_base is 1, but"):
         job(model, "model.rotary_base=1")
-    with pytest.raises(ConfigError, match="weights of multi-token prediction are not loaded"):
+    with pytest.raises(ConfigError, match="has 0 layers of multi-token prediction that megapack"):
         ModelConfig.from_hf(path, mtp_num_layers=1)
+    mimo = folder(tmp_path / "mimo", PUBLISHED["mimo"])
+    assert ModelConfig.from_hf(mimo, mtp_num_layers=1).mtp_num_layers == 1
     with pytest.raises(ConfigError, match=r"model.num_layers is 2, but"):
         ModelConfig.from_hf(path, num_layers=2)
     with pytest.raises(ConfigError, match=r"ModelConfig\.from_hf"):

@@ -116,7 +116,18 @@ def test_the_published_config_of_a_family(name: str, tmp_path: Path) -> None:
     model = ModelConfig.from_hf(path, dtype="bf16")
     assert {key: getattr(model, key) for key in found.values} == dict(found.values)
     assert model.layer_pattern == EXPECTED[name]["hybrid_layer_pattern"]
-    assert found.num_mtp_layers == ("qwen3_5" in name)
+    assert found.num_mtp_layers == (name != "nemotron_h")
+
+
+def test_a_depth_of_multi_token_prediction_is_attention_and_the_last_mlp(tmp_path: Path) -> None:
+    for name, depth in (("qwen3_next", "/*E"), ("qwen3_5", "/*-")):
+        path = folder(tmp_path / name, HYBRID[name])
+        model = ModelConfig.from_hf(path, mtp_num_layers=1)
+        assert model.hybrid_layer_pattern == f"{model.layer_pattern}{depth}"
+        assert model.layer_pattern == EXPECTED[name]["hybrid_layer_pattern"]
+    path = folder(tmp_path / "nemotron_h", HYBRID["nemotron_h"])
+    with pytest.raises(ConfigError, match="has 0 layers of multi-token prediction that megapack"):
+        ModelConfig.from_hf(path, mtp_num_layers=1)
 
 
 @pytest.mark.parametrize(

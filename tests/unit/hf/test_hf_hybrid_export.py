@@ -64,7 +64,7 @@ def test_tensors_that_are_copied_are_spread_over_the_ranks() -> None:
 
 @pytest.mark.parametrize("is_value_model", [False, True])
 def test_the_config_of_a_text_part(is_value_model: bool, tmp_path: Path) -> None:
-    """No multi-token prediction is exported; types are written where each part has them."""
+    """A value model has no multi-token prediction; types are written where each part has them."""
     like = tmp_path / "like"
     like.mkdir()
     (like / "config.json").write_text(json.dumps(HYBRID["qwen3_5"]))
@@ -73,7 +73,8 @@ def test_the_config_of_a_text_part(is_value_model: bool, tmp_path: Path) -> None
     output.write_config(like, out, dtype="float32", is_value_model=is_value_model)
     written = json.loads((output.part_path(out) / "config.json").read_text())
     text = HYBRID["qwen3_5"]["text_config"]
-    assert written["text_config"] == {**text, "mtp_num_hidden_layers": 0, "dtype": "float32"}
+    depths = {"mtp_num_hidden_layers": 0} if is_value_model else {}
+    assert written["text_config"] == {**text, **depths, "dtype": "float32"}
     assert written["vision_config"] == HYBRID["qwen3_5"]["vision_config"]
     head = "SequenceClassification" if is_value_model else "ConditionalGeneration"
     assert written["architectures"] == [f"Qwen3_5For{head}"]

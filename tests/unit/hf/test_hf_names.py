@@ -118,6 +118,61 @@ def test_every_family_of_the_config_reader_has_a_table() -> None:
     assert FAMILIES.keys() <= LAYERS.keys()
 
 
+@pytest.mark.parametrize(
+    ("model_type", "begin", "names"),
+    [
+        ("glm4_moe", "model.layers.4.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+        (
+            "mimo",
+            "model.mtp_layers.1.",
+            ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        ),
+    ],
+)
+def test_the_second_depth_of_multi_token_prediction(
+    model_type: str, begin: str, names: tuple[str, ...]
+) -> None:
+    table = TensorNames(model_type, VALUES)
+    parts = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+    for part, name in zip(parts, names, strict=True):
+        (found,) = table.rows(f"mtp.layers.1.{part}.weight", (), 8)
+        swaps = (model_type, part) == ("mimo", "eh_proj")
+        assert found == Rows(f"{begin}{name}.weight", 0, 8, swaps_halves=swaps)
+    for layer in ("transformer_layer", "mtp_model_layer.layers.0"):
+        found = table.rows(f"mtp.layers.1.{layer}.self_attention.linear_proj.weight", (), 8)
+        assert found == [Rows(f"{begin}self_attn.o_proj.weight", 0, 8)]
+    with pytest.raises(ConfigError, match="other_norm"):
+        table.rows("mtp.layers.1.other_norm.weight", (), 8)
+
+
+def test_a_value_model_exports_no_multi_token_prediction() -> None:
+    copied = "model.layers.3.embed_tokens.weight"
+    for is_value_model in (False, True):
+        names = TensorNames("glm4_moe", VALUES, [copied], is_value_model=is_value_model)
+        expected = [] if is_value_model else [copied]
+        assert names.copies("model.embed_tokens.weight") == expected
+        assert names.copies("model.norm.weight") == []
+        assert names.is_kept("model.layers.3.enorm.weight") is not is_value_model
+        assert names.is_ignorable("model.layers.3.enorm.weight", has_own_head=True)
+
+
+def test_a_projection_with_swapped_halves() -> None:
+    names = TensorNames("mimo", VALUES)
+    block = Block("mtp.layers.0.eh_proj.weight", (), (4, 0), (4, 6), (8, 6), torch.float32)
+    (span,) = row_spans(block, names)
+    assert span.place == (slice(4, 8), slice(0, 6))
+    assert span.arranged(torch.arange(6)[None]).tolist() == [[3, 4, 5, 0, 1, 2]]
+
+
+def test_folders_whose_names_have_no_beginning() -> None:
+    names = TensorNames("qwen3", VALUES, ["embed_tokens.weight", "layers.0.mlp.up_proj.weight"])
+    for key, name in (
+        ("embedding.word_embeddings.weight", "embed_tokens.weight"),
+        ("decoder.layers.2.self_attention.linear_proj.weight", "layers.2.self_attn.o_proj.weight"),
+    ):
+        assert names.rows(key, (), 5) == [Rows(name, 0, 5)]
+
+
 def test_what_a_folder_may_have_in_addition() -> None:
     names = TensorNames("deepseek_v3", VALUES)
     assert names.is_ignorable("model.layers.3.eh_proj.weight", has_own_head=True)

@@ -32,6 +32,8 @@ def test_the_critics_model_trains_all_of_the_policys_layers() -> None:
     critic = critic_model(policy)
     assert (critic.num_layers, critic.untie_embeddings) == (6, True)
     assert (critic.freeze, critic.mtp_num_layers) == ((), 0)
+    hybrid = {"num_layers": 2, "hybrid_layer_pattern": "*-/*-", "mtp_num_layers": 1}
+    assert critic_model(ModelConfig(**hybrid)).hybrid_layer_pattern == "*-"
 
 
 class Chunk(torch.nn.Module):
