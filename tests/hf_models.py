@@ -215,6 +215,21 @@ FAMILIES: dict[str, Family] = {
         settings={**_DENSE, "head_dim": 16, "rope_theta": 1e6, "tie_word_embeddings": True},
         published={"architectures": ["Qwen3ForCausalLM"]},
     ),
+    # A reward model, smaller than the others.
+    "qwen3_score": Family(
+        name="Qwen3",
+        head="ForSequenceClassification",
+        settings={
+            **_DENSE,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_labels": 1,
+            "rope_theta": 1e6,
+        },
+    ),
     "qwen3_moe": Family(name="Qwen3Moe", settings={**_MOE, "head_dim": 16, "rope_theta": 1e6}),
     "deepseek_v3": Family(
         name="DeepseekV3",

@@ -46,6 +46,8 @@ _FREE = (
     # The folder may have moved; its sizes are keys of their own.
     "model.hf_path",
 )
+# Folders that the reference's weights may come from.
+_REFERENCE = ("model.hf_path", "objective.reference_hf_path")
 _BATCH_FILE = "batch.pt"
 _ROUTING = "routing-dp"
 _CALIBRATION = "calibration-"
@@ -362,7 +364,7 @@ class Checkpoints:
                 "they were, or train.resume=null"
             )
         if self._has_reference and not manifest.has_reference:
-            moved = folders.differences(manifest.config, to_dict(self.config), ("model.hf_path",))
+            moved = folders.differences(manifest.config, to_dict(self.config), _REFERENCE)
             if moved:
                 raise CheckpointError(
                     f"{found.path} has no reference policy, and the folder of the initial weights "

@@ -269,6 +269,10 @@ class ModelConfig:
         """
         return dataclasses.replace(self, hf_path=None, untie_embeddings=True)
 
+    def check_same_sizes(self, folder: str) -> None:
+        """Raise ConfigError if a Hugging Face folder's model has another architecture."""
+        _check_folder(read_hf_config(folder), vars(self))
+
     @property
     def head_width(self) -> int:
         """Channels of one head's queries and keys."""

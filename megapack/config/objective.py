@@ -17,9 +17,9 @@ class ObjectiveConfig:
     kind: Literal["sft", "ppo", "grpo", "gspo", "dpo", "reward"] = "grpo"
     """sft: negative log-likelihood. ppo: the clipped policy loss. grpo: the same with a KL penalty
     in the loss. gspo: the same with one ratio per sample (set seq-mean-token-mean, and clips near
-    3e-4). dpo: direct preference optimization of pairs, against the initial weights as the
-    reference. reward: a reward model, trained on pairs; a value head replaces the vocabulary's
-    projection. Both need seq-mean-token-mean, which makes their loss the mean over pairs."""
+    3e-4). dpo: direct preference optimization of pairs, against a reference policy. reward: a
+    reward model, trained on pairs; a value head replaces the vocabulary's projection. Both need
+    seq-mean-token-mean, which makes their loss the mean over pairs."""
     loss_weighting: LossWeighting = "token-mean"
     """The weight of a response token in a step's loss, see `megapack.loss`."""
     norm_constant: float | None = None
@@ -31,7 +31,10 @@ class ObjectiveConfig:
     dual_clip: float | None = None
     """Bound on the loss of tokens with negative advantages, above 1; null = no bound."""
     kl_coef: float = 0.0
-    """Weight of the KL to the reference policy (the initial weights); 0 = no reference pass."""
+    """Weight of the KL to the reference policy; 0 = no reference pass."""
+    reference_hf_path: str | None = None
+    """A folder of a Hugging Face model of the policy's sizes whose weights the reference policy
+    has, for `kl_coef`, `kl_in_reward_coef` and dpo; null = the policy's initial weights."""
     kl_kind: KlKind = "k3"
     """The estimator of the KL."""
     kl_level: KlLevel = "token"
@@ -47,7 +50,7 @@ class ObjectiveConfig:
     """With a critic: lambda of GAE (arXiv 1506.02438), in [0, 1]. 1 uses rewards alone, less relies
     on the critic's values instead."""
     kl_in_reward_coef: float = 0.0
-    """With a critic: weight of the log-ratio to the reference policy (the initial weights) that is
+    """With a critic: weight of the log-ratio to the reference policy that is
     subtracted from each token's reward, as in InstructGPT; 0 = no reference pass."""
     max_response_tokens: int | None = None
     """The longest response that the rollouts could have, in tokens; null = not known. Only
@@ -74,6 +77,11 @@ class ObjectiveConfig:
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"objective.{name} is {getattr(self, name)}; set it in [0, 1]")
+        if self.reference_hf_path is not None and not self.has_reference:
+            raise ConfigError(
+                f"objective.reference_hf_path={self.reference_hf_path} has no effect under kind="
+                f"{self.kind} without kl_coef or kl_in_reward_coef; set one, or leave it out"
+            )
         self._check_overlong()
         self._check_pairs()
         if self.clip_low > 1:

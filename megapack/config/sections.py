@@ -17,7 +17,7 @@ from megapack.base.choices import (
     Kernel,
 )
 from megapack.config.bounds import at_least
-from megapack.config.critic import CriticConfig
+from megapack.config.critic import CriticConfig, critic_model
 from megapack.config.data import DataConfig
 from megapack.config.loop import LoopConfig, OptimConfig
 from megapack.config.model import BYTE_VOCAB_SIZE, ModelConfig
@@ -135,6 +135,11 @@ class TrainConfig:
         return self.data.max_length or self.model.max_position_embeddings
 
     @property
+    def critic_model(self) -> ModelConfig:
+        """The critic's model, see `critic.critic_model`."""
+        return critic_model(self.model, self.critic.hf_path)
+
+    @property
     def stage_layers(self) -> StageLayers:
         """The number of transformer layers of each pipeline chunk."""
         return self._split(self.layout)
@@ -193,9 +198,11 @@ class TrainConfig:
 
         Args:
             speed: of a GPU; None for `assumed_speed`.
-            value_head: a value head, of one row, replaces the vocabulary's projection.
+            value_head: of the critic; a value head, of one row, replaces the vocabulary's
+                projection.
         """
-        sizes = self.model.to_sizes()
+        model = self.critic_model if value_head and self.critic.hf_path is not None else self.model
+        sizes = model.to_sizes()
         value_head = value_head or self.objective.has_value_head
         return cost_from_sizes(
             dataclasses.replace(sizes, vocab_size=1) if value_head else sizes,
@@ -204,7 +211,7 @@ class TrainConfig:
             recompute=self.model.recompute,
             recompute_modules=self.model.recompute_modules,
             mean_length=self.typical_sample,
-            stage_layers=self._split(layout),
+            stage_layers=self._split(layout) if model is self.model else None,
         )
 
     def memory_model(self) -> MemoryModel:
@@ -227,6 +234,7 @@ class TrainConfig:
             fused_swiglu=on_gpu if fused_swiglu is None else fused_swiglu,
             composite_norms=not on_gpu and model.normalization == "RMSNorm",
             critic=self.critic.enabled,
+            critic_sizes=self.critic_model.to_sizes() if self.critic.hf_path is not None else None,
             value_head=self.objective.has_value_head,
             executor=self.executor,
         )
@@ -332,7 +340,18 @@ def _check_row_heads(config: TrainConfig) -> None:
 
 def _check_critic(config: TrainConfig) -> None:
     objective = config.objective
+    if objective.reference_hf_path is not None:
+        try:
+            config.model.check_same_sizes(objective.reference_hf_path)
+        except ConfigError as error:
+            raise ConfigError(f"objective.reference_hf_path: {error}") from None
     if not config.critic.enabled:
+        for name in ("hf_path", "warmup_steps"):
+            if getattr(config.critic, name):
+                raise ConfigError(
+                    f"critic.{name}={getattr(config.critic, name)} has no effect without a critic; "
+                    "set critic.enabled=true, or leave it out"
+                )
         for name in ("gamma", "gae_lambda", "kl_in_reward_coef"):
             default = getattr(ObjectiveConfig, name)
             if getattr(objective, name) != default:
@@ -351,6 +370,16 @@ def _check_critic(config: TrainConfig) -> None:
             f"objective.advantage_norm={objective.advantage_norm} has no effect with a critic, "
             "whose advantages are not relative to a prompt group; leave it out, or set "
             "critic.enabled=false"
+        )
+    if config.critic.hf_path is None:
+        return
+    critic = config.critic_model
+    longest = config.longest_sample
+    if critic.max_position_embeddings < longest:
+        raise ConfigError(
+            f"critic.hf_path: {config.critic.hf_path} supports samples of "
+            f"{critic.max_position_embeddings} tokens, data.max_length is {longest}; set it to "
+            "that, or another folder"
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megapack.base.choices import Dtype, Executor, Kernel, Recompute, RecomputeModule
@@ -65,7 +65,7 @@ class GpuMemory:
     """NCCL's buffers, an estimate: see `megapack.cost.communicators`."""
     critic: int = 0
     """Parameters, gradients and optimizer of a critic. Its steps and the policy's take turns, so
-    its activations, which are as large as the policy's, are not added."""
+    the larger of their activations are counted."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -117,7 +117,9 @@ class MemoryModel:
     stage_layers: StageLayers | None = None
     """Layers of each chunk; None = equally many."""
     critic: bool = False
-    """Whether a second model of these sizes, with a value head, is trained too."""
+    """Whether a second model with a value head is trained too."""
+    critic_sizes: ModelSizes | None = None
+    """The second model's sizes; None = the same."""
     value_head: bool = False
     """Whether the trained model has a value head, of one row, instead of the output matrix."""
     executor: Executor = "megatron"
@@ -154,9 +156,14 @@ class MemoryModel:
         dense, experts = self._parameters(layout, stage, value_head=self.value_head)
         weights, gradients, optimizer = self._state(layout, dense, experts)
         critic = 0
+        trained = [self]
         if self.critic:
-            own = self._parameters(layout, stage, value_head=True)
-            critic = sum(self._state(layout, *own))
+            own = self
+            if self.critic_sizes is not None:
+                own = replace(self, sizes=self.critic_sizes, stage_layers=None)
+                trained.append(own)
+            parameters = own._parameters(layout, stage, value_head=True)
+            critic = sum(own._state(layout, *parameters))
         share = layout.chunks_in_flight(stage) / layout.chunks_in_flight()
         if carried != NOTHING_CARRIED:
             share = 1.0
@@ -166,10 +173,13 @@ class MemoryModel:
             parameters=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=self._activations(
-                layout, stage, live_tokens * share, row_tokens, gathered_tokens * share
-            )
-            + self._carried(layout, stage, carried),
+            activations=max(
+                one._activations(
+                    layout, stage, live_tokens * share, row_tokens, gathered_tokens * share
+                )
+                + one._carried(layout, stage, carried)
+                for one in trained
+            ),
             head=self._head(layout, row_tokens) if last and not self.value_head else 0,
             communicators=communicators.BYTES
             * communicators.num_communicators(

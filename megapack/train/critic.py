@@ -10,7 +10,6 @@ returns.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,13 +17,13 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megapack.config.critic import critic_model
 from megapack.config.sections import OptimConfig, TrainConfig
 from megapack.data.gae import Floats, explained_variance, gae, token_rewards, whitened
 from megapack.errors import StepOutOfMemory
 from megapack.gpt.build import build_model
-from megapack.gpt.optimizer import build_lr_schedule, build_optimizer, check_norm
+from megapack.gpt.optimizer import build_lr_schedule, build_optimizer
 from megapack.gpt.settings import Settings
+from megapack.hf.load import LoadedWeights, load_hf_weights
 from megapack.layout import Layout
 from megapack.loss.sequence import ValueLoss
 from megapack.model.head import unwrapped
@@ -33,8 +32,8 @@ from megapack.ranks.agree import agree
 from megapack.ranks.links import Ranks
 from megapack.samples import SampleBatch
 from megapack.schedule.adapter import ScheduleAdapter
-from megapack.train.metrics import training_metrics
 from megapack.train.passes import BatchPasses, BatchPlanner, PlannedBatch
+from megapack.train.update import Update, take_step
 
 REWARDS = "rewards"
 """Name of a field with one number per sample."""
@@ -49,7 +48,8 @@ class Critic:
     """The critic of one run on one rank. The constructor is a collective of all ranks.
 
     Args:
-        policy: the policy's chunks with their initial weights, which become the critic's.
+        policy: the policy's chunks with their initial weights, which become the critic's, unless
+            `critic.hf_path` has its own.
         planner: the planner of the batches.
         vocab_size: as the policy's.
         reduction: as the policy's, see `build_model`.
@@ -58,6 +58,7 @@ class Critic:
 
     Attributes:
         chunks: this rank's chunks; the last one of the last stage has the value head.
+        loaded: what `critic.hf_path` gave; None without it.
         optimizer: Megatron's, for these chunks.
         passes: runs the value model; counts its replans.
     """
@@ -79,20 +80,27 @@ class Critic:
         self._device = device
         self._data = planner.data
         self._optim = critic_optim(config)
+        folder = config.critic.hf_path
+        model = config.critic_model
+        has_same_layers = model.num_stage_layers == config.model.num_stage_layers
         self.chunks = build_model(
-            critic_model(config.model),
+            model,
             layout,
             vocab_size=vocab_size,
             seed=config.seed,
             distributed_optimizer=config.optim.distributed_optimizer,
             reduction=reduction,
-            stage_layers=config.stage_layers,
-            # A folder's weights come with the copy, and its value head begins with zeros.
-            draws_weights=config.model.hf_path is None,
+            stage_layers=config.stage_layers if has_same_layers else None,
+            # The policy's folder comes with the copy, and its value head begins with zeros.
+            draws_weights=config.model.hf_path is None and folder is None,
             value_head=True,
             splits_backward=config.plan.backward == "split",
         )
-        agree(lambda: copy_weights(policy, self.chunks), device=device)
+        self.loaded: LoadedWeights | None = None
+        if folder is None:
+            agree(lambda: copy_weights(policy, self.chunks), device=device)
+        else:
+            self.loaded = load_hf_weights(self.chunks, folder, device=device)
         self.optimizer = build_optimizer(self._optim, self.chunks, config.model.dtype == "bf16")
         adapter = ScheduleAdapter(
             self.chunks,
@@ -140,37 +148,22 @@ class Critic:
         *,
         num_steps: int,
         predicted_s: float | None,
-    ) -> CriticStep:
-        """Take the critic's optimizer step. A collective.
+    ) -> Update:
+        """Take the critic's optimizer step, whose metrics begin with `critic_`. A collective.
 
         Args:
-            index, report, num_steps: see `BatchPasses.gradients`.
-            predicted_s: seconds that the policy's forward and backward should take, or None.
+            index, report, num_steps, predicted_s: see `take_step`.
         """
-        with self._ranks.guarded(f"the critic's step {num_steps + 1}", predicted_s):
-            ran = self.passes.gradients(batch, index, report, num_steps=num_steps)
-            started = time.perf_counter()
-            self._ranks.place.enter("optimizer")
-            updated, grad_norm, _ = self.optimizer.step()
-            check_norm(float(grad_norm))
-        lr = self.optimizer.param_groups[0]["lr"]
         assert self._schedule is not None
-        self._schedule.step(increment=1)
-        optimizer_s = time.perf_counter() - started
-        metrics = {
-            **training_metrics(ran.result),
-            "grad_norm": float(grad_norm),
-            "updated": int(updated),
-            "lr": lr,
-            "explained_variance": self._explained_variance(batch),
-            "step_measured_s": ran.measured_s,
-            "optimizer_s": optimizer_s,
-        }
-        return CriticStep(
-            updated=bool(updated),
-            seconds=ran.failed_s + ran.measured_s + optimizer_s,
-            metrics={f"critic_{name}": value for name, value in metrics.items()},
+        update = take_step(
+            *(self.passes, self.optimizer, self._schedule, self._ranks, batch, index, report),
+            name=f"the critic's step {num_steps + 1}",
+            num_steps=num_steps,
+            predicted_s=predicted_s,
         )
+        metrics = {**update.metrics, "explained_variance": self._explained_variance(batch)}
+        own = {f"critic_{name}": value for name, value in metrics.items()}
+        return dataclasses.replace(update, metrics=own)
 
     def _estimate(self, batch: PlannedBatch) -> None:
         """Set advantages and returns of the kept samples; local work."""
@@ -210,18 +203,6 @@ class Critic:
         """
         kept = sorted(i for step in batch.plan.steps for i in step.kept_samples)
         return {i: torch.from_numpy(self._data.tokens(int(batch.numbers[i])).counts) for i in kept}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CriticStep:
-    """What an optimizer step of the critic gave, the same on every rank but for seconds."""
-
-    updated: bool
-    """False if Megatron skipped the update."""
-    seconds: float
-    """Of forward, backward and update, with an attempt that ran out of memory."""
-    metrics: dict[str, float | None]
-    """Keys begin with `critic_`."""
 
 
 def critic_optim(config: TrainConfig) -> OptimConfig:

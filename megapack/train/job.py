@@ -38,7 +38,7 @@ from megapack.data.gae import checked_rewards
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import RunInterrupted, StepOutOfMemory
 from megapack.gpt import build_model, initialize_parallel
-from megapack.gpt.optimizer import build_lr_schedule, build_optimizer, check_norm
+from megapack.gpt.optimizer import build_lr_schedule, build_optimizer
 from megapack.gpt.settings import describe, layer_settings, reduction_settings
 from megapack.hf import LoadedWeights, export_hf, load_hf_weights
 from megapack.layout import Layout
@@ -65,11 +65,11 @@ from megapack.train.metrics import (
     memory_peaks,
     plan_line,
     reset_memory_peaks,
-    training_metrics,
 )
 from megapack.train.passes import BatchPasses, BatchPlanner, PlannedBatch
 from megapack.train.trace import StepTracer
 from megapack.train.trackers import open_trackers
+from megapack.train.update import Update, take_step
 
 
 def train(config: TrainConfig, interrupt: Interrupt) -> Path:
@@ -248,6 +248,8 @@ class Trainer:
         self.progress.line(f"cost model {basis}")
         if self.loaded is not None:
             self.progress.line(f"loaded {self.loaded}")
+        if self.critic is not None and self.critic.loaded is not None:
+            self.progress.line(f"critic loaded {self.critic.loaded}")
         if self.resumed is not None:
             self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
         try:
@@ -322,8 +324,9 @@ class Trainer:
             steps_in(config, data, batch) for _, _, batch in all_batches(config, data)
         )
         self.progress.expect(total_steps, self.num_steps)
-        self.schedule = build_lr_schedule(config.optim, self.optimizer, total_steps)
-        self.schedule.step(increment=self.num_steps)
+        warmup = min(config.critic.warmup_steps, total_steps - 1)
+        self.schedule = build_lr_schedule(config.optim, self.optimizer, total_steps - warmup)
+        self.schedule.step(increment=max(0, self.num_steps - warmup))
         if self.critic is not None:
             self.critic.expect(total_steps, self.num_steps)
         begin = (self.position.epoch, self.position.batch)
@@ -484,71 +487,68 @@ class Trainer:
     def _step(self, batch: PlannedBatch, index: int, batch_seconds: dict[str, float]) -> None:
         """Take one optimizer step and write its line of metrics."""
         plan = batch.plan
-        calibrator = self.calibrator
-        cost = calibrator.cost
-        report = step_report(plan, plan.steps[index], cost)
-        predicted_s = self.clock.predict(report.seconds)
-        with self.ranks.guarded(f"step {self.num_steps + 1}", predicted_s):
-            reset_memory_peaks()
+        cost = self.calibrator.cost
+        planned = report = step_report(plan, plan.steps[index], cost)
+        predicted_s = self.clock.predict(planned.seconds)
+        reset_memory_peaks()
+        policy: Update | None = None
+        # While the critic warms up, the policy has no metrics.
+        of_policy: dict[str, Any] = {"updated": 0}
+        if self.num_steps >= self.config.critic.warmup_steps:
+            assert self.schedule is not None
             self.tracer.start()
             self.calibrator.begin_step()
-            ran = self.passes.gradients(batch, index, report, num_steps=self.num_steps)
-            started = time.perf_counter()
-            self.ranks.place.enter("optimizer")
-            updated, grad_norm, _ = self.optimizer.step()
-            check_norm(float(grad_norm))
-        assert self.schedule is not None
-        lr = self.optimizer.param_groups[0]["lr"]
-        self.schedule.step(increment=1)
-        optimizer_s = time.perf_counter() - started
-        total_s = ran.failed_s + ran.measured_s + optimizer_s
-        self.clock.record(ran.report.seconds, ran.measured_s)
-        step_seconds = {
-            "step_predicted_s": predicted_s,
-            **self.calibrator.predictions(plan, plan.steps[index], ran.measured_s),
-            "step_measured_s": ran.measured_s,
-        }
+            policy = take_step(
+                *(self.passes, self.optimizer, self.schedule, self.ranks, batch, index, planned),
+                name=f"step {self.num_steps + 1}",
+                num_steps=self.num_steps,
+                predicted_s=predicted_s,
+            )
+            report = policy.report
+            self.clock.record(report.seconds, policy.measured_s)
+            of_policy = {
+                **policy.metrics,
+                "step_predicted_s": predicted_s,
+                **self.calibrator.predictions(plan, plan.steps[index], policy.measured_s),
+            }
+        total_s = 0.0 if policy is None else policy.seconds
         num_oom_replans = self.passes.num_oom_replans
         of_critic: dict[str, Any] = {}
         critic_updated = False
         if self.critic is not None:
             trained = self.critic.step(
-                batch, index, report, num_steps=self.num_steps, predicted_s=predicted_s
+                batch, index, planned, num_steps=self.num_steps, predicted_s=predicted_s
             )
             total_s += trained.seconds
             num_oom_replans += self.critic.passes.num_oom_replans
             of_critic = trained.metrics
             critic_updated = trained.updated
         self.position = self.position.after_step(
-            index + 1, len(plan.steps), bool(updated), critic_updated
+            index + 1, len(plan.steps), policy is not None and policy.updated, critic_updated
         )
-        calibration_s = self._calibrate(plan, plan.steps[index], ran.measured_s)
+        if policy is not None:
+            of_policy |= self._calibrate(plan, plan.steps[index], policy.measured_s)
         self._write(
             {
                 "step": self.num_steps,
                 "plan_digest": plan.digest()[:12],
-                **training_metrics(ran.result),
+                **of_policy,
                 **self._data_metrics(),
-                "grad_norm": float(grad_norm),
-                "updated": int(updated),
-                "lr": lr,
-                **step_seconds,
-                "optimizer_s": optimizer_s,
-                **calibration_s,
                 **of_critic,
                 **batch_seconds,
                 **self.checkpoints.take_seconds(),
                 "num_oom_replans": num_oom_replans,
                 **memory_peaks(),
-                "tokens_per_second": ran.report.tokens / total_s,
-                "tokens_per_second_per_gpu": ran.report.tokens / total_s / dist.get_world_size(),
-                **step_metrics(ran.report),
+                "tokens_per_second": report.tokens / total_s,
+                "tokens_per_second_per_gpu": report.tokens / total_s / dist.get_world_size(),
+                **step_metrics(report),
                 "loss_tokens": sum(
                     batch.samples.num_loss_tokens[i] for i in plan.steps[index].kept_samples
                 ),
             }
         )
-        self.tracer.finish(plan, index, self.num_steps, self.folder, cost)
+        if policy is not None:
+            self.tracer.finish(plan, index, self.num_steps, self.folder, cost)
         self.garbage.after_step(self.num_steps)
 
     def _calibrate(self, plan: Plan, step: StepPlan, measured_s: float) -> dict[str, float]:

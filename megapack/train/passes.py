@@ -4,13 +4,14 @@
 
 If the adapter was made with `retries_oom`, a pass that runs out of memory is replanned with rows of
 half the size and run once more; a second failure ends the run. The reference policy is a copy of
-the initial weights; its log-probs are what the KL penalty compares with.
+the initial weights or of a folder's; its log-probs are what the KL penalty compares with.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from megapack.cost.model import CostModel
 from megapack.data.batches import batch_prefixes, plan_logprobs, plan_steps
 from megapack.data.dataset import Dataset, SampleNumbers
 from megapack.errors import DataError, StepOutOfMemory
+from megapack.hf.load import load_hf_weights
 from megapack.layout import Layout
 from megapack.loss.preference import DPO, PairwiseReward
 from megapack.loss.sequence import GSPO, AnyObjective
@@ -47,17 +49,28 @@ _BIAS = "router.expert_bias"
 class Reference:
     """A copy of the model's current weights on the CPU, in pinned memory if the model is on CUDA.
 
+    Args:
+        load: gives the model the reference's weights, of which the copy is then; the current ones
+            are put back.
+
     Attributes:
         initial: the copied value of each parameter and expert bias.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], load: Callable[[], object] | None = None
+    ) -> None:
         self._chunks = chunks
         params: list[torch.Tensor] = [p for chunk in chunks for p in chunk.parameters()]
         params += [b for chunk in chunks for n, b in chunk.named_buffers() if n.endswith(_BIAS)]
         finish_param_gathers(chunks)
         self.initial = dict(zip(params, host_copies(params), strict=True))
         self._trained: dict[torch.Tensor, torch.Tensor] = {}
+        if load is not None:
+            current = self.initial
+            load()
+            self.initial = dict(zip(params, host_copies(params), strict=True))
+            self._fill(current)
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
@@ -352,7 +365,11 @@ class BatchPasses:
     ) -> None:
         self.objective = make_objective(config) if objective is None else objective
         has_reference = objective is None and config.has_reference
-        self.reference = Reference(adapter.chunks) if has_reference else None
+        self.reference: Reference | None = None
+        if has_reference:
+            folder = config.reference_hf_path
+            load = functools.partial(load_hf_weights, adapter.chunks, folder or "", device=device)
+            self.reference = Reference(adapter.chunks, load if folder is not None else None)
         self.num_oom_replans = 0
         self._config = config
         self._routing_replay = routing_replay

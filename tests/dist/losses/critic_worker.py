@@ -66,12 +66,18 @@ def run(config: TrainConfig) -> dict[str, Any]:
     if dist.get_rank() == 0:
         judge = Judge(config, batch.numbers.tolist())
         policy, critic = (recorder.steps for recorder in recorders)
+        warmup = config.critic.warmup_steps
+        assert len(policy) == len(batch.plan.steps) - warmup
         found = judge.fields(batch.samples, policy[0][0], critic[0][0])
+        policy = [*[None] * warmup, *policy]
         for index, step in enumerate(batch.plan.steps):
-            for name, (weights, grads), loss in (
+            for name, recorded, loss in (
                 ("policy", policy[index], judge.policy_loss),
                 ("critic", critic[index], judge.value_loss),
             ):
+                if recorded is None:
+                    continue
+                weights, grads = recorded
                 value, error = judge.step(weights, grads, loss, list(step.kept_samples))
                 found[f"{name}_loss_{index}"] = value
                 found[f"{name}_gradient_error_{index}"] = error
@@ -92,24 +98,32 @@ class Judge:
         self.tokens, self.masks = sample_tokens(config, numbers)
         self.rewards = [data.rewards(numbers)[i].reward for i in range(len(numbers))]  # type: ignore[arg-type]
         self.policy = reference.build(config.model)
-        self.critic = reference.build(critic_model(config.model))
-        self.critic.output_layer = Score(config.model.hidden_size, 1, bias=False)
+        model = critic_model(config.model, config.critic.hf_path)
+        self.critic = reference.build(model)
+        self.critic.output_layer = Score(model.hidden_size, 1, bias=False)
         self.first: list[dict[str, Tensor]] = []
 
-    def fields(self, samples: Any, policy: Weights, critic: Weights) -> dict[str, float]:
-        """Log-probs, values, advantages and returns of the first weights; errors of the job's."""
+    def fields(self, samples: Any, policy: Weights, critic: Weights) -> dict[str, Any]:
+        """Log-probs, values, advantages and returns of the first weights; errors of the job's, the
+        values, and the job's log-probs of the reference."""
         fill(self.policy, policy)
         fill(self.critic, critic)
         with torch.no_grad():
             for i in range(len(self.tokens)):
                 self.first.append({"old_logprobs": self.logprobs(i), "old_values": self.values(i)})
+        if self.config.objective.kl_in_reward_coef:
+            for i, own in enumerate(self.first):
+                own["ref_logprobs"] = samples.field("ref_logprobs", i)[self.masks[i]]
         self._advantages()
         worst = dict.fromkeys(("old_logprobs", "old_values", "advantages", "returns"), 0.0)
         for i, expected in enumerate(self.first):
             for name in worst:
                 own = samples.field(name, i)[self.masks[i]]
                 worst[name] = max(worst[name], float((own - expected[name]).abs().max()))
-        return {f"{name}_error": error for name, error in worst.items()}
+        errors: dict[str, Any] = {f"{name}_error": error for name, error in worst.items()}
+        for name in ("ref_logprobs", "old_values"):
+            errors[name] = [own[name].tolist() for own in self.first if name in own]
+        return errors
 
     def _advantages(self) -> None:
         """GAE by its recursion, then whitening over all tokens of the batch."""
@@ -121,6 +135,9 @@ class Judge:
             advantages = []
             for t in reversed(range(len(values))):
                 reward = self.rewards[i] if t == len(values) - 1 else 0.0
+                if "ref_logprobs" in own:
+                    log_ratio = own["old_logprobs"][t] - own["ref_logprobs"][t]
+                    reward -= objective.kl_in_reward_coef * float(log_ratio)
                 delta = reward + objective.gamma * value_after - values[t]
                 after = delta + objective.gamma * objective.gae_lambda * after
                 value_after = values[t]

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dist.spawn import ROOT, checked_job, run_job
+from tests.hf_models import make_folder
 from tests.metric_names import documented
 
 pytestmark = pytest.mark.dist
@@ -148,3 +150,80 @@ def test_values_advantages_and_steps_equal_one_sample_at_a_time(share: str, tmp_
     # The second step is off policy, and some values have moved further than the clip.
     assert steps[1]["clip_fraction"] > 0
     assert steps[1]["critic_value_clip_fraction"] > 0
+
+
+def test_policy_reference_and_critic_from_folders_of_their_own(tmp_path: Path) -> None:
+    """The critic is a smaller reward model, which a step trains alone before the policy."""
+    folders = {
+        "model.hf_path": make_folder(tmp_path / "policy", "qwen3_tied", vocab_size=100),
+        "objective.reference_hf_path": make_folder(
+            tmp_path / "reference", "qwen3_tied", vocab_size=100, seed=5
+        ),
+        "critic.hf_path": make_folder(tmp_path / "critic", "qwen3_score", vocab_size=100),
+    }
+    (tmp_path / "config.yaml").write_text(
+        "name: folders\ndevice: cpu\nlayout: {dp: 2}\n"
+        "plan: {max_tokens_per_gpu: 48, global_batch_size: 6}\n"
+        "data: {prompts_per_batch: 12, max_length: 128, tokenizer: bytes}\n"
+        "objective: {kind: ppo, gamma: 0.97, gae_lambda: 0.95, kl_in_reward_coef: 0.02}\n"
+        "critic: {enabled: true, lr: 0.003, warmup_steps: 1}\n"
+        "optim: {lr: 0.003, distributed_optimizer: false}\n"
+    )
+    rollouts = tmp_path / "rollouts.jsonl"
+    write_rollouts(rollouts, shared=False)
+    settings = [f"{key}={path}" for key, path in folders.items()]
+    settings += [f"data.path={rollouts}", f"runs_dir={tmp_path / 'runs'}"]
+    args = [str(tmp_path / "found.json"), str(tmp_path / "config.yaml"), *settings]
+    checked_job(2, "tests.dist.losses.critic_worker", args, timeout_s=200)
+    found = json.loads((tmp_path / "found.json").read_text())
+    lines = (tmp_path / "runs/folders/metrics.jsonl").read_text().splitlines()
+    first, second = (json.loads(line) for line in lines)
+    for name in ("old_logprobs", "old_values", "advantages", "returns"):
+        assert found[f"{name}_error"] < 1e-5, name
+    assert (first["updated"], first["critic_updated"]) == (0, 1)
+    assert "loss" not in first
+    assert (second["updated"], second["critic_updated"]) == (1, 1)
+    # The policy has not moved yet, and its learning rate begins here.
+    assert second["ratio"] == pytest.approx(1, abs=1e-6)
+    assert second["lr"] == 0.003
+    for line, index, names in ((first, 0, ["critic"]), (second, 1, ["policy", "critic"])):
+        for name in names:
+            own = line["critic_loss" if name == "critic" else "loss"]
+            assert own == pytest.approx(found[f"{name}_loss_{index}"], rel=1e-5, abs=1e-6)
+            assert found[f"{name}_gradient_error_{index}"] < 1e-5, name
+    _compare_with_transformers(found, folders, tmp_path)
+
+
+def _compare_with_transformers(
+    found: dict[str, Any], folders: dict[str, Path], folder: Path
+) -> None:
+    """Values of the folder's reward model, and log-probs of the reference, token by token."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    critic = AutoModelForSequenceClassification.from_pretrained(folders["critic.hf_path"])
+    policy = AutoModelForCausalLM.from_pretrained(folders["objective.reference_hf_path"])
+    rows = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    errors = {"old_values": 0.0, "ref_logprobs": 0.0}
+    expected: dict[str, list[torch.Tensor]] = {name: [] for name in errors}
+    with torch.no_grad():
+        for row in rows:
+            tokens = torch.tensor(row["prompt_ids"] + row["response_ids"])
+            counts = row.get("loss_mask", [1] * len(row["response_ids"]))
+            mask = torch.tensor([0] * len(row["prompt_ids"]) + counts).bool()[1:]
+            hidden = critic.model(tokens[None]).last_hidden_state
+            expected["old_values"].append(critic.score(hidden)[0, :-1, 0][mask])
+            log_p = policy(tokens[None]).logits[0, :-1].float().log_softmax(-1)
+            logprobs = log_p.gather(1, tokens[1:, None])[:, 0]
+            expected["ref_logprobs"].append(logprobs[mask])
+    for name, values in expected.items():
+        # The batch may have them in another order.
+        left = [torch.tensor(own) for own in found[name]]
+        assert len(left) == len(values) == 12
+        for value in values:
+            near = [
+                float((own - value).abs().max()) if len(own) == len(value) else 1e9 for own in left
+            ]
+            errors[name] = max(errors[name], min(near))
+            left.pop(near.index(min(near)))
+    assert max(errors.values()) < 1e-5
+    assert max(float(value.abs().max()) for value in expected["old_values"]) > 0.1
