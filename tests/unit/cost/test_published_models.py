@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 
+from megapack.config.hf_config import FAMILIES
 from megapack.config.model import ModelConfig
 from megapack.cost.memory import MemoryModel
 from megapack.layout import Layout
-from tools.benching.hf_configs import HF_CONFIGS
+from tests.unit.config.hybrid_configs import HYBRID
+from tests.unit.config.published_configs import CONFIGS, FAMILY_MODELS
 
 pytestmark = pytest.mark.unit
 
-QWEN3_4B = HF_CONFIGS["Qwen3-4B"]
-QWEN3_30B_A3B = HF_CONFIGS["Qwen3-30B-A3B"]
-LLAMA_31_8B = HF_CONFIGS["Llama-3.1-8B"]
-DEEPSEEK_V3 = HF_CONFIGS["DeepSeek-V3-bf16"]
+QWEN3_4B = CONFIGS["Qwen3-4B"]
+QWEN3_30B_A3B = CONFIGS["Qwen3-30B-A3B"]
+LLAMA_31_8B = CONFIGS["Llama-3.1-8B"]
+DEEPSEEK_V3 = CONFIGS["DeepSeek-V3-bf16"]
 
 
 def model_of(config: dict[str, Any], folder: Path) -> ModelConfig:
@@ -35,17 +37,65 @@ def num_parameters(model: ModelConfig, layout: Layout) -> list[int]:
     return [stage.parameters // 2 for stage in stages]
 
 
+# Billions of parameters, by their authors or by the hub, which counts the tensors; without layers
+# of multi-token prediction.
+PUBLISHED = {
+    "Qwen3-1.7B": 1.72,
+    "Qwen3-4B": 4.02,
+    "Qwen3-30B-A3B": 30.5,
+    "Qwen3-Embedding-0.6B": 0.596,
+    "Llama-3.1-8B": 8.03,
+    "Mistral-7B-v0.3": 7.25,
+    "Mixtral-8x7B": 46.7,
+    "Qwen2-0.5B": 0.494,
+    "Qwen1.5-MoE-A2.7B": 14.3,
+    "DeepSeek-V2-Lite": 15.7,
+    "DeepSeek-V3-bf16": 671.0,
+    "Kimi-K2-bf16": 1026.0,
+    "Moonlight-16B-A3B": 15.96,
+    "GLM-4.7-Flash": 29.9,
+    "Seed-OSS-36B": 36.15,
+    "ERNIE-4.5-0.3B": 0.361,
+    "MiMo-7B-RL": 7.62,
+    "qwen3_next": 79.7,
+    "qwen3_5": 26.9,
+    "qwen3_5_moe": 34.7,
+    "nemotron_h": 31.6,
+}
+# Those of GLM-4.5's report have neither embedding nor output matrix, and the layer of multi-token
+# prediction.
+WITH_MTP = {"GLM-4.5-Air": 106.0, "GLM-4.6": 355.0}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters(name: str, tmp_path: Path) -> None:
+    (total,) = num_parameters(model_of((CONFIGS | HYBRID)[name], tmp_path), Layout())
+    assert total / 1e9 == pytest.approx(PUBLISHED[name], rel=5e-3)
+
+
+@pytest.mark.parametrize("name", WITH_MTP)
+def test_parameters_of_layers(name: str, tmp_path: Path) -> None:
+    model = model_of(CONFIGS[name], tmp_path)
+    (total,) = num_parameters(model, Layout())
+    kind, _ = list(model.to_sizes().layer_kinds())[-1]
+    mtp = sum(kind.layer_parameters()) + 2 * model.hidden_size**2
+    assert model.vocab_size is not None
+    layers = total - 2 * model.vocab_size * model.hidden_size
+    assert (layers + mtp) / 1e9 == pytest.approx(WITH_MTP[name], rel=0.02)
+
+
+def test_every_family_has_a_published_count() -> None:
+    names = {*CONFIGS, *HYBRID} - {"qwen3_5_text", "qwen3_5_moe_text"}
+    assert names == PUBLISHED.keys() | WITH_MTP.keys()
+    assert FAMILIES.keys() == FAMILY_MODELS.keys() | HYBRID.keys()
+
+
 @pytest.mark.parametrize(
     ("config", "billions"),
-    [(QWEN3_4B, 4.02), (QWEN3_30B_A3B, 30.5), (LLAMA_31_8B, 8.03), (DEEPSEEK_V3, 671.0)],
-)
-def test_parameters(config: dict[str, Any], billions: float, tmp_path: Path) -> None:
-    (total,) = num_parameters(model_of(config, tmp_path), Layout())
-    assert total / 1e9 == pytest.approx(billions, rel=5e-3)
-
-
-@pytest.mark.parametrize(
-    ("config", "billions"), [(QWEN3_30B_A3B, 3.3), (DEEPSEEK_V3, 37.0), (LLAMA_31_8B, 8.03)]
+    [
+        *[(QWEN3_30B_A3B, 3.3), (DEEPSEEK_V3, 37.0), (LLAMA_31_8B, 8.03)],
+        *[(CONFIGS["Moonlight-16B-A3B"], 2.9), (CONFIGS["Kimi-K2-bf16"], 32.6)],
+    ],
 )
 def test_parameters_that_a_token_uses(
     config: dict[str, Any], billions: float, tmp_path: Path
