@@ -90,7 +90,7 @@ def read_hf_config(folder: str | Path) -> HfConfig:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         known = f"megapack trains {', '.join(FAMILIES)}"
-        why = REFUSED.get(model_type, known) if isinstance(model_type, str) else known
+        why = _REFUSED.get(model_type, known) if isinstance(model_type, str) else known
         raise ConfigError(f"{name}: {FILE} has model_type={shown(model_type)}; {why}")
     if family.in_text_config:
         keys = _with_text_config(name, keys)
@@ -368,6 +368,21 @@ FAMILIES: Mapping[str, Family] = {
     **HYBRID_FAMILIES,
 }
 """Families by `model_type`."""
+
+
+_REFUSED: Mapping[str, str] = {
+    **REFUSED,
+    "ernie4_5_moe": "it chooses experts by softmax scores plus a bias, and Megatron-Core's router "
+    "adds a bias to sigmoids only",
+    "glm4": "it rotates neighbouring channels of half a head, between norms before and after each "
+    "part of a layer, which megapack's layers do not have together",
+    **dict.fromkeys(
+        ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+        "it normalises queries and keys after rotating them, Megatron-Core before",
+    ),
+    "minimax_m2": "it normalises the queries of all heads together, Megatron-Core those of each",
+}
+"""Families that Megatron-Core or megapack cannot build, with the reason."""
 
 
 def _check_all_known(reader: Reader) -> None:

@@ -154,6 +154,7 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
     [
         ("qwen3", {"model_type": "gpt_oss"}, 'model_type="gpt_oss"; megapack trains llama,'),
         ("qwen3", {"model_type": None}, "model_type=null"),
+        ("qwen3", {"model_type": "hunyuan_v1_moe"}, "normalises queries and keys after rotating"),
         ("qwen3", {"architectures": ["Qwen3Model"]}, "Qwen3ForSequenceClassification only"),
         ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "id2label=null"),
         ("qwen3", {"head_dim": None}, "head_dim=null; expected a whole number of at least 1"),
