@@ -1,0 +1,56 @@
+"""Print the parameters that megapack counts in the config.json of published models, as a table.
+
+    python tools/model_sizes.py
+
+The configs are those of `tests/unit/config/published_configs.py` and `hybrid_configs.py`;
+`tests/unit/cost/test_published_models.py` compares the counts with published ones.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megapack.config.model import ModelConfig  # noqa: E402
+from megapack.cost.memory import MemoryModel  # noqa: E402
+from megapack.layout import Layout  # noqa: E402
+from tests.unit.config.hybrid_configs import HYBRID  # noqa: E402
+from tests.unit.config.published_configs import CONFIGS  # noqa: E402
+
+HYBRID_NAMES = {
+    "qwen3_next": "Qwen3-Next-80B-A3B",
+    "qwen3_5": "Qwen3.5-27B, text",
+    "qwen3_5_moe": "Qwen3.5-35B-A3B, text",
+    "nemotron_h": "Nemotron-3-Nano-30B-A3B",
+}
+
+
+def counts(config: dict[str, Any]) -> tuple[str, str]:
+    """Billions of parameters, and of those that a token is multiplied by in layers."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        model = ModelConfig.from_hf(folder)
+    sizes = model.to_sizes()
+    memory = MemoryModel(sizes=sizes, untied_embeddings=model.untie_embeddings)
+    total = memory.stage(Layout(), 0, live_tokens=0.0, row_tokens=0.0).parameters / 2
+    flops = sum(kind.layer_flops_per_token() * count for kind, count in sizes.layer_kinds())
+    return f"{total / 1e9:,.2f}", f"{flops / 2e9:,.2f}"
+
+
+def main() -> int:
+    models = CONFIGS | {name: HYBRID[key] for key, name in HYBRID_NAMES.items()}
+    print("| model | `model_type` | parameters, 1e9 | used by a token in layers, 1e9 |")
+    print("|---|---|---|---|")
+    for name, config in sorted(models.items()):
+        print(f"| {name} | `{config['model_type']}` | {' | '.join(counts(config))} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
