@@ -140,7 +140,7 @@ class PlannedSchedule:
         schedule = self._schedule or get_forward_backward_func()
         ranks = process_ranks() if self._ranks is None else self._ranks
         # Frameworks describe rows without what Megatron's Mamba layers read.
-        with ranks.guarded(_next_name(call.kind)), describing_samples(call.chunks):
+        with ranks.guarded(_next_name(call.kind)), describing_samples():
             if reason := why_not_planned(get_model_config(call.chunks[0]), others):
                 _log_once(f"this {call.kind} runs on Megatron's own schedule: {reason}")
                 return schedule(

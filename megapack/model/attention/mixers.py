@@ -18,7 +18,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
@@ -118,29 +119,35 @@ def _mamba_obstacle(mixer: Any) -> str:
 
 
 @contextlib.contextmanager
-def describing_samples(chunks: Sequence[Any]) -> Iterator[None]:
-    """Within the block, packed rows that reach a MambaMixer without `seq_idx` get it.
+def describing_samples() -> Iterator[None]:
+    """Within the block, packed rows that reach Megatron's MambaMixer without `seq_idx` get it.
 
     For the steps of other frameworks, which make their own descriptions of rows. The first time,
-    a warning says so.
+    a warning says so. The class has another forward meanwhile, so no model is searched for its
+    layers in each step.
     """
-    mixers = [
-        mixer
-        for chunk in chunks
-        for _, mixer in stock_mixers(chunk)
-        if any(kind.__name__ == "MambaMixer" for kind in type(mixer).__mro__)
-    ]
-    hooks = [mixer.register_forward_pre_hook(_describe, with_kwargs=True) for mixer in mixers]
+    module: Any = sys.modules.get("megatron.core.ssm.mamba_mixer")
+    if module is None:
+        yield
+        return
+    kind = module.MambaMixer
+    forward = kind.forward
+
+    @functools.wraps(forward)
+    def described(mixer: Any, *args: Any, **kwargs: Any) -> Any:
+        _describe(mixer, args, kwargs)
+        return forward(mixer, *args, **kwargs)
+
+    kind.forward = described
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        kind.forward = forward
 
 
 def _describe(mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     params = kwargs.get("packed_seq_params")
-    if params is None or params.qkv_format != "thd":
+    if params is None or params.qkv_format != "thd" or getattr(mixer, _MARK, False):
         return
     # Without the field, MambaMixer reads `cu_seqlens` itself: Megatron-Core 0.16.
     if getattr(params, "seq_idx", 0) is not None:

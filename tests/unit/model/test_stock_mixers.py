@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,7 @@ HAS_INDICES = "seq_idx" in {field.name for field in dataclasses.fields(PackedSeq
 """Before Megatron-Core 0.17, MambaMixer makes the indices itself, from `cu_seqlens`."""
 
 CHILD = """
+import contextlib
 import json
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -102,7 +104,7 @@ for kind, build in layers.items():
         rows["without"] = described(lengths, seq_idx=None)
         rows["hooked"] = described(lengths, seq_idx=None)
     for name, params in rows.items():
-        with describing_samples([wrapper] if name == "hooked" else []):
+        with describing_samples() if name == "hooked" else contextlib.nullcontext():
             both = outcome(layer, [(hidden_T1H, params)])
         found[kind][name] = [error(ours, theirs) for ours, theirs in zip(both, alone)]
 launch.stop()
@@ -429,6 +431,13 @@ def without_positions(mixer: torch.nn.Module) -> torch.nn.Module:
 # ---- Rows of another framework.
 
 
+@pytest.fixture
+def as_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the class of this file be Megatron's."""
+    module = SimpleNamespace(MambaMixer=MambaMixer)
+    monkeypatch.setitem(sys.modules, "megatron.core.ssm.mamba_mixer", module)
+
+
 @pytest.mark.skipif(not HAS_INDICES, reason="PackedSeqParams has seq_idx since Megatron-Core 0.17")
 @pytest.mark.parametrize(
     "ranks",
@@ -440,7 +449,7 @@ def without_positions(mixer: torch.nn.Module) -> torch.nn.Module:
     ],
 )
 def test_indices_are_of_the_whole_row(
-    ranks: dict[str, Any], caplog: pytest.LogCaptureFixture
+    ranks: dict[str, Any], caplog: pytest.LogCaptureFixture, as_megatrons: None
 ) -> None:
     mixer = MambaMixer(**ranks)
     shards = ranks.get("context_parallel_size", 1) * (
@@ -449,7 +458,7 @@ def test_indices_are_of_the_whole_row(
     padded = torch.tensor([0, 4, 6, 12], dtype=torch.int32)
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ENDS, cu_seqlens_q_padded=padded)
     hidden = torch.zeros(12 // shards, 1, 2)
-    with caplog.at_level(logging.WARNING), describing_samples([chunk(mixer)]):
+    with caplog.at_level(logging.WARNING), describing_samples():
         mixer(hidden, packed_seq_params=params)
         first = params.seq_idx
         mixer(hidden, packed_seq_params=params)
@@ -461,13 +470,13 @@ def test_indices_are_of_the_whole_row(
 
 
 @pytest.mark.skipif(not HAS_INDICES, reason="PackedSeqParams has seq_idx since Megatron-Core 0.17")
-def test_a_warning_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_says_so_once(caplog: pytest.LogCaptureFixture, as_megatrons: None) -> None:
     class OneMixer(MambaMixer):
         """Named, so that no other test has warned of it."""
 
     mixer = OneMixer()
     hidden = torch.zeros(9, 1, 2)
-    with caplog.at_level(logging.WARNING), describing_samples([chunk(mixer)]):
+    with caplog.at_level(logging.WARNING), describing_samples():
         for _ in range(2):
             mixer(hidden, packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=ENDS))
     lines = [record.message for record in caplog.records if "seq_idx" in record.message]
@@ -475,11 +484,11 @@ def test_a_warning_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "OneMixer without seq_idx" in lines[0]
 
 
-def test_rows_that_say_it_and_our_mixers_are_left_alone() -> None:
+def test_rows_that_say_it_and_our_mixers_are_left_alone(as_megatrons: None) -> None:
     mixer = OurMixer()
     assert not list(stock_mixers(chunk(mixer)))
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ENDS)
-    with describing_samples([chunk(mixer)]):
+    with describing_samples():
         mixer(torch.zeros(9, 1, 2), packed_seq_params=params)
         mixer(torch.zeros(9, 1, 2))
     assert getattr(params, "seq_idx", None) is None
