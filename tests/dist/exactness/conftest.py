@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.dist.exactness.cases import CASES
 from tests.dist.run_cases import run_cases
 
 
@@ -17,14 +16,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("reference")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def case_results(
     request: pytest.FixtureRequest, reference: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """The workers' results, by case, for the cases of the selected tests."""
-    tests = [item for item in request.session.items if "case_results" in item.fixturenames]
-    if not all(hasattr(test, "callspec") for test in tests):
-        return run_cases(CASES, reference, tmp_path_factory.mktemp("cases"))
-    wanted = {test.callspec.params["name"] for test in tests}
-    names = [name for name in CASES if name in wanted]
+    """The workers' results, by case, for those of the module's CASES that selected tests need."""
+    own = [item for item in request.session.items if "case_results" in item.fixturenames]
+    own = [item for item in own if item.module is request.module]
+    names = list(request.module.CASES)
+    if all(hasattr(test, "callspec") for test in own):
+        wanted = {test.callspec.params["name"] for test in own}
+        names = [name for name in names if name in wanted]
     return run_cases(names, reference, tmp_path_factory.mktemp("cases"))

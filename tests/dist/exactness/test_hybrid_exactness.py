@@ -16,29 +16,18 @@ pytestmark = [pytest.mark.dist, needs_hybrid]
 
 # Each way to divide a model, chunks without layers, recompute, experts; `tools/exactness.py` runs
 # all.
-SAMPLE = (
+CASES = (
     *("hybrid_tp2", "hybrid_cp4", "hybrid_pp2_vpp2_ends_alone_recompute"),
     *("gated_delta_dp2_tp2_sp_ep2", "mamba_cp2_pp2_vpp2_recompute"),
     "mtp_hybrid_cp2_pp2_vpp2",
 )
 
 
-@pytest.fixture(scope="module")
-def results(
-    request: pytest.FixtureRequest, reference: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
-    """The workers' results of the selected tests' cases."""
-    tests = [item for item in request.session.items if item.module is request.module]
-    wanted = {test.callspec.params["name"] for test in tests if "results" in test.fixturenames}
-    names = [name for name in SAMPLE if name in wanted]
-    return run_cases(names, reference, tmp_path_factory.mktemp("hybrid"))
-
-
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", CASES)
 def test_a_step_equals_the_one_sample_reference(
-    name: str, results: dict[str, dict[str, Any]]
+    name: str, case_results: dict[str, dict[str, Any]]
 ) -> None:
-    result = results[name]
+    result = case_results[name]
     assert result["loss"] == pytest.approx(result["expected_loss"], rel=1e-5)
     assert result["gradient_norm"] > 1e-3
     assert result["gradient_error"] < 1e-5
@@ -61,9 +50,11 @@ def test_transformer_engines_layers_equal_the_reference(
         assert results[name]["logprob_max_error"] < 3e-5, name
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLE if not name.startswith("hybrid")])
-def test_experts_are_counted_and_replayed(name: str, results: dict[str, dict[str, Any]]) -> None:
-    result = results[name]
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("hybrid")])
+def test_experts_are_counted_and_replayed(
+    name: str, case_results: dict[str, dict[str, Any]]
+) -> None:
+    result = case_results[name]
     assert result["wrong_choices"] == 0
     assert result["replay_error"] < 1e-5
     assert result["auxiliary_share"] > 0.01

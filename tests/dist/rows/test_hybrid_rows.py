@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.rows.row_cases import ALL_CASES, HYBRID, TESTED, run_row_cases
+from tests.dist.rows.row_cases import ALL_CASES, HYBRID, TESTED
 from tests.dist.rows.row_problem import KINDS
 from tests.megatron import needs_hybrid
 
@@ -17,14 +17,6 @@ Results = dict[str, dict[str, dict[str, Any]]]
 CELLS = [(name, kind) for name in TESTED if name in HYBRID for kind in ALL_CASES[name].kinds]
 EXACT = [(name, kind) for name, kind in CELLS if not ALL_CASES[name].mutation]
 MUTATED = [cell for cell in CELLS if cell not in EXACT]
-
-
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """The results of the selected tests' cases, by case and objective."""
-    tests = [item for item in request.session.items if item.module is request.module]
-    wanted = {test.callspec.params["name"] for test in tests}
-    return run_row_cases([name for name in TESTED if name in wanted], tmp_path_factory.mktemp("h"))
 
 
 @pytest.mark.parametrize(("name", "kind"), EXACT)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.dist.rows import row_cases
 from tests.dist.rows.row_case import peak_live_tokens, row_facts
-from tests.dist.rows.row_cases import ALL_CASES, HYBRID, run_row_cases
+from tests.dist.rows.row_cases import ALL_CASES, HYBRID
 from tests.dist.rows.row_problem import KINDS, PRECISE
 
 pytestmark = pytest.mark.dist
@@ -22,15 +22,6 @@ ROUNDED = [(name, kind) for name, kind in EVERY if ALL_CASES[name].model in PREC
 EXACT = [cell for cell in EVERY if cell not in ROUNDED]
 EXPERTS = [(name, kind) for name, kind in EVERY if ALL_CASES[name].has_experts(kind)]
 MUTATED = [(n, k) for n in TESTED for k in ALL_CASES[n].kinds if ALL_CASES[n].mutation]
-
-
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """The results of the selected tests' cases, by case and objective."""
-    tests = [item for item in request.session.items if "results" in item.fixturenames]
-    wanted = {test.callspec.params["name"] for test in tests if test.module is request.module}
-    names = [name for name in TESTED if name in wanted]
-    return run_row_cases(names, tmp_path_factory.mktemp("rows"))
 
 
 @pytest.mark.parametrize(("name", "kind"), EXACT)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
 from megapack.base.choices import Executor, Kernel
 from megapack.layout import Layout
 from tests.dist import problem
+from tests.megatron import HAS_HYBRID
 
 Rows = Literal["plain", "shared", "pieces", "wide"]
 
@@ -17,7 +19,9 @@ MODELS = {name: model for name, (model, _) in problem.MODELS.items()} | {
     # Fused attention takes heads of multiples of 8 channels.
     "mla": dataclasses.replace(
         problem.MLA_MODEL, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16
-    )
+    ),
+    # Both kinds of recurrent layers in as many layers as the others have.
+    "hybrid": dataclasses.replace(problem.HYBRID_MODEL, hybrid_layer_pattern="GM*-"),
 }
 
 
@@ -122,6 +126,29 @@ _FEATURES = {
     ),
 }
 _TE = _PLAIN | _FEATURES
+_hybrid = functools.partial(WaitCase, model="hybrid", attention="varlen")
+_HYBRID = {
+    "hybrid": _hybrid(layout=_ONE, feature="recurrent layers"),
+    "hybrid_pp2_full": _hybrid(
+        layout=_PP2, feature="recurrent layers, recompute full", recompute="full"
+    ),
+    "hybrid_cp2": _hybrid(layout=LAYOUTS["cp2"], feature="recurrent layers"),
+    "hybrid_shared": _hybrid(
+        layout=_ONE, feature="shared prefixes, recurrent layers", rows="shared"
+    ),
+    "hybrid_shared_cp2": _hybrid(
+        layout=LAYOUTS["cp2"], feature="shared prefixes, recurrent layers", rows="shared"
+    ),
+    "hybrid_pieces_pp2": _hybrid(
+        layout=_PP2,
+        feature="split samples, recurrent layers",
+        rows="pieces",
+        executor="operations",
+    ),
+    "hybrid_wide_dp2": _hybrid(
+        layout=_DP2, feature="rows over DP ranks, recurrent layers", rows="wide"
+    ),
+}
 
 
 def _with(kernel: Kernel, *names: str) -> dict[str, WaitCase]:
@@ -132,12 +159,18 @@ _LOCAL = (
     *_PLAIN,
     *("moe", "mla", "mtp", "full", "shared", "pieces_pp2", "wide_dp2", "split_backward_pp2"),
 )
-ALL_CASES: dict[str, WaitCase] = {**_TE, **_with("varlen", *_LOCAL), **_with("sdpa", *_LOCAL)}
-"""`tools/host_waits.py` runs all."""
+ALL_CASES: dict[str, WaitCase] = {
+    **_TE,
+    **_with("varlen", *_LOCAL),
+    **_with("sdpa", *_LOCAL),
+    **(_HYBRID if HAS_HYBRID else {}),
+}
+"""`tools/host_waits.py` runs all that the installed Megatron-Core has."""
 
 CASES = (
     *("single", "moe", "mla", "shared", "full", "cp2", "moe_dp2_ep2"),
     *("single_varlen", "shared_varlen", "pp2_vpp2_varlen", "split_backward_pp2_varlen"),
     *("tp2_sp_varlen", "single_sdpa"),
+    *(("hybrid", "hybrid_shared", "hybrid_cp2") if HAS_HYBRID else ()),
 )
 """The cases that CI runs."""
