@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
         tools/bench_simulator.py [--vpp 2]
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
-        tools/bench_simulator.py --operations [--vpp 2]
+        tools/bench_simulator.py --operations [--vpp 2] [--hybrid]
 
 Steps of equal rows give the measurements: their makespan is a known multiple of one chunk's
 forward. The model fitted to them then predicts steps of many unequal rows. Prints each relative
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megapack import (
     CostModel,
@@ -40,6 +41,8 @@ from megapack import (
     simulate,
 )
 from megapack.config.sections import ModelConfig
+from megapack.cost.online import ChunkSeconds, OnlineFit
+from megapack.cost.sizes import ModelSizes
 from megapack.gpt import build_model, initialize_parallel
 from megapack.loss import SFT
 from megapack.samples import SampleBatch
@@ -48,7 +51,18 @@ from megapack.schedule.listeners import Kind, Listener
 from megapack.schedule.runner import ScheduleRunner
 
 MODEL = ModelConfig(num_layers=8, hidden_size=128, num_attention_heads=4, num_query_groups=2)
+# Attention is on the first of two stages alone, the second is recurrent.
+HYBRID_MODEL = dataclasses.replace(
+    MODEL,
+    hybrid_layer_pattern="*-*-M-M-",
+    mamba_num_heads=16,
+    mamba_head_dim=16,
+    mamba_state_dim=32,
+    mamba_num_groups=2,
+)
 ROUNDS = 5
+# Of which a fit begins; any number of this size will do.
+CPU_FLOPS = 2e10
 # Samples per row and tokens per sample of the steps that the cost model is fitted to.
 EQUAL = [(1, 64), (8, 64), (1, 512), (4, 256), (1, 1024), (16, 64), (2, 768)]
 # The steps of --operations: short samples and long ones, and what may change.
@@ -190,10 +204,11 @@ def compare_steps(chunks: Sequence[Any], layout: Layout, say: Callable[[str], No
     say(f"  mean absolute error {statistics.mean(map(abs, errors)):.1%}")
 
 
-def operation_cost(adapter: TimedAdapter, layout: Layout) -> CostModel:
+def operation_cost(adapter: TimedAdapter, layout: Layout, sizes: ModelSizes) -> CostModel:
     """A cost model fitted to single operations of equal steps, on all stages.
 
-    Joint steps give seconds of forwards and whole backwards, split ones those of W's.
+    Joint steps give seconds of forwards and whole backwards, split ones those of W's. Stages of
+    other layers are fitted as a run that calibrates itself does.
     """
     clock = Clock()
     adapter.runner.listeners.append(clock)
@@ -207,28 +222,38 @@ def operation_cost(adapter: TimedAdapter, layout: Layout) -> CostModel:
     seconds = torch.stack(stages)
     forward, backward = seconds[:, : len(EQUAL), 0], seconds[:, : len(EQUAL), 1]
     weight = seconds[:, len(EQUAL) :, 2]
-    cost = CostModel.fit(
-        [
-            Measurement(num * length, num * length**2, num, f, b, weight_seconds=min(w, b))
-            for (num, length), f, b, w in zip(
-                EQUAL,
-                forward.mean(dim=0).tolist(),
-                backward.mean(dim=0).tolist(),
-                weight.mean(dim=0).tolist(),
-                strict=True,
-            )
-        ],
-        layout=layout,
-    )
+    start = CostModel.from_model(sizes, layout=layout, flops_per_gpu=CPU_FLOPS, mean_length=300.0)
+    if start.square_factors is not None:
+        rows = [
+            ChunkSeconds(stage, row)
+            for stage in range(layout.pp)
+            for row in _rows(forward[stage], backward[stage], weight[stage])
+        ]
+        fit = OnlineFit(layout, start)
+        return fit.take(fit.window([rows]), 1)
+    means = (seconds.mean(dim=0) for seconds in (forward, backward, weight))
+    cost = CostModel.fit(_rows(*means), layout=layout)
     busy = (forward + backward).sum(dim=1)
     weights = (busy / busy.mean()).tolist()
     return dataclasses.replace(cost, stage_weights=tuple(weights * layout.vpp))
 
 
-def compare_operations(chunks: Sequence[Any], layout: Layout, say: Callable[[str], None]) -> None:
+def _rows(forward: Tensor, backward: Tensor, weight: Tensor) -> list[Measurement]:
+    """Seconds of one stage, or of the mean stage, in each equal step."""
+    return [
+        Measurement(num * length, num * length**2, num, f, b, weight_seconds=min(w, b))
+        for (num, length), f, b, w in zip(
+            EQUAL, forward.tolist(), backward.tolist(), weight.tolist(), strict=True
+        )
+    ]
+
+
+def compare_operations(
+    chunks: Sequence[Any], layout: Layout, sizes: ModelSizes, say: Callable[[str], None]
+) -> None:
     """Predict and measure what split samples and split backwards gain."""
     adapter = TimedAdapter(chunks, layout=layout, executor="operations")
-    cost = operation_cost(adapter, layout)
+    cost = operation_cost(adapter, layout, sizes)
     say(f"pp2 vpp{layout.vpp}: {cost.to_json()}")
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(5, 0.8, SHORT_SAMPLES), 8, 500).astype(int).tolist()
@@ -266,14 +291,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vpp", type=int, default=1)
     parser.add_argument("--operations", action="store_true")
+    parser.add_argument("--hybrid", action="store_true", help="stages of two kinds, vpp=1")
     options = parser.parse_args()
+    if options.hybrid and (options.vpp > 1 or not options.operations):
+        parser.error("--hybrid needs --operations and --vpp 1")
+    model = HYBRID_MODEL if options.hybrid else MODEL
     launch.quiet_known_warnings()
     launch.start("cpu")
     layout = Layout(pp=dist.get_world_size(), vpp=options.vpp)
     torch.manual_seed(0)
     initialize_parallel(layout, 0)
     chunks = build_model(
-        MODEL,
+        model,
         layout,
         vocab_size=256,
         seed=0,
@@ -281,8 +310,10 @@ def main() -> None:
         splits_backward=options.operations,
     )
     say = print if dist.get_rank() == 0 else lambda *_: None
-    compare = compare_operations if options.operations else compare_steps
-    compare(chunks, layout, say)
+    if options.operations:
+        compare_operations(chunks, layout, model.to_sizes(), say)
+    else:
+        compare_steps(chunks, layout, say)
     dist.destroy_process_group()
 
 

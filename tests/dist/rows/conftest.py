@@ -16,6 +16,5 @@ def results(
     """The results of the cases of a module's selected tests, by case and objective."""
     tests = [item for item in request.session.items if "results" in item.fixturenames]
     wanted = {test.callspec.params["name"] for test in tests if test.module is request.module}
-    return run_row_cases(
-        [name for name in TESTED if name in wanted], tmp_path_factory.mktemp("rows")
-    )
+    names = [name for name in TESTED if name in wanted]
+    return run_row_cases(names, tmp_path_factory.mktemp("rows"))

@@ -21,7 +21,7 @@ MODELS = {name: model for name, (model, _) in problem.MODELS.items()} | {
         problem.MLA_MODEL, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16
     ),
     # Both kinds of recurrent layers in as many layers as the others have.
-    "hybrid": dataclasses.replace(problem.HYBRID_MODEL, hybrid_layer_pattern="GM*-"),
+    "hybrid": dataclasses.replace(problem.HYBRID_MODEL, num_layers=4, hybrid_layer_pattern="GM*-"),
 }
 
 
