@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -25,7 +26,7 @@ from torch import Tensor
 from megapack.base.choices import Kernel
 from megapack.errors import ConfigError
 from megapack.model.attention.choice import choose_attention
-from megapack.model.attention.latent import LatentAttention
+from megapack.model.attention.latent import LatentAttention, PlainQueries
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.varlen import PackedVarlen
 from megapack.model.experts.router import moe_layers, use_packed_router
@@ -123,7 +124,9 @@ def local_layer_spec(
     spec.submodules.input_layernorm = norm
     spec.submodules.pre_mlp_layernorm = norm
     if config.qk_layernorm:
-        parts.q_layernorm = norm
+        # Queries that are not compressed have no norm.
+        has_queries = not latent or config.q_lora_rank is not None
+        parts.q_layernorm = norm if has_queries else IdentityOp
         setattr(parts, "kv_layernorm" if latent else "k_layernorm", norm)
     return spec
 
@@ -140,6 +143,8 @@ def layer_spec(kernel: Kernel, config: TransformerConfig, experts: bool) -> Modu
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
     )
+    if config.multi_latent_attention and config.q_lora_rank is None:
+        spec.submodules.self_attention.module = PlainQueries
     if experts:
         use_packed_router(spec.submodules.mlp)
     return spec

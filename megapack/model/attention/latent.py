@@ -29,7 +29,21 @@ if not transformer_engine.HAVE_TE:
     multi_latent_attention.HAVE_TE = False
 
 
-class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+class PlainQueries(MLASelfAttention):  # type: ignore[misc]
+    """Megatron's multi-latent self attention in which queries that are not compressed have no norm.
+
+    Since 0.19 Megatron-Core gives them one, of the hidden states once more, wherever compressed
+    keys have one. DeepSeek-V2-Lite and Moonlight have norms of keys alone.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+        if self.config.q_lora_rank is not None:
+            return super()._resolve_qk_norm_config(submodules)
+        names = ("linear_q_proj", "linear_kv_up_proj", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+class LatentAttention(PlainQueries):
     """Megatron's multi-latent self attention with whole down projections."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
