@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
@@ -130,7 +130,7 @@ class Policy:
 
         A `max_width` of the policy counts if it is smaller, and its `least_piece` in any case.
         """
-        changes = {}
+        changes: dict[str, Any] = {}
         if self.context_parallel == "dynamic" and max_width is not None:
             changes["max_width"] = min(self.max_width or max_width, max_width)
         if self.split_samples == "auto" and self.least_piece is None:

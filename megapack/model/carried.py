@@ -59,7 +59,8 @@ def leave(link: Link | None, layer: Any, out: Tensor, values: tuple[Tensor | Non
         return out
     if link.index not in kept:
         kept[link.index] = tuple(_leaf(value, link) for value in left)
-    return _Leave.apply(out, kept, link.index, *left)
+    left_out: Tensor = _Leave.apply(out, kept, link.index, *left)  # type: ignore[no-untyped-call]
+    return left_out
 
 
 def with_earlier_keys(
