@@ -12,8 +12,9 @@ from tests.te_python import needs_te
 
 pytestmark = pytest.mark.dist
 
-# The most waits of one pass, apart from those of experts. docs/gpu.md has the places.
-LIMITS = {"forward": 4, "step": 6, "update": 3}
+# The most waits of one pass, apart from those of experts. docs/gpu.md has the places. Megatron-Core
+# 0.19 takes the norm of experts' gradients apart, with one more copy and one more read.
+LIMITS = {"forward": 4, "step": 6, "update": 4}
 # The most waits of one place per step of the main job: ranks agree several times.
 PLACE_LIMIT = 4
 # Megatron reads the tokens of each expert, once per layer with experts and micro-batch.
