@@ -113,6 +113,29 @@ def test_exports_of_a_run_and_of_its_checkpoint_are_the_same(
         assert copied == (cached_folder("qwen3_tied") / name).read_bytes()
 
 
+def test_multi_token_prediction_is_trained_and_exported(tmp_path: Path) -> None:
+    """By the run on two stages and from its checkpoint, with the copies of embedding and head."""
+    short = ("data.num_generated=16", "train.save_interval=1", "model.mtp_num_layers=1")
+    family = "glm4_moe_lite"
+    train(tmp_path, *short, "layout.pp=2", world=2, family=family)
+    assert all(line["mtp_1_loss"] > 0 for line in metrics(tmp_path))
+    code, printed = job(tmp_path, "export", "runs/run", "-o", "out", world=1)
+    assert code == 0, printed
+    start = read_folder(cached_folder(family))
+    found = read_folder(tmp_path / "out")
+    expected = read_folder(next((tmp_path / "runs/run/hf").iterdir()))
+    assert found.keys() == expected.keys() == start.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    depth = "model.layers.4."
+    assert not torch.equal(found[f"{depth}eh_proj.weight"], start[f"{depth}eh_proj.weight"])
+    for name, copied in (
+        ("model.embed_tokens.weight", f"{depth}embed_tokens.weight"),
+        ("lm_head.weight", f"{depth}shared_head.head.weight"),
+    ):
+        assert torch.equal(found[name], found[copied])
+        assert not torch.equal(found[name], start[name])
+
+
 @needs_hybrid
 def test_a_hybrid_model_and_its_vision_part(tmp_path: Path) -> None:
     """Exports of a run on two stages and of its checkpoint on one are the same whole model."""
