@@ -60,9 +60,9 @@ def critic_model(policy: ModelConfig, hf_path: str | None = None) -> ModelConfig
             mtp_num_layers=0,
             hybrid_layer_pattern=pattern and pattern.partition("/")[0],
         )
-    architecture = {*read_hf_config(hf_path).values, "hf_path", "freeze", "mtp_num_layers"}
-    settings = {name: value for name, value in vars(policy).items() if name not in architecture}
     try:
+        architecture = {*read_hf_config(hf_path).values, "hf_path", "freeze", "mtp_num_layers"}
+        settings = {name: value for name, value in vars(policy).items() if name not in architecture}
         model = ModelConfig.from_hf(hf_path, **settings)
     except ConfigError as error:
         raise ConfigError(f"critic.hf_path: {error}") from None

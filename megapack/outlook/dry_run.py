@@ -95,6 +95,8 @@ def check_start(config: TrainConfig, world_size: int) -> Layout:
     check_installed(config.train.trackers)
     layout = config.layout.to_layout(world_size, config.model.fp8_rows)
     check_sizes(config.model, layout)
+    if config.critic.hf_path is not None:
+        check_sizes(config.critic_model, layout)
     shares_scales = config.model.fp8 == "delayed"
     check_policy(config.plan, layout, config.plan.micro_batch_size, shares_fp8_scales=shares_scales)
     return layout

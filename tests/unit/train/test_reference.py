@@ -37,6 +37,23 @@ def test_the_expert_bias_is_part_of_the_policy() -> None:
     assert state["router.expert_bias"].tolist() == [5.0, 5.0]
 
 
+def test_a_reference_of_its_own_leaves_the_policy_as_it_was() -> None:
+    chunk = torch.nn.ModuleDict({"router": Router()})
+    state = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
+
+    def load() -> None:
+        for value in state.values():
+            value.data.fill_(9.0)
+
+    reference = Reference([chunk], load)
+    assert state["router.weight"].tolist() == [1.0, 1.0]
+    assert state["router.expert_bias"].tolist() == [0.0, 0.0]
+    with reference.weights():
+        assert state["router.weight"].tolist() == [9.0, 9.0]
+        assert state["router.expert_bias"].tolist() == [9.0, 9.0]
+    assert state["router.weight"].tolist() == [1.0, 1.0]
+
+
 def test_trained_weights_are_restored_each_time() -> None:
     layer = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     reference = Reference([layer])
