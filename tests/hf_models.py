@@ -154,7 +154,7 @@ _LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "original_max_position_embeddings": 64,
 }
 _YARN = {
     "type": "yarn",
@@ -166,6 +166,7 @@ _YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+_GPT_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(name="Llama", settings={**_DENSE, "rope_theta": 5e5}),
@@ -229,6 +230,10 @@ FAMILIES: dict[str, Family] = {
             "num_labels": 1,
             "rope_theta": 1e6,
         },
+    ),
+    "qwen3_yarn": Family(
+        name="Qwen3",
+        settings={**_DENSE, "head_dim": 16, "rope_theta": 1e6, "rope_scaling": _GPT_YARN},
     ),
     "qwen3_moe": Family(name="Qwen3Moe", settings={**_MOE, "head_dim": 16, "rope_theta": 1e6}),
     "deepseek_v3": Family(

@@ -222,6 +222,8 @@ _DEFAULTS: Values = {
     "hybrid_layer_pattern": None,
     "position_embedding_type": "rope",
     "rotary_interleaved": False,
+    "local_rotary_base": None,
+    "rotary_pattern": None,
     "attention_output_gate": False,
     "layernorm_zero_centered_gamma": False,
     "activation": None,

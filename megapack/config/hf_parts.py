@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from megapack.config.hf_reader import FILE, MISSING, Reader, Values, shown
-from megapack.config.rope import LLAMA3_POSITIONS, RopeScaling
+from megapack.config.rope import RopeScaling
 from megapack.errors import ConfigError
 
 
@@ -41,11 +44,8 @@ def common(reader: Reader) -> Values:
 
 def rope(reader: Reader) -> Values:
     """The rotary embedding, from the keys of transformers 4 and 5."""
-    given = reader.get("rope_parameters")
-    scaling = reader.get("rope_scaling")
-    for key, value in (("rope_parameters", given), ("rope_scaling", scaling)):
-        if value is not None and not isinstance(value, dict):
-            raise reader.error(key, value, "expected an object or null")
+    given = _rope_object(reader, "rope_parameters")
+    scaling = _rope_object(reader, "rope_scaling")
     if given and scaling not in (None, given):
         raise reader.error("rope_scaling", scaling, "rope_parameters says otherwise: keep one")
     rope = dict(given or scaling or {})
@@ -59,9 +59,6 @@ def rope(reader: Reader) -> Values:
         if inside is not None and key in reader.keys and outside != inside:
             raise reader.error(key, outside, "rope_parameters says otherwise: keep one")
         merged[key] = outside if inside is None else inside
-    base = merged["rope_theta"]
-    if type(base) not in (int, float) or not base >= 1 or base % 1:
-        raise reader.error("rope_theta", base, "expected a whole number of at least 1")
     percent = merged["partial_rotary_factor"]
     if percent is not None and type(percent) not in (int, float):
         raise reader.error("partial_rotary_factor", percent, "expected a number")
@@ -72,62 +69,106 @@ def rope(reader: Reader) -> Values:
             "transformers rotates whole heads of this family whatever it says: remove the key",
         )
     return {
-        "rotary_base": int(base),
+        "rotary_base": _rotary_base(reader, "rope_theta", merged["rope_theta"]),
         "rotary_percent": 1.0 if percent is None else float(percent),
         "rope_scaling": _rope_scaling(reader, rope),
     }
 
 
-# Keys of a rope scaling by its kind; all are required.
-_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+def _rope_object(reader: Reader, key: str) -> dict[str, Any] | None:
+    value = reader.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise reader.error(key, value, "expected an object or null")
+    return value
+
+
+def _rotary_base(reader: Reader, key: str, base: Any) -> int:
+    if type(base) not in (int, float) or not base >= 1 or base % 1:
+        raise reader.error(key, base, "expected a whole number of at least 1")
+    return int(base)
+
+
+# Keys of a rope scaling by its kind; those after None may be missing.
+_ROPE_KEYS: dict[str, tuple[str | None, ...]] = {
+    "linear": ("factor",),
     "llama3": (
         *("factor", "original_max_position_embeddings"),
         *("low_freq_factor", "high_freq_factor"),
     ),
     "yarn": (
-        *("factor", "original_max_position_embeddings"),
-        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        *("factor", "original_max_position_embeddings", None),
+        *("beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim"),
+    ),
+    "longrope": (
+        *("original_max_position_embeddings", "short_factor", "long_factor", None),
+        *("factor", "attention_factor"),
     ),
 }
+# As DeepSeek-V3 has it.
+_LATENT_YARN = (
+    *("factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
 
 
 def _rope_scaling(reader: Reader, rope: Values) -> RopeScaling:
     names = {rope.pop(name) for name in ("rope_type", "type") if name in rope}
     kind = names.pop() if len(names) == 1 else None if names else "default"
+    kind = reader.family.rope_names.get(kind, kind)
     if kind == "default" and not rope:
         return RopeScaling()
     latent = "kv_lora_rank" in reader.keys
-    if kind not in _ROPE_KEYS or (kind == "yarn") is not latent:
-        kinds = "yarn" if latent else "llama3"
+    kinds = ("yarn",) if latent else tuple(_ROPE_KEYS)
+    if kind not in kinds:
         raise reader.error(
             "rope_scaling",
             {"rope_type": kind, **rope},
-            f"megapack trains default and {kinds} for this family: set rope_scaling to null if the "
-            "model was trained without it",
+            f"megapack trains default and {', '.join(kinds)} for this family: set rope_scaling to "
+            "null if the model was trained without it",
         )
-    for name in _ROPE_KEYS[kind]:
-        if type(rope.get(name)) not in (int, float):
-            raise reader.error(f"rope_scaling.{name}", rope.get(name), "expected a number")
-    unknown = sorted(set(rope) - set(_ROPE_KEYS[kind]))
-    if unknown:
-        advice = "megapack does not know this key of rope_scaling: remove it if it has no effect"
-        raise reader.error(f"rope_scaling.{unknown[0]}", rope[unknown[0]], advice)
-    original = rope.pop("original_max_position_embeddings")
-    if kind == "llama3" and original != LLAMA3_POSITIONS:
-        raise reader.error(
-            "rope_scaling.original_max_position_embeddings",
-            original,
-            f"Megatron-Core's llama3 scaling has {LLAMA3_POSITIONS} only: use another model",
-        )
-    numbers = {name: float(value) for name, value in rope.items()}
+    keys = _LATENT_YARN if latent else _ROPE_KEYS[kind]
+    required = keys[: keys.index(None)] if None in keys else keys
+    if reader.get("original_max_position_embeddings", None) is not None:
+        # transformers takes this one if both are there (Phi-3).
+        rope["original_max_position_embeddings"] = reader.count("original_max_position_embeddings")
+    rope = {name: value for name, value in rope.items() if value is not None}
+    for name in (*required, *rope):
+        if name not in keys:
+            advice = "megapack does not know this key of rope_scaling: remove it if it has no "
+            raise reader.error(f"rope_scaling.{name}", rope[name], f"{advice}effect")
+        rope[name] = _rope_value(reader, name, rope.get(name))
+    if kind == "longrope" and "factor" not in rope:
+        positions = reader.count("max_position_embeddings", 1)
+        rope["factor"] = max(1.0, positions / rope["original_max_position_embeddings"])
+    if kind == "yarn" and not latent:
+        _set_attention_factor(rope)
     try:
-        return RopeScaling(
-            kind=kind,  # type: ignore[arg-type]
-            original_max_position_embeddings=int(original),
-            **numbers,
-        )
+        return RopeScaling(kind=kind, **rope)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{reader.folder}: {FILE}: {error}") from None
+
+
+def _rope_value(reader: Reader, name: str, value: Any) -> Any:
+    """The value of a key of rope_scaling, by its type."""
+    if name == "truncate" and type(value) is bool:
+        return value
+    has_list = name in ("short_factor", "long_factor")
+    numbers = value if isinstance(value, list | tuple) else [value]
+    is_list = isinstance(value, list | tuple)
+    if is_list is not has_list or any(type(one) not in (int, float) for one in numbers):
+        expected = "a list of numbers" if has_list else "a number"
+        raise reader.error(f"rope_scaling.{name}", value, f"expected {expected}")
+    if has_list:
+        return tuple(map(float, numbers))
+    return int(value) if name == "original_max_position_embeddings" else float(value)
+
+
+def _set_attention_factor(rope: Values) -> None:
+    """The scale of rotated channels by the two weights of log(factor), if they are there."""
+    weights = [rope.pop(name, None) for name in ("mscale", "mscale_all_dim")]
+    if "attention_factor" not in rope and all(weights):
+        one, other = (0.1 * weight * math.log(rope["factor"]) + 1 for weight in weights)
+        rope["attention_factor"] = one / other
 
 
 def window(reader: Reader) -> Values:

@@ -49,6 +49,8 @@ class Family:
     that megapack builds."""
     unused_rope: tuple[str, ...] = ()
     """Keys of the rotary embedding without effect on text."""
+    rope_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Other names of kinds of `rope_scaling`."""
     common: Callable[[Reader], Values] | None = None
     """Reads sizes, norms and rotary embeddings; None = `hf_parts.common`."""
     in_text_config: bool = False

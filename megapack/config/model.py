@@ -71,6 +71,12 @@ class ModelConfig:
     """Rotate neighbouring channels as pairs (Ernie 4.5), instead of those of both halves."""
     rope_scaling: RopeScaling = dataclasses.field(default_factory=RopeScaling)
     """Longer wavelengths of the rotary embedding; see `RopeScaling`."""
+    local_rotary_base: int | None = None
+    """Base of the rotary embedding of local layers, which is not stretched (Gemma 3, OLMo-3); null
+    = all layers have the same."""
+    rotary_pattern: str | None = None
+    """With `local_rotary_base`: L for a local layer, G for a global one, repeated over the layers
+    (Gemma 3: LLLLLG)."""
     position_embedding_type: Literal["rope", "none"] = "rope"
     """none = attention without positions (Nemotron-H)."""
     attention_output_gate: bool = False
@@ -281,6 +287,12 @@ class ModelConfig:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
+    def local_layers(self) -> tuple[bool, ...]:
+        """Of each layer, whether its rotary embedding is local."""
+        pattern = self.rotary_pattern or "G"
+        return tuple(pattern[layer % len(pattern)] == "L" for layer in range(self.num_layers))
+
+    @property
     def layer_pattern(self) -> str | None:
         """The letters of the layers of a HybridModel; None for a GPTModel."""
         if self.hybrid_layer_pattern is not None:
@@ -369,10 +381,12 @@ class ModelConfig:
         _check_experts(self)
         _check_routing(self)
         _check_latent_attention(self)
+        _check_rope(self)
         at_least(self, "model", 1, *SIZES)
         check_hybrid(vars(self))
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
         at_least(self, "model", 1, *sizes, "ffn_hidden_size", "vocab_size", "rotary_base")
+        at_least(self, "model", 1, "local_rotary_base")
         at_least(self, "model", 1, "max_position_embeddings", "kv_channels")
         at_least(self, "model", 0, "init_std")
         at_least(self, "model", 0, "norm_epsilon")
@@ -539,17 +553,14 @@ def _check_latent_attention(model: ModelConfig) -> None:
                     f"model.{name}={getattr(model, name)} needs model.kv_lora_rank; set it for "
                     f"multi-latent attention, or {name}=null"
                 )
-        if model.rope_scaling.kind == "yarn":
-            raise ConfigError(
-                "model.rope_scaling.kind=yarn needs multi-latent attention (model.kv_lora_rank)"
-                "; set kind=none, which is exact for samples of the original length"
-            )
         return
     for name in widths:
         if getattr(model, name) is None:
             raise ConfigError(f"model.kv_lora_rank is set, so model.{name} must be; set it")
     refused = {
-        "rope_scaling.kind=llama3": model.rope_scaling.kind == "llama3",
+        f"rope_scaling.kind={model.rope_scaling.kind}": model.rope_scaling.kind
+        not in ("none", "yarn"),
+        f"local_rotary_base={model.local_rotary_base}": model.local_rotary_base is not None,
         f"kv_channels={model.kv_channels}": model.kv_channels is not None,
         f"num_query_groups={model.num_query_groups}": model.num_query_groups
         not in (None, model.num_attention_heads),
@@ -564,6 +575,36 @@ def _check_latent_attention(model: ModelConfig) -> None:
                 f"model.{key} does not run with multi-latent attention (model.kv_lora_rank="
                 f"{model.kv_lora_rank}); leave it out"
             )
+
+
+def _check_rope(model: ModelConfig) -> None:
+    """Check the layers with a local rotary embedding, and the numbers of LongRoPE."""
+    pattern = model.rotary_pattern
+    if (pattern is None) is not (model.local_rotary_base is None):
+        raise ConfigError(
+            f"model.rotary_pattern={pattern} and model.local_rotary_base="
+            f"{model.local_rotary_base}; set both, or neither"
+        )
+    if pattern is not None:
+        if not pattern or set(pattern) - {"L", "G"}:
+            raise ConfigError(f"model.rotary_pattern is {pattern!r}; set letters L and G")
+        others = {
+            "a HybridModel (megatron_class, hybrid_layer_pattern)": model.layer_pattern is not None,
+            f"mtp_num_layers={model.mtp_num_layers}": model.mtp_num_layers > 0,
+            "rope_scaling.kind=longrope": model.rope_scaling.kind == "longrope",
+        }
+        for name, is_set in others.items():
+            if is_set:
+                raise ConfigError(
+                    f"model.rotary_pattern={pattern} does not run with {name}; leave one out"
+                )
+    pairs = int(model.head_width * model.rotary_percent) // 2
+    count = len(model.rope_scaling.short_factor)
+    if model.rope_scaling.kind == "longrope" and count != pairs:
+        raise ConfigError(
+            f"model.rope_scaling has {count} numbers in short_factor for {pairs} pairs of rotated "
+            f"channels; set {pairs}"
+        )
 
 
 def _check_folder(

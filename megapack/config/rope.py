@@ -3,38 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from megapack.errors import ConfigError
 
-LLAMA3_POSITIONS = 8192
-"""The original length of Llama 3, which Megatron-Core hard-codes with the two factors below."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How wavelengths of the rotary embedding are stretched. Keys of other kinds have no effect."""
+    """How wavelengths of the rotary embedding are stretched, as transformers computes it. Keys of
+    other kinds have no effect."""
 
-    kind: Literal["none", "llama3", "yarn"] = "none"
-    """none; llama3 (Llama 3.1 and later); yarn (arXiv 2309.00071; with multi-latent attention only,
-    as DeepSeek-V3)."""
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
+    """none; linear (Gemma 3); llama3 (Llama 3.1 and later); yarn (arXiv 2309.00071: DeepSeek-V3,
+    OLMo-3); longrope (arXiv 2402.13753: Phi-4-mini). Multi-latent attention has none and yarn."""
     factor: float = 1.0
-    """By how much long wavelengths are stretched, 1 or more."""
-    original_max_position_embeddings: int = LLAMA3_POSITIONS
-    """Tokens of the longest sample before stretching; llama3 supports 8192 only."""
+    """By how much long wavelengths are stretched, 1 or more. For longrope it only gives the default
+    of `attention_factor`."""
+    original_max_position_embeddings: int = 8192
+    """Tokens of the longest sample before stretching, except with linear."""
     low_freq_factor: float = 1.0
-    """For llama3, 1 only: wavelengths above the original length divided by this are stretched."""
+    """For llama3: wavelengths above the original length divided by this are stretched."""
     high_freq_factor: float = 4.0
-    """For llama3, 4 only: wavelengths below the original length divided by this are kept."""
+    """For llama3: wavelengths below the original length divided by this are kept."""
     beta_fast: float = 32.0
     """For yarn: channels with more rotations than this over the original length are kept."""
     beta_slow: float = 1.0
     """For yarn: channels with fewer rotations than this are stretched in full."""
+    truncate: bool = True
+    """For yarn without multi-latent attention: round the numbers of those channels."""
     mscale: float = 1.0
-    """For yarn: weight of log(factor) in the scale of the rotated channels."""
+    """For yarn with multi-latent attention: weight of log(factor) in the scale of the rotated
+    channels."""
     mscale_all_dim: float = 1.0
-    """For yarn: weight of log(factor) in the scale of the attention scores, by which the scale of
-    the rotated channels is divided."""
+    """For yarn with multi-latent attention: weight of log(factor) in the scale of the attention
+    scores, by which the scale of the rotated channels is divided."""
+    attention_factor: float | None = None
+    """For longrope, and yarn without multi-latent attention: scale of the rotated channels; null =
+    0.1 ln(factor) + 1 (yarn), sqrt(1 + ln(factor) / ln(original length)) (longrope)."""
+    short_factor: tuple[float, ...] = ()
+    """For longrope: by how much each wavelength is stretched in samples up to the original length,
+    a number for each pair of rotated channels."""
+    long_factor: tuple[float, ...] = ()
+    """For longrope: the same in longer samples."""
 
     def __post_init__(self) -> None:
         key = "model.rope_scaling"
@@ -42,21 +54,41 @@ class RopeScaling:
             value = getattr(self, name)
             if not value >= least:
                 raise ConfigError(f"{key}.{name} is {value}; set {least} or more")
-        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        positive = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+        for name in (*positive, "mscale", "mscale_all_dim", "attention_factor"):
             value = getattr(self, name)
-            if not value > 0:
+            if value is not None and not value > 0:
                 raise ConfigError(f"{key}.{name} is {value}; set a number above 0")
-        if self.kind != "llama3":
-            return
-        fixed = {
-            "original_max_position_embeddings": LLAMA3_POSITIONS,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        }
-        for name, only in fixed.items():
-            value = getattr(self, name)
-            if value != only:
-                raise ConfigError(
-                    f"{key}.{name} is {value}, Megatron-Core's llama3 scaling has {only:g} only; "
-                    "use a model with that value"
-                )
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"{key}.high_freq_factor is {self.high_freq_factor}; set more than low_freq_factor="
+                f"{self.low_freq_factor}"
+            )
+        if self.kind == "longrope":
+            self._check_factors(key)
+
+    def _check_factors(self, key: str) -> None:
+        counts = (len(self.short_factor), len(self.long_factor))
+        if counts[0] != counts[1] or not min((1, *self.short_factor, *self.long_factor)) > 0:
+            raise ConfigError(
+                f"{key} has {counts[0]} numbers in short_factor and {counts[1]} in long_factor; set "
+                "as many of both, all above 0"
+            )
+
+    @property
+    def rotation_scale(self) -> float:
+        """Factor of rotated queries and keys, without multi-latent attention."""
+        if self.kind not in ("yarn", "longrope"):
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor == 1:
+            return 1.0
+        if self.kind == "yarn":
+            return 0.1 * math.log(self.factor) + 1
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether samples above the original length are rotated otherwise than shorter ones."""
+        return self.kind == "longrope" and self.short_factor != self.long_factor

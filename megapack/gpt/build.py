@@ -31,6 +31,7 @@ from megapack.cost.sizes import VOCAB_MULTIPLE, stage_layers_of
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
 from megapack.gpt.init import freeze, initialize_by_name, mark_splits
+from megapack.gpt.rope import set_rope
 from megapack.gpt.settings import FIXED, Settings, layer_settings, reduction_settings, values
 from megapack.gpt.specs import block_spec, mtp_spec
 from megapack.layout import Layout, round_up
@@ -103,8 +104,10 @@ def transformer_config(
         # Not under interleaving, see schedule.runner.
         deallocate_pipeline_outputs=pipelined and layout.vpp == 1,
         calculate_per_token_loss=True,
-        # Megatron's fused kernels of multi-latent attention take yarn only.
-        apply_rope_fusion=has_rope_fusion() and not latent,
+        # Megatron's fused kernels of multi-latent attention take yarn only, others have no scale.
+        apply_rope_fusion=has_rope_fusion()
+        and not latent
+        and model.rope_scaling.rotation_scale == 1,
         transformer_impl="transformer_engine" if kernel == "te" else "local",
         mtp_num_layers=model.mtp_num_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss_coef,
@@ -365,13 +368,6 @@ def _check_class(model: ModelConfig) -> None:
             "model.hybrid_layer_pattern needs Megatron-Core 0.18 or later; "
             f"{megatron.core.__version__} has no HybridModel"
         )
-    # Multi-latent attention scales by itself.
-    if model.rope_scaling.kind == "llama3":
-        raise ConfigError(
-            "model.rope_scaling.kind=llama3: Megatron's HybridModel has no scaling; build a GPT "
-            "(megatron_class=gpt), or set kind=none, which is exact for samples of the original "
-            "length"
-        )
 
 
 def _set_latent_epsilon(chunk: Any, epsilon: float) -> None:
@@ -431,8 +427,6 @@ def _chunk(
             chunk = model_class(
                 transformer_layer_spec=block_spec(kernel, config, vp_stage),
                 mtp_block_spec=mtp_spec(kernel, config, vp_stage),
-                rope_scaling=model.rope_scaling.kind == "llama3",
-                rope_scaling_factor=model.rope_scaling.factor,
                 **arguments,
             )
         else:
@@ -440,6 +434,7 @@ def _chunk(
             chunk = hybrid_chunk(
                 kernel, model.layer_pattern, split, arguments, mtp_pattern=model.mtp_pattern
             )
+    set_rope(chunk, model)
     _drop_unused_weight(chunk)
     mark_splits(chunk, gated=model.gated_linear_unit)
     return chunk

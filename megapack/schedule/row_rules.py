@@ -13,6 +13,7 @@ from megapack.errors import ConfigError
 from megapack.model.attention.mixers import stock_mixers
 from megapack.model.attention.packed import PackedAttention
 from megapack.model.attention.rotary import position_obstacle
+from megapack.model.attention.rotary_tables import tables_of
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.te_rows import te_attentions
 from megapack.model.attention.varlen import PackedVarlen
@@ -61,6 +62,13 @@ class _Facts:
     def positions(self) -> str:
         """Rotary embeddings that do not follow the row's description."""
         return next(filter(None, map(position_obstacle, self.chunks)), "")
+
+    @property
+    def rotation_by_length(self) -> str:
+        """Rotary embeddings that differ between long samples and short ones."""
+        found = (tables for tables in map(tables_of, self.chunks) if tables is not None)
+        limits = (tables.short_tokens for tables in found if tables.short_tokens is not None)
+        return next((f"rope_scaling.kind=longrope from {tokens} tokens" for tokens in limits), "")
 
     @property
     def other_kernel(self) -> str:
@@ -126,6 +134,11 @@ _RULES = (
         lambda facts: facts.positions,
         "it finds positions from cu_seqlens, which would be wrong; use Megatron's self attention, "
         "without apply_rope_fusion if it is multi-latent",
+    ),
+    _Rule(
+        ("prefixes",),
+        lambda facts: facts.rotation_by_length,
+        "a prefix has other keys in longer samples; set a max_position_embeddings that is not longer",
     ),
     _Rule(
         ("prefixes", "wide", "pieces"),

@@ -105,6 +105,8 @@ def row_params(row: PackedRow, cp_group: Any = None, link: Link | None = None) -
         params.max_seqlen_q,
         lengths=row.padded_lengths,
         positions_T=row.position_ids_T,
+        branch_of_T=row.branch_of_T,
+        branch_samples=[max(row.lengths[k] for k in branch.samples) for branch in row.branches],
         branches=row.branches if row.num_shared or row.piece is not None else (),
         cp_group=cp_group,
         link=link,

@@ -12,7 +12,8 @@ keys by the table line by line: one kernel with Transformer Engine, a few of tor
 core attention has to know where samples begin. Three kinds of hooks do this:
 
     decoder, MTP block: [S, 1, 1, d], the table by position -> [T, d], the table of the row
-    self attention: [T, d] -> [T, 1, 1, d], and `OneSequence` instead of the row's description
+    self attention: [T, d] -> [T, 1, 1, d], and `OneSequence` instead of the row's description; of
+        several tables (`rotary_tables`) the layer's
     core attention: queries, keys and values [T, 1, heads, d] -> [T, heads, d], and the description
 
 Everything in between is Megatron's: interleaved and partial rotation, scaling, YaRN's `mscale`,
@@ -37,6 +38,7 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -52,6 +54,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megapack.errors import ScheduleError
+from megapack.model.attention.rotary_tables import RotaryTables, tables_of
 from megapack.model.attention.row import row_view
 from megapack.model.head import unwrapped
 
@@ -101,12 +104,14 @@ def gather_rotary_tables(chunks: Sequence[Any]) -> None:
             _LatentTable().hook(attention)
         if not gathers(chunk):
             continue
+        tables = tables_of(chunk)
         for block in (chunk.decoder, getattr(chunk, "mtp", None)):
             if block is not None:
-                block.register_forward_pre_hook(_gather, with_kwargs=True)
+                block.register_forward_pre_hook(partial(_gather, tables), with_kwargs=True)
         for module in chunk.modules():
             if isinstance(module, SelfAttention):
-                module.register_forward_pre_hook(_enter_one_sequence, with_kwargs=True)
+                enter = partial(_enter_one_sequence, tables)
+                module.register_forward_pre_hook(enter, with_kwargs=True)
                 core = module.core_attention
                 core.register_forward_pre_hook(_enter_packed, with_kwargs=True)
                 core.register_forward_hook(_leave_packed, with_kwargs=True)
@@ -236,7 +241,9 @@ def _leave_latent(core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _
     return None if whole is None else (args, {**kwargs, "packed_seq_params": whole})
 
 
-def _gather(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+def _gather(
+    tables: RotaryTables | None, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Call | None:
     table = kwargs.get("rotary_pos_emb")
     params = kwargs.get("packed_seq_params")
     if table is None or params is None:
@@ -254,16 +261,20 @@ def _gather(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call 
             )
         return None
     row_table_Td = table.flatten(1).index_select(0, row.positions_T)
+    if tables is not None:
+        row_table_Td = tables.for_samples(row_table_Td, row)
     return args, {**kwargs, "rotary_pos_emb": row_table_Td}
 
 
 def _enter_one_sequence(
-    attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    tables: RotaryTables | None, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Call | None:
     table = kwargs.get("rotary_pos_emb")
     # Two dimensions mark the table of a row; unlike an attribute they survive recomputation.
     if table is None or table.dim() != 2:
         return None
+    if tables is not None:
+        table = tables.for_layer(table, attention.layer_number - 1)
     as_one = {
         "rotary_pos_emb": table[:, None, None],
         "packed_seq_params": OneSequence(kwargs["packed_seq_params"]),

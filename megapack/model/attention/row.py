@@ -38,6 +38,10 @@ class RowView:
     positions_T: Tensor | None = None
     """int64: the position of this rank's tokens in their samples; None: rotary embeddings take
     Megatron's path for packed rows (see `rotary`)."""
+    branch_of_T: Tensor | None = None
+    """int64: index of the branch of each of this rank's tokens; -1 at padding."""
+    branch_samples: Sequence[int] = ()
+    """Real tokens of the longest whole sample of each branch."""
     branches: tuple[Branch, ...] = ()
     """Those of a row whose samples share prefixes, or that has a piece; () otherwise."""
     cp_group: Any = None
@@ -70,6 +74,14 @@ class RowView:
         if self.lengths is not None:
             return list(self.lengths)
         return torch.diff(self.cu_seqlens_S1).tolist()
+
+    @cached_property
+    def sample_tokens_T(self) -> Tensor:
+        """int64: real tokens of the whole sample of each of this rank's tokens; 0 at padding."""
+        if self.branch_of_T is None:
+            raise ScheduleError("a row has no lengths of samples; describe it by packed.row_params")
+        tokens = torch.tensor([*self.branch_samples, 0])
+        return moved(tokens, self.branch_of_T.device)[self.branch_of_T]
 
     @cached_property
     def blocks(self) -> list[Block]:

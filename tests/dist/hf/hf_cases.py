@@ -24,6 +24,7 @@ FAMILIES = (
         "qwen2",
         "qwen3",
         "qwen3_tied",
+        "qwen3_yarn",
         "qwen2_moe",
         "mixtral",
         "qwen3_moe",

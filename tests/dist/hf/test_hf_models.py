@@ -19,6 +19,7 @@ SECOND = {
     "qwen2": "pp2_vpp2",
     "qwen3": "cp2",
     "qwen3_tied": "pp2_vpp2",
+    "qwen3_yarn": "tp2_sp",
     "qwen2_moe": "tp2_sp",
     "mixtral": "cp2",
     "qwen3_moe": "dp2",

@@ -1,0 +1,143 @@
+"""Frequencies of rotary embeddings equal transformers', which reads the same config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapack.config.model import ModelConfig
+from megapack.config.rope import RopeScaling
+from megapack.errors import ConfigError
+from megapack.gpt.rope import inverse_frequencies
+
+pytestmark = pytest.mark.unit
+
+PAIRS = 8
+POSITIONS = 512
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "llama3_other_factors": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 2.0,
+        "high_freq_factor": 6.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    # OLMo-3's numbers; gpt-oss does not round.
+    "yarn_olmo": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": 1.2079441541679836,
+    },
+    "yarn_exact": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 64,
+        "truncate": False,
+    },
+    "yarn_weights": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0 + i / 10 for i in range(PAIRS)],
+        "long_factor": [1.5 + i * i for i in range(PAIRS)],
+    },
+    "longrope_factor": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * PAIRS,
+        "long_factor": [2.0] * PAIRS,
+        "attention_factor": 1.1,
+    },
+}
+
+
+def folder(path: Path, scaling: dict[str, Any], base: int) -> tuple[Any, ModelConfig]:
+    """transformers' config, and the one that is read from its folder."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        rope_parameters={**scaling, "rope_theta": base},
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(path)
+    return config, ModelConfig.from_hf(str(path))
+
+
+@pytest.mark.parametrize("base", [10000, 500000])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_and_scale_are_those_of_transformers(
+    name: str, base: int, tmp_path: Path
+) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config, model = folder(tmp_path, SCALINGS[name], base)
+    scaling = model.rope_scaling
+    compute = ROPE_INIT_FUNCTIONS[SCALINGS[name]["rope_type"]]
+    for long in (False, True):
+        tokens = POSITIONS if long else None
+        expected, scale = compute(config, "cpu", seq_len=tokens)
+        found = inverse_frequencies(scaling, model.rotary_base, 2 * PAIRS, long=long)
+        assert torch.equal(found, expected)
+        assert scaling.rotation_scale == pytest.approx(scale, rel=1e-15)
+    plain = inverse_frequencies(RopeScaling(), base, 2 * PAIRS)
+    assert not torch.equal(found, plain)
+
+
+def test_only_longrope_depends_on_the_length(tmp_path: Path) -> None:
+    found = {
+        name: folder(tmp_path / name, scaling, 10000)[1].rope_scaling.depends_on_length
+        for name, scaling in SCALINGS.items()
+    }
+    assert {name for name, depends in found.items() if depends} == {"longrope", "longrope_factor"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"short_factor": [1.0] * 3}, "3 numbers in short_factor and 8 in long_factor"),
+        ({"short_factor": [1.0] * 3, "long_factor": [1.0] * 3}, "for 8 pairs of rotated"),
+        ({"long_factor": [0.0] * 8}, "all above 0"),
+        ({"long_factor": 2.0}, "expected a list of numbers"),
+        ({"long_factor": None}, "long_factor=null"),
+    ],
+)
+def test_wrong_factors_are_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder(tmp_path, SCALINGS["longrope"], 10000)
+    path = tmp_path / "config.json"
+    keys = json.loads(path.read_text())
+    keys["rope_parameters"] |= changes
+    path.write_text(json.dumps(keys))
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_hf(str(tmp_path))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
