@@ -36,7 +36,7 @@ class Family:
     """A model class of transformers and the settings of its tiny config."""
 
     name: str
-    """Its classes are `NAMEConfig` and `NAMEHEAD`."""
+    """Its classes are `NAMEConfig` and `NAMEHEAD`, in the latter without a last Text."""
     settings: Mapping[str, Any]
     head: str = "ForCausalLM"
     published: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -165,6 +165,23 @@ _YARN = {
     "beta_slow": 1,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
+}
+_LAYERED: dict[str, Any] = {
+    **_DENSE,
+    # As long as samples are: none reaches the window.
+    "max_position_embeddings": 128,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+}
+_GEMMA: dict[str, Any] = {
+    **_LAYERED,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
 }
 _GPT_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -328,6 +345,32 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 1e6,
         },
     ),
+    "olmo2": Family(name="Olmo2", settings={**_DENSE, "rope_theta": 5e5}),
+    "olmo3": Family(
+        name="Olmo3",
+        settings={
+            **_LAYERED,
+            "rope_parameters": {
+                "full_attention": {**_GPT_YARN, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    "phi3": Family(
+        name="Phi3",
+        settings={
+            **_DENSE,
+            "original_max_position_embeddings": 64,
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 1e4,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.1],
+                "long_factor": [1.3, 4.0],
+            },
+        },
+    ),
+    "gemma3_text": Family(name="Gemma3Text", settings=_GEMMA),
     "qwen3_next": Family(
         name="Qwen3Next",
         settings={**_MOE, **_GATED_DELTA, **_GATED_EXPERTS, "mlp_only_layers": [1]},
@@ -431,7 +474,8 @@ def new_model(family: str, *, seed: int = 0, **settings: Any) -> Any:
         config = getattr(transformers, f"{kind.name}Config")(**values)
         config._attn_implementation = "eager"
         config.dtype = torch.float32
-        model = getattr(transformers, f"{kind.name}{kind.head}")(config).float().eval()
+        model_class = getattr(transformers, f"{kind.name.removesuffix('Text')}{kind.head}")
+        model = model_class(config).float().eval()
     _randomize(model, seed)
     return model
 
@@ -466,6 +510,12 @@ def _edit_config(path: Path, family: Family, published_keys: bool) -> None:
     config = json.loads(path.read_text())
     config |= family.published
     rope = config.pop("rope_parameters", None) if published_keys else None
+    if rope is not None and "full_attention" in rope:
+        # Of local layers there was only a base, which OLMo-3 has once.
+        local_base = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+        if local_base != rope["rope_theta"]:
+            config["rope_local_base_freq"] = local_base
     if rope is not None:
         # transformers 5 keeps all of it in one dictionary.
         config["rope_theta"] = rope.pop("rope_theta", config.get("rope_theta"))

@@ -168,6 +168,8 @@ def value_architecture(architecture: str) -> str:
     >>> value_architecture("Qwen3ForCausalLM")
     'Qwen3ForSequenceClassification'
     """
+    # Without "Text" it is the multimodal one.
+    architecture = architecture.replace("Gemma3ForCausalLM", "Gemma3TextForCausalLM")
     return re.sub("For(CausalLM|ConditionalGeneration)$", "ForSequenceClassification", architecture)
 
 
@@ -199,6 +201,10 @@ _DEFAULTS: Values = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
     "qk_layernorm": False,
+    "qk_layernorm_over_heads": False,
+    "norm_placement": "pre",
+    "scale_embeddings": False,
+    "attention_scale": None,
     "qkv_bias": False,
     "kv_lora_rank": None,
     "q_lora_rank": None,
@@ -350,6 +356,90 @@ _GLM4_MOE = Family(
     num_mtp_layers=0,
     parts=(parts.deepseek_experts,),
 )
+_OLMO_NORMS: Values = {
+    "qk_layernorm": True,
+    "qk_layernorm_over_heads": True,
+    "norm_placement": "post",
+}
+_OLMO2 = Family(
+    architecture="Olmo2ForCausalLM",
+    defaults={"num_key_value_heads": None},
+    only={"attention_bias": (False,), "clip_qkv": (None,)},
+    values=_OLMO_NORMS,
+)
+_OLMO3 = Family(
+    architecture="Olmo3ForCausalLM",
+    defaults={"num_key_value_heads": None, "rope_theta": 5e5, "sliding_window_pattern": 4},
+    only={"attention_bias": (False,), "clip_qkv": (None,)},
+    values=_OLMO_NORMS,
+    common=parts.layered,
+    parts=(parts.window,),
+)
+_PHI3 = Family(
+    architecture="Phi3ForCausalLM",
+    defaults={"num_key_value_heads": None, "rope_theta": 10000.0, "sliding_window": None},
+    only={
+        "attention_bias": (False,),
+        "lm_head_bias": (False,),
+        "mlp_bias": (False,),
+        "resid_pdrop": (0.0, 0),
+        "embd_pdrop": (0.0, 0),
+        "full_attn_mod": (1,),
+        "interpolate_factor": (1,),
+    },
+    # A length without a scaling of the rotary embedding.
+    unused=("auto_map", "original_max_position_embeddings"),
+    is_partly_rotated=True,
+    rope_names={"su": "longrope", "yarn": "longrope"},
+    parts=(parts.window,),
+)
+
+
+def _gemma3(architecture: str, *, multimodal: bool) -> Family:
+    vision = ("text_config", "vision_config", "mm_tokens_per_image", "image_token_index")
+    tokens = ("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id")
+    return Family(
+        architecture=architecture,
+        # Published multimodal folders leave most keys out.
+        defaults={
+            "attention_bias": False,
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-6,
+            "rope_local_base_freq": 10000.0,
+            "rope_theta": 1e6,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "tie_word_embeddings": True,
+            "vocab_size": 262208,
+        },
+        only={
+            "attention_bias": (False,),
+            "attn_logit_softcapping": (None,),
+            "final_logit_softcapping": (None,),
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "use_bidirectional_attention": (False, None),
+        },
+        unused=(
+            *("cache_implementation", "_sliding_window_pattern", "image_token_id"),
+            *((*vision, *tokens) if multimodal else ()),
+        ),
+        values={
+            "activation": "gelu_tanh",
+            "layernorm_zero_centered_gamma": True,
+            "norm_placement": "sandwich",
+            "qk_layernorm": True,
+            "scale_embeddings": True,
+        },
+        common=parts.layered,
+        in_text_config=multimodal,
+        parts=(parts.window, parts.attention_scale),
+    )
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
@@ -367,6 +457,11 @@ FAMILIES: Mapping[str, Family] = {
     "seed_oss": _SEED_OSS,
     "ernie4_5": _ERNIE4_5,
     "mimo": _MIMO,
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO3,
+    "phi3": _PHI3,
+    "gemma3_text": _gemma3("Gemma3ForCausalLM", multimodal=False),
+    "gemma3": _gemma3("Gemma3ForConditionalGeneration", multimodal=True),
     **HYBRID_FAMILIES,
 }
 """Families by `model_type`."""

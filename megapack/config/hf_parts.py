@@ -33,12 +33,20 @@ def sizes(reader: Reader) -> Values:
 
 def common(reader: Reader) -> Values:
     """The keys of all families whose layers are blocks of attention and an MLP."""
+    return {**_blocks(reader), **rope(reader)}
+
+
+def layered(reader: Reader) -> Values:
+    """As `common`, for families with local and global layers."""
+    return {**_blocks(reader), **layered_rope(reader)}
+
+
+def _blocks(reader: Reader) -> Values:
     return {
         **sizes(reader),
         "num_layers": reader.count("num_hidden_layers", 1),
         "ffn_hidden_size": reader.count("intermediate_size", 1),
         "norm_epsilon": reader.number("rms_norm_eps"),
-        **rope(reader),
     }
 
 
@@ -73,6 +81,50 @@ def rope(reader: Reader) -> Values:
         "rotary_percent": 1.0 if percent is None else float(percent),
         "rope_scaling": _rope_scaling(reader, rope),
     }
+
+
+def layered_rope(reader: Reader) -> Values:
+    """The rotary embeddings of local and of global layers (Gemma 3, OLMo-3).
+
+    Layers with a sliding window are local ones.
+    """
+    given = _rope_object(reader, "rope_parameters")
+    scaling = _rope_object(reader, "rope_scaling")
+    if given is None:
+        # As transformers 4 writes it: the scaling is that of global layers.
+        whole = {**(scaling or {}), "rope_theta": reader.get("rope_theta")}
+        local = {"rope_theta": reader.get("rope_local_base_freq", whole["rope_theta"])}
+    else:
+        whole, local = (
+            dict(given.get(kind) or {}) for kind in ("full_attention", "sliding_attention")
+        )
+    base, local_base = (
+        _rotary_base(reader, "rope_theta", rope.pop("rope_theta", None)) for rope in (whole, local)
+    )
+    if local.pop("rope_type", "default") != "default" or local:
+        raise reader.error("rope_parameters", given, "megapack stretches global layers only")
+    values = {
+        "rotary_base": base,
+        "rotary_percent": 1.0,
+        "rope_scaling": _rope_scaling(reader, whole),
+    }
+    letters = _local_layers(reader)
+    if "L" in letters and (base, values["rope_scaling"]) != (local_base, RopeScaling()):
+        values |= {"local_rotary_base": local_base, "rotary_pattern": letters}
+    return values
+
+
+def _local_layers(reader: Reader) -> str:
+    """L for each layer with a sliding window, G for the others."""
+    count = reader.count("num_hidden_layers", 1)
+    step = reader.count("sliding_window_pattern", 1)
+    kinds = reader.get("layer_types", None)
+    if kinds is None:
+        return "".join("L" if layer % step else "G" for layer in range(1, count + 1))
+    letters = {"sliding_attention": "L", "full_attention": "G"}
+    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - letters.keys():
+        raise reader.error("layer_types", kinds, f"expected {count} of {', '.join(letters)}")
+    return "".join(letters[kind] for kind in kinds)
 
 
 def _rope_object(reader: Reader, key: str) -> dict[str, Any] | None:
@@ -193,6 +245,12 @@ def switched_window(reader: Reader) -> Values:
     if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
         raise reader.error("layer_types", kinds, "megapack trains full_attention only")
     return {}
+
+
+def attention_scale(reader: Reader) -> Values:
+    """The scale of Gemma's scores, if it is not that of the width of a head."""
+    scale = reader.number("query_pre_attn_scalar")
+    return {} if scale == reader.count("head_dim", 1) else {"attention_scale": scale**-0.5}
 
 
 def own_head_width(reader: Reader) -> Values:

@@ -55,6 +55,11 @@ class ModelConfig:
     qk_layernorm: bool = False
     """Normalise each head's queries and keys before the rotary embedding (Qwen3). With multi-latent
     attention: normalise the compressed queries and keys (DeepSeek-V3)."""
+    qk_layernorm_over_heads: bool = False
+    """With `qk_layernorm`: normalise the queries of all heads together, and so the keys, with a
+    weight per channel of each head (OLMo-2)."""
+    attention_scale: float | None = None
+    """Factor of the scores before the softmax; null = 1 / sqrt(width of a head)."""
     qkv_bias: bool = False
     """Add biases to queries, keys and values (Qwen2)."""
     ffn_hidden_size: int | None = None
@@ -105,11 +110,16 @@ class ModelConfig:
     """Added to the mean square under the square root of a norm."""
     layernorm_zero_centered_gamma: bool = False
     """Norms multiply by 1 + weight (Qwen3-Next), except those inside of layers G and M."""
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """Where attention and MLP have their norms: pre = of their inputs, post = of what they add to
+    the residual stream (OLMo-2), sandwich = both (Gemma)."""
     gated_linear_unit: bool = True
     """A gate in the MLP: SwiGLU."""
-    activation: Literal["silu", "gelu", "squared_relu"] | None = None
-    """Activation of the MLP; null = silu with a gate, gelu without. squared_relu has no gate
-    (Nemotron-H)."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "squared_relu"] | None = None
+    """Activation of the MLP; null = silu with a gate, gelu without. gelu_tanh approximates gelu by
+    a tanh (Gemma), squared_relu has no gate (Nemotron-H)."""
+    scale_embeddings: bool = False
+    """Multiply the input embeddings by sqrt(hidden_size), rounded to `dtype` (Gemma)."""
     untie_embeddings: bool = False
     """Use a separate output matrix; false = the input embedding's, on the first and last stage."""
     kv_lora_rank: int | None = None
@@ -352,6 +362,8 @@ class ModelConfig:
             vocab_size=self.vocab_size or BYTE_VOCAB_SIZE,
             gated=self.gated_linear_unit,
             qk_layernorm=self.qk_layernorm,
+            qk_layernorm_over_heads=self.qk_layernorm_over_heads,
+            norms_per_part=2 if self.norm_placement == "sandwich" else 1,
             qkv_bias=self.qkv_bias,
             kv_lora_rank=self.kv_lora_rank,
             q_lora_rank=self.q_lora_rank,
@@ -382,6 +394,7 @@ class ModelConfig:
         _check_routing(self)
         _check_latent_attention(self)
         _check_rope(self)
+        _check_norms(self)
         at_least(self, "model", 1, *SIZES)
         check_hybrid(vars(self))
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
@@ -605,6 +618,37 @@ def _check_rope(model: ModelConfig) -> None:
             f"model.rope_scaling has {count} numbers in short_factor for {pairs} pairs of rotated "
             f"channels; set {pairs}"
         )
+
+
+def _check_norms(model: ModelConfig) -> None:
+    if model.attention_scale is not None and not model.attention_scale > 0:
+        raise ConfigError(
+            f"model.attention_scale is {model.attention_scale}; set a number above 0, or null"
+        )
+    if model.qk_layernorm_over_heads and (
+        not model.qk_layernorm
+        or model.kv_lora_rank is not None
+        or model.layernorm_zero_centered_gamma
+        or model.normalization != "RMSNorm"
+    ):
+        raise ConfigError(
+            "model.qk_layernorm_over_heads=true needs qk_layernorm=true, normalization=RMSNorm, "
+            "layernorm_zero_centered_gamma=false and no multi-latent attention; set them, or leave "
+            "it out"
+        )
+    if model.norm_placement == "pre":
+        return
+    others = {
+        f"num_experts={model.num_experts}": model.num_experts is not None,
+        f"mtp_num_layers={model.mtp_num_layers}": model.mtp_num_layers > 0,
+        "a HybridModel (megatron_class, hybrid_layer_pattern)": model.layer_pattern is not None,
+        "multi-latent attention (kv_lora_rank)": model.kv_lora_rank is not None,
+    }
+    for name, is_set in others.items():
+        if is_set:
+            raise ConfigError(
+                f"model.norm_placement={model.norm_placement} does not run with {name}; set pre"
+            )
 
 
 def _check_folder(

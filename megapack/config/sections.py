@@ -219,7 +219,8 @@ class TrainConfig:
         model = self.model
         on_gpu = self.device == "cuda"
         preferred: Kernel = "te" if on_gpu and model.dtype == "bf16" else "sdpa"
-        fused_swiglu = model.bias_activation_fusion
+        is_swiglu = model.activation in (None, "silu")
+        fused_swiglu = model.bias_activation_fusion if is_swiglu else False
         return MemoryModel(
             sizes=self.model.to_sizes(),
             # None fits other layouts of the model too.

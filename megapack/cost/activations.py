@@ -43,7 +43,7 @@ class SavedActivations:
         parts = self.sizes.sublayers
         # The outputs of norms are the inputs of the matrices after them.
         outputs = 0.0 if self._recomputes("layernorm") else len(parts) * self._width * self._hidden
-        kept = len(parts) * self._norm + outputs
+        kept = len(parts) * self.sizes.norms_per_part * self._norm + outputs
         for letter in parts:
             kept += self._part(letter)
         return kept

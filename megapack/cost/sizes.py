@@ -70,6 +70,10 @@ class ModelSizes:
     """Three matrices per feed-forward (SwiGLU); two if not gated."""
     qk_layernorm: bool = False
     """Norms of each head's queries and keys, or of MLA's latents."""
+    qk_layernorm_over_heads: bool = False
+    """Norms of all heads' queries, and of all heads' keys, with a weight per channel (OLMo-2)."""
+    norms_per_part: int = 1
+    """Norms of attention, or of an MLP, in the residual stream; 2 = before and after (Gemma)."""
     qkv_bias: bool = False
     """Biases of queries, keys and values."""
     kv_lora_rank: int | None = None
@@ -276,17 +280,18 @@ class ModelSizes:
         return LayerParameters(*map(sum, zip(*parts, strict=True)))
 
     def _sublayer_parameters(self, letter: str) -> LayerParameters:
-        """Weights of one part of a layer, with the norm before it."""
+        """Weights of one part of a layer, with its norms in the residual stream."""
         hidden = self.hidden_size
+        norms = self.norms_per_part * hidden
         mlp = (3 if self.gated else 2) * hidden
         if letter == "-":
-            return LayerParameters(mlp * self.ffn_hidden_size, hidden, 0)
+            return LayerParameters(mlp * self.ffn_hidden_size, norms, 0)
         if letter == "E":
             num_experts = self.num_experts or 0
             gate = hidden if self.shared_expert_gate else 0
             return LayerParameters(
                 split=mlp * self.shared_expert_ffn_hidden_size,
-                whole=hidden + hidden * num_experts + gate,
+                whole=norms + hidden * num_experts + gate,
                 experts=mlp * self.ffn_hidden_size * num_experts,
             )
         if letter == "G":
@@ -306,7 +311,7 @@ class ModelSizes:
         if self.qkv_bias:
             keys = (self.num_query_groups or self.num_attention_heads) * self.head_width
             split += self._query_width + 2 * keys
-        return LayerParameters(split, whole + hidden + self._qk_norms(), 0)
+        return LayerParameters(split, whole + norms + self._qk_norms(), 0)
 
     def _mixer_weights(self, letter: str) -> int:
         """Weights of the two projections of a layer G or M."""
@@ -343,7 +348,9 @@ class ModelSizes:
         if not self.qk_layernorm:
             return 0
         if self.kv_lora_rank is None:
-            return 2 * self.head_width
+            heads = self.num_attention_heads
+            vectors = heads + (self.num_query_groups or heads) if self.qk_layernorm_over_heads else 2
+            return vectors * self.head_width
         return (self.q_lora_rank or 0) + self.kv_lora_rank
 
     def layer_flops_per_token(self) -> float:

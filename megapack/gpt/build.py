@@ -33,7 +33,7 @@ from megapack.errors import ConfigError
 from megapack.gpt.init import freeze, initialize_by_name, mark_splits
 from megapack.gpt.rope import set_rope
 from megapack.gpt.settings import FIXED, Settings, layer_settings, reduction_settings, values
-from megapack.gpt.specs import block_spec, mtp_spec
+from megapack.gpt.specs import Norms, block_spec, mtp_spec
 from megapack.layout import Layout, round_up
 from megapack.model.attention.choice import choose_attention, has_rope_fusion
 from megapack.model.attention.te_backend import AttentionSizes
@@ -70,6 +70,7 @@ def transformer_config(
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=model.qk_layernorm,
         rotary_interleaved=model.rotary_interleaved,
+        softmax_scale=model.attention_scale,
         add_qkv_bias=model.qkv_bias,
         gated_linear_unit=model.gated_linear_unit,
         activation_func=_activation(model),
@@ -204,7 +205,16 @@ def _expert_layers(model: ModelConfig) -> list[int] | int:
 def _activation(model: ModelConfig) -> Any:
     if model.activation == "squared_relu":
         return squared_relu
+    if model.activation == "gelu_tanh":
+        return gelu_tanh
+    if model.activation is not None:
+        return getattr(torch.nn.functional, model.activation)
     return torch.nn.functional.silu if model.gated_linear_unit else torch.nn.functional.gelu
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU with a tanh in place of the error function."""
+    return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def _hybrid(model: ModelConfig) -> dict[str, Any]:
@@ -407,6 +417,7 @@ def _chunk(
     vp_stage = vp if layout.vpp > 1 else None
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
+    norms = Norms(model.norm_placement, model.qk_layernorm_over_heads)
     arguments = {
         "config": config,
         "vocab_size": vocab_size,
@@ -425,8 +436,8 @@ def _chunk(
     with _plain_output_layer():
         if model.layer_pattern is None:
             chunk = model_class(
-                transformer_layer_spec=block_spec(kernel, config, vp_stage),
-                mtp_block_spec=mtp_spec(kernel, config, vp_stage),
+                transformer_layer_spec=block_spec(kernel, config, vp_stage, norms),
+                mtp_block_spec=mtp_spec(kernel, config, vp_stage, norms),
                 **arguments,
             )
         else:
@@ -435,9 +446,19 @@ def _chunk(
                 kernel, model.layer_pattern, split, arguments, mtp_pattern=model.mtp_pattern
             )
     set_rope(chunk, model)
+    if model.scale_embeddings:
+        _scale_embeddings(chunk, model.hidden_size, config.params_dtype)
     _drop_unused_weight(chunk)
     mark_splits(chunk, gated=model.gated_linear_unit)
     return chunk
+
+
+def _scale_embeddings(chunk: GPTModel, hidden_size: int, dtype: torch.dtype) -> None:
+    embedding = getattr(chunk, "embedding", None)
+    if embedding is None:
+        return
+    scale = float(torch.tensor(hidden_size**0.5, dtype=dtype, device="cpu"))
+    embedding.word_embeddings.register_forward_hook(lambda module, inputs, output: output * scale)
 
 
 @contextlib.contextmanager

@@ -54,9 +54,7 @@ def layer_settings(model: ModelConfig, kernel: Kernel) -> Settings:
         "bias_activation_fusion": _choose(
             "model.bias_activation_fusion",
             model.bias_activation_fusion,
-            impossible=None
-            if model.gated_linear_unit
-            else "Megatron fuses an MLP without a gate only with biases",
+            impossible=_activation_obstacle(model),
             unwanted=_without_cuda(),
         ),
         "gradient_accumulation_fusion": _choose(
@@ -144,6 +142,14 @@ def _choose(
         raise ConfigError(f"{key}=true cannot run here: {impossible}; set null or false")
     why_off = impossible or (None if asked else unwanted)
     return Setting(why_off is None, why_off)
+
+
+def _activation_obstacle(model: ModelConfig) -> str | None:
+    if not model.gated_linear_unit:
+        return "Megatron fuses an MLP without a gate only with biases"
+    if model.activation not in (None, "silu"):
+        return f"Megatron fuses SwiGLU, the activation is {model.activation}"
+    return None
 
 
 def _without_cuda() -> str | None:

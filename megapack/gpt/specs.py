@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
+)
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
@@ -80,6 +86,92 @@ def _mark_sequence_parallel(norm: torch.nn.Module, config: TransformerConfig) ->
         param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class _NormOverHeads(torch.nn.Module):
+    """RMSNorm of the queries, or keys, of all heads together (OLMo-2).
+
+    Tensor-parallel ranks sum the squares of their heads. Each has the weights of all heads: those
+    of other ranks' get a gradient of 0, and Megatron sums the gradients of such norms over the
+    ranks.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: Any
+    ) -> None:
+        super().__init__()
+        width = self._num_heads(config) * hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype))
+        self._eps = config.layernorm_epsilon if eps is None else eps
+        self._ranks = config.tensor_model_parallel_size
+        _mark_sequence_parallel(self, config)
+
+    @staticmethod
+    def _num_heads(config: TransformerConfig) -> int:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., heads of this rank, d] -> the same shape."""
+        values = at_least_fp32(x)
+        squares = values.square().sum((-2, -1), keepdim=True)
+        weight = at_least_fp32(self.weight)
+        if self._ranks > 1:
+            # The sum of all ranks; its gradient is the sum of the ranks' gradients.
+            squares = reduce_from_tensor_model_parallel_region(squares)
+            squares = copy_to_tensor_model_parallel_region(squares)
+            weight = weight.chunk(self._ranks)[parallel_state.get_tensor_model_parallel_rank()]
+        scale = torch.rsqrt(squares / len(self.weight) + self._eps)
+        return (values * scale * weight.view(x.shape[-2:])).to(x.dtype)
+
+
+class QueryNorm(_NormOverHeads):
+    """That of queries."""
+
+    @staticmethod
+    def _num_heads(config: TransformerConfig) -> int:
+        return int(config.num_attention_heads)
+
+
+class KeyNorm(_NormOverHeads):
+    """That of keys."""
+
+    @staticmethod
+    def _num_heads(config: TransformerConfig) -> int:
+        return int(config.num_query_groups)
+
+
+class PostNormLayer(TransformerLayer):  # type: ignore[misc]
+    """A layer with norms of what attention and the MLP add to the residual stream.
+
+    Args:
+        norm: the class of these norms; the others are those of a TransformerLayer.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, norm: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        sizes = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.post_self_attn_layernorm = norm(config=config, **sizes)
+        self.post_mlp_layernorm = norm(config=config, **sizes)
+        self.self_attn_bda = partial(_normed, self.post_self_attn_layernorm, self.self_attn_bda)
+        self.mlp_bda = partial(_normed, self.post_mlp_layernorm, self.mlp_bda)
+
+
+def _normed(norm: torch.nn.Module, add: Any, training: bool, fused: bool) -> Any:
+    """Megatron's bias-dropout-add, behind a norm."""
+
+    def run(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        x, bias = output
+        normed = norm(x if bias is None else x + bias)
+        return add(training, fused)((normed, None), residual, dropout)  # type: ignore[no-any-return]
+
+    return run
+
+
+class Norms(NamedTuple):
+    """Which norms a layer has; see `ModelConfig.norm_placement` and `qk_layernorm_over_heads`."""
+
+    placement: Literal["pre", "post", "sandwich"] = "pre"
+    over_heads: bool = False
+
+
 def packed_norm(config: TransformerConfig) -> type[PackedLayerNorm] | type[PackedRMSNorm]:
     """The norm class of a config, for layer specs.
 
@@ -131,8 +223,31 @@ def local_layer_spec(
     return spec
 
 
-def layer_spec(kernel: Kernel, config: TransformerConfig, experts: bool) -> ModuleSpec:
+def layer_spec(
+    kernel: Kernel, config: TransformerConfig, experts: bool, norms: Norms = Norms()
+) -> ModuleSpec:
     """One layer with this attention kernel."""
+    spec = _pre_norm_spec(kernel, config, experts)
+    parts = spec.submodules
+    if norms.over_heads:
+        parts.self_attention.submodules.q_layernorm = QueryNorm
+        parts.self_attention.submodules.k_layernorm = KeyNorm
+    if norms.placement == "pre":
+        return spec
+    if norms.placement == "post":
+        parts.input_layernorm = IdentityOp
+        parts.pre_mlp_layernorm = IdentityOp
+        if kernel == "te":
+            # In place of the projections that begin with a norm.
+            from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+            parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+            parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+    params = {"norm": final_norm(kernel, config)}
+    return ModuleSpec(PostNormLayer, params=params, submodules=parts)
+
+
+def _pre_norm_spec(kernel: Kernel, config: TransformerConfig, experts: bool) -> ModuleSpec:
     if kernel != "te":
         return local_layer_spec(config, kernel, experts=experts)
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -150,10 +265,12 @@ def layer_spec(kernel: Kernel, config: TransformerConfig, experts: bool) -> Modu
     return spec
 
 
-def block_spec(kernel: Kernel, config: TransformerConfig, vp_stage: int | None) -> Any:
+def block_spec(
+    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, norms: Norms = Norms()
+) -> Any:
     """The layers of a chunk with this attention kernel, as GPTModel expects them."""
     # One spec for each kind of layer: the first ones may be dense, the others have experts.
-    kinds = {kind: layer_spec(kernel, config, kind) for kind in set(_has_experts(config))}
+    kinds = {kind: layer_spec(kernel, config, kind, norms) for kind in set(_has_experts(config))}
     layers = [kinds[_has_experts(config)[layer]] for layer in _layers(config, vp_stage)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm(kernel, config))
 
@@ -209,13 +326,15 @@ def final_norm(kernel: Kernel, config: TransformerConfig) -> Any:
     return TENorm
 
 
-def mtp_spec(kernel: Kernel, config: TransformerConfig, vp_stage: int | None) -> Any:
+def mtp_spec(
+    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, norms: Norms = Norms()
+) -> Any:
     """The layers of multi-token prediction; None if the model or the chunk has none."""
     if not config.mtp_num_layers:
         return None
     uses_te = kernel == "te"
     # The spec of a layer, not of the block: the last chunk may have no transformer layers.
-    last_layer = layer_spec(kernel, config, _has_experts(config)[-1])
+    last_layer = layer_spec(kernel, config, _has_experts(config)[-1], norms)
     block = get_gpt_mtp_block_spec(
         config, last_layer, use_transformer_engine=uses_te, vp_stage=vp_stage
     )

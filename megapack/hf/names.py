@@ -121,6 +121,25 @@ _LATENT_ATTENTION = {
     "self_attention.kv_layernorm.weight": _attention("kv_a_layernorm"),
     "self_attention.linear_kv_up_proj.weight": _attention("kv_b_proj"),
 }
+_AFTER_ATTENTION = {"post_self_attn_layernorm.weight": ("post_attention_layernorm.weight",)}
+_AFTER_MLP = {"post_mlp_layernorm.weight": ("post_feedforward_layernorm.weight",)}
+# Without norms before attention and MLP.
+_OLMO = {
+    **{name: own for name, own in _DENSE.items() if not name.startswith(("input_", "pre_mlp_"))},
+    **_AFTER_ATTENTION,
+    **_AFTER_MLP,
+}
+_GEMMA = {
+    **_DENSE,
+    **_AFTER_ATTENTION,
+    "pre_mlp_layernorm.weight": ("pre_feedforward_layernorm.weight",),
+    **_AFTER_MLP,
+}
+_PHI = {
+    **_DENSE,
+    "self_attention.linear_qkv.weight": _attention("qkv_proj"),
+    **_mlp("mlp", "mlp", "gate_up_proj", "down_proj"),
+}
 _DEEPSEEK = {**_DENSE, **_EXPERTS, **_SHARED_EXPERTS, **_LATENT_ATTENTION}
 
 _GATED_SHARED_EXPERT = {
@@ -178,6 +197,11 @@ LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
         ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _GATED_DELTA
     ),
     "nemotron_h": _NEMOTRON,
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "phi3": _PHI,
+    "gemma3_text": _GEMMA,
+    "gemma3": _GEMMA,
 }
 """By `model_type` of config.json: Megatron's name in a layer -> tensors in `model.layers.N`."""
 _LAYER_MTP = Mtp(
@@ -222,10 +246,19 @@ _STACKED_EXPERTS = {
 # Folders of embedding models have no beginning.
 _PREFIXES = {
     "model.language_model.": "model.language_model.",
+    "language_model.model.": "language_model.model.",
     "backbone.": "backbone.",
     "layers.": "",
 }
-_KEPT = "model.visual."
+# Tensors of the vision model.
+_KEPT = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("model.visual.",)),
+    "gemma3": tuple(
+        f"{prefix}{part}."
+        for prefix in ("", "model.")
+        for part in ("vision_tower", "multi_modal_projector")
+    ),
+}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 # The layer of a depth; in a HybridModel a depth has several.
 _DEPTH = re.compile(
@@ -430,6 +463,11 @@ class TensorNames:
         queries, *others = names
         width = self._head_width
         heads = self._heads_per_group
+        # Where keys and values begin, if they are below the queries in one tensor.
+        starts = [0] * len(others)
+        if not others:
+            others = [queries] * 2
+            starts = [self._groups * heads * width, self._groups * (heads + 1) * width]
         found = []
         for group in range(self._groups):
             if self._has_gate:
@@ -438,7 +476,10 @@ class TensorNames:
                 found += [Rows(queries, (2 * head + 1) * width, width) for head in own]
             else:
                 found.append(Rows(queries, group * heads * width, heads * width))
-            found += [Rows(name, group * width, width) for name in others]
+            found += [
+                Rows(name, start + group * width, width)
+                for name, start in zip(others, starts, strict=True)
+            ]
         return found
 
     def is_ignorable(self, name: str, *, has_own_head: bool) -> bool:
@@ -457,7 +498,7 @@ class TensorNames:
         of the vision model, and of multi-token prediction that is not trained."""
         if self._is_mtp(name):
             return self._mtp is not None and not self._is_value_model
-        return name.startswith(_KEPT) and self.model_type in ("qwen3_5", "qwen3_5_moe")
+        return name.startswith(_KEPT.get(self.model_type, ()))
 
     def _is_mtp(self, name: str) -> bool:
         layer = re.match(re.escape(self._prefix) + r"layers\.(\d+)\.", name)

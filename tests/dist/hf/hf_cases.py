@@ -31,6 +31,7 @@ FAMILIES = (
     ),
     *("deepseek_v3", "glm4_moe"),
     *("moonlight", "deepseek_v2", "glm4_moe_lite", "seed_oss", "ernie4_5", "mimo"),
+    *("olmo2", "olmo3", "phi3", "gemma3_text"),
 )
 HYBRID_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
 AS_HYBRID = {

@@ -83,7 +83,7 @@ def test_gradients_of_an_sft_step_equal_transformers(
     name: str, results: dict[str, dict[str, Any]]
 ) -> None:
     result = results[name]
-    assert result["num_tensors"] > 30
+    assert result["num_tensors"] > 20
     assert result["gradient_norm"] > 1
     assert result["gradient_error"] < 1e-5
     assert result["worst_tensor_error"] < 3e-5, result["worst_tensor"]

@@ -52,7 +52,7 @@ def test_a_gpt_as_a_hybrid_model_has_two_layers_per_block() -> None:
         ({"hybrid_layer_pattern": "*-", "num_layers": 2, "megatron_class": "gpt"}, "leave one out"),
         ({"linear_num_key_heads": 2}, "set model.hybrid_layer_pattern too"),
         ({"position_embedding_type": "none"}, "set model.hybrid_layer_pattern too"),
-        ({"activation": "squared_relu"}, "silu has a gate, the others have none"),
+        ({"activation": "squared_relu"}, "silu and gelu_tanh have a gate, the others have none"),
         (
             {
                 "hybrid_layer_pattern": "G-",
