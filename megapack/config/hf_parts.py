@@ -140,23 +140,23 @@ def _rotary_base(reader: Reader, key: str, base: Any) -> int:
     return int(base)
 
 
-# Keys of a rope scaling by its kind; those after None may be missing.
-_ROPE_KEYS: dict[str, tuple[str | None, ...]] = {
-    "linear": ("factor",),
+# Keys of a rope scaling by its kind: those that must be there, and those that may be.
+_ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
     "llama3": (
-        *("factor", "original_max_position_embeddings"),
-        *("low_freq_factor", "high_freq_factor"),
+        ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+        (),
     ),
     "yarn": (
-        *("factor", "original_max_position_embeddings", None),
-        *("beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim"),
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim"),
     ),
     "longrope": (
-        *("original_max_position_embeddings", "short_factor", "long_factor", None),
-        *("factor", "attention_factor"),
+        ("original_max_position_embeddings", "short_factor", "long_factor"),
+        ("factor", "attention_factor"),
     ),
 }
-# As DeepSeek-V3 has it.
+# With multi-latent attention, as DeepSeek-V3 has it.
 _LATENT_YARN = (
     *("factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
@@ -165,7 +165,7 @@ _LATENT_YARN = (
 
 def _rope_scaling(reader: Reader, rope: Values) -> RopeScaling:
     names = {rope.pop(name) for name in ("rope_type", "type") if name in rope}
-    kind = names.pop() if len(names) == 1 else None if names else "default"
+    kind = str(names.pop()) if len(names) == 1 else "" if names else "default"
     kind = reader.family.rope_names.get(kind, kind)
     if kind == "default" and not rope:
         return RopeScaling()
@@ -178,14 +178,13 @@ def _rope_scaling(reader: Reader, rope: Values) -> RopeScaling:
             f"megapack trains default and {', '.join(kinds)} for this family: set rope_scaling to "
             "null if the model was trained without it",
         )
-    keys = _LATENT_YARN if latent else _ROPE_KEYS[kind]
-    required = keys[: keys.index(None)] if None in keys else keys
+    required, others = (_LATENT_YARN, ()) if latent else _ROPE_KEYS[kind]
     if reader.get("original_max_position_embeddings", None) is not None:
         # transformers takes this one if both are there (Phi-3).
         rope["original_max_position_embeddings"] = reader.count("original_max_position_embeddings")
     rope = {name: value for name, value in rope.items() if value is not None}
     for name in (*required, *rope):
-        if name not in keys:
+        if name not in (*required, *others):
             advice = "megapack does not know this key of rope_scaling: remove it if it has no "
             raise reader.error(f"rope_scaling.{name}", rope[name], f"{advice}effect")
         rope[name] = _rope_value(reader, name, rope.get(name))

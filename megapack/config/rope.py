@@ -9,7 +9,6 @@ from typing import Literal
 from megapack.errors import ConfigError
 
 
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How wavelengths of the rotary embedding are stretched, as transformers computes it. Keys of
@@ -71,8 +70,8 @@ class RopeScaling:
         counts = (len(self.short_factor), len(self.long_factor))
         if counts[0] != counts[1] or not min((1, *self.short_factor, *self.long_factor)) > 0:
             raise ConfigError(
-                f"{key} has {counts[0]} numbers in short_factor and {counts[1]} in long_factor; set "
-                "as many of both, all above 0"
+                f"{key} has {counts[0]} numbers in short_factor and {counts[1]} in long_factor; "
+                "set as many of both, all above 0"
             )
 
     @property
@@ -86,7 +85,9 @@ class RopeScaling:
             return 1.0
         if self.kind == "yarn":
             return 0.1 * math.log(self.factor) + 1
-        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+        return math.sqrt(
+            1 + math.log(self.factor) / math.log(self.original_max_position_embeddings)
+        )
 
     @property
     def depends_on_length(self) -> bool:

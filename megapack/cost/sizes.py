@@ -349,7 +349,9 @@ class ModelSizes:
             return 0
         if self.kv_lora_rank is None:
             heads = self.num_attention_heads
-            vectors = heads + (self.num_query_groups or heads) if self.qk_layernorm_over_heads else 2
+            vectors = (
+                heads + (self.num_query_groups or heads) if self.qk_layernorm_over_heads else 2
+            )
             return vectors * self.head_width
         return (self.q_lora_rank or 0) + self.kv_lora_rank
 

@@ -1,9 +1,9 @@
 """Frequencies of rotary embeddings, as transformers computes them.
 
 Megatron-Core has some of these scalings, with constants of its own: its llama3 stretches from 8192
-tokens, its YaRN rounds otherwise. Differences of one step in a low frequency are nats in a log-prob.
-So the frequencies are computed here, with the operations of transformers' modeling_rope_utils (5.23)
-in their order, and given to Megatron's embedding.
+tokens only, and errors of a log-prob are nats with another model. So the frequencies are computed
+here, with the operations of transformers' modeling_rope_utils (5.23) in their order, and given to
+Megatron's embedding.
 """
 
 from __future__ import annotations

@@ -150,8 +150,11 @@ class PostNormLayer(TransformerLayer):  # type: ignore[misc]
         sizes = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.post_self_attn_layernorm = norm(config=config, **sizes)
         self.post_mlp_layernorm = norm(config=config, **sizes)
-        self.self_attn_bda = partial(_normed, self.post_self_attn_layernorm, self.self_attn_bda)
-        self.mlp_bda = partial(_normed, self.post_mlp_layernorm, self.mlp_bda)
+        for norm, name in (
+            (self.post_self_attn_layernorm, "self_attn_bda"),
+            (self.post_mlp_layernorm, "mlp_bda"),
+        ):
+            setattr(self, name, partial(_normed, norm, getattr(self, name)))
 
 
 def _normed(norm: torch.nn.Module, add: Any, training: bool, fused: bool) -> Any:
@@ -170,6 +173,10 @@ class Norms(NamedTuple):
 
     placement: Literal["pre", "post", "sandwich"] = "pre"
     over_heads: bool = False
+
+
+PRE_NORMS = Norms()
+"""Those of Llama and Qwen."""
 
 
 def packed_norm(config: TransformerConfig) -> type[PackedLayerNorm] | type[PackedRMSNorm]:
@@ -224,7 +231,7 @@ def local_layer_spec(
 
 
 def layer_spec(
-    kernel: Kernel, config: TransformerConfig, experts: bool, norms: Norms = Norms()
+    kernel: Kernel, config: TransformerConfig, experts: bool, norms: Norms = PRE_NORMS
 ) -> ModuleSpec:
     """One layer with this attention kernel."""
     spec = _pre_norm_spec(kernel, config, experts)
@@ -266,7 +273,7 @@ def _pre_norm_spec(kernel: Kernel, config: TransformerConfig, experts: bool) -> 
 
 
 def block_spec(
-    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, norms: Norms = Norms()
+    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, norms: Norms = PRE_NORMS
 ) -> Any:
     """The layers of a chunk with this attention kernel, as GPTModel expects them."""
     # One spec for each kind of layer: the first ones may be dense, the others have experts.
@@ -327,7 +334,7 @@ def final_norm(kernel: Kernel, config: TransformerConfig) -> Any:
 
 
 def mtp_spec(
-    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, norms: Norms = Norms()
+    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, norms: Norms = PRE_NORMS
 ) -> Any:
     """The layers of multi-token prediction; None if the model or the chunk has none."""
     if not config.mtp_num_layers:

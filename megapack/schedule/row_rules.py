@@ -138,7 +138,7 @@ _RULES = (
     _Rule(
         ("prefixes",),
         lambda facts: facts.rotation_by_length,
-        "a prefix has other keys in longer samples; set a max_position_embeddings that is not longer",
+        "a prefix has other keys in longer samples; set max_position_embeddings to no more",
     ),
     _Rule(
         ("prefixes", "wide", "pieces"),

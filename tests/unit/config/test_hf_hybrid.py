@@ -188,7 +188,11 @@ def test_rotary_keys_of_transformers_4_and_5(name: str, tmp_path: Path) -> None:
         ("qwen3_next", {"hidden_act": "gelu"}, 'hidden_act="gelu"'),
         ("qwen3_next", {"attn_output_gate": False}, "attn_output_gate=false"),
         ("qwen3_next", {"linear_conv_bias": True}, "does not know this key"),
-        ("qwen3_next", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.original"),
+        (
+            "qwen3_next",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling.original",
+        ),
         ("qwen3_next", {"num_experts_per_tok": 1}, "a normalised score of one expert is 1"),
         ("qwen3_5", {"text_config": None}, "text_config=null; expected an object of keys"),
         ("qwen3_5", {"tie_word_embeddings": True}, "text_config says otherwise: make them equal"),
