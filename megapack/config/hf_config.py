@@ -373,7 +373,7 @@ _OLMO3 = Family(
     only={"attention_bias": (False,), "clip_qkv": (None,)},
     values=_OLMO_NORMS,
     common=parts.layered,
-    parts=(parts.window,),
+    parts=(parts.layered_window,),
 )
 _PHI3 = Family(
     architecture="Phi3ForCausalLM",
@@ -395,51 +395,51 @@ _PHI3 = Family(
 )
 
 
-def _gemma3(architecture: str, *, multimodal: bool) -> Family:
-    vision = ("text_config", "vision_config", "mm_tokens_per_image", "image_token_index")
-    tokens = ("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id")
-    return Family(
-        architecture=architecture,
-        # Published multimodal folders leave most keys out.
-        defaults={
-            "attention_bias": False,
-            "head_dim": 256,
-            "max_position_embeddings": 131072,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "query_pre_attn_scalar": 256,
-            "rms_norm_eps": 1e-6,
-            "rope_local_base_freq": 10000.0,
-            "rope_theta": 1e6,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 6,
-            "tie_word_embeddings": True,
-            "vocab_size": 262208,
-        },
-        only={
-            "attention_bias": (False,),
-            "attn_logit_softcapping": (None,),
-            "final_logit_softcapping": (None,),
-            "hidden_activation": ("gelu_pytorch_tanh",),
-            "use_bidirectional_attention": (False, None),
-        },
-        unused=(
-            *("cache_implementation", "_sliding_window_pattern", "image_token_id"),
-            *((*vision, *tokens) if multimodal else ()),
-        ),
-        values={
-            "activation": "gelu_tanh",
-            "layernorm_zero_centered_gamma": True,
-            "norm_placement": "sandwich",
-            "qk_layernorm": True,
-            "scale_embeddings": True,
-        },
-        common=parts.layered,
-        in_text_config=multimodal,
-        parts=(parts.window, parts.attention_scale),
-    )
-
-
+_GEMMA3 = Family(
+    architecture="Gemma3ForCausalLM",
+    defaults={"query_pre_attn_scalar": 256, "sliding_window_pattern": 6},
+    only={
+        "attention_bias": (False,),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "use_bidirectional_attention": (False, None),
+    },
+    unused=("cache_implementation", "_sliding_window_pattern"),
+    values={
+        "activation": "gelu_tanh",
+        "layernorm_zero_centered_gamma": True,
+        "norm_placement": "sandwich",
+        "qk_layernorm": True,
+        "scale_embeddings": True,
+    },
+    common=parts.layered,
+    parts=(parts.layered_window, parts.attention_scale),
+)
+_GEMMA3_VISION = dataclasses.replace(
+    _GEMMA3,
+    architecture="Gemma3ForConditionalGeneration",
+    # Published folders leave most keys out.
+    defaults={
+        **_GEMMA3.defaults,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000.0,
+        "rope_theta": 1e6,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "vocab_size": 262208,
+    },
+    unused=(
+        *_GEMMA3.unused,
+        *("text_config", "vision_config", "mm_tokens_per_image"),
+        *(f"{token}_token_{kind}" for token in ("boi", "eoi", "image") for kind in ("id", "index")),
+    ),
+    in_text_config=True,
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
@@ -460,8 +460,8 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": _OLMO2,
     "olmo3": _OLMO3,
     "phi3": _PHI3,
-    "gemma3_text": _gemma3("Gemma3ForCausalLM", multimodal=False),
-    "gemma3": _gemma3("Gemma3ForConditionalGeneration", multimodal=True),
+    "gemma3_text": _GEMMA3,
+    "gemma3": _GEMMA3_VISION,
     **HYBRID_FAMILIES,
 }
 """Families by `model_type`."""

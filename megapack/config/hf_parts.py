@@ -108,23 +108,40 @@ def layered_rope(reader: Reader) -> Values:
         "rotary_percent": 1.0,
         "rope_scaling": _rope_scaling(reader, whole),
     }
-    letters = _local_layers(reader)
-    if "L" in letters and (base, values["rope_scaling"]) != (local_base, RopeScaling()):
-        values |= {"local_rotary_base": local_base, "rotary_pattern": letters}
+    kinds = _layer_kinds(reader)
+    is_local = "sliding_attention" in kinds
+    if is_local and (base, values["rope_scaling"]) != (local_base, RopeScaling()):
+        letters = "".join("L" if kind == "sliding_attention" else "G" for kind in kinds)
+        values |= {"local_rotary_base": local_base, "rotary_pattern": _shortest(letters)}
     return values
 
 
-def _local_layers(reader: Reader) -> str:
-    """L for each layer with a sliding window, G for the others."""
+def _layer_kinds(reader: Reader) -> list[str]:
+    """Of each layer, sliding_attention or full_attention."""
+    known = ("sliding_attention", "full_attention")
     count = reader.count("num_hidden_layers", 1)
     step = reader.count("sliding_window_pattern", 1)
     kinds = reader.get("layer_types", None)
     if kinds is None:
-        return "".join("L" if layer % step else "G" for layer in range(1, count + 1))
-    letters = {"sliding_attention": "L", "full_attention": "G"}
-    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - letters.keys():
-        raise reader.error("layer_types", kinds, f"expected {count} of {', '.join(letters)}")
-    return "".join(letters[kind] for kind in kinds)
+        return [known[layer % step == 0] for layer in range(1, count + 1)]
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != count
+        or any(kind not in known for kind in kinds)
+    ):
+        raise reader.error("layer_types", kinds, f"expected {count} of {', '.join(known)}")
+    return kinds
+
+
+def _shortest(letters: str) -> str:
+    """The shortest pattern that gives these letters when it is repeated.
+
+    >>> _shortest("LLGLLGL")
+    'LLG'
+    """
+    lengths = range(1, len(letters) + 1)
+    count = len(letters)
+    return next(letters[:n] for n in lengths if (letters[:n] * count)[:count] == letters)
 
 
 def _rope_object(reader: Reader, key: str) -> dict[str, Any] | None:
@@ -234,6 +251,11 @@ def window(reader: Reader) -> Values:
             f"{shown(window)} to train shorter samples exactly",
         )
     return {}
+
+
+def layered_window(reader: Reader) -> Values:
+    """The sliding window of local layers; today none that a sample reaches."""
+    return window(reader) if "sliding_attention" in _layer_kinds(reader) else {}
 
 
 def switched_window(reader: Reader) -> Values:

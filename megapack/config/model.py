@@ -611,6 +611,11 @@ def _check_rope(model: ModelConfig) -> None:
                 raise ConfigError(
                     f"model.rotary_pattern={pattern} does not run with {name}; leave one out"
                 )
+    if model.rotary_interleaved and (pattern or model.rope_scaling.depends_on_length):
+        raise ConfigError(
+            "model.rotary_interleaved=true does not run with several rotary embeddings "
+            "(rotary_pattern, rope_scaling.kind=longrope); set false"
+        )
     pairs = int(model.head_width * model.rotary_percent) // 2
     count = len(model.rope_scaling.short_factor)
     if model.rope_scaling.kind == "longrope" and count != pairs:

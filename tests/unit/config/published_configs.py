@@ -74,7 +74,127 @@ _GLM4_MOE = {
     "rms_norm_eps": 1e-05,
     "rope_theta": 1000000,
 }
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "model_type": "gemma3_text",
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_theta": 1000000,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+}
+_OLMO = {
+    "attention_bias": False,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 500000,
+}
+_PHI = {
+    "attention_bias": False,
+    "embd_pdrop": 0.0,
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+}
+_PHI4_MINI_LONG = [
+    *[1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649],
+    *[2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845],
+    *[5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158],
+    *[11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105],
+    *[25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71],
+    *[32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77],
+]
 CONFIGS: dict[str, dict[str, Any]] = {
+    "OLMo-2-7B": {
+        **ANY,
+        **_OLMO,
+        **sizes(32, 4096, 11008, 32, 32, 100352, 4096),
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+    },
+    # Published with 65536 positions.
+    "OLMo-3-7B": {
+        **ANY,
+        **_OLMO,
+        **sizes(32, 4096, 11008, 32, 32, 100278, 4096),
+        "architectures": ["Olmo3ForCausalLM"],
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+        "model_type": "olmo3",
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "sliding_window": 4096,
+    },
+    "Phi-4": {
+        **ANY,
+        **_PHI,
+        **sizes(40, 5120, 17920, 40, 10, 100352, 16384),
+        "original_max_position_embeddings": 16384,
+        "rope_theta": 250000,
+        "sliding_window": None,
+    },
+    "Phi-4-mini": {
+        **ANY,
+        **_PHI,
+        **sizes(32, 3072, 8192, 24, 8, 200064, 131072),
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "mlp_bias": False,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {
+            "long_factor": _PHI4_MINI_LONG,
+            "short_factor": [1.0] * 48,
+            "type": "longrope",
+        },
+        "rope_theta": 10000.0,
+        "sliding_window": 262144,
+        "tie_word_embeddings": True,
+    },
+    # Published with 32768 positions.
+    "Gemma-3-1B": {
+        **ANY,
+        **_GEMMA3,
+        **sizes(26, 1152, 6912, 4, 1, 262144, 512),
+        "sliding_window": 512,
+    },
+    # Published folders leave out what transformers assumes, such as vocab_size, and have 131072
+    # positions.
+    "Gemma-3-12B": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 3840,
+            "intermediate_size": 15360,
+            "max_position_embeddings": 1024,
+            "model_type": "gemma3_text",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 8,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0",
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    },
     **HF_CONFIGS,
     "Mistral-7B-v0.3": {
         **ANY,
@@ -264,5 +384,10 @@ FAMILY_MODELS = {
     "seed_oss": "Seed-OSS-36B",
     "ernie4_5": "ERNIE-4.5-0.3B",
     "mimo": "MiMo-7B-RL",
+    "olmo2": "OLMo-2-7B",
+    "olmo3": "OLMo-3-7B",
+    "phi3": "Phi-4-mini",
+    "gemma3_text": "Gemma-3-1B",
+    "gemma3": "Gemma-3-12B",
 }
 """A model of each `model_type` of a GPT."""

@@ -22,6 +22,7 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 20,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 16, "moe_top_k": 4}
+LOCAL: dict[str, Any] = {"local_rotary_base": 10000, "rotary_pattern": "LG"}
 TP2 = Layout(tp=2, sequence_parallel=True)
 
 
@@ -30,7 +31,15 @@ TP2 = Layout(tp=2, sequence_parallel=True)
     [
         ({"rotary_percent": 0.0}, "rotary_percent=0.0 of 16 channels is not an even number"),
         ({"rotary_percent": 0.2}, "rotary_percent=0.2 of 16 channels is not an even number"),
-        ({"rope_scaling": RopeScaling(kind="yarn")}, "kind=yarn needs multi-latent attention"),
+        ({"rotary_pattern": "LG"}, "set both, or neither"),
+        ({**LOCAL, "rotary_pattern": "LS"}, "set letters L and G"),
+        ({**LOCAL, "megatron_class": "hybrid"}, "does not run with a HybridModel"),
+        ({**LOCAL, "mtp_num_layers": 1}, "does not run with mtp_num_layers=1"),
+        ({**LOCAL, "rotary_interleaved": True}, "does not run with several rotary embeddings"),
+        ({"qk_layernorm_over_heads": True}, "needs qk_layernorm=true"),
+        ({"attention_scale": 0.0}, "attention_scale is 0.0; set a number above 0"),
+        ({**EXPERTS, "norm_placement": "post"}, "norm_placement=post does not run with num_exp"),
+        ({**LATENT, "norm_placement": "sandwich"}, "does not run with multi-latent attention"),
         ({"v_head_dim": 16}, "v_head_dim=16 needs model.kv_lora_rank"),
         ({"kv_lora_rank": 32}, "model.qk_nope_head_dim must be"),
         ({**LATENT, "qkv_bias": True}, "qkv_bias=true does not run with multi-latent attention"),
@@ -61,9 +70,11 @@ def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], message: str) ->
     assert "\n" not in str(caught.value)
 
 
-def test_the_scaling_of_llama_3_is_megatrons() -> None:
-    with pytest.raises(ConfigError, match="original_max_position_embeddings is 4096"):
-        RopeScaling(kind="llama3", original_max_position_embeddings=4096)
+def test_numbers_of_a_rope_scaling_that_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"set more than low_freq_factor=4\.0"):
+        RopeScaling(kind="llama3", low_freq_factor=4.0)
+    with pytest.raises(ConfigError, match=r"attention_factor is 0\.0; set a number above 0"):
+        RopeScaling(kind="yarn", attention_factor=0.0)
     with pytest.raises(ConfigError, match=r"factor is 0\.5; set 1 or more"):
         RopeScaling(kind="yarn", factor=0.5)
 

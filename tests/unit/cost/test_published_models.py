@@ -57,6 +57,13 @@ PUBLISHED = {
     "Seed-OSS-36B": 36.15,
     "ERNIE-4.5-0.3B": 0.361,
     "MiMo-7B-RL": 7.62,
+    "OLMo-2-7B": 7.30,
+    "OLMo-3-7B": 7.30,
+    "Phi-4": 14.7,
+    "Phi-4-mini": 3.836,
+    # Without the vision model's 0.42.
+    "Gemma-3-1B": 1.0,
+    "Gemma-3-12B": 11.77,
     "qwen3_next": 79.7,
     "qwen3_5": 26.9,
     "qwen3_5_moe": 34.7,
