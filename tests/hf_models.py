@@ -183,6 +183,15 @@ _GEMMA: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+_SIGLIP: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 _GPT_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 FAMILIES: dict[str, Family] = {
@@ -371,6 +380,16 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "gemma3_text": Family(name="Gemma3Text", settings=_GEMMA),
+    "gemma3": Family(
+        name="Gemma3",
+        head="ForConditionalGeneration",
+        settings={
+            "text_config": _GEMMA,
+            "vision_config": _SIGLIP,
+            "mm_tokens_per_image": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3_next": Family(
         name="Qwen3Next",
         settings={**_MOE, **_GATED_DELTA, **_GATED_EXPERTS, "mlp_only_layers": [1]},

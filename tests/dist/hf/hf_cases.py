@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megapack.layout import Layout
+from megapack.policy import Policy
 from tests import hf_models, hf_mtp
 from tests.dist.spawn import checked_job
 from tests.megatron import HAS_HYBRID
@@ -60,6 +61,31 @@ LAYOUTS = {
 }
 """By name; with experts `dp2` also has ep2."""
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """How rows are made of the samples, if not by a plan's defaults."""
+
+    layout: Layout
+    max_tokens: int
+    policy: Policy | None = None
+    shares_prefixes: bool = False
+    keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Keys of `ModelConfig`."""
+
+
+ROWS = {
+    "prefixes": Rows(layout=Layout(), max_tokens=128, shares_prefixes=True),
+    "wide": Rows(layout=Layout(dp=2), max_tokens=64, policy=Policy(context_parallel="dynamic")),
+    "pieces": Rows(
+        layout=Layout(pp=2),
+        max_tokens=64,
+        policy=Policy(split_samples="auto"),
+        keys={"recompute": "full"},
+    ),
+}
+"""Of families whose layers or samples have rotary embeddings of their own. The sample beyond the
+length of longrope lies over two ranks, or is in pieces."""
+LAYERED = ("olmo3", "phi3", "gemma3_text")
 MAX_TOKENS = 128
 # (prompt, response) tokens; the longest is beyond the 64 positions that yarn stretches.
 PAIRS = [(5, 20), (3, 1), (8, 88), (1, 30), (12, 21), (6, 58), (1, 1), (9, 14)]
@@ -95,6 +121,8 @@ class HfCase:
     @property
     def keys(self) -> dict[str, Any]:
         """Keys of `ModelConfig` in addition to the folder's."""
+        if self.layout_name in ROWS:
+            return dict(ROWS[self.layout_name].keys)
         if self.family in MTP:
             return {"mtp_num_layers": 1, "mtp_loss_coef": MTP_COEF}
         return {"megatron_class": "hybrid"} if self.family in AS_HYBRID else {}
@@ -102,6 +130,8 @@ class HfCase:
     @property
     def layout(self) -> Layout:
         """The layout of its family's kind."""
+        if self.layout_name in ROWS:
+            return ROWS[self.layout_name].layout
         layout = LAYOUTS[self.layout_name]
         has_experts = self.family in EXPERTS
         return dataclasses.replace(layout, ep=layout.dp) if has_experts else layout
@@ -109,7 +139,12 @@ class HfCase:
 
 HF_CASES = {
     case.name: case
-    for case in (HfCase(family, name) for name in LAYOUTS for family in ALL_FAMILIES)
+    for case in (
+        *(HfCase(family, name) for name in LAYOUTS for family in ALL_FAMILIES),
+        *(HfCase(family, name) for name in ROWS for family in LAYERED),
+    )
+    # Prefixes are refused where long samples are rotated otherwise.
+    if case.name != "phi3-prefixes"
 }
 """All cases; those of a layout run in one job."""
 
@@ -120,13 +155,16 @@ def runnable() -> list[str]:
 
 
 def samples() -> tuple[list[Tensor], list[Tensor]]:
-    """Prompts and responses, the same in every process."""
+    """Prompts and responses, the same in every process; three prompts begin alike."""
     generator = torch.Generator().manual_seed(7)
 
     def tokens(count: int) -> Tensor:
         return torch.randint(0, hf_models.VOCAB_SIZE, (count,), generator=generator)
 
-    return [tokens(prompt) for prompt, _ in PAIRS], [tokens(response) for _, response in PAIRS]
+    prompts = [tokens(prompt) for prompt, _ in PAIRS]
+    for i in (5, 7):
+        prompts[i] = prompts[4][: len(prompts[i])]
+    return prompts, [tokens(response) for _, response in PAIRS]
 
 
 def write_reference(folder: Path, family: str) -> None:
@@ -170,7 +208,7 @@ def run_hf_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]
     for layout_name, own in by_layout.items():
         out = folder / f"{layout_name}.json"
         checked_job(
-            LAYOUTS[layout_name].world_size,
+            HF_CASES[own[0]].layout.world_size,
             "tests.dist.hf.hf_worker",
             [str(folder), str(out), *own],
             timeout_s=300,

@@ -68,6 +68,10 @@ CASES = {
     "mtp_latent": Case(
         family="glm4_moe_lite", layout=Layout(**TP_SP, pp=2, ep=2, etp=1), keys=WITH_MTP
     ),
+    "olmo": Case(family="olmo3", layout=Layout(**TP_SP, pp=2)),
+    "phi": Case(family="phi3", layout=Layout(**TP_SP, pp=2)),
+    "gemma": Case(family="gemma3_text", layout=Layout(dp=2, pp=2, vpp=2)),
+    "gemma_vision": Case(family="gemma3", layout=Layout(**TP_SP, pp=2)),
 }
 AS_HYBRID = {"megatron_class": "hybrid"}
 HYBRID_CASES = {

@@ -25,11 +25,12 @@ from megapack.dp_schedule import build_dp_schedule
 from megapack.gpt import build_model, initialize_parallel
 from megapack.hf import export_hf, load_hf_weights
 from megapack.loss import SFT
+from megapack.prefixes import SharedPrefixes
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests import hf_mtp
 from tests.dist.executor import executor
-from tests.dist.hf.hf_cases import HF_CASES, MAX_TOKENS, MTP, HfCase, samples
+from tests.dist.hf.hf_cases import HF_CASES, MAX_TOKENS, MTP, ROWS, HfCase, Rows, samples
 from tests.dist.setup import on_kernels_of_job
 
 
@@ -48,8 +49,15 @@ def run_case(case: HfCase, folder: Path, device: torch.device) -> dict[str, Any]
     )
     prompts, responses = samples()
     batch = SampleBatch.from_prompt_response(prompts, responses)
-    plan = build_dp_schedule(batch.lengths, layout=case.layout, max_tokens_per_gpu=MAX_TOKENS)
-    outputs = adapter.forward(plan, batch, entropy=True)
+    own = ROWS.get(case.layout_name, Rows(layout=case.layout, max_tokens=MAX_TOKENS))
+    prefixes = None
+    if own.shares_prefixes:
+        prefixes = SharedPrefixes.from_samples([batch.tokens(i) for i in range(len(prompts))])
+    options = {"layout": case.layout, "max_tokens_per_gpu": own.max_tokens, "prefixes": prefixes}
+    plan = build_dp_schedule(batch.lengths, **options, policy=own.policy)
+    # A pass without backwards has no pieces.
+    forward = build_dp_schedule(batch.lengths, **options, forward_only=True)
+    outputs = adapter.forward(forward if "pieces" in case.name else plan, batch, entropy=True)
     step = adapter.step(plan, batch, objective=SFT())
     exported = folder / "gradients" / case.name
     exported.parent.mkdir(exist_ok=True)
@@ -58,7 +66,8 @@ def run_case(case: HfCase, folder: Path, device: torch.device) -> dict[str, Any]
     if dist.get_rank():
         return {}
     want = torch.load(folder / case.reference)
-    rows = [len(row.samples) for rank in plan.steps[0].ranks for row in rank]
+    made = [row for rank in plan.steps[0].ranks for row in rank]
+    rows = [len(row.samples) for row in made]
     return {
         **output_errors(outputs, want, batch),
         **gradient_errors(read(exported), want["gradients"], untrained(source, case)),
@@ -68,6 +77,9 @@ def run_case(case: HfCase, folder: Path, device: torch.device) -> dict[str, Any]
         "expected_mtp_loss": want.get("mtp_loss", 0.0),
         "num_rows": len(rows),
         "most_samples": max(rows),
+        "shared_tokens": sum(row.shared_tokens for row in made),
+        "most_ranks": max(row.width for row in made),
+        "num_pieces": sum(len(row.pieces) for row in made),
     }
 
 
