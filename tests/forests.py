@@ -59,6 +59,13 @@ class Forest:
             start += n
         return seen_TT
 
+    def windowed_TT(self, window: int | None) -> Tensor:
+        """`mask_TT` of a layer whose tokens see this number of tokens, their own among them."""
+        seen_TT = self.mask_TT
+        if window is None:
+            return seen_TT
+        return seen_TT & (self.positions_T[:, None] - self.positions_T < window)
+
     def params(self, cp: int = 1) -> Any:
         """Megatron's description of the row."""
         longest = int(self.positions_T.max()) + 1
@@ -119,11 +126,21 @@ def row_tensors(
     )
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask_TT: Tensor, scale: float) -> Tensor:
-    """Attention written out, [T, heads, d]."""
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_TT: Tensor,
+    scale: float,
+    sink_H: Tensor | None = None,
+) -> Tensor:
+    """Attention written out, [T, heads, d]; a sink is one more logit, whose value is 0."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    p = scores.masked_fill(~mask_TT, -math.inf).softmax(-1)
+    scores = scores.masked_fill(~mask_TT, -math.inf)
+    if sink_H is not None:
+        scores = torch.cat([sink_H[:, None, None].expand(-1, len(q), 1), scores], dim=-1)
+    p = scores.softmax(-1)[..., -len(k) :]
     return torch.einsum("hqk,khd->qhd", p, v)
 
 

@@ -172,8 +172,8 @@ def test_te_with_shared_prefixes_equals_merged_calls() -> None:
     )
     row, branches, (q, k, v) = shared_row()
     view = row_view(row)
-    order_K = view.paths.order_K
-    params = gathered_params(row, view)
+    order_K = view.paths().order_K
+    params = gathered_params(row, view.paths())
     given = {name: value for name, value in vars(params).items() if value is not None}
     given = {name: value for name, value in given.items() if not name.startswith("_")}
     given["attn_mask_type"] = "padding_causal_bottom_right"

@@ -19,9 +19,16 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 
 from megapack.errors import ConfigError
@@ -125,6 +132,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         k_channels: width of a head's queries and keys; None = config.kv_channels. Megatron gives it
             and `v_channels` to multi-latent attention; the width of values is seen in their shape.
 
+    Sliding windows and sinks are Megatron's `window_size`, `window_attn_skip_freq` and
+    `softmax_type`: a sink is one more logit in the softmax of each head, whose value is 0. Learned
+    ones are the parameter `softmax_offset`, as in Megatron's own attention.
+
     Context parallelism is Megatron's `cp_comm_type="all_gather"`: the forward gathers keys and
     values over the context-parallel ranks, the backward sums and scatters their gradients.
 
@@ -150,6 +161,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         self._refuse_unsupported(config, attn_mask_type, attention_type)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(self.head_width)
+        self.window = layer_window(config, layer_number)
+        self._make_sinks(config)
+        self.tp_group = getattr(pg_collection, "tp", None)
         self.cp_group = None
         if config.context_parallel_size > 1:
             self.cp_group = (
@@ -178,6 +192,39 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         key, value = with_earlier_keys(row, self, key, value)
         return self.attend(query, key, value, row).flatten(1)
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        """The sinks as Megatron's checkpoints have them: split by heads."""
+        groups = {"dp_cp_group": metadata["dp_cp_group"]} if metadata else {}
+        tp_group = self.tp_group or parallel_state.get_tensor_model_parallel_group()
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=tp_group,
+            **groups,
+        )
+
+    def _make_sinks(self, config: Any) -> None:
+        """`softmax_offset`: a logit of each of this rank's heads, or None."""
+        kind = getattr(config, "softmax_type", "vanilla")
+        if kind == "vanilla":
+            self.softmax_offset = None
+            return
+        tp = config.tensor_model_parallel_size
+        zeros = torch.zeros(
+            config.num_attention_heads // tp,
+            dtype=config.params_dtype,
+            device="cpu" if config.use_cpu_initialization else torch.cuda.current_device(),
+        )
+        if kind == "off-by-one":
+            self.register_buffer("softmax_offset", zeros, persistent=False)
+            return
+        self.softmax_offset = torch.nn.Parameter(zeros)
+        set_tensor_model_parallel_attributes(self.softmax_offset, tp > 1, 0, 1)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
         """As `forward`, but the result is [T, heads, v], and keys and values begin with those of
         a sample's earlier pieces (`RowView.carried`)."""
@@ -196,10 +243,26 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
                 f"cp_comm_type={comm!r}: {name} gathers keys and values; set 'all_gather' or "
                 "None, or use the Transformer Engine spec"
             )
-        if getattr(config, "window_size", None) is not None:
-            raise ConfigError(f"{name} has no sliding window; set window_size=None")
-        if getattr(config, "softmax_type", "vanilla") != "vanilla":
-            raise ConfigError(f"{name} has no softmax_type={config.softmax_type!r}; use 'vanilla'")
+        window = getattr(config, "window_size", None)
+        if window is not None and (window[0] < 0 or window[1] != 0):
+            raise ConfigError(
+                f"window_size={window}: {name} is causal and takes a number of earlier tokens; set "
+                "(tokens before a token's own, 0)"
+            )
+
+
+def layer_window(config: Any, layer_number: int) -> int | None:
+    """Tokens that a token of a layer sees, itself among them; None = all before it.
+
+    Args:
+        config: Megatron's; its `window_size` counts the tokens before a token's own.
+        layer_number: of the whole model, from 1 on.
+    """
+    window = getattr(config, "window_size", None)
+    frequency = getattr(config, "window_attn_skip_freq", None)
+    if window is None or not is_layer_window_attention(window, frequency, layer_number):
+        return None
+    return int(window[0]) + 1
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -8,6 +8,10 @@ of the gather adds their gradients up. The last query of a sequence sees its las
 Keys that a row carries are before its own (see `carried`): the branches of its pieces continue
 them.
 
+With a sliding window a sequence needs only the keys of its queries' windows. A kernel that knows no
+windows gets shorter sequences, blocks of queries: the window's length w of queries and less than
+2 w keys each, so that its work is linear in the length of a sample.
+
 Shape suffix: K gathered keys.
 """
 
@@ -47,6 +51,8 @@ def key_paths(
     carried: Sequence[int] = (),
     cp: int = 1,
     cp_rank: int = 0,
+    window: int | None = None,
+    max_queries: int | None = None,
 ) -> Paths:
     """The sequences of one context-parallel rank: branches, with cp > 1 the parts that it holds.
 
@@ -56,6 +62,8 @@ def key_paths(
         carried: padded tokens that each earlier row has kept.
         cp: number of context-parallel ranks.
         cp_rank: this rank among them.
+        window: keys that a query sees, its own and those before it; None = all.
+        max_queries: longer sequences are cut into such blocks; None = they are not.
 
     A prefix of 2 tokens, continued by 3 and by 2 tokens:
 
@@ -72,6 +80,12 @@ def key_paths(
     >>> paths = key_paths([2, 2], [branch(0, 2, EARLIER)], carried=[3])
     >>> paths.num_keys, paths.order_K
     ([5, 2], tensor([0, 1, 2, 3, 4, 5, 6]))
+
+    A sample of 5 tokens with windows of 2:
+
+    >>> paths = key_paths([5], (), window=2, max_queries=2)
+    >>> paths.num_queries, paths.num_keys, paths.order_K
+    ([2, 2, 1], [2, 3, 2], tensor([0, 1, 1, 2, 3, 3, 4]))
     """
     num_carried = sum(carried)
     starts = itertools.accumulate(padded_lengths[:-1], initial=num_carried)
@@ -81,11 +95,16 @@ def key_paths(
     keys = []
     for index, (start, tokens) in enumerate(zip(starts, padded_lengths, strict=True)):
         parent = branches[index].parent if index < len(branches) else -1
-        path = through[parent]
+        path = [*through[parent], torch.arange(start, start + tokens)]
+        through[index] = path
+        whole = torch.cat(path)
+        before = len(whole) - tokens
+        part = tokens // (2 * cp) if cp > 1 else tokens
         for end in chunk_ends(tokens, cp, cp_rank):
-            num_queries.append(tokens // (2 * cp) if cp > 1 else tokens)
-            keys.append(torch.cat([*path, torch.arange(start, start + end)]))
-        through[index] = [*path, torch.arange(start, start + tokens)]
+            for count, last in _query_blocks(part, before + end, max_queries or max(part, 1)):
+                first = 0 if window is None else max(0, last - count - window + 1)
+                num_queries.append(count)
+                keys.append(whole[first:last])
     order_K = torch.cat(keys)
     num_keys = [own.numel() for own in keys]
     return Paths(
@@ -95,6 +114,18 @@ def key_paths(
         query_ends=_cumulative(num_queries),
         key_ends=_cumulative(num_keys),
     )
+
+
+def _query_blocks(num_queries: int, end: int, most: int) -> list[tuple[int, int]]:
+    """The number of queries of each block, and where they end, which is also where all end.
+
+    >>> _query_blocks(5, 12, 2)
+    [(2, 9), (2, 11), (1, 12)]
+    """
+    first = end - num_queries
+    stops = [*range(first + most, end, most), end]
+    starts = [first, *stops[:-1]]
+    return [(stop - start, stop) for start, stop in zip(starts, stops, strict=True)]
 
 
 def _cumulative(counts: Sequence[int]) -> Tensor:

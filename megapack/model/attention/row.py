@@ -7,7 +7,7 @@ description, and keeps what the first layer computes for all others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -50,8 +50,8 @@ class RowView:
     """The row's place in its chain, if it has a piece of a sample."""
     latent: tuple[PackedSeqParams, Tensor] | None = None
     """Of `rotary.latent_row`, once a layer has asked for it."""
-    gathered: PackedSeqParams | None = None
-    """Of `te_rows.gathered_params`, once a layer has asked for it."""
+    gathered: dict[int | None, PackedSeqParams] = field(default_factory=dict)
+    """Of `te_rows.gathered_params`, by window, once a layer has asked for it."""
 
     @property
     def cp(self) -> int:
@@ -94,17 +94,26 @@ class RowView:
             cp_rank=self.cp_rank,
         )
 
+    def paths(self, window: int | None = None, max_queries: int | None = None) -> Paths:
+        """The sequences of this rank's queries, and the keys of each; see `key_paths`."""
+        found = self._paths.get((window, max_queries))
+        if found is None:
+            paths = key_paths(
+                self.padded_lengths,
+                self.branches,
+                carried=self.carried,
+                cp=self.cp,
+                cp_rank=self.cp_rank,
+                window=window,
+                max_queries=max_queries,
+            )
+            found = moved(paths, self.cu_seqlens_S1.device)
+            self._paths[window, max_queries] = found
+        return found
+
     @cached_property
-    def paths(self) -> Paths:
-        """The sequences of this rank's queries, and the keys of each."""
-        paths = key_paths(
-            self.padded_lengths,
-            self.branches,
-            carried=self.carried,
-            cp=self.cp,
-            cp_rank=self.cp_rank,
-        )
-        return moved(paths, self.cu_seqlens_S1.device)
+    def _paths(self) -> dict[tuple[int | None, int | None], Paths]:
+        return {}
 
     @cached_property
     def segments(self) -> Segments:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+from typing import TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,17 +15,21 @@ from megapack.model.attention.packed import PackedAttention, gather_rows
 from megapack.model.attention.paths import Paths, chunk_ends
 from megapack.model.attention.row import RowView
 
+_Size = TypeVar("_Size")
+
 
 class PackedSDPA(PackedAttention):
     """`PackedAttention` with torch's SDPA, one call per run of samples of equal length.
 
     Where samples share prefixes or are in pieces, calls are merged on a CPU (see `merged`). torch
-    has no such kernel in fp32 on other devices, where keys are gathered instead (see `paths`).
+    has no such kernel in fp32 on other devices, where keys are gathered instead (see `paths`). So
+    they are for layers with a sliding window or sinks, on every device.
     """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
         """query [T, heads, d]; key [T, groups, d]; value [T, groups, v] -> [T, heads, v]."""
-        if row.branches and query.device.type != "cpu":
+        merges = query.device.type == "cpu"
+        if self.window or self.softmax_offset is not None or (row.branches and not merges):
             return self._attend_paths(query, key, value, row)
         if row.cp > 1:
             key, value = gather_rows(key, value, row.assembly_order_K, row.cp_group)
@@ -39,32 +47,60 @@ class PackedSDPA(PackedAttention):
         )
 
     def _attend_paths(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
-        key, value = gather_rows(key, value, row.paths.order_K, row.cp_group)
-        return path_causal_attention(query, key, value, row.paths, self.softmax_scale)
+        paths = row.paths(self.window, max_queries=self.window)
+        key, value = gather_rows(key, value, paths.order_K, row.cp_group)
+        return path_causal_attention(
+            query,
+            key,
+            value,
+            paths,
+            self.softmax_scale,
+            self.dropout if self.training else 0.0,
+            window=self.window,
+            sink_H=self.softmax_offset,
+        )
 
 
 def path_causal_attention(
-    query_QHD: Tensor, key_KGD: Tensor, value_KGD: Tensor, paths: Paths, scale: float
+    query_QHD: Tensor,
+    key_KGD: Tensor,
+    value_KGD: Tensor,
+    paths: Paths,
+    scale: float,
+    dropout: float = 0.0,
+    *,
+    window: int | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence of `paths`, whose last query sees its last key.
 
     Args:
         query_QHD: queries of all sequences, one after the other.
-        key_KGD, value_KGD: gathered keys and values of all sequences.
+        key_KGD, value_KGD: gathered keys and values of all sequences. Neighbours with as many
+            queries and keys run as one batch.
+        scale: softmax scale.
+        window: keys that a query sees, its own and those before it; None = all.
+        sink_H: one more logit in the softmax of each head, of value 0; None = none.
 
     Returns:
         [Q, H, D].
     """
-    parts = zip(
-        query_QHD.split(paths.num_queries),
-        key_KGD.split(paths.num_keys),
-        value_KGD.split(paths.num_keys),
-        strict=True,
-    )
     outputs = []
-    for part in parts:
-        q, k, v = (x.transpose(0, 1)[None] for x in part)
-        outputs.append(_causal_to_the_end(q, k, v, scale, 0.0)[0].transpose(0, 1))
+    query = key = 0
+    for (num_queries, num_keys), count in _runs(
+        zip(paths.num_queries, paths.num_keys, strict=True)
+    ):
+        q = query_QHD[query : query + count * num_queries]
+        k, v = (x[key : key + count * num_keys] for x in (key_KGD, value_KGD))
+        query += len(q)
+        key += len(k)
+        q = q.unflatten(0, (count, num_queries)).transpose(1, 2)
+        k, v = (x.unflatten(0, (count, num_keys)).transpose(1, 2) for x in (k, v))
+        if sink_H is None:
+            out = _causal_to_the_end(q, k, v, scale, dropout, window)
+        else:
+            out = _with_sinks(q, k, v, sink_H, scale, dropout, window)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
 
 
@@ -97,7 +133,7 @@ def packed_causal_attention(
     """
     outputs = []
     start = 0
-    for length, count in _runs(lengths):
+    for length, count in _runs(filter(None, lengths)):
         rows = slice(start, start + length * count)
         mine = slice(rows.start // cp, rows.stop // cp)
         q = query_QHD[mine].unflatten(0, (count, length // cp)).transpose(1, 2)
@@ -115,16 +151,72 @@ def packed_causal_attention(
     return torch.cat(outputs)
 
 
-def _causal_to_the_end(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float) -> Tensor:
+def _causal_to_the_end(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, window: int | None = None
+) -> Tensor:
     """Causal attention of the last queries of samples; all are [count, heads, tokens, d]."""
+    mask = _causal_mask(q, k, window)
+    return _masked(q, k, v, mask, scale, dropout)
+
+
+# Channels by which queries and keys get longer for sinks. Kernels on GPUs take multiples of 8.
+_SINK_CHANNELS = 8
+
+
+def _with_sinks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_H: Tensor,
+    scale: float,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """`_causal_to_the_end` with sinks: a first key of value 0, which all queries see.
+
+    Its score is the sink by further channels, in which all other keys are 0. There are two of them,
+    so that a sink has twice the digits of a narrow dtype.
+    """
+    mask = _causal_mask(q, k, window)
+    if mask is None:
+        # The first query is one more, so that the others still see the key at their own place.
+        q = F.pad(q, (0, 0, 1, 0))
+    else:
+        mask = F.pad(mask, (1, 0), value=True)
+    logits_H = sink_H.to(torch.promote_types(q.dtype, torch.float32)) / scale
+    high_H = logits_H.to(q.dtype)
+    low_H = (logits_H - high_H).to(q.dtype)
+    channels_H2 = torch.stack([high_H, low_H], dim=-1)
+    count, heads, num_queries, width = q.shape
+    channels = F.pad(channels_H2, (0, _SINK_CHANNELS - 2))[:, None]
+    q = torch.cat([q, channels.expand(count, heads, num_queries, _SINK_CHANNELS)], dim=-1)
+    k = F.pad(k, (0, _SINK_CHANNELS, 1, 0))
+    k[:, :, 0, width : width + 2] = 1
+    value_width = v.shape[-1]
+    # Fused kernels take one width. Further channels of zeros are zeros in the result.
+    v = F.pad(v, (0, q.shape[-1] - value_width, 1, 0))
+    out = _masked(q, k, v, mask, scale, dropout)[..., :value_width]
+    return out[:, :, 1:] if mask is None else out
+
+
+def _causal_mask(q: Tensor, k: Tensor, window: int | None) -> Tensor | None:
+    """Which keys the last queries of samples see; None = the keys up to their own, and all are
+    there."""
     num_queries = q.shape[2]
     num_keys = k.shape[2]
-    mask = None
-    if num_queries < num_keys:
-        # `is_causal` aligns the first query with the first key; here the last ones are aligned. The
-        # mask has at most L^2 / (2 * cp) bytes for a sample of L tokens: 256 MiB for 32768 at cp=2.
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
-        mask = mask.tril(num_keys - num_queries)
+    if num_queries == num_keys and (window is None or window >= num_keys):
+        return None
+    # `is_causal` aligns the first query with the first key; here the last ones are aligned. The
+    # mask has at most L^2 / (2 * cp) bytes for a sample of L tokens: 256 MiB for 32768 at cp=2.
+    # With a window w it has at most 2 w^2.
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
+    mask = mask.tril(num_keys - num_queries)
+    return mask if window is None else mask.triu(num_keys - num_queries - window + 1)
+
+
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float
+) -> Tensor:
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -137,12 +229,6 @@ def _causal_to_the_end(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: f
     )
 
 
-def _runs(lengths: list[int]) -> list[tuple[int, int]]:
-    """Runs of equal lengths as (length, count): [5, 3, 3] -> [(5, 1), (3, 2)]."""
-    runs: list[tuple[int, int]] = []
-    for length in lengths:
-        if runs and runs[-1][0] == length:
-            runs[-1] = (length, runs[-1][1] + 1)
-        elif length > 0:
-            runs.append((length, 1))
-    return runs
+def _runs(sizes: Iterable[_Size]) -> list[tuple[_Size, int]]:
+    """Runs of equal sizes, each with its count: [5, 3, 3] -> [(5, 1), (3, 2)]."""
+    return [(size, len(list(group))) for size, group in itertools.groupby(sizes)]

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megapack.model.attention.packed import gather_rows, seqlen_bucket
-from megapack.model.attention.row import RowView, row_view
+from megapack.model.attention.packed import gather_rows, layer_window, seqlen_bucket
+from megapack.model.attention.paths import Paths
+from megapack.model.attention.row import row_view
 from megapack.model.carried import with_earlier_keys
 from megapack.model.head import unwrapped
 
@@ -87,21 +88,23 @@ def _gather_keys(
     row = row_view(params)
     query, key, value, *others = args
     key, value = with_earlier_keys(row, core, key, value)
-    key, value = gather_rows(key, value, row.paths.order_K, None)
-    if row.gathered is None:
-        row.gathered = gathered_params(params, row)
-    changed = {"packed_seq_params": row.gathered, "attn_mask_type": _BOTTOM_RIGHT}
+    window = layer_window(core.config, core.layer_number)
+    paths = row.paths(window)
+    key, value = gather_rows(key, value, paths.order_K, None)
+    if window not in row.gathered:
+        row.gathered[window] = gathered_params(params, paths)
+    changed = {"packed_seq_params": row.gathered[window], "attn_mask_type": _BOTTOM_RIGHT}
     return (query, key, value, *others), {**kwargs, **changed}
 
 
-def gathered_params(params: PackedSeqParams, row: RowView) -> PackedSeqParams:
+def gathered_params(params: PackedSeqParams, paths: Paths) -> PackedSeqParams:
     """The row's description with the gathered keys."""
     changed = {
-        "cu_seqlens_kv": row.paths.key_ends,
+        "cu_seqlens_kv": paths.key_ends,
         # Lengths are rounded: cuDNN builds a graph for each.
-        "max_seqlen_q": seqlen_bucket(max(row.paths.num_queries), 0),
-        "max_seqlen_kv": seqlen_bucket(max(row.paths.num_keys), 0),
+        "max_seqlen_q": seqlen_bucket(max(paths.num_queries), 0),
+        "max_seqlen_kv": seqlen_bucket(max(paths.num_keys), 0),
     }
     if params.cu_seqlens_kv_padded is not None:
-        changed["cu_seqlens_kv_padded"] = row.paths.key_ends
+        changed["cu_seqlens_kv_padded"] = paths.key_ends
     return dataclasses.replace(params, **changed)

@@ -54,14 +54,17 @@ class PackedVarlen(PackedAttention):
         """query [T, heads, d]; key [T, groups, d]; value [T, groups, v] -> [T, heads, v]."""
         ends = (row.cu_seqlens_S1, row.cu_seqlens_S1, row.max_seqlen, row.max_seqlen)
         if row.cp > 1 or row.branches:
-            paths = row.paths
+            paths = row.paths(self.window)
             ends = (paths.query_ends, paths.key_ends, max(paths.num_queries), max(paths.num_keys))
             key, value = gather_rows(key, value, paths.order_K, row.cp_group)
         width = value.shape[-1]
         if width < key.shape[-1]:
             # The kernel takes one width. Further channels of zeros are zeros in the result.
             value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
-        out = varlen_causal_attention(query, key, value, *ends, self.softmax_scale)
+        attend = varlen_causal_attention
+        if self.softmax_offset is not None:
+            attend = functools.partial(varlen_sink_attention, self.softmax_offset)
+        out = attend(query, key, value, *ends, self.softmax_scale, self.window)
         return out[..., :width]
 
     def _refuse_unsupported(self, config: Any, mask: AttnMaskType, attention_type: str) -> None:
@@ -77,6 +80,12 @@ class PackedVarlen(PackedAttention):
                 f"heads of {width} channels: torch's varlen attention takes multiples of "
                 f"{HEAD_WIDTH_UNIT} up to {MAX_HEAD_WIDTH}; use PackedSDPA"
             )
+        has_sinks = getattr(config, "softmax_type", "vanilla") != "vanilla"
+        if getattr(config, "window_size", None) and not (has_sinks or has_windows()):
+            raise ConfigError(
+                f"window_size={config.window_size}: the varlen attention of torch "
+                f"{torch.__version__} has no windows, 2.11 and later have; use PackedSDPA"
+            )
 
 
 def varlen_causal_attention(
@@ -88,6 +97,7 @@ def varlen_causal_attention(
     max_queries: int,
     max_keys: int,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention in each sequence, whose queries are at its last keys.
 
@@ -98,6 +108,7 @@ def varlen_causal_attention(
         query_ends_S1, key_ends_S1: as those of `Paths`.
         max_queries, max_keys: at least those of the longest sequence.
         scale: softmax scale.
+        window: keys that a query sees, its own and those before it; None = all.
 
     Returns:
         [Q, H, D].
@@ -122,12 +133,14 @@ def varlen_causal_attention(
             key_ends_S1,
             max_queries,
             max_keys,
-            **varlen_options(known, scale=scale, gqa=heads != groups),
+            **varlen_options(known, scale=scale, gqa=heads != groups, window=window),
         )
     return out
 
 
-def varlen_options(known: Mapping[str, Any], *, scale: float, gqa: bool) -> dict[str, Any]:
+def varlen_options(
+    known: Mapping[str, Any], *, scale: float, gqa: bool, window: int | None = None
+) -> dict[str, Any]:
     """Arguments that make the kernel causal and scaled, for the installed version of torch.
 
     torch 2.10 has `is_causal` and no scale, 2.11 has `window_size` and `scale` instead, 2.12 also
@@ -136,10 +149,93 @@ def varlen_options(known: Mapping[str, Any], *, scale: float, gqa: bool) -> dict
     Args:
         known: names of the kernel's parameters.
     """
-    options = {"window_size": (-1, 0), "scale": scale, "enable_gqa": gqa}
+    before = -1 if window is None else window - 1
+    options = {"window_size": (before, 0), "scale": scale, "enable_gqa": gqa}
     if "window_size" not in known:
         options["is_causal"] = True
     return {name: value for name, value in options.items() if name in known}
+
+
+def varlen_sink_attention(
+    sink_H: Tensor,
+    query_QHD: Tensor,
+    key_KGD: Tensor,
+    value_KGD: Tensor,
+    query_ends_S1: Tensor,
+    key_ends_S1: Tensor,
+    max_queries: int,
+    max_keys: int,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """`varlen_causal_attention` with one more logit in the softmax of each head, of value 0.
+
+    The kernel knows no sinks. With l the log-sum-exp of a query's scores and s the sink, the whole
+    softmax has L = logaddexp(l, s), and the output is exp(l - L) times the kernel's. Its backward
+    reads output and log-sum-exp as those of the whole softmax (see `merged`), so given these it
+    returns exact gradients. The sink's weight is exp(s - L), its value 0, so its gradient is
+    -exp(s - L) <dO, O>, summed over queries.
+
+    Args:
+        sink_H: the logits.
+    """
+    ends = (query_ends_S1, key_ends_S1, max_queries, max_keys)
+    out: Tensor = _WithSinks.apply(  # type: ignore[no-untyped-call]
+        query_QHD, key_KGD, value_KGD, sink_H, ends, scale, window
+    )
+    return out
+
+
+class _WithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink_H: Tensor,
+        ends: tuple[Tensor, Tensor, int, int],
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        ctx.options = {
+            "scale": scale,
+            "window_size_left": -1 if window is None else window - 1,
+            "window_size_right": 0,
+        }
+        ctx.is_causal = window is None
+        forward = flash_kernels()[0]
+        out, lse_HQ, ctx.rng_state, ctx.unused, _ = forward(
+            query, key, value, *ends, 0.0, ctx.is_causal, False, **ctx.options
+        )
+        total_HQ = torch.logaddexp(lse_HQ, sink_H.to(lse_HQ.dtype)[:, None])
+        out = (out * (lse_HQ - total_HQ).exp().t()[..., None]).to(out.dtype)
+        ctx.save_for_backward(query, key, value, sink_H, out, total_HQ, *ends[:2])
+        ctx.most = ends[2:]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sink_H, out, total_HQ, *ends = ctx.saved_tensors
+        call = (*ends, *ctx.most, 0.0, ctx.is_causal, ctx.rng_state, ctx.unused)
+        grads = flash_kernels()[1](
+            grad.contiguous(), query, key, value, out, total_HQ, *call, **ctx.options
+        )
+        weights_HQ = (sink_H.to(total_HQ.dtype)[:, None] - total_HQ).exp()
+        products_HQ = (grad.to(total_HQ.dtype) * out).sum(-1).t()
+        grad_sink = -(weights_HQ * products_HQ).sum(1)
+        return *grads, grad_sink.to(sink_H.dtype), None, None, None
+
+
+def flash_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """torch's flash attention, which `varlen_attn` calls too: forward and backward."""
+    aten = torch.ops.aten
+    return aten._flash_attention_forward, aten._flash_attention_backward
+
+
+def has_windows() -> bool:
+    """Whether torch's varlen attention has sliding windows."""
+    return "window_size" in _parameters(varlen_kernel())
 
 
 @functools.cache

@@ -218,8 +218,8 @@ def test_a_row_that_is_not_packed_is_refused(given_params: PackedSeqParams | Non
             {"context_parallel_size": 2, "cp_comm_type": ["all_gather", "a2a"]},
             r"cp_comm_type=\['all_gather', 'a2a'\].*set 'all_gather' or None",
         ),
-        ({"window_size": (128, 0)}, "set window_size=None"),
-        ({"softmax_type": "learnable"}, "'learnable'; use 'vanilla'"),
+        ({"window_size": (128, 128)}, r"window_size=\(128, 128\).*tokens before a token's own, 0"),
+        ({"window_size": (-1, 0)}, r"window_size=\(-1, 0\).*tokens before a token's own, 0"),
     ],
 )
 def test_unsupported_settings_are_refused(kwargs: dict[str, Any], message: str) -> None:

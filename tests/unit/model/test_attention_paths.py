@@ -146,4 +146,4 @@ def test_a_key_is_gathered_once_per_path() -> None:
 
 def test_layers_share_the_paths_of_a_row() -> None:
     params = random_forest(1).params()
-    assert row_view(params).paths is row_view(params).paths
+    assert row_view(params).paths() is row_view(params).paths()

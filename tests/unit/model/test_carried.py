@@ -214,7 +214,7 @@ def test_transformer_engine_gets_the_lengths_of_queries_and_keys() -> None:
     pieces = (Piece(continues=False, start=0, kept_tokens=8), Piece(True, 0, 0))
     link = Link(Chain(pieces, 1, keeps_gradients=True), 1, torch.tensor([0]))
     row = RowView(ends, 12, lengths=[4, 6], branches=(piece_branch(4),), link=link)
-    gathered = gathered_params(packed_seq_params(ends, 12, 10), row)
+    gathered = gathered_params(packed_seq_params(ends, 12, 10), row.paths())
     assert gathered.cu_seqlens_q.tolist() == [0, 4, 10]
     assert gathered.cu_seqlens_kv.tolist() == [0, 12, 18]
-    assert row.paths.order_K.tolist() == list(range(18))
+    assert row.paths().order_K.tolist() == list(range(18))
