@@ -168,9 +168,7 @@ _YARN = {
 }
 _LAYERED: dict[str, Any] = {
     **_DENSE,
-    # As long as samples are: none reaches the window.
-    "max_position_embeddings": 128,
-    "sliding_window": 128,
+    "sliding_window": 10,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
 }
 _GEMMA: dict[str, Any] = {
@@ -209,6 +207,10 @@ FAMILIES: dict[str, Family] = {
         name="Mistral",
         settings={**_DENSE, "head_dim": 12, "sliding_window": None, "rope_theta": 1e6},
     ),
+    "mistral_window": Family(
+        name="Mistral",
+        settings={**_DENSE, "head_dim": 12, "sliding_window": 20, "rope_theta": 1e6},
+    ),
     "mixtral": Family(
         name="Mixtral",
         settings={
@@ -221,6 +223,16 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "qwen2": Family(name="Qwen2", settings={**_DENSE, "rope_theta": 1e6}),
+    "qwen2_window": Family(
+        name="Qwen2",
+        settings={
+            **_DENSE,
+            "rope_theta": 1e6,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+        },
+    ),
     "qwen2_moe": Family(
         name="Qwen2Moe",
         settings={
@@ -390,6 +402,19 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gpt_oss": Family(
+        name="GptOss",
+        settings={
+            **_DENSE,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 0.8,
+            "rope_parameters": {**_GPT_YARN, "truncate": False, "rope_theta": 150000.0},
+        },
+        stacks_experts=True,
+    ),
     "qwen3_next": Family(
         name="Qwen3Next",
         settings={**_MOE, **_GATED_DELTA, **_GATED_EXPERTS, "mlp_only_layers": [1]},
@@ -519,7 +544,7 @@ def _randomize(model: Any, seed: int) -> None:
                 tensor.add_(0.2 * noise)
             elif name.endswith("conv1d.weight"):
                 tensor.copy_(0.4 * noise)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 tensor.copy_(0.2 * noise)
             elif name.endswith("weight") or tensor.dim() > 1:
                 tensor.copy_(INIT_STD * noise)

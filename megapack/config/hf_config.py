@@ -230,9 +230,15 @@ _DEFAULTS: Values = {
     "rotary_interleaved": False,
     "local_rotary_base": None,
     "rotary_pattern": None,
+    "attention_window": None,
+    "attention_window_pattern": None,
+    "attention_sinks": False,
     "attention_output_gate": False,
     "layernorm_zero_centered_gamma": False,
     "activation": None,
+    "activation_clamp": None,
+    "glu_linear_offset": 0.0,
+    "linear_bias": False,
     "linear_num_key_heads": None,
     "linear_num_value_heads": None,
     "linear_key_head_dim": None,
@@ -275,7 +281,7 @@ _QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
     only={"qkv_bias": (True,), "use_mrope": (False,)},
     values={"qkv_bias": True},
-    parts=(parts.switched_window, parts.qwen_experts, parts.gated_shared_expert),
+    parts=(parts.no_window, parts.qwen_experts, parts.gated_shared_expert),
 )
 _QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
@@ -288,7 +294,7 @@ _QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     only={"attention_bias": (False,)},
     values={"qk_layernorm": True},
-    parts=(parts.switched_window, parts.qwen_experts),
+    parts=(parts.no_window, parts.qwen_experts),
 )
 _DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
@@ -346,7 +352,7 @@ _MIMO = Family(
     unused=("auto_map",),
     values={"qkv_bias": True},
     num_mtp_layers=0,
-    parts=(parts.switched_window,),
+    parts=(parts.no_window,),
 )
 _GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
@@ -440,6 +446,23 @@ _GEMMA3_VISION = dataclasses.replace(
     ),
     in_text_config=True,
 )
+_GPT_OSS = Family(
+    architecture="GptOssForCausalLM",
+    defaults={"swiglu_limit": 7.0},
+    only={"attention_bias": (True,), "swiglu_alpha": (1.702,)},
+    # The second name of num_experts_per_tok, and the length before yarn.
+    unused=("experts_per_token", "initial_context_length"),
+    values={
+        "linear_bias": True,
+        "attention_sinks": True,
+        "activation": "quick_gelu",
+        "glu_linear_offset": 1.0,
+    },
+    parts=(
+        *(parts.own_head_width, parts.stated_rope),
+        *(parts.alternating_window, parts.clamped_experts),
+    ),
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
@@ -462,6 +485,7 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": _PHI3,
     "gemma3_text": _GEMMA3,
     "gemma3": _GEMMA3_VISION,
+    "gpt_oss": _GPT_OSS,
     **HYBRID_FAMILIES,
 }
 """Families by `model_type`."""

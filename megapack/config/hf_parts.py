@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megapack.config.hf_reader import FILE, MISSING, Reader, Values, shown
+from megapack.config.hf_reader import FILE, MISSING, Reader, Values
 from megapack.config.rope import RopeScaling
 from megapack.errors import ConfigError
 
@@ -83,6 +83,17 @@ def rope(reader: Reader) -> Values:
     }
 
 
+def stated_rope(reader: Reader) -> Values:
+    """A family for which transformers would assume yarn (gpt-oss)."""
+    if not (reader.get("rope_parameters") or reader.get("rope_scaling")):
+        raise reader.error(
+            "rope_scaling",
+            None,
+            "transformers would assume yarn with numbers of its own: write it into the file",
+        )
+    return {}
+
+
 def layered_rope(reader: Reader) -> Values:
     """The rotary embeddings of local and of global layers (Gemma 3, OLMo-3).
 
@@ -108,29 +119,38 @@ def layered_rope(reader: Reader) -> Values:
         "rotary_percent": 1.0,
         "rope_scaling": _rope_scaling(reader, whole),
     }
-    kinds = _layer_kinds(reader)
-    is_local = "sliding_attention" in kinds
-    if is_local and (base, values["rope_scaling"]) != (local_base, RopeScaling()):
-        letters = "".join("L" if kind == "sliding_attention" else "G" for kind in kinds)
+    letters = _local_layers(reader)
+    if "L" in letters and (base, values["rope_scaling"]) != (local_base, RopeScaling()):
         values |= {"local_rotary_base": local_base, "rotary_pattern": _shortest(letters)}
     return values
 
 
-def _layer_kinds(reader: Reader) -> list[str]:
-    """Of each layer, sliding_attention or full_attention."""
-    known = ("sliding_attention", "full_attention")
+def _local_layers(reader: Reader) -> str:
+    """L for each layer with a sliding window, G for the others, by a step (Gemma 3, OLMo-3)."""
     count = reader.count("num_hidden_layers", 1)
     step = reader.count("sliding_window_pattern", 1)
+    return _layer_letters(
+        reader, "".join("L" if layer % step else "G" for layer in range(1, count + 1))
+    )
+
+
+def _layer_letters(reader: Reader, default: str) -> str:
+    """L for each layer with a sliding window, G for the others.
+
+    Args:
+        default: the letters if `layer_types` is missing.
+    """
     kinds = reader.get("layer_types", None)
     if kinds is None:
-        return [known[layer % step == 0] for layer in range(1, count + 1)]
+        return default
+    letters = {"sliding_attention": "L", "full_attention": "G"}
     if (
         not isinstance(kinds, list)
-        or len(kinds) != count
-        or any(kind not in known for kind in kinds)
+        or len(kinds) != len(default)
+        or any(kind not in letters for kind in kinds)
     ):
-        raise reader.error("layer_types", kinds, f"expected {count} of {', '.join(known)}")
-    return kinds
+        raise reader.error("layer_types", kinds, f"expected {len(default)} of {', '.join(letters)}")
+    return "".join(letters[kind] for kind in kinds)
 
 
 def _shortest(letters: str) -> str:
@@ -240,32 +260,59 @@ def _set_attention_factor(rope: Values) -> None:
 
 
 def window(reader: Reader) -> Values:
-    """No sliding window, or one that no sample reaches (Mistral)."""
-    window = reader.get("sliding_window")
-    positions = reader.count("max_position_embeddings", 1)
-    if window is not None and (type(window) is not int or window < positions):
-        raise reader.error(
-            "sliding_window",
-            window,
-            f"attention here has no window: set max_position_embeddings, now {positions}, to "
-            f"{shown(window)} to train shorter samples exactly",
-        )
-    return {}
+    """A sliding window in all layers (Mistral), or none."""
+    return _windows(
+        reader,
+        reader.optional_count("sliding_window"),
+        "L" * reader.count("num_hidden_layers", 1),
+    )
 
 
 def layered_window(reader: Reader) -> Values:
-    """The sliding window of local layers; today none that a sample reaches."""
-    return window(reader) if "sliding_attention" in _layer_kinds(reader) else {}
+    """A sliding window in local layers (Gemma 3, OLMo-3)."""
+    return _windows(reader, reader.optional_count("sliding_window"), _local_layers(reader))
+
+
+def alternating_window(reader: Reader) -> Values:
+    """A sliding window in every other layer, from the first on (gpt-oss)."""
+    count = reader.count("num_hidden_layers", 1)
+    letters = _layer_letters(reader, ("LG" * count)[:count])
+    return _windows(reader, reader.optional_count("sliding_window"), letters)
 
 
 def switched_window(reader: Reader) -> Values:
-    """The windows of Qwen, which `use_sliding_window` switches on; and the kinds of layers."""
-    reader.require("use_sliding_window", False)
+    """The window of Qwen, which `use_sliding_window` switches on; the first layers have none."""
     reader.known |= {"sliding_window", "max_window_layers"}
-    kinds = reader.get("layer_types", None)
-    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
-        raise reader.error("layer_types", kinds, "megapack trains full_attention only")
-    return {}
+    count = reader.count("num_hidden_layers", 1)
+    window = None
+    first = count
+    if reader.flag("use_sliding_window", False):
+        window = reader.optional_count("sliding_window", None)
+    if window is not None and reader.get("layer_types", None) is None:
+        first = min(reader.count("max_window_layers"), count)
+    letters = _layer_letters(reader, "G" * first + "L" * (count - first))
+    if window is None and "L" in letters:
+        kinds = reader.get("layer_types", None)
+        raise reader.error("layer_types", kinds, "use_sliding_window is false: make them agree")
+    return _windows(reader, window, letters)
+
+
+def no_window(reader: Reader) -> Values:
+    """Qwen's experts, whose layers with windows differ between versions of transformers."""
+    reader.require("use_sliding_window", False)
+    return switched_window(reader)
+
+
+def _windows(reader: Reader, window: int | None, letters: str) -> Values:
+    """The sliding window of the layers L; none if no sample reaches it."""
+    if window is None or window >= reader.count("max_position_embeddings", 1):
+        return {}
+    if "L" not in letters:
+        return {}
+    return {
+        "attention_window": window,
+        "attention_window_pattern": _shortest(letters) if "G" in letters else None,
+    }
 
 
 def attention_scale(reader: Reader) -> Values:
@@ -303,6 +350,11 @@ def mixtral_experts(reader: Reader) -> Values:
     values = _top_k(reader, "num_local_experts")
     values["moe_ffn_hidden_size"] = reader.count("intermediate_size", 1)
     return values | _normed(reader, values["moe_top_k"], True)
+
+
+def clamped_experts(reader: Reader) -> Values:
+    """Experts of gpt-oss, whose SwiGLU is clamped."""
+    return {**mixtral_experts(reader), "activation_clamp": reader.number("swiglu_limit")}
 
 
 def softmax_experts(reader: Reader) -> Values:

@@ -60,7 +60,8 @@ def check_hybrid(keys: Mapping[str, Any]) -> None:
 def _check_activation(keys: Mapping[str, Any]) -> None:
     activation = keys["activation"]
     has_gate = keys["gated_linear_unit"]
-    if activation is not None and (activation in ("silu", "gelu_tanh")) != has_gate:
+    has_gates = ("silu", "gelu_tanh", "quick_gelu")
+    if activation is not None and (activation in has_gates) != has_gate:
         raise ConfigError(
             f"model.activation={activation} with model.gated_linear_unit={str(has_gate).lower()}; "
             "silu and gelu_tanh have a gate, the others have none"

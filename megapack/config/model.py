@@ -84,6 +84,14 @@ class ModelConfig:
     (Gemma 3: LLLLLG)."""
     position_embedding_type: Literal["rope", "none"] = "rope"
     """none = attention without positions (Nemotron-H)."""
+    attention_window: int | None = None
+    """Tokens that a token sees in layers with a sliding window, its own among them (Mistral: 4096);
+    null = all before it."""
+    attention_window_pattern: str | None = None
+    """With `attention_window`: L for a layer with the window, G for one without, repeated over the
+    layers (gpt-oss: LG); null = all layers have it."""
+    attention_sinks: bool = False
+    """A learned logit per head in the softmax of attention, whose value is 0 (gpt-oss)."""
     attention_output_gate: bool = False
     """Multiply what a head's attention gives by a sigmoid gate (Qwen3-Next)."""
     linear_num_key_heads: int | None = None
@@ -115,9 +123,17 @@ class ModelConfig:
     the residual stream (OLMo-2), sandwich = both (Gemma)."""
     gated_linear_unit: bool = True
     """A gate in the MLP: SwiGLU."""
-    activation: Literal["silu", "gelu", "gelu_tanh", "squared_relu"] | None = None
+    activation: Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu"] | None = None
     """Activation of the MLP; null = silu with a gate, gelu without. gelu_tanh approximates gelu by
-    a tanh (Gemma), squared_relu has no gate (Nemotron-H)."""
+    a tanh (Gemma), squared_relu has no gate (Nemotron-H), quick_gelu is x * sigmoid(1.702 x)
+    (gpt-oss)."""
+    activation_clamp: float | None = None
+    """With quick_gelu: limit of the gate from above, and of the part that it multiplies from both
+    sides (gpt-oss: 7); null = none."""
+    glu_linear_offset: float = 0.0
+    """With quick_gelu: added to the part that the gate multiplies (gpt-oss: 1)."""
+    linear_bias: bool = False
+    """Add biases to all linear layers of attention, MLPs and experts, and to routers (gpt-oss)."""
     scale_embeddings: bool = False
     """Multiply the input embeddings by sqrt(hidden_size), rounded to `dtype` (Gemma)."""
     untie_embeddings: bool = False
@@ -303,6 +319,13 @@ class ModelConfig:
         return tuple(pattern[layer % len(pattern)] == "L" for layer in range(self.num_layers))
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer, the tokens that a token sees; None = all before it."""
+        pattern = self.attention_window_pattern or "L"
+        letters = (pattern[layer % len(pattern)] for layer in range(self.num_layers))
+        return tuple(self.attention_window if letter == "L" else None for letter in letters)
+
+    @property
     def layer_pattern(self) -> str | None:
         """The letters of the layers of a HybridModel; None for a GPTModel."""
         if self.hybrid_layer_pattern is not None:
@@ -365,6 +388,10 @@ class ModelConfig:
             qk_layernorm_over_heads=self.qk_layernorm_over_heads,
             norms_per_part=2 if self.norm_placement == "sandwich" else 1,
             qkv_bias=self.qkv_bias,
+            linear_bias=self.linear_bias,
+            attention_sinks=self.attention_sinks,
+            attention_window=self.attention_window,
+            attention_window_pattern=self.attention_window_pattern,
             kv_lora_rank=self.kv_lora_rank,
             q_lora_rank=self.q_lora_rank,
             qk_nope_head_dim=self.qk_nope_head_dim,
@@ -395,6 +422,8 @@ class ModelConfig:
         _check_latent_attention(self)
         _check_rope(self)
         _check_norms(self)
+        _check_windows(self)
+        _check_activation(self)
         at_least(self, "model", 1, *SIZES)
         check_hybrid(vars(self))
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
@@ -654,6 +683,52 @@ def _check_norms(model: ModelConfig) -> None:
             raise ConfigError(
                 f"model.norm_placement={model.norm_placement} does not run with {name}; set pre"
             )
+
+
+def _check_windows(model: ModelConfig) -> None:
+    at_least(model, "model", 1, "attention_window")
+    pattern = model.attention_window_pattern
+    if pattern is not None and model.attention_window is None:
+        raise ConfigError(
+            f"model.attention_window_pattern={pattern} without a window; set "
+            "model.attention_window, or attention_window_pattern=null"
+        )
+    if pattern is not None and (not pattern or set(pattern) - {"L", "G"}):
+        raise ConfigError(
+            f"model.attention_window_pattern is {pattern!r}; set letters L and G, such as LG"
+        )
+    # Megatron numbers layers anew within a depth of multi-token prediction, and letters of a
+    # pattern are layers.
+    others = {
+        f"mtp_num_layers={model.mtp_num_layers}": model.mtp_num_layers > 0,
+        "a HybridModel (megatron_class, hybrid_layer_pattern)": model.layer_pattern is not None,
+        "multi-latent attention (kv_lora_rank)": model.kv_lora_rank is not None,
+    }
+    for name, is_set in others.items():
+        if is_set and (model.attention_window is not None or model.attention_sinks):
+            raise ConfigError(
+                f"model.attention_window={model.attention_window} and model.attention_sinks="
+                f"{str(model.attention_sinks).lower()} do not run with {name}; leave one out"
+            )
+
+
+def _check_activation(model: ModelConfig) -> None:
+    limit = model.activation_clamp
+    if limit is not None and not limit > 0:
+        raise ConfigError(f"model.activation_clamp is {limit}; set a number above 0, or null")
+    if (limit is not None or model.glu_linear_offset) and model.activation != "quick_gelu":
+        raise ConfigError(
+            f"model.activation_clamp={limit} and model.glu_linear_offset={model.glu_linear_offset} "
+            "need model.activation=quick_gelu; set it, or null and 0"
+        )
+    others = {
+        "a HybridModel (megatron_class, hybrid_layer_pattern)": model.layer_pattern is not None,
+        "multi-latent attention (kv_lora_rank)": model.kv_lora_rank is not None,
+        f"fp8={model.fp8}": model.fp8 is not None,
+    }
+    for name, is_set in others.items():
+        if is_set and model.linear_bias:
+            raise ConfigError(f"model.linear_bias=true does not run with {name}; leave one out")
 
 
 def _check_folder(

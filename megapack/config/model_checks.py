@@ -18,6 +18,11 @@ def check_sizes(model: ModelConfig, layout: Layout) -> None:
             f"{layout.tp} needs layout.sequence_parallel=true, because Megatron-Core sums the "
             "gradients of the shared rotated keys only with it; set it"
         )
+    if model.linear_bias and model.num_experts is not None and layout.etp > 1:
+        raise ConfigError(
+            f"model.linear_bias=true with layout.etp={layout.etp}: each rank that holds a part of "
+            "an expert would add its whole bias; set layout.etp=1"
+        )
     checks = {
         f"model.num_attention_heads={heads}": (heads, layout.tp),
         f"model.num_query_groups={groups}": (groups, layout.tp),

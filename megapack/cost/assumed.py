@@ -73,7 +73,7 @@ def cost_from_sizes(
         recompute: what each backward runs again: "full" all of a layer's forward, "selective" the
             whole MLP or experts if `recompute_modules` has them; the other modules cost little.
         recompute_modules: what "selective" recomputes.
-        mean_length: tokens of a typical sample, for `stage_weights`.
+        mean_length: tokens of a typical sample, for `stage_weights` and sliding windows.
         stage_layers: layers of each chunk; None = equally many.
 
     Raises:
@@ -112,7 +112,7 @@ def _recomputed_share(
         return 1.0
     if mode == "none":
         return 0.0
-    kinds = list(sizes.layer_kinds())
+    kinds = list(sizes.at_length(mean_length).layer_kinds())
     again = sum(
         n * kind.mlp_flops_per_token()
         for kind, n in kinds

@@ -244,7 +244,7 @@ class CostModel:
                 the first and the vocabulary head on the last.
             flops_per_gpu: achieved operations per second, for example 4e14.
             fixed: seconds per chunk and micro-batch, which cannot be derived from sizes.
-            mean_length: tokens of a typical sample, for `stage_weights`.
+            mean_length: tokens of a typical sample, for `stage_weights` and sliding windows.
             head_factor: cost of the vocabulary head over that of its operations, relative to the
                 layers.
             stage_layers: layers of each chunk; None = equally many.
@@ -255,6 +255,7 @@ class CostModel:
         _check_number("flops_per_gpu", flops_per_gpu)
         if flops_per_gpu == 0:
             raise ConfigError("flops_per_gpu=0; set the achieved operations per second")
+        sizes = sizes.at_length(mean_length)
         speed = flops_per_gpu * layout.tp
         per_token = sum(n * kind.layer_flops_per_token() for kind, n in sizes.layer_kinds())
         per_token += head_factor * sizes.head_flops_per_token()

@@ -3,11 +3,13 @@
 A multiply and an add count as two operations. Attention is causal: a sample of L tokens has L^2 / 2
 pairs of tokens. Per head, each pair costs two dot products of the head width: one for the scores,
 one for the values. Layers G and M of a hybrid model have no squares: their scans work in chunks of
-tokens, and cost the same for each token.
+tokens, and cost the same for each token. Nor have layers with a sliding window: each token meets
+as many keys, which is more than there are in samples shorter than the window (see `at_length`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
@@ -76,6 +78,15 @@ class ModelSizes:
     """Norms of attention, or of an MLP, in the residual stream; 2 = before and after (Gemma)."""
     qkv_bias: bool = False
     """Biases of queries, keys and values."""
+    linear_bias: bool = False
+    """Biases of all linear layers and of routers (gpt-oss)."""
+    attention_sinks: bool = False
+    """A logit per head in the softmax of attention (gpt-oss)."""
+    attention_window: int | None = None
+    """Keys that a token meets in layers with a sliding window; None = all before it."""
+    attention_window_pattern: str | None = None
+    """L for a layer with the window, G for one without, repeated over the layers; None = all have
+    it."""
     kv_lora_rank: int | None = None
     """Channels of the latent of keys and values: multi-latent attention (MLA, DeepSeek); None =
     grouped queries. MLA needs the three widths below."""
@@ -127,7 +138,7 @@ class ModelSizes:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             least = 0 if name in ("shared_expert_ffn_hidden_size", "first_dense_layers") else 1
-            is_number = type(field.default) is not bool and name != "layer_pattern"
+            is_number = type(field.default) is not bool and not name.endswith("pattern")
             if is_number and value is not None and (type(value) is not int or value < least):
                 raise ConfigError(f"{name}={value!r}; set an integer of at least {least}")
         widths = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -255,11 +266,29 @@ class ModelSizes:
                 kind = self if letter != "-" else self._dense()
                 yield replace(kind, layer_pattern=letter, num_layers=1), letters.count(letter)
             return
-        dense = max(0, min(end, self.first_dense_layers) - first)
-        if dense:
-            yield self._dense(), dense
-        if end - first - dense > 0:
-            yield replace(self, first_dense_layers=0), end - first - dense
+        layers = range(first, end)
+        kinds = Counter((layer >= self.first_dense_layers, self._window(layer)) for layer in layers)
+        for (has_experts, window), count in kinds.items():
+            kind = replace(self, first_dense_layers=0) if has_experts else self._dense()
+            yield replace(kind, attention_window=window, attention_window_pattern=None), count
+
+    def _window(self, layer: int) -> int | None:
+        """The window of a layer, by its number from 0."""
+        pattern = self.attention_window_pattern or "L"
+        return self.attention_window if pattern[layer % len(pattern)] == "L" else None
+
+    def at_length(self, length: float) -> ModelSizes:
+        """The same with the keys that tokens of such samples meet in a window, on average.
+
+        Of L tokens the first w - 1 meet fewer than w keys: w L - w (w - 1) / 2 pairs in all, which
+        is 96 keys per token at w = 128 and L = 256. Samples that do not reach the window have none.
+        """
+        window = self.attention_window
+        if window is None:
+            return self
+        if window >= length:
+            return replace(self, attention_window=None, attention_window_pattern=None)
+        return replace(self, attention_window=round(window - window * (window - 1) / (2 * length)))
 
     def _dense(self) -> ModelSizes:
         """The same with a dense feed-forward in place of experts."""
@@ -284,15 +313,17 @@ class ModelSizes:
         hidden = self.hidden_size
         norms = self.norms_per_part * hidden
         mlp = (3 if self.gated else 2) * hidden
+        biases = ((2 if self.gated else 1), hidden) if self.linear_bias else (0, 0)
         if letter == "-":
-            return LayerParameters(mlp * self.ffn_hidden_size, norms, 0)
+            split = (mlp + biases[0]) * self.ffn_hidden_size
+            return LayerParameters(split, norms + biases[1], 0)
         if letter == "E":
             num_experts = self.num_experts or 0
             gate = hidden if self.shared_expert_gate else 0
             return LayerParameters(
                 split=mlp * self.shared_expert_ffn_hidden_size,
-                whole=norms + hidden * num_experts + gate,
-                experts=mlp * self.ffn_hidden_size * num_experts,
+                whole=norms + (hidden + self.linear_bias) * num_experts + gate,
+                experts=((mlp + biases[0]) * self.ffn_hidden_size + biases[1]) * num_experts,
             )
         if letter == "G":
             keys, values = self.delta_widths
@@ -308,7 +339,11 @@ class ModelSizes:
             small += 3 * (self.mamba_num_heads or 0) + heads
             return LayerParameters(self._mixer_weights(letter) + small, hidden, 0)
         split, whole = self._attention_weights()
-        if self.qkv_bias:
+        if self.attention_sinks:
+            split += self.num_attention_heads
+        if self.linear_bias:
+            whole += hidden
+        if self.qkv_bias or self.linear_bias:
             keys = (self.num_query_groups or self.num_attention_heads) * self.head_width
             split += self._query_width + 2 * keys
         return LayerParameters(split, whole + norms + self._qk_norms(), 0)
@@ -363,7 +398,8 @@ class ModelSizes:
     def _mixer_flops(self, letter: str) -> float:
         """Operations per token of a part that mixes tokens, without the squares of attention."""
         if letter == "*":
-            return 2 * sum(self._attention_weights())
+            keys = (self.attention_window or 0) * 2 * self._flops_per_key()
+            return 2 * sum(self._attention_weights()) + keys
         if letter == "G":
             keys, values = self.delta_widths
             heads = self.linear_num_value_heads or 0
@@ -396,8 +432,12 @@ class ModelSizes:
 
     def layer_flops_per_token_sq(self) -> float:
         """Operations of one layer's attention per squared token of a sample, forward."""
-        heads = self.num_attention_heads if "*" in self.sublayers else 0
-        return float(heads * (self.head_width + self.value_width))
+        has_squares = "*" in self.sublayers and self.attention_window is None
+        return float(self._flops_per_key()) if has_squares else 0.0
+
+    def _flops_per_key(self) -> int:
+        """Half of the operations of a pair of tokens; a sample of L tokens has L^2 / 2 pairs."""
+        return self.num_attention_heads * (self.head_width + self.value_width)
 
     def layer_tp_bytes_per_token(self, tp: int) -> float:
         """Bytes per token that tensor parallelism moves per GPU in one layer's forward, 16-bit.
@@ -497,6 +537,19 @@ class ModelSizes:
         Raises:
             ConfigError: fewer layers than chunks.
         """
+        if self.attention_window is not None:
+            kinds = self.at_length(mean_length)
+            return StageLayers.of_costs(
+                [
+                    kind.layer_cost(mean_length)
+                    for layer in range(self.num_layers)
+                    for kind, _ in kinds.layer_kinds(layer, 1)
+                ],
+                pp=layout.pp,
+                vpp=layout.vpp,
+                embedding=self.embedding_flops_per_token(),
+                head=self.head_flops_per_token(),
+            )
         if self.layer_pattern is not None:
             costs = {kind.sublayers: kind.layer_cost(mean_length) for kind, _ in self.layer_kinds()}
             return StageLayers.of_costs(

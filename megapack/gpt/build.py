@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import megatron.core
 import torch
@@ -18,9 +18,11 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megapack import cpu
 from megapack.base.choices import Kernel
@@ -75,7 +77,9 @@ def transformer_config(
         gated_linear_unit=model.gated_linear_unit,
         activation_func=_activation(model),
         layernorm_zero_centered_gamma=model.layernorm_zero_centered_gamma,
-        add_bias_linear=False,
+        add_bias_linear=model.linear_bias,
+        activation_func_clamp_value=model.activation_clamp,
+        glu_linear_offset=model.glu_linear_offset,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=model.init_std,
@@ -114,6 +118,7 @@ def transformer_config(
         mtp_loss_scaling_factor=model.mtp_loss_coef,
         **values(FIXED),
         **_latent_attention(model),
+        **_windows_and_sinks(model),
         **_hybrid(model),
         **_experts(model),
         **_fp8(model, kernel),
@@ -138,7 +143,22 @@ def attention_sizes(
         value_width=model.v_head_dim,
         cp=layout.cp,
         most_cp=layout.cp * layout.widths[-1] if has_wide_rows else None,
+        windows=tuple(dict.fromkeys(model.windows)),
+        softmax_type=_softmax_type(model),
     )
+
+
+def _windows_and_sinks(model: ModelConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {"softmax_type": _softmax_type(model)}
+    if model.attention_window is not None:
+        # Megatron counts the tokens before a token's own.
+        settings["window_size"] = (model.attention_window - 1, 0)
+        settings["window_attn_skip_freq"] = [int(window is not None) for window in model.windows]
+    return settings
+
+
+def _softmax_type(model: ModelConfig) -> Literal["vanilla", "learnable"]:
+    return "learnable" if model.attention_sinks else "vanilla"
 
 
 def _latent_attention(model: ModelConfig) -> dict[str, Any]:
@@ -205,6 +225,8 @@ def _expert_layers(model: ModelConfig) -> list[int] | int:
 def _activation(model: ModelConfig) -> Any:
     if model.activation == "squared_relu":
         return squared_relu
+    if model.activation == "quick_gelu":
+        return quick_gelu
     if model.activation == "gelu_tanh":
         return gelu_tanh
     if model.activation is not None:
@@ -449,6 +471,8 @@ def _chunk(
     if model.scale_embeddings:
         _scale_embeddings(chunk, model.hidden_size, config.params_dtype)
     _drop_unused_weight(chunk)
+    if model.linear_bias and kernel != "te":
+        _copy_outputs_of_experts(chunk)
     mark_splits(chunk, gated=model.gated_linear_unit)
     return chunk
 
@@ -480,6 +504,22 @@ def _plain_output_layer() -> Iterator[None]:
         yield
     finally:
         tensor_parallel.ColumnParallelLinear = layer
+
+
+def _copy_outputs_of_experts(chunk: GPTModel) -> None:
+    """Let Megatron's local experts add their biases.
+
+    They add in place to what the second projection returns, which autograd refuses where that is
+    the result of a function of Megatron's that returns its input.
+    """
+    for module in chunk.modules():
+        if isinstance(module, SequentialMLP):
+            for expert in module.local_experts:
+                expert.linear_fc2.register_forward_hook(_copied)
+
+
+def _copied(module: Any, inputs: Any, output: tuple[torch.Tensor, Any]) -> Any:
+    return output[0].clone(), *output[1:]
 
 
 def _drop_unused_weight(chunk: GPTModel) -> None:

@@ -65,7 +65,7 @@ def initialize_by_name(
 
 def _constant(name: str, zero_centered_norms: bool) -> float | None:
     """What a vector is filled with; None if it is drawn."""
-    if name.endswith(("A_log", "mixer.dt_bias")):
+    if name.endswith(("A_log", "mixer.dt_bias", "softmax_offset")):
         return None
     if name.endswith(("dt_bias", ".D")):
         return 1.0
@@ -88,10 +88,11 @@ def mark_splits(chunk: Any, *, gated: bool) -> None:
     """Mark how tensor-parallel ranks split the weights of Transformer Engine's layers.
 
     Transformer Engine marks each weight as split by rows, unless it splits the weight by columns
-    itself. Two kinds are otherwise:
+    itself. Three kinds are otherwise:
 
     - Megatron splits experts itself: their second projections by columns, and each half of a first
       projection with a gate.
+    - Megatron and Transformer Engine split sinks by heads and do not say so.
     - Every rank has multi-latent attention's down projections whole, as a plain `TELinear`. Marked
       as split, each rank's copy would begin with other weights, and all copies would count in the
       gradient norm. Megatron-Core 0.19 marks them as whole.
@@ -108,6 +109,10 @@ def mark_splits(chunk: Any, *, gated: bool) -> None:
                 rows = "linear_fc1" in name
                 param.partition_dim = 0 if rows else 1
                 param.partition_stride = 2 if rows and gated else 1
+            elif last == "softmax_offset":
+                param.tensor_model_parallel = True
+                param.partition_dim = 0
+                param.partition_stride = 1
             elif is_whole:
                 param.tensor_model_parallel = False
 

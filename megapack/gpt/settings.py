@@ -33,7 +33,7 @@ Settings = Mapping[str, Setting]
 """Megatron's name of a setting -> its value."""
 
 FIXED: Settings = {
-    "bias_dropout_fusion": Setting(False, "the layers have neither biases nor dropout"),
+    "bias_dropout_fusion": Setting(False, "the layers have no dropout"),
     "masked_softmax_fusion": Setting(False, "attention over packed rows has no mask"),
     "persist_layer_norm": Setting(False, "norms are Transformer Engine's or torch's, not apex's"),
 }

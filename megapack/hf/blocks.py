@@ -60,12 +60,22 @@ class RowSpan:
     """The expert's number, if the Hugging Face tensor stacks those of a layer."""
     swaps_halves: bool = False
     """Whether the tensor has the second half of the block's columns first; the block has all."""
+    step: int = 1
+    """From one of its rows to the next."""
+    is_transposed: bool = False
+    """Whether its rows are columns of the Hugging Face tensor."""
 
     @property
     def place(self) -> tuple[int | slice, ...]:
-        """Where the span is in the Hugging Face tensor."""
-        place = (slice(self.row, self.row + self.count), *self.columns)
+        """Where the span is in the Hugging Face tensor; between its rows may be others."""
+        rows = slice(self.row, self.row + self.step * (self.count - 1) + 1)
+        place = (*self.columns, rows) if self.is_transposed else (rows, *self.columns)
         return place if self.expert is None else (self.expert, *place)
+
+    def rows_in(self, part: Tensor) -> Tensor:
+        """The span's rows in what is at its place, as the block has them; a view."""
+        rows = part.t() if self.is_transposed else part
+        return rows[:: self.step]
 
     def of(self, values: Tensor) -> Tensor:
         """The span's part of its block's values."""
@@ -95,11 +105,18 @@ def row_spans(block: Block, names: TensorNames) -> list[RowSpan]:
         begin = max(first, at)
         stop = min(end, at + rows.count)
         if begin < stop:
-            row = rows.start + begin - at
-            count = stop - begin
-            turned = rows.swaps_halves
             found.append(
-                RowSpan(rows.name, row, begin - first, count, columns, rows.expert, turned)
+                RowSpan(
+                    rows.name,
+                    rows.start + rows.step * (begin - at),
+                    begin - first,
+                    stop - begin,
+                    columns,
+                    rows.expert,
+                    rows.swaps_halves,
+                    rows.step,
+                    rows.is_transposed,
+                )
             )
         at += rows.count
     return found
@@ -112,14 +129,18 @@ def hf_shapes(blocks: Iterable[Block], names: TensorNames) -> dict[str, tuple[in
     """
     counts: dict[tuple[str, int | None], int] = defaultdict(int)
     columns: dict[str, tuple[int, ...]] = {}
+    transposed = set()
     for key, index, whole in dict.fromkeys((b.key, b.index, b.whole) for b in blocks):
         for rows in names.rows(key, index, whole[0]):
             counts[rows.name, rows.expert] += rows.count
             columns[rows.name] = whole[1:]
+            if rows.is_transposed:
+                transposed.add(rows.name)
     shapes = {}
     for (name, expert), count in counts.items():
         experts = () if expert is None else (names.num_experts,)
-        shapes[name] = (*experts, count, *columns[name])
+        matrix = (count, *columns[name])
+        shapes[name] = (*experts, *(matrix[::-1] if name in transposed else matrix))
     return shapes
 
 

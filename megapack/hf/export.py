@@ -209,7 +209,8 @@ class Exporter:
             return None
         whole = torch.empty(one.shape, dtype=one.dtype)
         for part in one.parts:
-            whole[part.span.place].copy_(part.span.arranged(self._values(part, sources)))
+            values = part.span.arranged(self._values(part, sources))
+            part.span.rows_in(whole[part.span.place]).copy_(values)
         return whole
 
     def _values(self, part: Part, sources: Sources) -> Tensor:

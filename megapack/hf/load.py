@@ -156,6 +156,6 @@ def _read(held: list[tuple[Block, Tensor]], stored: HfFolder, names: TensorNames
         with stored.open(file) as tensors:
             for span, values in by_file[file]:
                 part = tensors.get_slice(span.name)[span.place]
-                values.copy_(span.arranged(part))
+                values.copy_(span.arranged(span.rows_in(part)))
                 num_bytes += part.nbytes
     return num_bytes

@@ -38,6 +38,10 @@ class Rows:
     """The expert's number, if the tensor stacks those of a layer; its rows are the expert's."""
     swaps_halves: bool = False
     """Whether its columns are the second half of Megatron's, then the first."""
+    step: int = 1
+    """From one row to the next."""
+    is_transposed: bool = False
+    """Whether what is a row of Megatron's is a column there."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,13 @@ _GATED_DELTA = {
     "self_attention.out_norm.weight": ("linear_attn.norm.weight",),
     "self_attention.out_proj.weight": ("linear_attn.out_proj.weight",),
 }
+_GPT_OSS = {
+    **_DENSE,
+    "self_attention.linear_proj.bias": _attention("o_proj", bias=True),
+    "self_attention.core_attention.softmax_offset": ("self_attn.sinks",),
+    "mlp.router.weight": ("mlp.router.weight",),
+    "mlp.router.bias": ("mlp.router.bias",),
+}
 _NEMOTRON = {
     **{
         f"{norm}.weight": ("norm.weight",)
@@ -196,6 +207,7 @@ LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _GATED_DELTA
     ),
+    "gpt_oss": _GPT_OSS,
     "nemotron_h": _NEMOTRON,
     "olmo2": _OLMO,
     "olmo3": _OLMO,
@@ -242,6 +254,13 @@ MTP: Mapping[str, Mtp] = {
 _STACKED_EXPERTS = {
     "mlp.experts.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.experts.linear_fc2.weight": "mlp.experts.down_proj",
+}
+# In folders of gpt-oss columns of Megatron's are rows, gates and what they multiply alternate.
+_STACKED_COLUMNS = {
+    "mlp.experts.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.experts.linear_fc1.bias": "mlp.experts.gate_up_proj_bias",
+    "mlp.experts.experts.linear_fc2.weight": "mlp.experts.down_proj",
+    "mlp.experts.experts.linear_fc2.bias": "mlp.experts.down_proj_bias",
 }
 # Folders of embedding models have no beginning.
 _PREFIXES = {
@@ -407,6 +426,8 @@ class TensorNames:
                 for i in range(place.repeats)
             ]
         expert = index[0] if index else None
+        if expert is not None and self.model_type == "gpt_oss":
+            return _stacked_columns(prefix, name, expert, num_rows)
         if expert is not None and self._stacks_experts:
             return [Rows(prefix + _STACKED_EXPERTS[name], 0, num_rows, expert)]
         if name not in self._layers:
@@ -505,6 +526,17 @@ class TensorNames:
         if layer:
             return int(layer[1]) >= self.num_layers
         return name.startswith(("mtp.", f"{self._prefix}mtp_layers."))
+
+
+def _stacked_columns(prefix: str, name: str, expert: int, num_rows: int) -> list[Rows]:
+    """An expert's rows in a folder of gpt-oss."""
+    stacked = prefix + _STACKED_COLUMNS[name]
+    is_matrix = name.endswith("weight")
+    step = 2 if "linear_fc1" in name else 1
+    return [
+        Rows(stacked, first, num_rows // step, expert, step=step, is_transposed=is_matrix)
+        for first in range(step)
+    ]
 
 
 def _has_split_blocks(keys: Iterable[str]) -> bool:

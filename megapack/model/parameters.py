@@ -90,7 +90,9 @@ def mark_experts(chunks: Sequence[Any]) -> None:
 
     Megatron-Core 0.16.1 marks them so only under expert parallelism. Without it, and with whole
     experts on each tensor-parallel rank (tp=2, etp=1, ep=1), it would reduce over data-parallel
-    ranks alone, and leave out the tokens of the other tensor-parallel ranks.
+    ranks alone, and leave out the tokens of the other tensor-parallel ranks. So these are among the
+    ranks over which DDP reduces, and Megatron must not sum over them again, for which it marks
+    biases under sequence parallelism.
 
     Args:
         chunks: this rank's GPT models, not yet wrapped in DDP.
@@ -99,6 +101,7 @@ def mark_experts(chunks: Sequence[Any]) -> None:
         for name, param in chunk.named_parameters():
             if is_expert(name):
                 param.allreduce = False
+                param.sequence_parallel = False
 
 
 def keep_gradients_through_recompute(chunks: Sequence[Any], config: Any) -> None:

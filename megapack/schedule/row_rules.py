@@ -54,6 +54,12 @@ class _Facts:
         return self.setting(*names) if self.is_training else ""
 
     @property
+    def sinks(self) -> str:
+        """A softmax with more logits than keys."""
+        kind = getattr(self.config, "softmax_type", "vanilla")
+        return "" if kind == "vanilla" else f"softmax_type={kind!r}"
+
+    @property
     def ahead(self) -> str:
         """Layers of multi-token prediction."""
         return self.setting("mtp_num_layers") if num_depths(self.config) else ""
@@ -173,13 +179,19 @@ _RULES = (
         lambda facts: facts.on_te(facts.cp),
         "it has none with context parallelism; set model.attention=varlen",
     ),
-    # FP8 kernels take no packed rows with that mask; windows with it are not tested.
+    # FP8 kernels take no packed rows with that mask.
     _Rule(
         ("prefixes", "pieces"),
         lambda facts: facts.on_te(
-            facts.setting("fp8_dot_product_attention", "fp8_multi_head_attention", "window_size")
+            facts.setting("fp8_dot_product_attention", "fp8_multi_head_attention")
         ),
         "it is not supported; unset it",
+    ),
+    # Its exchange of keys over ranks has neither, and with gathered keys they are not tested.
+    _Rule(
+        ("prefixes", "wide", "pieces"),
+        lambda facts: facts.on_te(facts.setting("window_size") or facts.sinks),
+        "it is not supported; set model.attention=varlen",
     ),
 )
 

@@ -125,6 +125,10 @@ HYBRID_MODEL = dataclasses.replace(
     mamba_state_dim=16,
     mamba_num_groups=2,
 )
+# Sliding windows in every other layer and sinks, as in gpt-oss.
+WINDOW_MODEL = dataclasses.replace(
+    MODEL, attention_window=6, attention_window_pattern="LG", attention_sinks=True
+)
 MTP_MODEL = dataclasses.replace(MODEL, mtp_num_layers=2, mtp_loss_coef=0.6)
 MODELS = {
     "plain": (MODEL, 1.0),
@@ -135,6 +139,7 @@ MODELS = {
     "moe_replay": (MOE_MODEL, 1.0),
     "moe_shared": (MOE_SHARED_MODEL, 1.0),
     "mla": (MLA_MODEL, 0.9),
+    "window": (WINDOW_MODEL, 1.0),
     "mtp": (MTP_MODEL, 0.8),
     "mtp_other": (dataclasses.replace(MTP_MODEL, untie_embeddings=True), 0.8),
     "gated_delta": (GATED_DELTA_MODEL, 1.0),

@@ -163,6 +163,37 @@ def test_varlen_with_shared_prefixes_equals_merged_calls_with_its_gradients() ->
         assert (x.grad.cpu() - y.grad).norm() < 0.02 * y.grad.norm()
 
 
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
+def test_varlen_with_windows_and_sinks_equals_sdpa(window: int | None, softmax_type: str) -> None:
+    config = SimpleNamespace(
+        attention_dropout=0.0,
+        kv_channels=D,
+        num_attention_heads=HEADS,
+        context_parallel_size=1,
+        tensor_model_parallel_size=1,
+        window_size=None if window is None else (window - 1, 0),
+        softmax_type=softmax_type,
+        params_dtype=torch.float32,
+        use_cpu_initialization=False,
+    )
+    grads = []
+    for kind, cast in ((PackedVarlen, torch.Tensor.bfloat16), (PackedSDPA, torch.Tensor.double)):
+        module = kind(config, 1, AttnMaskType.causal, "self")
+        inputs = [cast(x).requires_grad_() for x in qkv()]
+        if module.softmax_offset is not None:
+            with torch.no_grad():
+                module.softmax_offset.copy_(torch.linspace(-2, 2, HEADS))
+            inputs.append(module.softmax_offset)
+        row = packed_seq_params(cu_seqlens(), max(LENGTHS), sum(LENGTHS))
+        out = module.attend(*inputs[:3], row_view(row))
+        weights = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out).sin()
+        found = torch.autograd.grad((out * weights).sum(), inputs)
+        grads.append([out.detach().double(), *(x.double() for x in found)])
+    for x, y in zip(*grads, strict=True):
+        assert (x - y).norm() < 0.02 * y.norm()
+
+
 def test_te_with_shared_prefixes_equals_merged_calls() -> None:
     skip_without("te")
     from transformer_engine.pytorch import DotProductAttention

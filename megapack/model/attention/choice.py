@@ -17,7 +17,8 @@ from megapack import cpu
 from megapack.base.apex import Apex, find_apex
 from megapack.base.choices import Attention, Dtype, Kernel
 from megapack.errors import ConfigError
-from megapack.model.attention.te_backend import AttentionSizes, te_obstacle
+from megapack.model.attention.te_backend import AttentionSizes, te_obstacle, te_row_obstacle
+from megapack.model.attention.varlen import has_windows
 from megapack.model.recurrent.choice import recurrent_kernels
 
 Library = Literal["te", "apex", "torch"]
@@ -190,13 +191,15 @@ def obstacle(
     if dtype == "fp32" and not (kernel == "te" and forced):
         return "its fused kernels take bf16, model.dtype is fp32"
     if kernel == "varlen":
-        return _varlen_obstacle()
+        return _varlen_obstacle(sizes)
     reason = _te_missing()
     if reason is None and shares_prefixes and sizes is not None and sizes.widest.cp > 1:
         return (
             f"it has no shared prefixes with context parallelism (cp={sizes.widest.cp}), varlen "
             "and sdpa have, or set plan.share_prefixes=off"
         )
+    if reason is None and sizes is not None:
+        reason = te_row_obstacle(sizes, shares_prefixes)
     if reason is None and sizes is not None and dtype == "bf16":
         # The same kernels run all numbers of ranks above 1.
         reason = te_obstacle(dataclasses.replace(sizes, most_cp=None), shares_prefixes)
@@ -228,7 +231,7 @@ def _te_missing() -> str | None:
     return None
 
 
-def _varlen_obstacle() -> str | None:
+def _varlen_obstacle(sizes: AttentionSizes | None) -> str | None:
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return f"torch {torch.__version__} has no varlen attention, 2.10 and later have"
     if not torch.backends.cuda.is_flash_attention_available():
@@ -236,4 +239,8 @@ def _varlen_obstacle() -> str | None:
     capability = torch.cuda.get_device_capability()
     if capability < _MIN_CAPABILITY:
         return "the GPU has compute capability {}.{}, it needs 8.0".format(*capability)
+    # With sinks torch's flash attention itself is called, which has had windows for longer.
+    needs_windows = sizes is not None and sizes.has_windows and not sizes.has_sinks
+    if needs_windows and not has_windows():
+        return f"varlen attention of torch {torch.__version__} has no windows, 2.11 has"
     return None

@@ -223,7 +223,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             self.register_buffer("softmax_offset", zeros, persistent=False)
             return
         self.softmax_offset = torch.nn.Parameter(zeros)
-        set_tensor_model_parallel_attributes(self.softmax_offset, tp > 1, 0, 1)
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
         """As `forward`, but the result is [T, heads, v], and keys and values begin with those of

@@ -38,13 +38,38 @@ class AttentionSizes:
     """Number of context-parallel ranks."""
     most_cp: int | None = None
     """Number of ranks that share the widest row; None = cp."""
+    windows: tuple[int | None, ...] = (None,)
+    """Kinds of layers: tokens that a token sees; None = all before it."""
+    softmax_type: Literal["vanilla", "learnable"] = "vanilla"
+    """Megatron's; "learnable" = sinks."""
 
     def __str__(self) -> str:
         """For messages, such as "32 heads (8 of keys) of 128 channels, cp=1"."""
         return (
             f"{self.heads} heads ({self.groups} of keys) of {self.head_width} channels, "
-            f"cp={self.cp}"
+            f"cp={self.cp}{self._special}"
         )
+
+    @property
+    def _special(self) -> str:
+        """Windows and sinks, for messages."""
+        sizes = "".join(f", windows of {window}" for window in self.windows if window)
+        return sizes + (", sinks" if self.has_sinks else "")
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers have a window."""
+        return any(self.windows)
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether the softmax has more logits than keys."""
+        return self.softmax_type != "vanilla"
+
+    @property
+    def kinds(self) -> list[AttentionSizes]:
+        """The sizes of each kind of layers."""
+        return [dataclasses.replace(self, windows=(window,)) for window in self.windows]
 
     @property
     def widest(self) -> AttentionSizes:
@@ -65,6 +90,7 @@ def te_backend(
     """The kernel for packed rows in bf16 that trains on this GPU.
 
     Args:
+        sizes: of one kind of layers.
         shares_prefixes: whether sequences have more keys than queries (see `te_rows`).
 
     Returns:
@@ -91,6 +117,7 @@ def _question(utils: Any, sizes: AttentionSizes, deterministic: bool, shares_pre
     With shared prefixes the last query sees the last key.
     """
     tokens = 4096  # Rows differ in length; a kernel is chosen for all of them.
+    (window,) = sizes.windows
     values = {
         "qkv_dtype": torch.bfloat16,
         "qkv_layout": "thd_thd_thd",
@@ -102,7 +129,8 @@ def _question(utils: Any, sizes: AttentionSizes, deterministic: bool, shares_pre
         "head_dim_qk": sizes.head_width,
         "head_dim_v": sizes.value_width or sizes.head_width,
         "attn_mask_type": "padding_causal_bottom_right" if shares_prefixes else "padding_causal",
-        "window_size": (-1, 0),
+        "window_size": (-1 if window is None else window - 1, 0),
+        "softmax_type": sizes.softmax_type,
         "bottom_right_diagonal": shares_prefixes,
         "core_attention_bias_requires_grad": False,
         "context_parallel": sizes.cp > 1,
@@ -115,14 +143,39 @@ def _question(utils: Any, sizes: AttentionSizes, deterministic: bool, shares_pre
     return utils.AttentionParams(**{k: v for k, v in values.items() if k in known})
 
 
+def te_row_obstacle(sizes: AttentionSizes, shares_prefixes: bool) -> str | None:
+    """Why it does not run the rows of layers with windows or sinks, whatever the GPU.
+
+    Over ranks it exchanges keys one rank after the other (p2p), which takes neither; with more keys
+    than queries neither is tested.
+    """
+    kinds = {"windows": sizes.has_windows, "sinks": sizes.has_sinks}
+    what = " and ".join(name for name, is_so in kinds.items() if is_so)
+    cp = sizes.widest.cp
+    if not what or (cp == 1 and not shares_prefixes):
+        return None
+    rows = f"context parallelism (cp={cp})" if cp > 1 else "shared prefixes"
+    return f"it does not run {what} of attention with {rows}, varlen and sdpa do"
+
+
 def te_obstacle(sizes: AttentionSizes, shares_prefixes: bool = False) -> str | None:
     """Why Transformer Engine's attention should not run packed rows here; None if it can.
 
     Args:
         shares_prefixes: whether samples of a row share prefixes.
     """
+    reasons = (_kind_obstacle(kind, shares_prefixes) for kind in sizes.kinds)
+    return next(filter(None, reasons), None)
+
+
+def _kind_obstacle(sizes: AttentionSizes, shares_prefixes: bool) -> str | None:
     deterministic = is_deterministic()
     backend = te_backend(sizes, deterministic, shares_prefixes)
+    if backend == "unfused" and sizes.has_sinks:
+        return (
+            "it has no fused attention with sinks over packed rows here; that needs a later "
+            "Transformer Engine than 2.11, and cuDNN 9.18"
+        )
     if backend == "unfused":
         return (
             f"it has only unfused attention for {sizes}"

@@ -259,6 +259,10 @@ _FEW_PROCESSES: dict[str, Case] = {
     "mla_tp2_sp_recompute": Case(layout=TP2_SP, variant="mla", recompute="selective"),
     "mla_cp2": Case(layout=Layout(cp=2), variant="mla"),
     "mla_cp2_recompute": Case(layout=Layout(cp=2), variant="mla", recompute="full"),
+    "window": Case(layout=Layout(), variant="window"),
+    "window_tp2_sp": Case(layout=TP2_SP, variant="window"),
+    "window_cp2": Case(layout=Layout(cp=2), variant="window"),
+    "window_pp2_vpp2_recompute": Case(layout=PP2_VPP2, variant="window", recompute="full"),
     "mtp": Case(layout=Layout(), variant="mtp"),
     "mtp_dp2": Case(layout=Layout(dp=2), variant="mtp", weighting="seq-mean-token-mean"),
     "mtp_pp2": Case(layout=PP2, variant="mtp"),
@@ -405,6 +409,7 @@ ALL_CASES = _FEW_PROCESSES | {
 
 # Each of these combines what other cases of the tests have.
 _ONLY_OF_THE_TOOL = {
+    *("window", "window_tp2_sp", "window_cp2"),
     *("mla", "mla_pp2_vpp2", "mla_tp2_sp_recompute", "mla_cp2_recompute", "moe_shared"),
     *("moe_shared_cp2", "moe_shared_pp2_vpp2", "moe_shared_tp2_sp_ep2_recompute"),
     *("pp2_vpp2_uniform", "pp2_vpp2_staged", "pp2_vpp2_pad_uniform", "pp2_vpp2_frozen_chunks"),

@@ -36,12 +36,22 @@ GRIDS: dict[str, tuple[Mapping[str, Any], Run]] = {
 """What a grid is about -> its cases, and what runs them."""
 
 
+# Families with a sliding window, without sinks.
+_WINDOWS = {"mistral_window", "qwen2_window", "gemma3_text", "olmo3"}
+
+
 def refusal(grid: str, name: str) -> str:
     """Why Transformer Engine's attention does not run a case; "" if it does.
 
     `schedule.checks` and `attention.choice` refuse these before a step.
     """
     cases, _ = GRIDS[grid]
+    case = cases[name]
+    kind = {getattr(case, key, "") for key in ("variant", "model", "family")}
+    if kind & {"window", "gpt_oss"}:
+        return "sinks"
+    if kind & _WINDOWS and case.layout.cp > 1:
+        return "sliding windows with context parallelism"
     gathers_keys = grid in ("shared prefixes", "samples in pieces")
     if gathers_keys and cases[name].layout.cp > 1:
         return f"{grid} with context parallelism"

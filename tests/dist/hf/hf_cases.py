@@ -22,7 +22,9 @@ FAMILIES = (
         "llama",
         "llama3_rope",
         "mistral",
+        "mistral_window",
         "qwen2",
+        "qwen2_window",
         "qwen3",
         "qwen3_tied",
         "qwen3_yarn",
@@ -30,7 +32,7 @@ FAMILIES = (
         "mixtral",
         "qwen3_moe",
     ),
-    *("deepseek_v3", "glm4_moe"),
+    *("deepseek_v3", "glm4_moe", "gpt_oss"),
     *("moonlight", "deepseek_v2", "glm4_moe_lite", "seed_oss", "ernie4_5", "mimo"),
     *("olmo2", "olmo3", "phi3", "gemma3_text"),
 )
@@ -47,7 +49,7 @@ MTP = {"mimo_mtp": "mimo", "glm4_moe_lite_mtp": "glm4_moe_lite", "qwen3_next_mtp
 """Families with their depth of multi-token prediction, by a name of their own."""
 ALL_FAMILIES = (*FAMILIES, *HYBRID_FAMILIES, *AS_HYBRID, *MTP)
 EXPERTS = (
-    *("qwen2_moe", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe"),
+    *("qwen2_moe", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"),
     *("moonlight", "deepseek_v2", "glm4_moe_lite", "glm4_moe_lite_mtp", "qwen3_next_mtp"),
     *("qwen3_next", "qwen3_5_moe", "nemotron_h", "qwen2_moe_hybrid", "glm4_moe_hybrid"),
 )
@@ -60,6 +62,7 @@ LAYOUTS = {
     "dp2": Layout(dp=2),
 }
 """By name; with experts `dp2` also has ep2."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:

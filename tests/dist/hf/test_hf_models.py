@@ -15,6 +15,8 @@ pytestmark = pytest.mark.dist
 SECOND = {
     "llama": "cp2",
     "mistral": "tp2_sp",
+    "mistral_window": "pp2_vpp2",
+    "qwen2_window": "cp2",
     "llama3_rope": "tp2_sp",
     "qwen2": "pp2_vpp2",
     "qwen3": "cp2",

@@ -44,6 +44,11 @@ SPECIAL = {
     "untied": _case("pp2", model="other", kinds=_TWO),
     "mla": _case("pp2", model="mla", kinds=_TWO),
     "mla_cp2": _case("cp2", model="mla", kinds=_TWO),
+    "window": _case("pp2", model="window", recompute="full", kinds=_TWO),
+    "window_cp2": _case("cp2", model="window", kinds=_TWO),
+    "window_tp2_sp": _case("tp2_sp", model="window", kinds=_TWO),
+    "no windows": _case("pp2", model="window", kinds=("sft",), mutation="no windows"),
+    "no sinks": _case("pp2", model="window", kinds=("sft",), mutation="no sinks"),
     "frozen": _case("pp2", frozen=_FROZEN, kinds=_TWO),
     "selective": _case("tp2_sp", recompute="selective", kinds=_TWO),
     "selective_cp2": _case("cp2", recompute="selective", kinds=_TWO),
@@ -80,5 +85,6 @@ SPECIAL = {
 TESTED = (
     *("pp2_vpp2-full", "tp2_sp-none", "dp2_ep2-full"),
     *("moe_replay_pp2", "reward_cp2", "sft_all", "padding", "bf16"),
+    *("window_tp2_sp", "no windows", "no sinks"),
 )
 """The cases of the tests. tools/exactness.py runs all."""

@@ -67,7 +67,20 @@ def _without_earlier_pieces(row: PackedRow, group: Any, link: Link | None) -> An
     return row_params(dataclasses.replace(row, piece=None, branches=branches), group)
 
 
+_ATTENTION = sdpa.path_causal_attention
+
+
+def _without_windows(*args: Any, window: int | None, **kwargs: Any) -> Tensor:
+    return _ATTENTION(*args, window=None, **kwargs)
+
+
+def _without_sinks(*args: Any, sink_H: Tensor, **kwargs: Any) -> Tensor:
+    return _ATTENTION(*args, sink_H=sink_H - 100, **kwargs)
+
+
 _MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "no windows": (sdpa, "path_causal_attention", _without_windows),
+    "no sinks": (sdpa, "path_causal_attention", _without_sinks),
     "no carried gradients": (carried, "_leaf", lambda value, link: value.detach().clone()),
     "no exchanged keys": (sdpa, "gather_rows", _own_keys_only),
     "no carried keys": (runner, "row_params", _without_earlier_pieces),

@@ -79,6 +79,9 @@ SPECIAL = {
     "frozen": _case("pp2", frozen=_FROZEN, kinds=_TWO),
     "mla_full": _case("pp2", model="mla", recompute="full", kinds=_TWO),
     "mla_cp2": _case("cp2", model="mla", kinds=_TWO),
+    "window_cp2_pp2": _case("cp2_pp2", model="window", kinds=_TWO),
+    "window_pp2_vpp2_full": _case("pp2_vpp2_g4", model="window", recompute="full", kinds=_TWO),
+    "family_window_full": _family("pp2", model="window", recompute="full", kinds=_TWO),
     "moe": _case("pp2_tp2_sp_ep2", model="moe"),
     "moe_full": _case("pp2", model="moe", recompute="full", kinds=_TWO),
     "moe_bias_cp2_selective": _case("cp2_ep2", model="moe_bias", recompute="selective", kinds=_TWO),
@@ -117,7 +120,8 @@ SPECIAL = {
 }
 
 TESTED = (
-    *("pp2_vpp2-none", "tp2_sp_pp2-none", "cp2_pp2-full", "value", "mla_full", *MUTATED),
+    *("pp2_vpp2-none", "tp2_sp_pp2-none", "cp2_pp2-full", "value", "mla_full"),
+    *("window_cp2_pp2", *MUTATED),
     *("shared_cp2_pp2-full", "shared_moe", "wide_pp2_vpp2_later", "wide_moe"),
     *("moe_bias_dp2_selective", "moe_replay_dp2_full", "planned_moe_dp2"),
     *("family_pp2_vpp2-none", "family_cp2_pp2-full", "family_moe_replay_full"),

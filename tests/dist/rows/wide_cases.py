@@ -48,6 +48,7 @@ SPECIAL = {
     "mla": _case("dp4", model="mla", kinds=_TWO),
     "mla_pp2_full": _case("dp2_pp2", model="mla", recompute="full", kinds=_TWO),
     "mla_cp2": _case("dp2_cp2", model="mla", kinds=_TWO),
+    "window": _case("dp2_pp2", model="window", kinds=_TWO),
     "mtp": _case("dp4", model="mtp", kinds=_AHEAD),
     "mtp_pp2_vpp2_selective": _case(
         "dp2_pp2_vpp2", model="mtp", recompute="selective", kinds=_AHEAD

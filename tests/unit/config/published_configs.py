@@ -389,5 +389,6 @@ FAMILY_MODELS = {
     "phi3": "Phi-4-mini",
     "gemma3_text": "Gemma-3-1B",
     "gemma3": "Gemma-3-12B",
+    "gpt_oss": "gpt-oss-20b-BF16",
 }
 """A model of each `model_type` of a GPT."""

@@ -52,6 +52,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "qkv_bias": True,
     },
     "qwen3": {"qk_layernorm": True, "kv_channels": 128, "norm_epsilon": 1e-6},
+    "gpt_oss": {
+        "activation": "quick_gelu",
+        "activation_clamp": 7.0,
+        "attention_sinks": True,
+        "attention_window": 128,
+        "attention_window_pattern": "LG",
+        "glu_linear_offset": 1.0,
+        "linear_bias": True,
+        "moe_ffn_hidden_size": 2880,
+        "rope_scaling": RopeScaling(
+            kind="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
+        ),
+    },
     "qwen3_moe": {"num_experts": 128, "moe_top_k": 8, "moe_ffn_hidden_size": 768},
     "deepseek_v3": {
         "kv_lora_rank": 512,
@@ -188,7 +201,7 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("qwen3", {"model_type": "gpt_oss"}, 'model_type="gpt_oss"; megapack trains llama,'),
+        ("qwen3", {"model_type": "gpt_neox"}, 'model_type="gpt_neox"; megapack trains llama,'),
         ("qwen3", {"model_type": None}, "model_type=null"),
         ("qwen3", {"model_type": "hunyuan_v1_moe"}, "normalises queries and keys after rotating"),
         ("qwen3", {"architectures": ["Qwen3Model"]}, "Qwen3ForSequenceClassification only"),
@@ -205,8 +218,10 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
         ("qwen3", {"tie_word_embeddings": "yes"}, "expected true or false"),
         ("qwen3", {"rms_norm_eps": 0}, "rms_norm_eps=0; expected a number above 0"),
         ("qwen3", {"rope_theta": 10000.5}, "rope_theta=10000.5; expected a whole number"),
-        ("qwen3", {"use_sliding_window": True}, "use_sliding_window=true"),
-        ("qwen3", {"layer_types": ["sliding_attention"]}, "full_attention only"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 36}, "use_sliding_window is false"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "expected 36 of sliding_"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 36}, "expected 36 of sliding_"),
         ("qwen3", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor=null"),
         (
             "qwen3",
@@ -224,7 +239,7 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
         ),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor=null"),
         ("llama", {"rope_scaling": {**_LLAMA3, "extra": 1}}, "rope_scaling.extra=1"),
-        ("mistral", {"sliding_window": 4096}, "set max_position_embeddings, now 32768, to 4096"),
+        ("mistral", {"sliding_window": 0}, "expected a whole number of at least 1"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         ("mixtral", {"num_experts_per_tok": 1}, "a normalised score of one expert is 1"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
@@ -239,6 +254,10 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false"),
         ("deepseek_v3", {"rope_scaling": _LLAMA3}, "megapack trains default and yarn for"),
         ("deepseek_v3", {"rope_scaling": {**_YARN, "mscale": None}}, "rope_scaling.mscale=null"),
+        ("gpt_oss", {"rope_scaling": None}, "transformers would assume yarn"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias=false"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "convert the folder"),
         ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm=1; expected true or false"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "ranks a group by its best"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=true"),
@@ -290,6 +309,32 @@ def test_keys_without_effect_are_read(tmp_path: Path) -> None:
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     names = {"architectures": ["Qwen3ForSequenceClassification"]}
     assert read_hf_config(folder(tmp_path, {**PUBLISHED["qwen3"], **names, **labels}))
+
+
+KINDS = {"L": "sliding_attention", "G": "full_attention"}
+SWITCHED = {"use_sliding_window": True, "sliding_window": 4096}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "window", "pattern"),
+    [
+        ("mistral", {"sliding_window": 4096}, 4096, None),
+        # No sample reaches it.
+        ("mistral", {"sliding_window": 32768}, None, None),
+        ("mixtral", {"sliding_window": 4096}, 4096, None),
+        ("qwen2", {**SWITCHED, "max_window_layers": 21}, 4096, 21 * "G" + 3 * "L"),
+        ("qwen2", {**SWITCHED, "max_window_layers": 0}, 4096, None),
+        ("qwen2", {**SWITCHED, "max_window_layers": 24}, None, None),
+        ("qwen3", {**SWITCHED, "layer_types": 18 * [KINDS["L"], KINDS["G"]]}, 4096, "LG"),
+        ("qwen3", {"layer_types": 36 * [KINDS["G"]]}, None, None),
+    ],
+)
+def test_sliding_windows(
+    name: str, changes: dict[str, Any], window: int | None, pattern: str | None, tmp_path: Path
+) -> None:
+    values = read_hf_config(folder(tmp_path, {**PUBLISHED[name], **changes})).values
+    assert values["attention_window"] == window
+    assert values["attention_window_pattern"] == pattern
 
 
 def test_the_name_of_a_model_of_the_hub_is_no_folder(

@@ -64,6 +64,7 @@ PUBLISHED = {
     # Without the vision model's 0.42.
     "Gemma-3-1B": 1.0,
     "Gemma-3-12B": 11.77,
+    "gpt-oss-20b-BF16": 20.91,
     "qwen3_next": 79.7,
     "qwen3_5": 26.9,
     "qwen3_5_moe": 34.7,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -150,6 +151,28 @@ def test_calls_are_merged_on_a_cpu() -> None:
     found = str(find_kernels("auto", "fp32", shares_prefixes=True))
     assert "attention sdpa" in found
     assert "; shared prefixes: one call per prefix, merged; not te: the device is not" in found
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ({"windows": (128, None)}, "windows"),
+        ({"softmax_type": "learnable"}, "sinks"),
+        ({"windows": (128,), "softmax_type": "learnable"}, "windows and sinks"),
+    ],
+)
+def test_transformer_engine_has_windows_and_sinks_in_plain_rows_only(
+    gpu: Machine, kind: dict[str, Any], what: str
+) -> None:
+    gpu.transformer_engine(imports=True)
+    sizes = AttentionSizes(heads=8, groups=2, head_width=64, **kind)
+    assert choose_attention("auto", "bf16", sizes) == "te"
+    assert choose_attention("auto", "bf16", sizes, shares_prefixes=True) == "varlen"
+    over_ranks = dataclasses.replace(sizes, cp=2)
+    assert choose_attention("auto", "bf16", over_ranks) == "varlen"
+    wide = dataclasses.replace(sizes, most_cp=4)
+    with pytest.raises(ConfigError, match=rf"not run {what} of attention with .*\(cp=4\), varlen"):
+        choose_attention("te", "bf16", wide)
 
 
 def test_transformer_engine_shares_no_prefixes_with_context_parallelism(gpu: Machine) -> None:

@@ -178,6 +178,21 @@ def test_a_version_that_cannot_be_asked_is_left_to_choose(engine: Engine, answer
     assert choose_attention("auto", "bf16", SIZES) == "te"
 
 
+def test_it_is_asked_for_each_kind_of_layers(engine: Engine) -> None:
+    engine.answers(lambda asked: UNFUSED if asked.window_size == (127, 0) else FUSED)
+    sizes = AttentionSizes(heads=64, groups=8, head_width=64)
+    assert choose_attention("auto", "bf16", sizes) == "te"
+    windows = dataclasses.replace(sizes, windows=(128, None))
+    assert choose_attention("auto", "bf16", windows) == "varlen"
+    assert "windows of 128" in passed_over("varlen", "bf16", windows)["te"]
+    sinks = dataclasses.replace(windows, softmax_type="learnable")
+    assert "no fused attention with sinks" in passed_over("varlen", "bf16", sinks)["te"]
+    engine.answers(FUSED, FIELDS_2_20)
+    assert choose_attention("auto", "bf16", sinks) == "te"
+    assert {asked.softmax_type for asked in engine.asked[-2:]} == {"learnable"}
+    assert {asked.window_size for asked in engine.asked[-2:]} == {(127, 0), (-1, 0)}
+
+
 def test_it_is_asked_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.answers(FUSED)
     for _ in range(3):
@@ -189,6 +204,13 @@ def test_it_is_asked_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
     ("changes", "layout", "sizes"),
     [
         ({}, Layout(tp=2, cp=2), AttentionSizes(heads=4, groups=4, head_width=8, cp=2)),
+        (
+            {"attention_window": 9, "attention_window_pattern": "LG", "attention_sinks": True},
+            Layout(),
+            AttentionSizes(
+                heads=8, groups=8, head_width=8, windows=(9, None), softmax_type="learnable"
+            ),
+        ),
         (
             {"num_query_groups": 2, "kv_channels": 64},
             Layout(tp=2),
