@@ -17,6 +17,7 @@ HybridModel. Nemotron-H counts layers as a HybridModel does.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -466,9 +467,8 @@ class TensorNames:
         copy = self._mtp.copies.get(name.removeprefix(self._prefix))
         if copy is None:
             return []
-        pattern = re.escape(copy).replace(r"\{", "{").replace(r"\}", "}")
-        of_depth = pattern.format(prefix=re.escape(self._prefix), layer=r"\d+", depth=r"\d+")
-        return sorted(one for one in self._stored if re.fullmatch(of_depth, one))
+        of_depths = (self._of_depth(copy, depth) for depth in itertools.count())
+        return list(itertools.takewhile(self._stored.__contains__, of_depths))
 
     def _unknown(self, key: str) -> ConfigError:
         return ConfigError(
