@@ -325,6 +325,34 @@ FAMILIES: dict[str, Family] = {
         published={"first_k_dense_replace": 1, "topk_method": "noaux_tc"},
         mtp=("layer", 3),
     ),
+    "glm4": Family(
+        name="Glm4",
+        settings={
+            **_DENSE,
+            "head_dim": 16,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "minimax_m2": Family(
+        name="MiniMaxM2",
+        settings={
+            **_DENSE,
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        published={"attn_type_list": [1] * 4, "rotary_dim": 8, "scoring_func": "sigmoid"},
+    ),
     "seed_oss": Family(
         name="SeedOss",
         settings={**_DENSE, "head_dim": 16, "attention_bias": True, "rope_theta": 1e7},
@@ -710,7 +738,11 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
             assert own.grad is not None or ".experts." in name, f"{name} has no gradient"
             param.copy_(torch.zeros_like(own) if own.grad is None else own.grad)
             param.grad = None
-    return {name: value for name, value in tensors_of(twin).items() if not name.endswith(buffers)}
+    return {
+        name: value
+        for name, value in tensors_of(twin).items()
+        if not name.endswith((*buffers, "e_score_correction_bias"))
+    }
 
 
 @contextlib.contextmanager

@@ -84,6 +84,8 @@ MODELS = {
     "moonlight": "Moonlight: MLA without compressed queries, norms of two epsilons",
     "deepseek_v2": "DeepSeek-V2-Lite: MLA, yarn, softmax scores as they are",
     "glm4_moe_lite": "GLM-4.7-Flash: MLA, norms of two epsilons",
+    "glm4": "GLM-4: norms before and after, neighbouring channels of half a head rotated",
+    "minimax_m2": "MiniMax-M2: norms over all heads, half of a head rotated, expert bias",
     "seed_oss": "Seed-OSS",
     "ernie4_5": "Ernie-4.5: neighbouring channels rotated, tied",
     "mimo": "MiMo",

@@ -345,6 +345,31 @@ _ERNIE4_5 = Family(
     only={"use_bias": (False,)},
     values={"rotary_interleaved": True},
 )
+_GLM4 = Family(
+    architecture="Glm4ForCausalLM",
+    flags={"attention_bias": "qkv_bias"},
+    defaults={"partial_rotary_factor": 0.5},
+    values={"norm_placement": "sandwich", "rotary_interleaved": True},
+    is_partly_rotated=True,
+)
+_MINIMAX_M2 = Family(
+    architecture="MiniMaxM2ForCausalLM",
+    defaults={"rope_theta": 5e6},
+    only={
+        "qk_norm_type": ("per_layer",),
+        "router_jitter_noise": (0.0, 0),
+        "scoring_func": ("sigmoid",),
+        "shared_intermediate_size": (0,),
+        "sliding_window": (None,),
+        "use_qk_norm": (True,),
+        "use_routing_bias": (True,),
+    },
+    # Published folders have no weights of multi-token prediction.
+    unused=("auto_map", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp"),
+    values={"qk_layernorm": True, "qk_layernorm_over_heads": True},
+    is_partly_rotated=True,
+    parts=(parts.full_attention, parts.rotary_width, parts.biased_experts),
+)
 # Qwen2 with layers of multi-token prediction, as remote code.
 _MIMO = Family(
     architecture="MiMoForCausalLM",
@@ -475,8 +500,10 @@ FAMILIES: Mapping[str, Family] = {
     # Another name for the same model with remote code.
     "kimi_k2": _DEEPSEEK_V3,
     "deepseek_v2": _DEEPSEEK_V2,
+    "glm4": _GLM4,
     "glm4_moe": _GLM4_MOE,
     "glm4_moe_lite": _GLM4_MOE_LITE,
+    "minimax_m2": _MINIMAX_M2,
     "seed_oss": _SEED_OSS,
     "ernie4_5": _ERNIE4_5,
     "mimo": _MIMO,
@@ -495,13 +522,10 @@ _REFUSED: Mapping[str, str] = {
     **REFUSED,
     "ernie4_5_moe": "it chooses experts by softmax scores plus a bias, and Megatron-Core's router "
     "adds a bias to sigmoids only",
-    "glm4": "it rotates neighbouring channels of half a head, between norms before and after each "
-    "part of a layer, which megapack's layers do not have together",
     **dict.fromkeys(
         ("hunyuan_v1_dense", "hunyuan_v1_moe"),
         "it normalises queries and keys after rotating them, Megatron-Core before",
     ),
-    "minimax_m2": "it normalises the queries of all heads together, Megatron-Core those of each",
 }
 """Families that Megatron-Core or megapack cannot build, with the reason."""
 

@@ -321,6 +321,25 @@ def attention_scale(reader: Reader) -> Values:
     return {} if scale == reader.count("head_dim", 1) else {"attention_scale": scale**-0.5}
 
 
+def full_attention(reader: Reader) -> Values:
+    """The kinds of layers as MiniMax-M2's remote code has them, 1 for softmax attention."""
+    kinds = reader.get("attn_type_list", None)
+    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {1}):
+        raise reader.error("attn_type_list", kinds, "megapack trains 1 only, softmax attention")
+    return {}
+
+
+def rotary_width(reader: Reader) -> Values:
+    """The channels of a head that are rotated, where the file counts them."""
+    width = reader.optional_count("rotary_dim", None)
+    if width is None:
+        return {}
+    percent = width / reader.count("head_dim", 1)
+    if reader.get("partial_rotary_factor") not in (None, percent):
+        raise reader.error("rotary_dim", width, "partial_rotary_factor says otherwise: keep one")
+    return {"rotary_percent": percent}
+
+
 def own_head_width(reader: Reader) -> Values:
     """Heads whose width does not follow from the hidden size, so that null is no width."""
     reader.count("head_dim", 1)
@@ -355,6 +374,18 @@ def mixtral_experts(reader: Reader) -> Values:
 def clamped_experts(reader: Reader) -> Values:
     """Experts of gpt-oss, whose SwiGLU is clamped."""
     return {**mixtral_experts(reader), "activation_clamp": reader.number("swiglu_limit")}
+
+
+def biased_experts(reader: Reader) -> Values:
+    """Experts of MiniMax-M2: sigmoid scores, chosen with a bias, and no shared experts."""
+    values = _top_k(reader, "num_local_experts")
+    return {
+        **values,
+        **_normed(reader, values["moe_top_k"], True),
+        "moe_ffn_hidden_size": reader.count("intermediate_size", 1),
+        "moe_score_function": "sigmoid",
+        "moe_expert_bias": True,
+    }
 
 
 def softmax_experts(reader: Reader) -> Values:

@@ -145,6 +145,11 @@ _PHI = {
     "self_attention.linear_qkv.weight": _attention("qkv_proj"),
     **_mlp("mlp", "mlp", "gate_up_proj", "down_proj"),
 }
+_MIXTRAL = {
+    **_DENSE,
+    "mlp.router.weight": ("block_sparse_moe.gate.weight",),
+    **_mlp("mlp.experts.experts", "block_sparse_moe.experts.{expert}", "w1", "w3", "w2"),
+}
 _DEEPSEEK = {**_DENSE, **_EXPERTS, **_SHARED_EXPERTS, **_LATENT_ATTENTION}
 
 _GATED_SHARED_EXPERT = {
@@ -188,11 +193,7 @@ _NEMOTRON = {
 LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": _DENSE,
     "mistral": _DENSE,
-    "mixtral": {
-        **_DENSE,
-        "mlp.router.weight": ("block_sparse_moe.gate.weight",),
-        **_mlp("mlp.experts.experts", "block_sparse_moe.experts.{expert}", "w1", "w3", "w2"),
-    },
+    "mixtral": _MIXTRAL,
     "qwen2": _DENSE,
     "qwen2_moe": {**_DENSE, **_EXPERTS, **_GATED_SHARED_EXPERT},
     "qwen3": _DENSE,
@@ -202,6 +203,16 @@ LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
     "deepseek_v2": _DEEPSEEK,
     "glm4_moe": {**_DENSE, **_EXPERTS, **_SHARED_EXPERTS},
     "glm4_moe_lite": _DEEPSEEK,
+    "glm4": {
+        **_DENSE,
+        **_mlp("mlp", "mlp", "gate_up_proj", "down_proj"),
+        "post_self_attn_layernorm.weight": ("post_self_attn_layernorm.weight",),
+        "post_mlp_layernorm.weight": ("post_mlp_layernorm.weight",),
+    },
+    "minimax_m2": {
+        **_MIXTRAL,
+        "mlp.router.expert_bias": ("block_sparse_moe.e_score_correction_bias",),
+    },
     "seed_oss": _DENSE,
     "ernie4_5": _DENSE,
     "mimo": _DENSE,

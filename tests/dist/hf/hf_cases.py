@@ -34,6 +34,7 @@ FAMILIES = (
     ),
     *("deepseek_v3", "glm4_moe", "gpt_oss"),
     *("moonlight", "deepseek_v2", "glm4_moe_lite", "seed_oss", "ernie4_5", "mimo"),
+    *("glm4", "minimax_m2"),
     *("olmo2", "olmo3", "phi3", "gemma3_text"),
 )
 HYBRID_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
@@ -50,6 +51,7 @@ MTP = {"mimo_mtp": "mimo", "glm4_moe_lite_mtp": "glm4_moe_lite", "qwen3_next_mtp
 ALL_FAMILIES = (*FAMILIES, *HYBRID_FAMILIES, *AS_HYBRID, *MTP)
 EXPERTS = (
     *("qwen2_moe", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"),
+    "minimax_m2",
     *("moonlight", "deepseek_v2", "glm4_moe_lite", "glm4_moe_lite_mtp", "qwen3_next_mtp"),
     *("qwen3_next", "qwen3_5_moe", "nemotron_h", "qwen2_moe_hybrid", "glm4_moe_hybrid"),
 )

@@ -31,6 +31,8 @@ SECOND = {
     "glm4_moe_lite": "dp2",
     "seed_oss": "tp2_sp",
     "ernie4_5": "cp2",
+    "glm4": "tp2_sp",
+    "minimax_m2": "tp2_sp",
     "mimo": "pp2_vpp2",
     "mimo_mtp": "cp2",
     "glm4_moe_lite_mtp": "pp2_vpp2",

@@ -54,6 +54,8 @@ PUBLISHED = {
     "Kimi-K2-bf16": 1026.0,
     "Moonlight-16B-A3B": 15.96,
     "GLM-4.7-Flash": 29.9,
+    "GLM-4-9B-0414": 9.40,
+    "MiniMax-M2-bf16": 228.7,
     "Seed-OSS-36B": 36.15,
     "ERNIE-4.5-0.3B": 0.361,
     "MiMo-7B-RL": 7.62,
