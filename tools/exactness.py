@@ -48,7 +48,7 @@ from tests.dist import problem  # noqa: E402
 from tests.dist.exactness.cases import ALL_CASES, HYBRID_CASES, Case  # noqa: E402
 from tests.dist.exactness.te_cases import GRIDS, refusal  # noqa: E402
 from tests.dist.executor import VARIABLE, executor  # noqa: E402
-from tests.dist.hf.hf_cases import ALL_FAMILIES, LAYOUTS, run_hf_cases, runnable  # noqa: E402
+from tests.dist.hf.hf_cases import ALL_FAMILIES, run_hf_cases, runnable  # noqa: E402
 from tests.dist.rows.row_case import RowCase  # noqa: E402
 from tests.dist.rows.row_cases import ALL_CASES as ROW_CASES  # noqa: E402
 from tests.dist.rows.row_cases import GROUPS as ROW_GROUPS  # noqa: E402
@@ -89,6 +89,11 @@ MODELS = {
     "seed_oss": "Seed-OSS",
     "ernie4_5": "Ernie-4.5: neighbouring channels rotated, tied",
     "mimo": "MiMo",
+    "qwen3_yarn": "Qwen3: yarn",
+    "olmo2": "OLMo-2: norms after attention and MLP, norms over all heads",
+    "olmo3": "OLMo-3: as OLMo-2; yarn in global layers only",
+    "phi3": "Phi-4-mini: longrope, half of a head rotated, stacked projections",
+    "gemma3_text": "Gemma 3: four norms per layer, two rotary embeddings, scaled embeddings, tied",
     "mimo_mtp": "MiMo with multi-token prediction",
     "glm4_moe_lite_mtp": "GLM-4.7-Flash with multi-token prediction",
     "qwen3_next_mtp": "Qwen3-Next with multi-token prediction",
@@ -107,6 +112,9 @@ MODEL_LAYOUTS = {
     "pp2_vpp2": "pp2 vpp2",
     "cp2": "cp2",
     "dp2": "dp2, with experts ep2",
+    "prefixes": "shared prefixes",
+    "wide": "rows over two ranks",
+    "pieces": "samples in pieces, pp2",
 }
 VARIANTS = {
     "plain": "tied, RMSNorm, SwiGLU",
@@ -217,7 +225,7 @@ def rounded_table(results: dict[str, dict[str, Any]]) -> list[str]:
 
 def model_table(results: dict[str, dict[str, Any]]) -> list[str]:
     """Per family and layout: gradient error, and the largest log-prob or entropy error."""
-    layouts = [name for name in LAYOUTS if any(name == key.split("-")[1] for key in results)]
+    layouts = [name for name in MODEL_LAYOUTS if any(name == key.split("-")[1] for key in results)]
     lines = ["| model | " + " | ".join(MODEL_LAYOUTS[name] for name in layouts) + " |"]
     lines.append("|---" * (1 + len(layouts)) + "|")
     for family in ALL_FAMILIES:

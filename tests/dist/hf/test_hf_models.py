@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.hf.hf_cases import HF_CASES, LAYOUTS, run_hf_cases, runnable
+from tests.dist.hf.hf_cases import HF_CASES, LAYOUTS, ROWS, run_hf_cases, runnable
 from tests.megatron import needs_hybrid
 
 pytestmark = pytest.mark.dist
@@ -22,6 +22,10 @@ SECOND = {
     "qwen3": "cp2",
     "qwen3_tied": "pp2_vpp2",
     "qwen3_yarn": "tp2_sp",
+    "olmo2": "tp2_sp",
+    "olmo3": "cp2",
+    "phi3": "tp2_sp",
+    "gemma3_text": "pp2_vpp2",
     "qwen2_moe": "tp2_sp",
     "mixtral": "cp2",
     "qwen3_moe": "dp2",
@@ -48,7 +52,7 @@ NAMES = [
     name
     for name, case in HF_CASES.items()
     # The families with the most parts, on all layouts.
-    if case.layout_name in ("single", SECOND.get(case.family, case.layout_name))
+    if case.layout_name in ("single", SECOND.get(case.family, case.layout_name), *ROWS)
 ]
 PARAMS = [
     pytest.param(name, marks=needs_hybrid if HF_CASES[name].is_hybrid else ()) for name in NAMES
@@ -102,4 +106,15 @@ def test_rows_hold_several_samples(name: str, results: dict[str, dict[str, Any]]
 
 
 def test_every_layout_is_in_the_sample() -> None:
-    assert {HF_CASES[name].layout_name for name in NAMES} == set(LAYOUTS)
+    assert {HF_CASES[name].layout_name for name in NAMES} == {*LAYOUTS, *ROWS}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if HF_CASES[name].layout_name in ROWS])
+def test_rows_are_made_as_the_case_says(name: str, results: dict[str, dict[str, Any]]) -> None:
+    result = results[name]
+    made = {
+        "prefixes": result["shared_tokens"] > 10,
+        "wide": result["most_ranks"] == 2,
+        "pieces": result["num_pieces"] == 2,
+    }
+    assert made[HF_CASES[name].layout_name]
