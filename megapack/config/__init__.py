@@ -4,7 +4,8 @@ Modules:
     yaml, typed, load: text -> plain values -> typed dataclasses, and back
     plan, model, rope, data, objective, critic, loop: the dataclasses of the sections
     sections: TrainConfig, which has all of them, and what their keys must fulfil together
-    bounds, model_checks: least values of keys; what a model's sizes must fulfil on a layout
+    bounds, architecture, model_checks: least values of keys; what they must fulfil together, and a
+        model's sizes on a layout
     hf_reader, hf_config: the model's keys from a Hugging Face folder, family by family
     hf_parts, hf_hybrid: keys that families share; the families of hybrid models
     cost_file: reads a cost model from its file

@@ -1,0 +1,244 @@
+"""What the keys of an architecture must fulfil together: experts, attention, ropes, norms, activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megapack.config.bounds import at_least
+from megapack.errors import ConfigError
+
+
+def check_architecture(model: Any) -> None:
+    """Raise ConfigError for the first keys of a `ModelConfig` that contradict each other."""
+    _check_experts(model)
+    _check_routing(model)
+    _check_latent_attention(model)
+    _check_rope(model)
+    _check_norms(model)
+    _check_windows(model)
+    _check_activation(model)
+
+
+def _check_experts(model: Any) -> None:
+    coefficients = ("moe_balance_loss_coef", "moe_z_loss_coef", "moe_bias_update_rate")
+    at_least(model, "model", 1, "num_experts", "moe_top_k", "moe_ffn_hidden_size")
+    at_least(model, "model", 0, *coefficients)
+    if model.num_experts is not None and model.moe_top_k > model.num_experts:
+        raise ConfigError(
+            f"model.moe_top_k={model.moe_top_k} is above model.num_experts={model.num_experts}; "
+            f"set {model.num_experts} or less"
+        )
+    if model.moe_bias_update_rate and model.moe_score_function != "sigmoid":
+        raise ConfigError(
+            f"model.moe_bias_update_rate={model.moe_bias_update_rate} needs "
+            "model.moe_score_function=sigmoid; set it, or moe_bias_update_rate=0"
+        )
+    if model.moe_expert_bias and model.moe_score_function != "sigmoid":
+        raise ConfigError(
+            "model.moe_expert_bias=true needs model.moe_score_function=sigmoid; set it, or "
+            "moe_expert_bias=false"
+        )
+    at_least(model, "model", 0, "moe_first_dense_layers")
+    at_least(model, "model", 1, "moe_shared_ffn_hidden_size")
+    if model.num_experts is None:
+        parts = ("moe_first_dense_layers", "moe_shared_ffn_hidden_size", "moe_num_groups")
+        for name in (*parts, "moe_expert_bias"):
+            if getattr(model, name):
+                raise ConfigError(
+                    f"model.{name}={getattr(model, name)} needs experts; set model.num_experts, "
+                    f"or leave {name} out"
+                )
+    elif model.moe_first_dense_layers >= model.num_layers:
+        raise ConfigError(
+            f"model.moe_first_dense_layers={model.moe_first_dense_layers} leaves no layer of "
+            f"model.num_layers={model.num_layers} with experts; set less, or num_experts=null"
+        )
+    if model.moe_shared_gate and model.moe_shared_ffn_hidden_size is None:
+        raise ConfigError(
+            "model.moe_shared_gate=true without a shared expert; set "
+            "model.moe_shared_ffn_hidden_size, or moe_shared_gate=false"
+        )
+
+
+def _check_routing(model: Any) -> None:
+    """Check the groups of experts and the scores of those that are chosen."""
+    at_least(model, "model", 1, "moe_num_groups", "moe_group_top_k")
+    if model.moe_route_scale is not None and not model.moe_route_scale > 0:
+        raise ConfigError(
+            f"model.moe_route_scale is {model.moe_route_scale}; set a number above 0, or null"
+        )
+    if not model.moe_norm_top_k and model.moe_score_function == "sigmoid":
+        raise ConfigError(
+            "model.moe_norm_top_k=false needs model.moe_score_function=softmax: Megatron-Core "
+            "always normalises sigmoids; set one of them otherwise"
+        )
+    groups = model.moe_num_groups
+    chosen = model.moe_group_top_k
+    if groups is None and chosen is None:
+        return
+    if groups is None or chosen is None:
+        raise ConfigError(
+            f"model.moe_num_groups={groups} and model.moe_group_top_k={chosen}; set both, or "
+            "neither"
+        )
+    experts = model.num_experts or 0
+    if experts % groups or chosen > groups:
+        raise ConfigError(
+            f"model.moe_num_groups={groups} with model.num_experts={experts} and "
+            f"model.moe_group_top_k={chosen}; set a divisor of {experts} that is at least "
+            f"{chosen}"
+        )
+    size = experts // groups
+    if model.moe_top_k % chosen or model.moe_top_k // chosen > size:
+        raise ConfigError(
+            f"model.moe_top_k={model.moe_top_k} is not a multiple of model.moe_group_top_k="
+            f"{chosen} of at most {chosen * size}; set one"
+        )
+
+
+def _check_latent_attention(model: Any) -> None:
+    widths = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    names = ("q_lora_rank", *widths, "latent_norm_epsilon")
+    at_least(model, "model", 1, "kv_lora_rank", "q_lora_rank", *widths)
+    at_least(model, "model", 0, "latent_norm_epsilon")
+    if model.kv_lora_rank is None:
+        for name in names:
+            if getattr(model, name) is not None:
+                raise ConfigError(
+                    f"model.{name}={getattr(model, name)} needs model.kv_lora_rank; set it for "
+                    f"multi-latent attention, or {name}=null"
+                )
+        return
+    for name in widths:
+        if getattr(model, name) is None:
+            raise ConfigError(f"model.kv_lora_rank is set, so model.{name} must be; set it")
+    refused = {
+        f"rope_scaling.kind={model.rope_scaling.kind}": model.rope_scaling.kind
+        not in ("none", "yarn"),
+        f"local_rotary_base={model.local_rotary_base}": model.local_rotary_base is not None,
+        f"kv_channels={model.kv_channels}": model.kv_channels is not None,
+        f"num_query_groups={model.num_query_groups}": model.num_query_groups
+        not in (None, model.num_attention_heads),
+        "qkv_bias=true": model.qkv_bias,
+        f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1,
+        "rotary_interleaved=true": model.rotary_interleaved,
+        f"qk_rope_head_dim={model.qk_rope_head_dim}": (model.qk_rope_head_dim or 0) % 2 == 1,
+    }
+    for key, is_set in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"model.{key} does not run with multi-latent attention (model.kv_lora_rank="
+                f"{model.kv_lora_rank}); leave it out"
+            )
+
+
+def _check_rope(model: Any) -> None:
+    """Check the layers with a local rotary embedding, and the numbers of LongRoPE."""
+    pattern = model.rotary_pattern
+    if (pattern is None) is not (model.local_rotary_base is None):
+        raise ConfigError(
+            f"model.rotary_pattern={pattern} and model.local_rotary_base="
+            f"{model.local_rotary_base}; set both, or neither"
+        )
+    if pattern is not None:
+        if not pattern or set(pattern) - {"L", "G"}:
+            raise ConfigError(f"model.rotary_pattern is {pattern!r}; set letters L and G")
+        others = {
+            "a HybridModel (megatron_class, hybrid_layer_pattern)": model.layer_pattern is not None,
+            f"mtp_num_layers={model.mtp_num_layers}": model.mtp_num_layers > 0,
+            "rope_scaling.kind=longrope": model.rope_scaling.kind == "longrope",
+        }
+        for name, is_set in others.items():
+            if is_set:
+                raise ConfigError(
+                    f"model.rotary_pattern={pattern} does not run with {name}; leave one out"
+                )
+    if model.rotary_interleaved and (pattern or model.rope_scaling.depends_on_length):
+        raise ConfigError(
+            "model.rotary_interleaved=true does not run with several rotary embeddings "
+            "(rotary_pattern, rope_scaling.kind=longrope); set false"
+        )
+    pairs = int(model.head_width * model.rotary_percent) // 2
+    count = len(model.rope_scaling.short_factor)
+    if model.rope_scaling.kind == "longrope" and count != pairs:
+        raise ConfigError(
+            f"model.rope_scaling has {count} numbers in short_factor for {pairs} pairs of rotated "
+            f"channels; set {pairs}"
+        )
+
+
+def _check_norms(model: Any) -> None:
+    if model.attention_scale is not None and not model.attention_scale > 0:
+        raise ConfigError(
+            f"model.attention_scale is {model.attention_scale}; set a number above 0, or null"
+        )
+    if model.qk_layernorm_over_heads and (
+        not model.qk_layernorm
+        or model.kv_lora_rank is not None
+        or model.layernorm_zero_centered_gamma
+        or model.normalization != "RMSNorm"
+    ):
+        raise ConfigError(
+            "model.qk_layernorm_over_heads=true needs qk_layernorm=true, normalization=RMSNorm, "
+            "layernorm_zero_centered_gamma=false and no multi-latent attention; set them, or leave "
+            "it out"
+        )
+    if model.norm_placement == "pre":
+        return
+    others = {
+        f"num_experts={model.num_experts}": model.num_experts is not None,
+        f"mtp_num_layers={model.mtp_num_layers}": model.mtp_num_layers > 0,
+        "a HybridModel (megatron_class, hybrid_layer_pattern)": model.layer_pattern is not None,
+        "multi-latent attention (kv_lora_rank)": model.kv_lora_rank is not None,
+    }
+    for name, is_set in others.items():
+        if is_set:
+            raise ConfigError(
+                f"model.norm_placement={model.norm_placement} does not run with {name}; set pre"
+            )
+
+
+def _check_windows(model: Any) -> None:
+    at_least(model, "model", 1, "attention_window")
+    pattern = model.attention_window_pattern
+    if pattern is not None and model.attention_window is None:
+        raise ConfigError(
+            f"model.attention_window_pattern={pattern} without a window; set "
+            "model.attention_window, or attention_window_pattern=null"
+        )
+    if pattern is not None and (not pattern or set(pattern) - {"L", "G"}):
+        raise ConfigError(
+            f"model.attention_window_pattern is {pattern!r}; set letters L and G, such as LG"
+        )
+    # Megatron numbers layers anew within a depth of multi-token prediction, and letters of a
+    # pattern are layers.
+    others = {
+        f"mtp_num_layers={model.mtp_num_layers}": model.mtp_num_layers > 0,
+        "a HybridModel (megatron_class, hybrid_layer_pattern)": model.layer_pattern is not None,
+        "multi-latent attention (kv_lora_rank)": model.kv_lora_rank is not None,
+    }
+    for name, is_set in others.items():
+        if is_set and (model.attention_window is not None or model.attention_sinks):
+            raise ConfigError(
+                f"model.attention_window={model.attention_window} and model.attention_sinks="
+                f"{str(model.attention_sinks).lower()} do not run with {name}; leave one out"
+            )
+
+
+def _check_activation(model: Any) -> None:
+    limit = model.activation_clamp
+    if limit is not None and not limit > 0:
+        raise ConfigError(f"model.activation_clamp is {limit}; set a number above 0, or null")
+    if (limit is not None or model.glu_linear_offset) and model.activation != "quick_gelu":
+        raise ConfigError(
+            f"model.activation_clamp={limit} and model.glu_linear_offset={model.glu_linear_offset} "
+            "need model.activation=quick_gelu; set it, or null and 0"
+        )
+    others = {
+        "a HybridModel (megatron_class, hybrid_layer_pattern)": model.layer_pattern is not None,
+        "multi-latent attention (kv_lora_rank)": model.kv_lora_rank is not None,
+        f"fp8={model.fp8}": model.fp8 is not None,
+    }
+    for name, is_set in others.items():
+        if is_set and model.linear_bias:
+            raise ConfigError(f"model.linear_bias=true does not run with {name}; leave one out")
