@@ -1,4 +1,4 @@
-"""What the keys of an architecture must fulfil together: experts, attention, ropes, norms, activations."""
+"""What the keys of an architecture must fulfil together: experts, attention, norms, activations."""
 
 from __future__ import annotations
 
