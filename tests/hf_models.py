@@ -375,6 +375,36 @@ FAMILIES: dict[str, Family] = {
         },
         mtp=("mimo", 3),
     ),
+    "deepseek_v32": Family(
+        name="DeepseekV32",
+        settings={
+            **_DEEPSEEK,
+            "max_position_embeddings": 2560,
+            "rope_theta": 1e4,
+            "rope_scaling": _YARN,
+            "index_topk": 8,
+            # With few heads, scores of keys are often equal, as all of them give 0.
+            "index_n_heads": 16,
+            "index_head_dim": 24,
+        },
+        published={"scoring_func": "sigmoid"},
+    ),
+    "glm_moe_dsa": Family(
+        name="GlmMoeDsa",
+        settings={
+            **_DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "rms_norm_eps": 1e-2,
+            "rope_theta": 1e6,
+            "v_head_dim": 44,
+            "index_topk": 8,
+            "index_n_heads": 16,
+            "index_head_dim": 24,
+        },
+        published={"scoring_func": "sigmoid", "indexer_rope_interleave": True},
+    ),
     "glm4_moe": Family(
         name="Glm4Moe",
         settings={
@@ -472,7 +502,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "nemotron_h": Family(name="NemotronH", settings=_NEMOTRON),
 }
-"""By a name that says what is special; in deepseek_v3 and glm4_moe the first layer is dense."""
+"""By a name that says what is special; in those of DeepSeek and GLM the first layer is dense."""
 
 
 # --- folders ---------------------------------------------------------------------------------
@@ -735,13 +765,16 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
             model.named_parameters(), twin.named_parameters(), strict=True
         ):
             # transformers 4 leaves out experts that no token chose.
-            assert own.grad is not None or ".experts." in name, f"{name} has no gradient"
+            may_have_none = ".experts." in name or ".indexer." in name
+            assert own.grad is not None or may_have_none, f"{name} has no gradient"
             param.copy_(torch.zeros_like(own) if own.grad is None else own.grad)
             param.grad = None
+    # transformers does not train indexers.
+    left_out = (*buffers, "e_score_correction_bias")
     return {
         name: value
         for name, value in tensors_of(twin).items()
-        if not name.endswith((*buffers, "e_score_correction_bias"))
+        if not name.endswith(left_out) and ".indexer." not in name
     }
 
 

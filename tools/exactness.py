@@ -79,6 +79,8 @@ MODELS = {
     "qwen2_moe": "Qwen2-MoE: gated shared expert",
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3-MoE",
+    "deepseek_v32": "DeepSeek-V3.2: sparse attention over 8 tokens",
+    "glm_moe_dsa": "GLM-5: sparse attention over 8 tokens, neighbours rotated",
     "deepseek_v3": "DeepSeek-V3: MLA, yarn, first layer dense, shared experts, groups, expert bias",
     "glm4_moe": "GLM-4.5: half of a head rotated, biases, first layer dense, shared expert",
     "moonlight": "Moonlight: MLA without compressed queries, norms of two epsilons",

@@ -13,6 +13,7 @@ def check_architecture(model: Any) -> None:
     _check_experts(model)
     _check_routing(model)
     _check_latent_attention(model)
+    _check_indexer(model)
     _check_rope(model)
     _check_norms(model)
     _check_windows(model)
@@ -129,6 +130,50 @@ def _check_latent_attention(model: Any) -> None:
             raise ConfigError(
                 f"model.{key} does not run with multi-latent attention (model.kv_lora_rank="
                 f"{model.kv_lora_rank}); leave it out"
+            )
+
+
+def _check_indexer(model: Any) -> None:
+    sizes = ("indexer_top_k", "indexer_num_heads", "indexer_head_dim")
+    at_least(model, "model", 1, *sizes)
+    at_least(model, "model", 0, "indexer_loss_coef")
+    given = [name for name in sizes if getattr(model, name) is not None]
+    if not given:
+        for name in ("indexer_loss_coef", "indexer_rope_interleaved"):
+            if getattr(model, name):
+                raise ConfigError(
+                    f"model.{name}={getattr(model, name)} needs an indexer; set "
+                    f"model.indexer_top_k, or leave {name} out"
+                )
+        return
+    for name in (*sizes, "q_lora_rank"):
+        if getattr(model, name) is None:
+            raise ConfigError(
+                f"model.{given[0]}={getattr(model, given[0])} without model.{name}; set it too, or "
+                "leave out the keys of the indexer"
+            )
+    if (model.indexer_head_dim or 0) < (model.qk_rope_head_dim or 0):
+        raise ConfigError(
+            f"model.indexer_head_dim={model.indexer_head_dim} is below model.qk_rope_head_dim="
+            f"{model.qk_rope_head_dim}, the channels that are rotated; set at least that"
+        )
+    refused = {
+        "attention": (model.attention in ("te", "varlen"), "it has no sparse attention; set auto"),
+        "qk_layernorm": (not model.qk_layernorm, "the indexer reads normalised latents; set true"),
+        "megatron_class": (
+            model.layer_pattern is not None,
+            "layers of a HybridModel have no indexer here; set gpt",
+        ),
+        "mtp_num_layers": (
+            model.mtp_num_layers > 0,
+            "layers of multi-token prediction have no indexer here; set 0",
+        ),
+    }
+    for name, (is_refused, why) in refused.items():
+        if is_refused:
+            raise ConfigError(
+                f"model.{name}={getattr(model, name)} with model.indexer_top_k="
+                f"{model.indexer_top_k}: {why}"
             )
 
 

@@ -210,6 +210,10 @@ _DEFAULTS: Values = {
     "q_lora_rank": None,
     "qk_nope_head_dim": None,
     "qk_rope_head_dim": None,
+    "indexer_top_k": None,
+    "indexer_num_heads": None,
+    "indexer_head_dim": None,
+    "indexer_rope_interleaved": False,
     "v_head_dim": None,
     "latent_norm_epsilon": None,
     "num_experts": None,
@@ -379,6 +383,21 @@ _MIMO = Family(
     num_mtp_layers=0,
     parts=(parts.no_window,),
 )
+_DEEPSEEK_V32 = Family(
+    architecture="DeepseekV32ForCausalLM",
+    only={**_DEEPSEEK_V3.only, "mlp_bias": (False,)},
+    unused=_DEEPSEEK_V3.unused,
+    parts=(*_DEEPSEEK_V3.parts, parts.indexer),
+    num_mtp_layers=0,
+)
+_GLM_MOE_DSA = Family(
+    architecture="GlmMoeDsaForCausalLM",
+    only={**_DEEPSEEK_V32.only, "indexer_rope_interleave": (True,)},
+    unused=(*_DEEPSEEK_V32.unused, "index_skip_topk_offset"),
+    values={"indexer_rope_interleaved": True},
+    parts=(*_DEEPSEEK_V32.parts, parts.own_indexers),
+    num_mtp_layers=0,
+)
 _GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     flags={"attention_bias": "qkv_bias", "use_qk_norm": "qk_layernorm"},
@@ -500,9 +519,11 @@ FAMILIES: Mapping[str, Family] = {
     # Another name for the same model with remote code.
     "kimi_k2": _DEEPSEEK_V3,
     "deepseek_v2": _DEEPSEEK_V2,
+    "deepseek_v32": _DEEPSEEK_V32,
     "glm4": _GLM4,
     "glm4_moe": _GLM4_MOE,
     "glm4_moe_lite": _GLM4_MOE_LITE,
+    "glm_moe_dsa": _GLM_MOE_DSA,
     "minimax_m2": _MINIMAX_M2,
     "seed_oss": _SEED_OSS,
     "ernie4_5": _ERNIE4_5,

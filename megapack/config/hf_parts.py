@@ -501,3 +501,29 @@ def latent_attention(reader: Reader) -> Values:
         # transformers normalises the compressed ones with 1e-6 whatever the other norms have.
         "latent_norm_epsilon": None if reader.number("rms_norm_eps") == 1e-6 else 1e-6,
     }
+
+
+def indexer(reader: Reader) -> Values:
+    """The indexers of DeepSeek-V3.2, one in each layer."""
+    layers = reader.count("num_hidden_layers", 1)
+    dense = reader.count("first_k_dense_replace")
+    why = "megapack trains indexed_attention only"
+    reader.require("layer_types", None, ["indexed_attention"] * layers, why=why)
+    mlps = ["dense"] * dense + ["sparse"] * (layers - dense)
+    why = f"megapack trains dense layers only in the first {dense} layers, first_k_dense_replace"
+    reader.require("mlp_layer_types", None, mlps, why=why)
+    return {
+        "indexer_top_k": reader.count("index_topk", 1),
+        "indexer_num_heads": reader.count("index_n_heads", 1),
+        "indexer_head_dim": reader.count("index_head_dim", 1),
+    }
+
+
+def own_indexers(reader: Reader) -> Values:
+    """An indexer in each layer, and none that takes the choice of an earlier layer ."""
+    layers = reader.count("num_hidden_layers", 1)
+    why = "megapack trains layers with an indexer each, not those that take another layer's choice"
+    reader.require("indexer_types", None, ["full"] * layers, why=why)
+    reader.require("index_topk_pattern", None, "F" * layers, why=why)
+    reader.require("index_topk_freq", 1, None, why=why)
+    return {}

@@ -153,6 +153,17 @@ class ModelConfig:
     latent_norm_epsilon: float | None = None
     """For MLA: `norm_epsilon` of the norms of compressed queries and keys, which is 1e-6 in
     transformers whatever the other norms have (GLM-4.7-Flash); null = the same."""
+    indexer_top_k: int | None = None
+    """For MLA: tokens that a query attends to, chosen by the layer's indexer (sparse attention of
+    DeepSeek-V3.2, "DSA"); null = all. Runs in torch's own operations, with attention=sdpa."""
+    indexer_num_heads: int | None = None
+    """Heads of the indexer."""
+    indexer_head_dim: int | None = None
+    """Channels of an indexer's head, of which `qk_rope_head_dim` are rotated."""
+    indexer_rope_interleaved: bool = False
+    """The indexer rotates neighbouring channels together (GLM-5), not those of two halves."""
+    indexer_loss_coef: float = 0.0
+    """Weight of the indexer's loss, see `model.attention.sparse`; 0 = the indexer is frozen."""
     attention: Attention = "auto"
     """Attention over packed rows: te (Transformer Engine), varlen (torch's varlen attention; bf16,
     torch 2.10 or later), sdpa (torch's SDPA per sample), or auto: the first of these that can run.
@@ -398,6 +409,8 @@ class ModelConfig:
             qk_nope_head_dim=self.qk_nope_head_dim,
             qk_rope_head_dim=self.qk_rope_head_dim,
             v_head_dim=self.v_head_dim,
+            indexer_num_heads=self.indexer_num_heads,
+            indexer_head_dim=self.indexer_head_dim,
             num_experts=self.num_experts,
             experts_per_token=self.moe_top_k if self.num_experts else 1,
             shared_expert_ffn_hidden_size=self.moe_shared_ffn_hidden_size or 0,

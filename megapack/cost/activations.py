@@ -200,13 +200,21 @@ class SavedActivations:
         """
         queries = self._heads * self.sizes.head_width
         values = self._heads * self.sizes.value_width
-        kept = queries + values + self._gathered_rows * (queries + values)
+        kept = queries + values + self._gathered_rows * (queries + values + self._index_keys)
+        if self._index_keys:
+            # The indexer's queries and weights; and their gradients, which the forward finds.
+            kept += 2 * (self.sizes.index_width - self._index_keys)
         scalars = 0.0
         if not self._recomputes("core_attn"):
             scalars = _FP32_BYTES * self._heads
             kept += values if self.attention == "sdpa" else 0.0
         rotary = 0.0 if self.attention == "te" else 4 * self._width * self.sizes.rotary_width
         return self._width * kept + scalars + rotary + self._scatter * self._latents
+
+    @property
+    def _index_keys(self) -> int:
+        """Channels of an indexer's key, which all tensor-parallel ranks have."""
+        return self.sizes.indexer_head_dim or 0
 
     @property
     def _latents(self) -> float:
@@ -242,7 +250,8 @@ class SavedActivations:
         if "*" not in sizes.sublayers:
             return 0.0
         if sizes.uses_mla:
-            return self._width * self._heads * (sizes.head_width + sizes.value_width)
+            heads = self._heads * (sizes.head_width + sizes.value_width)
+            return self._width * (heads + self._index_keys)
         return self._width * 2 * self._groups * sizes.head_width
 
     @property

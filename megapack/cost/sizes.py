@@ -99,6 +99,11 @@ class ModelSizes:
     """Width of an MLA head's queries and keys that is rotated; all heads share these keys."""
     v_head_dim: int | None = None
     """Width of an MLA head's values."""
+    indexer_num_heads: int | None = None
+    """Heads of the indexer that chooses keys in MLA (DeepSeek-V3.2); None = all keys count. All
+    squares are counted: the scores of all keys are computed before and after the choice."""
+    indexer_head_dim: int | None = None
+    """Width of an indexer's head."""
     num_experts: int | None = None
     """Experts per layer; None = a dense model."""
     experts_per_token: int = 1
@@ -388,18 +393,36 @@ class ModelSizes:
         of_keys = self.kv_lora_rank * heads * (self.head_width - self.rotary_width)
         of_values = self.kv_lora_rank * heads * self.value_width
         out = heads * self.value_width * self.hidden_size
-        return of_queries + of_keys + of_values + out, self.hidden_size * latents
+        return of_queries + of_keys + of_values + out, self.hidden_size * latents + self._indexer
+
+    @property
+    def _indexer(self) -> int:
+        """Weights of the indexer's matrices."""
+        queries = self.index_width - (self.indexer_head_dim or 0)
+        weights = (self.q_lora_rank or 0) * queries
+        return weights + self.hidden_size * (self.index_width - queries + self._index_heads)
+
+    @property
+    def _index_heads(self) -> int:
+        return self.indexer_num_heads or 0
+
+    @property
+    def index_width(self) -> int:
+        """Channels of the indexer's queries, and of its key."""
+        return (self._index_heads + 1) * (self.indexer_head_dim or 0)
 
     def _qk_norms(self) -> int:
+        # The norm of the indexer's keys has biases.
+        of_index = 2 * (self.indexer_head_dim or 0)
         if not self.qk_layernorm:
-            return 0
+            return of_index
         if self.kv_lora_rank is None:
             heads = self.num_attention_heads
             vectors = (
                 heads + (self.num_query_groups or heads) if self.qk_layernorm_over_heads else 2
             )
             return vectors * self.head_width
-        return (self.q_lora_rank or 0) + self.kv_lora_rank
+        return (self.q_lora_rank or 0) + self.kv_lora_rank + of_index
 
     def layer_flops_per_token(self) -> float:
         """Operations of one layer's matrices and scans per token, forward."""
@@ -448,7 +471,8 @@ class ModelSizes:
 
     def _flops_per_key(self) -> int:
         """Half of the operations of a pair of tokens; a sample of L tokens has L^2 / 2 pairs."""
-        return self.num_attention_heads * (self.head_width + self.value_width)
+        index = self._index_heads * (self.indexer_head_dim or 0)
+        return self.num_attention_heads * (self.head_width + self.value_width) + index
 
     def layer_tp_bytes_per_token(self, tp: int) -> float:
         """Bytes per token that tensor parallelism moves per GPU in one layer's forward, 16-bit.

@@ -38,6 +38,7 @@ from megapack.gpt.settings import FIXED, Settings, layer_settings, reduction_set
 from megapack.gpt.specs import Norms, block_spec, mtp_spec
 from megapack.layout import Layout, round_up
 from megapack.model.attention.choice import choose_attention, has_rope_fusion
+from megapack.model.attention.indexer import Indexer
 from megapack.model.attention.te_backend import AttentionSizes
 from megapack.model.fp32 import in_bf16
 from megapack.model.head import mark_num_ids, replace_output_layer
@@ -145,6 +146,7 @@ def attention_sizes(
         most_cp=layout.cp * layout.widths[-1] if has_wide_rows else None,
         windows=tuple(dict.fromkeys(model.windows)),
         softmax_type=_softmax_type(model),
+        is_sparse=model.indexer_top_k is not None,
     )
 
 
@@ -181,6 +183,11 @@ def _latent_attention(model: ModelConfig) -> dict[str, Any]:
         "beta_slow": rope.beta_slow,
         "mscale": rope.mscale,
         "mscale_all_dim": rope.mscale_all_dim,
+        # Not Megatron's experimental_attention_variant, whose layers these replace.
+        "dsa_indexer_n_heads": model.indexer_num_heads,
+        "dsa_indexer_head_dim": model.indexer_head_dim,
+        "dsa_indexer_topk": model.indexer_top_k,
+        "dsa_indexer_loss_coeff": model.indexer_loss_coef,
     }
 
 
@@ -352,6 +359,10 @@ def build_model(
         mark_num_ids(chunk, vocab_size)
         if model.latent_norm_epsilon is not None:
             _set_latent_epsilon(chunk, model.latent_norm_epsilon)
+        for module in chunk.modules():
+            # Before 0.19 Megatron's config has no field for it.
+            if isinstance(module, Indexer):
+                module.turns_pairs = model.indexer_rope_interleaved
     if value_head:
         for chunk in chunks:
             replace_output_layer(chunk)

@@ -32,8 +32,10 @@ from torch import Tensor
 from megapack.base.choices import Kernel
 from megapack.errors import ConfigError
 from megapack.model.attention.choice import choose_attention
+from megapack.model.attention.indexer import SparseLatentAttention
 from megapack.model.attention.latent import LatentAttention, PlainQueries
 from megapack.model.attention.sdpa import PackedSDPA
+from megapack.model.attention.sparse import SparseAttention
 from megapack.model.attention.varlen import PackedVarlen
 from megapack.model.experts.router import moe_layers, use_packed_router
 from megapack.model.recurrent.scan import at_least_fp32
@@ -217,6 +219,9 @@ def local_layer_spec(
     parts.core_attention = PackedVarlen if attention == "varlen" else PackedSDPA
     if latent:
         spec.submodules.self_attention.module = LatentAttention
+    if config.dsa_indexer_topk:
+        parts.core_attention = SparseAttention
+        spec.submodules.self_attention.module = SparseLatentAttention
     if has_experts:
         use_packed_router(spec.submodules.mlp)
     norm = packed_norm(config)

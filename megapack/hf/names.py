@@ -151,6 +151,16 @@ _MIXTRAL = {
     **_mlp("mlp.experts.experts", "block_sparse_moe.experts.{expert}", "w1", "w3", "w2"),
 }
 _DEEPSEEK = {**_DENSE, **_EXPERTS, **_SHARED_EXPERTS, **_LATENT_ATTENTION}
+_INDEXER = {
+    f"self_attention.core_attention.indexer.{own}": (f"self_attn.indexer.{name}",)
+    for own, name in {
+        "linear_wq_b.weight": "wq_b.weight",
+        "linear_wk.weight": "wk.weight",
+        "k_norm.weight": "k_norm.weight",
+        "k_norm.bias": "k_norm.bias",
+        "linear_weights_proj.weight": "weights_proj.weight",
+    }.items()
+}
 
 _GATED_SHARED_EXPERT = {
     **_mlp("mlp.shared_experts", "mlp.shared_expert", *_PROJECTIONS),
@@ -201,6 +211,7 @@ LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
     "deepseek_v2": _DEEPSEEK,
+    "deepseek_v32": {**_DEEPSEEK, **_INDEXER},
     "glm4_moe": {**_DENSE, **_EXPERTS, **_SHARED_EXPERTS},
     "glm4_moe_lite": _DEEPSEEK,
     "glm4": {
@@ -213,6 +224,7 @@ LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
         **_MIXTRAL,
         "mlp.router.expert_bias": ("block_sparse_moe.e_score_correction_bias",),
     },
+    "glm_moe_dsa": {**_DEEPSEEK, **_INDEXER},
     "seed_oss": _DENSE,
     "ernie4_5": _DENSE,
     "mimo": _DENSE,
@@ -255,7 +267,10 @@ _QWEN_MTP = Mtp(
     final_layernorm="mtp.norm.weight",
 )
 MTP: Mapping[str, Mtp] = {
-    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite"), _LAYER_MTP),
+    **dict.fromkeys(
+        ("deepseek_v3", "kimi_k2", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+        _LAYER_MTP,
+    ),
     "mimo": _MIMO_MTP,
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN_MTP

@@ -15,6 +15,7 @@ from megapack.model.attention.packed import PackedAttention
 from megapack.model.attention.rotary import position_obstacle
 from megapack.model.attention.rotary_tables import tables_of
 from megapack.model.attention.sdpa import PackedSDPA
+from megapack.model.attention.sparse import SparseAttention
 from megapack.model.attention.te_rows import te_attentions
 from megapack.model.attention.varlen import PackedVarlen
 from megapack.model.head import unwrapped
@@ -31,7 +32,7 @@ _TEXTS: dict[Feature, tuple[str, str]] = {
     ),
     "pieces": ("samples in pieces", "plan.split_samples=off (Policy(split_samples='off'))"),
 }
-_KNOWN_KERNELS = (PackedSDPA.attend, PackedVarlen.attend)
+_KNOWN_KERNELS = (PackedSDPA.attend, PackedVarlen.attend, SparseAttention.attend)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,6 +80,14 @@ MLA_MODEL = dataclasses.replace(
     qk_layernorm=True,
     rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=16),
 )
+# Many heads: where all of them give 0, scores of keys are equal, and the choice is by rounding.
+DSA_MODEL = dataclasses.replace(
+    MLA_MODEL,
+    indexer_top_k=6,
+    indexer_num_heads=12,
+    indexer_head_dim=8,
+    indexer_loss_coef=5.0,
+)
 # Gated delta nets and attention with a gate, and experts, as in Qwen3-Next.
 GATED_DELTA_MODEL = dataclasses.replace(
     MOE_MODEL,
@@ -140,6 +148,7 @@ MODELS = {
     "moe_shared": (MOE_SHARED_MODEL, 1.0),
     "mla": (MLA_MODEL, 0.9),
     "window": (WINDOW_MODEL, 1.0),
+    "dsa": (DSA_MODEL, 0.9),
     "mtp": (MTP_MODEL, 0.8),
     "mtp_other": (dataclasses.replace(MTP_MODEL, untie_embeddings=True), 0.8),
     "gated_delta": (GATED_DELTA_MODEL, 1.0),

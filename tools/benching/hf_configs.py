@@ -337,6 +337,16 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """config.json by the name of its model."""
+# As converted to bf16, without remote code.
+HF_CONFIGS["DeepSeek-V3.2-bf16"] = {
+    **{key: value for key, value in HF_CONFIGS["DeepSeek-V3-bf16"].items() if key != "auto_map"},
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "model_type": "deepseek_v32",
+    "transformers_version": "4.44.2",
+}
 
 
 def write_hf_configs(folder: Path, **changes: Any) -> Path:

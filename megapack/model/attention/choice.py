@@ -183,6 +183,8 @@ def obstacle(
     """
     if kernel == "sdpa":
         return None
+    if sizes is not None and sizes.is_sparse:
+        return "it has no sparse attention (model.indexer_top_k)"
     if not cpu.uses_cuda():
         if not (kernel == "te" and forced):
             return "the device is not CUDA"

@@ -55,13 +55,15 @@ class LatentAttention(PlainQueries):
 
 
 class WholeLinear(torch.nn.Linear):
-    """A projection of hidden states that every tensor-parallel rank has whole.
+    """A projection that every tensor-parallel rank has whole, of hidden states or a latent.
 
     Weights are allocated and not drawn; see `gpt.init`.
     """
 
-    def __init__(self, config: Any, out_features: int) -> None:
-        super().__init__(config.hidden_size, out_features, bias=False, dtype=config.params_dtype)
+    def __init__(self, config: Any, out_features: int, in_features: int | None = None) -> None:
+        super().__init__(
+            in_features or config.hidden_size, out_features, bias=False, dtype=config.params_dtype
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

@@ -117,6 +117,7 @@ def row_params(row: PackedRow, cp_group: Any = None, link: Link | None = None) -
         branches=row.branches if row.num_shared or row.piece is not None else (),
         cp_group=cp_group,
         link=link,
+        copies=tuple(len(branch.samples) for branch in row.branches),
     )
     return with_view(params, view)
 

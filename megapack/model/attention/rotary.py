@@ -54,8 +54,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megapack.errors import ScheduleError
+from megapack.model.attention.indexer import SparseLatentAttention
 from megapack.model.attention.rotary_tables import RotaryTables, tables_of
-from megapack.model.attention.row import row_view
+from megapack.model.attention.row import row_view, seen_as_one, whole_row
 from megapack.model.head import unwrapped
 
 READS_ON_HOST = "max_seqlen" not in signature(rope_utils.apply_rotary_pos_emb).parameters
@@ -76,8 +77,6 @@ with contextlib.suppress(ImportError):
 
 # Attribute of a chunk that has the hooks.
 _MARK = "_gathers_rotary_tables"
-# Attribute of a row's description to a layer: the true one, for core attention.
-_WHOLE = "_whole_row"
 
 
 @dataclass(frozen=True)
@@ -162,9 +161,16 @@ def _is_latent(module: Any) -> bool:
     return (
         isinstance(module, MLASelfAttention)
         and type(module).forward is MLASelfAttention.forward
-        and type(module).get_query_key_value_tensors is MLASelfAttention.get_query_key_value_tensors
+        and type(module).get_query_key_value_tensors in _ROTATIONS
         and type(module.rotary_pos_emb).forward in _TABLES
     )
+
+
+# What rotates queries and keys of multi-latent attention by the layer's table.
+_ROTATIONS = (
+    MLASelfAttention.get_query_key_value_tensors,
+    SparseLatentAttention.get_query_key_value_tensors,
+)
 
 
 class _LatentTable:
@@ -232,12 +238,11 @@ def latent_row(
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     given = {name: ends for name in names if getattr(params, name) is not None}
     row = dataclasses.replace(params, **given)
-    setattr(row, _WHOLE, params)
-    return row, lines
+    return seen_as_one(row, params), lines
 
 
 def _leave_latent(core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
-    whole = getattr(kwargs.get("packed_seq_params"), _WHOLE, None)
+    whole = whole_row(kwargs.get("packed_seq_params"))
     return None if whole is None else (args, {**kwargs, "packed_seq_params": whole})
 
 

@@ -48,6 +48,8 @@ class RowView:
     """The ranks that share the row; None: one rank has it, or the model's layers know them."""
     link: Link | None = None
     """The row's place in its chain, if it has a piece of a sample."""
+    copies: tuple[int, ...] = ()
+    """Number of samples that each branch belongs to."""
     latent: tuple[PackedSeqParams, Tensor] | None = None
     """Of `rotary.latent_row`, once a layer has asked for it."""
     gathered: dict[int | None, PackedSeqParams] = field(default_factory=dict)
@@ -80,8 +82,22 @@ class RowView:
         """int64: real tokens of the whole sample of each of this rank's tokens; 0 at padding."""
         if self.branch_of_T is None:
             raise ScheduleError("a row has no lengths of samples; describe it by packed.row_params")
-        tokens = torch.tensor([*self.branch_samples, 0])
-        return moved(tokens, self.branch_of_T.device)[self.branch_of_T]
+        return self._of_branches(self.branch_samples)
+
+    @cached_property
+    def copies_T(self) -> Tensor | None:
+        """int64: number of samples that each of this rank's tokens belongs to, 0 for padding; None
+        if the row's samples are not known."""
+        if self.branch_of_T is None:
+            return None
+        return self._of_branches(self.copies)
+
+    def _of_branches(self, values: Sequence[int]) -> Tensor:
+        """A number of each branch, for each of this rank's tokens; 0 at padding, whose index is
+        -1."""
+        assert self.branch_of_T is not None
+        values_J = torch.tensor([*values, 0])
+        return moved(values_J, self.branch_of_T.device)[self.branch_of_T]
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -160,6 +176,17 @@ def row_view(params: PackedSeqParams, cp_group: Any = None) -> RowView:
         with_view(params, view)
     view.cp_group = view.cp_group or cp_group
     return view
+
+
+def seen_as_one(params: PackedSeqParams, whole: PackedSeqParams) -> PackedSeqParams:
+    """A description of the row as one sequence, which knows the true one."""
+    vars(params)["_megapack_whole"] = whole
+    return params
+
+
+def whole_row(params: PackedSeqParams) -> PackedSeqParams | None:
+    """The true description of a row that is seen as one sequence; None: it is not."""
+    return vars(params).get("_megapack_whole") if params is not None else None
 
 
 def layer_row(layer: Any, params: PackedSeqParams | None, cp_group: Any) -> RowView:

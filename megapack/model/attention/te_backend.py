@@ -42,6 +42,8 @@ class AttentionSizes:
     """Kinds of layers: tokens that a token sees; None = all before it."""
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
     """Megatron's; "learnable" = sinks."""
+    is_sparse: bool = False
+    """Whether an indexer chooses the keys of each query."""
 
     def __str__(self) -> str:
         """For messages, such as "32 heads (8 of keys) of 128 channels, cp=1"."""

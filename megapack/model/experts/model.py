@@ -1,4 +1,4 @@
-"""All routers of a rank's chunks: their checks, rows and metrics."""
+"""All routers of a rank's chunks: their checks, rows and metrics; and the losses of indexers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megapack.errors import ConfigError, DataError
 from megapack.layout import Layout
+from megapack.model.attention.sparse import SparseAttention
 from megapack.model.experts.router import PackedRouter, moe_layers
 from megapack.model.experts.rows import RoutingShape, routing_row
 from megapack.model.head import unwrapped
@@ -36,6 +37,7 @@ class ModelRouting:
         self._tp_rank = tp_rank
         modules = [module for chunk in chunks for module in unwrapped(chunk).modules()]
         self._routers = [module for module in modules if isinstance(module, PackedRouter)]
+        self._sparse = [module for module in modules if isinstance(module, SparseAttention)]
         self._has_stock_router = any(type(module) is TopKRouter for module in modules)
         for module in modules:
             if isinstance(module, MultiTokenPredictionBlock):
@@ -103,14 +105,16 @@ class ModelRouting:
 
     @contextlib.contextmanager
     def following(self, schedule_pass: SchedulePass) -> Iterator[None]:
-        """Within the block, all routers read their rows from this pass."""
-        for router in self._routers:
-            router.follow(schedule_pass)
+        """Within the block, all routers read their rows from this pass, and add their losses and
+        those of indexers to it."""
+        followers: list[Any] = [*self._routers, *self._sparse]
+        for follower in followers:
+            follower.follow(schedule_pass)
         try:
             yield
         finally:
-            for router in self._routers:
-                router.follow(None)
+            for follower in followers:
+                follower.follow(None)
 
     def reset_expert_counts(self) -> None:
         """Set the token counts that update the expert bias to 0, after a discarded pass.
@@ -125,17 +129,31 @@ class ModelRouting:
         """The pass's auxiliary losses without coefficients, mean over layers. Collective.
 
         The sum goes over all ranks, since each has different tokens or layers. This includes
-        tensor-parallel ranks, because experts under tensor parallelism need sequence parallelism.
+        tensor-parallel ranks, because experts under tensor parallelism need sequence parallelism,
+        and one of them adds the losses of indexers.
         """
-        names = ["moe_balance_loss"] if has_balance_loss(self._config) else []
-        names += ["moe_z_loss"] if self._config.moe_z_loss_coeff else []
-        if not names or not self.shape.num_layers:
+        num_layers = self._num_loss_layers()
+        if not num_layers:
             return {}
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        sums = torch.stack([schedule_pass.router_sums.get(name, zero) for name in names])
+        sums = torch.stack([schedule_pass.router_sums.get(name, zero) for name in num_layers])
         dist.all_reduce(sums)
-        means = sums / (self.shape.num_layers + self._num_mtp_layers())
-        return dict(zip(names, means.tolist(), strict=True))
+        return {
+            name: total / layers
+            for (name, layers), total in zip(num_layers.items(), sums.tolist(), strict=True)
+        }
+
+    def _num_loss_layers(self) -> dict[str, int]:
+        """The auxiliary losses, each with the number of layers that have it."""
+        config = self._config
+        losses: dict[str, int] = {}
+        if self.shape.num_layers:
+            layers = self.shape.num_layers + self._num_mtp_layers()
+            losses |= {"moe_balance_loss": layers} if has_balance_loss(config) else {}
+            losses |= {"moe_z_loss": layers} if config.moe_z_loss_coeff else {}
+        if config.dsa_indexer_topk and config.dsa_indexer_loss_coeff:
+            losses["indexer_loss"] = config.num_layers
+        return losses
 
     def _num_mtp_layers(self) -> int:
         """Layers of multi-token prediction that have experts."""

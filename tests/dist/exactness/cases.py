@@ -263,6 +263,13 @@ _FEW_PROCESSES: dict[str, Case] = {
     "window_tp2_sp": Case(layout=TP2_SP, variant="window"),
     "window_cp2": Case(layout=Layout(cp=2), variant="window"),
     "window_pp2_vpp2_recompute": Case(layout=PP2_VPP2, variant="window", recompute="full"),
+    "dsa": Case(layout=Layout(), variant="dsa"),
+    "dsa_dp2_pp2_vpp2": Case(
+        layout=replace(PP2_VPP2, dp=2), variant="dsa", expect={"chunks": 2, "packed": True}
+    ),
+    "dsa_tp2_sp_recompute": Case(layout=TP2_SP, variant="dsa", recompute="selective"),
+    "dsa_cp2_recompute": Case(layout=Layout(cp=2), variant="dsa", recompute="full"),
+    "dsa_cp2_tp2_sp": Case(layout=replace(TP2_SP, cp=2), variant="dsa"),
     "mtp": Case(layout=Layout(), variant="mtp"),
     "mtp_dp2": Case(layout=Layout(dp=2), variant="mtp", weighting="seq-mean-token-mean"),
     "mtp_pp2": Case(layout=PP2, variant="mtp"),
@@ -412,6 +419,7 @@ _ONLY_OF_THE_TOOL = {
     *("window", "window_tp2_sp", "window_cp2"),
     *("mla", "mla_pp2_vpp2", "mla_tp2_sp_recompute", "mla_cp2_recompute", "moe_shared"),
     *("moe_shared_cp2", "moe_shared_pp2_vpp2", "moe_shared_tp2_sp_ep2_recompute"),
+    *("dsa", "dsa_cp2_tp2_sp"),
     *("pp2_vpp2_uniform", "pp2_vpp2_staged", "pp2_vpp2_pad_uniform", "pp2_vpp2_frozen_chunks"),
     *("tp2", "tp2_other_model", "tp2_sp_recompute", "cp2_uniform", "cp2_recompute", "cp2_tp2"),
     *("dp2_cp2", "dp2_pp2", "dp2_pp2_uniform_pad", "pp4_vpp2_uniform", "tp2_pp2_vpp2"),

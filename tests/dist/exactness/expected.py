@@ -25,7 +25,8 @@ def expected_step(
         for name, grad in samples[i]["grads"].items():
             grads[name] = grads.get(name, torch.zeros_like(grad)) + weight * grad
     for name, grad in auxiliary_gradients(plan, samples).items():
-        grads[name] = grads[name] + grad
+        # The loss of an indexer is all that reaches it.
+        grads[name] = grads.get(name, torch.zeros_like(grad)) + grad
     return loss, grads
 
 
@@ -41,35 +42,38 @@ def expected_mtp(case: Case, plan: Plan, samples: list[dict[str, Any]]) -> dict[
 
 
 def auxiliary_gradients(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Gradients of the experts' losses, means over all real tokens; {} for a dense model."""
+    """Gradients of the losses of experts and indexers, means over all real tokens; {} without."""
     grads: dict[str, Tensor] = {}
-    for sample in _with_experts(plan, samples):
+    for sample in _with_losses(plan, samples):
         for name, grad in sample["grads"].items():
             grads[name] = grads.get(name, torch.zeros_like(grad)) + grad / _tokens(plan, samples)
     return grads
 
 
 def auxiliary_metrics(plan: Plan, samples: list[dict[str, Any]]) -> dict[str, float]:
-    """The experts' losses that the step must report."""
+    """The losses of experts and indexers that the step must report."""
+    own = _with_losses(plan, samples)
+    names = ("moe_balance_loss", "moe_z_loss", "indexer_loss")
     return {
-        name: sum(sample[name] for sample in _with_experts(plan, samples)) / _tokens(plan, samples)
-        for name in ("moe_balance_loss", "moe_z_loss")
+        name: sum(sample[name] for sample in own) / _tokens(plan, samples)
+        for name in names
+        if name in own[0]
     }
 
 
 def tokens_per_expert(plan: Plan, samples: list[dict[str, Any]]) -> Tensor:
     """How many real tokens chose each expert: [layers, experts]."""
-    return sum(sample["chosen"].sum(0) for sample in _with_experts(plan, samples))
+    return sum(sample["chosen"].sum(0) for sample in _with_losses(plan, samples))
 
 
-def _with_experts(plan: Plan, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_losses(plan: Plan, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         samples[i]["auxiliary"] for i in plan.steps[0].kept_samples if "auxiliary" in samples[i]
     ]
 
 
 def _tokens(plan: Plan, samples: list[dict[str, Any]]) -> int:
-    return sum(sample["num_tokens"] for sample in _with_experts(plan, samples))
+    return sum(sample["num_tokens"] for sample in _with_losses(plan, samples))
 
 
 def _weight(case: Case, samples: list[dict[str, Any]], kept: list[int], index: int) -> float:

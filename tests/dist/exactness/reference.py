@@ -18,7 +18,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
 )
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -33,17 +32,13 @@ from megapack.model.experts.router import moe_layers
 from megapack.model.parameters import global_parameters
 from megapack.samples import SampleBatch
 from tests.dist import problem
-
-
-class TwoWidths(DotProductAttention):
-    """Megatron's attention for MLA, whose values are not as wide as its keys."""
-
-    def __init__(
-        self, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        width = self.config.v_head_dim
-        self.hidden_size_per_partition = width * self.config.num_attention_heads
+from tests.dist.exactness.sparse_reference import (
+    MaskedAttention,
+    has_loss,
+    indexer_loss,
+    prepare,
+)
+from tests.dist.exactness.two_widths import TwoWidths
 
 
 def build(settings: ModelConfig) -> GPTModel:
@@ -64,6 +59,8 @@ def build(settings: ModelConfig) -> GPTModel:
         from tests.dist.exactness.recurrent_reference import build_hybrid
 
         model = build_hybrid(settings, config, TwoWidths)
+    if config.dsa_indexer_topk:
+        prepare(model)
     draw_weights(model, settings, parallel_state.get_tensor_model_parallel_group())
     return model.cuda()
 
@@ -93,7 +90,8 @@ def _gpt(settings: ModelConfig, config: Any) -> GPTModel:
     ]
     if config.multi_latent_attention:
         for spec in specs:
-            spec.submodules.self_attention.submodules.core_attention = TwoWidths
+            parts = spec.submodules.self_attention.submodules
+            parts.core_attention = MaskedAttention if config.dsa_indexer_topk else TwoWidths
     block = TransformerBlockSubmodules(specs, layer_norm=WrappedTorchNorm)
     return GPTModel(
         config=config,
@@ -218,17 +216,20 @@ def run_auxiliary(model: GPTModel, tokens: Tensor, settings: ModelConfig) -> dic
     logprobs_and_entropy(model, tokens, 1.0)
     balance, z = routers.auxiliary(settings)
     loss = settings.moe_balance_loss_coef * balance + settings.moe_z_loss_coef * z
+    found: dict[str, Any] = {"num_tokens": tokens.numel()}
+    if has_loss(settings):
+        own = indexer_loss(model)
+        found["indexer_loss"] = float(own.detach()) / settings.num_layers
+        loss = loss + settings.indexer_loss_coef * own
     loss.backward()
     routers.remove()
-    num_layers = len(moe_layers(model.config))
-    return {
-        "num_tokens": tokens.numel(),
-        "moe_balance_loss": float(balance.detach()) / num_layers,
-        "moe_z_loss": float(z.detach()) / num_layers,
+    if settings.num_experts:
+        num_layers = len(moe_layers(model.config))
+        found["moe_balance_loss"] = float(balance.detach()) / num_layers
+        found["moe_z_loss"] = float(z.detach()) / num_layers
         # Without the layers of multi-token prediction, which follow.
-        "chosen": torch.stack(routers.chosen[:num_layers], 1),
-        "grads": gradients(model),
-    }
+        found["chosen"] = torch.stack(routers.chosen[:num_layers], 1)
+    return {**found, "grads": gradients(model)}
 
 
 def gradients(model: GPTModel) -> dict[str, Tensor]:
@@ -278,7 +279,7 @@ def run_variant(variant: str, batch: SampleBatch) -> list[dict[str, Any]]:
         if variant == "moe_replay":
             replay(model, problem.choices()[i])
         sample = run_sample(model, batch, i, temperature)
-        if settings.num_experts:
+        if settings.num_experts or has_loss(settings):
             sample["auxiliary"] = run_auxiliary(model, batch.tokens(i), settings)
         results.append(sample)
     return results

@@ -95,6 +95,17 @@ def test_auxiliary_losses_equal_the_one_sample_reference(name: str, case_results
         assert result["metrics"]["moe_z_loss"] == pytest.approx(z_loss, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].variant == "dsa"])
+def test_the_loss_of_indexers_equals_the_one_sample_reference(
+    name: str, case_results: Results
+) -> None:
+    result = case_results[name]
+    assert result["auxiliary_share"] > 0.1
+    expected = result["expected_metrics"]["indexer_loss"]
+    assert expected > 0.1
+    assert result["metrics"]["indexer_loss"] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", [name for name in MOE if CASES[name].variant in BIASED])
 def test_the_expert_bias_follows_real_tokens_only(name: str, case_results: Results) -> None:
     assert case_results[name]["num_biases"] > 0

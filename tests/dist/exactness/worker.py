@@ -86,7 +86,8 @@ def run_case(
         "metrics": result.metrics,
         **errors,
         **logprob_errors(outputs, plan, batch, samples),
-        **_expert_facts(chunks, plan, samples, grads),
+        **_auxiliary_facts(plan, samples, grads),
+        **(bias_facts(chunks, tokens_per_expert(plan, samples)) if model.num_experts else {}),
         **replayed,
         "expected_mtp": expected_mtp(case, plan, samples),
         # This runs another step, so it comes after everything that reads the first one.
@@ -123,8 +124,8 @@ def _replay_facts(
     }
 
 
-def _expert_facts(
-    chunks: list[Any], plan: Plan, samples: list[dict[str, Any]], grads: dict[str, Tensor]
+def _auxiliary_facts(
+    plan: Plan, samples: list[dict[str, Any]], grads: dict[str, Tensor]
 ) -> dict[str, Any]:
     auxiliary = auxiliary_gradients(plan, samples)
     if not auxiliary:
@@ -133,7 +134,6 @@ def _expert_facts(
     return {
         "expected_metrics": auxiliary_metrics(plan, samples),
         "auxiliary_share": float(parts[0] / parts[1]),
-        **bias_facts(chunks, tokens_per_expert(plan, samples)),
     }
 
 

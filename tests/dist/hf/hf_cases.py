@@ -32,7 +32,7 @@ FAMILIES = (
         "mixtral",
         "qwen3_moe",
     ),
-    *("deepseek_v3", "glm4_moe", "gpt_oss"),
+    *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "gpt_oss"),
     *("moonlight", "deepseek_v2", "glm4_moe_lite", "seed_oss", "ernie4_5", "mimo"),
     *("glm4", "minimax_m2"),
     *("olmo2", "olmo3", "phi3", "gemma3_text"),
@@ -49,10 +49,12 @@ MTP_COEF = 0.4
 MTP = {"mimo_mtp": "mimo", "glm4_moe_lite_mtp": "glm4_moe_lite", "qwen3_next_mtp": "qwen3_next"}
 """Families with their depth of multi-token prediction, by a name of their own."""
 ALL_FAMILIES = (*FAMILIES, *HYBRID_FAMILIES, *AS_HYBRID, *MTP)
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
 EXPERTS = (
     *("qwen2_moe", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"),
     "minimax_m2",
     *("moonlight", "deepseek_v2", "glm4_moe_lite", "glm4_moe_lite_mtp", "qwen3_next_mtp"),
+    *("deepseek_v32", "glm_moe_dsa"),
     *("qwen3_next", "qwen3_5_moe", "nemotron_h", "qwen2_moe_hybrid", "glm4_moe_hybrid"),
 )
 
@@ -130,7 +132,10 @@ class HfCase:
             return dict(ROWS[self.layout_name].keys)
         if self.family in MTP:
             return {"mtp_num_layers": 1, "mtp_loss_coef": MTP_COEF}
-        return {"megatron_class": "hybrid"} if self.family in AS_HYBRID else {}
+        if self.family in AS_HYBRID:
+            return {"megatron_class": "hybrid"}
+        # The loss of indexers, which transformers lacks, must not reach the other weights.
+        return {"indexer_loss_coef": 0.1} if self.family in INDEXED else {}
 
     @property
     def layout(self) -> Layout:

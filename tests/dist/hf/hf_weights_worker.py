@@ -60,6 +60,7 @@ CASES = {
     "shared_pp2": Case(family="qwen2_moe", layout=Layout(**TP_SP, pp=2, ep=2, etp=1)),
     "latent": Case(family="deepseek_v3", layout=Layout(**TP_SP, pp=2, ep=2, etp=1)),
     "latent_bf16": Case(family="deepseek_v3", layout=Layout(pp=2, dp=2, ep=2), dtype="bf16"),
+    "sparse": Case(family="deepseek_v32", layout=Layout(**TP_SP, pp=2, ep=2, etp=1)),
     "glm": Case(family="glm4_moe", layout=Layout(**TP_SP, dp=2, ep=2, etp=1)),
     "moonlight": Case(family="moonlight", layout=Layout(dp=2, pp=2, vpp=2, ep=2)),
     "no_prefix": Case(family="qwen3_embedding", layout=Layout(**TP_SP, pp=2)),

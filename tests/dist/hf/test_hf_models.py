@@ -29,6 +29,8 @@ SECOND = {
     "qwen2_moe": "tp2_sp",
     "mixtral": "cp2",
     "qwen3_moe": "dp2",
+    "deepseek_v32": "tp2_sp",
+    "glm_moe_dsa": "cp2",
     "glm4_moe": "dp2",
     "moonlight": "tp2_sp",
     "deepseek_v2": "pp2_vpp2",

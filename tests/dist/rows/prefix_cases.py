@@ -49,6 +49,9 @@ SPECIAL = {
     "window_tp2_sp": _case("tp2_sp", model="window", kinds=_TWO),
     "no windows": _case("pp2", model="window", kinds=("sft",), mutation="no windows"),
     "no sinks": _case("pp2", model="window", kinds=("sft",), mutation="no sinks"),
+    "dsa": _case("pp2", model="dsa", kinds=_TWO),
+    "dsa_tp2_sp_selective": _case("tp2_sp", model="dsa", recompute="selective", kinds=_TWO),
+    "dsa_cp2": _case("cp2", model="dsa", kinds=_TWO),
     "frozen": _case("pp2", frozen=_FROZEN, kinds=_TWO),
     "selective": _case("tp2_sp", recompute="selective", kinds=_TWO),
     "selective_cp2": _case("cp2", recompute="selective", kinds=_TWO),
@@ -85,6 +88,6 @@ SPECIAL = {
 TESTED = (
     *("pp2_vpp2-full", "tp2_sp-none", "dp2_ep2-full"),
     *("moe_replay_pp2", "reward_cp2", "sft_all", "padding", "bf16"),
-    *("window_tp2_sp", "no windows", "no sinks"),
+    *("window_tp2_sp", "no windows", "no sinks", "dsa_cp2"),
 )
 """The cases of the tests. tools/exactness.py runs all."""

@@ -23,6 +23,7 @@ from tests.dist.exactness.reference import (
     run_auxiliary,
     token_losses,
 )
+from tests.dist.exactness.sparse_reference import has_loss
 from tests.dist.losses.sequence_reference import SequenceReference
 from tests.dist.rows.row_cases import ALL_CASES
 from tests.dist.rows.row_problem import KINDS, MODELS, PRECISE, Samples, result_name
@@ -76,23 +77,25 @@ class RowReference(SequenceReference):
 
     @functools.cached_property
     def auxiliary(self) -> tuple[dict[str, Tensor], dict[str, float], list[Tensor]]:
-        """Gradients and values of the experts' losses, and who chose which experts.
+        """Gradients and values of the losses of experts and indexers, and who chose which experts.
 
         The losses are means over all tokens of all samples. Choices are bool [tokens, layers,
-        experts] per sample.
+        experts] per sample; none without experts.
         """
         total = sum(self.batch.lengths)
         chosen = []
         grads: dict[str, Tensor] = {}
-        metrics = {"moe_balance_loss": 0.0, "moe_z_loss": 0.0}
+        metrics: dict[str, float] = {}
         for i in range(len(self.batch)):
             self._replay(i)
             found = run_auxiliary(self.model, self.batch.tokens(i), self.settings)
-            chosen.append(found["chosen"])
+            if "chosen" in found:
+                chosen.append(found["chosen"])
             for name, grad in found["grads"].items():
                 grads[name] = grads.get(name, 0) + grad / total
-            for name in metrics:
-                metrics[name] += found[name] / total
+            for name in ("moe_balance_loss", "moe_z_loss", "indexer_loss"):
+                if name in found:
+                    metrics[name] = metrics.get(name, 0.0) + found[name] / total
         return grads, metrics, chosen
 
     def run(self, kind: str) -> dict[str, Any]:
@@ -100,7 +103,8 @@ class RowReference(SequenceReference):
         auxiliary: dict[str, Tensor] = {}
         metrics: dict[str, float] = {}
         chosen: list[Tensor] = []
-        if self.settings.num_experts and not self.value_head:
+        has_losses = self.settings.num_experts or has_loss(self.settings)
+        if has_losses and not self.value_head:
             auxiliary, metrics, chosen = self.auxiliary
             metrics = dict(metrics)
         self.model.zero_grad()

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,8 +21,9 @@ from torch import Tensor
 from megapack import launch
 from megapack.loss.sequence import ValueLoss
 from megapack.model import carried
-from megapack.model.attention import sdpa
+from megapack.model.attention import sdpa, sparse
 from megapack.model.attention.packed import row_params
+from megapack.model.attention.row import RowView
 from megapack.model.experts.router import PackedRouter
 from megapack.model.head import unwrapped
 from megapack.plan import Plan
@@ -78,12 +79,19 @@ def _without_sinks(*args: Any, sink_H: Tensor, **kwargs: Any) -> Tensor:
     return _ATTENTION(*args, sink_H=sink_H - 100, **kwargs)
 
 
-_MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+def _one_each(row: RowView) -> Tensor:
+    assert row.branch_of_T is not None
+    return (row.branch_of_T >= 0).long()
+
+
+_MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "no windows": (sdpa, "path_causal_attention", _without_windows),
     "no sinks": (sdpa, "path_causal_attention", _without_sinks),
     "no carried gradients": (carried, "_leaf", lambda value, link: value.detach().clone()),
     "no exchanged keys": (sdpa, "gather_rows", _own_keys_only),
     "no carried keys": (runner, "row_params", _without_earlier_pieces),
+    "all keys are chosen": (sparse, "chosen_keys", lambda scores, visible, top_k: visible),
+    "shared tokens count once": (RowView, "copies_T", property(_one_each)),
     "no losses of a piece": (chains.ChainLosses, "_find_gradients", _without_a_piece),
 }
 

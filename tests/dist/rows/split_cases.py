@@ -40,6 +40,10 @@ MUTATED = {
     },
     "wide, no carried gradients": _wide("dp2_pp2", kinds=("sft",), mutation="no carried gradients"),
     "wide, no exchanged keys": _wide("dp2_pp2", kinds=("sft",), mutation="no exchanged keys"),
+    **{
+        f"dsa, {mutation}": _family("single", model="dsa", kinds=("sft",), mutation=mutation)
+        for mutation in ("all keys are chosen", "shared tokens count once")
+    },
 }
 
 FAMILIES = {
@@ -56,6 +60,7 @@ FAMILIES = {
     "family_selective": _family("pp2", recompute="selective", kinds=_TWO),
     "family_weights_later": _family("pp2", lag=2, kinds=_TWO),
     "family_mla_full": _family("pp2", model="mla", recompute="full", kinds=_TWO),
+    "family_dsa_full": _family("pp2", model="dsa", recompute="full", kinds=_TWO),
     "family_moe": _family("pp2_tp2_sp_ep2", model="moe", kinds=_TWO),
     "family_moe_dp2": _family("dp2_pp2_ep2", model="moe", lag=1, kinds=_TWO),
     "family_moe_full": _family("pp2", model="moe", recompute="full", kinds=_TWO),
@@ -82,6 +87,9 @@ SPECIAL = {
     "window_cp2_pp2": _case("cp2_pp2", model="window", kinds=_TWO),
     "window_pp2_vpp2_full": _case("pp2_vpp2_g4", model="window", recompute="full", kinds=_TWO),
     "family_window_full": _family("pp2", model="window", recompute="full", kinds=_TWO),
+    "dsa_full": _case("pp2", model="dsa", recompute="full", kinds=_TWO),
+    "dsa_cp2": _case("cp2", model="dsa", kinds=_TWO),
+    "dsa_tp2_sp_later": _case("tp2_sp_pp2", model="dsa", lag=1, kinds=_TWO),
     "moe": _case("pp2_tp2_sp_ep2", model="moe"),
     "moe_full": _case("pp2", model="moe", recompute="full", kinds=_TWO),
     "moe_bias_cp2_selective": _case("cp2_ep2", model="moe_bias", recompute="selective", kinds=_TWO),
@@ -125,5 +133,6 @@ TESTED = (
     *("shared_cp2_pp2-full", "shared_moe", "wide_pp2_vpp2_later", "wide_moe"),
     *("moe_bias_dp2_selective", "moe_replay_dp2_full", "planned_moe_dp2"),
     *("family_pp2_vpp2-none", "family_cp2_pp2-full", "family_moe_replay_full"),
+    "family_dsa_full",
 )
 """The cases of the tests; tools/exactness.py runs all that are not mutated."""

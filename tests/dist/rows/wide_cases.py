@@ -49,6 +49,7 @@ SPECIAL = {
     "mla_pp2_full": _case("dp2_pp2", model="mla", recompute="full", kinds=_TWO),
     "mla_cp2": _case("dp2_cp2", model="mla", kinds=_TWO),
     "window": _case("dp2_pp2", model="window", kinds=_TWO),
+    "dsa": _case("dp4", model="dsa", kinds=_TWO),
     "mtp": _case("dp4", model="mtp", kinds=_AHEAD),
     "mtp_pp2_vpp2_selective": _case(
         "dp2_pp2_vpp2", model="mtp", recompute="selective", kinds=_AHEAD
@@ -70,6 +71,7 @@ SPECIAL = {
     "prefixes_cp2": _sharing("dp2_cp2"),
     "prefixes_tp2_sp": _sharing("dp2_tp2_sp", kinds=_TWO),
     "prefixes_mla": _sharing("dp4", model="mla", kinds=_TWO),
+    "prefixes_dsa_full": _sharing("dp4", model="dsa", recompute="full", kinds=_TWO),
     "prefixes_mtp_cp2": _sharing("dp2_cp2", model="mtp", kinds=_AHEAD),
     "prefixes_moe_bias": _sharing("dp2_ep2", model="moe_bias", kinds=_TWO),
     "prefixes_moe_bias_tp2_sp_full": _sharing(
@@ -93,6 +95,6 @@ SPECIAL = {
 # different numbers of groups, as the stages of pp2 are.
 TESTED = (
     *("dp2_pp2_vpp2-full", "others", "mla", "planned_weights"),
-    *("prefixes_mtp_cp2", "prefixes_moe_bias_tp2_sp_full"),
+    *("prefixes_dsa_full", "prefixes_mtp_cp2", "prefixes_moe_bias_tp2_sp_full"),
 )
 """The cases of the tests; tools/exactness.py runs all."""

@@ -349,6 +349,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """By the model's name."""
 
+CONFIGS["GLM-5-bf16"] = {
+    **ANY,
+    **sizes(78, 6144, 12288, 64, 64, 154880, 202752),
+    **_experts(2048, 256, 1, 8, 3, 2.5),
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "attention_bias": False,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "indexer_rope_interleave": True,
+    "kv_lora_rank": 512,
+    "model_type": "glm_moe_dsa",
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+}
 FAMILY_MODELS = {
     "llama": "Llama-3.1-8B",
     "mistral": "Mistral-7B-v0.3",
@@ -360,6 +382,8 @@ FAMILY_MODELS = {
     "deepseek_v2": "DeepSeek-V2-Lite",
     "deepseek_v3": "DeepSeek-V3-bf16",
     "kimi_k2": "Kimi-K2-bf16",
+    "deepseek_v32": "DeepSeek-V3.2-bf16",
+    "glm_moe_dsa": "GLM-5-bf16",
     "glm4_moe": "GLM-4.5-Air",
     "glm4_moe_lite": "GLM-4.7-Flash",
     "glm4": "GLM-4-9B-0414",

@@ -82,6 +82,20 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "kimi_k2": {"moe_num_groups": None, "moe_group_top_k": None, "moe_first_dense_layers": 1},
     "glm4_moe": {"rotary_percent": 0.5, "qkv_bias": True, "qk_layernorm": False},
+    "deepseek_v32": {
+        "indexer_top_k": 2048,
+        "indexer_num_heads": 64,
+        "indexer_head_dim": 128,
+        "indexer_rope_interleaved": False,
+        "moe_num_groups": 8,
+        "latent_norm_epsilon": None,
+    },
+    "glm_moe_dsa": {
+        "indexer_num_heads": 32,
+        "indexer_rope_interleaved": True,
+        "latent_norm_epsilon": 1e-6,
+        "rope_scaling": RopeScaling(),
+    },
     "glm4_moe_lite": {
         "moe_first_dense_layers": 1,
         "norm_epsilon": 1e-5,
@@ -202,7 +216,7 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
     choices |= {"bias_activation_fusion", "gradient_accumulation_fusion", "moe_grouped_gemm"}
     choices |= {"moe_permute_fusion", "moe_balance_loss_coef", "moe_z_loss_coef"}
     choices |= {"moe_bias_update_rate", "mtp_num_layers", "mtp_loss_coef"}
-    choices |= {"recompute", "recompute_modules", "megatron_class"}
+    choices |= {"recompute", "recompute_modules", "megatron_class", "indexer_loss_coef"}
     assert first == set(vars(ModelConfig())) - choices
 
 
@@ -274,6 +288,12 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
         ("minimax_m2", {"attn_type_list": [0, 1]}, "megapack trains 1 only, softmax attention"),
         ("minimax_m2", {"partial_rotary_factor": 1.0}, "partial_rotary_factor says otherwise"),
         ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size=64"),
+        ("deepseek_v32", {"index_topk": None}, "index_topk=null; expected a whole number"),
+        ("deepseek_v32", {"layer_types": ["full_attention"] * 61}, "indexed_attention only"),
+        ("deepseek_v32", {"mlp_layer_types": ["sparse"] * 61}, "in the first 3 layers"),
+        ("glm_moe_dsa", {"index_topk_freq": 4}, "not those that take another layer's choice"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared"] * 39}, "another layer's choice"),
+        ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave=false"),
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias=true"),
         ("ernie4_5", {"use_bias": True}, "use_bias=true"),
         ("mimo", {"attention_bias": False}, "attention_bias=false"),

@@ -21,6 +21,14 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
 }
+SPARSE: dict[str, Any] = {
+    **LATENT,
+    "q_lora_rank": 24,
+    "qk_layernorm": True,
+    "indexer_top_k": 8,
+    "indexer_num_heads": 4,
+    "indexer_head_dim": 16,
+}
 EXPERTS: dict[str, Any] = {"num_experts": 16, "moe_top_k": 4}
 LOCAL: dict[str, Any] = {"local_rotary_base": 10000, "rotary_pattern": "LG"}
 TP2 = Layout(tp=2, sequence_parallel=True)
@@ -47,6 +55,15 @@ TP2 = Layout(tp=2, sequence_parallel=True)
         ({**LATENT, "num_query_groups": 2}, "num_query_groups=2 does not run with multi-latent"),
         ({**LATENT, "qk_rope_head_dim": 15}, "qk_rope_head_dim=15 does not run with"),
         ({**LATENT, "rope_scaling": RopeScaling(kind="llama3")}, "kind=llama3 does not run with"),
+        ({"indexer_top_k": 8}, "indexer_top_k=8 without model.indexer_num_heads"),
+        ({"indexer_loss_coef": 1.0}, "indexer_loss_coef=1.0 needs an indexer"),
+        ({"indexer_rope_interleaved": True}, "indexer_rope_interleaved=True needs an indexer"),
+        ({**SPARSE, "q_lora_rank": None}, "indexer_top_k=8 without model.q_lora_rank"),
+        ({**SPARSE, "indexer_head_dim": 8}, "indexer_head_dim=8 is below model.qk_rope_head_dim"),
+        ({**SPARSE, "qk_layernorm": False}, "the indexer reads normalised latents; set true"),
+        ({**SPARSE, "attention": "varlen"}, "it has no sparse attention; set auto"),
+        ({**SPARSE, "mtp_num_layers": 1}, "layers of multi-token prediction have no indexer"),
+        ({**SPARSE, "megatron_class": "hybrid"}, "layers of a HybridModel have no indexer"),
         ({"moe_first_dense_layers": 1}, "moe_first_dense_layers=1 needs experts"),
         ({"moe_shared_ffn_hidden_size": 8}, "moe_shared_ffn_hidden_size=8 needs experts"),
         ({**EXPERTS, "moe_first_dense_layers": 4}, "leaves no layer of model.num_layers=4"),

@@ -52,6 +52,9 @@ PUBLISHED = {
     "DeepSeek-V2-Lite": 15.7,
     "DeepSeek-V3-bf16": 671.0,
     "Kimi-K2-bf16": 1026.0,
+    # Those of V3, of which its report speaks as well.
+    "DeepSeek-V3.2-bf16": 671.0,
+    "GLM-5-bf16": 744.0,
     "Moonlight-16B-A3B": 15.96,
     "GLM-4.7-Flash": 29.9,
     "GLM-4-9B-0414": 9.40,

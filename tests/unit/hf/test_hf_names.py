@@ -180,3 +180,13 @@ def test_what_a_folder_may_have_in_addition() -> None:
     assert names.is_ignorable("model.layers.0.self_attn.rotary_emb.inv_freq", has_own_head=True)
     assert names.is_ignorable("lm_head.weight", has_own_head=False)
     assert not names.is_ignorable("lm_head.weight", has_own_head=True)
+
+
+def test_an_indexer_belongs_to_core_attention() -> None:
+    """As in Megatron's DSAttention."""
+    own = "self_attention.core_attention.indexer"
+    found = rows("deepseek_v32", f"{own}.linear_weights_proj.weight", 16)
+    assert found == [Rows("model.layers.2.self_attn.indexer.weights_proj.weight", 0, 16)]
+    assert rows("glm_moe_dsa", f"{own}.k_norm.bias", 24) == [
+        Rows("model.layers.2.self_attn.indexer.k_norm.bias", 0, 24)
+    ]
