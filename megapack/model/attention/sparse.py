@@ -123,7 +123,8 @@ class SparseAttention(PackedAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
         """As `forward`, with the keys of a sample's earlier pieces before the row's."""
         key, value = (x.transpose(1, 2) for x in (key, value))
-        key, value = gather_rows(key, value, row.paths.order_K, row.cp_group)
+        paths = row.paths()
+        key, value = gather_rows(key, value, paths.order_K, row.cp_group)
         sizes = self.sizes
         width = self.heads * self.head_width
         of_heads = [width, sizes.heads * sizes.width, sizes.heads]
@@ -135,7 +136,7 @@ class SparseAttention(PackedAttention):
             torch.unflatten(own_key, -1, (self.heads, -1)),
             torch.unflatten(value.squeeze(1), -1, (self.heads, -1)),
             Index(index_QIC, weight_QI, index_KC),
-            row.paths,
+            paths,
             top_k=sizes.top_k,
             scale=self.softmax_scale,
             loss=self._loss(row),
@@ -158,7 +159,7 @@ class SparseAttention(PackedAttention):
 
     def _add_loss(self, loss_sum: Tensor | None) -> None:
         # All tensor-parallel ranks have the same loss.
-        if loss_sum is not None and self.tp_group.rank() == 0:
+        if loss_sum is not None and (self.tp_group is None or self.tp_group.rank() == 0):
             assert self._pass is not None
             assert self._pass.token_weight is not None
             self._pass.add_router_loss("indexer_loss", loss_sum * self._pass.token_weight)
