@@ -543,6 +543,12 @@ _REFUSED: Mapping[str, str] = {
     **REFUSED,
     "ernie4_5_moe": "it chooses experts by softmax scores plus a bias, and Megatron-Core's router "
     "adds a bias to sigmoids only",
+    "gemma2": "it caps attention scores and logits by a tanh, which no attention here does",
+    **dict.fromkeys(
+        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
+        "its layers have heads of two widths, or take keys and values of other layers, which "
+        "Megatron-Core's have not",
+    ),
     **dict.fromkeys(
         ("hunyuan_v1_dense", "hunyuan_v1_moe"),
         "it normalises queries and keys after rotating them, Megatron-Core before",

@@ -3,6 +3,7 @@
 Modules:
     build: config and model chunks
     specs: Megatron's layer specs with attention for packed rows
+    rope: frequencies of rotary embeddings, as transformers computes them
     settings: Megatron's settings for speed, chosen by device, model and layout
     init: initial weights, and frozen parameters
     optimizer: Megatron's Adam and learning-rate schedule

@@ -6,6 +6,7 @@ Modules:
     sdpa, varlen: torch's kernels, for machines without Transformer Engine
     merged, paths: two ways to attend over shared prefixes and earlier pieces
     rotary: rotary embeddings with one table per row
+    rotary_tables: several tables in a chunk, for layers or for samples by their length
     te_rows: prefixes, pieces and shared rows with Transformer Engine's attention
     te_backend: what Transformer Engine would run
     choice: the kernel that runs on this machine

@@ -36,6 +36,58 @@ def test_queries_keys_and_values_alternate_by_group(part: str) -> None:
     ]
 
 
+def test_stacked_projections_are_rows_of_one_tensor() -> None:
+    """Queries of all groups are above all keys, and those above all values."""
+    qkv = "model.layers.2.self_attn.qkv_proj.weight"
+    assert rows("phi3", "self_attention.linear_qkv.weight", 128) == [
+        *(Rows(qkv, 0, 32), Rows(qkv, 64, 16), Rows(qkv, 96, 16)),
+        *(Rows(qkv, 32, 32), Rows(qkv, 80, 16), Rows(qkv, 112, 16)),
+    ]
+    gate_up = Rows("model.layers.2.mlp.gate_up_proj.weight", 0, 192)
+    assert rows("phi3", "mlp.linear_fc1.weight", 192) == [gate_up]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "norms"),
+    [
+        (
+            "olmo2",
+            {
+                "post_self_attn_layernorm": "post_attention_layernorm",
+                "post_mlp_layernorm": "post_feedforward_layernorm",
+            },
+        ),
+        (
+            "gemma3_text",
+            {
+                "input_layernorm": "input_layernorm",
+                "post_self_attn_layernorm": "post_attention_layernorm",
+                "pre_mlp_layernorm": "pre_feedforward_layernorm",
+                "post_mlp_layernorm": "post_feedforward_layernorm",
+            },
+        ),
+        (
+            "glm4",
+            {
+                "pre_mlp_layernorm": "post_attention_layernorm",
+                "post_self_attn_layernorm": "post_self_attn_layernorm",
+            },
+        ),
+    ],
+)
+def test_norms_of_a_layer(model_type: str, norms: dict[str, str]) -> None:
+    for own, theirs in norms.items():
+        assert rows(model_type, f"{own}.weight", 64) == [
+            Rows(f"model.layers.2.{theirs}.weight", 0, 64)
+        ]
+
+
+def test_olmo_has_no_norms_of_inputs() -> None:
+    for name in ("input_layernorm", "pre_mlp_layernorm"):
+        with pytest.raises(ConfigError, match="olmo2"):
+            rows("olmo2", f"{name}.weight", 64)
+
+
 @pytest.mark.parametrize(
     ("model_type", "first", "second"),
     [

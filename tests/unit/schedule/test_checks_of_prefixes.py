@@ -11,6 +11,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megapack.errors import ConfigError
+from megapack.model.attention.rotary_tables import RotaryTables
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.schedule.row_rules import check_rows
 
@@ -65,6 +66,16 @@ def test_dropout_is_refused_in_training(name: str) -> None:
     ):
         check(chunk(packed()), **{name: 0.1})
     check(chunk(packed()), is_training=False, **{name: 0.1})
+
+
+def test_rotations_by_the_length_of_a_sample_are_refused() -> None:
+    made = chunk(packed())
+    made.rotary_pos_emb = SimpleNamespace(tables=RotaryTables(2, of_layers=(0, 1)))
+    check(made)
+    made.rotary_pos_emb.tables = RotaryTables(2, short_tokens=4096)
+    with pytest.raises(ConfigError, match=r"longrope from 4096 tokens with shared prefixes: "):
+        check(made)
+    check_rows([made], config(), ["wide", "pieces"], is_training=True)
 
 
 def test_positions_that_follow_from_cu_seqlens_are_refused() -> None:
