@@ -75,7 +75,7 @@ def test_rotations_by_the_length_of_a_sample_are_refused() -> None:
     made.rotary_pos_emb.tables = RotaryTables(2, short_tokens=4096)
     with pytest.raises(ConfigError, match=r"longrope from 4096 tokens with shared prefixes: "):
         check(made)
-    check_rows([made], config(), ["wide", "pieces"], is_training=True)
+    check_rows([made], config(cp_comm_type=None), ["wide", "pieces"], is_training=True)
 
 
 def test_positions_that_follow_from_cu_seqlens_are_refused() -> None:
