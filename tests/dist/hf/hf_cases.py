@@ -41,6 +41,7 @@ HYBRID_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
 AS_HYBRID = {
     "qwen2_hybrid": "qwen2",
     "qwen3_tied_hybrid": "qwen3_tied",
+    "qwen3_yarn_hybrid": "qwen3_yarn",
     "qwen2_moe_hybrid": "qwen2_moe",
     "glm4_moe_hybrid": "glm4_moe",
 }

@@ -47,6 +47,7 @@ SECOND = {
     "qwen3_5_moe": "dp2",
     "qwen2_hybrid": "cp2",
     "qwen3_tied_hybrid": "pp2_vpp2",
+    "qwen3_yarn_hybrid": "single",
     "qwen2_moe_hybrid": "tp2_sp",
     "glm4_moe_hybrid": "dp2",
 }
