@@ -17,8 +17,8 @@ from megapack.base.choices import Dtype, Executor, Kernel, Recompute, RecomputeM
 from megapack.cost import communicators
 from megapack.cost.activations import SavedActivations
 from megapack.cost.head import default_chunk_tokens
-from megapack.cost.sizes import ModelSizes, stage_layers_of
-from megapack.cost.stages import StageLayers
+from megapack.cost.sizes import ModelSizes
+from megapack.cost.stages import StageLayers, stage_layers_of
 from megapack.layout import Layout, ParallelSizes
 
 GIB = 2**30

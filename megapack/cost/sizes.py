@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megapack.base.arrays import Ints
-from megapack.cost.stages import StageLayers
+from megapack.cost.stages import StageLayers, stage_layers_of
 from megapack.errors import ConfigError
 from megapack.layout import Layout, ParallelSizes
 
@@ -572,23 +572,11 @@ class ModelSizes:
         Raises:
             ConfigError: fewer layers than chunks.
         """
-        if self.attention_window is not None:
-            kinds = self.at_length(mean_length)
+        if self.attention_window is not None or self.layer_pattern is not None:
+            sizes = self.at_length(mean_length)
+            kinds = (kind for i in range(self.num_layers) for kind, _ in sizes.layer_kinds(i, 1))
             return StageLayers.of_costs(
-                [
-                    kind.layer_cost(mean_length)
-                    for layer in range(self.num_layers)
-                    for kind, _ in kinds.layer_kinds(layer, 1)
-                ],
-                pp=layout.pp,
-                vpp=layout.vpp,
-                embedding=self.embedding_flops_per_token(),
-                head=self.head_flops_per_token(),
-            )
-        if self.layer_pattern is not None:
-            costs = {kind.sublayers: kind.layer_cost(mean_length) for kind, _ in self.layer_kinds()}
-            return StageLayers.of_costs(
-                [costs[letter] for letter in self.layer_pattern],
+                [kind.layer_cost(mean_length) for kind in kinds],
                 pp=layout.pp,
                 vpp=layout.vpp,
                 embedding=self.embedding_flops_per_token(),
@@ -612,27 +600,3 @@ class ModelSizes:
 def typical_length(lengths: Ints) -> float:
     """Mean over tokens of their sample's length; 250 for samples of 100 and 300 tokens."""
     return float((lengths**2).sum() / lengths.sum())
-
-
-def stage_layers_of(
-    num_layers: int, layout: Layout, stage_layers: StageLayers | None
-) -> StageLayers:
-    """The given split, checked against a model and a layout; None = equally many layers.
-
-    Raises:
-        ConfigError: another number of layers or chunks, or layers that do not divide.
-    """
-    if stage_layers is None:
-        return StageLayers.even(num_layers, pp=layout.pp, vpp=layout.vpp)
-    split = (stage_layers.total, stage_layers.pp, stage_layers.vpp)
-    needed = (num_layers, layout.pp, layout.vpp)
-    if split != needed:
-        names = ("num_layers", "pp", "vpp")
-        texts = (
-            ", ".join(f"{name}={n}" for name, n in zip(names, numbers, strict=True))
-            for numbers in (split, needed)
-        )
-        raise ConfigError(
-            "stage_layers splits {}; the model and layout have {}: set it to match".format(*texts)
-        )
-    return stage_layers

@@ -29,8 +29,8 @@ from megapack.base.choices import Kernel
 from megapack.config.hybrid import SIZES
 from megapack.config.model_checks import check_sizes
 from megapack.config.sections import ModelConfig, OptimConfig
-from megapack.cost.sizes import VOCAB_MULTIPLE, stage_layers_of
-from megapack.cost.stages import StageLayers
+from megapack.cost.sizes import VOCAB_MULTIPLE
+from megapack.cost.stages import StageLayers, stage_layers_of
 from megapack.errors import ConfigError
 from megapack.gpt.init import freeze, initialize_by_name, mark_splits
 from megapack.gpt.rope import set_rope
