@@ -23,8 +23,6 @@ from megapack.layout import Layout, ParallelSizes
 VOCAB_MULTIPLE = 128
 """Vocabularies are padded to a multiple of this: 259 becomes 384. It is a multiple of every common
 tp, so that the padded size does not depend on tp."""
-
-
 LAYER_LETTERS = "GM*-E"
 """Kinds of layers of a hybrid model: gated delta net, Mamba-2, attention, MLP, experts."""
 MAMBA_CONV_TOKENS = 4

@@ -415,27 +415,3 @@ def _unrolled(text: str, name: str) -> str:
     for pattern in _REPEATS:
         text = pattern.sub(repeat, text)
     return text
-
-
-def stage_layers_of(
-    num_layers: int, layout: Layout, stage_layers: StageLayers | None
-) -> StageLayers:
-    """The given split, checked against a model and a layout; None = equally many layers.
-
-    Raises:
-        ConfigError: another number of layers or chunks, or layers that do not divide.
-    """
-    if stage_layers is None:
-        return StageLayers.even(num_layers, pp=layout.pp, vpp=layout.vpp)
-    split = (stage_layers.total, stage_layers.pp, stage_layers.vpp)
-    needed = (num_layers, layout.pp, layout.vpp)
-    if split != needed:
-        names = ("num_layers", "pp", "vpp")
-        texts = (
-            ", ".join(f"{name}={n}" for name, n in zip(names, numbers, strict=True))
-            for numbers in (split, needed)
-        )
-        raise ConfigError(
-            "stage_layers splits {}; the model and layout have {}: set it to match".format(*texts)
-        )
-    return stage_layers
