@@ -103,9 +103,10 @@ YARN = {
 
 # In place of Megatron's wrapper of Transformer Engine's attention, whose kernels need a GPU.
 class TEDotProductAttention(torch.nn.Module):
-    def __init__(self, scale):
+    def __init__(self, layer):
         super().__init__()
-        self.scale = scale
+        self.scale = layer.self_attention.core_attention.softmax_scale
+        self.config, self.layer_number = layer.config, layer.layer_number
 
     def forward(self, query, key, value, attention_mask, attn_mask_type, attention_bias=None,
                 packed_seq_params=None, num_splits=None):
@@ -154,8 +155,7 @@ def gpt(sizes={}, fields={}, te=False, **options):
     group = torch.distributed.group.WORLD
     initialize_by_name([model], seed=1, std=0.2, num_layers=2, tp_group=group)
     for layer in model.decoder.layers if te else ():
-        own = layer.self_attention.core_attention
-        layer.self_attention.core_attention = TEDotProductAttention(own.softmax_scale)
+        layer.self_attention.core_attention = TEDotProductAttention(layer)
     for _ in range(2):
         gather_rotary_tables([model])
         hook_te_attention([model])
