@@ -39,7 +39,7 @@ def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
 
 
 @given(inputs())
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_pieces_and_orders_keep_the_invariants_and_are_never_slower(
     drawn: tuple[list[int], dict[str, Any]],
 ) -> None:

@@ -11,8 +11,8 @@ from tests.megatron import needs_hybrid
 
 pytestmark = pytest.mark.dist
 
-# One process, and a second layout of each family; tools/exactness.py runs all cases.
-SECOND = {
+# The layout of each family here; tools/exactness.py runs all cases.
+LAYOUT_OF = {
     "llama": "cp2",
     "mistral": "tp2_sp",
     "mistral_window": "pp2_vpp2",
@@ -55,7 +55,7 @@ NAMES = [
     name
     for name, case in HF_CASES.items()
     # The families with the most parts, on all layouts.
-    if case.layout_name in ("single", SECOND.get(case.family, case.layout_name), *ROWS)
+    if case.layout_name in (LAYOUT_OF.get(case.family, case.layout_name), *ROWS)
 ]
 PARAMS = [
     pytest.param(name, marks=needs_hybrid if HF_CASES[name].is_hybrid else ()) for name in NAMES

@@ -168,7 +168,7 @@ def found_by(code: str, capability: tuple[int, int], version: str = VERSION) -> 
 
 @needs_te
 @pytest.mark.parametrize("capability", GPUS)
-@pytest.mark.parametrize("version", [VERSION, "2.9.0"])
+@pytest.mark.parametrize("version", [VERSION, pytest.param("2.9.0", marks=pytest.mark.weekly)])
 def test_a_linear_layer_rounds_as_by_hand(capability: tuple[int, int], version: str) -> None:
     if without_te(version):
         pytest.skip(without_te(version))
