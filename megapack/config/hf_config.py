@@ -541,6 +541,8 @@ FAMILIES: Mapping[str, Family] = {
 
 _REFUSED: Mapping[str, str] = {
     **REFUSED,
+    "deepseek_v4": "its layers compress keys over windows of tokens and mix several hidden states "
+    "per token, which megapack's layers do not",
     "ernie4_5_moe": "it chooses experts by softmax scores plus a bias, and Megatron-Core's router "
     "adds a bias to sigmoids only",
     "gemma2": "it caps attention scores and logits by a tanh, which no attention here does",
