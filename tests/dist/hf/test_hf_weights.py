@@ -31,7 +31,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in {case.family for case in cases.values()}:
         (models / family).symlink_to(cached_folder(family))
     args = [str(models), str(folder / "out"), *cases]
-    checked_job(WORLD, "tests.dist.hf.hf_weights_worker", args, timeout_s=300)
+    checked_job(WORLD, "tests.dist.hf.hf_weights_worker", args, timeout_s=600)
     return folder
 
 
