@@ -186,18 +186,9 @@ def _check_rope(model: Any) -> None:
             f"{model.local_rotary_base}; set both, or neither"
         )
     if pattern is not None:
-        if not pattern or set(pattern) - {"L", "G"}:
-            raise ConfigError(f"model.rotary_pattern is {pattern!r}; set letters L and G")
-        others = {
-            "a HybridModel (megatron_class, hybrid_layer_pattern)": model.layer_pattern is not None,
-            f"mtp_num_layers={model.mtp_num_layers}": model.mtp_num_layers > 0,
-            "rope_scaling.kind=longrope": model.rope_scaling.kind == "longrope",
-        }
-        for name, is_set in others.items():
-            if is_set:
-                raise ConfigError(
-                    f"model.rotary_pattern={pattern} does not run with {name}; leave one out"
-                )
+        _check_letters("rotary_pattern", pattern)
+        setting = f"model.rotary_pattern={pattern} does not run"
+        _refuse(model, setting, "hybrid", "mtp", "longrope")
     if model.rotary_interleaved and (pattern or model.rope_scaling.depends_on_length):
         raise ConfigError(
             "model.rotary_interleaved=true does not run with several rotary embeddings "
@@ -230,17 +221,8 @@ def _check_norms(model: Any) -> None:
         )
     if model.norm_placement == "pre":
         return
-    others = {
-        f"num_experts={model.num_experts}": model.num_experts is not None,
-        f"mtp_num_layers={model.mtp_num_layers}": model.mtp_num_layers > 0,
-        "a HybridModel (megatron_class, hybrid_layer_pattern)": model.layer_pattern is not None,
-        "multi-latent attention (kv_lora_rank)": model.kv_lora_rank is not None,
-    }
-    for name, is_set in others.items():
-        if is_set:
-            raise ConfigError(
-                f"model.norm_placement={model.norm_placement} does not run with {name}; set pre"
-            )
+    setting = f"model.norm_placement={model.norm_placement} does not run"
+    _refuse(model, setting, "experts", "mtp", "hybrid", "latent", advice="set pre")
 
 
 def _check_windows(model: Any) -> None:
@@ -251,23 +233,17 @@ def _check_windows(model: Any) -> None:
             f"model.attention_window_pattern={pattern} without a window; set "
             "model.attention_window, or attention_window_pattern=null"
         )
-    if pattern is not None and (not pattern or set(pattern) - {"L", "G"}):
-        raise ConfigError(
-            f"model.attention_window_pattern is {pattern!r}; set letters L and G, such as LG"
-        )
+    if pattern is not None:
+        _check_letters("attention_window_pattern", pattern)
+    if model.attention_window is None and not model.attention_sinks:
+        return
     # Megatron numbers layers anew within a depth of multi-token prediction, and letters of a
     # pattern are layers.
-    others = {
-        f"mtp_num_layers={model.mtp_num_layers}": model.mtp_num_layers > 0,
-        "a HybridModel (megatron_class, hybrid_layer_pattern)": model.layer_pattern is not None,
-        "multi-latent attention (kv_lora_rank)": model.kv_lora_rank is not None,
-    }
-    for name, is_set in others.items():
-        if is_set and (model.attention_window is not None or model.attention_sinks):
-            raise ConfigError(
-                f"model.attention_window={model.attention_window} and model.attention_sinks="
-                f"{str(model.attention_sinks).lower()} do not run with {name}; leave one out"
-            )
+    setting = (
+        f"model.attention_window={model.attention_window} and model.attention_sinks="
+        f"{str(model.attention_sinks).lower()} do not run"
+    )
+    _refuse(model, setting, "mtp", "hybrid", "latent")
 
 
 def _check_activation(model: Any) -> None:
@@ -279,11 +255,33 @@ def _check_activation(model: Any) -> None:
             f"model.activation_clamp={limit} and model.glu_linear_offset={model.glu_linear_offset} "
             "need model.activation=quick_gelu; set it, or null and 0"
         )
-    others = {
-        "a HybridModel (megatron_class, hybrid_layer_pattern)": model.layer_pattern is not None,
-        "multi-latent attention (kv_lora_rank)": model.kv_lora_rank is not None,
-        f"fp8={model.fp8}": model.fp8 is not None,
+    if model.linear_bias:
+        _refuse(model, "model.linear_bias=true does not run", "hybrid", "latent", "fp8")
+
+
+def _check_letters(name: str, pattern: str) -> None:
+    if not pattern or set(pattern) - {"L", "G"}:
+        raise ConfigError(f"model.{name} is {pattern!r}; set letters L and G, such as LG")
+
+
+def _refuse(model: Any, setting: str, *others: str, advice: str = "leave one out") -> None:
+    """Raise ConfigError if the model has one of the parts that a setting does not run with.
+
+    Args:
+        setting: the key and its value, with the verb.
+        others: the parts.
+    """
+    parts = {
+        "experts": (f"num_experts={model.num_experts}", model.num_experts is not None),
+        "fp8": (f"fp8={model.fp8}", model.fp8 is not None),
+        "hybrid": (
+            "a HybridModel (megatron_class, hybrid_layer_pattern)",
+            model.layer_pattern is not None,
+        ),
+        "latent": ("multi-latent attention (kv_lora_rank)", model.kv_lora_rank is not None),
+        "longrope": ("rope_scaling.kind=longrope", model.rope_scaling.kind == "longrope"),
+        "mtp": (f"mtp_num_layers={model.mtp_num_layers}", model.mtp_num_layers > 0),
     }
-    for name, is_set in others.items():
-        if is_set and model.linear_bias:
-            raise ConfigError(f"model.linear_bias=true does not run with {name}; leave one out")
+    for name, is_set in map(parts.__getitem__, others):
+        if is_set:
+            raise ConfigError(f"{setting} with {name}; {advice}")

@@ -520,7 +520,7 @@ def indexer(reader: Reader) -> Values:
 
 
 def own_indexers(reader: Reader) -> Values:
-    """An indexer in each layer, and none that takes the choice of an earlier layer ."""
+    """An indexer in each layer, and none that takes the choice of an earlier layer."""
     layers = reader.count("num_hidden_layers", 1)
     why = "megapack trains layers with an indexer each, not those that take another layer's choice"
     reader.require("indexer_types", None, ["full"] * layers, why=why)

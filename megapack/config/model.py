@@ -327,15 +327,17 @@ class ModelConfig:
     @property
     def local_layers(self) -> tuple[bool, ...]:
         """Of each layer, whether its rotary embedding is local."""
-        pattern = self.rotary_pattern or "G"
-        return tuple(pattern[layer % len(pattern)] == "L" for layer in range(self.num_layers))
+        return self._are_local(self.rotary_pattern or "G")
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Of each layer, the tokens that a token sees; None = all before it."""
-        pattern = self.attention_window_pattern or "L"
-        letters = (pattern[layer % len(pattern)] for layer in range(self.num_layers))
-        return tuple(self.attention_window if letter == "L" else None for letter in letters)
+        local = self._are_local(self.attention_window_pattern or "L")
+        return tuple(self.attention_window if is_local else None for is_local in local)
+
+    def _are_local(self, pattern: str) -> tuple[bool, ...]:
+        """Of each layer, whether a pattern that is repeated over the layers has the letter L."""
+        return tuple(pattern[layer % len(pattern)] == "L" for layer in range(self.num_layers))
 
     @property
     def layer_pattern(self) -> str | None:

@@ -8,6 +8,7 @@ of null.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Sequence
 
@@ -134,7 +135,7 @@ class TrainConfig:
         """Tokens that a sample may have, prompt and response."""
         return self.data.max_length or self.model.max_position_embeddings
 
-    @property
+    @functools.cached_property
     def critic_model(self) -> ModelConfig:
         """The critic's model, see `critic.critic_model`."""
         return critic_model(self.model, self.critic.hf_path)

@@ -96,19 +96,18 @@ class _NormOverHeads(torch.nn.Module):
     ranks.
     """
 
+    _heads: str
+    """Megatron's setting of their number."""
+
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: Any
     ) -> None:
         super().__init__()
-        width = self._num_heads(config) * hidden_size
+        width = getattr(config, self._heads) * hidden_size
         self.weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype))
         self._eps = config.layernorm_epsilon if eps is None else eps
         self._ranks = config.tensor_model_parallel_size
         _mark_sequence_parallel(self, config)
-
-    @staticmethod
-    def _num_heads(config: TransformerConfig) -> int:
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., heads of this rank, d] -> the same shape."""
@@ -127,17 +126,13 @@ class _NormOverHeads(torch.nn.Module):
 class QueryNorm(_NormOverHeads):
     """That of queries."""
 
-    @staticmethod
-    def _num_heads(config: TransformerConfig) -> int:
-        return int(config.num_attention_heads)
+    _heads = "num_attention_heads"
 
 
 class KeyNorm(_NormOverHeads):
     """That of keys."""
 
-    @staticmethod
-    def _num_heads(config: TransformerConfig) -> int:
-        return int(config.num_query_groups)
+    _heads = "num_query_groups"
 
 
 class PostNormLayer(TransformerLayer):  # type: ignore[misc]
