@@ -17,6 +17,8 @@ from tests.unit.hf.tiny_llama import read_folder
 pytestmark = pytest.mark.dist
 
 WORLD = 4
+# A case leaves process groups with their threads behind until its job ends.
+CASES_PER_JOB = 10
 IN_BF16 = [name for name, case in ALL_CASES.items() if case.dtype == "bf16"]
 
 
@@ -30,13 +32,16 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = ALL_CASES if HAS_HYBRID else CASES
     for family in {case.family for case in cases.values()}:
         (models / family).symlink_to(cached_folder(family))
-    args = [str(models), str(folder / "out"), *cases]
-    checked_job(WORLD, "tests.dist.hf.hf_weights_worker", args, timeout_s=600)
+    names = [*cases, "errors"]
+    for first in range(0, len(names), CASES_PER_JOB):
+        args = [str(models), str(folder / "out"), *names[first : first + CASES_PER_JOB]]
+        checked_job(WORLD, "tests.dist.hf.hf_weights_worker", args, timeout_s=300)
     return folder
 
 
 def reports(ran: Path, name: str) -> list[Any]:
-    return [report[name] for report in rank_reports(ran / "out", WORLD)]
+    """What each rank found in a case."""
+    return rank_reports(ran / "out" / f"{name}_ranks", WORLD)
 
 
 def params(*without: str) -> list[Any]:
@@ -73,7 +78,9 @@ def test_each_rank_reads_its_own_rows(name: str, ran: Path) -> None:
 def test_a_fresh_value_head_is_zeros_and_replaces_the_output_layer(name: str, ran: Path) -> None:
     expected = read_folder(ran / "models" / ALL_CASES[name].family)
     found = read_folder(ran / "out" / name)
-    assert expected.keys() - found.keys() == {"lm_head.weight"}
+    # Predictions of further tokens need the output layer.
+    dropped = {own for own in expected if own.startswith(("lm_head.", "mtp."))}
+    assert expected.keys() - found.keys() == dropped
     assert found.keys() - expected.keys() == {"score.weight"}
     assert torch.equal(found["score.weight"], torch.zeros(1, 64))
     assert all(torch.equal(found[n], expected[n]) for n in found.keys() & expected.keys())
@@ -95,13 +102,14 @@ def test_a_bf16_model_keeps_some_parameters_in_fp32(
     name: str, in_fp32: dict[str, int], ran: Path
 ) -> None:
     """Biases that choose experts, and decays of recurrent layers; all are exported in the folder's
-    types."""
+    types. Layers that are not trained, those of the prediction of further tokens, are copied."""
     expected = read_folder(ran / "models" / ALL_CASES[name].family)
     found = read_folder(ran / "out" / name)
     assert found.keys() == expected.keys()
     assert {end: sum(own.endswith(f".{end}") for own in expected) for end in in_fp32} == in_fp32
     for name, value in expected.items():
-        kept = value if name.endswith(tuple(in_fp32)) else value.bfloat16().float()
+        is_exact = name.startswith("mtp.") or name.endswith(tuple(in_fp32))
+        kept = value if is_exact else value.bfloat16().float()
         assert torch.equal(found[name], kept), name
 
 
