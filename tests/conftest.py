@@ -24,6 +24,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 REPO_ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the cases that a module names in `WEEKLY_CASES` with `weekly`."""
+    for item in items:
+        weekly = getattr(getattr(item, "module", None), "WEEKLY_CASES", ())
+        if (
+            weekly
+            and getattr(item, "callspec", None)
+            and item.callspec.params.get("name") in weekly
+        ):
+            item.add_marker(pytest.mark.weekly)
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     """The checkout."""

@@ -12,7 +12,7 @@ import pytest
 
 from tests.hf_models import make_folder
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.weekly
 
 _BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INSTALL = re.compile(r"^(?:pip install|hf download) .*\n", re.MULTILINE)

@@ -20,11 +20,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def case_results(
     request: pytest.FixtureRequest, reference: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """The workers' results, by case, for those of the module's CASES that selected tests need."""
+    """The workers' results, by case, for those of the module's CASES that selected tests name."""
     own = [item for item in request.session.items if "case_results" in item.fixturenames]
     own = [item for item in own if item.module is request.module]
-    names = list(request.module.CASES)
-    if all(hasattr(test, "callspec") for test in own):
-        wanted = {test.callspec.params["name"] for test in own}
-        names = [name for name in names if name in wanted]
+    wanted = {test.callspec.params["name"] for test in own if hasattr(test, "callspec")}
+    names = [name for name in request.module.CASES if name in wanted]
     return run_cases(names, reference, tmp_path_factory.mktemp("cases"))

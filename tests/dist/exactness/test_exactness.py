@@ -15,6 +15,13 @@ pytestmark = pytest.mark.dist
 Results = dict[str, dict[str, Any]]
 
 
+# Layouts whose parts other cases have too.
+WEEKLY_CASES = {
+    *("pp2_uniform", "pp2_vpp2_deallocating", "pp2_embedding_alone_frozen", "pp4_vpp2"),
+    *("moe_shared_dp2_ep2", "moe_tp2_sp_etp2", "moe_tp2_sp_pp2_vpp2_ep2"),
+    *("mla_cp2", "dsa_tp2_sp_recompute", "dsa_cp2_recompute"),
+    *("mtp_cp2", "mtp_pp2_vpp2_uneven_untied"),
+}
 EXACT = [name for name, case in CASES.items() if case.variant not in PRECISE]
 ROUNDED = [name for name in CASES if name not in EXACT]
 
@@ -75,8 +82,9 @@ def test_old_logprobs_of_the_same_rows_are_equal_bit_by_bit(
     assert case_results[name]["square_to_forward"] == 0
 
 
-def test_old_logprobs_of_other_rows_are_close(case_results: Results) -> None:
-    assert case_results["pp2_vpp2_forward_plan"]["square_to_forward"] < 1e-10
+@pytest.mark.parametrize("name", ["pp2_vpp2_forward_plan"])
+def test_old_logprobs_of_other_rows_are_close(name: str, case_results: Results) -> None:
+    assert case_results[name]["square_to_forward"] < 1e-10
 
 
 MOE = [name for name, case in CASES.items() if case.variant.startswith("moe")]
@@ -120,7 +128,8 @@ def test_recorded_experts_are_replayed_in_another_plan(name: str, case_results: 
 
 
 def test_replay_uses_a_different_plan(case_results: Results) -> None:
-    assert sum(case_results[name]["plans_differ"] for name in MOE) > len(MOE) / 2
+    differ = [case_results[name]["plans_differ"] for name in MOE if name in case_results]
+    assert sum(differ) > len(differ) / 2
 
 
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if "mtp" in case.variant])
@@ -132,22 +141,25 @@ def test_multi_token_losses_equal_the_reference(name: str, case_results: Results
         assert result["metrics"][depth] == pytest.approx(loss, rel=1e-5)
 
 
-def test_rows_are_packed_and_differ_in_length(case_results: Results) -> None:
-    for name in ("pp2", "pp2_vpp2", "pp4_vpp2", "dp2_pp2_vpp2", "moe_cp2_pp2_vpp2"):
-        facts = case_results[name]["facts"]
-        assert facts["packed"]
-        assert facts["row_lengths"] > 1, f"{name} does not exercise planned shapes"
+@pytest.mark.parametrize(
+    "name", ["pp2", "pp2_vpp2", "pp4_vpp2", "dp2_pp2_vpp2", "moe_cp2_pp2_vpp2"]
+)
+def test_rows_are_packed_and_differ_in_length(name: str, case_results: Results) -> None:
+    facts = case_results[name]["facts"]
+    assert facts["packed"]
+    assert facts["row_lengths"] > 1, "the case does not exercise planned shapes"
 
 
 def test_metrics_do_not_depend_on_packing_or_layout(case_results: Results) -> None:
     comparable = [
         name
         for name, case in CASES.items()
-        if (case.weighting, case.variant) == ("token-mean", "plain")
+        if name in case_results
+        and (case.weighting, case.variant) == ("token-mean", "plain")
         and case.num_samples == CASES["single"].num_samples
     ]
     first = case_results[comparable[0]]["metrics"]
     assert {"ratio", "clip_fraction", "kl_old", "kl_ref", "entropy"} <= set(first)
-    assert len(comparable) > 10
+    assert len(comparable) > 8
     for name in comparable:
         assert case_results[name]["metrics"] == pytest.approx(first, rel=1e-5), name

@@ -1,4 +1,4 @@
-"""The folder that tools/bench_hf.py makes; the slow test runs the tool."""
+"""The folder that tools/bench_hf.py makes; the weekly test runs the tool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_folder_is_one_that_loads(tmp_path: Path) -> None:
     assert compare(folder.path, folder.path) == (len(folder.tensors), len(folder.tensors))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_tool_runs() -> None:
     done = subprocess.run(
         [sys.executable, "tools/bench_hf.py"],
