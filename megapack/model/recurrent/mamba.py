@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -116,12 +117,14 @@ class GatedGroupNorm(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
         """As Megatron's subclass of mamba_ssm's norm: split over tensor-parallel ranks."""
+        # Megatron-Core sets the group since 0.19.
+        tp_group = getattr(self, "tp_group", None) or get_tensor_model_parallel_group()
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {"weight": 0},
             sharded_offsets,
-            tp_group=self.tp_group,
+            tp_group=tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
 
