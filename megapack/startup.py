@@ -2,7 +2,7 @@
 
 It patches processes that a framework starts itself, such as Ray's actors:
 
-    MEGAPACK_PATCH=slime,megatron_lm
+    MEGAPACK_PATCH=slime
 
 and `megapack run --cpu` sets the other for processes that a recipe starts, such as Megatron-LM's
 checkpoint writers, which import the recipe again:
@@ -44,8 +44,7 @@ def _patch() -> None:
         from megapack.patching.registry import apply
 
         log_to_stderr()
-        for host in asked_hosts(os.environ[VARIABLE]):
-            apply(host)
+        apply(*asked_hosts(os.environ[VARIABLE]))
     except Exception as error:
         # Python prints an error of a start-up file and goes on: the process would run unpatched.
         with contextlib.suppress(Exception):  # stderr may be closed, or its disk full
@@ -55,7 +54,7 @@ def _patch() -> None:
 
 
 def asked_hosts(value: str) -> list[str]:
-    """The hosts that a value of the variable names: shipped ones, never a path.
+    """The hosts that a value of the variable names: shipped ones, never a path; `-name` leaves out.
 
     Only the command line can name patch files; someone else may have set the variable.
 
@@ -67,7 +66,7 @@ def asked_hosts(value: str) -> list[str]:
 
     names = [name.strip() for name in value.split(",") if name.strip()]
     for name in names:
-        if name not in shipped_hosts():
+        if name.removeprefix("-") not in shipped_hosts():
             known = ", ".join(shipped_hosts())
             raise ConfigError(f"no patches for {name!r:.60}; there are {known}")
     return names

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Times a host's own step on a CPU with and without patches, in turn, and prints the ratio.
 
-    python tools/bench_host_step.py slime --layout pp=2 --patches slime,megatron_core
+    python tools/bench_host_step.py slime --layout pp=2 --patches slime,slime_loss
 
 Each round runs the host's worker (tests/hosts/steps/HOST.py) without patches and then with them.
 The first step of a run is left out: it compiles and fills caches. "simulated" is the makespan of

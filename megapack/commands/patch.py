@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from megapack.patching import check
-from megapack.patching.files import load_patches, shipped_hosts
+from megapack.patching.files import PatchFile, load_patches, patch_set, shipped_hosts
+from megapack.startup import VARIABLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions.add_parser("list", help="the frameworks that megapack has patches for")
     for name, summary in (
         ("check", "import the framework's modules and compare; exit code 1 if a name moved"),
-        ("show", "each name, its expected signature, its replacement and why"),
+        ("show", "what is on, what is off, and each name, its signature, its replacement and why"),
         ("diff", "lines to add to a script, if replacing names is not enough"),
     ):
         action = actions.add_parser(name, help=summary)
@@ -32,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
 def _summary(host: str) -> str:
     file = load_patches(host)
     installed = f"{file.version} is installed" if file.version else "no version found here"
-    return f"{host:16} names: {len(file.patches)}; for {file.seen}; {installed}"
+    brings = f"; brings {', '.join(file.brings)}" if file.brings else ""
+    return f"{host:16} names: {len(file.patches)}; for {file.seen}; {installed}{brings}"
 
 
 def _check(host: str) -> int:
@@ -42,14 +44,26 @@ def _check(host: str) -> int:
 
 
 def _show(host: str) -> int:
-    file = load_patches(host)
-    lines = [f"{file.host}: for {file.seen}"]
-    for entry in file.patches:
-        lines += ["", entry.dotted]
-        lines += [f"    looks like {signature}" for signature in entry.signatures]
-        lines += [f"    becomes {entry.replacement.replace(':', '.')}", f"    {entry.why}"]
+    first, *brought = patch_set([host])
+    lines = _names(first, "on")
+    for file in brought:
+        without = f"{first.host},-{file.host}"
+        lines += ["", *_names(file, f"on, brought by {first.host}; off with {VARIABLE}={without}")]
+    for each in first.optional:
+        state = f"off; on with {VARIABLE}={first.host},{each.host}\n    {each.why}"
+        lines += ["", *_names(load_patches(each.host), state)]
     print("\n".join(lines))
     return 0
+
+
+def _names(file: PatchFile, state: str) -> list[str]:
+    """What is replaced by a file, and whether it is."""
+    lines = [f"{file.host}: {state}", f"    for {file.seen}"]
+    for entry in file.patches:
+        lines += ["", f"  {entry.dotted}"]
+        lines += [f"    looks like {signature}" for signature in entry.signatures]
+        lines += [f"    becomes {entry.replacement.replace(':', '.')}", f"    {entry.why}"]
+    return lines
 
 
 def _diff(host: str) -> int:

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="HOST",
-        help="a framework (see `megapack patch list`) or a patch file, *.yaml; may be repeated. "
+        help="a framework (see `megapack patch list`) or a patch file, *.yaml; may be repeated; "
+        "--patch=-NAME leaves out what a framework brings. "
         "Child processes inherit frameworks, by MEGAPACK_PATCH, but no files",
     )
     parser.add_argument(
@@ -53,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     log_to_stderr()
     if args.cpu:
         _use_cpu()
-    for host in args.patch:
-        apply(host)
+    apply(*args.patch)
     _patch_children(args.patch)
     sys.argv[:] = command
     # Python itself puts this folder first, except under -P and -I (`safe_path`).
@@ -78,7 +78,7 @@ def _use_cpu() -> None:
 def _patch_children(hosts: list[str]) -> None:
     """Add the shipped hosts to the variable that child processes read at their start."""
     inherited = os.environ.get(VARIABLE, "").split(",")
-    shipped = [host for host in hosts if host in shipped_hosts()]
+    shipped = [host for host in hosts if host.removeprefix("-") in shipped_hosts()]
     names = dict.fromkeys(filter(None, [*inherited, *shipped]))
     if names:
         os.environ[VARIABLE] = ",".join(names)

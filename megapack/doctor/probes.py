@@ -319,6 +319,7 @@ def _recurrent(diagnosis: Diagnosis) -> None:
 
 def _patches(diagnosis: Diagnosis) -> None:
     from megapack import patching
+    from megapack.patching.files import patch_set
     from megapack.startup import VARIABLE, asked_hosts
 
     if sys.flags.ignore_environment:
@@ -330,12 +331,12 @@ def _patches(diagnosis: Diagnosis) -> None:
         return
     applied = {status.host for status in patching.status()}
     diagnosis.faults += [
-        f"{host} is not patched in a new process: this Python has no megapack-startup.pth; "
+        f"{file.host} is not patched in a new process: this Python has no megapack-startup.pth; "
         "pip install megapack into it"
-        for host in hosts
-        if host not in applied
+        for file in patch_set(hosts)
+        if file.host not in applied
     ]
-    findings = [finding for host in hosts for finding in patching.check(host)]
+    findings = patching.check(*hosts)
     diagnosis.faults += [f"{found.target}: {found.problem}" for found in findings if found.problem]
     diagnosis.found = f"{VARIABLE}={','.join(hosts)}, {len(findings)} names"
 

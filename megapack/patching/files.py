@@ -8,6 +8,7 @@ One file per host, or per host and range of versions: `patches/<host>.yaml`,
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -69,6 +70,16 @@ class Replacement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Optional:
+    """Patches that a user must name, because they change more than how samples are packed."""
+
+    host: str
+    """The name that users apply them by."""
+    why: str
+    """What they change, one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PatchFile:
     """The patches of one host in a range of versions."""
 
@@ -83,6 +94,10 @@ class PatchFile:
     """First version that the file is for."""
     before: str | None = None
     """First version that the file is no longer for."""
+    brings: tuple[str, ...] = ()
+    """Shipped hosts whose patches are applied with these, because both are proven together."""
+    optional: tuple[Optional, ...] = ()
+    """Patches for this host that stay off."""
     diff: str = ""
     """Lines to add to the user's script, as a unified diff, if replacing names is not enough."""
 
@@ -91,6 +106,9 @@ class PatchFile:
             raise ConfigError(f"host={self.host!r}; write a word like slime or megatron_lm")
         if not self.patches:
             raise ConfigError(f"{self.host} has no patches; write at least one")
+        unknown = {*self.brings, *(each.host for each in self.optional)} - set(shipped_hosts())
+        if unknown:
+            raise ConfigError(f"{self.host}: no patches for {', '.join(sorted(unknown))}")
         if self.distribution is None and (self.since or self.before):
             raise ConfigError("since and before are versions of a distribution; set distribution")
 
@@ -140,6 +158,30 @@ def load_patches(host: str) -> PatchFile:
         f"{host} {installed} is installed and the patches are for {ranges} "
         "(upper ends excluded); install a version in these ranges, or another megapack"
     )
+
+
+def patch_set(names: Iterable[str]) -> tuple[PatchFile, ...]:
+    """The patch files of hosts and of what these bring, each once, in this order.
+
+    Args:
+        names: hosts, or paths that end in `.yaml`. A name after a minus is left out:
+            `["slime", "-megatron_core"]` is slime's planner without the step.
+
+    Raises:
+        ConfigError: as `load_patches`, or a minus before what no other name brings.
+    """
+    names = list(names)
+    left_out = {name[1:] for name in names if name.startswith("-")}
+    files: dict[str, PatchFile] = {}
+    for name in names:
+        if not name.startswith("-"):
+            file = load_patches(name)
+            for each in (file, *map(load_patches, file.brings)):
+                files.setdefault(each.host, each)
+    for name in sorted(left_out - files.keys()):
+        brought = ", ".join(files) or "nothing"
+        raise ConfigError(f"-{name}: nothing to leave out; the other names bring {brought}")
+    return tuple(file for host, file in files.items() if host not in left_out)
 
 
 def shipped_hosts() -> tuple[str, ...]:

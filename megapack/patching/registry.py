@@ -1,6 +1,6 @@
-"""Apply and revert the patches of a host in this process, and report their state.
+"""Apply and revert the patches of hosts in this process, and report their state.
 
-    patching.apply("slime")      # before or after slime is imported
+    patching.apply("slime")      # before or after slime is imported; with what slime's file brings
     patching.status()            # replaced names, names that wait for an import, stale copies
     patching.revert("slime")
 
@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from megapack.errors import PatchError
-from megapack.patching.files import load_patches
+from megapack.patching.files import patch_set
 from megapack.patching.target import Patch, Status
 
 __all__ = ["Finding", "Status", "apply", "check", "original", "revert", "status"]
@@ -41,42 +41,52 @@ class Finding:
     """Why it cannot be replaced; empty if it can."""
 
 
-def apply(host: str) -> tuple[Status, ...]:
-    """Replace the names of a host: now if its modules are imported, otherwise after their import.
+def apply(*names: str) -> tuple[Status, ...]:
+    """Replace the names of hosts: now if its module is imported, otherwise after the import.
 
     Call it in every process: children do not inherit patches (see `startup`). A second call changes
     nothing.
 
     Args:
-        host: one that megapack ships patches for, or the path of a patch file, ending in `.yaml`.
+        names: hosts that megapack ships patches for, each with what it brings, or paths of patch
+            files, ending in `.yaml`. A name after a minus is left out:
+            `apply("slime", "-megatron_core")`.
+
+    Returns:
+        The state of each name of these hosts.
 
     Raises:
         ConfigError: no such host or file.
-        PatchError: an imported module of the host is not as expected; nothing was replaced.
+        PatchError: an imported module of a host is not as expected; nothing was replaced.
     """
-    file = load_patches(host)
+    files = patch_set(names)
     with _LOCK:
-        if file.host not in _ACTIVE:
-            patches = [Patch(file, entry) for entry in file.patches]
-            _refuse_conflicts(patches)
-            for patch in patches:
-                patch.verify()
-            _ACTIVE[file.host] = patches
-            for patch in patches:
-                if patch.is_imported:
-                    patch.replace()
-            for name in sorted({name for patch in patches for name in patch.module_chain}):
-                if name not in sys.modules:
-                    _call_after_import(name)
-        return tuple(patch.status() for patch in _ACTIVE[file.host])
+        new = {
+            file.host: [Patch(file, entry) for entry in file.patches]
+            for file in files
+            if file.host not in _ACTIVE
+        }
+        patches = [patch for own in new.values() for patch in own]
+        _refuse_conflicts(patches)
+        for patch in patches:
+            patch.verify()
+        _ACTIVE.update(new)
+        for patch in patches:
+            if patch.is_imported:
+                patch.replace()
+        for name in sorted({name for patch in patches for name in patch.module_chain}):
+            if name not in sys.modules:
+                _call_after_import(name)
+        return tuple(patch.status() for file in files for patch in _ACTIVE[file.host])
 
 
-def revert(host: str) -> None:
-    """Restore a host's own names; does nothing for a host that is not patched."""
+def revert(*names: str) -> None:
+    """Restore what `apply` replaced for the same names; does nothing for what is not patched."""
     with _LOCK:
-        for patch in reversed(_ACTIVE.pop(load_patches(host).host, [])):
-            if patch.is_replaced:
-                patch.restore()
+        for file in reversed(patch_set(names)):
+            for patch in reversed(_ACTIVE.pop(file.host, [])):
+                if patch.is_replaced:
+                    patch.restore()
 
 
 def status() -> tuple[Status, ...]:
@@ -101,14 +111,18 @@ def original(name: str) -> Any:
     raise PatchError(f"{name} is not replaced here; apply its patch first")
 
 
-def check(host: str) -> tuple[Finding, ...]:
-    """Import the modules of a host and report which names can be replaced; replaces nothing.
+def check(*names: str) -> tuple[Finding, ...]:
+    """Import the modules of hosts and report which names can be replaced; replaces nothing.
+
+    Args:
+        names: as those of `apply`.
 
     Raises:
         ConfigError: no such host or file.
     """
-    file = load_patches(host)
-    return tuple(_finding(Patch(file, entry)) for entry in file.patches)
+    return tuple(
+        _finding(Patch(file, entry)) for file in patch_set(names) for entry in file.patches
+    )
 
 
 def _finding(patch: Patch) -> Finding:
@@ -124,9 +138,9 @@ def _finding(patch: Patch) -> Finding:
 
 
 def _refuse_conflicts(patches: list[Patch]) -> None:
-    for patch in patches:
-        for other in _all_patches():
-            if _same_target(patch, other):
+    for index, patch in enumerate(patches):
+        for other in (*_all_patches(), *patches[:index]):
+            if patch.file.host != other.file.host and _same_target(patch, other):
                 raise PatchError(
                     f"{patch.entry.dotted} is already replaced by the patches for "
                     f"{other.file.host}; revert them before you apply {patch.file.host}"

@@ -13,7 +13,13 @@ import pytest
 
 from megapack import patching
 from megapack.errors import ConfigError, PatchError
-from megapack.patching.files import PatchFile, Replacement, load_patches, shipped_hosts
+from megapack.patching.files import (
+    PatchFile,
+    Replacement,
+    load_patches,
+    patch_set,
+    shipped_hosts,
+)
 from megapack.patching.target import is_like, parse_signature, signature_of
 from tests.hosts.stub import PACK, Host, pack, pack_steps
 
@@ -403,6 +409,42 @@ def test_shipped_patch_files_are_valid(host_name: str) -> None:
     for entry in file.patches:
         assert all(parse_signature(text) for text in entry.signatures)
         assert entry.replacement.startswith("megapack.hosts.")
+
+
+def hosts_of(*names: str) -> list[str]:
+    return [file.host for file in patch_set(names)]
+
+
+def test_a_host_brings_the_step_and_can_leave_it_out() -> None:
+    assert hosts_of("slime") == ["slime", "megatron_core"]
+    assert hosts_of("slime", "megatron_core", "slime_loss") == [
+        "slime",
+        "megatron_core",
+        "slime_loss",
+    ]
+    assert hosts_of("slime", "-megatron_core") == ["slime"]
+    assert hosts_of("megatron_lm") == ["megatron_lm"]
+    brought = r"-miles: nothing to leave out; the other names bring slime, megatron_core"
+    with pytest.raises(ConfigError, match=brought):
+        patch_set(["slime", "-miles"])
+
+
+def test_apply_and_revert_take_what_a_host_brings(host: Host) -> None:
+    own = host.patch(TRAINER, host="stubbing")
+    text = Path(own).read_text()
+    Path(own).write_text(text.replace("seen: now", "seen: now\nbrings: [megatron_core]"))
+    assert [status.host for status in patching.apply(own)] == ["stubbing", "megatron_core"]
+    patching.revert(own, "-megatron_core")
+    assert [status.host for status in patching.status()] == ["megatron_core"]
+    patching.revert(own)
+    assert patching.status() == ()
+
+
+def test_a_file_brings_shipped_hosts_only(host: Host) -> None:
+    own = host.patch(TRAINER)
+    Path(own).write_text(Path(own).read_text().replace("seen: now", "seen: now\nbrings: [mine]"))
+    with pytest.raises(ConfigError, match="no patches for mine"):
+        load_patches(own)
 
 
 def any_default(a: int, b: object = object()) -> None:

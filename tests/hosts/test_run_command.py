@@ -229,6 +229,10 @@ def test_patch_list_show_and_diff(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["patch", "diff", "megatron_lm"]) == 0
     added = [line for line in capsys.readouterr().out.splitlines() if line.startswith("+")]
     assert "+    forward_step = megatron_lm.PlannedStep(max_tokens_per_gpu=16384)" in added
+    assert main(["patch", "show", "slime"]) == 0
+    shown = capsys.readouterr().out
+    assert "megatron_core: on, brought by slime; off with MEGAPACK_PATCH=slime,-mega" in shown
+    assert "slime_loss: off; on with MEGAPACK_PATCH=slime,slime_loss" in shown
     assert main(["patch", "diff", "slime"]) == 0
     assert "slime needs no change" in capsys.readouterr().out
 

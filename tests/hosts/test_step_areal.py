@@ -10,7 +10,7 @@ from tests.hosts.steps.job import Report, run_step
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
-PATCHES = ("areal", "megatron_core")
+PATCHES = ("areal",)
 
 
 @pytest.fixture(scope="module")

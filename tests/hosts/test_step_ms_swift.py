@@ -10,7 +10,7 @@ from tests.hosts.steps.ms_swift import LENGTHS, NUM_PACKS, PACKING_LENGTH
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
-PATCHES = "ms_swift,megatron_core"
+PATCHES = "ms_swift"
 LAYOUTS = ("dp=2", "pp=2", "pp=2,vpp=2")
 
 

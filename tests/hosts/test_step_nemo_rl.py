@@ -12,7 +12,7 @@ from tests.hosts.steps.mamba import needs_mamba
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
 WORLD = 2
-OURS = ("nemo_rl", "nemo_rl_rows", "megatron_core")
+OURS = ("nemo_rl", "nemo_rl_rows")
 Ranks = list[Report]
 
 
@@ -65,7 +65,7 @@ def test_rows_of_a_pipeline_stay_as_long_as_they_are(tmp_path: Path, alone: Repo
 
 
 def test_without_planned_shapes_megatron_exchanges_them(tmp_path: Path, alone: Report) -> None:
-    ranks = run(tmp_path, "pp=2", ("nemo_rl", "nemo_rl_rows"))
+    ranks = run(tmp_path, "pp=2", (*OURS, "-megatron_core"))
     assert_same_training(ranks, alone)
     assert all(rank.num_shape_exchanges > 0 for rank in ranks)
 
@@ -80,7 +80,7 @@ def test_a_row_tells_mamba_layers_its_samples(tmp_path: Path) -> None:
             "nemo_rl", place, layout="dp=1", world=1, steps=1, case="mamba", patches=patches
         )[0]
 
-    plain, patched = run_alone(()), run_alone(("nemo_rl", "megatron_core"))
+    plain, patched = run_alone(()), run_alone(("nemo_rl",))
     for report in (plain, patched):
         assert all(told == [True, True] for told in report.more["told"])
     # Other rows, the same loss: no state runs from one sample into the next.

@@ -10,7 +10,7 @@ from tests.hosts.steps.roll import LENGTHS
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
-PATCHES = "roll,megatron_core"
+PATCHES = "roll"
 BUDGETS = {"packed": 96, "packed_tight": 72, "padded": 128}
 
 

@@ -12,7 +12,7 @@ from tests.hosts.steps.mamba import needs_mamba
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
 WORLD = 2
-OURS = ("skyrl", "megatron_core")
+OURS = ("skyrl",)
 Ranks = list[Report]
 
 
@@ -64,7 +64,7 @@ def test_interleaved_stages_run_right(tmp_path: Path, alone: Report) -> None:
 
 @pytest.mark.parametrize(
     ("patches", "says"),
-    [((), "remainder of M"), (("skyrl",), "split_with_sizes")],
+    [((), "remainder of M"), (("skyrl", "-megatron_core"), "split_with_sizes")],
 )
 def test_interleaved_stages_need_both_patches(
     tmp_path: Path, patches: tuple[str, ...], says: str

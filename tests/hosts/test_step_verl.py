@@ -15,7 +15,7 @@ from tools.hosting.sources import NoSource, installed
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
-PATCHES = ("verl", "megatron_core")
+PATCHES = ("verl",)
 LAYOUTS = {"dp=2": 2, "pp=2": 2, "cp=2": 2, "pp=2,vpp=2": 2}
 
 

@@ -1,7 +1,7 @@
 """AReaL's Megatron engine on a CPU: its own train_batch and forward_batch, GRPO loss and optimizer.
 
     torchrun --nproc-per-node 2 -m tests.hosts.steps.areal OUT --layout pp=2 \
-        --patches areal,megatron_core --steps 2
+        --patches areal --steps 2
 
 Ours are the model, in place of what a Hugging Face bridge makes, and the toy rollout.
 """
@@ -165,8 +165,7 @@ def main() -> None:
     cpu.enable()
     join_alone()
     import_areal()
-    for name in arguments.patches:
-        patching.apply(name)
+    patching.apply(*arguments.patches)
     from megatron.core import parallel_state
 
     areal.configure(restore_cp_outputs=arguments.case == "restored")

@@ -3,7 +3,7 @@
 A worker runs one host's own training step (and forward-only pass) on a layout, with some patches:
 
     torchrun --nproc-per-node 2 -m tests.hosts.steps.NAME OUT --layout dp=1,pp=2,vpp=2 \
-        --patches NAME,megatron_core --steps 2
+        --patches NAME --steps 2
 
 and each rank writes OUT/rank0.json, OUT/rank1.json, ...: a `Report`.
 """
@@ -149,8 +149,7 @@ def start(prepare: Callable[[], None]) -> Arguments:
     launch.quiet_known_warnings()
     launch.start("cpu")
     prepare()
-    for host in arguments.patches:
-        patching.apply(host)
+    patching.apply(*arguments.patches)
     return arguments
 
 

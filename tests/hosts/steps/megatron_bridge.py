@@ -310,8 +310,7 @@ def apply(hosts: list[str], *, keeps_packer: bool) -> None:
         name = "packing.algorithms" if has_packing_package() else "datasets.packing_utils"
         packing: Any = importlib.import_module(f"megatron.bridge.data.{name}")
         packer = packing.first_fit_shuffle
-    for host in hosts:
-        patching.apply(host)
+    patching.apply(*hosts)
     if keeps_packer:
         packing.first_fit_shuffle = packer
 

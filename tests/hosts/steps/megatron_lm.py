@@ -280,8 +280,7 @@ def main() -> None:
     sys.path.remove(str(source))
     path = script(source, given.folder, planned)
     sys.path.insert(0, str(path.parent))
-    for host in given.patches:
-        patching.apply(host)
+    patching.apply(*given.patches)
     report = job.Report()
     watch(report)
     job.count_shape_exchanges(report)

@@ -44,8 +44,7 @@ def main() -> None:
     report = Report()
     _import_swift(str(args.folder))
     launch.start("cpu")
-    for host in args.patches:
-        patching.apply(host)
+    patching.apply(*args.patches)
     trainer = make_trainer(args, report)
     count_shape_exchanges(report)
     train_packs = make_packs(trainer.template)

@@ -58,8 +58,7 @@ def main() -> None:
     report = Report()
     _import_roll(args.folder)
     launch.start("cpu")
-    for host in args.patches:
-        patching.apply(host)
+    patching.apply(*args.patches)
     worker = make_worker(args, report)
     count_shape_exchanges(report)
     data = make_batch(args)

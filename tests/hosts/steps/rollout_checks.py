@@ -23,7 +23,7 @@ STEPS = 2
 
 def check_patched(runs: Runs, host: ModuleType, layout: str) -> None:
     """Patched, a layout trains as one rank does without patches, and exchanges no shapes."""
-    patched = runs(layout, f"{runs.host},megatron_core")
+    patched = runs(layout, runs.host)
     check_equal(patched, runs(""))
     assert all(report.num_shape_exchanges == 0 for report in patched)
     assert all(report.more["forward_exchanges"] == 0 for report in patched)
@@ -51,7 +51,7 @@ def check_rows_of_mamba_layers(runs: Runs) -> None:
         pytest.skip(f"needs Megatron-LM's tree of Megatron-Core {megatron.core.__version__}")
     cases = ("mamba", "mamba+narrow")
     plain = [runs("", runs.host, case)[0] for case in cases]
-    patched = [runs("", f"{runs.host},megatron_core", case)[0] for case in cases]
+    patched = [runs("", runs.host, case)[0] for case in cases]
     for report in plain:
         assert all(told == [False, False] for told in report.more["told"])
     for report in patched:
@@ -69,7 +69,7 @@ def check_interleaving_without_overlap_fails(runs: Runs, patches: str) -> None:
 
 def check_planned_interleaving_without_overlap(runs: Runs) -> None:
     """On planned shapes it is right."""
-    patched = runs("pp=2,vpp=2", f"{runs.host},megatron_core", "fanout+nooverlap")
+    patched = runs("pp=2,vpp=2", runs.host, "fanout+nooverlap")
     check_equal(patched, runs(""))
     assert all(report.num_shape_exchanges == 0 for report in patched)
 

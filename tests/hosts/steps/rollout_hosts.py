@@ -69,8 +69,7 @@ def start(host: str) -> Arguments:
 
     from megapack import launch, patching
 
-    for patch in arguments.patches:
-        patching.apply(patch)
+    patching.apply(*arguments.patches)
     launch.start("cpu")
     # Behind the installed Megatron-Core: from the source tree only `megatron.training` is taken.
     sys.path.append(str(source("megatron_lm")))

@@ -1,7 +1,7 @@
 """verl's Megatron engine on a CPU: its own train_batch and infer_batch, losses and optimizer.
 
     torchrun --nproc-per-node 2 -m tests.hosts.steps.verl OUT --layout pp=2,vpp=2 \
-        --patches verl,megatron_core --steps 2 --case ppo
+        --patches verl --steps 2 --case ppo
 
 Ours are the model, in place of what a Hugging Face bridge makes, and the toy rollout.
 """
@@ -219,8 +219,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     launch.start("cpu")
     import_verl()
-    for name in arguments.patches:
-        patching.apply(name)
+    patching.apply(*arguments.patches)
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
 
