@@ -3,7 +3,7 @@
 #
 #   tools/launch/torchrun.sh CONFIG [section.key=value ...]
 #
-#   PYTHON           the interpreter that has megapack; unset: python3
+#   PYTHON           the interpreter that has megapack; unset: .venv of the repository, or python3
 #   NPROC_PER_NODE   ranks on this node; unset: one per GPU
 #   RDZV_ENDPOINT, RDZV_ID, NNODES   for a job of several nodes: HOST:PORT of the first node, a name
 #                    of the job, the number of nodes; train.sbatch sets them. Unset: this node alone
@@ -22,8 +22,11 @@ if (($# == 0)); then
     exit 2
 fi
 
+# shellcheck source=/dev/null
+source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
+
 # Once per node, before the ranks ask for it together. Without compiled code the ranks compile.
-"${PYTHON:-python3}" -m megapack warm-up >&2 || true
+"$PYTHON" -m megapack warm-up >&2 || true
 
 if [[ -n ${RDZV_ENDPOINT:-} ]]; then
     # Set explicitly, because a node may know itself by another name than the other nodes do.
@@ -41,7 +44,7 @@ fi
 set -m
 (
     trap '' USR1
-    exec "${PYTHON:-python3}" -m torch.distributed.run "${options[@]}" \
+    exec "$PYTHON" -m torch.distributed.run "${options[@]}" \
         --nproc-per-node "${NPROC_PER_NODE:-gpu}" -m megapack train "$@"
 ) &
 torchrun=$!

@@ -67,10 +67,40 @@ def test_a_patched_command_gets_the_variable_and_arguments(repo_root: Path) -> N
     assert (done.returncode, done.stdout) == (7, "slime,verl/a b\n")
 
 
+def fake_python(path: Path, missing: str = "") -> Path:
+    """An interpreter that lacks packages, if it is asked, and else prints its arguments."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo {missing} && exit\necho "$@"\nexit 3\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("name", ["torchrun.sh", "train.sbatch"])
+def test_an_interpreter_without_packages_is_named_once(
+    repo_root: Path, tmp_path: Path, name: str
+) -> None:
+    launcher = repo_root / "tools/launch" / name
+    fake = fake_python(tmp_path / "python", "torch numba")
+    env = {"SLURM_SUBMIT_DIR": str(repo_root), "SLURM_JOB_NODELIST": "a"}
+    done = run(launcher, "c.yaml", PYTHON=str(fake), **env)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{name}: {fake} lacks torch, numba; set PYTHON to an interpreter")
+    done = run(launcher, "c.yaml", PYTHON="/nowhere/python", **env)
+    assert done.stderr == (
+        f"{name}: no interpreter /nowhere/python; set PYTHON to one that has megapack\n"
+    )
+
+
+def test_the_repositorys_environment_is_the_default(repo_root: Path, tmp_path: Path) -> None:
+    shutil.copytree(repo_root / "tools/launch", tmp_path / "tools/launch")
+    fake = fake_python(tmp_path / ".venv/bin/python", "torch")
+    done = run(tmp_path / "tools/launch/torchrun.sh", "c.yaml", PYTHON="")
+    assert done.stderr.startswith(f"torchrun.sh: {fake} lacks torch; ")
+
+
 def test_torchrun_gets_the_ranks_and_its_exit_code_returns(repo_root: Path, tmp_path: Path) -> None:
-    fake = tmp_path / "python"
-    fake.write_text('#!/bin/sh\necho "$@"\nexit 3\n')
-    fake.chmod(0o755)
+    fake = fake_python(tmp_path / "python")
     launcher = repo_root / "tools/launch/torchrun.sh"
     alone = run(launcher, "c.yaml", "a.b=1", PYTHON=str(fake), NPROC_PER_NODE="4")
     assert alone.returncode == 3
