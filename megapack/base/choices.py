@@ -40,6 +40,10 @@ LossWeighting = Literal[
 ]
 KlKind = Literal["k1", "k2", "k3"]
 KlLevel = Literal["token", "sequence"]
+CorrectionKind = Literal["truncate", "mask"]
+"""What happens to an importance ratio outside of its bounds: it is cut to them, or becomes 0."""
+RatioLevel = Literal["token", "sequence", "geometric"]
+"""The ratio of a token, the product of a sample's ratios, or their geometric mean."""
 AdvantageNorm = Literal["group", "group-std", "rloo", "reinforce++", "reinforce++-baseline", "none"]
 RoutingReplay = Literal["none", "rollout", "old_logprobs"]
 """Whose choice of experts a step repeats: nobody's, the inference engine's in the rollouts, or that

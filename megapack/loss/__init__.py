@@ -1,11 +1,13 @@
 """Objectives: one loss per token, never a mean, with weights that are fixed before a step runs.
 
 Modules:
+    correction: weights of policy losses by the log-probs of an inference engine
     token: SFT, PPO, GRPO and the weights of response tokens
     sequence: GSPO, which needs whole samples, and the value loss
     preference: DPO and pairwise rewards, which need pairs of samples
 """
 
+from megapack.loss.correction import Correction
 from megapack.loss.preference import DPO, PairwiseReward, pair_signs
 from megapack.loss.sequence import GSPO, AnyObjective, SequenceObjective, ValueLoss
 from megapack.loss.token import (
@@ -26,6 +28,7 @@ __all__ = [
     "SFT",
     "PairwiseReward",
     "ValueLoss",
+    "Correction",
     "AnyObjective",
     "Objective",
     "SequenceObjective",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -62,8 +62,6 @@ class GSPO(GRPO):
     GRPO reads.
     """
 
-    needs_segments: ClassVar[Literal[True]] = True
-
     clip_low: float = 3e-4
     """As in PPO, but smaller: a mean over tokens varies far less than one token's ratio."""
     clip_high: float = 4e-4
@@ -80,19 +78,25 @@ class GSPO(GRPO):
         if self.kl_level not in ("token", "sequence"):
             raise ConfigError(f"unknown kl_level {self.kl_level!r}; set one of token, sequence")
 
-    def __call__(  # type: ignore[override]
+    @property
+    def needs_segments(self) -> Literal[True]:
+        """See `SequenceObjective`."""
+        return True
+
+    def __call__(
         self,
         logprobs_R: Tensor,
         entropy_R: Tensor | None,
         fields: Mapping[str, Tensor],
-        segments: Segments,
+        segments: Segments | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective`; metrics as GRPO, with ratio and kl_old per sample."""
+        assert segments is not None
         log_ratio_n = segments.mean(logprobs_R - fields["old_logprobs"])
         log_ratio_R = segments.spread(log_ratio_n)
         if self.token_level:
             log_ratio_R = log_ratio_R.detach() + logprobs_R - logprobs_R.detach()
-        loss_R, metrics = self._clipped(log_ratio_R, fields["advantages"], entropy_R)
+        loss_R, metrics = self._clipped(log_ratio_R, entropy_R, fields, segments)
         if self.kl_coef:
             kl_R = self._kl(logprobs_R, fields["ref_logprobs"], segments)
             metrics["kl_ref"] = kl_R

@@ -21,7 +21,12 @@ from torch import Tensor
 
 from megapack.base.choices import KlKind, LossWeighting
 from megapack.errors import ConfigError, DataError, brief
+from megapack.loss.correction import ENGINE_LOGPROBS, Correction
 from megapack.plan.plan import Plan
+from megapack.rows.segments import Segments
+
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""Name of a field: the log-prob (nats) of each token under a teacher."""
 
 __all__ = ["GRPO", "PPO", "SFT", "LossWeighting", "Objective", "kl_estimate", "sample_weights"]
 
@@ -132,8 +137,11 @@ class Objective(Protocol):
     def __call__(
         self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor], /
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses [R] and metrics (name -> [R], with the weights of the loss) at response
-        positions."""
+        """Losses [R] and metrics (name -> [R], with the weights of the loss) at response positions.
+
+        Of metrics whose name ends with `_max` a step has the maximum, of all others the sum with
+        the weights of the loss.
+        """
         ...
 
 
@@ -155,7 +163,8 @@ class SFT:
 class PPO:
     """The clipped policy loss of PPO (arXiv 1707.06347), with an entropy bonus.
 
-    Reads the fields `advantages` and `old_logprobs`.
+    Reads the fields `advantages` and `old_logprobs`, with a correction `rollout_logprobs`, and if
+    `teacher_kl_coef` is not 0 `teacher_logprobs`.
     """
 
     clip_low: float = 0.2
@@ -167,6 +176,12 @@ class PPO:
     (arXiv 1912.09729); above 1. None: no bound."""
     entropy_coef: float = 0.0
     """Factor of the entropy, which is subtracted from the loss."""
+    correction: Correction | None = None
+    """Weights of the clipped loss, by the log-probs of the engine that sampled; None: no weights.
+    Entropy and KL are not weighted."""
+    teacher_kl_coef: float = 0.0
+    """On-policy distillation: each token's advantage loses this times old log-prob - log-prob of a
+    teacher, an estimate of KL(policy || teacher) (k1). Advantages of 0 leave only the teacher."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.clip_low <= 1 or not 0 <= self.clip_high < math.inf:
@@ -177,27 +192,49 @@ class PPO:
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ConfigError(f"dual_clip={self.dual_clip}; set it above 1, or to None")
         _check_finite("entropy_coef", self.entropy_coef)
+        _check_finite("teacher_kl_coef", self.teacher_kl_coef)
 
     @property
     def required_fields(self) -> tuple[str, ...]:
         """See `Objective`."""
-        return ("advantages", "old_logprobs")
+        more = [ENGINE_LOGPROBS] if self.correction is not None else []
+        more += [TEACHER_LOGPROBS] if self.teacher_kl_coef else []
+        return ("advantages", "old_logprobs", *more)
 
     @property
     def needs_entropy(self) -> bool:
         """See `Objective`."""
         return self.entropy_coef != 0
 
+    @property
+    def needs_segments(self) -> bool:
+        """See `Objective`."""
+        return self.correction is not None
+
     def __call__(
-        self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor]
+        self,
+        logprobs_R: Tensor,
+        entropy_R: Tensor | None,
+        fields: Mapping[str, Tensor],
+        segments: Segments | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective`; metrics: ratio, clip_fraction, kl_old (k3)."""
+        """See `Objective`; metrics: ratio, clip_fraction, kl_old (k3), those of `Correction`, and
+        kl_teacher (k1)."""
         log_ratio_R = logprobs_R - fields["old_logprobs"]
-        return self._clipped(log_ratio_R, fields["advantages"], entropy_R)
+        return self._clipped(log_ratio_R, entropy_R, fields, segments)
 
     def _clipped(
-        self, log_ratio_R: Tensor, advantages_R: Tensor, entropy_R: Tensor | None
+        self,
+        log_ratio_R: Tensor,
+        entropy_R: Tensor | None,
+        fields: Mapping[str, Tensor],
+        segments: Segments | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        advantages_R = fields["advantages"]
+        more = {}
+        if self.teacher_kl_coef:
+            more["kl_teacher"] = fields["old_logprobs"] - fields[TEACHER_LOGPROBS]
+            advantages_R = advantages_R - self.teacher_kl_coef * more["kl_teacher"]
         ratio_R = log_ratio_R.exp()
         clipped_R = ratio_R.clamp(1 - self.clip_low, 1 + self.clip_high)
         loss_R = torch.maximum(-advantages_R * ratio_R, -advantages_R * clipped_R)
@@ -205,10 +242,16 @@ class PPO:
             "ratio": ratio_R,
             "clip_fraction": (ratio_R != clipped_R).float(),
             "kl_old": ratio_R - 1 - log_ratio_R,
+            **more,
         }
         if self.dual_clip is not None:
             bounded_R = torch.minimum(loss_R, -advantages_R * self.dual_clip)
             loss_R = torch.where(advantages_R < 0, bounded_R, loss_R)
+        if self.correction is not None:
+            assert segments is not None
+            weights_R, of_engine = self.correction.weights(fields, segments)
+            loss_R = weights_R * loss_R
+            metrics |= of_engine
         if self.entropy_coef and entropy_R is not None:
             loss_R = loss_R - self.entropy_coef * entropy_R
         return loss_R, metrics
@@ -239,10 +282,14 @@ class GRPO(PPO):
         return (*super().required_fields, *(("ref_logprobs",) if self.kl_coef else ()))
 
     def __call__(
-        self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor]
+        self,
+        logprobs_R: Tensor,
+        entropy_R: Tensor | None,
+        fields: Mapping[str, Tensor],
+        segments: Segments | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective`; metrics of PPO, and kl_ref."""
-        loss_R, metrics = super().__call__(logprobs_R, entropy_R, fields)
+        loss_R, metrics = super().__call__(logprobs_R, entropy_R, fields, segments)
         if self.kl_coef:
             kl_R = kl_estimate(logprobs_R, fields["ref_logprobs"], self.kl_kind)
             metrics["kl_ref"] = kl_R

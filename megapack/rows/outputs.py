@@ -8,6 +8,7 @@ over these ranks is exactly the whole sample.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack.plan.plan import StepPlan
+from megapack.rows.schedule_pass import MAXIMUM
 
 Scope = Literal["dp_rank", "all"]
 
@@ -55,13 +57,13 @@ def scatter_to_samples(
     out: list[Tensor | None] = [None] * len(lengths)
     for samples, is_spread in reduced_samples(step, dp_rank, scope):
         flat = _concatenated(local, samples, lengths, device)
-        _sum_on_all_stages(flat, dp_cp_group if is_spread else cp_group, pp_group)
+        _reduce_on_all_stages(flat, dp_cp_group if is_spread else cp_group, pp_group)
         for i, value in zip(samples, by_sample(flat.cpu(), samples, lengths), strict=True):
             out[i] = value
     return only_in_scope(out, step, dp_rank, scope)
 
 
-def sum_metrics(
+def reduce_metrics(
     local: Mapping[str, Tensor],
     names: Sequence[str],
     *,
@@ -71,14 +73,25 @@ def sum_metrics(
 ) -> dict[str, float]:
     """Weighted sums of the last stages, added over data- and context-parallel ranks, on every rank.
 
+    Of metrics whose name ends with `MAXIMUM` the maximum over these ranks is taken.
+
     Args:
         local: name -> scalar sum over this rank's micro-batches; read on the last stage only.
         names: the metrics to collect, in the same order on every rank.
     """
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    values = torch.stack([local.get(name, zero).to(torch.float64) for name in names])
-    _sum_on_all_stages(values, dp_cp_group, pp_group)
-    return dict(zip(names, values.tolist(), strict=True))
+    found: dict[str, float] = {}
+    for ending, start, op in (
+        (False, 0.0, dist.ReduceOp.SUM),
+        (True, -math.inf, dist.ReduceOp.MAX),
+    ):
+        own = [name for name in names if name.endswith(MAXIMUM) == ending]
+        if not own:
+            continue
+        absent = torch.tensor(start, dtype=torch.float64, device=device)
+        values = torch.stack([local.get(name, absent).to(torch.float64) for name in own])
+        _reduce_on_all_stages(values, dp_cp_group, pp_group, op)
+        found |= zip(own, values.tolist(), strict=True)
+    return {name: found[name] for name in names}
 
 
 def samples_in_scope(step: StepPlan, dp_rank: int, scope: Scope) -> tuple[int, ...]:
@@ -158,10 +171,12 @@ def by_sample(flat: Tensor, samples: Sequence[int], lengths: Sequence[int]) -> l
     return [piece.clone() for piece in pieces]
 
 
-def _sum_on_all_stages(values: Tensor, group: Any, pp_group: Any) -> None:
+def _reduce_on_all_stages(
+    values: Tensor, group: Any, pp_group: Any, op: Any = dist.ReduceOp.SUM
+) -> None:
     """Replace the values by their sum over `group` on the last stage, on every pipeline stage."""
     last = pp_group.size() - 1
     if pp_group.rank() == last:
-        dist.all_reduce(values, group=group)
+        dist.all_reduce(values, op=op, group=group)
     if last > 0:
         dist.broadcast(values, src=dist.get_global_rank(pp_group, last), group=pp_group)

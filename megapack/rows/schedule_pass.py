@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import torch
 from torch import Tensor
 
 from megapack.rows.packed import RoutingRow
+
+MAXIMUM = "_max"
+"""Ending of the names of metrics of which a step has the maximum; all others are added up."""
 
 
 class SchedulePass:
@@ -20,7 +24,8 @@ class SchedulePass:
     Attributes:
         routing: the row of the current forward, as routers see it.
         recomputed: the row of the current backward; None if nothing tells it.
-        sums: the last stage's weighted sums of losses and metrics over the rows so far.
+        sums: the last stage's weighted sums of losses and metrics over the rows so far, and its
+            maxima of those whose name ends with `MAXIMUM`.
         outputs: the last stage's values, name -> sample -> values.
         router_sums: sums of auxiliary losses, without their coefficients, over rows and layers.
     """
@@ -35,8 +40,12 @@ class SchedulePass:
         self.router_sums: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor) -> None:
-        """Add the weighted sum of a loss or metric over a row."""
-        self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
+        """Add the weighted sum of a loss or metric over a row, or take its maximum."""
+        value = value.detach().double()
+        before = self.sums.get(name)
+        if before is not None:
+            value = torch.maximum(before, value) if name.endswith(MAXIMUM) else before + value
+        self.sums[name] = value
 
     def add_router_loss(self, name: str, loss: Tensor) -> None:
         """Add the auxiliary loss of one row and layer, without its coefficient."""

@@ -39,7 +39,7 @@ from megapack.plan.plan import MicroBatch, Plan
 from megapack.ranks.agree import Agreement, agree, on_any_rank
 from megapack.ranks.links import Ranks, process_ranks
 from megapack.rows.chain import has_piece
-from megapack.rows.outputs import Scope, scatter_to_samples, sum_metrics
+from megapack.rows.outputs import Scope, reduce_metrics, scatter_to_samples
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.rows.schedule_pass import SchedulePass
 from megapack.rows.slices import slice_row
@@ -81,7 +81,7 @@ class ScheduleAdapter:
             schedule, or the plan's operations, with a `ForwardStep`
         `ForwardStep.run_row`: runs a row through a chunk; `LastStage` computes the loss
         `FiniteFlags.refuse`: all ranks raise if one of them has a NaN
-        `sum_metrics`: adds the pass's sums over ranks, for the `StepResult`
+        `reduce_metrics`: adds the pass's sums over ranks, for the `StepResult`
 
     Args:
         model: the chunks of this rank, one per virtual stage, with or without DDP.
@@ -263,7 +263,7 @@ class ScheduleAdapter:
                     next_entropy = entropy
                 self._announced = self._start(replace(call, step=next_step, entropy=next_entropy))
             schedule_pass = self.runner.run(call, rows)
-            sums = sum_metrics(
+            sums = reduce_metrics(
                 schedule_pass.sums,
                 [*metric_names(objective, call.with_entropy), *loss_names(self.config)],
                 dp_cp_group=self._groups.dp_cp,

@@ -19,7 +19,7 @@ from megapack.model.liger import Logprobs
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.model.mtp import inputs_ahead, loss_name
 from megapack.rows.packed import PlacedRow, RoutingRow, RowTokens, unpack_row
-from megapack.rows.schedule_pass import SchedulePass
+from megapack.rows.schedule_pass import MAXIMUM, SchedulePass
 from megapack.rows.segments import row_segments
 from megapack.schedule.chains import ChainLosses, LossInputs
 from megapack.schedule.faults import FiniteFlags, OutOfMemoryGuard
@@ -174,7 +174,10 @@ class LastStage:
 
     def _add_up(self, weights_R: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         for name, values_R in values.items():
-            self._pass.add(name, (weights_R * values_R.detach()).sum(dtype=torch.float64))
+            if not name.endswith(MAXIMUM):
+                self._pass.add(name, (weights_R * values_R.detach()).sum(dtype=torch.float64))
+            elif values_R.numel():
+                self._pass.add(name, values_R.max())
         return (weights_R * values["loss"]).sum()
 
     def _collect(self, row: PlacedRow, values: Mapping[str, Tensor | None]) -> None:

@@ -152,9 +152,9 @@ def inject(trigger: Trigger, phase: str) -> None:
     elif phase == "reduction":
         _around(FiniteFlags, "check_gradients", before=trigger)
     elif is_nan:
-        _around(adapter, "sum_metrics", after=lambda sums: _poisoned_loss(sums, trigger))
+        _around(adapter, "reduce_metrics", after=lambda sums: _poisoned_loss(sums, trigger))
     else:
-        _around(adapter, "sum_metrics", before=trigger)
+        _around(adapter, "reduce_metrics", before=trigger)
 
 
 def share_micro_batches(trigger: Trigger) -> None:
