@@ -4,7 +4,9 @@ Logits are fp32 also where weights are bf16: `products` multiplies without round
 logits of a chunk exist only while the chunk is computed, in the forward and again in the backward
 pass, so the full fp32 logits of a row never exist. With tensor parallelism each rank holds a slice
 of the vocabulary and the ranks exchange three numbers per token: the largest logit, the sum of
-exponentials and the label's logit. The entropy needs a fourth.
+exponentials and the label's logit. The entropy needs a fourth. A position may have several labels,
+such as the k ids that a teacher finds most likely; its logits are the same, and the ranks exchange
+the logit of each.
 
 Megatron pads the vocabulary with rows that are no ids. They get no probability: their logits are
 -inf, and their gradients exactly 0. The products still include them. A slice of 50,257 columns
@@ -14,7 +16,8 @@ In the backward, the gradient of a chunk's logits is rounded to the weights' dty
 layer. Weight gradients are summed over chunks in fp32: in DDP's fp32 gradient (`main_grad`) if the
 weight has one, else in a matrix of their own.
 
-Shape suffixes: R response positions, C positions of a chunk, H hidden, V vocabulary on this rank.
+Shape suffixes: R response positions, C positions of a chunk, H hidden, V vocabulary on this rank, K
+labels of a position.
 """
 
 from __future__ import annotations
@@ -103,14 +106,16 @@ def vocab_parallel_logprobs(
     Args:
         hidden_RH: final hidden states at response positions, the same on every rank that shares the
             vocabulary; R may be 0. Each of these ranks gets the full gradient.
-        labels_R: ids in the whole vocabulary; the log-prob of an id outside it, or of a row of
-            padding, is NaN.
+        labels_R: ids in the whole vocabulary, [R] or [R, K]; the log-prob of an id outside it, or
+            of a row of padding, is NaN.
 
     Returns:
-        logprobs_R, differentiable in the hidden states and the weight.
+        logprobs_R, of the labels' shape, differentiable in the hidden states and the weight.
         entropy_R, differentiable too; None without `with_entropy`.
     """
-    logprobs_R, entropy_R = _Logprobs.apply(hidden_RH, head.weight_VH, labels_R, head)
+    labels_RK = labels_R if labels_R.dim() == 2 else labels_R[:, None]
+    logprobs_RK, entropy_R = _Logprobs.apply(hidden_RH, head.weight_VH, labels_RK, head)
+    logprobs_R = logprobs_RK if labels_R.dim() == 2 else logprobs_RK[:, 0]
     return logprobs_R, entropy_R if head.with_entropy else None
 
 
@@ -144,54 +149,58 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_RH: Tensor, weight_VH: Tensor, labels_R: Tensor, head: VocabHead
+        ctx: Any, hidden_RH: Tensor, weight_VH: Tensor, labels_RK: Tensor, head: VocabHead
     ) -> tuple[Tensor, Tensor]:
         num_tokens = hidden_RH.shape[0]
-        logprobs_R, log_z_R, entropy_R = hidden_RH.new_zeros(
-            (3, num_tokens), dtype=torch.float32
-        ).unbind()
+        logprobs_RK = hidden_RH.new_zeros(labels_RK.shape, dtype=torch.float32)
+        log_z_R, entropy_R = hidden_RH.new_zeros((2, num_tokens), dtype=torch.float32).unbind()
         for chunk in head.chunks(num_tokens):
             logits_CV = _logits(hidden_RH[chunk], head)
             max_C = head.all_reduce(logits_CV.amax(1), dist.ReduceOp.MAX)
-            local_C, here_C = _local_labels(labels_R[chunk], head)
+            local_CK, here_CK = _local_labels(labels_RK[chunk], head)
             # In place from here on: a second [C, V] would double the peak.
             logits_CV.sub_(max_C[:, None])
-            label_logit_C = logits_CV.gather(1, local_C[:, None])[:, 0]
+            label_logits_CK = logits_CV.gather(1, local_CK)
             exp_CV = logits_CV.exp_()
-            sums = [exp_CV.sum(1), torch.where(here_C, label_logit_C, 0.0)]
+            sums = [torch.where(here_CK, label_logits_CK, 0.0), exp_CV.sum(1, keepdim=True)]
             if head.with_entropy:
                 # entr(e) = -e log e, 0 where e is: the logits again, without keeping them.
-                sums.append(torch.special.entr(exp_CV, out=exp_CV).sum(1))
+                sums.append(torch.special.entr(exp_CV, out=exp_CV).sum(1, keepdim=True))
             del logits_CV, exp_CV
-            summed = head.all_reduce(torch.stack(sums))
-            log_sum_C = summed[0].log()
+            summed = head.all_reduce(torch.cat(sums, dim=1))
+            num_labels = labels_RK.shape[1]
+            sum_C = summed[:, num_labels]
+            log_sum_C = sum_C.log()
             # A label outside the vocabulary must not give a plausible log-prob. Raising would need
             # a device sync; NaN does not.
-            invalid_C = ~in_vocabulary(labels_R[chunk], head)
-            logprobs_R[chunk] = (summed[1] - log_sum_C).masked_fill(invalid_C, math.nan)
+            invalid_CK = ~in_vocabulary(labels_RK[chunk], head)
+            label_logprobs_CK = summed[:, :num_labels] - log_sum_C[:, None]
+            logprobs_RK[chunk] = label_logprobs_CK.masked_fill(invalid_CK, math.nan)
             log_z_R[chunk] = max_C + log_sum_C
             if head.with_entropy:
-                entropy_R[chunk] = log_sum_C + summed[2] / summed[0]
+                entropy_R[chunk] = log_sum_C + summed[:, -1] / sum_C
         ctx.head = head
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden_RH, weight_VH, labels_R, log_z_R, entropy_R)
-        return logprobs_R, entropy_R
+        ctx.save_for_backward(hidden_RH, weight_VH, labels_RK, log_z_R, entropy_R)
+        return logprobs_RK, entropy_R
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs_R: Tensor | None, grad_entropy_R: Tensor | None
+        ctx: Any, grad_logprobs_RK: Tensor | None, grad_entropy_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None, None, None]:
-        hidden_RH, weight_VH, labels_R, log_z_R, entropy_R = ctx.saved_tensors
+        hidden_RH, weight_VH, labels_RK, log_z_R, entropy_R = ctx.saved_tensors
         head: VocabHead = ctx.head
-        label_grad_R = torch.zeros_like(log_z_R) if grad_logprobs_R is None else grad_logprobs_R
+        label_grad_RK = grad_logprobs_RK
+        if label_grad_RK is None:
+            label_grad_RK = torch.zeros_like(labels_RK, dtype=_FP32)
         grad_hidden_RH = torch.zeros_like(hidden_RH)
         grad_weight_VH = _gradient_sum(head.weight_VH) if ctx.needs_input_grad[1] else None
         for chunk in head.chunks(hidden_RH.shape[0]):
             grad_logits_CV = _grad_logits(
                 _logits(hidden_RH[chunk], head),
-                labels_R[chunk],
+                labels_RK[chunk],
                 log_z_R[chunk, None],
-                label_grad_R[chunk, None],
+                label_grad_RK[chunk],
                 None
                 if grad_entropy_R is None
                 else (entropy_R[chunk, None], grad_entropy_R[chunk, None]),
@@ -244,9 +253,9 @@ def rest_of_gradient(weight: Any, *, tied: bool) -> Tensor:
 
 def _grad_logits(
     logits_CV: Tensor,
-    labels_C: Tensor,
+    labels_CK: Tensor,
     log_z_C1: Tensor,
-    grad_C1: Tensor,
+    grad_CK: Tensor,
     entropy_and_grad_C1: tuple[Tensor, Tensor] | None,
     head: VocabHead,
 ) -> Tensor:
@@ -255,6 +264,7 @@ def _grad_logits(
     d logprob / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
     """
     grad_CV = logits_CV.sub_(log_z_C1)
+    grad_C1 = grad_CK.sum(1, keepdim=True)
     if entropy_and_grad_C1 is None:
         grad_CV.exp_().mul_(-grad_C1)
     else:
@@ -266,8 +276,8 @@ def _grad_logits(
             log_p_CV.mul_(p_CV).neg_()
         # p is 0 there and log p is -inf, whose product is no number.
         grad_CV[:, head.num_rows :] = 0.0
-    local_C, here_C = _local_labels(labels_C, head)
-    grad_CV.scatter_add_(1, local_C[:, None], torch.where(here_C[:, None], grad_C1, 0.0))
+    local_CK, here_CK = _local_labels(labels_CK, head)
+    grad_CV.scatter_add_(1, local_CK, torch.where(here_CK, grad_CK, 0.0))
     if head.temperature != 1.0:
         grad_CV.div_(head.temperature)
     return grad_CV.to(head.weight_VH.dtype)

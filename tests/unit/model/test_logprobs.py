@@ -381,3 +381,31 @@ def test_a_label_outside_the_vocabulary_has_no_logprob(label: int) -> None:
     except (ValueError, IndexError):
         return
     assert torch.isfinite(logprobs_R).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, R])
+@pytest.mark.parametrize("num_labels", [1, 5, V])
+def test_several_labels_of_a_position_equal_log_softmax(num_labels: int, chunk_tokens: int) -> None:
+    hidden_RH, weight_VH, _ = problem()
+    generator = torch.Generator().manual_seed(num_labels)
+    labels_RK = torch.stack([torch.randperm(V, generator=generator)[:num_labels] for _ in range(R)])
+    head = VocabHead(weight_VH=weight_VH, chunk_tokens=chunk_tokens, with_entropy=True)
+    logprobs_RK, entropy_R = vocab_parallel_logprobs(hidden_RH, labels_RK, head)
+    log_p_RV = F.log_softmax(hidden_RH @ weight_VH.t(), dim=-1)
+    expected_RK = log_p_RV.gather(1, labels_RK)
+    expected_entropy_R = -(log_p_RV.exp() * log_p_RV).sum(-1)
+    assert entropy_R is not None
+    torch.testing.assert_close(logprobs_RK, expected_RK, atol=2e-6, rtol=1e-5)
+    factors_RK = torch.randn(R, num_labels, generator=generator)
+    got = (factors_RK * logprobs_RK).sum() + entropy_R.sum()
+    want = (factors_RK * expected_RK).sum() + expected_entropy_R.sum()
+    pairs = zip(*(gradients(x, hidden_RH, weight_VH) for x in (got, want)), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+def test_a_label_outside_the_vocabulary_spoils_its_own_log_prob_alone() -> None:
+    hidden_RH, weight_VH, _ = problem()
+    labels_RK = torch.tensor([[0, V, 1]]).expand(R, 3)
+    logprobs_RK, _ = vocab_parallel_logprobs(hidden_RH, labels_RK, VocabHead(weight_VH=weight_VH))
+    assert logprobs_RK.isnan().tolist() == [[False, True, False]] * R
