@@ -62,8 +62,9 @@ class SampleBatch:
     Args:
         tokens: token ids of each sample (tensor, array or list of ints), at least one per sample.
         fields: name -> per sample one value per token, one per token of the response (its last
-            tokens; the others get 0), or one number. `response_mask` marks the tokens that count in
-            the loss; without it all do. A sample's first token never counts: nothing predicts it.
+            tokens; the others get 0), or one number. A value may be k numbers: [tokens, k].
+            `response_mask` marks the tokens that count in the loss; without it all do. A sample's
+            first token never counts: nothing predicts it.
         tensors: name -> tensors of other shapes, keyword arguments of the model's forward.
 
     Raises:
@@ -167,7 +168,7 @@ class SampleBatch:
         self._unmasked.discard(sample)
 
     def field(self, name: str, sample: int) -> Tensor:
-        """A field of one sample: one value per token, or a scalar tensor."""
+        """A field of one sample: one value per token ([tokens] or [tokens, k]), or a scalar."""
         return self._fields[name][sample]
 
     def field_dtype(self, name: str) -> torch.dtype:
@@ -255,12 +256,13 @@ class SampleBatch:
                 )
         if tensor.dim() == 0:
             return tensor
-        if tensor.dim() != 1 or tensor.numel() > length:
+        if tensor.dim() > 2 or tensor.shape[0] > length:
             raise DataError(
                 f"sample {sample}: field {name!r} has shape {tuple(tensor.shape)} for {length} "
                 "tokens; give one value per token, per response token, or one number"
             )
-        return torch.cat([tensor.new_zeros(length - tensor.numel()), tensor])
+        rest = tensor.new_zeros(length - tensor.shape[0], *tensor.shape[1:])
+        return torch.cat([rest, tensor])
 
     @classmethod
     def from_prompt_response(

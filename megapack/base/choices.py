@@ -44,6 +44,9 @@ CorrectionKind = Literal["truncate", "mask"]
 """What happens to an importance ratio outside of its bounds: it is cut to them, or becomes 0."""
 RatioLevel = Literal["token", "sequence", "geometric"]
 """The ratio of a token, the product of a sample's ratios, or their geometric mean."""
+Tail = Literal["lump", "ignore", "renormalize"]
+"""What a divergence over k ids does with the probability of all others: it counts them as one id,
+leaves them out, or divides the probabilities of the k ids by their sum."""
 AdvantageNorm = Literal["group", "group-std", "rloo", "reinforce++", "reinforce++-baseline", "none"]
 RoutingReplay = Literal["none", "rollout", "old_logprobs"]
 """Whose choice of experts a step repeats: nobody's, the inference engine's in the rollouts, or that

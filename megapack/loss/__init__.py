@@ -2,12 +2,14 @@
 
 Modules:
     correction: weights of policy losses by the log-probs of an inference engine
+    distillation: the divergence from a teacher's most likely tokens
     token: SFT, PPO, GRPO and the weights of response tokens
     sequence: GSPO, which needs whole samples, and the value loss
     preference: DPO and pairwise rewards, which need pairs of samples
 """
 
 from megapack.loss.correction import Correction
+from megapack.loss.distillation import Distillation
 from megapack.loss.preference import DPO, PairwiseReward, pair_signs
 from megapack.loss.sequence import GSPO, AnyObjective, SequenceObjective, ValueLoss
 from megapack.loss.token import (
@@ -29,6 +31,7 @@ __all__ = [
     "PairwiseReward",
     "ValueLoss",
     "Correction",
+    "Distillation",
     "AnyObjective",
     "Objective",
     "SequenceObjective",

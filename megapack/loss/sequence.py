@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megapack.base.choices import KlLevel
 from megapack.errors import ConfigError
+from megapack.loss.distillation import TOPK_LOGPROBS
 from megapack.loss.token import GRPO, Objective, kl_estimate
 from megapack.rows.segments import Segments, no_segments
 
@@ -163,11 +164,17 @@ def call_objective(
     return objective(values_R, entropy_R, fields, *more)
 
 
+def reads_topk(objective: AnyObjective | None) -> bool:
+    """Whether an objective is called with the log-probs of a teacher's ids."""
+    return getattr(objective, "reads", None) == TOPK_LOGPROBS
+
+
 def metric_names(objective: AnyObjective, with_entropy: bool) -> list[str]:
     """Names of an objective's sums, the same on every rank, from a call without tokens."""
     empty = torch.zeros(0)
     fields = dict.fromkeys(objective.required_fields, empty)
     entropy_R = empty if with_entropy else None
     segments = no_segments(objective.required_fields)
-    _, metrics = call_objective(objective, empty, entropy_R, fields, segments)
+    values_R = torch.zeros(0, 2) if reads_topk(objective) else empty
+    _, metrics = call_objective(objective, values_R, entropy_R, fields, segments)
     return ["loss", *sorted({*metrics, *(["entropy"] if with_entropy else [])})]

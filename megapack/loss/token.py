@@ -120,6 +120,8 @@ class Objective(Protocol):
     - `needs_segments = True`: it is called with a fourth argument, the row's
       `rows.segments.Segments`.
     - `reads = "values"`: it is called with a value head's fp32 values instead of log-probs.
+    - `reads = "topk_logprobs"`: it is called with log-probs [R, 1 + K], of the label and of the K
+      ids that the field `teacher_topk_ids` has for it, see `Distillation`.
     - `check(batch, plan, step)`: raises DataError for samples that the objective does not accept;
       called on every rank before the step runs.
     """

@@ -21,6 +21,7 @@ from megapack.base.choices import Executor
 from megapack.base.megatron import newer_than_tested
 from megapack.errors import ConfigError
 from megapack.layout import Layout, fp8_rows
+from megapack.loss.distillation import TOPK_LOGPROBS
 from megapack.model import weight_gradients
 from megapack.model.attention.packed import refuse_unpacked_attention
 from megapack.model.experts.model import check_experts
@@ -358,10 +359,10 @@ def checked_vocab_size(chunks: Sequence[Any], vocab_size: int | None) -> int | N
 def check_objective(objective: object, head: Head) -> None:
     """Raise ConfigError if the objective does not read what the head computes."""
     reads = getattr(objective, "reads", "logprobs")
-    gives = {"vocabulary": "logprobs", "value": "values"}[head]
-    if reads != gives:
+    gives = {"vocabulary": ("logprobs", TOPK_LOGPROBS), "value": ("values",)}[head]
+    if reads not in gives:
         raise ConfigError(
-            f"{type(objective).__name__} reads {reads}, a {head} head gives {gives}; set "
+            f"{type(objective).__name__} reads {reads}, a {head} head gives {gives[0]}; set "
             "another objective or another head"
         )
 

@@ -13,7 +13,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from megapack.loss.sequence import AnyObjective, call_objective
+from megapack.loss.distillation import TEACHER_IDS
+from megapack.loss.sequence import AnyObjective, call_objective, reads_topk
 from megapack.model.head import DeferredHead, ValueHead, deferred_head, row_scores, unwrapped
 from megapack.model.liger import Logprobs
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
@@ -84,7 +85,8 @@ class LastStage:
         if isinstance(head.output_layer, ValueHead):
             return self._values(row, head.output_layer, self._whole_row(hidden))
         hidden, *hidden_ahead = hidden.flatten(0, -2).chunk(1 + len(self._options.mtp_coefs))
-        logprobs_R, entropy_R = self._logprobs(row, head, hidden, self._with_entropy)
+        find = self._topk_logprobs if reads_topk(self._objective) else self._logprobs
+        logprobs_R, entropy_R = find(row, head, hidden, self._with_entropy)
         if self._objective is None:
             self._collect(row, {"logprobs": logprobs_R, "entropy": entropy_R})
             return _report(logprobs_R.sum())
@@ -135,7 +137,32 @@ class LastStage:
     ) -> tuple[Tensor, Tensor | None]:
         positions_U = row.losses.head_positions_U
         hidden_UH = self._whole_row(hidden)[positions_U].to(head.weight_VH.dtype)
-        vocab = VocabHead(
+        vocab = self._vocab_head(head, with_entropy)
+        logprobs_U, entropy_U = self._options.logprobs(hidden_UH, row.labels_T[positions_U], vocab)
+        index_R = row.losses.head_index_R
+        if index_R is None:
+            return logprobs_U, entropy_U
+        return logprobs_U[index_R], None if entropy_U is None else entropy_U[index_R]
+
+    def _topk_logprobs(
+        self, row: RowTokens, head: DeferredHead, hidden: Tensor, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs of the label and of a teacher's ids at each loss, [R, 1 + K].
+
+        Samples that share a position may have different ids there, so a position is computed once
+        for each of its losses.
+        """
+        losses = row.losses
+        ids_RK = losses.fields[TEACHER_IDS]
+        if ids_RK.dim() == 1:
+            # A padding micro-batch knows no K.
+            ids_RK = ids_RK.to(torch.int64)[:, None]
+        labels_RK = torch.cat([row.labels_T[losses.positions_R, None], ids_RK], dim=1)
+        hidden_RH = self._whole_row(hidden)[losses.positions_R].to(head.weight_VH.dtype)
+        return vocab_parallel_logprobs(hidden_RH, labels_RK, self._vocab_head(head, with_entropy))
+
+    def _vocab_head(self, head: DeferredHead, with_entropy: bool) -> VocabHead:
+        return VocabHead(
             weight_VH=head.weight_VH,
             num_ids=self._options.num_ids,
             tp_group=self._options.tp_group,
@@ -144,11 +171,6 @@ class LastStage:
             chunk_tokens=self._options.chunk_tokens,
             temperature=self._options.temperature,
         )
-        logprobs_U, entropy_U = self._options.logprobs(hidden_UH, row.labels_T[positions_U], vocab)
-        index_R = row.losses.head_index_R
-        if index_R is None:
-            return logprobs_U, entropy_U
-        return logprobs_U[index_R], None if entropy_U is None else entropy_U[index_R]
 
     def _losses_ahead(
         self, row: PlacedRow, head: DeferredHead, hidden: Sequence[Tensor]

@@ -11,6 +11,7 @@ import torch
 from megapack.cost import LayerSplit
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
+from megapack.loss import GRPO, Correction, Distillation
 from megapack.loss.preference import DPO, PairwiseReward
 from megapack.loss.sequence import GSPO, ValueLoss
 from megapack.plan import Plan
@@ -23,6 +24,9 @@ SIZES += [(9, 15), (6, 2), (1, 25), (8, 8), (10, 17), (2, 13)]
 # (preferred, other): neighbours, and samples far from each other.
 PAIRS = [(0, 11), (2, 1), (3, 8), (5, 4), (9, 6), (7, 10)]
 
+TOPK = 8
+"""Ids of the teacher at each token."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
@@ -31,6 +35,8 @@ class Kind:
     objective: Any
     weighting: str = "seq-mean-token-mean"
     value_head: bool = False
+    few_layouts: bool = False
+    """Run on one rank, and with tensor, pipeline and context parallelism; not on each layout."""
 
 
 KINDS = {
@@ -46,6 +52,33 @@ KINDS = {
     ),
     "gspo_token": Kind(objective=GSPO(clip_low=0.6, clip_high=1.0, token_level=True)),
     "dpo": Kind(objective=DPO(beta=0.2, label_smoothing=0.1)),
+    "tis": Kind(
+        objective=GRPO(correction=Correction(high=1.2), kl_coef=0.1, entropy_coef=0.03),
+        weighting="token-mean",
+        few_layouts=True,
+    ),
+    "tis_sequence": Kind(
+        objective=GSPO(
+            clip_low=0.6, clip_high=1.0, correction=Correction(level="sequence", high=1.5)
+        ),
+        few_layouts=True,
+    ),
+    "seq_mask_tis": Kind(
+        objective=GRPO(
+            correction=Correction(
+                kind="mask", level="geometric", low=0.9, high=1.1, weight_level="token"
+            ),
+            teacher_kl_coef=0.5,
+        ),
+        weighting="token-mean",
+        few_layouts=True,
+    ),
+    "distill_forward": Kind(
+        objective=Distillation(sft_coef=0.2), weighting="token-mean", few_layouts=True
+    ),
+    "distill_reverse": Kind(
+        objective=Distillation(reverse_weight=1.0, tail="renormalize"), few_layouts=True
+    ),
     "value": Kind(objective=ValueLoss(clip=0.4), weighting="token-mean", value_head=True),
     "reward": Kind(objective=PairwiseReward(), value_head=True),
 }
@@ -59,8 +92,17 @@ LAYOUTS = {
     "tp2_sp_pp2": Layout(tp=2, pp=2, sequence_parallel=True),
     "pp2_head_alone": Layout(pp=2),
 }
+FEW_LAYOUTS = ("single", "cp2_pp2_vpp2", "tp2_sp_pp2")
 SPLITS = {"pp2_head_alone": LayerSplit(pipeline_model_parallel_layout="Et*8|L")}
 """Layers that are split unevenly, by name of the layout."""
+
+CASES = [
+    (place, name)
+    for place in LAYOUTS
+    for name, kind in KINDS.items()
+    if place in FEW_LAYOUTS or not kind.few_layouts
+]
+"""Layout and objective of each step that is run."""
 
 
 def make_batch() -> SampleBatch:
@@ -87,6 +129,16 @@ def make_batch() -> SampleBatch:
             "pair_sign": list(signs),
         },
     )
+    old = [batch.field("old_logprobs", i)[-r:] for i, (_, r) in enumerate(SIZES)]
+    for name in ("rollout_logprobs", "teacher_logprobs"):
+        pairs = zip(old, noise(0.3, 0.0), strict=True)
+        batch.set_field(name, [logprobs + other for logprobs, other in pairs])
+    topk = [
+        (torch.randn(r, problem.VOCAB_SIZE, generator=generator) * 3).log_softmax(1).topk(TOPK)
+        for _, r in SIZES
+    ]
+    batch.set_field("teacher_topk_ids", [indices for _, indices in topk])
+    batch.set_field("teacher_topk_logprobs", [values for values, _ in topk])
     masks = [batch.response_mask(i).clone() for i in range(len(batch))]
     masks[6][12:15] = False
     batch.set_field("response_mask", masks)

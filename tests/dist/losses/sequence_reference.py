@@ -20,7 +20,12 @@ from megapack.layout import Layout
 from megapack.model.parameters import global_parameters
 from megapack.samples import SampleBatch
 from tests.dist import problem
-from tests.dist.exactness.reference import build, draw_weights, logprobs_and_entropy
+from tests.dist.exactness.reference import (
+    build,
+    draw_weights,
+    log_distributions,
+    logprobs_and_entropy,
+)
 from tests.dist.losses.sequence_problem import KINDS, PAIRS, make_batch
 
 
@@ -97,6 +102,71 @@ class SequenceReference:
             a = self.response("advantages", i)
             s = (logp - self.response("old_logprobs", i)).mean().exp()
             losses.append(-torch.min(s * a, s.clip(0.4, 2.0) * a))
+        return torch.stack(losses).mean()
+
+    def _engine_ratios(self, i: int) -> Tensor:
+        return (self.response("old_logprobs", i) - self.response("rollout_logprobs", i)).exp()
+
+    def _clipped(self, ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
+        return -torch.min(ratio * advantage, ratio.clip(low, high) * advantage)
+
+    def tis(self) -> Tensor:
+        losses = []
+        for i in self.trained:
+            logp, entropy = self.logprobs(i)
+            ratio = (logp - self.response("old_logprobs", i)).exp()
+            policy = self._clipped(ratio, self.response("advantages", i), 0.8, 1.2)
+            x = self.response("ref_logprobs", i) - logp
+            weights = self._engine_ratios(i).clip(max=1.2)
+            losses.append(weights * policy + 0.1 * (x.exp() - x - 1) - 0.03 * entropy)
+        return torch.cat(losses).mean()
+
+    def tis_sequence(self) -> Tensor:
+        losses = []
+        for i in self.trained:
+            logp, _ = self.logprobs(i)
+            s = (logp - self.response("old_logprobs", i)).mean().exp()
+            policy = self._clipped(s, self.response("advantages", i), 0.4, 2.0)
+            losses.append(self._engine_ratios(i).prod().clip(max=1.5) * policy)
+        return torch.stack(losses).mean()
+
+    def seq_mask_tis(self) -> Tensor:
+        losses = []
+        for i in self.trained:
+            logp, _ = self.logprobs(i)
+            old = self.response("old_logprobs", i)
+            own = self.response("advantages", i)
+            own = own - 0.5 * (old - self.response("teacher_logprobs", i))
+            ratios = self._engine_ratios(i)
+            kept = 0.9 <= ratios.log().mean().exp() <= 1.1
+            losses.append(ratios * kept * self._clipped((logp - old).exp(), own, 0.8, 1.2))
+        return torch.cat(losses).mean()
+
+    def _distributions(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs of the labels, and of the teacher's ids under the model and the teacher."""
+        tokens = self.batch.tokens(i)
+        log_p = log_distributions(self.model, tokens, 1.0)[0][:-1][self.mask(i)]
+        labels = tokens[1:][self.mask(i)]
+        ids = self.response("teacher_topk_ids", i)
+        nll = -log_p.gather(1, labels[:, None])[:, 0]
+        return nll, log_p.gather(1, ids), self.response("teacher_topk_logprobs", i)
+
+    def distill_forward(self) -> Tensor:
+        losses = []
+        for i in self.trained:
+            nll, model, teacher = self._distributions(i)
+            p, q = teacher.exp(), model.exp()
+            rest = 1 - p.sum(1)
+            kl = (p * (p / q).log()).sum(1) + rest * (rest / (1 - q.sum(1))).log()
+            losses.append(kl + 0.2 * nll)
+        return torch.cat(losses).mean()
+
+    def distill_reverse(self) -> Tensor:
+        losses = []
+        for i in self.trained:
+            _, model, teacher = self._distributions(i)
+            q, p = model.softmax(1), teacher.softmax(1)
+            losses.append((q * (q / p).log()).sum(1).mean())
         return torch.stack(losses).mean()
 
     def dpo(self) -> Tensor:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.dist.losses.sequence_problem import KINDS, LAYOUTS
+from tests.dist.losses.sequence_problem import CASES, KINDS, LAYOUTS
 from tests.dist.spawn import checked_job
 
 pytestmark = pytest.mark.dist
 
-NAMES = [f"{place} {name}" for place in LAYOUTS for name in KINDS]
+NAMES = [f"{place} {name}" for place, name in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,10 @@ def test_rows_hold_several_pairs_and_ratios_are_clipped(
         if name.endswith("gspo"):
             assert 0.05 < results[name]["metrics"]["clip_fraction"] < 0.8
         assert "_pad" not in name or results[name]["num_padding_rows"] > 0
+    for kind in ("tis", "tis_sequence", "seq_mask_tis"):
+        assert 0.1 < results[f"single {kind}"]["metrics"]["engine_clip_fraction"] < 0.9
+        metrics = results[f"single {kind}"]["metrics"]
+        assert metrics["engine_ratio_max"] > metrics["engine_ratio"] > 0.5
     fractions = results["pp2_vpp2 value"]["metrics"]["value_clip_fraction"]
     assert 0.05 < fractions < 0.95
 
@@ -68,7 +72,7 @@ def test_rows_hold_several_pairs_and_ratios_are_clipped(
 def test_metrics_do_not_depend_on_the_layout(kind: str, results: dict[str, dict[str, Any]]) -> None:
     first = results[f"single {kind}"]["metrics"]
     assert first
-    for place in LAYOUTS:
+    for place in (place for place, name in CASES if name == kind):
         assert results[f"{place} {kind}"]["metrics"] == pytest.approx(first, rel=1e-4, abs=1e-6)
 
 
