@@ -5,7 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from megapack.base.choices import AdvantageNorm, KlKind, KlLevel, LossWeighting
+from megapack.base.choices import (
+    AdvantageNorm,
+    CorrectionKind,
+    KlKind,
+    KlLevel,
+    LossWeighting,
+    RatioLevel,
+    Tail,
+)
 from megapack.config.bounds import at_least
 from megapack.errors import ConfigError
 
@@ -14,12 +22,13 @@ from megapack.errors import ConfigError
 class ObjectiveConfig:
     """The loss, and how tokens are weighted in it."""
 
-    kind: Literal["sft", "ppo", "grpo", "gspo", "dpo", "reward"] = "grpo"
+    kind: Literal["sft", "ppo", "grpo", "gspo", "dpo", "reward", "distill"] = "grpo"
     """sft: negative log-likelihood. ppo: the clipped policy loss. grpo: the same with a KL penalty
     in the loss. gspo: the same with one ratio per sample (set seq-mean-token-mean, and clips near
     3e-4). dpo: direct preference optimization of pairs, against a reference policy. reward: a
     reward model, trained on pairs; a value head replaces the vocabulary's projection. Both need
-    seq-mean-token-mean, which makes their loss the mean over pairs."""
+    seq-mean-token-mean, which makes their loss the mean over pairs. distill: the KL from a teacher,
+    whose most likely ids the data has."""
     loss_weighting: LossWeighting = "token-mean"
     """The weight of a response token in a step's loss, see `megapack.loss`."""
     norm_constant: float | None = None
@@ -66,6 +75,30 @@ class ObjectiveConfig:
     """For dpo: factor of the log-ratio between policy and reference, above 0."""
     dpo_label_smoothing: float = 0.0
     """For dpo: assumed share of pairs whose label is wrong, in [0, 0.5)."""
+    correction: CorrectionKind | None = None
+    """For ppo, grpo and gspo: weigh each token's policy loss by the importance ratio of the
+    trainer's old log-probs to the engine's, the column rollout_logprobs. truncate: the ratio is cut
+    to the bounds. mask: it is 0 outside of them. null = no weights."""
+    correction_level: RatioLevel = "token"
+    """What is compared with the bounds: the ratio of a token, of a sequence (the product), or its
+    geometric mean."""
+    correction_low: float = 0.0
+    """Lower bound of the ratio."""
+    correction_high: float = 2.0
+    """Upper bound of the ratio."""
+    correction_weight_level: RatioLevel | None = None
+    """For mask: the ratio that is the weight of what is kept; null = that of `correction_level`."""
+    teacher_kl_coef: float = 0.0
+    """For ppo, grpo and gspo: on-policy distillation. Each token's advantage loses this times old
+    log-prob - the column teacher_logprobs. Without rewards in the data, it starts at 0."""
+    distill_reverse_weight: float = 0.0
+    """For distill: share of the reverse KL in the loss, in [0, 1]; 0 is forward, 1 is reverse."""
+    distill_tail: Tail = "lump"
+    """For distill: what happens to ids that are not among the teacher's k most likely. lump: they
+    count as one id. ignore: they are left out. renormalize: the k probabilities are divided by
+    their sum."""
+    distill_sft_coef: float = 0.0
+    """For distill: factor of the negative log-likelihood that is added to the loss."""
     logprob_chunk_tokens: int | None = None
     """Tokens whose logits are in memory at once in the vocabulary head; fewer save memory. null =
     a power of two of at most 8,192 whose fp32 logits fit into 2.5 GiB on a GPU: 4,096 for 151,936
@@ -84,6 +117,8 @@ class ObjectiveConfig:
             )
         self._check_overlong()
         self._check_pairs()
+        self._check_correction()
+        self._check_teacher()
         if self.clip_low > 1:
             raise ConfigError(f"objective.clip_low is {self.clip_low}; set a number in [0, 1]")
         if self.dual_clip is not None and self.dual_clip <= 1:
@@ -116,6 +151,59 @@ class ObjectiveConfig:
                 f"objective.loss_weighting={self.loss_weighting} would weight pairs by their "
                 f"tokens under kind={self.kind}; set objective.loss_weighting=seq-mean-token-mean"
             )
+
+    def _check_correction(self) -> None:
+        if not 0 <= self.correction_low < self.correction_high < float("inf"):
+            raise ConfigError(
+                f"objective.correction_low={self.correction_low} and objective.correction_high="
+                f"{self.correction_high}; set 0 <= low < high"
+            )
+        if self.correction is not None and not self.reads_rewards:
+            raise ConfigError(
+                f"objective.correction={self.correction} has no effect under kind={self.kind}; set "
+                "ppo, grpo or gspo, or correction=null"
+            )
+        if self.correction is None:
+            self._check_defaults("objective.correction", "correction_")
+        elif self.correction != "mask" and self.correction_weight_level is not None:
+            raise ConfigError(
+                f"objective.correction_weight_level={self.correction_weight_level} has no effect "
+                f"under correction={self.correction}; set correction=mask, or leave it out"
+            )
+
+    def _check_teacher(self) -> None:
+        at_least(self, "objective", 0, "teacher_kl_coef", "distill_sft_coef")
+        if not 0 <= self.distill_reverse_weight <= 1:
+            raise ConfigError(
+                f"objective.distill_reverse_weight is {self.distill_reverse_weight}; set it in "
+                "[0, 1]"
+            )
+        if self.teacher_kl_coef and not self.reads_rewards:
+            raise ConfigError(
+                f"objective.teacher_kl_coef={self.teacher_kl_coef} has no effect under kind="
+                f"{self.kind}; set ppo, grpo or gspo, or teacher_kl_coef=0"
+            )
+        if self.kind != "distill":
+            self._check_defaults("objective.kind=distill", "distill_")
+
+    def _check_defaults(self, needed: str, prefix: str) -> None:
+        """Raise ConfigError if a key that needs another one is set."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name.startswith(prefix) and value != field.default:
+                raise ConfigError(
+                    f"objective.{field.name}={value} has no effect without {needed}; set it, or "
+                    f"leave {field.name} out"
+                )
+
+    @property
+    def token_columns(self) -> tuple[str, ...]:
+        """Columns of the data that the loss reads, see `megapack.data.rollouts.TOKEN_COLUMNS`."""
+        return (
+            *(("rollout_logprobs",) if self.correction is not None else ()),
+            *(("teacher_logprobs",) if self.teacher_kl_coef else ()),
+            *(("teacher_topk_ids", "teacher_topk_logprobs") if self.kind == "distill" else ()),
+        )
 
     @property
     def reads_pairs(self) -> bool:

@@ -31,11 +31,18 @@ def open_dataset(config: TrainConfig) -> Dataset:
     """Open the file or folder that the config names, or generate rollouts.
 
     Raises:
-        DataError: a file cannot be read or has a bad sample, no prompt group is left, or the
-            objective needs pairs and a sample is in none, or the reverse.
+        DataError: a file cannot be read or has a bad sample, no prompt group is left, the
+            objective needs pairs and a sample is in none, or the reverse, or it needs a column that
+            the data has not.
     """
     data = _all_samples(config)
     _check_pairs(config, data)
+    missing = [name for name in config.objective.token_columns if name not in data.token_columns]
+    if missing:
+        raise DataError(
+            f"{config.data.path} has no column {missing[0]}, which the objective reads; give it "
+            "beside prompt_ids and response_ids, or change the section objective"
+        )
     return data.without_equal_rewards() if config.data.drop_equal_rewards else data
 
 
@@ -43,10 +50,11 @@ def _all_samples(config: TrainConfig) -> Dataset:
     data = config.data
     if data.path is None:
         groups = data.num_generated // data.generated_group_size
-        generate = generate_pairs if config.objective.reads_pairs else generate_rollouts
-        return Dataset.from_rollouts(
-            generate(groups, data.generated_group_size, data.generated_seed)
-        )
+        size, seed = data.generated_group_size, data.generated_seed
+        if config.objective.reads_pairs:
+            return Dataset.from_rollouts(generate_pairs(groups, size, seed))
+        columns = config.objective.token_columns
+        return Dataset.from_rollouts(generate_rollouts(groups, size, seed, columns=columns))
     spare_folder = Path(config.runs_dir) / ".index"
     return Dataset.from_files(data.path, read_settings(config), spare_folder, data.workers)
 
@@ -128,9 +136,15 @@ def batch_rewards(
 def batch_advantages(objective: ObjectiveConfig, data: Dataset, numbers: SampleNumbers) -> Floats:
     """Advantages of a batch's samples from their rewards, float64 [samples].
 
+    They are 0 where no sample has a reward or advantage and a teacher takes their place.
+
     Raises:
         DataError: see `group_advantages`.
     """
+    rewards = data.rewards(numbers)
+    is_known = any(one.reward is not None or one.advantage is not None for one in rewards)
+    if objective.teacher_kl_coef and not is_known:
+        return np.zeros(len(numbers))
     return group_advantages(batch_rewards(objective, data, numbers), objective.advantage_norm)
 
 

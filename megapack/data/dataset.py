@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -180,6 +180,15 @@ class Dataset:
     def tokens(self, number: int) -> SampleTokens:
         """The tokens of one sample."""
         return self._samples.tokens(number)
+
+    @property
+    def token_columns(self) -> set[str]:
+        """Names of `rollouts.TOKEN_COLUMNS` that the samples have."""
+        return set(self._samples.all_columns)
+
+    def token_column(self, name: str, number: int) -> npt.NDArray[Any]:
+        """A column's values of one sample, [response tokens, ...]; mapped."""
+        return self._samples.column(name, number)
 
     def give_tokens(
         self, batch: TokenSink, numbers: SampleNumbers, plans: Sequence[Plan], dp_rank: int

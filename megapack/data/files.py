@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megapack.data.rollouts import TOKEN_COLUMNS
 from megapack.errors import ConfigError, DataError
 
 # Keys of a JSON line, and columns of a Parquet file. Other columns are not read.
@@ -18,6 +19,7 @@ COLUMNS = (
     *("prompt", "response", "prompt_ids", "response_ids", "response_mask", "loss_mask"),
     *("messages", "tools", "chosen", "rejected", "chosen_ids", "rejected_ids"),
     *("group", "rollout", "reward", "advantage", "routed_experts"),
+    *TOKEN_COLUMNS,
 )
 SUFFIXES = (".jsonl", ".parquet")
 # What is read, and tokenized by one process, at once: about 1000 short chats.

@@ -13,7 +13,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from megapack.data.rollouts import Rollout
 from megapack.data.tokenizer import ByteTokenizer, Ids
@@ -28,24 +32,43 @@ _SIGMA = 0.8
 # Share of wrong answers: the mean reward is about 0.7.
 _SLIP_SHARE = 0.3
 
+# Of the generated columns: the teacher's ids per token, the probability of the right one, and the
+# standard deviation of the engine's log-probs in nats.
+_TOPK = 8
+_SURE = 0.9
+_ENGINE_NOISE = 0.3
+
 LONGEST_OVER_MEAN = 8
 """Longest / mean of `generate_lengths`: a longest sample of 8192 tokens gives a mean of 1024."""
 
 
 def generate_rollouts(
-    num_groups: int, group_size: int, seed: int, tokenizer: ByteTokenizer | None = None
+    num_groups: int,
+    group_size: int,
+    seed: int,
+    tokenizer: ByteTokenizer | None = None,
+    columns: Sequence[str] = (),
 ) -> list[Rollout]:
-    """`group_size` rollouts for each of `num_groups` prompts; equal arguments, equal rollouts."""
+    """`group_size` rollouts for each of `num_groups` prompts; equal arguments, equal rollouts.
+
+    Args:
+        columns: those of `rollouts.TOKEN_COLUMNS` that samples get. The engine's log-probs are
+            those of a uniform distribution, with noise, as before a model has learnt anything. The
+            teacher finds the right answer's token likely at each place, and others hardly.
+    """
     rng = random.Random(seed)
     records = []
     for prompt in _prompts(rng, num_groups, group_size, tokenizer or ByteTokenizer()):
         for rollout in range(group_size):
             num_bytes = prompt.draw_bytes(rng)
             right = rng.random() >= _SLIP_SHARE
+            response_ids = prompt.answer(rng, num_bytes, right)
+            known = _columns(prompt, response_ids, num_bytes, seed) if columns else {}
             records.append(
                 Rollout(
                     prompt_ids=prompt.ids,
-                    response_ids=prompt.answer(rng, num_bytes, right),
+                    response_ids=response_ids,
+                    columns={name: known[name] for name in columns},
                     reward=1.0 if right else 0.0,
                     group=prompt.group,
                     rollout=rollout,
@@ -78,6 +101,30 @@ def generate_pairs(
                     )
                 )
     return records
+
+
+def _columns(
+    prompt: _Prompt, response_ids: Ids, num_bytes: int, seed: int
+) -> dict[str, npt.NDArray[Any]]:
+    """All columns of values per response token of one answer."""
+    right_ids = prompt.answer(random.Random(0), num_bytes, right=True)
+    size = len(response_ids)
+    # Numbers after a slip may have more digits, and the answer more tokens.
+    right_ids = np.resize(right_ids, size)
+    vocab_size = prompt.tokenizer.vocab_size
+    others = np.array([np.arange(1, _TOPK) + token for token in right_ids]) % vocab_size
+    topk_ids = np.concatenate([right_ids[:, None], others.reshape(size, _TOPK - 1)], axis=1)
+    rest = math.log((1 - _SURE) / (vocab_size - 1))
+    topk_logprobs = np.full((size, _TOPK), rest)
+    topk_logprobs[:, 0] = math.log(_SURE)
+    noise = random.Random(f"{seed} {prompt.group} {response_ids.tolist()}")
+    engine = [noise.gauss(-math.log(vocab_size), _ENGINE_NOISE) for _ in range(size)]
+    return {
+        "rollout_logprobs": np.array(engine),
+        "teacher_logprobs": np.where(response_ids == right_ids, math.log(_SURE), rest),
+        "teacher_topk_ids": topk_ids,
+        "teacher_topk_logprobs": topk_logprobs,
+    }
 
 
 @dataclasses.dataclass(frozen=True)

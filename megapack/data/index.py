@@ -1,7 +1,8 @@
 """The samples of a data set as they are stored: an index, and all token ids.
 
     data.jsonl  ->  .data.jsonl.<key>.megapack-index.npy, .megapack-tokens.npy
-                    (and .megapack-routes.npy if samples carry routed experts)
+                    (and .megapack-routes.npy if samples carry routed experts, and one such
+                    file for each column of values per response token)
 
 A rank needs the lengths, prompt groups and rewards of all samples to plan, but only the tokens of
 the samples that it packs. Samples are tokenized once, when the files are written. The files are
@@ -20,7 +21,7 @@ import re
 import tempfile
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapack.data.files import list_files, open_file, unreadable
-from megapack.data.rollouts import Rollout
+from megapack.data.rollouts import TOKEN_COLUMNS, Rollout, TokenColumns
 from megapack.data.token_blocks import (
     ROW_DTYPE,
     ReadSettings,
@@ -60,6 +61,7 @@ INDEX_DTYPE = np.dtype(
         ("reward", "<f8"),  # NaN = not given
         ("advantage", "<f8"),  # NaN = not given
         ("route_start", "<i8"),  # position of its first token among the routes; -1 = none
+        ("response_start", "<i8"),  # response tokens of the samples before it
     ]
 )
 Index = npt.NDArray[np.void]
@@ -67,7 +69,7 @@ Index = npt.NDArray[np.void]
 _ROW_COLUMNS = [name for name in ROW_DTYPE.names or () if name in (INDEX_DTYPE.names or ())]
 
 # Part of the key. Increase it when INDEX_DTYPE or the meaning of a column changes.
-_FORMAT = 3
+_FORMAT = 4
 # Hexadecimal digits: 64 bits of the digest.
 _KEY_CHARS = 16
 _INDEX = ".megapack-index.npy"
@@ -75,7 +77,8 @@ _TOKENS = ".megapack-tokens.npy"
 _ROUTES = ".megapack-routes.npy"
 # A right shift by it leaves the sign bit of an int32.
 _SIGN_BIT = 31
-_SUFFIXES = (_TOKENS, _ROUTES, _INDEX)
+_COLUMNS = {name: f".megapack-{name}.npy" for name in TOKEN_COLUMNS}
+_SUFFIXES = (_TOKENS, _ROUTES, *_COLUMNS.values(), _INDEX)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +92,8 @@ class SampleTokens:
     routed_experts: Routes | None = None
     """The experts that each token was routed to, [tokens, MoE layers, k]; None = not given. Mapped:
     read only where it is used."""
+    columns: TokenColumns = field(default_factory=dict)
+    """Values per token of the response, by column; mapped too."""
 
     @property
     def counts(self) -> Mask:
@@ -107,6 +112,8 @@ class StoredSamples:
     all_tokens: Tokens
     all_routes: Routes | None
     """[routed tokens of all samples, MoE layers, k]."""
+    all_columns: TokenColumns = field(default_factory=dict)
+    """[response tokens of all samples, ...] each."""
 
     def prefixes(
         self, numbers: npt.NDArray[np.int64], *, mtp_num_layers: int, replays_routes: bool
@@ -154,7 +161,14 @@ class StoredSamples:
             response_ids=np.where(counts, response, -1 - response),
             loss_mask=None if counts.all() else counts,
             routed_experts=self._routes(int(entry["route_start"]), stop - start),
+            columns={name: self.column(name, number) for name in self.all_columns},
         )
+
+    def column(self, name: str, number: int) -> npt.NDArray[Any]:
+        """A column's values of one sample, one per response token."""
+        entry = self.index[number]
+        first = int(entry["response_start"])
+        return self.all_columns[name][first : first + int(entry["response_tokens"])]
 
 
 def load_samples(
@@ -215,6 +229,10 @@ class _Builder:
         self._rollouts: dict[tuple[int, int | str], int] = {}
         self._num_tokens = 0
         self._num_routes = 0
+        self._num_responses = 0
+        # Bits of `ROW_DTYPE`; -1 before the first sample.
+        self._columns = -1
+        self.column_shapes: dict[str, tuple[int, ...]] = {}
         self.num_samples = 0
         self.route_shape: tuple[int, ...] | None = None
 
@@ -222,7 +240,7 @@ class _Builder:
         """The index rows of the next token block.
 
         Raises:
-            DataError: its routes have another shape than those before; without the file's name.
+            DataError: its routes or columns are others than those before; without the file's name.
         """
         rows = token_block.rows
         index = np.empty(len(rows), dtype=INDEX_DTYPE)
@@ -243,9 +261,34 @@ class _Builder:
         for row, routes in zip(routed.tolist(), token_block.routes, strict=True):
             index["route_start"][row] = self._num_routes
             self._num_routes += self._checked(int(rows["number"][row]), routes)
+        self._check_columns(token_block)
+        responses = np.cumsum(rows["response_tokens"], dtype=np.int64)
+        index["response_start"] = self._num_responses + responses - rows["response_tokens"]
+        self._num_responses += int(rows["response_tokens"].sum())
         self.num_samples += len(rows)
         self._num_tokens += int(lengths.sum())
         return index
+
+    def _check_columns(self, token_block: TokenBlock) -> None:
+        rows = token_block.rows
+        if self._columns < 0 and len(rows):
+            self._columns = int(rows["columns"][0])
+        other = np.flatnonzero(rows["columns"] != self._columns)
+        if other.size:
+            bits = int(rows["columns"][other[0]]) ^ self._columns
+            name = next(name for k, name in enumerate(TOKEN_COLUMNS) if bits >> k & 1)
+            raise DataError(
+                f"{rows['number'][other[0]]}: {name} is given for some samples only; give it for "
+                "all, or for none"
+            )
+        for name, arrays in token_block.columns.items():
+            for number, values in zip(rows["number"].tolist(), arrays, strict=True):
+                shape = self.column_shapes.setdefault(name, values.shape[1:])
+                if values.shape[1:] != shape:
+                    raise DataError(
+                        f"{number}: {name} has k={values.shape[1]}, samples before it k={shape[0]};"
+                        " give equally many"
+                    )
 
     def _checked(self, number: int, routes: Routes) -> int:
         shape = routes.shape[1:]
@@ -267,6 +310,7 @@ def store_in_memory(records: Sequence[Rollout]) -> StoredSamples:
         index,
         token_block.tokens,
         np.concatenate(token_block.routes) if token_block.routes else None,
+        {name: np.concatenate(arrays) for name, arrays in token_block.columns.items()},
     )
 
 
@@ -286,6 +330,7 @@ def _write(
         index = stack.enter_context(_ArrayFile(_named(stem, _INDEX), INDEX_DTYPE))
         tokens = stack.enter_context(_ArrayFile(_named(stem, _TOKENS), np.dtype("<i4")))
         routes: _ArrayFile | None = None
+        columns: dict[str, _ArrayFile] = {}
         for file, token_block in read_token_blocks(blocks, settings, num_workers, total):
             try:
                 index.write(builder.add(file, token_block))
@@ -301,11 +346,19 @@ def _write(
             for array in token_block.routes:
                 assert routes is not None
                 routes.write(array)
+            for name, arrays in token_block.columns.items():
+                if name not in columns:
+                    path = _named(stem, _COLUMNS[name])
+                    dtype = np.dtype(TOKEN_COLUMNS[name])
+                    shape = builder.column_shapes[name]
+                    columns[name] = stack.enter_context(_ArrayFile(path, dtype, shape))
+                for array in arrays:
+                    columns[name].write(array)
             num_skipped += token_block.num_skipped
             num_truncated += token_block.num_truncated
         path = files[0] if len(files) == 1 else files[0].parent
         _report(path, settings.max_length, builder.num_samples, num_skipped, num_truncated)
-        for array_file in (tokens, routes, index):
+        for array_file in (tokens, routes, *columns.values(), index):
             if array_file is not None:
                 array_file.finish()
     _remove_outdated(stem)
@@ -402,7 +455,15 @@ def _read(stem: Path) -> StoredSamples:
     if len(tokens) != last["start"] + last["prompt_tokens"] + last["response_tokens"]:
         raise ValueError(f"{stem} has other tokens than its index")
     is_routed = bool((index["route_start"] >= 0).any())
-    return StoredSamples(index, tokens, _map(stem, _ROUTES) if is_routed else None)
+    columns = {
+        name: _map(stem, suffix)
+        for name, suffix in _COLUMNS.items()
+        if _named(stem, suffix).exists()
+    }
+    num_responses = last["response_start"] + last["response_tokens"]
+    if any(len(values) != num_responses for values in columns.values()):
+        raise ValueError(f"{stem} has other columns than its index")
+    return StoredSamples(index, tokens, _map(stem, _ROUTES) if is_routed else None, columns)
 
 
 def _map(stem: Path, suffix: str) -> npt.NDArray[Any]:

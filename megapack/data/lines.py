@@ -18,7 +18,7 @@ import numpy.typing as npt
 from megapack.base.arrays import is_id
 from megapack.base.files import strict_json
 from megapack.data.files import Row
-from megapack.data.rollouts import Rollout
+from megapack.data.rollouts import TOKEN_COLUMNS, Rollout
 from megapack.data.tokenizer import ChatTokens, Ids, Mask, Message, TextError, Tokenizer
 
 # The columns that a sample's tokens come from, by kind, and those that may stand beside them.
@@ -116,7 +116,35 @@ class LineParser:
             fields["loss_mask"] = _mask(masks[0], row[masks[0]], num_response)
         if "routed_experts" in row:
             fields["routed_experts"] = _routes(row["routed_experts"], num_prompt + num_response)
+        fields["columns"] = {
+            name: self._column(row, name, num_response) for name in TOKEN_COLUMNS if name in row
+        }
         return [fields]
+
+    def _column(self, row: dict[str, Any], key: str, num_response: int) -> npt.NDArray[Any]:
+        """A column of values per response token, see `rollouts`."""
+        is_topk = "topk" in key
+        wanted = f"expected one {'list of k numbers' if is_topk else 'number'} per response id"
+        try:
+            values = np.array(row[key])
+        except (ValueError, OverflowError):
+            raise BadLine(f"{key} is ragged, {wanted}") from None
+        if num_response == 0 and values.size == 0:
+            values = np.zeros((0, 1) if is_topk else 0)
+        is_ids = key.endswith("_ids")
+        if (
+            values.ndim != 1 + is_topk
+            or values.shape[0] != num_response
+            or 0 in values.shape[1:]
+            or (values.dtype.kind not in ("i" if is_ids else "if") and values.size)
+        ):
+            raise BadLine(f"{key} is {_shown(row[key])} for {num_response} response_ids, {wanted}")
+        if is_ids and values.size and not 0 <= values.min() <= values.max() < self.vocab_size:
+            odd = values.min() if values.min() < 0 else values.max()
+            raise BadLine(f"{key} has {odd}, outside the vocabulary of {self.vocab_size}")
+        if not np.isfinite(values).all():
+            raise BadLine(f"{key} has a number that is not finite; leave the line out")
+        return values.astype(TOKEN_COLUMNS[key])
 
     def _chat(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         messages = _conversation(row.get("prompt"), "messages", row["messages"])
@@ -230,7 +258,7 @@ def _form(columns: tuple[str, ...]) -> str:
 
 
 def _refuse_columns_of_ids(row: dict[str, Any]) -> None:
-    for key in (*_MASKS, "routed_experts"):
+    for key in (*_MASKS, "routed_experts", *TOKEN_COLUMNS):
         if key in row:
             raise BadLine(
                 f"has {key}, which is per token id; give prompt_ids and response_ids with it"

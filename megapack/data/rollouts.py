@@ -16,6 +16,10 @@ A line is one sample, or several. Its tokens come from one of these sets of colu
   what a tool or the environment wrote. Without it all count;
 - `routed_experts`: per token id of prompt and response, or of all but the last, the experts that
   the router chose, [MoE layers][k];
+- `rollout_logprobs`, `teacher_logprobs`: per response id its log-prob in nats, under the engine
+  that sampled it and under a teacher. `teacher_topk_ids` and `teacher_topk_logprobs`: per response
+  id [k], the ids that a teacher finds most likely there, and their log-probs. All samples of a data
+  set have such a column, or none has;
 - `messages`, and `tools` (a list, or its JSON): a chat, written by the tokenizer's chat template,
   after `prompt` if it is given and not repeated.
   What the assistant's turns say counts; see `chats`. A template that rewrites earlier turns gives
@@ -38,13 +42,24 @@ Beside them, for all samples of the line:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megapack.data.tokenizer import Ids, Mask
 from megapack.errors import ConfigError
+
+TOKEN_COLUMNS: dict[str, npt.DTypeLike] = {
+    "rollout_logprobs": "<f4",
+    "teacher_logprobs": "<f4",
+    "teacher_topk_ids": "<i4",
+    "teacher_topk_logprobs": "<f4",
+}
+"""Columns of values per response token, and the type that they are stored with."""
+TokenColumns = Mapping[str, npt.NDArray[Any]]
+"""Values of such columns, [response tokens, ...] each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,6 +86,8 @@ class Rollout:
     """1 = the preferred response of a pair, -1 = the other one, 0 = no pair."""
     routed_experts: npt.NDArray[np.uint16] | None = None
     """The experts that each token was routed to, [tokens, MoE layers, k]; None = not given."""
+    columns: TokenColumns = dataclasses.field(default_factory=dict)
+    """Those of `TOKEN_COLUMNS` that are given."""
 
     @property
     def num_tokens(self) -> int:
@@ -86,7 +103,7 @@ class Rollout:
         return int(self.loss_mask[first:].sum())
 
     def cut(self, most: int) -> Rollout:
-        """The first `most` tokens, with their mask and routes."""
+        """The first `most` tokens, with their mask, routes and columns."""
         prompt_ids = self.prompt_ids[:most]
         response_ids = self.response_ids[: most - len(prompt_ids)]
         mask = self.loss_mask
@@ -97,6 +114,7 @@ class Rollout:
             response_ids=response_ids,
             loss_mask=None if mask is None else mask[: len(response_ids)],
             routed_experts=None if routes is None else routes[:most],
+            columns={name: value[: len(response_ids)] for name, value in self.columns.items()},
         )
 
     @property

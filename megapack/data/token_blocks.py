@@ -9,13 +9,14 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megapack.base.choices import Overlong
 from megapack.data.lines import BadLine, LineParser
-from megapack.data.rollouts import Rollout
+from megapack.data.rollouts import TOKEN_COLUMNS, Rollout
 from megapack.data.tokenizer import ByteTokenizer, Tokenizer
 
 Tokens = npt.NDArray[np.int32]
@@ -88,6 +89,7 @@ ROW_DTYPE = np.dtype(
         ("reward", np.float64),  # NaN = not given
         ("advantage", np.float64),  # NaN = not given
         ("has_routes", np.bool_),
+        ("columns", np.int8),  # bit k: the k-th of TOKEN_COLUMNS is given
     ]
 )
 """What is known of a sample without those before it. The columns that the index has too have its
@@ -108,6 +110,8 @@ class TokenBlock:
     """Of all samples, one after another: prompt, then response."""
     routes: list[Routes]
     """Of the samples that have them, each [tokens, MoE layers, k]."""
+    columns: dict[str, list[npt.NDArray[Any]]] = dataclasses.field(default_factory=dict)
+    """Of each column of values per response token, those of the samples that have it."""
     num_skipped: int = 0
     num_truncated: int = 0
     error: str = ""
@@ -122,10 +126,13 @@ def make_token_block(samples: Iterable[tuple[int, Rollout]]) -> TokenBlock:
     rollouts: list[int | str] = []
     tokens: list[npt.NDArray[np.int64]] = []
     routes: list[Routes] = []
+    columns: dict[str, list[npt.NDArray[Any]]] = {}
     for number, sample in samples:
         tokens += [sample.prompt_ids, _signed(sample)]
         if sample.routed_experts is not None:
             routes.append(sample.routed_experts)
+        for name, values in sample.columns.items():
+            columns.setdefault(name, []).append(values)
         rows.append(
             (
                 *(number, sample.part, len(sample.prompt_ids), len(sample.response_ids)),
@@ -133,13 +140,14 @@ def make_token_block(samples: Iterable[tuple[int, Rollout]]) -> TokenBlock:
                 nan if sample.reward is None else sample.reward,
                 nan if sample.advantage is None else sample.advantage,
                 sample.routed_experts is not None,
+                sum(1 << k for k, name in enumerate(TOKEN_COLUMNS) if name in sample.columns),
             )
         )
         groups.append(sample.group)
         rollouts.append(sample.rollout)
     joined = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int64)
     return TokenBlock(
-        np.array(rows, dtype=ROW_DTYPE), groups, rollouts, joined.astype(np.int32), routes
+        np.array(rows, dtype=ROW_DTYPE), groups, rollouts, joined.astype(np.int32), routes, columns
     )
 
 
@@ -154,6 +162,11 @@ def join(blocks: Sequence[TokenBlock]) -> TokenBlock:
         rollouts=list(chain(block.rollouts for block in blocks)),
         tokens=np.concatenate([block.tokens for block in blocks]),
         routes=list(chain(block.routes for block in blocks)),
+        columns={
+            name: list(chain(block.columns.get(name, []) for block in blocks))
+            for name in TOKEN_COLUMNS
+            if any(name in block.columns for block in blocks)
+        },
         num_skipped=sum(block.num_skipped for block in blocks),
         num_truncated=sum(block.num_truncated for block in blocks),
         error=blocks[-1].error,

@@ -164,6 +164,7 @@ class Trainer:
             self.adapter.dp_rank,
             replays_rollouts=config.train.routing_replay == "rollout",
             mtp_num_layers=config.model.mtp_num_layers,
+            token_columns=config.objective.token_columns,
         )
         self.calibrator = Calibrator(config.plan, self.adapter, self.layout, cost, device=device)
         self.ahead = Ahead(self._prepare)

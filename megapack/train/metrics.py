@@ -33,8 +33,10 @@ _SHOWN = {
 
 def training_metrics(result: StepResult) -> dict[str, float]:
     """The loss and the objective's metrics; keys of metrics with a unit end with it."""
-    nats = {"kl_old", "kl_ref", "entropy"}
-    with_units = {f"{k}_nats" if k in nats else k: v for k, v in result.metrics.items()}
+    with_units = {
+        f"{k}_nats" if k.startswith("kl_") or k in ("entropy", "nll") else k: v
+        for k, v in result.metrics.items()
+    }
     return {"loss": result.loss, **with_units}
 
 

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,9 +27,12 @@ from megapack.config.sections import PlanConfig
 from megapack.cost.model import CostModel
 from megapack.data.batches import batch_prefixes, plan_logprobs, plan_steps
 from megapack.data.dataset import Dataset, SampleNumbers
+from megapack.data.rollouts import TOKEN_COLUMNS
 from megapack.errors import DataError, StepOutOfMemory
 from megapack.hf.load import load_hf_weights
 from megapack.layout import Layout
+from megapack.loss.correction import Correction
+from megapack.loss.distillation import Distillation
 from megapack.loss.preference import DPO, PairwiseReward
 from megapack.loss.sequence import GSPO, AnyObjective
 from megapack.loss.token import GRPO, PPO, SFT
@@ -42,6 +45,10 @@ from megapack.rows.transfer import host_copies, host_like
 from megapack.samples import SampleBatch
 from megapack.schedule.adapter import ScheduleAdapter, StepResult
 
+# Ids are labels, which the head gathers by.
+_COLUMN_DTYPES = {
+    name: torch.int64 if name.endswith("_ids") else torch.float32 for name in TOKEN_COLUMNS
+}
 # Steps move this buffer without a gradient, so it is part of the policy like a parameter.
 _BIAS = "router.expert_bias"
 
@@ -124,6 +131,7 @@ class BatchPlanner:
         dp_rank: this process's data-parallel rank.
         replays_rollouts: read `routed_experts` of the data.
         mtp_num_layers: layers of multi-token prediction of the model.
+        token_columns: columns of the data that become fields of the batch.
     """
 
     config: PlanConfig
@@ -133,6 +141,7 @@ class BatchPlanner:
     dp_rank: int
     replays_rollouts: bool = False
     mtp_num_layers: int = 0
+    token_columns: tuple[str, ...] = ()
 
     def prefixes(self, numbers: SampleNumbers) -> SharedPrefixes | None:
         """What rows of these samples may share; None if nothing."""
@@ -179,13 +188,15 @@ class BatchPlanner:
         return batch
 
     def give(self, batch: PlannedBatch, plans: Sequence[Plan]) -> None:
-        """Give a batch the tokens and routes that this rank packs under any of the plans.
+        """Give a batch the tokens, columns and routes that this rank packs under any of the plans.
 
         Raises:
             DataError: routes are to be replayed and a sample has none.
         """
         numbers = batch.numbers
         self.data.give_tokens(batch.samples, numbers, plans, self.dp_rank)
+        for name in self.token_columns:
+            self._give_column(name, batch, own_samples(plans, self.dp_rank))
         if not self.replays_rollouts:
             return
         for sample in own_samples(plans, self.dp_rank):
@@ -198,6 +209,20 @@ class BatchPlanner:
                     "old_logprobs"
                 )
             batch.routing[sample] = torch.from_numpy(routes.astype(np.int32))
+
+    def _give_column(self, name: str, batch: PlannedBatch, own: Iterable[int]) -> None:
+        """Set a column of those samples; the others keep what they have, or get a number."""
+        samples = batch.samples
+        is_there = name in samples.field_names
+        values = [
+            samples.field(name, i) if is_there else torch.zeros((), dtype=_COLUMN_DTYPES[name])
+            for i in range(len(samples))
+        ]
+        for sample in own:
+            stored = self.data.token_column(name, int(batch.numbers[sample]))
+            # A copy: what is mapped cannot be written, which torch warns of.
+            values[sample] = torch.from_numpy(stored.copy()).to(_COLUMN_DTYPES[name])
+        samples.set_field(name, values)
 
 
 def replan_step(planner: BatchPlanner, batch: PlannedBatch, index: int) -> PlannedBatch:
@@ -525,11 +550,28 @@ def make_objective(config: ObjectiveConfig) -> AnyObjective:
         return DPO(beta=config.dpo_beta, label_smoothing=config.dpo_label_smoothing)
     if config.kind == "reward":
         return PairwiseReward()
+    if config.kind == "distill":
+        return Distillation(
+            reverse_weight=config.distill_reverse_weight,
+            tail=config.distill_tail,
+            sft_coef=config.distill_sft_coef,
+        )
+    correction = None
+    if config.correction is not None:
+        correction = Correction(
+            kind=config.correction,
+            level=config.correction_level,
+            low=config.correction_low,
+            high=config.correction_high,
+            weight_level=config.correction_weight_level,
+        )
     clip: dict[str, Any] = {
         "clip_low": config.clip_low,
         "clip_high": config.clip_high,
         "dual_clip": config.dual_clip,
         "entropy_coef": config.entropy_coef,
+        "correction": correction,
+        "teacher_kl_coef": config.teacher_kl_coef,
     }
     if config.kind == "ppo":
         return PPO(**clip)
