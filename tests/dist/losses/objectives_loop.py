@@ -9,6 +9,7 @@ python -m tests.dist.losses.objectives_loop OUT
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from collections.abc import Callable
@@ -40,6 +41,11 @@ NUM_BATCHES = 2
 PAIRS_PER_STEP = 3
 GROUPS_PER_STEP = 2
 GROUP_SIZE = 3
+ENGINE_HIGH = 1.3
+TEACHER_COEF = 0.4
+TOPK = 5
+REVERSE = 0.25
+DISTILL_STEP = 3 * GROUPS_PER_STEP * GROUP_SIZE // 2
 
 
 def pairs() -> list[dict[str, Any]]:
@@ -73,6 +79,24 @@ def rollouts() -> list[dict[str, Any]]:
             }
             for reward in rewards
         ]
+    return rows
+
+
+def rollouts_with_columns() -> list[dict[str, Any]]:
+    """The rollouts, with log-probs of an engine and of a teacher."""
+    rng = random.Random(7)
+    mean = -math.log(problem.VOCAB_SIZE)
+    rows = []
+    for row in rollouts():
+        size = len(row["response_ids"])
+        topk = [[-rng.uniform(0.5, 4.0) - math.log(TOPK) for _ in range(TOPK)] for _ in range(size)]
+        columns = {
+            "rollout_logprobs": [rng.gauss(mean, 0.3) for _ in range(size)],
+            "teacher_logprobs": [rng.gauss(mean, 0.5) for _ in range(size)],
+            "teacher_topk_ids": [rng.sample(range(problem.VOCAB_SIZE), TOPK) for _ in range(size)],
+            "teacher_topk_logprobs": topk,
+        }
+        rows.append({**row, **columns})
     return rows
 
 
@@ -124,6 +148,30 @@ CASES = {
             f"objective.max_response_tokens={MAX_RESPONSE}",
             f"objective.overlong_buffer_tokens={BUFFER}",
             f"objective.overlong_penalty={PENALTY}",
+        ),
+    ),
+    "tis": Case(
+        rows=rollouts_with_columns,
+        layout=Layout(dp=2),
+        overrides=(
+            "data.drop_equal_rewards=true",
+            f"data.prompts_per_batch={2 * GROUPS_PER_STEP}",
+            f"plan.global_batch_size={GROUPS_PER_STEP * GROUP_SIZE}",
+            "objective.advantage_norm=rloo",
+            "objective.correction=truncate",
+            "objective.correction_level=sequence",
+            f"objective.correction_high={ENGINE_HIGH}",
+            f"objective.teacher_kl_coef={TEACHER_COEF}",
+        ),
+    ),
+    "distill": Case(
+        rows=rollouts_with_columns,
+        layout=Layout(dp=2, pp=2),
+        overrides=(
+            f"data.prompts_per_batch={3 * GROUPS_PER_STEP}",
+            f"plan.global_batch_size={DISTILL_STEP}",
+            "objective.kind=distill",
+            f"objective.distill_reverse_weight={REVERSE}",
         ),
     ),
 }
@@ -218,6 +266,66 @@ def run_dapo() -> list[dict[str, float]]:
     return steps
 
 
+def run_tis() -> list[dict[str, float]]:
+    rows = rollouts_with_columns()
+    groups = [list(range(k, k + GROUP_SIZE)) for k in range(0, len(rows), GROUP_SIZE)]
+    kept = [group for group in groups if len({rows[i]["reward"] for i in group}) > 1]
+    advantages = {}
+    for group in kept:
+        for i in group:
+            others = [rows[j]["reward"] for j in group if j != i]
+            advantages[i] = rows[i]["reward"] - sum(others) / len(others)
+    loop = Loop([(row["prompt_ids"], row["response_ids"]) for row in rows], value_head=False)
+    steps = []
+    for first in range(0, len(kept), 2 * GROUPS_PER_STEP):
+        batch = kept[first : first + 2 * GROUPS_PER_STEP]
+        old = loop.fixed_logprobs(i for group in batch for i in group)
+        for start in range(0, len(batch), GROUPS_PER_STEP):
+            losses = []
+            ratios = []
+            for i in (i for group in batch[start : start + GROUPS_PER_STEP] for i in group):
+                engine = torch.tensor(rows[i]["rollout_logprobs"])
+                own = old[i] - torch.tensor(rows[i]["teacher_logprobs"])
+                own = advantages[i] - TEACHER_COEF * own
+                ratio = torch.exp(loop.logprobs(i) - old[i])
+                product = torch.exp(old[i] - engine).prod()
+                policy = -torch.min(ratio * own, torch.clip(ratio, 0.8, 1.2) * own)
+                losses.append(torch.clip(product, max=ENGINE_HIGH) * policy)
+                ratios.append(product.expand(len(policy)))
+            token_ratios = torch.cat(ratios)
+            metrics = {
+                "engine_ratio": float(token_ratios.mean()),
+                "engine_ratio_max": float(token_ratios.max()),
+                "engine_clip_fraction": float((token_ratios > ENGINE_HIGH).float().mean()),
+            }
+            steps.append({**loop.step(torch.cat(losses).mean()), **metrics})
+    return steps
+
+
+def run_distill() -> list[dict[str, float]]:
+    rows = rollouts_with_columns()
+    loop = Loop([(row["prompt_ids"], row["response_ids"]) for row in rows], value_head=False)
+    for name in ("teacher_topk_ids", "teacher_topk_logprobs"):
+        loop.reference.batch.set_field(name, [row[name] for row in rows])
+    steps = []
+    for first in range(0, len(rows), DISTILL_STEP):
+        forward = []
+        reverse = []
+        for i in range(first, first + DISTILL_STEP):
+            _, model, teacher = loop.reference.distributions(i)
+            p, q = (
+                torch.cat([x.exp(), 1 - x.exp().sum(1, keepdim=True)], 1) for x in (teacher, model)
+            )
+            forward.append((p * (p / q).log()).sum(1))
+            reverse.append((q * (q / p).log()).sum(1))
+        means = [torch.cat(each).mean() for each in (forward, reverse)]
+        loss = (1 - REVERSE) * means[0] + REVERSE * means[1]
+        names = ("kl_forward_nats", "kl_reverse_nats")
+        found = {name: float(mean.detach()) for name, mean in zip(names, means, strict=True)}
+        steps.append({**loop.step(loss), **found})
+    return steps
+
+
 def _penalty(tokens: int) -> float:
     if tokens <= MAX_RESPONSE - BUFFER:
         return 0.0
@@ -232,7 +340,7 @@ def main(out: str) -> None:
     """Write the steps of every loop."""
     launch.start("cpu")
     initialize_parallel(Layout(), problem.SEED)
-    results = {"dpo": run_dpo(), "reward": run_reward(), "dapo": run_dapo()}
+    results = {name: globals()[f"run_{name}"]() for name in CASES}
     Path(out).write_text(json.dumps(results), encoding="utf-8")
     launch.stop()
 

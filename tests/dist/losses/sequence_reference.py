@@ -142,8 +142,8 @@ class SequenceReference:
             losses.append(ratios * kept * self._clipped((logp - old).exp(), own, 0.8, 1.2))
         return torch.cat(losses).mean()
 
-    def _distributions(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs of the labels, and of the teacher's ids under the model and the teacher."""
+    def distributions(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """NLL of labels, and log-probs of the teacher's ids under the model and the teacher."""
         tokens = self.batch.tokens(i)
         log_p = log_distributions(self.model, tokens, 1.0)[0][:-1][self.mask(i)]
         labels = tokens[1:][self.mask(i)]
@@ -154,7 +154,7 @@ class SequenceReference:
     def distill_forward(self) -> Tensor:
         losses = []
         for i in self.trained:
-            nll, model, teacher = self._distributions(i)
+            nll, model, teacher = self.distributions(i)
             p, q = teacher.exp(), model.exp()
             rest = 1 - p.sum(1)
             kl = (p * (p / q).log()).sum(1) + rest * (rest / (1 - q.sum(1))).log()
@@ -164,7 +164,7 @@ class SequenceReference:
     def distill_reverse(self) -> Tensor:
         losses = []
         for i in self.trained:
-            _, model, teacher = self._distributions(i)
+            _, model, teacher = self.distributions(i)
             q, p = model.softmax(1), teacher.softmax(1)
             losses.append((q * (q / p).log()).sum(1).mean())
         return torch.stack(losses).mean()

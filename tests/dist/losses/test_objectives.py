@@ -1,4 +1,5 @@
-"""The main job on files equals a plain loop: DPO, a reward model, and DAPO with RLOO."""
+"""The main job on files equals a plain loop: DPO, a reward model, DAPO with RLOO, importance
+correction with a teacher, and distillation."""
 
 from __future__ import annotations
 
@@ -17,6 +18,15 @@ from tests.dist.spawn import checked_job
 from tests.metric_names import documented
 
 pytestmark = pytest.mark.dist
+
+SECTIONS = {
+    "dpo": ["Preference pairs"],
+    "reward": ["Preference pairs"],
+    "dapo": ["Policy losses"],
+    "tis": ["Policy losses", "Importance correction", "On-policy distillation"],
+    "distill": ["Distillation"],
+}
+"""Sections of docs/metrics.md of each case."""
 
 
 @pytest.fixture(scope="module")
@@ -62,5 +72,6 @@ def test_each_step_equals_the_plain_loop(
     assert any(step["num_microbatches_per_rank"] > 1 for step in steps)
     if name == "dapo":
         assert steps[0]["num_dropped_groups"] == 4
-    else:
-        assert documented("Preference pairs") <= set(steps[0])
+    assert documented(*SECTIONS[name]) <= set(steps[0])
+    if name == "tis":
+        assert all(0.05 < step["engine_clip_fraction"] < 0.95 for step in steps)
