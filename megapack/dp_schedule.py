@@ -80,8 +80,9 @@ def build_dp_schedule(
     if cost is not None:
         cost.weights_for(layout)
         cost.factors_for(layout)
-    budget = read_budget(layout, max_tokens_per_gpu, micro_batch_size)
-    batch = _read_batch(lengths, rollout_ids, colocate_ids, layout)
+    rows = layout.rounding(policy.round_row_tokens)
+    budget = read_budget(rows, max_tokens_per_gpu, micro_batch_size)
+    batch = _read_batch(lengths, rollout_ids, colocate_ids, rows)
     _check_set_sizes(batch, micro_batch_size)
     _check_cost(batch, layout, cost)
     planner = partial(
@@ -99,8 +100,8 @@ def build_dp_schedule(
         prefixes=prefixes,
     )
     explainer = partial(explain, planner=planner, cost=cost, has_prefixes=prefixes is not None)
-    table = _prefix_table(prefixes, batch, layout, policy)
-    _check_oversize(batch, budget, layout, policy, table)
+    table = _prefix_table(prefixes, batch, rows, policy)
+    _check_oversize(batch, budget, rows, policy, table)
     steps = split_rollouts(
         batch.rollout_tokens(),
         global_batch_size=global_batch_size,
@@ -112,7 +113,7 @@ def build_dp_schedule(
         step = Step(
             number=number,
             lengths=batch.lengths,
-            layout=layout,
+            layout=rows,
             policy=policy,
             cost=cost,
             budget=budget,

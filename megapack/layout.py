@@ -20,10 +20,18 @@ from megapack.errors import ConfigError, brief
 Tokens = TypeVar("Tokens", int, npt.NDArray[np.int64])
 
 CountRule = Literal["legal", "multiple", "per_rank"]
-Fp8 = Literal["mxfp8", "blockwise"] | bool
+Fp8 = Literal["mxfp8", "blockwise", "nvfp4"] | bool
 
-# The sequence dimension of a GEMM must be a multiple of this many tokens, by FP8 recipe.
-_FP8_UNIT_TOKENS: dict[object, int] = {False: 1, True: 16, "mxfp8": 32, "blockwise": 128}
+# The sequence dimension of a GEMM must be a multiple of this many tokens, by recipe. Transformer
+# Engine's NVFP4 quantizer takes blocks of 16 tokens, but a product over tokens (of weight
+# gradients) reads at addresses of 16 bytes, which are 32 values of 4 bits.
+_FP8_UNIT_TOKENS: dict[object, int] = {
+    False: 1,
+    True: 16,
+    "mxfp8": 32,
+    "blockwise": 128,
+    "nvfp4": 32,
+}
 
 # Largest parallel size, 1,048,576 GPUs: a size given by mistake must not allocate all memory.
 _MAX_SIZE = 2**20
@@ -69,7 +77,8 @@ class Layout(ParallelSizes):
     """Tensor-parallel ranks of each expert, a divisor of tp; None becomes tp. With 1, experts are
     not split by tensor parallelism and ep may span its ranks."""
     fp8: Fp8 = False
-    """FP8 recipe, for alignment: True (16 tokens), "mxfp8" (32) or "blockwise" (128)."""
+    """FP8 or FP4 recipe, for alignment: True (16 tokens), "mxfp8" or "nvfp4" (32), or "blockwise"
+    (128)."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "vpp", "cp", "ep"):
@@ -82,7 +91,8 @@ class Layout(ParallelSizes):
                 f"sequence_parallel={brief(self.sequence_parallel)}; set True or False"
             )
         if not isinstance(self.fp8, bool | str) or self.fp8 not in _FP8_UNIT_TOKENS:
-            raise ConfigError(f'fp8={brief(self.fp8)}; set False, True, "mxfp8" or "blockwise"')
+            choices = '"mxfp8", "blockwise" or "nvfp4"'
+            raise ConfigError(f"fp8={brief(self.fp8)}; set False, True, {choices}")
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(f"vpp={self.vpp} with pp=1; set pp > 1 or vpp=1")
         self._check_experts()
@@ -200,6 +210,16 @@ class Layout(ParallelSizes):
         """
         return self if width == 1 else _widened(self, width)
 
+    def rounding(self, row_tokens: int | None) -> Layout:
+        """The layout as a plan with `Policy.round_row_tokens` sees it; itself if that is None.
+
+        >>> Layout(cp=2).rounding(1000).aligned_row_tokens(1001)
+        2000
+        """
+        if row_tokens is None:
+            return self
+        return _RoundedLayout(**vars(self), row_unit_tokens=row_tokens)
+
     @property
     def fp8_unit_tokens(self) -> int:
         """Tokens of a GPU's GEMMs are a multiple of this, by the FP8 recipe; 1 without FP8."""
@@ -297,6 +317,17 @@ class Layout(ParallelSizes):
         return count - tail + (group if rule == "multiple" else self.pp)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _RoundedLayout(Layout):
+    """A layout whose rows are also a multiple of a number of tokens."""
+
+    row_unit_tokens: int
+
+    @property
+    def row_alignment(self) -> int:
+        return math.lcm(super().row_alignment, self.row_unit_tokens)
+
+
 # Rows of a few widths ask for their layout again and again; making one checks all sizes.
 @lru_cache(maxsize=256)
 def _widened(layout: Layout, width: int) -> Layout:
@@ -328,14 +359,21 @@ def round_up(value: Tokens, unit: int) -> Tokens:
 
 
 def fp8_rows(recipe: object) -> Fp8:
-    """`Layout.fp8` for a model that trains with Megatron's `fp8_recipe`.
+    """`Layout.fp8` for a model that trains with Megatron's `fp8_recipe` or `fp4_recipe`.
 
-    >>> fp8_rows("mxfp8"), fp8_rows("delayed")
-    ('mxfp8', True)
+    >>> fp8_rows("mxfp8"), fp8_rows("delayed"), fp8_rows("nvfp4")
+    ('mxfp8', True, 'nvfp4')
     """
-    if recipe == "mxfp8":
-        return "mxfp8"
-    return "blockwise" if recipe == "blockwise" else True
+    known: tuple[Literal["mxfp8", "blockwise", "nvfp4"], ...] = ("mxfp8", "blockwise", "nvfp4")
+    return next((name for name in known if recipe == name), True)
+
+
+def config_rows(config: Any) -> Fp8:
+    """`Layout.fp8` for a model with this config of Megatron's."""
+    for kind in ("fp8", "fp4"):
+        if getattr(config, kind, None):
+            return fp8_rows(getattr(config, f"{kind}_recipe", None))
+    return False
 
 
 def why_no_retry(*, tp: int, cp: int, ep: int) -> str:

@@ -43,6 +43,7 @@ _LATER_FIELDS = (
     "backward",
     "max_width",
     "least_piece",
+    "round_row_tokens",
 )
 
 # Compiled code multiplies these numbers by sizes of the layout (at most 2**20) in int64:
@@ -71,6 +72,10 @@ class Policy:
     row_shape: RowShape = "planned"
     """"planned": each row is as long as its samples. "uniform": all rows of a step are of one
     length, for kernels and dispatchers that need it."""
+    round_row_tokens: int | None = None
+    """Row tokens are rounded up to a multiple of this, so that rows have few lengths: for kernels
+    and engines whose sums are the same for equal shapes only. The budget holds after rounding. No
+    rounding by default, but for the layout's alignment."""
     balance: Balance = "time"
     """What is balanced over ranks and rows: the cost model's seconds, or row tokens."""
     step_split: StepSplit = "contiguous"
@@ -115,7 +120,7 @@ class Policy:
         _check_int("search", self.search, 0)
         if self.max_live_tokens_per_gpu is not None:
             _check_int("max_live_tokens_per_gpu", self.max_live_tokens_per_gpu, 1)
-        for name in ("max_width", "least_piece"):
+        for name in ("max_width", "least_piece", "round_row_tokens"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1)
 

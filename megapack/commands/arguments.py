@@ -142,7 +142,9 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("layout")
     add_fields(group, Layout, skip=("fp8",))
     group.add_argument(
-        "--fp8", choices=["true", "mxfp8", "blockwise"], help="recipe, for alignment (none)"
+        "--fp8",
+        choices=["true", "mxfp8", "blockwise", "nvfp4"],
+        help="recipe, for alignment (none)",
     )
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import megapack
 from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts.shared.options import HostOptions
-from megapack.layout import Layout, fp8_rows
+from megapack.layout import Layout, config_rows
 from megapack.policy import Policy
 from megapack.prefixes import SharedPrefixes
 
@@ -254,7 +254,7 @@ def megatron_layout(chunk: Any) -> Layout:
         etp=groups.get_expert_tensor_parallel_world_size() if config.num_moe_experts else 1,
         sequence_parallel=bool(config.sequence_parallel),
         microbatch_group_size=config.microbatch_group_size_per_vp_stage if vpp > 1 else None,
-        fp8=fp8_rows(config.fp8_recipe) if getattr(config, "fp8", None) else False,
+        fp8=config_rows(config),
     )
 
 

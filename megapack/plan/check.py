@@ -75,7 +75,7 @@ class _Checker:
                 "it was made for"
             )
         self.plan = plan
-        self.layout = plan.layout
+        self.layout = plan.layout.rounding(plan.policy.round_row_tokens)
         self.policy = plan.policy
         self.lengths = lengths
         self.aligned = self.layout.aligned_sample_tokens(lengths)

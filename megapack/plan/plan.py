@@ -232,7 +232,8 @@ class Plan:
     def capacity(self) -> int | None:
         """Padded tokens that a row may hold per DP rank; None for a count-based plan. A row over
         several DP ranks may hold as many times this."""
-        return read_budget(self.layout, self.max_tokens_per_gpu, self.micro_batch_size)
+        rows = self.layout.rounding(self.policy.round_row_tokens)
+        return read_budget(rows, self.max_tokens_per_gpu, self.micro_batch_size)
 
     @cached_property
     def _digest(self) -> str:

@@ -20,7 +20,7 @@ from packaging.version import Version
 from megapack.base.choices import Executor
 from megapack.base.megatron import newer_than_tested
 from megapack.errors import ConfigError
-from megapack.layout import Layout, fp8_rows
+from megapack.layout import Layout, config_rows
 from megapack.loss.distillation import TOPK_LOGPROBS
 from megapack.model import weight_gradients
 from megapack.model.attention.packed import refuse_unpacked_attention
@@ -122,16 +122,15 @@ def _check_fp8(config: Any, layout: Layout) -> None:
 
     Such a row fails in the kernel, and only on some ranks.
     """
-    if not getattr(config, "fp8", None):
-        return
-    recipe = getattr(config, "fp8_recipe", None)
-    fp8 = fp8_rows(recipe)
+    fp8 = config_rows(config)
     needed = Layout(fp8=fp8).fp8_unit_tokens
     if layout.fp8_unit_tokens % needed:
+        kind = "fp8" if getattr(config, "fp8", None) else "fp4"
+        recipe = getattr(config, f"{kind}_recipe", None)
         raise ConfigError(
-            f"config.fp8={config.fp8!r} with fp8_recipe={recipe!r} needs rows of a multiple of "
-            f"{needed} tokens per GPU, the layout's fp8={layout.fp8!r} gives a multiple of "
-            f"{layout.fp8_unit_tokens}; set Layout(fp8={fp8!r})"
+            f"config.{kind}={getattr(config, kind)!r} with {kind}_recipe={recipe!r} needs rows of "
+            f"a multiple of {needed} tokens per GPU, the layout's fp8={layout.fp8!r} gives a "
+            f"multiple of {layout.fp8_unit_tokens}; set Layout(fp8={fp8!r})"
         )
 
 

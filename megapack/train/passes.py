@@ -330,7 +330,7 @@ def _least_budget(planner: BatchPlanner, lengths: Ints, pair_ids: Sequence[Any] 
     if config.context_parallel == "fixed" or is_cut:
         return 1
     width = config.widths(planner.layout)[-1]
-    over = planner.layout.over(width)
+    over = planner.layout.rounding(config.round_row_tokens).over(width)
     ids = np.arange(lengths.size) if pair_ids is None else np.array(pair_ids)
     sizes = np.bincount(np.unique(ids, return_inverse=True)[1], over.aligned_sample_tokens(lengths))
     return -(-over.aligned_row_tokens(int(sizes.max())) // (width * planner.layout.cp))

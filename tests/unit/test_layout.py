@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from megapack import ConfigError, Layout
+from megapack.layout import config_rows
 
 pytestmark = pytest.mark.unit
 
@@ -21,6 +24,8 @@ pytestmark = pytest.mark.unit
         ({"cp": 4, "fp8": "mxfp8"}, 8, 128),
         ({"fp8": "blockwise"}, 1, 128),
         ({"tp": 3, "sequence_parallel": True, "fp8": True}, 1, 48),
+        ({"cp": 2, "fp8": "nvfp4"}, 4, 64),
+        ({"tp": 4, "sequence_parallel": True, "fp8": "nvfp4"}, 1, 128),
     ],
 )
 def test_alignment(sizes: dict[str, object], sample: int, row: int) -> None:
@@ -31,6 +36,30 @@ def test_alignment(sizes: dict[str, object], sample: int, row: int) -> None:
     assert not layout.sequence_parallel or local % layout.tp == 0
     shards = layout.tp if layout.sequence_parallel else 1
     assert local // shards % layout.fp8_unit_tokens == 0
+
+
+def test_rounded_rows_keep_the_alignment_and_the_widths() -> None:
+    layout = Layout(dp=4, cp=2, fp8=True)
+    assert layout.rounding(None) is layout
+    rounded = layout.rounding(96)
+    assert rounded.row_alignment == 96
+    assert layout.rounding(100).row_alignment == 800
+    assert rounded.over(2).row_alignment == 192
+    assert rounded.over(2) != layout.over(2)
+    assert (rounded.sample_alignment, rounded.dp) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [
+        ({}, False),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, True),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp4": None}, "mxfp8"),
+        ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, "nvfp4"),
+    ],
+)
+def test_rows_of_a_config_of_megatron(config: dict[str, str], rows: object) -> None:
+    assert config_rows(SimpleNamespace(**config)) == rows
 
 
 def test_padded_tokens_have_both_alignments() -> None:
