@@ -377,6 +377,19 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["objective.dpo_beta=0"], "objective.dpo_beta=0.0 and objective.dpo_label_smoothing=0.0; set"),
     (["objective.dpo_label_smoothing=0.5"], "above 0 and in [0, 0.5)"),
     ([*REWARD, "model.mtp_num_layers=1"], "set model.mtp_num_layers=0"),
+    (["objective.kind=sft", "objective.correction=mask"], "has no effect under kind=sft"),
+    (["objective.correction_high=3"], "has no effect without objective.correction"),
+    (["objective.correction=mask", "objective.correction_low=2"], "set 0 <= low < high"),
+    (
+        ["objective.correction=truncate", "objective.correction_weight_level=token"],
+        "has no effect under correction=truncate",
+    ),
+    (["objective.kind=distill", "objective.teacher_kl_coef=1"], "has no effect under kind=distill"),
+    (["objective.distill_tail=ignore"], "has no effect without objective.kind=distill"),
+    (
+        ["objective.kind=distill", "objective.distill_reverse_weight=1.5"],
+        "objective.distill_reverse_weight is 1.5; set it in [0, 1]",
+    ),
     (["objective.overlong_buffer_tokens=9"], "objective.max_response_tokens=None; set"),
     (
         ["objective.overlong_buffer_tokens=9", "objective.max_response_tokens=8"],
