@@ -10,6 +10,7 @@ from tests.dist.rows.row_case import RowCase
 
 _TOKENS = ("sft", "grpo", "gspo")
 _TWO = ("sft", "grpo")
+_ENGINE = ("tis_sequence", "distill_forward")
 _AHEAD = ("sft", "gspo")
 _FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
 _PLACES = ("single", "pp2", "pp2_vpp2", "pp4", "dp2", "tp2_sp", "cp2", "dp2_ep2")
@@ -34,6 +35,8 @@ SPECIAL = {
     "cut": _case("pp2", title="a family cut in two by the budget", shape="cut in two"),
     "equal": _case("pp2", title="equal samples", shape="equal samples"),
     "cp2_depth3": _case("cp2", title="trees of depth 3", shape="depth 3"),
+    "teacher": _case("pp2", title="trees of depth 4", shape="depth 3", kinds=_ENGINE),
+    "teacher_cp2": _case("cp2", title="trees of depth 3", shape="depth 3", kinds=_ENGINE),
     "sft_all": _case("pp2", title="losses on prompts", kinds=("sft_all",)),
     "sft_all_cp2": _case("cp2", title="losses on prompts", kinds=("sft_all",)),
     "reward": _case("pp2", title="pairs", kinds=("reward",)),
@@ -88,6 +91,6 @@ SPECIAL = {
 TESTED = (
     *("pp2_vpp2-full", "tp2_sp-none", "dp2_ep2-full"),
     *("moe_replay_pp2", "reward_cp2", "sft_all", "padding", "bf16"),
-    *("window_tp2_sp", "no windows", "no sinks", "dsa_cp2"),
+    *("window_tp2_sp", "no windows", "no sinks", "dsa_cp2", "teacher"),
 )
 """The cases of the tests. tools/exactness.py runs all."""

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from megapack.loss.token import SFT
 from megapack.samples import SampleBatch
 from tests.dist import problem
 from tests.dist.losses.sequence_problem import KINDS as SEQUENCE_KINDS
-from tests.dist.losses.sequence_problem import Kind
+from tests.dist.losses.sequence_problem import TOPK, Kind
 
 Tree = int | tuple[int, Sequence["Tree"]]
 """Tokens of a leaf, or tokens of a node and what continues it. A leaf of 0 tokens ends a sample
@@ -34,6 +35,8 @@ KINDS = {
     "sft_all": Kind(objective=SFT(), weighting="token-mean"),
     "grpo": Kind(objective=problem.OBJECTIVE, weighting="token-mean"),
     "gspo": SEQUENCE_KINDS["gspo"],
+    "tis_sequence": SEQUENCE_KINDS["tis_sequence"],
+    "distill_forward": SEQUENCE_KINDS["distill_forward"],
     "dpo": Kind(objective=DPO(beta=0.2, label_smoothing=0.1)),
     "value": Kind(objective=ValueLoss(clip=0.4), weighting="token-mean", value_head=True),
     "reward": Kind(objective=PairwiseReward(), value_head=True),
@@ -121,7 +124,7 @@ def make_samples(shape: str, families: Sequence[Family], *, all_tokens: bool = F
         return [torch.randn(size, generator=generator) * scale + mean for size in sizes]
 
     count = len(tokens)
-    fields = {
+    fields: dict[str, Any] = {
         "advantages": list(torch.randn(count, generator=generator)),
         "old_logprobs": noise(0.5, -math.log(problem.VOCAB_SIZE)),
         "ref_logprobs": noise(0.5, -math.log(problem.VOCAB_SIZE)),
@@ -129,6 +132,14 @@ def make_samples(shape: str, families: Sequence[Family], *, all_tokens: bool = F
         "old_values": noise(1.0, 0.0),
         "pair_sign": list(torch.tensor([1.0, -1.0]).repeat(count)[:count]),
     }
+    old = fields["old_logprobs"]
+    engine = zip(old, noise(0.2, 0.0), strict=True)
+    fields["rollout_logprobs"] = [logprobs + other for logprobs, other in engine]
+    # Samples that share a position have different ids of a teacher there.
+    drawn = (torch.randn(size, problem.VOCAB_SIZE, generator=generator) * 3 for size in sizes)
+    topk = [logits.log_softmax(1).topk(TOPK) for logits in drawn]
+    fields["teacher_topk_ids"] = [indices for _, indices in topk]
+    fields["teacher_topk_logprobs"] = [values for values, _ in topk]
     batch = SampleBatch.from_prompt_response(
         [ids[:prompt] for ids, prompt in zip(tokens, prompt_tokens, strict=True)],
         [ids[prompt:] for ids, prompt in zip(tokens, prompt_tokens, strict=True)],

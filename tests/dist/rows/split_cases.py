@@ -8,6 +8,7 @@ from megapack.policy import Policy
 from tests.dist.rows.row_case import RowCase
 
 _TWO = ("sft", "grpo")
+_ENGINE = ("tis_sequence", "distill_forward")
 _FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
 _PLACES = {
     **{place: place for place in ("single", "pp2", "pp4")},
@@ -76,6 +77,8 @@ SPECIAL = {
     "shared_moe": _shared("pp2", model="moe", kinds=_TWO),
     "shared_mla_full": _shared("pp2", model="mla", recompute="full", kinds=_TWO),
     "weights_later": _case("pp2", lag=2),
+    "teacher": _shared("pp2", kinds=_ENGINE),
+    "teacher_cp2": _case("cp2_pp2", kinds=_ENGINE),
     "sft_all": _case("pp2", title="losses on prompts", kinds=("sft_all",)),
     "value": _case("pp2", title="values", kinds=("value",)),
     "value_cp2_full": _case("cp2_pp2", title="values", recompute="full", kinds=("value",)),
@@ -129,7 +132,7 @@ SPECIAL = {
 
 TESTED = (
     *("pp2_vpp2-none", "tp2_sp_pp2-none", "cp2_pp2-full", "value", "mla_full"),
-    *("window_cp2_pp2", *MUTATED),
+    *("window_cp2_pp2", "teacher_cp2", *MUTATED),
     *("shared_cp2_pp2-full", "shared_moe", "wide_pp2_vpp2_later", "wide_moe"),
     *("moe_bias_dp2_selective", "moe_replay_dp2_full", "planned_moe_dp2"),
     *("family_pp2_vpp2-none", "family_cp2_pp2-full", "family_moe_replay_full"),

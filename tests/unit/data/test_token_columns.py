@@ -50,7 +50,8 @@ def test_columns_are_stored_per_response_token(tmp_path: Path, suffix: str) -> N
     path = tmp_path / f"data.{suffix}"
     if suffix == "parquet":
         pyarrow = pytest.importorskip("pyarrow")
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         opened = [Dataset.from_files(path, ReadSettings(), tmp_path) for _ in range(2)]
     else:
         opened = [read(path, *rows), Dataset.from_files(path, ReadSettings(), tmp_path)]
