@@ -292,6 +292,8 @@ _KIND_TEXTS = {
     "sft_all": "SFT on prompts too",
     "grpo": "GRPO",
     "gspo": "GSPO",
+    "tis_sequence": "GSPO with TIS",
+    "distill_forward": "distillation",
     "dpo": "DPO",
     "value": "value",
     "reward": "reward",

@@ -193,11 +193,9 @@ class Trainer:
                 on_oom=self._note_oom,
             )
         self.schedule: OptimizerParamScheduler | None = None
-        is_calibrated = self.calibrator.is_start_measured
-        self.clock = StepClock(is_calibrated=is_calibrated)
-        self.tracer = StepTracer(
-            self.adapter, config.train.trace_steps, is_calibrated=is_calibrated
-        )
+        measured = self.calibrator.is_start_measured
+        self.clock = StepClock(is_calibrated=measured)
+        self.tracer = StepTracer(self.adapter, config.train.trace_steps, is_calibrated=measured)
         self.garbage = GarbageCollection(config.train.manual_gc_interval)
         self.position = Position()
         self.resumed: Checkpoint | None = None
