@@ -228,6 +228,14 @@ class SampleBatch:
                 "sample"
             )
         tensors = [self._field_tensor(name, i, value) for i, value in enumerate(values)]
+        per_token = [i for i, tensor in enumerate(tensors) if tensor.dim()]
+        for i in per_token:
+            first = per_token[0]
+            if tensors[i].shape[1:] != tensors[first].shape[1:]:
+                raise DataError(
+                    f"sample {first}: field {name!r} has shape {tuple(tensors[first].shape)}, "
+                    f"sample {i} has {tuple(tensors[i].shape)}; give equally many numbers per token"
+                )
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
         self._fields[name] = [t.to(dtype) for t in tensors]
         self.revision += 1

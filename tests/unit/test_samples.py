@@ -169,7 +169,9 @@ def test_padded_spans_of_a_mask() -> None:
 FIELD_ERRORS: dict[str, tuple[Any, str]] = {
     "too few values": ([[1.0]], r"'x' has 1 values for 2 samples"),
     "longer than its sample": ([[1.0], [1.0, 2.0, 3.0]], r"sample 1.*'x'.*\(3,\) for 2 tokens"),
-    "two dimensions": ([[[1.0]], [1.0]], r"sample 0.*'x'.*\(1, 1\)"),
+    "two dimensions": ([[[1.0]], [1.0]], r"sample 0.*'x'.*\(3, 1\), sample 1 has \(2,\)"),
+    "another k": ([[[1.0]], [[1.0, 2.0]]], r"sample 0.*'x'.*\(3, 1\), sample 1 has \(2, 2\)"),
+    "three dimensions": ([[[[1.0]]], [1.0]], r"sample 0.*'x'.*\(1, 1, 1\) for 3 tokens"),
     "NaN": ([[1.0], [float("nan")]], r"sample 1.*'x' holds nan"),
     "infinity": ([float("-inf"), 1.0], r"sample 0.*'x' holds -inf"),
     "beyond fp32": ([1.0, np.float64(1e300)], r"sample 1.*'x' holds inf"),
