@@ -10,19 +10,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from megapack.base.arrays import Ints
 from megapack.errors import ConfigError
-from megapack.hosts.shared.bin_packers import (
-    first_fit_decreasing,
-    least_loaded,
-    modified_first_fit_decreasing,
-    next_fit,
-)
-from megapack.hosts.shared.rank_rows import Rows
+from megapack.hosts.shared.bin_packers import even_rows, next_fit
 from megapack.hosts.shared.verl_items import calculate_workload
-from megapack.planner.bins import pack_to_targets
-
-_RULES = (first_fit_decreasing, least_loaded, modified_first_fit_decreasing)
 
 Item = TypeVar("Item", bound=Sequence[object])
 """A sequence: its index or fields, then its tokens."""
@@ -59,24 +49,8 @@ def calculate_matched_group(
         # A full pack is complete, whatever comes next.
         is_open = int(lengths[rows[-1]].sum()) < packing_length
     else:
-        rows = _even_rows(lengths, packing_length)
+        rows = even_rows(lengths, calculate_workload(lengths).astype(float), packing_length)
         rows.sort(key=lambda row: -int(lengths[row].sum()))
         is_open = True
     rest = rows.pop() if is_open and not is_finished else []
     return [[sequences[i] for i in row] for row in rows], [sequences[i] for i in rest]
-
-
-def _even_rows(lengths: Ints, capacity: int) -> Rows:
-    """The fewest rows that the rules below find, and of those the rows of most even work."""
-    work = calculate_workload(lengths).astype(float)
-    found = [rule(lengths, capacity) for rule in _RULES]
-    count = min(map(len, found))
-    targets = np.full(count, work.sum() / count)
-    row_of = pack_to_targets(lengths, work, targets, capacity)
-    if row_of is not None:
-        found.append([np.flatnonzero(row_of == number).tolist() for number in range(count)])
-
-    def unevenness(rows: Rows) -> tuple[int, float]:
-        return len(rows), sum(float(work[row].sum()) ** 2 for row in rows)
-
-    return min(found, key=unevenness)

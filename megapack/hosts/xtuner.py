@@ -2,24 +2,41 @@
 
     samples -> `optimizer_steps` steps of even tokens -> even ranks in each -> packs of each rank
 
-The host's older strategies pack first and distribute packs over steps afterwards: 44 packs for 16
-steps, 3 packs each, make 15 steps.
+The host packs first and cuts packs into steps afterwards: 44 packs for 16 steps, 3 packs each, make
+15 steps. Its supervised data is packed by `pack_soft` and `pack_expanded`.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from megapack import patching
+from megapack.base.arrays import Floats
 from megapack.cost.model import CostModel
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
-from megapack.layout import Layout
+from megapack.hosts.shared.bin_packers import even_rows
+from megapack.hosts.shared.options import HostOptions
+from megapack.layout import Layout, round_up
 from megapack.plan.plan import Plan
 from megapack.policy import Policy
 
-__all__ = ["RLDataPacker"]
+__all__ = [
+    "RLDataPacker",
+    "XtunerOptions",
+    "configure",
+    "pack_expanded",
+    "pack_rollout",
+    "pack_soft",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +44,36 @@ PackedIndices = list[list[list[list[int]]]]
 """`[dp][step][pack][sample index]`; `[]` is a pack of padding only."""
 
 _STRATEGIES = ("balance", "native", "greedy", "legacy")
+
+_PACKING = "xtuner.v1.rl.trainer.controller.TrainingController._packing"
+
+_PADDING_PACK = 128
+"""Tokens of a pack without samples. The host's have `pack_max_length`, and are computed in full."""
+
+_PORTION = 10_000
+"""Samples that `pack_soft` packs at a time, the host's `pack_chunk_size`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class XtunerOptions:
+    """How `TrainingController` packs; the controller's process alone reads them."""
+
+    pack_strategy: str = "balance"
+    """"balance": each optimizer step gets about equal tokens. "native": steps keep the order in
+    which samples arrive."""
+    pack_multiple: int | None = None
+    """Packs are padded to a multiple of so many tokens. None: to `pack_max_length`, as the host
+    does, which with `torch_compile` compiles layers for one length."""
+
+    def __post_init__(self) -> None:
+        if self.pack_strategy not in _STRATEGIES:
+            raise ConfigError(f"pack_strategy={self.pack_strategy!r}; set one of {_STRATEGIES}")
+        if self.pack_multiple is not None and self.pack_multiple < 1:
+            raise ConfigError(f"pack_multiple={self.pack_multiple}; set at least 1, or None")
+
+
+_OPTIONS = HostOptions(XtunerOptions())
+configure = _OPTIONS.configure
 
 
 class RLDataPacker:
@@ -141,3 +188,178 @@ def _by_rank(plan: Plan) -> PackedIndices:
         [[list(mb.samples) for mb in step.ranks[rank]] for step in plan.steps]
         for rank in range(plan.layout.dp)
     ]
+
+
+def pack_rollout(
+    self: Any, data_batches: Sequence[Any], pack_max_length: int, language_cfg: Any
+) -> list[dict[str, Any]]:
+    """Packs of one training iteration, for `TrainingController.fit`, whose method `_packing` this is.
+
+    `fit` gives pack i to worker group i % dp, and workers cut their packs into `optimizer_steps`
+    parts of equally many. So packs are planned as `[dp][step][pack]`, steps get equally many by
+    packs without samples, which have 128 tokens, and packs are listed step by step with dp packs in
+    turn. A pack is filled and padded by the host's own `_packing`.
+
+    Args:
+        self: the host's controller. Its first worker is asked for its number of steps.
+        data_batches: the host's samples, `ColateItem`.
+        pack_max_length: tokens of a pack.
+        language_cfg: the host's, for router replay.
+
+    Returns:
+        The host's packs, a multiple of dp * steps.
+
+    Raises:
+        PlanError: a sample over `pack_max_length`.
+    """
+    start = time.perf_counter()
+    options = _OPTIONS.current
+    lengths = [data["seq_ctx"].input_ids.numel() for data in data_batches]
+    replicas, steps = _settings_of(self.workers[0])
+    packer = RLDataPacker(
+        pack_max_length,
+        len(self.workers),
+        replicas,
+        min(steps, len(lengths)),
+        options.pack_strategy,
+    )
+    planned, _ = packer.pack(lengths)
+    order = list(_in_turn(planned, lengths))
+    tokens = [
+        _padded_tokens(sum(lengths[i] for i in pack), pack_max_length, options.pack_multiple)
+        for pack in order
+    ]
+    seconds = time.perf_counter() - start
+    if packer.optimizer_steps < steps:
+        self.logger.warning(
+            f"megapack: {len(lengths)} samples are too few for optimizer_steps={steps}; this "
+            f"iteration has {packer.optimizer_steps} steps"
+        )
+    self.logger.info(
+        f"megapack: {len(lengths)} samples in {packer.optimizer_steps} steps of "
+        f"{len(order) // (packer.dp_size * packer.optimizer_steps)} packs on each of "
+        f"{packer.dp_size} replicas; {1 - sum(lengths) / sum(tokens):.1%} of {sum(tokens)} tokens "
+        f"are padding; planned in {seconds:.4f} s"
+    )
+    return [
+        _filled(self, data_batches, pack, size, language_cfg)
+        for pack, size in zip(order, tokens, strict=True)
+    ]
+
+
+def _settings_of(worker: Any) -> tuple[int, int]:
+    """Workers that share a replica's data, and optimizer steps of an iteration."""
+    import ray
+
+    steps = worker.__ray_call__.remote(operator.attrgetter("_optimizer_steps"))
+    replicas, num_steps = ray.get([worker.get_data_replicate_size.remote(), steps])
+    return int(replicas), int(num_steps)
+
+
+def _in_turn(planned: PackedIndices, lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Packs of all steps, one of each replica in turn, with equally many in every step.
+
+    Workers wait for each other in every pack, so packs that run together are of similar size.
+    """
+    count = max(len(step) for step in planned[0])
+    for steps in zip(*planned, strict=True):
+        columns = [
+            sorted(step, key=lambda pack: -sum(lengths[i] for i in pack))
+            + [[] for _ in range(count - len(step))]
+            for step in steps
+        ]
+        for packs in zip(*columns, strict=True):
+            yield from packs
+
+
+def _padded_tokens(tokens: int, pack_max_length: int, multiple: int | None) -> int:
+    if not tokens:
+        return min(multiple or _PADDING_PACK, pack_max_length)
+    return pack_max_length if multiple is None else min(round_up(tokens, multiple), pack_max_length)
+
+
+def _filled(
+    controller: Any, data_batches: Sequence[Any], pack: list[int], tokens: int, language_cfg: Any
+) -> dict[str, Any]:
+    """The host's pack of these samples, padded to so many tokens."""
+    planned = copy.copy(controller)
+    planned._get_pack_infos = lambda *args, **kwargs: [{"indices": pack}]
+    (filled,) = patching.original(_PACKING)(planned, data_batches, tokens, language_cfg)
+    return dict(filled)
+
+
+def pack_soft(
+    inds: Sequence[int], dataset_id: int, num_tokens: Any, pack_max_length: int
+) -> list[dict[str, Any]]:
+    """Packs of whole samples for supervised training, as few as the rules find.
+
+    The host's `get_pack_infos_by_soft_split` fills one pack after another in order.
+
+    Args:
+        inds: samples, in the shuffled order.
+        dataset_id: goes into each pack.
+        num_tokens: [samples]; a sample over `pack_max_length` is alone, and cut by the host.
+        pack_max_length: tokens of a pack.
+
+    Returns:
+        Packs in the shuffled order of their first samples: `dataset_id`, `indices`, and `longest`,
+        the tokens of the longest sample.
+    """
+    lengths = np.asarray(num_tokens)
+    packs = _portions(inds, lengths, lengths.astype(float), pack_max_length, _PORTION)
+    return [
+        {"dataset_id": dataset_id, "indices": pack, "longest": int(lengths[pack].max())}
+        for pack in packs
+    ]
+
+
+def pack_expanded(
+    inds: list[int],
+    dataset_id: int,
+    num_tokens: Any,
+    proxy_attn_flops: Any,
+    pack_max_length: int,
+    pack_workers: int = 8,
+    pack_chunk_size: int = 10_000,
+    pack_extra_buffer_size: int = 1_000,
+) -> list[dict[str, Any]]:
+    """`pack_soft` with packs of even attention FLOPs, for `get_pack_infos_by_expand_soft_split`.
+
+    Args:
+        proxy_attn_flops: [samples], the host's.
+        pack_workers: ignored: packing needs no processes of its own.
+        pack_chunk_size: samples that are packed at a time.
+        pack_extra_buffer_size: ignored: a pack is completed from its whole portion.
+
+    Returns:
+        As `pack_soft`, but `longest` is the pack's sum of `proxy_attn_flops`, as in the host.
+    """
+    flops = np.asarray(proxy_attn_flops)
+    packs = _portions(inds, num_tokens, flops.astype(float), pack_max_length, pack_chunk_size)
+    return [
+        {"dataset_id": dataset_id, "indices": pack, "longest": int(flops[pack].sum())}
+        for pack in packs
+    ]
+
+
+def _portions(
+    inds: Sequence[int], num_tokens: Any, work: Floats, capacity: int, portion: int
+) -> list[list[int]]:
+    """Packs of each portion of samples, in the order of their first samples."""
+    start = time.perf_counter()
+    order = np.asarray(inds, dtype=np.int64)
+    lengths = np.asarray(num_tokens, dtype=np.int64)[order]
+    packs: list[list[int]] = []
+    for begin in range(0, order.size, portion):
+        part = slice(begin, begin + portion)
+        rows = [sorted(row) for row in even_rows(lengths[part], work[order[part]], capacity)]
+        packs += [order[part][row].tolist() for row in sorted(rows)]
+    logger.info(
+        "%d samples in %d packs of at most %d tokens, %.1f%% of them padding, packed in %.4f s",
+        order.size,
+        len(packs),
+        capacity,
+        100 * (1 - int(np.minimum(lengths, capacity).sum()) / max(1, len(packs) * capacity)),
+        time.perf_counter() - start,
+    )
+    return packs

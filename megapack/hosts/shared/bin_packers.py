@@ -17,11 +17,11 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from megapack.base.arrays import Ints
+from megapack.base.arrays import Floats, Ints
 from megapack.errors import ConfigError, PlanError
 from megapack.hosts.shared.rank_rows import Rows, split_rows
 from megapack.layout import round_up
-from megapack.planner.bins import first_fit
+from megapack.planner.bins import first_fit, pack_to_targets
 
 Rule = Callable[[Ints, int], Rows]
 """Lengths, int64 [n], and a capacity -> bins in order of opening."""
@@ -227,3 +227,23 @@ def modified_first_fit_decreasing(lengths: Ints, capacity: int) -> Rows:
         return bins
     packings = [rule(lengths[rest], capacity) for rule in (first_fit_decreasing, least_loaded)]
     return bins + [[rest[i] for i in row] for row in min(packings, key=len)]
+
+
+def even_rows(lengths: Ints, work: Floats, capacity: int) -> Rows:
+    """The fewest rows that the rules find, and of those the rows of most even work.
+
+    Args:
+        lengths: int64 [n], at least one; one over the capacity is alone in its row.
+        work: float64 [n].
+    """
+    rules = (first_fit_decreasing, least_loaded, modified_first_fit_decreasing)
+    found = [rule(lengths, capacity) for rule in rules]
+    count = min(map(len, found))
+    row_of = pack_to_targets(lengths, work, np.full(count, work.sum() / count), capacity)
+    if row_of is not None:
+        found.append([np.flatnonzero(row_of == number).tolist() for number in range(count)])
+
+    def unevenness(rows: Rows) -> tuple[int, float]:
+        return len(rows), sum(float(work[row].sum()) ** 2 for row in rows)
+
+    return min(found, key=unevenness)
