@@ -41,6 +41,7 @@ FOLDERS = {
     "ms_swift": "ms-swift",
     "megatron_bridge": "megatron-bridge",
     "megatron_lm": "megatron-lm",
+    "xtuner": "xtuner",
 }
 
 
