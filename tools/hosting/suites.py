@@ -127,6 +127,16 @@ SUITES = (
             "cloudpickle==3.1.2",
         ),
     ),
+    Suite(
+        host="xtuner",
+        # The other tests of this file start processes with NCCL.
+        tests=(
+            "tests/datasets/test_dataloader.py::test_consistant",
+            "tests/datasets/test_dataloader.py::test_dataloader_resume_single_process",
+        ),
+        num_tests=9,
+        stubs=("imageio", "mmengine", "more_itertools", "tensorboard", "torchvision"),
+    ),
 )
 
 

@@ -229,21 +229,25 @@ def modified_first_fit_decreasing(lengths: Ints, capacity: int) -> Rows:
     return bins + [[rest[i] for i in row] for row in min(packings, key=len)]
 
 
-def even_rows(lengths: Ints, work: Floats, capacity: int) -> Rows:
-    """The fewest rows that the rules find, and of those the rows of most even work.
+def even_rows(lengths: Ints, work: Floats, capacity: int, spare: float = 0.0) -> Rows:
+    """The rows of most even work, of the fewest rows that the rules below find or a few more.
 
     Args:
         lengths: int64 [n], at least one; one over the capacity is alone in its row.
         work: float64 [n].
+        spare: how many more rows there may be, as a share of the fewest.
     """
     rules = (first_fit_decreasing, least_loaded, modified_first_fit_decreasing)
     found = [rule(lengths, capacity) for rule in rules]
-    count = min(map(len, found))
-    row_of = pack_to_targets(lengths, work, np.full(count, work.sum() / count), capacity)
-    if row_of is not None:
-        found.append([np.flatnonzero(row_of == number).tolist() for number in range(count)])
+    fewest = min(map(len, found))
+    most = fewest + int(spare * fewest)
+    for count in range(fewest, most + 1):
+        row_of = pack_to_targets(lengths, work, np.full(count, work.sum() / count), capacity)
+        if row_of is not None:
+            found.append([np.flatnonzero(row_of == number).tolist() for number in range(count)])
+            break
 
-    def unevenness(rows: Rows) -> tuple[int, float]:
-        return len(rows), sum(float(work[row].sum()) ** 2 for row in rows)
+    def unevenness(rows: Rows) -> float:
+        return sum(float(work[row].sum()) ** 2 for row in rows)
 
-    return min(found, key=unevenness)
+    return min((rows for rows in found if len(rows) <= most), key=unevenness)

@@ -163,7 +163,6 @@ def make_controller(case: Case, arguments: job.Arguments, group: Any) -> Any:
                 "cliprange_high": 0.2,
                 "cliprange_low": 0.2,
                 "loss_type": "vanilla",
-                "clip_ratio_c": None,
             }
         ),
         lr_cfg=LRConfig(),
@@ -197,8 +196,9 @@ def cpu_worker() -> Any:
             join = dist.init_process_group
             dist.init_process_group = lambda backend, **kwargs: join("gloo", **kwargs)
             torch.accelerator.set_device_index = lambda index: None
-            for name in ("max_memory_allocated", "max_memory_reserved"):
-                setattr(torch.cpu, name, lambda: 0)
+            torch.accelerator.synchronize = lambda: None
+            torch.cpu.reset_peak_memory_stats = lambda: None
+            torch.cpu.max_memory_allocated = torch.cpu.max_memory_reserved = lambda: 0
             torch.set_num_threads(1)
             super().setup_distributed(*args)
 
@@ -307,9 +307,7 @@ def make_samples(case: Case, dp: int) -> list[dict[str, Any]]:
 
     lengths = sample_lengths(case)
     generator = torch.Generator().manual_seed(6)
-    samples = [
-        make_sample(number, length, generator) for number, length in enumerate(lengths)
-    ]
+    samples = [make_sample(number, length, generator) for number, length in enumerate(lengths)]
     if not case.first:
         return samples
     return [samples[i] for i in first_step(lengths, case, dp)]
