@@ -197,7 +197,7 @@ def _by_rank(plan: Plan) -> PackedIndices:
 def pack_rollout(
     self: Any, data_batches: Sequence[Any], pack_max_length: int, language_cfg: Any
 ) -> list[dict[str, Any]]:
-    """Packs of one training iteration, for `TrainingController.fit`, whose method `_packing` this is.
+    """Packs of one training iteration; `_packing` of `TrainingController`, whose `fit` calls it.
 
     `fit` gives pack i to worker group i % dp, and workers cut their packs into `optimizer_steps`
     parts of equally many. So packs are planned as `[dp][step][pack]`, steps get equally many by

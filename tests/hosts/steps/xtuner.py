@@ -4,17 +4,20 @@
         --case "patched=0,optimizer_steps=3;patched=1,optimizer_steps=3"
 
 One process, the driver, starts Ray and the workers, runs the cases one after another on them, and
-writes the reports of all cases to OUT/cases.json. `--steps` counts calls of `fit` in each case. `cp` of the layout is xtuner's `sp_size`. xtuner's are the controller, the workers
-and their configuration, engine, model (a tiny Qwen3 from a checkpoint), losses and optimizer.
+writes the reports of all cases to OUT/cases.json. `--steps` counts calls of `fit` in each case.
+`cp` of the layout is xtuner's `sp_size`. xtuner's are the controller, the workers and their
+configuration, engine, model (a tiny Qwen3 from a checkpoint), losses and optimizer.
 
 Changed for a CPU: the process group is gloo's, Ray is told of GPUs that are not there, and nothing
-measures device memory. Absent packages that the step does not need are stand-ins.
+measures device memory or waits for a device. Of absent packages those in `ABSENT`, which the step
+does not need, are stand-ins.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -86,7 +89,7 @@ def run(arguments: job.Arguments, cases: Sequence[Case]) -> list[job.Report]:
 
     world = arguments.layout.dp * arguments.layout.cp
     # Workers start when they are needed: each imports torch and xtuner.
-    os.environ["RAY_prestart_worker_first_driver"] = "0"
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
     ray.init(
         num_cpus=world,
         num_gpus=world,
@@ -134,6 +137,7 @@ def run_case(arguments: job.Arguments, case: Case, controller: Any) -> job.Repor
         report.step_seconds.append(time.perf_counter() - start)
         report.grad_norms += [step["grad_norm"] for step in logs[0]["train_metrics"]]
     note_workers(controller, report, arguments.layout.cp)
+    report.more["reference_grad_norm"] = reference_grad_norm(arguments.folder / "model", samples)
     controller.logger.remove(sink)
     report.more["lines"] = [str(line) for line in lines]
     for host in patched:
@@ -236,7 +240,7 @@ def cpu_worker() -> Any:
                 seq_ctx_list, shifted_labels_list, found, strict=True
             ):
                 ends = context.cu_seq_lens_q.tolist()
-                for begin, end in zip(ends[:-1], ends[1:], strict=True):
+                for begin, end in itertools.pairwise(ends):
                     if self.sp_mesh.size() == 1 and (labels[0, begin:end] != -100).any():
                         first = int(context.input_ids[0, begin])
                         self.notes["logprobs"].append((first, logprobs[0, begin:end].tolist()))
@@ -290,6 +294,25 @@ def save_model(folder: Path, hidden: int) -> None:
         if param.dim() > 1:
             torch.nn.init.normal_(param, std=0.1)
     model.save_pretrained(folder)
+
+
+def reference_grad_norm(folder: Path, samples: Sequence[dict[str, Any]]) -> float:
+    """Of the first step if all samples are in it: one sample at a time, in Transformers' model.
+
+    There the ratio of new to old probabilities is 1, and nothing is clipped.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    num_tokens = sum(int((sample["shifted_labels"] != -100).sum()) for sample in samples)
+    for sample in samples:
+        labels = sample["shifted_labels"][0]
+        scores = model(input_ids=sample["seq_ctx"].input_ids).logits[0]
+        losses = torch.nn.functional.cross_entropy(scores, labels, reduction="sum")
+        (sample["advantage"][0] * losses / num_tokens).backward()
+    norms = [param.grad.norm() for param in model.parameters() if param.grad is not None]
+    return float(torch.stack(norms).norm())
 
 
 def sample_lengths(case: Case) -> list[int]:
