@@ -123,8 +123,7 @@ def run_case(arguments: job.Arguments, case: Case, controller: Any) -> job.Repor
         pack_multiple=case.multiple or None, pack_strategy="native" if case.native else "balance"
     )
     patched = arguments.patches if case.patched < 0 else ["xtuner"] * case.patched
-    for host in patched:
-        patching.apply(host)
+    patching.apply(*patched)
     report.patched = [status.target for status in patching.status() if status.state == "applied"]
     ray.get([worker.__ray_call__.remote(reset) for worker in controller.workers])
     lines: list[str] = []
@@ -140,8 +139,7 @@ def run_case(arguments: job.Arguments, case: Case, controller: Any) -> job.Repor
     report.more["reference_grad_norm"] = reference_grad_norm(arguments.folder / "model", samples)
     controller.logger.remove(sink)
     report.more["lines"] = [str(line) for line in lines]
-    for host in patched:
-        patching.revert(host)
+    patching.revert(*patched)
     return report
 
 
