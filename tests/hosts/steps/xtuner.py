@@ -91,6 +91,7 @@ def run(arguments: job.Arguments, cases: Sequence[Case]) -> list[job.Report]:
     # Workers start when they are needed: each imports torch and xtuner.
     os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
     ray.init(
+        address="local",
         num_cpus=world,
         num_gpus=world,
         include_dashboard=False,
