@@ -88,18 +88,7 @@ def run(arguments: job.Arguments, cases: Sequence[Case]) -> list[job.Report]:
     from ray.util.placement_group import placement_group
 
     world = arguments.layout.dp * arguments.layout.cp
-    # Workers start when they are needed: each imports torch and xtuner.
-    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
-    ray.init(
-        address="local",
-        num_cpus=world,
-        num_gpus=world,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=128 * 2**20,
-        runtime_env={"worker_process_setup_hook": "tests.hosts.steps.xtuner.prepare"},
-    )
+    start_ray(world)
     try:
         group = placement_group([{"CPU": 1, "GPU": 1}] * world)
         ray.get(group.ready())
@@ -107,6 +96,32 @@ def run(arguments: job.Arguments, cases: Sequence[Case]) -> list[job.Report]:
         return [run_case(arguments, case, controller) for case in cases]
     finally:
         ray.shutdown()
+
+
+def start_ray(world: int) -> None:
+    """A Ray of its own that counts `world` GPUs."""
+    import ray
+
+    # Workers start when they are needed: each imports torch and xtuner.
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
+    for attempt in range(4):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=world,
+                num_gpus=world,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=128 * 2**20,
+                runtime_env={"worker_process_setup_hook": "tests.hosts.steps.xtuner.prepare"},
+            )
+            return
+        except Exception as error:
+            # Ray gives its own processes 30 seconds, which a busy machine may not.
+            if attempt == 3 or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
 
 
 def run_case(arguments: job.Arguments, case: Case, controller: Any) -> job.Report:
