@@ -7,9 +7,12 @@ Modules:
     table: PrefixTable: the tokens that rows save, as arrays, for planning
     worth: which of them pay
     branches: Branch: a part of a row that belongs to the same samples
+    host_rows: HostRow: a row that another framework has packed, and the row that holds its
+        prefixes once
 """
 
 from megapack.prefixes.branches import EARLIER, Branch, row_branches
+from megapack.prefixes.host_rows import HostRow, find_host_row
 from megapack.prefixes.shared import SharedPrefixes
 from megapack.prefixes.table import PrefixTable, Spans
 from megapack.prefixes.worth import worthwhile
@@ -17,9 +20,11 @@ from megapack.prefixes.worth import worthwhile
 __all__ = [
     "EARLIER",
     "Branch",
+    "HostRow",
     "PrefixTable",
     "SharedPrefixes",
     "Spans",
+    "find_host_row",
     "row_branches",
     "worthwhile",
 ]

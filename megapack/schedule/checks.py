@@ -142,7 +142,7 @@ def _check_cuda_graphs(config: Any) -> None:
     row has samples. A graph of a router would keep the samples of the captured row.
     """
     scope = _graph_scope(config)
-    if _has_graphs(config) and scope != {"mlp"}:
+    if has_graphs(config) and scope != {"mlp"}:
         raise ConfigError(
             f"CUDA graphs (cuda_graph_impl={config.cuda_graph_impl!r}) of "
             f"{', '.join(sorted(scope)) or 'whole layers'}: each packed row has other samples; set "
@@ -150,7 +150,8 @@ def _check_cuda_graphs(config: Any) -> None:
         )
 
 
-def _has_graphs(config: Any) -> bool:
+def has_graphs(config: Any) -> bool:
+    """Whether CUDA graphs are captured."""
     # Megatron-Core turns the two older settings into cuda_graph_impl when a config is made, but
     # they may be set later.
     names = ("enable_cuda_graph", "external_cuda_graph")
@@ -173,7 +174,7 @@ def _graph_scope(config: Any) -> set[str]:
 def captures_whole_iterations(config: Any) -> bool:
     """Whether Megatron-LM captures whole iterations, whose replays skip all Python code."""
     return getattr(config, "cuda_graph_impl", "none") == "full_iteration" or (
-        _has_graphs(config) and "full_iteration" in _graph_scope(config)
+        has_graphs(config) and "full_iteration" in _graph_scope(config)
     )
 
 
@@ -225,7 +226,7 @@ def check_executor(chunks: Sequence[Any], config: Any, executor: Executor) -> No
     if executor == "megatron":
         weight_gradients.check_none_puts_off(chunks)
         return
-    names = ["cuda_graph_impl"] if _has_graphs(config) else []
+    names = ["cuda_graph_impl"] if has_graphs(config) else []
     names += ["fine_grained_activation_offloading", "moe_paged_stash"]
     for name in names:
         if getattr(config, name, None):
@@ -255,7 +256,7 @@ def check_planned_rows(config: Any) -> None:
             "moe_token_dispatcher_type='allgather' needs equal rows on all ranks; set 'alltoall', "
             "or plan with Policy(row_shape='uniform')"
         )
-    if _has_graphs(config):
+    if has_graphs(config):
         raise ConfigError(
             f"CUDA graphs (cuda_graph_impl={config.cuda_graph_impl!r}) need rows of one length; "
             "set cuda_graph_impl='none', or plan with Policy(row_shape='uniform')"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -30,7 +30,9 @@ from megapack.base.megatron import frees_while_sending
 from megapack.errors import ConfigError, ScheduleError
 from megapack.layout import Layout
 from megapack.model.attention.mixers import describing_samples
+from megapack.model.host_rows import SharedRows
 from megapack.model.overlap import dropping_reductions, sync_functions
+from megapack.prefixes import HostRow
 from megapack.ranks.links import Ranks, process_ranks
 from megapack.schedule import checks
 from megapack.schedule.faults import FiniteFlags, checking_finalize
@@ -39,6 +41,7 @@ from megapack.schedule.overrides import config_with, pipeline_settings
 from megapack.schedule.p2p import PlannedP2PCommunicator, RecordingP2PCommunicator
 from megapack.schedule.reading import Keeping, RowShape, read_row_shapes
 from megapack.schedule.runner import process_groups
+from megapack.schedule.sharing import Sharing, Spans, why_not_shared
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,10 @@ class PlannedSchedule:
     4. A NaN is reported with its rank and micro-batch. An error of one rank, or its death, is
        raised on all ranks; late calls are logged (`ranks.watchdog`).
 
+    With `share_prefixes`, token ids are read too: layers run on rows that hold the common
+    beginnings of their samples once (`sharing`). The host's logits, loss and outputs see the rows
+    that it made.
+
     Where a packed row does not tell Megatron's Mamba layers its samples, the call does, and warns
     (`mixers.describing_samples`).
 
@@ -91,6 +98,7 @@ class PlannedSchedule:
             number of tokens between its inputs and its hidden states, such as one with images.
         non_finite: "warn" logs where a NaN began and leaves the rest to the host; "error" raises on
             every rank; "ignore" does not look.
+        share_prefixes: whether samples of a row share their common beginnings.
         ranks: see `ScheduleAdapter`.
         keeping: see `read_row_shapes`.
     """
@@ -101,6 +109,7 @@ class PlannedSchedule:
         *,
         lengths: Lengths = "read",
         non_finite: NonFinite = "warn",
+        share_prefixes: bool = False,
         ranks: Ranks | None = None,
         keeping: Keeping = contextlib.nullcontext,
     ) -> None:
@@ -108,6 +117,7 @@ class PlannedSchedule:
         self._schedule = schedule
         self._lengths = lengths
         self._non_finite = non_finite
+        self._share_prefixes = share_prefixes
         self._ranks = ranks
         self._keeping = keeping
 
@@ -124,7 +134,8 @@ class PlannedSchedule:
         """Run Megatron's schedule; takes and returns what that takes and returns.
 
         Raises:
-            ConfigError: Megatron does not run this M; on every rank.
+            ConfigError: Megatron does not run this M, or the model does not run shared prefixes; on
+                every rank.
             ScheduleError: ranks differ in the call, M or row lengths; a NaN under
                 `non_finite="error"`. On every rank.
             RankError: on every rank, if one failed or ended inside the call. The process groups
@@ -151,7 +162,9 @@ class PlannedSchedule:
                     forward_only=forward_only,
                     **others,
                 )
-            run = _Run(call, ranks, self._lengths, self._non_finite, self._keeping)
+            run = _Run(
+                call, ranks, self._lengths, self._non_finite, self._share_prefixes, self._keeping
+            )
             return run.run(schedule, data_iterator, model, **others)
 
 
@@ -162,6 +175,9 @@ class _Report(NamedTuple):
     num_microbatches: int
     cp_rank: int
     shapes: list[RowShape | None]
+    shares: bool
+    spans: list[Spans] | None
+    """See `Sharing.spans`."""
 
 
 class _Run:
@@ -173,6 +189,7 @@ class _Run:
         ranks: Ranks,
         lengths: Lengths,
         non_finite: NonFinite,
+        share_prefixes: bool,
         keeping: Keeping,
     ) -> None:
         self._call = call
@@ -186,6 +203,9 @@ class _Run:
         self._device = torch.device(torch.cuda.current_device())
         self._reads = lengths == "read" and self._pp > 1 and bool(self._config.variable_seq_lengths)
         self._shapes: list[RowShape] | None = None
+        self._sharing = self._make_sharing(lengths) if share_prefixes else None
+        self._shared_rows: SharedRows | None = None
+        self._rows: list[HostRow | None] = []
         self._num_forwards = [0] * len(call.chunks)
         self._flags = FiniteFlags.of_rank(
             len(call.chunks),
@@ -205,7 +225,11 @@ class _Run:
         data_iterator = self._agree(data_iterator)
         self._ranks.place.enter("schedule")
         communication = self._communication(others)
-        with dropping_reductions(call.chunks), config_with(self._config, self._overrides()):
+        with (
+            dropping_reductions(call.chunks),
+            config_with(self._config, self._overrides()),
+            self._on_shared_rows(),
+        ):
             result = schedule(
                 forward_step_func=self._forward_step(),
                 data_iterator=data_iterator,
@@ -227,7 +251,9 @@ class _Run:
         error: Exception | None = None
         try:
             self._check_count()
-            if self._reads:
+            if self._sharing is not None:
+                self._sharing.check()
+            if self._reads or self._sharing is not None:
                 read, data_iterator = read_row_shapes(
                     call.forward_step_func,
                     data_iterator,
@@ -235,6 +261,7 @@ class _Run:
                     call.num_microbatches,
                     sequence_shards=self._sequence_shards,
                     keeping=self._keeping,
+                    note=None if self._sharing is None else self._sharing.note,
                 )
         except Exception as caught:
             # Other ranks may wait for this one inside the forward step, as in Megatron-LM's
@@ -246,7 +273,7 @@ class _Run:
         agreement = self._ranks.prepare(
             lambda: self._agree_in_replica(read, error, group), self._same
         )
-        self._shapes = agreement.result()
+        self._shapes, self._rows = agreement.result()
         if self._reads and self._shapes is None:
             _log_once(
                 "row lengths are exchanged by Megatron: the host's forward step calls the model "
@@ -281,10 +308,19 @@ class _Run:
 
     def _agree_in_replica(
         self, read: Sequence[RowShape | None], error: Exception | None, group: Any
-    ) -> list[RowShape] | None:
-        """The row shapes of this model replica; None if they are not known."""
+    ) -> tuple[list[RowShape] | None, list[HostRow | None]]:
+        """The row shapes of this model replica, None if they are not known, and the rows whose
+        samples share prefixes."""
         cp_rank = parallel_state.get_context_parallel_rank()
-        own = _Report(error is None, self._call.num_microbatches, cp_rank, list(read))
+        sharing = self._sharing
+        own = _Report(
+            is_fine=error is None,
+            num_microbatches=self._call.num_microbatches,
+            cp_rank=cp_rank,
+            shapes=list(read),
+            shares=sharing is not None,
+            spans=None if sharing is None else sharing.spans,
+        )
         reports = [own]
         if group is not None:
             reports *= dist.get_world_size(group)
@@ -295,9 +331,39 @@ class _Run:
             raise error
         fine = [report for report in reports if report.is_fine]
         check_equal_counts([report.num_microbatches for report in fine])
-        if not self._reads:
+        if len({report.shares for report in fine}) > 1:
+            raise ScheduleError(
+                "share_prefixes differs between ranks; set it (MEGAPACK_SHARE_PREFIXES) on all"
+            )
+        shapes = None
+        if self._reads:
+            shapes = common_shapes([r.shapes for r in fine if r.cp_rank == cp_rank])
+        if sharing is None or not all(report.is_fine for report in reports):
+            return shapes, []
+        rows = sharing.agree([report.spans for report in reports], group)
+        if shapes is not None:
+            gpus = sharing.layout.cp * self._sequence_shards
+            pairs = zip(rows, shapes, strict=True)
+            shapes = [shape if row is None else (row.tokens // gpus, 1) for row, shape in pairs]
+        return shapes, rows
+
+    def _make_sharing(self, lengths: Lengths) -> Sharing | None:
+        call = self._call
+        if reason := why_not_shared(call.chunks, self._config, lengths):
+            _log_once(f"the rows of this {call.kind} share no prefixes: {reason}")
             return None
-        return common_shapes([report.shapes for report in fine if report.cp_rank == cp_rank])
+        return Sharing(call.chunks, self._config, is_training=not call.forward_only)
+
+    @contextlib.contextmanager
+    def _on_shared_rows(self) -> Iterator[None]:
+        """Within the block, rows that share prefixes run without the copies of them."""
+        if self._sharing is None or not any(self._rows):
+            yield
+            return
+        _log_sharing(self._call.kind, self._rows)
+        self._shared_rows = SharedRows(self._call.chunks, self._sharing.layout)
+        with self._shared_rows.hooked(is_training=not self._call.forward_only):
+            yield
 
     def _communication(self, others: Mapping[str, Any]) -> dict[str, Any]:
         """The communicator of a pipeline, and the groups that Megatron wants with it."""
@@ -358,6 +424,8 @@ class _Run:
             microbatch = self._num_forwards[chunk]
             self._num_forwards[chunk] += 1
             self._listeners.begin("F", chunk, microbatch)
+            if self._shared_rows is not None:
+                self._shared_rows.begin(self._rows[microbatch], microbatch)
             output, loss_func = forward_step_func(data_iterator, model, *args, **kwargs)
             if self._is_last(chunk):
                 return output, self._with_listeners(loss_func, chunk, microbatch)
@@ -553,6 +621,27 @@ def _next_name(kind: str) -> str:
 @functools.cache
 def _log_once(message: str) -> None:
     logger.info("%s", message)
+
+
+_has_logged_sharing: set[str] = set()
+
+
+def _log_sharing(kind: str, rows: Sequence[HostRow | None]) -> None:
+    """Log once per kind of call what sharing saves."""
+    found = [row for row in rows if row is not None]
+    if kind not in _has_logged_sharing:
+        _has_logged_sharing.add(kind)
+        tokens, host_tokens = (
+            sum(sizes) for sizes in zip(*((r.tokens, r.host_tokens) for r in found), strict=True)
+        )
+        logger.info(
+            "shared prefixes: %d of %d rows of this %s run %d tokens instead of %d",
+            len(found),
+            len(rows),
+            kind,
+            tokens,
+            host_tokens,
+        )
 
 
 def _warn_of(config: Any, settings: Mapping[str, Any]) -> None:

@@ -18,13 +18,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core.utils import StragglerDetector
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+from megapack.model.host_rows import given_arguments
 
 RowShape = tuple[int, int]
 """Tokens and batch size of a micro-batch's hidden states on this GPU."""
@@ -33,11 +35,15 @@ Keeping = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class _Left(BaseException):
-    """The forward step was left at its call of the model."""
+    """The forward step was left at its call of the model.
 
-    def __init__(self, input_ids: Any) -> None:
+    Args:
+        call: the arguments by name; empty for a call of another model.
+    """
+
+    def __init__(self, call: Mapping[str, Any]) -> None:
         super().__init__()
-        self.input_ids = input_ids
+        self.call = call
 
 
 class ReplayedIterator:
@@ -75,6 +81,7 @@ def read_row_shapes(
     *,
     sequence_shards: int,
     keeping: Keeping = contextlib.nullcontext,
+    note: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> tuple[list[RowShape | None], Any]:
     """The shapes of this rank's rows, and the iterators to run with.
 
@@ -84,6 +91,7 @@ def read_row_shapes(
         sequence_shards: GPUs that hidden states are sliced over, and ids are not: tp under sequence
             parallelism.
         keeping: a context that restores at its end what the forward step sets before the model.
+        note: gets the arguments of each call of the model, by name.
 
     Returns:
         A shape per micro-batch, None where the forward step does not give the model `input_ids` and
@@ -103,22 +111,26 @@ def read_row_shapes(
     else:
         replayed = None
         reader = copy.copy(own)
+    shapes = []
     with torch.no_grad(), _leaving(wrappers), _same_state(chunks), keeping():
-        shapes = [
-            _row_shape(_input_ids(forward_step_func, reader, chunks[0]), sequence_shards)
-            for _ in range(num_microbatches)
-        ]
+        for _ in range(num_microbatches):
+            call = _model_call(forward_step_func, reader, chunks[0])
+            shapes.append(_row_shape(call.get("input_ids"), sequence_shards))
+            if note is not None:
+                note(call)
     if replayed is not None:
         replayed.is_reading = False
     return shapes, iterators if isinstance(data_iterator, list) else iterators[0]
 
 
-def _input_ids(forward_step_func: Callable[..., Any], reader: Any, chunk: Any) -> Any:
+def _model_call(
+    forward_step_func: Callable[..., Any], reader: Any, chunk: Any
+) -> Mapping[str, Any]:
     try:
         forward_step_func(reader, chunk)
     except _Left as left:
-        return left.input_ids
-    return None
+        return left.call
+    return {}
 
 
 def _wrappers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
@@ -134,13 +146,13 @@ def _leaving(wrappers: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Within the block, a call of one of the modules, or of another model, raises `_Left`."""
 
     def leave(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Left(kwargs.get("input_ids", args[0] if args else None))
+        raise _Left(given_arguments(wrappers[-1], args, kwargs))
 
     def leave_at_another(module: Any, _: Any) -> None:
         # A reference model, whose forward must not run for a length: ms-swift's DPO calls it
         # first, and sends its hidden states and the policy's in one tensor.
         if hasattr(module, "pre_process") and module not in wrappers:
-            raise _Left(None)
+            raise _Left({})
 
     # First of all hooks: DDP's own start to gather parameters.
     hooks = [

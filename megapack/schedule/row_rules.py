@@ -204,6 +204,7 @@ def check_rows(
     *,
     is_training: bool,
     retries_oom: bool = False,
+    instead: str = "",
 ) -> None:
     """Raise ConfigError if the model would be wrong on a plan's rows, or hang.
 
@@ -213,6 +214,7 @@ def check_rows(
         features: of the plan's rows: samples that share prefixes, rows that several DP ranks share,
             samples in pieces.
         retries_oom: see `ScheduleAdapter`.
+        instead: what to set for rows without these features; "" = settings of the plan.
     """
     facts = _Facts(
         chunks=[unwrapped(chunk) for chunk in chunks],
@@ -225,4 +227,4 @@ def check_rows(
         for feature in rule.features:
             if feature in features and (fact := rule.fact(facts)):
                 name, advice = _TEXTS[feature]
-                raise ConfigError(f"{fact} with {name}: {rule.why}, or {advice}")
+                raise ConfigError(f"{fact} with {name}: {rule.why}, or {instead or advice}")
