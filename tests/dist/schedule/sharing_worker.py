@@ -167,11 +167,14 @@ class HostStep:
                 whole = tensor_parallel.gather_from_tensor_model_parallel_region(own)
                 logs = whole.log_softmax(-1)
                 loss = loss + 0.01 * (logs.exp() * logs).sum()
-            ratio = (values.view(-1) - sample.old[is_mine]).clamp(max=3.0).exp()
+            # Log-probs are about -4.6.
+            center = {"logits": 0.0, "losses": 0.0, "values": 4.6}[self._output]
+            values = -values if self._output == "losses" else values.view(-1)
+            ratio = (values - center - sample.old[is_mine]).clamp(max=3.0).exp()
             clipped = ratio.clamp(0.8, 1.28)
             loss = loss - torch.minimum(ratio * sample.advantage, clipped * sample.advantage).sum()
             count += int(is_mine.sum())
-            seen.append(values.detach().view(-1))
+            seen.append(values.detach())
             start += span
         result = {"loss": loss.detach().clone(), "values": torch.cat(seen)}
         return loss, torch.tensor(count, dtype=torch.int), result
@@ -194,6 +197,9 @@ class Job:
         self.case = case
         model = MODELS[case.model]
         self.chunks = build_chunks(layout, model=model, value_head=case.model == "value")
+        for chunk in map(unwrapped, self.chunks):
+            if case.model == "value" and chunk.post_process:
+                torch.nn.init.normal_(chunk.output_layer.weight, std=0.2)
         self.config = get_model_config(self.chunks[0])
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.variable_seq_lengths = layout.pp > 1
