@@ -260,7 +260,7 @@ class Job:
         host_tokens = sum(self.tokens)
         self.reset_biases()
         mutation = (
-            mock.patch.object(experts, "_sees_rows", lambda router: False)
+            mock.patch.object(experts, "_sees_rows", return_value=False)
             if self.case.without_counts
             else nullcontext()
         )
