@@ -105,6 +105,20 @@ def workers() -> list[str]:
     return [path.stem for path in modules if start in path.read_text(encoding="utf-8")]
 
 
+def count_layer_tokens(report: Report, chunk: Any) -> None:
+    """From here on, add up in `more["layer_tokens"]` the tokens that a chunk's layers train on."""
+    from megapack.model.head import unwrapped
+
+    report.more["layer_tokens"] = 0
+
+    def count(layer: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if layer.training:
+            hidden = output[0] if isinstance(output, tuple) else output
+            report.more["layer_tokens"] += len(hidden)
+
+    unwrapped(chunk).decoder.layers[0].register_forward_hook(count, with_kwargs=True)
+
+
 def count_shape_exchanges(report: Report) -> None:
     """From here on, count the exchanges of shapes in the report."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

@@ -29,10 +29,15 @@ class Sample:
         return torch.cat([self.prompt, self.response])
 
 
-def draw(num_samples: int, seed: int = 5, longest: int = 44) -> list[Sample]:
+def draw(
+    num_samples: int, seed: int = 5, longest: int = 44, common_prompts: bool = False
+) -> list[Sample]:
     """The same samples on every rank: prompts of 2 to 11 tokens, responses of 2 to `longest`.
 
     Response lengths are skewed, as rollouts are: most are short, few are long.
+
+    Args:
+        common_prompts: samples of a group have one prompt, of 14 tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     samples = []
@@ -43,6 +48,9 @@ def draw(num_samples: int, seed: int = 5, longest: int = 44) -> list[Sample]:
         response = torch.randint(1, problem.VOCAB_SIZE, (sizes[1],), generator=generator)
         mask = (torch.rand(sizes[1], generator=generator) < 0.7).long()
         mask[0] = 1
+        if common_prompts:
+            group = torch.Generator().manual_seed(seed + i // GROUP)
+            prompt = torch.randint(1, problem.VOCAB_SIZE, (14,), generator=group)
         reward = float(torch.rand((), generator=generator))
         samples.append(
             Sample(prompt=prompt, response=response, mask=mask, reward=reward, group=i // GROUP)

@@ -5,6 +5,8 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     tokens      calculate_per_token_loss: every token of a step counts the same
     fanout      rollouts have 1 to 3 samples
     removed     every seventh sample has remove_sample set: none of its tokens counts
+    prompts     the four samples of a group begin with the same 14 tokens
+    shared      MEGAPACK_SHARE_PREFIXES=1
     short       samples have 6 to 16 tokens
     normalize   normalize_advantages: mean 0 and variance 1 over all loss tokens
     ppo         PPO's advantages, from made-up values of a critic
@@ -18,6 +20,7 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import sys
 import warnings
@@ -28,6 +31,7 @@ from typing import Any
 from tests.hosts.steps.job import (
     Arguments,
     Report,
+    count_layer_tokens,
     count_shape_exchanges,
     import_host,
     parse_arguments,
@@ -64,6 +68,8 @@ class HostArguments(SimpleNamespace):
 def start(host: str) -> Arguments:
     """Read the command line, patch, join the job, and make the host importable."""
     arguments = parse_arguments()
+    if "shared" in words(arguments):
+        os.environ["MEGAPACK_SHARE_PREFIXES"] = "1"
     warnings.simplefilter("ignore")
     import torch._dynamo
 
@@ -237,18 +243,23 @@ def make_samples(sample_class: Any, arguments: Arguments) -> list[Any]:
     num_rollouts = ROLLOUTS_PER_STEP * arguments.steps
     siblings = [rng.choice([1, 1, 2, 3]) if "fanout" in case else 1 for _ in range(num_rollouts)]
     samples: list[Any] = []
+    prompt: list[int] = []
     for rollout, count in enumerate(siblings):
         reward = 0.0 if "experts" in case else rng.gauss(0.0, 1.0)
+        if "prompts" in case and rollout % 4 == 0:
+            prompt = [rng.randrange(problem.VOCAB_SIZE) for _ in range(14)]
         for _ in range(count):
             length = min(120, max(6, int(rng.lognormvariate(3.2, 0.7))))
             if "short" in case:
                 length = rng.randint(6, 16)
             response = rng.randint(1, length - 2)
+            length = min(120, len(prompt) + length)
             sample = sample_class(
                 group_index=rollout // 4,
                 index=len(samples),
                 rollout_id=rollout,
-                tokens=[rng.randrange(problem.VOCAB_SIZE) for _ in range(length)],
+                tokens=prompt
+                + [rng.randrange(problem.VOCAB_SIZE) for _ in range(length - len(prompt))],
                 response_length=response,
                 reward=reward,
                 # The answers of tools inside a response do not count; its last token does.
@@ -326,6 +337,7 @@ def observe(report: Report, chunks: Sequence[Any], model_module: Any) -> None:
             report.row_tokens[-1].append(kwargs["input_ids"].shape[1])
 
     chunks[0].register_forward_hook(note, with_kwargs=True)
+    count_layer_tokens(report, chunks[0])
     report.more["told"] = Told(chunks[0]).rows
     train_one_step = model_module.train_one_step
 

@@ -9,6 +9,7 @@ Ours are the model, in place of what a Hugging Face bridge makes, and the toy ro
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import types
 import warnings
@@ -24,6 +25,7 @@ from tests.dist import problem
 from tests.hosts.steps.chunks import bridge_settings, host_chunks
 from tests.hosts.steps.job import (
     Report,
+    count_layer_tokens,
     count_shape_exchanges,
     import_host,
     parse_arguments,
@@ -46,6 +48,9 @@ class Case:
     budget: int = BUDGET
     loss: dict[str, Any] = field(default_factory=dict)
     mamba: bool = False
+    common_prompts: bool = False
+    shared: bool = False
+    """MEGAPACK_SHARE_PREFIXES=1."""
 
 
 DR_GRPO = {"loss_agg_mode": "seq-mean-token-sum-norm"}
@@ -56,6 +61,8 @@ CASES = {
     "dr_grpo_whole": Case(budget=4000, loss=DR_GRPO),
     "dr_grpo_factor": Case(loss={**DR_GRPO, "loss_scale_factor": 44}),
     "dr_grpo_factor_whole": Case(budget=4000, loss={**DR_GRPO, "loss_scale_factor": 44}),
+    "prompts": Case(common_prompts=True),
+    "prompts_shared": Case(common_prompts=True, shared=True),
     "mamba": Case(mamba=True),
     "mamba_whole": Case(budget=4000, mamba=True),
 }
@@ -216,6 +223,9 @@ def watch_rows(engine: Any, report: Report) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
+    case = CASES[arguments.case]
+    if case.shared:
+        os.environ["MEGAPACK_SHARE_PREFIXES"] = "1"
     warnings.simplefilter("ignore")
     launch.start("cpu")
     import_verl()
@@ -225,17 +235,16 @@ def main() -> None:
 
     report = Report()
     layout = arguments.layout
-    engine = make_engine(layout, CASES[arguments.case])
+    engine = make_engine(layout, case)
     count_shape_exchanges(report)
-    samples = draw(NUM_SAMPLES)
-    actor = ActorConfig(
-        strategy="megatron", rollout_n=4, use_dynamic_bsz=True, **CASES[arguments.case].loss
-    )
+    samples = draw(NUM_SAMPLES, common_prompts=case.common_prompts)
+    actor = ActorConfig(strategy="megatron", rollout_n=4, use_dynamic_bsz=True, **case.loss)
     batch = make_batch(samples, engine.get_data_parallel_rank(), engine.get_data_parallel_size())
     old = log_probs(engine, batch)
     batch["old_log_probs"] = nested(old)
     report.logprobs.append(torch.cat(old).tolist())
     watch_rows(engine, report)
+    count_layer_tokens(report, engine.module[0])
     report.more["told"] = Told(engine.module[0]).rows
     for _ in range(arguments.steps):
         report.row_tokens.append([])
