@@ -13,6 +13,7 @@ from tests.hosts.steps.rollout_checks import (
     check_patched,
     check_planned_interleaving_without_overlap,
     check_rows_of_mamba_layers,
+    check_shared_prefixes,
     check_unpatched_exchanges,
 )
 
@@ -29,6 +30,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize("layout", ["dp=2", "cp=2", "pp=2", "pp=2,vpp=2"])
 def test_the_patched_step_trains_as_one_rank_does_without_patches(runs: Runs, layout: str) -> None:
     check_patched(runs, miles, layout)
+
+
+@pytest.mark.parametrize("layout", ["", "cp=2", "pp=2,vpp=2"])
+def test_shared_prefixes_change_no_number(runs: Runs, layout: str) -> None:
+    check_shared_prefixes(runs, layout)
 
 
 def test_without_patches_stages_exchange_shapes(runs: Runs) -> None:

@@ -74,6 +74,27 @@ def test_a_patched_step_is_the_unpatched_one(
     assert bool(plain[0].num_shape_exchanges) == ("pp" in layout)
 
 
+@pytest.mark.parametrize("layout", ["", "pp=2,vpp=2"])
+def test_shared_prefixes_change_no_number(layout: str, folder: Path) -> None:
+    def run(place: str, layout: str, patches: Sequence[str], case: str) -> list[Report]:
+        world = LAYOUTS.get(layout, 1)
+        return run_step(
+            "verl", folder / place, layout=layout, world=world, patches=patches, case=case, te=""
+        )
+
+    plain = last(run("prompts", "", (), "prompts"))
+    ranks = run(f"shared{layout}", layout, PATCHES, "prompts_shared")
+    shared = last(ranks)
+    # The second step's have been through Adam, which divides by small numbers.
+    assert shared.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert shared.grad_norms == pytest.approx(plain.grad_norms, rel=1e-5)
+    for old, new in zip(plain.logprobs, shared.logprobs, strict=True):
+        assert new == pytest.approx(old, abs=1e-4)
+    for report in ranks:
+        host_tokens = sum(map(sum, report.row_tokens))
+        assert 0.5 * host_tokens < report.more["layer_tokens"] < 0.97 * host_tokens
+
+
 def test_the_horizon_of_dr_grpo_is_that_of_a_micro_batch(folder: Path) -> None:
     def grad_norm(case: str) -> float:
         report = run_step("verl", folder / case, layout="", world=1, steps=1, case=case)[0]

@@ -31,6 +31,17 @@ def check_patched(runs: Runs, host: ModuleType, layout: str) -> None:
         check_planned_rows(host, patched, layout, "fanout")
 
 
+def check_shared_prefixes(runs: Runs, layout: str) -> None:
+    """With shared prefixes a layout trains as one rank does without, and layers run fewer tokens."""
+    plain = runs("", "", "tokens+prompts")
+    shared = runs(layout, "megatron_core", "tokens+prompts+shared")
+    check_equal(shared, plain)
+    for report in shared:
+        host_tokens = sum(map(sum, report.row_tokens))
+        assert 0.5 * host_tokens < report.more["layer_tokens"] < 0.95 * host_tokens
+    assert plain[0].more["layer_tokens"] == sum(map(sum, plain[0].row_tokens))
+
+
 def check_unpatched_exchanges(runs: Runs) -> None:
     """Without patches two stages train the same, and exchange shapes."""
     own = runs("pp=2")

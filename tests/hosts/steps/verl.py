@@ -209,16 +209,14 @@ def copy_of(batch: Any, engine: Any) -> Any:
 
 def watch_rows(engine: Any, report: Report) -> None:
     """Note the rows that the engine's first chunk is given, per training step."""
-    forward = engine.module[0].module.forward
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def note(chunk: Any, args: Any, kwargs: Any) -> None:
         if engine.mode == "train" and report.row_tokens:
             # Later stages are given the samples, not the row.
             ends = kwargs["packed_seq_params"].cu_seqlens_q_padded
             report.row_tokens[-1].append(int(ends[-1]))
-        return forward(*args, **kwargs)
 
-    engine.module[0].module.forward = noted
+    engine.module[0].register_forward_pre_hook(note, with_kwargs=True)
 
 
 def main() -> None:
