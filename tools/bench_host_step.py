@@ -2,6 +2,8 @@
 """Times a host's own step on a CPU with and without patches, in turn, and prints the ratio.
 
     python tools/bench_host_step.py slime --layout pp=2 --patches slime,slime_loss
+    python tools/bench_host_step.py slime --layout "" --case tokens+long+shared \
+        --baseline-case tokens+long --baseline-patches slime,megatron_core    # shared prefixes
 
 Each round runs the host's worker (tests/hosts/steps/HOST.py) without patches and then with them.
 The first step of a run is left out: it compiles and fills caches. "simulated" is the makespan of
@@ -34,6 +36,8 @@ def main() -> None:
     parser.add_argument("--layout", type=_layout_text, default="pp=2")
     parser.add_argument("--patches", default="", help="default: the host's own and megatron_core")
     parser.add_argument("--case", default="")
+    parser.add_argument("--baseline-patches", default="", help='of the runs "without"')
+    parser.add_argument("--baseline-case", help="default: that of --case")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -48,19 +52,22 @@ def main() -> None:
     layout = parse_layout(args.layout)
     world = layout.dp * layout.tp * layout.pp * layout.cp
     patches = args.patches.split(",") if args.patches else [args.host, "megatron_core"]
+    baseline = args.baseline_patches.split(",") if args.baseline_patches else []
+    baseline_case = args.case if args.baseline_case is None else args.baseline_case
+    chosen = {"without": (baseline, baseline_case), "with": (patches, args.case)}
     runs: dict[str, list[list[Report]]] = {"without": [], "with": []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.rounds):
-            for name, chosen in (("without", []), ("with", patches)):
+            for name, (patches, case) in chosen.items():
                 runs[name].append(
                     run_step(
                         args.host,
                         Path(folder) / f"{name}{number}",
                         layout=args.layout,
                         world=world,
-                        patches=chosen,
+                        patches=patches,
                         steps=args.steps,
-                        case=args.case,
+                        case=case,
                     )
                 )
     _print(layout, runs["without"], runs["with"], args.steps)
@@ -83,6 +90,8 @@ def _print(
     for name, ranks in (("without", without[0]), ("with", patched[0])):
         exchanges = sum(rank.num_shape_exchanges for rank in ranks) / len(ranks) / steps
         print(f"{name}: {exchanges:g} exchanges of shapes per rank and step, M={_counts(ranks)}")
+        if "layer_tokens" in ranks[0].more:
+            print(f"{name}: {ranks[0].more['layer_tokens'] / steps:g} tokens in layers per step")
         if all(rank.row_tokens for rank in ranks):
             work = _simulated(ranks, layout) / steps
             print(f"{name}: simulated {work:.1f} tokens of work per step")

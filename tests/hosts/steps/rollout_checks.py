@@ -32,7 +32,7 @@ def check_patched(runs: Runs, host: ModuleType, layout: str) -> None:
 
 
 def check_shared_prefixes(runs: Runs, layout: str) -> None:
-    """With shared prefixes a layout trains as one rank does without, and layers run fewer tokens."""
+    """With shared prefixes a layout trains as one rank does without, on fewer tokens."""
     plain = runs("", "", "tokens+prompts")
     shared = runs(layout, "megatron_core", "tokens+prompts+shared")
     check_equal(shared, plain)

@@ -7,6 +7,7 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     removed     every seventh sample has remove_sample set: none of its tokens counts
     prompts     the four samples of a group begin with the same 14 tokens
     shared      MEGAPACK_SHARE_PREFIXES=1
+    long        eight answers of 512 tokens to prompts of 512, a model of width 256: for benches
     short       samples have 6 to 16 tokens
     normalize   normalize_advantages: mean 0 and variance 1 over all loss tokens
     ppo         PPO's advantages, from made-up values of a critic
@@ -19,6 +20,7 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import random
@@ -154,22 +156,22 @@ def words(arguments: Arguments) -> set[str]:
 
 def host_arguments(arguments: Arguments) -> HostArguments:
     """The arguments that a launch script of slime or miles would give."""
-    from tests.dist import problem
 
     layout = arguments.layout
     case = words(arguments)
     num_rollouts = ROLLOUTS_PER_STEP * arguments.steps
+    budget = 8 * 1024 if "long" in case else BUDGET
     return HostArguments(
-        **_sizes(problem.MOE_MODEL if "experts" in case else problem.MODEL),
+        **_sizes(_model(case)),
         micro_batch_size=1,
-        max_tokens_per_gpu=BUDGET // 2 if "narrow" in case else BUDGET,
+        max_tokens_per_gpu=budget // 2 if "narrow" in case else budget,
         use_dynamic_batch_size=True,
         use_dynamic_global_batch_size=False,
         balance_data=False,
         balance_by_flops=False,
         global_batch_size=ROLLOUTS_PER_STEP,
-        rollout_batch_size=num_rollouts // 4,
-        n_samples_per_prompt=4,
+        rollout_batch_size=num_rollouts // _group(case),
+        n_samples_per_prompt=_group(case),
         num_rollout=1,
         pipeline_model_parallel_size=layout.pp,
         tensor_model_parallel_size=layout.tp,
@@ -186,6 +188,26 @@ def host_arguments(arguments: Arguments) -> HostArguments:
         **_loss(case),
         **_learning_rates(),
     )
+
+
+def _group(case: set[str]) -> int:
+    """Samples of one prompt."""
+    return 8 if "long" in case else 4
+
+
+def _model(case: set[str]) -> Any:
+    from tests.dist import problem
+
+    if "long" in case:
+        return dataclasses.replace(
+            problem.MODEL,
+            num_layers=4,
+            hidden_size=256,
+            num_query_groups=4,
+            ffn_hidden_size=768,
+            init_std=0.02,
+        )
+    return problem.MOE_MODEL if "experts" in case else problem.MODEL
 
 
 def _sizes(model: Any) -> dict[str, Any]:
@@ -246,16 +268,19 @@ def make_samples(sample_class: Any, arguments: Arguments) -> list[Any]:
     prompt: list[int] = []
     for rollout, count in enumerate(siblings):
         reward = 0.0 if "experts" in case else rng.gauss(0.0, 1.0)
-        if "prompts" in case and rollout % 4 == 0:
-            prompt = [rng.randrange(problem.VOCAB_SIZE) for _ in range(14)]
+        if case & {"prompts", "long"} and rollout % _group(case) == 0:
+            tokens = 512 if "long" in case else 14
+            prompt = [rng.randrange(problem.VOCAB_SIZE) for _ in range(tokens)]
         for _ in range(count):
             length = min(120, max(6, int(rng.lognormvariate(3.2, 0.7))))
             if "short" in case:
                 length = rng.randint(6, 16)
             response = rng.randint(1, length - 2)
             length = min(120, len(prompt) + length)
+            if "long" in case:
+                response, length = 512, 1024
             sample = sample_class(
-                group_index=rollout // 4,
+                group_index=rollout // _group(case),
                 index=len(samples),
                 rollout_id=rollout,
                 tokens=prompt
@@ -298,8 +323,7 @@ def build_host_chunks(arguments: Arguments) -> list[Any]:
         return config
 
     build.transformer_config = host_config
-    model = problem.MOE_MODEL if "experts" in case else problem.MODEL
-    return build_chunks(arguments.layout, model=model)
+    return build_chunks(arguments.layout, model=_model(case))
 
 
 def parallel_config(arguments: Arguments) -> dict[str, int]:
