@@ -153,6 +153,11 @@ class HostStep:
         return output, partial(self._loss, samples, spans, held)
 
     def _loss(self, samples: list[Sample], spans: list[int], held: Tensor, output: Tensor) -> Any:
+        if self._output == "values" and output.shape[1] < held.numel():
+            # The value head under sequence parallelism; hosts gather its values.
+            output = tensor_parallel.gather_from_sequence_parallel_region(
+                output[0], tensor_parallel_output_grad=False
+            )[None]
         index = torch.full((sum(spans),), -1)
         index[held] = torch.arange(held.numel())
         loss, count, start, seen = output.new_zeros(()), 0, 0, []
@@ -200,6 +205,8 @@ class Job:
         for chunk in map(unwrapped, self.chunks):
             if case.model == "value" and chunk.post_process:
                 torch.nn.init.normal_(chunk.output_layer.weight, std=0.2)
+                # Each rank's gradient is that of its tokens; so hosts mark their value heads.
+                chunk.output_layer.weight.sequence_parallel = layout.sequence_parallel
         self.config = get_model_config(self.chunks[0])
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.variable_seq_lengths = layout.pp > 1
