@@ -179,7 +179,9 @@ class _Slices:
         return self._gathered(values).index_select(0, self._shared_index)
 
     def _gathered(self, values: Tensor) -> Tensor:
-        return self._over_cp(gather_from_sequence_parallel_region(values) if self._sp else values)
+        if self._sp:
+            values = gather_from_sequence_parallel_region(values)
+        return self._over_cp(values)
 
     def _over_cp(self, values: Tensor) -> Tensor:
         if self._cp == 1:
