@@ -7,27 +7,15 @@ MEGAPACK_SHARE_PREFIXES=1                   # samples of a row share their commo
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megapack.errors import ConfigError
-from megapack.hosts.shared.options import HostOptions
+from megapack.hosts.shared.options import HostOptions, shares_prefixes
 
 if TYPE_CHECKING:
     from megapack.schedule.planned import Lengths, NonFinite, PlannedSchedule
-
-
-_SHARE_PREFIXES = "MEGAPACK_SHARE_PREFIXES"
-
-
-def _shares_prefixes() -> bool:
-    value = os.environ.get(_SHARE_PREFIXES, "")
-    if value not in ("", "0", "1"):
-        raise ConfigError(f"{_SHARE_PREFIXES}={value!r}; set 1 (on) or 0 (off)")
-    return value == "1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +24,7 @@ class ScheduleOptions:
 
     lengths: Lengths = "read"
     non_finite: NonFinite = "warn"
-    share_prefixes: bool = field(default_factory=_shares_prefixes)
+    share_prefixes: bool = field(default_factory=shares_prefixes)
 
     def __post_init__(self) -> None:
         if (self.lengths, self.non_finite) != ("read", "warn"):

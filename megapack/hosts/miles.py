@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megapack.errors import PlanError
+from megapack.hosts.shared.families import callers_tokens
 from megapack.hosts.shared.flops import sample_flops
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.options import HostOptions
@@ -56,6 +57,7 @@ def build_dp_schedule(
             refusals, is an AssertionError too.
     """
     layout = layout_of(args, train_parallel_config)
+    token_ids = callers_tokens(total_lengths) if _OPTIONS.current.share_prefixes else None
     by_flops = bool(getattr(args, "balance_by_flops", False))
     by_tokens = bool(getattr(args, "balance_data", False))
     if not args.use_dynamic_batch_size:
@@ -73,6 +75,7 @@ def build_dp_schedule(
             balanced=by_flops or by_tokens,
             options=_OPTIONS.current,
             host="miles",
+            token_ids=token_ids,
         )
 
     partial = bool(getattr(args, "allow_partial_train_step", False))

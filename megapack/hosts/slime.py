@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megapack.errors import DataError
+from megapack.hosts.shared.families import callers_tokens
 from megapack.hosts.shared.flops import knows_sizes, sample_flops
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.options import HostOptions
@@ -70,6 +71,7 @@ def build_dp_schedule(
             refusals, is an AssertionError too.
     """
     layout = layout_of(args, train_parallel_config)
+    token_ids = callers_tokens(total_lengths) if _OPTIONS.current.share_prefixes else None
     rollouts = _rollouts(rollout_indices, group_indices, global_batch_size)
     if not args.use_dynamic_batch_size:
         weights = _weights(args, total_lengths) if _flag(args, "balance_data") else None
@@ -82,6 +84,7 @@ def build_dp_schedule(
         balanced=_flag(args, "balance_data") or _flag(args, "balance_by_flops"),
         options=_OPTIONS.current,
         host="slime",
+        token_ids=token_ids,
     )
 
 

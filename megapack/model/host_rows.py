@@ -148,7 +148,7 @@ class _Slices:
     def _scattered(self, index_T: Tensor, tp: int) -> Tensor:
         if not self._sp:
             return index_T
-        return index_T.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
+        return index_T.chunk(tp)[int(parallel_state.get_tensor_model_parallel_rank())]
 
     def params(self) -> Any:
         """The description of the shared row, for all layers."""

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from typing import Any, Generic, TypeVar
 
 from megapack.errors import ConfigError
 
 T = TypeVar("T")
+
+SHARE_PREFIXES = "MEGAPACK_SHARE_PREFIXES"
+
+
+def shares_prefixes() -> bool:
+    """Whether the environment asks for shared prefixes in the rows of hosts.
+
+    Raises:
+        ConfigError: MEGAPACK_SHARE_PREFIXES is neither 1 nor 0.
+    """
+    value = os.environ.get(SHARE_PREFIXES, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{SHARE_PREFIXES}={value!r}; set 1 (on) or 0 (off)")
+    return value == "1"
 
 
 class HostOptions(Generic[T]):

@@ -8,9 +8,10 @@ are left out, as in the host.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -18,7 +19,9 @@ from megapack.cost.model import CostModel
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, HostAssertionError, PlanError
 from megapack.hosts.shared.balancing import get_seqlen_balanced_partitions
+from megapack.hosts.shared.families import family_parts
 from megapack.hosts.shared.flops import cost_in_tokens, knows_sizes
+from megapack.hosts.shared.options import shares_prefixes
 from megapack.layout import Layout
 from megapack.plan.plan import Plan, StepPlan
 from megapack.policy import Policy
@@ -55,6 +58,9 @@ class RolloutOptions:
     search: int | None = None
     """Evaluations of the planner's search per step. None: the planner's default if the host's flags
     ask for balance; otherwise 8 per rank, which takes about as long as the host's first-fit."""
+    share_prefixes: bool = field(default_factory=shares_prefixes)
+    """Samples with common beginnings are packed into one row, in which `megatron_core` lets them
+    share these. The budget counts every copy."""
 
     def __post_init__(self) -> None:
         for name, choices in (("count_rule", CountRule), ("unreachable", Unreachable)):
@@ -185,6 +191,7 @@ def plan_dynamic(
     balanced: bool,
     options: RolloutOptions,
     host: str,
+    token_ids: Sequence[Any] | None = None,
 ) -> Schedule:
     """Plan rows of at most `args.max_tokens_per_gpu`.
 
@@ -192,6 +199,7 @@ def plan_dynamic(
 
     Args:
         balanced: the host's flags ask for balance, so the search may take longer.
+        token_ids: of the host's samples, for `options.share_prefixes`; None: they are not known.
 
     Raises:
         HostAssertionError: no budget, or a step that no allowed M fits; it is a ValueError too.
@@ -199,15 +207,39 @@ def plan_dynamic(
     if args.max_tokens_per_gpu is None:
         raise HostAssertionError("use_dynamic_batch_size without max_tokens_per_gpu; set it")
     _log_budget(host, args.max_tokens_per_gpu, layout)
+    own_lengths = [lengths[i] for i in rollouts.samples]
+    budget = _row_budget(args, options)
+    cost = _cost(args, layout, options)
+    policy = options.policy(layout.dp, balanced=balanced)
+    if token_ids is not None:
+        step_of = [rollout // rollouts.per_step[0] for rollout in rollouts.rollout_of]
+        own_ids = [token_ids[i] for i in rollouts.samples]
+        # A step needs this many rows.
+        share = sum(own_lengths) // (len(rollouts.per_step) * align_to(layout))
+        parts = family_parts(own_ids, step_of, layout, min(budget * layout.cp, share))
+        # Families lie across rollouts. So a step is one rollout, which is planned whole; steps that
+        # so few items do not fill are planned without families.
+        with contextlib.suppress(PlanError):
+            plan = build_dp_schedule(
+                own_lengths,
+                layout=layout,
+                max_tokens_per_gpu=budget,
+                rollout_ids=step_of,
+                colocate_ids=parts,
+                global_batch_size=1,
+                cost=cost,
+                policy=replace(policy, unreachable="error"),
+            )
+            return _lists_of(plan, rollouts.samples, rollouts.per_step)
     try:
         plan = build_dp_schedule(
-            [lengths[i] for i in rollouts.samples],
+            own_lengths,
             layout=layout,
-            max_tokens_per_gpu=_row_budget(args, options),
+            max_tokens_per_gpu=budget,
             rollout_ids=rollouts.ids,
             global_batch_size=rollouts.per_step[0],
-            cost=_cost(args, layout, options),
-            policy=options.policy(layout.dp, balanced=balanced),
+            cost=cost,
+            policy=policy,
         )
     except PlanError as error:
         problem = str(error).partition(";")[0]
@@ -215,7 +247,8 @@ def plan_dynamic(
             f"cannot align micro-batches to align_to={align_to(layout)}: {problem}; set another "
             "global_batch_size, n_samples_per_prompt or max_tokens_per_gpu"
         ) from error
-    return _lists_of(plan, rollouts.samples)
+    kept = [len(step.kept_rollouts) for step in plan.steps]
+    return _lists_of(plan, rollouts.samples, kept)
 
 
 def plan_static(
@@ -290,11 +323,11 @@ def _log_budget(host: str, max_tokens_per_gpu: int, layout: Layout) -> None:
     )
 
 
-def _lists_of(plan: Plan, samples: list[int]) -> Schedule:
+def _lists_of(plan: Plan, samples: list[int], kept: Sequence[int]) -> Schedule:
     dp = plan.layout.dp
     schedule: Schedule = ([[] for _ in range(dp)], [[] for _ in range(dp)], [], [])
-    for step in plan.steps:
-        _append(schedule, _host_rows(step, samples), len(step.kept_rollouts))
+    for step, num_rollouts in zip(plan.steps, kept, strict=True):
+        _append(schedule, _host_rows(step, samples), num_rollouts)
     return schedule
 
 
