@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -41,7 +41,13 @@ from megapack.schedule.overrides import config_with, pipeline_settings
 from megapack.schedule.p2p import PlannedP2PCommunicator, RecordingP2PCommunicator
 from megapack.schedule.reading import Keeping, RowShape, read_row_shapes
 from megapack.schedule.runner import process_groups
-from megapack.schedule.sharing import Sharing, Spans, why_not_shared
+from megapack.schedule.sharing import (
+    Sharing,
+    Spans,
+    check_all_share,
+    log_sharing,
+    make_sharing,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +209,10 @@ class _Run:
         self._device = torch.device(torch.cuda.current_device())
         self._reads = lengths == "read" and self._pp > 1 and bool(self._config.variable_seq_lengths)
         self._shapes: list[RowShape] | None = None
-        self._sharing = self._make_sharing(lengths) if share_prefixes else None
+        self._sharing: Sharing | None = None
+        if share_prefixes:
+            is_training = not call.forward_only
+            self._sharing = make_sharing(call.chunks, self._config, lengths, is_training)
         self._shared_rows: SharedRows | None = None
         self._rows: list[HostRow | None] = []
         self._num_forwards = [0] * len(call.chunks)
@@ -331,10 +340,7 @@ class _Run:
             raise error
         fine = [report for report in reports if report.is_fine]
         check_equal_counts([report.num_microbatches for report in fine])
-        if len({report.shares for report in fine}) > 1:
-            raise ScheduleError(
-                "share_prefixes differs between ranks; set it (MEGAPACK_SHARE_PREFIXES) on all"
-            )
+        check_all_share([report.shares for report in fine])
         shapes = None
         if self._reads:
             shapes = common_shapes([r.shapes for r in fine if r.cp_rank == cp_rank])
@@ -342,28 +348,16 @@ class _Run:
             return shapes, []
         rows = sharing.agree([report.spans for report in reports], group)
         if shapes is not None:
-            gpus = sharing.layout.cp * self._sequence_shards
-            pairs = zip(rows, shapes, strict=True)
-            shapes = [shape if row is None else (row.tokens // gpus, 1) for row, shape in pairs]
+            shapes = sharing.shortened(shapes, rows)
         return shapes, rows
 
-    def _make_sharing(self, lengths: Lengths) -> Sharing | None:
-        call = self._call
-        if reason := why_not_shared(call.chunks, self._config, lengths):
-            _log_once(f"the rows of this {call.kind} share no prefixes: {reason}")
-            return None
-        return Sharing(call.chunks, self._config, is_training=not call.forward_only)
-
-    @contextlib.contextmanager
-    def _on_shared_rows(self) -> Iterator[None]:
+    def _on_shared_rows(self) -> contextlib.AbstractContextManager[None]:
         """Within the block, rows that share prefixes run without the copies of them."""
         if self._sharing is None or not any(self._rows):
-            yield
-            return
-        _log_sharing(self._call.kind, self._rows)
+            return contextlib.nullcontext()
+        log_sharing(self._call.kind, self._rows)
         self._shared_rows = SharedRows(self._call.chunks, self._sharing.layout)
-        with self._shared_rows.hooked(is_training=not self._call.forward_only):
-            yield
+        return self._shared_rows.hooked(is_training=not self._call.forward_only)
 
     def _communication(self, others: Mapping[str, Any]) -> dict[str, Any]:
         """The communicator of a pipeline, and the groups that Megatron wants with it."""
@@ -621,27 +615,6 @@ def _next_name(kind: str) -> str:
 @functools.cache
 def _log_once(message: str) -> None:
     logger.info("%s", message)
-
-
-_has_logged_sharing: set[str] = set()
-
-
-def _log_sharing(kind: str, rows: Sequence[HostRow | None]) -> None:
-    """Log once per kind of call what sharing saves."""
-    found = [row for row in rows if row is not None]
-    if kind not in _has_logged_sharing:
-        _has_logged_sharing.add(kind)
-        tokens, host_tokens = (
-            sum(sizes) for sizes in zip(*((r.tokens, r.host_tokens) for r in found), strict=True)
-        )
-        logger.info(
-            "shared prefixes: %d of %d rows of this %s run %d tokens instead of %d",
-            len(found),
-            len(rows),
-            kind,
-            tokens,
-            host_tokens,
-        )
 
 
 def _warn_of(config: Any, settings: Mapping[str, Any]) -> None:

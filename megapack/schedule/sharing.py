@@ -29,6 +29,7 @@ from megapack.model.mtp import num_depths
 from megapack.prefixes import HostRow, find_host_row
 from megapack.rows.slices import assembly_order, slice_positions
 from megapack.schedule import checks
+from megapack.schedule.reading import RowShape
 from megapack.schedule.row_rules import check_rows
 
 logger = logging.getLogger(__name__)
@@ -220,6 +221,51 @@ class Sharing:
                 start = end
             rows.append(row)
         return rows
+
+    def shortened(
+        self, shapes: Sequence[RowShape], rows: Sequence[HostRow | None]
+    ) -> list[RowShape]:
+        """The shapes of hidden states, which are those of the shared rows where there are some."""
+        gpus = self.layout.cp * (self.layout.tp if self.layout.sequence_parallel else 1)
+        pairs = zip(shapes, rows, strict=True)
+        return [shape if row is None else (row.tokens // gpus, 1) for shape, row in pairs]
+
+
+def make_sharing(
+    chunks: Sequence[Any], config: Any, lengths: str, is_training: bool
+) -> Sharing | None:
+    """The sharing of a call, None with a line in the log if no row of it may; see `Sharing`."""
+    if reason := why_not_shared(chunks, config, lengths):
+        _log_once(f"rows of the host share no prefixes: {reason}")
+        return None
+    return Sharing(chunks, config, is_training=is_training)
+
+
+def check_all_share(shares: Sequence[bool]) -> None:
+    """Raise ScheduleError if some ranks share prefixes and others do not."""
+    if len(set(shares)) > 1:
+        raise ScheduleError(
+            "share_prefixes differs between ranks; set it (MEGAPACK_SHARE_PREFIXES) on all"
+        )
+
+
+def log_sharing(kind: str, rows: Sequence[HostRow | None]) -> None:
+    """Log once per kind of call what its shared rows save."""
+    if kind in _logged:
+        return
+    _logged.add(kind)
+    found = [row for row in rows if row is not None]
+    logger.info(
+        "shared prefixes: %d of %d rows of this %s run %d tokens instead of %d",
+        len(found),
+        len(rows),
+        kind,
+        sum(row.tokens for row in found),
+        sum(row.host_tokens for row in found),
+    )
+
+
+_logged: set[str] = set()
 
 
 def why_not_shared(chunks: Sequence[Any], config: Any, lengths: str) -> str:

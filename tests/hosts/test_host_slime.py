@@ -282,6 +282,79 @@ def test_the_budget_is_logged_once_in_both_units(caplog: pytest.LogCaptureFixtur
     assert "8642 padded tokens per micro-batch with cp=2" in lines[0]
 
 
+def split(data: dict[str, Any], config: dict[str, Any], ids: list[int], budget: int) -> Schedule:
+    """The schedule of slime's caller, which has the tokens and gives their number."""
+    lengths = [len(tokens) for tokens in data["tokens"]]
+    schedule = slime.build_dp_schedule(
+        make_args(max_tokens_per_gpu=budget),
+        config,
+        lengths,
+        global_batch_size=len(set(ids)) // 2,
+        rollout_indices=ids,
+    )
+    check_schedule(
+        schedule,
+        lengths,
+        ids,
+        config,
+        global_batch_size=len(set(ids)) // 2,
+        max_tokens_per_gpu=budget,
+    )
+    return schedule
+
+
+def groups(*sizes: int) -> dict[str, list[list[int]]]:
+    """Answers of 20 tokens to prompts of 30, the groups' samples in turn."""
+    samples = [(k, group) for group, size in enumerate(sizes) for k in range(size)]
+    return {"tokens": [[group] * 30 + [9 + k] * 20 for k, group in sorted(samples)]}
+
+
+def group_sets(schedule: Schedule, data: dict[str, list[list[int]]]) -> list[list[int]]:
+    return [
+        sorted(data["tokens"][sample][0] for sample in row)
+        for rows in rows_of(schedule)
+        for row in rows
+    ]
+
+
+def test_a_groups_samples_meet_in_a_row_where_prefixes_are_shared() -> None:
+    # Two steps: the first four groups' rollouts are not the first step's.
+    data = groups(4, 4, 4, 4)
+    ids = list(range(16))
+    assert any(len(set(row)) > 1 for row in group_sets(split(data, make_config(), ids, 200), data))
+    slime.configure(share_prefixes=True)
+    # A step has two samples of each group.
+    sets = group_sets(split(data, make_config(), ids, 200), data)
+    assert all(row.count(group) == 2 for row in sets for group in row)
+    # A row holds three of its five samples at most, with a budget that counts each copy.
+    data = groups(5, 5)
+    ids = [sample[0] * 5 + k // 2 for k, sample in enumerate(data["tokens"])]
+    sets = group_sets(split(data, make_config(), ids, 150), data)
+    assert sorted(sets) == [[0, 0], [0, 0, 0], [1, 1], [1, 1, 1]]
+
+
+def test_steps_that_families_do_not_fill_are_planned_without_them() -> None:
+    slime.configure(share_prefixes=True)
+    data = groups(2, 2)
+    # Four ranks need four rows: two samples of a group in two of them.
+    sets = group_sets(split(data, make_config(dp=2), list(range(4)), 200), data)
+    assert sorted(map(len, sets)) == [1, 1, 1, 1]
+
+
+def test_ids_of_another_batch_are_not_taken() -> None:
+    slime.configure(share_prefixes=True)
+    data = groups(2, 2)
+    lengths = [len(tokens) + 1 for tokens in data["tokens"]]
+    schedule = slime.build_dp_schedule(
+        make_args(max_tokens_per_gpu=300),
+        make_config(),
+        lengths,
+        global_batch_size=4,
+        rollout_indices=list(range(4)),
+    )
+    assert sorted(map(len, group_sets(schedule, data))) == [4]
+
+
 def test_flops_of_experts_and_latent_attention() -> None:
     """By hand, for hidden 16 and 2 heads of 8: attention 2*16*64, gated MLP 2*16*3*ffn."""
     dense = flops.model_flops(make_args())

@@ -60,11 +60,12 @@ def family_parts(
     part_of = list(range(len(token_ids)))
     for members in families.values():
         total = int(aligned[members].sum())
-        most = -(-total // -(-total // max_tokens))
+        even = total / -(-total // max_tokens)
         first, held = members[0], 0
         for sample in members:
-            if held and held + aligned[sample] > most:
+            tokens = int(aligned[sample])
+            if held + tokens > max_tokens or held + tokens / 2 > even:
                 first, held = sample, 0
             part_of[sample] = first
-            held += int(aligned[sample])
+            held += tokens
     return part_of

@@ -216,7 +216,8 @@ def plan_dynamic(
         own_ids = [token_ids[i] for i in rollouts.samples]
         # A step needs this many rows.
         share = sum(own_lengths) // (len(rollouts.per_step) * align_to(layout))
-        parts = family_parts(own_ids, step_of, layout, min(budget * layout.cp, share))
+        most = max(min(budget * layout.cp, share), 1)
+        parts = family_parts(own_ids, step_of, layout, most)
         # Families lie across rollouts. So a step is one rollout, which is planned whole; steps that
         # so few items do not fill are planned without families.
         with contextlib.suppress(PlanError):
