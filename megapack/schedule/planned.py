@@ -39,7 +39,8 @@ from megapack.schedule.faults import FiniteFlags, checking_finalize
 from megapack.schedule.listeners import Listeners, PlaceKeeper
 from megapack.schedule.overrides import config_with, pipeline_settings
 from megapack.schedule.p2p import PlannedP2PCommunicator, RecordingP2PCommunicator
-from megapack.schedule.reading import Keeping, RowShape, read_row_shapes
+from megapack.schedule.reading import Keeping, RowShape, common_shapes, read_row_shapes
+from megapack.schedule.row_groups import replica_group
 from megapack.schedule.runner import process_groups
 from megapack.schedule.sharing import (
     Sharing,
@@ -278,7 +279,7 @@ class _Run:
             if self._tp * self._cp > 1 and not isinstance(caught, ConfigError):
                 raise
             error = caught  # raised below, on all ranks
-        group = _replica_group() if self._tp * self._pp * self._cp > 1 else None
+        group = replica_group() if self._tp * self._pp * self._cp > 1 else None
         agreement = self._ranks.prepare(
             lambda: self._agree_in_replica(read, error, group), self._same
         )
@@ -545,32 +546,6 @@ def check_options(lengths: str, non_finite: str) -> None:
             raise ConfigError(f"{name}={value!r}; set one of {', '.join(known)}")
 
 
-def common_shapes(reports: Sequence[Sequence[RowShape | None]]) -> list[RowShape] | None:
-    """The shape of each micro-batch, from what the ranks of a model replica have read.
-
-    >>> common_shapes([[(8, 1), (6, 1)], [None, None]])
-    [(8, 1), (6, 1)]
-
-    Returns:
-        None if no rank knows the shape of one of them.
-
-    Raises:
-        ScheduleError: ranks have read different shapes of one micro-batch.
-    """
-    common: list[RowShape] = []
-    for microbatch, shapes in enumerate(zip(*reports, strict=True)):
-        known = sorted({shape for shape in shapes if shape is not None})
-        if not known:
-            return None
-        if len(known) > 1:
-            raise ScheduleError(
-                f"the ranks of one pipeline have read (tokens, batch size) {known[0]} and "
-                f"{known[-1]} of micro-batch {microbatch}; give all of them the same batches"
-            )
-        common += known
-    return common
-
-
 def check_equal_counts(counts: Sequence[int]) -> None:
     """Raise ScheduleError if the ranks of a model replica have different M."""
     if len(set(counts)) > 1:
@@ -578,29 +553,6 @@ def check_equal_counts(counts: Sequence[int]) -> None:
             f"the ranks of one pipeline have M={min(counts)} and M={max(counts)} micro-batches; "
             "give all of them the same batches"
         )
-
-
-_replica_groups: list[tuple[Any, Any, Any]] = []
-
-
-def _replica_group() -> Any:
-    """A gloo group of the tensor, context and pipeline-parallel ranks of this model replica.
-
-    The first call with Megatron's groups is a collective of all ranks.
-    """
-    default = dist.distributed_c10d._get_default_group()
-    model = parallel_state.get_model_parallel_group()
-    known = _replica_groups[0] if _replica_groups else (None, None, None)
-    if known[0] is not default or known[1] is not model:
-        replicas: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(replicas, parallel_state.get_data_parallel_rank())
-        members = [
-            [rank for rank, replica in enumerate(replicas) if replica == one]
-            for one in sorted(set(replicas))
-        ]
-        group, _ = dist.new_subgroups_by_enumeration(members, backend="gloo")
-        _replica_groups[:] = [(default, model, group)]
-    return _replica_groups[0][2]
 
 
 _counts: dict[str, int] = {}

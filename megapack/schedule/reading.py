@@ -26,6 +26,7 @@ from megatron.core.utils import StragglerDetector
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from megapack.errors import ScheduleError
 from megapack.model.host_rows import given_arguments
 
 RowShape = tuple[int, int]
@@ -219,3 +220,29 @@ def _row_shape(input_ids: Any, sequence_shards: int) -> RowShape | None:
         return None
     batch_size, num_tokens = input_ids.shape
     return num_tokens // sequence_shards, batch_size
+
+
+def common_shapes(reports: Sequence[Sequence[RowShape | None]]) -> list[RowShape] | None:
+    """The shape of each micro-batch, from what the ranks of a model replica have read.
+
+    >>> common_shapes([[(8, 1), (6, 1)], [None, None]])
+    [(8, 1), (6, 1)]
+
+    Returns:
+        None if no rank knows the shape of one of them.
+
+    Raises:
+        ScheduleError: ranks have read different shapes of one micro-batch.
+    """
+    common: list[RowShape] = []
+    for microbatch, shapes in enumerate(zip(*reports, strict=True)):
+        known = sorted({shape for shape in shapes if shape is not None})
+        if not known:
+            return None
+        if len(known) > 1:
+            raise ScheduleError(
+                f"the ranks of one pipeline have read (tokens, batch size) {known[0]} and "
+                f"{known[-1]} of micro-batch {microbatch}; give all of them the same batches"
+            )
+        common += known
+    return common

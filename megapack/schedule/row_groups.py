@@ -136,3 +136,26 @@ def _cannot(ranks: Sequence[int], error: RuntimeError) -> ScheduleError:
         f"the group of ranks {list(ranks)}, which share rows, cannot be made: {error}; check the "
         "connection between these ranks, or plan with context_parallel='fixed'"
     )
+
+
+_replica_groups: list[tuple[Any, Any, Any]] = []
+
+
+def replica_group() -> Any:
+    """A gloo group of the tensor, context and pipeline-parallel ranks of this model replica.
+
+    The first call with Megatron's groups is a collective of all ranks.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    model = parallel_state.get_model_parallel_group()
+    known = _replica_groups[0] if _replica_groups else (None, None, None)
+    if known[0] is not default or known[1] is not model:
+        replicas: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(replicas, parallel_state.get_data_parallel_rank())
+        members = [
+            [rank for rank, replica in enumerate(replicas) if replica == one]
+            for one in sorted(set(replicas))
+        ]
+        group, _ = dist.new_subgroups_by_enumeration(members, backend="gloo")  # type: ignore[no-untyped-call]
+        _replica_groups[:] = [(default, model, group)]
+    return _replica_groups[0][2]

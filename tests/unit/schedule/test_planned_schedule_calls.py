@@ -12,22 +12,22 @@ from megatron.core.pipeline_parallel import schedules
 
 from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts import megatron_core
-from megapack.schedule import PlannedSchedule, planned
+from megapack.schedule import PlannedSchedule, planned, reading
 
 pytestmark = pytest.mark.unit
 
 
 def test_a_shape_that_one_rank_knows_is_every_ranks() -> None:
-    assert planned.common_shapes([[(8, 1), None], [None, (6, 2)]]) == [(8, 1), (6, 2)]
+    assert reading.common_shapes([[(8, 1), None], [None, (6, 2)]]) == [(8, 1), (6, 2)]
 
 
 def test_a_shape_that_no_rank_knows_leaves_the_exchange_to_megatron() -> None:
-    assert planned.common_shapes([[(8, 1), None], [(8, 1), None]]) is None
+    assert reading.common_shapes([[(8, 1), None], [(8, 1), None]]) is None
 
 
 def test_different_shapes_are_refused_with_both() -> None:
     with pytest.raises(ScheduleError, match=r"\(6, 1\) and \(8, 1\) of micro-batch 1"):
-        planned.common_shapes([[(4, 1), (8, 1)], [(4, 1), (6, 1)]])
+        reading.common_shapes([[(4, 1), (8, 1)], [(4, 1), (6, 1)]])
 
 
 def test_different_counts_are_refused_with_both() -> None:
