@@ -87,6 +87,11 @@ def _print(
         f"step time, with / without: median {statistics.median(ratios):.3f} of {len(ratios)} "
         f"rounds ({min(ratios):.3f} to {max(ratios):.3f})"
     )
+    ratios = [_cpu_seconds(b) / _cpu_seconds(a) for a, b in zip(without, patched, strict=True)]
+    print(
+        f"CPU seconds of all ranks, with / without: median {statistics.median(ratios):.3f} "
+        f"({min(ratios):.3f} to {max(ratios):.3f})"
+    )
     for name, ranks in (("without", without[0]), ("with", patched[0])):
         exchanges = sum(rank.num_shape_exchanges for rank in ranks) / len(ranks) / steps
         print(f"{name}: {exchanges:g} exchanges of shapes per rank and step, M={_counts(ranks)}")
@@ -99,6 +104,10 @@ def _print(
 
 def _seconds(ranks: Sequence[Report]) -> float:
     return statistics.median(ranks[0].step_seconds[1:])
+
+
+def _cpu_seconds(ranks: Sequence[Report]) -> float:
+    return sum(statistics.median(rank.more["cpu_seconds"][1:]) for rank in ranks)
 
 
 def _counts(ranks: Sequence[Report]) -> list[int]:

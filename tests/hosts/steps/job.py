@@ -138,7 +138,9 @@ def timed(report: Report, step: Callable[[], T]) -> T:
 
     dist.barrier()
     start = time.perf_counter()
+    start_cpu = time.process_time()
     result = step()
+    report.more.setdefault("cpu_seconds", []).append(time.process_time() - start_cpu)
     dist.barrier()
     report.step_seconds.append(time.perf_counter() - start)
     return result
