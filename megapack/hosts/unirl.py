@@ -12,9 +12,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+import numpy as np
 
 from megapack.base.arrays import check_count
 from megapack.errors import ConfigError, PlanError
@@ -50,6 +52,10 @@ class MicroPlan:
     """Real tokens; 0 without a budget."""
     computed_tokens: int
     """Tokens that the forward computes: under "dense" the padded rectangles. 0 without a budget."""
+    response_tokens: list[int] = field(default_factory=list)
+    """Response tokens of each sample, in track order; empty without a budget."""
+    mean_response_tokens: list[float] = field(default_factory=list)
+    """Response tokens of a rank in each update, the mean over all ranks; empty without a budget."""
 
     @property
     def efficiency(self) -> float:
@@ -63,6 +69,24 @@ class MicroPlan:
         """
         sizes = [end - start for start, end in self.updates[update]]
         return [size / sum(sizes) for size in sizes]
+
+    def token_shares(self, update: int) -> list[float]:
+        """Weights of an update's micro-batches, for losses that are means over response tokens.
+
+        With them, and FSDP's mean over ranks, the gradient is that of the mean over all tokens that
+        all ranks have in the update. Two ranks with 30 and 10 tokens have a mean of 20, so a
+        micro-batch of 10 tokens weighs 1/2 on both.
+
+        Raises:
+            PlanError: the plan has no budget, so the ranks have not told their tokens.
+        """
+        if not self.mean_response_tokens:
+            raise PlanError("plans by count know no tokens; set micro_token_budget")
+        mean = self.mean_response_tokens[update] or 1.0
+        return [
+            sum(self.response_tokens[i] for i in self.order[start:end]) / mean
+            for start, end in self.updates[update]
+        ]
 
     def restore(self, rows: Sequence[T]) -> list[T]:
         """Put the replays' results, one per sample in arranged order, back into track order."""
@@ -80,6 +104,22 @@ class _Rank:
     sizes: SampleSizes | None
     bins: list[Bins]
     """The bins of each update, as first-fit-decreasing packs them; empty without sizes."""
+    response_tokens: list[int]
+    """Of each sample; empty without sizes."""
+
+    @property
+    def update_tokens(self) -> list[int]:
+        """Response tokens of each update."""
+        tokens = self.response_tokens
+        return [sum(tokens[update.start : update.stop]) for update in self.updates]
+
+
+@dataclass(frozen=True)
+class _AllRanks:
+    bins: list[int]
+    """Bins of each update, the most that any rank needs."""
+    mean_tokens: list[float]
+    """Response tokens of a rank in each update, the mean over all ranks."""
 
 
 def plan_micro_batches(
@@ -131,16 +171,16 @@ def plan_micro_batches(
         updates = check()
         sizes = read_sizes(response_lengths, prompt_lengths, num_samples, micro_cost_model)
         if sizes is None:
-            return _Rank(updates, None, [[] for _ in updates])
+            return _Rank(updates, None, [[] for _ in updates], [])
         bins = [pack_bins(sizes, update, micro_token_budget) for update in updates]
-        return _Rank(updates, sizes, bins)
+        return _Rank(updates, sizes, bins, [max(0, int(n)) for n in response_lengths or ()])
 
     settings = f"{num_updates} {micro_batch_size} {micro_token_budget} {micro_cost_model}"
-    rank, counts = _agree(read, settings, num_samples)
-    if counts is None or rank.sizes is None:
+    rank, ranks = _agree(read, settings, num_samples)
+    if ranks is None:
         logger.warning("a rank has no lengths per sample; all ranks plan by micro_batch_size")
         return _count_plan(rank.updates, micro_batch_size, num_samples)
-    return _budget_plan(rank.sizes, rank.updates, rank.bins, counts, micro_token_budget)
+    return _budget_plan(rank, ranks, micro_token_budget)
 
 
 class CountPlanner:
@@ -260,27 +300,27 @@ def _count_plan(updates: list[range], micro_batch_size: int, num_samples: int) -
 
 def _agree(
     read: Callable[[], _Rank], settings: str, num_samples: int
-) -> tuple[_Rank, list[int] | None]:
-    """Read this rank, and find the number of bins of each update: the most that any rank has.
+) -> tuple[_Rank, _AllRanks | None]:
+    """Read this rank, and learn of all ranks by one all-reduce; None if a rank has no lengths.
 
-    The numbers are None if a rank has no lengths. An error of one rank is raised on all.
+    An error of one rank is raised on all.
     """
     # If torch.distributed was never imported, no process group can exist.
     dist = sys.modules.get("torch.distributed")
     alone = dist is None or not dist.is_available() or not dist.is_initialized()
     rank = read() if alone else _read_together(read, settings)
-    # The largest -num_samples is the fewest samples, so that one MAX does for all numbers.
-    numbers = [*map(len, rank.bins), -num_samples, int(rank.sizes is None)]
-    *counts, minus_samples, no_lengths = numbers if alone else _all_reduce_max(numbers)
-    if no_lengths:
+    numbers = [num_samples, int(rank.sizes is None), *map(len, rank.bins), *rank.update_tokens]
+    rows = np.array([numbers] if alone else _of_all_ranks(numbers))
+    if rows[:, 1].any():
         return rank, None
-    fewest_samples = -minus_samples // len(counts)
-    if max(counts) > fewest_samples:
+    bins, tokens = np.split(rows[:, 2:], 2, axis=1)
+    fewest_samples = int(rows[:, 0].min()) // len(rank.updates)
+    if bins.max() > fewest_samples:
         raise PlanError(
-            f"a rank needs {max(counts)} micro-batches in an update, another has {fewest_samples} "
+            f"a rank needs {bins.max()} micro-batches in an update, another has {fewest_samples} "
             "samples in it; raise micro_token_budget or give all ranks that many samples"
         )
-    return rank, counts
+    return rank, _AllRanks(bins.max(axis=0).tolist(), tokens.mean(axis=0).tolist())
 
 
 def _read_together(read: Callable[[], _Rank], settings: str) -> _Rank:
@@ -289,13 +329,17 @@ def _read_together(read: Callable[[], _Rank], settings: str) -> _Rank:
     return agree(read, device=_device(), same={"micro-batch settings": settings})
 
 
-def _all_reduce_max(values: list[int]) -> list[int]:
+def _of_all_ranks(numbers: list[int]) -> list[list[int]]:
+    """The numbers of every rank, by one all-reduce: each rank adds its row to rows of zeros."""
     import torch
     import torch.distributed as dist
 
-    tensor = torch.tensor(values, dtype=torch.int64, device=_device())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return [int(value) for value in tensor.tolist()]
+    shape = (dist.get_world_size(), len(numbers))
+    rows = torch.zeros(shape, dtype=torch.int64, device=_device())
+    rows[dist.get_rank()] = rows.new_tensor(numbers)
+    dist.all_reduce(rows)
+    gathered: list[list[int]] = rows.tolist()
+    return gathered
 
 
 def _device() -> torch.device:
@@ -306,25 +350,26 @@ def _device() -> torch.device:
     return torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
 
 
-def _budget_plan(
-    sizes: SampleSizes, updates: list[range], packed: list[Bins], counts: list[int], budget: int
-) -> MicroPlan:
+def _budget_plan(rank: _Rank, ranks: _AllRanks, budget: int) -> MicroPlan:
+    sizes = rank.sizes
+    assert sizes is not None
     order: list[int] = []
     ranges: list[list[Range]] = []
     computed = 0
-    for update, fewest, count in zip(updates, packed, counts, strict=True):
+    for update, fewest, count in zip(rank.updates, rank.bins, ranks.bins, strict=True):
         bins = change_count(sizes, update, fewest, count, budget)
         # Heaviest first on every rank, so that micro-batches which run together cost about as much.
         bins.sort(key=lambda members: (-sizes.cost(members), members))
         ranges.append(list(pairwise(accumulate(map(len, bins), initial=len(order)))))
         order.extend(i for members in bins for i in members)
         computed += sum(sizes.cost(members) for members in bins)
-    plan = MicroPlan(order, ranges, sum(sizes.total(i) for i in order), computed)
+    tokens = sum(sizes.total(i) for i in order)
+    plan = MicroPlan(order, ranges, tokens, computed, rank.response_tokens, ranks.mean_tokens)
     logger.info(
         "%d samples in %s micro-batches per update of at most %d tokens, efficiency %.3f (%d real "
         "of %d computed tokens)",
         len(order),
-        counts,
+        ranks.bins,
         budget,
         plan.efficiency,
         plan.tokens,
