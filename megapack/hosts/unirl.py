@@ -1,23 +1,29 @@
-"""UniRL: micro-batches of one data-parallel rank, by count or under a token budget.
+"""UniRL: micro-batches of one data-parallel rank under a token budget, and packed replays.
 
     lengths -> equal updates in track order -> bins under the budget -> K bins, as many as the rank
     that needs most -> an order of the track, and ranges of it
 
 Ranks run collectives in every micro-batch (FSDP), so they need equal counts. They agree on the
 counts of all updates at once; either all ranks go on or all raise.
+
+`plan_micro_batches` and the planners are for a stack of one's own. The patch `unirl` puts them into
+UniRL's `TrainStack`, and replaces the replay of its AR stage.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from megapack import patching
 from megapack.base.arrays import check_count
 from megapack.errors import ConfigError, PlanError
 from megapack.hosts.shared.unirl_bins import (
@@ -32,12 +38,26 @@ from megapack.hosts.shared.unirl_bins import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CountPlanner", "MicroPlan", "TokenBudgetPlanner", "plan_micro_batches"]
+__all__ = [
+    "CountPlanner",
+    "MicroPlan",
+    "TokenBudgetPlanner",
+    "init_stack",
+    "optimizer_step_slices",
+    "plan_micro_batches",
+    "prepare_segment",
+    "replay",
+    "replay_forward",
+    "train",
+]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Range = tuple[int, int]
+
+_STACK = "unirl.train.stack.TrainStack"
+_AR = "unirl.models.qwen3.ar"
 
 
 @dataclass(frozen=True)
@@ -88,14 +108,16 @@ class MicroPlan:
             for start, end in self.updates[update]
         ]
 
+    @property
+    def places(self) -> list[int]:
+        """The arranged position of each track index: the inverse of `order`."""
+        return sorted(range(len(self.order)), key=self.order.__getitem__)
+
     def restore(self, rows: Sequence[T]) -> list[T]:
         """Put the replays' results, one per sample in arranged order, back into track order."""
         if len(rows) != len(self.order):
             raise PlanError(f"{len(rows)} rows for {len(self.order)} samples; give one per sample")
-        track: list[Any] = [None] * len(rows)
-        for row, index in zip(rows, self.order, strict=True):
-            track[index] = row
-        return track
+        return [rows[place] for place in self.places]
 
 
 @dataclass(frozen=True)
@@ -229,8 +251,13 @@ class TokenBudgetPlanner:
 
         Reads `part.batch_size`, `part.segment.lengths` and the prompt's attention mask.
         """
+        plan = self.plan(part, num_updates=num_updates, micro_batch_size=micro_batch_size)
+        return part.select(plan.order), plan.updates
+
+    def plan(self, part: Any, *, num_updates: int, micro_batch_size: int) -> MicroPlan:
+        """The plan of a part, as `arrange` makes it; collective."""
         num_samples = int(part.batch_size)
-        plan = plan_micro_batches(
+        return plan_micro_batches(
             _segment_lengths(part, num_samples),
             num_samples=num_samples,
             num_updates=num_updates,
@@ -239,7 +266,6 @@ class TokenBudgetPlanner:
             micro_cost_model=self.cost_model,
             prompt_lengths=_prompt_lengths(part, num_samples),
         )
-        return part.select(plan.order), plan.updates
 
     def validate(self, algorithm: Any) -> None:
         """Refuse a loss whose value changes with the split into micro-batches.
@@ -255,6 +281,347 @@ class TokenBudgetPlanner:
                 f"loss_agg_mode={mode!r} is not a mean over sequences, so micro-batches weighted "
                 "by their share of samples change the gradient; set a 'seq-mean' mode, or no budget"
             )
+
+
+def init_stack(
+    self: Any,
+    *,
+    fsdp_backend: Any,
+    algorithm: Any,
+    micro_batch_size: int,
+    max_grad_norm: float,
+    num_updates_per_batch: int = 1,
+    micro_token_budget: int | None = None,
+    micro_cost_model: MicroCostModel = "dense",
+    packed_replay: bool | None = None,
+) -> None:
+    """`TrainStack.__init__` with a token budget.
+
+    Args:
+        micro_token_budget: computed tokens per micro-batch; None: `micro_batch_size` samples.
+        micro_cost_model: "dense" for padded replays, "sum" for packed ones.
+        packed_replay: whether replays run on packed rows; None: under a budget with "sum".
+
+    Raises:
+        ConfigError: the loss, or the AR stage, does not go with these settings.
+    """
+    patching.original(f"{_STACK}.__init__")(
+        self,
+        fsdp_backend=fsdp_backend,
+        algorithm=algorithm,
+        micro_batch_size=micro_batch_size,
+        max_grad_norm=max_grad_norm,
+        num_updates_per_batch=num_updates_per_batch,
+    )
+    self.micro_plan = None
+    self.micro_planner = None
+    if micro_token_budget is not None:
+        self.micro_planner = TokenBudgetPlanner(
+            token_budget=micro_token_budget, cost_model=micro_cost_model
+        )
+        _mean_over(algorithm)
+    packs = micro_token_budget is not None and micro_cost_model == "sum"
+    if packs and packed_replay is False:
+        raise ConfigError(
+            "micro_cost_model='sum' counts tokens of packed rows, and packed_replay=false pads them; "
+            "set micro_cost_model=dense"
+        )
+    stage = getattr(algorithm, "stage", None)
+    if packs or packed_replay:
+        if getattr(type(stage), "replay", None) is not replay:
+            raise ConfigError(
+                f"the replay of {type(stage).__name__} pads, Qwen3ARStage's alone can be packed; "
+                "set micro_cost_model=dense, and leave packed_replay out"
+            )
+        stage.packed_replay = True
+
+
+def optimizer_step_slices(self: Any, total: int) -> list[list[Range]]:
+    """`TrainStack._optimizer_step_slices`: the plan's ranges, or by count without a plan.
+
+    With a plan these are positions in its order, not in the track.
+    """
+    plan = getattr(self, "micro_plan", None)
+    if plan is None:
+        by_count: list[list[Range]] = patching.original(f"{_STACK}._optimizer_step_slices")(
+            self, total
+        )
+        return by_count
+    return [list(update) for update in plan.updates]
+
+
+def prepare_segment(self: Any, resp_track: Any) -> None:
+    """`TrainStack.prepare_segment`: plan the track, and replay its anchors by micro-batch.
+
+    Collective with a budget. Anchors are put back into track order.
+    """
+    self.micro_plan = _plan_of_track(self, resp_track)
+    if self.micro_plan is None:
+        patching.original(f"{_STACK}.prepare_segment")(self, resp_track)
+        return
+    names = _replayed_anchors(self.algorithm, resp_track.segment)
+    if not names:
+        self.algorithm.prepare_segment(conditions=resp_track.conditions, segment=resp_track.segment)
+        return
+    import torch
+
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for start, end in _all_ranges(self.micro_plan):
+        micro, filled = _with_response(resp_track.select(self.micro_plan.order[start:end]))
+        self.algorithm.prepare_segment(conditions=micro.conditions, segment=micro.segment)
+        for name, values in parts.items():
+            value = getattr(micro.segment, name)
+            if value is None:
+                raise PlanError(f"{type(self.algorithm).__name__} left its anchor {name} empty")
+            values.append(value[:0] if filled else value)
+    arranged = resp_track.segment.select(self.micro_plan.order)
+    for name, values in parts.items():
+        setattr(arranged, name, torch.cat(values))
+    in_track_order = arranged.select(self.micro_plan.places)
+    for name in names:
+        setattr(resp_track.segment, name, getattr(in_track_order, name))
+
+
+def train(
+    self: Any, resp_track: Any, *, micro_slices: list[Range], training_progress: float
+) -> Any:
+    """`TrainStack.train`: one optimizer step, measured.
+
+    With a plan, micro-batches weigh their share of samples or of response tokens, and the loss is
+    the update's mean in place of UniRL's sum over micro-batches.
+
+    Returns:
+        TrainStepResult, with these metrics added, the largest of any rank: `replay_seconds`,
+        `backward_seconds` (loss and backward), `num_micro_batches`, and on CUDA
+        `max_allocated_gib` and `max_reserved_gib`. `packing_efficiency` with a budget.
+    """
+    from megapack.hosts.shared.step_meter import StepMeter
+
+    plan = getattr(self, "micro_plan", None)
+    step = patching.original(f"{_STACK}.train") if plan is None else _train_planned
+    meter = StepMeter(next(self.fsdp_backend.trainable_module().parameters()).device)
+    stage = getattr(self.algorithm, "stage", None)
+    with ExitStack() as watching:
+        watching.enter_context(meter.watching(self.algorithm, "compute_loss_and_backward"))
+        if hasattr(stage, "replay"):
+            watching.enter_context(meter.watching(stage, "replay"))
+        result = step(
+            self, resp_track, micro_slices=micro_slices, training_progress=training_progress
+        )
+    replay_seconds = meter.seconds("replay")
+    measured = {
+        "replay_seconds": replay_seconds,
+        "backward_seconds": meter.seconds("compute_loss_and_backward") - replay_seconds,
+        "num_micro_batches": float(len(micro_slices)),
+        **meter.memory(),
+    }
+    metrics = {**result.metrics, **meter.largest(measured)}
+    if plan is not None:
+        metrics["packing_efficiency"] = plan.efficiency
+    return dataclasses.replace(result, metrics=metrics)
+
+
+def replay(self: Any, conditions: Any, *, segment: Any, temperature: float = 1.0) -> torch.Tensor:
+    """`Qwen3ARStage.replay` on one packed row; padded where `packed_replay` is not set.
+
+    A token that nothing precedes, the first of a sample without a prompt, keeps the log-prob of the
+    rollout and has no gradient.
+
+    Returns:
+        log-probs of all response tokens [R], as UniRL's.
+    """
+    import torch
+
+    from megapack.hosts.shared import unirl_replay
+
+    own = patching.original(f"{_AR}.Qwen3ARStage.replay")
+    if not getattr(self, "packed_replay", False):
+        return own(self, conditions, segment=segment, temperature=temperature)
+    prompt = conditions.prompt
+    transformer = self.model.transformer
+    device = next(transformer.parameters()).device
+    tokens = segment.tokens.to(device=device, dtype=torch.int64)
+    row = unirl_replay.pack_row(
+        prompt.input_ids.to(device), prompt.attention_mask.to(device), tokens, segment.lengths
+    )
+    if not row.lengths:
+        # Nothing predicts a token; UniRL's forward runs FSDP's collectives.
+        return own(self, conditions, segment=segment, temperature=temperature)
+    found = transformer(
+        input_ids=row.ids,
+        position_ids=row.position_ids,
+        predict_index=row.predict_index,
+        response_tokens=row.targets,
+        temperature=temperature,
+        autocast_dtype=self.autocast_dtype if device.type == "cuda" else None,
+        **unirl_replay.attention_arguments(transformer, row),
+    )
+    if not row.predicted.all():
+        given = segment.log_probs
+        known = torch.zeros(len(tokens), device=device) if given is None else given.to(found)
+        found = known.to(found).masked_scatter(row.predicted, found)
+    return found.to(self.logprob_dtype)
+
+
+def replay_forward(
+    self: Any,
+    *,
+    response_tokens: Any = None,
+    prompt_len: int | None = None,
+    temperature: float = 1.0,
+    autocast_dtype: Any = None,
+    predict_index: Any = None,
+    **kw: Any,
+) -> Any:
+    """`_replay_aware_forward`, the forward of UniRL's causal LMs, with packed rows.
+
+    It runs inside the model's own forward, because FSDP gathers the weights of embedding and head
+    there.
+
+    Args:
+        predict_index: places of a packed row that predict `response_tokens`; None: UniRL's own.
+    """
+    if predict_index is None:
+        return patching.original(f"{_AR}._replay_aware_forward")(
+            self,
+            response_tokens=response_tokens,
+            prompt_len=prompt_len,
+            temperature=temperature,
+            autocast_dtype=autocast_dtype,
+            **kw,
+        )
+    from megapack.hosts.shared.unirl_replay import row_logprobs
+
+    return row_logprobs(
+        self,
+        predict_index=predict_index,
+        targets=response_tokens,
+        temperature=float(temperature),
+        autocast_dtype=autocast_dtype,
+        **kw,
+    )
+
+
+def _mean_over(algorithm: Any) -> Literal["samples", "tokens"]:
+    """What a micro-batch's loss is the mean of.
+
+    Raises:
+        ConfigError: neither.
+    """
+    name = type(algorithm).__name__
+    mode = str(getattr(algorithm, "loss_agg_mode", None))
+    if mode == "token-mean":
+        return "tokens"
+    if name == "DRPO" and mode != "seq-mean-token-sum-norm":
+        raise ConfigError(
+            f"loss_agg_mode={mode!r}: DRPO does not know it and takes the mean over tokens; set "
+            "token-mean or seq-mean-token-sum-norm"
+        )
+    if mode.startswith("seq-mean"):
+        return "samples"
+    raise ConfigError(
+        f"loss_agg_mode={mode!r} of {name} is no mean over sequences or tokens, so its gradient "
+        "would change with the micro-batches; set token-mean or a seq-mean mode, or "
+        "micro_token_budget=null"
+    )
+
+
+def _plan_of_track(stack: Any, track: Any) -> MicroPlan | None:
+    """None: by count, because there is no budget or a rank has no lengths."""
+    planner = getattr(stack, "micro_planner", None)
+    if planner is None:
+        return None
+    plan: MicroPlan = planner.plan(
+        track,
+        num_updates=stack.num_updates_per_batch,
+        micro_batch_size=stack.micro_batch_size,
+    )
+    return plan if plan.mean_response_tokens else None
+
+
+def _replayed_anchors(algorithm: Any, segment: Any) -> tuple[str, ...]:
+    """Fields of the segment that the algorithm's `prepare_segment` replays."""
+    if algorithm.recomputes_anchor():
+        return tuple(algorithm.anchor_fields)
+    # DRPO replays the whole track at once and declares no field.
+    replays = getattr(algorithm, "old_logp_source", None) == "replay"
+    return ("log_probs",) if replays and segment.log_probs is not None else ()
+
+
+def _all_ranges(plan: MicroPlan) -> list[Range]:
+    return [micro_batch for update in plan.updates for micro_batch in update]
+
+
+def _with_response(micro: Any) -> tuple[Any, bool]:
+    """The micro-batch; one without any response token with a token of no advantage, and True.
+
+    UniRL skips forward and backward of micro-batches without tokens, and the other ranks would wait
+    in FSDP's collectives. With an advantage of 0 the loss and its gradient are exactly 0.
+    """
+    import torch
+
+    segment = micro.segment
+    if segment.tokens is None or len(segment.tokens):
+        return micro, False
+    num_empty = int(micro.batch_size) - 1
+
+    def one_value(packed: Any) -> Any:
+        return None if packed is None else [packed.new_zeros(1), *[packed[:0]] * num_empty]
+
+    packed = {name: one_value(getattr(segment, name)) for name in ("tokens", "log_probs")}
+    filled = type(segment).pack(**packed, loss_mask=one_value(segment.loss_mask))
+    advantages = (
+        micro.advantages if micro.advantages is None else torch.zeros_like(micro.advantages)
+    )
+    return dataclasses.replace(micro, segment=filled, advantages=advantages), True
+
+
+def _train_planned(
+    stack: Any, track: Any, *, micro_slices: list[Range], training_progress: float
+) -> Any:
+    """One optimizer step on the plan's micro-batches; a TrainStepResult."""
+    from unirl.train.stack import TrainStepResult, aggregate_numeric_metrics
+
+    if track.advantages is None:
+        raise PlanError("the track has no advantages; compute them before train_track")
+    plan: MicroPlan = stack.micro_plan
+    update = plan.updates.index(micro_slices)
+    over_tokens = _mean_over(stack.algorithm) == "tokens"
+    weights = plan.token_shares(update) if over_tokens else plan.sample_shares(update)
+    stack.fsdp_backend.zero_grad()
+    results, metrics = [], []
+    loss = 0.0
+    for (start, end), weight in zip(micro_slices, weights, strict=True):
+        # UniRL may reduce gradients in the backward of the last micro-batch alone.
+        stack.fsdp_backend.set_grad_sync(end == micro_slices[-1][1])
+        micro, filled = _with_response(track.select(plan.order[start:end]))
+        result = stack.algorithm.compute_loss_and_backward(
+            conditions=micro.conditions,
+            segment=micro.segment,
+            advantages=micro.advantages,
+            training_progress=training_progress,
+            loss_scale=weight,
+        )
+        results.append(result)
+        loss += weight * result.loss
+        if result.metrics and not filled:
+            metrics.append(result.metrics)
+    has_backward = all(result.has_backward for result in results)
+    if any(result.has_backward for result in results) is not has_backward:
+        raise PlanError("some micro-batches had no backward, so gradients were not reduced")
+    if not has_backward:
+        logger.warning("no micro-batch had a backward; the optimizer step is skipped")
+    norm = (
+        stack.fsdp_backend.optimizer_step(max_grad_norm=stack.max_grad_norm) if has_backward else 0
+    )
+    return TrainStepResult(
+        loss=loss,
+        grad_norm=float(norm),
+        lr=stack._current_lr(),
+        has_backward=has_backward,
+        micros=results,
+        metrics=aggregate_numeric_metrics(metrics),
+    )
 
 
 def _segment_lengths(part: Any, num_samples: int) -> list[int] | None:
