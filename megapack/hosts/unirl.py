@@ -323,8 +323,8 @@ def init_stack(
     packs = micro_token_budget is not None and micro_cost_model == "sum"
     if packs and packed_replay is False:
         raise ConfigError(
-            "micro_cost_model='sum' counts tokens of packed rows, and packed_replay=false pads them; "
-            "set micro_cost_model=dense"
+            "micro_cost_model='sum' counts tokens of packed rows, and packed_replay=false pads "
+            "them; set micro_cost_model=dense"
         )
     stage = getattr(algorithm, "stage", None)
     if packs or packed_replay:
@@ -435,9 +435,11 @@ def replay(self: Any, conditions: Any, *, segment: Any, temperature: float = 1.0
     from megapack.hosts.shared import unirl_replay
 
     own = patching.original(f"{_AR}.Qwen3ARStage.replay")
-    if not getattr(self, "packed_replay", False):
-        return own(self, conditions, segment=segment, temperature=temperature)
     prompt = conditions.prompt
+    fields = (getattr(prompt, name, None) for name in ("input_ids", "attention_mask"))
+    incomplete = any(part is None for part in (*fields, segment.tokens, segment.lengths))
+    if incomplete or not getattr(self, "packed_replay", False):
+        return own(self, conditions, segment=segment, temperature=temperature)
     transformer = self.model.transformer
     device = next(transformer.parameters()).device
     tokens = segment.tokens.to(device=device, dtype=torch.int64)

@@ -42,6 +42,7 @@ FOLDERS = {
     "megatron_bridge": "megatron-bridge",
     "megatron_lm": "megatron-lm",
     "xtuner": "xtuner",
+    "unirl": "unirl",
 }
 
 
