@@ -2,12 +2,21 @@
 
     torchrun --nproc-per-node 2 -m tests.hosts.steps.unirl OUT --patches unirl --case sum,dense
 
-A case is words with `+`: `count`, `dense` or `sum` micro-batches, `packed` replays of counts, a
-`tokens` mean, `drpo` or `anchor` (a GRPO that replays its anchor), `two` updates, `defer` (one
-reduction of gradients per step), `whole` (one micro-batch), `all` (the
-samples of two ranks), `empty` (samples without a response),
-`large` (a model of hidden size 256). Cases with commas run one after the other, each from the same
-weights; the report has each case's by name in `more`, and the last case's as its own.
+A case is words with `+`:
+
+    count, dense, sum   micro-batches by count, or under a budget where the patch is on
+    packed              packed replays of micro-batches by count
+    one, whole          1 sample or all in a micro-batch by count, in place of 2
+    tokens              a mean over tokens
+    drpo, anchor        DRPO, or GRPO, on anchors that are replayed
+    two                 two updates
+    defer               one reduction of gradients per update
+    all                 the samples of two ranks on this one
+    empty               half of rank 0's samples have no response
+    large               hidden size 256, and samples 8 times as long
+
+Cases with commas run one after the other, each from the same weights; the report has each case's by
+name in `more`, and the last case's as its own.
 
 UniRL's are the stack, the backend with FSDP2, the algorithms, batches and segments, and the stage's
 replay. The model is a tiny Qwen3 of transformers; no rollout engine and no Ray actor runs. Stand-ins
@@ -16,6 +25,7 @@ take the place of Ray, omegaconf and wandb, which are imported on the way.
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,15 +66,18 @@ def run(arguments: job.Arguments, case: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     words = case.split("+")
-    stack = make_stack(words)
+    stack = make_stack(words, patched="unirl" in arguments.patches)
     found: dict[str, Any] = {"losses": [], "metrics": [], "counts": [], "tokens": []}
+    found["cpu_seconds"] = []
     gradients: list[torch.Tensor] = []
     record(stack, found, gradients)
     timing = job.Report()
     track = make_track(words)
     for _ in range(arguments.steps):
         found["tokens"].append([])
+        start = time.process_time()
         result = job.timed(timing, lambda: stack.train_track(track, training_progress=0.0))
+        found["cpu_seconds"].append(time.process_time() - start)
         found["losses"].append(result.loss)
         found["metrics"].append(dict(result.metrics))
         found["counts"].append(len(result.micros))
@@ -77,8 +90,8 @@ def run(arguments: job.Arguments, case: str) -> dict[str, Any]:
     return found
 
 
-def make_stack(words: list[str]) -> Any:
-    """UniRL's stack and the backend and algorithm that it is given."""
+def make_stack(words: list[str], *, patched: bool) -> Any:
+    """UniRL's stack and the backend and algorithm that it is given; by count if it is unpatched."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from unirl.models.qwen3.ar import Qwen3ARStage
@@ -127,15 +140,16 @@ def make_stack(words: list[str]) -> Any:
         device=cpu,
     )
     settings: dict[str, Any] = {}
-    if "dense" in words or "sum" in words:
+    if patched and ("dense" in words or "sum" in words):
         settings["micro_token_budget"] = BUDGET * (8 if "large" in words else 1)
         settings["micro_cost_model"] = "dense" if "dense" in words else "sum"
-    if "packed" in words:
+    if patched and "packed" in words:
         settings["packed_replay"] = True
+    micro_batch_size = 1 if "one" in words else 2
     return TrainStack(
         fsdp_backend=backend,
         algorithm=make_algorithm(words, stage),
-        micro_batch_size=2 * NUM_SAMPLES if "whole" in words else 2,
+        micro_batch_size=2 * NUM_SAMPLES if "whole" in words else micro_batch_size,
         # Never clips, so that gradients can be compared.
         max_grad_norm=1e9,
         num_updates_per_batch=2 if "two" in words else 1,
@@ -175,7 +189,10 @@ def make_track(words: list[str]) -> Any:
     import torch.distributed as dist
 
     ranks = range(2) if "all" in words else [dist.get_rank()]
-    return joined_tracks([rank_samples(words, rank) for rank in ranks])
+    of_ranks = [rank_samples(words, rank) for rank in ranks]
+    # An update trains on the same half of every rank's samples.
+    halves = (slice(NUM_SAMPLES // 2), slice(NUM_SAMPLES // 2, None))
+    return joined([sample for half in halves for rank in of_ranks for sample in rank[half]])
 
 
 def rank_samples(words: list[str], rank: int) -> list[tuple[Any, Any, Any, float]]:
@@ -199,13 +216,13 @@ def rank_samples(words: list[str], rank: int) -> list[tuple[Any, Any, Any, float
     return samples
 
 
-def joined_tracks(of_ranks: list[list[tuple[Any, Any, Any, float]]]) -> Any:
+def joined(samples: list[tuple[Any, Any, Any, float]]) -> Any:
+    """A track of these samples, prompts padded on the right."""
     import torch
     from unirl.types.conditions import TextTokenCondition
     from unirl.types.rollout_resp import RolloutTrack
     from unirl.types.segments.text import TextSegment
 
-    samples = [sample for rank in of_ranks for sample in rank]
     prompts = [sample[0] for sample in samples]
     width = max(len(prompt) for prompt in prompts)
     ids = torch.stack([torch.nn.functional.pad(p, (0, width - len(p))) for p in prompts])
