@@ -56,6 +56,14 @@ def test_prompts_and_responses_are_padded_separately() -> None:
     assert len(plan_micro_batches([10, 90], **fields, micro_cost_model="sum").updates[0]) == 1
 
 
+def test_weights_of_token_means() -> None:
+    plan = planned([6, 2, 0, 4], micro_token_budget=8, micro_cost_model="sum")
+    assert micros(plan) == [[[0, 1], [2, 3]]]
+    assert plan.token_shares(0) == [8 / 12, 4 / 12]
+    with pytest.raises(PlanError, match="set micro_token_budget"):
+        planned([6, 2]).token_shares(0)
+
+
 def test_an_oversized_sample_is_alone() -> None:
     for model in ("sum", "dense"):
         plan = planned([10, 200, 10], micro_token_budget=100, micro_cost_model=model)

@@ -43,6 +43,8 @@ def main() -> None:
     for name, ranks in CASES.items():
         result = outcome(*ranks[dist.get_rank()])
         outcomes[name] = result if isinstance(result, str) else [result.order, result.updates]
+        if isinstance(result, MicroPlan) and result.tokens:
+            outcomes[name].append([result.token_shares(update) for update in range(2)])
     of_ranks: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, outcomes)
     if dist.get_rank() == 0:

@@ -1,0 +1,215 @@
+"""Packed rows of UniRL's replay, on a tiny model of transformers."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapack import ConfigError
+from megapack.hosts.shared import unirl_replay
+from megapack.hosts.shared.step_meter import StepMeter
+from megapack.hosts.shared.unirl_replay import (
+    PackedRow,
+    attention_arguments,
+    pack_row,
+    row_logprobs,
+)
+
+pytestmark = pytest.mark.hosts
+
+VOCAB_SIZE = 50
+# Prompt and response of each sample: one without a response, one without a prompt, one with neither
+# a prompt nor a second token.
+SIZES = [(3, 2), (2, 0), (0, 3), (1, 4), (0, 1)]
+
+
+def make_micro_batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of `pack_row`."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCAB_SIZE, (len(SIZES), 4), generator=generator)
+    mask = (torch.arange(4) < torch.tensor([prompt for prompt, _ in SIZES])[:, None]).long()
+    lengths = torch.tensor([response for _, response in SIZES])
+    tokens = torch.randint(1, VOCAB_SIZE, (int(lengths.sum()),), generator=generator)
+    return ids * mask, mask, tokens, lengths
+
+
+def test_a_row_has_the_tokens_that_predict_something() -> None:
+    ids, mask, tokens, lengths = make_micro_batch()
+    row = pack_row(ids, mask, tokens, lengths)
+    assert row.lengths == (4, 2, 4)
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]]
+    assert row.predict_index.tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
+    first = [*ids[0, :3].tolist(), int(tokens[0])]
+    third = tokens[2:4].tolist()
+    fourth = [int(ids[3, 0]), *tokens[5:8].tolist()]
+    assert row.ids.tolist() == [first + third + fourth]
+    # All response tokens but the first ones of the two samples without a prompt.
+    assert row.predicted.tolist() == [True] * 2 + [False, True, True] + [True] * 4 + [False]
+    assert row.targets.tolist() == tokens[row.predicted].tolist()
+
+
+def test_prompts_may_be_padded_on_either_side() -> None:
+    ids, mask, tokens, lengths = make_micro_batch()
+    right = pack_row(ids, mask, tokens, lengths)
+    counts = mask.sum(-1).tolist()
+    left_ids = torch.stack([row.roll(4 - n) for row, n in zip(ids, counts, strict=True)])
+    left = pack_row(left_ids, mask.flip(-1), tokens, lengths)
+    assert left.ids.equal(right.ids)
+    assert left.predict_index.equal(right.predict_index)
+
+
+def test_samples_without_responses_make_no_row() -> None:
+    ids, mask, tokens, lengths = make_micro_batch()
+    row = pack_row(ids, mask, tokens[:0], torch.zeros_like(lengths))
+    assert row.lengths == ()
+    assert row.ids.shape == (1, 0)
+    assert len(row.targets) == 0
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A Qwen3 whose layers run again in the backward."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.3,
+        attn_implementation="sdpa",
+    )
+    model = transformers.Qwen3ForCausalLM(config).double()
+    with warnings.catch_warnings():
+        # transformers 5 renames it, older versions know this name alone.
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def packed_logprobs(model: Any, row: PackedRow, temperature: float = 0.7) -> Tensor:
+    return row_logprobs(
+        model,
+        input_ids=row.ids,
+        position_ids=row.position_ids,
+        predict_index=row.predict_index,
+        targets=row.targets,
+        temperature=temperature,
+        autocast_dtype=None,
+        **attention_arguments(model, row),
+    )
+
+
+def single_logprobs(model: Any, micro_batch: tuple[Tensor, ...]) -> Tensor:
+    """One unpadded sample at a time, by the model's own forward."""
+    ids, mask, tokens, lengths = micro_batch
+    found = []
+    for prompt, real, response in zip(ids, mask, tokens.split(lengths.tolist()), strict=True):
+        whole = torch.cat([prompt[real.bool()], response])
+        if len(whole) < 2 or not len(response):
+            continue
+        logits = model(input_ids=whole[None], use_cache=False).logits[0, :-1].float() / 0.7
+        every = logits.log_softmax(-1).gather(-1, whole[1:, None])[:, 0]
+        found.append(every[-len(response) :])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("chunk_rows", [3, 2048])
+def test_log_probs_and_gradients_are_those_of_one_sample_at_a_time(
+    model: Any, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unirl_replay, "_CHUNK_ROWS", chunk_rows)
+    micro_batch = make_micro_batch()
+    weights = torch.linspace(-1, 1, 8)
+    gradients = []
+    values = []
+    for logprobs in (
+        packed_logprobs(model, pack_row(*micro_batch)),
+        single_logprobs(model, micro_batch),
+    ):
+        assert logprobs.dtype == torch.float32
+        model.zero_grad()
+        (logprobs * weights).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        values.append(logprobs.detach())
+    assert torch.allclose(*values, atol=1e-6)
+    assert (gradients[0] - gradients[1]).norm() < 1e-6 * gradients[1].norm()
+
+
+def test_a_sample_does_not_see_the_others(model: Any) -> None:
+    """Not a bit of the last sample's log-probs changes with the tokens of the others."""
+    ids, mask, tokens, lengths = make_micro_batch()
+    others = make_micro_batch(seed=1)
+    ids_changed = torch.cat([others[0][:3], ids[3:]])
+    tokens_changed = torch.cat([others[2][:5], tokens[5:]])
+    with torch.no_grad():
+        found = packed_logprobs(model, pack_row(ids, mask, tokens, lengths))
+        changed = packed_logprobs(model, pack_row(ids_changed, mask, tokens_changed, lengths))
+    assert found[4:].equal(changed[4:])
+    assert not found[:4].equal(changed[:4])
+
+
+def test_padded_calls_of_sdpa_are_as_before(model: Any) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    unirl_replay._attend_within_samples()
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    unirl_replay._attend_within_samples()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is attend
+    ids, mask, *_ = make_micro_batch()
+    mask[[2, 4], 0] = 1
+    with torch.no_grad():
+        padded = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        alone = model(input_ids=ids[:1, :3], use_cache=False).logits
+    assert torch.allclose(padded[0, :3], alone[0], atol=1e-9)
+
+
+def test_flash_attention_is_told_the_samples() -> None:
+    row = pack_row(*make_micro_batch())
+    config = SimpleNamespace(_attn_implementation="flash_attention_2", layer_types=None)
+    arguments = attention_arguments(SimpleNamespace(config=config), row)
+    assert arguments["cu_seq_lens_q"].tolist() == [0, 4, 6, 10]
+    assert arguments["cu_seq_lens_q"].dtype == torch.int32
+    assert arguments["max_length_k"] == 4
+
+
+@pytest.mark.parametrize(
+    ("attention", "layers", "says"),
+    [
+        ("eager", ["full_attention"], "attention 'eager'"),
+        ("sdpa", ["full_attention", "linear_attention"], "linear_attention"),
+    ],
+)
+def test_what_would_cross_samples_is_refused(attention: str, layers: list[str], says: str) -> None:
+    row = pack_row(*make_micro_batch())
+    config = SimpleNamespace(_attn_implementation=attention, layer_types=layers)
+    with pytest.raises(ConfigError, match=says):
+        attention_arguments(SimpleNamespace(config=config), row)
+
+
+def test_a_meter_times_methods_and_leaves_no_trace() -> None:
+    class Stage:
+        def replay(self, number: int) -> int:
+            time.sleep(0.01)
+            return number + 1
+
+    stage = Stage()
+    meter = StepMeter(torch.device("cpu"))
+    with meter.watching(stage, "replay"):
+        assert stage.replay(1) == 2
+        assert stage.replay(number=2) == 3
+    assert stage.replay(3) == 4
+    assert vars(stage) == {}
+    assert 0.02 <= meter.seconds("replay")
+    assert meter.seconds("backward") == 0
+    assert meter.memory() == {}
+    assert meter.largest({"a": 1.5}) == {"a": 1.5}
