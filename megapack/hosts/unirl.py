@@ -326,7 +326,7 @@ def init_stack(
             "micro_cost_model='sum' counts tokens of packed rows, and packed_replay=false pads "
             "them; set micro_cost_model=dense"
         )
-    stage = getattr(algorithm, "stage", None)
+    stage: Any = getattr(algorithm, "stage", None)
     if packs or packed_replay:
         if getattr(type(stage), "replay", None) is not replay:
             raise ConfigError(
@@ -434,7 +434,7 @@ def replay(self: Any, conditions: Any, *, segment: Any, temperature: float = 1.0
 
     from megapack.hosts.shared import unirl_replay
 
-    own = patching.original(f"{_AR}.Qwen3ARStage.replay")
+    own: Callable[..., torch.Tensor] = patching.original(f"{_AR}.Qwen3ARStage.replay")
     prompt = conditions.prompt
     fields = (getattr(prompt, name, None) for name in ("input_ids", "attention_mask"))
     incomplete = any(part is None for part in (*fields, segment.tokens, segment.lengths))
@@ -449,7 +449,7 @@ def replay(self: Any, conditions: Any, *, segment: Any, temperature: float = 1.0
     if not row.lengths:
         # Nothing predicts a token; UniRL's forward runs FSDP's collectives.
         return own(self, conditions, segment=segment, temperature=temperature)
-    found = transformer(
+    found: torch.Tensor = transformer(
         input_ids=row.ids,
         position_ids=row.position_ids,
         predict_index=row.predict_index,

@@ -209,7 +209,7 @@ def test_a_meter_times_methods_and_leaves_no_trace() -> None:
         assert stage.replay(number=2) == 3
     assert stage.replay(3) == 4
     assert vars(stage) == {}
-    assert 0.02 <= meter.seconds("replay")
+    assert meter.seconds("replay") >= 0.02
     assert meter.seconds("backward") == 0
     assert meter.memory() == {}
     assert meter.largest({"a": 1.5}) == {"a": 1.5}

@@ -52,7 +52,7 @@ class StepMeter:
     def _now(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -60,9 +60,9 @@ class StepMeter:
         """Seconds of all calls of a watched method; 0 without a call."""
         spans = self._spans[method]
         if self._device.type != "cuda":
-            return sum(end - start for start, end in spans)
+            return float(sum(end - start for start, end in spans))
         torch.cuda.synchronize(self._device)
-        return sum(start.elapsed_time(end) for start, end in spans) / 1000
+        return float(sum(start.elapsed_time(end) for start, end in spans)) / 1000
 
     def memory(self) -> dict[str, float]:
         """The most GiB that torch has allocated and reserved; empty without CUDA."""

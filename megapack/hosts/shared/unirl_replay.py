@@ -66,8 +66,8 @@ def pack_row(prompt_ids: Tensor, prompt_mask: Tensor, tokens: Tensor, lengths: T
     real = prompt_mask.bool()
     prompt_lengths: list[int] = real.sum(-1).tolist()
     response_lengths: list[int] = lengths.tolist()
-    prompts = prompt_ids[real].split(prompt_lengths)
-    responses = tokens.split(response_lengths)
+    prompts = torch.split(prompt_ids[real], prompt_lengths)
+    responses = torch.split(tokens, response_lengths)
     ids, positions, places, predicted = [], [], [], []
     row_lengths: list[int] = []
     start = 0
@@ -189,12 +189,13 @@ def row_logprobs(
     scale = temperature if temperature > 0 else 1.0
 
     def logprobs(hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = model.lm_head(hidden).float() / scale
-        chosen: Tensor = logits.gather(-1, targets[:, None])[:, 0]
+        logits: Tensor = model.lm_head(hidden).float() / scale
+        chosen = logits.gather(-1, targets[:, None])[:, 0]
         return chosen - logits.logsumexp(-1)
 
-    chunks = zip(hidden.split(_CHUNK_ROWS), targets.split(_CHUNK_ROWS), strict=True)
-    if torch.is_grad_enabled():
+    parts: list[Tensor] = []
+    for start in range(0, len(targets), _CHUNK_ROWS):
+        chunk = slice(start, start + _CHUNK_ROWS)
         # A chunk's logits are computed again in the backward, so that only one chunk is held.
-        return torch.cat([checkpoint(logprobs, *chunk, use_reentrant=False) for chunk in chunks])
-    return torch.cat([logprobs(*chunk) for chunk in chunks])
+        parts.append(checkpoint(logprobs, hidden[chunk], targets[chunk], use_reentrant=False))
+    return torch.cat(parts)

@@ -19,8 +19,8 @@ Cases with commas run one after the other, each from the same weights; the repor
 name in `more`, and the last case's as its own.
 
 UniRL's are the stack, the backend with FSDP2, the algorithms, batches and segments, and the stage's
-replay. The model is a tiny Qwen3 of transformers; no rollout engine and no Ray actor runs. Stand-ins
-take the place of Ray, omegaconf and wandb, which are imported on the way.
+replay. The model is a tiny Qwen3 of transformers; no rollout engine and no Ray actor runs.
+Stand-ins take the place of Ray, omegaconf and wandb, which are imported on the way.
 """
 
 from __future__ import annotations
@@ -176,12 +176,16 @@ def make_algorithm(words: list[str], stage: Any) -> Any:
                 segment.log_probs = self.stage.replay(typed, segment=segment)
 
     mode = "token-mean" if "tokens" in words else "seq-mean-token-sum-norm"
-    options = {"loss_agg_mode": mode, "horizon": 16, "conditions_cls": Qwen3ARConditions}
+    options: dict[str, Any] = {
+        "loss_agg_mode": mode,
+        "horizon": 16,
+        "sampling_temperature": 1.0,
+        "conditions_cls": Qwen3ARConditions,
+    }
     if "drpo" in words:
-        pipeline = SimpleNamespace(ar=stage)
-        return DRPO(pipeline=pipeline, old_logp_source="replay", sampling_temperature=1.0, **options)
+        return DRPO(pipeline=SimpleNamespace(ar=stage), old_logp_source="replay", **options)
     kind = ReplayedGRPO if "anchor" in words else GRPO
-    return kind(stage=stage, clip_range=0.2, sampling_temperature=1.0, **options)
+    return kind(stage=stage, clip_range=0.2, **options)
 
 
 def make_track(words: list[str]) -> Any:
