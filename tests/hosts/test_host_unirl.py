@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack import ConfigError, PlanError
+from megapack import ConfigError, PlanError, patching
+from megapack.hosts import unirl
 from megapack.hosts.shared.unirl_bins import change_count, pack_bins, read_sizes
 from megapack.hosts.unirl import CountPlanner, MicroPlan, TokenBudgetPlanner, plan_micro_batches
 from tests.dist.spawn import checked_job
@@ -57,11 +58,13 @@ def test_prompts_and_responses_are_padded_separately() -> None:
 
 
 def test_weights_of_token_means() -> None:
-    plan = planned([6, 2, 0, 4], micro_token_budget=8, micro_cost_model="sum")
-    assert micros(plan) == [[[0, 1], [2, 3]]]
-    assert plan.token_shares(0) == [8 / 12, 4 / 12]
+    lengths = [5, 2, 0, 4]
+    plan = planned(lengths, micro_token_budget=8, micro_cost_model="sum")
+    assert len(plan.updates[0]) == 2
+    for members, share in zip(micros(plan)[0], plan.token_shares(0), strict=True):
+        assert share == sum(lengths[i] for i in members) / 11
     with pytest.raises(PlanError, match="set micro_token_budget"):
-        planned([6, 2]).token_shares(0)
+        planned(lengths).token_shares(0)
 
 
 def test_an_oversized_sample_is_alone() -> None:
@@ -138,6 +141,9 @@ def test_ranks_agree_or_raise_together() -> None:
     ranks = json.loads(line.removeprefix("RESULT "))
     # 4 samples of 30 tokens fill 2 micro-batches of 100; 4 of 90 tokens need 4.
     assert [[len(update) for update in rank["unequal"][1]] for rank in ranks] == [[4, 2]] * 2
+    # 120 tokens per update on rank 0; 360 and 40 on rank 1. Each rank's mean is 240 and 80.
+    shares = [[sum(update) for update in rank["unequal"][2]] for rank in ranks]
+    assert shares == [[120 / 240, 120 / 80], [360 / 240, 40 / 80]]
     assert [rank["no lengths on rank 1"] for rank in ranks] == [
         [list(range(8)), [[[0, 2], [2, 4]], [[4, 6], [6, 8]]]]
     ] * 2
@@ -222,3 +228,79 @@ def test_losses_that_depend_on_the_split_are_refused(algorithm: Any, good: bool)
 def test_settings_are_checked(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"set (one of|an integer|a divisor)"):
         planned([5, 5], **change)
+
+
+class DRPO(SimpleNamespace):
+    """An algorithm with the name of UniRL's."""
+
+
+class PackedStage:
+    """A stage whose replay the patch has replaced."""
+
+    replay = unirl.replay
+
+
+def made_stack(
+    monkeypatch: pytest.MonkeyPatch, algorithm: Any, **options: Any
+) -> tuple[SimpleNamespace, dict[str, Any]]:
+    """A stack by the patch's constructor, and what UniRL's own was called with."""
+    called: dict[str, Any] = {}
+    monkeypatch.setattr(patching, "original", lambda name: lambda self, **kw: called.update(kw))
+    stack = SimpleNamespace()
+    unirl.init_stack(
+        stack,
+        fsdp_backend=None,
+        algorithm=algorithm,
+        micro_batch_size=2,
+        max_grad_norm=1.0,
+        **options,
+    )
+    return stack, called
+
+
+def test_a_stack_without_a_budget_is_unirls_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = SimpleNamespace(loss_agg_mode="unknown", stage=PackedStage())
+    stack, called = made_stack(monkeypatch, algorithm)
+    assert called["micro_batch_size"] == 2
+    assert "micro_token_budget" not in called
+    assert stack.micro_planner is None
+    assert vars(algorithm.stage) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "packed"),
+    [
+        ({"micro_token_budget": 64, "micro_cost_model": "sum"}, True),
+        ({"micro_token_budget": 64}, False),
+        ({"micro_token_budget": 64, "packed_replay": True}, True),
+        ({"packed_replay": True}, True),
+        ({"packed_replay": False}, False),
+    ],
+)
+def test_replays_are_packed_where_the_budget_counts_real_tokens(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], packed: bool
+) -> None:
+    algorithm = SimpleNamespace(loss_agg_mode="token-mean", stage=PackedStage())
+    made_stack(monkeypatch, algorithm, **options)
+    assert vars(algorithm.stage) == ({"packed_replay": True} if packed else {})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "says"),
+    [
+        (SimpleNamespace(loss_agg_mode=None), {}, "no mean over sequences or tokens"),
+        (DRPO(loss_agg_mode="seq-mean-token-mean"), {}, "DRPO does not know it"),
+        (SimpleNamespace(loss_agg_mode="token-mean"), {"micro_cost_model": "sum"}, "NoneType pads"),
+        (
+            SimpleNamespace(loss_agg_mode="token-mean", stage=PackedStage()),
+            {"micro_cost_model": "sum", "packed_replay": False},
+            "set micro_cost_model=dense",
+        ),
+        (SimpleNamespace(loss_agg_mode="token-mean"), {"micro_token_budget": 0}, "token_budget"),
+    ],
+)
+def test_a_stack_refuses_what_would_not_be_exact_or_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch, algorithm: Any, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        made_stack(monkeypatch, algorithm, **{"micro_token_budget": 64, **options})
