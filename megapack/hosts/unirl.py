@@ -432,7 +432,7 @@ def replay(self: Any, conditions: Any, *, segment: Any, temperature: float = 1.0
     """
     import torch
 
-    from megapack.hosts.shared import unirl_replay
+    from megapack.hosts.shared.unirl_replay import attention_arguments, pack_row
 
     own: Callable[..., torch.Tensor] = patching.original(f"{_AR}.Qwen3ARStage.replay")
     prompt = conditions.prompt
@@ -443,7 +443,7 @@ def replay(self: Any, conditions: Any, *, segment: Any, temperature: float = 1.0
     transformer = self.model.transformer
     device = next(transformer.parameters()).device
     tokens = segment.tokens.to(device=device, dtype=torch.int64)
-    row = unirl_replay.pack_row(
+    row = pack_row(
         prompt.input_ids.to(device), prompt.attention_mask.to(device), tokens, segment.lengths
     )
     if not row.lengths:
@@ -456,12 +456,12 @@ def replay(self: Any, conditions: Any, *, segment: Any, temperature: float = 1.0
         response_tokens=row.targets,
         temperature=temperature,
         autocast_dtype=self.autocast_dtype if device.type == "cuda" else None,
-        **unirl_replay.attention_arguments(transformer, row),
+        **attention_arguments(transformer, row),
     )
     if not row.predicted.all():
         given = segment.log_probs
-        known = torch.zeros(len(tokens), device=device) if given is None else given.to(found)
-        found = known.to(found).masked_scatter(row.predicted, found)
+        known = found.new_zeros(len(tokens)) if given is None else given.to(found)
+        found = known.masked_scatter(row.predicted, found)
     return found.to(self.logprob_dtype)
 
 

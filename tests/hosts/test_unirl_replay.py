@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 import warnings
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megapack import ConfigError
+from megapack import ConfigError, patching
+from megapack.hosts import unirl
 from megapack.hosts.shared import unirl_replay
 from megapack.hosts.shared.step_meter import StepMeter
 from megapack.hosts.shared.unirl_replay import (
@@ -156,6 +157,47 @@ def test_a_sample_does_not_see_the_others(model: Any) -> None:
         changed = packed_logprobs(model, pack_row(ids_changed, mask, tokens_changed, lengths))
     assert found[4:].equal(changed[4:])
     assert not found[:4].equal(changed[:4])
+
+
+def test_a_token_that_nothing_precedes_keeps_the_rollouts_log_prob(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage's replay, through the model's call as UniRL makes it."""
+    monkeypatch.setattr(patching, "original", lambda name: lambda *args, **kw: name)
+    monkeypatch.setattr(model, "forward", MethodType(unirl.replay_forward, model))
+    ids, mask, tokens, lengths = micro_batch = make_micro_batch()
+    conditions = SimpleNamespace(prompt=SimpleNamespace(input_ids=ids, attention_mask=mask))
+    rollout = torch.linspace(-9, -8, len(tokens))
+    segment = SimpleNamespace(tokens=tokens, lengths=lengths, log_probs=rollout)
+    stage = SimpleNamespace(
+        model=SimpleNamespace(transformer=model),
+        packed_replay=True,
+        autocast_dtype=torch.bfloat16,
+        logprob_dtype=torch.float32,
+    )
+    found = unirl.replay(stage, conditions, segment=segment, temperature=0.7)
+    found.sum().backward()
+    monkeypatch.undo()
+    row = pack_row(*micro_batch)
+    assert found[~row.predicted].tolist() == rollout[~row.predicted].tolist()
+    assert torch.allclose(found[row.predicted], single_logprobs(model, micro_batch), atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [{"packed_replay": False}, {"tokens": None}, {"none": True}])
+def test_other_replays_are_unirls_own(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patching, "original", lambda name: lambda *args, **kw: name)
+    ids, mask, tokens, lengths = make_micro_batch()
+    if "none" in change:
+        tokens, lengths = tokens[:0], torch.zeros_like(lengths)
+    conditions = SimpleNamespace(prompt=SimpleNamespace(input_ids=ids, attention_mask=mask))
+    segment = SimpleNamespace(tokens=change.get("tokens", tokens), lengths=lengths, log_probs=None)
+    transformer = torch.nn.Linear(1, 1)
+    stage = SimpleNamespace(
+        packed_replay=change.get("packed_replay", True),
+        model=SimpleNamespace(transformer=transformer),
+    )
+    own = "unirl.models.qwen3.ar.Qwen3ARStage.replay"
+    assert unirl.replay(stage, conditions, segment=segment) == own
 
 
 def test_padded_calls_of_sdpa_are_as_before(model: Any) -> None:
