@@ -14,26 +14,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, get_args
 
 from megapack import patching
 from megapack.base.arrays import check_count
 from megapack.errors import ConfigError, PlanError
-from megapack.hosts.shared.unirl_bins import (
-    Bins,
-    MicroCostModel,
-    SampleSizes,
-    change_count,
-    pack_bins,
-    read_sizes,
-)
+from megapack.hosts.shared.unirl_bins import MicroCostModel
+from megapack.hosts.shared.unirl_plan import MicroPlan, Range, plan_micro_batches
 
 if TYPE_CHECKING:
     import torch
@@ -53,156 +42,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-Range = tuple[int, int]
-
 _STACK = "unirl.train.stack.TrainStack"
 _AR = "unirl.models.qwen3.ar"
-
-
-@dataclass(frozen=True)
-class MicroPlan:
-    """Micro-batches as ranges of the track arranged in `order`."""
-
-    order: list[int]
-    """Track index at each arranged position."""
-    updates: list[list[Range]]
-    """The micro-batches of each update (optimizer step), `(start, end)` in arranged positions."""
-    tokens: int
-    """Real tokens; 0 without a budget."""
-    computed_tokens: int
-    """Tokens that the forward computes: under "dense" the padded rectangles. 0 without a budget."""
-    response_tokens: list[int] = field(default_factory=list)
-    """Response tokens of each sample, in track order; empty without a budget."""
-    mean_response_tokens: list[float] = field(default_factory=list)
-    """Response tokens of a rank in each update, the mean over all ranks; empty without a budget."""
-
-    @property
-    def efficiency(self) -> float:
-        """Real over computed tokens; 1 without a budget."""
-        return self.tokens / self.computed_tokens if self.computed_tokens else 1.0
-
-    def sample_shares(self, update: int) -> list[float]:
-        """Weights of an update's micro-batches, for losses that are means over samples.
-
-        The weights sum to 1; with them the gradient is that of the mean over the update.
-        """
-        sizes = [end - start for start, end in self.updates[update]]
-        return [size / sum(sizes) for size in sizes]
-
-    def token_shares(self, update: int) -> list[float]:
-        """Weights of an update's micro-batches, for losses that are means over response tokens.
-
-        With them, and FSDP's mean over ranks, the gradient is that of the mean over all tokens that
-        all ranks have in the update. Two ranks with 30 and 10 tokens have a mean of 20, so a
-        micro-batch of 10 tokens weighs 1/2 on both.
-
-        Raises:
-            PlanError: the plan has no budget, so the ranks have not told their tokens.
-        """
-        if not self.mean_response_tokens:
-            raise PlanError("plans by count know no tokens; set micro_token_budget")
-        mean = self.mean_response_tokens[update] or 1.0
-        return [
-            sum(self.response_tokens[i] for i in self.order[start:end]) / mean
-            for start, end in self.updates[update]
-        ]
-
-    @property
-    def places(self) -> list[int]:
-        """The arranged position of each track index: the inverse of `order`."""
-        return sorted(range(len(self.order)), key=self.order.__getitem__)
-
-    def restore(self, rows: Sequence[T]) -> list[T]:
-        """Put the replays' results, one per sample in arranged order, back into track order."""
-        if len(rows) != len(self.order):
-            raise PlanError(f"{len(rows)} rows for {len(self.order)} samples; give one per sample")
-        return [rows[place] for place in self.places]
-
-
-@dataclass(frozen=True)
-class _Rank:
-    updates: list[range]
-    sizes: SampleSizes | None
-    bins: list[Bins]
-    """The bins of each update, as first-fit-decreasing packs them; empty without sizes."""
-    response_tokens: list[int]
-    """Of each sample; empty without sizes."""
-
-    @property
-    def update_tokens(self) -> list[int]:
-        """Response tokens of each update."""
-        tokens = self.response_tokens
-        return [sum(tokens[update.start : update.stop]) for update in self.updates]
-
-
-@dataclass(frozen=True)
-class _AllRanks:
-    bins: list[int]
-    """Bins of each update, the most that any rank needs."""
-    mean_tokens: list[float]
-    """Response tokens of a rank in each update, the mean over all ranks."""
-
-
-def plan_micro_batches(
-    response_lengths: Sequence[int] | None,
-    *,
-    num_samples: int,
-    num_updates: int = 1,
-    micro_batch_size: int = 1,
-    micro_token_budget: int | None = None,
-    micro_cost_model: MicroCostModel = "dense",
-    prompt_lengths: Sequence[int] | None = None,
-) -> MicroPlan:
-    """Plan this rank's micro-batches; with a budget a collective call of all ranks.
-
-    Every update trains on the same samples with and without a budget.
-
-    Args:
-        response_lengths: tokens per sample. None: this rank has no lengths, and all ranks plan by
-            count.
-        num_samples: samples of this rank's track.
-        num_updates: optimizer steps; each has the same number of samples.
-        micro_batch_size: samples per micro-batch of plans by count.
-        micro_token_budget: computed tokens per micro-batch; None plans by count. A larger sample is
-            alone.
-        micro_cost_model: "sum" counts real tokens, "dense" the padded rectangle.
-        prompt_lengths: tokens per prompt; None counts responses alone.
-
-    Raises:
-        ConfigError: settings that no rank can run.
-        PlanError: all ranks fail equally, or one has fewer samples than another has bins.
-        ScheduleError: on all ranks, if one fails; it names the rank and its error.
-    """
-
-    def check() -> list[range]:
-        check_count("num_updates", num_updates)
-        check_count("micro_batch_size", micro_batch_size)
-        check_count("micro_token_budget", micro_token_budget)
-        if micro_cost_model not in get_args(MicroCostModel):
-            raise ConfigError(
-                f"micro_cost_model={micro_cost_model!r}; set one of {get_args(MicroCostModel)}"
-            )
-        return _updates(num_samples, num_updates)
-
-    if micro_token_budget is None:
-        return _count_plan(check(), micro_batch_size, num_samples)
-
-    def read() -> _Rank:
-        # Checked inside `read`, so that a rank with wrong arguments does not raise alone.
-        updates = check()
-        sizes = read_sizes(response_lengths, prompt_lengths, num_samples, micro_cost_model)
-        if sizes is None:
-            return _Rank(updates, None, [[] for _ in updates], [])
-        bins = [pack_bins(sizes, update, micro_token_budget) for update in updates]
-        return _Rank(updates, sizes, bins, [max(0, int(n)) for n in response_lengths or ()])
-
-    settings = f"{num_updates} {micro_batch_size} {micro_token_budget} {micro_cost_model}"
-    rank, ranks = _agree(read, settings, num_samples)
-    if ranks is None:
-        logger.warning("a rank has no lengths per sample; all ranks plan by micro_batch_size")
-        return _count_plan(rank.updates, micro_batch_size, num_samples)
-    return _budget_plan(rank, ranks, micro_token_budget)
 
 
 class CountPlanner:
@@ -313,13 +154,15 @@ def init_stack(
         max_grad_norm=max_grad_norm,
         num_updates_per_batch=num_updates_per_batch,
     )
+    from megapack.hosts.shared.unirl_micro import mean_over
+
     self.micro_plan = None
     self.micro_planner = None
     if micro_token_budget is not None:
         self.micro_planner = TokenBudgetPlanner(
             token_budget=micro_token_budget, cost_model=micro_cost_model
         )
-        _mean_over(algorithm)
+        mean_over(algorithm)
     packs = micro_token_budget is not None and micro_cost_model == "sum"
     if packs and packed_replay is False:
         raise ConfigError(
@@ -359,15 +202,17 @@ def prepare_segment(self: Any, resp_track: Any) -> None:
     if self.micro_plan is None:
         patching.original(f"{_STACK}.prepare_segment")(self, resp_track)
         return
-    names = _replayed_anchors(self.algorithm, resp_track.segment)
+    import torch
+
+    from megapack.hosts.shared.unirl_micro import replayed_anchors, with_response
+
+    names = replayed_anchors(self.algorithm, resp_track.segment)
     if not names:
         self.algorithm.prepare_segment(conditions=resp_track.conditions, segment=resp_track.segment)
         return
-    import torch
-
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     for start, end in _all_ranges(self.micro_plan):
-        micro, filled = _with_response(resp_track.select(self.micro_plan.order[start:end]))
+        micro, filled = with_response(resp_track.select(self.micro_plan.order[start:end]))
         self.algorithm.prepare_segment(conditions=micro.conditions, segment=micro.segment)
         for name, values in parts.items():
             value = getattr(micro.segment, name)
@@ -504,30 +349,6 @@ def replay_forward(
     )
 
 
-def _mean_over(algorithm: Any) -> Literal["samples", "tokens"]:
-    """What a micro-batch's loss is the mean of.
-
-    Raises:
-        ConfigError: neither.
-    """
-    name = type(algorithm).__name__
-    mode = str(getattr(algorithm, "loss_agg_mode", None))
-    if mode == "token-mean":
-        return "tokens"
-    if name == "DRPO" and mode != "seq-mean-token-sum-norm":
-        raise ConfigError(
-            f"loss_agg_mode={mode!r}: DRPO does not know it and takes the mean over tokens; set "
-            "token-mean or seq-mean-token-sum-norm"
-        )
-    if mode.startswith("seq-mean"):
-        return "samples"
-    raise ConfigError(
-        f"loss_agg_mode={mode!r} of {name} is no mean over sequences or tokens, so its gradient "
-        "would change with the micro-batches; set token-mean or a seq-mean mode, or "
-        "micro_token_budget=null"
-    )
-
-
 def _plan_of_track(stack: Any, track: Any) -> MicroPlan | None:
     """None: by count, because there is no budget or a rank has no lengths."""
     planner = getattr(stack, "micro_planner", None)
@@ -541,41 +362,8 @@ def _plan_of_track(stack: Any, track: Any) -> MicroPlan | None:
     return plan if plan.mean_response_tokens else None
 
 
-def _replayed_anchors(algorithm: Any, segment: Any) -> tuple[str, ...]:
-    """Fields of the segment that the algorithm's `prepare_segment` replays."""
-    if algorithm.recomputes_anchor():
-        return tuple(algorithm.anchor_fields)
-    # DRPO replays the whole track at once and declares no field.
-    replays = getattr(algorithm, "old_logp_source", None) == "replay"
-    return ("log_probs",) if replays and segment.log_probs is not None else ()
-
-
 def _all_ranges(plan: MicroPlan) -> list[Range]:
     return [micro_batch for update in plan.updates for micro_batch in update]
-
-
-def _with_response(micro: Any) -> tuple[Any, bool]:
-    """The micro-batch; one without any response token with a token of no advantage, and True.
-
-    UniRL skips forward and backward of micro-batches without tokens, and the other ranks would wait
-    in FSDP's collectives. With an advantage of 0 the loss and its gradient are exactly 0.
-    """
-    import torch
-
-    segment = micro.segment
-    if segment.tokens is None or len(segment.tokens):
-        return micro, False
-    num_empty = int(micro.batch_size) - 1
-
-    def one_value(packed: Any) -> Any:
-        return None if packed is None else [packed.new_zeros(1), *[packed[:0]] * num_empty]
-
-    packed = {name: one_value(getattr(segment, name)) for name in ("tokens", "log_probs")}
-    filled = type(segment).pack(**packed, loss_mask=one_value(segment.loss_mask))
-    advantages = (
-        micro.advantages if micro.advantages is None else torch.zeros_like(micro.advantages)
-    )
-    return dataclasses.replace(micro, segment=filled, advantages=advantages), True
 
 
 def _train_planned(
@@ -584,11 +372,13 @@ def _train_planned(
     """One optimizer step on the plan's micro-batches; a TrainStepResult."""
     from unirl.train.stack import TrainStepResult, aggregate_numeric_metrics
 
+    from megapack.hosts.shared.unirl_micro import mean_over, with_response
+
     if track.advantages is None:
         raise PlanError("the track has no advantages; compute them before train_track")
     plan: MicroPlan = stack.micro_plan
     update = plan.updates.index(micro_slices)
-    over_tokens = _mean_over(stack.algorithm) == "tokens"
+    over_tokens = mean_over(stack.algorithm) == "tokens"
     weights = plan.token_shares(update) if over_tokens else plan.sample_shares(update)
     stack.fsdp_backend.zero_grad()
     results, metrics = [], []
@@ -596,7 +386,7 @@ def _train_planned(
     for (start, end), weight in zip(micro_slices, weights, strict=True):
         # UniRL may reduce gradients in the backward of the last micro-batch alone.
         stack.fsdp_backend.set_grad_sync(end == micro_slices[-1][1])
-        micro, filled = _with_response(track.select(plan.order[start:end]))
+        micro, filled = with_response(track.select(plan.order[start:end]))
         result = stack.algorithm.compute_loss_and_backward(
             conditions=micro.conditions,
             segment=micro.segment,
@@ -644,104 +434,3 @@ def _prompt_lengths(part: Any, num_samples: int) -> list[int] | None:
     if mask is None or mask.ndim != 2 or len(mask) != num_samples:
         return None
     return [int(length) for length in mask.sum(-1)]
-
-
-def _updates(num_samples: int, num_updates: int) -> list[range]:
-    if num_samples < 1 or num_samples % num_updates:
-        raise PlanError(
-            f"{num_samples} samples do not divide into num_updates={num_updates} updates; set a "
-            "divisor"
-        )
-    size = num_samples // num_updates
-    return [range(k, k + size) for k in range(0, num_samples, size)]
-
-
-def _count_plan(updates: list[range], micro_batch_size: int, num_samples: int) -> MicroPlan:
-    ranges = [
-        [
-            (start, min(start + micro_batch_size, update.stop))
-            for start in range(update.start, update.stop, micro_batch_size)
-        ]
-        for update in updates
-    ]
-    return MicroPlan(list(range(num_samples)), ranges, tokens=0, computed_tokens=0)
-
-
-def _agree(
-    read: Callable[[], _Rank], settings: str, num_samples: int
-) -> tuple[_Rank, _AllRanks | None]:
-    """Read this rank, and learn of all ranks by one all-reduce; None if a rank has no lengths.
-
-    An error of one rank is raised on all.
-    """
-    # If torch.distributed was never imported, no process group can exist.
-    dist = sys.modules.get("torch.distributed")
-    alone = dist is None or not dist.is_available() or not dist.is_initialized()
-    rank = read() if alone else _read_together(read, settings)
-    numbers = [num_samples, int(rank.sizes is None), *map(len, rank.bins), *rank.update_tokens]
-    rows = np.array([numbers] if alone else _of_all_ranks(numbers))
-    if rows[:, 1].any():
-        return rank, None
-    bins, tokens = np.split(rows[:, 2:], 2, axis=1)
-    fewest_samples = int(rows[:, 0].min()) // len(rank.updates)
-    if bins.max() > fewest_samples:
-        raise PlanError(
-            f"a rank needs {bins.max()} micro-batches in an update, another has {fewest_samples} "
-            "samples in it; raise micro_token_budget or give all ranks that many samples"
-        )
-    return rank, _AllRanks(bins.max(axis=0).tolist(), tokens.mean(axis=0).tolist())
-
-
-def _read_together(read: Callable[[], _Rank], settings: str) -> _Rank:
-    from megapack.ranks.agree import agree
-
-    return agree(read, device=_device(), same={"micro-batch settings": settings})
-
-
-def _of_all_ranks(numbers: list[int]) -> list[list[int]]:
-    """The numbers of every rank, by one all-reduce: each rank adds its row to rows of zeros."""
-    import torch
-    import torch.distributed as dist
-
-    shape = (dist.get_world_size(), len(numbers))
-    rows = torch.zeros(shape, dtype=torch.int64, device=_device())
-    rows[dist.get_rank()] = rows.new_tensor(numbers)
-    dist.all_reduce(rows)
-    gathered: list[list[int]] = rows.tolist()
-    return gathered
-
-
-def _device() -> torch.device:
-    """The device that the default group's backend needs its tensors on."""
-    import torch
-    import torch.distributed as dist
-
-    return torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
-
-
-def _budget_plan(rank: _Rank, ranks: _AllRanks, budget: int) -> MicroPlan:
-    sizes = rank.sizes
-    assert sizes is not None
-    order: list[int] = []
-    ranges: list[list[Range]] = []
-    computed = 0
-    for update, fewest, count in zip(rank.updates, rank.bins, ranks.bins, strict=True):
-        bins = change_count(sizes, update, fewest, count, budget)
-        # Heaviest first on every rank, so that micro-batches which run together cost about as much.
-        bins.sort(key=lambda members: (-sizes.cost(members), members))
-        ranges.append(list(pairwise(accumulate(map(len, bins), initial=len(order)))))
-        order.extend(i for members in bins for i in members)
-        computed += sum(sizes.cost(members) for members in bins)
-    tokens = sum(sizes.total(i) for i in order)
-    plan = MicroPlan(order, ranges, tokens, computed, rank.response_tokens, ranks.mean_tokens)
-    logger.info(
-        "%d samples in %s micro-batches per update of at most %d tokens, efficiency %.3f (%d real "
-        "of %d computed tokens)",
-        len(order),
-        ranks.bins,
-        budget,
-        plan.efficiency,
-        plan.tokens,
-        computed,
-    )
-    return plan
