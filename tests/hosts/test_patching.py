@@ -484,12 +484,13 @@ def test_a_replacement_accepts_the_hosts_arguments(host_name: str, index: int) -
     module, _, name = entry.replacement.partition(":")
     ours = signature_of(getattr(importlib.import_module(module), name))
     for text in entry.signatures:
-        passed = parse_signature(text).parameters.values()
+        parameters = parse_signature(text).parameters.values()
+        passed = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
         by_name = {p.name: None for p in passed if p.kind is p.KEYWORD_ONLY}
         ours.bind(*(None for p in passed if p.name not in by_name), **by_name)
         # A method's self is never passed by name.
         positional = [None] if "." in entry.name else []
-        named = {p.name: None for p in list(passed)[len(positional) :]}
+        named = {p.name: None for p in passed[len(positional) :]}
         ours.bind(*positional, **named)
 
 
