@@ -171,6 +171,10 @@ class SampleBatch:
         """A field of one sample: one value per token ([tokens] or [tokens, k]), or a scalar."""
         return self._fields[name][sample]
 
+    def is_wide(self, name: str) -> bool:
+        """Whether a field has k numbers per token in place of one."""
+        return any(values.dim() > 1 for values in self._fields[name])
+
     def field_dtype(self, name: str) -> torch.dtype:
         """The dtype of a field in packed rows."""
         return self._fields[name][0].dtype

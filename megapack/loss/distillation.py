@@ -48,6 +48,7 @@ class Distillation:
     reads = TOPK_LOGPROBS
     needs_entropy = False
     required_fields = (TEACHER_IDS, TEACHER_TOPK)
+    wide_fields = required_fields
 
     reverse_weight: float = 0.0
     """Share of the reverse divergence in the loss, in [0, 1]: 0 is forward, 1 is reverse."""

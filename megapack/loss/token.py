@@ -122,6 +122,7 @@ class Objective(Protocol):
     - `reads = "values"`: it is called with a value head's fp32 values instead of log-probs.
     - `reads = "topk_logprobs"`: it is called with log-probs [R, 1 + K], of the label and of the K
       ids that the field `teacher_topk_ids` has for it, see `Distillation`.
+    - `wide_fields`: the required fields that have several numbers per token. All others have one.
     - `check(batch, plan, step)`: raises DataError for samples that the objective does not accept;
       called on every rank before the step runs.
     """

@@ -140,6 +140,13 @@ class StepCall:
         missing = [name for name in self.field_names if name not in self.batch.field_names]
         if missing:
             raise DataError(f"{type(objective).__name__} reads {missing}; add them to the batch")
+        wide = getattr(objective, "wide_fields", ())
+        for name in self.field_names:
+            if name not in wide and self.batch.is_wide(name):
+                raise DataError(
+                    f"{type(objective).__name__} reads one number of {name!r} per token, and the "
+                    "batch has several; give values of shape [tokens]"
+                )
         if objective is not None and hasattr(objective, "check"):
             objective.check(self.batch, self.plan, self.step)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megapack import Layout, build_dp_schedule
 from megapack.errors import ConfigError, DataError
@@ -180,6 +181,15 @@ def test_the_error_names_missing_fields() -> None:
     with pytest.raises(DataError, match=r"PPO reads \['.*advantages.*add them to the batch"):
         call.check("vocabulary")
     training().check("vocabulary")
+
+
+def test_a_field_of_several_numbers_per_token_is_refused_where_one_is_read() -> None:
+    call = training(objective=PPO())
+    tokens = [len(call.batch.tokens(i)) for i in range(call.plan.num_samples)]
+    call.batch.set_field("old_logprobs", [torch.zeros(count) for count in tokens])
+    call.batch.set_field("advantages", [torch.zeros(count, 1) for count in tokens])
+    with pytest.raises(DataError, match=r"PPO reads one number of 'advantages' per token"):
+        call.check("vocabulary")
 
 
 def test_sample_weights_belong_to_the_step() -> None:
