@@ -69,6 +69,12 @@ setup(
         "liger": ["liger-kernel>=0.8.5", "liger-cute-kernels[cu13]>=0.8.5"],
         "parquet": ["pyarrow>=15"],
         "plot": ["matplotlib>=3.8"],
+        # Trackers of metrics, by the names of train.trackers.
+        "tensorboard": ["tensorboard>=2.16"],
+        "wandb": ["wandb>=0.17"],
+        # Skinny with what its SQLite store needs: the whole mlflow has a user interface and 40 packages.
+        "mlflow": ["mlflow-skinny>=2.15", "sqlalchemy>=1.4", "alembic>=1.10"],
+        "swanlab": ["swanlab>=0.6"],
         # Weights, tokenizers and chat templates of Hugging Face folders.
         "hf": ["transformers>=4.52.1", "safetensors>=0.4.3", "jinja2>=3.1"],
         "dev": [

@@ -117,7 +117,7 @@ class LoopConfig:
     manual_gc_interval: int | None = 100
     """Collect Python's cyclic garbage every this many optimizer steps, on all ranks at the same
     step; ranks that collect at different times wait for each other. null = Python decides."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab"], ...] = ()
     """Where metrics go in addition to `metrics.jsonl`; the packages of these names must be
     installed."""
 

@@ -8,7 +8,7 @@ Modules:
     calibrator: the run's own seconds -> the cost model of its next plans
     garbage: Python's garbage collection at the same steps on all ranks
     folder, metrics: what a run leaves behind
-    trace, trackers: measured timelines; TensorBoard and W&B
+    trace, trackers: measured timelines; TensorBoard, W&B, MLflow, SwanLab
     marks: points in a rank's work, on the GPU's or the host's clock
 """
 

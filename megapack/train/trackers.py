@@ -1,11 +1,13 @@
-"""Optional trackers of metrics, in addition to metrics.jsonl: TensorBoard and Weights & Biases.
+"""Optional trackers of metrics, in addition to metrics.jsonl: TensorBoard, Weights & Biases, MLflow
+and SwanLab.
 
 The keys are those of metrics.jsonl. Text and null are left out, because they have no curve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +37,12 @@ def open_trackers(
         config: the run's config as nested plain values.
         continue_after: see `RunFolder`.
     """
-    made: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases}
+    made: dict[str, Any] = {
+        "tensorboard": _TensorBoard,
+        "wandb": _WeightsAndBiases,
+        "mlflow": _MLflow,
+        "swanlab": _SwanLab,
+    }
     return [made[name](folder, config, continue_after) for name in names]
 
 
@@ -72,7 +79,7 @@ class _WeightsAndBiases:
         id_file = folder / "wandb_id"
         self._run: Any = wandb.init(
             name=config["name"],
-            id=id_file.read_text() if continue_after is not None and id_file.exists() else None,
+            id=_known_id(id_file, continue_after),
             resume="allow",
             dir=str(folder),
             config=dict(config),
@@ -85,6 +92,78 @@ class _WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class _MLflow:
+    """One MLflow run for the whole run, resumes included; its id is stored in `mlflow_id`.
+
+    MLflow's own variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...) apply. Without a
+    tracking URI the run is in `mlflow.db`, an SQLite file in the folder.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], continue_after: int | None) -> None:
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            self._mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').resolve()}")
+        id_file = folder / "mlflow_id"
+        known = _known_id(id_file, continue_after)
+        run = self._mlflow.start_run(run_id=known, run_name=config["name"])
+        if known is None:
+            # MLflow refuses other values later, and a resume has another train.resume.
+            self._mlflow.log_params(dict(_flat(config)))
+        write_whole(id_file, run.info.run_id)
+
+    def write(self, metrics: Metrics) -> None:
+        values = _numbers(metrics)
+        self._mlflow.log_metrics(values, step=values.pop("step"))
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class _SwanLab:
+    """One SwanLab run for the whole run, resumes included; its id is stored in `swanlab_id`.
+
+    SwanLab's own variables (SWANLAB_MODE, SWANLAB_PROJECT_NAME, ...) apply. In its modes without a
+    server each start has a folder of its own in `swanlog/`, all with the same id.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], continue_after: int | None) -> None:
+        import swanlab
+
+        id_file = folder / "swanlab_id"
+        start: Any = swanlab.init
+        self._run = start(
+            name=config["name"],
+            id=_known_id(id_file, continue_after),
+            resume="allow",
+            log_dir=str(folder / "swanlog"),
+            config=dict(config),
+        )
+        write_whole(id_file, self._run.id)
+
+    def write(self, metrics: Metrics) -> None:
+        values = _numbers(metrics)
+        self._run.log(values, step=values.pop("step"))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _known_id(file: Path, continue_after: int | None) -> str | None:
+    """The id that an earlier start of this run stored, or None."""
+    return file.read_text() if continue_after is not None and file.exists() else None
+
+
+def _flat(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested sections, by dotted keys."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{section}{key}.")
+        else:
+            yield f"{section}{key}", value
 
 
 def _numbers(metrics: Metrics) -> dict[str, float]:

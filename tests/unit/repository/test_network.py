@@ -14,12 +14,14 @@ from tests.unit.repository.test_imports import imports, modules
 pytestmark = pytest.mark.unit
 
 NETWORK = (
-    "aiohttp asyncio boto3 fsspec ftplib grpc http httpx huggingface_hub imaplib nntplib paramiko "
-    "poplib requests smtplib socket socketserver ssl telnetlib torch.hub torch.utils.model_zoo "
+    "aiohttp asyncio boto3 fsspec ftplib grpc http httpx huggingface_hub imaplib mlflow nntplib "
+    "paramiko poplib requests smtplib socket socketserver ssl swanlab telnetlib torch.hub torch.utils.model_zoo "
     "urllib urllib3 wandb webbrowser websockets xmlrpc zmq"
 )
 # Imports that are allowed, with their use. Ranks of a job also communicate by torch.distributed.
 ALLOWED_IMPORTS = {
+    ("train.trackers", "mlflow"): "only if train.trackers names it",
+    ("train.trackers", "swanlab"): "only if train.trackers names it",
     ("train.trackers", "wandb"): "only if train.trackers names it",
     ("base.machine_lock", "socket"): "the host's name",
     ("ranks.board", "socket"): "the host's name",

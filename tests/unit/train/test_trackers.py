@@ -1,4 +1,4 @@
-"""TensorBoard and W&B get the keys and steps of metrics.jsonl."""
+"""Trackers get the keys and steps of metrics.jsonl. W&B is a stand-in, the others are real."""
 
 from __future__ import annotations
 
@@ -58,6 +58,68 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     assert found.Tags()["scalars"] == ["loss"]
     points = [(event.step, event.value) for event in found.Scalars("loss")]
     assert points == [(step, pytest.approx(0.5 / step)) for step in range(1, 8)]
+
+
+@pytest.mark.filterwarnings("default")  # SQLAlchemy's, about what MLflow calls
+def test_a_resumed_run_continues_the_same_mlflow_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for needed in ("mlflow", "sqlalchemy", "alembic"):
+        pytest.importorskip(needed)
+    import mlflow
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    before = mlflow.get_tracking_uri()
+    try:
+        write(tmp_path, "mlflow", range(1, 6), continue_after=None)
+        write(tmp_path, "mlflow", range(4, 8), continue_after=3)
+        client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/run/mlflow.db")
+        (run,) = client.search_runs(["0"])
+        assert run.info.run_id == (tmp_path / "run" / "mlflow_id").read_text()
+        assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+        assert run.data.params == {"name": "run", "train.epochs": "1"}
+        assert set(run.data.metrics) == {"loss"}
+        points = {p.step: p.value for p in client.get_metric_history(run.info.run_id, "loss")}
+        assert points == {step: pytest.approx(0.5 / step) for step in range(1, 8)}
+    finally:
+        mlflow.set_tracking_uri(before)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_resumed_run_continues_the_same_swanlab_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    # Its own settings and key, if the user has some.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, "swanlab", range(1, 6), continue_after=None)
+    first_id = (tmp_path / "run" / "swanlab_id").read_text()
+    write(tmp_path, "swanlab", range(4, 8), continue_after=3)
+    assert (tmp_path / "run" / "swanlab_id").read_text() == first_id
+    files = sorted((tmp_path / "run" / "swanlog").glob(f"*/run-{first_id}.swanlab"))
+    assert [swanlab_scalars(file) for file in files] == [
+        [("loss", step, pytest.approx(0.5 / step)) for step in steps]
+        for steps in (range(1, 6), range(4, 8))
+    ]
+
+
+def swanlab_scalars(file: Path) -> list[tuple[str, int, float]]:
+    """(key, step, value) of a file that `swanlab sync` would send, read as it reads them."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    reader = DataStoreReader()
+    reader.open(file)
+    found = []
+    while (data := reader.scan()) is not None:
+        record = Record.FromString(data)
+        if record.HasField("scalar"):
+            scalar = record.scalar
+            found.append((scalar.key, scalar.step, scalar.value.number))
+    reader.close()
+    return found
 
 
 class Wandb:
