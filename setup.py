@@ -1,4 +1,4 @@
-"""Package metadata. Tool settings are in pyproject.toml."""
+"""Package metadata. Its name, licence and Python, and tool settings, are in pyproject.toml."""
 
 import shutil
 from pathlib import Path
@@ -31,14 +31,10 @@ class BuildPy(build_py):
 
 
 setup(
-    name="megapack",
     version="0.1.0",
     description="Fast, exact packing of variable-length samples for Megatron-Core pipelines",
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    license_files=["LICENSE"],
-    python_requires=">=3.11",
     packages=find_packages(include=["megapack", "megapack.*"]),
     package_data={"megapack": ["py.typed", "view/web/*"]},
     cmdclass={"build_py": BuildPy},
@@ -72,7 +68,7 @@ setup(
         # Trackers of metrics, by the names of train.trackers.
         "tensorboard": ["tensorboard>=2.16"],
         "wandb": ["wandb>=0.17"],
-        # Skinny with what its SQLite store needs: the whole mlflow has a user interface and 40 packages.
+        # What its SQLite store needs; the whole mlflow has a user interface too.
         "mlflow": ["mlflow-skinny>=2.15", "sqlalchemy>=1.4", "alembic>=1.10"],
         "swanlab": ["swanlab>=0.6"],
         # Weights, tokenizers and chat templates of Hugging Face folders.

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv in the repository (or FOLDER), with megapack (editable) and all that its tests need.
 #
-# Run again, it does nothing unless setup.py, the constraints or this script changed.
+# Run again, it does nothing unless setup.py, the constraints or this script changed. An environment
+# that `uv sync` made is left as it is.
 # A torch that is already there, in PYTHON's own packages or in .venv, is never installed over:
 # its exact version becomes a constraint for pip. Else the tested versions are installed.
 #
@@ -117,6 +118,10 @@ main() {
         python=$(find_python)
         printf 'making %s with %s\n' "$venv" "$("$python" --version)"
         make_venv "$python"
+    fi
+    # Made by `uv sync`, which keeps it; it has no pip.
+    if grep -qs '^uv = ' "$venv/pyvenv.cfg"; then
+        return
     fi
     recent_enough "$venv/bin/python" || die "$venv has a Python older than 3.11; remove it"
     if [[ $(cat "$stamp" 2>/dev/null) == "$(fingerprint)" ]]; then

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.unit
 
 NETWORK = (
     "aiohttp asyncio boto3 fsspec ftplib grpc http httpx huggingface_hub imaplib mlflow nntplib "
-    "paramiko poplib requests smtplib socket socketserver ssl swanlab telnetlib torch.hub torch.utils.model_zoo "
-    "urllib urllib3 wandb webbrowser websockets xmlrpc zmq"
+    "paramiko poplib requests smtplib socket socketserver ssl swanlab telnetlib "
+    "torch.hub torch.utils.model_zoo urllib urllib3 wandb webbrowser websockets xmlrpc zmq"
 )
 # Imports that are allowed, with their use. Ranks of a job also communicate by torch.distributed.
 ALLOWED_IMPORTS = {
