@@ -7,6 +7,8 @@
 #   NPROC_PER_NODE   ranks on this node; unset: one per GPU
 #   RDZV_ENDPOINT, RDZV_ID, NNODES   for a job of several nodes: HOST:PORT of the first node, a name
 #                    of the job, the number of nodes; train.sbatch sets them. Unset: this node alone
+#   NODE_RANK, LOCAL_ADDR   for several nodes without Slurm: 0 on the node of RDZV_ENDPOINT; an address
+#                    of this node that the others reach
 #
 # For GPUs, megapack itself sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and with tp > 1 or
 # cp > 1 before Blackwell CUDA_DEVICE_MAX_CONNECTIONS=1. Where you set them, your values stay.
@@ -30,10 +32,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
 
 if [[ -n ${RDZV_ENDPOINT:-} ]]; then
     # Set explicitly, because a node may know itself by another name than the other nodes do.
-    is_host=$([[ ${SLURM_NODEID:-0} == 0 ]] && echo true || echo false)
+    is_host=$([[ ${NODE_RANK:-${SLURM_NODEID:-0}} == 0 ]] && echo true || echo false)
     options=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT"
         --rdzv-id "$RDZV_ID" --rdzv-conf "is_host=$is_host"
-        --local-addr "${SLURMD_NODENAME:-$(hostname)}")
+        --local-addr "${LOCAL_ADDR:-${SLURMD_NODENAME:-$(hostname)}}")
 else
     options=(--standalone --local-addr 127.0.0.1)
 fi
