@@ -14,8 +14,10 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from megapack.base.apex import OTHER_APEX, find_apex
 from megapack.base.gpu_environment import ALLOCATOR, ALLOCATORS, CONNECTIONS, EXPANDABLE
@@ -26,6 +28,9 @@ from megapack.te_finder import python_alone
 _ON = ("1", "true", "yes", "y", "on")
 _OFF = ("0",)
 _ASSERTS_1 = "Megatron asserts 1 under attention_backend=auto, which packed rows use; unset it"
+
+# Of an extension: seconds on a usual machine.
+_LONGEST_COMPILE_S = 600.0
 
 _Rules = dict[str, tuple[tuple[str, ...], str]]
 """Variable -> its bad values in lower case, and why they are bad."""
@@ -293,6 +298,30 @@ def _megatron(diagnosis: Diagnosis) -> None:
     diagnosis.found = f"megatron-core {version}, {os.path.dirname(megatron.core.__file__)}"
     diagnosis.faults, diagnosis.notes = check_version("megatron-core", version)
     diagnosis.notes += freed_while_sent(version)
+    diagnosis.faults += _left_locks()
+
+
+def _left_locks() -> list[str]:
+    """Faults: locks of torch's compiled extensions whose process was killed.
+
+    Megatron-Core compiles one since 0.17, in the first backward that recomputes parts of layers.
+    torch's lock is a file; where it was left, every later process waits for it for ever.
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    folders = [Path(root)] if root else sorted(Path(get_default_build_root()).glob("*"))
+    ages_s = {
+        lock: time.time() - lock.stat().st_mtime
+        for folder in folders
+        for lock in sorted(folder.glob("*/lock"))
+    }
+    return [
+        f"{lock} was left {age_s / 60:.0f} minutes ago, and a step that needs this extension waits "
+        "for it for ever; delete it, unless a process compiles it now"
+        for lock, age_s in ages_s.items()
+        if age_s > _LONGEST_COMPILE_S
+    ]
 
 
 def _attention(diagnosis: Diagnosis) -> None:

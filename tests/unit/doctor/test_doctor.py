@@ -172,6 +172,20 @@ def test_outputs_that_are_freed_while_sent_are_a_note(version: str, num_notes: i
     assert all("config.deallocate_pipeline_outputs=False" in note for note in notes)
 
 
+def test_a_lock_that_a_killed_process_left_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lock = tmp_path / "share_storage_ext" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert probes._left_locks() == []
+    an_hour_ago = time.time() - 3600
+    os.utime(lock, (an_hour_ago, an_hour_ago))
+    (fault,) = probes._left_locks()
+    assert fault.startswith(f"{lock} was left 60 minutes ago")
+
+
 def test_the_range_of_megatron_core_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron-Core 0.16.1 names Transformer Engine below 2.12; containers have newer ones."""
     text = 'transformer-engine[core_cu13,pytorch]<2.12.0,>=2.9.0a0; extra == "dev"'
