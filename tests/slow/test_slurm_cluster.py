@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.weekly]
+pytestmark = pytest.mark.weekly
 
 NODES = ("n0", "n1")
 CONFIG = "configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
