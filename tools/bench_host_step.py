@@ -3,7 +3,7 @@
 
     python tools/bench_host_step.py slime --layout pp=2 --patches slime,slime_loss
     python tools/bench_host_step.py slime --layout "" --case tokens+long+shared \
-        --baseline-case tokens+long --baseline-patches slime,megatron_core    # shared prefixes
+        --baseline-case tokens+long --baseline-patches slime    # shared prefixes
 
 Each round runs the host's worker (tests/hosts/steps/HOST.py) without patches and then with them.
 The first step of a run is left out: it compiles and fills caches. "simulated" is the makespan of

@@ -1,6 +1,6 @@
 """Megatron-Core's schedule, for every framework that asks `get_forward_backward_func` for it.
 
-MEGAPACK_PATCH=slime,megatron_core          # the planner's patch, and this one
+MEGAPACK_PATCH=slime                        # the planner's patch brings this one
 MEGAPACK_SHARE_PREFIXES=1                   # samples of a row share their common beginnings
 """
 

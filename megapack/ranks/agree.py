@@ -45,6 +45,14 @@ _POLL_S = 0.2
 _END_S = 1.0
 
 
+def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """The device that a group's backend needs its tensors on; None: the default group."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or "gloo" in str(dist.get_backend(group)):
+        return _CPU
+    return accelerator
+
+
 def agree(
     work: Callable[[], T],
     *,

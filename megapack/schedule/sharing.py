@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
-from megapack.layout import Layout, fp8_rows
+from megapack.layout import Layout, config_rows
 from megapack.model.attention.packed import refuse_unpacked_attention
 from megapack.model.head import unwrapped
 from megapack.model.mtp import num_depths
@@ -70,7 +70,7 @@ class Sharing:
             etp=1,
             cp=parallel_state.get_context_parallel_world_size(),
             sequence_parallel=bool(config.sequence_parallel) and tp > 1,
-            fp8=fp8_rows(config.fp8_recipe) if getattr(config, "fp8", None) else False,
+            fp8=config_rows(config),
         )
 
     def check(self) -> None:

@@ -22,7 +22,6 @@ from megapack.planner.counts import split_heaviest
 from megapack.policy import Oversize, Policy
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
@@ -76,12 +75,12 @@ def agree_on_need(
     import torch
     import torch.distributed as dist
 
-    from megapack.ranks.agree import agree
+    from megapack.ranks.agree import agree, group_device
 
     if not dist.is_initialized():
         rank = read()
         return rank, rank.need
-    device = _device_of(group)
+    device = group_device(group)
     rank = agree(read, device=device, same={"batching options": settings}, group=group)
     # The largest -room is the least room, so that one MAX does for all three.
     numbers = [rank.need.count, -rank.need.room, rank.need.longest]
@@ -89,17 +88,6 @@ def agree_on_need(
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     count, minus_room, longest = tensor.tolist()
     return rank, Need(count, -minus_room, longest)
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The device that the group's backend needs its tensors on."""
-    import torch
-    import torch.distributed as dist
-
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or "gloo" in str(dist.get_backend(group)):
-        return torch.device("cpu")
-    return accelerator
 
 
 def plan_rank(

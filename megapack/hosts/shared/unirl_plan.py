@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from megapack.hosts.shared.unirl_bins import (
     pack_bins,
     read_sizes,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -223,9 +220,9 @@ def _agree(
 
 
 def _read_together(read: Callable[[], _Rank], settings: str) -> _Rank:
-    from megapack.ranks.agree import agree
+    from megapack.ranks.agree import agree, group_device
 
-    return agree(read, device=_device(), same={"micro-batch settings": settings})
+    return agree(read, device=group_device(), same={"micro-batch settings": settings})
 
 
 def _of_all_ranks(numbers: list[int]) -> list[list[int]]:
@@ -233,20 +230,14 @@ def _of_all_ranks(numbers: list[int]) -> list[list[int]]:
     import torch
     import torch.distributed as dist
 
+    from megapack.ranks.agree import group_device
+
     shape = (dist.get_world_size(), len(numbers))
-    rows = torch.zeros(shape, dtype=torch.int64, device=_device())
+    rows = torch.zeros(shape, dtype=torch.int64, device=group_device())
     rows[dist.get_rank()] = rows.new_tensor(numbers)
     dist.all_reduce(rows)
     gathered: list[list[int]] = rows.tolist()
     return gathered
-
-
-def _device() -> torch.device:
-    """The device that the default group's backend needs its tensors on."""
-    import torch
-    import torch.distributed as dist
-
-    return torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
 
 
 def _budget_plan(rank: _Rank, ranks: _AllRanks, budget: int) -> MicroPlan:

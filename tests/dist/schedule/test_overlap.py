@@ -16,7 +16,7 @@ pytestmark = pytest.mark.dist
 # The largest relative error of all gradients or weights of a rank.
 MAX_ERROR = 1e-5
 # Other cases have all of their settings.
-PARTS = ("dp2", "dp2_pp2", "sharded_dp2")
+WEEKLY_CASES = ("dp2", "dp2_pp2", "sharded_dp2")
 
 
 def train(folder: Path, name: str) -> list[Any]:
@@ -36,14 +36,7 @@ def singles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {variant: train(folder / name, name)[0] for variant, name in names.items()}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.weekly) if name in PARTS else name
-        for name in CASES
-        if "single" not in name
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in CASES if "single" not in name])
 def test_steps_of_different_m(name: str, singles: dict[str, Any], tmp_path: Path) -> None:
     case = CASES[name]
     single = singles[case.variant]
