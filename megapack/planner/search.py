@@ -245,9 +245,19 @@ class _Search:
         yield from self._split_drafts(*self.items.fewest_rows)
 
     def _split_drafts(self, row_of: Ints, num_rows: int) -> Iterator[tuple[None, Draft]]:
-        """Yield one draft per G: the rows, split until their number is legal."""
-        for group in self.step.group_sizes:
+        """Yield one draft per G: the rows, split until their number is legal.
+
+        A G that needs more micro-batches than there are items is tried only if every G does: 6
+        items on pp=2 fill M=6 under G=2, and would need two padding micro-batches under G=4.
+        """
+        groups = self.step.group_sizes
+        filled = [group for group in groups if self._fewest(group).sum() <= self.items.num_items]
+        for group in filled or groups:
             yield None, self._split(row_of, num_rows, group)
+
+    def _fewest(self, group: int) -> Ints:
+        """The smallest legal counts with room for the fewest rows: int64 [dp]."""
+        return rank_counts(self.step, self.num_fewest, group)
 
     def _packed_by_rank(self) -> Draft | None:
         """A draft that assigns items to ranks before it makes rows; None if that does not apply.
@@ -448,7 +458,7 @@ class _Search:
 
     def _split(self, row_of: Ints, num_rows: int, group: int) -> Draft:
         """A draft of these rows, split until they fill the smallest legal counts."""
-        counts = rank_counts(self.step, self.num_fewest, group)
+        counts = self._fewest(group)
         row_of, num_rows = split_heaviest(row_of, num_rows, int(counts.sum()), self.work)
         return self._distributed(row_of, num_rows, counts, group, np.ones(int(counts.max())))
 
