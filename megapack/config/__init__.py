@@ -6,7 +6,7 @@ Modules:
     sections: TrainConfig, which has all of them, and what their keys must fulfil together
     bounds, architecture, model_checks: least values of keys; what they must fulfil together, and a
         model's sizes on a layout
-    hf_reader, hf_config: the model's keys from a Hugging Face folder, family by family
+    hf_reader, hf_config, hf_families: the model's keys from a Hugging Face folder, family by family
     hf_parts, hf_hybrid: keys that families share; the families of hybrid models
     cost_file: reads a cost model from its file
 """

@@ -16,6 +16,7 @@ def check_architecture(model: Any) -> None:
     _check_indexer(model)
     _check_rope(model)
     _check_norms(model)
+    _check_caps(model)
     _check_windows(model)
     _check_activation(model)
 
@@ -29,21 +30,11 @@ def _check_experts(model: Any) -> None:
             f"model.moe_top_k={model.moe_top_k} is above model.num_experts={model.num_experts}; "
             f"set {model.num_experts} or less"
         )
-    if model.moe_bias_update_rate and model.moe_score_function != "sigmoid":
-        raise ConfigError(
-            f"model.moe_bias_update_rate={model.moe_bias_update_rate} needs "
-            "model.moe_score_function=sigmoid; set it, or moe_bias_update_rate=0"
-        )
-    if model.moe_expert_bias and model.moe_score_function != "sigmoid":
-        raise ConfigError(
-            "model.moe_expert_bias=true needs model.moe_score_function=sigmoid; set it, or "
-            "moe_expert_bias=false"
-        )
     at_least(model, "model", 0, "moe_first_dense_layers")
     at_least(model, "model", 1, "moe_shared_ffn_hidden_size")
     if model.num_experts is None:
         parts = ("moe_first_dense_layers", "moe_shared_ffn_hidden_size", "moe_num_groups")
-        for name in (*parts, "moe_expert_bias"):
+        for name in (*parts, "moe_expert_bias", "moe_bias_update_rate"):
             if getattr(model, name):
                 raise ConfigError(
                     f"model.{name}={getattr(model, name)} needs experts; set model.num_experts, "
@@ -63,7 +54,7 @@ def _check_experts(model: Any) -> None:
 
 def _check_routing(model: Any) -> None:
     """Check the groups of experts and the scores of those that are chosen."""
-    at_least(model, "model", 1, "moe_num_groups", "moe_group_top_k")
+    at_least(model, "model", 1, "moe_num_groups", "moe_group_top_k", "moe_group_best")
     if model.moe_route_scale is not None and not model.moe_route_scale > 0:
         raise ConfigError(
             f"model.moe_route_scale is {model.moe_route_scale}; set a number above 0, or null"
@@ -75,6 +66,12 @@ def _check_routing(model: Any) -> None:
         )
     groups = model.moe_num_groups
     chosen = model.moe_group_top_k
+    best = model.moe_group_best
+    if groups is None and best is not None:
+        raise ConfigError(
+            f"model.moe_group_best={best} needs groups of experts; set model.moe_num_groups, or "
+            "leave it out"
+        )
     if groups is None and chosen is None:
         return
     if groups is None or chosen is None:
@@ -90,7 +87,12 @@ def _check_routing(model: Any) -> None:
             f"{chosen}"
         )
     size = experts // groups
-    if model.moe_top_k % chosen or model.moe_top_k // chosen > size:
+    if best is not None and best > size:
+        raise ConfigError(
+            f"model.moe_group_best={best} is above the {size} experts of a group; set {size} or "
+            "less"
+        )
+    if (best is None and model.moe_top_k % chosen) or model.moe_top_k > chosen * size:
         raise ConfigError(
             f"model.moe_top_k={model.moe_top_k} is not a multiple of model.moe_group_top_k="
             f"{chosen} of at most {chosen * size}; set one"
@@ -208,6 +210,14 @@ def _check_norms(model: Any) -> None:
         raise ConfigError(
             f"model.attention_scale is {model.attention_scale}; set a number above 0, or null"
         )
+    after = model.qk_layernorm_after_rotation
+    if after and (not model.qk_layernorm or model.qk_layernorm_over_heads):
+        raise ConfigError(
+            "model.qk_layernorm_after_rotation=true needs qk_layernorm=true and "
+            "qk_layernorm_over_heads=false; set them, or leave it out"
+        )
+    if after:
+        _refuse(model, "model.qk_layernorm_after_rotation=true does not run", "hybrid", "latent")
     if model.qk_layernorm_over_heads and (
         not model.qk_layernorm
         or model.kv_lora_rank is not None
@@ -223,6 +233,23 @@ def _check_norms(model: Any) -> None:
         return
     setting = f"model.norm_placement={model.norm_placement} does not run"
     _refuse(model, setting, "experts", "mtp", "hybrid", "latent", advice="set pre")
+
+
+def _check_caps(model: Any) -> None:
+    for name in ("attention_score_cap", "logit_cap"):
+        cap = getattr(model, name)
+        if cap is not None and not cap > 0:
+            raise ConfigError(f"model.{name} is {cap}; set a number above 0, or null")
+    cap = model.attention_score_cap
+    if cap is None:
+        return
+    if model.attention_sinks or model.attention in ("te", "varlen"):
+        raise ConfigError(
+            f"model.attention_score_cap={cap} does not run with attention={model.attention} and "
+            f"attention_sinks={str(model.attention_sinks).lower()}: no fused kernel caps scores; "
+            "set attention=auto and attention_sinks=false"
+        )
+    _refuse(model, f"model.attention_score_cap={cap} does not run", "hybrid", "latent")
 
 
 def _check_windows(model: Any) -> None:

@@ -8,8 +8,7 @@ error before anything is built: a model that is built almost right trains withou
 transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 `rope_parameters`; both are
 read.
 
-A new family is an entry of `FAMILIES` or of `hf_hybrid.HYBRID_FAMILIES`, and must pass the tests
-against transformers.
+The families are those of `hf_families` and `hf_hybrid`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from typing import Any
 
 from megapack.base.files import read_whole
 from megapack.config import hf_parts as parts
-from megapack.config.hf_hybrid import HYBRID_FAMILIES, REFUSED
-from megapack.config.hf_reader import FILE, Family, Reader, Values, shown
+from megapack.config.hf_families import FAMILIES, REFUSED
+from megapack.config.hf_reader import FILE, Reader, Values, shown
 from megapack.errors import ConfigError, brief
 
 # ORGANISATION/MODEL, as the hub names them.
@@ -90,7 +89,7 @@ def read_hf_config(folder: str | Path) -> HfConfig:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         known = f"megapack trains {', '.join(FAMILIES)}"
-        why = _REFUSED.get(model_type, known) if isinstance(model_type, str) else known
+        why = REFUSED.get(model_type, known) if isinstance(model_type, str) else known
         raise ConfigError(f"{name}: {FILE} has model_type={shown(model_type)}; {why}")
     if family.in_text_config:
         keys = _with_text_config(name, keys)
@@ -202,9 +201,12 @@ _DEFAULTS: Values = {
     "gated_linear_unit": True,
     "qk_layernorm": False,
     "qk_layernorm_over_heads": False,
+    "qk_layernorm_after_rotation": False,
     "norm_placement": "pre",
     "scale_embeddings": False,
     "attention_scale": None,
+    "attention_score_cap": None,
+    "logit_cap": None,
     "qkv_bias": False,
     "kv_lora_rank": None,
     "q_lora_rank": None,
@@ -227,6 +229,7 @@ _DEFAULTS: Values = {
     "moe_norm_top_k": True,
     "moe_num_groups": None,
     "moe_group_top_k": None,
+    "moe_group_best": None,
     "moe_route_scale": None,
     "moe_expert_bias": False,
     "hybrid_layer_pattern": None,
@@ -260,303 +263,6 @@ _UNUSED = (
     # The loss of transformers' own trainer; megapack's is model.moe_balance_loss_coef.
     *("output_router_logits", "router_aux_loss_coef"),
 )
-
-
-_LLAMA = Family(
-    architecture="LlamaForCausalLM",
-    defaults={"num_key_value_heads": None, "rope_theta": 10000.0},
-    only={"attention_bias": (False,), "mlp_bias": (False,)},
-    unused=("pretraining_tp",),
-)
-_MISTRAL = Family(architecture="MistralForCausalLM", parts=(parts.window,))
-_MIXTRAL = Family(
-    architecture="MixtralForCausalLM",
-    defaults={"sliding_window": None, "rope_theta": 1e6},
-    only={"router_jitter_noise": (0.0, 0)},
-    parts=(parts.window, parts.mixtral_experts),
-)
-_QWEN2 = Family(
-    architecture="Qwen2ForCausalLM",
-    only={"use_mrope": (False,)},
-    values={"qkv_bias": True},
-    parts=(parts.switched_window,),
-)
-_QWEN2_MOE = Family(
-    architecture="Qwen2MoeForCausalLM",
-    only={"qkv_bias": (True,), "use_mrope": (False,)},
-    values={"qkv_bias": True},
-    parts=(parts.no_window, parts.qwen_experts, parts.gated_shared_expert),
-)
-_QWEN3 = Family(
-    architecture="Qwen3ForCausalLM",
-    defaults={"head_dim": 128},
-    only={"attention_bias": (False,)},
-    values={"qk_layernorm": True},
-    parts=(parts.switched_window, parts.own_head_width),
-)
-_QWEN3_MOE = Family(
-    architecture="Qwen3MoeForCausalLM",
-    only={"attention_bias": (False,)},
-    values={"qk_layernorm": True},
-    parts=(parts.no_window, parts.qwen_experts),
-)
-_DEEPSEEK_V3 = Family(
-    architecture="DeepseekV3ForCausalLM",
-    only={
-        "attention_bias": (False,),
-        "scoring_func": ("sigmoid",),
-        "topk_method": ("noaux_tc",),
-        "moe_layer_freq": (1,),
-        "rope_interleave": (True,),
-    },
-    unused=("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "auto_map"),
-    parts=(parts.deepseek_experts, parts.latent_attention),
-    num_mtp_layers=0,
-)
-_DEEPSEEK_V2 = Family(
-    architecture="DeepseekV2ForCausalLM",
-    only={
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "scoring_func": ("softmax",),
-        "moe_layer_freq": (1,),
-    },
-    unused=_DEEPSEEK_V3.unused,
-    parts=(parts.unnormed_experts, parts.latent_attention),
-)
-_GLM4_MOE_LITE = Family(
-    architecture="Glm4MoeLiteForCausalLM",
-    defaults={"first_k_dense_replace": 1},
-    only={
-        "attention_bias": (False,),
-        "topk_method": ("noaux_tc",),
-        "rope_interleave": (True,),
-    },
-    unused=("pretraining_tp",),
-    parts=(parts.deepseek_experts, parts.dense_first, parts.latent_attention),
-    num_mtp_layers=0,
-)
-_SEED_OSS = Family(
-    architecture="SeedOssForCausalLM",
-    flags={"attention_bias": "qkv_bias"},
-    only={"attention_out_bias": (False,), "mlp_bias": (False,)},
-    # Published with rates of 0.1; megapack trains without dropout, as the model is evaluated.
-    unused=("pretraining_tp", "attention_dropout", "residual_dropout"),
-)
-_ERNIE4_5 = Family(
-    architecture="Ernie4_5ForCausalLM",
-    defaults={"tie_word_embeddings": True, "head_dim": 128, "rope_theta": 500000.0},
-    only={"use_bias": (False,)},
-    values={"rotary_interleaved": True},
-)
-_GLM4 = Family(
-    architecture="Glm4ForCausalLM",
-    flags={"attention_bias": "qkv_bias"},
-    defaults={"partial_rotary_factor": 0.5},
-    values={"norm_placement": "sandwich", "rotary_interleaved": True},
-    is_partly_rotated=True,
-)
-_MINIMAX_M2 = Family(
-    architecture="MiniMaxM2ForCausalLM",
-    defaults={"rope_theta": 5e6},
-    only={
-        "qk_norm_type": ("per_layer",),
-        "router_jitter_noise": (0.0, 0),
-        "scoring_func": ("sigmoid",),
-        "shared_intermediate_size": (0,),
-        "sliding_window": (None,),
-        "use_qk_norm": (True,),
-        "use_routing_bias": (True,),
-    },
-    # Published folders have no weights of multi-token prediction.
-    unused=("auto_map", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp"),
-    values={"qk_layernorm": True, "qk_layernorm_over_heads": True},
-    is_partly_rotated=True,
-    parts=(parts.full_attention, parts.rotary_width, parts.biased_experts),
-)
-# Qwen2 with layers of multi-token prediction, as remote code.
-_MIMO = Family(
-    architecture="MiMoForCausalLM",
-    only={"attention_bias": (True,)},
-    unused=("auto_map",),
-    values={"qkv_bias": True},
-    num_mtp_layers=0,
-    parts=(parts.no_window,),
-)
-_DEEPSEEK_V32 = Family(
-    architecture="DeepseekV32ForCausalLM",
-    only={**_DEEPSEEK_V3.only, "mlp_bias": (False,)},
-    unused=_DEEPSEEK_V3.unused,
-    parts=(*_DEEPSEEK_V3.parts, parts.indexer),
-    num_mtp_layers=0,
-)
-_GLM_MOE_DSA = Family(
-    architecture="GlmMoeDsaForCausalLM",
-    only={**_DEEPSEEK_V32.only, "indexer_rope_interleave": (True,)},
-    unused=(*_DEEPSEEK_V32.unused, "index_skip_topk_offset"),
-    values={"indexer_rope_interleaved": True},
-    parts=(*_DEEPSEEK_V32.parts, parts.own_indexers),
-    num_mtp_layers=0,
-)
-_GLM4_MOE = Family(
-    architecture="Glm4MoeForCausalLM",
-    flags={"attention_bias": "qkv_bias", "use_qk_norm": "qk_layernorm"},
-    defaults={"partial_rotary_factor": 0.5},
-    is_partly_rotated=True,
-    num_mtp_layers=0,
-    parts=(parts.deepseek_experts,),
-)
-_OLMO_NORMS: Values = {
-    "qk_layernorm": True,
-    "qk_layernorm_over_heads": True,
-    "norm_placement": "post",
-}
-_OLMO2 = Family(
-    architecture="Olmo2ForCausalLM",
-    defaults={"num_key_value_heads": None},
-    only={"attention_bias": (False,), "clip_qkv": (None,)},
-    values=_OLMO_NORMS,
-)
-_OLMO3 = Family(
-    architecture="Olmo3ForCausalLM",
-    defaults={"num_key_value_heads": None, "rope_theta": 5e5, "sliding_window_pattern": 4},
-    only={"attention_bias": (False,), "clip_qkv": (None,)},
-    values=_OLMO_NORMS,
-    common=parts.layered,
-    parts=(parts.layered_window,),
-)
-_PHI3 = Family(
-    architecture="Phi3ForCausalLM",
-    defaults={"num_key_value_heads": None, "rope_theta": 10000.0, "sliding_window": None},
-    only={
-        "attention_bias": (False,),
-        "lm_head_bias": (False,),
-        "mlp_bias": (False,),
-        "resid_pdrop": (0.0, 0),
-        "embd_pdrop": (0.0, 0),
-        "full_attn_mod": (1,),
-        "interpolate_factor": (1,),
-    },
-    # A length without a scaling of the rotary embedding.
-    unused=("auto_map", "original_max_position_embeddings"),
-    is_partly_rotated=True,
-    rope_names={"su": "longrope", "yarn": "longrope"},
-    parts=(parts.window,),
-)
-
-
-_GEMMA3 = Family(
-    architecture="Gemma3ForCausalLM",
-    defaults={"query_pre_attn_scalar": 256, "sliding_window_pattern": 6},
-    only={
-        "attention_bias": (False,),
-        "attn_logit_softcapping": (None,),
-        "final_logit_softcapping": (None,),
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        "use_bidirectional_attention": (False, None),
-    },
-    unused=("cache_implementation", "_sliding_window_pattern"),
-    values={
-        "activation": "gelu_tanh",
-        "layernorm_zero_centered_gamma": True,
-        "norm_placement": "sandwich",
-        "qk_layernorm": True,
-        "scale_embeddings": True,
-    },
-    common=parts.layered,
-    parts=(parts.layered_window, parts.attention_scale),
-)
-_GEMMA3_VISION = dataclasses.replace(
-    _GEMMA3,
-    architecture="Gemma3ForConditionalGeneration",
-    # Published folders leave most keys out.
-    defaults={
-        **_GEMMA3.defaults,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "rope_local_base_freq": 10000.0,
-        "rope_theta": 1e6,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-        "vocab_size": 262208,
-    },
-    unused=(
-        *_GEMMA3.unused,
-        *("text_config", "vision_config", "mm_tokens_per_image"),
-        *(f"{token}_token_{kind}" for token in ("boi", "eoi", "image") for kind in ("id", "index")),
-    ),
-    in_text_config=True,
-)
-_GPT_OSS = Family(
-    architecture="GptOssForCausalLM",
-    defaults={"swiglu_limit": 7.0},
-    only={"attention_bias": (True,), "swiglu_alpha": (1.702,)},
-    # The second name of num_experts_per_tok, and the length before yarn.
-    unused=("experts_per_token", "initial_context_length"),
-    values={
-        "linear_bias": True,
-        "attention_sinks": True,
-        "activation": "quick_gelu",
-        "glu_linear_offset": 1.0,
-    },
-    parts=(
-        *(parts.own_head_width, parts.stated_rope),
-        *(parts.alternating_window, parts.clamped_experts),
-    ),
-)
-FAMILIES: Mapping[str, Family] = {
-    "llama": _LLAMA,
-    "mistral": _MISTRAL,
-    "mixtral": _MIXTRAL,
-    "qwen2": _QWEN2,
-    "qwen2_moe": _QWEN2_MOE,
-    "qwen3": _QWEN3,
-    "qwen3_moe": _QWEN3_MOE,
-    "deepseek_v3": _DEEPSEEK_V3,
-    # Another name for the same model with remote code.
-    "kimi_k2": _DEEPSEEK_V3,
-    "deepseek_v2": _DEEPSEEK_V2,
-    "deepseek_v32": _DEEPSEEK_V32,
-    "glm4": _GLM4,
-    "glm4_moe": _GLM4_MOE,
-    "glm4_moe_lite": _GLM4_MOE_LITE,
-    "glm_moe_dsa": _GLM_MOE_DSA,
-    "minimax_m2": _MINIMAX_M2,
-    "seed_oss": _SEED_OSS,
-    "ernie4_5": _ERNIE4_5,
-    "mimo": _MIMO,
-    "olmo2": _OLMO2,
-    "olmo3": _OLMO3,
-    "phi3": _PHI3,
-    "gemma3_text": _GEMMA3,
-    "gemma3": _GEMMA3_VISION,
-    "gpt_oss": _GPT_OSS,
-    **HYBRID_FAMILIES,
-}
-"""Families by `model_type`."""
-
-
-_REFUSED: Mapping[str, str] = {
-    **REFUSED,
-    "deepseek_v4": "its layers compress keys over windows of tokens and mix several hidden states "
-    "per token, which megapack's layers do not",
-    "ernie4_5_moe": "it chooses experts by softmax scores plus a bias, and Megatron-Core's router "
-    "adds a bias to sigmoids only",
-    "gemma2": "it caps attention scores and logits by a tanh, which no attention here does",
-    **dict.fromkeys(
-        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
-        "its layers have heads of two widths, or take keys and values of other layers, which "
-        "Megatron-Core's have not",
-    ),
-    **dict.fromkeys(
-        ("hunyuan_v1_dense", "hunyuan_v1_moe"),
-        "it normalises queries and keys after rotating them, Megatron-Core before",
-    ),
-}
-"""Families that Megatron-Core or megapack cannot build, with the reason."""
 
 
 def _check_all_known(reader: Reader) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megapack.config import hf_experts as experts
 from megapack.config import hf_parts as parts
 from megapack.config.hf_reader import Family, Reader, Values
 from megapack.config.rope import RopeScaling
@@ -84,7 +85,7 @@ def _qwen3_next_layers(reader: Reader) -> Values:
     )
     values = {**_pattern(mixers, mlps), "ffn_hidden_size": reader.count("intermediate_size", 1)}
     if "E" in mlps:
-        values |= {**parts.softmax_experts(reader), **parts.gated_shared_expert(reader)}
+        values |= {**experts.softmax_experts(reader), **experts.gated_shared_expert(reader)}
     return values
 
 
@@ -100,8 +101,8 @@ def _expert_layers(reader: Reader) -> Values:
         **_pattern(mixers, "E" * len(mixers)),
         # No layer is dense.
         "ffn_hidden_size": None,
-        **parts.softmax_experts(reader),
-        **parts.gated_shared_expert(reader),
+        **experts.softmax_experts(reader),
+        **experts.gated_shared_expert(reader),
     }
 
 
@@ -210,7 +211,7 @@ def _nemotron_sizes(reader: Reader) -> Values:
     if "E" in pattern:
         reader.require("n_shared_experts", 1)
         shared = reader.count("moe_shared_expert_intermediate_size", 1)
-        values |= {**parts.sigmoid_experts(reader), "moe_shared_ffn_hidden_size": shared}
+        values |= {**experts.sigmoid_experts(reader), "moe_shared_ffn_hidden_size": shared}
     return values
 
 

@@ -14,7 +14,7 @@ def sizes(reader: Reader) -> Values:
     """The keys of all families but those of layers, norms and rotary embeddings."""
     hidden = reader.count("hidden_size", 1)
     heads = reader.count("num_attention_heads", 1)
-    reader.require("hidden_act", "silu")
+    reader.require("hidden_act", reader.family.defaults.get("hidden_act", "silu"))
     if "attention_dropout" not in reader.family.unused:
         reader.require("attention_dropout", 0.0, 0, None)
     reader.require("chunk_size_feed_forward", 0)
@@ -192,6 +192,8 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("original_max_position_embeddings", "short_factor", "long_factor"),
         ("factor", "attention_factor"),
     ),
+    # The others have no effect.
+    "ntk": (("alpha",), ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
 }
 # With multi-latent attention, as DeepSeek-V3 has it.
 _LATENT_YARN = (
@@ -207,7 +209,10 @@ def _rope_scaling(reader: Reader, rope: Values) -> RopeScaling:
     if kind == "default" and not rope:
         return RopeScaling()
     latent = "kv_lora_rank" in reader.keys
-    kinds = ("yarn",) if latent else tuple(_ROPE_KEYS)
+    # transformers has no kind of that name.
+    own = reader.family.rope_names.values()
+    others = tuple(name for name in _ROPE_KEYS if name != "ntk" or name in own)
+    kinds = ("yarn",) if latent else others
     if kind not in kinds:
         raise reader.error(
             "rope_scaling",
@@ -230,6 +235,8 @@ def _rope_scaling(reader: Reader, rope: Values) -> RopeScaling:
         rope["factor"] = max(1.0, positions / rope["original_max_position_embeddings"])
     if kind == "yarn" and not latent:
         _set_attention_factor(rope)
+    if kind == "ntk":
+        rope = {"factor": rope["alpha"]}
     try:
         return RopeScaling(kind=kind, **rope)  # type: ignore[arg-type]
     except ConfigError as error:
@@ -321,6 +328,18 @@ def attention_scale(reader: Reader) -> Values:
     return {} if scale == reader.count("head_dim", 1) else {"attention_scale": scale**-0.5}
 
 
+def caps(reader: Reader) -> Values:
+    """The caps of scores and logits (Gemma 2); null is none."""
+    names = {
+        "attention_score_cap": "attn_logit_softcapping",
+        "logit_cap": "final_logit_softcapping",
+    }
+    return {
+        own: None if reader.get(name) is None else reader.number(name)
+        for own, name in names.items()
+    }
+
+
 def full_attention(reader: Reader) -> Values:
     """The kinds of layers as MiniMax-M2's remote code has them, 1 for softmax attention."""
     kinds = reader.get("attn_type_list", None)
@@ -344,143 +363,6 @@ def own_head_width(reader: Reader) -> Values:
     """Heads whose width does not follow from the hidden size, so that null is no width."""
     reader.count("head_dim", 1)
     return {}
-
-
-def _top_k(reader: Reader, *names: str) -> Values:
-    """The number of experts by one of these names, and how many a token uses."""
-    present = [name for name in names if name in reader.keys] or [names[0]]
-    counts = {reader.count(name, 1) for name in present}
-    if len(counts) > 1:
-        raise reader.error(present[0], reader.get(present[0]), f"{present[1]} differs: keep one")
-    return {"num_experts": counts.pop(), "moe_top_k": reader.count("num_experts_per_tok", 1)}
-
-
-def _normed(reader: Reader, top_k: int, normed: bool) -> Values:
-    if normed and top_k == 1:
-        raise reader.error(
-            "num_experts_per_tok",
-            1,
-            "a normalised score of one expert is 1, which Megatron-Core does not do",
-        )
-    return {"moe_norm_top_k": normed}
-
-
-def mixtral_experts(reader: Reader) -> Values:
-    values = _top_k(reader, "num_local_experts")
-    values["moe_ffn_hidden_size"] = reader.count("intermediate_size", 1)
-    return values | _normed(reader, values["moe_top_k"], True)
-
-
-def clamped_experts(reader: Reader) -> Values:
-    """Experts of gpt-oss, whose SwiGLU is clamped."""
-    return {**mixtral_experts(reader), "activation_clamp": reader.number("swiglu_limit")}
-
-
-def biased_experts(reader: Reader) -> Values:
-    """Experts of MiniMax-M2: sigmoid scores, chosen with a bias, and no shared experts."""
-    values = _top_k(reader, "num_local_experts")
-    return {
-        **values,
-        **_normed(reader, values["moe_top_k"], True),
-        "moe_ffn_hidden_size": reader.count("intermediate_size", 1),
-        "moe_score_function": "sigmoid",
-        "moe_expert_bias": True,
-    }
-
-
-def softmax_experts(reader: Reader) -> Values:
-    """Experts of Qwen: their number, width and scores."""
-    values = _top_k(reader, "num_experts", "num_local_experts")
-    values["moe_ffn_hidden_size"] = reader.count("moe_intermediate_size", 1)
-    return values | _normed(reader, values["moe_top_k"], reader.flag("norm_topk_prob"))
-
-
-def qwen_experts(reader: Reader) -> Values:
-    """Experts after the first dense layers, with softmax scores."""
-    reader.require("decoder_sparse_step", 1)
-    dense = reader.get("mlp_only_layers", None) or []
-    if not isinstance(dense, list) or any(layer not in dense for layer in range(len(dense))):
-        raise reader.error("mlp_only_layers", dense, "only the first layers can be dense")
-    return {**softmax_experts(reader), "moe_first_dense_layers": len(dense)}
-
-
-def gated_shared_expert(reader: Reader) -> Values:
-    width = reader.count("shared_expert_intermediate_size", 1)
-    return {"moe_shared_ffn_hidden_size": width, "moe_shared_gate": True}
-
-
-def sigmoid_experts(reader: Reader) -> Values:
-    """Experts of DeepSeek: their number and width, sigmoid scores and groups."""
-    values = _top_k(reader, "n_routed_experts")
-    top_k = values["moe_top_k"]
-    groups = reader.count("n_group", 1)
-    chosen = reader.count("topk_group", 1)
-    if groups > 1 and top_k != 2 * chosen:
-        raise reader.error(
-            "num_experts_per_tok",
-            top_k,
-            f"transformers ranks a group by its best 2 experts and Megatron-Core by its best "
-            f"num_experts_per_tok / topk_group ({top_k} / {chosen}); they agree at 2 only",
-        )
-    if not reader.flag("norm_topk_prob"):
-        raise reader.error("norm_topk_prob", False, "Megatron-Core normalises sigmoid scores")
-    _normed(reader, top_k, True)
-    return {
-        **values,
-        "moe_ffn_hidden_size": reader.count("moe_intermediate_size", 1),
-        "moe_num_groups": groups if groups > 1 else None,
-        "moe_group_top_k": chosen if groups > 1 else None,
-        "moe_route_scale": reader.number("routed_scaling_factor"),
-        "moe_score_function": "sigmoid",
-        "moe_expert_bias": True,
-    }
-
-
-def deepseek_experts(reader: Reader) -> Values:
-    """Experts after the first dense layers, with shared experts of their width."""
-    return _with_shared_experts(reader, sigmoid_experts(reader))
-
-
-def unnormed_experts(reader: Reader) -> Values:
-    """The same with softmax scores as they are, and no groups (DeepSeek-V2-Lite)."""
-    reader.require(
-        "topk_method",
-        "greedy",
-        why="transformers ranks a group by its best expert and Megatron-Core by its best "
-        "num_experts_per_tok / topk_group: only greedy has no groups",
-    )
-    reader.known |= {"n_group", "topk_group"}
-    reader.require("norm_topk_prob", False, None)
-    values = {
-        **_top_k(reader, "n_routed_experts"),
-        "moe_ffn_hidden_size": reader.count("moe_intermediate_size", 1),
-        "moe_route_scale": reader.number("routed_scaling_factor"),
-        "moe_norm_top_k": False,
-    }
-    return _with_shared_experts(reader, values)
-
-
-def dense_first(reader: Reader) -> Values:
-    """The kinds of MLPs, of which transformers knows no number of dense ones."""
-    kinds = reader.get("mlp_layer_types", None)
-    num_dense = reader.count("first_k_dense_replace")
-    num_layers = reader.count("num_hidden_layers", 1)
-    if kinds is None:
-        # What transformers takes.
-        reader.require("first_k_dense_replace", 1)
-    elif kinds != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
-        why = f"only the first layers can be dense, first_k_dense_replace={num_dense} of them"
-        raise reader.error("mlp_layer_types", kinds, why)
-    return {}
-
-
-def _with_shared_experts(reader: Reader, values: Values) -> Values:
-    shared = values["moe_ffn_hidden_size"] * reader.count("n_shared_experts", 1)
-    return {
-        **values,
-        "moe_shared_ffn_hidden_size": shared,
-        "moe_first_dense_layers": reader.count("first_k_dense_replace"),
-    }
 
 
 def latent_attention(reader: Reader) -> Values:

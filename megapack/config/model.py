@@ -59,8 +59,13 @@ class ModelConfig:
     qk_layernorm_over_heads: bool = False
     """With `qk_layernorm`: normalise the queries of all heads together, and so the keys, with a
     weight per channel of each head (OLMo-2)."""
+    qk_layernorm_after_rotation: bool = False
+    """With `qk_layernorm`: normalise after the rotary embedding (Hunyuan), not before."""
     attention_scale: float | None = None
     """Factor of the scores before the softmax; null = 1 / sqrt(width of a head)."""
+    attention_score_cap: float | None = None
+    """Scores s become cap * tanh(s / cap) before the softmax (Gemma 2: 50). Runs in torch's own
+    operations, with attention=sdpa; null = they are not capped."""
     qkv_bias: bool = False
     """Add biases to queries, keys and values (Qwen2)."""
     ffn_hidden_size: int | None = None
@@ -137,6 +142,9 @@ class ModelConfig:
     """Add biases to all linear layers of attention, MLPs and experts, and to routers (gpt-oss)."""
     scale_embeddings: bool = False
     """Multiply the input embeddings by sqrt(hidden_size), rounded to `dtype` (Gemma)."""
+    logit_cap: float | None = None
+    """Logits l become cap * tanh(l / cap), before a temperature (Gemma 2: 30); null = they are not
+    capped."""
     untie_embeddings: bool = False
     """Use a separate output matrix; false = the input embedding's, on the first and last stage."""
     kv_lora_rank: int | None = None
@@ -226,21 +234,24 @@ class ModelConfig:
     """Groups of experts, of which each token uses `moe_group_top_k` (DeepSeek-V3: 8); null = no
     groups."""
     moe_group_top_k: int | None = None
-    """Groups of experts per token, those with the largest sums of their best
-    moe_top_k / moe_group_top_k scores."""
+    """Groups of experts per token, those with the largest sums of their best `moe_group_best`
+    scores."""
+    moe_group_best: int | None = None
+    """Experts whose scores rank their group (DeepSeek-V2: 1); null = moe_top_k / moe_group_top_k,
+    Megatron-Core's number."""
     moe_route_scale: float | None = None
     """Factor of the scores of the chosen experts (DeepSeek-V3: 2.5); null = 1."""
     moe_expert_bias: bool = False
-    """Choose experts by scores plus a bias per expert (DeepSeek-V3); needs sigmoid scores. It
-    changes only by `moe_bias_update_rate`."""
+    """Choose experts by scores plus a bias per expert (DeepSeek-V3, Ernie 4.5). It changes only by
+    `moe_bias_update_rate`."""
     moe_balance_loss_coef: float = 0.0
     """Weight of the load-balancing loss of each sample, see `model.experts.rows`; 0 = no such
     loss."""
     moe_z_loss_coef: float = 0.0
     """Weight of the router z-loss per token; 0 = no such loss."""
     moe_bias_update_rate: float = 0.0
-    """Update step of the expert bias, which balances experts without a loss; needs sigmoid scores.
-    0 = the bias stays as it is, see `moe_expert_bias`."""
+    """Update step of the expert bias, which balances experts without a loss. 0 = the bias stays as
+    it is, see `moe_expert_bias`."""
     mtp_num_layers: int = 0
     """Multi-token prediction layers on the last stage. Each predicts one token further ahead;
     0 = none. With `hf_path` they begin as those of the folder, which may have more; layers that are

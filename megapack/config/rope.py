@@ -14,9 +14,10 @@ class RopeScaling:
     """How wavelengths of the rotary embedding are stretched, as transformers computes it. Keys of
     other kinds have no effect."""
 
-    kind: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "ntk"] = "none"
     """none; linear (Gemma 3); llama3 (Llama 3.1 and later); yarn (arXiv 2309.00071: DeepSeek-V3,
-    OLMo-3); longrope (arXiv 2402.13753: Phi-4-mini). Multi-latent attention has none and yarn."""
+    OLMo-3); longrope (arXiv 2402.13753: Phi-4-mini); ntk, which raises the base so that the longest
+    wave is stretched by the factor (Hunyuan). Multi-latent attention has none and yarn."""
     factor: float = 1.0
     """By how much long wavelengths are stretched, 1 or more. For longrope it only gives the default
     of `attention_factor`."""

@@ -39,9 +39,11 @@ from megapack.gpt.specs import Norms, block_spec, mtp_spec
 from megapack.layout import Layout, round_up
 from megapack.model.attention.choice import choose_attention, has_rope_fusion
 from megapack.model.attention.indexer import Indexer
+from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.te_backend import AttentionSizes
+from megapack.model.experts.router import PackedRouter
 from megapack.model.fp32 import in_bf16
-from megapack.model.head import mark_num_ids, replace_output_layer
+from megapack.model.head import mark_logit_cap, mark_num_ids, replace_output_layer
 from megapack.model.parameters import mark_experts
 
 
@@ -62,7 +64,7 @@ def transformer_config(
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
     pipelined = layout.pp > 1
     latent = model.kv_lora_rank is not None
-    return (MLATransformerConfig if latent else TransformerConfig)(
+    config = (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=model.num_stage_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -126,6 +128,9 @@ def transformer_config(
         **_faster(model, kernel),
         **without_cuda_graphs(),
     )
+    # Megatron refuses a bias of softmax scores, which `PackedRouter` adds.
+    config.moe_router_enable_expert_bias = model.has_expert_bias
+    return config
 
 
 def attention_sizes(
@@ -147,6 +152,7 @@ def attention_sizes(
         windows=tuple(dict.fromkeys(model.windows)),
         softmax_type=_softmax_type(model),
         is_sparse=model.indexer_top_k is not None,
+        is_capped=model.attention_score_cap is not None,
     )
 
 
@@ -213,7 +219,6 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": model.moe_balance_loss_coef,
         "moe_z_loss_coeff": model.moe_z_loss_coef or None,
-        "moe_router_enable_expert_bias": model.has_expert_bias,
         "moe_router_bias_update_rate": model.moe_bias_update_rate,
         # The default, allgather, needs rows of equal length on all ranks.
         "moe_token_dispatcher_type": "alltoall",
@@ -357,12 +362,17 @@ def build_model(
     ]
     for chunk in chunks:
         mark_num_ids(chunk, vocab_size)
+        mark_logit_cap(chunk, model.logit_cap)
         if model.latent_norm_epsilon is not None:
             _set_latent_epsilon(chunk, model.latent_norm_epsilon)
         for module in chunk.modules():
-            # Before 0.19 Megatron's config has no field for it.
+            # Megatron's config has no field for these, before 0.19 or at all.
             if isinstance(module, Indexer):
                 module.turns_pairs = model.indexer_rope_interleaved
+            if isinstance(module, PackedSDPA):
+                module.score_cap = model.attention_score_cap
+            if isinstance(module, PackedRouter):
+                module.group_best = model.moe_group_best
     if value_head:
         for chunk in chunks:
             replace_output_layer(chunk)
@@ -450,7 +460,9 @@ def _chunk(
     vp_stage = vp if layout.vpp > 1 else None
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
-    norms = Norms(model.norm_placement, model.qk_layernorm_over_heads)
+    norms = Norms(
+        model.norm_placement, model.qk_layernorm_over_heads, model.qk_layernorm_after_rotation
+    )
     arguments = {
         "config": config,
         "vocab_size": vocab_size,

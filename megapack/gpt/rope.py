@@ -54,7 +54,8 @@ def inverse_frequencies(
         long: for longrope: of samples above the original length.
     """
     exponents = torch.arange(0, width, 2, dtype=torch.int64, device="cpu").float() / width
-    periods = base**exponents
+    stretched = scaling.factor ** (width / (width - 2)) if scaling.kind == "ntk" else 1
+    periods = (base * stretched) ** exponents
     if scaling.kind == "longrope":
         stretch = torch.tensor(scaling.long_factor if long else scaling.short_factor, device="cpu")
         return 1.0 / (stretch.float() * periods)

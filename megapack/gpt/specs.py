@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +17,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -135,6 +137,32 @@ class KeyNorm(_NormOverHeads):
     _heads = "num_query_groups"
 
 
+class LateNorms(SelfAttention):  # type: ignore[misc]
+    """Self attention that normalises queries and keys after their rotation (Hunyuan).
+
+    Megatron's calls its norms before. Here they return what they get, and run on the queries and
+    keys of core attention.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        norms = (self.q_layernorm, self.k_layernorm)
+        self.core_attention.register_forward_pre_hook(
+            partial(_normed_heads, [norm.forward for norm in norms])
+        )
+        for norm in norms:
+            norm.forward = _unchanged
+
+
+def _normed_heads(norms: Sequence[Any], core: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    query, key, *others = args
+    return norms[0](query), norms[1](key), *others
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
 class PostNormLayer(TransformerLayer):  # type: ignore[misc]
     """A layer with norms of what attention and the MLP add to the residual stream.
 
@@ -166,10 +194,11 @@ def _normed(norm: torch.nn.Module, add: Any, training: bool, fused: bool) -> Any
 
 
 class Norms(NamedTuple):
-    """Which norms a layer has; see `ModelConfig.norm_placement` and `qk_layernorm_over_heads`."""
+    """Which norms a layer has; see `ModelConfig.norm_placement` and the keys of `qk_layernorm`."""
 
     placement: Literal["pre", "post", "sandwich"] = "pre"
     over_heads: bool = False
+    after_rotation: bool = False
 
 
 PRE_NORMS = Norms()
@@ -239,6 +268,8 @@ def layer_spec(
     if norms.over_heads:
         parts.self_attention.submodules.q_layernorm = QueryNorm
         parts.self_attention.submodules.k_layernorm = KeyNorm
+    if norms.after_rotation:
+        parts.self_attention.module = LateNorms
     if norms.placement == "pre":
         return spec
     if norms.placement == "post":

@@ -129,16 +129,18 @@ def hf_shapes(blocks: Iterable[Block], names: TensorNames) -> dict[str, tuple[in
     """
     counts: dict[tuple[str, int | None], int] = defaultdict(int)
     columns: dict[str, tuple[int, ...]] = {}
+    stacked: dict[str, int] = {}
     transposed = set()
     for key, index, whole in dict.fromkeys((b.key, b.index, b.whole) for b in blocks):
         for rows in names.rows(key, index, whole[0]):
             counts[rows.name, rows.expert] += rows.count
             columns[rows.name] = whole[1:]
+            stacked[rows.name] = rows.num_stacked
             if rows.is_transposed:
                 transposed.add(rows.name)
     shapes = {}
     for (name, expert), count in counts.items():
-        experts = () if expert is None else (names.num_experts,)
+        experts = () if expert is None else (stacked[name],)
         matrix = (count, *columns[name])
         shapes[name] = (*experts, *(matrix[::-1] if name in transposed else matrix))
     return shapes

@@ -123,6 +123,16 @@ def marked_num_ids(chunk: Any) -> int | None:
     return getattr(unwrapped(chunk), "num_ids", None)
 
 
+def mark_logit_cap(chunk: Any, cap: float | None) -> None:
+    """Note on a model chunk `VocabHead.logit_cap`."""
+    unwrapped(chunk).logit_cap = cap
+
+
+def marked_logit_cap(chunk: Any) -> float | None:
+    """What `mark_logit_cap` noted; None on other models."""
+    return getattr(unwrapped(chunk), "logit_cap", None)
+
+
 class ValueHead(torch.nn.Module):
     """Linear layer from hidden size to 1, fp32, no bias; replicated on tensor-parallel ranks.
 

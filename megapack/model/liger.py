@@ -29,7 +29,7 @@ from megapack import cpu
 from megapack.base.choices import HeadChoice, HeadKernel
 from megapack.cost.head import default_chunk_tokens
 from megapack.errors import ConfigError, one_line
-from megapack.model.head import find_output_layer, unwrapped
+from megapack.model.head import find_output_layer, marked_logit_cap, unwrapped
 from megapack.model.logprobs import (
     VocabHead,
     in_vocabulary,
@@ -95,6 +95,8 @@ def choose_head(
         return ChosenHead()
     reason = obstacle(torch.bfloat16 if config.bf16 else config.params_dtype)
     reason = reason or _padding_obstacle(chunk, num_ids, tp_group)
+    if marked_logit_cap(chunk) is not None:
+        reason = reason or "it does not cap logits (model.logit_cap)"
     kernel: HeadKernel = "torch" if reason else "liger"
     agree(lambda: _check(choice, reason), device=device, same={"head kernel": kernel})
     if reason is not None:

@@ -54,6 +54,8 @@ class VocabHead:
     """Positions whose logits exist at one time; None = `cost.head.default_chunk_tokens`."""
     temperature: float = 1.0
     """Divisor of the logits."""
+    logit_cap: float | None = None
+    """Logits l are cap * tanh(l / cap), before the temperature; None = they are not capped."""
     tied: bool = True
     """Whether the weight may also be an embedding's on this rank, which adds to its gradient."""
     with_entropy: bool = False
@@ -121,6 +123,8 @@ def vocab_parallel_logprobs(
 
 def _logits(hidden_CH: Tensor, head: VocabHead) -> Tensor:
     logits_CV = mm_fp32(hidden_CH, head.weight_VH.t())
+    if head.logit_cap is not None:
+        logits_CV.div_(head.logit_cap).tanh_().mul_(head.logit_cap)
     if head.temperature != 1.0:
         logits_CV.div_(head.temperature)
     logits_CV[:, head.num_rows :] = -math.inf
@@ -262,7 +266,14 @@ def _grad_logits(
     """The gradient with respect to the logits, computed in their memory.
 
     d logprob / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
+
+    With a cap, that of the logits before it.
     """
+    slopes_CV = None
+    if head.logit_cap is not None:
+        slopes_CV = 1 - (logits_CV * (head.temperature / head.logit_cap)).square_()
+        # Logits are -inf there.
+        slopes_CV[:, head.num_rows :] = 0.0
     grad_CV = logits_CV.sub_(log_z_C1)
     grad_C1 = grad_CK.sum(1, keepdim=True)
     if entropy_and_grad_C1 is None:
@@ -280,4 +291,6 @@ def _grad_logits(
     grad_CV.scatter_add_(1, local_CK, torch.where(here_CK, grad_CK, 0.0))
     if head.temperature != 1.0:
         grad_CV.div_(head.temperature)
+    if slopes_CV is not None:
+        grad_CV.mul_(slopes_CV)
     return grad_CV.to(head.weight_VH.dtype)

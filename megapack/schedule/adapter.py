@@ -29,7 +29,7 @@ from megapack.model.attention.rotary import gather_rotary_tables
 from megapack.model.attention.te_rows import hook_te_attention
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import collect_routing
-from megapack.model.head import unwrapped
+from megapack.model.head import marked_logit_cap, unwrapped
 from megapack.model.liger import choose_head
 from megapack.model.mtp import loss_coefs, loss_names, num_depths
 from megapack.model.parameters import keep_gradients_through_recompute
@@ -167,6 +167,7 @@ class ScheduleAdapter:
                 num_ids=self.vocab_size,
                 chunk_tokens=logprob_chunk_tokens,
                 temperature=temperature,
+                logit_cap=marked_logit_cap(self.chunks[-1]),
                 mtp_coefs=loss_coefs(self.config),
                 logprobs=self.vocabulary_head.logprobs,
             ),

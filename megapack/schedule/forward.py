@@ -50,6 +50,8 @@ class HeadOptions:
     """See `VocabHead`."""
     temperature: float = 1.0
     """See `VocabHead`."""
+    logit_cap: float | None = None
+    """See `VocabHead`."""
     mtp_coefs: Sequence[float] = ()
     """Coefficient of the loss of each depth of multi-token prediction."""
     logprobs: Logprobs = vocab_parallel_logprobs
@@ -170,6 +172,7 @@ class LastStage:
             with_entropy=with_entropy,
             chunk_tokens=self._options.chunk_tokens,
             temperature=self._options.temperature,
+            logit_cap=self._options.logit_cap,
         )
 
     def _losses_ahead(

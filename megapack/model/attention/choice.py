@@ -185,6 +185,8 @@ def obstacle(
         return None
     if sizes is not None and sizes.is_sparse:
         return "it has no sparse attention (model.indexer_top_k)"
+    if sizes is not None and sizes.is_capped:
+        return "it does not cap scores (model.attention_score_cap)"
     if not cpu.uses_cuda():
         if not (kernel == "te" and forced):
             return "the device is not CUDA"

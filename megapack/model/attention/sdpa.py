@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapack.model.attention.capped import capped_attention
 from megapack.model.attention.merged import merged_attention
 from megapack.model.attention.packed import PackedAttention, gather_rows
 from megapack.model.attention.paths import Paths, chunk_ends
@@ -23,13 +24,17 @@ class PackedSDPA(PackedAttention):
 
     Where samples share prefixes or are in pieces, calls are merged on a CPU (see `merged`). torch
     has no such kernel in fp32 on other devices, where keys are gathered instead (see `paths`). So
-    they are for layers with a sliding window or sinks, on every device.
+    they are for layers with a sliding window, sinks or capped scores, on every device.
     """
+
+    score_cap: float | None = None
+    """See `ModelConfig.attention_score_cap`."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
         """query [T, heads, d]; key [T, groups, d]; value [T, groups, v] -> [T, heads, v]."""
         merges = query.device.type == "cpu"
-        if self.window or self.softmax_offset is not None or (row.branches and not merges):
+        is_special = self.window or self.softmax_offset is not None or self.score_cap is not None
+        if is_special or (row.branches and not merges):
             return self._attend_paths(query, key, value, row)
         if row.cp > 1:
             key, value = gather_rows(key, value, row.assembly_order_K, row.cp_group)
@@ -49,6 +54,16 @@ class PackedSDPA(PackedAttention):
     def _attend_paths(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
         paths = row.paths(self.window, max_queries=self.window)
         key, value = gather_rows(key, value, paths.order_K, row.cp_group)
+        if self.score_cap is not None:
+            return capped_attention(
+                query,
+                key,
+                value,
+                paths,
+                cap=self.score_cap,
+                scale=self.softmax_scale,
+                window=self.window,
+            )
         return path_causal_attention(
             query,
             key,

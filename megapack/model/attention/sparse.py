@@ -26,7 +26,6 @@ D channels of queries and keys, V of values; I heads of the indexer, C their cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,15 +35,12 @@ from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
 from megapack.model.attention.packed import PackedAttention, gather_rows
-from megapack.model.attention.paths import Paths
+from megapack.model.attention.paths import Chunk, Paths, query_chunks
 from megapack.model.attention.row import RowView, layer_row
 from megapack.model.carried import with_earlier_keys
 from megapack.model.recurrent.scan import at_least_fp32
 from megapack.ranks.meeting import meet
 from megapack.rows.schedule_pass import SchedulePass
-
-# Scores of a chunk, over all heads: 64 MiB in fp32. Chosen by hand.
-_CHUNK_SCORES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,32 +216,6 @@ class _Call(NamedTuple):
     loss: IndexerLoss | None
 
 
-class _Chunk(NamedTuple):
-    """Queries of one sequence, against its keys up to the last query's own."""
-
-    queries: slice
-    keys: slice
-
-    def visible_QK(self, device: torch.device) -> Tensor:
-        """bool: which keys each query may see."""
-        num_queries = self.queries.stop - self.queries.start
-        num_keys = self.keys.stop - self.keys.start
-        all_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-        return all_QK.tril(num_keys - num_queries)
-
-
-def _chunks(paths: Paths, heads: int) -> Iterator[_Chunk]:
-    query = key = 0
-    for num_queries, num_keys in zip(paths.num_queries, paths.num_keys, strict=True):
-        size = max(1, _CHUNK_SCORES // max(1, num_keys * heads))
-        hidden = num_keys - num_queries
-        for first in range(0, num_queries, size):
-            last = min(num_queries, first + size)
-            yield _Chunk(slice(query + first, query + last), slice(key, key + hidden + last))
-        query += num_queries
-        key += num_keys
-
-
 def chosen_keys(scores_QK: Tensor, visible_QK: Tensor, top_k: int) -> Tensor:
     """bool [Q, K]: of each query's visible keys the top k, of equal scores the first ones.
 
@@ -281,7 +251,7 @@ class _Sparse(torch.autograd.Function):
         index_grads = None
         if call.loss is not None:
             index_grads = Index(*(torch.zeros_like(at_least_fp32(part)) for part in index))
-        for chunk in _chunks(call.paths, max(query.shape[1], index_query.shape[1])):
+        for chunk in query_chunks(call.paths, max(query.shape[1], index_query.shape[1])):
             scored = _Scored.of(chunk, index, call.top_k)
             probs_HQK = _probabilities(query, key, chunk, scored.chosen_QK, call.scale)
             values = at_least_fp32(value[chunk.keys]).transpose(0, 1)
@@ -300,7 +270,7 @@ class _Sparse(torch.autograd.Function):
         query, key, value, *index, out = ctx.saved_tensors
         call = ctx.call
         grads = [torch.zeros_like(at_least_fp32(x)) for x in (query, key, value)]
-        for chunk in _chunks(call.paths, max(query.shape[1], index[0].shape[1])):
+        for chunk in query_chunks(call.paths, max(query.shape[1], index[0].shape[1])):
             scored = _Scored.of(chunk, Index(*index), call.top_k)
             probs_HQK = _probabilities(query, key, chunk, scored.chosen_QK, call.scale)
             q, g, o = (at_least_fp32(x[chunk.queries]).transpose(0, 1) for x in (query, grad, out))
@@ -330,7 +300,7 @@ class _Scored(NamedTuple):
     chosen_QK: Tensor
 
     @classmethod
-    def of(cls, chunk: _Chunk, index: Index, top_k: int) -> _Scored:
+    def of(cls, chunk: Chunk, index: Index, top_k: int) -> _Scored:
         query_QIC = at_least_fp32(index.query_QIC[chunk.queries])
         weight_QI = at_least_fp32(index.weight_QI[chunk.queries])
         key_KC = at_least_fp32(index.key_KC[chunk.keys])
@@ -341,7 +311,7 @@ class _Scored(NamedTuple):
 
 
 def _probabilities(
-    query: Tensor, key: Tensor, chunk: _Chunk, chosen_QK: Tensor, scale: float
+    query: Tensor, key: Tensor, chunk: Chunk, chosen_QK: Tensor, scale: float
 ) -> Tensor:
     """The softmax of each head over the chosen keys, [H, Q, K]."""
     query_HQD = at_least_fp32(query[chunk.queries]).transpose(0, 1)
@@ -351,7 +321,7 @@ def _probabilities(
 
 
 def _add_loss(
-    probs_HQK: Tensor, scored: _Scored, chunk: _Chunk, loss: IndexerLoss, grads: Index
+    probs_HQK: Tensor, scored: _Scored, chunk: Chunk, loss: IndexerLoss, grads: Index
 ) -> Tensor:
     """The chunk's sum of copies * KL; adds its gradients to `grads`."""
     target_QK = probs_HQK.sum(0)

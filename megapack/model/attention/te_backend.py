@@ -44,6 +44,8 @@ class AttentionSizes:
     """Megatron's; "learnable" = sinks."""
     is_sparse: bool = False
     """Whether an indexer chooses the keys of each query."""
+    is_capped: bool = False
+    """Whether scores are capped before the softmax."""
 
     def __str__(self) -> str:
         """For messages, such as "32 heads (8 of keys) of 128 channels, cp=1"."""

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megapack.errors import ConfigError
 from megapack.model.experts.chains import piece_balance_loss
 from megapack.model.experts.rows import balance_loss, z_loss
 from megapack.rows.packed import RoutingRow
@@ -39,6 +40,9 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
     Outside of the adapter's passes it behaves as `TopKRouter`.
     """
 
+    group_best: int | None = None
+    """Experts whose scores rank their group; None: as Megatron ranks groups."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._follow_no_pass()
@@ -55,6 +59,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         self._checkpointed: deque[RoutingRow | None] = deque()
         self._replay: Any = self.router_replay
         self._moe_layers = moe_layers(self.config)
+        self._biases_softmax = self.enable_expert_bias and self.score_function == "softmax"
 
     def follow(self, schedule_pass: SchedulePass | None) -> None:
         """Read rows from this pass from now on; None: behave as `TopKRouter` again."""
@@ -72,6 +77,8 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             others: what forks of Megatron give their routers, such as `input_ids` (radixark).
         """
         if self._pass is None:
+            if self._biases_softmax or self.group_best is not None:
+                self.router_replay = _ReplayAdapter(self)
             return super().forward(input, padding_mask, **others)  # type: ignore[no-any-return]
         self._row = self._next_row()
         return super().forward(input, **others)  # type: ignore[no-any-return]
@@ -143,6 +150,25 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             counted_tE = routing_map * self._row.copies_t[:, None]
             self.local_tokens_per_expert += counted_tE.sum(0).detach()
 
+    def own_choice(
+        self, scores: Tensor, top_k: int, groups: int | None, group_top_k: int | None, usual: TopK
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and experts [t, K] that the router chooses, also where Megatron's cannot.
+
+        Args:
+            scores: [t, E]; logits if Megatron takes the softmax of the chosen ones.
+            usual: Megatron's choice.
+        """
+        ranked = scores
+        if self._biases_softmax:
+            is_softmax = self.config.moe_router_pre_softmax
+            ranked = (scores if is_softmax else scores.softmax(-1)) + self.expert_bias
+        if self.group_best is None:
+            _, experts = usual(ranked, top_k, groups, group_top_k)
+        else:
+            experts = experts_of_groups(ranked, top_k, groups, group_top_k, self.group_best)
+        return scores.gather(1, experts), experts
+
     def choose(self, scores: Tensor, own_choice: Callable[[], tuple[Tensor, Tensor]]) -> Any:
         """Scores and experts [t, K]: the row's choices if it has some, else the router's own."""
         row = self._row
@@ -187,8 +213,30 @@ class _ReplayAdapter:
         """See `PackedRouter.choose`."""
         assert default_compute_topk is not None
         return self._router.choose(  # type: ignore[no-any-return]
-            scores, lambda: default_compute_topk(scores, topk, num_groups, group_topk)
+            scores,
+            lambda: self._router.own_choice(
+                scores, topk, num_groups, group_topk, default_compute_topk
+            ),
         )
+
+
+def experts_of_groups(
+    scores: Tensor, top_k: int, groups: int | None, group_top_k: int | None, best: int
+) -> Tensor:
+    """The top k of the experts in the best groups, by the sum of each group's best scores.
+
+    >>> scores = torch.tensor([[0.4, 0.0, 0.3, 0.2]])
+    >>> experts_of_groups(scores, 1, 2, 1, best=1), experts_of_groups(scores, 1, 2, 1, best=2)
+    (tensor([[0]]), tensor([[2]]))
+    """
+    if groups is None or group_top_k is None:
+        raise ConfigError(f"group_best={best} needs groups of experts; set moe_router_num_groups")
+    by_group = torch.unflatten(scores, 1, (groups, -1))
+    ranks = by_group.topk(best, dim=-1).values.sum(-1)
+    used = ranks.topk(group_top_k, dim=-1).indices
+    hidden = torch.ones_like(ranks, dtype=torch.bool).scatter(1, used, value=False)
+    masked = by_group.masked_fill(hidden[..., None], -torch.inf).flatten(1)
+    return masked.topk(top_k, dim=1).indices
 
 
 def use_packed_router(mlp: Any) -> None:

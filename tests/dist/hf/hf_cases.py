@@ -33,9 +33,10 @@ FAMILIES = (
         "qwen3_moe",
     ),
     *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "gpt_oss"),
-    *("moonlight", "deepseek_v2", "glm4_moe_lite", "seed_oss", "ernie4_5", "mimo"),
+    *("moonlight", "deepseek_v2", "deepseek_v2_groups", "glm4_moe_lite", "seed_oss"),
+    *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "mimo"),
     *("glm4", "minimax_m2"),
-    *("olmo2", "olmo3", "phi3", "gemma3_text"),
+    *("olmo2", "olmo3", "phi3", "gemma2", "gemma3_text"),
 )
 HYBRID_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
 AS_HYBRID = {
@@ -53,7 +54,7 @@ ALL_FAMILIES = (*FAMILIES, *HYBRID_FAMILIES, *AS_HYBRID, *MTP)
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
 EXPERTS = (
     *("qwen2_moe", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"),
-    "minimax_m2",
+    *("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "deepseek_v2_groups"),
     *("moonlight", "deepseek_v2", "glm4_moe_lite", "glm4_moe_lite_mtp", "qwen3_next_mtp"),
     *("deepseek_v32", "glm_moe_dsa"),
     *("qwen3_next", "qwen3_5_moe", "nemotron_h", "qwen2_moe_hybrid", "glm4_moe_hybrid"),
@@ -91,10 +92,12 @@ ROWS = {
         keys={"recompute": "full"},
     ),
 }
-"""Of families whose layers or samples have rotary embeddings of their own. The sample beyond the
-length of longrope lies over two ranks, or is in pieces."""
-LAYERED = ("olmo3", "phi3", "gemma3_text")
+"""Of families whose layers or samples have rotary embeddings or caps of their own. The sample
+beyond the length of longrope lies over two ranks, or is in pieces."""
+LAYERED = ("olmo3", "phi3", "gemma2", "gemma3_text")
 MAX_TOKENS = 128
+# A job has 5 minutes.
+CASES_PER_JOB = 16
 # (prompt, response) tokens; the longest is beyond the 64 positions that yarn stretches.
 PAIRS = [(5, 20), (3, 1), (8, 88), (1, 30), (12, 21), (6, 58), (1, 1), (9, 14)]
 
@@ -157,7 +160,7 @@ HF_CASES = {
     # Prefixes are refused where long samples are rotated otherwise.
     if case.name != "phi3-prefixes"
 }
-"""All cases; those of a layout run in one job."""
+"""All cases."""
 
 
 def runnable() -> list[str]:
@@ -208,7 +211,7 @@ def write_reference(folder: Path, family: str) -> None:
 
 
 def run_hf_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """Run the cases, one job per layout; returns what rank 0 found, by case."""
+    """Run the cases, in jobs of one layout each; returns what rank 0 found, by case."""
     by_layout: dict[str, list[str]] = {}
     for name in names:
         by_layout.setdefault(HF_CASES[name].layout_name, []).append(name)
@@ -216,8 +219,13 @@ def run_hf_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]
     for family in sorted(families):
         write_reference(folder, family)
     results: dict[str, dict[str, Any]] = {}
-    for layout_name, own in by_layout.items():
-        out = folder / f"{layout_name}.json"
+    jobs = (
+        own[first : first + CASES_PER_JOB]
+        for own in by_layout.values()
+        for first in range(0, len(own), CASES_PER_JOB)
+    )
+    for number, own in enumerate(jobs):
+        out = folder / f"{number}.json"
         checked_job(
             HF_CASES[own[0]].layout.world_size,
             "tests.dist.hf.hf_worker",

@@ -65,6 +65,8 @@ CASES = {
     "moonlight": Case(family="moonlight", layout=Layout(dp=2, pp=2, vpp=2, ep=2)),
     "no_prefix": Case(family="qwen3_embedding", layout=Layout(**TP_SP, pp=2)),
     "minimax": Case(family="minimax_m2", layout=Layout(**TP_SP, dp=2, ep=2, etp=1)),
+    "ernie": Case(family="ernie4_5_moe", layout=Layout(**TP_SP, dp=2, ep=2, etp=1)),
+    "hunyuan": Case(family="hunyuan_v1_moe", layout=Layout(**TP_SP, pp=2, ep=2, etp=1)),
     "glm4": Case(family="glm4", layout=Layout(**TP_SP, pp=2)),
     "mtp_kept": Case(family="mimo", layout=Layout(**TP_SP, pp=2)),
     "mtp_swapped": Case(family="mimo", layout=Layout(**TP_SP, pp=2), keys=WITH_MTP),

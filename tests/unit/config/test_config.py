@@ -339,7 +339,7 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["layout.tp=3"], "model.num_attention_heads=4 does not divide over layout.tp=3"),
     (["model.num_experts=2", "model.moe_top_k=3"], "moe_top_k=3 is above model.num_experts=2"),
     (["model.mtp_num_layers=1", "model.recompute=full"], "set model.recompute=selective"),
-    (["model.moe_bias_update_rate=0.1"], "needs model.moe_score_function=sigmoid"),
+    (["model.moe_bias_update_rate=0.1"], "moe_bias_update_rate=0.1 needs experts"),
     (["model.num_experts=3", "layout.ep=2"], "num_experts=3 does not divide over layout.ep=2"),
     (["layout.ep=2"], "num_experts=None does not divide over layout.ep=2"),
     (["layout.etp=0"], "layout.etp is 0; set 1 or more"),

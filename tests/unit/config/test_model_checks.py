@@ -68,7 +68,6 @@ TP2 = Layout(tp=2, sequence_parallel=True)
         ({"moe_shared_ffn_hidden_size": 8}, "moe_shared_ffn_hidden_size=8 needs experts"),
         ({**EXPERTS, "moe_first_dense_layers": 4}, "leaves no layer of model.num_layers=4"),
         ({**EXPERTS, "moe_shared_gate": True}, "moe_shared_gate=true without a shared expert"),
-        ({**EXPERTS, "moe_expert_bias": True}, "moe_expert_bias=true needs"),
         (
             {**EXPERTS, "moe_norm_top_k": False, "moe_score_function": "sigmoid"},
             "moe_norm_top_k=false needs model.moe_score_function=softmax",
@@ -78,6 +77,20 @@ TP2 = Layout(tp=2, sequence_parallel=True)
         ({**EXPERTS, "moe_num_groups": 3, "moe_group_top_k": 2}, "set a divisor of 16"),
         ({**EXPERTS, "moe_num_groups": 4, "moe_group_top_k": 3}, "not a multiple of"),
         ({**EXPERTS, "moe_num_groups": 8, "moe_group_top_k": 1}, "of at most 2"),
+        ({**EXPERTS, "moe_group_best": 1}, "moe_group_best=1 needs groups of experts"),
+        (
+            {**EXPERTS, "moe_num_groups": 8, "moe_group_top_k": 2, "moe_group_best": 3},
+            "moe_group_best=3 is above the 2 experts of a group",
+        ),
+        ({"qk_layernorm_after_rotation": True}, "needs qk_layernorm=true"),
+        (
+            {**LATENT, "qk_layernorm": True, "qk_layernorm_after_rotation": True},
+            "does not run with multi-latent attention",
+        ),
+        ({"logit_cap": 0.0}, "logit_cap is 0.0; set a number above 0"),
+        ({"attention_score_cap": 50.0, "attention": "te"}, "does not run with attention=te"),
+        ({"attention_score_cap": 50.0, "attention_sinks": True}, "attention_sinks=true"),
+        ({"attention_score_cap": 50.0, "megatron_class": "hybrid"}, "with a HybridModel"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], message: str) -> None:

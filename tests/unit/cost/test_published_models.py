@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megapack.config.hf_config import FAMILIES
+from megapack.config.hf_families import FAMILIES
 from megapack.config.model import ModelConfig
 from megapack.cost.memory import MemoryModel
 from megapack.layout import Layout
@@ -62,6 +62,11 @@ PUBLISHED = {
     "Seed-OSS-36B": 36.15,
     "ERNIE-4.5-0.3B": 0.361,
     "MiMo-7B-RL": 7.62,
+    "DeepSeek-V2": 236.0,
+    "ERNIE-4.5-21B-A3B": 21.83,
+    "Hunyuan-7B": 7.50,
+    "Hunyuan-A13B": 80.39,
+    "Gemma-2-9B": 9.24,
     "OLMo-2-7B": 7.30,
     "OLMo-3-7B": 7.30,
     "Phi-4": 14.7,

@@ -153,7 +153,7 @@ def test_experts_that_a_folder_stacks() -> None:
     """Published folders of Qwen3.5 hold a layer's experts in two tensors."""
     names = TensorNames("qwen3_5_moe", QWEN, STACKED)
     key = "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"
-    assert names.rows(key, (3,), 6) == [Rows(STACKED[0], 0, 6, expert=3)]
+    assert names.rows(key, (3,), 6) == [Rows(STACKED[0], 0, 6, expert=3, num_stacked=4)]
     block = Block(key, (3,), (2, 0), (2, 32), (6, 32), torch.float32)
     (span,) = row_spans(block, names)
     assert span.place == (3, slice(2, 4), slice(0, 32))

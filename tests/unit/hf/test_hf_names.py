@@ -7,7 +7,8 @@ import torch
 
 from megapack.errors import ConfigError
 from megapack.hf.blocks import Block, hf_shapes, row_spans
-from megapack.hf.names import LAYERS, Rows, TensorNames
+from megapack.hf.names import Rows, TensorNames
+from megapack.hf.tables import TABLES
 
 pytestmark = pytest.mark.unit
 
@@ -165,9 +166,9 @@ def test_a_tensor_that_a_family_does_not_have_is_refused() -> None:
 
 
 def test_every_family_of_the_config_reader_has_a_table() -> None:
-    from megapack.config.hf_config import FAMILIES
+    from megapack.config.hf_families import FAMILIES
 
-    assert FAMILIES.keys() <= LAYERS.keys()
+    assert FAMILIES.keys() <= TABLES.keys()
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,17 @@ def problem(num_tokens: int = R, dtype: torch.dtype = torch.float32) -> tuple[Te
 
 
 def whole(
-    hidden_RH: Tensor, weight_VH: Tensor, labels_R: Tensor, temperature: float = 1.0
+    hidden_RH: Tensor,
+    weight_VH: Tensor,
+    labels_R: Tensor,
+    temperature: float = 1.0,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies from the logits of all positions at once."""
-    log_p_RV = F.log_softmax((hidden_RH @ weight_VH.t()).float() / temperature, dim=-1)
+    logits_RV = (hidden_RH @ weight_VH.t()).float()
+    if cap is not None:
+        logits_RV = cap * torch.tanh(logits_RV / cap)
+    log_p_RV = F.log_softmax(logits_RV / temperature, dim=-1)
     return log_p_RV.gather(1, labels_R[:, None])[:, 0], -(log_p_RV.exp() * log_p_RV).sum(-1)
 
 
@@ -55,18 +62,21 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("temperature", "cap"), [(1.0, None), (0.7, None), (0.7, 2.5)])
 @pytest.mark.parametrize("chunk_tokens", [1, 3, R, 64])
-def test_values_and_gradients_equal_log_softmax(chunk_tokens: int, temperature: float) -> None:
+def test_values_and_gradients_equal_log_softmax(
+    chunk_tokens: int, temperature: float, cap: float | None
+) -> None:
     hidden_RH, weight_VH, labels_R = problem()
     head = VocabHead(
         weight_VH=weight_VH,
+        logit_cap=cap,
         chunk_tokens=chunk_tokens,
         temperature=temperature,
         with_entropy=True,
     )
     logprobs_R, entropy_R = vocab_parallel_logprobs(hidden_RH, labels_R, head)
-    expected_R, expected_entropy_R = whole(hidden_RH, weight_VH, labels_R, temperature)
+    expected_R, expected_entropy_R = whole(hidden_RH, weight_VH, labels_R, temperature, cap)
     assert entropy_R is not None
     torch.testing.assert_close(logprobs_R, expected_R, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(entropy_R, expected_entropy_R, atol=2e-6, rtol=1e-5)
@@ -98,6 +108,20 @@ def test_each_output_alone_has_the_right_gradient() -> None:
             atol=1e-5,
             rtol=1e-4,
         )
+
+
+def test_rows_of_padding_have_no_gradient_under_a_cap() -> None:
+    """Their logits are -inf, of which a slope of the tanh would be no number."""
+    hidden_RH, weight_VH, labels_R = problem()
+    padded_VH = torch.cat([weight_VH.detach(), torch.ones(3, H)]).requires_grad_()
+    head = VocabHead(weight_VH=padded_VH, num_ids=V, logit_cap=2.5, with_entropy=True)
+    logprobs_R, entropy_R = vocab_parallel_logprobs(hidden_RH, labels_R, head)
+    assert entropy_R is not None
+    _, grad_VH = gradients((logprobs_R + entropy_R).sum(), hidden_RH, padded_VH)
+    expected = sum(whole(hidden_RH, weight_VH, labels_R, cap=2.5)).sum()
+    _, expected_VH = gradients(expected, hidden_RH, weight_VH)
+    torch.testing.assert_close(grad_VH[:V], expected_VH, atol=1e-5, rtol=1e-4)
+    assert torch.equal(grad_VH[V:], torch.zeros(3, H))
 
 
 def test_the_gradient_equals_finite_differences() -> None:
