@@ -386,9 +386,14 @@ REFUSED: Mapping[str, str] = {
     "deepseek_v4": "its layers compress keys over windows of tokens and mix several hidden states "
     "per token, which megapack's layers do not",
     **dict.fromkeys(
-        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
-        "its layers have heads of two widths, or take keys and values of other layers, which "
+        ("gemma3n", "gemma3n_text"),
+        "its layers take keys and values of other layers and have several residual streams, which "
         "Megatron-Core's have not",
+    ),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text"),
+        "its global layers have wider heads than the others, with keys that are values too, and "
+        "its small models have embeddings of each layer; Megatron-Core's layers are all alike",
     ),
 }
 """Families that Megatron-Core or megapack cannot build, with the reason."""

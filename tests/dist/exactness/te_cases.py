@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist.exactness.cases import ALL_CASES, HYBRID_CASES
-from tests.dist.hf.hf_cases import HF_CASES, run_hf_cases, runnable
+from tests.dist.hf.hf_cases import HF_CASES, INDEXED, run_hf_cases, runnable
 from tests.dist.rows.row_cases import ALL_CASES as ROW_CASES
 from tests.dist.rows.row_cases import run_row_cases
 from tests.dist.run_cases import run_cases
@@ -50,6 +50,10 @@ def refusal(grid: str, name: str) -> str:
     kind = {getattr(case, key, "") for key in ("variant", "model", "family")}
     if kind & {"window", "gpt_oss"}:
         return "sinks"
+    if kind & {*INDEXED}:
+        return "sparse attention"
+    if "gemma2" in kind:
+        return "capped scores"
     if kind & _WINDOWS and case.layout.cp > 1:
         return "sliding windows with context parallelism"
     gathers_keys = grid in ("shared prefixes", "samples in pieces")
