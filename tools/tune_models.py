@@ -4,7 +4,7 @@
 
 A cell has the fastest of the layouts with the least model parallelism that fit, the memory of its
 fullest GPU and tokens per second and GPU. Layouts are tried in the order of tp * pp, and of those
-that fit, the first few are compared. With --json one line per cell says what was tried.
+that fit, the first few are compared. What was refused is on stderr.
 
 The configs are those of `tests/unit/config/published_configs.py` and `hybrid_configs.py`.
 """
@@ -71,7 +71,7 @@ def tuned(*argv: str) -> dict[str, Any] | str:
     return json.loads(out.getvalue()) if code in (0, 1) else err.getvalue().strip()
 
 
-def cell(config: Path, lengths: Path, gpus: int, batch: int, has_experts: bool) -> str:
+def cell(config: Path, lengths: Path, gpus: int, batch: int, num_experts: int | None) -> str:
     """The best layout, or the least memory."""
     found: list[dict[str, Any]] = []
     least: tuple[float, str] | None = None
@@ -80,8 +80,8 @@ def cell(config: Path, lengths: Path, gpus: int, batch: int, has_experts: bool) 
     )
     for tp, pp in layouts:
         ranks = gpus // (tp * pp)
-        for ep in EXPERT_RANKS if has_experts else (1,):
-            if ranks == 0 or ep > ranks * tp or len(found) == COMPARED:
+        for ep in _expert_ranks(num_experts, ranks * tp):
+            if ranks == 0 or len(found) == COMPARED:
                 continue
             name = _layout(ranks, tp, pp, ep)
             sizes = ("--tp", str(tp), "--pp", str(pp), "--ep", str(ep), "--uneven")
@@ -100,6 +100,14 @@ def cell(config: Path, lengths: Path, gpus: int, batch: int, has_experts: bool) 
         memory = best["memory_bytes"]["total"] / GIB
         return f"{best['name']}: {memory:.0f} GiB, {best['tokens_per_gpu_second']:,.0f}"
     return "no layout" if least is None else f"does not fit: {least[0]:.0f} GiB at {least[1]}"
+
+
+def _expert_ranks(num_experts: int | None, most: int) -> list[int]:
+    """Sizes of ep that divide the experts: those of `EXPERT_RANKS`, or the largest below them."""
+    if num_experts is None:
+        return [1]
+    sizes = [ep for ep in (1, 2, 4, *EXPERT_RANKS) if num_experts % ep == 0 and ep <= most]
+    return [ep for ep in sizes if ep in EXPERT_RANKS] or sizes[-1:]
 
 
 def _layout(dp: int, tp: int, pp: int, ep: int) -> str:
@@ -125,14 +133,14 @@ def main() -> int:
             config = folder / "config.json"
             config.write_text(json.dumps(MODELS[model]), encoding="utf-8")
             (folder / "tuned.yaml").write_text(CONFIG.format(folder=folder), encoding="utf-8")
-            has_experts = ModelConfig.from_hf(name).num_experts is not None
+            num_experts = ModelConfig.from_hf(name).num_experts
             cells = [
                 cell(
                     folder / "tuned.yaml",
                     folder / f"{batches[count]}.csv",
                     count,
                     batches[count],
-                    has_experts,
+                    num_experts,
                 )
                 for count in counts
             ]

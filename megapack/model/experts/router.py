@@ -77,7 +77,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             others: what forks of Megatron give their routers, such as `input_ids` (radixark).
         """
         if self._pass is None:
-            if self._biases_softmax or self.group_best is not None:
+            if self._chooses_otherwise:
                 self.router_replay = _ReplayAdapter(self)
             return super().forward(input, padding_mask, **others)  # type: ignore[no-any-return]
         self._row = self._next_row()
@@ -150,6 +150,11 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             counted_tE = routing_map * self._row.copies_t[:, None]
             self.local_tokens_per_expert += counted_tE.sum(0).detach()
 
+    @property
+    def _chooses_otherwise(self) -> bool:
+        """Whether Megatron's choice would be another."""
+        return self._biases_softmax or self.group_best is not None
+
     def own_choice(
         self, scores: Tensor, top_k: int, groups: int | None, group_top_k: int | None, usual: TopK
     ) -> tuple[Tensor, Tensor]:
@@ -159,10 +164,12 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             scores: [t, E]; logits if Megatron takes the softmax of the chosen ones.
             usual: Megatron's choice.
         """
-        ranked = scores
+        if not self._chooses_otherwise:
+            return usual(scores, top_k, groups, group_top_k)
+        ranked = scores.detach()
         if self._biases_softmax:
             is_softmax = self.config.moe_router_pre_softmax
-            ranked = (scores if is_softmax else scores.softmax(-1)) + self.expert_bias
+            ranked = (ranked if is_softmax else ranked.softmax(-1)) + self.expert_bias
         if self.group_best is None:
             _, experts = usual(ranked, top_k, groups, group_top_k)
         else:

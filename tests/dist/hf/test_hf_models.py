@@ -62,6 +62,8 @@ NAMES = [
     # The families with the most parts, on all layouts.
     if case.layout_name in (LAYOUT_OF.get(case.family, case.layout_name), *ROWS)
 ]
+# Others have the same parts.
+WEEKLY_CASES = {"hunyuan_v1_dense-tp2_sp", "gemma2-wide"}
 PARAMS = [
     pytest.param(name, marks=needs_hybrid if HF_CASES[name].is_hybrid else ()) for name in NAMES
 ]
