@@ -175,6 +175,19 @@ def test_transformer_engine_has_windows_and_sinks_in_plain_rows_only(
         choose_attention("te", "bf16", wide)
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("is_capped", "it does not cap scores"), ("is_sparse", "it has no sparse attention")],
+)
+def test_torch_runs_what_no_fused_kernel_has(gpu: Machine, kind: str, reason: str) -> None:
+    gpu.transformer_engine(imports=True)
+    sizes = AttentionSizes(heads=8, groups=2, head_width=64, **{kind: True})
+    assert choose_attention("auto", "bf16", sizes) == "sdpa"
+    reasons = passed_over("sdpa", "bf16", sizes)
+    assert reasons.keys() == {"te", "varlen"}
+    assert all(reason in why for why in reasons.values())
+
+
 def test_transformer_engine_shares_no_prefixes_with_context_parallelism(gpu: Machine) -> None:
     gpu.transformer_engine(imports=True)
     sizes = AttentionSizes(heads=8, groups=2, head_width=64, cp=2)
