@@ -10,7 +10,8 @@ import functools
 import importlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,13 @@ from megapack.base.arrays import Ints
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, HostRuntimeError, PlanError
 from megapack.hosts.shared.balancing import exact_weights, first_fit_decreasing_pack
-from megapack.hosts.shared.options import HostOptions
+from megapack.hosts.shared.families import (
+    callers_tokens,
+    family_parts,
+    members_of,
+    real_tokens,
+)
+from megapack.hosts.shared.options import HostOptions, shares_prefixes
 from megapack.hosts.shared.rank_rows import Need, Rows, agree_on_need, plan_rank, split_rows
 from megapack.layout import Layout, round_up
 from megapack.planner.bins import fewest_bins_bound, pack_to_targets
@@ -59,6 +66,9 @@ class ArealOptions:
     """With cp > 1, give log-probs and values of forward passes in the order of the tokens. AReaL
     1.0.4 compares a rank's own logits with labels of other positions, see docs/hosts/areal.md. 2.0
     does not, and the option changes nothing there."""
+    share_prefixes: bool = field(default_factory=shares_prefixes)
+    """A rank's sequences with common beginnings are packed into one micro-batch, in which
+    `megatron_core` lets them share these. The budget counts every copy."""
 
     def __post_init__(self) -> None:
         if self.cost is not None and self.layout is None:
@@ -148,8 +158,9 @@ def allocate_balanced_mbs_synced(
     capacity = int(mb_spec.max_tokens_per_mb)
     divisor = int(mb_spec.n_mbs_divisor or 1)
     least = max(int(mb_spec.n_mbs or 1), divisor)
+    token_ids = callers_tokens(lens, _tokens_of) if options.share_prefixes else None
     rank, need = agree_on_need(
-        lambda: _RankLengths(lens, capacity, least, divisor, options),
+        lambda: _RankLengths(lens, capacity, least, divisor, options, token_ids),
         f"{capacity} {least} {divisor} {options}",
         group,
     )
@@ -201,6 +212,12 @@ def _warn_of_positions() -> None:
     )
 
 
+def _tokens_of(data: dict[str, Any]) -> Sequence[Any] | None:
+    """The token ids of AReaL's padded batch."""
+    ids, mask = data.get("input_ids"), data.get("attention_mask")
+    return None if ids is None or mask is None else real_tokens(ids, mask)
+
+
 class _RankLengths:
     """One rank's sequences, packed once, and what they need."""
 
@@ -211,12 +228,19 @@ class _RankLengths:
         least: int,
         divisor: int,
         options: ArealOptions,
+        token_ids: Sequence[Any] | None,
     ) -> None:
         self._lens = np.asarray(lens, dtype=np.int64)
         self._capacity = capacity
         self._divisor = divisor
         self._options = options
         longest = int(self._lens.max(initial=0))
+        self._part_of: list[int] | None = None
+        if token_ids is not None:
+            self._part_of = family_parts(
+                token_ids, self._lens, options.layout, capacity, num_rows=round_up(least, divisor)
+            )
+        self._parts = members_of(self._part_of or range(self._lens.size))
         self._own: Rows = []
         count = least
         # A sequence over the budget is refused on all ranks, once all know of it.
@@ -242,23 +266,36 @@ class _RankLengths:
         if layout is not None:
             return split_rows(self._own, count, self._lens)
         if count != len(self._own):
-            packed = _exactly(self._lens, self._capacity, count)
-            self._own = packed or split_rows(self._own, count, self._lens)
+            packed = None
+            if count <= len(self._parts):
+                packed = _exactly(self._part_sizes, self._capacity, count)
+            own = self._own if packed is None else self._of_parts(packed)
+            self._own = split_rows(own, count, self._lens)
         return sorted(sorted(row) for row in self._own)
 
     def _pack(self, least: int) -> tuple[Rows, int]:
         options = self._options
         if options.layout is None:
-            rows = _fewest(self._lens, self._capacity, least, self._divisor)
+            rows = _fewest(self._part_sizes, self._capacity, least, self._divisor)
+            rows = self._of_parts(rows)
             return rows, round_up(max(least, len(rows)), self._divisor)
         rows, count = plan_rank(
             self._lens,
             self._capacity,
             layout=options.layout,
             cost=options.cost,
+            colocate_ids=self._part_of,
             oversize="error",
         )
         return rows, max(count, least)
+
+    @functools.cached_property
+    def _part_sizes(self) -> Ints:
+        return np.array([self._lens[part].sum() for part in self._parts])
+
+    def _of_parts(self, rows: Rows) -> Rows:
+        """Rows of parts as rows of sequences."""
+        return [list(chain.from_iterable(self._parts[p] for p in row)) for row in rows]
 
 
 def _allocate(values: Sequence[int], capacity: int, min_groups: int, divisor: int) -> Rows:

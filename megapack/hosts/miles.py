@@ -57,7 +57,9 @@ def build_dp_schedule(
             refusals, is an AssertionError too.
     """
     layout = layout_of(args, train_parallel_config)
-    token_ids = callers_tokens(total_lengths) if _OPTIONS.current.share_prefixes else None
+    token_ids = None
+    if _OPTIONS.current.share_prefixes:
+        token_ids = callers_tokens(total_lengths, lambda data: data.get("tokens"))
     by_flops = bool(getattr(args, "balance_by_flops", False))
     by_tokens = bool(getattr(args, "balance_data", False))
     if not args.use_dynamic_batch_size:

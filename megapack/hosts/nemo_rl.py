@@ -12,14 +12,14 @@ import functools
 import logging
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megapack import patching
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, HostAssertionError
 from megapack.hosts.shared import bin_packers, nemo_rl_shards
-from megapack.hosts.shared.options import HostOptions
+from megapack.hosts.shared.options import HostOptions, shares_prefixes
 from megapack.hosts.shared.rank_rows import Rows, log_budget
 from megapack.layout import Layout
 
@@ -61,6 +61,9 @@ class NemoRLOptions:
     the packer's bins in turn, without regard to the pipeline."""
     cost: CostModel | None = None
     """Seconds of a micro-batch, for planning with a layout; None balances tokens."""
+    share_prefixes: bool = field(default_factory=shares_prefixes)
+    """Sequences of a step with common beginnings are packed into one micro-batch, in which
+    `megatron_core` lets them share these. The budget counts every copy."""
 
     def __post_init__(self) -> None:
         if self.cost is not None and self.layout is None:
@@ -218,7 +221,9 @@ def shard_by_batch_size(
     steps = nemo_rl_shards.step_rows(data, shards, batch_size, allow_uneven_shards)
     if sequence_packing_args is not None:
         layout = _OPTIONS.current.layout
-        packing = nemo_rl_shards.PackingArgs.read(data, sequence_packing_args)
+        packing = nemo_rl_shards.PackingArgs.read(
+            data, sequence_packing_args, with_ids=_OPTIONS.current.share_prefixes
+        )
         log_budget("NeMo-RL", packing.max_tokens, layout and layout.cp)
         if layout is None:
             packer = get_packer(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from megapack.base.arrays import Ints
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, DataError
 from megapack.hosts.shared import bin_packers
-from megapack.hosts.shared.options import HostOptions
+from megapack.hosts.shared.families import family_parts, real_tokens
+from megapack.hosts.shared.options import HostOptions, shares_prefixes
 from megapack.hosts.shared.rank_rows import (
     Need,
     Rows,
@@ -64,6 +65,9 @@ class SkyRLOptions:
     uniform_micro_batch_size: bool = False
     """Add padding samples so that a rank's micro-batches have the same number of samples, which
     Megatron's schedules require of batches that are not packed."""
+    share_prefixes: bool = field(default_factory=shares_prefixes)
+    """A rank's samples with common beginnings are packed into one micro-batch, in which
+    `megatron_core` lets them share these. The budget counts every copy."""
 
     def __post_init__(self) -> None:
         if self.cost is not None and self.layout is None:
@@ -199,8 +203,19 @@ class _RankRows:
         self.lengths: Ints = np.array(_real_tokens(data), dtype=np.int64)
         if not self.lengths.size:
             raise DataError("a rank has no samples; give every rank one or more")
+        parts = None
+        if options.share_prefixes:
+            token_ids = real_tokens(data["sequences"], data["attention_mask"])
+            least = 1 if options.layout is None else options.layout.next_legal_count(1)
+            parts = family_parts(
+                token_ids, self.lengths, options.layout, max_tokens, num_rows=least
+            )
         self.rows, count = plan_rank(
-            self.lengths, max_tokens, layout=options.layout, cost=options.cost
+            self.lengths,
+            max_tokens,
+            layout=options.layout,
+            cost=options.cost,
+            colocate_ids=parts,
         )
         self.need = Need(count, self.lengths.size, int(self.lengths.max()))
 

@@ -71,7 +71,9 @@ def build_dp_schedule(
             refusals, is an AssertionError too.
     """
     layout = layout_of(args, train_parallel_config)
-    token_ids = callers_tokens(total_lengths) if _OPTIONS.current.share_prefixes else None
+    token_ids = None
+    if _OPTIONS.current.share_prefixes:
+        token_ids = callers_tokens(total_lengths, lambda data: data.get("tokens"))
     rollouts = _rollouts(rollout_indices, group_indices, global_batch_size)
     if not args.use_dynamic_batch_size:
         weights = _weights(args, total_lengths) if _flag(args, "balance_data") else None

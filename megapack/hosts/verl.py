@@ -16,6 +16,7 @@ import numpy as np
 from megapack.base.arrays import Ints
 from megapack.errors import DataError, HostAssertionError
 from megapack.hosts.shared.balancing import get_seqlen_balanced_partitions
+from megapack.hosts.shared.families import real_tokens
 from megapack.hosts.shared.options import HostOptions
 from megapack.hosts.shared.rank_rows import (
     Rows,
@@ -117,7 +118,9 @@ def rearrange_micro_batches(
         # Converted inside `read`, so that a rank with wrong arguments does not raise alone.
         budget = int(max_token_len)
         least = min_num_micro_batch or 1
-        return RankItems(_token_counts(batch), budget, *settings, least=least)
+        token_ids = _token_ids(batch) if options.share_prefixes else None
+        lengths = _token_counts(batch)
+        return RankItems(lengths, budget, *settings, least=least, token_ids=token_ids)
 
     if dp_group is not None and same_micro_num_in_dp:
         rank, need = agree_on_need(read, f"{max_token_len} {settings}", dp_group)
@@ -176,6 +179,15 @@ def _token_counts(batch: Any) -> Ints:
     else:
         counts = batch["attention_mask"].sum(dim=-1)
     return np.array(counts.to(torch.int64).tolist(), dtype=np.int64)
+
+
+def _token_ids(batch: Any) -> list[Ints]:
+    """Real tokens of each sample, with one copy from the device."""
+    ids = batch["input_ids"]
+    if not ids.is_nested:
+        return real_tokens(ids, batch["attention_mask"])
+    ends = ids.offsets().tolist()[1:-1]
+    return np.split(ids.values().cpu().numpy(), ends)
 
 
 def _select(batch: Any, row: list[int]) -> Any:

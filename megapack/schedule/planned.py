@@ -272,6 +272,7 @@ class _Run:
                     sequence_shards=self._sequence_shards,
                     keeping=self._keeping,
                     note=None if self._sharing is None else self._sharing.note,
+                    watch=None if self._sharing is None else self._sharing.watch,
                 )
         except Exception as caught:
             # Other ranks may wait for this one inside the forward step, as in Megatron-LM's

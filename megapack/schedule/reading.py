@@ -83,6 +83,7 @@ def read_row_shapes(
     sequence_shards: int,
     keeping: Keeping = contextlib.nullcontext,
     note: Callable[[Mapping[str, Any]], None] | None = None,
+    watch: Callable[[], None] | None = None,
 ) -> tuple[list[RowShape | None], Any]:
     """The shapes of this rank's rows, and the iterators to run with.
 
@@ -93,6 +94,7 @@ def read_row_shapes(
             parallelism.
         keeping: a context that restores at its end what the forward step sets before the model.
         note: gets the arguments of each call of the model, by name.
+        watch: is called within each call of the model.
 
     Returns:
         A shape per micro-batch, None where the forward step does not give the model `input_ids` and
@@ -113,7 +115,7 @@ def read_row_shapes(
         replayed = None
         reader = copy.copy(own)
     shapes = []
-    with torch.no_grad(), _leaving(wrappers), _same_state(chunks), keeping():
+    with torch.no_grad(), _leaving(wrappers, watch), _same_state(chunks), keeping():
         for _ in range(num_microbatches):
             call = _model_call(forward_step_func, reader, chunks[0])
             shapes.append(_row_shape(call.get("input_ids"), sequence_shards))
@@ -143,10 +145,14 @@ def _wrappers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 @contextlib.contextmanager
-def _leaving(wrappers: Sequence[torch.nn.Module]) -> Iterator[None]:
+def _leaving(
+    wrappers: Sequence[torch.nn.Module], watch: Callable[[], None] | None
+) -> Iterator[None]:
     """Within the block, a call of one of the modules, or of another model, raises `_Left`."""
 
     def leave(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if watch is not None:
+            watch()
         raise _Left(given_arguments(wrappers[-1], args, kwargs))
 
     def leave_at_another(module: Any, _: Any) -> None:

@@ -64,6 +64,7 @@ class Sharing:
         self._config = config
         self._is_training = is_training
         self._slices: list[_Slice] = []
+        self._own_hooks = self._hooks()
         tp = parallel_state.get_tensor_model_parallel_world_size()
         self.layout = Layout(
             tp=tp,
@@ -110,6 +111,27 @@ class Sharing:
             if self._is_training and module.config.moe_input_jitter_eps:
                 return "moe_input_jitter_eps would give all copies the same noise"
         return ""
+
+    def _hooks(self) -> dict[int, str]:
+        """The forward hooks in the first chunk, by the numbers that torch gives them."""
+        return {
+            number: f"{name} ({getattr(hook, '__qualname__', hook)})"
+            for name, module in unwrapped(self._chunks[0]).named_modules()
+            for number, hook in module._forward_hooks.items()
+        }
+
+    def watch(self) -> None:
+        """Raise ConfigError if the host has hooked modules for its first call of the model.
+
+        NeMo-RL does so for a draft model, which trains on hidden states of all tokens.
+        """
+        added = {} if self._slices else self._hooks()
+        for number, hook in added.items():
+            if number not in self._own_hooks:
+                raise ConfigError(
+                    f"the forward step captures the output of {hook}, which has fewer tokens with "
+                    f"shared prefixes; set {_WITHOUT}"
+                )
 
     def note(self, call: Mapping[str, Any]) -> None:
         """Keep what the rows are found by: the arguments of the host's call of its model."""

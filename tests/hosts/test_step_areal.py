@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.steps.job import Report, run_step
+from tests.hosts.steps.job import Report, assert_shared, run_step
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
@@ -70,3 +70,19 @@ def test_log_probs_under_cp_are_right(folder: Path, alone: Report) -> None:
             assert reports[0].logprobs[0] != pytest.approx(alone.logprobs[0], abs=0.1)
     for report in right:
         assert_like_one_rank(report, alone)
+
+
+@pytest.mark.parametrize("layout", ["", "pp=2,vpp=2"])
+def test_shared_prefixes_change_no_number(layout: str, folder: Path) -> None:
+    plain = run_step("areal", folder / f"prompts{layout}", layout="", world=1, case="prompts")[0]
+    shared = run_step(
+        "areal",
+        folder / f"shared{layout}",
+        layout=layout,
+        world=2 if layout else 1,
+        patches=PATCHES,
+        case="prompts_shared",
+    )
+    for report in shared:
+        assert_like_one_rank(report, plain)
+    assert_shared(shared)

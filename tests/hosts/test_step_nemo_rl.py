@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.steps.job import Report, run_step
+from tests.hosts.steps.job import Report, assert_shared, run_step
 from tests.hosts.steps.mamba import needs_mamba
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
@@ -68,6 +68,24 @@ def test_without_planned_shapes_megatron_exchanges_them(tmp_path: Path, alone: R
     ranks = run(tmp_path, "pp=2", (*OURS, "-megatron_core"))
     assert_same_training(ranks, alone)
     assert all(rank.num_shape_exchanges > 0 for rank in ranks)
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "pp=2", "cp=2"])
+def test_shared_prefixes_change_no_number(tmp_path: Path, layout: str) -> None:
+    (plain,) = run_step("nemo_rl", tmp_path / "plain", layout="dp=1", world=1, case="prompts")
+    shared = run_step(
+        "nemo_rl",
+        tmp_path / "shared",
+        layout=layout,
+        world=1 if layout == "dp=1" else WORLD,
+        patches=OURS,
+        case="prompts_shared",
+    )
+    assert_same_training(shared, plain)
+    assert sums_of_samples(shared)[:: len(shared)] == pytest.approx(
+        sums_of_samples([plain]), abs=2e-3
+    )
+    assert_shared(shared)
 
 
 @needs_mamba

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.steps.job import Report, run_step
+from tests.hosts.steps.job import Report, assert_shared, run_step
 from tests.hosts.steps.mamba import needs_mamba
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
@@ -71,6 +71,21 @@ def test_interleaved_stages_need_both_patches(
 ) -> None:
     with pytest.raises(AssertionError, match=says):
         run(tmp_path, "pp=2,vpp=2", patches)
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "pp=2,vpp=2"])
+def test_shared_prefixes_change_no_number(tmp_path: Path, layout: str) -> None:
+    (plain,) = run_step("skyrl", tmp_path / "plain", layout="dp=1", world=1, case="prompts")
+    shared = run_step(
+        "skyrl",
+        tmp_path / "shared",
+        layout=layout,
+        world=1 if layout == "dp=1" else WORLD,
+        patches=OURS,
+        case="prompts_shared",
+    )
+    assert_same(shared, plain)
+    assert_shared(shared)
 
 
 @needs_mamba

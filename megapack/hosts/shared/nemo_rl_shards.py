@@ -6,7 +6,9 @@ of 8 rows, 2 steps and 2 shards gives the first shard rows 0, 1 (step 0) and 4, 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,14 @@ import numpy as np
 from megapack.base.arrays import Ints
 from megapack.cost.model import CostModel
 from megapack.dp_schedule import build_dp_schedule
-from megapack.errors import ConfigError, HostAssertionError
+from megapack.errors import ConfigError, HostAssertionError, PlanError
 from megapack.hosts.shared.bin_packers import SequencePacker
+from megapack.hosts.shared.families import (
+    family_parts,
+    has_lengths,
+    members_of,
+    plan_families,
+)
 from megapack.hosts.shared.rank_rows import Rows
 from megapack.layout import Layout, round_up
 from megapack.policy import Policy
@@ -33,15 +41,24 @@ class PackingArgs:
     padded: Ints
     """int64 [rows]: tokens of each row, padded to sequence_length_pad_multiple."""
     largest_first: bool
+    token_ids: list[Ints] | None = None
+    """Of each row, to pack rows with common beginnings together."""
 
     @classmethod
-    def read(cls, data: Any, args: dict[str, Any]) -> PackingArgs:
+    def read(cls, data: Any, args: dict[str, Any], *, with_ids: bool = False) -> PackingArgs:
         order = args.get("microbatch_order")
         if order not in (None, "packer", "largest_first"):
             raise ConfigError(f'microbatch_order={order!r}; set "packer" or "largest_first"')
         unit = int(args["sequence_length_pad_multiple"])
-        padded = round_up(_lengths(data, args), unit)
-        return cls(int(args["max_tokens_per_microbatch"]), padded, order == "largest_first")
+        lengths = _lengths(data, args)
+        token_ids = None
+        if with_ids:
+            ids = data.data[args["input_key"]].cpu().numpy()
+            # Where the driver has no ids, it gives placeholders of other lengths.
+            rows = [row[:length] for row, length in zip(ids, lengths, strict=True)]
+            token_ids = rows if has_lengths(rows, lengths) else None
+        max_tokens = int(args["max_tokens_per_microbatch"])
+        return cls(max_tokens, round_up(lengths, unit), order == "largest_first", token_ids)
 
 
 def step_rows(
@@ -79,9 +96,29 @@ def plain_shards(data: Any, steps: list[range], shards: int) -> list[Any]:
 
 def pack_step(packer: SequencePacker, packing: PackingArgs, rows: range, shards: int) -> Step:
     """Pack the rows of one step into bins, and give the bins to the shards in turn."""
-    bins = packer.pack(packing.padded[rows].tolist())
+    bins = _pack_families(packer, packing, rows, shards)
+    if bins is None:
+        bins = packer.pack(packing.padded[rows].tolist())
     bins = [[rows[i] for i in row] for row in bins]
     return [bins[s::shards] for s in range(shards)]
+
+
+def _pack_families(
+    packer: SequencePacker, packing: PackingArgs, rows: range, shards: int
+) -> Rows | None:
+    """Bins of whole parts of families; None if there are none, or they do not fill the bins."""
+    if packing.token_ids is None:
+        return None
+    token_ids = [packing.token_ids[i] for i in rows]
+    padded = packing.padded[rows]
+    part_of = family_parts(token_ids, padded, None, packing.max_tokens, num_rows=shards)
+    if part_of is None:
+        return None
+    parts = members_of(part_of)
+    with contextlib.suppress(PlanError):
+        bins = packer.pack([int(padded[part].sum()) for part in parts])
+        return [sorted(chain.from_iterable(parts[p] for p in row)) for row in bins]
+    return None
 
 
 def plan_steps(
@@ -94,15 +131,29 @@ def plan_steps(
     """
     if layout.dp != shards:
         raise ConfigError(f"the configured layout has dp={layout.dp}, the batch {shards} shards")
-    plan = build_dp_schedule(
-        packing.padded,
-        layout=layout,
-        max_tokens_per_gpu=packing.max_tokens // layout.cp,
-        global_batch_size=len(steps[0]),
-        cost=cost,
-        # A shard cannot express a micro-batch without rows.
-        policy=Policy(oversize="error", unreachable="error"),
-    )
+    budget = packing.max_tokens // layout.cp
+    # A shard cannot express a micro-batch without rows.
+    policy = Policy(oversize="error", unreachable="error")
+    plan = None
+    if packing.token_ids is not None:
+        plan = plan_families(
+            packing.token_ids,
+            packing.padded,
+            [step for step, rows in enumerate(steps) for _ in rows],
+            layout=layout,
+            max_tokens_per_gpu=budget,
+            cost=cost,
+            policy=policy,
+        )
+    if plan is None:
+        plan = build_dp_schedule(
+            packing.padded,
+            layout=layout,
+            max_tokens_per_gpu=budget,
+            global_batch_size=len(steps[0]),
+            cost=cost,
+            policy=policy,
+        )
     return [[[list(mb.samples) for mb in rank] for rank in step.ranks] for step in plan.steps]
 
 

@@ -8,7 +8,6 @@ are left out, as in the host.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from megapack.cost.model import CostModel
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, HostAssertionError, PlanError
 from megapack.hosts.shared.balancing import get_seqlen_balanced_partitions
-from megapack.hosts.shared.families import family_parts
+from megapack.hosts.shared.families import plan_families
 from megapack.hosts.shared.flops import cost_in_tokens, knows_sizes
 from megapack.hosts.shared.options import shares_prefixes
 from megapack.layout import Layout
@@ -212,25 +211,16 @@ def plan_dynamic(
     cost = _cost(args, layout, options)
     policy = options.policy(layout.dp, balanced=balanced)
     if token_ids is not None:
-        step_of = [rollout // rollouts.per_step[0] for rollout in rollouts.rollout_of]
-        own_ids = [token_ids[i] for i in rollouts.samples]
-        # A step needs this many rows.
-        share = sum(own_lengths) // (len(rollouts.per_step) * align_to(layout))
-        most = max(min(budget * layout.cp, share), 1)
-        parts = family_parts(own_ids, step_of, layout, most)
-        # Families lie across rollouts. So a step is one rollout, which is planned whole; steps that
-        # so few items do not fill are planned without families.
-        with contextlib.suppress(PlanError):
-            plan = build_dp_schedule(
-                own_lengths,
-                layout=layout,
-                max_tokens_per_gpu=budget,
-                rollout_ids=step_of,
-                colocate_ids=parts,
-                global_batch_size=1,
-                cost=cost,
-                policy=replace(policy, unreachable="error"),
-            )
+        plan = plan_families(
+            [token_ids[i] for i in rollouts.samples],
+            own_lengths,
+            [rollout // rollouts.per_step[0] for rollout in rollouts.rollout_of],
+            layout=layout,
+            max_tokens_per_gpu=budget,
+            cost=cost,
+            policy=replace(policy, unreachable="error"),
+        )
+        if plan is not None:
             return _lists_of(plan, rollouts.samples, rollouts.per_step)
     try:
         plan = build_dp_schedule(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal
 
 import numpy as np
 
 from megapack.base.arrays import Ints
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, DataError, HostAssertionError
+from megapack.hosts.shared.families import family_parts, members_of
+from megapack.hosts.shared.options import shares_prefixes
 from megapack.hosts.shared.rank_rows import Need, Rows, plan_rank, split_rows
 from megapack.layout import Layout, round_up
 from megapack.planner.bins import fewest_bins_bound
@@ -34,6 +38,9 @@ class VerlOptions:
     budget, and M is any count that Megatron runs. None: verl's own rows, order and counts."""
     cost: CostModel | None = None
     """Seconds of a micro-batch, for planning with a layout; None balances tokens."""
+    share_prefixes: bool = field(default_factory=shares_prefixes)
+    """A rank's samples with common beginnings are packed into one row, in which `megatron_core`
+    lets them share these. The budget counts every copy."""
 
     def __post_init__(self) -> None:
         if self.light_rank not in ("error", "pad"):
@@ -63,6 +70,9 @@ class RankItems:
     options: VerlOptions
     least: int = 1
     """The caller's lower bound of M."""
+    token_ids: Sequence[Any] | None = None
+    """Of the samples, to pack those with common beginnings as one. Items of several samples, which
+    the host keeps together, are packed without."""
     need: Need = field(init=False)
     own: Rows = field(init=False, default_factory=list)
     """Rows of items within the budget; no rows if an item is over it."""
@@ -84,6 +94,24 @@ class RankItems:
     def work(self) -> Ints:
         """int64 [items]: work of each item, see `calculate_workload`."""
         return _sums(calculate_workload(self.lengths), self.group_size)
+
+    @cached_property
+    def parts(self) -> Rows:
+        """The items that are packed as one: parts of families, else one each."""
+        part_of = None
+        if self.token_ids is not None and self.group_size == 1:
+            part_of = family_parts(
+                self.token_ids,
+                self.lengths,
+                self.options.layout,
+                self.max_tokens,
+                num_rows=round_up(self.least, self.step),
+            )
+        return members_of(range(self.tokens.size) if part_of is None else part_of)
+
+    @cached_property
+    def _work_of_parts(self) -> Ints:
+        return np.array([self.work[part].sum() for part in self.parts])
 
     @property
     def shortest(self) -> int:
@@ -113,7 +141,7 @@ class RankItems:
 
     def rows(self, count: int) -> Rows:
         """`count` rows of items, or one row per item if there are fewer items."""
-        if count != len(self.own) and self.options.layout is None and count <= self.tokens.size:
+        if count != len(self.own) and self.options.layout is None and count <= len(self.parts):
             rows = self._balanced(count)
             if self._fits(rows):
                 return rows
@@ -149,21 +177,24 @@ class RankItems:
         if self.options.layout is None:
             fewest = max(self.least, fewest_bins_bound(self.tokens, self.max_tokens))
             first = round_up(fewest, self.step)
-            for count in range(first, self.tokens.size + 1, self.step):
+            for count in range(first, len(self.parts) + 1, self.step):
                 rows = self._balanced(count)
                 if self._fits(rows):
                     return rows, count
         return self._plan()
 
     def _balanced(self, count: int) -> Rows:
-        return [sorted(row) for row in karmarkar_karp(self.work, count)]
+        rows = karmarkar_karp(self._work_of_parts, count)
+        return [sorted(chain.from_iterable(self.parts[p] for p in row)) for row in rows]
 
     def _fits(self, rows: Rows) -> bool:
         return all(int(self.tokens[row].sum()) <= self.max_tokens for row in rows)
 
     def _plan(self) -> tuple[Rows, int]:
         """Rows of items by megapack's planner, and its M."""
-        groups = (np.arange(self.lengths.size) // self.group_size).tolist()
+        together = np.empty(self.lengths.size, dtype=np.int64)
+        for number, samples in enumerate(self.samples(self.parts)):
+            together[samples] = number
         layout = self.options.layout
         rows, count = plan_rank(
             self.lengths,
@@ -171,7 +202,7 @@ class RankItems:
             oversize="error",
             layout=layout,
             cost=_COST if layout is None else self.options.cost,
-            colocate_ids=groups if self.group_size > 1 else None,
+            colocate_ids=together.tolist() if len(self.parts) < self.lengths.size else None,
         )
         return [sorted({i // self.group_size for i in row}) for row in rows], count
 

@@ -4,6 +4,11 @@
         --patches areal --steps 2
 
 Ours are the model, in place of what a Hugging Face bridge makes, and the toy rollout.
+
+    kk          AReaL's other packing algorithm
+    restored    the option `restore_cp_outputs`
+    prompts     the four samples of a group begin with the same 14 tokens
+    shared      MEGAPACK_SHARE_PREFIXES=1
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from megapack.hosts import areal
 from tests.hosts.steps.chunks import bridge_settings, host_chunks
 from tests.hosts.steps.job import (
     Report,
+    count_layer_tokens,
     count_shape_exchanges,
     import_host,
     parse_arguments,
@@ -175,8 +181,10 @@ def main() -> None:
     report.more["gathers_cp_output"] = "gather_cp_output" in parameters
     count_shape_exchanges(report)
     watch_rows(engine, report)
+    count_layer_tokens(report, engine.model[0])
     dp = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
-    batch = make_batch(draw(NUM_SAMPLES), *dp)
+    samples = draw(NUM_SAMPLES, common_prompts="prompts" in arguments.case)
+    batch = make_batch(samples, *dp)
     # As an inference engine gives them: at the token's own position.
     old = log_probs(engine, batch, report).roll(1, -1)
     for _ in range(arguments.steps):

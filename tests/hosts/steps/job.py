@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -64,7 +65,10 @@ class Arguments(argparse.Namespace):
 
 
 def parse_arguments() -> Arguments:
-    """Read the command line, before anything of the host is imported."""
+    """Read the command line, before anything of the host is imported.
+
+    A case with `shared` in it sets MEGAPACK_SHARE_PREFIXES=1.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layout", type=parse_layout, default=Layout())
@@ -73,7 +77,10 @@ def parse_arguments() -> Arguments:
     )
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--case", default="", help="what only this host has")
-    return parser.parse_args(namespace=Arguments())
+    arguments = parser.parse_args(namespace=Arguments())
+    if "shared" in arguments.case:
+        os.environ["MEGAPACK_SHARE_PREFIXES"] = "1"
+    return arguments
 
 
 def parse_layout(text: str) -> Layout:
@@ -117,6 +124,13 @@ def count_layer_tokens(report: Report, chunk: Any) -> None:
             report.more["layer_tokens"] += len(hidden)
 
     unwrapped(chunk).decoder.layers[0].register_forward_hook(count, with_kwargs=True)
+
+
+def assert_shared(reports: Sequence[Report]) -> None:
+    """Layers of each rank have run on fewer tokens than the host's rows have."""
+    for report in reports:
+        host_tokens = sum(map(sum, report.row_tokens))
+        assert 0.5 * host_tokens < report.more["layer_tokens"] < 0.97 * host_tokens
 
 
 def count_shape_exchanges(report: Report) -> None:

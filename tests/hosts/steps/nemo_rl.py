@@ -7,6 +7,9 @@ iterators, packing, losses, log-probs and aggregation. The worker is made withou
 Megatron-Bridge model: its chunk is the tests' tiny GPT, the optimizer Megatron's with NeMo-RL's
 settings.
 
+    mamba       the toy has Mamba-2 layers
+    prompts     the four samples of a group begin with the same 14 tokens
+    shared      MEGAPACK_SHARE_PREFIXES=1
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ LATER_NAMES = {
     "transformer.enums": ["InferenceCudaGraphScope"],
 }
 NUM_SAMPLES = 16
+GROUP = 4
+PROMPT = 14
 WIDTH = 64
 BUDGET = 96
 PAD_MULTIPLE = 4
@@ -70,13 +75,14 @@ def main() -> None:
 
 
 def run(arguments: job.Arguments) -> None:
-    """Log-probs and some steps; the case "mamba" trains a toy with Mamba-2 layers."""
+    """Log-probs and some steps."""
     worker = make_worker(arguments)
     report = job.Report()
     report.more["told"] = Told(worker.model).rows
     job.count_shape_exchanges(report)
     record_rows(worker, report)
-    data = make_shard(arguments.layout)
+    job.count_layer_tokens(report, worker.model)
+    data = make_shard(arguments.layout, common_prompts="prompts" in arguments.case)
     logprobs = worker.get_logprobs(data=data)["logprobs"]
     # Behind a row's last sample are log-probs of its padding.
     report.logprobs = [
@@ -200,7 +206,7 @@ def build_chunk(arguments: job.Arguments) -> Any:
     return chunk
 
 
-def make_shard(layout: Any) -> Any:
+def make_shard(layout: Any, *, common_prompts: bool) -> Any:
     """This data-parallel rank's shard of one batch, which is the same on every layout."""
     import torch
     from megatron.core import parallel_state
@@ -211,10 +217,15 @@ def make_shard(layout: Any) -> Any:
     generator = torch.Generator().manual_seed(7)
     lengths = torch.randint(8, WIDTH + 1, (NUM_SAMPLES,), generator=generator)
     prompts = (lengths * torch.rand(NUM_SAMPLES, generator=generator) / 2).long()
+    if common_prompts:
+        prompts = torch.full_like(lengths, PROMPT)
+        lengths = lengths.clamp(min=PROMPT + 2)
     places = torch.arange(WIDTH)
     is_response = (places >= prompts[:, None]) & (places < lengths[:, None])
     shape = (NUM_SAMPLES, WIDTH)
     tokens = torch.randint(0, problem.VOCAB_SIZE, shape, generator=generator)
+    if common_prompts:
+        tokens[:, :PROMPT] = tokens[::GROUP, :PROMPT].repeat_interleave(GROUP, 0)
     old = torch.randn(shape, generator=generator) - 4.6
     batch = BatchedDataDict(
         {

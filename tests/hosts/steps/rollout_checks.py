@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import megatron.core
 import pytest
 
-from tests.hosts.steps.job import Arguments, Report, Runs, parse_layout
+from tests.hosts.steps.job import Arguments, Report, Runs, assert_shared, parse_layout
 from tests.hosts.steps.rollout_hosts import (
     PAD_MULTIPLE,
     ROLLOUTS_PER_STEP,
@@ -36,9 +36,7 @@ def check_shared_prefixes(runs: Runs, layout: str) -> None:
     plain = runs("", "", "tokens+prompts")
     shared = runs(layout, "megatron_core", "tokens+prompts+shared")
     check_equal(shared, plain)
-    for report in shared:
-        host_tokens = sum(map(sum, report.row_tokens))
-        assert 0.5 * host_tokens < report.more["layer_tokens"] < 0.97 * host_tokens
+    assert_shared(shared)
     assert plain[0].more["layer_tokens"] == sum(map(sum, plain[0].row_tokens))
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
 import random
 import sys
 import warnings
@@ -70,8 +69,6 @@ class HostArguments(SimpleNamespace):
 def start(host: str) -> Arguments:
     """Read the command line, patch, join the job, and make the host importable."""
     arguments = parse_arguments()
-    if "shared" in words(arguments):
-        os.environ["MEGAPACK_SHARE_PREFIXES"] = "1"
     warnings.simplefilter("ignore")
     import torch._dynamo
 

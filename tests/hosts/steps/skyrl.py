@@ -6,6 +6,10 @@ SkyRL's are the worker class, its iterators, `MegatronModelWrapper`, packing, lo
 settings and optimizer. The worker is made without Ray and without a Megatron-Bridge model: its
 chunks are the tests' tiny GPT.
 
+    mamba       the toy has Mamba-2 layers
+    whole       the budget holds all samples
+    prompts     the four samples of a group begin with the same 14 tokens
+    shared      MEGAPACK_SHARE_PREFIXES=1
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ ABSENT = (
     "zstandard",
 )
 NUM_SAMPLES = 12
+GROUP = 4
+PROMPT = 14
 WIDTH = 64
 NUM_ACTIONS = 24
 BUDGET = 96
@@ -61,13 +67,14 @@ def main() -> None:
 
 
 def run(arguments: job.Arguments) -> None:
-    """Log-probs and some steps; the case "mamba" trains a toy with Mamba-2 layers."""
+    """Log-probs and some steps."""
     worker = make_worker(arguments)
     report = job.Report()
     report.more["told"] = Told(worker.actor_module[0]).rows
     job.count_shape_exchanges(report)
     record_rows(worker, report)
-    data = make_batch(arguments.layout)
+    job.count_layer_tokens(report, worker.actor_module[0])
+    data = make_batch(arguments.layout, common_prompts="prompts" in arguments.case)
     outputs = worker.forward(data).loss_fn_outputs
     if is_last_stage():
         report.logprobs = [output["logprobs"] for output in outputs]
@@ -190,7 +197,7 @@ def build_chunks(arguments: job.Arguments) -> list[Any]:
         )
 
 
-def make_batch(layout: Layout) -> Any:
+def make_batch(layout: Layout, *, common_prompts: bool) -> Any:
     """This data-parallel rank's samples of one batch, which is the same on every layout."""
     import torch
     from megatron.core import parallel_state
@@ -203,6 +210,8 @@ def make_batch(layout: Layout) -> Any:
     responses = torch.minimum(
         torch.randint(2, NUM_ACTIONS + 1, (NUM_SAMPLES,), generator=generator), lengths - 2
     )
+    if common_prompts:
+        lengths = PROMPT + responses
     attention_mask = left_padded_mask(lengths, WIDTH)
     response_mask = left_padded_mask(responses, NUM_ACTIONS)
     drawn = torch.rand(NUM_SAMPLES, NUM_ACTIONS, generator=generator) < 0.8
@@ -210,6 +219,9 @@ def make_batch(layout: Layout) -> Any:
     shape = (NUM_SAMPLES, NUM_ACTIONS)
     advantages = torch.randn(NUM_SAMPLES, 1, generator=generator).expand(shape)
     tokens = torch.randint(0, problem.VOCAB_SIZE, (NUM_SAMPLES, WIDTH), generator=generator)
+    if common_prompts:
+        places = WIDTH - lengths[:, None] + torch.arange(PROMPT)
+        tokens.scatter_(1, places, tokens[::GROUP, :PROMPT].repeat_interleave(GROUP, 0))
     fields = {
         "sequences": tokens * attention_mask,
         "attention_mask": attention_mask,

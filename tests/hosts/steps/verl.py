@@ -9,7 +9,6 @@ Ours are the model, in place of what a Hugging Face bridge makes, and the toy ro
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import types
 import warnings
@@ -49,8 +48,6 @@ class Case:
     loss: dict[str, Any] = field(default_factory=dict)
     mamba: bool = False
     common_prompts: bool = False
-    shared: bool = False
-    """MEGAPACK_SHARE_PREFIXES=1."""
 
 
 DR_GRPO = {"loss_agg_mode": "seq-mean-token-sum-norm"}
@@ -62,7 +59,7 @@ CASES = {
     "dr_grpo_factor": Case(loss={**DR_GRPO, "loss_scale_factor": 44}),
     "dr_grpo_factor_whole": Case(budget=4000, loss={**DR_GRPO, "loss_scale_factor": 44}),
     "prompts": Case(common_prompts=True),
-    "prompts_shared": Case(common_prompts=True, shared=True),
+    "prompts_shared": Case(common_prompts=True),
     "mamba": Case(mamba=True),
     "mamba_whole": Case(budget=4000, mamba=True),
 }
@@ -222,8 +219,6 @@ def watch_rows(engine: Any, report: Report) -> None:
 def main() -> None:
     arguments = parse_arguments()
     case = CASES[arguments.case]
-    if case.shared:
-        os.environ["MEGAPACK_SHARE_PREFIXES"] = "1"
     warnings.simplefilter("ignore")
     launch.start("cpu")
     import_verl()

@@ -19,6 +19,7 @@ from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.host_rows import SharedRows
 from megapack.prefixes import find_host_row
 from megapack.schedule import sharing
+from megapack.schedule.reading import read_row_shapes
 from megapack.schedule.sharing import Sharing, why_not_shared
 
 pytestmark = pytest.mark.unit
@@ -146,6 +147,33 @@ def test_dropout_that_drops_nothing_is_fine() -> None:
 def test_attention_across_samples_is_refused() -> None:
     with pytest.raises(ConfigError, match="core_attention is Identity"):
         make(Chunk(core_attention=torch.nn.Identity())).check()
+
+
+def test_hidden_states_that_the_forward_step_captures_are_refused() -> None:
+    chunk = Chunk(embedding=torch.nn.Identity())
+    chunk.decoder.register_forward_hook(lambda module, args, output: None)
+    made = make(chunk)
+    captured: list[Any] = []
+
+    def capture(module: Any, args: Any, output: Any) -> None:
+        captured.append(output)
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        handle = model.embedding.register_forward_hook(capture)
+        try:
+            return model(**next(iterator))
+        finally:
+            handle.remove()
+
+    def read(step: Any) -> Any:
+        return read_row_shapes(
+            step, iter([call()]), [chunk], 1, sequence_shards=1, watch=made.watch
+        )
+
+    # What was hooked before, such as by a profiler, sees the shorter row and may.
+    assert read(lambda iterator, model: model(**next(iterator)))[0] == [(10, 1)]
+    with pytest.raises(ConfigError, match=r"captures the output of embedding \(.*capture\)"):
+        read(forward_step)
 
 
 def test_equal_rows_of_experts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,174 @@
+"""Planners that see token ids put the answers to one prompt into one row, if prefixes are shared.
+
+Slime's and miles' are in test_host_slime.py and test_host_miles.py.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import Counter, UserDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megapack import Layout
+from megapack.hosts import areal, nemo_rl, skyrl, verl
+
+pytestmark = pytest.mark.hosts
+
+PROMPT, ANSWER = 30, 20
+WIDTH = PROMPT + ANSWER + 4
+Rows = list[list[int]]
+
+
+@pytest.fixture(autouse=True)
+def default_options() -> Iterator[None]:
+    yield
+    for host in (areal, nemo_rl, skyrl, verl):
+        host.configure()
+
+
+class Batch(UserDict[str, Any]):
+    """What hosts' batches have in common."""
+
+    def __init__(self, fields: Any, batch_size: Any = None) -> None:
+        super().__init__(fields)
+        self.batch_size = batch_size
+        self.metadata: dict[str, Any] = {}
+
+    def select_indices(self, indices: list[int]) -> Batch:
+        return Batch({name: value[indices] for name, value in self.data.items()})
+
+    def slice(self, start: int, end: int) -> Batch:
+        return Batch({name: value[start:end] for name, value in self.data.items()})
+
+
+def group_of(sample: int, num_groups: int) -> int:
+    """Samples of all groups in turn, as a rollout hands them out at worst."""
+    return sample % num_groups
+
+
+def padded(num_groups: int, num_samples: int, *, left: bool = False) -> Batch:
+    """Answers of 20 tokens, padded in batches as wide as 54."""
+    ids = torch.zeros(num_samples, WIDTH, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i in range(num_samples):
+        tokens = [1 + group_of(i, num_groups)] * PROMPT + [50 + i] * ANSWER
+        place = slice(WIDTH - len(tokens), WIDTH) if left else slice(0, len(tokens))
+        ids[i, place] = torch.tensor(tokens)
+        mask[i, place] = 1
+    return Batch({"input_ids": ids, "attention_mask": mask, "sample": torch.arange(num_samples)})
+
+
+def verl_rows(batch: Batch, budget: int, multiple: int = 1) -> Rows:
+    return verl.rearrange_micro_batches(batch, budget, num_batches_divided_by=multiple)[1]
+
+
+def verl_nested_rows(batch: Batch, budget: int, multiple: int = 1) -> Rows:
+    masks = batch["attention_mask"].bool()
+    samples = [ids[mask] for ids, mask in zip(batch["input_ids"], masks, strict=True)]
+    nested = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+    return verl_rows(Batch({"input_ids": nested}, [len(samples)]), budget, multiple)
+
+
+def skyrl_rows(batch: Batch, budget: int, multiple: int = 1) -> Rows:
+    if multiple > 1:
+        skyrl.configure(layout=Layout(pp=multiple, vpp=2))
+    num = len(batch["sample"])
+    fields = {**batch.data, "sequences": batch["input_ids"], "loss_mask": torch.ones(num, 1)}
+    rows = [
+        part["sample"].tolist() for part in skyrl.TokenBasedBatchIterator(Batch(fields), budget)
+    ]
+    return rows
+
+
+def areal_rows(data: Any, budget: int, multiple: int = 1) -> Rows:
+    data = dict(data)
+    lens = data["attention_mask"].sum(1).numpy()
+    spec = types.SimpleNamespace(max_tokens_per_mb=budget, n_mbs=1, n_mbs_divisor=multiple)
+    return areal.allocate_balanced_mbs_synced(spec, lens)
+
+
+def nemo_rows(batch: Batch, budget: int, multiple: int = 1) -> Rows:
+    """With as many shards as `multiple`, each of which has at least one row."""
+    batch = Batch({**batch.data, "input_lengths": batch["attention_mask"].sum(1)})
+    args = {
+        "max_tokens_per_microbatch": budget,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "algorithm": "modified_first_fit_decreasing",
+        "sequence_length_pad_multiple": 1,
+    }
+    shards, _ = nemo_rl.shard_by_batch_size(batch, multiple, sequence_packing_args=args)
+    return [
+        shard["sample"][start:end].tolist()
+        for shard in shards
+        for start, end in shard.micro_batch_indices[0]
+    ]
+
+
+def nemo_planned_rows(batch: Batch, budget: int, multiple: int = 1) -> Rows:
+    nemo_rl.configure(layout=Layout(dp=multiple))
+    return nemo_rows(batch, budget, multiple)
+
+
+HOSTS: dict[Callable[..., Rows], Any] = {
+    verl_rows: verl,
+    verl_nested_rows: verl,
+    skyrl_rows: skyrl,
+    areal_rows: areal,
+    nemo_rows: nemo_rl,
+    nemo_planned_rows: nemo_rl,
+}
+
+
+def groups_of(rows: Rows, num_groups: int) -> list[Counter[int]]:
+    return [Counter(group_of(sample, num_groups) for sample in row) for row in rows]
+
+
+def batch_for(host: Any, num_groups: int, num_samples: int) -> Batch:
+    return padded(num_groups, num_samples, left=host is skyrl)
+
+
+@pytest.mark.parametrize("rows_of", HOSTS)
+def test_groups_meet_in_a_row_where_prefixes_are_shared(rows_of: Callable[..., Rows]) -> None:
+    host = HOSTS[rows_of]
+    batch = batch_for(host, 4, 16)
+    assert any(len(groups) > 1 for groups in groups_of(rows_of(batch, 200), 4))
+    host.configure(share_prefixes=True)
+    rows = rows_of(batch, 200)
+    assert sorted(sample for row in rows for sample in row) == list(range(16))
+    assert [set(groups.values()) for groups in groups_of(rows, 4)] == [{4}] * 4
+    # The budget counts every copy: five samples of a group are 250 tokens.
+    rows = rows_of(batch_for(host, 2, 10), 150)
+    assert sorted(sorted(groups.values()) for groups in groups_of(rows, 2)) == [[2], [2], [3], [3]]
+
+
+@pytest.mark.parametrize("rows_of", HOSTS)
+def test_groups_that_are_too_few_rows_are_cut(rows_of: Callable[..., Rows]) -> None:
+    """One group of four samples, and at least two rows (skyrl: stages that want two)."""
+    host = HOSTS[rows_of]
+    host.configure(share_prefixes=True)
+    rows = rows_of(batch_for(host, 1, 4), 400, multiple=2)
+    assert sorted(map(len, rows)) == [2, 2]
+
+
+def test_placeholders_of_nemo_rl_are_not_taken_for_tokens() -> None:
+    """Where its driver has no tokens, each sample has one, 0."""
+    batch = padded(4, 16)
+    batch["input_ids"] = torch.zeros(16, 1, dtype=torch.long)
+    nemo_rl.configure(share_prefixes=True)
+    without = nemo_rows(batch, 200)
+    nemo_rl.configure()
+    assert without == nemo_rows(batch, 200)
+
+
+def test_areal_reads_the_tokens_of_its_own_caller_only() -> None:
+    areal.configure(share_prefixes=True)
+    batch = padded(4, 16)
+    lens = batch["attention_mask"].sum(1).numpy()
+    spec = types.SimpleNamespace(max_tokens_per_mb=200, n_mbs=1, n_mbs_divisor=1)
+    rows = areal.allocate_balanced_mbs_synced(spec, lens)
+    assert any(len(groups) > 1 for groups in groups_of(rows, 4))
