@@ -15,6 +15,7 @@ import numpy as np
 
 from megapack.base.arrays import Floats, Ints
 from megapack.errors import ConfigError, HostAssertionError
+from megapack.hosts.shared.families import real_tokens
 from megapack.hosts.shared.rank_rows import Rows, agree_on_need, log_budget, small_at_ends
 from megapack.hosts.shared.verl_items import RankItems, VerlOptions
 from megapack.layout import Layout, round_up
@@ -44,8 +45,10 @@ def make_micro_batch_iter_for_sequence_packing(
     number of micro-batches, one that Megatron runs, or all raise.
 
     Args:
-        mini_batch: a DataProto with `attention_mask` [B, S]. Its meta_info gets
-            `partition_indices_list`, by which ROLL restores the order of results.
+        mini_batch: a DataProto with `attention_mask` [B, S], and `input_ids` for
+            MEGAPACK_SHARE_PREFIXES=1, under which samples with common beginnings are packed into
+            one micro-batch. Its meta_info gets `partition_indices_list`, by which ROLL restores the
+            order of results.
         vp_size: chunks of a stage; 1 or None without interleaving.
         is_train: which of the two lengths and least counts of the config hold.
         micro_batch_size: not used.
@@ -64,14 +67,19 @@ def make_micro_batch_iter_for_sequence_packing(
         raise ConfigError(f"{name} is not set; set the tokens of a packed micro-batch")
     least = getattr(self.config, f"min_num_micro_batches_{'train' if is_train else 'forward'}")
     step = _pipeline_size() if (vp_size or 1) > 1 else 1
+    options = VerlOptions()
 
     def read() -> RankItems:
-        real = np.array(mini_batch.batch["attention_mask"].sum(dim=-1).tolist(), dtype=np.int64)
+        mask = mini_batch.batch["attention_mask"]
+        real = np.array(mask.sum(dim=-1).tolist(), dtype=np.int64)
         align = self.get_pad_factor(cp_size, tp_size)
         lengths = -(-real // align) * align
-        return RankItems(lengths, budget, 1, step, VerlOptions(), least=least)
+        token_ids = None
+        if options.share_prefixes:
+            token_ids = real_tokens(mini_batch.batch["input_ids"], mask)
+        return RankItems(lengths, budget, 1, step, options, least=least, token_ids=token_ids)
 
-    rank, need = agree_on_need(read, f"{name}={budget} {least} {step}", dp_group)
+    rank, need = agree_on_need(read, f"{name}={budget} {least} {step} {options}", dp_group)
     if need.longest > budget:
         raise HostAssertionError(
             f"a sample of {need.longest} tokens is over {name}={budget}; set it to {need.longest} "

@@ -12,7 +12,7 @@ import copy
 import logging
 import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -311,10 +311,7 @@ def pack_soft(
     """
     lengths = np.asarray(num_tokens)
     packs = _portions(inds, lengths, lengths.astype(float), pack_max_length, _PORTION)
-    return [
-        {"dataset_id": dataset_id, "indices": pack, "longest": int(lengths[pack].max())}
-        for pack in packs
-    ]
+    return _host_packs(packs, dataset_id, (lengths[pack].max() for pack in packs))
 
 
 def pack_expanded(
@@ -340,9 +337,15 @@ def pack_expanded(
     """
     flops = np.asarray(proxy_attn_flops)
     packs = _portions(inds, num_tokens, flops.astype(float), pack_max_length, pack_chunk_size)
+    return _host_packs(packs, dataset_id, (flops[pack].sum() for pack in packs))
+
+
+def _host_packs(
+    packs: list[list[int]], dataset_id: int, longest: Iterable[int]
+) -> list[dict[str, Any]]:
     return [
-        {"dataset_id": dataset_id, "indices": pack, "longest": int(flops[pack].sum())}
-        for pack in packs
+        {"dataset_id": dataset_id, "indices": pack, "longest": int(value)}
+        for pack, value in zip(packs, longest, strict=True)
     ]
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import types
 from collections import Counter, UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from megapack import Layout
-from megapack.hosts import areal, nemo_rl, skyrl, verl
+from megapack.hosts import areal, nemo_rl, roll, skyrl, verl
 
 pytestmark = pytest.mark.hosts
 
@@ -45,6 +45,21 @@ class Batch(UserDict[str, Any]):
         return Batch({name: value[start:end] for name, value in self.data.items()})
 
 
+class Proto:
+    """The parts of ROLL's DataProto that its packer uses."""
+
+    def __init__(self, batch: Batch, samples: Sequence[int] = ()) -> None:
+        self.batch = batch
+        self.samples = list(samples)
+        self.meta_info: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.batch["sample"])
+
+    def select_idxs(self, rows: list[int]) -> Proto:
+        return Proto(self.batch, rows)
+
+
 def group_of(sample: int, num_groups: int) -> int:
     """Samples of all groups in turn, as a rollout hands them out at worst."""
     return sample % num_groups
@@ -71,6 +86,19 @@ def verl_nested_rows(batch: Batch, budget: int, multiple: int = 1) -> Rows:
     samples = [ids[mask] for ids, mask in zip(batch["input_ids"], masks, strict=True)]
     nested = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
     return verl_rows(Batch({"input_ids": nested}, [len(samples)]), budget, multiple)
+
+
+def roll_rows(batch: Batch, budget: int, multiple: int = 1) -> Rows:
+    """ROLL has no `configure`: its patch reads the environment."""
+    config = types.SimpleNamespace(
+        max_packed_sequence_length_forward=budget, min_num_micro_batches_forward=multiple
+    )
+    packer = types.SimpleNamespace(config=config, get_pad_factor=lambda cp, tp: 1)
+    proto = Proto(batch)
+    return [
+        part.samples
+        for part in roll.make_micro_batch_iter_for_sequence_packing(packer, proto, 1, 1, 1)
+    ]
 
 
 def skyrl_rows(batch: Batch, budget: int, multiple: int = 1) -> Rows:
@@ -118,6 +146,7 @@ HOSTS: dict[Callable[..., Rows], Any] = {
     verl_rows: verl,
     verl_nested_rows: verl,
     skyrl_rows: skyrl,
+    roll_rows: roll,
     areal_rows: areal,
     nemo_rows: nemo_rl,
     nemo_planned_rows: nemo_rl,
@@ -128,16 +157,31 @@ def groups_of(rows: Rows, num_groups: int) -> list[Counter[int]]:
     return [Counter(group_of(sample, num_groups) for sample in row) for row in rows]
 
 
+@pytest.fixture
+def share(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Switches sharing on for a host."""
+
+    def switch(host: Any) -> None:
+        if host is roll:
+            monkeypatch.setenv("MEGAPACK_SHARE_PREFIXES", "1")
+        else:
+            host.configure(share_prefixes=True)
+
+    return switch
+
+
 def batch_for(host: Any, num_groups: int, num_samples: int) -> Batch:
     return padded(num_groups, num_samples, left=host is skyrl)
 
 
 @pytest.mark.parametrize("rows_of", HOSTS)
-def test_groups_meet_in_a_row_where_prefixes_are_shared(rows_of: Callable[..., Rows]) -> None:
+def test_groups_meet_in_a_row_where_prefixes_are_shared(
+    rows_of: Callable[..., Rows], share: Callable[[Any], None]
+) -> None:
     host = HOSTS[rows_of]
     batch = batch_for(host, 4, 16)
     assert any(len(groups) > 1 for groups in groups_of(rows_of(batch, 200), 4))
-    host.configure(share_prefixes=True)
+    share(host)
     rows = rows_of(batch, 200)
     assert sorted(sample for row in rows for sample in row) == list(range(16))
     assert [set(groups.values()) for groups in groups_of(rows, 4)] == [{4}] * 4
@@ -147,10 +191,12 @@ def test_groups_meet_in_a_row_where_prefixes_are_shared(rows_of: Callable[..., R
 
 
 @pytest.mark.parametrize("rows_of", HOSTS)
-def test_groups_that_are_too_few_rows_are_cut(rows_of: Callable[..., Rows]) -> None:
+def test_groups_that_are_too_few_rows_are_cut(
+    rows_of: Callable[..., Rows], share: Callable[[Any], None]
+) -> None:
     """One group of four samples, and at least two rows (skyrl: stages that want two)."""
     host = HOSTS[rows_of]
-    host.configure(share_prefixes=True)
+    share(host)
     rows = rows_of(batch_for(host, 1, 4), 400, multiple=2)
     assert sorted(map(len, rows)) == [2, 2]
 

@@ -83,3 +83,16 @@ def test_padded_micro_batches_have_less_padding(
     assert patched.num_microbatches == without.num_microbatches
     assert patched.losses == pytest.approx(without.losses, rel=1e-5)
     assert sum(LENGTHS) <= sum(patched.row_tokens[0]) < sum(without.row_tokens[0])
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "pp=2,vpp=2"])
+def test_shared_prefixes_change_no_number(run: Runs, layout: str) -> None:
+    alone = run("dp=1", "", "packed_prompts")
+    shared = run(layout, PATCHES, "packed_prompts_shared")
+    assert losses(shared) == pytest.approx(losses(alone), rel=1e-5)
+    np.testing.assert_allclose(logprobs(shared), logprobs(alone), atol=2e-5)
+    for report in shared:
+        assert report.grad_norms == pytest.approx(alone[0].grad_norms, rel=1e-5)
+    # The toy's own forward sees the shorter row.
+    tokens = sum(alone[0].row_tokens[0])
+    assert 0.5 * tokens < sum(shared[0].row_tokens[0]) < 0.97 * tokens

@@ -142,14 +142,12 @@ def make_batch(samples: list[Sample], dp_rank: int, dp_size: int) -> dict[str, T
 
 def watch_rows(engine: Any, report: Report) -> None:
     """Note the rows that the model's first chunk is given, per training step."""
-    forward = engine.model[0].module.forward
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def note(chunk: Any, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled() and report.row_tokens:
             report.row_tokens[-1].append(int(kwargs["packed_seq_params"].cu_seqlens_q[-1]))
-        return forward(*args, **kwargs)
 
-    engine.model[0].module.forward = noted
+    engine.model[0].register_forward_pre_hook(note, with_kwargs=True)
 
 
 def join_alone() -> None:

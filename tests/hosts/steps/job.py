@@ -130,7 +130,7 @@ def assert_shared(reports: Sequence[Report]) -> None:
     """Layers of each rank have run on fewer tokens than the host's rows have."""
     for report in reports:
         host_tokens = sum(map(sum, report.row_tokens))
-        assert 0.5 * host_tokens < report.more["layer_tokens"] < 0.97 * host_tokens
+        assert 0.5 * host_tokens < report.more["layer_tokens"] < at_most * host_tokens
 
 
 def count_shape_exchanges(report: Report) -> None:

@@ -3,7 +3,9 @@
     torchrun --nproc-per-node 2 -m tests.hosts.steps.roll OUT --layout pp=2,vpp=2 --case packed
 
 Cases: `packed` (sequence packing with load_balance), `padded` (dynamic batching). `packed_tight`
-has a budget that ROLL's own packer goes over, `padded_tight` one under which it pads too much.
+has a budget that ROLL's own packer goes over, `padded_tight` one under which it pads too much. In
+`packed_prompts` the four samples of a group begin with the same 14 tokens, and
+`packed_prompts_shared` sets MEGAPACK_SHARE_PREFIXES=1.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ WIDTH = 64
 BUDGET = 96
 LENGTHS = [40, 9, 31, 22, 58, 17, 12, 36, 25, 61, 14, 47, 8, 29, 19, 53]
 """Tokens of the samples; each DP rank has the same number of them."""
+GROUP = 4
+PROMPT = 14
 SMALL = ("tensordict==0.10.0", "pyvers==0.1.0", "codetiming==1.4.0")
 """Packages without dependencies of their own, which ROLL's data path is written with."""
 ABSENT = (
@@ -272,13 +276,19 @@ def make_batch(args: Arguments) -> Any:
     from roll.distributed.scheduler.protocol import DataProto
 
     lengths = torch.tensor(LENGTHS)[:, None]
+    common_prompts = "prompts" in args.case
+    if common_prompts:
+        lengths = lengths.clamp(min=PROMPT + 4)
     positions = torch.arange(WIDTH)
     generator = torch.Generator().manual_seed(3)
     shape = (len(LENGTHS), WIDTH)
     mask = (positions < lengths).long()
-    response = mask * (positions >= lengths // 3)
+    response = mask * (positions >= (PROMPT if common_prompts else lengths // 3))
+    ids = torch.randint(1, 100, shape, generator=generator) * mask
+    if common_prompts:
+        ids[:, :PROMPT] = ids[::GROUP, :PROMPT].repeat_interleave(GROUP, 0)
     fields = {
-        "input_ids": torch.randint(1, 100, shape, generator=generator) * mask,
+        "input_ids": ids,
         "attention_mask": mask,
         "response_mask": response,
         "position_ids": positions.expand(shape).clone(),

@@ -30,6 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.hosts.steps import job
+from tests.hosts.steps.qwen3 import qwen3_config
 from tools.hosting import import_stubs
 
 ABSENT = ("ray", "omegaconf", "wandb", "hydra", "peft", "diffusers", "tensordict")
@@ -93,7 +94,7 @@ def run(arguments: job.Arguments, case: str) -> dict[str, Any]:
 def make_stack(words: list[str], *, patched: bool) -> Any:
     """UniRL's stack and the backend and algorithm that it is given; by count if it is unpatched."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
     from unirl.models.qwen3.ar import Qwen3ARStage
     from unirl.models.qwen3.bundle import Qwen3Bundle
     from unirl.train.backend.base import LrSchedulerConfig, OptimizerConfig
@@ -103,18 +104,7 @@ def make_stack(words: list[str], *, patched: bool) -> Any:
 
     torch.manual_seed(SEED)
     size = 256 if "large" in words else 32
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=size,
-        intermediate_size=2 * size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=size // 4,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
+    config = qwen3_config(VOCAB_SIZE, size, initializer_range=0.1, attn_implementation="sdpa")
     cpu = torch.device("cpu")
     bundle = Qwen3Bundle(
         transformer=Qwen3ForCausalLM(config),

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.hosts.steps import job
+from tests.hosts.steps.qwen3 import qwen3_config
 from tools.hosting import import_stubs
 
 if TYPE_CHECKING:
@@ -287,22 +288,10 @@ def note_workers(controller: Any, report: job.Report, sp: int) -> None:
 def save_model(folder: Path, hidden: int) -> None:
     """A tiny Qwen3 as a Hugging Face checkpoint."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden // 4,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-    )
+    config = qwen3_config(VOCABULARY, hidden, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = Qwen3ForCausalLM(config)
     for param in model.parameters():
         if param.dim() > 1:
