@@ -85,4 +85,5 @@ def test_shared_prefixes_change_no_number(layout: str, folder: Path) -> None:
     )
     for report in shared:
         assert_like_one_rank(report, plain)
-    assert_shared(shared)
+    # Rows are padded to 256 tokens.
+    assert_shared(shared, at_most=0.99)

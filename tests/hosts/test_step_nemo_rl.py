@@ -88,6 +88,18 @@ def test_shared_prefixes_change_no_number(tmp_path: Path, layout: str) -> None:
     assert_shared(shared)
 
 
+def test_a_draft_model_is_refused_with_shared_prefixes(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"captures the output of embedding \(HiddenState"):
+        run_step(
+            "nemo_rl",
+            tmp_path,
+            layout="dp=1",
+            world=1,
+            patches=OURS,
+            case="prompts_shared_draft",
+        )
+
+
 @needs_mamba
 def test_a_row_tells_mamba_layers_its_samples(tmp_path: Path) -> None:
     """NeMo-RL's does, without patches too."""

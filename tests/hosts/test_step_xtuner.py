@@ -26,7 +26,10 @@ CASES = {
     "5 steps": "patched=0,optimizer_steps=5",
     "5 steps, patched": "patched=1,optimizer_steps=5",
 }
-NEEDS = ("ray", "datasets", "loguru", "cyclopts", "xxhash", "addict", "cv2", "httpx", "aiohttp")
+NEEDS = (
+    *("ray", "datasets", "loguru", "cyclopts", "xxhash"),
+    *("mmengine", "addict", "cv2", "httpx", "aiohttp"),
+)
 
 
 def reports(folder: Path, layout: str) -> dict[str, Report]:

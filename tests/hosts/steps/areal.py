@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack import Layout, cpu, launch, patching
-from megapack.hosts import areal
 from tests.hosts.steps.chunks import bridge_settings, host_chunks
 from tests.hosts.steps.job import (
     Report,
@@ -171,6 +170,9 @@ def main() -> None:
     import_areal()
     patching.apply(*arguments.patches)
     from megatron.core import parallel_state
+
+    # Its options read the environment when it is imported.
+    from megapack.hosts import areal
 
     areal.configure(restore_cp_outputs=arguments.case == "restored")
     report = Report()

@@ -10,6 +10,7 @@ settings.
     mamba       the toy has Mamba-2 layers
     prompts     the four samples of a group begin with the same 14 tokens
     shared      MEGAPACK_SHARE_PREFIXES=1
+    draft       the forward step captures hidden states, as for a draft model
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ def make_worker(arguments: job.Arguments) -> Any:
     workers.logical_and_across_model_parallel_group = lambda value, mp_group: value
     workers.reduce_max_stat_across_model_parallel_group = lambda value, mp_group: value
     worker.cfg = make_config(layout)
+    worker.cfg["draft"] = {"enabled": "draft" in arguments.case}
     worker.timer = mock.MagicMock()
     worker.dp_size = layout.dp
     worker.dtype = torch.float32
