@@ -70,7 +70,7 @@ def losses_of_transformers(folder: Path) -> float:
     """The first step's loss by transformers, one sample of the step's packs at a time."""
     from tests import hf_models
 
-    model = hf_models.load(folder / "hf")
+    model = hf_models.load(folder / "hf", "qwen2")
     total = 0.0
     count = 0
     for pack in first_packs(folder):
