@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import megatron.core
@@ -330,6 +330,7 @@ def build_model(
     reduction: Settings | None = None,
     draws_weights: bool = True,
     splits_backward: bool = False,
+    before_wrapping: Callable[[list[Any]], object] | None = None,
 ) -> list[DistributedDataParallel]:
     """This rank's chunks, wrapped in Megatron's DDP; initial weights depend only on the seed.
 
@@ -344,6 +345,9 @@ def build_model(
             next: drawing 4 billion numbers takes minutes.
         splits_backward: Transformer Engine's layers put off their weight gradients, which
             Policy(backward="split") needs and Megatron's own schedules never compute.
+        before_wrapping: called with the chunks before DDP wraps them: it may load weights and add
+            adapters, which freeze the others. DDP gives frozen parameters no gradients, and is
+            to be told of them first.
 
     Raises:
         ConfigError: the layout does not divide the sizes, or a value head has tied embeddings.
@@ -389,6 +393,8 @@ def build_model(
     if layout.etp != layout.tp:
         mark_experts(chunks)
     freeze(chunks, model.freeze)
+    if before_wrapping is not None:
+        before_wrapping(chunks)
     if reduction is None:
         # Gathers that overlap leave old values in the weights after an optimizer step, so they
         # are for loops that know of it; see `overlap.finish_param_gathers`.

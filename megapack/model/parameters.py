@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megapack.model.head import unwrapped
@@ -118,6 +119,28 @@ def keep_gradients_through_recompute(chunks: Sequence[Any], config: Any) -> None
         has_hook = _require_gradient in embedding._forward_hooks.values()
         if not has_hook and not any(param.requires_grad for param in embedding.parameters()):
             embedding.register_forward_hook(_require_gradient)
+
+
+def gather_norm_outputs(chunks: Sequence[Any]) -> None:
+    """Let Megatron gather the norms' outputs that adapters read, and not Transformer Engine.
+
+    Under sequence parallelism Megatron-Bridge's adapters ask a projection with a fused norm for the
+    norm's output of all tensor-parallel ranks (`return_layernorm_output_gathered`). Transformer
+    Engine 2.9 to 2.20 give it, and their backward leaves out its gradient: earlier layers would
+    train without what comes through the adapters. Idempotent.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if getattr(module, "return_layernorm_output_gathered", False) and module.sequence_parallel:
+            module.return_layernorm_output_gathered = False
+            module.register_forward_hook(_gather_norm_output)
+
+
+def _gather_norm_output(module: Any, inputs: Any, output: Any) -> Any:
+    # (product, bias, norm's output), or ((product, norm's output), None).
+    if len(output) == 3:
+        return (*output[:2], gather_from_sequence_parallel_region(output[2]))
+    (product, normed), bias = output
+    return (product, gather_from_sequence_parallel_region(normed)), bias
 
 
 def _require_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:

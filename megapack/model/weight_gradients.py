@@ -108,9 +108,9 @@ def check(chunks: Sequence[Any], config: Any) -> None:
             "overlap_moe_expert_parallel_comm=True puts off weight gradients itself; set it to "
             f"False, {advice}"
         )
-    layers = [layer for chunk in chunks for layer in chunk.modules()]
+    layers = [layer for chunk in chunks for layer in chunk.modules() if _has_weight_store(layer)]
     for layer in layers:
-        if _store(layer) is not None and not _puts_off(layer):
+        if not _puts_off(layer):
             raise ConfigError(
                 f"{type(layer).__name__} was built without delay_wgrad_compute, so its weight "
                 "gradients cannot wait; build the model with build_model(splits_backward=True), or "
@@ -319,20 +319,23 @@ def _add_fused(weight: Any, grad_output: Tensor, input: Tensor) -> None:
 
 def _delaying_layers(chunk: Any) -> list[Any]:
     """Transformer Engine's layers that put off their weight gradients."""
-    return [layer for layer in chunk.modules() if _puts_off(layer)]
+    return [layer for layer in chunk.modules() if _has_weight_store(layer) and _puts_off(layer)]
 
 
 def _puts_off(layer: Any) -> bool:
-    store = _store(layer)
-    return store is not None and bool(store.delay_wgrad_compute())
+    return bool(layer.wgrad_store.delay_wgrad_compute())
 
 
-def _store(layer: Any) -> Any:
-    """What a linear layer of Transformer Engine puts off; None for other modules.
+def _has_weight_store(layer: Any) -> bool:
+    """Whether a module is a trained linear layer of Transformer Engine; it may put gradients off.
 
-    From Transformer Engine 2.11 on, its modules without weights have the attribute, too: None.
+    From Transformer Engine 2.11 on, its modules without weights have the attribute, too: None. A
+    layer whose weights are frozen, as under adapters, has no weight gradients.
     """
-    return getattr(layer, "wgrad_store", None)
+    if getattr(layer, "wgrad_store", None) is None:
+        return False
+    params = layer.named_parameters(recurse=False)
+    return any(param.requires_grad for name, param in params if name.startswith("weight"))
 
 
 def _waiting_params(layer: Any) -> list[Any]:

@@ -32,7 +32,7 @@ from megapack.model.experts.rows import collect_routing
 from megapack.model.head import marked_logit_cap, unwrapped
 from megapack.model.liger import choose_head
 from megapack.model.mtp import loss_coefs, loss_names, num_depths
-from megapack.model.parameters import keep_gradients_through_recompute
+from megapack.model.parameters import gather_norm_outputs, keep_gradients_through_recompute
 from megapack.model.recurrent.heads import check_heads
 from megapack.plan.check import check_plan
 from megapack.plan.plan import MicroBatch, Plan
@@ -143,6 +143,7 @@ class ScheduleAdapter:
         # Stages differ in their layers: if one refuses its own, all raise.
         self._routing = agree(lambda: self._checked_routing(retries_oom), device=self._device)
         keep_gradients_through_recompute(self.chunks, self.config)
+        gather_norm_outputs(self.chunks)
         gather_rotary_tables(self.chunks)
         hook_te_attention(self.chunks)
         self._groups = process_groups()

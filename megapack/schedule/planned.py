@@ -32,6 +32,7 @@ from megapack.layout import Layout
 from megapack.model.attention.mixers import describing_samples
 from megapack.model.host_rows import SharedRows
 from megapack.model.overlap import dropping_reductions, sync_functions
+from megapack.model.parameters import gather_norm_outputs
 from megapack.prefixes import HostRow
 from megapack.ranks.links import Ranks, process_ranks
 from megapack.schedule import checks
@@ -155,6 +156,7 @@ class PlannedSchedule:
             num_microbatches=num_microbatches,
             forward_only=forward_only,
         )
+        gather_norm_outputs(call.chunks)
         schedule = self._schedule or get_forward_backward_func()
         ranks = process_ranks() if self._ranks is None else self._ranks
         # Frameworks describe rows without what Megatron's Mamba layers read.

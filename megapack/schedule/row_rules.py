@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from megapack.errors import ConfigError
 from megapack.model.attention.mixers import stock_mixers
 from megapack.model.attention.packed import PackedAttention
@@ -53,6 +55,13 @@ class _Facts:
     def dropout(self, *names: str) -> str:
         """The first of these settings that drops values in the pass."""
         return self.setting(*names) if self.is_training else ""
+
+    @property
+    def dropping_module(self) -> str:
+        """A module that drops values in the pass, such as an adapter's."""
+        modules = (named for chunk in self.chunks for named in chunk.named_modules())
+        found = (f"{name} (dropout of {m.p:g})" for name, m in modules if _drops(m))
+        return next(found, "") if self.is_training else ""
 
     @property
     def sinks(self) -> str:
@@ -127,6 +136,11 @@ _RULES = (
         "samples that share a prefix would drop the same of its values; set it to 0",
     ),
     _Rule(
+        ("prefixes",),
+        lambda facts: facts.dropping_module,
+        "samples that share a prefix would drop the same of its values; set it to 0",
+    ),
+    _Rule(
         ("pieces",),
         lambda facts: facts.dropout("attention_dropout"),
         "attention to a sample's earlier pieces has none; set it to 0",
@@ -195,6 +209,10 @@ _RULES = (
         "it is not supported; set model.attention=varlen",
     ),
 )
+
+
+def _drops(module: Any) -> bool:
+    return isinstance(module, torch.nn.Dropout) and module.training and module.p > 0
 
 
 def check_rows(

@@ -77,9 +77,9 @@ class Sharing:
     def check(self) -> None:
         """Raise ConfigError if the model would be wrong on shared rows; before any collective."""
         config = self._config
-        check_rows(
-            self._chunks, config, {"prefixes"}, is_training=self._is_training, instead=_WITHOUT
-        )
+        # A host may run forwards without backwards in training mode.
+        drops = any(chunk.training for chunk in self._chunks)
+        check_rows(self._chunks, config, {"prefixes"}, is_training=drops, instead=_WITHOUT)
         for chunk in map(unwrapped, self._chunks):
             refuse_unpacked_attention(chunk)
             for name, module in chunk.named_modules():
@@ -101,8 +101,6 @@ class Sharing:
 
     def _obstacle(self, module: Any) -> str:
         """Why a module of the model would be wrong; "" if it is right."""
-        if isinstance(module, torch.nn.Dropout) and module.training and module.p > 0:
-            return f"dropout of {module.p} would drop the same values of all copies"
         if hasattr(module, "routing_type"):
             # Megatron's and the hosts' own.
             replays = [k for k, value in vars(module).items() if "replay" in k and value]

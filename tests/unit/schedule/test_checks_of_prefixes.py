@@ -68,6 +68,20 @@ def test_dropout_is_refused_in_training(name: str) -> None:
     check(chunk(packed()), is_training=False, **{name: 0.1})
 
 
+def test_dropout_of_an_adapter_is_refused_in_training() -> None:
+    made = chunk(packed())
+    made.linear_qkv = torch.nn.Module()
+    made.linear_qkv.dropout = torch.nn.Dropout(0.05)
+    message = (
+        r"^linear_qkv.dropout \(dropout of 0.05\) with shared prefixes: .*set it to 0, or plan."
+    )
+    with pytest.raises(ConfigError, match=message):
+        check(made)
+    check(made, is_training=False)
+    check(made.eval())
+    check_rows([made.train()], config(), ["pieces"], is_training=True)
+
+
 def test_rotations_by_the_length_of_a_sample_are_refused() -> None:
     made = chunk(packed())
     made.rotary_pos_emb = SimpleNamespace(tables=RotaryTables(2, of_layers=(0, 1)))

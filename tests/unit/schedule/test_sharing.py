@@ -129,7 +129,6 @@ def test_settings_that_would_be_wrong_are_refused(changes: dict[str, Any], text:
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        (torch.nn.Dropout(0.1), "dropout of 0.1"),
         (Router(router_replay=object()), "router_replay has one entry per token"),
         (Router(routing_replay=object()), "routing_replay has one entry per token"),
         (Router(jitter=0.1), "moe_input_jitter_eps"),
@@ -141,7 +140,10 @@ def test_modules_that_would_be_wrong_are_refused(module: torch.nn.Module, text: 
 
 
 def test_dropout_that_drops_nothing_is_fine() -> None:
-    make(Chunk(part=torch.nn.Dropout(0.1).eval()), is_training=False, hidden_dropout=0.1).check()
+    chunk = Chunk(part=torch.nn.Dropout(0.1))
+    with pytest.raises(ConfigError, match=r"part \(dropout of 0.1\) with shared prefixes"):
+        make(chunk, is_training=False).check()
+    make(chunk.eval(), is_training=False, hidden_dropout=0.1).check()
 
 
 def test_attention_across_samples_is_refused() -> None:

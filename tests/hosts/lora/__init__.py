@@ -1,0 +1,1 @@
+"""LoRA of Megatron-Bridge on planned rows, against the peft package."""

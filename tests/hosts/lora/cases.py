@@ -1,0 +1,65 @@
+"""The layouts and rows on which adapters are compared, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megapack.base.choices import Kernel
+from megapack.layout import Layout
+from megapack.policy import Policy
+
+RANK = 4
+ALPHA = 8
+TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraCase:
+    """A tiny folder's model with adapters, on a layout."""
+
+    layout: Layout
+    family: str = "qwen3"
+    """One of `tests.hf_models.FAMILIES`."""
+    attention: Kernel = "sdpa"
+    """With "te" layers are Transformer Engine's, on stand-ins of its kernels."""
+    max_tokens: int = 128
+    policy: Policy = field(default_factory=Policy)
+    keys: dict[str, Any] = field(default_factory=dict)
+    """Keys of `ModelConfig`."""
+    shares_prefixes: bool = False
+    splits_backward: bool = False
+    """Whether Transformer Engine's layers are built to put off their weight gradients, which frozen
+    ones need not."""
+    distributed_optimizer: bool = False
+
+
+_TP2_SP = Layout(tp=2, sequence_parallel=True)
+_SPLIT = Policy(backward="split")
+_FULL = {"recompute": "full"}
+_MLP = {"recompute": "selective", "recompute_modules": ("mlp",)}
+CASES = {
+    "single": LoraCase(layout=Layout()),
+    "recompute": LoraCase(layout=Layout(), keys=_FULL),
+    "prefixes_recompute_mlp": LoraCase(layout=Layout(), shares_prefixes=True, keys=_MLP),
+    "tp2": LoraCase(layout=Layout(tp=2)),
+    "tp2_sp": LoraCase(layout=_TP2_SP),
+    "tp2_sp_prefixes": LoraCase(layout=_TP2_SP, shares_prefixes=True),
+    "pp2_vpp2": LoraCase(layout=Layout(pp=2, vpp=2)),
+    "pp2_vpp2_split": LoraCase(layout=Layout(pp=2, vpp=2), policy=_SPLIT),
+    "pp2_split_recompute": LoraCase(layout=Layout(pp=2), policy=_SPLIT, keys=_FULL),
+    "pp2_pieces_recompute": LoraCase(
+        layout=Layout(pp=2), max_tokens=64, policy=Policy(split_samples="auto"), keys=_FULL
+    ),
+    "ep2": LoraCase(layout=Layout(dp=2, ep=2), family="qwen3_moe"),
+    "te_tp2": LoraCase(layout=Layout(tp=2), attention="te"),
+    "te_tp2_sp": LoraCase(layout=_TP2_SP, attention="te"),
+    "te_pp2_split": LoraCase(layout=Layout(pp=2), policy=_SPLIT, attention="te"),
+    "te_pp2_vpp2_split": LoraCase(
+        layout=Layout(pp=2, vpp=2), policy=_SPLIT, attention="te", splits_backward=True
+    ),
+    "dp2": LoraCase(layout=Layout(dp=2)),
+    "dp2_sharded": LoraCase(layout=Layout(dp=2), distributed_optimizer=True),
+}
+TRAINED = ("dp2", "dp2_sharded")
+"""Cases that are compared after steps of Adam."""

@@ -1,0 +1,217 @@
+"""Runs models with Megatron-Bridge's adapters on this rank and compares them with peft's results.
+
+torchrun --nproc-per-node 2 -m tests.hosts.lora.worker FOLDER OUT CASE ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megapack import launch
+from megapack.config.model import ModelConfig
+from megapack.config.sections import OptimConfig
+from megapack.dp_schedule import build_dp_schedule
+from megapack.gpt import build_model, initialize_parallel
+from megapack.gpt.optimizer import build_optimizer
+from megapack.hf import load_hf_weights
+from megapack.loss import SFT
+from megapack.model.parameters import global_parameters
+from megapack.model.weight_gradients import WeightGradients
+from megapack.prefixes import SharedPrefixes
+from megapack.samples import SampleBatch
+from megapack.schedule import ScheduleAdapter
+from tests.dist.hf.hf_cases import samples
+from tests.hosts.lora import packages
+from tests.hosts.lora.cases import ALPHA, CASES, RANK, TARGETS, TRAINED, LoraCase
+
+
+def run_case(case: LoraCase, folder: Path, device: torch.device, *, trains: bool) -> dict[str, Any]:
+    """Passes and a step of the folder's model with adapters; returns errors and facts.
+
+    Args:
+        trains: makes steps of Adam, and returns sums of the adapters' tensors instead of errors.
+    """
+    source = folder / case.family
+    want = torch.load(folder / f"{case.family}.pt")
+    model = ModelConfig.from_hf(str(source), attention=case.attention, **case.keys)
+    assert model.vocab_size is not None
+    initialize_parallel(case.layout, seed=1)
+    lora = packages.lora(dim=RANK, alpha=ALPHA, target_modules=list(TARGETS))
+
+    def adapt(chunks: list[Any]) -> None:
+        load_hf_weights(chunks, source, device=device)
+        lora(chunks)
+        with torch.no_grad():
+            for name, param in adapters(chunks):
+                param.copy_(own_part(name, want["weights"][name]))
+
+    chunks = build_model(
+        model,
+        case.layout,
+        vocab_size=model.vocab_size,
+        seed=1,
+        distributed_optimizer=case.distributed_optimizer,
+        draws_weights=False,
+        splits_backward=case.splits_backward,
+        before_wrapping=adapt,
+    )
+    adapter = ScheduleAdapter(chunks, layout=case.layout, logprob_chunk_tokens=16)
+    prompts, responses = samples()
+    batch = SampleBatch.from_prompt_response(prompts, responses)
+    prefixes = None
+    if case.shares_prefixes:
+        prefixes = SharedPrefixes.from_samples([batch.tokens(i) for i in range(len(prompts))])
+    options = {
+        "layout": case.layout,
+        "max_tokens_per_gpu": case.max_tokens,
+        "prefixes": prefixes,
+    }
+    plan = build_dp_schedule(batch.lengths, **options, policy=case.policy)
+    if trains:
+        return train(chunks, lambda: adapter.step(plan, batch, objective=SFT()), case)
+    forward = build_dp_schedule(batch.lengths, **options, forward_only=True)
+    logprobs = adapter.forward(forward, batch)["logprobs"]
+    with lora.disable_adapter(chunks):
+        base_logprobs = adapter.forward(forward, batch)["logprobs"]
+    with counting_put_off() as put_off:
+        step = adapter.step(plan, batch, objective=SFT())
+    made = [row for rank in plan.steps[0].ranks for row in rank]
+    num_tensors = len(list(adapters(chunks)))
+    return {
+        **gradient_errors(chunks, want["gradients"]),
+        "logprob_error": largest_difference(logprobs, want["logprobs"], batch),
+        "base_logprob_error": largest_difference(base_logprobs, want["base_logprobs"], batch),
+        "loss": step.loss,
+        "expected_loss": want["loss"],
+        "num_rows": len(made),
+        "shared_tokens": sum(row.shared_tokens for row in made),
+        "num_pieces": sum(len(row.pieces) for row in made),
+        # Each tensor is the weight of one linear layer.
+        "put_off_per_row": sum(put_off) / num_tensors / len(plan.steps[0].ranks[adapter.dp_rank]),
+    }
+
+
+def train(chunks: list[Any], step: Callable[[], Any], case: LoraCase) -> dict[str, Any]:
+    """Three steps of Adam; sums of the adapters' tensors, and how many tensors have a state."""
+    optim = OptimConfig(lr=1e-2, adam_eps=1e-3, distributed_optimizer=case.distributed_optimizer)
+    optimizer = build_optimizer(optim, chunks, bf16=False)
+    frozen = [param.detach().clone() for c in chunks for param in c.parameters()]
+    norms = []
+    for _ in range(3):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        step()
+        updated, norm, _ = optimizer.step()
+        assert updated
+        norms.append(float(norm))
+    params = [param for c in chunks for param in c.parameters()]
+    moved = [not bool((p == old).all()) for p, old in zip(params, frozen, strict=True)]
+    assert moved == [param.requires_grad for param in params]
+    trained = dict(adapters(chunks))
+    return {
+        "norms": norms,
+        "sums": {name: float(param.double().abs().sum()) for name, param in trained.items()},
+        "num_trained": sum(param.numel() for param in trained.values()),
+        "buffers": sum(b.grad_data.numel() for c in chunks for b in c.buffers),
+    }
+
+
+def adapters(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """What is trained: the adapters, and nothing else."""
+    for chunk in chunks:
+        for name, param in global_parameters(chunk):
+            assert param.requires_grad == (".adapter." in name)
+            assert param.requires_grad == hasattr(param, "main_grad") or not hasattr(
+                chunk, "module"
+            )
+            if param.requires_grad:
+                yield name, param
+
+
+def largest_difference(
+    outputs: Sequence[Tensor | None], want: Sequence[Tensor], batch: SampleBatch
+) -> float:
+    """Of the responses' log-probs, in nats."""
+    pairs = zip(outputs, want, strict=True)
+    return max(
+        float((own[batch.response_mask(i)] - expected).abs().max())
+        for i, (own, expected) in enumerate(pairs)
+        if own is not None
+    )
+
+
+@contextlib.contextmanager
+def counting_put_off() -> Iterator[list[int]]:
+    """Within the block, notes how many weight gradients each W operation computes."""
+    counts: list[int] = []
+    run = WeightGradients.run
+
+    def noted(self: Any, chunk: int, microbatch: int) -> None:
+        kept = self._kept[chunk, microbatch]
+        counts.append(len(kept.products) + len(kept.delayed))
+        run(self, chunk, microbatch)
+
+    WeightGradients.run = noted
+    try:
+        yield counts
+    finally:
+        WeightGradients.run = run
+
+
+def own_part(name: str, whole: Tensor) -> Tensor:
+    """This rank's part of an adapter's tensor."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    is_out = ".linear_out." in name
+    if is_out and "linear_fc1" in name:
+        return torch.cat([half.chunk(tp)[rank] for half in whole.chunk(2)])
+    shares_inputs = "linear_proj" in name or "linear_fc2" in name
+    return whole.chunk(tp, dim=0 if is_out or not shares_inputs else 1)[rank]
+
+
+def gradient_errors(chunks: Sequence[Any], want: dict[str, Tensor]) -> dict[str, Any]:
+    """Relative differences of the adapters' gradients: of all of them, and of the worst."""
+    found: dict[str, tuple[float, float]] = {}
+    for name, param in adapters(chunks):
+        expected = own_part(name, want[name]).double()
+        difference = float((param.main_grad.double() - expected).norm())
+        found[name] = difference, float(expected.norm())
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    pairs = [pair for own in every for pair in own.values()]
+    assert {name for own in every for name in own} == set(want)
+    worst = {name: d / (norm or 1.0) for own in every for name, (d, norm) in own.items()}
+    return {
+        "gradient_error": sum(d**2 for d, _ in pairs) ** 0.5 / sum(n**2 for _, n in pairs) ** 0.5,
+        "worst_tensor_error": max(worst.values()),
+        "worst_tensor": max(worst, key=lambda name: worst[name]),
+        "num_tensors": len(worst),
+    }
+
+
+def main(folder: str, out: str, *names: str) -> None:
+    """Run the cases; all have the same number of processes."""
+    device = launch.start("cpu")
+    packages.add_bridge()
+    results = {}
+    for name in names:
+        results[name] = run_case(CASES[name], Path(folder), device, trains=name in TRAINED)
+        parallel_state.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(results), encoding="utf-8")
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
