@@ -128,6 +128,7 @@ class CostOptions:
             recompute_modules=("core_attn",) if config is None else config.model.recompute_modules,
             mean_length=mean_length,
             stage_layers=stage_layers or self.stage_layers(layout),
+            frozen=() if config is None else config.model.freeze,
         )
         return Pricing(cost, True, speed.basis)
 

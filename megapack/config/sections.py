@@ -204,6 +204,7 @@ class TrainConfig:
         """
         model = self.critic_model if value_head and self.critic.hf_path is not None else self.model
         sizes = model.to_sizes()
+        frozen = () if value_head else self.model.freeze
         value_head = value_head or self.objective.has_value_head
         return cost_from_sizes(
             dataclasses.replace(sizes, vocab_size=1) if value_head else sizes,
@@ -213,6 +214,7 @@ class TrainConfig:
             recompute_modules=self.model.recompute_modules,
             mean_length=self.typical_sample,
             stage_layers=self._split(layout) if model is self.model else None,
+            frozen=frozen,
         )
 
     def memory_model(self) -> MemoryModel:
@@ -239,6 +241,7 @@ class TrainConfig:
             critic_sizes=self.critic_model.to_sizes() if self.critic.hf_path is not None else None,
             value_head=self.objective.has_value_head,
             executor=self.executor,
+            freeze=self.model.freeze,
         )
 
 

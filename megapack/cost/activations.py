@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megapack.base.choices import Dtype, Kernel, Recompute, RecomputeModule
-from megapack.cost.sizes import DELTA_CHUNK, MAMBA_CONV_TOKENS, ModelSizes
+from megapack.cost.sizes import DELTA_CHUNK, ModelSizes
+from megapack.cost.weights import MAMBA_CONV_TOKENS
 from megapack.layout import Layout
 
 # A statistic per normalised vector, or per query and head of attention.

@@ -63,6 +63,7 @@ def cost_from_sizes(
     recompute_modules: Sequence[RecomputeModule] = ("core_attn",),
     mean_length: float,
     stage_layers: StageLayers | None = None,
+    frozen: Sequence[str] = (),
 ) -> CostModel:
     """Seconds of a micro-batch from a model's sizes. CP, EP and DP communication is not counted.
 
@@ -75,13 +76,18 @@ def cost_from_sizes(
         recompute_modules: what "selective" recomputes.
         mean_length: tokens of a typical sample, for `stage_weights` and sliding windows.
         stage_layers: layers of each chunk; None = equally many.
+        frozen: globs of parameters without weight gradients, as in `ModelConfig.freeze`.
 
     Raises:
         ConfigError: a speed that is not set or out of range.
     """
     peak = _checked_peak(speed)
     num_forwards = 1 + _recomputed_share(sizes, recompute, recompute_modules, mean_length)
-    backward_ratio = 1.0 + num_forwards
+    trained = _trained_share(sizes, frozen)
+    kinds = list(sizes.at_length(mean_length).layer_kinds())
+    matrices = sum(n * kind.layer_flops_per_token() for kind, n in kinds)
+    matrices /= sum(n * kind.layer_cost(mean_length) for kind, n in kinds)
+    backward_ratio = 1.0 + num_forwards - (1.0 - trained) * matrices
     # A layer of a hybrid model is half of a transformer layer.
     num_blocks = sum(n * len(kind.sublayers) / 2 for kind, n in sizes.layer_kinds())
     cost = CostModel.from_model(
@@ -101,7 +107,26 @@ def cost_from_sizes(
     traffic = sum(n * kind.layer_tp_bytes_per_token(tp) for kind, n in sizes.layer_kinds())
     passes = (1 + num_forwards) / (1 + backward_ratio)
     per_token = passes * traffic / (speed.tp_gbs * 1e9)
-    return replace(cost, backward_ratio=backward_ratio, per_token=cost.per_token + per_token)
+    return replace(
+        cost,
+        backward_ratio=backward_ratio,
+        per_token=cost.per_token + per_token,
+        weight_ratio=trained,
+    )
+
+
+def _trained_share(sizes: ModelSizes, frozen: Sequence[str]) -> float:
+    """The share of the layers' weights, of experts those that a token meets, that are trained."""
+    if not frozen:
+        return 1.0
+    met = sizes.experts_per_token / (sizes.num_experts or 1)
+    shares = [0.0, 0.0]
+    for layer in range(sizes.num_layers):
+        for kind, _ in sizes.layer_kinds(layer, 1):
+            for i, globs in enumerate(((), frozen)):
+                counts = kind.layer_parameters(layer, globs)
+                shares[i] += counts.split + counts.whole + met * counts.experts
+    return shares[1] / shares[0]
 
 
 def _recomputed_share(

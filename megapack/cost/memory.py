@@ -19,6 +19,7 @@ from megapack.cost.activations import SavedActivations
 from megapack.cost.head import default_chunk_tokens
 from megapack.cost.sizes import ModelSizes
 from megapack.cost.stages import StageLayers, stage_layers_of
+from megapack.cost.weights import matches_any
 from megapack.layout import Layout, ParallelSizes
 
 GIB = 2**30
@@ -124,6 +125,9 @@ class MemoryModel:
     """Whether the trained model has a value head, of one row, instead of the output matrix."""
     executor: Executor = "megatron"
     """What runs the steps; it decides the connections between stages."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained, as in `ModelConfig.freeze`; a critic has none. They have
+    neither gradients nor optimizer state."""
 
     def stage(
         self,
@@ -154,16 +158,18 @@ class MemoryModel:
             wide_sizes: numbers of DP ranks above 1 that rows lie over.
         """
         dense, experts = self._parameters(layout, stage, value_head=self.value_head)
-        weights, gradients, optimizer = self._state(layout, dense, experts)
+        trained = self._parameters(layout, stage, value_head=self.value_head, frozen=self.freeze)
+        weights = self._weight_bytes(dense + experts)
+        gradients, optimizer = self._state(layout, *trained)
         critic = 0
-        trained = [self]
+        models = [self]
         if self.critic:
             own = self
             if self.critic_sizes is not None:
                 own = replace(self, sizes=self.critic_sizes, stage_layers=None)
-                trained.append(own)
+                models.append(own)
             parameters = own._parameters(layout, stage, value_head=True)
-            critic = sum(own._state(layout, *parameters))
+            critic = own._weight_bytes(sum(parameters)) + sum(own._state(layout, *parameters))
         share = layout.chunks_in_flight(stage) / layout.chunks_in_flight()
         if carried != NOTHING_CARRIED:
             share = 1.0
@@ -178,7 +184,7 @@ class MemoryModel:
                     layout, stage, live_tokens * share, row_tokens, gathered_tokens * share
                 )
                 + one._carried(layout, stage, carried)
-                for one in trained
+                for one in models
             ),
             head=self._head(layout, row_tokens) if last and not self.value_head else 0,
             communicators=communicators.BYTES
@@ -198,13 +204,16 @@ class MemoryModel:
         stages = (self.stage(layout, stage, **tokens) for stage in range(layout.pp))
         return max(stages, key=lambda memory: memory.total)
 
-    def _state(self, layout: Layout, dense: int, experts: int) -> tuple[int, int, int]:
-        """Bytes on one GPU of these weights, their gradients and their optimizer."""
-        weight, optimizer = (2, 12) if self.dtype == "bf16" else (4, 8)
+    def _weight_bytes(self, count: int) -> int:
+        """Bytes of weights in the dtype of the forward."""
+        return count * (2 if self.dtype == "bf16" else 4)
+
+    def _state(self, layout: Layout, dense: int, experts: int) -> tuple[int, int]:
+        """Bytes on one GPU of these weights' gradients and of their optimizer."""
+        optimizer = 12 if self.dtype == "bf16" else 8
         split = layout.dp * layout.cp if self.distributed_optimizer else 1
         expert_split = layout.expert_dp if self.distributed_optimizer else 1
         return (
-            weight * (dense + experts),
             4 * (dense + experts),
             optimizer * dense // split + optimizer * experts // expert_split,
         )
@@ -305,35 +314,43 @@ class MemoryModel:
 
     def _layers(self, layout: Layout, stage: int) -> list[list[tuple[ModelSizes, int]]]:
         """The kinds of layers of each chunk of a stage, each with its number."""
-        split = stage_layers_of(self.sizes.num_layers, layout, self.stage_layers)
-        chunks = list(zip(split.offsets, split.num_layers, strict=True))[stage :: split.pp]
+        chunks = self._chunks(layout, stage)
         return [list(self.sizes.layer_kinds(first, count)) for first, count in chunks]
 
+    def _chunks(self, layout: Layout, stage: int) -> list[tuple[int, int]]:
+        """The first layer of each chunk of a stage, and how many it has."""
+        split = stage_layers_of(self.sizes.num_layers, layout, self.stage_layers)
+        return list(zip(split.offsets, split.num_layers, strict=True))[stage :: split.pp]
+
     def _parameters(
-        self, layout: Layout, stage: int, *, value_head: bool = False
+        self, layout: Layout, stage: int, *, value_head: bool = False, frozen: Sequence[str] = ()
     ) -> tuple[int, int]:
         """Numbers of weights on one GPU: all but the experts', and the experts'.
 
         Args:
             value_head: the last stage has a value head instead of the vocabulary's output matrix.
+            frozen: globs of names whose weights are not counted.
         """
         sizes = self.sizes
-        kinds = [
-            (kind.layer_parameters(), n)
-            for chunk in self._layers(layout, stage)
-            for kind, n in chunk
+        runs = self._chunks(layout, stage)
+        if frozen:
+            # Globs may name single layers.
+            runs = [(layer, 1) for first, n in runs for layer in range(first, first + n)]
+        layers = [
+            (kind.layer_parameters(first, frozen), n)
+            for first, length in runs
+            for kind, n in sizes.layer_kinds(first, length)
         ]
         vocabulary = sizes.vocab_size * sizes.hidden_size // layout.tp
-        first = stage == 0
-        last = stage == layout.pp - 1
-        matrices = int(first) + int(last and not value_head)
-        if first and last and not self.untied_embeddings:
-            matrices = 1
-        dense = sum(n * (layer.split // layout.tp + layer.whole) for layer, n in kinds)
-        dense += matrices * vocabulary
-        dense += sizes.hidden_size if last else 0  # the final norm
-        dense += sizes.hidden_size if last and value_head else 0
-        experts = sum(n * layer.experts for layer, n in kinds) // (layout.ep * layout.etp)
+        output = sizes.hidden_size if value_head else vocabulary
+        others = {"embedding.word_embeddings.weight": vocabulary} if stage == 0 else {}
+        if stage == layout.pp - 1:
+            is_tied = not value_head and not self.untied_embeddings
+            name = "embedding.word_embeddings.weight" if is_tied else "output_layer.weight"
+            others |= {name: output, "decoder.final_layernorm.weight": sizes.hidden_size}
+        dense = sum(n * (layer.split // layout.tp + layer.whole) for layer, n in layers)
+        dense += sum(count for name, count in others.items() if not matches_any(name, frozen))
+        experts = sum(n * layer.experts for layer, n in layers) // (layout.ep * layout.etp)
         return dense, experts
 
     def _head(self, layout: Layout, row_tokens: float) -> int:

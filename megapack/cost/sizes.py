@@ -10,13 +10,18 @@ as many keys, which is more than there are in samples shorter than the window (s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from megapack.base.arrays import Ints
 from megapack.cost.stages import StageLayers, stage_layers_of
+from megapack.cost.weights import (
+    MAMBA_CONV_TOKENS,
+    LayerParameters,
+    attention_weights,
+    weights_of_part,
+)
 from megapack.errors import ConfigError
 from megapack.layout import Layout, ParallelSizes
 
@@ -25,23 +30,9 @@ VOCAB_MULTIPLE = 128
 tp, so that the padded size does not depend on tp."""
 LAYER_LETTERS = "GM*-E"
 """Kinds of layers of a hybrid model: gated delta net, Mamba-2, attention, MLP, experts."""
-MAMBA_CONV_TOKENS = 4
-"""Tokens that the convolution of a layer M sees, Megatron's only value."""
 # Tokens of a chunk: in fla's gated delta rule, and in mamba_ssm's scan.
 DELTA_CHUNK = 64
 _MAMBA_CHUNK = 128
-
-
-class LayerParameters(NamedTuple):
-    """Numbers of weights of one layer."""
-
-    split: int
-    """Matrices of attention and MLP, with biases, and all of layers G and M but G's norm: split
-    over TP."""
-    whole: int
-    """Norms, the router, and MLA's projections to latents: on every TP rank."""
-    experts: int
-    """All experts: split over EP and expert TP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,52 +308,20 @@ class ModelSizes:
             layer_pattern=None if pattern is None else pattern.replace("E", "-"),
         )
 
-    def layer_parameters(self) -> LayerParameters:
-        """Numbers of weights of one layer, by how they are split over GPUs."""
-        parts = [self._sublayer_parameters(letter) for letter in self.sublayers]
-        return LayerParameters(*map(sum, zip(*parts, strict=True)))
+    def layer_parameters(self, layer: int = 0, frozen: Sequence[str] = ()) -> LayerParameters:
+        """Numbers of weights of one layer, by how they are split over GPUs.
 
-    def _sublayer_parameters(self, letter: str) -> LayerParameters:
-        """Weights of one part of a layer, with its norms in the residual stream."""
-        hidden = self.hidden_size
-        norms = self.norms_per_part * hidden
-        mlp = (3 if self.gated else 2) * hidden
-        biases = ((2 if self.gated else 1), hidden) if self.linear_bias else (0, 0)
-        if letter == "-":
-            split = (mlp + biases[0]) * self.ffn_hidden_size
-            return LayerParameters(split, norms + biases[1], 0)
-        if letter == "E":
-            num_experts = self.num_experts or 0
-            gate = hidden if self.shared_expert_gate else 0
-            return LayerParameters(
-                split=mlp * self.shared_expert_ffn_hidden_size,
-                whole=norms + (hidden + self.linear_bias) * num_experts + gate,
-                experts=((mlp + biases[0]) * self.ffn_hidden_size + biases[1]) * num_experts,
-            )
-        if letter == "G":
-            keys, values = self.delta_widths
-            # Weights of the convolution, and a decay and a bias per head; then the output's norm.
-            small = self.linear_conv_kernel_dim * (2 * keys + values)
-            small += 2 * (self.linear_num_value_heads or 0)
-            norms = hidden + (self.linear_value_head_dim or 0)
-            return LayerParameters(self._mixer_weights(letter) + small, norms, 0)
-        if letter == "M":
-            heads, states = self.mamba_widths
-            # The convolution with its biases, a decay, a bias and D per head, the output's norm.
-            small = (MAMBA_CONV_TOKENS + 1) * (heads + 2 * states)
-            small += 3 * (self.mamba_num_heads or 0) + heads
-            return LayerParameters(self._mixer_weights(letter) + small, hidden, 0)
-        split, whole = self._attention_weights()
-        if self.attention_sinks:
-            split += self.num_attention_heads
-        if self.linear_bias:
-            whole += hidden
-        if self.qkv_bias or self.linear_bias:
-            keys = (self.num_query_groups or self.num_attention_heads) * self.head_width
-            split += self._query_width + 2 * keys
-        return LayerParameters(split, whole + norms + self._qk_norms(), 0)
+        Args:
+            layer: its number in the whole model, which globs may name.
+            frozen: globs of names, as in `ModelConfig.freeze`; what they match is not counted.
+        """
+        counts = dict.fromkeys(LayerParameters._fields, 0)
+        for letter in self.sublayers:
+            for weight in weights_of_part(self, letter):
+                counts[weight.kind] += weight.size * weight.num_left(layer, frozen)
+        return LayerParameters(**counts)
 
-    def _mixer_weights(self, letter: str) -> int:
+    def mixer_weights(self, letter: str) -> int:
         """Weights of the two projections of a layer G or M."""
         if letter == "G":
             keys, out = self.delta_widths
@@ -374,27 +333,17 @@ class ModelSizes:
         return self.hidden_size * (inner + out)
 
     @property
-    def _query_width(self) -> int:
+    def query_width(self) -> int:
         """Channels of the projection to queries, and to gates of heads."""
         return (1 + self.attention_output_gate) * self.num_attention_heads * self.head_width
 
-    def _attention_weights(self) -> tuple[int, int]:
-        """Weights of the attention's matrices: split over TP, and on every TP rank."""
-        heads = self.num_attention_heads
-        queries = heads * self.head_width
-        if self.kv_lora_rank is None:
-            keys = (self.num_query_groups or heads) * self.head_width
-            return self.hidden_size * (self._query_width + queries + 2 * keys), 0
-        # To latents and to the keys that all heads share; then from latents to heads.
-        latents = (self.q_lora_rank or 0) + self.kv_lora_rank + self.rotary_width
-        of_queries = (self.q_lora_rank or self.hidden_size) * queries
-        of_keys = self.kv_lora_rank * heads * (self.head_width - self.rotary_width)
-        of_values = self.kv_lora_rank * heads * self.value_width
-        out = heads * self.value_width * self.hidden_size
-        return of_queries + of_keys + of_values + out, self.hidden_size * latents + self._indexer
+    def _attention_products(self) -> int:
+        """Weights of the attention's matrices."""
+        named = attention_weights(self)
+        return sum(w.size for w in named if ".weight" in w.name and "norm" not in w.name)
 
     @property
-    def _indexer(self) -> int:
+    def indexer_weights(self) -> int:
         """Weights of the indexer's matrices."""
         queries = self.index_width - (self.indexer_head_dim or 0)
         weights = (self.q_lora_rank or 0) * queries
@@ -409,19 +358,6 @@ class ModelSizes:
         """Channels of the indexer's queries, and of its key."""
         return (self._index_heads + 1) * (self.indexer_head_dim or 0)
 
-    def _qk_norms(self) -> int:
-        # The norm of the indexer's keys has biases.
-        of_index = 2 * (self.indexer_head_dim or 0)
-        if not self.qk_layernorm:
-            return of_index
-        if self.kv_lora_rank is None:
-            heads = self.num_attention_heads
-            vectors = (
-                heads + (self.num_query_groups or heads) if self.qk_layernorm_over_heads else 2
-            )
-            return vectors * self.head_width
-        return (self.q_lora_rank or 0) + self.kv_lora_rank + of_index
-
     def layer_flops_per_token(self) -> float:
         """Operations of one layer's matrices and scans per token, forward."""
         mixer = sum(self._mixer_flops(letter) for letter in self.sublayers)
@@ -431,7 +367,7 @@ class ModelSizes:
         """Operations per token of a part that mixes tokens, without the squares of attention."""
         if letter == "*":
             keys = (self.attention_window or 0) * 2 * self._flops_per_key()
-            return 2 * sum(self._attention_weights()) + keys
+            return 2 * self._attention_products() + keys
         if letter == "G":
             keys, values = self.delta_widths
             heads = self.linear_num_value_heads or 0
@@ -441,13 +377,13 @@ class ModelSizes:
             # scores times values; then the state is read twice and written.
             chunk = 2 * DELTA_CHUNK * (2 * key + (key + value) + value)
             scan = heads * (chunk + 3 * 2 * key * value)
-            return 2 * self._mixer_weights(letter) + conv + scan
+            return 2 * self.mixer_weights(letter) + conv + scan
         if letter == "M":
             inner, states = self.mamba_widths
             conv = 2 * MAMBA_CONV_TOKENS * (inner + 2 * states)
             # In a chunk: C times B per group, scores times x; then the state is read and written.
             scan = 2 * _MAMBA_CHUNK * (states + inner) + 2 * 2 * inner * self.mamba_state_dim
-            return 2 * self._mixer_weights(letter) + conv + scan
+            return 2 * self.mixer_weights(letter) + conv + scan
         return 0.0
 
     def mlp_flops_per_token(self) -> float:

@@ -25,11 +25,13 @@ from megapack import Layout, launch
 from megapack.config.model import ModelConfig
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
+from megapack.cost.weights import matches_any
 from megapack.gpt import build, initialize_parallel
 from megapack.model.attention import varlen
 from megapack.model.attention.packed import packed_seq_params
 from megapack.model.head import deferred_head, unwrapped
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
+from megapack.model.parameters import global_parameters
 
 LENGTHS = [128, 64, 48, 16]
 TOKENS = sum(LENGTHS)
@@ -60,6 +62,7 @@ class Case:
         config = self.config
         return MemoryModel(
             sizes=dataclasses.replace(config.to_sizes(), vocab_size=VOCAB_SIZE),
+            untied_embeddings=config.untie_embeddings,
             dtype=config.dtype,
             recompute=config.recompute,
             recompute_modules=config.recompute_modules,
@@ -160,6 +163,20 @@ OPERATIONS = [
     *("mla_direct_queries", "deepseek"),
 ]
 """Cases whose operations are counted."""
+
+
+FREEZES: tuple[tuple[str, ...], ...] = (
+    (),
+    ("embedding.*", "output_layer.*"),
+    ("decoder.layers.[01].*",),
+    ("*.self_attention.*",),
+    ("*.linear_*",),
+    ("*.mlp.*",),
+    ("*.experts.*", "*.router.*"),
+    ("*layernorm.weight", "*norm.weight"),
+    ("*.local_experts.3.*",),
+)
+"""Globs of parameters that are not trained, for counts of the others."""
 
 
 KEEPS_SCORES = ["mla_narrow_values"]
@@ -271,6 +288,24 @@ def measure(case: Case) -> dict[str, float]:
     return {"forward": forward_bytes, "backward": saved.num_bytes - forward_bytes}
 
 
+def count_trained(case: Case) -> list[int]:
+    """Parameters of this rank that each of `FREEZES` leaves trained."""
+    initialize_parallel(case.layout, 1)
+    named = list(global_parameters(build_chunk(case)))
+    parallel_state.destroy_model_parallel()
+    return [
+        sum(param.numel() for name, param in named if not matches_any(name, freeze))
+        for freeze in FREEZES
+    ]
+
+
+def predict_trained(case: Case) -> list[int]:
+    """The same from the memory model's bytes of gradients."""
+    models = (dataclasses.replace(case.memory_model(), freeze=freeze) for freeze in FREEZES)
+    stages = (model.stage(case.layout, 0, live_tokens=0, row_tokens=0) for model in models)
+    return [stage.gradients // 4 for stage in stages]
+
+
 def count_operations(case: Case) -> dict[str, float]:
     """Operations of matrix products in forward and backward, and of the forward's attention."""
     initialize_parallel(case.layout, 1)
@@ -330,6 +365,9 @@ def main(out: str) -> None:
         name: {"measured": measure(case), "predicted": predict(case)}
         for name, case in cases.items()
     }
+    for name, case in cases.items():
+        results[name]["trained"] = count_trained(case)
+        results[name]["predicted_trained"] = predict_trained(case)
     for name in OPERATIONS if dist.get_world_size() == 1 else ():
         results[name]["counted_operations"] = count_operations(cases[name])
         results[name]["predicted_operations"] = predict_operations(cases[name])

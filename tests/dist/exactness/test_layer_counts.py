@@ -15,6 +15,12 @@ pytestmark = pytest.mark.dist
 
 PADS_VALUES = hasattr(multi_latent_attention, "_prepare_mla_core_attention_value")
 NAMES = [name for cases in CASES.values() for name in cases]
+WITH_NORM_BIASES = [
+    name
+    for cases in CASES.values()
+    for name, case in cases.items()
+    if case.config.normalization == "LayerNorm"
+]
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +61,16 @@ def test_predicted_operations_are_within_3_percent(
     counted = facts["counted_operations"][kind]
     assert counted > 0
     assert facts["predicted_operations"][kind] == pytest.approx(counted, rel=0.03)
+
+
+# Norms are counted without biases.
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITH_NORM_BIASES])
+def test_predicted_trained_parameters_are_those_of_the_model(
+    name: str, results: dict[str, list[dict[str, Any]]]
+) -> None:
+    """The sum over ranks: a frozen expert is on one of them."""
+    predicted, trained = (
+        [sum(counts) for counts in zip(*(rank[kind] for rank in results[name]), strict=True)]
+        for kind in ("predicted_trained", "trained")
+    )
+    assert predicted == trained

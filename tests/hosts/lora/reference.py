@@ -2,7 +2,7 @@
 
     python -m tests.hosts.lora.reference FOLDER FAMILY ...
 
-Bridge adapts fused projections: queries, keys and values have one matrix A, gate and up as well, and
+Bridge adapts fused projections: one matrix A for queries, keys and values, one for gate and up;
 B is fused as the projection's weight is. So peft's matrices A of these are made equal here, and the
 gradient of Bridge's A is the sum of theirs.
 """

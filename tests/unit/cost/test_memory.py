@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megapack import Layout, ModelSizes
+from megapack import CostModel, Layout, ModelSizes
+from megapack.base.choices import Recompute
 from megapack.config import load_config
 from megapack.config.model import ModelConfig
 from megapack.config.sections import TrainConfig
+from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.head import default_chunk_tokens
 from megapack.cost.memory import MemoryModel
 
@@ -245,3 +247,66 @@ def test_a_value_head_needs_no_output_matrix_and_no_logits() -> None:
         )
         assert plain.parameters - own.parameters == 2 * (32000 - 1) * H
         assert (plain.head > 0, own.head) == (True, 0)
+
+
+FREEZES = {
+    "all": (("*",), 0),
+    "embedding": (("embedding.*",), DENSE - 32000 * H),
+    "all_but_head": (("embedding.*", "decoder.*"), 32000 * H),
+    "two_layers": (("decoder.layers.[01].*",), DENSE - 2 * (12 * H * H + 2 * H)),
+    "mlps": (("*.mlp.*",), DENSE - 8 * 8 * H * H),
+    "norms": (("*layernorm*",), DENSE - 8 * 2 * H - H),
+}
+
+
+@pytest.mark.parametrize("name", FREEZES)
+def test_frozen_weights_have_neither_gradients_nor_optimizer(name: str) -> None:
+    freeze, trained = FREEZES[name]
+    model = MemoryModel(sizes=GPT, freeze=freeze)
+    assert bare(model, Layout(dp=4)) == [2 * DENSE, 4 * trained, 12 * trained // 4]
+    fp32 = replace(model, dtype="fp32", distributed_optimizer=False)
+    layout = Layout(pp=2, vpp=2)
+    assert bare(fp32, layout) == [4 * DENSE, 4 * trained, 8 * trained]
+
+
+def test_single_experts_are_frozen_by_their_number() -> None:
+    expert = 3 * H * 4 * H
+    one = replace(MemoryModel(sizes=EXPERTS), freeze=("*.local_experts.3.*",))
+    everything, left = (bare(replace(one, freeze=f), Layout())[1] for f in ((), one.freeze))
+    assert everything - left == 4 * 8 * expert
+    assert one.stage(Layout(), 0, live_tokens=0, row_tokens=0).critic == 0
+
+
+def test_a_frozen_policy_leaves_its_critic_trained() -> None:
+    model = MemoryModel(sizes=GPT, critic=True)
+    free, frozen = (
+        replace(model, freeze=f).stage(Layout(), 0, live_tokens=0, row_tokens=0)
+        for f in ((), ("*",))
+    )
+    assert (frozen.critic, frozen.gradients) == (free.critic, 0)
+    assert free.critic > 0
+
+
+def test_frozen_matrices_have_no_weight_gradients_to_wait_for() -> None:
+    """Of a backward of two products, one is left; attention keeps both of its own."""
+
+    def cost(*frozen: str, recompute: Recompute = "none") -> CostModel:
+        return cost_from_sizes(
+            GPT,
+            Layout(),
+            GpuSpeed(peak_tflops=1.0),
+            recompute=recompute,
+            mean_length=1000.0,
+            frozen=frozen,
+        )
+
+    assert (cost().weight_ratio, cost().backward_ratio) == (1.0, 2.0)
+    # 24 H^2 operations in matrices, 2 H in attention per token and key.
+    matrices = 24 * H / (24 * H + 2 * 1000)
+    assert cost("*").weight_ratio == 0
+    assert cost("*").backward_ratio == pytest.approx(2 - matrices)
+    assert cost("*", recompute="full").backward_ratio == pytest.approx(3 - matrices)
+    # MLPs are 8 of 12 H^2 weights.
+    assert cost("*.mlp.*").weight_ratio == pytest.approx(1 / 3, rel=1e-3)
+    assert cost("decoder.layers.[0-3].*").weight_ratio == pytest.approx(1 / 2)
+    assert cost("embedding.*") == cost()
