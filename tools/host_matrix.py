@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megapack.patching.files import PatchFile, Replacement, shipped_files
-from megapack.patching.target import is_like, parse_signature
+from megapack.patching.target import accepts
 from tools.hosting.read_signature import signatures
 from tools.hosting.read_source import NotRead, Outside, Sources, package_of
 from tools.hosting.sources import VARIABLE, NoSource, installed, newest
@@ -146,15 +146,14 @@ def _verdict(code: Sources, source: Source, host: str, entry: Replacement) -> tu
         return f"not told: {error}", False
     except NotRead as error:
         return _moved(code, package, entry, str(error)), True
-    accepted = [parse_signature(text) for text in entry.signatures]
     for signature in found:
-        if not any(is_like(signature, expected) for expected in accepted):
+        if not accepts(entry, signature):
             return _moved(code, package, entry, str(signature)), True
     return "fits", False
 
 
 def _moved(code: Sources, package: str, entry: Replacement, found: str) -> str:
-    text = f"expected {' or '.join(entry.signatures)}, found {found}"
+    text = f"expected {entry.expected}, found {found}"
     name = entry.name.rpartition(".")[2]
     others = [name for name in code.modules_with(package, name) if name != entry.module]
     if others and not found.startswith("("):

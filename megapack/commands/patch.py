@@ -62,7 +62,8 @@ def _names(file: PatchFile, state: str) -> list[str]:
     for entry in file.patches:
         lines += ["", f"  {entry.dotted}"]
         lines += [f"    looks like {signature}" for signature in entry.signatures]
-        lines += [f"    becomes {entry.replacement.replace(':', '.')}", f"    {entry.why}"]
+        change = "becomes" if entry.argument is None else f"tells its {entry.argument} to"
+        lines += [f"    {change} {entry.replacement.replace(':', '.')}", f"    {entry.why}"]
     return lines
 
 

@@ -10,20 +10,20 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megapack.hosts.shared.options import HostOptions, shares_prefixes
 
 if TYPE_CHECKING:
-    from megapack.schedule.planned import Lengths, NonFinite, PlannedSchedule
+    from megapack.schedule.planned import PlannedSchedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
     """Options of the schedule; see `PlannedSchedule`."""
 
-    lengths: Lengths = "read"
-    non_finite: NonFinite = "warn"
+    lengths: Literal["read", "exchange"] = "read"
+    non_finite: Literal["warn", "error", "ignore"] = "warn"
     share_prefixes: bool = field(default_factory=shares_prefixes)
 
     def __post_init__(self) -> None:
@@ -34,8 +34,8 @@ class ScheduleOptions:
             check_options(self.lengths, self.non_finite)
 
 
-_OPTIONS = HostOptions(ScheduleOptions())
-configure = _OPTIONS.configure
+OPTIONS = HostOptions(ScheduleOptions())
+configure = OPTIONS.configure
 
 
 def get_forward_backward_func(
@@ -54,7 +54,7 @@ def get_forward_backward_func(
     }
     # Megatron-Core before 0.17 takes no arguments.
     schedule = megatron_func(**{name: value for name, value in given.items() if value is not None})
-    options = _OPTIONS.current
+    options = OPTIONS.current
     return PlannedSchedule(
         schedule,
         lengths=options.lengths,

@@ -18,7 +18,9 @@ from typing import Any
 from megapack import patching
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, HostAssertionError
+from megapack.hosts import megatron_core
 from megapack.hosts.shared import bin_packers, nemo_rl_shards
+from megapack.hosts.shared.native import NativeSettings
 from megapack.hosts.shared.options import HostOptions, shares_prefixes
 from megapack.hosts.shared.rank_rows import Rows, log_budget
 from megapack.layout import Layout
@@ -32,6 +34,7 @@ __all__ = [
     "get_packer",
     "megatron_forward_backward",
     "pack_sequence_parameters",
+    "read_settings",
     "shard_by_batch_size",
 ]
 
@@ -72,6 +75,19 @@ class NemoRLOptions:
 
 _OPTIONS = HostOptions(NemoRLOptions())
 configure = _OPTIONS.configure
+_SETTINGS = NativeSettings("NeMo-RL", _OPTIONS, megatron_core.OPTIONS)
+
+
+def read_settings(config: Any) -> None:
+    """Set the options of `policy.megapack`; the driver's policy and its workers call it.
+
+    Args:
+        config: NeMo-RL's `policy`.
+
+    Raises:
+        ConfigError: an unknown key or a value that is refused.
+    """
+    _SETTINGS.take(config.get("megapack"), "policy.megapack")
 
 
 class PackingMetrics:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megapack import patching
 from megapack.errors import DataError
+from megapack.hosts import megatron_core
 from megapack.hosts.shared.families import callers_tokens
 from megapack.hosts.shared.flops import knows_sizes, sample_flops
 from megapack.hosts.shared.loss_tokens import without_empty_samples
+from megapack.hosts.shared.native import NativeSettings, Provider
 from megapack.hosts.shared.options import HostOptions
 from megapack.hosts.shared.rollout_schedule import (
     RolloutOptions,
@@ -22,11 +25,30 @@ from megapack.hosts.shared.rollout_schedule import (
 __all__ = [
     "build_dp_schedule",
     "configure",
+    "get_slime_extra_args_provider",
     "loss_function",
+    "read_settings",
 ]
 
 _OPTIONS = HostOptions(RolloutOptions())
 configure = _OPTIONS.configure
+_SETTINGS = NativeSettings("slime", _OPTIONS, megatron_core.OPTIONS)
+
+
+def read_settings(args: Any) -> None:
+    """Set the options of `--megapack-...`; slime's actors call it with their arguments.
+
+    Raises:
+        ConfigError: an unknown name or a value that is refused.
+    """
+    _SETTINGS.take_arguments(args)
+
+
+def get_slime_extra_args_provider(add_custom_arguments: Provider | None = None) -> Provider:
+    """slime's arguments, and one `--megapack-...` for each option."""
+    own = patching.original("slime.utils.arguments.get_slime_extra_args_provider")
+    provider: Provider = own(_SETTINGS.before(add_custom_arguments))
+    return provider
 
 
 def build_dp_schedule(
@@ -70,6 +92,7 @@ def build_dp_schedule(
         ValueError: no prefix of a step's rollouts can be aligned. This error, like the other
             refusals, is an AssertionError too.
     """
+    read_settings(args)
     layout = layout_of(args, train_parallel_config)
     token_ids = None
     if _OPTIONS.current.share_prefixes:

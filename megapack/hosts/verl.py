@@ -15,8 +15,10 @@ import numpy as np
 
 from megapack.base.arrays import Ints
 from megapack.errors import DataError, HostAssertionError
+from megapack.hosts import megatron_core
 from megapack.hosts.shared.balancing import get_seqlen_balanced_partitions
 from megapack.hosts.shared.families import real_tokens
+from megapack.hosts.shared.native import NativeSettings
 from megapack.hosts.shared.options import HostOptions
 from megapack.hosts.shared.rank_rows import (
     Rows,
@@ -39,6 +41,7 @@ __all__ = [
     "VerlOptions",
     "configure",
     "get_group_balanced_partitions",
+    "read_settings",
     "rearrange_micro_batches",
     "restore_dynamic_batch",
 ]
@@ -48,6 +51,19 @@ _LOSS_MASKS = ("loss_mask", "response_mask")
 
 _OPTIONS = HostOptions(VerlOptions())
 configure = _OPTIONS.configure
+_SETTINGS = NativeSettings("verl", _OPTIONS, megatron_core.OPTIONS)
+
+
+def read_settings(config: Any) -> None:
+    """Set the options of `actor_rollout_ref.megapack`; a worker of verl calls it with its config.
+
+    Args:
+        config: `actor_rollout_ref`.
+
+    Raises:
+        ConfigError: an unknown key or a value that is refused.
+    """
+    _SETTINGS.take(config.get("megapack"), "actor_rollout_ref.megapack")
 
 
 def get_group_balanced_partitions(

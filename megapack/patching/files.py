@@ -29,9 +29,12 @@ class Replacement:
 
     target: str
     """`module:name` or `module:Class.name` of the host."""
-    signatures: tuple[str, ...]
+    signatures: tuple[str, ...] = ()
     """Accepted signatures of the target: `(lengths, *, budget=None)`. Names, kinds and defaults are
     compared, annotations are not; the default `...` matches any default."""
+    argument: str | None = None
+    """In place of signatures, a parameter of the target, such as the host's config: the target
+    stays, and the replacement is called with this argument before each of its calls."""
     replacement: str
     """`module:name` below megapack.hosts."""
     why: str
@@ -50,8 +53,18 @@ class Replacement:
                 f"replacement={self.replacement!r}; patches load code of megapack.hosts only: "
                 "write megapack.hosts.<host>:<name>"
             )
-        if not self.signatures:
-            raise ConfigError(f"{self.target} has no signatures; write at least one")
+        if bool(self.signatures) == (self.argument is not None):
+            raise ConfigError(
+                f"{self.target} has {len(self.signatures)} signatures and argument="
+                f"{self.argument}; write at least one signature, or the argument to read"
+            )
+
+    @property
+    def expected(self) -> str:
+        """What the target must look like."""
+        if self.argument is not None:
+            return f"a parameter {self.argument}"
+        return " or ".join(self.signatures)
 
     @property
     def module(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.machinery
 import inspect
@@ -87,7 +88,7 @@ class Patch:
                 raise self._mismatch(f"expected a module {below}, found none")
 
     def _verify_name(self) -> None:
-        expected = " or ".join(self.entry.signatures)
+        expected = self.entry.expected
         try:
             owner, attribute = self._owner_and_attribute()
             target = _hosts_own(vars(owner)[attribute])
@@ -98,7 +99,7 @@ class Patch:
                 f"expected {expected}, found an object of type {type(target).__name__}"
             )
         found = signature_of(target)
-        if not any(is_like(found, parse_signature(text)) for text in self.entry.signatures):
+        if not accepts(self.entry, found):
             raise self._mismatch(f"expected {expected}, found {found}")
 
     def _mismatch(self, what: str) -> PatchError:
@@ -131,16 +132,15 @@ class Patch:
         self._original = _hosts_own(vars(owner)[attribute])
         replacement = self._import_replacement()
         self._own_copies = self._bindings(replacement)
+        name = self.entry.replacement.replace(":", ".")
+        change = f"is now {name}"
+        if self.entry.argument is not None:
+            replacement = _reading(self._original, self.entry.argument, replacement)
+            change = f"tells {name} its {self.entry.argument}"
         setattr(owner, attribute, replacement)
         self._replacement = replacement
         _REPLACED.append(self)
-        logger.info(
-            "%s: %s is now %s (%s)",
-            self.file.host,
-            self.entry.dotted,
-            self.entry.replacement.replace(":", "."),
-            self.entry.why,
-        )
+        logger.info("%s: %s %s (%s)", self.file.host, self.entry.dotted, change, self.entry.why)
         self._rebind(self._original, replacement)
         for name in self._stale():
             logger.warning(
@@ -247,6 +247,27 @@ def _hosts_own(value: Any) -> Any:
     """The host's own object, where another patch's replacement of it is what is found."""
     originals = (patch._original for patch in _REPLACED if patch._replacement is value)
     return next(originals, value)
+
+
+def _reading(original: Any, argument: str, read: Callable[[Any], None]) -> Any:
+    """The host's function, which calls `read` with one of its arguments first, if it is given."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if argument in given:
+            read(given[argument])
+        return original(*args, **kwargs)
+
+    return call
+
+
+def accepts(entry: Replacement, found: inspect.Signature) -> bool:
+    """Whether a target with this signature can be replaced."""
+    if entry.argument is not None:
+        return entry.argument in found.parameters
+    return any(is_like(found, parse_signature(text)) for text in entry.signatures)
 
 
 def parse_signature(text: str) -> inspect.Signature:

@@ -210,6 +210,7 @@ class _Run:
         self._tp: int = parallel_state.get_tensor_model_parallel_world_size()
         self._cp: int = parallel_state.get_context_parallel_world_size()
         self._device = torch.device(torch.cuda.current_device())
+        self._settings = f"{lengths=!s}, {non_finite=!s}, {share_prefixes=!s}"
         self._reads = lengths == "read" and self._pp > 1 and bool(self._config.variable_seq_lengths)
         self._shapes: list[RowShape] | None = None
         self._sharing: Sharing | None = None
@@ -317,6 +318,7 @@ class _Run:
         return {
             "call": f"{self._call.kind}, {len(self._call.chunks)} chunk(s)",
             "M": str(self._call.num_microbatches) if meets else "",
+            "settings": self._settings,
         }
 
     def _agree_in_replica(

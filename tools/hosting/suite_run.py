@@ -78,7 +78,8 @@ class Plugin:
         """Replace before any test module is imported."""
         if not os.environ.get(UNPATCHED):
             for entry in load_patches(os.environ[SUITE]).patches:
-                self._count(entry.replacement, entry.dotted)
+                if entry.argument is None:
+                    self._count(entry.replacement, entry.dotted)
         self.report.stubbed += prepare()
 
     def _count(self, replacement: str, target: str) -> None:

@@ -63,6 +63,15 @@ def prepare() -> None:
     setattr(sys.modules["transformers"], "__version__", "5.11.0")  # noqa: B010 - a lazy module
 
 
+def add_later_names() -> None:
+    """Add names that NeMo-RL's modules import and this Megatron-Core has not."""
+    for module, names in LATER_NAMES.items():
+        loaded = importlib.import_module(f"megatron.core.{module}")
+        for name in names:
+            if not hasattr(loaded, name):
+                setattr(loaded, name, None)
+
+
 def main() -> None:
     arguments = job.start(prepare)
     from megapack import launch
@@ -110,11 +119,7 @@ def one_step(worker: Any, data: Any, report: job.Report) -> None:
 def make_worker(arguments: job.Arguments) -> Any:
     """NeMo-RL's policy worker with what its `__init__` sets, on the tests' chunk."""
     layout = arguments.layout
-    for module, names in LATER_NAMES.items():
-        loaded = importlib.import_module(f"megatron.core.{module}")
-        for name in names:
-            if not hasattr(loaded, name):
-                setattr(loaded, name, None)
+    add_later_names()
     import torch
     from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

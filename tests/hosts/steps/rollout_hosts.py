@@ -49,7 +49,7 @@ LEARNING_RATE = 1e-3
 PAD_MULTIPLE = 16
 
 # What a CPU run of the step does not need: engines, trackers, servers, kernels, converters.
-_ABSENT = (
+ABSENT = (
     *("ray", "sglang", "sglang_router", "megatron.bridge", "mbridge", "torch_memory_saver"),
     *("triton", "wandb", "tensorboard", "omegaconf", "six", "pylatexenc", "psutil", "polars"),
     *("httpx", "aiohttp", "requests", "urllib3", "uvicorn", "fastapi", "starlette", "blobfile"),
@@ -82,7 +82,7 @@ def start(host: str) -> Arguments:
     # Its compiled functions ask torch for triton when they are imported, which must not find a
     # stand-in.
     importlib.import_module("megatron.core.pipeline_parallel")
-    import_stubs.install(*_ABSENT)
+    import_stubs.install(*ABSENT)
     _replace_ray()
     _replace_cuda_queries()
     # Compiling the losses for a CPU takes longer than all steps together.
