@@ -270,7 +270,8 @@ def tune(work: Workload, space: Space) -> Tuning:
     """Plan and simulate every candidate of a space.
 
     Raises:
-        ConfigError: no layout fills the GPUs and divides the model, or `given_split` fits none.
+        ConfigError: no layout fills the GPUs and divides the model, or `given_split` fits none, or
+            nothing that `Kind` has is tried on any of them.
     """
     sizes = work.memory.sizes
     space.check_given_split(sizes)
@@ -282,12 +283,19 @@ def tune(work: Workload, space: Space) -> Tuning:
             f"{sizes.num_attention_heads} heads and {sizes.num_experts or 'no'} experts; set other "
             "sizes"
         )
+    kinds = [(*each, kind) for each in layouts for kind in _kinds(work, space, each[0])]
+    if not kinds:
+        raise ConfigError(
+            f"context_parallel {list(space.context_parallel)}, split_samples "
+            f"{list(space.split_samples)} and backward {list(space.backward)} are tried on none of "
+            f"{len(layouts)} layouts: rows over several ranks need dp > 1, pieces and split "
+            "backwards pp > 1; add fixed, off and joint, or other sizes"
+        )
     tried = [c for layout, split in layouts for c in _candidates(work, space, layout, split)]
     fitting = [c for c in tried if c.memory.total <= work.memory_bytes]
     needs = (
         _memory(work, layout, split, min(_budgets(work, space, layout, kind)), kind)
-        for layout, split in layouts
-        for kind in _kinds(work, space, layout)
+        for layout, split, kind in kinds
     )
     return Tuning(
         # The sort is stable: equally fast candidates stay in the order of the sweep.

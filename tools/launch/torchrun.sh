@@ -9,6 +9,7 @@
 #                    of the job, the number of nodes; train.sbatch sets them. Unset: this node alone
 #   NODE_RANK, LOCAL_ADDR   for several nodes without Slurm: 0 on the node of RDZV_ENDPOINT; an address
 #                    of this node that the others reach
+#   MAX_RESTARTS     how often all ranks start again after one has failed or a node was lost; unset: 0
 #
 # For GPUs, megapack itself sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and with tp > 1 or
 # cp > 1 before Blackwell CUDA_DEVICE_MAX_CONNECTIONS=1. Where you set them, your values stay.
@@ -36,6 +37,9 @@ if [[ -n ${RDZV_ENDPOINT:-} ]]; then
     options=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT"
         --rdzv-id "$RDZV_ID" --rdzv-conf "is_host=$is_host"
         --local-addr "${LOCAL_ADDR:-${SLURMD_NODENAME:-$(hostname)}}")
+    # Else torchrun keeps the first round's address of the ranks' store, which an agent that joins
+    # later is never told.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 else
     options=(--standalone --local-addr 127.0.0.1)
 fi
@@ -47,7 +51,7 @@ set -m
 (
     trap '' USR1
     exec "$PYTHON" -m torch.distributed.run "${options[@]}" \
-        --nproc-per-node "${NPROC_PER_NODE:-gpu}" -m megapack train "$@"
+        --nproc-per-node "${NPROC_PER_NODE:-gpu}" --max-restarts "${MAX_RESTARTS:-0}" -m megapack train "$@"
 ) &
 torchrun=$!
 set +m

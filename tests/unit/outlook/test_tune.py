@@ -164,3 +164,6 @@ def test_a_given_split_is_the_only_one_where_it_fits() -> None:
 def test_an_impossible_layout_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tp \[3\].*8 GPUs"):
         tune(work(), Space(num_gpus=8, tp=(3,)))
+    alone = Space(num_gpus=4, pp=(1,), split_samples=("auto",))
+    with pytest.raises(ConfigError, match=r"split_samples \['auto'\].* pieces and split .* pp > 1"):
+        tune(work(), alone)
