@@ -7,14 +7,21 @@ Megatron's, or Transformer Engine's, whose Python Bridge imports.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dist.spawn import checked_job
+from tests.child import python_path
+from tests.dist.spawn import ROOT, checked_job
+from tests.documents import python_blocks
+from tests.hf_models import make_folder
 from tests.hosts.lora import packages
 from tests.hosts.lora.cases import CASES, TRAINED
-from tests.te_python import VERSION, needs_te
+from tests.te_python import VERSION, needs_te, te_folder
 from tools.hosting import sources
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps, needs_te]
@@ -85,3 +92,28 @@ def test_the_distributed_optimizer_trains_the_same(results: dict[str, dict[str, 
 def test_ddp_has_gradients_of_adapters_only(results: dict[str, dict[str, Any]]) -> None:
     result = results["dp2"]
     assert result["num_trained"] <= result["buffers"] < 1.1 * result["num_trained"]
+
+
+def test_the_loop_of_the_document_runs(tmp_path: Path) -> None:
+    """As it says, by `megapack run --cpu` with Bridge and Transformer Engine's Python installed."""
+    try:
+        packages.install()
+    except sources.NoSource as error:
+        pytest.skip(str(error))
+    (block,) = python_blocks("docs/api/lora.md")
+    (tmp_path / "my_lora.py").write_text(block)
+    make_folder(tmp_path / "models/Qwen3-0.6B", "qwen3")
+    bridge = sources.installed(sources.release("megatron_bridge"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "-m", "megapack", "run", "--cpu", "my_lora.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": python_path(ROOT, te_folder(), bridge)},
+        timeout=300,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, *_, last = map(float, done.stdout.split())
+    assert last < first
