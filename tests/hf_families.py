@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from tests.toy import width_of
+
 VOCAB_SIZE = 320
 """Megatron pads to a multiple of 128, to 384: 64 rows must not count."""
 
@@ -30,10 +32,11 @@ class Family:
     """Whether published folders hold the experts of a layer in one tensor."""
 
 
+_WIDTH = width_of(64)
 _DENSE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+    "hidden_size": _WIDTH,
+    "intermediate_size": _WIDTH * 3 // 2,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,

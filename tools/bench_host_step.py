@@ -1,22 +1,30 @@
 #!/usr/bin/env python
-"""Times a host's own step on a CPU with and without patches, in turn, and prints the ratio.
+"""Compares CPU seconds of a host's own step with and without patches, in pairs.
 
-    python tools/bench_host_step.py slime --layout pp=2 --patches slime,slime_loss
+    python tools/bench_host_step.py verl --layout pp=2
+    python tools/bench_host_step.py slime --layout pp=2 --jobs --case fanout
     python tools/bench_host_step.py slime --layout "" --case tokens+long+shared \
         --baseline-case tokens+long --baseline-patches slime    # shared prefixes
 
-Each round runs the host's worker (tests/hosts/steps/HOST.py) without patches and then with them.
-The first step of a run is left out: it compiles and fills caches. "simulated" is the makespan of
-the rows that the host ran, by row tokens, per step.
+A pair is a step of the host's worker (tests/hosts/steps/HOST.py) with the patches and its next one
+without, in one job: the patches are applied and reverted in between. What a host does before its
+steps, such as slime's split of a rollout, is the patched host's in both. With --jobs, or another
+baseline, each way runs in a job of its own, and a pair is two steps of the same number.
+
+CPU seconds are those of all threads of all ranks, so that ranks which wait for each other or for
+other work of the machine do not count. The first step of each way is left out: it compiles and
+fills caches. "simulated" is the makespan of the rows that the host ran, by row tokens, per step.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,7 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megapack import Layout, simulate
 from megapack.plan.plan import MicroBatch, StepPlan
 from tests.hosts.steps.job import Report, parse_layout, run_step, workers
+from tests.toy import WIDTH_VARIABLE
 from tools.hosting.sources import NoSource, source
+
+# Of a job: steps of a wide model beside other work.
+_TIMEOUT_S = 900
 
 
 def main() -> None:
@@ -34,11 +46,13 @@ def main() -> None:
     )
     parser.add_argument("host", choices=workers())
     parser.add_argument("--layout", type=_layout_text, default="pp=2")
-    parser.add_argument("--patches", default="", help="default: the host's own and megatron_core")
+    parser.add_argument("--patches", default="", help="default: the host's own")
     parser.add_argument("--case", default="")
     parser.add_argument("--baseline-patches", default="", help='of the runs "without"')
     parser.add_argument("--baseline-case", help="default: that of --case")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--jobs", action="store_true", help="each way in a job of its own")
+    parser.add_argument("--width", type=int, default=256, help="of the host's toy model")
+    parser.add_argument("--steps", type=int, default=6, help="of each way in a round")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     if args.steps < 2:
@@ -49,28 +63,57 @@ def main() -> None:
         source(args.host)
     except NoSource as error:
         parser.error(str(error))
+    os.environ[WIDTH_VARIABLE] = str(args.width)
     layout = parse_layout(args.layout)
-    world = layout.dp * layout.tp * layout.pp * layout.cp
-    patches = args.patches.split(",") if args.patches else [args.host, "megatron_core"]
+    patches = args.patches.split(",") if args.patches else [args.host]
     baseline = args.baseline_patches.split(",") if args.baseline_patches else []
     baseline_case = args.case if args.baseline_case is None else args.baseline_case
-    chosen = {"without": (baseline, baseline_case), "with": (patches, args.case)}
-    runs: dict[str, list[list[Report]]] = {"without": [], "with": []}
+    in_one_job = not (args.jobs or baseline or baseline_case != args.case)
+    pairs: list[tuple[list[Step], list[Step]]] = []
     with tempfile.TemporaryDirectory() as folder:
+
+        def steps_of(name: str, patches: list[str], case: str, steps: int) -> list[list[Step]]:
+            reports = run_step(
+                args.host,
+                Path(folder) / name,
+                layout=args.layout,
+                world=layout.world_size,
+                patches=patches,
+                steps=steps,
+                case=case,
+                timeout_s=_TIMEOUT_S,
+                alternate=in_one_job,
+            )
+            return [[Step.of(report, i) for report in reports] for i in range(steps)]
+
         for number in range(args.rounds):
-            for name, (patches, case) in chosen.items():
-                runs[name].append(
-                    run_step(
-                        args.host,
-                        Path(folder) / f"{name}{number}",
-                        layout=args.layout,
-                        world=world,
-                        patches=patches,
-                        steps=args.steps,
-                        case=case,
-                    )
-                )
-    _print(layout, runs["without"], runs["with"], args.steps)
+            if in_one_job:
+                steps = steps_of(f"both{number}", patches, args.case, 2 * args.steps)
+                pairs += zip(steps[2::2], steps[3::2], strict=True)
+            else:
+                without = steps_of(f"without{number}", baseline, baseline_case, args.steps)
+                patched = steps_of(f"with{number}", patches, args.case, args.steps)
+                pairs += zip(patched[1:], without[1:], strict=True)
+    _print(layout, pairs)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of one rank."""
+
+    cpu_seconds: float
+    row_tokens: list[int]
+    """Empty where the worker does not note it."""
+    layer_tokens: float | None
+    """Mean over the steps of the job."""
+
+    @classmethod
+    def of(cls, report: Report, number: int) -> Step:
+        """Step `number` of a rank's report."""
+        rows = report.row_tokens[number] if number < len(report.row_tokens) else []
+        total = report.more.get("layer_tokens")
+        mean = None if total is None else total / len(report.more["cpu_seconds"])
+        return cls(report.more["cpu_seconds"][number], rows, mean)
 
 
 def _layout_text(text: str) -> str:
@@ -79,62 +122,46 @@ def _layout_text(text: str) -> str:
     return text
 
 
-def _print(
-    layout: Layout, without: list[list[Report]], patched: list[list[Report]], steps: int
-) -> None:
-    ratios = [_seconds(b) / _seconds(a) for a, b in zip(without, patched, strict=True)]
+def _print(layout: Layout, pairs: Sequence[tuple[list[Step], list[Step]]]) -> None:
+    ratios = [_cpu_seconds(patched) / _cpu_seconds(without) for patched, without in pairs]
     print(
-        f"step time, with / without: median {statistics.median(ratios):.3f} of {len(ratios)} "
-        f"rounds ({min(ratios):.3f} to {max(ratios):.3f})"
+        f"CPU seconds of all ranks, with / without: {statistics.geometric_mean(ratios):.3f} "
+        f"(geometric mean of {len(ratios)} pairs; {min(ratios):.3f} to {max(ratios):.3f}, median "
+        f"{statistics.median(ratios):.3f})"
     )
-    ratios = [_cpu_seconds(b) / _cpu_seconds(a) for a, b in zip(without, patched, strict=True)]
-    print(
-        f"CPU seconds of all ranks, with / without: median {statistics.median(ratios):.3f} "
-        f"({min(ratios):.3f} to {max(ratios):.3f})"
+    for name, steps in zip(("with", "without"), zip(*pairs, strict=True), strict=True):
+        text = f"{name}: {statistics.median(map(_cpu_seconds, steps)):.3f} CPU seconds"
+        text += f", M={[len(step[0].row_tokens) for step in steps]}"
+        if steps[0][0].layer_tokens is not None:
+            text += f", {steps[0][0].layer_tokens:g} tokens in layers"
+        if all(rank.row_tokens for step in steps for rank in step):
+            work = statistics.mean(_simulated(step, layout) for step in steps)
+            text += f", simulated {work:.1f} tokens of work"
+        print(text)
+
+
+def _cpu_seconds(step: Sequence[Step]) -> float:
+    return sum(rank.cpu_seconds for rank in step)
+
+
+def _simulated(ranks: Sequence[Step], layout: Layout) -> float:
+    """Makespan of the step that the host ran, in tokens; model-parallel ranks have equal rows."""
+    rows = list({tuple(rank.row_tokens): rank.row_tokens for rank in ranks}.values())
+    micro_batches = tuple(
+        tuple(
+            MicroBatch(samples=(i,), tokens=n, padded_tokens=n, row_tokens=n, tokens_sq=n * n)
+            for i, n in enumerate(rank)
+        )
+        for rank in rows
     )
-    for name, ranks in (("without", without[0]), ("with", patched[0])):
-        exchanges = sum(rank.num_shape_exchanges for rank in ranks) / len(ranks) / steps
-        print(f"{name}: {exchanges:g} exchanges of shapes per rank and step, M={_counts(ranks)}")
-        if "layer_tokens" in ranks[0].more:
-            print(f"{name}: {ranks[0].more['layer_tokens'] / steps:g} tokens in layers per step")
-        if all(rank.row_tokens for rank in ranks):
-            work = _simulated(ranks, layout) / steps
-            print(f"{name}: simulated {work:.1f} tokens of work per step")
-
-
-def _seconds(ranks: Sequence[Report]) -> float:
-    return statistics.median(ranks[0].step_seconds[1:])
-
-
-def _cpu_seconds(ranks: Sequence[Report]) -> float:
-    return sum(statistics.median(rank.more["cpu_seconds"][1:]) for rank in ranks)
-
-
-def _counts(ranks: Sequence[Report]) -> list[int]:
-    return ranks[0].num_microbatches
-
-
-def _simulated(ranks: Sequence[Report], layout: Layout) -> float:
-    """Makespans of the steps that the host ran, in tokens; model-parallel ranks have equal rows."""
-    replicas = {tuple(map(tuple, rank.row_tokens)): rank.row_tokens for rank in ranks}
-    total = 0.0
-    for rows in zip(*replicas.values(), strict=True):
-        micro_batches = tuple(
-            tuple(
-                MicroBatch(samples=(i,), tokens=n, padded_tokens=n, row_tokens=n, tokens_sq=n * n)
-                for i, n in enumerate(rank)
-            )
-            for rank in rows
-        )
-        step = StepPlan(
-            ranks=micro_batches,
-            num_microbatches=len(rows[0]),
-            group_size=layout.microbatch_group_size or (layout.pp if layout.vpp > 1 else None),
-            kept_rollouts=(),
-            dropped_rollouts=(),
-        )
-        total += simulate(step, layout=layout).makespan
-    return total
+    step = StepPlan(
+        ranks=micro_batches,
+        num_microbatches=len(rows[0]),
+        group_size=layout.microbatch_group_size or (layout.pp if layout.vpp > 1 else None),
+        kept_rollouts=(),
+        dropped_rollouts=(),
+    )
+    return simulate(step, layout=layout).makespan
 
 
 if __name__ == "__main__":

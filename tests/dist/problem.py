@@ -12,18 +12,22 @@ from megapack.config.rope import RopeScaling
 from megapack.config.sections import ModelConfig
 from megapack.loss import GRPO
 from megapack.samples import SampleBatch
+from tests.toy import width_of
 
 SEED = 11
 VOCAB_SIZE = 100
 NUM_LAYERS = 8
 
+
+WIDTH = width_of(32)
 MODEL = ModelConfig(
     num_layers=NUM_LAYERS,
-    hidden_size=32,
+    hidden_size=WIDTH,
     num_attention_heads=4,
     num_query_groups=2,
-    ffn_hidden_size=48,
-    init_std=0.2,
+    ffn_hidden_size=WIDTH * 3 // 2,
+    # Hidden states of any width are as large.
+    init_std=0.2 * math.sqrt(32 / WIDTH),
 )
 
 # Differs from MODEL in every architectural option; the reference runs both.

@@ -62,6 +62,7 @@ class Arguments(argparse.Namespace):
     patches: list[str]
     steps: int
     case: str
+    alternate: bool
 
 
 def parse_arguments() -> Arguments:
@@ -77,9 +78,14 @@ def parse_arguments() -> Arguments:
     )
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--case", default="", help="what only this host has")
+    parser.add_argument(
+        "--alternate", action="store_true", help="run every second step without the patches"
+    )
     arguments = parser.parse_args(namespace=Arguments())
     if "shared" in arguments.case:
         os.environ["MEGAPACK_SHARE_PREFIXES"] = "1"
+    if arguments.alternate:
+        _alternating.extend(arguments.patches)
     return arguments
 
 
@@ -146,10 +152,28 @@ def count_shape_exchanges(report: Report) -> None:
     P2PCommunicator._communicate_shapes = counted
 
 
+# The patches of a job that runs every second step without them.
+_alternating: list[str] = []
+
+
+def alternate(number: int) -> bool:
+    """Apply or revert the patches of a job that alternates; whether this step runs with them."""
+    from megapack import patching
+
+    is_patched = number % 2 == 0
+    if _alternating:
+        (patching.apply if is_patched else patching.revert)(*_alternating)
+    return is_patched or not _alternating
+
+
 def timed(report: Report, step: Callable[[], T]) -> T:
-    """Run a step on all ranks at once, and add its seconds to the report."""
+    """Run a step on all ranks at once, and add its seconds to the report.
+
+    In a job that alternates, steps 1, 3, 5, ... run without the patches.
+    """
     import torch.distributed as dist
 
+    alternate(len(report.step_seconds))
     dist.barrier()
     start = time.perf_counter()
     start_cpu = time.process_time()
@@ -202,10 +226,12 @@ def run_step(
     timeout_s: float = 300,
     worker: str = "",
     te: str | None = None,
+    alternate: bool = False,
 ) -> list[Report]:
     """Run a host's worker, and return the reports of its ranks; skips where its source is absent.
 
     Args:
+        alternate: every second step runs without the patches.
         worker: the module below `tests.hosts.steps`; "" = the host's name.
         te: the release of Transformer Engine whose layers the host runs; see `run_job`.
     """
@@ -216,6 +242,7 @@ def run_step(
     folder.mkdir(parents=True, exist_ok=True)
     args = [str(folder), "--layout", layout, "--patches", ",".join(patches)]
     args += ["--steps", str(steps), "--case", case]
+    args += ["--alternate"] if alternate else []
     module = f"tests.hosts.steps.{worker or host}"
     # The hosts' own communication is not megapack's to judge.
     checked_job(world, module, args, timeout_s=timeout_s, te=te, nccl_rules=False)

@@ -38,13 +38,14 @@ import numpy as np
 from megapack import Layout, cpu, patching
 from tests.hosts.steps import job
 from tests.te_python import runs_te
+from tests.toy import width_of
 from tools.hosting import import_stubs
 
 BUDGET = 200
 NUM_LAYERS = 4
 VOCAB_SIZE = 127
 ARGUMENTS = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    f"--num-layers 4 --hidden-size {width_of(64)} --num-attention-heads 4 --seq-length 64 "
     "--use-cpu-initialization --max-position-embeddings 1024 --global-batch-size 16 "
     "--lr 1e-3 --lr-decay-style constant "
     "--weight-decay 0 --clip-grad 1.0 --tokenizer-type NullTokenizer --vocab-size 127 "

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megapack import Layout, launch, patching
+from tests.dist import problem
 from tests.hosts.steps.job import (
     Arguments,
     Report,
@@ -224,9 +225,9 @@ def make_models(layout: Layout, report: Report) -> Any:
     settings = strategy_settings(layout)
     config = McaModelConfig(
         num_layers=4,
-        hidden_size=32,
+        hidden_size=problem.WIDTH,
         num_attention_heads=4,
-        ffn_hidden_size=48,
+        ffn_hidden_size=problem.WIDTH * 3 // 2,
         normalization="RMSNorm",
         swiglu=True,
         add_bias_linear=False,
@@ -235,7 +236,7 @@ def make_models(layout: Layout, report: Report) -> Any:
         padded_vocab_size=128,
         max_sequence_length=WIDTH,
         transformer_impl="local",
-        init_method_std=0.2,
+        init_method_std=problem.MODEL.init_std,
         use_cpu_initialization=True,
         variable_seq_lengths=layout.pp > 1,
         gradient_accumulation_fusion=False,
@@ -246,7 +247,9 @@ def make_models(layout: Layout, report: Report) -> Any:
     report.more["deallocates"] = config.deallocate_pipeline_outputs
     models = VirtualModels(CpuModel, config)
     group = parallel_state.get_tensor_model_parallel_group()
-    initialize_by_name(models.get_models(), seed=11, std=0.2, num_layers=4, tp_group=group)
+    initialize_by_name(
+        models.get_models(), seed=11, std=problem.MODEL.init_std, num_layers=4, tp_group=group
+    )
     return models
 
 
