@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megapack.base.choices import Recompute
 from megapack.commands.arguments import add_fields, given_fields
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
-from megapack.cost.model import CostModel
+from megapack.cost.model import FIXED_TOKENS, CostModel, cost_in_tokens
 from megapack.cost.sizes import ModelSizes
 from megapack.cost.stages import LayerSplit, StageLayers
 from megapack.errors import ConfigError
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from megapack.view.records import RunRecords
 
 # The cost model without options, in tokens: docs/planner.md's for a 7B dense model. A sample of
-# 49,152 tokens costs twice its tokens, and each micro-batch 256 tokens more.
-_FIXED_TOKENS = 256
+# 49,152 tokens costs twice its tokens, and each micro-batch FIXED_TOKENS more.
 _TOKENS_PER_SQUARE = 49152
 
 
@@ -200,13 +199,9 @@ def _measured(path: str, layout: Layout) -> Pricing:
 
 
 def _in_tokens(layout: Layout) -> Pricing:
-    cost = CostModel(
-        fixed=_FIXED_TOKENS / layout.num_chunks,
-        per_token=1.0,
-        per_token_sq=1 / _TOKENS_PER_SQUARE,
-    )
+    cost = cost_in_tokens(layout, per_token_sq=1 / _TOKENS_PER_SQUARE)
     basis = (
-        f"assumed: a micro-batch costs {_FIXED_TOKENS} tokens more than it has, a squared token "
+        f"assumed: a micro-batch costs {FIXED_TOKENS} tokens more than it has, a squared token "
         f"1/{_TOKENS_PER_SQUARE} of a token; give --cost or --config for seconds"
     )
     return Pricing(cost, False, basis)

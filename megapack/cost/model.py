@@ -314,3 +314,19 @@ def _check_number(name: str, value: Any) -> None:
 
 TOKENS = CostModel(per_token=1.0)
 """The model for `cost=None`: a row costs its tokens."""
+FIXED_TOKENS = 256
+"""Cost of a micro-batch on top of its tokens, in tokens, until it is measured. Chosen by hand."""
+
+
+def cost_in_tokens(
+    layout: Layout, *, per_token_sq: float = 0.0, fixed_tokens: int = FIXED_TOKENS
+) -> CostModel:
+    """A cost model in units of one token's forward, which needs no GPU speed.
+
+    Args:
+        per_token_sq: cost of a squared token of a sample.
+        fixed_tokens: cost of a micro-batch on top of its tokens. Without it, more micro-batches
+            would always be cheaper in a pipeline.
+    """
+    fixed = fixed_tokens / layout.num_chunks
+    return CostModel(fixed=fixed, per_token=1.0, per_token_sq=per_token_sq)

@@ -61,7 +61,7 @@ class ArealOptions:
     """The job's layout: micro-batches are planned and ordered for its pipeline, alignment counts
     against the budget, and M is any count that Megatron runs. None: AReaL's counts and order."""
     cost: CostModel | None = None
-    """Seconds of a micro-batch, for planning with a layout; None balances tokens."""
+    """Seconds of a micro-batch, for planning with a layout; None counts its tokens and 256 more."""
     restore_cp_outputs: bool = False
     """With cp > 1, give log-probs and values of forward passes in the order of the tokens. AReaL
     1.0.4 compares a rank's own logits with labels of other positions, see docs/hosts/areal.md. 2.0

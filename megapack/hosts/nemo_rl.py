@@ -63,7 +63,7 @@ class NemoRLOptions:
     packed for its pipeline, and every M is one that its interleaved schedule runs. None: shards get
     the packer's bins in turn, without regard to the pipeline."""
     cost: CostModel | None = None
-    """Seconds of a micro-batch, for planning with a layout; None balances tokens."""
+    """Seconds of a micro-batch, for planning with a layout; None counts its tokens and 256 more."""
     share_prefixes: bool = field(default_factory=shares_prefixes)
     """Sequences of a step with common beginnings are packed into one micro-batch, in which
     `megatron_core` lets them share these. The budget counts every copy."""

@@ -61,7 +61,7 @@ class SkyRLOptions:
     budget, and M is a count that Megatron runs. None: the fewest micro-batches within the budget,
     without regard to the pipeline."""
     cost: CostModel | None = None
-    """Seconds of a micro-batch, for planning with a layout; None balances tokens."""
+    """Seconds of a micro-batch, for planning with a layout; None counts its tokens and 256 more."""
     uniform_micro_batch_size: bool = False
     """Add padding samples so that a rank's micro-batches have the same number of samples, which
     Megatron's schedules require of batches that are not packed."""

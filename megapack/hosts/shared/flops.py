@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes
-from megapack.layout import Layout
 
 _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 
@@ -29,19 +27,10 @@ def sample_flops(args: Any, lengths: Sequence[int]) -> list[float]:
     return [per_token * length + per_token_sq * length * length for length in lengths]
 
 
-def cost_in_tokens(args: Any, layout: Layout, fixed_tokens: int) -> CostModel:
-    """A cost model in units of one token's forward, which needs no GPU speed.
-
-    Args:
-        fixed_tokens: cost of a micro-batch on top of its tokens, in tokens. Without it, more
-            micro-batches would always be cheaper in a pipeline.
-    """
+def squares_in_tokens(args: Any) -> float:
+    """Forward FLOPs of a squared token of a sample over those of a token."""
     per_token, per_token_sq = model_flops(args)
-    return CostModel(
-        fixed=fixed_tokens / layout.num_chunks,
-        per_token=1.0,
-        per_token_sq=per_token_sq / per_token,
-    )
+    return per_token_sq / per_token
 
 
 def model_flops(args: Any) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megapack.base.arrays import Ints
-from megapack.cost.model import CostModel
+from megapack.cost.model import CostModel, cost_in_tokens
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, HostAssertionError, PlanError
 from megapack.hosts.shared.bin_packers import SequencePacker
@@ -134,6 +134,7 @@ def plan_steps(
     budget = packing.max_tokens // layout.cp
     # A shard cannot express a micro-batch without rows.
     policy = Policy(oversize="error", unreachable="error")
+    cost = cost or cost_in_tokens(layout)
     plan = None
     if packing.token_ids is not None:
         plan = plan_families(

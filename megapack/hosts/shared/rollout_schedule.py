@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, get_args
 
-from megapack.cost.model import CostModel
+from megapack.cost.model import FIXED_TOKENS, CostModel, cost_in_tokens
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, HostAssertionError, PlanError
 from megapack.hosts.shared.balancing import get_seqlen_balanced_partitions
 from megapack.hosts.shared.families import plan_families
-from megapack.hosts.shared.flops import cost_in_tokens, knows_sizes
+from megapack.hosts.shared.flops import knows_sizes, squares_in_tokens
 from megapack.hosts.shared.options import shares_prefixes
 from megapack.layout import Layout
 from megapack.plan.plan import Plan, StepPlan
@@ -52,7 +52,7 @@ class RolloutOptions:
     count_row_padding: bool = False
     """Rows stay within the budget even after the host pads them to `data_pad_size_multiplier * tp`.
     """
-    fixed_tokens: int = 256
+    fixed_tokens: int = FIXED_TOKENS
     """Cost of a micro-batch on top of its FLOPs, in tokens."""
     search: int | None = None
     """Evaluations of the planner's search per step. None: the planner's default if the host's flags
@@ -281,7 +281,10 @@ def plan_static(
 
 
 def _cost(args: Any, layout: Layout, options: RolloutOptions) -> CostModel | None:
-    return cost_in_tokens(args, layout, options.fixed_tokens) if knows_sizes(args) else None
+    if not knows_sizes(args):
+        return None
+    squares = squares_in_tokens(args)
+    return cost_in_tokens(layout, per_token_sq=squares, fixed_tokens=options.fixed_tokens)
 
 
 def _row_budget(args: Any, options: RolloutOptions) -> int:

@@ -37,7 +37,7 @@ class VerlOptions:
     """The job's layout: rows are planned and ordered for its pipeline, alignment counts against the
     budget, and M is any count that Megatron runs. None: verl's own rows, order and counts."""
     cost: CostModel | None = None
-    """Seconds of a micro-batch, for planning with a layout; None balances tokens."""
+    """Seconds of a micro-batch, for planning with a layout; None counts its tokens and 256 more."""
     share_prefixes: bool = field(default_factory=shares_prefixes)
     """A rank's samples with common beginnings are packed into one row, in which `megatron_core`
     lets them share these. The budget counts every copy."""
