@@ -44,6 +44,10 @@ else
     options=(--standalone --local-addr 127.0.0.1)
 fi
 
+if [[ -n ${MAX_RESTARTS:-} ]]; then
+    options+=(--max-restarts "$MAX_RESTARTS")
+fi
+
 # Slurm sends SIGUSR1 to every process. torchrun would end at once and leave its ranks behind, so it
 # ignores the signal. It has its own process group, so that signals to this script's group do not
 # reach it.
@@ -51,7 +55,7 @@ set -m
 (
     trap '' USR1
     exec "$PYTHON" -m torch.distributed.run "${options[@]}" \
-        --nproc-per-node "${NPROC_PER_NODE:-gpu}" --max-restarts "${MAX_RESTARTS:-0}" -m megapack train "$@"
+        --nproc-per-node "${NPROC_PER_NODE:-gpu}" -m megapack train "$@"
 ) &
 torchrun=$!
 set +m

@@ -15,6 +15,7 @@ from tools.hosting.suites import Suite, suite_of
 pytestmark = pytest.mark.unit
 
 NAME = "slime.utils.dp_schedule.build_dp_schedule"
+PROVIDER = "slime.utils.arguments.get_slime_extra_args_provider"
 SCHEDULE = """
 def build_dp_schedule(
     args, train_parallel_config, total_lengths, *, global_batch_size, rollout_indices
@@ -55,6 +56,10 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "slime/__init__.py": "",
         "slime/utils/__init__.py": "",
         "slime/utils/dp_schedule.py": SCHEDULE,
+        "slime/utils/arguments.py": f"def {PROVIDER.rpartition('.')[2]}(add_custom_arguments=None): ...",
+        "slime/backends/__init__.py": "",
+        "slime/backends/megatron_utils/__init__.py": "",
+        "slime/backends/megatron_utils/initialize.py": "def init(args): ...",
         "tools/__init__.py": "OWN = True",
         "ray.py": "",
         "tests/test_dp_schedule.py": TESTS,
@@ -69,10 +74,11 @@ def test_the_tests_run_on_megapacks_functions(tree: Path) -> None:
     suite = suite_of("slime")
     report = run_suite(suite, tree)
     assert (report.passed, report.failed, report.replaced) == (2, [], [NAME])
-    assert report.calls == {NAME: 1}
+    assert report.calls == {NAME: 1, PROVIDER: 0}
     assert problem_of(suite, report) == ""
     assert line_of(suite, report, "") == (
-        "slime: 2 of 9 passed, 2 collected; build_dp_schedule 1 calls"
+        "slime: 2 of 9 passed, 2 collected; build_dp_schedule 1 calls, "
+        "get_slime_extra_args_provider 0 calls"
     )
 
 
