@@ -56,7 +56,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "slime/__init__.py": "",
         "slime/utils/__init__.py": "",
         "slime/utils/dp_schedule.py": SCHEDULE,
-        "slime/utils/arguments.py": f"def {PROVIDER.rpartition('.')[2]}(add_custom_arguments=None): ...",
+        "slime/utils/arguments.py": f"def {PROVIDER.split('.')[-1]}(add_custom_arguments=None): ...",
         "slime/backends/__init__.py": "",
         "slime/backends/megatron_utils/__init__.py": "",
         "slime/backends/megatron_utils/initialize.py": "def init(args): ...",
