@@ -16,6 +16,7 @@ pytestmark = pytest.mark.unit
 
 NAME = "slime.utils.dp_schedule.build_dp_schedule"
 PROVIDER = "slime.utils.arguments.get_slime_extra_args_provider"
+PROVIDERS = "def get_slime_extra_args_provider(add_custom_arguments=None): ..."
 SCHEDULE = """
 def build_dp_schedule(
     args, train_parallel_config, total_lengths, *, global_batch_size, rollout_indices
@@ -56,7 +57,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "slime/__init__.py": "",
         "slime/utils/__init__.py": "",
         "slime/utils/dp_schedule.py": SCHEDULE,
-        "slime/utils/arguments.py": f"def {PROVIDER.split('.')[-1]}(add_custom_arguments=None): ...",
+        "slime/utils/arguments.py": PROVIDERS,
         "slime/backends/__init__.py": "",
         "slime/backends/megatron_utils/__init__.py": "",
         "slime/backends/megatron_utils/initialize.py": "def init(args): ...",
