@@ -156,12 +156,15 @@ class PlannedSchedule:
             num_microbatches=num_microbatches,
             forward_only=forward_only,
         )
-        gather_norm_outputs(call.chunks)
         schedule = self._schedule or get_forward_backward_func()
         ranks = process_ranks() if self._ranks is None else self._ranks
         # Frameworks describe rows without what Megatron's Mamba layers read.
         with ranks.guarded(_next_name(call.kind)), describing_samples():
-            if reason := why_not_planned(get_model_config(call.chunks[0]), others):
+            config = get_model_config(call.chunks[0])
+            # Only there a norm's output is gathered; each step would walk all modules else.
+            if getattr(config, "sequence_parallel", False):
+                gather_norm_outputs(call.chunks)
+            if reason := why_not_planned(config, others):
                 _log_once(f"this {call.kind} runs on Megatron's own schedule: {reason}")
                 return schedule(
                     forward_step_func=forward_step_func,
