@@ -39,7 +39,7 @@ class MegatronOptions:
     """Options of the packing scheduler."""
 
     cost: CostModel | None = None
-    """Seconds of a micro-batch; None counts its tokens and 256 more."""
+    """Seconds of a micro-batch; None balances tokens."""
     search: int = 2048
     """See `Policy.search`."""
 
