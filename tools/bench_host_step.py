@@ -9,7 +9,8 @@
 A pair is a step of the host's worker (tests/hosts/steps/HOST.py) with the patches and its next one
 without, in one job: the patches are applied and reverted in between. What a host does before its
 steps, such as slime's split of a rollout, is the patched host's in both. With --jobs, or another
-baseline, each way runs in a job of its own, and a pair is two steps of the same number.
+baseline, each way runs in a job of its own, and a pair is two steps of the same number. ROLL,
+Megatron-Bridge and Megatron-LM need --jobs: they keep the schedule that they had at their start.
 
 CPU seconds are those of all threads of all ranks, so that ranks which wait for each other or for
 other work of the machine do not count. The first step of each way is left out: it compiles and
