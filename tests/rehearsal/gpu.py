@@ -5,8 +5,9 @@
 puts `startup` and Transformer Engine's Python on PYTHONPATH, so that every Python process calls
 `pretend` right after its import of torch. Everything then runs on the CPU: megapack's branches for
 CUDA, Megatron-Core by `megapack.cpu`, Transformer Engine's Python on stand-ins of its kernels
-(`megapack.cpu.te`), NCCL's groups over gloo, torch's varlen attention by `varlen_attention`. Events
-are the host's clock, and the device's memory is the process's: neither says anything of a GPU.
+(`megapack.cpu.te`), NCCL's groups over gloo, torch's varlen attention by `varlen_attention` and its
+flash operations by `tests.rehearsal.flash`. Events are the host's clock, and the device's memory is
+the process's: neither says anything of a GPU.
 
 A tensor's own device stays the CPU, so code that asks a tensor takes its CPU branch. Reads that
 would make the host wait for a GPU pass: `set_sync_debug_mode` takes its modes and does nothing.
@@ -27,12 +28,14 @@ from torch import Tensor
 from wrapt import register_post_import_hook
 
 from megapack import te_finder
+from tests.rehearsal.flash import band, register_on_cpu
 
 NAME = "a CPU that rehearses a Hopper GPU"
 CAPABILITY = (9, 0)
 CUDA = "13.0"
 # torch's names of no waits, a warning and an error.
 _SYNC_MODES = {"default": 0, "warn": 1, "error": 2}
+_for_life: list[torch.library.Library] = []
 
 
 def pretend() -> None:
@@ -59,6 +62,7 @@ def pretend() -> None:
         setattr(torch.cuda, name, answer)
     Tensor.pin_memory = lambda self, device=None: self
     torch.backends.cuda.is_flash_attention_available = lambda: True
+    _for_life.append(register_on_cpu())
     register_post_import_hook(_replace_varlen, "torch.nn.attention.varlen")
     register_post_import_hook(_start_on_gpu, "megapack.launch")
 
@@ -136,7 +140,10 @@ def varlen_attention(
     require(key.shape == value.shape, f"keys {list(key.shape)}, values {list(value.shape)}")
     require(heads % groups == 0, f"{heads} heads over {groups} groups")
     require(enable_gqa or heads == groups, f"{heads} heads over {groups} groups need enable_gqa")
-    require(tuple(window_size) == (-1, 0), f"only causal attention is rehearsed: {window_size}")
+    require(
+        window_size[0] >= -1 and window_size[1] == 0,
+        f"only causal attention is rehearsed: {window_size}",
+    )
     ends = []
     for table, tensor, most in ((cu_seq_q, query, max_q), (cu_seq_k, key, max_k)):
         require(table.dtype == torch.int32, f"cu_seqlens of {table.dtype}, not int32")
@@ -160,9 +167,7 @@ def varlen_attention(
         )
         num_queries, num_keys = q_HQD.shape[1], k_HKD.shape[1]
         require(num_queries <= num_keys, f"{num_queries} queries of {num_keys} keys")
-        hidden_QK = torch.ones(num_queries, num_keys, dtype=torch.bool).triu(
-            num_keys - num_queries + 1
-        )
-        scores_HQK = (q_HQD @ k_HKD.transpose(1, 2) * scale).masked_fill(hidden_QK, -torch.inf)
+        seen_QK = band(num_queries, num_keys, window_size[0])
+        scores_HQK = (q_HQD @ k_HKD.transpose(1, 2) * scale).masked_fill(~seen_QK, -torch.inf)
         outs.append((scores_HQK.softmax(-1) @ v_HKD).transpose(0, 1))
     return torch.cat(outs).to(query.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +32,7 @@ from tests.forests import (
     row_tensors,
     with_gradients,
 )
+from tests.rehearsal.flash import band, flash_backward, flash_forward, sequences
 
 pytestmark = pytest.mark.unit
 
@@ -40,19 +40,6 @@ HEADS, GROUPS, D = 4, 2, 8
 SCALE = 0.3
 WINDOWS = [None, 2, 3, 8, 1000]
 KERNELS = ["sdpa", "varlen"]
-
-
-def band(num_queries: int, num_keys: int, before: int) -> Tensor:
-    """The keys that the last queries of a sequence see."""
-    distance = torch.arange(num_queries)[:, None] + num_keys - num_queries - torch.arange(num_keys)
-    return (distance >= 0) & ((distance <= before) | (before < 0))
-
-
-def sequences(query_ends: Tensor, key_ends: Tensor) -> list[tuple[slice, slice]]:
-    pairs = zip(query_ends.tolist(), key_ends.tolist(), strict=True)
-    return [
-        (slice(q, q_end), slice(k, k_end)) for (q, k), (q_end, k_end) in itertools.pairwise(pairs)
-    ]
 
 
 def varlen_kernel(
@@ -75,86 +62,6 @@ def varlen_kernel(
         seen = band(q.stop - q.start, k.stop - k.start, window_size[0])
         out.append(masked_attention(query[q], key[k], value[k], seen, scale))
     return torch.cat(out)
-
-
-def flash_scores(
-    query: Tensor, key: Tensor, *, is_causal: bool, scale: float, left: int, right: int
-) -> Tensor:
-    assert right == 0
-    assert is_causal == (left < 0)
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    return scores.masked_fill(~band(len(query), len(key), left), -torch.inf)
-
-
-def flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float,
-    window_size_left: int,
-    window_size_right: int,
-) -> tuple[Tensor, ...]:
-    """aten's `_flash_attention_forward`: outputs, and log-sum-exps [heads, queries]."""
-    assert dropout == 0
-    assert not return_debug_mask
-    out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
-    for q, k in sequences(query_ends, key_ends):
-        sides = {"left": window_size_left, "right": window_size_right}
-        scores = flash_scores(query[q], key[k], is_causal=is_causal, scale=scale, **sides)
-        values = value[k].repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-        out[q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-        lse[:, q] = scores.logsumexp(-1)
-    return out, lse, torch.empty(2), torch.empty(0), torch.empty(0)
-
-
-def flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float,
-    window_size_left: int,
-    window_size_right: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """aten's `_flash_attention_backward`: algorithm 4 of the paper, from the output and log-sum-exp
-    that it is given."""
-    assert grad.is_contiguous()
-    dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
-    heads = query.shape[1] // key.shape[1]
-    for q, k in sequences(query_ends, key_ends):
-        sides = {"left": window_size_left, "right": window_size_right}
-        scores = flash_scores(query[q], key[k], is_causal=is_causal, scale=scale, **sides)
-        p = (scores - lse[:, q, None]).exp()
-        keys, values = (x[k].repeat_interleave(heads, dim=1) for x in (key, value))
-        d_p = torch.einsum("qhd,khd->hqk", grad[q], values)
-        products = (grad[q] * out[q]).sum(-1).t()[..., None]
-        d_scores = p * (d_p - products) * scale
-        dq[q] = torch.einsum("hqk,khd->qhd", d_scores, keys)
-        d_keys = torch.einsum("hqk,qhd->khd", d_scores, query[q])
-        dk[k] += d_keys.unflatten(1, (-1, heads)).sum(2)
-        d_values = torch.einsum("hqk,qhd->khd", p, grad[q])
-        dv[k] += d_values.unflatten(1, (-1, heads)).sum(2)
-    return dq, dk, dv
 
 
 @pytest.fixture(autouse=True)
