@@ -27,7 +27,10 @@ _TORCH: dict[str, Any] = {"delta_rule": torch_delta_rule, "state_space": torch_s
 
 
 def segments_of(
-    lengths: Sequence[int], parents: Sequence[int], kept: int | None = None
+    lengths: Sequence[int],
+    parents: Sequence[int],
+    kept: int | None = None,
+    device: str = "cpu",
 ) -> Segments:
     """A row of branches with these lengths; further lengths are those of dummies."""
     starts = [sum(lengths[:k]) for k in range(len(parents))]
@@ -35,7 +38,7 @@ def segments_of(
         Branch(start=start, tokens=tokens, offset=0, parent=parent, samples=(0,), end=0)
         for start, tokens, parent in zip(starts, lengths, parents, strict=False)
     ]
-    return row_segments(lengths, branches, kept)
+    return row_segments(lengths, branches, kept, device=device)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Layer:
     value: int = 3
     """Channels of a value."""
     dtype: torch.dtype = torch.float64
+    device: str = "cpu"
 
     @property
     def channels(self) -> int:
@@ -72,7 +76,7 @@ class Layer:
     def _drawn(self, shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
         drawn = (torch.randn(shape, generator=generator, dtype=self.dtype) for shape in shapes)
-        return [values.requires_grad_() for values in drawn]
+        return [values.to(self.device).requires_grad_() for values in drawn]
 
     def run(
         self,
@@ -192,7 +196,7 @@ def with_gradients(outs: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> l
 
 def _weights(values: Tensor) -> Tensor:
     weights = torch.linspace(-1, 1, values.numel(), dtype=torch.float64).mul(9).sin()
-    return weights.view_as(values).to(values.dtype)
+    return weights.view_as(values).to(values)
 
 
 def largest_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:

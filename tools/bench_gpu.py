@@ -3,9 +3,9 @@
     python tools/bench_gpu.py [--trace FILE.csv ...] [--seconds 400] [--out runs/bench_gpu]
     python tools/bench_gpu.py --rehearse    # tiny models, short rows, two rounds
 
-Each model runs in its own process, which runs all ways in turn on the same samples. Writes
-`gpu_report.json` and `gpu_report.md` to the folder. Both list every failure with its error; the
-exit code is 1 if there is one.
+Single kernels are timed first. Each model runs in its own process, which runs all ways in turn on
+the same samples. Writes `gpu_report.json` and `gpu_report.md` to the folder. Both list every
+failure with its error; the exit code is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ TINY_SETTINGS = [
     "plan.forward_max_tokens_per_gpu=4096",
     "data.max_length=1024",
 ]
-# A model's process is killed if it exceeds its share of the time by this much.
+# Share of the time for single kernels, which a process of its own times first.
+KERNELS_SHARE = 0.15
+# A process is killed if it exceeds its share of the time by this much.
 GRACE_S = 30
 
 
@@ -71,13 +73,29 @@ def run_model(
 ) -> dict[str, Any]:
     """The measurements of one model's process, and its error if it failed."""
     out = folder / f"{config.stem}.json"
-    out.unlink(missing_ok=True)
-    script = ROOT / "tools" / "benching" / "gpu_model.py"
     arguments = [str(out), f"{seconds:.0f}", str(config), str(tokens), *rest]
+    found, error = _run("gpu_model", arguments, out, seconds)
+    found = {"model": config.stem, "cells": []} | (found or {})
+    return found if error is None else {**found, "error": error}
+
+
+def run_kernels(seconds: float, folder: Path, rest: Sequence[str]) -> list[dict[str, Any]]:
+    """The measurements of single kernels; an error of the whole process is one line of them."""
+    out = folder / "gpu_kernels.json"
+    found, error = _run("gpu_kernels", [str(out), f"{seconds:.0f}", *rest], out, seconds)
+    return (found or []) + ([] if error is None else [{"what": "all", "size": 0, "error": error}])
+
+
+def _run(
+    script: str, arguments: Sequence[str], out: Path, seconds: float
+) -> tuple[Any, str | None]:
+    """What a script of tools/benching wrote to `out`, None without, and why it failed."""
+    out.unlink(missing_ok=True)
+    path = ROOT / "tools" / "benching" / f"{script}.py"
     error = None
     try:
         done = subprocess.run(
-            [sys.executable, str(script), *arguments],
+            [sys.executable, str(path), *arguments],
             timeout=seconds + GRACE_S,
             stderr=subprocess.PIPE,
             text=True,
@@ -89,10 +107,7 @@ def run_model(
             error = f"exit code {done.returncode}: {last_line(done.stderr)}"
     except subprocess.TimeoutExpired:
         error = f"stopped after {seconds + GRACE_S:.0f} s"
-    found: dict[str, Any] = {"model": config.stem, "cells": []}
-    if out.exists():
-        found |= json.loads(out.read_text(encoding="utf-8"))
-    return found if error is None else {**found, "error": error}
+    return (json.loads(out.read_text(encoding="utf-8")) if out.exists() else None), error
 
 
 def main() -> None:
@@ -134,6 +149,9 @@ def main() -> None:
     }
     if options.tests is not None and options.tests.exists():
         report["tests"] = json.loads(options.tests.read_text(encoding="utf-8"))
+    if options.device == "cuda":
+        small = ["--rehearse"] if options.rehearse else []
+        report["kernels"] = run_kernels(KERNELS_SHARE * options.seconds, options.out, small)
     for number, (path, tokens, own) in enumerate(models):
         share = (end - time.monotonic()) / (len(models) - number)
         found = run_model(path, options.tokens or tokens, share, options.out, [*own, *rest])

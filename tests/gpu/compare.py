@@ -16,7 +16,7 @@ from megapack.schedule import ScheduleAdapter
 from tests.dist.exactness.cases import Case
 from tests.dist.exactness.expected import expected_step
 from tests.dist.exactness.worker import logprob_errors, own_errors
-from tests.dist.problem import OBJECTIVE, SEED, VOCAB_SIZE
+from tests.dist.problem import OBJECTIVE, SEED, VOCAB_SIZE, slow_decays
 from tests.gpu import problem
 
 Samples = list[dict[str, Any]]
@@ -37,6 +37,8 @@ def build_adapter(
 
     options = {"distributed_optimizer": False, **options}
     chunks = build_model(settings, layout, seed=SEED, vocab_size=VOCAB_SIZE, **options)
+    for chunk in chunks:
+        slow_decays(chunk)
     return adapter_class(chunks, layout=layout, logprob_chunk_tokens=128)
 
 
@@ -46,6 +48,7 @@ def exactness(
     own: Samples | None = None,
     budget: int = problem.BUDGET,
     plan: Plan | None = None,
+    batch: SampleBatch | None = None,
 ) -> dict[str, float]:
     """Errors of a forward and a step on all ranks together.
 
@@ -54,8 +57,9 @@ def exactness(
         own: the reference's samples in the model's precision, if that is not fp32.
         budget: tokens of a row.
         plan: another plan than one with this budget.
+        batch: its samples, if these are not the problem's.
     """
-    batch = problem.make_batch()
+    batch = batch or problem.make_batch()
     plan = plan or problem.make_plan(adapter.layout, budget)
     outputs = adapter.forward(plan, batch, entropy=True)
     result = adapter.step(plan, batch, objective=OBJECTIVE)

@@ -15,6 +15,7 @@ from megapack.gpt import initialize_parallel
 from tests.dist.exactness import reference
 from tests.dist.problem import SEED
 from tests.gpu import problem
+from tests.megatron import HAS_HYBRID
 
 
 def main(device: Literal["cuda", "cpu"], out: str) -> None:
@@ -22,17 +23,20 @@ def main(device: Literal["cuda", "cpu"], out: str) -> None:
     launch.quiet_known_warnings()
     launch.start(device)
     initialize_parallel(Layout(), SEED)
-    batch = problem.make_batch()
+    batch, families = problem.make_batch(), problem.make_family_batch()
     found = {}
     models = {
-        "fp32": problem.model("sdpa", "fp32"),
-        "bf16": problem.model("sdpa", "bf16"),
-        "moe_fp32": problem.moe_model("sdpa"),
+        "fp32": (problem.model("sdpa", "fp32"), batch),
+        "bf16": (problem.model("sdpa", "bf16"), batch),
+        "moe_fp32": (problem.moe_model("sdpa"), batch),
+        "families_fp32": (problem.model("sdpa", "fp32"), families),
+        "families_bf16": (problem.model("sdpa", "bf16"), families),
     }
-    for name, settings in models.items():
+    if HAS_HYBRID:
+        models["hybrid_fp32"] = problem.hybrid_model("sdpa", "fp32"), families
+    for name, (settings, samples) in models.items():
         model = reference.build(settings)
-        samples = range(len(batch))
-        found[name] = [reference.run_sample(model, batch, i, 1.0) for i in samples]
+        found[name] = [reference.run_sample(model, samples, i, 1.0) for i in range(len(samples))]
     torch.save(found, out)
     launch.stop()
 

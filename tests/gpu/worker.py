@@ -14,9 +14,10 @@ from typing import Any, Literal, cast
 
 import torch
 
-from megapack import Layout, launch
+from megapack import Layout, Plan, launch
 from megapack.gpt import initialize_parallel
 from megapack.gpt.settings import Setting
+from megapack.model.recurrent.choice import recurrent_kernels
 from megapack.model.weight_gradients import WeightGradients
 from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch
@@ -27,6 +28,7 @@ from tests.gpu import problem
 from tests.gpu.compare import Samples, build_adapter, exactness
 from tests.gpu.rehearsed import REHEARSED
 from tests.hand_made_orders import with_weights_later
+from tests.megatron import HAS_HYBRID
 from tools import logit_precision
 from tools.bench_head_memory import measure
 
@@ -44,6 +46,46 @@ def in_bf16(attention: str, reference: dict[str, Samples]) -> Found:
     """Errors in bf16, beside those of one sample at a time in bf16."""
     adapter = build_adapter(problem.model(attention, "bf16"), Layout())
     return exactness(adapter, reference["fp32"], reference["bf16"])
+
+
+def shared_prefixes(attention: str, reference: dict[str, Samples]) -> Found:
+    """Errors of rows that hold the beginnings of samples once."""
+    plan = problem.shared_plan(Layout())
+    found = _of_families(attention, reference, plan)
+    shared = sum(row.shared_tokens for row in plan.steps[0].ranks[0])
+    return {**found, "shared_tokens": shared}
+
+
+def split_samples(attention: str, reference: dict[str, Samples]) -> Found:
+    """Errors of samples in several rows."""
+    plan = problem.split_plan(Layout())
+    found = _of_families(attention, reference, plan)
+    return {**found, "rows_with_pieces": sum(bool(row.pieces) for row in plan.steps[0].ranks[0])}
+
+
+def hybrid(attention: str, reference: dict[str, Samples]) -> Found:
+    """Errors of a model with gated delta nets, in rows that share prefixes and with pieces."""
+    if not HAS_HYBRID:
+        return {"skipped": "Megatron-Core has hybrid models since 0.18"}
+    settings = problem.hybrid_model(attention, "bf16")
+    exact, batch = reference["hybrid_fp32"], problem.make_family_batch()
+    alone, shared, split = (
+        exactness(build_adapter(settings, Layout()), exact, plan=make(Layout()), batch=batch)
+        for make in (problem.one_sample_plan, problem.shared_plan, problem.split_plan)
+    )
+    errors = ("gradient_error", "logprob_mean_error")
+    limits = {f"one_sample_{name}": alone[name] for name in errors}
+    return {**shared, **limits, "split": {**split, **limits}, "kernels": recurrent_kernels("G")}
+
+
+def _of_families(attention: str, reference: dict[str, Samples], plan: Plan) -> Found:
+    """In bf16 by the kernels, in fp32 by SDPA."""
+    dtype: Literal["fp32", "bf16"] = "fp32" if attention == "sdpa" else "bf16"
+    adapter = build_adapter(problem.model(attention, dtype), Layout())
+    own = None if dtype == "fp32" else reference["families_bf16"]
+    batch = problem.make_family_batch()
+    found: Found = exactness(adapter, reference["families_fp32"], own, plan=plan, batch=batch)
+    return found
 
 
 def experts(attention: str, reference: dict[str, Samples]) -> Found:
@@ -235,12 +277,13 @@ def fp8_obstacle(recipe: str) -> str | None:
 def parts(device: str, attention: str) -> dict[str, Callable[[str, dict[str, Samples]], Found]]:
     """Parts that this attention supports on this device."""
     found = {"bf16": in_bf16, "isolation": isolation}
+    found |= {"shared_prefixes": shared_prefixes, "split_samples": split_samples}
     # torch's varlen attention supports half precision only.
     if attention != "varlen":
         found["fp32"] = in_fp32
         found |= {"experts": experts, "overlap": overlap, "split_backward": split_backward}
     if attention != "sdpa":
-        found["waits"] = waits
+        found |= {"waits": waits, "hybrid": hybrid}
     if attention == "te":
         found |= {"cp_slices": cp_slices, "head_memory": head_memory}
         found["head_precision"] = head_precision

@@ -204,6 +204,8 @@ def run_trace(
             "row_tokens": way.row_tokens,
             "forward_flops": forward_flops(sizes, way.samples),
         }
+        if isinstance(way, PackedWay):
+            ways.results[name]["predicted_bytes"] = predicted_bytes(config, way)
     return {
         "trace": "generated" if trace is None else trace.stem,
         "num_samples": len(samples),
@@ -214,6 +216,14 @@ def run_trace(
         "ways": ways.results,
         "host": ways.host(),
     }
+
+
+def predicted_bytes(config: TrainConfig, way: PackedWay) -> int:
+    """What a forward and backward of the longest row takes beside weights and gradients, by the
+    memory model of dry runs and `tune`."""
+    longest = way.longest_row
+    memory = config.memory_model().stage(Layout(), 0, live_tokens=longest, row_tokens=longest)
+    return memory.activations + memory.head
 
 
 def build_all(model: ModelConfig) -> dict[str, Any]:

@@ -40,6 +40,7 @@ def markdown(report: dict[str, Any]) -> str:
     if report.get("rehearsed"):
         lines += [f"**{REHEARSED}**", ""]
     lines += _tests(report.get("tests"))
+    lines += _kernels(report.get("kernels", []))
     for model in report["models"]:
         lines += _model(model)
     found = failures(report)
@@ -67,6 +68,9 @@ def _failures(report: dict[str, Any]) -> Iterator[str]:
             for name, way in cell["ways"].items():
                 if "error" in way:
                     yield f"{model['model']}, {cell['trace']}, {name}: {last_line(way['error'])}"
+    for line in report.get("kernels", []):
+        if "error" in line:
+            yield f"kernels, {line['what']}, {line['size']} tokens: {last_line(line['error'])}"
     for name, parts in (report.get("tests") or {}).items():
         for part, found in parts.items():
             if "error" in found:
@@ -94,6 +98,29 @@ _ERRORS = (
     "one_sample_logprob_mean_error",
     "logprob_max_error",
 )
+
+
+def _kernels(lines: list[dict[str, Any]]) -> list[str]:
+    """TFLOP/s, the forward's and the backward's, of each kernel (a column) and size (a row)."""
+    if not lines:
+        return []
+    found = {(line["what"], line["size"]): line for line in lines}
+    columns = list(dict.fromkeys(line["what"] for line in lines))
+    rows = [
+        [f"{size:,}", *(_rates(found.get((what, size), {})) for what in columns)]
+        for size in sorted({line["size"] for line in lines})
+    ]
+    title = "### TFLOP/s of a forward and of a backward, by tokens of a sample (a matrix: of a row)"
+    return [title, "", *_table(["tokens", *columns], rows), ""]
+
+
+def _rates(line: dict[str, Any]) -> str:
+    if "forward_ms" not in line:
+        return NOT_MEASURED
+    forward = line["flops"] / line["forward_ms"] / 1e9
+    # Attention computes the scores again in its backward: five products for the forward's two.
+    times = 2 if line["what"] == "matrix" else 2.5
+    return f"{forward:.0f}, {times * line['flops'] / line['backward_ms'] / 1e9:.0f}"
 
 
 def _model(model: dict[str, Any]) -> list[str]:
@@ -131,6 +158,7 @@ _COLUMNS = [
     "MFU",
     "log-prob pass, tokens/s",
     "peak GiB",
+    "predicted GiB",
 ]
 
 
@@ -148,7 +176,15 @@ def _way(name: str, way: dict[str, Any], model: dict[str, Any]) -> list[str]:
         _number(mfu, ".3f"),
         speeds["logprobs"],
         _number(None if peak is None else peak / GIB, ".1f"),
+        _number(_predicted_peak(way, model), ".1f"),
     ]
+
+
+def _predicted_peak(way: dict[str, Any], model: dict[str, Any]) -> float | None:
+    """GiB: what was allocated before the first step, and the memory model's activations and head.
+    Only packed ways have a prediction."""
+    static, more = model["static_bytes"], way.get("predicted_bytes")
+    return None if static is None or more is None else (static + more) / GIB
 
 
 def comparisons(cell: dict[str, Any]) -> list[list[str]]:

@@ -98,6 +98,11 @@ class PackedWay:
         """Sum over all rows, with padding."""
         return sum(row.row_tokens for row in self.plan.steps[0].ranks[0])
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row of the training step."""
+        return max(row.row_tokens for row in self.plan.steps[0].ranks[0])
+
     def train(self) -> None:
         """Forward and backward into the main gradients."""
         zero_gradients(self.chunks)

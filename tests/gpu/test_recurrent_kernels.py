@@ -1,0 +1,55 @@
+"""flash-linear-attention's kernels against torch's in fp64: rows of whole samples, and of trees."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapack.model.recurrent.choice import delta_rule_kernels
+from megapack.model.recurrent.convolution import fla_convolution
+from megapack.model.recurrent.delta_rule import fla_delta_rule
+from megapack.model.recurrent.segments import Segments
+from megapack.prefixes import EARLIER
+from tests.gpu.rehearsed import REHEARSED
+from tests.recurrent_rows import Layer, Outs, largest_error, segments_of, with_gradients
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        REHEARSED or not torch.cuda.is_available(), reason="Triton's kernels need a CUDA device"
+    ),
+]
+
+# Those of Qwen3-Next on one of two tensor-parallel ranks.
+LAYER = Layer("delta_rule", groups=8, heads=16, width=128, value=128, device="cuda")
+
+
+def row_of(name: str) -> Segments:
+    if name == "whole samples":
+        return segments_of([700, 1, 64, 513], [], device="cuda")
+    parents = [EARLIER, 0, 0, -1, 2, -1]
+    return segments_of([130, 3, 1, 500, 2, 64], parents, kept=2, device="cuda")
+
+
+@pytest.mark.parametrize("row", ["whole samples", "tree"])
+def test_they_give_torchs_outputs_states_and_gradients(row: str) -> None:
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    kernels = delta_rule_kernels()
+    assert (kernels.convolve, kernels.scan) == (fla_convolution, fla_delta_rule)
+    segments = row_of(row)
+    drawn = LAYER.tensors(sum(segments.lengths))
+    carried = LAYER.carried() if EARLIER in segments.parents else []
+
+    def run(dtype: torch.dtype, how: object) -> list[Tensor]:
+        leaves = [x.detach().bfloat16().to(dtype).requires_grad_() for x in (*drawn, *carried)]
+        state = leaves[len(drawn) :] or None
+        outs: Outs = partial(LAYER.run, kernels=how)(leaves[: len(drawn)], segments, state)
+        return [x.double() for x in with_gradients(outs, leaves)]
+
+    wanted = run(torch.float64, None)
+    fast = run(torch.bfloat16, (kernels.convolve, kernels.scan))
+    slow = run(torch.bfloat16, None)
+    assert 0 < largest_error(fast, wanted) < max(0.02, 2 * largest_error(slow, wanted))
