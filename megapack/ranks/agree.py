@@ -87,7 +87,7 @@ def agree(
 
 def on_any_rank(flags: Sequence[bool], *, device: torch.device) -> list[bool]:
     """For each flag, whether any rank has set it; a collective of all ranks."""
-    if not dist.is_initialized() or not flags:
+    if _is_alone(None) or not flags:
         return list(flags)
     reduced = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
@@ -132,7 +132,7 @@ def agree_one_per_node_first(work: Callable[[], T], *, device: torch.device) -> 
     data set. The first rank may take as long as it needs: the others do not wait under the process
     group's timeout.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if _is_alone(None):
         return agree(work, device=device)
     done: list[T] = []
     error: Exception | None = None
@@ -229,7 +229,7 @@ def _all_agree(
     group: dist.ProcessGroup | None,
 ) -> bool:
     """Whether no rank has an error and all ranks have the same values."""
-    if not dist.is_initialized():
+    if _is_alone(group):
         return error is None
     numbers = [_number(value) for value in values]
     maxima = torch.tensor(
@@ -244,6 +244,11 @@ def _all_agree(
     return not has_failed and all(a == -b for a, b in zip(largest, negatives, strict=True))
 
 
+def _is_alone(group: dist.ProcessGroup | None) -> bool:
+    # A job of one process has no gloo group, and NCCL takes no tensor of the host.
+    return not dist.is_initialized() or dist.get_world_size(group) == 1
+
+
 def _number(value: str) -> int:
     """A digest below 2**56, so that it and its negative fit into signed 64-bit integers."""
     return int.from_bytes(hashlib.sha256(value.encode()).digest()[:7], "big")
@@ -254,7 +259,7 @@ def _gather_reports(
 ) -> list[tuple[str, list[str]]]:
     """Every rank's error message, "" if it succeeded, and its values."""
     report = _message(error), [_shortened(value) for value in values]
-    if not dist.is_initialized():
+    if _is_alone(group):
         return [report]
     reports: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reports, report, group=group)

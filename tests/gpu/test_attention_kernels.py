@@ -24,6 +24,7 @@ from megapack.model.attention.varlen import PackedVarlen, varlen_causal_attentio
 from megapack.prefixes import Branch, PrefixTable, row_branches
 from megapack.rows.slices import slice_positions
 from megapack.rows.transfer import moved
+from tools.benching.gpu_kernels import te_arguments
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,8 +99,7 @@ def test_te_equals_sdpa_without_device_synchronization() -> None:
     )
     q, k, v = qkv()
     row = packed_seq_params(cu_seqlens(), max(LENGTHS), sum(LENGTHS))
-    given = {name: value for name, value in vars(row).items() if value is not None}
-    given["attn_mask_type"] = "padding_causal"
+    given = te_arguments(row, "padding_causal")
     expected = reference(q, k, v).flatten(1)
     for mode in ("default", "error"):  # The first call selects a kernel and may synchronize.
         torch.cuda.set_sync_debug_mode(mode)
@@ -204,10 +204,7 @@ def test_te_with_shared_prefixes_equals_merged_calls() -> None:
     row, branches, (q, k, v) = shared_row()
     view = row_view(row)
     order_K = view.paths().order_K
-    params = gathered_params(row, view.paths())
-    given = {name: value for name, value in vars(params).items() if value is not None}
-    given = {name: value for name, value in given.items() if not name.startswith("_")}
-    given["attn_mask_type"] = "padding_causal_bottom_right"
+    given = te_arguments(gathered_params(row, view.paths()), "padding_causal_bottom_right")
     out = module(q, k[order_K], v[order_K], **given)
     expected = merged_on_the_cpu(branches, [q, k, v]).flatten(1)
     torch.testing.assert_close(out.cpu().double(), expected, atol=0.02, rtol=0.02)

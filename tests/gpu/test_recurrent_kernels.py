@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapack.model.recurrent.choice import delta_rule_kernels
-from megapack.model.recurrent.convolution import fla_convolution
+from megapack.model.recurrent.choice import delta_rule_kernels, recurrent_kernels
 from megapack.model.recurrent.delta_rule import fla_delta_rule
 from megapack.model.recurrent.segments import Segments
 from megapack.prefixes import EARLIER
@@ -36,9 +35,9 @@ def row_of(name: str) -> Segments:
 
 @pytest.mark.parametrize("row", ["whole samples", "tree"])
 def test_they_give_torchs_outputs_states_and_gradients(row: str) -> None:
-    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
     kernels = delta_rule_kernels()
-    assert (kernels.convolve, kernels.scan) == (fla_convolution, fla_delta_rule)
+    if kernels.scan is not fla_delta_rule:
+        pytest.skip(recurrent_kernels("G"))
     segments = row_of(row)
     drawn = LAYER.tensors(sum(segments.lengths))
     carried = LAYER.carried() if EARLIER in segments.parents else []

@@ -135,9 +135,15 @@ def te_attention(row: PackedSeqParams, sizes: Sizes) -> Callable[..., Tensor]:
         attention_dropout=0.0,
         qkv_format="thd",
     )
-    given = {name: value for name, value in vars(row).items() if value is not None}
-    given = {name: value for name, value in given.items() if not name.startswith("_")}
-    return partial(module, **given, attn_mask_type="padding_causal")
+    return partial(module, **te_arguments(row, "padding_causal"))
+
+
+def te_arguments(row: PackedSeqParams, mask: str) -> dict[str, Any]:
+    """A row as arguments of Transformer Engine's attention. Later releases of Megatron-Core keep
+    more in a row than these."""
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    given = {name: getattr(row, name) for name in (*names, "max_seqlen_q", "max_seqlen_kv")}
+    return {**given, "qkv_format": row.qkv_format, "attn_mask_type": mask}
 
 
 def varlen_attention(row: PackedSeqParams, sizes: Sizes) -> Callable[..., Tensor]:

@@ -117,7 +117,8 @@ def varlen_causal_attention(
     heads = query_QHD.shape[1]
     groups = key_KGD.shape[1]
     known = _parameters(kernel)
-    if heads != groups and "enable_gqa" not in known:
+    # 2.11 takes fewer heads of keys as they are, 2.12 with enable_gqa.
+    if heads != groups and "window_size" not in known:
         key_KGD = key_KGD.repeat_interleave(heads // groups, dim=1)
         value_KGD = value_KGD.repeat_interleave(heads // groups, dim=1)
     if "scale" not in known:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 
+import torch
 from packaging.version import Version
 
 from megapack import cpu
@@ -103,4 +105,22 @@ def _unfit(package: str) -> str | None:
         return f"the package {package} is not installed (megapack[hybrid])"
     if Version(version) < Version(least):
         return f"{package} is {version}, packed rows need {least} (megapack[hybrid])"
+    return _triton_obstacle() if package == "fla-core" else None
+
+
+def _triton_obstacle() -> str | None:
+    """Why fla-core's backward refuses to run here; None if it runs.
+
+    On Hopper, Triton 3.4.0 to 3.7.0 give a wrong gradient of a gated chunk (issue 640 of
+    flash-linear-attention). fla-core 0.6 raises there, at the first backward, unless tilelang is
+    installed.
+    """
+    if torch.cuda.get_device_capability()[0] != 9 or find_spec("tilelang") is not None:
+        return None
+    triton = metadata.version("triton")
+    if Version("3.4.0") <= Version(triton) < Version("3.7.1"):
+        return (
+            f"its backward is wrong with Triton {triton} on Hopper; install tilelang, or Triton "
+            "3.7.1 or later"
+        )
     return None

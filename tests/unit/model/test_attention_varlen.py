@@ -91,7 +91,6 @@ def kernel_2_11(
     assert scale is not None
     assert max_q >= int(cu_seq_q.diff().max())
     assert max_k >= int(cu_seq_k.diff().max())
-    same_heads(query, key)
     return causal(query, key, value, cu_seq_q, cu_seq_k, scale)
 
 

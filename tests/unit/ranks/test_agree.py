@@ -85,6 +85,11 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 Run = Callable[..., list[Any]]
 
 
+def refuse(*args: object, **kwargs: object) -> None:
+    """NCCL's answer to a tensor of the host."""
+    raise RuntimeError("No backend type associated with device type cpu")
+
+
 def call(work: Work = lambda: None, **same: str) -> Callable[[], object]:
     """The call of one rank."""
     return lambda: agree(work, device=CPU, same=same)
@@ -113,6 +118,19 @@ def test_one_process_gets_the_result_of_its_work() -> None:
     assert agree(lambda: [1, 2], device=CPU, same={"plan": "a"}) == [1, 2]
     agree(lambda: calls.append(1), device=CPU)
     assert calls == [1]
+
+
+def test_a_job_of_one_process_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its only process group is NCCL's on a GPU."""
+    with job_of_one():
+        for name in ("all_reduce", "all_gather_object"):
+            monkeypatch.setattr(dist, name, refuse)
+        agreements = Agreements(None)
+        assert agreements.start(lambda: [3], lambda: {"plan": "a"}).result() == [3]
+        with pytest.raises(DataError, match="the lengths"):
+            agreements.start(fail(DataError("the lengths")), dict).result()
+        agreements.stop()
+        assert agree_with_flags(lambda: None, [True, False], device=CPU) == [True, False]
 
 
 def test_each_rank_gets_the_result_of_its_work(run: Run) -> None:

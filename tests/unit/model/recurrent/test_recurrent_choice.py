@@ -35,6 +35,9 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> Versions:
 
     monkeypatch.setattr(choice.metadata, "version", version)
     monkeypatch.setattr(choice.cpu, "uses_cuda", lambda: True)
+    monkeypatch.setattr(choice.torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    installed["triton"] = "3.7.1"
     return installed
 
 
@@ -66,6 +69,23 @@ def test_a_release_that_would_read_wrong_heads_is_passed_over(versions: Versions
     versions["fla-core"] = "0.4.2"
     assert delta_rule_kernels().scan is torch_delta_rule
     assert "fla-core is 0.4.2, packed rows need 0.5.0" in recurrent_kernels("G")
+
+
+@pytest.mark.parametrize("triton", ["3.4.0", "3.6.0", "3.7.0"])
+def test_a_triton_whose_gradients_are_wrong_on_hopper_is_passed_over(
+    triton: str, versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions.update({"fla-core": "0.6.0", "triton": triton})
+    assert delta_rule_kernels().scan is torch_delta_rule
+    assert recurrent_kernels("G") == (
+        f"gated delta nets torch, which is slow: its backward is wrong with Triton {triton} on "
+        "Hopper; install tilelang, or Triton 3.7.1 or later"
+    )
+    monkeypatch.setattr(choice.torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert delta_rule_kernels().scan is fla_delta_rule
+    monkeypatch.setattr(choice.torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(choice, "find_spec", lambda name: name == "tilelang")
+    assert delta_rule_kernels().scan is fla_delta_rule
 
 
 def test_a_cpu_takes_torchs_whatever_is_installed(
