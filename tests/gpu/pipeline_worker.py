@@ -5,15 +5,18 @@ torchrun --nproc-per-node 2 -m tests.gpu.pipeline_worker DEVICE ATTENTION REFERE
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import param_and_grad_buffer
 
 from megapack import Layout, cpu, launch
 from megapack.gpt import initialize_parallel
@@ -35,6 +38,12 @@ def start(device: Literal["cuda", "cpu"]) -> None:
     dist.init_process_group("gloo")
 
 
+@contextlib.contextmanager
+def one_by_one(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """Collectives in place of one coalesced call, which gloo does not have for CUDA tensors."""
+    yield
+
+
 def run_case(
     layout: Layout, attention: str, dtype: Literal["fp32", "bf16"], samples: dict[str, Samples]
 ) -> dict[str, Any]:
@@ -51,6 +60,7 @@ def run_case(
 def main(device: Literal["cuda", "cpu"], attention: str, reference: str, out: str) -> None:
     """Run every layout in both precisions; rank 0 writes `out` after each."""
     start(device)
+    param_and_grad_buffer._coalescing_manager = one_by_one
     samples = torch.load(reference, map_location="cpu")
     found = {}
     for name, layout in LAYOUTS.items():
