@@ -105,9 +105,15 @@ def show(page_text: str, folder: Path, width: int, scheme: int) -> tuple[dict[st
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-@pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1200, 500])
-@pytest.mark.parametrize("kind", ["run", "plan"])
+@pytest.mark.parametrize(
+    ("kind", "width", "scheme"),
+    [
+        ("run", 1200, LIGHT),
+        ("plan", 500, DARK),
+        pytest.param("run", 500, DARK, marks=pytest.mark.weekly),
+        pytest.param("plan", 1200, LIGHT, marks=pytest.mark.weekly),
+    ],
+)
 def test_no_panel_is_empty(tmp_path: Path, kind: str, width: int, scheme: int) -> None:
     text, num_panels = run_report(tmp_path) if kind == "run" else plan_report()
     found, pixels = show(text, tmp_path, width, scheme)

@@ -138,6 +138,7 @@ def session_processes(session: int) -> list[int]:
     return found
 
 
+@pytest.mark.weekly
 def test_a_job_is_saved_queued_again_and_resumed(repo_root: Path, tmp_path: Path) -> None:
     cluster = Cluster(repo_root, tmp_path)
     batch = cluster.start()

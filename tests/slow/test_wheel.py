@@ -145,7 +145,7 @@ def test_the_wheel_plans_from_another_folder(
         assert expected in said
 
 
-@pytest.mark.parametrize("editable", [False, True])
+@pytest.mark.parametrize("editable", [False, pytest.param(True, marks=pytest.mark.weekly)])
 def test_the_startup_file_is_read(
     editable: bool, installed: tuple[Path, Path], source: Path, tmp_path: Path
 ) -> None:

@@ -63,7 +63,14 @@ NAMES = [
     if case.layout_name in (LAYOUT_OF.get(case.family, case.layout_name), *ROWS)
 ]
 # Others have the same parts.
-WEEKLY_CASES = {"hunyuan_v1_dense-tp2_sp", "gemma2-wide"}
+WEEKLY_CASES = {
+    *("llama3_rope-tp2_sp", "mistral-tp2_sp", "moonlight-tp2_sp", "seed_oss-tp2_sp", "glm4-tp2_sp"),
+    *("olmo2-tp2_sp", "hunyuan_v1_dense-tp2_sp", "qwen2-pp2_vpp2", "mistral_window-pp2_vpp2"),
+    *("deepseek_v2-pp2_vpp2", "deepseek_v3-pp2_vpp2", "mimo-pp2_vpp2", "qwen3_tied-pp2_vpp2"),
+    *("qwen2_window-cp2", "ernie4_5-cp2", "mixtral-cp2", "gpt_oss-cp2", "deepseek_v3-dp2"),
+    *("gpt_oss-dp2", "ernie4_5_moe-dp2", "gemma3_text-prefixes", "olmo3-wide", "gemma2-wide"),
+    *("phi3-pieces", "olmo3-pieces"),
+}
 PARAMS = [
     pytest.param(name, marks=needs_hybrid if HF_CASES[name].is_hybrid else ()) for name in NAMES
 ]

@@ -70,6 +70,7 @@ def test_a_run_learns_its_cost_model_and_a_resumed_one_does_so_bit_by_bit(tmp_pa
             assert one[key] == other[key], (one["step"], key)
 
 
+@pytest.mark.weekly
 def test_another_layout_begins_with_the_model_of_the_config(tmp_path: Path) -> None:
     run(tmp_path, "train.num_batches=2")
     _, fits = run(tmp_path, "layout.dp=4", "layout.pp=1", "train.resume=auto")

@@ -88,6 +88,7 @@ def test_losses_and_gradients_are_those_without_sharing(name: str, tmp_path: Pat
     check_plan(plan, lengths)
 
 
+@pytest.mark.weekly
 def test_a_run_that_shares_is_resumed_inside_a_batch_bit_by_bit(tmp_path: Path) -> None:
     saving = ("plan.share_prefixes=auto", "train.save_interval=3", "train.keep_checkpoints=null")
     whole = steps(tmp_path / "whole", GRPO, *saving)
