@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megapack.model.recurrent.scan import CHUNK_TOKENS, at_least_fp32, decay_between
+from megapack.model.recurrent.scan import at_least_fp32, decay_between, scan_in_chunks
 from megapack.model.recurrent.segments import Level
 
 # As in flash-linear-attention.
@@ -32,25 +32,17 @@ def torch_delta_rule(
     """By torch, on every device and in every precision.
 
     Within a chunk the tokens' updates are the solution of a triangular system (section 3.3 of the
-    paper). Segments are padded to the longest: there beta and g are 0, which keeps the state.
+    paper). After a segment's end beta and g are 0, which keeps the state.
     """
     query, key, value, decay, beta = inputs
     repeats = value.shape[1] // query.shape[1]
-    # [N, H, tokens, channels]
-    q, k = (
-        level.padded(_normalised(x).repeat_interleave(repeats, dim=1)).transpose(1, 2)
-        for x in (query, key)
-    )
-    v = level.padded(at_least_fp32(value)).transpose(1, 2)
-    g, b = (level.padded(at_least_fp32(x)).transpose(1, 2) for x in (decay, beta))
+    q, k = (_normalised(x).repeat_interleave(repeats, dim=1) for x in (query, key))
+    v, g, b = (at_least_fp32(x) for x in (value, decay, beta))
     q = q * q.shape[-1] ** -0.5
-    state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1]) if initial is None else initial
-    outs = []
-    for first in range(0, v.shape[2], CHUNK_TOKENS):
-        part = [x[:, :, first : first + CHUNK_TOKENS] for x in (q, k, v, g, b)]
-        out, state = _chunk(part, state)
-        outs.append(out)
-    return level.unpadded(torch.cat(outs, dim=2).transpose(1, 2)).to(value.dtype), state
+    if initial is None:
+        initial = v.new_zeros(len(level.lengths), v.shape[1], k.shape[-1], v.shape[-1])
+    out, state = scan_in_chunks(_chunk, (q, k, v, g, b), level, initial)
+    return out.to(value.dtype), state
 
 
 def _chunk(inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:

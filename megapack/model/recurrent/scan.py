@@ -6,11 +6,13 @@ chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megapack.model.recurrent.segments import Level, Segments
 
@@ -67,6 +69,49 @@ def scan_row(
     if segments.order_T is None:
         return outs[0], kept
     return torch.cat(outs).index_select(0, segments.order_T), kept
+
+
+def scan_in_chunks(
+    chunk: Callable[[Sequence[Tensor], Tensor], tuple[Tensor, Tensor]],
+    inputs: Sequence[Tensor],
+    level: Level,
+    initial: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Scan all segments of a level side by side, a chunk of each at a time.
+
+    A segment takes part as long as it has tokens: a long one does not pad the others.
+
+    Args:
+        chunk: from inputs [n, heads, C, ...], zeros after a segment's end, and states [n, ...],
+            to outputs [n, heads, C, channels] and states.
+        inputs: [L, heads, ...] each.
+        initial: [N, ...].
+
+    Returns:
+        [L, heads, channels], and the states at the segments' ends.
+    """
+    sizes = [
+        min(CHUNK_TOKENS, tokens - first)
+        for tokens in level.lengths
+        for first in range(0, tokens, CHUNK_TOKENS)
+    ]
+    pieces = [values.split(sizes) for values in inputs]
+    counts = [-(-tokens // CHUNK_TOKENS) for tokens in level.lengths]
+    firsts = list(itertools.accumulate(counts, initial=0))
+    states = list(initial.unbind())
+    outs: dict[int, Tensor] = {}
+    for k in range(max(counts)):
+        own = [n for n, count in enumerate(counts) if count > k]
+        at = [firsts[n] + k for n in own]
+        padded = [
+            pad_sequence([values[i] for i in at], batch_first=True).transpose(1, 2)
+            for values in pieces
+        ]
+        out, ends = chunk(padded, torch.stack([states[n] for n in own]))
+        for n, i, tokens, end in zip(own, at, out.transpose(1, 2), ends, strict=True):
+            outs[i] = tokens[: sizes[i]]
+            states[n] = end
+    return torch.cat([outs[i] for i in range(len(sizes))]), torch.stack(states)
 
 
 def at_least_fp32(values: Tensor) -> Tensor:

@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from megapack.model.recurrent.scan import CHUNK_TOKENS, at_least_fp32, decay_between
+from megapack.model.recurrent.scan import at_least_fp32, decay_between, scan_in_chunks
 from megapack.model.recurrent.segments import Level
 
 # Megatron's default.
@@ -40,25 +39,16 @@ def torch_state_space(
 ) -> tuple[Tensor, Tensor]:
     """By torch, on every device and in every precision.
 
-    Segments are padded to the longest: there dt is 0, which keeps the state.
+    After a segment's end dt is 0, which keeps the state.
     """
     x, dt, B, C = inputs
     repeats = x.shape[1] // B.shape[1]
     scaled = at_least_fp32(x) * dt[..., None]
-    # [N, H, tokens, channels]
-    xs = level.padded(scaled).transpose(1, 2)
-    decays = level.padded(dt * A_H).transpose(1, 2)
-    Bs, Cs = (
-        level.padded(at_least_fp32(y).repeat_interleave(repeats, dim=1)).transpose(1, 2)
-        for y in (B, C)
-    )
-    state = xs.new_zeros(*xs.shape[:2], xs.shape[-1], Bs.shape[-1]) if initial is None else initial
-    outs = []
-    for first in range(0, xs.shape[2], CHUNK_TOKENS):
-        part = [y[:, :, first : first + CHUNK_TOKENS] for y in (xs, decays, Bs, Cs)]
-        out, state = _chunk(part, state)
-        outs.append(out)
-    return level.unpadded(torch.cat(outs, dim=2).transpose(1, 2)).to(x.dtype), state
+    Bs, Cs = (at_least_fp32(y).repeat_interleave(repeats, dim=1) for y in (B, C))
+    if initial is None:
+        initial = scaled.new_zeros(len(level.lengths), *scaled.shape[1:], Bs.shape[-1])
+    out, state = scan_in_chunks(_chunk, (scaled, dt * A_H, Bs, Cs), level, initial)
+    return out.to(x.dtype), state
 
 
 def _chunk(inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:

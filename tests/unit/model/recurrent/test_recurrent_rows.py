@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from megapack.model.recurrent.scan import CHUNK_TOKENS
+from megapack.model.recurrent.scan import CHUNK_TOKENS, scan_in_chunks
 from megapack.model.recurrent.segments import Segments
 from megapack.prefixes import EARLIER
 from tests.recurrent_rows import Kind, Layer, error, segments_of
@@ -20,6 +23,7 @@ TOLERANCE = 1e-12
 ROWS = {
     "whole samples": segments_of([5, 1, 9, 2], [-1, -1, -1]),
     "more than a chunk": segments_of([CHUNK_TOKENS + 3, 2, CHUNK_TOKENS], [-1, 0, 0]),
+    "chunks of some": segments_of([5, 2 * CHUNK_TOKENS + 3, 2, CHUNK_TOKENS + 1], [-1, -1, 0]),
     "depth 3": segments_of([3, 1, 2, 6, 1, 2, 4, 3], [-1, 0, 1, 1, 0, 4, -1]),
     "kept leaf": segments_of([2, 1, 1, 5], [-1, 0, 1, -1], kept=2),
     "kept prefix": segments_of([2, 3, 1], [-1, 0, 0], kept=0),
@@ -69,6 +73,22 @@ def test_states_are_in_fp32(kind: Kind, dtype: torch.dtype) -> None:
     assert state is not None
     assert tail is not None
     assert (out.dtype, state.dtype, tail.dtype) == (dtype, torch.float32, dtype)
+
+
+def test_a_long_segment_does_not_pad_the_others() -> None:
+    (level,) = segments_of([2, 2 * CHUNK_TOKENS + 3, CHUNK_TOKENS], []).levels
+    shapes = []
+
+    def chunk(inputs: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        (values,) = inputs
+        shapes.append(values.shape[:3])
+        return values, state + values.sum(dim=2)
+
+    values = torch.arange(sum(level.lengths)).view(-1, 1, 1)
+    out, ends = scan_in_chunks(chunk, [values], level, values.new_zeros(3, 1, 1))
+    assert shapes == [(3, 1, CHUNK_TOKENS), (1, 1, CHUNK_TOKENS), (1, 1, 3)]
+    assert torch.equal(out, values)
+    assert ends.flatten().tolist() == [int(x.sum()) for x in values.split(list(level.lengths))]
 
 
 @st.composite
