@@ -462,22 +462,20 @@ def _hybrid(variant: str) -> dict[str, Case]:
     """The layouts that a hybrid model of the problem runs on."""
     tp2_sp_pp2 = Layout(tp=2, pp=2, sequence_parallel=True)
     cp2_pp2_vpp2 = Layout(cp=2, pp=2, vpp=2)
+
+    def uneven(*counts: int) -> Case:
+        # A layer of the GPT is two letters.
+        own = [count * (2 if variant == "gpt_as_hybrid" else 1) for count in counts]
+        split = _split(StageLayers(tuple(own), pp=2).to_text())
+        return Case(layout=PP2_VPP2, split=split, expect={"layers": _layers(*own)})
+
     cases = {
         "single": Case(layout=Layout()),
         "pp2": Case(layout=PP2),
         "pp2_recompute": Case(layout=PP2, recompute="full"),
         "pp2_vpp2": Case(layout=PP2_VPP2, expect={"chunks": 2}),
-        "pp2_vpp2_uneven": Case(
-            layout=PP2_VPP2,
-            split=_split("Et|t*4|t*2|tL"),
-            expect={"layers": _layers(1, 4, 2, 1)},
-        ),
-        "pp2_vpp2_ends_alone_recompute": Case(
-            layout=PP2_VPP2,
-            split=_split("E|t*3|t*5|L"),
-            recompute="full",
-            expect={"layers": _layers(0, 3, 5, 0)},
-        ),
+        "pp2_vpp2_uneven": uneven(1, 4, 2, 1),
+        "pp2_vpp2_ends_alone_recompute": replace(uneven(0, 3, 5, 0), recompute="full"),
         "pp2_uniform": Case(layout=PP2, policy=UNIFORM, expect={"dummies": True}),
         "pp2_frozen": Case(layout=PP2, frozen=("embedding.*", "decoder.layers.[0-3].*")),
         "tp2_sp": Case(layout=TP2_SP),
