@@ -92,8 +92,8 @@ ROWS = {
         keys={"recompute": "full"},
     ),
 }
-"""Of families whose layers or samples have rotary embeddings or caps of their own. The sample
-beyond the length of longrope lies over two ranks, or is in pieces."""
+"""Of families whose layers or samples have rotary embeddings or caps of their own, and of hybrid
+ones. The sample beyond the length of longrope lies over two ranks, or is in pieces."""
 LAYERED = ("olmo3", "phi3", "gemma2", "gemma3_text")
 MAX_TOKENS = 128
 # A job has 5 minutes.
@@ -155,7 +155,7 @@ HF_CASES = {
     case.name: case
     for case in (
         *(HfCase(family, name) for name in LAYOUTS for family in ALL_FAMILIES),
-        *(HfCase(family, name) for name in ROWS for family in LAYERED),
+        *(HfCase(family, name) for name in ROWS for family in (*LAYERED, *HYBRID_FAMILIES)),
     )
     # Prefixes are refused where long samples are rotated otherwise.
     if case.name != "phi3-prefixes"
