@@ -189,6 +189,7 @@ def _payload(tuning: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str
         "num_plans": tuning.num_plans,
         "num_fitting": len(tuning.ranked),
         "least_memory_bytes": tuning.least_memory.total,
+        "refusal": tuning.refusal,
         "ranked": [
             {
                 "tokens_per_gpu_second": candidate.tokens_per_gpu_second,
@@ -212,6 +213,9 @@ def _print(
         f"{tuning.num_layouts} layouts of {args.gpus} GPUs, {tuning.num_plans} plans, "
         f"{len(tuning.ranked)} within {args.gpu_memory_gib:g} GiB per GPU"
     )
+    if not tuning.num_plans and tuning.refusal is not None:
+        print(f"nothing has a legal plan: {tuning.refusal}")
+        return
     if not tuning.ranked:
         print(
             f"nothing fits: the least is {tuning.least_memory}; set more --tp, --pp or --recompute "

@@ -229,6 +229,8 @@ class Tuning:
     num_plans: int
     least_memory: GpuMemory
     """Memory of the layout that needs the least, at its smallest budget."""
+    refusal: str | None
+    """What keeps the last budget and policy that have no legal plan from one; None if all have."""
 
     @property
     def best_of_layouts(self) -> tuple[Candidate, ...]:
@@ -291,7 +293,10 @@ def tune(work: Workload, space: Space) -> Tuning:
             f"{len(layouts)} layouts: rows over several ranks need dp > 1, pieces and split "
             "backwards pp > 1; add fixed, off and joint, or other sizes"
         )
-    tried = [c for layout, split in layouts for c in _candidates(work, space, layout, split)]
+    refusals: list[PlanError] = []
+    tried = [
+        c for layout, split in layouts for c in _candidates(work, space, layout, split, refusals)
+    ]
     fitting = [c for c in tried if c.memory.total <= work.memory_bytes]
     needs = (
         _memory(work, layout, split, min(_budgets(work, space, layout, kind)), kind)
@@ -303,6 +308,7 @@ def tune(work: Workload, space: Space) -> Tuning:
         num_layouts=len(layouts),
         num_plans=len(tried),
         least_memory=min(needs, key=lambda memory: memory.total),
+        refusal=str(refusals[-1]) if refusals else None,
     )
 
 
@@ -317,19 +323,26 @@ def _divides(sizes: ModelSizes, tp: int, ep: int, etp: int) -> bool:
 
 
 def _candidates(
-    work: Workload, space: Space, layout: Layout, split: StageLayers
+    work: Workload,
+    space: Space,
+    layout: Layout,
+    split: StageLayers,
+    refusals: list[PlanError],
 ) -> Iterator[Candidate]:
-    """Candidates with different plans, from the smallest budget on."""
+    """Candidates with different plans, from the smallest budget on; what has no legal plan is
+    appended to `refusals`."""
     seen: set[tuple[StepPlan, ...]] = set()
     for kind in _kinds(work, space, layout):
         for budget in _budgets(work, space, layout, kind):
             if _memory(work, layout, split, budget, kind).total > work.memory_bytes:
                 break
             for policy in _policies(work, space, layout, kind):
-                plan = _plan(work, layout, split, budget, policy)
-                if plan is None or plan.steps in seen:
+                try:
+                    plan = _plan(work, layout, split, budget, policy)
+                except PlanError as error:
+                    refusals.append(error)
                     continue
-                if kind.has(plan):
+                if plan.steps not in seen and kind.has(plan):
                     seen.add(plan.steps)
                     yield _candidate(work, plan, split, budget, kind)
 
@@ -393,27 +406,26 @@ def _policies(work: Workload, space: Space, layout: Layout, kind: Kind) -> Itera
             yield policy
 
 
-def _plan(
-    work: Workload, layout: Layout, split: StageLayers, budget: int, policy: Policy
-) -> Plan | None:
-    """Plan under one policy; None if it allows no legal plan, or leaves a sample that should be cut
-    into pieces alone in its row."""
+def _plan(work: Workload, layout: Layout, split: StageLayers, budget: int, policy: Policy) -> Plan:
+    """Plan under one policy.
+
+    Raises:
+        PlanError: it allows no legal plan, or leaves a sample that should be cut into pieces alone
+            in its row.
+    """
     is_cut = policy.split_samples == "auto"
-    try:
-        plan = build_dp_schedule(
-            work.lengths,
-            layout=layout,
-            max_tokens_per_gpu=budget,
-            rollout_ids=work.rollout_ids,
-            colocate_ids=work.colocate_ids,
-            global_batch_size=work.global_batch_size,
-            num_steps=work.num_steps,
-            cost=work.cost_of(layout, split),
-            policy=replace(policy, oversize="error") if is_cut else policy,
-            prefixes=work.prefixes,
-        )
-    except PlanError:
-        return None
+    plan = build_dp_schedule(
+        work.lengths,
+        layout=layout,
+        max_tokens_per_gpu=budget,
+        rollout_ids=work.rollout_ids,
+        colocate_ids=work.colocate_ids,
+        global_batch_size=work.global_batch_size,
+        num_steps=work.num_steps,
+        cost=work.cost_of(layout, split),
+        policy=replace(policy, oversize="error") if is_cut else policy,
+        prefixes=work.prefixes,
+    )
     return replace(plan, policy=policy)
 
 

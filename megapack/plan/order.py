@@ -330,7 +330,8 @@ def _frozen(
     forward_only: bool,
     backwards: Ints,
 ) -> StepOrder:
-    own, ends = stage_lists(pp, vpp, num_microbatches, group, forward_only, backwards)
+    held = np.zeros(num_microbatches)
+    own, ends = stage_lists(pp, vpp, num_microbatches, group, forward_only, backwards, held, np.inf)
     columns, _ = interleave(own, ends, pp, vpp)
     assert columns.shape[1] > 0, "a legal M never deadlocks"
     return _order(columns, pp)
@@ -350,12 +351,21 @@ def stage_lists(
     group: int,
     forward_only: bool,
     backwards: Ints,
+    held: Floats,
+    cap: float,
 ) -> tuple[Ints, Ints]:
     """What each stage runs: kind, micro-batch and chunk in the model, int64 [3, operations], stage
     after stage; and where each stage begins, int64 [pp + 1].
 
+    A stage runs `pp - 1 - stage` forwards ahead of the last stage (twice as many with vpp > 1), or
+    fewer where these would put more than the cap on it. The last stage waits for nothing, so it may
+    be over the cap. Forwards that are ahead on a stage are so on the stages before it, which all
+    hold the same then, so no stages wait for each other in a circle.
+
     Args:
         backwards: int64 [M * vpp], the virtual micro-batch of each backward.
+        held: float64 [M], what a stage holds of a micro-batch between a chunk's F and B.
+        cap: inf: none.
     """
     total = num_microbatches * vpp
     table = group_table(num_microbatches, vpp, group)
@@ -364,18 +374,25 @@ def stage_lists(
     ends = np.arange(pp + 1) * size
     for stage in range(pp):
         warmup = _num_warmup(pp, vpp, stage, total, group, forward_only)
+        least = _num_warmup(pp, vpp, pp - 1, total, group, forward_only)
+        live = 0.0
         op = ends[stage]
         forwards = 0
         needed = 0
         for j in range(total):
             needed = max(needed, backwards[j] + 1)
             while forwards < min(total, needed + warmup):
+                amount = held[table[0, forwards]]
+                if forwards >= needed + least and live + amount > cap:
+                    break
+                live += amount
                 own[0, op] = 0
                 own[1, op] = table[0, forwards]
                 own[2, op] = table[1, forwards] * pp + stage
                 forwards += 1
                 op += 1
             if not forward_only:
+                live -= held[table[0, backwards[j]]]
                 own[0, op] = 1
                 own[1, op] = table[0, backwards[j]]
                 own[2, op] = (vpp - 1 - table[1, backwards[j]]) * pp + stage

@@ -72,9 +72,10 @@ def best_draft(items: Items) -> Draft:
             refused = None if must_cut else error
     best = wide or narrow
     if cuts or (step.policy.backward == "split" and not step.forward_only):
-        drafts = [
-            plan_operations(own, narrow, wide) for own in (pieces, *families_in_pieces(pieces))
-        ]
+        ways = (pieces, *families_in_pieces(pieces))
+        drafts = [plan_operations(own, narrow, wide) for own in ways]
+        if cuts and best is None and not any(drafts):
+            drafts = [plan_operations(own, None, None, is_tight=True) for own in ways]
         timed = [(found.seconds(), found) for found in drafts if found is not None]
         seconds, found = min(timed, key=lambda pair: pair[0], default=(math.inf, None))
         if found is not None and (wide is None or seconds < wide.seconds()):

@@ -49,6 +49,9 @@ class OwnOrders(NamedTuple):
     """Seconds from the end of an operation to the arrival of its result on another stage."""
     cap: float
     """Tokens that a stage may hold, each chunk counted whole; inf without a cap."""
+    heeds_cap: bool
+    """Whether a stage puts forwards off that would break the cap. If not, such an order takes inf
+    seconds."""
     alignment: int
     """Cuts between pieces are at multiples of so many tokens."""
     least_piece: int
@@ -68,7 +71,8 @@ class OwnOrders(NamedTuple):
     starts if the wait is 1 s or longer."""
     ops: Ints
     """int64 [dp, most operations, 5], written: stage, micro-batch, chunk in the model, kind and
-    waits_for of `StepOrder`, without W's. They change with the places of chains."""
+    waits_for of `StepOrder`, without W's. They change with the places of chains, and with rows'
+    tokens where they heed the cap."""
     num_ops: Ints
     """int64 [dp], written."""
     turned: Ints
@@ -111,6 +115,8 @@ def score_rank(board: Board, clock: Clock, own: OwnOrders | None, rank: int) -> 
     In lockstep each micro-batch takes as long as on the slowest rank.
     """
     if own is not None:
+        if own.heeds_cap:
+            set_order(board, own, rank)
         ran, num_ran, end = room_to_run(own, 1)
         return run_ranks(board, clock, own, rank, own.patience, ran, num_ran, end)
     cost = board.cost
@@ -397,16 +403,22 @@ def unit_end(board: Board, rank: int, position: int) -> int:
 
 @kernel
 def set_order(board: Board, own: OwnOrders, rank: int) -> bool:
-    """Write a rank's operations where chains have moved; whether backwards in reverse lie within a
-    group of G micro-batches. If not, nothing is written."""
+    """Write a rank's operations where they change; whether backwards in reverse lie within a group
+    of G micro-batches. If not, nothing is written."""
+    first, last = rank, rank + 1
     if own.is_common:
-        turned = _turned_backwards(board, 0, board.counts.size)
-        rank = 0
-    else:
-        turned = _turned_backwards(board, rank, rank + 1)
+        rank, first, last = 0, 0, board.counts.size
+    turned = _turned_backwards(board, first, last)
     count = turned.size
-    if own.num_ops[rank] > 0 and np.all(turned == own.turned[rank, :count]):
+    is_old = own.num_ops[rank] > 0 and np.all(turned == own.turned[rank, :count])
+    if is_old and not own.heeds_cap:
         return True
+    held = np.zeros(count)
+    if own.heeds_cap:
+        for other in range(first, last):
+            for k in range(count):
+                width = 1 << board.level[board.rows[other, k]]
+                held[k] = max(held[k], microbatch_tokens(board, other, k) / width)
     backwards = turned
     if own.vpp > 1:
         for k in range(count):
@@ -414,7 +426,9 @@ def set_order(board: Board, own: OwnOrders, rank: int) -> bool:
                 return False
         table = group_table(count, own.vpp, own.group)
         backwards = np.arange(table.shape[1]) + turned[table[0]] - table[0]
-    stages, ends = stage_lists(own.pp, own.vpp, count, own.group, own.forward_only, backwards)
+    stages, ends = stage_lists(
+        own.pp, own.vpp, count, own.group, own.forward_only, backwards, held, own.cap
+    )
     columns, _ = interleave(stages, ends, own.pp, own.vpp)
     num_ops = columns.shape[1]
     own.num_ops[rank] = num_ops

@@ -20,7 +20,7 @@ import numpy as np
 
 from megapack.base.arrays import Ints
 from megapack.planner.board import Board, RowCost, microbatch_tokens
-from megapack.planner.clock import OwnOrders, order_lines, room_to_run, run_ranks
+from megapack.planner.clock import OwnOrders, order_lines, room_to_run, run_ranks, set_order
 from megapack.planner.counts import shapes_of
 from megapack.planner.draft import Draft
 from megapack.planner.fill import FillRule, fill_rule
@@ -61,6 +61,8 @@ _DRAFTS_GROWTH = 2
 # all, and 16 at least. 2,048 items in 8 x 32 cells are 2**19.
 _WIDE_PLACES = 2**23
 _WIDE_DRAFTS = 16
+# At least so many where samples hardly fit under the cap on live tokens.
+_TIGHT_DRAFTS = 128
 # Simulations for moves, the same: 8,192 of up to 512 operations, fewer of longer orders. Half of
 # them are for the draft of whole samples and the best drafts of pieces, each of another M, and half
 # for the best of them.
@@ -80,15 +82,19 @@ _Choice = tuple[tuple[int, int], float | None, float, bool]
 may lie over several ranks."""
 
 
-def plan_operations(items: Items, fixed: Draft | None, wide: Draft | None) -> Draft | None:
+def plan_operations(
+    items: Items, fixed: Draft | None, wide: Draft | None, *, is_tight: bool = False
+) -> Draft | None:
     """The best draft with an order of its own; None if none is faster than `fixed`.
 
     Args:
         fixed: the best draft in Megatron's order, of rows on one DP rank each; None if there is
             none that the policy allows.
         wide: the best one with rows over several ranks, the same.
+        is_tight: samples hardly fit under the cap on live tokens. Stages put forwards off that
+            would break it, which fills fewer waits, and more drafts are made.
     """
-    search = _OperationSearch(items, fixed, wide)
+    search = _OperationSearch(items, fixed, wide, is_tight)
     best = search.run()
     if best is None:
         return None
@@ -98,7 +104,9 @@ def plan_operations(items: Items, fixed: Draft | None, wide: Draft | None) -> Dr
 
 
 class _OperationSearch:
-    def __init__(self, items: Items, fixed: Draft | None, wide: Draft | None) -> None:
+    def __init__(
+        self, items: Items, fixed: Draft | None, wide: Draft | None, is_tight: bool
+    ) -> None:
         self.items = items
         self.step = items.step
         self.layout = self.step.layout
@@ -107,6 +115,9 @@ class _OperationSearch:
         self.runner = self.step.runner(self.cost)
         self.split = self.policy.backward == "split" and not self.step.forward_only
         self.total = math.fsum(item_seconds(items).tolist())
+        self.is_tight = is_tight
+        # Cuts are at multiples of it. Pieces of whole units of a row add no padding to the sample.
+        self.unit = self.layout.row_alignment if is_tight else self.layout.sample_alignment
         # Rows may lie over so many ranks as those of the wide draft, or else over any.
         self.costs: RowCost | None = None
         if self.policy.context_parallel == "dynamic" and self.step.budget is not None:
@@ -188,6 +199,9 @@ class _OperationSearch:
         together = self.layout.dp if found.rule is not None and not found.clock.lockstep else 1
         for rank in range(0, self.layout.dp, together):
             order = 0 if own.is_common else rank
+            if found.rule is None:
+                # A move that was not kept may have left its own.
+                set_order(found.board, own, rank)
             ops = own.ops[order, : own.num_ops[order]]
             best: tuple[float, list[tuple[str, ...]]] = (math.inf, [])
             for patience in (_PATIENCE, *_LAST_PATIENCES) if self.split else (_PATIENCE,):
@@ -206,6 +220,8 @@ class _OperationSearch:
         dp = self.layout.dp
         pairs = shapes_of(self.step, self._counts)
         limit = max(1, _DRAFTS_GROWTH * self.policy.search // dp)
+        if self.is_tight:
+            limit = max(limit, _TIGHT_DRAFTS)
         choices: list[_Choice] = _some(list(product(pairs, _STRETCHES, _PLACES, (False,))), limit)
         if self._mixes():
             beside = list(product(pairs, (_STRETCHES[0], None), _PLACES, (True,)))
@@ -269,7 +285,7 @@ class _OperationSearch:
             assert self.costs is not None
             room = int(self.costs.alone[-1])
         most = count if self.layout.vpp == 1 else min(group, count)
-        return cut_items(self.items, count, longest, most, room)
+        return cut_items(self.items, count, longest, most, room, self.unit)
 
     def _counts(self, group: int) -> list[int]:
         """Legal values of M to try, smaller ones closer together."""
@@ -323,7 +339,8 @@ class _OperationSearch:
             group=draft.group_size or 1,
             p2p=self.runner.p2p,
             cap=self._cap(draft),
-            alignment=layout.sample_alignment,
+            heeds_cap=self.is_tight,
+            alignment=self.unit,
             least_piece=self.step.least_piece,
             forward_only=self.step.forward_only,
             backward_ratio=float(self.cost.backward_ratio),

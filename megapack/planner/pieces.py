@@ -19,6 +19,7 @@ import numpy as np
 
 from megapack.base.arrays import Bools, Floats, Ints
 from megapack.cost.model import CostModel
+from megapack.layout import round_up
 from megapack.planner.bins import pack_to_targets
 from megapack.planner.board import Board, RowCost, put_pieces
 from megapack.planner.draft import PADDING, Draft
@@ -220,7 +221,9 @@ def _with_chains(items: Items, chains: Sequence[_FamilyChain]) -> Items:
     return items.take(whole).joined(pieces)
 
 
-def cut_items(items: Items, count: int, longest: float, most: int, room: int) -> CutItems | None:
+def cut_items(
+    items: Items, count: int, longest: float, most: int, room: int, unit: int
+) -> CutItems | None:
     """Cut samples into pieces; None if a chain finds no rank with room.
 
     Chains go to ranks with the most work first, each to the rank with the least.
@@ -231,6 +234,7 @@ def cut_items(items: Items, count: int, longest: float, most: int, room: int) ->
         longest: seconds of a piece's forward through one chunk at most, as far as `most` allows.
         most: pieces of a sample.
         room: padded tokens of the longest sample that need not be cut.
+        unit: cuts are at multiples of so many tokens.
     """
     work = item_seconds(items)
     wanted = np.ones(work.size)
@@ -240,7 +244,7 @@ def cut_items(items: Items, count: int, longest: float, most: int, room: int) ->
     over = single & (items.aligned > room)
     chosen = np.flatnonzero(single & ((wanted > 1) | over))
     chosen = chosen[np.argsort(-work[chosen], kind="stable")]
-    cuts = [_ends(items, item, int(wanted[item]), most) for item in chosen.tolist()]
+    cuts = [_ends(items, item, int(wanted[item]), most, unit) for item in chosen.tolist()]
     # With a coarse alignment a sample may be one piece, which is no cut.
     is_cut = [ends is None or len(ends) > 1 for ends in cuts]
     chosen, cuts = chosen[is_cut], list(compress(cuts, is_cut))
@@ -394,15 +398,14 @@ def fill_around(
     return (board, rule) if fill_all(board, rule, _STRETCH) else None
 
 
-def _ends(items: Items, item: int, num: int, most: int) -> list[int] | None:
+def _ends(items: Items, item: int, num: int, most: int, unit: int) -> list[int] | None:
     """Where the pieces of a sample end, in padded tokens: `num` pieces of equal work, more where
     the capacity makes them shorter, fewer where they would be too short; None if so many are too
     many."""
     cost = items.step.real_cost
     length = int(items.aligned[item])
-    unit = items.step.layout.sample_alignment
     room = items.step.capacity // unit * unit
-    least = items.step.least_piece
+    least = round_up(items.step.least_piece, unit)
     ends: list[int] = []
     start = 0
     while start < length and len(ends) < most and room > 0:
@@ -414,7 +417,7 @@ def _ends(items: Items, item: int, num: int, most: int) -> list[int] | None:
         end = min(max(end, start + least), start + room)
         if length - end < least:
             # The rest is no piece of its own: it goes to this one, or gets some of its tokens.
-            end = length if length - start <= room else length - least
+            end = length if length - start <= room else (length - least) // unit * unit
         start = end
         ends.append(start)
     return ends if start == length else None

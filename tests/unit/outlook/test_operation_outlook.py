@@ -61,6 +61,17 @@ def test_a_sweep_has_a_candidate_of_each_kind() -> None:
         assert kind == Kind() or candidate.report.seconds <= plain.report.seconds
 
 
+def test_a_sweep_without_plans_says_why() -> None:
+    pieces = replace(SPACE, context_parallel=("fixed",), split_samples=("auto",))
+    few = replace(WORK, policy=Policy(search=8))
+    full = tune(few, replace(pieces, budgets=(2000,)))
+    assert {candidate.report.num_split_samples for candidate in full.ranked} == {1}
+    assert full.refusal is None
+    over = tune(few, replace(pieces, budgets=(1999,)))
+    assert (over.ranked, over.num_plans) == ((), 0)
+    assert "sample 0 has 4000 padded tokens" in str(over.refusal)
+
+
 def test_pieces_are_tried_where_ranks_exchange_tokens_of_experts() -> None:
     sizes = replace(SIZES, num_experts=4, experts_per_token=1)
     work = replace(WORK, memory=MemoryModel(sizes=sizes), policy=Policy(search=0))

@@ -22,7 +22,7 @@ from megapack.pipeline.simulator import simulate_planned
 from megapack.planner import clock, pieces
 from megapack.planner.items import Items
 from megapack.planner.step import Step
-from megapack.policy import ContextParallel
+from megapack.policy import Backward, ContextParallel
 
 pytestmark = pytest.mark.unit
 
@@ -109,6 +109,29 @@ def test_a_sample_of_many_budgets_is_cut_or_refused(pp: int) -> None:
     allowed = dataclasses.replace(strict, max_live_tokens_per_gpu=live)
     plan = planned(lengths, layout, allowed, max_tokens_per_gpu=8192)
     assert 120 in split_samples(plan)
+
+
+@pytest.mark.parametrize("backward", ["joint", "split"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        # Rows are filled up to multiples of tp.
+        Layout(dp=4, tp=4, pp=2, sequence_parallel=True),
+        # Each rank has several chains, one after the other.
+        Layout(dp=1, pp=2),
+        Layout(dp=2, pp=4),
+        Layout(dp=2, pp=2, ep=2),
+    ],
+)
+def test_samples_that_fill_the_cap_are_cut(layout: Layout, backward: Backward) -> None:
+    length = layout.pp * 8192
+    policy = Policy(split_samples="auto", oversize="error", backward=backward, search=8)
+    for longest in (length, length - 1):
+        lengths = [longest] * 4 + [1024] * 28
+        plan = planned(lengths, layout, policy, max_tokens_per_gpu=8192)
+        assert split_samples(plan) >= {0, 1, 2, 3}
+    with pytest.raises(PlanError, match=f"sample 0 has {length + 8} padded tokens"):
+        planned([length + 8, *lengths], layout, policy, max_tokens_per_gpu=8192)
 
 
 def test_a_sample_with_more_pieces_than_a_group_is_alone_in_its_row() -> None:
@@ -223,7 +246,7 @@ def test_a_sample_of_one_alignment_is_one_piece_and_no_chain() -> None:
         prefixes=None,
     )
     items = Items.whole(step, np.arange(3), np.arange(3))
-    cut = pieces.cut_items(items, count=8, longest=1e-6, most=8, room=1024)
+    cut = pieces.cut_items(items, count=8, longest=1e-6, most=8, room=1024, unit=64)
     assert cut is not None
     assert (layout.sample_alignment, cut.num_whole, cut.sizes) == (64, 2, (4,))
 
