@@ -39,7 +39,10 @@ from megapack.samples import SampleBatch
 
 # Settings that must not change on resume: tensors, or the order of the data, would not fit. A
 # section stands for all of its settings, except for those in `_FREE`.
-_FIXED = ("seed", "model", "data.prompts_per_batch", "data.shuffle", "optim.distributed_optimizer")
+_FIXED = (
+    *("seed", "model", "data.prompts_per_batch", "data.shuffle"),
+    *("optim.name", "optim.distributed_optimizer"),
+)
 _FREE = (
     *("model.recompute", "model.attention", "model.head_kernel", "model.bias_activation_fusion"),
     *("model.gradient_accumulation_fusion", "model.moe_grouped_gemm", "model.moe_permute_fusion"),
@@ -447,6 +450,8 @@ class Checkpoints:
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Descriptions of the settings that differ from a checkpoint's and must not."""
+    # Checkpoints without the key are from before Muon.
+    saved = {**saved, "optim": {"name": "adam", **saved.get("optim", {})}}
     found = folders.differences(saved, now, _FIXED)
     kinds = folders.differences(saved, now, ("objective.kind",))
     # A value head does not fit a model with a vocabulary head.

@@ -75,10 +75,12 @@ class RunState:
         model = [t for t in nested_values(self._model()) if is_tensor(t)]
         written = [t.data for t in model if is_main_replica(t.replica_id)]
         weights = sum(data.nbytes for data in written)
-        # Adam's two moments and the main weights, each in fp32: 3 * 4 bytes.
-        adam = sum(data.numel() * 12 for data in written)
+        # Adam's two moments and the main weights, each in fp32: 3 * 4 bytes. Muon has one moment.
+        trained = [data for data in written if data.requires_grad]
+        in_muon = self._in_muon()
+        state = sum(data.numel() * (8 if id(data) in in_muon else 12) for data in trained)
         critic = 0 if self._critic is None else self._critic.num_bytes()
-        return weights * (2 if self._reference else 1) + adam + critic
+        return weights * (2 if self._reference else 1) + state + critic
 
     def writer(self, folder: Path, *, num_threads: int, device: torch.device) -> StateWriter:
         """A writer of all tensors into an empty folder that all ranks see. A collective.
@@ -131,6 +133,15 @@ class RunState:
     def _set_update_counts(self, num_updates: int) -> None:
         for one in _inner_optimizers(self._optimizer).values():
             _set_update_count(one, num_updates)
+
+    def _in_muon(self) -> set[int]:
+        """The ids of the parameters that Muon trains."""
+        return {
+            id(param)
+            for one in _inner_optimizers(self._optimizer).values()
+            if "momentum" in one.optimizer.defaults
+            for param, _ in _main_weights(one)
+        }
 
     def _fill(self, loaded: dict[str, Any]) -> None:
         """Take over what was read into a sharded state dict."""
@@ -256,6 +267,17 @@ def _whole_tensors(inner: Any) -> Iterator[tuple[Tensor, str, Tensor]]:
     Yields:
         The parameter, the name of the values, and the values.
     """
+    for param, main in _main_weights(inner):
+        if param is not main:
+            yield param, "fp32_param", main.detach()
+        for name, value in inner.optimizer.state[main].items():
+            if name != "step":
+                yield param, name, value
+
+
+def _main_weights(inner: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter of an optimizer that is not distributed, and what the optimizer updates: the
+    parameter itself if it is fp32."""
     groups = (getattr(inner, name, ()) for name in ("float16_groups", "fp32_from_float16_groups"))
     param_of = {
         main: param
@@ -263,12 +285,7 @@ def _whole_tensors(inner: Any) -> Iterator[tuple[Tensor, str, Tensor]]:
         for param, main in zip(params, mains, strict=True)
     }
     for main in (main for group in inner.optimizer.param_groups for main in group["params"]):
-        param = param_of.get(main, main)
-        if param is not main:
-            yield param, "fp32_param", main.detach()
-        for name, value in inner.optimizer.state[main].items():
-            if name != "step":
-                yield param, name, value
+        yield param_of.get(main, main), main
 
 
 def _by_name(model: dict[str, Any]) -> dict[str, Any]:
@@ -292,7 +309,7 @@ def _inner_optimizers(optimizer: Any) -> dict[int, Any]:
 
 
 def _set_update_count(inner: Any, num_updates: int) -> None:
-    """Set Adam's step count; first allocate its state, which otherwise its first step does."""
+    """Set Adam's step count; first allocate the state, which otherwise the first step does."""
     inner.init_state_fn(inner.optimizer, inner.config)
     counts_per_parameter = isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW)
     for group in inner.optimizer.param_groups:

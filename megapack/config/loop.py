@@ -12,8 +12,12 @@ from megapack.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Adam and its learning-rate schedule, counted in optimizer steps."""
+    """The optimizer and its learning-rate schedule, counted in optimizer steps."""
 
+    name: Literal["adam", "muon"] = "adam"
+    """Megatron-Core's optimizer. muon: Muon for the matrices of layers, and Adam for embeddings,
+    the head, norms and biases; it needs Megatron-Core 0.18 and the package emerging-optimizers, and
+    distributed_optimizer=false. See docs/muon.md."""
     lr: float = 1e-5
     """The highest learning rate."""
     min_lr: float = 0.0
@@ -30,6 +34,24 @@ class OptimConfig:
     """Decay of the second moment, in [0, 1)."""
     adam_eps: float = 1e-8
     """Added to the square root of the second moment."""
+    muon_momentum: float = 0.95
+    """Decay of Muon's momentum, in [0, 1)."""
+    muon_nesterov: bool = False
+    """Nesterov's momentum."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz iterations that make a matrix about orthogonal."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """What the orthogonal matrix is multiplied with, for one of shape [out, in]:
+    sqrt(max(out, in)), sqrt(out / in), or sqrt(max(1, out / in))."""
+    muon_extra_scale_factor: float = 1.0
+    """A further factor. With 0.2 and spectral, updates are about as large as Adam's, so that its
+    learning rate and weight decay can stay."""
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "blockwise"
+    """With layout.tp > 1. blockwise: each rank makes its part of a matrix orthogonal by itself, so
+    results depend on tp. duplicated and distributed: the whole matrix, gathered on each rank, or by
+    sums over the ranks."""
+    muon_fp32_matmul_prec: Literal["highest", "high", "medium"] = "medium"
+    """Precision of the iterations' products, as in torch.set_float32_matmul_precision."""
     clip_grad: float = 1.0
     """Gradients are scaled down to this global norm; 0 = no clipping."""
     distributed_optimizer: bool = False
@@ -47,7 +69,9 @@ class OptimConfig:
     def __post_init__(self) -> None:
         at_least(self, "optim", 0, "lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")
         at_least(self, "optim", 0, "adam_beta1", "adam_beta2", "adam_eps")
-        at_least(self, "optim", 1, "bucket_size")
+        at_least(self, "optim", 0, "muon_momentum", "muon_extra_scale_factor")
+        at_least(self, "optim", 1, "bucket_size", "muon_num_ns_steps")
+        self._check_muon()
         if self.overlap_param_gather and (
             not self.distributed_optimizer or self.overlap_grad_reduce is False
         ):
@@ -65,6 +89,22 @@ class OptimConfig:
                 f"optim.min_lr={self.min_lr} is above optim.lr={self.lr}; set it to {self.lr} or "
                 "less"
             )
+
+    def _check_muon(self) -> None:
+        if self.muon_momentum >= 1:
+            raise ConfigError(f"optim.muon_momentum={self.muon_momentum} must be below 1; set 0.95")
+        if self.name == "muon" and self.distributed_optimizer:
+            raise ConfigError(
+                "optim.name=muon needs whole matrices on each rank, and "
+                "optim.distributed_optimizer=true splits them; set it to false, or optim.name=adam"
+            )
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name.startswith("muon_") and self.name != "muon" and value != field.default:
+                raise ConfigError(
+                    f"optim.{field.name}={value} has no effect with optim.name={self.name}; set "
+                    "optim.name=muon, or leave it out"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -231,6 +231,7 @@ class TrainConfig:
             untied_embeddings=self.model.untie_embeddings,
             dtype=self.model.dtype,
             distributed_optimizer=self.optim.distributed_optimizer,
+            muon=self.optim.name == "muon",
             recompute=self.model.recompute,
             recompute_modules=self.model.recompute_modules,
             logprob_chunk_tokens=self.objective.logprob_chunk_tokens,

@@ -19,7 +19,7 @@ from megapack.cost.activations import SavedActivations
 from megapack.cost.head import default_chunk_tokens
 from megapack.cost.sizes import ModelSizes
 from megapack.cost.stages import StageLayers, stage_layers_of
-from megapack.cost.weights import matches_any
+from megapack.cost.weights import NOT_IN_MUON, matches_any
 from megapack.layout import Layout, ParallelSizes
 
 GIB = 2**30
@@ -56,7 +56,7 @@ class GpuMemory:
     gradients: int
     """Gradients in fp32."""
     optimizer: int
-    """Adam's moments, and fp32 main weights of a bf16 model."""
+    """Moments, and fp32 main weights of a bf16 model."""
     activations: int
     """Activations kept between forwards and their backwards. With full recomputation: the layers'
     inputs, and all activations of one layer."""
@@ -99,6 +99,9 @@ class MemoryModel:
     """Type of weights and activations. bf16 adds fp32 main weights; gradients are fp32 in both."""
     distributed_optimizer: bool = True
     """Whether the optimizer state is split over the data-parallel ranks (with CP)."""
+    muon: bool = False
+    """Whether matrices of layers are trained with Muon, which keeps one moment where Adam keeps
+    two. Needs distributed_optimizer=False."""
     recompute: Recompute = "none"
     """Activations that the backward recomputes. Attention over packed rows keeps no score matrix,
     so "selective" with attention only frees nothing here, and with Transformer Engine keeps more:
@@ -144,7 +147,7 @@ class MemoryModel:
 
         With Adam, a bf16 parameter takes 2 bytes, its fp32 gradient 4, its main weight and moments
         12. The sum is 18, or 6 + 12 / dp with the distributed optimizer, as in Megatron-Core's
-        documentation of it.
+        documentation of it. With Muon a matrix takes 4 less.
 
         Args:
             stage: 0 to pp - 1.
@@ -158,9 +161,8 @@ class MemoryModel:
             wide_sizes: numbers of DP ranks above 1 that rows lie over.
         """
         dense, experts = self._parameters(layout, stage, value_head=self.value_head)
-        trained = self._parameters(layout, stage, value_head=self.value_head, frozen=self.freeze)
         weights = self._weight_bytes(dense + experts)
-        gradients, optimizer = self._state(layout, *trained)
+        gradients, optimizer = self._state(layout, stage, self.value_head, self.freeze)
         critic = 0
         models = [self]
         if self.critic:
@@ -169,7 +171,7 @@ class MemoryModel:
                 own = replace(self, sizes=self.critic_sizes, stage_layers=None)
                 models.append(own)
             parameters = own._parameters(layout, stage, value_head=True)
-            critic = own._weight_bytes(sum(parameters)) + sum(own._state(layout, *parameters))
+            critic = own._weight_bytes(sum(parameters)) + sum(own._state(layout, stage, True, ()))
         share = layout.chunks_in_flight(stage) / layout.chunks_in_flight()
         if carried != NOTHING_CARRIED:
             share = 1.0
@@ -208,15 +210,19 @@ class MemoryModel:
         """Bytes of weights in the dtype of the forward."""
         return count * (2 if self.dtype == "bf16" else 4)
 
-    def _state(self, layout: Layout, dense: int, experts: int) -> tuple[int, int]:
-        """Bytes on one GPU of these weights' gradients and of their optimizer."""
+    def _state(
+        self, layout: Layout, stage: int, value_head: bool, frozen: tuple[str, ...]
+    ) -> tuple[int, int]:
+        """Bytes on one GPU of the trained weights' gradients and of their optimizer."""
+        dense, experts = self._parameters(layout, stage, value_head=value_head, frozen=frozen)
         optimizer = 12 if self.dtype == "bf16" else 8
         split = layout.dp * layout.cp if self.distributed_optimizer else 1
         expert_split = layout.expert_dp if self.distributed_optimizer else 1
-        return (
-            4 * (dense + experts),
-            optimizer * dense // split + optimizer * experts // expert_split,
-        )
+        state = optimizer * dense // split + optimizer * experts // expert_split
+        if self.muon:
+            others = (*frozen, *NOT_IN_MUON)
+            state -= 4 * sum(self._parameters(layout, stage, value_head=value_head, frozen=others))
+        return 4 * (dense + experts), state
 
     def saved(self, layout: Layout, sizes: ModelSizes | None = None) -> SavedActivations:
         """What autograd keeps per row token of a GPU.

@@ -8,6 +8,12 @@ from typing import Any, Literal, NamedTuple
 
 MAMBA_CONV_TOKENS = 4
 """Tokens that the convolution of a layer M sees, Megatron's only value."""
+NOT_IN_MUON = (
+    *("embedding.*", "output_layer.*", "*norm.weight", "*bias", "*.conv1d.*", "*.A_log", "*.D"),
+    "*.softmax_offset",
+)
+"""Globs of the weights that Megatron's Muon leaves to Adam: those that are no matrices, and the
+matrices of the vocabulary."""
 
 
 class LayerParameters(NamedTuple):

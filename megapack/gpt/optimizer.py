@@ -1,23 +1,53 @@
-"""Megatron-Core's Adam and learning-rate schedule from the config of the main job."""
+"""Megatron-Core's optimizer and learning-rate schedule from the config of the main job."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import math
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megapack.config.sections import OptimConfig
-from megapack.errors import ScheduleError, of_all_ranks
+from megapack.errors import ConfigError, ScheduleError, of_all_ranks
+
+
+def check_optimizer(optim: OptimConfig) -> None:
+    """Raise ConfigError if the installed Megatron-Core does not have the optimizer."""
+    if optim.name == "adam":
+        return
+    try:
+        emerging = importlib.import_module("megatron.core.optimizer.emerging_optimizers")
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"optim.name={optim.name} needs Megatron-Core 0.18 or later, this is "
+            f"{megatron.core.__version__}; install that, or set optim.name=adam"
+        ) from None
+    if not emerging.HAVE_EMERGING_OPTIMIZERS:
+        raise ConfigError(
+            f"optim.name={optim.name} needs the package emerging-optimizers (Python 3.12 or "
+            "later); pip install emerging-optimizers, or set optim.name=adam"
+        )
 
 
 def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], bf16: bool) -> Any:
-    """Megatron's Adam with gradient clipping; sharded if `optim.distributed_optimizer`."""
+    """Megatron's optimizer with gradient clipping; sharded if `optim.distributed_optimizer`.
+
+    Raises:
+        ConfigError: see `check_optimizer`.
+    """
+    check_optimizer(optim)
+    muon = {}
+    if optim.name == "muon":
+        names = [field.name for field in dataclasses.fields(optim)]
+        muon = {name: getattr(optim, name) for name in names if name.startswith("muon_")}
     config = OptimizerConfig(
-        optimizer="adam",
+        optimizer=optim.name,
         lr=optim.lr,
         min_lr=optim.min_lr,
         weight_decay=optim.weight_decay,
@@ -29,6 +59,7 @@ def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], b
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=optim.distributed_optimizer,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+        **muon,
     )
     return get_megatron_optimizer(config, chunks)
 

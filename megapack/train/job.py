@@ -38,7 +38,7 @@ from megapack.data.gae import checked_rewards
 from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import RunInterrupted, StepOutOfMemory
 from megapack.gpt import build_model, initialize_parallel
-from megapack.gpt.optimizer import build_lr_schedule, build_optimizer
+from megapack.gpt.optimizer import build_lr_schedule, build_optimizer, check_optimizer
 from megapack.gpt.settings import describe, layer_settings, reduction_settings
 from megapack.hf import LoadedWeights, export_hf, load_hf_weights
 from megapack.layout import Layout
@@ -107,6 +107,7 @@ class Trainer:
         self.interrupt = interrupt
         self.ranks = ranks
         agree(lambda: check_installed(config.train.trackers), device=device)
+        agree(lambda: check_optimizer(config.optim), device=device)
         self.layout: Layout = agree(
             lambda: config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows),
             device=device,

@@ -1,7 +1,9 @@
 """Saves and loads checkpoints of a trained model on one layout; each rank writes what it found.
 
 torchrun --nproc-per-node 2 -m tests.dist.checkpoint.checkpoint_worker OUT_DIR TP EP VARIANT DTYPE \
-    DISTRIBUTED
+    OPTIMIZER
+
+OPTIMIZER is adam, distributed (Adam) or muon.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -21,7 +23,7 @@ from torch.distributed.checkpoint import filesystem
 
 from megapack import Layout, build_dp_schedule, launch
 from megapack.base.choices import Dtype
-from megapack.checkpoint.state import RunState
+from megapack.checkpoint.state import RunState, _main_weights
 from megapack.checkpoint.writer import StateWriter
 from megapack.config.sections import OptimConfig
 from megapack.gpt.optimizer import build_optimizer
@@ -38,18 +40,22 @@ class Case:
     Args:
         tp: tensor parallel ranks; the other ranks are data parallel.
         ep: expert parallel ranks; above 1 the model has experts.
-        variant: one of `problem.MODELS`.
-        distributed: whether the optimizer is.
+        variant: one of `problem.MODELS`, or "frozen".
+        optimizer: "adam", "distributed" or "muon".
     """
 
-    def __init__(
-        self, tp: int, ep: int, variant: str, dtype: Dtype = "fp32", distributed: bool = True
-    ) -> None:
+    def __init__(self, tp: int, ep: int, variant: str, dtype: Dtype, optimizer: str) -> None:
         layout = Layout(tp=tp, ep=ep, dp=dist.get_world_size() // tp)
         experts = {"num_experts": 4} if ep > 1 else {}
-        model = dataclasses.replace(problem.MODELS[variant][0], dtype=dtype, **experts)
+        is_frozen = variant == "frozen"
+        model = problem.MODELS["plain" if is_frozen else variant][0]
+        model = dataclasses.replace(model, dtype=dtype, **experts)
+        if is_frozen:
+            model = dataclasses.replace(model, freeze=("embedding.*", "*.mlp.*"))
+        distributed = optimizer == "distributed"
         self.chunks = build_chunks(layout, model=model, distributed_optimizer=distributed)
-        optim = OptimConfig(lr=1e-2, distributed_optimizer=distributed)
+        name: Literal["adam", "muon"] = "muon" if optimizer == "muon" else "adam"
+        optim = OptimConfig(name=name, lr=1e-2, distributed_optimizer=distributed)
         self.optimizer = build_optimizer(optim, self.chunks, bf16=dtype == "bf16")
         self.num_fp32 = sum(p.dtype == torch.float32 for p in self._parameters())
         before = [p.detach().clone() for p in self._parameters()]
@@ -72,14 +78,28 @@ class Case:
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def tensors(self) -> list[torch.Tensor]:
-        """Weights, main weights and Adam's state of this rank."""
+        """Weights, main weights and moments of this rank."""
         found = [p.detach() for p in self._parameters()]
         for one in self.optimizers:
             for group in one.optimizer.param_groups:
                 for param in group["params"]:
                     state = one.optimizer.state[param]
-                    found += [param.detach(), state["exp_avg"], state["exp_avg_sq"]]
+                    moments = [value for name, value in state.items() if name != "step"]
+                    found += [param.detach(), *moments]
         return found
+
+    def num_bytes(self) -> int:
+        """What `RunState.num_bytes` predicts, from the state as it is. Dense parameters are the
+        first rank's; each rank has its own experts."""
+        is_first = dist.get_rank() == 0
+        own = {id(p) for p in self._parameters() if is_first or not getattr(p, "allreduce", True)}
+        total = sum(p.nbytes for p in self._parameters() if id(p) in own)
+        for one in self.optimizers:
+            for param, main in _main_weights(one):
+                moments = {n: v for n, v in one.optimizer.state[main].items() if n != "step"}
+                if id(param) in own:
+                    total += main.nbytes + sum(moment.nbytes for moment in moments.values())
+        return total
 
     def save(self, folder: Path, *, staged: bool, changed: Callable[[], None]) -> None:
         """Save; between planning and writing, run `changed`."""
@@ -134,13 +154,13 @@ class Case:
         return all(torch.equal(a, b) for a, b in zip(self.tensors(), expected, strict=True))
 
 
-def main(out_dir: str, tp: int, ep: int, variant: str, dtype: Dtype, distributed: bool) -> None:
+def main(out_dir: str, tp: int, ep: int, variant: str, dtype: Dtype, optimizer: str) -> None:
     launch.start("cpu")
-    case = Case(tp, ep, variant, dtype, distributed)
+    case = Case(tp, ep, variant, dtype, optimizer)
     expected = [tensor.clone() for tensor in case.tensors()]
     folders = {name: Path(out_dir, name) for name in ("direct", "ahead", "staged", "megatron")}
     # Megatron gives fp32 parameters of a bf16 model the state of others.
-    if dtype == "bf16" or not distributed:
+    if dtype == "bf16" or optimizer != "distributed":
         del folders["megatron"]
     if dist.get_rank() == 0:
         for folder in folders.values():
@@ -155,10 +175,13 @@ def main(out_dir: str, tp: int, ep: int, variant: str, dtype: Dtype, distributed
     own = f"__{dist.get_rank()}_*"
     found = {
         "loads": {name: case.loads(folder, expected) for name, folder in folders.items()},
+        "predicted": case.state.num_bytes(),
+        "counted": case.num_bytes() if tp == 1 and optimizer != "distributed" else None,
         "bytes": sum(path.stat().st_size for path in folders["direct"].glob(own)),
         "files": len(list(folders["direct"].glob(own))),
         "parameters": len(case._parameters()),
         "fp32": case.num_fp32,
+        "trained": sum(p.requires_grad for p in case._parameters()),
         "moved": case.num_moved,
     }
     Path(out_dir, f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
@@ -166,5 +189,5 @@ def main(out_dir: str, tp: int, ep: int, variant: str, dtype: Dtype, distributed
 
 
 if __name__ == "__main__":
-    out, tp, ep, variant, dtype, distributed = sys.argv[1:]
-    main(out, int(tp), int(ep), variant, dtype, distributed == "True")
+    out, tp, ep, variant, dtype, optimizer = sys.argv[1:]
+    main(out, int(tp), int(ep), variant, dtype, optimizer)

@@ -1,7 +1,9 @@
 """Runs three optimizer steps on one layout; each rank writes its parameters and gradient norms.
 
 torchrun --nproc-per-node N -m tests.dist.checkpoint.optimizer_worker OUT_DIR DP TP PP VPP \
-    DISTRIBUTED FROZEN VARIANT [SPLIT]
+    OPTIMIZER FROZEN VARIANT [SPLIT]
+
+OPTIMIZER is adam, distributed (Adam) or muon.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,13 @@ from tests.dist.setup import build_chunks
 
 NUM_STEPS = 3
 CLIP = 0.05
+# Whole matrices on every layout, and products that do not round to bf16 on a CPU that can.
+MUON: dict[str, Any] = {
+    "name": "muon",
+    "muon_tp_mode": "duplicated",
+    "muon_fp32_matmul_prec": "highest",
+    "lr": 1e-2,
+}
 # All parameters of the first of two stages.
 FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
 
@@ -35,7 +45,7 @@ def main(
     tp: int,
     pp: int,
     vpp: int,
-    distributed: bool,
+    name: str,
     frozen: bool,
     variant: str,
     text: str | None = None,
@@ -47,10 +57,13 @@ def main(
     model = problem.MODELS[variant][0]
     model = dataclasses.replace(model, freeze=FROZEN if frozen else ())
     split = LayerSplit(pipeline_model_parallel_layout=text)
+    distributed = name == "distributed"
     chunks = build_chunks(layout, model=model, split=split, distributed_optimizer=distributed)
     # Adam divides by the gradient's size: without a large eps, rounding errors of tiny gradients
     # would become large.
     optim = OptimConfig(lr=1e-1, clip_grad=CLIP, adam_eps=1e-3, distributed_optimizer=distributed)
+    if name == "muon":
+        optim = dataclasses.replace(optim, **MUON)
     optimizer = build_optimizer(optim, chunks, bf16=False)
     adapter = ScheduleAdapter(chunks, layout=layout)
     batch = problem.make_batch()
@@ -66,9 +79,13 @@ def main(
         norms.append(float(norm))
     # The partitions are written too, so that the test can slice a whole parameter like these.
     parameters = {n: p for c in chunks for n, p in global_parameters(c)}
+    inner = getattr(optimizer, "chained_optimizers", [])
+    groups = [g for one in inner if not one.is_stub_optimizer for g in one.optimizer.param_groups]
+    in_muon = {id(p) for group in groups if "momentum" in group for p in group["params"]}
     result = {
         "norms": norms,
         "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "in_muon": [n for n, p in parameters.items() if id(p) in in_muon],
         "trained": [n for n, p in parameters.items() if p.requires_grad],
         "parameters": {n: p.detach().clone() for n, p in parameters.items()},
         "partitions": {n: _partition(p) for n, p in parameters.items()},
@@ -87,6 +104,7 @@ if __name__ == "__main__":
     main(
         sys.argv[1],
         *(int(v) for v in sys.argv[2:6]),
-        *(v == "True" for v in sys.argv[6:8]),
+        sys.argv[6],
+        sys.argv[7] == "True",
         *sys.argv[8:],
     )

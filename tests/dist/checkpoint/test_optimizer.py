@@ -10,6 +10,7 @@ import torch
 
 from tests.dist.checkpoint.optimizer_worker import CLIP
 from tests.dist.spawn import checked_job
+from tests.megatron import needs_muon
 from tests.te_python import VERSION, needs_te
 
 pytestmark = pytest.mark.dist
@@ -21,7 +22,7 @@ def train(
     tp: int,
     pp: int,
     vpp: int,
-    distributed: bool,
+    optimizer: str,
     frozen: bool = False,
     variant: str = "plain",
     split: tuple[str, ...] = (),
@@ -29,7 +30,7 @@ def train(
 ) -> list[Any]:
     """The results of each rank."""
     folder.mkdir()
-    args = [str(folder), str(dp), str(tp), str(pp), str(vpp), str(distributed), str(frozen)]
+    args = [str(folder), str(dp), str(tp), str(pp), str(vpp), optimizer, str(frozen)]
     args += [variant, *split]
     checked_job(dp * tp * pp, "tests.dist.checkpoint.optimizer_worker", args, timeout_s=180, te=te)
     ranks = [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
@@ -39,7 +40,13 @@ def train(
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    (rank,) = train(tmp_path_factory.mktemp("single") / "out", 1, 1, 1, 1, False)
+    (rank,) = train(tmp_path_factory.mktemp("single") / "out", 1, 1, 1, 1, "adam")
+    return dict(rank)
+
+
+@pytest.fixture(scope="module")
+def single_muon(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (rank,) = train(tmp_path_factory.mktemp("single_muon") / "out", 1, 1, 1, 1, "muon")
     return dict(rank)
 
 
@@ -52,13 +59,16 @@ def piece(whole: torch.Tensor, rank: dict[str, Any], name: str, tp: int) -> torc
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp", "pp", "vpp", "distributed"),
-    [(2, 1, 1, 1, True), (2, 1, 2, 2, True), (2, 1, 2, 1, False), (2, 2, 1, 1, True)],
+    ("dp", "tp", "pp", "vpp", "optimizer"),
+    [
+        *((2, 1, 1, 1, "distributed"), (2, 1, 2, 2, "distributed")),
+        *((2, 1, 2, 1, "adam"), (2, 2, 1, 1, "distributed")),
+    ],
 )
 def test_three_clipped_steps_reach_the_same_weights(
-    dp: int, tp: int, pp: int, vpp: int, distributed: bool, single: dict[str, Any], tmp_path: Path
+    dp: int, tp: int, pp: int, vpp: int, optimizer: str, single: dict[str, Any], tmp_path: Path
 ) -> None:
-    ranks = train(tmp_path / "out", dp, tp, pp, vpp, distributed)
+    ranks = train(tmp_path / "out", dp, tp, pp, vpp, optimizer)
     assert min(single["norms"]) > CLIP, "clipping would change nothing"
     assert len(set(single["norms"])) == 3, "the weights did not move"
     check_weights(ranks, single, tp)
@@ -72,15 +82,15 @@ def test_three_clipped_steps_reach_the_same_weights(
 def test_uneven_stages_reach_the_same_weights(
     dp: int, pp: int, vpp: int, text: str, single: dict[str, Any], tmp_path: Path
 ) -> None:
-    ranks = train(tmp_path / "out", dp, 1, pp, vpp, distributed=True, split=(text,))
+    ranks = train(tmp_path / "out", dp, 1, pp, vpp, "distributed", split=(text,))
     check_weights(ranks, single, tp=1)
 
 
 @needs_te
 def test_whole_projections_of_latent_attention_over_transformer_engine(tmp_path: Path) -> None:
-    (single,) = train(tmp_path / "single", 1, 1, 1, 1, False, variant="mla", te="")
+    (single,) = train(tmp_path / "single", 1, 1, 1, 1, "adam", variant="mla", te="")
     assert min(single["norms"]) > CLIP
-    ranks = train(tmp_path / "tp2", 1, 2, 1, 1, True, variant="mla", te=VERSION)
+    ranks = train(tmp_path / "tp2", 1, 2, 1, 1, "distributed", variant="mla", te=VERSION)
     check_weights(ranks, single, tp=2)
 
 
@@ -95,10 +105,50 @@ def check_weights(ranks: list[dict[str, Any]], single: dict[str, Any], tp: int) 
             assert torch.allclose(value, whole, rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.parametrize("distributed", [False, True])
-def test_a_stage_whose_parameters_are_all_frozen(distributed: bool, tmp_path: Path) -> None:
-    (single,) = train(tmp_path / "single", 1, 1, 1, 1, False, frozen=True)
-    ranks = train(tmp_path / "pp2", 1, 1, 2, 1, distributed, frozen=True)
+@pytest.mark.parametrize(
+    ("single", "optimizer"),
+    [
+        *(("adam", "adam"), ("adam", "distributed")),
+        pytest.param("muon", "muon", marks=needs_muon),
+    ],
+)
+def test_a_stage_whose_parameters_are_all_frozen(
+    single: str, optimizer: str, tmp_path: Path
+) -> None:
+    (alone,) = train(tmp_path / "single", 1, 1, 1, 1, single, frozen=True)
+    ranks = train(tmp_path / "pp2", 1, 1, 2, 1, optimizer, frozen=True)
     assert not ranks[0]["trained"]
     assert ranks[1]["trained"]
-    check_weights(ranks, single, tp=1)
+    check_weights(ranks, alone, tp=1)
+
+
+@needs_muon
+@pytest.mark.parametrize(
+    ("dp", "tp", "pp", "vpp", "split"),
+    [
+        pytest.param(2, 1, 1, 1, (), id="dp2"),
+        pytest.param(1, 2, 1, 1, (), id="tp2"),
+        # The first stage has no matrix but the embedding.
+        pytest.param(1, 1, 2, 1, ("E|t*8L",), id="pp2"),
+        pytest.param(1, 1, 2, 2, (), id="pp2_vpp2", marks=pytest.mark.weekly),
+    ],
+)
+def test_muon_reaches_the_same_weights(
+    dp: int,
+    tp: int,
+    pp: int,
+    vpp: int,
+    split: tuple[str, ...],
+    single_muon: dict[str, Any],
+    single: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    """Muon has the matrices of the layers, Adam the others."""
+    ranks = train(tmp_path / "out", dp, tp, pp, vpp, "muon", split=split)
+    assert min(single_muon["norms"]) > CLIP
+    assert len(set(single_muon["norms"])) == 3, "the weights did not move"
+    check_weights(ranks, single_muon, tp)
+    in_muon = {name for rank in ranks for name in rank["in_muon"]}
+    matrices = {n for n, p in single_muon["parameters"].items() if p.dim() == 2}
+    assert in_muon == matrices - {"embedding.word_embeddings.weight", "output_layer.weight"}
+    assert not single["in_muon"]

@@ -434,6 +434,12 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     ),
     (["optim.adam_beta2=1"], "must be below 1"),
     (["optim.min_lr=1"], "optim.min_lr=1.0 is above optim.lr"),
+    (["optim.name=muon", "optim.muon_momentum=1"], "optim.muon_momentum=1.0 must be below 1"),
+    (
+        ["optim.name=muon", "optim.distributed_optimizer=true"],
+        "optim.distributed_optimizer=true splits them; set it to false",
+    ),
+    (["optim.muon_nesterov=true"], "optim.muon_nesterov=True has no effect with optim.name=adam"),
     (["train.epochs=0"], "train.epochs is 0"),
 ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megapack import CostModel, Layout, ModelSizes
-from megapack.base.choices import Recompute
+from megapack.base.choices import Dtype, Recompute
 from megapack.config import load_config
 from megapack.config.model import ModelConfig
 from megapack.config.sections import TrainConfig
@@ -267,6 +267,24 @@ def test_frozen_weights_have_neither_gradients_nor_optimizer(name: str) -> None:
     fp32 = replace(model, dtype="fp32", distributed_optimizer=False)
     layout = Layout(pp=2, vpp=2)
     assert bare(fp32, layout) == [4 * DENSE, 4 * trained, 8 * trained]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_muon_keeps_one_moment_of_the_matrices_of_layers(dtype: Dtype) -> None:
+    adam = MemoryModel(sizes=GPT, dtype=dtype, distributed_optimizer=False)
+    muon = replace(adam, muon=True)
+    layers = 8 * 12 * H * H
+    layout = Layout(pp=2)
+    assert [a - b for a, b in zip(bare(adam, layout), bare(muon, layout), strict=True)] == [
+        *(0, 0, 4 * layers)
+    ]
+    frozen = replace(muon, freeze=("*.mlp.*",))
+    left = 8 * 4 * H * H
+    assert bare(replace(frozen, muon=False), layout)[2] - bare(frozen, layout)[2] == 4 * left
+    experts = replace(adam, sizes=EXPERTS)
+    matrices = 8 * (4 * H * H + 16 * H + 16 * 3 * H * 4 * H)
+    saved = bare(experts, Layout())[2] - bare(replace(experts, muon=True), Layout())[2]
+    assert saved == 4 * matrices
 
 
 def test_single_experts_are_frozen_by_their_number() -> None:
