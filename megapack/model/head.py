@@ -144,7 +144,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=torch.float32))
         mark_fp32(self.weight)
         # As Megatron marks its output layer: Muon leaves the weight to Adam.
-        self.weight.is_embedding_or_output_parameter = True
+        self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, **_: Any
