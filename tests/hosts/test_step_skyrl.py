@@ -90,20 +90,26 @@ def test_shared_prefixes_change_no_number(tmp_path: Path, layout: str) -> None:
 
 @needs_mamba
 def test_a_row_tells_mamba_layers_its_samples(tmp_path: Path) -> None:
-    """SkyRL's does since 0.4, without patches too."""
+    """SkyRL's does since 0.4, without patches too; the patches do it for 0.3.0."""
 
-    def run_alone(name: str, case: str, patches: tuple[str, ...]) -> Report:
-        place = tmp_path / name
+    def run_alone(case: str, patches: tuple[str, ...]) -> Report:
+        place = tmp_path / f"{case}{len(patches)}"
         return run_step(
             "skyrl", place, layout="dp=1", world=1, steps=1, case=case, patches=patches
         )[0]
 
-    plain = run_alone("plain", "mamba", ())
-    whole = run_alone("whole", "mamba_whole", OURS)
-    assert all(told == [True, True] for told in plain.more["told"])
+    plain = run_alone("mamba", ())
+    small, whole = (run_alone(case, OURS) for case in ("mamba", "mamba_whole"))
+    (tells,) = {before for before, _ in plain.more["told"]}
+    assert all(told == [tells, tells] for told in plain.more["told"])
+    for report in (small, whole):
+        assert all(told == [tells, True] for told in report.more["told"])
     assert len(whole.row_tokens[0]) == 1
     assert len(plain.row_tokens[0]) == 5
-    assert plain.losses == pytest.approx(whole.losses, rel=1e-5)
-    assert plain.grad_norms == pytest.approx(whole.grad_norms, rel=1e-5)
-    for row, other in zip(plain.logprobs, whole.logprobs, strict=True):
-        assert row == pytest.approx(other, abs=1e-5)
+    for report in (small, plain) if tells else (small,):
+        assert report.losses == pytest.approx(whole.losses, rel=1e-5)
+        assert report.grad_norms == pytest.approx(whole.grad_norms, rel=1e-5)
+        for row, other in zip(report.logprobs, whole.logprobs, strict=True):
+            assert row == pytest.approx(other, abs=1e-5)
+    if not tells:
+        assert plain.grad_norms != pytest.approx(whole.grad_norms, rel=1e-3)
