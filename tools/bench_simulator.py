@@ -12,7 +12,9 @@ error and their mean. Nothing is asserted, as the seconds depend on the machine.
 With --operations each forward, backward and W of the equal steps is timed by itself, on each stage,
 and the fitted model has these three numbers and the weights of the stages. It plans one batch under
 four policies, and the executor runs them in turn. Stages run the simulated order by construction;
-what is compared is each policy's seconds over those of the fixed plan, predicted and measured.
+what is compared is each policy's seconds over those of the fixed plan: predicted, with the measured
+seconds of its operations in their order, and measured. Operations are timed in seconds of their
+thread's CPU, so that the first two also compare on a machine that does other work.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ from megapack.cost.online import ChunkSeconds, OnlineFit
 from megapack.cost.sizes import ModelSizes
 from megapack.gpt import build_model, initialize_parallel
 from megapack.loss import SFT
+from megapack.pipeline.simulator import Runner
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.listeners import Kind, Listener
@@ -99,24 +101,27 @@ class TimedAdapter(ScheduleAdapter):
 
 
 class Clock(Listener):
-    """Seconds of the operations of one stage."""
+    """CPU seconds of the operations of one stage."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = defaultdict(list)
-        """Of each kind of operation, in the order in which the stage ran them."""
+        self._ended: list[tuple[Kind, float]] = []
         self._began = 0.0
 
     def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        self._began = time.perf_counter()
+        self._began = time.thread_time()
 
     def on_end(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        self.seconds[kind].append(time.perf_counter() - self._began)
+        self._ended.append((kind, time.thread_time() - self._began))
+
+    def take(self) -> list[tuple[Kind, float]]:
+        """Kind and seconds of the operations since the last call, in their order."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def medians(self) -> list[float]:
         """The median seconds of each kind since the last call; 0 for a kind that did not run."""
-        found = [statistics.median(self.seconds[kind] or [0.0]) for kind in "FBW"]
-        self.seconds.clear()
-        return found
+        ended = self.take()
+        return [statistics.median([t for k, t in ended if k == kind] or [0.0]) for kind in "FBW"]
 
 
 def batch_of(lengths: list[int]) -> SampleBatch:
@@ -216,9 +221,9 @@ def operation_cost(adapter: TimedAdapter, layout: Layout, sizes: ModelSizes) -> 
     split = equal_cases(layout, Policy(backward="split"))
     rounds = torch.tensor(rounds_of(adapter, joint + split, clock.medians))
     adapter.runner.listeners.remove(clock)
-    # float [stages, cases, 3], the median round of each.
+    # float [stages, cases, 3], the least of all rounds: other work on a machine adds seconds.
     stages = [torch.empty_like(rounds[0]) for _ in range(dist.get_world_size())]
-    dist.all_gather(stages, rounds.median(dim=0).values)
+    dist.all_gather(stages, rounds.amin(dim=0))
     seconds = torch.stack(stages)
     forward, backward = seconds[:, : len(EQUAL), 0], seconds[:, : len(EQUAL), 1]
     weight = seconds[:, len(EQUAL) :, 2]
@@ -236,6 +241,22 @@ def operation_cost(adapter: TimedAdapter, layout: Layout, sizes: ModelSizes) -> 
     busy = (forward + backward).sum(dim=1)
     weights = (busy / busy.mean()).tolist()
     return dataclasses.replace(cost, stage_weights=tuple(weights * layout.vpp))
+
+
+def replayed(plan: Plan, layout: Layout, own: list[list[float]]) -> float:
+    """Seconds of a step whose operations take the least of their measured seconds.
+
+    Args:
+        own: per round, seconds of this stage's operations.
+    """
+    mine = torch.tensor(own).amin(dim=0)
+    stages = [torch.empty_like(mine) for _ in range(layout.pp)]
+    dist.all_gather(stages, mine)
+    order = plan.steps[0].order(0, layout)
+    seconds = np.empty(order.stage.size)
+    for stage, values in enumerate(stages):
+        seconds[order.stage == stage] = values
+    return float(Runner(layout, CostModel()).timeline(order, seconds).end.max())
 
 
 def _rows(forward: Tensor, backward: Tensor, weight: Tensor) -> list[Measurement]:
@@ -264,26 +285,30 @@ def compare_operations(
         )
         for name, policy in POLICIES.items()
     }
-    rounds = rounds_of(
-        adapter,
-        [(plan, lengths) for plan in plans.values()],
-        lambda: adapter.runner.seconds,
-        num_rounds=ROUNDS,
-    )
+    clock = Clock()
+    adapter.runner.listeners.append(clock)
+    cases = [(plan, lengths) for plan in plans.values()]
+    rounds = rounds_of(adapter, cases, lambda: (adapter.runner.seconds, clock.take()))
     predicted = [simulate(p.steps[0], layout=layout, cost=cost).makespan for p in plans.values()]
     errors = []
+    replays = []
     for k, (name, plan) in enumerate(plans.items()):
-        real = statistics.median(seconds[k] for seconds in rounds)
+        real = statistics.median(found[k][0] for found in rounds)
+        own = [[seconds for _, seconds in found[k][1]] for found in rounds]
+        replays.append(replayed(plan, layout, own))
         # Ratios of neighbours in time: a slow period of the machine slows down both.
-        ratio = statistics.median(seconds[k] / seconds[0] for seconds in rounds)
+        ratio = statistics.median(found[k][0] / found[0][0] for found in rounds)
         wanted = predicted[k] / predicted[0]
+        of_operations = replays[k] / replays[0]
         step = plan.steps[0]
         say(
             f"  {name}: M={step.num_microbatches}, {step.counts.num_pieces} pieces, predicted "
-            f"{predicted[k]:.3f} s, measured {real:.3f} s ({predicted[k] / real - 1:+.1%}); over "
-            f"fixed: predicted {wanted:.3f}, measured {ratio:.3f} ({wanted / ratio - 1:+.1%})"
+            f"{predicted[k]:.3f} s, of operations {replays[k]:.3f} s "
+            f"({predicted[k] / replays[k] - 1:+.1%}), measured {real:.3f} s; over fixed: predicted "
+            f"{wanted:.3f}, of operations {of_operations:.3f} ({wanted / of_operations - 1:+.1%}), "
+            f"measured {ratio:.3f}"
         )
-        errors.append(wanted / ratio - 1)
+        errors.append(wanted / of_operations - 1)
     say(f"  mean absolute error of the ratios {statistics.mean(map(abs, errors[1:])):.1%}")
 
 

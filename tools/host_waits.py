@@ -41,7 +41,7 @@ REASONS = {
     "megapack/ranks/agree.py:_all_agree": "ranks agree before they write or go on",
     "megapack/ranks/agree.py:on_any_rank": "has a rank failed, or a signal to stop",
     "megapack/rows/outputs.py:scatter_to_samples": "log-probs, entropies go to the host",
-    "megapack/rows/outputs.py:sum_metrics": "the step's loss and metrics",
+    "megapack/rows/outputs.py:reduce_metrics": "the step's loss and metrics",
     "megapack/schedule/faults.py:_origins_on_all": "is a value of any rank NaN or infinite",
     "megapack/train/calibrator.py:_from_rank_0": "rank 0's cost model for all",
     "megapack/train/calibrator.py:_summed": "seconds of all ranks' operations",

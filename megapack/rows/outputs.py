@@ -87,7 +87,7 @@ def reduce_metrics(
         own = [name for name in names if name.endswith(MAXIMUM) == ending]
         if not own:
             continue
-        absent = torch.tensor(start, dtype=torch.float64, device=device)
+        absent = torch.full((), start, dtype=torch.float64, device=device)
         values = torch.stack([local.get(name, absent).to(torch.float64) for name in own])
         _reduce_on_all_stages(values, dp_cp_group, pp_group, op)
         found |= zip(own, values.tolist(), strict=True)
