@@ -302,6 +302,8 @@ _KIND_TEXTS = {
     "gspo": "GSPO",
     "tis_sequence": "GSPO with TIS",
     "distill_forward": "distillation",
+    "distill_reverse": "distillation, reverse KL",
+    "teacher_kl": "GRPO with a teacher's log-probs",
     "dpo": "DPO",
     "value": "value",
     "reward": "reward",

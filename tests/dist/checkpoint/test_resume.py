@@ -19,6 +19,7 @@ import pytest
 
 from megapack.errors import RunInterrupted
 from tests.dist.spawn import ROOT, children, run_job, running_ranks
+from tests.megatron import needs_muon
 from tests.small_disk import PAGE, fill, small_disk
 
 pytestmark = pytest.mark.dist
@@ -268,6 +269,21 @@ def test_whole_experts_of_tensor_parallel_ranks_resumed_in_halves_and_copies(
         copy_of_run(tmp_path / "etp1", tmp_path / name, until=6)
         lines = finished(tmp_path / name, *tp2, experts)
         assert_same_steps(lines, whole, rel=1e-5)
+
+
+@needs_muon
+@pytest.mark.weekly
+def test_muon_resumes_bit_by_bit(tmp_path: Path) -> None:
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    for folder in (whole, again):
+        folder.mkdir()
+    muon = (*DP2, PLAIN, "optim.name=muon")
+    lines = finished(whole, *muon)
+    copy_of_run(whole, again, until=3)
+    code, output = job(again, *DP2, PLAIN, "train.resume=auto")
+    assert code != 0
+    assert 'optim.name="adam", was "muon"' in output
+    assert_same_steps(finished(again, *muon, "train.resume=auto"), lines, rel=0.0)
 
 
 @WEEKLY

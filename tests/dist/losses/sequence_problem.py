@@ -75,6 +75,9 @@ KINDS = {
         weighting="token-mean",
         few_layouts=True,
     ),
+    "teacher_kl": Kind(
+        objective=GRPO(teacher_kl_coef=0.5), weighting="token-mean", few_layouts=True
+    ),
     "distill_forward": Kind(
         objective=Distillation(sft_coef=0.2), weighting="token-mean", few_layouts=True
     ),

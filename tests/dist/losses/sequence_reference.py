@@ -130,13 +130,25 @@ class SequenceReference:
             losses.append(self._engine_ratios(i).prod().clip(max=1.5) * policy)
         return torch.stack(losses).mean()
 
+    def _less_teacher(self, i: int) -> Tensor:
+        """Advantages less 0.5 times the KL to the teacher at the sampled tokens."""
+        apart = self.response("old_logprobs", i) - self.response("teacher_logprobs", i)
+        return self.response("advantages", i) - 0.5 * apart
+
+    def teacher_kl(self) -> Tensor:
+        losses = []
+        for i in self.trained:
+            logp, _ = self.logprobs(i)
+            ratio = (logp - self.response("old_logprobs", i)).exp()
+            losses.append(self._clipped(ratio, self._less_teacher(i), 0.8, 1.2))
+        return torch.cat(losses).mean()
+
     def seq_mask_tis(self) -> Tensor:
         losses = []
         for i in self.trained:
             logp, _ = self.logprobs(i)
             old = self.response("old_logprobs", i)
-            own = self.response("advantages", i)
-            own = own - 0.5 * (old - self.response("teacher_logprobs", i))
+            own = self._less_teacher(i)
             ratios = self._engine_ratios(i)
             kept = 0.9 <= ratios.log().mean().exp() <= 1.1
             losses.append(ratios * kept * self._clipped((logp - old).exp(), own, 0.8, 1.2))

@@ -10,7 +10,7 @@ from tests.dist.rows.row_case import RowCase
 
 _TOKENS = ("sft", "grpo", "gspo")
 _TWO = ("sft", "grpo")
-_ENGINE = ("tis_sequence", "distill_forward")
+_ENGINE = ("tis_sequence", "distill_forward", "distill_reverse", "teacher_kl")
 _AHEAD = ("sft", "gspo")
 _FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
 _PLACES = ("single", "pp2", "pp2_vpp2", "pp4", "dp2", "tp2_sp", "cp2", "dp2_ep2")

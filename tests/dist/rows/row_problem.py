@@ -36,7 +36,7 @@ KINDS = {
     "grpo": Kind(objective=problem.OBJECTIVE, weighting="token-mean"),
     "gspo": SEQUENCE_KINDS["gspo"],
     "tis_sequence": SEQUENCE_KINDS["tis_sequence"],
-    "distill_forward": SEQUENCE_KINDS["distill_forward"],
+    **{name: SEQUENCE_KINDS[name] for name in ("distill_forward", "distill_reverse", "teacher_kl")},
     "dpo": Kind(objective=DPO(beta=0.2, label_smoothing=0.1)),
     "value": Kind(objective=ValueLoss(clip=0.4), weighting="token-mean", value_head=True),
     "reward": Kind(objective=PairwiseReward(), value_head=True),
@@ -140,6 +140,8 @@ def make_samples(shape: str, families: Sequence[Family], *, all_tokens: bool = F
     topk = [logits.log_softmax(1).topk(TOPK) for logits in drawn]
     fields["teacher_topk_ids"] = [indices for _, indices in topk]
     fields["teacher_topk_logprobs"] = [values for values, _ in topk]
+    apart = zip(old, noise(0.3, 0.0), strict=True)
+    fields["teacher_logprobs"] = [logprobs + other for logprobs, other in apart]
     batch = SampleBatch.from_prompt_response(
         [ids[:prompt] for ids, prompt in zip(tokens, prompt_tokens, strict=True)],
         [ids[prompt:] for ids, prompt in zip(tokens, prompt_tokens, strict=True)],

@@ -8,7 +8,7 @@ from megapack.policy import Policy
 from tests.dist.rows.row_case import RowCase
 
 _TWO = ("sft", "grpo")
-_ENGINE = ("tis_sequence", "distill_forward")
+_ENGINE = ("tis_sequence", "distill_forward", "distill_reverse", "teacher_kl")
 _FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
 _PLACES = {
     **{place: place for place in ("single", "pp2", "pp4")},
