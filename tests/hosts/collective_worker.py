@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megapack import Layout
-from megapack.hosts import skyrl, verl
+from megapack.hosts import megatron_core, skyrl, verl
 
 WIDTH = 64
 
@@ -79,6 +79,22 @@ class Cases:
     def another_budget(self) -> Any:
         return verl_rows([8, 8], budget=64 + self.rank)
 
+    def another_native_light_rank(self) -> Any:
+        return self._with_native({"light_rank": ["error", "pad"][self.rank]})
+
+    def another_native_layout(self) -> Any:
+        # By itself each rank would have another number of micro-batches.
+        layout = {"pp": 2, "vpp": 2, "microbatch_group_size": 4}
+        return self._with_native({"layout": layout} if self.rank else None)
+
+    def another_native_share_prefixes(self) -> Any:
+        return self._with_native({"share_prefixes": self.rank == 1})
+
+    def _with_native(self, block: dict[str, Any] | None) -> Any:
+        """The rows under settings of verl's own config."""
+        verl.read_settings({"megapack": block})
+        return verl_rows([60] * 6 if self.rank == 0 else [8] * 9)
+
     def no_budget(self) -> Any:
         return verl_rows([8, 8], budget=None if self.rank else 64)  # type: ignore[arg-type]
 
@@ -105,8 +121,8 @@ def outcome(case: Callable[[], Any]) -> Any:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        verl.configure()
-        skyrl.configure()
+        for module in (verl, skyrl, megatron_core):
+            module.configure()
 
 
 def main() -> None:

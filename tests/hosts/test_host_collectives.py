@@ -56,6 +56,10 @@ REFUSED = {
     "no_samples": "ScheduleError: 1 of 2 ranks failed: rank 1: DataError: a rank has no samples",
     "groups_that_do_not_divide": "rank 1: HostAssertionError: 3 samples in groups of",
     "another_budget": "differ from the other 1 in batching options",
+    **{
+        f"another_native_{name}": "differ from the other 1 in batching options"
+        for name in ("light_rank", "layout", "share_prefixes")
+    },
     "no_budget": "ScheduleError: 1 of 2 ranks failed: rank 1: TypeError",
     "skyrl_no_samples": "rank 1: DataError: a rank has no samples",
 }
@@ -83,4 +87,4 @@ def test_skyrl_counts_are_legal_for_the_pipeline(found: Ranks) -> None:
 
 def test_every_case_was_run(found: Ranks) -> None:
     assert list(found[0]) == list(found[1])
-    assert len(found[0]) == 13
+    assert len(found[0]) == 16
