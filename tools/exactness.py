@@ -302,7 +302,7 @@ _KIND_TEXTS = {
     "gspo": "GSPO",
     "tis_sequence": "GSPO with TIS",
     "distill_forward": "distillation",
-    "distill_reverse": "distillation, reverse KL",
+    "distill_reverse": "reverse distillation",
     "teacher_kl": "GRPO with a teacher's log-probs",
     "dpo": "DPO",
     "value": "value",
