@@ -451,7 +451,7 @@ class Checkpoints:
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Descriptions of the settings that differ from a checkpoint's and must not."""
     # Checkpoints without the key are from before Muon.
-    saved = {**saved, "optim": {"name": "adam", **saved.get("optim", {})}}
+    saved, now = ({**c, "optim": {"name": "adam", **c.get("optim", {})}} for c in (saved, now))
     found = folders.differences(saved, now, _FIXED)
     kinds = folders.differences(saved, now, ("objective.kind",))
     # A value head does not fit a model with a vocabulary head.
