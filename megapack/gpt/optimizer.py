@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from typing import Any
 
@@ -22,8 +21,8 @@ def check_optimizer(optim: OptimConfig) -> None:
     if optim.name == "adam":
         return
     try:
-        emerging = importlib.import_module("megatron.core.optimizer.emerging_optimizers")
-    except ModuleNotFoundError:
+        from megatron.core.optimizer import emerging_optimizers as emerging
+    except ImportError:
         raise ConfigError(
             f"optim.name={optim.name} needs Megatron-Core 0.18 or later, this is "
             f"{megatron.core.__version__}; install that, or set optim.name=adam"

@@ -183,7 +183,7 @@ def _way(name: str, way: dict[str, Any], model: dict[str, Any]) -> list[str]:
 def _predicted_peak(way: dict[str, Any], model: dict[str, Any]) -> float | None:
     """GiB: what was allocated before the first step, and the memory model's activations and head.
     Only packed ways have a prediction."""
-    static, more = model["static_bytes"], way.get("predicted_bytes")
+    static, more = model.get("static_bytes"), way.get("predicted_bytes")
     return None if static is None or more is None else (static + more) / GIB
 
 

@@ -86,7 +86,7 @@ def test_each_release_runs_with_its_python_and_folder(copied: Path) -> None:
 def test_the_sample_runs_on_the_newest_release_alone(copied: Path) -> None:
     first, second = calls(run(copied, "--sample", "-q"))
     assert first[1:3] == second[1:3] == ["", f".venv-{TESTED_RELEASES[NEWEST]}"]
-    assert "tests/unit/schedule" in first[3]
+    assert "tests/unit/model/test_stock_mixers.py" in first[3]
     assert "test_exactness.py -k" in second[3]
     assert first[3].endswith("-q")
     assert second[3].endswith("-q")
