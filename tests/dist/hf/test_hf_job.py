@@ -113,6 +113,7 @@ def test_exports_of_a_run_and_of_its_checkpoint_are_the_same(
         assert copied == (cached_folder("qwen3_tied") / name).read_bytes()
 
 
+@pytest.mark.weekly
 def test_multi_token_prediction_is_trained_and_exported(tmp_path: Path) -> None:
     """By the run on two stages and from its checkpoint, with the copies of embedding and head."""
     short = ("data.num_generated=16", "train.save_interval=1", "model.mtp_num_layers=1")

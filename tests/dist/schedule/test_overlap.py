@@ -16,7 +16,10 @@ pytestmark = pytest.mark.dist
 # The largest relative error of all gradients or weights of a rank.
 MAX_ERROR = 1e-5
 # Other cases have all of their settings.
-WEEKLY_CASES = ("dp2", "dp2_pp2", "sharded_dp2")
+WEEKLY_CASES = (
+    *("dp2", "dp2_pp2", "sharded_dp2", "sharded_dp2_pp2", "dp2_pp2_untied", "dp2_per_rank"),
+    "sharded_dp2_retries",
+)
 
 
 def train(folder: Path, name: str) -> list[Any]:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.dist
 
 
 WORLDS = [
-    *((1, ""), (2, ""), (4, "")),
+    *((1, ""), pytest.param(2, "", marks=pytest.mark.weekly), (4, "")),
     *(pytest.param(world, VERSION, marks=needs_te) for world in (1, 2)),
 ]
 

@@ -64,7 +64,11 @@ def test_seconds_of_a_row_on_each_stage() -> None:
         (Layout(dp=2, pp=2), {"count_rule": "per_rank"}),
         (Layout(dp=2, pp=2), {"balance": "tokens"}),
         (Layout(dp=2, pp=2), {"context_parallel": "dynamic"}),
-        (Layout(dp=2, pp=2), {"split_samples": "auto", "backward": "split"}),
+        pytest.param(
+            Layout(dp=2, pp=2),
+            {"split_samples": "auto", "backward": "split"},
+            marks=pytest.mark.weekly,
+        ),
         (
             Layout(dp=2, pp=2),
             {"split_samples": "auto", "backward": "split", "context_parallel": "dynamic"},
