@@ -38,7 +38,7 @@ def own_mark(case: Case) -> object:
     return pytest.param(case, marks=pytest.mark.weekly) if case in WEEKLY else case
 
 
-@pytest.mark.parametrize("case", map(own_mark, SAMPLE), ids=str)
+@pytest.mark.parametrize("case", [own_mark(case) for case in SAMPLE], ids=str)
 def test_every_rank_raises_the_same_error(case: Case, tmp_path: Path) -> None:
     assert run_case(case, tmp_path).complaints == ()
 
