@@ -17,8 +17,8 @@ set -uo pipefail
 # other work on a few cores.
 patience=1
 [[ -n ${REHEARSE:-} ]] && patience=10
-readonly COMPILE_SECONDS=$((60 * patience)) TEST_SECONDS=$((220 * patience))
-readonly BENCH_SECONDS=$((215 * patience))
+readonly COMPILE_SECONDS=$((60 * patience)) TEST_SECONDS=$((270 * patience))
+readonly BENCH_SECONDS=$((165 * patience))
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}

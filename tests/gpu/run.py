@@ -22,7 +22,7 @@ from tests.gpu.rehearsed import REHEARSED, SAMPLED
 # uses the loopback interface, so that it does not look up the machine's name.
 _ENVIRONMENT = {"NVIDIA_TF32_OVERRIDE": "0", "GLOO_SOCKET_IFNAME": "lo"}
 # Limits of one job and of all jobs. The first job with SwiGLU in one kernel compiles it.
-# tools/gpu_check.sh kills pytest after 220 s, which would leave a running job behind, and the
+# tools/gpu_check.sh kills pytest after 270 s, which would leave a running job behind, and the
 # kernels' tests run first. A rehearsal may run beside other work on a few cores.
 _PATIENCE = 10 if REHEARSED else 1
 JOB_S = 90 * _PATIENCE
