@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import itertools
 import json
 import re
 import shutil
@@ -110,8 +111,13 @@ def show(page_text: str, folder: Path, width: int, scheme: int) -> tuple[dict[st
     [
         ("run", 1200, LIGHT),
         ("plan", 500, DARK),
-        pytest.param("run", 500, DARK, marks=pytest.mark.weekly),
-        pytest.param("plan", 1200, LIGHT, marks=pytest.mark.weekly),
+        *(
+            pytest.param(kind, width, scheme, marks=pytest.mark.weekly)
+            for kind, width, scheme in itertools.product(
+                ["run", "plan"], [1200, 500], [LIGHT, DARK]
+            )
+            if (kind, width, scheme) not in [("run", 1200, LIGHT), ("plan", 500, DARK)]
+        ),
     ],
 )
 def test_no_panel_is_empty(tmp_path: Path, kind: str, width: int, scheme: int) -> None:

@@ -50,10 +50,8 @@ KINDS = {
             kl_level="sequence",
         )
     ),
-    "gspo_token": Kind(
-        objective=GSPO(clip_low=0.6, clip_high=1.0, token_level=True), few_layouts=True
-    ),
-    "dpo": Kind(objective=DPO(beta=0.2, label_smoothing=0.1), few_layouts=True),
+    "gspo_token": Kind(objective=GSPO(clip_low=0.6, clip_high=1.0, token_level=True)),
+    "dpo": Kind(objective=DPO(beta=0.2, label_smoothing=0.1)),
     "tis": Kind(
         objective=GRPO(correction=Correction(high=1.2), kl_coef=0.1, entropy_coef=0.03),
         weighting="token-mean",

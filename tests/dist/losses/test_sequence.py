@@ -22,7 +22,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     checked_job(1, "tests.dist.losses.sequence_reference", [reference], timeout_s=180)
     merged: dict[str, dict[str, Any]] = {}
     jobs = [(layout.world_size, place) for place, layout in LAYOUTS.items()]
-    for world, place in [*jobs, *((world, "critics") for world in (1, 2))]:
+    for world, place in [*jobs, *((world, "critics") for world in (1, 2, 4))]:
         out = folder / f"{place}{world}.json"
         args = [reference, str(out), place]
         checked_job(world, "tests.dist.losses.sequence_worker", args, timeout_s=300)
@@ -92,5 +92,5 @@ def test_a_value_head_is_trained_in_fp32_and_saved(
 
 
 def test_a_value_head_on_tied_embeddings_is_refused(results: dict[str, dict[str, Any]]) -> None:
-    for world in (1, 2):
+    for world in (1, 2, 4):
         assert "untie_embeddings=true" in results[f"critics {world}"]["tied"]
