@@ -25,7 +25,10 @@ PACKAGE = "megatron.core"
 # Old versions lack these; megapack asks for them before it uses them, or sets them itself.
 ASKED_FOR = {"megatron.core.transformer.moe.moe_utils.te_general_gemm"}
 # Modules that are there since these versions; megapack refuses what needs them before.
-SINCE = {"megatron.core.models.hybrid": "0.18"}
+SINCE = {
+    "megatron.core.models.hybrid": "0.18",
+    "megatron.core.optimizer.emerging_optimizers": "0.18",
+}
 
 
 class Uses:
