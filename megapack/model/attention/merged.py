@@ -19,11 +19,13 @@ D channels.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from megapack.model.attention.paths import chunk_ends
@@ -122,12 +124,22 @@ def merged_attention(
     Returns:
         [Q, H, channels of a value].
     """
+    heads = query_QHD.shape[1]
+    if key_KGD.shape[1] < heads and not _takes_fewer_key_heads():
+        repeats = heads // key_KGD.shape[1]
+        key_KGD, value_KGD = (x.repeat_interleave(repeats, 1) for x in (key_KGD, value_KGD))
     width = value_KGD.shape[-1]
     if width < key_KGD.shape[-1]:
         # The kernel takes one width. Further channels of zeros are zeros in the result.
         value_KGD = torch.nn.functional.pad(value_KGD, (0, key_KGD.shape[-1] - width))
     out: Tensor = _Merged.apply(query_QHD, key_KGD, value_KGD, blocks, scale)  # type: ignore[no-untyped-call]
     return out[..., :width]
+
+
+@functools.cache
+def _takes_fewer_key_heads() -> bool:
+    """Before 2.9 torch's kernel for the CPU reads past the end of fewer key than query heads."""
+    return Version(torch.__version__) >= Version("2.9")
 
 
 class _Merged(torch.autograd.Function):
