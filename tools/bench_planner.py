@@ -87,7 +87,7 @@ HYBRID_MARKS = ("<!-- measured: hybrid models -->", "<!-- end: hybrid models -->
 DYNAMIC_MARKS = ("<!-- measured: dynamic CP -->", "<!-- end: dynamic CP -->")
 # Each micro-batch costs this many tokens more than its samples: launches, small GEMMs, p2p.
 FIXED_TOKENS = 256
-# Work of a row grows by this part when several DP ranks share it.
+# Tokens of a row cost this part more for each further DP rank that shares it.
 CP_OVERHEAD = 0.05
 
 LAYOUTS = {

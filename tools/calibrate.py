@@ -410,7 +410,10 @@ def calibrate(
 def overhead_line(cost: CostModel, layout: Layout, num_rows: int) -> str:
     """What a row over several data-parallel ranks costs, and how that is known."""
     if cost.cp_overhead != CostModel.cp_overhead:
-        return f"cp_overhead {cost.cp_overhead:.3f} from {num_rows} rows over several ranks"
+        return (
+            f"cp_overhead {cost.cp_overhead:.3f} and cp_fixed {1e6 * cost.cp_fixed:.0f} us per "
+            f"chunk from {num_rows} rows over several ranks"
+        )
     reason = "their seconds hardly depend on their tokens"
     if layout.dp == 1:
         reason = f"that needs {2 * layout.tp * layout.cp} ranks or more"

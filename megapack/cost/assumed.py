@@ -21,6 +21,12 @@ from megapack.layout import Layout
 _H100_TFLOPS: dict[Dtype, float] = {"bf16": 989.4, "fp32": 66.9}
 # One core with AVX2 at 3 GHz: 2 units * 8 numbers * 2 operations * 3e9 = 96 GFLOPS.
 _CPU_CORE_TFLOPS = 0.1
+# A kernel of attention takes about as long for a sample as if each of its tokens met so many keys
+# more, half of which are operations of a causal sample: short samples do not fill its blocks. Row
+# tokens of several ranks meet as many again for each further rank. docs/calibration.md has what an
+# H200 and an H100 take.
+ATTENTION_TOKENS = 600.0
+ATTENTION_TOKENS_PER_RANK = 325.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +34,9 @@ class GpuSpeed:
     """Speed of a GPU, to predict seconds from a model's sizes."""
 
     # The share of the peak is the lowest that Megatron-LM's README gives for H100: 41 to 48 %. The
-    # overhead (about 20 kernels of 5 us) and the bandwidth (NVLink 4 moves 450 GB/s per direction)
-    # were chosen by hand.
+    # overhead (about 20 kernels of 5 us) and the bandwidths (NVLink 4 moves 450 GB/s per direction)
+    # were chosen by hand. NCCL's all-gather has a latency of 25, 33 and 51 us on 2, 4 and 8 H100s
+    # (docs/calibration.md).
     peak_tflops: float | None = None
     """Peak TFLOPS of one GPU, 989 for an H100 in bf16."""
     utilisation: float = 0.4
@@ -38,6 +45,10 @@ class GpuSpeed:
     """Microseconds of a layer's forward on top of its FLOPs: kernel launches."""
     tp_gbs: float = 300.0
     """GB/s of a GPU in tensor-parallel collectives."""
+    cp_gbs: float = 300.0
+    """GB/s of a GPU in exchanges of keys and values."""
+    cp_latency_us: float = 40.0
+    """Microseconds of a layer's exchange of keys and values, whatever its bytes."""
 
     @classmethod
     def of(cls, device: Device, dtype: Dtype) -> GpuSpeed:
@@ -49,7 +60,8 @@ class GpuSpeed:
         """What is assumed, one line to print."""
         return (
             f"assumed: {self.utilisation:.0%} of {self.peak_tflops:g} TFLOPS per GPU, "
-            f"{self.layer_overhead_us:g} us per layer and micro-batch, TP at {self.tp_gbs:g} GB/s; "
+            f"{self.layer_overhead_us:g} us per layer and micro-batch, TP at {self.tp_gbs:g} GB/s, "
+            f"rows over DP ranks at {self.cp_gbs:g} GB/s and {self.cp_latency_us:g} us per layer; "
             "CP, EP and DP communication is not counted"
         )
 
@@ -65,10 +77,8 @@ def cost_from_sizes(
     stage_layers: StageLayers | None = None,
     frozen: Sequence[str] = (),
 ) -> CostModel:
-    """Seconds of a micro-batch from a model's sizes. CP, EP and DP communication is not counted.
-
-    A row over several DP ranks does 5 % more work than on one, the default of
-    `CostModel.cp_overhead`; docs/calibration.md says what that stands for.
+    """Seconds of a micro-batch from a model's sizes. EP and DP communication is not counted, nor
+    that of `layout.cp`; that of rows over several DP ranks is.
 
     Args:
         recompute: what each backward runs again: "full" all of a layer's forward, "selective" the
@@ -106,11 +116,20 @@ def cost_from_sizes(
     tp = layout.tp
     traffic = sum(n * kind.layer_tp_bytes_per_token(tp) for kind, n in sizes.layer_kinds())
     passes = (1 + num_forwards) / (1 + backward_ratio)
-    per_token = passes * traffic / (speed.tp_gbs * 1e9)
+    flops = peak * 1e12 * speed.utilisation * tp
+    parts, more_parts = (
+        sum(n * kind.layer_attention_tokens(tokens) for kind, n in sizes.layer_kinds()) / flops
+        for tokens in (ATTENTION_TOKENS, ATTENTION_TOKENS_PER_RANK)
+    )
+    exchanged = sum(n * kind.layer_cp_bytes_per_token() for kind, n in sizes.layer_kinds()) / tp
+    per_token = cost.per_token + passes * traffic / (speed.tp_gbs * 1e9) + parts
+    num_attention = sum(n for kind, n in sizes.layer_kinds() if kind.layer_cp_bytes_per_token())
     return replace(
         cost,
         backward_ratio=backward_ratio,
-        per_token=cost.per_token + per_token,
+        per_token=per_token,
+        cp_overhead=(more_parts + exchanged / (speed.cp_gbs * 1e9)) / per_token,
+        cp_fixed=speed.cp_latency_us * 1e-6 * num_attention / layout.num_chunks,
         weight_ratio=trained,
     )
 
@@ -148,9 +167,11 @@ def _recomputed_share(
 
 def _checked_peak(speed: GpuSpeed) -> float:
     peak = speed.peak_tflops or 0.0
-    if not peak > 0 or not 0 < speed.utilisation <= 1 or not speed.tp_gbs > 0:
+    rates = (peak, speed.utilisation, speed.tp_gbs, speed.cp_gbs)
+    if not all(rate > 0 for rate in rates) or speed.utilisation > 1:
         raise ConfigError(
             f"--peak-tflops={peak:g}, --utilisation={speed.utilisation:g}, --tp-gbs="
-            f"{speed.tp_gbs:g}; set all above 0, and --utilisation to at most 1"
+            f"{speed.tp_gbs:g}, --cp-gbs={speed.cp_gbs:g}; set all above 0, and --utilisation to "
+            "at most 1"
         )
     return peak

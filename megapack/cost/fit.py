@@ -12,9 +12,9 @@ from megapack.base.arrays import Floats
 from megapack.errors import DataError
 from megapack.layout import Layout
 
-# Rows over several ranks with less work than this share of their seconds tell no overhead: a noise
-# of 2 % of the seconds would be an overhead of 100 %. Forwards with a smaller share outside of
-# attention tell no ratio of weight gradients. Chosen by hand.
+# Rows over several ranks whose tokens cost less than this share of their seconds tell no overhead:
+# a noise of 2 % of the seconds would be an overhead of 100 %. Forwards with a smaller share outside
+# of attention tell no ratio of weight gradients. Chosen by hand.
 _LEAST_WORK = 0.02
 
 
@@ -52,6 +52,7 @@ class Coefficients(NamedTuple):
     backward_ratio: float
     cp_overhead: float | None
     """None: no row over several DP ranks tells it."""
+    cp_fixed: float
     weight_ratio: float | None
     """None: weight gradients were not measured apart."""
     relative_error: float
@@ -65,9 +66,9 @@ def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> Coe
     coefficients, one of them gets the sum: rows of one sample each cannot separate `per_sample`
     from `fixed`.
 
-    Rows over several DP ranks only give `cp_overhead`: all other coefficients, and the error, are
-    those of the rows of one rank. `weight_ratio` is relative to the fitted forward without its
-    part per squared token.
+    Rows over several DP ranks only give `cp_overhead` and `cp_fixed`: all other coefficients, and
+    the error, are those of the rows of one rank. `weight_ratio` is relative to the fitted forward
+    without its part per squared token.
 
     Raises:
         DataError: no measurements of rows of one rank, or a measurement with impossible sizes or
@@ -91,13 +92,15 @@ def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> Coe
     coefficients: Floats = nnls(relative / size, np.ones(len(rows)))[0] / size
     error = float(np.abs(relative @ coefficients - 1).mean())
     fixed, per_token, per_token_sq, per_sample = coefficients.tolist()
+    overhead, cp_fixed = _over_ranks(rows, wide, fixed, coefficients[1:] * share)
     return Coefficients(
         fixed,
         per_token,
         per_token_sq,
         per_sample,
         _backward_ratio(rows),
-        _cp_overhead(rows, wide, fixed, coefficients[1:] * share),
+        overhead,
+        cp_fixed,
         _weight_ratio(rows, columns[:, [0, 1, 3]] @ coefficients[[0, 1, 3]]),
         error,
     )
@@ -148,15 +151,15 @@ def _weight_ratio(rows: Sequence[Measurement], without_attention: Floats) -> flo
     return sum(float(rows[k].weight_seconds or 0.0) for k in measured) / forward
 
 
-def _cp_overhead(
+def _over_ranks(
     rows: Sequence[Measurement], wide: Sequence[Measurement], fixed: float, work: Floats
-) -> float | None:
-    """The overhead that predicts the seconds of rows over several DP ranks best.
+) -> tuple[float | None, float]:
+    """`cp_overhead` and `cp_fixed` that predict the seconds of rows over several DP ranks best.
 
-    It has the smallest sum of relative errors, which in one dimension is a weighted median: a row
-    during which the machine paused does not move it. A row of 1 s on one rank, with fixed seconds
-    of 0.1, has 0.45 s of work on each of two ranks. If it took 0.595 s there, the overhead is 0.1:
-    (0.595 - 0.1) / 0.45 - 1.
+    They have the smallest sum of relative errors, which a row during which the machine paused does
+    not move. A row of 1 s on one rank, with fixed seconds of 0.1, has 0.45 s of work on each of two
+    ranks. If it took 0.595 s there, and all of its work is per token, the overhead is 0.1:
+    (0.595 - 0.1 - 0.45) / 0.45.
 
     Args:
         rows, wide: rows of one DP rank, and rows over several.
@@ -165,22 +168,30 @@ def _cp_overhead(
             a row that was not measured on one rank follows from it. A measured one is better: the
             fit is wrong by as much as the overhead is large.
     """
+    from scipy.optimize import linprog
+
     alone: dict[tuple[int, int, int], list[float]] = {}
     for row in rows:
         alone.setdefault(row.sizes, []).append(row.forward_seconds - fixed)
-    overheads = []
-    weights = []
+    more, per_overhead = [], []
     for row in wide:
         on_one = alone.get(row.sizes)
         seconds = float(np.median(on_one)) if on_one else float(work @ np.array(row.sizes))
-        seconds /= row.width
-        if seconds < _LEAST_WORK * row.forward_seconds:
+        of_tokens = float(work[0]) * row.row_tokens * (row.width - 1) / row.width
+        if of_tokens < _LEAST_WORK * row.forward_seconds:
             continue
-        overheads.append((row.forward_seconds - fixed) / seconds - 1)
-        weights.append(seconds / row.forward_seconds)
-    if not overheads:
-        return None
-    order = np.argsort(overheads)
-    below = np.cumsum(np.array(weights)[order])
-    middle = int(np.searchsorted(below, below[-1] / 2))
-    return max(0.0, overheads[int(order[middle])])
+        more.append((row.forward_seconds - fixed - seconds / row.width) / row.forward_seconds)
+        per_overhead.append((of_tokens / row.forward_seconds, 1 / row.forward_seconds))
+    if not more:
+        return None, 0.0
+    # |more - x . (overhead, fixed)| of each row is a variable that is at least both signs of it.
+    # Where the rows cannot tell the two apart, fixed seconds are a little dearer.
+    x, y, ones = np.array(per_overhead), np.array(more), np.eye(len(more))
+    cost = np.concatenate([[0.0, 1e-3 * float(x[:, 1].mean())], np.ones(len(more))])
+    found = linprog(
+        cost,
+        A_ub=np.block([[x, -ones], [-x, -ones]]),
+        b_ub=np.concatenate([y, -y]),
+        method="highs",
+    )
+    return float(found.x[0]), float(found.x[1])

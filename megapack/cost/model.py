@@ -25,6 +25,7 @@ _NUMBERS = (
     "backward_ratio",
     "p2p",
     "cp_overhead",
+    "cp_fixed",
     "weight_ratio",
 )
 
@@ -41,8 +42,8 @@ class CostModel:
     times its weight; where chunks have other shares of attention, per_token_sq times its factor,
     and its backward takes `backward_ratio` times that. Of the backward, weight gradients take
     `weight_ratio` times the forward without per_token_sq. A row over `width` DP ranks is cut over
-    cp * width ranks, and what is divided by them grows by `cp_overhead`. L_i^2 accounts for the
-    attention of sample i; tokens attend only within their sample.
+    cp * width ranks, and costs `cp_fixed` and `cp_overhead` more. L_i^2 accounts for the attention
+    of sample i; tokens attend only within their sample.
 
     Raises:
         ConfigError: a coefficient is negative or not finite, or the mean of the weights is not 1.
@@ -66,8 +67,13 @@ class CostModel:
     p2p: float = 0.0
     """Seconds from the end of a chunk to the earliest start of the next chunk."""
     cp_overhead: float = 0.05
-    """Share by which the work of a row grows when several DP ranks share it, as they exchange keys
-    and values. A sample of 1 s takes 1.05 / 2 s over two ranks. 0.05 is assumed until measured."""
+    """What a token costs more for each further DP rank that shares its row, as a share of
+    `per_token`: keys and values are exchanged, and attention runs in more and smaller parts. Tokens
+    of 1 s take 1.05 / 2 s over two ranks and 1.15 / 4 s over four; squared tokens take no more.
+    0.05 is assumed until measured."""
+    cp_fixed: float = 0.0
+    """Seconds that a chunk takes more for a row over several DP ranks, whatever its length: the
+    latency of the exchanges."""
     weight_ratio: float = 1.0
     """Seconds of the weight gradients over those of the forward's part without attention. A product
     y = x W takes as long as dW = x^T dy, so 1 is assumed until measured."""
@@ -120,9 +126,10 @@ class CostModel:
             width: DP ranks that share the row.
             square_factor: of the chunk, see `square_factors`.
         """
-        work = self.per_token * row_tokens + square_factor * self.per_token_sq * tokens_sq
-        work += self.per_sample * num_samples
-        return self.fixed + work * self.share_of_rank(layout, width)
+        fixed, token_factor = self.over_ranks(width)
+        work = self.per_token * token_factor * row_tokens
+        work += square_factor * self.per_token_sq * tokens_sq + self.per_sample * num_samples
+        return fixed + work * self.share_of_rank(layout, width)
 
     def weight_seconds(
         self, layout: Layout, *, row_tokens: int, num_samples: int, width: int = 1
@@ -136,13 +143,22 @@ class CostModel:
             layout, row_tokens=row_tokens, tokens_sq=0, num_samples=num_samples, width=width
         )
 
-    def share_of_rank(self, layout: Layout, width: int = 1) -> float:
-        """Part of a row's work that one chunk on one GPU does, if `width` DP ranks share the row.
+    def over_ranks(self, width: int) -> tuple[float, float]:
+        """What `width` DP ranks change that share a row: the fixed seconds of a chunk, and the
+        factor on `per_token`.
 
-        With pp=4 and cp=1, a row of one rank is 1 / 4, and one over two ranks 1.05 / 8.
+        With cp_overhead=0.05 the factor is 1 on one rank, 1.05 on two and 1.15 on four.
         """
-        overhead = self.cp_overhead if width > 1 else 0.0
-        return (1.0 + overhead) / (layout.num_chunks * layout.cp * width)
+        fixed = self.fixed + self.cp_fixed if width > 1 else self.fixed
+        return fixed, 1.0 + self.cp_overhead * (width - 1)
+
+    @staticmethod
+    def share_of_rank(layout: Layout, width: int = 1) -> float:
+        """Part of a row that one chunk on one GPU computes, if `width` DP ranks share the row.
+
+        With pp=4 and cp=1, a row of one rank is 1 / 4, and one over two ranks 1 / 8.
+        """
+        return 1.0 / (layout.num_chunks * layout.cp * width)
 
     def weights_for(self, layout: Layout) -> tuple[float, ...]:
         """`stage_weights`, or ones if None, checked against the layout's number of chunks.
@@ -279,9 +295,9 @@ class CostModel:
         Args:
             measurements: (row_tokens, tokens_sq, num_samples, forward_seconds, backward_seconds,
                 width, weight_seconds) of micro-batches of different sizes; the last three may be
-                left out. Rows over several DP ranks give `cp_overhead`, best if the same rows were
-                measured on one rank, and rows with weight_seconds `weight_ratio`; without them
-                both keep their defaults.
+                left out. Rows over several DP ranks give `cp_overhead` and `cp_fixed`, best if the
+                same rows were measured on one rank, and rows with weight_seconds `weight_ratio`;
+                without them these keep their defaults.
             layout: the measured layout; None for one chunk on one GPU.
 
         Returns:
@@ -300,6 +316,7 @@ class CostModel:
             per_sample=fitted.per_sample,
             backward_ratio=fitted.backward_ratio,
             cp_overhead=cls.cp_overhead if overhead is None else overhead,
+            cp_fixed=fitted.cp_fixed,
             weight_ratio=cls.weight_ratio if weight_ratio is None else weight_ratio,
             fit_error=fitted.relative_error,
         )

@@ -3,11 +3,13 @@
     seconds of a step's rows -> sums, additive over ranks and steps -> CostModel
 
 The forward of a chunk takes `weight * (x . theta)` seconds, where theta holds `fixed`, `per_token`,
-`per_token_sq` and `per_sample`, and x is 1 and the row's sizes, divided over chunks and ranks;
-squares count by the chunk's factor, which its layers decide and no fit changes. The
-fit minimises the sum of squared relative errors, so that a short row counts as much as a long one.
+`per_token_sq` and `per_sample`, and what rows over several DP ranks cost more: `per_token` times
+`cp_overhead`, and `cp_fixed`. x is 1 and the row's sizes, divided over chunks and ranks, its tokens
+once more for each further rank, and 1 for a row over several; squares count by the chunk's factor,
+which its layers decide and no fit changes. The fit minimises the sum of squared relative errors, so
+that a short row counts as much as a long one.
 For one chunk and kind of operation this sum is a quadratic form, of which the sums of x x^T / y^2
-and x / y over the rows are all that is needed. They are 20 numbers, however many rows there are.
+and x / y over the rows are all that is needed. They are 42 numbers, however many rows there are.
 Sums of earlier steps are multiplied by a factor below 1 in each step (recursive least squares with
 exponential forgetting; Ljung and Soderstrom 1983, chapter 2).
 
@@ -31,12 +33,10 @@ from megapack.layout import Layout
 HALF_LIFE_STEPS = 20.0
 """Steps after which seconds count half. 20 steps of 8 ranks with 16 rows are 2,560 forwards."""
 
-# The kinds of operations that have sums of their own: rows of one DP rank, rows over several, and
-# weight gradients that were measured apart.
-_FORWARD, _BACKWARD, _WIDE_FORWARD, _WIDE_BACKWARD, _WEIGHTS = range(5)
-_PASSES = {False: (_FORWARD, _BACKWARD), True: (_WIDE_FORWARD, _WIDE_BACKWARD)}
-_NUM_KINDS = 5
-_NUM_FEATURES = 4
+# The kinds of operations that have sums of their own; weight gradients that were measured apart.
+_FORWARD, _BACKWARD, _WEIGHTS = range(3)
+_NUM_KINDS = 3
+_NUM_FEATURES = 6
 _NUM_SQUARES = _NUM_FEATURES * _NUM_FEATURES
 # Sums of x x^T / y^2, of x / y, and the number of rows.
 _SIZE = _NUM_SQUARES + _NUM_FEATURES + 1
@@ -51,7 +51,7 @@ _PRIOR = 1e-3
 _CHANGED_TIMES = 2.0
 _CHANGED_BY = 0.05
 # Weight gradients have no part per squared token: attention has no weights.
-_WITHOUT_ATTENTION = np.array([1.0, 1.0, 0.0, 1.0])
+_WITHOUT_ATTENTION = np.array([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
 
 
 class ChunkSeconds(NamedTuple):
@@ -74,7 +74,7 @@ class OnlineFit:
 
     Attributes:
         model: the model in force: the result of the last `take`, or `start`.
-        sums: float64 [pp*vpp, 5, 21], sums of all steps that were taken, earlier ones faded.
+        sums: float64 [pp*vpp, 3, 43], sums of all steps that were taken, earlier ones faded.
     """
 
     def __init__(self, layout: Layout, start: CostModel) -> None:
@@ -122,7 +122,7 @@ class OnlineFit:
         if error is None or least is None:
             return sums, model
         # As many rows as there are coefficients, weights and the ratio fit without an error.
-        num_rows = float(window[:, [_FORWARD, _BACKWARD], -1].sum())
+        num_rows = float(window[:, :_WEIGHTS, -1].sum())
         freedom = 1.0 - (len(sums) + _NUM_FEATURES + 1) / num_rows
         if freedom > 0 and error > _CHANGED_TIMES * least / freedom**0.5 + _CHANGED_BY:
             return window, alone
@@ -130,17 +130,16 @@ class OnlineFit:
 
     def _add(self, total: Floats, rows: Sequence[ChunkSeconds]) -> None:
         for chunk, row in rows:
-            x = _features(self._layout, row) * np.array([1.0, 1.0, self._factors[chunk], 1.0])
-            forward, backward = _PASSES[row.width > 1]
-            _add_row(total[chunk, forward], x, row.forward_seconds)
+            x = _features(self._layout, row, self._factors[chunk])
+            _add_row(total[chunk, _FORWARD], x, row.forward_seconds)
             if row.backward_seconds is not None:
-                _add_row(total[chunk, backward], x, row.backward_seconds)
+                _add_row(total[chunk, _BACKWARD], x, row.backward_seconds)
             if row.weight_seconds is not None and row.width == 1:
                 _add_row(total[chunk, _WEIGHTS], x * _WITHOUT_ATTENTION, row.weight_seconds)
 
 
 def relative_error(sums: Floats, model: CostModel, layout: Layout) -> float | None:
-    """Root mean square of predicted over measured seconds minus 1, of rows of one DP rank.
+    """Root mean square of predicted over measured seconds minus 1.
 
     Args:
         sums: see `OnlineFit.window`.
@@ -185,9 +184,13 @@ def measured_seconds(rows: Sequence[ChunkSeconds]) -> float:
     return sum(row.forward_seconds + (row.backward_seconds or 0.0) for _, row in rows)
 
 
-def _features(layout: Layout, row: Measurement) -> Floats:
-    share = 1.0 / (layout.num_chunks * layout.cp * row.width)
-    return np.array([1.0, *(share * float(size) for size in row.sizes)])
+def _features(layout: Layout, row: Measurement, square_factor: float) -> Floats:
+    share = CostModel.share_of_rank(layout, row.width)
+    tokens, tokens_sq, num_samples = (share * float(size) for size in row.sizes)
+    more_ranks = row.width - 1
+    return np.array(
+        [1.0, tokens, square_factor * tokens_sq, num_samples, more_ranks * tokens, more_ranks > 0]
+    )
 
 
 def _add_row(sums: Floats, x: Floats, seconds: float) -> None:
@@ -198,7 +201,7 @@ def _add_row(sums: Floats, x: Floats, seconds: float) -> None:
 
 
 def _parts(sums: Floats) -> tuple[Floats, Floats, Floats]:
-    """Sums of one kind [chunks, 21] as [chunks, 4, 4], [chunks, 4] and [chunks]."""
+    """Sums of one kind [chunks, 43] as [chunks, 6, 6], [chunks, 6] and [chunks]."""
     squares = sums[:, :_NUM_SQUARES].reshape(-1, _NUM_FEATURES, _NUM_FEATURES)
     return squares, sums[:, _NUM_SQUARES:-1], sums[:, -1]
 
@@ -210,7 +213,8 @@ def _quadratic(squares: Floats, theta: Floats) -> Floats:
 
 
 def _theta(model: CostModel) -> Floats:
-    return np.array([model.fixed, model.per_token, model.per_token_sq, model.per_sample])
+    rates = (model.fixed, model.per_token, model.per_token_sq, model.per_sample)
+    return np.array([*rates, model.per_token * model.cp_overhead, model.cp_fixed])
 
 
 def _solve(sums: Floats, start: CostModel, layout: Layout) -> CostModel:
@@ -244,15 +248,19 @@ def _solve(sums: Floats, start: CostModel, layout: Layout) -> CostModel:
         curvature_b = float(weights**2 @ _quadratic(squares_b, theta))
         if curvature_b > 0:
             ratio = float(weights @ (products_b @ theta)) / curvature_b
+    fixed, per_token, per_token_sq, per_sample, per_further, cp_fixed = theta.tolist()
+    over_ranks = {}
+    if size[-1] > 0 and per_token > 0:
+        over_ranks = {"cp_overhead": per_further / per_token, "cp_fixed": cp_fixed}
     return replace(
         start,
-        fixed=float(theta[0]),
-        per_token=float(theta[1]),
-        per_token_sq=float(theta[2]),
-        per_sample=float(theta[3]),
+        fixed=fixed,
+        per_token=per_token,
+        per_token_sq=per_token_sq,
+        per_sample=per_sample,
         backward_ratio=ratio,
         stage_weights=tuple(weights.tolist()),
-        cp_overhead=_cp_overhead(sums, theta, weights, ratio, start.cp_overhead),
+        **over_ranks,
         weight_ratio=_weight_ratio(sums, theta, weights, start.weight_ratio),
         fit_error=None,
     )
@@ -268,42 +276,10 @@ def _least_squares(squares: Floats, products: Floats, prior: Floats, strength: f
     return solution
 
 
-def _cp_overhead(
-    sums: Floats, theta: Floats, weights: Floats, ratio: float, before: float
-) -> float:
-    """What the work of rows over several ranks is more than its share, minus 1.
-
-    Their seconds are `fixed` and the work: with y = scale * (fixed + (1 + overhead) * work), the
-    error is linear in the overhead.
-    """
-    fixed = theta * np.array([1.0, 0.0, 0.0, 0.0])
-    work = theta - fixed
-    curvature = 0.0
-    slope = 0.0
-    num_rows = 0.0
-    for kind, factor in ((_WIDE_FORWARD, 1.0), (_WIDE_BACKWARD, ratio)):
-        squares, products, counts = _parts(sums[:, kind])
-        scale = weights * factor
-        curvature += float(scale**2 @ _quadratic(squares, work))
-        slope += float(scale @ (products @ work))
-        slope -= float(scale**2 @ np.einsum("i,cij,j->c", fixed, squares, work))
-        num_rows += float(counts.sum())
-    return _near(before + 1.0, slope, curvature, num_rows, at_least=1.0) - 1.0
-
-
 def _weight_ratio(sums: Floats, theta: Floats, weights: Floats, before: float) -> float:
     """Seconds of weight gradients over those of the forward without attention."""
     squares, products, counts = _parts(sums[:, _WEIGHTS])
     curvature = float(weights**2 @ _quadratic(squares, theta))
     slope = float(weights @ (products @ theta))
-    return _near(before, slope, curvature, float(counts.sum()), at_least=0.0)
-
-
-def _near(
-    before: float, slope: float, curvature: float, num_rows: float, *, at_least: float
-) -> float:
-    """The v of least curvature * v^2 - 2 * slope * v, held near `before` with `_PRIOR`."""
-    if num_rows == 0:
-        return before
-    held = _PRIOR * num_rows
-    return max(at_least, (slope + held * before) / (curvature + held))
+    held = _PRIOR * float(counts.sum())
+    return max(0.0, (slope + held * before) / (curvature + held)) if held else before

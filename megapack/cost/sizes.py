@@ -408,6 +408,19 @@ class ModelSizes:
         index = self._index_heads * (self.indexer_head_dim or 0)
         return self.num_attention_heads * (self.head_width + self.value_width) + index
 
+    def layer_attention_tokens(self, tokens: float) -> float:
+        """Operations of one layer's attention per token that meets so many keys, forward."""
+        return 2 * tokens * self._flops_per_key() if "*" in self.sublayers else 0.0
+
+    def layer_cp_bytes_per_token(self) -> float:
+        """Bytes of a token's keys and values in one layer, 16-bit, which ranks that share a row
+        exchange."""
+        if "*" not in self.sublayers:
+            return 0.0
+        groups = self.num_query_groups or self.num_attention_heads
+        heads = self.num_attention_heads if self.uses_mla else groups
+        return 2 * heads * (self.head_width + self.value_width)
+
     def layer_tp_bytes_per_token(self, tp: int) -> float:
         """Bytes per token that tensor parallelism moves per GPU in one layer's forward, 16-bit.
 

@@ -20,11 +20,12 @@ from megapack.base.jit import kernel
 class RowCost(NamedTuple):
     """The seconds of one chunk's forward of a row, and limits of a row, by level.
 
-    seconds = fixed + per_token[k] * row tokens + per_token_sq[k] * tokens_sq
+    seconds = fixed[k] + per_token[k] * row tokens + per_token_sq[k] * tokens_sq
         + per_sample[k] * samples
     """
 
-    fixed: float
+    fixed: Floats
+    """[levels]"""
     per_token: Floats
     """[levels]: of all of the row's tokens, those on other GPUs included."""
     per_token_sq: Floats
@@ -179,7 +180,7 @@ def row_seconds(cost: RowCost, level: int, tokens: int, tokens_sq: int, num_samp
     """Seconds of one chunk's forward of a row; a padding micro-batch has 0, 0, 0."""
     work = cost.per_token[level] * row_tokens(cost, level, tokens)
     work += cost.per_token_sq[level] * tokens_sq
-    return float(cost.fixed + work + cost.per_sample[level] * num_samples)
+    return float(cost.fixed[level] + work + cost.per_sample[level] * num_samples)
 
 
 @kernel

@@ -393,7 +393,7 @@ def fill_around(
     rule = FillRule(
         order=rule.order[rule.order < cut.num_whole],
         least=rule.least,
-        targets=_targets(np.zeros(count), rank_work) + costs.fixed,
+        targets=_targets(np.zeros(count), rank_work) + costs.fixed[0],
     )
     return (board, rule) if fill_all(board, rule, _STRETCH) else None
 

@@ -219,7 +219,6 @@ def row_cost(step: Step, cost: CostModel, num_levels: int = 1) -> RowCost:
     widens = step.policy.context_parallel == "dynamic"
     alone = step.budget if widens and step.budget is not None else UNLIMITED
     return RowCost(
-        float(cost.fixed),
         *rates,
         square_factors=np.array(cost.distinct_factors),
         unit=unit,
@@ -235,10 +234,12 @@ def row_cost(step: Step, cost: CostModel, num_levels: int = 1) -> RowCost:
 @lru_cache(maxsize=64)
 def _rates(
     layout: Layout, cost: CostModel, num_levels: int
-) -> tuple[tuple[Floats, Floats, Floats], Ints, Ints]:
-    """Seconds per token, squared token and sample, width and row alignment of each level."""
+) -> tuple[tuple[Floats, Floats, Floats, Floats], Ints, Ints]:
+    """Fixed seconds and seconds per token, squared token and sample, width and row alignment of
+    each level."""
     widths = layout.widths[:num_levels]
+    fixed, factor = np.array([cost.over_ranks(width) for width in widths]).T
     share = np.array([cost.share_of_rank(layout, width) for width in widths])
-    rates = (cost.per_token * share, cost.per_token_sq * share, cost.per_sample * share)
+    rates = (fixed, cost.per_token * factor * share, cost.per_token_sq * share)
     unit = np.array([layout.over(width).row_alignment for width in widths])
-    return rates, np.array(widths), unit
+    return (*rates, cost.per_sample * share), np.array(widths), unit

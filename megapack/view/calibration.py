@@ -148,7 +148,8 @@ def _model_facts(calibration: RunFits) -> list[tuple[str, str]]:
         facts.insert(3, shown("per sample", [_seconds(model.per_sample) for model in models]))
     # These two are fitted only where rows lie over several ranks, or backwards are split.
     if len({round(model.cp_overhead, 6) for model in models}) > 1:
-        facts.append(shown("overhead of wide rows", [f"{m.cp_overhead:.1%}" for m in models]))
+        texts = [f"{m.cp_overhead:.1%} and {_seconds(m.cp_fixed)}" for m in models]
+        facts.append(shown("each further rank of a row, and fixed", texts))
     if len({model.weight_ratio for model in models}) > 1:
         texts = [f"{model.weight_ratio:.2f}" for model in models]
         facts.append(shown("weight gradients over forward", texts))

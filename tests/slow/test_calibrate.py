@@ -61,5 +61,7 @@ def test_two_ranks_measure_what_sharing_rows_costs(tmp_path: Path) -> None:
     overhead = read_cost(tmp_path / "cost.yaml", Layout(pp=2)).cp_overhead
     # On a busy machine the fit may see nothing but fixed seconds.
     is_default = overhead == CostModel.cp_overhead
-    text = "not measured: their seconds" if is_default else f"cp_overhead {overhead:.3f} from "
+    text = (
+        "not measured: their seconds" if is_default else f"cp_overhead {overhead:.3f} and cp_fixed "
+    )
     assert text in done.stdout

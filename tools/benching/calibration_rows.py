@@ -64,7 +64,7 @@ def fit_whole_model(measured: Sequence[Measurement], layout: Layout) -> CostMode
 
     Args:
         measured: rows with both times, on the tp and cp of the layout, with pp=vpp=1. Those over
-            several DP ranks give `cp_overhead`, the others all the rest.
+            several DP ranks give `cp_overhead` and `cp_fixed`, the others all the rest.
         layout: the layout to plan for.
 
     Raises:
@@ -107,7 +107,12 @@ def worth_sharing(rows: Sequence[list[int]], budget: int) -> list[list[int]]:
 
 def on_one_stage(cost: CostModel, layout: Layout) -> CostModel:
     """The same model for all layers on one stage, as `fit_whole_model` got them."""
-    return dataclasses.replace(cost, fixed=cost.fixed * layout.num_chunks, stage_weights=None)
+    return dataclasses.replace(
+        cost,
+        fixed=cost.fixed * layout.num_chunks,
+        cp_fixed=cost.cp_fixed * layout.num_chunks,
+        stage_weights=None,
+    )
 
 
 def relative_errors(

@@ -15,8 +15,9 @@ from megapack.config import dump_yaml
 from megapack.config.cost_file import read_cost
 from megapack.config.sections import LayoutConfig, ModelConfig, PlanConfig, TrainConfig
 from megapack.cost import StageLayers
-from megapack.cost.assumed import GpuSpeed
+from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.calibration import Calibration, Origin
+from megapack.cost.sizes import ModelSizes
 from megapack.plan import check_plan
 from tools.benching.calibration_rows import (
     fit_whole_model,
@@ -209,19 +210,57 @@ def test_weight_gradients_are_split_over_chunks_too() -> None:
     assert errors == pytest.approx([0.0] * len(rows), abs=1e-4)
 
 
+def test_sizes_give_what_rows_over_several_ranks_cost_more() -> None:
+    sizes = ModelSizes(
+        num_layers=4,
+        hidden_size=2560,
+        ffn_hidden_size=9728,
+        num_attention_heads=32,
+        num_query_groups=8,
+        kv_channels=128,
+        vocab_size=1,
+    )
+    speed = GpuSpeed(peak_tflops=1000.0)
+    found = cost_from_sizes(sizes, Layout(pp=2), speed, recompute="none", mean_length=4096)
+    # A layer: 4 KiB of keys and values at 300 GB/s; 650 tokens of attention at 400 TFLOPS.
+    exchange = 4096 / 300e9
+    kernels = 650 * 32 * (128 + 128) / 400e12
+    assert found.cp_overhead * found.per_token == pytest.approx(4 * (exchange + kernels))
+    assert found.cp_fixed == pytest.approx(2 * 40e-6)
+    # Without attention nothing is exchanged.
+    mamba = replace(
+        sizes,
+        layer_pattern="M-M-",
+        num_layers=4,
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        mamba_state_dim=16,
+        mamba_num_groups=2,
+    )
+    found = cost_from_sizes(mamba, Layout(pp=2), speed, recompute="none", mean_length=4096)
+    assert (found.cp_overhead, found.cp_fixed) == (0.0, 0.0)
+
+
 def test_rows_over_several_ranks_only_give_the_overhead() -> None:
     rows = seconds_of_grid(COST, 2.2)
-    wide = [
-        row._replace(
+    true = replace(COST, cp_overhead=0.2, cp_fixed=5e-4)
+    wide = []
+    for row in rows[12:]:
+        forward = true.forward_seconds(
+            ONE_STAGE,
+            row_tokens=row.row_tokens,
+            tokens_sq=row.tokens_sq,
+            num_samples=row.num_samples,
             width=2,
-            forward_seconds=COST.fixed + 0.6 * (row.forward_seconds - COST.fixed),
-            backward_seconds=2.2 * (COST.fixed + 0.6 * (row.forward_seconds - COST.fixed)),
         )
-        for row in rows[12:]
-    ]
+        seconds = {"forward_seconds": forward, "backward_seconds": 2.2 * forward}
+        wide.append(row._replace(width=2, **seconds))
     found = fit_whole_model([*rows, *wide], LAYOUT)
     assert found.cp_overhead == pytest.approx(0.2, abs=1e-6)
-    assert found == replace(fit_whole_model(rows, LAYOUT), cp_overhead=found.cp_overhead)
+    assert found.cp_fixed == pytest.approx(5e-4 / LAYOUT.num_chunks, rel=1e-4)
+    alone = fit_whole_model(rows, LAYOUT)
+    others = replace(found, cp_overhead=alone.cp_overhead, cp_fixed=0.0)
+    assert others == alone
     for errors in relative_errors(on_one_stage(found, LAYOUT), ONE_STAGE, wide):
         assert errors == pytest.approx([0.0] * len(wide), abs=1e-6)
 

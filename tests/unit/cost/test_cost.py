@@ -29,11 +29,13 @@ def test_forward_seconds_of_a_chunk() -> None:
 
 
 def test_a_row_over_several_ranks_takes_its_share_and_the_overhead() -> None:
-    cost = CostModel(fixed=1.0, per_token=2.0, cp_overhead=0.5)
+    cost = CostModel(fixed=1.0, per_token=2.0, per_token_sq=0.5, cp_overhead=0.5, cp_fixed=3.0)
     layout = Layout(dp=4, pp=2, cp=2)
-    row = {"row_tokens": 64, "tokens_sq": 0, "num_samples": 1}
-    assert cost.forward_seconds(layout, **row) == 1 + 128 / 4
-    assert cost.forward_seconds(layout, **row, width=4) == 1 + 1.5 * 128 / 16
+    row = {"row_tokens": 64, "tokens_sq": 256, "num_samples": 1}
+    assert cost.forward_seconds(layout, **row) == 1 + (128 + 128) / 4
+    # Each further rank adds to what tokens cost, and nothing to what their squares cost.
+    assert cost.forward_seconds(layout, **row, width=2) == 1 + 3 + (1.5 * 128 + 128) / 8
+    assert cost.forward_seconds(layout, **row, width=4) == 1 + 3 + (2.5 * 128 + 128) / 16
     assert cost.share_of_rank(layout, 1) == 1 / 4
     assert CostModel().cp_overhead == 0.05
 
@@ -125,7 +127,7 @@ def test_fit_recovers_the_measured_model() -> None:
             CostModel.fit(bad)
 
 
-WIDE = CostModel(fixed=2e-3, per_token=1e-6, per_token_sq=3e-11, cp_overhead=0.12)
+WIDE = CostModel(fixed=2e-3, per_token=1e-6, per_token_sq=3e-11, cp_overhead=0.12, cp_fixed=1e-3)
 
 
 def measured(cost: CostModel, *widths: int) -> list[Measurement]:
@@ -153,8 +155,10 @@ def test_rows_over_several_ranks_give_the_overhead(overhead: float) -> None:
     cost = replace(WIDE, cp_overhead=overhead)
     found = CostModel.fit(measured(cost, 1, 2, 4))
     assert found.cp_overhead == pytest.approx(overhead, abs=1e-6)
+    assert found.cp_fixed == pytest.approx(cost.cp_fixed, rel=1e-6)
     alone = CostModel.fit(measured(cost, 1))
-    assert replace(found, cp_overhead=alone.cp_overhead) == alone, "wide rows change other numbers"
+    others = replace(found, cp_overhead=alone.cp_overhead, cp_fixed=alone.cp_fixed)
+    assert others == alone, "wide rows change other numbers"
     # Rows that were measured over several ranks only.
     others = [row._replace(row_tokens=row.row_tokens + 8) for row in measured(cost, 2)]
     found = CostModel.fit([*measured(cost, 1), *others])

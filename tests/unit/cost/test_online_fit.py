@@ -207,8 +207,9 @@ def test_a_machine_that_changes_is_followed_at_once() -> None:
 
 def test_rows_over_several_ranks_give_their_overhead() -> None:
     layout = Layout(dp=2)
-    true = replace(TRUE, stage_weights=None, cp_overhead=0.3)
-    lengths = np.concatenate([drawn_lengths(0), [6 * BUDGET // 4] * 3])
+    true = replace(TRUE, stage_weights=None, cp_overhead=0.3, cp_fixed=TRUE.fixed / 2)
+    # Of several lengths and widths, or a part per token could not be told from a fixed one.
+    lengths = np.concatenate([drawn_lengths(0), [k * BUDGET // 4 for k in (2, 3, 5, 7)]])
     plan = build_dp_schedule(
         lengths,
         layout=layout,
@@ -219,8 +220,10 @@ def test_rows_over_several_ranks_give_their_overhead() -> None:
     assert any(mb.width == 2 for mb in plan.steps[0].microbatches)
     measured = MadeClock(layout, true).step(plan.steps[0])
     fit = OnlineFit(layout, replace(true, cp_overhead=0.05))
-    fit.take(np.sum([fit.window([rows]) for rows in measured.values()], axis=0), 1)
+    for _ in range(5):
+        fit.take(np.sum([fit.window([rows]) for rows in measured.values()], axis=0), 1)
     assert fit.model.cp_overhead == pytest.approx(0.3, abs=0.01)
+    assert fit.model.cp_fixed == pytest.approx(true.cp_fixed, rel=0.05)
 
 
 def test_without_rows_the_model_stays() -> None:

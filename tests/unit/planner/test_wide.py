@@ -210,7 +210,7 @@ class TestBoard:
     """The arrays of the search after many moves are those of the same rows made anew."""
 
     cost = RowCost(
-        fixed=2.0,
+        fixed=np.array([2.0, 2.0, 2.5]),
         per_token=np.array([1.0, 0.6, 0.3]),
         per_token_sq=np.array([0.01, 0.006, 0.003]),
         per_sample=np.array([1.0, 0.6, 0.3]),

@@ -106,7 +106,10 @@ def test_a_calibrated_runs_page(tmp_path: Path) -> None:
     assert facts["cost model: backward over forward"] == "2.00 -> 1.50"
     assert facts["cost model: weights of the chunks"] == "equal -> 0.80, 0.90, 0.90, 1.40"
     assert facts["cost model: weight gradients over forward"] == "1.00 -> 0.50"
-    assert not {"cost model: per sample", "cost model: overhead of wide rows"} & set(facts)
+    assert not {
+        "cost model: per sample",
+        "cost model: each further rank of a row, and fixed",
+    } & set(facts)
     assert facts["last batch: planned by"] == "the fit after step 2"
     ratio = facts["last batch: first model's plan"]
     assert re.fullmatch(r"would take 1\.\d+ times as long as the last model's \(simulated\)", ratio)
