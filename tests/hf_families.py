@@ -166,6 +166,29 @@ _GEMMA: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+_GEMMA4: dict[str, Any] = {
+    **{name: value for name, value in _GEMMA.items() if name != "query_pre_attn_scalar"},
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 2.0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 1e4,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    },
+}
+_GEMMA4_EXPERTS: dict[str, Any] = {
+    **_GEMMA4,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
 _SIGLIP: dict[str, Any] = {
     "model_type": "siglip_vision_model",
     "hidden_size": 16,
@@ -501,6 +524,18 @@ FAMILIES: dict[str, Family] = {
             "text_config": _GEMMA,
             "vision_config": _SIGLIP,
             "mm_tokens_per_image": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma4_text": Family(name="Gemma4Text", settings=_GEMMA4),
+    "gemma4_experts": Family(name="Gemma4Text", settings=_GEMMA4_EXPERTS, stacks_experts=True),
+    "gemma4": Family(
+        name="Gemma4",
+        head="ForConditionalGeneration",
+        settings={
+            "text_config": _GEMMA4,
+            "vision_config": {**_SIGLIP, "model_type": "gemma4_vision", "head_dim": 8},
+            "audio_config": None,
             "tie_word_embeddings": True,
         },
     ),

@@ -103,6 +103,9 @@ def new_model(family: str, *, seed: int = 0, **settings: Any) -> Any:
     return model
 
 
+_AROUND_ONE = (".D", "router.scale", "per_expert_scale", "layer_scalar")
+
+
 def _randomize(model: Any, seed: int) -> None:
     """Draw all weights; norms, biases and expert biases get values that are not trivial.
 
@@ -118,7 +121,7 @@ def _randomize(model: Any, seed: int) -> None:
                 tensor.copy_(0.1 * noise)
             elif name.endswith("A_log"):
                 tensor.copy_(0.5 * noise - 2.5)
-            elif "norm" in name or name.endswith(".D"):
+            elif "norm" in name or name.endswith(_AROUND_ONE):
                 # Around ones, or around zeros where the norm adds 1.
                 tensor.add_(0.2 * noise)
             elif name.endswith("conv1d.weight"):
@@ -132,6 +135,9 @@ def _randomize(model: Any, seed: int) -> None:
 def _edit_config(path: Path, family: Family, published_keys: bool) -> None:
     config = json.loads(path.read_text())
     config |= family.published
+    if published_keys and config.pop("per_layer_config", None):
+        config |= {name: family.settings[name] for name in family.settings if "global" in name}
+        published_keys = False
     rope = config.pop("rope_parameters", None) if published_keys else None
     if rope is not None and "full_attention" in rope:
         # Of local layers there was only a base, which OLMo-3 has once.

@@ -104,6 +104,8 @@ MODELS = {
     "phi3": "Phi-4-mini: longrope, half of a head rotated, stacked projections",
     "gemma2": "Gemma 2: capped scores and logits, windows, four norms per layer, tied",
     "gemma3_text": "Gemma 3: four norms per layer, two rotary embeddings, scaled embeddings, tied",
+    "gemma4_text": "Gemma 4: wider global heads whose keys are values, layer scalars, tied",
+    "gemma4_experts": "Gemma 4 with experts: as before, experts beside an MLP",
     "mimo_mtp": "MiMo with multi-token prediction",
     "glm4_moe_lite_mtp": "GLM-4.7-Flash with multi-token prediction",
     "qwen3_next_mtp": "Qwen3-Next with multi-token prediction",

@@ -15,6 +15,7 @@ def check_architecture(model: Any) -> None:
     _check_latent_attention(model)
     _check_indexer(model)
     _check_rope(model)
+    _check_global_heads(model)
     _check_norms(model)
     _check_caps(model)
     _check_windows(model)
@@ -205,6 +206,31 @@ def _check_rope(model: Any) -> None:
         )
 
 
+def _check_global_heads(model: Any) -> None:
+    """Check what only global layers have, and what is computed in values of attention."""
+    keys = ("global_kv_channels", "global_query_groups", "global_keys_as_values")
+    given = [name for name in keys if getattr(model, name)]
+    if given and model.rotary_pattern is None:
+        raise ConfigError(
+            f"model.{given[0]}={getattr(model, given[0])} without model.rotary_pattern, which says "
+            "what layers are global; set it, or leave the key out"
+        )
+    for name in (*given, *(["value_layernorm"] if model.value_layernorm else [])):
+        _refuse(
+            model, f"model.{name}={getattr(model, name)} does not run", "hybrid", "latent", "mtp"
+        )
+    if model.global_keys_as_values and (model.qkv_bias or model.linear_bias):
+        raise ConfigError(
+            "model.global_keys_as_values=true does not run with qkv_bias or linear_bias; leave one "
+            "out"
+        )
+    if given and (model.qk_layernorm_over_heads or model.qk_layernorm_after_rotation):
+        raise ConfigError(
+            f"model.{given[0]}={getattr(model, given[0])} does not run with "
+            "qk_layernorm_over_heads or qk_layernorm_after_rotation; leave one out"
+        )
+
+
 def _check_norms(model: Any) -> None:
     if model.attention_scale is not None and not model.attention_scale > 0:
         raise ConfigError(
@@ -229,10 +255,29 @@ def _check_norms(model: Any) -> None:
             "layernorm_zero_centered_gamma=false and no multi-latent attention; set them, or leave "
             "it out"
         )
+    has_inner = model.moe_inner_norms
+    if has_inner and (
+        model.norm_placement != "sandwich"
+        or model.moe_shared_ffn_hidden_size is None
+        or model.moe_shared_gate
+        or model.moe_first_dense_layers
+        or model.moe_score_function != "softmax"
+        or model.has_expert_bias
+    ):
+        raise ConfigError(
+            "model.moe_inner_norms=true needs norm_placement=sandwich and experts in every layer, "
+            "with a shared expert without a gate, softmax scores and no expert bias; set them, or "
+            "leave it out"
+        )
     if model.norm_placement == "pre":
+        if model.layer_scalars:
+            raise ConfigError(
+                "model.layer_scalars=true needs model.norm_placement=post or sandwich; set one"
+            )
         return
     setting = f"model.norm_placement={model.norm_placement} does not run"
-    _refuse(model, setting, "experts", "mtp", "hybrid", "latent", advice="set pre")
+    others = ("mtp", "hybrid", "latent") if has_inner else ("experts", "mtp", "hybrid", "latent")
+    _refuse(model, setting, *others, advice="set pre")
 
 
 def _check_caps(model: Any) -> None:

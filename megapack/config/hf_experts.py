@@ -118,6 +118,24 @@ def qwen_experts(reader: Reader) -> Values:
     return {**softmax_experts(reader), "moe_first_dense_layers": len(dense)}
 
 
+def experts_beside_mlp(reader: Reader) -> Values:
+    """Experts beside a dense MLP, which has the part of a shared expert (Gemma 4)."""
+    names = {"num_experts", "top_k_experts", "moe_intermediate_size"}
+    if not reader.flag("enable_moe_block"):
+        # They have no effect.
+        reader.known |= names
+        return {}
+    top_k = reader.count("top_k_experts", 1)
+    return {
+        "num_experts": reader.count("num_experts", 1),
+        "moe_top_k": top_k,
+        "moe_ffn_hidden_size": reader.count("moe_intermediate_size", 1),
+        "moe_shared_ffn_hidden_size": reader.count("intermediate_size", 1),
+        "moe_inner_norms": True,
+        **_normed(reader, top_k, True, "top_k_experts"),
+    }
+
+
 def gated_shared_expert(reader: Reader) -> Values:
     width = reader.count("shared_expert_intermediate_size", 1)
     return {"moe_shared_ffn_hidden_size": width, "moe_shared_gate": True}

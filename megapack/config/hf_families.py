@@ -328,6 +328,58 @@ _GEMMA3_VISION = dataclasses.replace(
     ),
     in_text_config=True,
 )
+_GEMMA4 = Family(
+    architecture="Gemma4ForCausalLM",
+    # What transformers assumes.
+    defaults={
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "final_logit_softcapping": None,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "num_global_key_value_heads": None,
+        "num_kv_shared_layers": 0,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+    only={
+        "attention_bias": (False,),
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        # Of images; text is causal.
+        "use_bidirectional_attention": (None, "vision"),
+    },
+    # The width is doubled in layers that share keys and values only.
+    unused=(
+        *("use_double_wide_mlp", "vocab_size_per_layer_input", "expert_intermediate_size"),
+        "cache_implementation",
+    ),
+    values={
+        "activation": "gelu_tanh",
+        "attention_scale": 1.0,
+        "layer_scalars": True,
+        "norm_placement": "sandwich",
+        "qk_layernorm": True,
+        "scale_embeddings": True,
+        "value_layernorm": True,
+    },
+    rope_names={"proportional": "proportional"},
+    common=parts.layered,
+    parts=(
+        *(parts.no_layer_embeddings, parts.layered_window, parts.global_heads, parts.logit_cap),
+        experts.experts_beside_mlp,
+    ),
+)
+_GEMMA4_VISION = dataclasses.replace(
+    _GEMMA4,
+    architecture="Gemma4ForConditionalGeneration",
+    unused=(
+        *_GEMMA4.unused,
+        *("text_config", "vision_config", "audio_config", "vision_soft_tokens_per_image"),
+        "eoa_token_index",
+        *(f"{token}_token_id" for token in ("boi", "eoi", "image", "video", "boa", "eoa", "audio")),
+    ),
+    in_text_config=True,
+)
 _GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     defaults={"swiglu_limit": 7.0},
@@ -375,6 +427,8 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
     "gemma3": _GEMMA3_VISION,
+    "gemma4_text": _GEMMA4,
+    "gemma4": _GEMMA4_VISION,
     "gpt_oss": _GPT_OSS,
     **hf_hybrid.HYBRID_FAMILIES,
 }
@@ -389,11 +443,6 @@ REFUSED: Mapping[str, str] = {
         ("gemma3n", "gemma3n_text"),
         "its layers take keys and values of other layers and have several residual streams, which "
         "Megatron-Core's have not",
-    ),
-    **dict.fromkeys(
-        ("gemma4", "gemma4_text"),
-        "its global layers have wider heads than the others, with keys that are values too, and "
-        "its small models have embeddings of each layer; Megatron-Core's layers are all alike",
     ),
 }
 """Families that Megatron-Core or megapack cannot build, with the reason."""

@@ -120,7 +120,8 @@ def layered_rope(reader: Reader) -> Values:
         "rope_scaling": _rope_scaling(reader, whole),
     }
     letters = _local_layers(reader)
-    if "L" in letters and (base, values["rope_scaling"]) != (local_base, RopeScaling()):
+    differs = (base, values["rope_scaling"]) != (local_base, RopeScaling())
+    if "L" in letters and (differs or has_global_heads(reader)):
         values |= {"local_rotary_base": local_base, "rotary_pattern": _shortest(letters)}
     return values
 
@@ -192,6 +193,7 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("original_max_position_embeddings", "short_factor", "long_factor"),
         ("factor", "attention_factor"),
     ),
+    "proportional": ((), ("factor", "partial_rotary_factor")),
     # The others have no effect.
     "ntk": (("alpha",), ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
 }
@@ -209,9 +211,11 @@ def _rope_scaling(reader: Reader, rope: Values) -> RopeScaling:
     if kind == "default" and not rope:
         return RopeScaling()
     latent = "kv_lora_rank" in reader.keys
-    # transformers has no kind of that name.
+    # Of one family each.
     own = reader.family.rope_names.values()
-    others = tuple(name for name in _ROPE_KEYS if name != "ntk" or name in own)
+    others = tuple(
+        name for name in _ROPE_KEYS if name not in ("ntk", "proportional") or name in own
+    )
     kinds = ("yarn",) if latent else others
     if kind not in kinds:
         raise reader.error(
@@ -237,6 +241,8 @@ def _rope_scaling(reader: Reader, rope: Values) -> RopeScaling:
         _set_attention_factor(rope)
     if kind == "ntk":
         rope = {"factor": rope["alpha"]}
+    if "partial_rotary_factor" in rope:
+        rope["rotated_part"] = rope.pop("partial_rotary_factor")
     try:
         return RopeScaling(kind=kind, **rope)  # type: ignore[arg-type]
     except ConfigError as error:
@@ -330,14 +336,67 @@ def attention_scale(reader: Reader) -> Values:
 
 def caps(reader: Reader) -> Values:
     """The caps of scores and logits (Gemma 2); null is none."""
-    names = {
-        "attention_score_cap": "attn_logit_softcapping",
-        "logit_cap": "final_logit_softcapping",
-    }
+    name = "attn_logit_softcapping"
+    score_cap = None if reader.get(name) is None else reader.number(name)
+    return {"attention_score_cap": score_cap, **logit_cap(reader)}
+
+
+def logit_cap(reader: Reader) -> Values:
+    """The cap of logits; null is none."""
+    name = "final_logit_softcapping"
+    return {"logit_cap": None if reader.get(name) is None else reader.number(name)}
+
+
+def has_global_heads(reader: Reader) -> bool:
+    """Whether layers without a window have heads of their own (Gemma 4)."""
+    return "global_head_dim" in reader.family.defaults
+
+
+def global_heads(reader: Reader) -> Values:
+    """The heads of layers without a window (Gemma 4).
+
+    Transformers 5.23 writes them layer by layer, as `per_layer_config`.
+    """
+    letters = _local_layers(reader)
+    if letters[-1] != "G" or "L" not in letters:
+        why = "megapack trains layers of both kinds, of which the last is full_attention"
+        raise reader.error("layer_types", reader.get("layer_types", None), why)
+    width = reader.count("global_head_dim", 1)
+    is_shared = reader.flag("attention_k_eq_v")
+    groups = reader.optional_count("num_global_key_value_heads")
+    by_layer = reader.get("per_layer_config", None)
+    if by_layer is not None:
+        kinds = [by_layer.get(str(i)) for i, letter in enumerate(letters) if letter == "G"]
+        own = kinds[0] or {}
+        if kinds != [own] * len(by_layer) or own.keys() - {"head_dim", "num_key_value_heads"}:
+            why = (
+                "expected head_dim and num_key_value_heads of the full_attention layers, all alike"
+            )
+            raise reader.error("per_layer_config", by_layer, why)
+        width = own.get("head_dim", reader.count("head_dim", 1))
+        groups = own.get("num_key_value_heads")
+    elif not is_shared:
+        # transformers reads their number only with shared projections.
+        groups = None
     return {
-        own: None if reader.get(name) is None else reader.number(name)
-        for own, name in names.items()
+        "global_kv_channels": width,
+        "global_query_groups": groups,
+        "global_keys_as_values": is_shared,
     }
+
+
+def no_layer_embeddings(reader: Reader) -> Values:
+    """Refuse what only Gemma 4's smallest models have."""
+    reasons = {
+        "hidden_size_per_layer_input": "embeddings of each layer (Gemma 4 E2B and E4B), which "
+        "megapack's models do not have",
+        "num_kv_shared_layers": "layers that take keys and values of others (Gemma 4 E2B and E4B), "
+        "which Megatron-Core's do not",
+    }
+    for key, why in reasons.items():
+        if reader.get(key) not in (0, None):
+            raise reader.error(key, reader.get(key), f"it has {why}; 0 is trained only")
+    return {}
 
 
 def full_attention(reader: Reader) -> Values:

@@ -61,6 +61,16 @@ class ModelConfig:
     weight per channel of each head (OLMo-2)."""
     qk_layernorm_after_rotation: bool = False
     """With `qk_layernorm`: normalise after the rotary embedding (Hunyuan), not before."""
+    value_layernorm: bool = False
+    """Normalise each head's values, without weights (Gemma 4)."""
+    global_kv_channels: int | None = None
+    """With `rotary_pattern`: width of a head in global layers, even (Gemma 4: 512); null =
+    `kv_channels`."""
+    global_query_groups: int | None = None
+    """With `rotary_pattern`: key and value heads of global layers; null = `num_query_groups`."""
+    global_keys_as_values: bool = False
+    """With `rotary_pattern`: global layers have no projection to values, which are the keys before
+    their norm and rotation (Gemma 4)."""
     attention_scale: float | None = None
     """Factor of the scores before the softmax; null = 1 / sqrt(width of a head)."""
     attention_score_cap: float | None = None
@@ -138,6 +148,8 @@ class ModelConfig:
     sides (gpt-oss: 7); null = none."""
     glu_linear_offset: float = 0.0
     """With quick_gelu: added to the part that the gate multiplies (gpt-oss: 1)."""
+    layer_scalars: bool = False
+    """Multiply what a layer adds up to by a number of its own, which is not trained (Gemma 4)."""
     linear_bias: bool = False
     """Add biases to all linear layers of attention, MLPs and experts, and to routers (gpt-oss)."""
     scale_embeddings: bool = False
@@ -219,6 +231,10 @@ class ModelConfig:
     """Width inside the shared expert, which every token goes through; null = none."""
     moe_shared_gate: bool = False
     """Multiply the shared expert's output by a sigmoid gate (Qwen2-MoE)."""
+    moe_inner_norms: bool = False
+    """With a shared expert and norm_placement=sandwich: it and the experts have each a norm before
+    and after them, and the router a norm and two scales of its own (Gemma 4, whose MLP is the
+    shared expert)."""
     moe_grouped_gemm: bool | None = None
     """Run the experts of a rank as one grouped matrix product instead of one after another. Needs
     Transformer Engine's layers; null = where these are."""
@@ -341,6 +357,18 @@ class ModelConfig:
         return self._are_local(self.rotary_pattern or "G")
 
     @property
+    def global_heads(self) -> tuple[int, int]:
+        """Width of a head in global layers, and their key and value heads."""
+        groups = self.num_query_groups or self.num_attention_heads
+        return self.global_kv_channels or self.head_width, self.global_query_groups or groups
+
+    @property
+    def has_global_heads(self) -> bool:
+        """Whether global layers have other heads than local ones."""
+        keys = (self.global_kv_channels, self.global_query_groups)
+        return keys != (None, None) or self.global_keys_as_values
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Of each layer, the tokens that a token sees; None = all before it."""
         local = self._are_local(self.attention_window_pattern or "L")
@@ -411,12 +439,17 @@ class ModelConfig:
             gated=self.gated_linear_unit,
             qk_layernorm=self.qk_layernorm,
             qk_layernorm_over_heads=self.qk_layernorm_over_heads,
+            value_layernorm=self.value_layernorm,
             norms_per_part=2 if self.norm_placement == "sandwich" else 1,
             qkv_bias=self.qkv_bias,
             linear_bias=self.linear_bias,
             attention_sinks=self.attention_sinks,
             attention_window=self.attention_window,
             attention_window_pattern=self.attention_window_pattern,
+            global_kv_channels=self.global_kv_channels,
+            global_query_groups=self.global_query_groups,
+            global_keys_as_values=self.global_keys_as_values,
+            global_pattern=self.rotary_pattern if self.has_global_heads else None,
             kv_lora_rank=self.kv_lora_rank,
             q_lora_rank=self.q_lora_rank,
             qk_nope_head_dim=self.qk_nope_head_dim,
@@ -428,6 +461,7 @@ class ModelConfig:
             experts_per_token=self.moe_top_k if self.num_experts else 1,
             shared_expert_ffn_hidden_size=self.moe_shared_ffn_hidden_size or 0,
             shared_expert_gate=self.moe_shared_gate,
+            expert_inner_norms=self.moe_inner_norms,
             first_dense_layers=first_dense,
             dense_ffn_hidden_size=dense_width if mixes else None,
             attention_output_gate=self.attention_output_gate,
@@ -451,10 +485,10 @@ class ModelConfig:
         at_least(self, "model", 1, *sizes, "ffn_hidden_size", "vocab_size", "rotary_base")
         at_least(self, "model", 1, "local_rotary_base")
         at_least(self, "model", 1, "max_position_embeddings", "kv_channels")
+        at_least(self, "model", 1, "global_kv_channels", "global_query_groups")
         at_least(self, "model", 0, "init_std")
         at_least(self, "model", 0, "norm_epsilon")
         heads = self.num_attention_heads
-        groups = self.num_query_groups
         has_own_width = self.kv_channels is not None or self.kv_lora_rank is not None
         if not has_own_width and self.hidden_size % (2 * heads):
             raise ConfigError(
@@ -462,21 +496,26 @@ class ModelConfig:
                 f"{heads} heads of an even width; set a multiple of {2 * heads}, or "
                 "model.kv_channels"
             )
-        if self.kv_lora_rank is None and self.head_width % 2:
-            raise ConfigError(
-                f"model.kv_channels={self.kv_channels} is odd; rotary embeddings rotate pairs of "
-                f"channels: set {self.head_width + 1}"
-            )
+        odd = {"kv_channels": self.head_width if self.kv_lora_rank is None else 0}
+        odd["global_kv_channels"] = self.global_heads[0]
+        for name, width in odd.items():
+            if width % 2 and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"model.{name}={width} is odd; rotary embeddings rotate pairs of channels: set "
+                    f"{width + 1}"
+                )
         if not 0 < self.rotary_percent <= 1 or int(self.head_width * self.rotary_percent) % 2:
             raise ConfigError(
                 f"model.rotary_percent={self.rotary_percent} of {self.head_width} channels is not "
                 "an even number in (0, 1]; set 1 or 0.5"
             )
-        if groups is not None and heads % groups:
-            raise ConfigError(
-                f"model.num_attention_heads={heads} does not divide over model.num_query_groups="
-                f"{groups}; set a divisor of {heads}"
-            )
+        for name in ("num_query_groups", "global_query_groups"):
+            groups = getattr(self, name)
+            if groups is not None and heads % groups:
+                raise ConfigError(
+                    f"model.num_attention_heads={heads} does not divide over model.{name}="
+                    f"{groups}; set a divisor of {heads}"
+                )
 
     def _check_recompute(self) -> None:
         modules = self.recompute_modules

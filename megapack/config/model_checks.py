@@ -12,6 +12,7 @@ def check_sizes(model: ModelConfig, layout: Layout) -> None:
     """Raise ConfigError for the first size of a model that the layout cannot split evenly."""
     heads = model.num_attention_heads
     groups = model.num_query_groups or heads
+    _, global_groups = model.global_heads
     if model.kv_lora_rank is not None and layout.tp > 1 and not layout.sequence_parallel:
         raise ConfigError(
             f"multi-latent attention (model.kv_lora_rank={model.kv_lora_rank}) with layout.tp="
@@ -26,6 +27,7 @@ def check_sizes(model: ModelConfig, layout: Layout) -> None:
     checks = {
         f"model.num_attention_heads={heads}": (heads, layout.tp),
         f"model.num_query_groups={groups}": (groups, layout.tp),
+        f"model.global_query_groups={global_groups}": (global_groups, layout.tp),
         "the padded vocabulary (a multiple of 128)": (VOCAB_MULTIPLE, layout.tp),
         **_dense_widths(model, layout),
         **_expert_widths(model, layout),
@@ -71,14 +73,18 @@ def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]
         "hidden_size": (model.hidden_size, whole),
         "num_attention_heads * head width": (heads * model.head_width, unit),
     }
+    # Blocks of 128 may be cut short here; products need multiples of 16.
+    least = 32 if model.fp8 == "mxfp8" else 16
     if model.kv_lora_rank is None:
-        # Blocks of 128 may be cut short here; products need multiples of 16.
-        least = 32 if model.fp8 == "mxfp8" else 16
         channels = (heads + 2 * groups) * model.head_width
         widths["(num_attention_heads + 2 * num_query_groups) * head width"] = (
             channels,
             least * layout.tp,
         )
+    if model.has_global_heads:
+        width, groups = model.global_heads
+        widths["num_attention_heads * global_kv_channels"] = (heads * width, unit)
+        widths["global_query_groups * global_kv_channels"] = (groups * width, least * layout.tp)
     if model.kv_lora_rank is not None:
         keys = model.kv_lora_rank + (model.qk_rope_head_dim or 0)
         widths["kv_lora_rank + qk_rope_head_dim"] = (keys, whole)

@@ -14,15 +14,16 @@ class RopeScaling:
     """How wavelengths of the rotary embedding are stretched, as transformers computes it. Keys of
     other kinds have no effect."""
 
-    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "ntk"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "ntk", "proportional"] = "none"
     """none; linear (Gemma 3); llama3 (Llama 3.1 and later); yarn (arXiv 2309.00071: DeepSeek-V3,
     OLMo-3); longrope (arXiv 2402.13753: Phi-4-mini); ntk, which raises the base so that the longest
-    wave is stretched by the factor (Hunyuan). Multi-latent attention has none and yarn."""
+    wave is stretched by the factor (Hunyuan); proportional, which stretches as linear does and
+    rotates the channels of short waves only (Gemma 4). Multi-latent attention has none and yarn."""
     factor: float = 1.0
     """By how much long wavelengths are stretched, 1 or more. For longrope it only gives the default
     of `attention_factor`."""
     original_max_position_embeddings: int = 8192
-    """Tokens of the longest sample before stretching, except with linear."""
+    """Tokens of the longest sample before stretching, except with linear and proportional."""
     low_freq_factor: float = 1.0
     """For llama3: wavelengths above the original length divided by this are stretched."""
     high_freq_factor: float = 4.0
@@ -47,6 +48,9 @@ class RopeScaling:
     a number for each pair of rotated channels."""
     long_factor: tuple[float, ...] = ()
     """For longrope: the same in longer samples."""
+    rotated_part: float = 1.0
+    """For proportional: part of the pairs of a head's channels that are rotated, with the
+    wavelengths that they have where all are (Gemma 4: 0.25)."""
 
     def __post_init__(self) -> None:
         key = "model.rope_scaling"
@@ -64,6 +68,8 @@ class RopeScaling:
                 f"{key}.high_freq_factor is {self.high_freq_factor}; set more than low_freq_factor="
                 f"{self.low_freq_factor}"
             )
+        if not 0 < self.rotated_part <= 1:
+            raise ConfigError(f"{key}.rotated_part is {self.rotated_part}; set a number in (0, 1]")
         if self.kind == "longrope":
             self._check_factors(key)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megapack.base.choices import Dtype, Kernel, Recompute, RecomputeModule
-from megapack.cost.sizes import DELTA_CHUNK, ModelSizes
+from megapack.cost.sizes import DELTA_CHUNK, FLASH_WIDTH, ModelSizes
 from megapack.cost.weights import MAMBA_CONV_TOKENS
 from megapack.layout import Layout
 
@@ -47,7 +47,21 @@ class SavedActivations:
         kept = len(parts) * self.sizes.norms_per_part * self._norm + outputs
         for letter in parts:
             kept += self._part(letter)
+        if self.sizes.expert_inner_norms:
+            kept += self._inner_norms
         return kept
+
+    @property
+    def _inner_norms(self) -> float:
+        """Norms around the shared expert and the experts, and what is before and after a router.
+
+        There are three more than other layers have. The norm before the experts, and the one in the
+        router, have the layer's own norm's input. The router keeps its input before and after it is
+        multiplied, and its scores.
+        """
+        again = _FP32_BYTES if self._is_upcast else -self._width
+        scores = _FP32_BYTES * self._scatter * (1 + (self.sizes.num_experts or 0))
+        return 3 * self._norm + (2 * self._width + again) * self._hidden + scores
 
     def _part(self, letter: str) -> float:
         """One part of a layer, without the norm before it."""
@@ -100,7 +114,8 @@ class SavedActivations:
         """
         keeps = self.attention == "te" or self.recompute == "full"
         keeps = keeps and not self.sizes.uses_mla
-        return _FP32_BYTES * self.sizes.rotary_width if keeps else 0.0
+        width = self.sizes.rotary_width + (self.sizes.global_kv_channels or 0)
+        return _FP32_BYTES * width if keeps else 0.0
 
     @property
     def embedding(self) -> float:
@@ -119,6 +134,11 @@ class SavedActivations:
     @property
     def _scatter(self) -> float:
         return 1 / self.layout.tp if self.layout.sequence_parallel else 1.0
+
+    @property
+    def _is_wide(self) -> bool:
+        """Whether core attention is torch's whatever the kernel of the other layers."""
+        return not self.sizes.uses_mla and self.sizes.head_width > FLASH_WIDTH
 
     @property
     def _heads(self) -> float:
@@ -176,17 +196,25 @@ class SavedActivations:
         if self._gathers:
             kept = 2 * queries + self._gathered_rows * 2 * keys
             kept += queries + 2 * keys if self.sizes.qk_layernorm else 0.0
-        elif self._keeps_qkv:
+        elif self.sizes.value_layernorm and not self._is_upcast:
+            # The norm's input is a view into the output of linear_qkv, and its output is kept too.
+            kept = 3 * queries + 4 * keys
+        elif self._keeps_qkv and not self.sizes.value_layernorm:
             kept = 3 * queries + 3 * keys
         else:
             kept = 2 * queries + 2 * keys
         scalars = 0.0
         if not self._recomputes("core_attn"):
             scalars = _FP32_BYTES * self._heads
-            if self.attention == "sdpa":
+            if self.attention == "sdpa" or self._is_wide:
                 # `packed_causal_attention` joins the outputs of its runs of samples: a copy.
                 kept += queries
+            if self._is_wide:
+                # Keys and values of each query head, instead of those of each group.
+                kept += self._gathered_rows * 2 * (queries - keys)
         rotary = 0.0 if self.attention == "te" else 4 * self._width * head
+        if self.sizes.value_layernorm:
+            scalars += _FP32_BYTES * (self._groups + (keys if self._is_upcast else 0.0))
         if self.sizes.attention_output_gate:
             # The gate, its sigmoid, and the output before the product.
             kept += 3 * queries
@@ -240,7 +268,7 @@ class SavedActivations:
 
         Transformer Engine's ring keeps none, and attention that is recomputed gathers again.
         """
-        if self.attention == "te" or self._recomputes("core_attn"):
+        if (self.attention == "te" and not self._is_wide) or self._recomputes("core_attn"):
             return 0.0
         return self.carried_token
 

@@ -279,8 +279,11 @@ class MemoryModel:
             * layout.vpp
             * max(sum(n * saved.held for saved, n in kinds) for kinds in by_chunk)
         )
-        gathered = gathered_tokens * self.saved(layout).gathered_token
-        kept += gathered * (1 if full else layout.vpp * max(map(_count_attention, by_chunk)))
+        gathered = [sum(n * saved.gathered_token for saved, n in kinds) for kinds in by_chunk]
+        one_layer = (saved.gathered_token for kinds in by_chunk for saved, _ in kinds)
+        kept += gathered_tokens * (
+            max(one_layer, default=0.0) if full else layout.vpp * max(gathered)
+        )
         # One layer is in its backward, and has again what it did not keep.
         again = (saved.recomputed_layer for kinds in by_chunk for saved, _ in kinds)
         kept += row_tokens * max(again, default=0.0)
@@ -315,7 +318,8 @@ class MemoryModel:
             total += count * 2 * carried.states * saved.carried_state
             total += count * carried.put_off_tokens * max(0.0, saved.put_off_token - saved.held)
         if full:
-            total += carried.earlier_tokens * layout.vpp * self.saved(layout).carried_token
+            one_layer = (self.saved(layout, sizes).carried_token for sizes, _ in kinds)
+            total += carried.earlier_tokens * layout.vpp * max(one_layer, default=0.0)
         return int(total)
 
     def _layers(self, layout: Layout, stage: int) -> list[list[tuple[ModelSizes, int]]]:
@@ -376,8 +380,3 @@ class MemoryModel:
         columns = sizes.vocab_size / layout.tp
         logits = (6 if is_bf16 else 4) * chunk_tokens
         return int(columns * max(logits, (2 if is_bf16 else 4) * sizes.hidden_size))
-
-
-def _count_attention(kinds: Sequence[tuple[SavedActivations, int]]) -> int:
-    """Layers of a chunk that have attention."""
-    return sum(n for saved, n in kinds if "*" in saved.sizes.sublayers)

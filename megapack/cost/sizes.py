@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 from megapack.base.arrays import Ints
 from megapack.cost.stages import StageLayers, stage_layers_of
@@ -28,6 +29,8 @@ from megapack.layout import Layout, ParallelSizes
 VOCAB_MULTIPLE = 128
 """Vocabularies are padded to a multiple of this: 259 becomes 384. It is a multiple of every common
 tp, so that the padded size does not depend on tp."""
+FLASH_WIDTH = 256
+"""The widest heads of fused attention over packed rows: flash attention's, and cuDNN's."""
 LAYER_LETTERS = "GM*-E"
 """Kinds of layers of a hybrid model: gated delta net, Mamba-2, attention, MLP, experts."""
 # Tokens of a chunk: in fla's gated delta rule, and in mamba_ssm's scan.
@@ -77,6 +80,18 @@ class ModelSizes:
     attention_window_pattern: str | None = None
     """L for a layer with the window, G for one without, repeated over the layers; None = all have
     it."""
+    value_layernorm: bool = False
+    """Norms of each head's values, without weights (Gemma 4)."""
+    keys_as_values: bool = False
+    """No projection to values, which are the keys (Gemma 4's global layers)."""
+    global_kv_channels: int | None = None
+    """Width of a head in global layers; None = as in the others."""
+    global_query_groups: int | None = None
+    """Key and value heads of global layers; None = as in the others."""
+    global_keys_as_values: bool = False
+    """`keys_as_values` of global layers."""
+    global_pattern: str | None = None
+    """G for a global layer, L for another, repeated over the layers; None = all are alike."""
     kv_lora_rank: int | None = None
     """Channels of the latent of keys and values: multi-latent attention (MLA, DeepSeek); None =
     grouped queries. MLA needs the three widths below."""
@@ -101,6 +116,9 @@ class ModelSizes:
     """Width of the shared expert, which every token goes through; 0 = no shared expert."""
     shared_expert_gate: bool = False
     """A gate of one number per token on the shared expert (Qwen2-MoE)."""
+    expert_inner_norms: bool = False
+    """Norms before and after the shared expert and the experts each, one in the router, and scales
+    of its input and of its scores (Gemma 4)."""
     first_dense_layers: int = 0
     """Layers at the beginning that have a dense feed-forward instead of experts."""
     dense_ffn_hidden_size: int | None = None
@@ -261,10 +279,36 @@ class ModelSizes:
                 yield self._by_letter[letter], letters.count(letter)
             return
         layers = range(first, end)
-        kinds = Counter((layer >= self.first_dense_layers, self._window(layer)) for layer in layers)
-        for (has_experts, window), count in kinds.items():
+        kinds = Counter(
+            (layer >= self.first_dense_layers, self._window(layer), self._is_global(layer))
+            for layer in layers
+        )
+        for (has_experts, window, is_global), count in kinds.items():
             kind = replace(self, first_dense_layers=0) if has_experts else self._dense()
-            yield replace(kind, attention_window=window, attention_window_pattern=None), count
+            heads = kind._heads(is_global) if self.global_pattern is not None else {}
+            yield (
+                replace(kind, attention_window=window, attention_window_pattern=None, **heads),
+                count,
+            )
+
+    def _is_global(self, layer: int) -> bool:
+        """Whether a layer, by its number from 0, is global."""
+        pattern = self.global_pattern or "L"
+        return pattern[layer % len(pattern)] == "G"
+
+    def _heads(self, is_global: bool) -> dict[str, Any]:
+        """The fields of attention heads of layers that are all global, or all not."""
+        own: dict[str, Any] = {
+            "global_kv_channels": None,
+            "global_query_groups": None,
+            "global_keys_as_values": False,
+            "global_pattern": None,
+        }
+        if is_global:
+            own["kv_channels"] = self.global_kv_channels or self.kv_channels
+            own["num_query_groups"] = self.global_query_groups or self.num_query_groups
+            own["keys_as_values"] = self.global_keys_as_values
+        return own
 
     def _window(self, layer: int) -> int | None:
         """The window of a layer, by its number from 0."""
@@ -304,6 +348,7 @@ class ModelSizes:
             ffn_hidden_size=self.dense_ffn_hidden_size or self.ffn_hidden_size,
             shared_expert_ffn_hidden_size=0,
             shared_expert_gate=False,
+            expert_inner_norms=False,
             first_dense_layers=0,
             layer_pattern=None if pattern is None else pattern.replace("E", "-"),
         )
@@ -519,7 +564,8 @@ class ModelSizes:
         Raises:
             ConfigError: fewer layers than chunks.
         """
-        if self.attention_window is not None or self.layer_pattern is not None:
+        patterns = (self.attention_window, self.layer_pattern, self.global_pattern)
+        if any(pattern is not None for pattern in patterns):
             sizes = self.at_length(mean_length)
             kinds = (kind for i in range(self.num_layers) for kind, _ in sizes.layer_kinds(i, 1))
             return StageLayers.of_costs(

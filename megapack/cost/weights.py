@@ -10,7 +10,7 @@ MAMBA_CONV_TOKENS = 4
 """Tokens that the convolution of a layer M sees, Megatron's only value."""
 NOT_IN_MUON = (
     *("embedding.*", "output_layer.*", "*norm.weight", "*bias", "*.conv1d.*", "*.A_log", "*.D"),
-    "*.softmax_offset",
+    *("*.softmax_offset", "*.router.*_scale"),
 )
 """Globs of the weights that Megatron's Muon leaves to Adam: those that are no matrices, and the
 matrices of the vocabulary."""
@@ -70,7 +70,15 @@ def weights_of_part(sizes: Any, letter: str) -> Iterator[Weight]:
     elif letter == "E":
         num_experts = sizes.num_experts or 0
         shared = sizes.shared_expert_ffn_hidden_size
-        yield Weight("pre_mlp_layernorm.weight", norms, "whole")
+        if sizes.expert_inner_norms:
+            yield Weight("post_mlp_layernorm.weight", hidden, "whole")
+            for part in ("shared", "experts"):
+                yield Weight(f"mlp.pre_{part}_layernorm.weight", hidden, "whole")
+                yield Weight(f"mlp.post_{part}_layernorm.weight", hidden, "whole")
+            yield Weight("mlp.router.input_scale", hidden, "whole")
+            yield Weight("mlp.router.score_scale", num_experts, "whole")
+        else:
+            yield Weight("pre_mlp_layernorm.weight", norms, "whole")
         for name, size, kind, _ in _mlp_weights(sizes, "mlp.shared_experts", shared, "split"):
             if not name.endswith("bias"):
                 yield Weight(name, size, kind)
@@ -130,7 +138,7 @@ def attention_weights(sizes: Any) -> Iterator[Weight]:
     heads, hidden = sizes.num_attention_heads, sizes.hidden_size
     queries = heads * sizes.head_width
     keys = (sizes.num_query_groups or heads) * sizes.head_width
-    inner, out = sizes.query_width + 2 * keys, queries
+    inner, out = sizes.query_width + (1 if sizes.keys_as_values else 2) * keys, queries
     if sizes.kv_lora_rank is None:
         yield Weight("linear_qkv.weight", hidden * inner, "split")
     else:

@@ -29,16 +29,17 @@ from megapack.base.choices import Kernel
 from megapack.config.hybrid import SIZES
 from megapack.config.model_checks import check_sizes
 from megapack.config.sections import ModelConfig, OptimConfig
-from megapack.cost.sizes import VOCAB_MULTIPLE
+from megapack.cost.sizes import FLASH_WIDTH, VOCAB_MULTIPLE
 from megapack.cost.stages import StageLayers, stage_layers_of
 from megapack.errors import ConfigError
 from megapack.gpt.init import freeze, initialize_by_name, mark_splits
 from megapack.gpt.rope import set_rope
 from megapack.gpt.settings import FIXED, Settings, layer_settings, reduction_settings, values
-from megapack.gpt.specs import Norms, block_spec, mtp_spec
+from megapack.gpt.specs import Parts, block_spec, mtp_spec
 from megapack.layout import Layout, round_up
 from megapack.model.attention.choice import choose_attention, has_rope_fusion
 from megapack.model.attention.indexer import Indexer
+from megapack.model.attention.own_heads import Heads
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.te_backend import AttentionSizes
 from megapack.model.experts.router import PackedRouter
@@ -142,18 +143,30 @@ def attention_sizes(
         has_wide_rows: rows may lie over several DP ranks.
     """
     groups = model.num_query_groups or model.num_attention_heads
-    return AttentionSizes(
+    is_local = model.local_layers if model.has_global_heads else [True] * model.num_layers
+    windows = dict.fromkeys(zip(is_local, model.windows, strict=True))
+    sizes = AttentionSizes(
         heads=model.num_attention_heads // layout.tp,
         groups=max(1, groups // layout.tp),
         head_width=model.head_width,
         value_width=model.v_head_dim,
         cp=layout.cp,
         most_cp=layout.cp * layout.widths[-1] if has_wide_rows else None,
-        windows=tuple(dict.fromkeys(model.windows)),
+        windows=tuple(window for local, window in windows if local),
         softmax_type=_softmax_type(model),
         is_sparse=model.indexer_top_k is not None,
         is_capped=model.attention_score_cap is not None,
     )
+    width, groups = model.global_heads
+    if not model.has_global_heads or width > FLASH_WIDTH:
+        return sizes
+    own = dataclasses.replace(
+        sizes,
+        head_width=width,
+        groups=max(1, groups // layout.tp),
+        windows=tuple(window for local, window in windows if not local),
+    )
+    return dataclasses.replace(sizes, others=own.kinds)
 
 
 def _windows_and_sinks(model: ModelConfig) -> dict[str, Any]:
@@ -466,9 +479,7 @@ def _chunk(
     vp_stage = vp if layout.vpp > 1 else None
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
-    norms = Norms(
-        model.norm_placement, model.qk_layernorm_over_heads, model.qk_layernorm_after_rotation
-    )
+    own = _own_parts(model)
     arguments = {
         "config": config,
         "vocab_size": vocab_size,
@@ -487,8 +498,8 @@ def _chunk(
     with _plain_output_layer():
         if model.layer_pattern is None:
             chunk = model_class(
-                transformer_layer_spec=block_spec(kernel, config, vp_stage, norms),
-                mtp_block_spec=mtp_spec(kernel, config, vp_stage, norms),
+                transformer_layer_spec=block_spec(kernel, config, vp_stage, own),
+                mtp_block_spec=mtp_spec(kernel, config, vp_stage, own),
                 **arguments,
             )
         else:
@@ -504,6 +515,24 @@ def _chunk(
         _copy_outputs_of_experts(chunk)
     mark_splits(chunk, gated=model.gated_linear_unit)
     return chunk
+
+
+def _own_parts(model: ModelConfig) -> Parts:
+    """What the model's layers have that Megatron's specs do not have."""
+    return Parts(
+        norm_placement=model.norm_placement,
+        norms_over_heads=model.qk_layernorm_over_heads,
+        norms_after_rotation=model.qk_layernorm_after_rotation,
+        norms_values=model.value_layernorm,
+        norms_experts=model.moe_inner_norms,
+        has_scalar=model.layer_scalars,
+        global_heads=Heads(*model.global_heads, model.global_keys_as_values)
+        if model.has_global_heads
+        else None,
+        global_layers=tuple(not is_local for is_local in model.local_layers)
+        if model.has_global_heads
+        else (),
+    )
 
 
 def _scale_embeddings(chunk: GPTModel, hidden_size: int, dtype: torch.dtype) -> None:

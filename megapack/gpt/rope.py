@@ -27,11 +27,13 @@ def set_rope(chunk: Any, model: ModelConfig) -> None:
         return
     width = int(model.head_width * model.rotary_percent)
 
-    def table(scaling: RopeScaling, base: int, *, long: bool = False) -> RotaryTable:
+    def table(
+        scaling: RopeScaling, base: int, width: int = width, *, long: bool = False
+    ) -> RotaryTable:
         inv_freq = inverse_frequencies(scaling, base, width, long=long)
         return RotaryTable(inv_freq, scaling.rotation_scale)
 
-    tables = [table(scaling, model.rotary_base)]
+    tables = [table(scaling, model.rotary_base, model.global_kv_channels or width)]
     short_tokens = scaling.original_max_position_embeddings
     if model.local_rotary_base is not None:
         tables.append(table(RopeScaling(), model.local_rotary_base))
@@ -63,7 +65,11 @@ def inverse_frequencies(
         return _llama3(1.0 / periods, scaling)
     if scaling.kind == "yarn":
         return _yarn(periods, scaling, base)
-    return 1.0 / periods / (scaling.factor if scaling.kind == "linear" else 1.0)
+    stretches = scaling.kind in ("linear", "proportional")
+    inv_freq = 1.0 / periods / (scaling.factor if stretches else 1.0)
+    if scaling.kind == "proportional":
+        inv_freq[int(scaling.rotated_part * width // 2) :] = 0
+    return inv_freq
 
 
 def _llama3(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:

@@ -32,13 +32,16 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megapack.base.choices import Kernel
+from megapack.cost.sizes import FLASH_WIDTH
 from megapack.errors import ConfigError
 from megapack.model.attention.choice import choose_attention
 from megapack.model.attention.indexer import SparseLatentAttention
 from megapack.model.attention.latent import LatentAttention, PlainQueries
+from megapack.model.attention.own_heads import Heads, OwnHeads
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.sparse import SparseAttention
 from megapack.model.attention.varlen import PackedVarlen
+from megapack.model.experts.inner_norms import NormedRouter, add_inner_norms
 from megapack.model.experts.router import moe_layers, use_packed_router
 from megapack.model.recurrent.scan import at_least_fp32
 
@@ -168,40 +171,67 @@ class PostNormLayer(TransformerLayer):  # type: ignore[misc]
 
     Args:
         norm: the class of these norms; the others are those of a TransformerLayer.
+        norms_experts: whether experts and the shared expert have norms of their own.
+        has_scalar: whether the layer's result is multiplied by `layer_scalar`, a buffer.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, norm: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        norm: Any,
+        norms_experts: bool = False,
+        has_scalar: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(config, *args, **kwargs)
         sizes = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
-        self.post_self_attn_layernorm = norm(config=config, **sizes)
-        self.post_mlp_layernorm = norm(config=config, **sizes)
-        for norm, name in (
-            (self.post_self_attn_layernorm, "self_attn_bda"),
-            (self.post_mlp_layernorm, "mlp_bda"),
+        new_norm = partial(norm, config=config, **sizes)
+        self.post_self_attn_layernorm = new_norm()
+        self.post_mlp_layernorm = new_norm()
+        if norms_experts:
+            add_inner_norms(self.mlp, new_norm)
+        if has_scalar:
+            self.register_buffer("layer_scalar", torch.ones(1, dtype=config.params_dtype))
+        for post_norm, name, scaled in (
+            (self.post_self_attn_layernorm, "self_attn_bda", None),
+            (self.post_mlp_layernorm, "mlp_bda", self if has_scalar else None),
         ):
-            setattr(self, name, partial(_normed, norm, getattr(self, name)))
+            setattr(self, name, partial(_normed, post_norm, scaled, getattr(self, name)))
 
 
-def _normed(norm: torch.nn.Module, add: Any, training: bool, fused: bool) -> Any:
-    """Megatron's bias-dropout-add, behind a norm."""
+def _normed(norm: torch.nn.Module, scaled: Any, add: Any, training: bool, fused: bool) -> Any:
+    """Megatron's bias-dropout-add, behind a norm.
+
+    Args:
+        scaled: the layer whose scalar multiplies the sum; None = it is not multiplied.
+    """
 
     def run(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
         x, bias = output
         normed = norm(x if bias is None else x + bias)
-        return add(training, fused)((normed, None), residual, dropout)  # type: ignore[no-any-return]
+        total: Tensor = add(training, fused)((normed, None), residual, dropout)
+        return total if scaled is None else total * scaled.layer_scalar
 
     return run
 
 
-class Norms(NamedTuple):
-    """Which norms a layer has; see `ModelConfig.norm_placement` and the keys of `qk_layernorm`."""
+class Parts(NamedTuple):
+    """What layers have that Megatron's specs do not have; see the keys of `ModelConfig`."""
 
-    placement: Literal["pre", "post", "sandwich"] = "pre"
-    over_heads: bool = False
-    after_rotation: bool = False
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    norms_over_heads: bool = False
+    norms_after_rotation: bool = False
+    norms_values: bool = False
+    norms_experts: bool = False
+    has_scalar: bool = False
+    global_heads: Heads | None = None
+    """Of the layers in `global_layers`; None = as the others."""
+    global_layers: tuple[bool, ...] = ()
+    """Of each layer of the whole model, whether it has them."""
 
 
-PRE_NORMS = Norms()
+PLAIN = Parts()
 """Those of Llama and Qwen."""
 
 
@@ -260,28 +290,53 @@ def local_layer_spec(
 
 
 def layer_spec(
-    kernel: Kernel, config: TransformerConfig, experts: bool, norms: Norms = PRE_NORMS
+    kernel: Kernel,
+    config: TransformerConfig,
+    experts: bool,
+    own: Parts = PLAIN,
+    *,
+    is_global: bool = False,
 ) -> ModuleSpec:
-    """One layer with this attention kernel."""
+    """One layer with this attention kernel.
+
+    Args:
+        is_global: whether it has `own.global_heads`.
+    """
     spec = _pre_norm_spec(kernel, config, experts)
     parts = spec.submodules
-    if norms.over_heads:
-        parts.self_attention.submodules.q_layernorm = QueryNorm
-        parts.self_attention.submodules.k_layernorm = KeyNorm
-    if norms.after_rotation:
-        parts.self_attention.module = LateNorms
-    if norms.placement == "pre":
+    attention = parts.self_attention
+    if own.norms_over_heads:
+        attention.submodules.q_layernorm = QueryNorm
+        attention.submodules.k_layernorm = KeyNorm
+    if own.norms_after_rotation:
+        attention.module = LateNorms
+    heads = own.global_heads if is_global else None
+    if heads is not None or own.norms_values:
+        attention.module = OwnHeads
+        own_params = {"heads": heads, "norms_values": own.norms_values}
+        attention.params = {**(attention.params or {}), **own_params}
+    if heads is not None and heads.width > FLASH_WIDTH:
+        attention.submodules.core_attention = PackedSDPA
+    if own.norm_placement == "pre":
         return spec
-    if norms.placement == "post":
+    if own.norm_placement == "post":
         parts.input_layernorm = IdentityOp
         parts.pre_mlp_layernorm = IdentityOp
         if kernel == "te":
             # In place of the projections that begin with a norm.
             from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
-            parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+            attention.submodules.linear_qkv = TEColumnParallelLinear
             parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
-    params = {"norm": final_norm(kernel, config)}
+    norms_experts = own.norms_experts and experts
+    if norms_experts:
+        parts.pre_mlp_layernorm = IdentityOp
+        use_packed_router(parts.mlp, NormedRouter)
+    params = {
+        "norm": final_norm(kernel, config),
+        "norms_experts": norms_experts,
+        "has_scalar": own.has_scalar,
+    }
     return ModuleSpec(PostNormLayer, params=params, submodules=parts)
 
 
@@ -304,12 +359,16 @@ def _pre_norm_spec(kernel: Kernel, config: TransformerConfig, experts: bool) -> 
 
 
 def block_spec(
-    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, norms: Norms = PRE_NORMS
+    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, own: Parts = PLAIN
 ) -> Any:
     """The layers of a chunk with this attention kernel, as GPTModel expects them."""
     # One spec for each kind of layer: the first ones may be dense, the others have experts.
-    kinds = {kind: layer_spec(kernel, config, kind, norms) for kind in set(_has_experts(config))}
-    layers = [kinds[_has_experts(config)[layer]] for layer in _layers(config, vp_stage)]
+    is_global = own.global_layers or [False] * config.num_layers
+    kind_of = list(zip(_has_experts(config), is_global, strict=True))
+    kinds = {
+        kind: layer_spec(kernel, config, kind[0], own, is_global=kind[1]) for kind in set(kind_of)
+    }
+    layers = [kinds[kind_of[layer]] for layer in _layers(config, vp_stage)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm(kernel, config))
 
 
@@ -365,14 +424,14 @@ def final_norm(kernel: Kernel, config: TransformerConfig) -> Any:
 
 
 def mtp_spec(
-    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, norms: Norms = PRE_NORMS
+    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, own: Parts = PLAIN
 ) -> Any:
     """The layers of multi-token prediction; None if the model or the chunk has none."""
     if not config.mtp_num_layers:
         return None
     uses_te = kernel == "te"
     # The spec of a layer, not of the block: the last chunk may have no transformer layers.
-    last_layer = layer_spec(kernel, config, _has_experts(config)[-1], norms)
+    last_layer = layer_spec(kernel, config, _has_experts(config)[-1], own)
     block = get_gpt_mtp_block_spec(
         config, last_layer, use_transformer_engine=uses_te, vp_stage=vp_stage
     )

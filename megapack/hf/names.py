@@ -159,10 +159,15 @@ class TensorNames:
         self._table = TABLES[model_type]
         self.vocab_size = int(values["vocab_size"])
         self._num_experts = values.get("num_experts") or 0
-        heads = values["num_attention_heads"]
-        self._groups = values.get("num_query_groups") or heads
-        self._heads_per_group = heads // self._groups
-        self._head_width = values.get("kv_channels") or values["hidden_size"] // heads
+        self._num_heads = values["num_attention_heads"]
+        self._groups = values.get("num_query_groups") or self._num_heads
+        self._head_width = values.get("kv_channels") or values["hidden_size"] // self._num_heads
+        self._global_heads = (
+            values.get("global_kv_channels") or self._head_width,
+            values.get("global_query_groups") or self._groups,
+        )
+        self._keys_as_values = bool(values.get("global_keys_as_values"))
+        self._rotary_pattern = values.get("rotary_pattern") or "L"
         self._has_gate = bool(values.get("attention_output_gate"))
         self._places: dict[str, Place] = {}
         if values.get("linear_num_key_heads"):
@@ -226,7 +231,9 @@ class TensorNames:
         if name in self._table.single_rows:
             return [Rows(names[0], 0, num_rows, expert=0, num_stacked=1)]
         if name.startswith("self_attention.linear_qkv."):
-            return self._by_group(names)
+            pattern = self._rotary_pattern
+            is_global = match is not None and pattern[int(match[1]) % len(pattern)] == "G"
+            return self._by_group(names, is_global)
         count = num_rows // len(names)
         return [Rows(one, 0, count) for one in names]
 
@@ -282,21 +289,24 @@ class TensorNames:
             "have; leave out the keys of model that add it, such as mtp_num_layers"
         )
 
-    def _by_group(self, names: Sequence[str]) -> list[Rows]:
+    def _by_group(self, names: Sequence[str], is_global: bool) -> list[Rows]:
         """Queries, gates if there are any, keys and values of each group of heads in turn.
 
-        The gate of a head's output is below its queries.
+        The gate of a head's output is below its queries. Values that are the keys are left out.
         """
         queries, *others = names
-        width = self._head_width
-        heads = self._heads_per_group
+        local_heads = (self._head_width, self._groups)
+        width, groups = self._global_heads if is_global else local_heads
+        heads = self._num_heads // groups
         # Where keys and values begin, if they are below the queries in one tensor.
         starts = [0] * len(others)
         if not others:
             others = [queries] * 2
-            starts = [self._groups * heads * width, self._groups * (heads + 1) * width]
+            starts = [groups * heads * width, groups * (heads + 1) * width]
+        if is_global and self._keys_as_values:
+            del others[1], starts[1]
         found = []
-        for group in range(self._groups):
+        for group in range(groups):
             if self._has_gate:
                 own = range(group * heads, (group + 1) * heads)
                 found += [Rows(queries, 2 * head * width, width) for head in own]

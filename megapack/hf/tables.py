@@ -35,6 +35,7 @@ _STACKED = {
     "mlp.experts.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.experts.linear_fc2.weight": "mlp.experts.down_proj",
 }
+_STACKED_BESIDE_MLP = {name: own.removeprefix("mlp.") for name, own in _STACKED.items()}
 EMBEDDING = "embedding.word_embeddings.weight"
 """Megatron's name of the embedding."""
 _OUTER = {
@@ -120,6 +121,18 @@ _GEMMA = {
     **_AFTER_ATTENTION,
     "pre_mlp_layernorm.weight": ("pre_feedforward_layernorm.weight",),
     **_AFTER_MLP,
+}
+_GEMMA4 = {
+    **_GEMMA,
+    "layer_scalar": ("layer_scalar",),
+    "mlp.router.weight": ("router.proj.weight",),
+    "mlp.router.input_scale": ("router.scale",),
+    "mlp.router.score_scale": ("router.per_expert_scale",),
+    **_mlp("mlp.shared_experts", "mlp", *_PROJECTIONS),
+    "mlp.pre_shared_layernorm.weight": ("pre_feedforward_layernorm.weight",),
+    "mlp.post_shared_layernorm.weight": ("post_feedforward_layernorm_1.weight",),
+    "mlp.pre_experts_layernorm.weight": ("pre_feedforward_layernorm_2.weight",),
+    "mlp.post_experts_layernorm.weight": ("post_feedforward_layernorm_2.weight",),
 }
 _PHI = {
     **_DENSE,
@@ -230,6 +243,9 @@ _GEMMA_VISION = tuple(
     for prefix in ("", "model.")
     for part in ("vision_tower", "multi_modal_projector")
 )
+_GEMMA4_VISION = tuple(
+    f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+)
 _HUNYUAN = {
     **_DENSE,
     "self_attention.q_layernorm.weight": _attention("query_layernorm"),
@@ -292,5 +308,7 @@ TABLES: Mapping[str, Table] = {
     "gemma2": Table(layers=_GEMMA),
     "gemma3_text": Table(layers=_GEMMA),
     "gemma3": Table(layers=_GEMMA, kept=_GEMMA_VISION),
+    "gemma4_text": Table(layers=_GEMMA4, stacked=_STACKED_BESIDE_MLP),
+    "gemma4": Table(layers=_GEMMA4, stacked=_STACKED_BESIDE_MLP, kept=_GEMMA4_VISION),
 }
 """By `model_type` of config.json."""

@@ -315,6 +315,7 @@ def tune(work: Workload, space: Space) -> Tuning:
 def _divides(sizes: ModelSizes, tp: int, ep: int, etp: int) -> bool:
     """Whether TP divides the widths that it splits, EP the experts, and expert TP their width."""
     widths = [sizes.num_attention_heads, sizes.num_query_groups or sizes.num_attention_heads]
+    widths.append(sizes.global_query_groups or 0)
     if sizes.num_experts is None:
         return not any(width % tp for width in (*widths, sizes.ffn_hidden_size)) and ep * etp == 1
     widths += [sizes.shared_expert_ffn_hidden_size, sizes.dense_ffn_hidden_size or 0]

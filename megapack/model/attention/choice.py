@@ -16,6 +16,7 @@ import torch
 from megapack import cpu
 from megapack.base.apex import Apex, find_apex
 from megapack.base.choices import Attention, Dtype, Kernel
+from megapack.cost.sizes import FLASH_WIDTH
 from megapack.errors import ConfigError
 from megapack.model.attention.te_backend import AttentionSizes, te_obstacle, te_row_obstacle
 from megapack.model.attention.varlen import has_windows
@@ -240,6 +241,9 @@ def _varlen_obstacle(sizes: AttentionSizes | None) -> str | None:
         return f"torch {torch.__version__} has no varlen attention, 2.10 and later have"
     if not torch.backends.cuda.is_flash_attention_available():
         return "torch was built without flash attention"
+    widest = 0 if sizes is None else max(kind.head_width for kind in sizes.kinds)
+    if widest > FLASH_WIDTH:
+        return f"its heads have at most {FLASH_WIDTH} channels, the model's have {widest}"
     capability = torch.cuda.get_device_capability()
     if capability < _MIN_CAPABILITY:
         return "the GPU has compute capability {}.{}, it needs 8.0".format(*capability)

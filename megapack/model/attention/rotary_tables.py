@@ -3,7 +3,8 @@
 Megatron's rotary embedding makes one table per row from its `inv_freq`, the angles of each position
 twice: of [a, b] the line [a, b, a, b]. So the frequencies of several tables, one after the other,
 give all of them side by side. A row's lines are gathered from it once (see `rotary`). Then tokens
-choose by the length of their sample (LongRoPE), or each layer takes its own (Gemma 3, OLMo-3).
+choose by the length of their sample (LongRoPE), or each layer takes its own (Gemma 3, OLMo-3),
+which may be as wide as the layer's heads (Gemma 4).
 
 Shape suffixes: T tokens of this rank's row, d angles of all tables, both times.
 """
@@ -37,8 +38,8 @@ class RotaryTable:
 class RotaryTables:
     """How tokens or layers choose among a chunk's tables."""
 
-    count: int
-    """Number of tables, all of the same width."""
+    num_angles: Sequence[int]
+    """Angles of each table."""
     of_layers: Sequence[int] = ()
     """The table of each layer of the whole model; () = tokens choose."""
     short_tokens: int | None = None
@@ -60,7 +61,7 @@ class RotaryTables:
 
     def _each(self, table_Td: Tensor) -> tuple[Tensor, ...]:
         """The angles of each table, once."""
-        return table_Td.chunk(2, dim=1)[0].chunk(self.count, dim=1)
+        return torch.split(table_Td.chunk(2, dim=1)[0], list(self.num_angles), dim=1)
 
 
 def use_tables(
@@ -74,14 +75,16 @@ def use_tables(
 
     Args:
         chunk: with Megatron's RotaryEmbedding, not wrapped.
-        tables: one, or several of the same width, whose rows need `rotary.gather_rotary_tables`.
+        tables: one, or several, whose rows need `rotary.gather_rotary_tables`; those among which
+            tokens choose are of the same width.
         of_layers, short_tokens: see `RotaryTables`.
     """
     rotary = chunk.rotary_pos_emb
     inv_freq = torch.cat([table.inv_freq for table in tables])
     rotary.inv_freq = inv_freq.to(rotary.inv_freq.device)
     if len(tables) > 1:
-        rotary.tables = RotaryTables(len(tables), of_layers, short_tokens)
+        num_angles = [len(table.inv_freq) for table in tables]
+        rotary.tables = RotaryTables(num_angles, of_layers, short_tokens)
     for attention in chunk.modules():
         if isinstance(attention, SelfAttention):
             index = of_layers[attention.layer_number - 1] if of_layers else 0

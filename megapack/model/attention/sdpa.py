@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapack.cost.sizes import FLASH_WIDTH
 from megapack.model.attention.capped import capped_attention
 from megapack.model.attention.merged import merged_attention
 from megapack.model.attention.packed import PackedAttention, gather_rows
@@ -232,6 +233,10 @@ def _causal_mask(q: Tensor, k: Tensor, window: int | None) -> Tensor | None:
 def _masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float
 ) -> Tensor:
+    if q.shape[-1] > FLASH_WIDTH:
+        # torch's fused kernel for such heads has as many of keys as of queries. Without it the
+        # scores of all pairs of tokens would be in memory.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(
         q,
         k,

@@ -40,6 +40,9 @@ class AttentionSizes:
     """Number of ranks that share the widest row; None = cp."""
     windows: tuple[int | None, ...] = (None,)
     """Kinds of layers: tokens that a token sees; None = all before it."""
+    others: tuple[AttentionSizes, ...] = ()
+    """Kinds of layers with other heads. Those that torch's SDPA runs whatever the kernel are left
+    out."""
     softmax_type: Literal["vanilla", "learnable"] = "vanilla"
     """Megatron's; "learnable" = sinks."""
     is_sparse: bool = False
@@ -63,7 +66,7 @@ class AttentionSizes:
     @property
     def has_windows(self) -> bool:
         """Whether some layers have a window."""
-        return any(self.windows)
+        return any(any(kind.windows) for kind in self.kinds)
 
     @property
     def has_sinks(self) -> bool:
@@ -71,9 +74,13 @@ class AttentionSizes:
         return self.softmax_type != "vanilla"
 
     @property
-    def kinds(self) -> list[AttentionSizes]:
+    def kinds(self) -> tuple[AttentionSizes, ...]:
         """The sizes of each kind of layers."""
-        return [dataclasses.replace(self, windows=(window,)) for window in self.windows]
+        own = (dataclasses.replace(self, windows=(w,), others=()) for w in self.windows)
+        others = (
+            dataclasses.replace(kind, cp=self.cp, most_cp=self.most_cp) for kind in self.others
+        )
+        return (*own, *others)
 
     @property
     def widest(self) -> AttentionSizes:

@@ -246,15 +246,16 @@ def experts_of_groups(
     return masked.topk(top_k, dim=1).indices
 
 
-def use_packed_router(mlp: Any) -> None:
-    """Put `PackedRouter` into the spec of an MoE layer.
+def use_packed_router(mlp: Any, router: type[PackedRouter] = PackedRouter) -> None:
+    """Put a `PackedRouter` into the spec of an MoE layer.
 
     Args:
+        router: the class.
         mlp: `submodules.mlp` of a layer spec with experts: a ModuleSpec, or a partial of MoELayer
             since Megatron-Core 0.19.
     """
     submodules = mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]
-    submodules.router = PackedRouter
+    submodules.router = router
 
 
 def moe_layers(config: Any) -> list[int]:

@@ -29,6 +29,8 @@ from megapack.cost.weights import matches_any
 from megapack.gpt import build, initialize_parallel
 from megapack.model.attention import varlen
 from megapack.model.attention.packed import packed_seq_params
+from megapack.model.attention.rotary import gather_rotary_tables
+from megapack.model.attention.row import RowView, with_view
 from megapack.model.head import deferred_head, unwrapped
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.model.parameters import global_parameters
@@ -97,6 +99,18 @@ DEEPSEEK = {
     "moe_group_top_k": 1,
     "moe_expert_bias": True,
 }
+GEMMA4 = {
+    **GQA,
+    "norm_placement": "sandwich",
+    "value_layernorm": True,
+    "layer_scalars": True,
+    "local_rotary_base": 1000,
+    "rotary_pattern": "LLG",
+    "global_kv_channels": 64,
+    "global_query_groups": 1,
+    "global_keys_as_values": True,
+}
+GEMMA4_EXPERTS = GEMMA4 | SHARED | {"moe_inner_norms": True}
 SP = Layout(tp=2, sequence_parallel=True)
 CASES: dict[int, dict[str, Case]] = {
     1: {
@@ -133,6 +147,9 @@ CASES: dict[int, dict[str, Case]] = {
         "mla_full": Case(model=MLA | {"recompute": "full"}),
         "mla_layer_norm_bf16": Case(model=MLA | BF16 | LAYER_NORM),
         "deepseek": Case(model=DEEPSEEK),
+        "gemma4": Case(model=GEMMA4),
+        "gemma4_wide_bf16": Case(model=GEMMA4 | BF16 | {"global_kv_channels": 264}),
+        "gemma4_experts": Case(model=GEMMA4_EXPERTS),
         "full": Case(model=GQA | {"recompute": "full"}),
         "full_bf16": Case(model=GQA | BF16 | {"recompute": "full"}),
         "full_experts": Case(model=EXPERTS | BF16 | {"recompute": "full"}),
@@ -160,7 +177,7 @@ CASES: dict[int, dict[str, Case]] = {
 OPERATIONS = [
     *("dense", "dense_gelu", "gqa", "experts", "full", "full_experts"),
     *("selective_mlp", "selective_moe", "qkv_bias", "shared_experts", "mla", "mla_narrow_values"),
-    *("mla_direct_queries", "deepseek"),
+    *("mla_direct_queries", "deepseek", "gemma4", "gemma4_experts"),
 ]
 """Cases whose operations are counted."""
 
@@ -245,6 +262,8 @@ def build_chunk(case: Case) -> Any:
             )
         elif case.kernel == "te":
             layer.self_attention.core_attention = CopiesValues()
+    if case.config.rotary_pattern is not None:
+        gather_rotary_tables([chunk])
     return chunk
 
 
@@ -269,6 +288,9 @@ def forward(case: Case, chunk: Any) -> Tensor:
     cp = case.layout.cp
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).int() * cp
     params = packed_seq_params(ends, max(LENGTHS) * cp, TOKENS * cp)
+    if case.config.rotary_pattern is not None:
+        view = RowView(ends, params.max_seqlen_q, lengths=LENGTHS, positions_T=positions[0])
+        with_view(params, view)
     with deferred_head(chunk) as head:
         hidden = chunk(ids, positions, None, packed_seq_params=params)
     return head_sum(case, hidden, head.weight_VH)

@@ -37,7 +37,8 @@ GRIDS: dict[str, tuple[Mapping[str, Any], Run]] = {
 
 
 # Families with a sliding window, without sinks.
-_WINDOWS = {"mistral_window", "qwen2_window", "gemma3_text", "olmo3"}
+_WINDOWS = {"mistral_window", "qwen2_window", "olmo3"}
+_WINDOWS |= {"gemma3_text", "gemma4_text", "gemma4_experts"}
 
 
 def refusal(grid: str, name: str) -> str:

@@ -37,6 +37,7 @@ FAMILIES = (
     *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "mimo"),
     *("glm4", "minimax_m2"),
     *("olmo2", "olmo3", "phi3", "gemma2", "gemma3_text"),
+    *("gemma4_text", "gemma4_experts"),
 )
 HYBRID_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
 AS_HYBRID = {
@@ -56,7 +57,7 @@ EXPERTS = (
     *("qwen2_moe", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"),
     *("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "deepseek_v2_groups"),
     *("moonlight", "deepseek_v2", "glm4_moe_lite", "glm4_moe_lite_mtp", "qwen3_next_mtp"),
-    *("deepseek_v32", "glm_moe_dsa"),
+    *("deepseek_v32", "glm_moe_dsa", "gemma4_experts"),
     *("qwen3_next", "qwen3_5_moe", "nemotron_h", "qwen2_moe_hybrid", "glm4_moe_hybrid"),
 )
 
@@ -94,7 +95,7 @@ ROWS = {
 }
 """Of families whose layers or samples have rotary embeddings or caps of their own, and of hybrid
 ones. The sample beyond the length of longrope lies over two ranks, or is in pieces."""
-LAYERED = ("olmo3", "phi3", "gemma2", "gemma3_text")
+LAYERED = ("olmo3", "phi3", "gemma2", "gemma3_text", "gemma4_text", "gemma4_experts")
 MAX_TOKENS = 128
 # A job has 5 minutes.
 CASES_PER_JOB = 16

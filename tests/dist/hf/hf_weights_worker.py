@@ -77,6 +77,8 @@ CASES = {
     "phi": Case(family="phi3", layout=Layout(**TP_SP, pp=2)),
     "gemma": Case(family="gemma3_text", layout=Layout(dp=2, pp=2, vpp=2)),
     "gemma_vision": Case(family="gemma3", layout=Layout(**TP_SP, pp=2)),
+    "gemma4_vision": Case(family="gemma4", layout=Layout(**TP_SP, pp=2)),
+    "gemma4_experts": Case(family="gemma4_experts", layout=Layout(**TP_SP, dp=2, ep=2, etp=1)),
 }
 AS_HYBRID = {"megatron_class": "hybrid"}
 HYBRID_CASES = {

@@ -124,10 +124,10 @@ def gradient_errors(
     got: dict[str, Tensor], want: dict[str, Tensor], untrained: set[str]
 ) -> dict[str, Any]:
     """Relative differences: of all gradients as one vector, and of the worst tensor."""
-    # The expert bias is no parameter, an export copies a vision model, and transformers does not
-    # train indexers.
+    # The expert bias and layer scalars are no parameters, an export copies a vision model, and
+    # transformers does not train indexers.
     missing = sorted(want.keys() - got.keys())
-    others = ("e_score_correction", "model.visual.", ".indexer.")
+    others = ("e_score_correction", "layer_scalar", "model.visual.", ".indexer.")
     left_over = [
         name
         for name in got.keys() - want.keys() - untrained

@@ -400,6 +400,8 @@ FAMILY_MODELS = {
     "gemma2": "Gemma-2-9B",
     "gemma3_text": "Gemma-3-1B",
     "gemma3": "Gemma-3-12B",
+    "gemma4_text": "Gemma-4-26B-A4B",
+    "gemma4": "Gemma-4-31B",
     "gpt_oss": "gpt-oss-20b-BF16",
 }
 """A model of each `model_type` of a GPT."""

@@ -174,6 +174,32 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "rotary_pattern": "LLLLLG",
         "vocab_size": 262208,
     },
+    "gemma4_text": {
+        "attention_scale": 1.0,
+        "global_query_groups": 2,
+        "layernorm_zero_centered_gamma": False,
+        "moe_ffn_hidden_size": 704,
+        "moe_inner_norms": True,
+        "moe_shared_ffn_hidden_size": 2112,
+        "moe_top_k": 8,
+    },
+    "gemma4": {
+        "attention_window": 1024,
+        "attention_window_pattern": "LLLLLG",
+        "global_keys_as_values": True,
+        "global_kv_channels": 512,
+        "global_query_groups": 4,
+        "kv_channels": 256,
+        "layer_scalars": True,
+        "local_rotary_base": 10000,
+        "logit_cap": 30.0,
+        "moe_inner_norms": False,
+        "num_experts": None,
+        "rope_scaling": RopeScaling(kind="proportional", rotated_part=0.25),
+        "rotary_base": 1000000,
+        "rotary_pattern": "LLLLLG",
+        "value_layernorm": True,
+    },
 }
 
 
@@ -210,6 +236,15 @@ def as_transformers_5(keys: dict[str, Any]) -> dict[str, Any]:
     if "text_config" in keys:
         text = as_transformers_5({"rope_theta": 1000000, **keys["text_config"]})
         return {**new, "text_config": text}
+    if "global_head_dim" in keys:
+        own = {
+            "head_dim": new.pop("global_head_dim"),
+            "num_key_value_heads": new.pop("num_global_key_value_heads"),
+        }
+        new.pop("rope_theta", None)
+        kinds = enumerate(keys["layer_types"])
+        by_layer = {str(layer): own for layer, kind in kinds if kind == "full_attention"}
+        return {**new, "per_layer_config": by_layer}
     rope = {"rope_type": "default", **(new.pop("rope_scaling", None) or {})}
     if "type" in rope:
         rope["rope_type"] = rope["type"]
@@ -319,6 +354,12 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
         ("ernie4_5_moe", {"moe_k": 1}, "a normalised score of one expert is 1"),
         ("gemma2", {"attn_logit_softcapping": -1}, "expected a number above 0"),
         ("gemma2", {"hidden_act": "silu"}, 'hidden_act="silu"'),
+        ("gemma4_text", {"hidden_size_per_layer_input": 256}, "embeddings of each layer"),
+        ("gemma4_text", {"num_kv_shared_layers": 20}, "keys and values of others"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, '"all"; megapack trains null'),
+        ("gemma4_text", {"layer_types": 30 * ["full_attention"]}, "layers of both kinds"),
+        ("gemma4_text", {"layer_types": 30 * ["sliding_attention"]}, "the last is full_attention"),
+        ("gemma4_text", {"per_layer_config": {"5": {"head_dim": 512}}}, "layers, all alike"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=true"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 47}, "first_k_dense_replace=1 of them"),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2"),
@@ -349,8 +390,10 @@ def test_what_is_not_exact_is_refused(
     assert "\n" not in text
 
 
-# Published folders of Gemma 3 with a vision model leave sizes out.
-@pytest.mark.parametrize("name", [name for name in GPT_FAMILIES if name != "gemma3"])
+# Published folders of Gemma 3 with a vision model leave sizes out; Gemma 4's are in text_config.
+@pytest.mark.parametrize(
+    "name", [name for name in GPT_FAMILIES if name not in ("gemma3", "gemma4")]
+)
 def test_a_missing_size_is_not_guessed(name: str, tmp_path: Path) -> None:
     for key in ("num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps"):
         keys = {name: value for name, value in PUBLISHED[name].items() if name != key}

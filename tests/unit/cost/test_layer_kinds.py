@@ -81,3 +81,35 @@ def test_recomputed_experts_cost_only_where_there_are_experts() -> None:
 def test_sizes_that_do_not_fit_together(keys: dict[str, int | None], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(SIZES, **keys)  # type: ignore[arg-type]
+
+
+def test_global_layers_have_heads_of_their_own() -> None:
+    """Wider ones, in layers that are not spread evenly over the stages."""
+    sizes = replace(
+        SIZES,
+        first_dense_layers=0,
+        num_query_groups=2,
+        kv_channels=64,
+        global_kv_channels=128,
+        global_query_groups=1,
+        global_keys_as_values=True,
+        global_pattern="LLLLLLGG",
+    )
+    (local, num_local), (wide, num_wide) = sizes.layer_kinds()
+    assert (num_local, num_wide) == (6, 2)
+    assert (local.head_width, local.keys_as_values) == (64, False)
+    assert (wide.head_width, wide.num_query_groups, wide.keys_as_values) == (128, 1, True)
+    # Queries and the output, and keys that are the values too.
+    assert wide.layer_parameters().split - local.layer_parameters().split == 256 * (
+        2 * 4 * (128 - 64) + 128 - 2 * 2 * 64
+    )
+    assert wide.layer_flops_per_token_sq() == 2 * local.layer_flops_per_token_sq()
+    memory = MemoryModel(sizes=sizes, attention="sdpa")
+    cp2 = Layout(pp=2, cp=2)
+    gathered = [
+        memory.stage(cp2, s, live_tokens=0.0, row_tokens=0.0, gathered_tokens=1000.0).activations
+        for s in (0, 1)
+    ]
+    # Stage 1 has 2 local layers, and 2 global ones with as many channels of keys.
+    assert gathered == [1000 * 4 * 2 * 2 * 128, 1000 * 4 * 2 * 2 * 128 // 2]
+    assert memory.saved(cp2, wide).carried_token == memory.saved(cp2, local).carried_token

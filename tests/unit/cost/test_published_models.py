@@ -71,9 +71,11 @@ PUBLISHED = {
     "OLMo-3-7B": 7.30,
     "Phi-4": 14.7,
     "Phi-4-mini": 3.836,
-    # Without the vision model's 0.42.
+    # Without their vision models.
     "Gemma-3-1B": 1.0,
     "Gemma-3-12B": 11.77,
+    "Gemma-4-31B": 30.7,
+    "Gemma-4-26B-A4B": 25.2,
     "gpt-oss-20b-BF16": 20.91,
     "qwen3_next": 79.7,
     "qwen3_5": 26.9,

@@ -125,6 +125,31 @@ def test_frequencies_and_scale_are_those_of_transformers(
     assert not torch.equal(found, plain)
 
 
+def test_short_waves_alone_rotate_in_proportion(tmp_path: Path) -> None:
+    """Gemma 4's heads of two widths have a table each."""
+    from transformers import Gemma4TextConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    config = Gemma4TextConfig(
+        num_hidden_layers=6,
+        global_head_dim=4 * PAIRS,
+        hidden_size_per_layer_input=0,
+        rope_parameters={
+            "full_attention": {**rope, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        architectures=["Gemma4ForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    model = ModelConfig.from_hf(str(tmp_path))
+    compute = ROPE_INIT_FUNCTIONS["proportional"]
+    expected, _ = compute(config, "cpu", layer_type="full_attention")
+    found = inverse_frequencies(model.rope_scaling, model.rotary_base, 4 * PAIRS)
+    assert torch.equal(found, expected)
+    assert found.count_nonzero() == PAIRS / 2
+
+
 def test_only_longrope_depends_on_the_length(tmp_path: Path) -> None:
     found = {
         name: folder(tmp_path / name, scaling, 10000)[1].rope_scaling.depends_on_length

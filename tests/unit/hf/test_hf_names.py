@@ -48,6 +48,24 @@ def test_stacked_projections_are_rows_of_one_tensor() -> None:
     assert rows("phi3", "mlp.linear_fc1.weight", 192) == [gate_up]
 
 
+def test_global_layers_have_heads_of_their_own() -> None:
+    """Here with one group of wider heads, whose keys are the values too."""
+    own = {"global_kv_channels": 24, "global_query_groups": 1, "global_keys_as_values": True}
+    values = {**VALUES, **own, "rotary_pattern": "LLG"}
+    names = TensorNames("gemma4_text", values)
+    found = {
+        layer: names.rows(f"decoder.layers.{layer}.self_attention.linear_qkv.weight", (), 0)
+        for layer in (1, 2)
+    }
+    q, k, v = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
+    assert found[1] == [
+        *(Rows(q, 0, 32), Rows(k, 0, 16), Rows(v, 0, 16)),
+        *(Rows(q, 32, 32), Rows(k, 16, 16), Rows(v, 16, 16)),
+    ]
+    q, k = (f"model.layers.2.self_attn.{name}_proj.weight" for name in "qk")
+    assert found[2] == [Rows(q, 0, 96), Rows(k, 0, 24)]
+
+
 @pytest.mark.parametrize(
     ("model_type", "norms"),
     [

@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from megapack.cost.sizes import FLASH_WIDTH
 from megapack.errors import ConfigError, ScheduleError
 from megapack.layout import Layout
 from megapack.model.attention import packed, sdpa
@@ -70,6 +71,22 @@ def test_each_sample_gets_its_own_causal_attention(heads: int, groups: int) -> N
     for rows in spans(LENGTHS):
         expected = by_hand(q[rows], k[rows], v[rows])
         torch.testing.assert_close(out[rows].double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_wide_heads_have_keys_of_their_own() -> None:
+    """Above the width of fused attention keys are repeated, which changes no number."""
+    width = FLASH_WIDTH + 8
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(9, heads, width, generator=generator) for heads in (4, 2, 2))
+    found = packed_causal_attention(q, k, v, [5, 4], 0.1)
+    every = [packed_causal_attention(*part, [5, 4], 0.1) for part in _by_query_head(q, k, v)]
+    torch.testing.assert_close(found, torch.cat(every, dim=1), atol=1e-6, rtol=1e-5)
+
+
+def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
+    groups = q.shape[1] // k.shape[1]
+    heads = range(q.shape[1])
+    return [(q[:, [h]], k[:, [h // groups]], v[:, [h // groups]]) for h in heads]
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])

@@ -193,6 +193,25 @@ def test_it_is_asked_for_each_kind_of_layers(engine: Engine) -> None:
     assert {asked.window_size for asked in engine.asked[-2:]} == {(127, 0), (-1, 0)}
 
 
+def test_heads_of_another_width_are_asked_for_up_to_that_of_fused_attention(
+    engine: Engine,
+) -> None:
+    """Wider ones run in torch's SDPA beside Transformer Engine's others."""
+    engine.answers(FUSED)
+    keys: dict[str, Any] = {"kv_channels": 64, "local_rotary_base": 1000, "rotary_pattern": "LG"}
+    for width, asked in ((128, {64, 128}), (512, {64})):
+        engine.asked.clear()
+        te_backend.te_backend.cache_clear()
+        model = ModelConfig(num_layers=2, global_kv_channels=width, global_query_groups=1, **keys)
+        sizes = attention_sizes(model, Layout(tp=2), has_wide_rows=True)
+        assert choose_attention("auto", "bf16", sizes) == "te"
+        assert {question.head_dim_qk for question in engine.asked} == asked
+    every = AttentionSizes(heads=8, groups=8, head_width=512)
+    engine.answers(UNFUSED)
+    assert choose_attention("auto", "bf16", every) == "sdpa"
+    assert "at most 256 channels" in passed_over("sdpa", "bf16", every)["varlen"]
+
+
 def test_it_is_asked_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.answers(FUSED)
     for _ in range(3):

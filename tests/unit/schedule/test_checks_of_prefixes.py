@@ -84,9 +84,9 @@ def test_dropout_of_an_adapter_is_refused_in_training() -> None:
 
 def test_rotations_by_the_length_of_a_sample_are_refused() -> None:
     made = chunk(packed())
-    made.rotary_pos_emb = SimpleNamespace(tables=RotaryTables(2, of_layers=(0, 1)))
+    made.rotary_pos_emb = SimpleNamespace(tables=RotaryTables([8, 8], of_layers=(0, 1)))
     check(made)
-    made.rotary_pos_emb.tables = RotaryTables(2, short_tokens=4096)
+    made.rotary_pos_emb.tables = RotaryTables([8, 8], short_tokens=4096)
     with pytest.raises(ConfigError, match=r"longrope from 4096 tokens with shared prefixes: "):
         check(made)
     check_rows([made], config(cp_comm_type=None), ["wide", "pieces"], is_training=True)
