@@ -263,11 +263,12 @@ def _check_norms(model: Any) -> None:
         or model.moe_first_dense_layers
         or model.moe_score_function != "softmax"
         or model.has_expert_bias
+        or model.layernorm_zero_centered_gamma
     ):
         raise ConfigError(
-            "model.moe_inner_norms=true needs norm_placement=sandwich and experts in every layer, "
-            "with a shared expert without a gate, softmax scores and no expert bias; set them, or "
-            "leave it out"
+            "model.moe_inner_norms=true needs norm_placement=sandwich, "
+            "layernorm_zero_centered_gamma=false and experts in every layer, with a shared expert "
+            "without a gate, softmax scores and no expert bias; set them, or leave it out"
         )
     if model.norm_placement == "pre":
         if model.layer_scalars:

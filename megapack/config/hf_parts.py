@@ -362,18 +362,12 @@ def global_heads(reader: Reader) -> Values:
         why = "megapack trains layers of both kinds, of which the last is full_attention"
         raise reader.error("layer_types", reader.get("layer_types", None), why)
     width = reader.count("global_head_dim", 1)
-    is_shared = reader.flag("attention_k_eq_v")
     groups = reader.optional_count("num_global_key_value_heads")
+    is_shared = reader.flag("attention_k_eq_v")
     by_layer = reader.get("per_layer_config", None)
     if by_layer is not None:
-        kinds = [by_layer.get(str(i)) for i, letter in enumerate(letters) if letter == "G"]
-        own = kinds[0] or {}
-        if kinds != [own] * len(by_layer) or own.keys() - {"head_dim", "num_key_value_heads"}:
-            why = (
-                "expected head_dim and num_key_value_heads of the full_attention layers, all alike"
-            )
-            raise reader.error("per_layer_config", by_layer, why)
-        width = own.get("head_dim", reader.count("head_dim", 1))
+        own = _alike_layers(reader, by_layer, letters)
+        width = own.get("head_dim") or reader.count("head_dim", 1)
         groups = own.get("num_key_value_heads")
     elif not is_shared:
         # transformers reads their number only with shared projections.
@@ -383,6 +377,21 @@ def global_heads(reader: Reader) -> Values:
         "global_query_groups": groups,
         "global_keys_as_values": is_shared,
     }
+
+
+def _alike_layers(reader: Reader, by_layer: Any, letters: str) -> dict[str, int]:
+    """The sizes that all layers G have in `per_layer_config`, and no others."""
+    numbers = [str(layer) for layer, letter in enumerate(letters) if letter == "G"]
+    if isinstance(by_layer, dict) and sorted(by_layer) == sorted(numbers):
+        own = by_layer[numbers[0]]
+        are_sizes = isinstance(own, dict) and all(
+            key in ("head_dim", "num_key_value_heads") and type(size) is int and size > 0
+            for key, size in own.items()
+        )
+        if are_sizes and all(other == own for other in by_layer.values()):
+            return dict(own)
+    why = "expected head_dim and num_key_value_heads of the full_attention layers, all alike"
+    raise reader.error("per_layer_config", by_layer, why)
 
 
 def no_layer_embeddings(reader: Reader) -> Values:

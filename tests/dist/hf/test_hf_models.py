@@ -26,6 +26,8 @@ LAYOUT_OF = {
     "olmo3": "cp2",
     "phi3": "tp2_sp",
     "gemma3_text": "pp2_vpp2",
+    "gemma4_text": "cp2",
+    "gemma4_experts": "tp2_sp",
     "qwen2_moe": "tp2_sp",
     "mixtral": "cp2",
     "qwen3_moe": "dp2",
@@ -69,7 +71,8 @@ WEEKLY_CASES = {
     *("deepseek_v2-pp2_vpp2", "deepseek_v3-pp2_vpp2", "mimo-pp2_vpp2", "qwen3_tied-pp2_vpp2"),
     *("qwen2_window-cp2", "ernie4_5-cp2", "mixtral-cp2", "gpt_oss-cp2", "deepseek_v3-dp2"),
     *("gpt_oss-dp2", "ernie4_5_moe-dp2", "gemma3_text-prefixes", "olmo3-wide", "gemma2-wide"),
-    *("phi3-pieces", "olmo3-pieces"),
+    *("phi3-pieces", "olmo3-pieces", "gemma4_text-cp2", "gemma4_experts-prefixes"),
+    *("gemma4_text-prefixes", "gemma4_text-wide", "gemma4_experts-wide", "gemma4_experts-pieces"),
 }
 PARAMS = [
     pytest.param(name, marks=needs_hybrid if HF_CASES[name].is_hybrid else ()) for name in NAMES

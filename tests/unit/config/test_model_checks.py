@@ -31,6 +31,7 @@ SPARSE: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {"num_experts": 16, "moe_top_k": 4}
 LOCAL: dict[str, Any] = {"local_rotary_base": 10000, "rotary_pattern": "LG"}
+GLOBAL: dict[str, Any] = {**LOCAL, "global_keys_as_values": True}
 TP2 = Layout(tp=2, sequence_parallel=True)
 
 
@@ -91,6 +92,17 @@ TP2 = Layout(tp=2, sequence_parallel=True)
         ({"attention_score_cap": 50.0, "attention": "te"}, "does not run with attention=te"),
         ({"attention_score_cap": 50.0, "attention_sinks": True}, "attention_sinks=true"),
         ({"attention_score_cap": 50.0, "megatron_class": "hybrid"}, "with a HybridModel"),
+        ({"global_kv_channels": 32}, "global_kv_channels=32 without model.rotary_pattern"),
+        ({**GLOBAL, "global_kv_channels": 31}, "global_kv_channels=31 is odd"),
+        ({**GLOBAL, "global_query_groups": 3}, "over model.global_query_groups=3; set a divisor"),
+        ({**GLOBAL, "qkv_bias": True}, "global_keys_as_values=true does not run with qkv_bias"),
+        (
+            {**GLOBAL, "qk_layernorm": True, "qk_layernorm_over_heads": True},
+            "does not run with qk_layernorm_over_heads",
+        ),
+        ({"value_layernorm": True, "mtp_num_layers": 1}, "value_layernorm=True does not run with"),
+        ({"layer_scalars": True}, "layer_scalars=true needs model.norm_placement=post or sandwich"),
+        ({**EXPERTS, "moe_inner_norms": True}, "moe_inner_norms=true needs norm_placement=sandw"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], message: str) -> None:
