@@ -34,6 +34,7 @@ from megapack.model.attention.row import RowView, with_view
 from megapack.model.head import deferred_head, unwrapped
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.model.parameters import global_parameters
+from tests.dist.groups import end_model_parallel
 
 LENGTHS = [128, 64, 48, 16]
 TOKENS = sum(LENGTHS)
@@ -306,7 +307,7 @@ def measure(case: Case) -> dict[str, float]:
         forward_bytes = saved.num_bytes
         if case.config.recompute == "full":
             loss.backward()
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return {"forward": forward_bytes, "backward": saved.num_bytes - forward_bytes}
 
 
@@ -314,7 +315,7 @@ def count_trained(case: Case) -> list[int]:
     """Parameters of this rank that each of `FREEZES` leaves trained."""
     initialize_parallel(case.layout, 1)
     named = list(global_parameters(build_chunk(case)))
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return [
         sum(param.numel() for name, param in named if not matches_any(name, freeze))
         for freeze in FREEZES
@@ -340,7 +341,7 @@ def count_operations(case: Case) -> dict[str, float]:
         loss = forward(case, chunk)
         forward_counts = dict(counter.get_flop_counts()["Global"])
         loss.backward()
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     both = counter.get_flop_counts()["Global"]
     return {
         "matrices": sum(both.values()) - both[torch.ops.aten.bmm],

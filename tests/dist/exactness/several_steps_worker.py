@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import Layout, build_dp_schedule, launch
@@ -20,6 +19,7 @@ from megapack.gpt.settings import Setting
 from megapack.loss import SFT
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
+from tests.dist.groups import end_model_parallel
 from tests.dist.setup import build_chunks
 
 
@@ -103,7 +103,7 @@ def main(out_dir: str, *names: str) -> None:
     results = {}
     for name in names:
         results[name] = run_case(CASES[name])
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     path = Path(out_dir) / f"rank{dist.get_rank()}.json"
     path.write_text(json.dumps(results), encoding="utf-8")
     launch.stop()

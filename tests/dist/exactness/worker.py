@@ -37,6 +37,7 @@ from tests.dist.exactness.expected import (
     tokens_per_expert,
 )
 from tests.dist.exactness.staged import StagedAdapter
+from tests.dist.groups import end_model_parallel
 from tests.dist.problem import PRECISE
 from tests.dist.setup import build_chunks
 
@@ -297,7 +298,7 @@ def main(reference: str, out: str, names: list[str]) -> None:
         worst = torch.tensor(results[name]["worst_parameter"])
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         results[name]["worst_parameter"] = float(worst)
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     if os.environ.get("RANK", "0") == "0":
         with open(out, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)

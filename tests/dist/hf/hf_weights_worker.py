@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megapack import Layout, launch
 from megapack.config.sections import ModelConfig
@@ -24,6 +23,7 @@ from megapack.gpt import build_model, initialize_parallel
 from megapack.hf import export_hf, load_hf_weights
 from megapack.hf.blocks import own_blocks
 from megapack.hf.shards import ShardWriter
+from tests.dist.groups import end_model_parallel
 from tests.dist.setup import error_of
 
 
@@ -159,7 +159,7 @@ def run_case(name: str, case: Case, models: Path, out: Path, device: Any) -> dic
         "padding": largest_padding(chunks, 320),
         "files": exported.num_files,
     }
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return found
 
 
@@ -191,7 +191,7 @@ def run_errors(models: Path, out: Path, device: torch.device) -> dict[str, str]:
     (out / "failed").touch()
     dist.barrier()
     found["exists"] = error_of(export)
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return found
 
 

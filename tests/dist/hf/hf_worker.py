@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests import hf_mtp
 from tests.dist.executor import executor
+from tests.dist.groups import end_model_parallel
 from tests.dist.hf.hf_cases import HF_CASES, MAX_TOKENS, MTP, ROWS, HfCase, Rows, samples
 from tests.dist.setup import on_kernels_of_job
 
@@ -155,7 +155,7 @@ def main(folder: str, out: str, *names: str) -> None:
     results = {}
     for name in names:
         results[name] = run_case(HF_CASES[name], Path(folder), device)
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results), encoding="utf-8")
     launch.stop()

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import ConfigError, launch
@@ -24,6 +23,7 @@ from megapack.model.head import unwrapped
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.exactness.worker import gradient_errors
+from tests.dist.groups import end_model_parallel
 from tests.dist.losses.sequence_problem import (
     CASES,
     KINDS,
@@ -100,11 +100,11 @@ def _error_of_tied_embeddings(layout: Layout) -> str:
 
 def _critics(layout: Layout) -> dict[str, Any]:
     results: dict[str, Any] = {"tied": _error_of_tied_embeddings(layout)}
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     for dtype in ("fp32", "bf16"):
         for distributed in (False, True):
             results[f"{dtype} {distributed}"] = train_critic(layout, dtype, distributed)
-            parallel_state.destroy_model_parallel()
+            end_model_parallel()
     return results
 
 
@@ -132,7 +132,7 @@ def main(reference: str, out: str, layout: str) -> None:
         for name in (name for place, name in CASES if place == layout):
             result = run_kind(layout, KINDS[name], expected[name])
             results[f"{layout} {name}"] = _worst_of_ranks(result)
-            parallel_state.destroy_model_parallel()
+            end_model_parallel()
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)

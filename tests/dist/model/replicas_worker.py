@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megapack import Layout, launch
 from megapack.config import load_config
@@ -27,6 +26,7 @@ from megapack.model.parameters import global_parameters
 from megapack.ranks.interrupt import Interrupt
 from megapack.train import job
 from tests.dist import problem
+from tests.dist.groups import end_model_parallel
 from tests.dist.setup import build_chunks, error_of
 from tests.dist.spawn import ROOT
 
@@ -72,7 +72,7 @@ def main(out_dir: str, *names: str) -> None:
             flip_last_bit(chunks, case.weight)
         after = error_of(lambda chunks=chunks: check_replicas(chunks, device=device))
         found[name] = [before, after]
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     Path(out_dir, f"rank{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     launch.stop()
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import Layout, SharedPrefixes, build_dp_schedule, launch
@@ -27,6 +26,7 @@ from megapack.plan import Plan
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
+from tests.dist.groups import end_model_parallel
 from tests.dist.setup import build_chunks, error_of
 
 # With both losses and the bias.
@@ -162,7 +162,7 @@ def main(out_dir: str) -> None:
     found = {}
     for name, (layout, settings) in CASES.items():
         found[name] = compared(layout, settings)
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     (Path(out_dir) / f"rank{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     launch.stop()
 

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import Layout, launch
@@ -19,6 +18,7 @@ from megapack.base.choices import Attention
 from megapack.config.sections import ModelConfig
 from megapack.model.parameters import global_parameters
 from tests.dist import problem
+from tests.dist.groups import end_model_parallel
 from tests.dist.setup import build_chunks
 
 VARIANTS = ("plain", "other", "moe_shared", "mla", "mtp")
@@ -50,7 +50,7 @@ def _parameters(model: ModelConfig, attention: Attention) -> tuple[dict[str, Ten
     model = dataclasses.replace(model, attention=attention, freeze=FREEZE)
     chunks = build_chunks(Layout(), model=model)
     named = {name: param for chunk in chunks for name, param in global_parameters(chunk)}
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     frozen = {name for name, param in named.items() if not param.requires_grad}
     return {name: param.detach() for name, param in named.items()}, frozen
 

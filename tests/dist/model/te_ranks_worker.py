@@ -28,6 +28,7 @@ from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.row_groups import RowGroups
 from tests.dist import problem
+from tests.dist.groups import end_model_parallel
 from tests.dist.setup import build_chunks
 from tests.made_rows import Slot, made_ranks
 
@@ -139,7 +140,7 @@ def main(out_dir: str) -> None:
     found = {}
     for name in MODELS:
         found[name] = compared(name)
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     (Path(out_dir) / f"rank{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     launch.stop()
 

@@ -18,6 +18,7 @@ from megapack import Layout, launch
 from megapack.gpt.build import initialize_parallel
 from megapack.schedule.channels import Channels
 from megapack.schedule.row_groups import RowGroups
+from tests.dist.groups import end_model_parallel
 
 PIPELINES = {
     "pp2": Layout(dp=2, pp=2),
@@ -54,7 +55,7 @@ def channels_of(layout: Layout, asked: list[list[int] | None]) -> dict[str, Any]
     first = [*asked]
     Channels(pp, layout.vpp).make(CPU)
     received = _sent_around(channels)
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return {"asked": first, "again": len(asked) - len(first), **received}
 
 
@@ -88,7 +89,7 @@ def row_groups_of(layout: Layout, asked: list[list[int] | None]) -> list[Any]:
         groups.make({width for width in widths if width in layout.widths}, CPU)
         sizes = {n: None if g is None else g.size() for n, g in groups._groups.items()}
         found.append({"asked": [*asked], "sizes": sizes})
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return found
 
 

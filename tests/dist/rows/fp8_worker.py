@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import Layout, Plan, build_dp_schedule, cpu, launch
@@ -23,6 +22,7 @@ from megapack.loss import SFT
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
+from tests.dist.groups import end_model_parallel
 from tests.dist.rows.fp8_cases import CASES, MODELS, PAIRS, Fp8Case
 from tests.dist.setup import build_chunks, error_of
 
@@ -94,7 +94,7 @@ def compared(case: Fp8Case) -> dict[str, Any]:
     wanted_gradient = gradient(plain, plans(batch, case.layout)[1], batch)
     wanted = logprobs(plain, plans(batch, case.layout)[1], batch)
     rounding = relative(logprobs(plain, plans(batch, case.layout)[0], batch), wanted)
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     adapter = ScheduleAdapter(build_chunks(layout, model=settings), layout=layout)
     # Delayed scaling has the scales of the step before.
     gradient(adapter, packed, batch)
@@ -117,7 +117,7 @@ def compared(case: Fp8Case) -> dict[str, Any]:
         "differing scales": sum(int((other != all_scales).sum()) for other in gathered),
         "unaligned": error_of(lambda: ScheduleAdapter(adapter.chunks, layout=case.layout)),
     }
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return found
 
 

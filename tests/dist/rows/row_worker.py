@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import launch
@@ -39,6 +38,7 @@ from tests.dist.exactness.worker import (
     squared_difference,
 )
 from tests.dist.executor import executor
+from tests.dist.groups import end_model_parallel
 from tests.dist.losses.sequence_worker import output_error
 from tests.dist.rows.row_case import RowCase, row_facts
 from tests.dist.rows.row_cases import ALL_CASES
@@ -260,7 +260,7 @@ def run_case(case: RowCase, expected: dict[str, Any]) -> dict[str, Any]:
         run = Run(case, case.model_of(kinds[0]), value_head=value_head)
         for kind in kinds:
             results[kind] = _worst_of_ranks(run.kind(kind, expected))
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     return results
 
 

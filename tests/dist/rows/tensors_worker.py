@@ -26,6 +26,7 @@ from megapack.samples import SampleBatch, TensorField
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.exactness.worker import gradient_errors
+from tests.dist.groups import end_model_parallel
 
 IMAGE = 99
 """The token at the position of an image patch."""
@@ -164,9 +165,9 @@ def main(out: str) -> None:
     for name, layout in LAYOUTS[world].items():
         initialize_parallel(Layout(dp=world), problem.SEED)
         reference = expected(batch)
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
         results[name] = run(layout, batch, reference)
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     with open(f"{out}.{dist.get_rank()}", "w", encoding="utf-8") as file:
         json.dump(results, file)
     launch.stop()

@@ -16,7 +16,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import Policy, SharedPrefixes, build_dp_schedule, cpu, launch
@@ -30,6 +29,7 @@ from megapack.model.attention.sdpa import path_causal_attention
 from megapack.plan import Plan
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
+from tests.dist.groups import end_model_parallel
 from tests.dist.rows.row_problem import make_samples
 from tests.dist.rows.row_shapes import SHAPES
 from tests.dist.schedule.wait_cases import ALL_CASES, MODELS, WaitCase
@@ -160,7 +160,7 @@ def count(case: WaitCase, ledger: DeviceLedger) -> dict[str, Any]:
     # Some things are made once.
     run.step(1, "first")
     plans = [run.step(times, f"x{times}") for times in (1, 2)]
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return {
         "facts": [facts(plan) for plan in plans],
         "entries": [written(entry, number) for entry, number in ledger.entries.items()],

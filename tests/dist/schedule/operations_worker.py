@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from megapack.model.parameters import global_parameters
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.exactness.cases import ALL_CASES, Case
+from tests.dist.groups import end_model_parallel
 from tests.dist.schedule.overlap_worker import CASES as OVERLAP_CASES
 from tests.dist.schedule.overlap_worker import STEPS
 from tests.dist.schedule.overlap_worker import Case as OverlapCase
@@ -85,7 +85,7 @@ def run_overlap(case: OverlapCase) -> dict[str, Any]:
             adapter.step(plan, batch, objective=problem.OBJECTIVE)
             gradients = _gradients(chunks)
             found[-1] |= {f"gradient {step} {name}": grad for name, grad in gradients.items()}
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     return differences(*found)
 
 
@@ -156,7 +156,7 @@ def main(out: str, names: list[str]) -> None:
             results[name] = run_overlap(OVERLAP_CASES[name.removeprefix(OVERLAP)])
         else:
             results[name] = run_case(ALL_CASES[name])
-            parallel_state.destroy_model_parallel()
+            end_model_parallel()
     if os.environ.get("RANK", "0") == "0":
         with open(out, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)

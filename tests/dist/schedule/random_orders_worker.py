@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import Layout, Plan, Policy, build_dp_schedule, launch
@@ -28,6 +27,7 @@ from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.call import StepCall
 from tests.dist import problem
+from tests.dist.groups import end_model_parallel
 from tests.dist.setup import build_chunks
 from tests.made_rows import with_shared_rows
 from tests.random_orders import random_order, with_random_weights
@@ -145,7 +145,7 @@ def main(out: str, num_orders: str) -> None:
     results = {}
     for name in LAYOUTS:
         results[name] = run_layout(name, int(num_orders))
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)

@@ -37,6 +37,7 @@ from megapack.model.head import unwrapped
 from megapack.rows.slices import slice_positions
 from megapack.schedule import PlannedSchedule
 from tests.dist import problem
+from tests.dist.groups import end_model_parallel
 from tests.dist.schedule.planned_worker import distance, gradients
 from tests.dist.setup import build_chunks, error_of
 
@@ -333,7 +334,7 @@ def main(folder: str, layout_text: str, cases: str) -> None:
         )
         if fault := error_of(run):
             reports[name] = {"fault": fault}
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     path = Path(folder) / f"rank{dist.get_rank()}.json"
     path.write_text(json.dumps(reports), encoding="utf-8")
     launch.stop()

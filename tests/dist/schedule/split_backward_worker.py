@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import Layout, build_dp_schedule, launch
@@ -21,6 +20,7 @@ from megapack.gpt.settings import Setting
 from megapack.loss import SFT
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
+from tests.dist.groups import end_model_parallel
 from tests.dist.losses.sequence_problem import KINDS
 from tests.dist.schedule.delayed_linear import linear_layers
 from tests.dist.setup import build_chunks
@@ -99,7 +99,7 @@ def run_case(case: Case) -> dict[str, Any]:
     run = Run(case, splits_backward=False)
     joint = run.step(splits=False)
     if case.layers or runs_te():
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
         run = Run(case, splits_backward=True)
     split = run.step(splits=True)
     again = run.step(splits=False)
@@ -187,7 +187,7 @@ def main(out_dir: str, *names: str) -> None:
     results = {}
     for name in names:
         results[name] = run_case({**CASES, **MORE_CASES}[name])
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     path = Path(out_dir) / f"rank{dist.get_rank()}.json"
     path.write_text(json.dumps(results), encoding="utf-8")
     launch.stop()
