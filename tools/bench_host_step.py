@@ -2,15 +2,18 @@
 """Compares CPU seconds of a host's own step with and without patches, in pairs.
 
     python tools/bench_host_step.py verl --layout pp=2
-    python tools/bench_host_step.py slime --layout pp=2 --jobs --case fanout
-    python tools/bench_host_step.py slime --layout "" --case tokens+long+shared \
-        --baseline-case tokens+long --baseline-patches slime    # shared prefixes
+    python tools/bench_host_step.py slime --layout pp=2 --case fanout
+    python tools/bench_host_step.py slime --layout "" --shared-prefixes
+    python tools/bench_host_step.py slime --layout "" --shared-prefixes --patches megatron_core
 
 A pair is a step of the host's worker (tests/hosts/steps/HOST.py) with the patches and its next one
-without, in one job: the patches are applied and reverted in between. What a host does before its
-steps, such as slime's split of a rollout, is the patched host's in both. With --jobs, or another
-baseline, each way runs in a job of its own, and a pair is two steps of the same number. ROLL,
-Megatron-Bridge and Megatron-LM need --jobs: they keep the schedule that they had at their start.
+without, in one job: the patches are applied and reverted in between. With --jobs, or another
+baseline, each way runs in a job of its own, and a pair is two steps of the same number. So it is
+for hosts that make their rows before the steps, or keep the schedule that they had at their start.
+
+With --shared-prefixes both ways have the patches: eight answers of 512 tokens to each prompt of
+512, with and without shared prefixes. With `--patches megatron_core` rows are the host's own, and
+share prefixes at the call of the model alone: `PlannedSchedule(share_prefixes=True)`.
 
 CPU seconds are those of all threads of all ranks, so that ranks which wait for each other or for
 other work of the machine do not count. The first step of each way is left out: it compiles and
@@ -38,6 +41,11 @@ from tools.hosting.sources import NoSource, source
 
 # Of a job: steps of a wide model beside other work.
 _TIMEOUT_S = 900
+# Hosts that need a job for each way.
+_ROWS_BEFORE_STEPS = {"slime", "miles", "nemo_rl", "ms_swift"}
+_SCHEDULE_OF_START = {"roll", "megatron_bridge", "megatron_lm", "unirl"}
+# Hosts whose workers have the case "long", eight answers of 512 tokens to prompts of 512.
+_LONG = {"slime", "miles"}
 
 
 def main() -> None:
@@ -52,6 +60,7 @@ def main() -> None:
     parser.add_argument("--baseline-patches", default="", help='of the runs "without"')
     parser.add_argument("--baseline-case", help="default: that of --case")
     parser.add_argument("--jobs", action="store_true", help="each way in a job of its own")
+    parser.add_argument("--shared-prefixes", action="store_true", help="8 answers of 512 to 512")
     parser.add_argument("--width", type=int, default=256, help="of the host's toy model")
     parser.add_argument("--steps", type=int, default=6, help="of each way in a round")
     parser.add_argument("--rounds", type=int, default=3)
@@ -64,12 +73,18 @@ def main() -> None:
         source(args.host)
     except NoSource as error:
         parser.error(str(error))
+    if args.shared_prefixes:
+        if args.host not in _LONG:
+            parser.error(f"--shared-prefixes is for {', '.join(sorted(_LONG))}")
+        args.case, args.baseline_case = "tokens+long+shared", "tokens+long"
+        args.baseline_patches = args.patches or args.host
     os.environ[WIDTH_VARIABLE] = str(args.width)
     layout = parse_layout(args.layout)
     patches = args.patches.split(",") if args.patches else [args.host]
     baseline = args.baseline_patches.split(",") if args.baseline_patches else []
     baseline_case = args.case if args.baseline_case is None else args.baseline_case
-    in_one_job = not (args.jobs or baseline or baseline_case != args.case)
+    in_jobs = args.jobs or args.host in _ROWS_BEFORE_STEPS | _SCHEDULE_OF_START
+    in_one_job = not (in_jobs or baseline or baseline_case != args.case)
     pairs: list[tuple[list[Step], list[Step]]] = []
     with tempfile.TemporaryDirectory() as folder:
 
@@ -131,7 +146,8 @@ def _print(layout: Layout, pairs: Sequence[tuple[list[Step], list[Step]]]) -> No
         f"{statistics.median(ratios):.3f})"
     )
     for name, steps in zip(("with", "without"), zip(*pairs, strict=True), strict=True):
-        text = f"{name}: {statistics.median(map(_cpu_seconds, steps)):.3f} CPU seconds"
+        seconds = [*map(_cpu_seconds, steps)]
+        text = f"{name}: {statistics.median(seconds):.3f} CPU seconds (least {min(seconds):.3f})"
         text += f", M={[len(step[0].row_tokens) for step in steps]}"
         if steps[0][0].layer_tokens is not None:
             text += f", {steps[0][0].layer_tokens:g} tokens in layers"

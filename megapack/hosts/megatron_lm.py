@@ -22,6 +22,7 @@ import megapack
 from megapack.cost.model import cost_in_tokens
 from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts.shared.options import HostOptions
+from megapack.hosts.shared.rank_rows import for_step
 from megapack.layout import Layout, config_rows
 from megapack.policy import Policy
 from megapack.prefixes import SharedPrefixes
@@ -151,7 +152,7 @@ class PlannedStep:
                 layout=adapter.layout,
                 max_tokens_per_gpu=self._budget,
                 cost=self._cost or cost_in_tokens(adapter.layout),
-                policy=self._policy,
+                policy=for_step(self._policy, len(batch)),
                 forward_only=forward_only,
                 prefixes=self._prefixes(adapter, batch),
             )

@@ -26,7 +26,7 @@ from megapack.hosts.shared.rank_rows import (
     log_budget,
     small_at_ends,
 )
-from megapack.hosts.shared.tensor_rows import take, take_ragged
+from megapack.hosts.shared.tensor_rows import take, take_rows
 from megapack.hosts.shared.verl_items import (
     RankItems,
     VerlOptions,
@@ -151,8 +151,9 @@ def rearrange_micro_batches(
         rows = small_at_ends(rows, rank.work)
     indices = rank.samples(rows)
     padding = [rank.samples([[rank.shortest]])[0]] * (count - len(rows))
-    micro_batches = [_select(batch, row) for row in indices]
-    micro_batches += [_without_loss(_select(batch, row)) for row in padding]
+    micro_batches = _select(batch, indices + padding)
+    for micro_batch in micro_batches[len(indices) :]:
+        _drop_loss(micro_batch)
     return micro_batches, indices + padding
 
 
@@ -176,7 +177,8 @@ def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Rows) -> torch.Ten
         # The first is the sample itself; padding copies are last.
         position_of.setdefault(sample, position)
     order = [position_of[sample] for sample in sorted(position_of)]
-    return take_ragged(data, order) if data.is_nested else take(data, order)
+    restored: torch.Tensor = take(data, order)
+    return restored
 
 
 def _read_integers(values: Any) -> Ints:
@@ -206,18 +208,18 @@ def _token_ids(batch: Any) -> list[Ints]:
     return np.split(ids.values().cpu().numpy(), ends)
 
 
-def _select(batch: Any, row: list[int]) -> Any:
-    """Select the samples of a row, as a batch of the same type."""
-    fields = {name: take(value, row) for name, value in batch.items()}
+def _select(batch: Any, rows: Rows) -> list[Any]:
+    """The samples of each row, as batches of the same type."""
+    fields = {name: take_rows(value, rows) for name, value in batch.items()}
+    own = [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
     if hasattr(batch, "batch_size"):
-        return type(batch)(fields, batch_size=[len(row)])
-    return type(batch)(fields)
+        return [type(batch)(f, batch_size=[len(r)]) for f, r in zip(own, rows, strict=True)]
+    return [type(batch)(f) for f in own]
 
 
-def _without_loss(batch: Any) -> Any:
+def _drop_loss(batch: Any) -> None:
     import torch
 
     for name in _LOSS_MASKS:
         if name in batch.keys():  # noqa: SIM118 - a TensorDict refuses `in` itself
             batch[name] = torch.zeros_like(batch[name])
-    return batch

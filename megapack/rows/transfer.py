@@ -84,9 +84,9 @@ def _views(tensors: list[Tensor], starts: list[int], buffer: Tensor) -> list[Ten
     an input's version has changed, and views have one version together.
     """
     return [
-        torch.empty(0, dtype=tensor.dtype, device=buffer.device)
-        .set_(buffer.untyped_storage(), start // tensor.element_size(), (tensor.numel(),), (1,))
-        .view(tensor.shape)
+        torch.empty(0, dtype=tensor.dtype, device=buffer.device).set_(
+            buffer.untyped_storage(), start // tensor.element_size(), tensor.shape
+        )
         for tensor, start in zip(tensors, starts[:-1], strict=True)
     ]
 
@@ -96,16 +96,19 @@ def _with_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
     if isinstance(value, Tensor):
         return change(value)  # type: ignore[return-value]
     if isinstance(value, tuple):
-        # Most tuples are of numbers: they stay the same object.
+        # Most values have no tensors: they stay the same objects.
         changed = tuple(_with_tensors(item, change) for item in value)
         return changed if any(map(_differ, changed, value)) else value  # type: ignore[return-value]
     if isinstance(value, Mapping):
-        return {k: _with_tensors(v, change) for k, v in value.items()}  # type: ignore[return-value]
+        items = {k: _with_tensors(v, change) for k, v in value.items()}
+        return items if any(map(_differ, items.values(), value.values())) else value  # type: ignore[return-value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value) if f.metadata.get("moves", True)]
-        return dataclasses.replace(
-            value, **{name: _with_tensors(getattr(value, name), change) for name in names}
-        )
+        own = [getattr(value, name) for name in names]
+        attributes = [_with_tensors(item, change) for item in own]
+        pairs = zip(names, attributes, own, strict=True)
+        changes = {name: new for name, new, old in pairs if new is not old}
+        return dataclasses.replace(value, **changes) if changes else value
     return value
 
 

@@ -276,16 +276,16 @@ class FiniteFlags(Listener):
 
     def _own_errors(self, first: set[Spot], describe: Callable[[int], str]) -> Iterator[str]:
         # Tensor and context-parallel ranks of one stage have the same spots, and so have DP ranks
-        # that share a micro-batch.
+        # that share a micro-batch. The host waits for each flag that it reads, so it reads few.
         for (chunk, microbatch), (is_finite, is_loss) in self._outputs.items():
-            if not is_finite and self._output_spot(chunk, microbatch) in first:
+            if self._output_spot(chunk, microbatch) in first and not is_finite:
                 what = "loss" if is_loss else f"output of chunk {chunk}"
                 yield (
                     f"the {what} of micro-batch {microbatch} ({describe(microbatch)}) holds a NaN "
                     "or an infinity; discard the gradients of this step, and check these samples' "
                     "fields, the weights, and the learning rate"
                 )
-        if any(not fine and self._gradient_spot(chunk) in first for chunk, fine in self._gradients):
+        if any(self._gradient_spot(chunk) in first and not fine for chunk, fine in self._gradients):
             yield (
                 "the gradients hold a NaN or an infinity, though the losses do not; discard "
                 "them, and check the model's precision and the learning rate"

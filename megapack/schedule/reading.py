@@ -203,7 +203,8 @@ def _same_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """
     environment = dict(os.environ)
     modules = (module for chunk in chunks for module in chunk.modules())
-    replays = [r for module in modules if (r := getattr(module, "router_replay", None)) is not None]
+    # `vars`: torch looks for a missing attribute in three more places of each module.
+    replays = [r for m in modules if (r := vars(m).get("router_replay")) is not None]
     notes = [
         {k: list(v) if isinstance(v, list) else v for k, v in vars(r).items()} for r in replays
     ]

@@ -180,6 +180,19 @@ def test_nested_fields_keep_their_ragged_dimension() -> None:
     assert [row.tolist() for row in restored.unbind()] == [row.tolist() for row in ids]
 
 
+def test_a_nested_field_with_gaps_between_its_samples_is_split() -> None:
+    batch = nested([3, 9, 5, 7])
+    values = torch.arange(4 * 6).reshape(4, 6)
+    counts = torch.tensor([2, 6, 1, 3])
+    starts = torch.tensor([1, 0, 4, 2])
+    batch["mask"] = torch.nested.narrow(values, 1, starts, counts, layout=torch.jagged)
+    micro_batches, rows = verl.rearrange_micro_batches(batch, 12)
+    assert sorted(map(len, rows)) == [2, 2]
+    for mb, row in zip(micro_batches, rows, strict=True):
+        expected = [values[i, starts[i] : starts[i] + counts[i]].tolist() for i in row]
+        assert [sample.tolist() for sample in mb["mask"].unbind()] == expected
+
+
 def test_a_real_tensordict_is_split() -> None:
     tensordict = pytest.importorskip("tensordict")
     lengths = [9, 4, 6]

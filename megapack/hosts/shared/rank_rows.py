@@ -124,10 +124,19 @@ def plan_rank(
         max_tokens_per_gpu=max_tokens // layout.cp,
         colocate_ids=colocate_ids,
         cost=cost,
-        policy=Policy(oversize=oversize),
+        policy=for_step(Policy(oversize=oversize), lengths.size),
     )
     micro_batches = plan.steps[0].ranks[0]
     return [list(mb.samples) for mb in micro_batches if mb.samples], len(micro_batches)
+
+
+def for_step(policy: Policy, num_samples: int) -> Policy:
+    """The policy for a step of so many samples, which is planned while its ranks wait.
+
+    Of few samples a search soon finds nothing more: 12 have the same seconds after 256 simulations
+    as after 2,048, which take 5 ms longer.
+    """
+    return dataclasses.replace(policy, search=min(policy.search, 2 * num_samples**2))
 
 
 def split_rows(rows: Rows, count: int, work: Ints | Floats) -> Rows:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +22,7 @@ def take(value: Any, indices: Sequence[int]) -> Any:
 
     if isinstance(value, torch.Tensor):
         if value.is_nested:
-            return take_ragged(value, indices)
+            return _ragged_rows(value, [indices])[0]
         return value[torch.tensor(indices, dtype=torch.int64, device=value.device)]
     if getattr(value, "shape", ()):
         return value[list(indices)]
@@ -41,13 +44,37 @@ def collect(kind: type, samples: Sequence[Any]) -> Any:
     return make(list(samples))
 
 
-def take_ragged(value: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-    """Select samples of a nested tensor in the jagged layout, and keep its ragged dimension."""
+def take_rows(value: Any, rows: Sequence[Sequence[int]]) -> list[Any]:
+    """Select the samples of each row of one field; see `take`."""
     import torch
 
-    samples = value.unbind()
-    ragged = getattr(value, "_ragged_idx", 1)
-    # The nested tensor is built with the ragged dimension first, then transposed back.
-    rows = [samples[i].transpose(0, ragged - 1) for i in indices]
-    taken = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-    return taken.transpose(1, ragged) if ragged > 1 else taken
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return _ragged_rows(value, rows)
+    return [take(value, row) for row in rows]
+
+
+def _ragged_rows(value: Any, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Rows of a nested tensor in the jagged layout; they keep its ragged dimension.
+
+    The samples of a row are joined at once: a tensor per sample would cost more than the copy.
+    """
+    import torch
+
+    values, offsets, lengths = value.values(), value.offsets(), value.lengths()
+    starts = offsets.tolist()
+    sizes = np.diff(starts).tolist() if lengths is None else lengths.tolist()
+    # The values have no dimension for the samples.
+    ragged = value._ragged_idx - 1
+    taken = []
+    for row in rows:
+        own = [sizes[i] for i in row]
+        taken.append(
+            torch.nested.nested_tensor_from_jagged(
+                torch.cat([values.narrow(ragged, starts[i], sizes[i]) for i in row], ragged),
+                torch.tensor([0, *accumulate(own)], dtype=offsets.dtype, device=offsets.device),
+                jagged_dim=ragged + 1,
+                min_seqlen=min(own),
+                max_seqlen=max(own),
+            )
+        )
+    return taken

@@ -25,6 +25,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapack import Layout, build_dp_schedule, launch
 from megapack.loss import SFT
@@ -40,6 +41,19 @@ from tests.hosts.steps.job import Report, count_shape_exchanges
 BUDGET = 64
 
 
+class Reads(TorchDispatchMode):
+    """Counts copies of tensors and reads of their values, for which a host would wait on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = ("aten::_local_scalar_dense", "aten::_to_copy", "aten::nonzero", "aten::equal")
+        self.count += func.name() in names
+        return func(*args, **kwargs or {})
+
+
 class HostStep:
     """A host's forward step: it takes a row out of each batch, and removes it from the batch."""
 
@@ -47,8 +61,10 @@ class HostStep:
         self._chunks = chunks
         self._fault = fault
         self._num_losses = 0
+        self.num_calls = 0
 
     def __call__(self, batches: Iterator[dict[str, PackedRow]], model: Any) -> Any:
+        self.num_calls += 1
         if self._fault == "data":
             _receive_batch()
         if self._fault == "death" and dist.get_rank() == 1:
@@ -111,12 +127,21 @@ def main(folder: str, layout_text: str, fault: str) -> None:
         iterators = [iter([{"row": row} for row in rows]) for _ in chunks]
         return iterators, len(rows)
 
+    costs: list[dict[str, int]] = []
+
     def run(schedule: Callable[..., Any], forward_only: bool = False) -> list[Any]:
         for chunk in chunks:
             chunk.zero_grad_buffer()
+        step = HostStep(chunks, fault)
+        with Reads() as reads:
+            result = run_step(schedule, step, forward_only)
+        costs.append({"calls": step.num_calls, "reads": reads.count})
+        return result
+
+    def run_step(schedule: Callable[..., Any], step: HostStep, forward_only: bool) -> list[Any]:
         iterators, count = batches()
-        return schedule(
-            forward_step_func=HostStep(chunks, fault),
+        result: list[Any] = schedule(
+            forward_step_func=step,
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=count,
@@ -124,6 +149,7 @@ def main(folder: str, layout_text: str, fault: str) -> None:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        return result
 
     config = get_model_config(chunks[0])
     adapter.step(plan, batch, objective=SFT())
@@ -153,6 +179,7 @@ def main(folder: str, layout_text: str, fault: str) -> None:
         report["forward_losses"] = [float(result["loss"]) for result in forward]
         report["warnings"] = warnings
         report["settings"] = [config.overlap_p2p_comm, config.deallocate_pipeline_outputs]
+        report["costs"] = costs
         report["num_microbatches"] = len(plan.steps[0].ranks[adapter.dp_rank])
     report["exchanges"] = counter.num_shape_exchanges
     path = Path(folder) / f"rank{dist.get_rank()}.json"

@@ -57,6 +57,7 @@ def main() -> None:
         report.losses, report.grad_norms = last["losses"], last["grad_norms"]
         report.num_microbatches, report.row_tokens = last["counts"], last["tokens"]
         report.step_seconds, report.logprobs = last["seconds"], last["logprobs"]
+        report.more["cpu_seconds"] = last["cpu_seconds"]
     job.write(report, arguments.folder)
     launch.stop()
 
