@@ -69,15 +69,15 @@ def main() -> None:
         parser.error("--steps must be at least 2: the first is left out")
     if args.rounds < 1:
         parser.error("--rounds must be at least 1")
-    try:
-        source(args.host)
-    except NoSource as error:
-        parser.error(str(error))
     if args.shared_prefixes:
         if args.host not in _LONG:
             parser.error(f"--shared-prefixes is for {', '.join(sorted(_LONG))}")
         args.case, args.baseline_case = "tokens+long+shared", "tokens+long"
         args.baseline_patches = args.patches or args.host
+    try:
+        source(args.host)
+    except NoSource as error:
+        parser.error(str(error))
     os.environ[WIDTH_VARIABLE] = str(args.width)
     layout = parse_layout(args.layout)
     patches = args.patches.split(",") if args.patches else [args.host]

@@ -85,7 +85,7 @@ def _views(tensors: list[Tensor], starts: list[int], buffer: Tensor) -> list[Ten
     """
     return [
         torch.empty(0, dtype=tensor.dtype, device=buffer.device).set_(
-            buffer.untyped_storage(), start // tensor.element_size(), tensor.shape
+            buffer.untyped_storage(), start // tensor.element_size(), tensor.shape, ()
         )
         for tensor, start in zip(tensors, starts[:-1], strict=True)
     ]

@@ -35,6 +35,7 @@ def test_workers_are_hosts() -> None:
         (["slime", "--layout", "xx=2"], "'xx=2' is not a layout"),
         (["slime", "--steps", "1"], "--steps must be at least 2: the first is left out"),
         (["slime", "--rounds", "0"], "--rounds must be at least 1"),
+        (["verl", "--shared-prefixes"], "--shared-prefixes is for miles, slime"),
         (["slime"], "put its sources into"),
     ],
 )
