@@ -6,17 +6,21 @@ Modules:
     folder: a folder of safetensors: its files, checked before any tensor is read
     load: from a folder into a model's chunks
     gather: a small object of each rank, on all ranks
+    adapters: adapters of LoRA, out of a model's chunks and back
     export, checkpoint: out of a model's chunks, or of a checkpoint, into a folder
     export_plan, shards, output: which rank writes what; safetensors files; the folder
 """
 
+from megapack.hf.adapters import export_adapters, load_adapters
 from megapack.hf.checkpoint import export_checkpoint
 from megapack.hf.export import export_hf
 from megapack.hf.load import LoadedWeights, load_hf_weights
 
 __all__ = [
     "LoadedWeights",
+    "export_adapters",
     "export_checkpoint",
     "export_hf",
+    "load_adapters",
     "load_hf_weights",
 ]

@@ -83,15 +83,16 @@ def export_hf(
     """
     finish_param_gathers(chunks)
     held = agree(
-        lambda: {block: functools.partial(_same, data) for block, data in own_blocks(chunks)},
+        lambda: {block: in_memory(data) for block, data in own_blocks(chunks)},
         device=device,
     )
     exporter = Exporter(Path(folder), Path(like), dtype, max_shard_bytes, device)
     return exporter.export(held, replace=replace)
 
 
-def _same(values: Tensor) -> Tensor:
-    return values
+def in_memory(values: Tensor) -> Callable[[], Tensor]:
+    """How to get values that are there."""
+    return lambda: values
 
 
 class Exporter:
@@ -146,23 +147,23 @@ class Exporter:
 
     def _plan(self, sources: Sources, stored: HfFolder) -> ExportPlan:
         blocks = gather_distinct(list(sources))
+        return agree(lambda: self._planned(blocks, stored), device=self.device)
 
-        def planned() -> ExportPlan:
-            every = [block for own in blocks for block in own]
-            is_value_model = any(is_value_head(block) for block in every)
-            keys = (block.key for block in every)
-            names = names_of(stored, keys, is_value_model=is_value_model)
-            dtype_of = functools.partial(self._dtype_of, stored)
-            kept = {
-                name: (one.shape, DTYPES[one.dtype])
-                for name, one in stored.tensors.items()
-                if names.is_kept(name)
-            }
-            plan = plan_export(blocks, names, dtype_of, self._max_shard_bytes, kept)
-            check_tensors({target.name: target.shape for target in plan.targets}, stored, names)
-            return plan
-
-        return agree(planned, device=self.device)
+    def _planned(self, blocks: Sequence[Sequence[Block]], stored: HfFolder) -> ExportPlan:
+        """The plan for all ranks' blocks."""
+        every = [block for own in blocks for block in own]
+        is_value_model = any(is_value_head(block) for block in every)
+        keys = (block.key for block in every)
+        names = names_of(stored, keys, is_value_model=is_value_model)
+        dtype_of = functools.partial(self._dtype_of, stored)
+        kept = {
+            name: (one.shape, DTYPES[one.dtype])
+            for name, one in stored.tensors.items()
+            if names.is_kept(name)
+        }
+        plan = plan_export(blocks, names, dtype_of, self._max_shard_bytes, kept)
+        check_tensors({target.name: target.shape for target in plan.targets}, stored, names)
+        return plan
 
     def _dtype_of(self, stored: HfFolder, name: str, own: torch.dtype) -> torch.dtype:
         """The type in which a tensor is written."""

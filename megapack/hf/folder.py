@@ -32,17 +32,18 @@ class HfFolder:
 
     Args:
         path: a folder with `model.safetensors`, or with several files and an index.
+        single: the name of the file, if there is one.
 
     Raises:
         ConfigError: files are missing, truncated, quantized, of another format, or not those of
             the index.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, single: str = SINGLE) -> None:
         self.path = Path(path)
         self.tensors: dict[str, StoredTensor] = {}
-        weight_map = _weight_map(self.path)
-        for file in _files(self.path, weight_map):
+        weight_map = _weight_map(self.path, single)
+        for file in [single] if weight_map is None else _files(self.path, weight_map):
             with self.open(file) as tensors:
                 names = tensors.keys()
                 for name in names:
@@ -111,13 +112,13 @@ class HfFolder:
             )
 
 
-def _weight_map(path: Path) -> dict[str, str] | None:
+def _weight_map(path: Path, single: str) -> dict[str, str] | None:
     """The index's file of each tensor; None if the folder has a single file."""
-    if (path / SINGLE).exists():
+    if (path / single).exists():
         return None
     file = path / INDEX
     if not file.exists():
-        raise ConfigError(_what_is_missing(path))
+        raise ConfigError(_what_is_missing(path, single))
     try:
         weight_map = strict_json(read_whole(file).decode())["weight_map"]
         plain = {str(name): str(Path(value).name) for name, value in weight_map.items()}
@@ -133,7 +134,7 @@ def _weight_map(path: Path) -> dict[str, str] | None:
     return plain
 
 
-def _what_is_missing(path: Path) -> str:
+def _what_is_missing(path: Path, single: str) -> str:
     if not path.is_dir():
         return f"{path} is not a folder; set the folder of a Hugging Face model"
     others = sorted(file.name for file in path.glob("*.bin"))
@@ -142,12 +143,10 @@ def _what_is_missing(path: Path) -> str:
             f"{path} has weights as {others[0]}, not as safetensors; write them with transformers' "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) and set that"
         )
-    return f"{path} has neither {SINGLE} nor {INDEX}; download the weights too"
+    return f"{path} has neither {single} nor {INDEX}; download the weights too"
 
 
-def _files(path: Path, weight_map: Mapping[str, str] | None) -> Sequence[str]:
-    if weight_map is None:
-        return [SINGLE]
+def _files(path: Path, weight_map: Mapping[str, str]) -> Sequence[str]:
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not (path / file).is_file()]
     if missing:

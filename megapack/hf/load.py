@@ -80,7 +80,7 @@ def load_hf_weights(
     for part in gather_distinct(shapes):
         model |= part
     ignored = agree(lambda: check_tensors(model, stored, names), device=device)
-    num_bytes = agree(lambda: _read(held, stored, names), device=device)
+    num_bytes = agree(lambda: read_blocks(held, stored, names), device=device)
     return LoadedWeights(
         folder=stored.path,
         num_tensors=len(model),
@@ -91,7 +91,11 @@ def load_hf_weights(
 
 
 def names_of(
-    stored: HfFolder, keys: Iterable[str] = (), *, is_value_model: bool = False
+    stored: HfFolder,
+    keys: Iterable[str] = (),
+    *,
+    is_value_model: bool = False,
+    kind: type[TensorNames] = TensorNames,
 ) -> TensorNames:
     """The table for a folder's model.
 
@@ -99,7 +103,7 @@ def names_of(
         keys, is_value_model: see `TensorNames`.
     """
     config = read_hf_config(stored.path)
-    return TensorNames(
+    return kind(
         config.model_type, config.values, stored.tensors, keys, is_value_model=is_value_model
     )
 
@@ -140,7 +144,7 @@ def check_tensors(model: Shapes, stored: HfFolder, names: TensorNames) -> list[s
     return extra
 
 
-def _read(held: list[tuple[Block, Tensor]], stored: HfFolder, names: TensorNames) -> int:
+def read_blocks(held: list[tuple[Block, Tensor]], stored: HfFolder, names: TensorNames) -> int:
     """Read this rank's blocks, file by file; returns the bytes read."""
     by_file: dict[str, list[tuple[RowSpan, Tensor]]] = defaultdict(list)
     for block, values in held:

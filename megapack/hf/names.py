@@ -60,6 +60,8 @@ class Place:
 
 HEAD = "output_layer.weight"
 """Megatron's name of the output layer."""
+ADAPTER = ".adapter."
+"""What names of Megatron-Bridge's adapters have in them."""
 VALUE_HEAD = "score.weight"
 """The tensor of a value head, whose output layer has one row."""
 
@@ -284,6 +286,11 @@ class TensorNames:
         return list(itertools.takewhile(self._stored.__contains__, of_depths))
 
     def _unknown(self, key: str) -> ConfigError:
+        if ADAPTER in key:
+            return ConfigError(
+                f"the model has adapters, such as {key}; load its weights before they are added, "
+                "export them by megapack.hf.export_adapters, and merge both by peft"
+            )
         return ConfigError(
             f"the model has a tensor {key}, which a folder of a {self.model_type} model does not "
             "have; leave out the keys of model that add it, such as mtp_num_layers"

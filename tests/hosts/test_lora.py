@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.child import python_path
 from tests.dist.spawn import ROOT, checked_job
 from tests.documents import python_blocks
 from tests.hf_models import make_folder
 from tests.hosts.lora import packages
-from tests.hosts.lora.cases import CASES, TRAINED
+from tests.hosts.lora.cases import ALPHA, CASES, RANK, RESUMED, SAVED, TRAINED
 from tests.te_python import VERSION, needs_te, te_folder
 from tools.hosting import sources
 
@@ -30,13 +32,18 @@ EXACT = [name for name in CASES if name not in TRAINED]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the workers write."""
+    return tmp_path_factory.mktemp("lora")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, dict[str, Any]]:
     """What the workers found, by case."""
     try:
         packages.install()
     except sources.NoSource as error:
         pytest.skip(str(error))
-    folder = tmp_path_factory.mktemp("lora")
     families = sorted({case.family for case in CASES.values()})
     checked_job(1, "tests.hosts.lora.reference", [str(folder), *families], timeout_s=300)
     found: dict[str, dict[str, Any]] = {}
@@ -80,6 +87,74 @@ def test_only_gradients_of_adapters_are_put_off(
 ) -> None:
     """One product per adapter's matrix and row; none of frozen layers."""
     assert results[name]["put_off_per_row"] == (1 if "split" in name else 0)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exported_adapters_are_those_of_peft(
+    name: str, results: dict[str, dict[str, Any]], folder: Path
+) -> None:
+    family = CASES[name].family
+    exported, expected = (tensors(folder / f"{one}_peft") for one in (name, family))
+    if family == "qwen3_moe":
+        # Since transformers 5 peft adapts the parameter that stacks the experts; in folders each
+        # has its own projections.
+        expected = {one: own for one, own in expected.items() if ".experts." not in one}
+        expected |= of_experts(torch.load(folder / f"{family}.pt")["weights"])
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[one], expected[one]) for one in expected)
+    config = json.loads((folder / f"{name}_peft" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (RANK, ALPHA)
+    assert results[name]["loads"]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def of_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts' adapters by peft's names, from Bridge's."""
+    found = {}
+    for key, value in weights.items():
+        if ".local_experts." not in key:
+            continue
+        _, _, layer, *_, expert, fc, _, part, _ = key.split(".")
+        parts = ("gate_proj", "up_proj") if fc == "linear_fc1" else ("down_proj",)
+        is_out = part == "linear_out"
+        values = value.chunk(len(parts)) if is_out else [value] * len(parts)
+        for one, own in zip(parts, values, strict=True):
+            module = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{one}"
+            found[f"{module}.lora_{'B' if is_out else 'A'}.weight"] = own
+    return found
+
+
+def test_peft_loads_exported_adapters(results: dict[str, dict[str, Any]], folder: Path) -> None:
+    names = ["tp2_peft", "pp2_vpp2_peft"]
+    out = folder / "exported.json"
+    checked_job(1, "tests.hosts.lora.exported", [str(folder), str(out), *names], timeout_s=300)
+    errors = json.loads(out.read_text())
+    assert list(errors) == names
+    assert max(errors.values()) < 1e-6
+
+
+def test_what_peft_cannot_express_is_refused(results: dict[str, dict[str, Any]]) -> None:
+    assert "export them by megapack.hf.export_adapters" in results["tp2"]["export_error"]
+    assert (
+        "k_proj.lora_A.weight differ, and Megatron-Bridge's LoRA has one matrix"
+        in (results["tp2"]["load_error"])
+    )
+
+
+def test_a_checkpoint_with_adapters_continues_on_another_layout(
+    results: dict[str, dict[str, Any]], folder: Path
+) -> None:
+    norms = [results[name]["second_norm"] for name in (SAVED, RESUMED)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    saved, resumed = (tensors(folder / f"{name}_second_peft") for name in (SAVED, RESUMED))
+    first = tensors(folder / f"{SAVED}_peft")
+    assert saved.keys() == resumed.keys() == first.keys()
+    for name, value in saved.items():
+        assert not torch.equal(value, first[name])
+        torch.testing.assert_close(resumed[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_the_distributed_optimizer_trains_the_same(results: dict[str, dict[str, Any]]) -> None:

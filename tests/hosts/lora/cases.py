@@ -63,3 +63,5 @@ CASES = {
 }
 TRAINED = ("dp2", "dp2_sharded")
 """Cases that are compared after steps of Adam."""
+SAVED, RESUMED = ("tp2", "pp2_vpp2")
+"""Cases of which the first writes a checkpoint, and the second continues from it."""

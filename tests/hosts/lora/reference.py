@@ -74,6 +74,10 @@ def write(folder: Path, family: str) -> None:
         "base_logprobs": [own[len(p) :] for own, p in zip(base_logprobs, prompts, strict=True)],
     }
     torch.save(results, folder / f"{family}.pt")
+    model.save_pretrained(folder / f"{family}_peft")
+    if family == "qwen3":
+        model.base_model.model.model.layers[0].self_attn.k_proj.lora_A.default.weight.data.neg_()
+        model.save_pretrained(folder / "other_peft")
 
 
 def _draw(model: Any) -> None:

@@ -18,12 +18,13 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import launch
+from megapack.checkpoint.state import RunState
 from megapack.config.model import ModelConfig
 from megapack.config.sections import OptimConfig
 from megapack.dp_schedule import build_dp_schedule
 from megapack.gpt import build_model, initialize_parallel
 from megapack.gpt.optimizer import build_optimizer
-from megapack.hf import load_hf_weights
+from megapack.hf import export_adapters, export_hf, load_adapters, load_hf_weights
 from megapack.loss import SFT
 from megapack.model.parameters import global_parameters
 from megapack.model.weight_gradients import WeightGradients
@@ -31,16 +32,26 @@ from megapack.prefixes import SharedPrefixes
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist.hf.hf_cases import samples
+from tests.dist.setup import error_of
 from tests.hosts.lora import packages
-from tests.hosts.lora.cases import ALPHA, CASES, RANK, TARGETS, TRAINED, LoraCase
+from tests.hosts.lora.cases import (
+    ALPHA,
+    CASES,
+    RANK,
+    RESUMED,
+    SAVED,
+    TARGETS,
+    TRAINED,
+    LoraCase,
+)
 
 
-def run_case(case: LoraCase, folder: Path, device: torch.device, *, trains: bool) -> dict[str, Any]:
+def run_case(name: str, folder: Path, device: torch.device) -> dict[str, Any]:
     """Passes and a step of the folder's model with adapters; returns errors and facts.
 
-    Args:
-        trains: makes steps of Adam, and returns sums of the adapters' tensors instead of errors.
+    Those in `TRAINED` make steps of Adam, and return sums of the adapters' tensors instead.
     """
+    case = CASES[name]
     source = folder / case.family
     want = torch.load(folder / f"{case.family}.pt")
     model = ModelConfig.from_hf(str(source), attention=case.attention, **case.keys)
@@ -52,8 +63,8 @@ def run_case(case: LoraCase, folder: Path, device: torch.device, *, trains: bool
         load_hf_weights(chunks, source, device=device)
         lora(chunks)
         with torch.no_grad():
-            for name, param in adapters(chunks):
-                param.copy_(own_part(name, want["weights"][name]))
+            for key, param in adapters(chunks):
+                param.copy_(own_part(key, want["weights"][key]))
 
     chunks = build_model(
         model,
@@ -77,7 +88,7 @@ def run_case(case: LoraCase, folder: Path, device: torch.device, *, trains: bool
         "prefixes": prefixes,
     }
     plan = build_dp_schedule(batch.lengths, **options, policy=case.policy)
-    if trains:
+    if name in TRAINED:
         return train(chunks, lambda: adapter.step(plan, batch, objective=SFT()), case)
     forward = build_dp_schedule(batch.lengths, **options, forward_only=True)
     logprobs = adapter.forward(forward, batch)["logprobs"]
@@ -87,8 +98,22 @@ def run_case(case: LoraCase, folder: Path, device: torch.device, *, trains: bool
         step = adapter.step(plan, batch, objective=SFT())
     made = [row for rank in plan.steps[0].ranks for row in rank]
     num_tensors = len(list(adapters(chunks)))
+    errors = gradient_errors(chunks, want["gradients"])
+    export_adapters(chunks, folder / f"{name}_peft", like=source, device=device)
+    is_resumed = name in (SAVED, RESUMED)
     return {
-        **gradient_errors(chunks, want["gradients"]),
+        **errors,
+        "export_error": error_of(
+            lambda: export_hf(chunks, folder / "x", like=source, device=device)
+        ),
+        "loads": loads(chunks, folder / f"{name}_peft", source, device),
+        "load_error": error_of(
+            lambda: load_adapters(chunks, folder / "other_peft", like=source, device=device)
+        ),
+        "second_norm": is_resumed
+        and second_norm(
+            name, chunks, lambda: adapter.step(plan, batch, objective=SFT()), folder, device
+        ),
         "logprob_error": largest_difference(logprobs, want["logprobs"], batch),
         "base_logprob_error": largest_difference(base_logprobs, want["base_logprobs"], batch),
         "loss": step.loss,
@@ -101,20 +126,59 @@ def run_case(case: LoraCase, folder: Path, device: torch.device, *, trains: bool
     }
 
 
+def loads(chunks: list[Any], folder: Path, like: Path, device: torch.device) -> bool:
+    """Whether what was exported gives the adapters their values back."""
+    before = {name: param.detach().clone() for name, param in adapters(chunks)}
+    with torch.no_grad():
+        for _, param in adapters(chunks):
+            param.zero_()
+    load_adapters(chunks, folder, like=like, device=device)
+    return all(bool((param == before[name]).all()) for name, param in adapters(chunks))
+
+
+def second_norm(
+    name: str, chunks: list[Any], step: Callable[[], Any], folder: Path, device: torch.device
+) -> float:
+    """The gradient norm of a second update: after a save, or after a load on another layout."""
+    optimizer = build_optimizer(OptimConfig(lr=1e-2, adam_eps=1e-3), chunks, bf16=False)
+    state = RunState(chunks, optimizer)
+    place = folder / "state"
+    if name == SAVED:
+        update(chunks, optimizer, step)
+        place.mkdir(exist_ok=True)
+        writer = state.writer(place, num_threads=1, device=device)
+        writer.plan()
+        writer.write()
+        writer.finish()
+        dist.barrier()
+    else:
+        for param in (param for chunk in chunks for param in chunk.parameters()):
+            param.data.zero_()
+        state.load(place, num_updates=1, with_reference=False, device=device)
+    norm = update(chunks, optimizer, step)
+    export_adapters(
+        chunks, folder / f"{name}_second_peft", like=folder / CASES[name].family, device=device
+    )
+    return norm
+
+
+def update(chunks: list[Any], optimizer: Any, step: Callable[[], Any]) -> float:
+    """One step of Adam; its gradient norm."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    step()
+    updated, norm, _ = optimizer.step()
+    assert updated
+    return float(norm)
+
+
 def train(chunks: list[Any], step: Callable[[], Any], case: LoraCase) -> dict[str, Any]:
     """Three steps of Adam; sums of the adapters' tensors, and how many tensors have a state."""
     optim = OptimConfig(lr=1e-2, adam_eps=1e-3, distributed_optimizer=case.distributed_optimizer)
     optimizer = build_optimizer(optim, chunks, bf16=False)
     frozen = [param.detach().clone() for c in chunks for param in c.parameters()]
-    norms = []
-    for _ in range(3):
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        step()
-        updated, norm, _ = optimizer.step()
-        assert updated
-        norms.append(float(norm))
+    norms = [update(chunks, optimizer, step) for _ in range(3)]
     params = [param for c in chunks for param in c.parameters()]
     moved = [not bool((p == old).all()) for p, old in zip(params, frozen, strict=True)]
     assert moved == [param.requires_grad for param in params]
@@ -206,7 +270,7 @@ def main(folder: str, out: str, *names: str) -> None:
     packages.add_bridge()
     results = {}
     for name in names:
-        results[name] = run_case(CASES[name], Path(folder), device, trains=name in TRAINED)
+        results[name] = run_case(name, Path(folder), device)
         parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results), encoding="utf-8")
