@@ -74,7 +74,7 @@ def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]
         "num_attention_heads * head width": (heads * model.head_width, unit),
     }
     # Blocks of 128 may be cut short here; products need multiples of 16.
-    least = 32 if model.fp8 == "mxfp8" else 16
+    least = 32 if model.fp8 in ("mxfp8", "nvfp4") else 16
     if model.kv_lora_rank is None:
         channels = (heads + 2 * groups) * model.head_width
         widths["(num_attention_heads + 2 * num_query_groups) * head width"] = (

@@ -23,6 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.utils import is_te_min_version
 
 from megapack import cpu
 from megapack.base.choices import Kernel
@@ -279,6 +280,13 @@ def _fp8(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
             f"model.fp8={model.fp8} needs Transformer Engine's layers, but attention is {kernel}; "
             "set model.attention=te to see what is missing, or model.fp8=null"
         )
+    if model.fp8 == "nvfp4":
+        if not is_te_min_version("2.7.0.dev0"):
+            raise ConfigError(
+                "model.fp8=nvfp4 needs Transformer Engine 2.7; install a later one, or set another "
+                "recipe"
+            )
+        return {"fp4": "e2m1", "fp4_recipe": "nvfp4"}
     # Gradients have a wider range than E4M3 covers: E5M2 is used for them, except with scales per
     # block, which make E4M3 sufficient.
     by_block = model.fp8 in ("blockwise", "mxfp8")

@@ -277,6 +277,7 @@ def test_to_layout_computes_dp() -> None:
         ("tensorwise", True),
         ("blockwise", "blockwise"),
         ("mxfp8", "mxfp8"),
+        ("nvfp4", "nvfp4"),
     ],
 )
 def test_rows_are_aligned_for_the_fp8_recipe(recipe: str, rows: object) -> None:

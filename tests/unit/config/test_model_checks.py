@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -171,5 +171,7 @@ def test_fp8_needs_whole_blocks_of_query_key_and_value_channels() -> None:
     model = ModelConfig(num_attention_heads=4, num_query_groups=1, kv_channels=8, hidden_size=64)
     half = dataclasses.replace(model, attention="te", dtype="bf16")
     check_sizes(dataclasses.replace(half, fp8="delayed"), Layout(fp8=True))
-    with pytest.raises(ConfigError, match=r"2 \* num_query_groups\) \* head width=48"):
-        check_sizes(dataclasses.replace(half, fp8="mxfp8"), Layout(fp8="mxfp8"))
+    recipes: tuple[Literal["mxfp8", "nvfp4"], ...] = ("mxfp8", "nvfp4")
+    for recipe in recipes:
+        with pytest.raises(ConfigError, match=r"2 \* num_query_groups\) \* head width=48"):
+            check_sizes(dataclasses.replace(half, fp8=recipe), Layout(fp8=recipe))

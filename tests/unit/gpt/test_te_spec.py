@@ -57,11 +57,13 @@ group = torch.distributed.group.WORLD
 initialize_by_name([chunk], seed=1, std=0.02, num_layers=2, tp_group=group)
 
 recipes = {}
-for fp8 in ("delayed", "tensorwise", "blockwise", "mxfp8"):
+for fp8 in ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"):
     made = build.transformer_config(dataclasses.replace(sizes, fp8=fp8), layout)
     checks.check_config(made, layout)
+    from megatron.core.fp4_utils import get_fp4_recipe
     from megatron.core.fp8_utils import get_fp8_recipe
-    recipes[fp8] = [made.fp8, type(get_fp8_recipe(made)).__name__]
+    recipe = get_fp4_recipe(made) if made.fp4 else get_fp8_recipe(made)
+    recipes[fp8] = [made.fp4 or made.fp8, type(recipe).__name__]
 
 from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
 from megapack.rows.slices import slice_positions
@@ -135,6 +137,7 @@ def test_recipes_are_transformer_engines(found: dict[str, Any]) -> None:
         "tensorwise": ["hybrid", "Float8CurrentScaling"],
         "blockwise": ["e4m3", "Float8BlockScaling"],
         "mxfp8": ["e4m3", "MXFP8BlockScaling"],
+        "nvfp4": ["e2m1", "NVFP4BlockScaling"],
     }
 
 
