@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 
@@ -25,6 +26,7 @@ def build_chunks(
     value_head: bool = False,
     reduction: Settings | None = None,
     splits_backward: bool = False,
+    before_wrapping: Callable[[list[Any]], object] | None = None,
 ) -> list[DistributedDataParallel]:
     """Make Megatron's groups for a layout, and this rank's chunks."""
     model = on_kernels_of_job(model)
@@ -42,6 +44,7 @@ def build_chunks(
         value_head=value_head,
         reduction=reduction,
         splits_backward=splits_backward,
+        before_wrapping=before_wrapping,
     )
     for chunk in chunks:
         problem.slow_decays(chunk)

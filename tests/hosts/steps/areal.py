@@ -9,6 +9,7 @@ Ours are the model, in place of what a Hugging Face bridge makes, and the toy ro
     restored    the option `restore_cp_outputs`
     prompts     the four samples of a group begin with the same 14 tokens
     shared      MEGAPACK_SHARE_PREFIXES=1
+    lora        adapters, which AReaL adds to chunks that are wrapped in DDP
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack import Layout, cpu, launch, patching
+from tests.hosts.steps import adapters
 from tests.hosts.steps.chunks import bridge_settings, host_chunks
 from tests.hosts.steps.job import (
     Report,
@@ -85,9 +87,16 @@ def make_engine(layout: Layout, case: str) -> Any:
             self.rank = dist.get_rank()
             self.is_vision_model = False
             self.use_padded_seq = False
-            self.model = host._MegatronModelList(host_chunks(layout, bridge_settings(layout)))
+            settings = bridge_settings(layout)
+            if self.config.use_lora:
+                settings["gradient_accumulation_fusion"] = False  # as AReaL sets it
+            self.model = host._MegatronModelList(host_chunks(layout, settings))
             for i, chunk in enumerate(self.model):
                 chunk.vp_stage = i
+            if self.config.use_lora:
+                self.bridge_cls = "megatron-bridge"
+                self._apply_megatron_bridge_lora()
+                adapters.draw(self.model)
             self.tf_config = self.model[0].config
             self.tf_config.finalize_model_grads_func = finalize_model_grads
             self._create_optimizer(ft_spec)
@@ -105,6 +114,10 @@ def make_engine(layout: Layout, case: str) -> Any:
                 lr=1e-2, weight_decay=0.0, warmup_steps_proportion=0.0, lr_scheduler_type="constant"
             ),
             ppo_n_minibatches=1,
+            use_lora=case == "lora",
+            lora_rank=adapters.RANK,
+            lora_alpha=adapters.ALPHA,
+            target_modules=["all-linear"],
         )
     )
     engine.config.megatron.ddp.use_distributed_optimizer = False
@@ -167,6 +180,8 @@ def main() -> None:
     logging.raiseExceptions = False
     cpu.enable()
     join_alone()
+    if arguments.case == "lora":
+        adapters.import_bridge()
     import_areal()
     patching.apply(*arguments.patches)
     from megatron.core import parallel_state
@@ -182,6 +197,7 @@ def main() -> None:
     count_shape_exchanges(report)
     watch_rows(engine, report)
     count_layer_tokens(report, engine.model[0])
+    adapters.watch(report, engine.optimizer, engine.model)
     dp = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
     samples = draw(NUM_SAMPLES, common_prompts="prompts" in arguments.case)
     batch = make_batch(samples, *dp)

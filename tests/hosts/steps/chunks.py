@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -20,12 +21,14 @@ def host_chunks(
     settings: dict[str, Any],
     *,
     model: ModelConfig = problem.MODEL,
+    before_wrapping: Callable[[list[Any]], object] | None = None,
 ) -> list[DistributedDataParallel]:
     """This rank's chunks; the host has made Megatron's groups.
 
     Args:
         settings: of the config; they are there before DDP reads `calculate_per_token_loss`, by
             which it averages gradients over data-parallel ranks or sums them.
+        before_wrapping: see `build_model`.
     """
 
     def configured(*args: Any, **kwargs: Any) -> TransformerConfig:
@@ -42,6 +45,7 @@ def host_chunks(
             vocab_size=problem.VOCAB_SIZE,
             seed=problem.SEED,
             distributed_optimizer=False,
+            before_wrapping=before_wrapping,
         )
 
 

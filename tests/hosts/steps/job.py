@@ -68,7 +68,7 @@ class Arguments(argparse.Namespace):
 def parse_arguments() -> Arguments:
     """Read the command line, before anything of the host is imported.
 
-    A case with `shared` in it sets MEGAPACK_SHARE_PREFIXES=1.
+    A case with `shared` in it sets MEGAPACK_SHARE_PREFIXES=1. One with `lora` has adapters.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -199,9 +199,12 @@ def start(prepare: Callable[[], None]) -> Arguments:
     """Read the command line, join the job, make the host importable, and patch it."""
     arguments = parse_arguments()
     from megapack import launch, patching
+    from tests.hosts.steps import adapters
 
     launch.quiet_known_warnings()
     launch.start("cpu")
+    if "lora" in arguments.case:
+        adapters.import_bridge()
     prepare()
     patching.apply(*arguments.patches)
     return arguments

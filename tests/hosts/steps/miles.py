@@ -9,7 +9,14 @@ from tests.hosts.steps import job, rollout_hosts
 
 def main() -> None:
     """Run miles on one rollout, and report."""
-    rollout_hosts.run("miles", make_actor, split_rollout, train)
+    rollout_hosts.run("miles", make_actor, split_rollout, train, make_lora)
+
+
+def make_lora(args: Any) -> Any:
+    """miles' LoRA of its arguments."""
+    from miles.backends.megatron_utils.lora_utils import create_lora_instance
+
+    return create_lora_instance(args)
 
 
 def split_rollout(arguments: job.Arguments, args: Any) -> tuple[list[Any], list[Any]]:

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 -m tests.hosts.steps.ms_swift OUT --layout pp=2,vpp=2
 
-A step trains all samples once, so that its loss does not depend on the packing.
+A step trains all samples once, so that its loss does not depend on the packing. The case "lora" has
+mcore-bridge's adapters, which are peft's on Transformer Engine's layers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megapack import Layout, launch, patching
+from tests.hosts.lora import packages
+from tests.hosts.steps import adapters
 from tests.hosts.steps.job import (
     Arguments,
     Report,
@@ -22,8 +25,9 @@ from tests.hosts.steps.job import (
     write,
 )
 from tests.hosts.steps.mamba import Told, mamba_model
+from tests.te_python import runs_te
 from tools.hosting import import_stubs
-from tools.hosting.sources import installed
+from tools.hosting.sources import installed, source
 
 PACKING_LENGTH = 96
 NUM_PACKS = 4
@@ -42,7 +46,7 @@ def main() -> None:
     """Train and evaluate some steps, and write this rank's report."""
     args = parse_arguments()
     report = Report()
-    _import_swift(str(args.folder))
+    _import_swift(str(args.folder), has_lora=args.case == "lora")
     launch.start("cpu")
     patching.apply(*args.patches)
     trainer = make_trainer(args, report)
@@ -50,6 +54,7 @@ def main() -> None:
     train_packs = make_packs(trainer.template)
     report.more["packs"] = train_packs.packed_length
     train, val = trainer.setup_training(train_packs, make_packs(trainer.template))
+    adapters.watch(report, trainer.optimizer, trainer.unwrapped_models)
     report.more["eval_losses"] = []
     for _ in range(args.steps):
         run_one(trainer, train, val, report)
@@ -61,13 +66,16 @@ def main() -> None:
     write(report, args.folder)
 
 
-def _import_swift(folder: str) -> None:
+def _import_swift(folder: str, *, has_lora: bool) -> None:
     import megatron.core.models.gpt  # noqa: F401
     import transformers  # noqa: F401 - both before the stubs, which they take for real ones
 
     import_host("ms_swift")
     sys.path.append(str(installed("binpacking==2.0.1")))
-    import_stubs.install(*ABSENT)
+    if has_lora:
+        packages.add_peft()
+        sys.path.append(str(source("mcore_bridge")))
+    import_stubs.install(*ABSENT, *(("triton",) if has_lora else ()))
     import modelscope.hub.utils.utils
 
     modelscope.hub.utils.utils.get_cache_dir = lambda: folder
@@ -101,7 +109,7 @@ def make_trainer(args: Arguments, report: Report) -> Any:
     """
     from swift.megatron.trainers import base
     from swift.megatron.trainers.trainer import MegatronTrainer
-    from swift.megatron.utils import wrap_model
+    from swift.megatron.utils import prepare_mcore_model, wrap_model
 
     class CpuTrainer(MegatronTrainer):  # type: ignore[misc]
         def prepare_model(self) -> None:
@@ -110,12 +118,20 @@ def make_trainer(args: Arguments, report: Report) -> Any:
             self.config = self.unwrapped_models[0].config
             self.bridge = None
             self.peft_models = self.unwrapped_models
+            if args.case == "lora":
+                self.peft_models = [
+                    prepare_mcore_model(self.args, model) for model in self.unwrapped_models
+                ]
+                adapters.draw(self.unwrapped_models)
             self.wrapped_models = wrap_model(
                 self.args, [between(model) for model in self.unwrapped_models]
             )
 
     base.warmup_jit_function = lambda *_: None  # compiles CUDA kernels
-    return CpuTrainer(arguments(args.layout), make_template())
+    given = arguments(args.layout)
+    if args.case == "lora":
+        vars(given).update(_lora_arguments())
+    return CpuTrainer(given, make_template())
 
 
 def between(model: Any) -> Any:
@@ -147,10 +163,14 @@ def make_models(args: Arguments, report: Report) -> list[Any]:
 
     from megapack.gpt import initialize_parallel, transformer_config
     from megapack.gpt.init import initialize_by_name
-    from megapack.gpt.specs import local_layer_spec
+    from megapack.gpt.specs import block_spec, local_layer_spec
     from tests.dist import problem
+    from tests.dist.setup import on_kernels_of_job
 
     class CpuModel(GPTModel):  # type: ignore[misc]
+        def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> None:
+            """peft asks for it; mcore-bridge's model has an empty one too."""
+
         def forward(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.vp_stage:  # the first chunk of a stage: all get the same rows
                 report.row_tokens[-1].append(input_ids.numel())
@@ -168,7 +188,7 @@ def make_models(args: Arguments, report: Report) -> list[Any]:
             with_kwargs=True,
         )
         return [toy]
-    config = transformer_config(problem.MODEL, layout)
+    config = transformer_config(on_kernels_of_job(problem.MODEL), layout)
     for name, value in settings.items():
         setattr(config, name, value)
     models = []
@@ -177,7 +197,7 @@ def make_models(args: Arguments, report: Report) -> list[Any]:
         ends = {"ignore_virtual": False, "vp_stage": vp_stage}
         model = CpuModel(
             config,
-            local_layer_spec(config),
+            block_spec("te", config, vp_stage) if runs_te() else local_layer_spec(config),
             vocab_size=128,
             max_sequence_length=PACKING_LENGTH,
             pre_process=parallel_state.is_pipeline_first_stage(**ends),
@@ -269,6 +289,22 @@ def _model_arguments(layout: Layout) -> dict[str, Any]:
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "seq_length": PACKING_LENGTH,
+    }
+
+
+def _lora_arguments() -> dict[str, Any]:
+    absent = ("lora_dtype", "mcore_ref_adapter", "ref_adapters")
+    return {
+        **dict.fromkeys(absent),
+        "tuner_type": "lora",
+        "target_modules": ["all-linear"],
+        "modules_to_save": [],
+        "lora_rank": adapters.RANK,
+        "lora_alpha": adapters.ALPHA,
+        "lora_dropout": 0.0,
+        "lora_bias": "none",
+        "use_rslora": False,
+        "language_model_only": False,
     }
 
 

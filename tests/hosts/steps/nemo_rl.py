@@ -21,7 +21,7 @@ import types
 from typing import Any
 from unittest import mock
 
-from tests.hosts.steps import job
+from tests.hosts.steps import adapters, job
 from tests.hosts.steps.mamba import Told, mamba_chunks, packed_seq_params
 from tools.hosting import import_stubs
 
@@ -92,6 +92,7 @@ def run(arguments: job.Arguments) -> None:
     job.count_shape_exchanges(report)
     record_rows(worker, report)
     job.count_layer_tokens(report, worker.model)
+    adapters.watch(report, worker.optimizer, [worker.model])
     data = make_shard(arguments.layout, common_prompts="prompts" in arguments.case)
     logprobs = worker.get_logprobs(data=data)["logprobs"]
     # Behind a row's last sample are log-probs of its padding.
@@ -209,8 +210,29 @@ def build_chunk(arguments: job.Arguments) -> Any:
         (chunk,) = mamba_chunks(settings)
         return chunk
     with mock.patch.object(build, "transformer_config", transformer_config):
-        (chunk,) = setup.build_chunks(arguments.layout)
+        (chunk,) = setup.build_chunks(
+            arguments.layout, before_wrapping=adapt if "lora" in arguments.case else None
+        )
     return chunk
+
+
+def adapt(chunks: list[Any]) -> None:
+    """Add adapters as NeMo-RL does, with the values of its example config."""
+    from nemo_rl.models.megatron import setup
+
+    lora = setup.LoRA(
+        target_modules=list(adapters.TARGETS),
+        exclude_modules=[],
+        dim=adapters.RANK,
+        alpha=adapters.ALPHA,
+        dropout=0.0,
+        dropout_position="post",
+        lora_A_init_method="xavier",
+        lora_B_init_method="zero",
+        a2a_experimental=False,
+    )
+    lora(chunks, training=True)
+    adapters.draw(chunks)
 
 
 def make_shard(layout: Any, *, common_prompts: bool) -> Any:

@@ -13,6 +13,7 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     ppo         PPO's advantages, from made-up values of a critic
     experts     the model has experts with a balancing loss, and only that loss trains
     mamba       the model has Mamba-2 layers
+    lora        the model has adapters, which miles makes
     nooverlap   overlap_p2p_comm=False, which Megatron-LM's arguments refuse with pp2 x vpp2
     narrow      half of the budget: the same samples in more rows
     reference   also run `one_sample_step`, on one rank
@@ -29,6 +30,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from tests.hosts.steps import adapters
 from tests.hosts.steps.job import (
     Arguments,
     Report,
@@ -76,6 +78,8 @@ def start(host: str) -> Arguments:
 
     patching.apply(*arguments.patches)
     launch.start("cpu")
+    if "lora" in words(arguments):
+        adapters.import_bridge()
     # Behind the installed Megatron-Core: from the source tree only `megatron.training` is taken.
     sys.path.append(str(source("megatron_lm")))
     import_host(host)
@@ -95,6 +99,7 @@ def run(
     make_actor: Callable[[Any, list[Any]], Any],
     split_rollout: Callable[[Arguments, Any], tuple[list[Any], list[Any]]],
     train: Callable[..., None],
+    make_lora: Callable[[Any], Any] | None = None,
 ) -> None:
     """A worker: the host's training actor on one rollout, and the report.
 
@@ -102,17 +107,25 @@ def run(
         make_actor: of the host's arguments and this rank's chunks.
         split_rollout: the samples, and each data-parallel rank's part of them.
         train: notes in the report what the steps give.
+        make_lora: of the host's arguments, for cases with `lora`.
     """
     arguments = start(host)
     from megapack import launch
 
     report = Report()
-    chunks = build_host_chunks(arguments)
     args = host_arguments(arguments)
+
+    def adapt(chunks: list[Any]) -> None:
+        assert make_lora is not None, f"{host} has no LoRA"
+        make_lora(args)(chunks, training=True)
+        adapters.draw(chunks)
+
+    chunks = build_host_chunks(arguments, adapt if "lora" in words(arguments) else None)
     actor = make_actor(args, chunks)
     samples, refs = split_rollout(arguments, args)
     if "reference" in words(arguments):
         note_reference(report, args, chunks, samples, refs[0].inner)
+    adapters.watch(report, actor.optimizer, chunks)
     train(report, actor, refs, num_samples=len(samples))
     write(report, arguments.folder)
     launch.stop()
@@ -181,6 +194,13 @@ def host_arguments(arguments: Arguments) -> HostArguments:
         grpo_std_normalization=True,
         calculate_per_token_loss="tokens" in case,
         check_for_nan_in_loss_and_grad=True,
+        lora_rank=adapters.RANK if "lora" in case else 0,
+        lora_alpha=adapters.ALPHA,
+        lora_dropout=0.0,
+        lora_type="lora",
+        lora_A_init_method="xavier",
+        lora_B_init_method="zero",
+        target_modules=list(adapters.TARGETS),
         log_probs_chunk_size=-1,
         **_loss(case),
         **_learning_rates(),
@@ -293,7 +313,9 @@ def make_samples(sample_class: Any, arguments: Arguments) -> list[Any]:
     return samples
 
 
-def build_host_chunks(arguments: Arguments) -> list[Any]:
+def build_host_chunks(
+    arguments: Arguments, before_wrapping: Callable[[list[Any]], object] | None = None
+) -> list[Any]:
     """This rank's chunks, with the settings that Megatron-LM's arguments give to the hosts."""
     from megapack.gpt import build
     from tests.dist import problem
@@ -320,7 +342,7 @@ def build_host_chunks(arguments: Arguments) -> list[Any]:
         return config
 
     build.transformer_config = host_config
-    return build_chunks(arguments.layout, model=_model(case))
+    return build_chunks(arguments.layout, model=_model(case), before_wrapping=before_wrapping)
 
 
 def parallel_config(arguments: Arguments) -> dict[str, int]:

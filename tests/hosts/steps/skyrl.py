@@ -10,6 +10,7 @@ chunks are the tests' tiny GPT.
     whole       the budget holds all samples
     prompts     the four samples of a group begin with the same 14 tokens
     shared      MEGAPACK_SHARE_PREFIXES=1
+    lora        adapters by SkyRL's own settings
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from unittest import mock
 
 import typing_extensions
 
-from tests.hosts.steps import job
+from tests.hosts.steps import adapters, job
 from tests.hosts.steps.mamba import Told, mamba_chunks, packed_seq_params
 from tools.hosting import import_stubs
 
@@ -74,6 +75,7 @@ def run(arguments: job.Arguments) -> None:
     job.count_shape_exchanges(report)
     record_rows(worker, report)
     job.count_layer_tokens(report, worker.actor_module[0])
+    adapters.watch(report, worker.optimizer, worker.actor_module)
     data = make_batch(arguments.layout, common_prompts="prompts" in arguments.case)
     outputs = worker.forward(data).loss_fn_outputs
     if is_last_stage():
@@ -110,7 +112,7 @@ def make_worker(arguments: job.Arguments) -> Any:
     reduce_gradients_by_megatron()
     worker = object.__new__(megatron_worker.MegatronPolicyWorkerBase)
     worker.cfg = make_config(arguments.case)
-    worker.actor_module = build_chunks(arguments)
+    worker.actor_module = build_chunks(arguments, worker)
     worker.strategy = object.__new__(megatron_strategy.MegatronStrategy)
     worker.enable_router_replay = False
     worker.enable_sample_support_replay = False  # since 0.4
@@ -156,10 +158,14 @@ def make_config(case: str) -> Any:
     config.algorithm.use_kl_loss = False
     for name, value in OPTIMIZER.items():
         setattr(config.policy.optimizer_config, name, value)
+    if "lora" in case:
+        config.bf16 = False  # the type of adapters
+        config.policy.model.lora.rank = adapters.RANK
+        config.policy.model.lora.alpha = adapters.ALPHA
     return config
 
 
-def build_chunks(arguments: job.Arguments) -> list[Any]:
+def build_chunks(arguments: job.Arguments, worker: Any) -> list[Any]:
     """The tests' chunks with the settings that SkyRL gives to its models and to DDP."""
     from skyrl.train.config.config import MegatronDDPConfig
 
@@ -187,12 +193,18 @@ def build_chunks(arguments: job.Arguments) -> list[Any]:
             setattr(config, name, value)
         return config
 
+    def adapt(chunks: list[Any]) -> None:
+        worker.configure_lora(worker.cfg.policy.model.lora)
+        worker.lora_cls(chunks, training=True)
+        adapters.draw(chunks)
+
     with mock.patch.object(build, "transformer_config", transformer_config):
         return list(
             setup.build_chunks(
                 arguments.layout,
                 distributed_optimizer=True,
                 reduction={"average_in_collective": Setting(average)},
+                before_wrapping=adapt if "lora" in arguments.case else None,
             )
         )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megapack import Layout, launch, patching
 from tests.dist import problem
+from tests.hosts.steps import adapters
 from tests.hosts.steps.chunks import bridge_settings, host_chunks
 from tests.hosts.steps.job import (
     Report,
@@ -48,6 +49,7 @@ class Case:
     loss: dict[str, Any] = field(default_factory=dict)
     mamba: bool = False
     common_prompts: bool = False
+    lora: bool = False
 
 
 DR_GRPO = {"loss_agg_mode": "seq-mean-token-sum-norm"}
@@ -60,6 +62,7 @@ CASES = {
     "dr_grpo_factor_whole": Case(budget=4000, loss={**DR_GRPO, "loss_scale_factor": 44}),
     "prompts": Case(common_prompts=True),
     "prompts_shared": Case(common_prompts=True),
+    "lora": Case(lora=True),
     "mamba": Case(mamba=True),
     "mamba_whole": Case(budget=4000, mamba=True),
 }
@@ -99,13 +102,28 @@ def make_engine(layout: Layout, case: Case) -> Any:
             self.is_value_model = False
             self.share_embeddings_and_output_weights = True
             self.tf_config = self.bridge = self.provider = self.peft_cls = None
+            if case.lora:
+                from verl.workers.config.megatron_peft import get_peft_cls
+
+                self.peft_cls = get_peft_cls(self.model_config, object(), object(), torch.float32)
 
         def _build_megatron_module(self) -> Any:
             model_parallel_cuda_manual_seed(problem.SEED)
             settings = bridge_settings(layout)
-            chunks = mamba_chunks(settings) if case.mamba else host_chunks(layout, settings)
+            adapt = self._adapt if case.lora else None
+            chunks = (
+                mamba_chunks(settings)
+                if case.mamba
+                else host_chunks(layout, settings, before_wrapping=adapt)
+            )
             self.tf_config = chunks[0].config
             return chunks
+
+        def _adapt(self, chunks: list[Any]) -> None:
+            from megatron.bridge.peft.utils import create_peft_hook
+
+            create_peft_hook(self.peft_cls, training=True)(chunks)
+            adapters.draw(chunks)
 
     engine = Engine(
         model_config=types.SimpleNamespace(
@@ -116,6 +134,11 @@ def make_engine(layout: Layout, case: Case) -> Any:
             tokenizer=types.SimpleNamespace(pad_token_id=0),
             architectures=["Qwen2ForCausalLM"],
             get_processor=lambda: None,
+            lora={
+                "rank": adapters.RANK if case.lora else 0,
+                "alpha": adapters.ALPHA,
+                "target_modules": list(adapters.TARGETS),
+            },
         ),
         engine_config=McoreEngineConfig(
             pipeline_model_parallel_size=layout.pp,
@@ -221,6 +244,8 @@ def main() -> None:
     case = CASES[arguments.case]
     warnings.simplefilter("ignore")
     launch.start("cpu")
+    if case.lora:
+        adapters.import_bridge()
     import_verl()
     patching.apply(*arguments.patches)
     from verl.workers.config import ActorConfig
@@ -236,8 +261,12 @@ def main() -> None:
     old = log_probs(engine, batch)
     batch["old_log_probs"] = nested(old)
     report.logprobs.append(torch.cat(old).tolist())
+    if case.lora:
+        with engine.disable_adapter():
+            report.more["reference_logprobs"] = torch.cat(log_probs(engine, batch)).tolist()
     watch_rows(engine, report)
     count_layer_tokens(report, engine.module[0])
+    adapters.watch(report, engine.optimizer, engine.module)
     report.more["told"] = Told(engine.module[0]).rows
     for _ in range(arguments.steps):
         report.row_tokens.append([])

@@ -1,0 +1,80 @@
+"""LoRA in hosts' steps: imports of adapters, their first values, what a report says of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tests.hosts.steps.job import Report
+from tools.hosting import import_stubs, sources
+
+RANK = 4
+ALPHA = 8
+TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def import_bridge() -> None:
+    """Import Megatron-Bridge's adapters; the rest of Bridge is a stand-in.
+
+    They import Transformer Engine, so the CPU must already be in CUDA's place.
+    """
+    import_stubs.install("megatron.bridge")
+    bridge = importlib.import_module("megatron.bridge")
+    release = sources.installed(sources.release("megatron_bridge"))
+    bridge.__path__ = [str(release / "megatron" / "bridge")]
+    for name in ("lora", "canonical_lora", "utils"):
+        importlib.import_module(f"megatron.bridge.peft.{name}")
+    # Later imports of the others find the stand-ins.
+    bridge.__path__ = []
+
+
+def draw(chunks: Sequence[Any]) -> None:
+    """Draw all weights by their names, so that they do not depend on the layout.
+
+    Both matrices of an adapter get values; hosts begin with zeros in one, which would leave the
+    other without a gradient.
+    """
+    from megatron.core import parallel_state
+
+    from megapack.gpt.init import initialize_by_name
+    from tests.dist import problem
+
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            if "linear_fc1.adapter.linear_out." in name:
+                param.partition_stride = 2  # the gate's rows, then the others, on each rank
+    initialize_by_name(
+        chunks,
+        seed=problem.SEED,
+        std=problem.MODEL.init_std,
+        num_layers=problem.NUM_LAYERS,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+
+
+def watch(report: Report, optimizer: Any, chunks: Iterable[Any]) -> None:
+    """From here on, note the gradients of the optimizer's last step, before it clips them.
+
+    In `more["adapter_gradients"]` the norm of each adapter's, in `more["frozen_gradients"]` those
+    of frozen parameters; 0 where there is none. Nothing if no parameter is frozen.
+    """
+    from megapack.model.parameters import global_parameters
+
+    chunks = list(chunks)
+    if all(param.requires_grad for chunk in chunks for param in chunk.parameters()):
+        return
+    step = optimizer.step
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        adapters = report.more["adapter_gradients"] = {}
+        frozen = report.more["frozen_gradients"] = {}
+        for chunk in chunks:
+            for name, param in global_parameters(chunk):
+                gradient = getattr(param, "main_grad", None)
+                gradient = param.grad if gradient is None else gradient
+                norm = 0.0 if gradient is None else float(gradient.norm())
+                (adapters if param.requires_grad else frozen)[name] = norm
+        return step(*args, **kwargs)
+
+    optimizer.step = noted
