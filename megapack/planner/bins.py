@@ -7,6 +7,8 @@ item goes into the bin that is furthest below its target, among the bins with ro
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 
 from megapack.base.arrays import Bools, Floats, Ints
@@ -16,6 +18,8 @@ from megapack.base.loops import copy_into
 # Heap nodes that `_near_top` checks before the emptiest row is taken: the top 4 levels, 1 + 2 + 4 +
 # 8. Chosen by hand.
 _TOP_NODES = 15
+
+Tree = TypeVar("Tree", Ints, Floats)
 
 
 def first_fit(sizes: Ints, capacity: int) -> tuple[Ints, int]:
@@ -146,12 +150,12 @@ def _first_fit(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, int]:
             left = free[node] - size
         bin_of[item] = chosen
         num_bins = max(num_bins, chosen + 1)
-        _set_leaf(free, chosen, left)
+        set_leaf(free, chosen, left)
     return bin_of, num_bins
 
 
 @kernel
-def _set_leaf(tree: Ints, leaf: int, value: int) -> None:
+def set_leaf(tree: Tree, leaf: int, value: float) -> None:
     """Change a leaf of a max-tree; the children of node k are 2 k and 2 k + 1, its root is 1."""
     node = leaf + tree.size // 2
     tree[node] = value
@@ -202,8 +206,9 @@ def _pack(
             row = _near_top(sizes[item], heap, missing, free, used, capacity)
         if row < 0:
             if room.size == 0:
-                room = _max_tree(free)
-            row = _emptiest(room)
+                room = max_tree(free, -1)
+            # An unused row has the whole capacity, every other row less, so one is found first.
+            row = largest_leaf(room)
             alone = must_open or sizes[item] > capacity
             if used[row] if alone else free[row] < sizes[item]:
                 return False
@@ -213,7 +218,7 @@ def _pack(
             num_empty -= 1
         free[row] = free[row] - sizes[item] if sizes[item] <= capacity else 0
         if room.size > 0:
-            _set_leaf(room, row, free[row])
+            set_leaf(room, row, free[row])
         missing[row] -= work[item]
         sift_down(heap, node_of, missing, node_of[row])
     return True
@@ -236,12 +241,12 @@ def _near_top(
 
 
 @kernel
-def _max_tree(values: Ints) -> Ints:
-    """A max-tree over the values, see `_set_leaf`; leaves without a value have -1."""
+def max_tree(values: Tree, least: float) -> Tree:
+    """A max-tree over the values, see `set_leaf`; leaves without a value have the least one."""
     leaves = 1
     while leaves < values.size:
         leaves *= 2
-    tree = np.full(2 * leaves, -1, dtype=np.int64)
+    tree = np.full(2 * leaves, least)
     copy_into(tree[leaves:], values)
     for node in range(leaves - 1, 0, -1):
         tree[node] = max(tree[2 * node], tree[2 * node + 1])
@@ -249,17 +254,14 @@ def _max_tree(values: Ints) -> Ints:
 
 
 @kernel
-def _emptiest(room: Ints) -> int:
-    """The row with the most room, the first of several.
-
-    An unused row has the whole capacity, and every other row less, so this is one if there is any.
-    """
+def largest_leaf(tree: Tree) -> int:
+    """The leaf of a max-tree with the largest value, the first of several."""
     node = 1
-    while 2 * node < room.size:
+    while 2 * node < tree.size:
         node *= 2
-        if room[node] < room[node // 2]:
+        if tree[node] < tree[node // 2]:
             node += 1
-    return node - room.size // 2
+    return node - tree.size // 2
 
 
 @kernel

@@ -44,10 +44,13 @@ def best_draft(items: Items) -> Draft:
     widens = step.policy.context_parallel == "dynamic" and step.layout.dp > 1
     cuts = may_cut(items)
     # A sample over the budget is cut, or goes over several ranks, where that is allowed.
-    must_cut = cuts and bool((_over(items) & is_alone(items)).any())
+    over = _over(items)
+    must_cut = cuts and bool((over & is_alone(items)).any())
+    # What families share may make items of narrow rows, which wide ones then have.
+    must_widen = widens and step.prefixes is None and bool(over.any())
     narrow = wide = refused = None
     try:
-        if widens or not must_cut:
+        if not must_widen and (widens or not must_cut):
             narrow = _plan_narrow(items)
     except PlanError as error:
         # Whole rows of one rank are over the cap on live tokens; shorter ones may not be.

@@ -12,7 +12,7 @@ import numpy as np
 
 from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
-from megapack.planner.bins import sift_down
+from megapack.planner.bins import largest_leaf, max_tree, set_leaf, sift_down
 from megapack.planner.board import (
     Board,
     RowCost,
@@ -21,19 +21,14 @@ from megapack.planner.board import (
     fits,
     item_seconds,
     put,
-    row_seconds,
     take,
 )
 from megapack.planner.items import Items
 from megapack.planner.moves import next_random
+from megapack.planner.places import Goals, best_place, find_places, place_value, put_into_place
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
 
-# Choice of a row: a second over the stretched target counts as this many seconds of room left.
-_OVER = 4.0
-# Choice of a row: twice the ranks count as this part of a mean target, so that an item is cut
-# further only if a narrower row would be over its target.
-_WIDER = 0.5
 # Items of less than this part of a mean target go to the row with the most room left, from a heap:
 # looking at all rows for each of 2,048 items takes ten times as long.
 _SMALL = 0.25
@@ -97,24 +92,24 @@ def fill_board(
         stretch: a row may take this many times its target before its item goes over more ranks.
         noise: the choice is changed at random by up to this part of a mean target.
     """
-    least, targets = rule.least, rule.targets
-    mean = _mean_target(targets)
+    goals = Goals(rule.targets, _mean_target(rule.targets), stretch)
+    if noise > 0:
+        for item in order:
+            rank, position, k = _noisy_place(board, goals, item, rule.least[item], random, noise)
+            if rank < 0:
+                return False
+            put(board, item, rank, position, k)
+        return True
+    # Heavy items come first within a least level, and the last of them need only one rank.
     last = order.size
-    small = _SMALL * mean
-    if noise == 0:
-        # Heavy items come first within a least level, and the last of them need only one rank.
-        while last > 0 and least[order[last - 1]] == 0:
-            if item_seconds(board, order[last - 1]) >= small:
-                break
-            last -= 1
-    for item in order[:last]:
-        rank, position, k = _best_place(
-            board, item, least[item], targets, mean, stretch, random, noise
-        )
-        if rank < 0:
-            return False
-        put(board, item, rank, position, k)
-    return _fill_small(board, order[last:], targets)
+    small = _SMALL * goals.mean
+    while last > 0 and rule.least[order[last - 1]] == 0:
+        if item_seconds(board, order[last - 1]) >= small:
+            break
+        last -= 1
+    return _fill_heavy(board, rule, goals, order[:last]) and _fill_small(
+        board, order[last:], rule.targets
+    )
 
 
 @kernel
@@ -126,6 +121,23 @@ def _mean_target(targets: Floats) -> float:
         total += target
     mean = total / targets.size
     return float(mean) if mean > 0 else 1.0
+
+
+@kernel
+def _fill_heavy(board: Board, rule: FillRule, goals: Goals, order: Ints) -> bool:
+    """Put each item into the place that suits it best; whether all found one."""
+    if order.size == 0:
+        return True
+    smallest = board.item_tokens[0, order[0]]
+    for item in order:
+        smallest = min(smallest, board.item_tokens[0, item])
+    places = find_places(board, goals, smallest)
+    for item in order:
+        rank, position, k = best_place(board, places, goals, item, rule.least[item])
+        if rank < 0:
+            return False
+        put_into_place(board, places, goals, item, rank, position, k)
+    return True
 
 
 @kernel
@@ -151,16 +163,27 @@ def _fill_small(board: Board, order: Ints, targets: Floats) -> bool:
     node_of = np.empty(dp * count, dtype=np.int64)
     for node in range(size):
         node_of[heap[node]] = node
+    # Trees over all rows, made when they are first needed.
+    open_rows, full_rows = np.empty(0), np.empty(0, dtype=np.int64)
+    leaf_of = np.empty(dp * count, dtype=np.int64)
     for item in order:
         best = _roomiest(board, item, heap[:_TOP_NODES], missing)
         if best < 0:
-            best = _roomiest(board, item, rows, missing)
+            if open_rows.size == 0:
+                open_rows = max_tree(missing[rows], -np.inf)
+                full_rows = max_tree(np.full(size, -1), -1)
+                for leaf in range(size):
+                    leaf_of[rows[leaf]] = leaf
+            best = _roomiest_of_all(board, item, rows, missing, open_rows, full_rows)
         if best < 0:
             return False
         cell = cell_of[best]
         put(board, item, cell // count, cell % count, board.level[best])
         missing[best] = targets[cell % count] - board.row_seconds[best]
         sift_down(heap, node_of, missing, node_of[best])
+        if open_rows.size > 0:
+            set_leaf(open_rows, leaf_of[best], missing[best])
+            set_leaf(full_rows, leaf_of[best], -1)
     return True
 
 
@@ -177,6 +200,36 @@ def _roomiest(board: Board, item: int, rows: Ints, missing: Floats) -> int:
 
 
 @kernel
+def _roomiest_of_all(
+    board: Board, item: int, rows: Ints, missing: Floats, open_rows: Floats, full_rows: Ints
+) -> int:
+    """`_roomiest` of all rows.
+
+    Items become smaller, so a row without room is put aside until an item comes that is as small as
+    its room.
+
+    Args:
+        open_rows: a max-tree over the missing seconds of rows; -inf for those that are put aside.
+        full_rows: a max-tree over the room of rows that are put aside, in tokens; -1 for others.
+    """
+    while full_rows[1] >= board.item_tokens[0, item]:
+        leaf = largest_leaf(full_rows)
+        set_leaf(full_rows, leaf, -1)
+        set_leaf(open_rows, leaf, missing[rows[leaf]])
+    while open_rows[1] > -np.inf:
+        leaf = largest_leaf(open_rows)
+        row = rows[leaf]
+        level = board.level[row]
+        if fits(board, row, level, -1, item):
+            return int(row)
+        cost = board.cost
+        limit = cost.alone[level] if board.num_items[row] == 0 else cost.capacity[level]
+        set_leaf(open_rows, leaf, -np.inf)
+        set_leaf(full_rows, leaf, limit - board.tokens[row])
+    return -1
+
+
+@kernel
 def close_gaps(board: Board, least: Ints) -> bool:
     """Put items into all rows without items; returns whether none is left.
 
@@ -184,25 +237,33 @@ def close_gaps(board: Board, least: Ints) -> bool:
     beside its cell become one row, over the cell too.
     """
     dp, count = board.rows.shape
+    seconds = np.empty(board.head.size)
+    for row in range(seconds.size):
+        seconds[row] = _seconds_of_several(board, least, row)
+    tree = max_tree(seconds, -np.inf)
     for rank in range(dp):
         for position in range(count):
             if board.num_items[board.rows[rank, position]] > 0:
                 continue
-            slowest = -1
-            for row in range(board.head.size):
-                if board.num_items[row] < 2 or least[board.head[row]] > 0:
-                    continue
-                if board.piece_of[row] >= 0:
-                    continue
-                if slowest < 0 or board.row_seconds[row] > board.row_seconds[slowest]:
-                    slowest = row
-            if slowest >= 0:
+            if tree[1] > -np.inf:
+                slowest = largest_leaf(tree)
                 item = board.head[slowest]
                 take(board, item)
                 put(board, item, rank, position, 0)
+                set_leaf(tree, slowest, _seconds_of_several(board, least, slowest))
             elif not _widen_into(board, rank, position):
                 return False
+            row = board.rows[rank, position]
+            set_leaf(tree, row, _seconds_of_several(board, least, row))
     return True
+
+
+@kernel
+def _seconds_of_several(board: Board, least: Ints, row: int) -> float:
+    """Seconds of a row of several items that may give one to a row of one rank; -inf of others."""
+    if board.num_items[row] < 2 or least[board.head[row]] > 0 or board.piece_of[row] >= 0:
+        return -np.inf
+    return float(board.row_seconds[row])
 
 
 @kernel
@@ -231,18 +292,10 @@ def _widen_into(board: Board, rank: int, position: int) -> bool:
 
 
 @kernel
-def _best_place(
-    board: Board,
-    item: int,
-    least: int,
-    targets: Floats,
-    mean: float,
-    stretch: float,
-    random: Ints,
-    noise: float,
+def _noisy_place(
+    board: Board, goals: Goals, item: int, least: int, random: Ints, noise: float
 ) -> tuple[int, int, int]:
-    """First rank, position and level of the row that suits an item best; -1, 0, 0 if no row has
-    room."""
+    """`best_place` with random changes of the values."""
     dp, count = board.rows.shape
     cost = board.cost
     best = np.inf
@@ -250,7 +303,6 @@ def _best_place(
     for k in range(least, board.cost.unit.size):
         width = 1 << k
         for position in range(count):
-            goal = targets[position]
             for rank in range(0, dp - width + 1, width):
                 # A row of this level that begins here, or a block of empty cells. It is read here
                 # and not by a kernel of its own: a call for each cell takes four times as long.
@@ -264,17 +316,8 @@ def _best_place(
                 tokens = board.tokens[row] + board.item_tokens[k, item]
                 if tokens > (cost.alone[k] if is_empty else cost.capacity[k]):
                     continue
-                tokens_sq = board.tokens_sq[row] + board.item_tokens_sq[k, item]
-                num_samples = board.num_samples[row] + board.item_samples[item]
-                seconds = row_seconds(cost, k, tokens, tokens_sq, num_samples)
-                # Less is better: room that is left, then time over the target, then new width.
-                value = (seconds - goal) / mean
-                if seconds > goal * stretch:
-                    value += _OVER * (seconds - goal * stretch) / mean
-                if k > 0 and is_empty:
-                    value += _WIDER * k
-                if noise > 0:
-                    value += noise * next_random(random, RANDOM_PARTS) / RANDOM_PARTS
+                value = place_value(board, goals, item, k, rank, position)
+                value += noise * next_random(random, RANDOM_PARTS) / RANDOM_PARTS
                 if value < best:
                     best = value
                     place = (rank, position, k)
