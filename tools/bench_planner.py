@@ -54,7 +54,7 @@ from tools.benching.planner_families import (
 )
 from tools.benching.planner_hybrid import hybrid_table
 from tools.benching.planner_peers import BASELINES, Ranks, Strategy
-from tools.benching.planner_speed import draw, growth_table, target_table
+from tools.benching.planner_speed import draw, growth_tables, target_table
 
 ROOT = Path(__file__).resolve().parents[1]
 # Samples per optimizer step.
@@ -399,7 +399,7 @@ def bound(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
 
 def speed(pictures: Path) -> list[str]:
     """The tables of CPU milliseconds per plan, and their picture."""
-    growth, points = growth_table()
+    growth, points = growth_tables()
     draw(points, pictures / "planner_speed.svg")
     compiling = first_call(cached=False)
     cached = first_call(cached=True)

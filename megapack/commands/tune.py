@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from megapack.base.choices import Recompute
 from megapack.commands.arguments import (
@@ -33,7 +35,12 @@ from megapack.plan.facts import columns_named, features_of
 from megapack.policy import Backward, ContextParallel, GroupSize, SplitSamples
 
 if TYPE_CHECKING:
-    from megapack.outlook.tune import Candidate, Tuning
+    from megapack.outlook.tune import Candidate, Progress, Tuning
+
+# Without a terminal, lines of progress are so many seconds apart.
+_LINE_EVERY_S = 10.0
+# What the shell says of a program that an interrupt ended.
+_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +98,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Sweep, rank and print; 1 if nothing fits."""
+    """Sweep, rank and print; 1 if nothing fits, 130 after an interrupt."""
     table = read_table(args)
     costs = read_costs(args)
     memory = _memory_model(args, costs)
@@ -134,13 +141,49 @@ def run(args: argparse.Namespace) -> int:
     )
     even = StageLayers.even(memory.sizes.num_layers, pp=1)
     basis = costs.pricing(Layout(), typical, even).basis
-    tuning = tune(work, space)
+    with _ProgressBar() as bar:
+        tuning = tune(work, space, num_whole=None if args.all else args.top, watch=bar.show)
     shown = (tuning.ranked if args.all else tuning.best_of_layouts)[: args.top]
     if args.json:
         print_json(_payload(tuning, shown, basis))
     else:
         _print(tuning, shown, basis, args, int(table.lengths.max()))
+    if tuning.num_left:
+        return _INTERRUPTED
     return 0 if tuning.ranked else 1
+
+
+class _ProgressBar:
+    """A bar with the best plan so far on a terminal, a line now and then elsewhere; on stderr."""
+
+    def __enter__(self) -> Self:
+        from tqdm import tqdm
+
+        # disable=None: no bar where nobody looks.
+        self._bar = tqdm(unit="plan", delay=1.0, leave=False, disable=None)
+        self._next_line = time.monotonic() + _LINE_EVERY_S
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+
+    def show(self, progress: Progress) -> None:
+        """Show the progress of a sweep, whose two passes count from 1 each."""
+        text = _best_text(progress.best)
+        if not self._bar.disable:
+            if progress.num_plans != self._bar.total:
+                self._bar.reset(total=progress.num_plans)
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(progress.done - self._bar.n)
+        elif time.monotonic() > self._next_line:
+            self._next_line = time.monotonic() + _LINE_EVERY_S
+            print(f"{progress.done} of {progress.num_plans} plans, {text}", file=sys.stderr)
+
+
+def _best_text(best: Candidate | None) -> str:
+    if best is None:
+        return "nothing fits yet"
+    return f"best so far {best.tokens_per_gpu_second:.0f} tokens/s/GPU: {best.layout.label}"
 
 
 def _given_split(costs: CostOptions) -> Callable[[Layout], StageLayers] | None:
@@ -187,7 +230,8 @@ def _payload(tuning: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str
         "time_basis": basis,
         "num_layouts": tuning.num_layouts,
         "num_plans": tuning.num_plans,
-        "num_fitting": len(tuning.ranked),
+        "num_fitting": tuning.num_fitting,
+        "num_left": tuning.num_left,
         "least_memory_bytes": tuning.least_memory.total,
         "refusal": tuning.refusal,
         "ranked": [
@@ -198,6 +242,7 @@ def _payload(tuning: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str
                 "max_tokens_per_gpu": candidate.max_tokens_per_gpu,
                 "policy": candidate.policy.to_payload(),
                 "group_size": candidate.group_size,
+                "share": candidate.share,
                 "forecast": candidate.report.totals(),
                 "memory_bytes": asdict(candidate.memory) | {"total": candidate.memory.total},
             }
@@ -211,8 +256,12 @@ def _print(
 ) -> None:
     print(
         f"{tuning.num_layouts} layouts of {args.gpus} GPUs, {tuning.num_plans} plans, "
-        f"{len(tuning.ranked)} within {args.gpu_memory_gib:g} GiB per GPU"
+        f"{tuning.num_fitting} within {args.gpu_memory_gib:g} GiB per GPU"
     )
+    if tuning.num_left:
+        print(f"interrupted, {tuning.num_left} plans before the end")
+        if not tuning.ranked:
+            return
     if not tuning.num_plans and tuning.refusal is not None:
         print(f"nothing has a legal plan: {tuning.refusal}")
         return
@@ -224,6 +273,9 @@ def _print(
         )
         return
     print_columns(_columns(shown), shown)
+    parts = {candidate.share for candidate in shown} - {1}
+    if parts:
+        print(f"predicted by plans of a part of the samples and DP ranks, at least 1/{max(parts)}")
     for line in shown[0].report.lines():
         print(f"first, {line}")
     print(f"memory of the first: {shown[0].memory}")

@@ -2,6 +2,9 @@
 
     layouts of the GPUs -> budgets -> plans under each rule -> simulated, those that fit ranked
 
+Of a large batch each plan is first made for a part of the samples on a part of the DP ranks: a rank
+then has as many samples as before, of the same lengths. The fastest are planned whole.
+
 The prediction covers the pipeline's bubbles, imbalance and padding, and what the cost model has.
 It leaves out the communication of CP, EP and DP: compare layouts of equal cp and ep, and measure
 the best few.
@@ -11,11 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megapack.base.arrays import Ids, Ints
+import numpy as np
+
+from megapack.base.arrays import Ids, Ints, read_sets
 from megapack.base.choices import Executor
 from megapack.cost.memory import GpuMemory, MemoryModel
 from megapack.cost.model import CostModel
@@ -49,6 +55,11 @@ _DYNAMIC_SEARCH = 256
 # 0.25 and is up to 3 % slower than with 256 (pp=4, split backwards), mostly 1 %.
 _ORDER_SEARCH = 64
 _MAX_VPP = 8
+# A part of a batch has at least so many DP ranks and rollouts.
+_LEAST_RANKS = 16
+_LEAST_ROLLOUTS = 1024
+
+logger = logging.getLogger(__name__)
 
 
 class Kind(NamedTuple):
@@ -206,6 +217,10 @@ class Candidate:
     report: PlanReport
     memory: GpuMemory
     """Memory of the fullest stage when every row in flight is full, as in a later batch."""
+    share: int = 1
+    """The report is of one of so many parts of the samples and of the DP ranks."""
+    work_ratio: float = 1.0
+    """Work per token of the samples that were planned, over that of all."""
 
     @property
     def kind(self) -> Kind:
@@ -215,7 +230,7 @@ class Candidate:
     @property
     def tokens_per_gpu_second(self) -> float:
         """Real tokens per second and GPU; candidates are ranked by it."""
-        return self.report.tokens_per_gpu_second
+        return self.report.tokens_per_gpu_second * self.work_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,10 +238,15 @@ class Tuning:
     """Result of a sweep."""
 
     ranked: tuple[Candidate, ...]
-    """Candidates that fit into memory, the fastest first."""
+    """Candidates that fit into memory, the fastest first: all of them, or those that were planned
+    whole."""
     num_layouts: int
     """Layouts, each with every split of its layers."""
     num_plans: int
+    num_fitting: int
+    """Plans that fit into memory."""
+    num_left: int
+    """Plans that were still to be made when the sweep was interrupted."""
     least_memory: GpuMemory
     """Memory of the layout that needs the least, at its smallest budget."""
     refusal: str | None
@@ -235,10 +255,18 @@ class Tuning:
     @property
     def best_of_layouts(self) -> tuple[Candidate, ...]:
         """The fastest candidate of each layout and kind, the fastest first."""
-        best: dict[tuple[Layout, Kind], Candidate] = {}
-        for candidate in self.ranked:
-            best.setdefault((candidate.layout, candidate.kind), candidate)
-        return tuple(best.values())
+        return _best_of_layouts(self.ranked)
+
+
+class Progress(NamedTuple):
+    """What a sweep has done."""
+
+    done: int
+    """Plans that were made, or have no legal plan."""
+    num_plans: int
+    """Plans to make."""
+    best: Candidate | None
+    """The fastest that fits so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,9 +295,64 @@ class Workload:
         policy = replace(self.policy, **changes)
         return policy.within(memory.sizes.max_width(layout), memory.least_piece(layout))
 
+    def part(self, share: int) -> Workload:
+        """One of so many parts of the rollouts: the longest, and others evenly by length."""
+        if share == 1:
+            return self
+        rollout_of, ids, _, colocate_ids = read_sets(
+            self.rollout_ids, self.colocate_ids, self.lengths.size
+        )
+        longest_first = np.argsort(-np.bincount(rollout_of, weights=self.lengths), kind="stable")
+        chosen = longest_first[share // 2 :: share]
+        chosen[0] = longest_first[0]
+        own = np.flatnonzero(np.isin(rollout_of, chosen)).tolist()
+        size = self.global_batch_size
+        return replace(
+            self,
+            lengths=self.lengths[own],
+            rollout_ids=None if ids is None else tuple(ids[k] for k in own),
+            colocate_ids=None if colocate_ids is None else tuple(colocate_ids[k] for k in own),
+            global_batch_size=None if size is None else max(1, size // share),
+        )
 
-def tune(work: Workload, space: Space) -> Tuning:
+    def share_of(self, layout: Layout) -> int:
+        """How many parts may be made of the DP ranks and rollouts; 1 if samples share prefixes."""
+        if self.prefixes is not None:
+            return 1
+        num_rollouts = len(set(self.rollout_ids or self.colocate_ids or range(self.lengths.size)))
+        most = min(layout.dp // _LEAST_RANKS, num_rollouts // _LEAST_ROLLOUTS)
+        experts = layout.ep * layout.etp
+        return max(
+            share
+            for share in range(1, max(1, most) + 1)
+            if layout.dp % share == 0 and layout.dp // share * layout.cp * layout.tp % experts == 0
+        )
+
+
+class _Trial(NamedTuple):
+    """A plan to make."""
+
+    layout: Layout
+    split: StageLayers
+    kind: Kind
+    budget: int
+    policy: Policy
+
+
+def tune(
+    work: Workload,
+    space: Space,
+    *,
+    num_whole: int | None = None,
+    watch: Callable[[Progress], object] = lambda progress: None,
+) -> Tuning:
     """Plan and simulate every candidate of a space.
+
+    An interrupt (Ctrl-C) ends the sweep, with what it has found.
+
+    Args:
+        num_whole: plan parts of a large batch first, and so many of the fastest whole; None: all.
+        watch: called after each plan.
 
     Raises:
         ConfigError: no layout fills the GPUs and divides the model, or `given_split` fits none, or
@@ -293,23 +376,108 @@ def tune(work: Workload, space: Space) -> Tuning:
             f"{len(layouts)} layouts: rows over several ranks need dp > 1, pieces and split "
             "backwards pp > 1; add fixed, off and joint, or other sizes"
         )
-    refusals: list[PlanError] = []
-    tried = [
-        c for layout, split in layouts for c in _candidates(work, space, layout, split, refusals)
-    ]
-    fitting = [c for c in tried if c.memory.total <= work.memory_bytes]
+    sweep = _Sweep(work, space, watch)
+    with contextlib.suppress(KeyboardInterrupt):
+        sweep.run([trial for each in kinds for trial in _trials(work, space, *each)], num_whole)
     needs = (
         _memory(work, layout, split, min(_budgets(work, space, layout, kind)), kind)
         for layout, split, kind in kinds
     )
     return Tuning(
-        # The sort is stable: equally fast candidates stay in the order of the sweep.
-        ranked=tuple(sorted(fitting, key=lambda c: -c.tokens_per_gpu_second)),
+        ranked=tuple(sweep.ranked),
         num_layouts=len(layouts),
-        num_plans=len(tried),
+        num_plans=sweep.num_plans,
+        num_fitting=sweep.num_fitting,
+        num_left=sweep.progress.num_plans - sweep.progress.done,
         least_memory=min(needs, key=lambda memory: memory.total),
-        refusal=str(refusals[-1]) if refusals else None,
+        refusal=sweep.refusal,
     )
+
+
+class _Sweep:
+    def __init__(self, work: Workload, space: Space, watch: Callable[[Progress], object]) -> None:
+        self.work = work
+        self.watch = watch
+        self.ranked: list[Candidate] = []
+        self.progress = Progress(0, 0, None)
+        self.num_plans = 0
+        self.num_fitting = 0
+        self.refusal: str | None = None
+        self.shares: dict[Layout, int] = {}
+        self.parts: dict[int, Workload] = {}
+
+    def run(self, trials: list[_Trial], num_whole: int | None) -> None:
+        """Make the plans, which `ranked` then has."""
+        self.shares = {
+            trial.layout: 1 if num_whole is None else self.work.share_of(trial.layout)
+            for trial in trials
+        }
+        self.progress = Progress(0, len(trials), None)
+        for (layout, _), own in itertools.groupby(trials, key=lambda t: (t.layout, t.split)):
+            self._plan_layout(layout, own)
+        if num_whole is None or all(share == 1 for share in self.shares.values()):
+            return
+        best = _best_of_layouts(self.ranked)[:num_whole]
+        self.progress = Progress(0, len(best), None)
+        whole = []
+        for candidate in best:
+            whole.append(self._whole(candidate))
+            self._watch(whole)
+        # Only now, so that an interrupt leaves all that was found.
+        self.ranked = _ranked(whole)
+
+    def _plan_layout(self, layout: Layout, trials: Iterator[_Trial]) -> None:
+        """Add the plans of one layout and split to `ranked`, if they differ and fit."""
+        share = self.shares[layout]
+        if share not in self.parts:
+            self.parts[share] = self.work.part(share)
+        seen: set[tuple[StepPlan, ...]] = set()
+        for trial in trials:
+            try:
+                plan = _plan(self.parts[share], trial, share)
+            except PlanError as error:
+                self.refusal = str(error)
+            else:
+                if plan.steps not in seen and trial.kind.has(plan):
+                    seen.add(plan.steps)
+                    self._add(_candidate(self.work, self.parts[share], trial, plan, share))
+            self._watch(self.ranked)
+
+    def _add(self, candidate: Candidate) -> None:
+        self.num_plans += 1
+        if candidate.memory.total <= self.work.memory_bytes:
+            self.num_fitting += 1
+            self.ranked = _ranked([*self.ranked, candidate])
+
+    def _whole(self, candidate: Candidate) -> Candidate:
+        """The candidate with the plan of all samples; itself if that is not legal."""
+        if candidate.share == 1:
+            return candidate
+        names = ("layout", "stage_layers", "kind", "max_tokens_per_gpu", "policy")
+        trial = _Trial(*(getattr(candidate, name) for name in names))
+        try:
+            plan = _plan(self.work, trial, 1)
+        except PlanError as error:
+            logger.warning("%s: %s; its numbers are of a part", candidate.layout.label, error)
+            return candidate
+        return _candidate(self.work, self.work, trial, plan, 1)
+
+    def _watch(self, found: list[Candidate]) -> None:
+        best = max(found, key=lambda c: c.tokens_per_gpu_second, default=None)
+        self.progress = Progress(self.progress.done + 1, self.progress.num_plans, best)
+        self.watch(self.progress)
+
+
+def _ranked(candidates: list[Candidate]) -> list[Candidate]:
+    """The fastest first; equally fast ones stay in the order of the sweep."""
+    return sorted(candidates, key=lambda c: -c.tokens_per_gpu_second)
+
+
+def _best_of_layouts(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    best: dict[tuple[Layout, Kind], Candidate] = {}
+    for candidate in ranked:
+        best.setdefault((candidate.layout, candidate.kind), candidate)
+    return tuple(best.values())
 
 
 def _divides(sizes: ModelSizes, tp: int, ep: int, etp: int) -> bool:
@@ -323,29 +491,15 @@ def _divides(sizes: ModelSizes, tp: int, ep: int, etp: int) -> bool:
     return split and not any(width % tp for width in widths)
 
 
-def _candidates(
-    work: Workload,
-    space: Space,
-    layout: Layout,
-    split: StageLayers,
-    refusals: list[PlanError],
-) -> Iterator[Candidate]:
-    """Candidates with different plans, from the smallest budget on; what has no legal plan is
-    appended to `refusals`."""
-    seen: set[tuple[StepPlan, ...]] = set()
-    for kind in _kinds(work, space, layout):
-        for budget in _budgets(work, space, layout, kind):
-            if _memory(work, layout, split, budget, kind).total > work.memory_bytes:
-                break
-            for policy in _policies(work, space, layout, kind):
-                try:
-                    plan = _plan(work, layout, split, budget, policy)
-                except PlanError as error:
-                    refusals.append(error)
-                    continue
-                if plan.steps not in seen and kind.has(plan):
-                    seen.add(plan.steps)
-                    yield _candidate(work, plan, split, budget, kind)
+def _trials(
+    work: Workload, space: Space, layout: Layout, split: StageLayers, kind: Kind
+) -> Iterator[_Trial]:
+    """Budgets that fit, from the smallest on, under each policy."""
+    for budget in _budgets(work, space, layout, kind):
+        if _memory(work, layout, split, budget, kind).total > work.memory_bytes:
+            break
+        for policy in _policies(work, space, layout, kind):
+            yield _Trial(layout, split, kind, budget, policy)
 
 
 def _kinds(work: Workload, space: Space, layout: Layout) -> Iterator[Kind]:
@@ -407,42 +561,53 @@ def _policies(work: Workload, space: Space, layout: Layout, kind: Kind) -> Itera
             yield policy
 
 
-def _plan(work: Workload, layout: Layout, split: StageLayers, budget: int, policy: Policy) -> Plan:
-    """Plan under one policy.
+def _plan(work: Workload, trial: _Trial, share: int) -> Plan:
+    """Plan for a part of the DP ranks.
+
+    Args:
+        work: the samples of that part.
 
     Raises:
-        PlanError: it allows no legal plan, or leaves a sample that should be cut into pieces alone
-            in its row.
+        PlanError: the policy allows no legal plan, or leaves a sample that should be cut into
+            pieces alone in its row.
     """
+    policy = trial.policy
     is_cut = policy.split_samples == "auto"
     plan = build_dp_schedule(
         work.lengths,
-        layout=layout,
-        max_tokens_per_gpu=budget,
+        layout=replace(trial.layout, dp=trial.layout.dp // share),
+        max_tokens_per_gpu=trial.budget,
         rollout_ids=work.rollout_ids,
         colocate_ids=work.colocate_ids,
         global_batch_size=work.global_batch_size,
         num_steps=work.num_steps,
-        cost=work.cost_of(layout, split),
+        cost=work.cost_of(trial.layout, trial.split),
         policy=replace(policy, oversize="error") if is_cut else policy,
         prefixes=work.prefixes,
     )
     return replace(plan, policy=policy)
 
 
-def _candidate(
-    work: Workload, plan: Plan, split: StageLayers, budget: int, kind: Kind
-) -> Candidate:
-    layout = plan.layout
+def _candidate(work: Workload, part: Workload, trial: _Trial, plan: Plan, share: int) -> Candidate:
+    """A plan of a part of the work, simulated."""
+    cost = work.cost_of(trial.layout, trial.split)
     return Candidate(
-        layout=layout,
-        stage_layers=split,
-        max_tokens_per_gpu=budget,
+        layout=trial.layout,
+        stage_layers=trial.split,
+        max_tokens_per_gpu=trial.budget,
         policy=plan.policy,
         group_size=plan.steps[0].group_size,
-        report=plan_report(plan, work.lengths, work.cost_of(layout, split)),
-        memory=_memory(work, layout, split, budget, kind, plan),
+        report=plan_report(plan, part.lengths, cost),
+        memory=_memory(work, trial.layout, trial.split, trial.budget, trial.kind, plan),
+        share=share,
+        work_ratio=_work_per_token(part.lengths, cost) / _work_per_token(work.lengths, cost),
     )
+
+
+def _work_per_token(lengths: Ints, cost: CostModel) -> float:
+    tokens = lengths.astype(np.float64)
+    work = cost.per_token * tokens + cost.per_token_sq * tokens**2 + cost.per_sample
+    return float(work.sum() / tokens.sum()) or 1.0
 
 
 def _memory(

@@ -1,4 +1,4 @@
-"""How long planning takes: sizes with targets, and the growth from 1,000 samples to a million."""
+"""How long planning takes: sizes with targets, and the growth in samples and in ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,77 @@ import numpy as np
 
 from megapack import CostModel, Layout, Plan, Policy, build_dp_schedule
 
-# Lengths are lognormal around 1,800 tokens, from 16 to 32,768, which is also the budget of a row.
-MEAN_LOG = 7.5
-SIGMA_LOG = 1.0
-SHORTEST = 16
-BUDGET = 32768
-# Calls per size after one that warms up; the median counts. Large plans are made less often.
+# Calls per size after one that warms up; the median counts. Plans that take longer are made less
+# often.
 REPEATS = 7
 LARGE_REPEATS = 3
-LARGE = 100_000
-# The growth: samples, about 1,000 on each DP rank, on pp=8, vpp=2.
-GROWTH = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
-SAMPLES_PER_RANK = 1000
+LARGE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lognormal lengths from a seed, and the budget of a row."""
+
+    mean_log: float
+    sigma_log: float
+    shortest: int
+    longest: int
+    budget: int
+
+    def drawn(self, num_samples: int) -> np.ndarray:
+        """int64 [n]."""
+        drawn = np.random.default_rng(0).lognormal(self.mean_log, self.sigma_log, num_samples)
+        return np.clip(drawn, self.shortest, self.longest).astype(np.int64)
+
+
+# Around 1,800 tokens, all within the budget.
+SHORT = Lengths(7.5, 1.0, 16, 32768, 32768)
+# Around 4,000 tokens. One sample in eight is over the budget, by up to eight times.
+LONG = Lengths(8.3, 1.2, 32, 131072, 16384)
+DYNAMIC = Policy(context_parallel="dynamic")
+
+
+@dataclass(frozen=True)
+class Series:
+    """Sizes of plans that grow."""
+
+    title: str
+    lengths: Lengths
+    policy: Policy
+    sizes: tuple[tuple[int, Layout], ...]
+    """Samples and layout of each plan."""
+
+
+SERIES = (
+    Series(
+        "fixed, 1,000 samples per DP rank, pp=8, vpp=2",
+        SHORT,
+        Policy(),
+        tuple(
+            (n, Layout(dp=max(1, n // 1000), pp=8, vpp=2))
+            for n in (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
+        ),
+    ),
+    Series(
+        "dynamic CP, 32 samples per DP rank, pp=1",
+        LONG,
+        DYNAMIC,
+        tuple((32 * dp, Layout(dp=dp)) for dp in (32, 128, 512, 2048)),
+    ),
+    Series(
+        "dynamic CP, 128 samples per DP rank, pp=4",
+        LONG,
+        DYNAMIC,
+        tuple((128 * dp, Layout(dp=dp, pp=4)) for dp in (8, 32, 128, 512)),
+    ),
+)
+# The growth in ranks alone.
+RANKS = Series(
+    "dynamic CP, 16,384 samples, pp=4",
+    LONG,
+    DYNAMIC,
+    tuple((16384, Layout(dp=dp, pp=4)) for dp in (32, 128, 512)),
+)
 
 
 @dataclass(frozen=True)
@@ -36,36 +95,42 @@ class Target:
     layout: Layout
     policy: Policy
     seconds: float
+    lengths: Lengths = SHORT
 
 
+ALL = Policy(context_parallel="dynamic", split_samples="auto", backward="split")
+NAMES = {DYNAMIC: "dynamic CP", ALL: "dynamic CP, pieces, split backward"}
 TARGETS = (
     Target(2048, Layout(dp=8, pp=4, vpp=2), Policy(search=0), 0.005),
     Target(2048, Layout(dp=8, pp=4, vpp=2), Policy(), 0.020),
     Target(32768, Layout(dp=64, pp=8, vpp=2), Policy(), 0.250),
     Target(1_000_000, Layout(dp=1024, pp=8, vpp=2), Policy(), 4.0),
+    Target(8192, Layout(dp=256), DYNAMIC, 1.0, LONG),
+    Target(8192, Layout(dp=256, pp=4), DYNAMIC, 1.0, LONG),
+    Target(65536, Layout(dp=2048), DYNAMIC, 10.0, LONG),
+    Target(65536, Layout(dp=512, pp=4), DYNAMIC, 10.0, LONG),
+    Target(2048, Layout(dp=8, pp=4, vpp=2), ALL, 0.100, LONG),
+    Target(32768, Layout(dp=64, pp=8, vpp=2), ALL, 2.0, LONG),
 )
 
 
-def drawn_lengths(num_samples: int) -> np.ndarray:
-    """int64 [n], from a seed."""
-    drawn = np.random.default_rng(0).lognormal(MEAN_LOG, SIGMA_LOG, num_samples)
-    return np.clip(drawn, SHORTEST, BUDGET).astype(np.int64)
-
-
-def plan(num_samples: int, layout: Layout, policy: Policy) -> tuple[float, Plan]:
+def plan(
+    num_samples: int, layout: Layout, policy: Policy, drawn: Lengths = SHORT
+) -> tuple[float, Plan]:
     """Median CPU seconds of a plan of the 7B model's costs, and the plan."""
-    lengths = drawn_lengths(num_samples)
+    lengths = drawn.drawn(num_samples)
     per_token = 1e-6
     cost = CostModel(
         fixed=256 * per_token / layout.num_chunks,
         per_token=per_token,
         per_token_sq=per_token / 49152,
+        cp_overhead=0.05,
     )
-    times = []
-    for _ in range(1 + (LARGE_REPEATS if num_samples > LARGE else REPEATS)):
+    times: list[float] = []
+    while len(times) <= (LARGE_REPEATS if max(times, default=0) > LARGE_SECONDS else REPEATS):
         began = time.process_time()
         made = build_dp_schedule(
-            lengths, layout=layout, max_tokens_per_gpu=BUDGET, cost=cost, policy=policy
+            lengths, layout=layout, max_tokens_per_gpu=drawn.budget, cost=cost, policy=policy
         )
         times.append(time.process_time() - began)
     return statistics.median(times[1:]), made
@@ -74,59 +139,70 @@ def plan(num_samples: int, layout: Layout, policy: Policy) -> tuple[float, Plan]
 def target_table() -> list[str]:
     """CPU milliseconds of each target."""
     lines = [
-        "| samples | layout | search | CPU ms | target ms | peak RSS of the process, GiB |",
-        "|---" * 6 + "|",
+        "| samples | layout | policy | search | CPU ms | target ms | peak RSS, GiB |",
+        "|---" * 7 + "|",
     ]
     for target in TARGETS:
-        seconds, _ = plan(target.num_samples, target.layout, target.policy)
+        policy = target.policy
+        seconds, _ = plan(target.num_samples, target.layout, policy, target.lengths)
         lines.append(
-            f"| {target.num_samples} | {target.layout.label} | {target.policy.search} "
-            f"| {1e3 * seconds:.1f} | {1e3 * target.seconds:.0f} | {peak_gib():.2f} |"
+            f"| {target.num_samples} | {target.layout.label} | {NAMES.get(policy, 'fixed')} "
+            f"| {policy.search} | {1e3 * seconds:.1f} | {1e3 * target.seconds:.0f} "
+            f"| {peak_gib():.2f} |"
         )
     return lines
 
 
-def growth_table() -> tuple[list[str], list[tuple[int, float]]]:
-    """CPU milliseconds by number of samples, and the same as points (samples, seconds)."""
-    lines = [
-        "| samples | layout | CPU ms | us per sample | ns per sample and log2(samples) |",
-        "|---" * 5 + "|",
-    ]
-    points = []
-    for num_samples in GROWTH:
-        layout = Layout(dp=max(1, num_samples // SAMPLES_PER_RANK), pp=8, vpp=2)
-        seconds, _ = plan(num_samples, layout, Policy())
-        points.append((num_samples, seconds))
-        each = seconds / num_samples
-        lines.append(
-            f"| {num_samples} | {layout.label} | {1e3 * seconds:.1f} | {1e6 * each:.2f} "
-            f"| {1e9 * each / math.log2(num_samples):.0f} |"
-        )
-    return lines, points
+Points = dict[str, list[tuple[int, float]]]
 
 
-def draw(points: list[tuple[int, float]], path: Path) -> None:
-    """The growth on two logarithmic axes, beside n log n through the first point."""
+def growth_tables() -> tuple[list[str], Points]:
+    """CPU milliseconds by number of samples and by number of ranks; of the samples also as points
+    (samples, seconds) by title."""
+    lines = []
+    points: Points = {}
+    for series in (*SERIES, RANKS):
+        lines += [
+            f"{series.title}:",
+            "",
+            "| samples | layout | CPU ms | us per sample | ns per sample and log2(samples) |",
+            "|---" * 5 + "|",
+        ]
+        own = []
+        for num_samples, layout in series.sizes:
+            seconds, _ = plan(num_samples, layout, series.policy, series.lengths)
+            own.append((num_samples, seconds))
+            each = seconds / num_samples
+            lines.append(
+                f"| {num_samples} | {layout.label} | {1e3 * seconds:.1f} | {1e6 * each:.2f} "
+                f"| {1e9 * each / math.log2(num_samples):.0f} |"
+            )
+        lines.append("")
+        if series in SERIES:
+            points[series.title] = own
+    return lines[:-1], points
+
+
+def draw(points: Points, path: Path) -> None:
+    """The growth on two logarithmic axes, beside n log n through the first point of each series."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "megapack"
     from matplotlib import pyplot
 
-    samples, seconds = zip(*points, strict=True)
-    first = seconds[0] / (samples[0] * math.log2(samples[0]))
     figure, axes = pyplot.subplots(figsize=(6, 3.6))
-    axes.loglog(samples, [1e3 * s for s in seconds], "o-", label="megapack")
-    axes.loglog(
-        samples,
-        [1e3 * first * n * math.log2(n) for n in samples],
-        "--",
-        color="gray",
-        label="n log n from the first point",
-    )
-    axes.set_xlabel("samples, 1,000 on each DP rank")
+    label: str | None = "n log n from the first point"
+    for title, own in points.items():
+        samples, seconds = zip(*own, strict=True)
+        axes.loglog(samples, [1e3 * s for s in seconds], "o-", label=title)
+        first = seconds[0] / (samples[0] * math.log2(samples[0]))
+        law = [1e3 * first * n * math.log2(n) for n in samples]
+        axes.loglog(samples, law, "--", color="gray", linewidth=0.8, label=label)
+        label = None
+    axes.set_xlabel("samples")
     axes.set_ylabel("CPU ms to plan")
-    axes.legend()
+    axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})

@@ -10,7 +10,7 @@ import pytest
 from megapack import ConfigError, CostModel, Layout, ModelSizes, Policy
 from megapack.cost import LayerSplit, StageLayers
 from megapack.cost.memory import MemoryModel
-from megapack.outlook.tune import Space, Tuning, Workload, tune
+from megapack.outlook.tune import Progress, Space, Tuning, Workload, tune
 
 pytestmark = pytest.mark.unit
 
@@ -167,3 +167,61 @@ def test_an_impossible_layout_is_refused() -> None:
     alone = Space(num_gpus=4, pp=(1,), split_samples=("auto",))
     with pytest.raises(ConfigError, match=r"split_samples \['auto'\].* pieces and split .* pp > 1"):
         tune(work(), alone)
+
+
+class TestLargeBatches:
+    """Parts of the samples on parts of the DP ranks, and then the best ones whole."""
+
+    lengths = np.random.default_rng(1).lognormal(5, 1, 4096).astype(np.int64) + 1
+    space = Space(
+        num_gpus=64,
+        pp=(1, 2, 4),
+        vpp=(1,),
+        budgets=(20_000,),
+        count_rules=("legal",),
+        group_sizes=("fixed",),
+        split_samples=("off",),
+        backward=("joint",),
+    )
+
+    def work(self, **changes: object) -> Workload:
+        return work(lengths=self.lengths, **changes)
+
+    def test_a_part_has_the_longest_rollouts_and_as_many_samples_per_rank(self) -> None:
+        whole = self.work(rollout_ids=tuple(n // 2 for n in range(4096)), global_batch_size=512)
+        assert (self.work().share_of(Layout(dp=64)), whole.share_of(Layout(dp=64))) == (4, 2)
+        assert self.work().share_of(Layout(dp=24)) == 1
+        part = whole.part(2)
+        assert part.lengths.size == 2048
+        assert part.global_batch_size == 256
+        assert part.rollout_ids is not None
+        # Rollouts are whole, and the one with the most tokens is there.
+        assert {part.rollout_ids.count(own) for own in set(part.rollout_ids)} == {2}
+        tokens = self.lengths.reshape(-1, 2).sum(axis=1)
+        assert int(tokens.argmax()) in part.rollout_ids
+        assert part.lengths.mean() == pytest.approx(self.lengths.mean(), rel=0.02)
+
+    def test_the_best_are_planned_whole_and_parts_rank_alike(self) -> None:
+        seen: list[Progress] = []
+        found = tune(self.work(), self.space, num_whole=2, watch=seen.append)
+        every = tune(self.work(), self.space)
+        assert [c.share for c in found.ranked] == [1, 1]
+        assert found.num_fitting == every.num_fitting == len(every.ranked) > 2
+        assert found.ranked[0].report == every.ranked[0].report
+        # The parts' own speeds were close to those of the whole.
+        assert seen[-1] == Progress(2, 2, found.ranked[0])
+        last = seen[found.num_plans - 1]
+        assert last.done == last.num_plans
+        assert last.best is not None
+        assert last.best.share > 1
+        speed = found.ranked[0].tokens_per_gpu_second
+        assert last.best.tokens_per_gpu_second == pytest.approx(speed, rel=0.03)
+
+    def test_an_interrupt_leaves_what_was_found(self) -> None:
+        def stop(progress: Progress) -> None:
+            if progress.done == 2:
+                raise KeyboardInterrupt
+
+        found = tune(self.work(), self.space, num_whole=2, watch=stop)
+        assert (len(found.ranked), found.num_left > 0) == (2, True)
+        assert found.ranked[0].share > 1
