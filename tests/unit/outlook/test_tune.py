@@ -185,7 +185,7 @@ class TestLargeBatches:
     )
 
     def work(self, **changes: object) -> Workload:
-        return work(lengths=self.lengths, **changes)
+        return replace(work(), lengths=self.lengths, **changes)  # type: ignore[arg-type]
 
     def test_a_part_has_the_longest_rollouts_and_as_many_samples_per_rank(self) -> None:
         whole = self.work(rollout_ids=tuple(n // 2 for n in range(4096)), global_batch_size=512)

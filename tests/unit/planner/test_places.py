@@ -111,7 +111,8 @@ def test_small_items_go_where_most_is_missing_among_rows_with_room(seed: int) ->
         cells = {int(wanted.rows[at]): at for at in np.ndindex(DP, COUNT)}
         best = max(open_rows, key=lambda row: missing[row])
         assert missing[board.row_of[item]] == missing[best]
-        put(wanted, item, *cells[int(board.row_of[item])], 0)
+        rank, position = cells[int(board.row_of[item])]
+        put(wanted, item, rank, position, 0)
     assert not [r for r in range(DP * COUNT) if fits(wanted, r, 0, -1, item)]
 
 
