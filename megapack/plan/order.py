@@ -29,9 +29,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
@@ -236,23 +238,21 @@ def read_order(
     ...
     megapack.errors.PlanError: stage 1 cannot run 1B0: its forward 1F0 comes later
     """
-    stages = [
-        [_read_operation(text, stage, vpp, num_microbatches) for text in line.split()]
-        for stage, line in enumerate(lines)
-    ]
-    for stage, operations in enumerate(stages):
-        _check_stage(operations, stage, vpp, num_microbatches, chains)
-    pp = len(stages)
-    flat = [
-        (KINDS.index(op.kind), op.microbatch, op.chunk * pp + stage)
-        for stage, operations in enumerate(stages)
-        for op in operations
-    ]
-    ends = np.cumsum([0, *map(len, stages)])
-    columns, done = interleave(np.array(flat, dtype=np.int64).T.copy(), ends, pp, vpp)
+    pp = len(lines)
+    known, codes = operation_texts(num_microbatches, vpp)
+    stages = []
+    for stage, line in enumerate(lines):
+        texts = line.split()
+        if not _is_plain(texts, codes, known.shape, chains):
+            texts = _checked(texts, stage, vpp, num_microbatches, chains)
+        stages.append(np.array([codes[text] for text in texts], dtype=np.int64))
+    kind, chunk, microbatch = np.unravel_index(np.concatenate(stages), known.shape)
+    ends = np.cumsum([0, *(own.size for own in stages)])
+    model_chunk = chunk * pp + np.repeat(np.arange(pp), np.diff(ends))
+    columns, done = interleave(np.stack([kind, microbatch, model_chunk]), ends, pp, vpp)
     if columns.shape[1] == 0:
-        stage = next(s for s in range(pp) if done[s] < len(stages[s]))
-        op = stages[stage][done[stage]]
+        stage = next(s for s in range(pp) if done[s] < stages[s].size)
+        op = _read_operation(known.flat[stages[stage][done[stage]]], stage, vpp, num_microbatches)
         way = ("before", -1) if op.kind == "F" else ("after", 1)
         raise PlanError(
             f"stage {stage} cannot run {op}: the same operation in the chunk {way[0]} it, "
@@ -260,6 +260,48 @@ def read_order(
             "what comes later in the order; give an order without a circle"
         )
     return _order(columns, pp)
+
+
+@lru_cache(maxsize=16)
+def operation_texts(
+    num_microbatches: int, vpp: int
+) -> tuple[npt.NDArray[np.object_], dict[str, int]]:
+    """The text of each operation of a stage, object [kinds, vpp, M]; and where each is, counted
+    over the flat array. A step has each of them on every rank and stage."""
+    operations = product(KINDS, range(vpp), range(num_microbatches))
+    flat = [str(Operation(kind, k, chunk)) for kind, chunk, k in operations]
+    texts = np.array(flat, dtype=object).reshape(len(KINDS), vpp, num_microbatches)
+    return texts, {text: code for code, text in enumerate(flat)}
+
+
+def _is_plain(
+    texts: Sequence[str], codes: dict[str, int], shape: tuple[int, ...], chains: Chains
+) -> bool:
+    """Whether a stage's operations are written as plans write them, and its own order is right."""
+    found = [codes.get(text, -1) for text in texts]
+    place = np.full(shape, -1)
+    place.flat[found] = np.arange(len(found))
+    forward, backward, weights = place
+    continues = [k for chain in chains for k in chain[1:]]
+    continued = [k - 1 for k in continues]
+    return (
+        -1 not in found
+        and np.count_nonzero(place >= 0) == len(found)
+        and bool((forward >= 0).all())
+        and bool((backward > forward).all())
+        and bool(((weights < 0) | (weights > backward)).all())
+        and bool((forward[:, continues] > forward[:, continued]).all())
+        and bool((backward[:, continues] < backward[:, continued]).all())
+    )
+
+
+def _checked(
+    texts: Sequence[str], stage: int, vpp: int, num_microbatches: int, chains: Chains
+) -> list[str]:
+    """A stage's operations as plans write them; raises PlanError, which names what is wrong."""
+    operations = [_read_operation(text, stage, vpp, num_microbatches) for text in texts]
+    _check_stage(operations, stage, vpp, num_microbatches, chains)
+    return [str(op) for op in operations]
 
 
 def _read_operation(text: str, stage: int, vpp: int, num_microbatches: int) -> Operation:

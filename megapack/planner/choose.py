@@ -13,7 +13,6 @@ in the simulator than whole samples on one rank each.
 from __future__ import annotations
 
 import logging
-import math
 
 import numpy as np
 
@@ -79,10 +78,10 @@ def best_draft(items: Items) -> Draft:
         drafts = [plan_operations(own, narrow, wide) for own in ways]
         if cuts and best is None and not any(drafts):
             drafts = [plan_operations(own, None, None, is_tight=True) for own in ways]
-        timed = [(found.seconds(), found) for found in drafts if found is not None]
-        seconds, found = min(timed, key=lambda pair: pair[0], default=(math.inf, None))
-        if found is not None and (wide is None or seconds < wide.seconds()):
-            best = found
+        made = [found for found in drafts if found is not None]
+        if made and (len(made) > 1 or wide is not None):
+            made = sorted(made if wide is None else [wide, *made], key=Draft.seconds)
+        best = made[0] if made else best
     if best is None:
         return _plan_uncut(items, refused)
     return best

@@ -22,7 +22,7 @@ from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
 from megapack.base.loops import largest
 from megapack.pipeline.kernels import RankOps, coupled_seconds, peak_live, rank_seconds
-from megapack.plan.order import Operation, group_table, interleave, stage_lists
+from megapack.plan.order import KINDS, group_table, interleave, operation_texts, stage_lists
 from megapack.planner.board import (
     Board,
     kind_seconds,
@@ -479,13 +479,12 @@ def order_lines(ops: Ints, ran: Ints, num_ran: Ints) -> tuple[str, ...]:
         ran, num_ran: of a rank, see `run_ranks`.
     """
     pp = num_ran.size
-    columns = [column.tolist() for column in (ops[:, 1], ops[:, 2] // pp, ops[:, 3])]
+    num_microbatches, vpp = int(ops[:, 1].max()) + 1, int(ops[:, 2].max()) // pp + 1
+    texts, _ = operation_texts(num_microbatches, vpp)
     lines = []
-    for stage in range(pp):
-        texts = []
-        for index in ran[stage, : num_ran[stage]].tolist():
-            op = index if index >= 0 else -1 - index
-            microbatch, chunk, kind = (column[op] for column in columns)
-            texts.append(str(Operation("W" if index < 0 else "FB"[kind], microbatch, chunk)))
-        lines.append(" ".join(texts))
+    for own, size in zip(ran, num_ran, strict=True):
+        index = own[:size]
+        op = ops[np.where(index >= 0, index, -1 - index)]
+        kind = np.where(index >= 0, op[:, 3], KINDS.index("W"))
+        lines.append(" ".join(texts[kind, op[:, 2] // pp, op[:, 1]]))
     return tuple(lines)

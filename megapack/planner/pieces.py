@@ -9,6 +9,7 @@ the pieces' rows have room for whole items, too.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -294,15 +295,20 @@ def _ranks_of_chains(
     """
     ranks: list[list[int]] = [[] for _ in range(dp)]
     rows = [0] * dp
-    work = [0.0] * dp
+    # A min-heap of ranks by work, then by number.
+    lightest = [(0.0, rank) for rank in range(dp)]
     for chain in sorted(range(len(sizes)), key=lambda chain: -loads[chain]):
-        free = [r for r in range(dp) if rows[r] + sizes[chain] <= count]
-        if not free:
+        full = []
+        while lightest and rows[lightest[0][1]] + sizes[chain] > count:
+            full.append(heapq.heappop(lightest))
+        if not lightest:
             return None
-        rank = min(free, key=lambda r: (work[r], r))
+        work, rank = heapq.heappop(lightest)
         ranks[rank].append(chain)
         rows[rank] += sizes[chain]
-        work[rank] += loads[chain]
+        for entry in (*full, (work + loads[chain], rank)):
+            if rows[entry[1]] < count:
+                heapq.heappush(lightest, entry)
     return tuple(map(tuple, ranks))
 
 
