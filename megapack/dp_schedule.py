@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -14,6 +14,7 @@ from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, PlanError, brief
 from megapack.layout import Layout, round_up
 from megapack.plan.plan import Plan, RolloutId, StepPlan
+from megapack.plan.shapes import RowShapes
 from megapack.planner.choose import best_draft
 from megapack.planner.counts import keep_reachable, split_rollouts
 from megapack.planner.explain import explain
@@ -43,6 +44,7 @@ def build_dp_schedule(
     policy: Policy | None = None,
     forward_only: bool = False,
     prefixes: SharedPrefixes | None = None,
+    row_shapes: RowShapes | None = None,
 ) -> Plan:
     """Plan the micro-batches of a batch of samples.
 
@@ -69,6 +71,9 @@ def build_dp_schedule(
         prefixes: tokens that samples have in common at their beginnings; under
             `Policy(share_prefixes="auto")` a row holds them once, where that pays. None: nothing is
             shared.
+        row_shapes: `Plan.next_row_shapes` of the plan before, so that the rows of a run keep their
+            lengths; or shapes of your own. None: under `Policy(row_shapes=)` they are chosen for
+            this batch, which is planned twice for that.
 
     Raises:
         DataError: invalid lengths, ids or prefixes.
@@ -99,8 +104,24 @@ def build_dp_schedule(
         forward_only=forward_only,
         prefixes=prefixes,
     )
+    step = Step(
+        number=0,
+        lengths=batch.lengths,
+        layout=rows,
+        policy=policy,
+        cost=cost,
+        budget=budget,
+        max_samples=None if micro_batch_size is None else int(micro_batch_size),
+        forward_only=forward_only,
+    )
+    shapes = _row_shapes(row_shapes, policy, layout, planner, step.capacity)
+    if shapes is not None:
+        planner = partial(planner, row_shapes=shapes)
+        rows = layout.rounding(policy.round_row_tokens, shapes.tokens)
+        budget = read_budget(rows, max_tokens_per_gpu, micro_batch_size)
     explainer = partial(explain, planner=planner, cost=cost, has_prefixes=prefixes is not None)
     table = _prefix_table(prefixes, batch, rows, policy)
+    step = replace(step, layout=rows, budget=budget, prefixes=table)
     _check_oversize(batch, budget, rows, policy, table)
     steps = split_rollouts(
         batch.rollout_tokens(),
@@ -110,23 +131,13 @@ def build_dp_schedule(
     )
     planned = []
     for number, samples in enumerate(batch.steps(steps)):
-        step = Step(
-            number=number,
-            lengths=batch.lengths,
-            layout=rows,
-            policy=policy,
-            cost=cost,
-            budget=budget,
-            max_samples=None if micro_batch_size is None else int(micro_batch_size),
-            forward_only=forward_only,
-            prefixes=table,
-        )
-        items = Items.whole(step, samples, batch.item_of[samples])
+        own = replace(step, number=number)
+        items = Items.whole(own, samples, batch.item_of[samples])
         planned.append(_plan_step(items, batch))
     used = None
     if table is not None and any(mb.shared_tokens for p in planned for mb in p.microbatches):
         used = table.prefixes
-    return Plan(
+    plan = Plan(
         steps=tuple(planned),
         layout=layout,
         policy=policy,
@@ -137,8 +148,33 @@ def build_dp_schedule(
         colocate_ids=batch.colocate_ids,
         forward_only=forward_only,
         prefixes=used,
+        row_shapes=shapes,
         _explainer=explainer,
     )
+    return plan if shapes is None else replace(plan, row_shapes=shapes.holding(plan, batch.lengths))
+
+
+def _row_shapes(
+    given: RowShapes | None, policy: Policy, layout: Layout, planner: partial[Plan], longest: int
+) -> RowShapes | None:
+    """The shapes that rows get: those given, or new ones after `row_shapes_interval` steps.
+
+    New ones are chosen by the rows of a plan without shapes.
+    """
+    most = policy.row_shapes
+    if most is None:
+        if given is not None:
+            raise ConfigError("row_shapes are given with Policy(row_shapes=None); set their number")
+        return None
+    if given is not None and len(given.shapes) > most:
+        raise ConfigError(
+            f"{len(given.shapes)} row shapes are given with Policy(row_shapes={most}); give at "
+            "most as many"
+        )
+    if given is not None and given.num_steps < policy.row_shapes_interval:
+        given.check(layout, policy)
+        return given
+    return RowShapes.choose(planner(policy=replace(policy, row_shapes=None)), most, longest)
 
 
 @dataclass(frozen=True)
@@ -313,6 +349,8 @@ def _check_oversize(
     if dynamic:
         logger.info("%s; each goes over as many DP ranks as hold it", what)
         return
+    if policy.row_shapes is not None:
+        raise PlanError(f"{what}; raise max_tokens_per_gpu or set row_shapes=None")
     if policy.oversize == "error":
         raise PlanError(f"{what}; raise max_tokens_per_gpu or set oversize='alone'")
     logger.warning("%s; each is alone in its row", what)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeVar
 
@@ -210,15 +210,22 @@ class Layout(ParallelSizes):
         """
         return self if width == 1 else _widened(self, width)
 
-    def rounding(self, row_tokens: int | None) -> Layout:
-        """The layout as a plan with `Policy.round_row_tokens` sees it; itself if that is None.
+    def rounding(self, row_tokens: int | None, lengths: tuple[int, ...] = ()) -> Layout:
+        """The layout as a plan sees it whose rows are rounded; itself if nothing is to be rounded.
+
+        Args:
+            row_tokens: `Policy.round_row_tokens`.
+            lengths: tokens per GPU that rows may have, ascending; (): any.
 
         >>> Layout(cp=2).rounding(1000).aligned_row_tokens(1001)
         2000
+        >>> Layout(cp=2).rounding(None, (300, 800)).aligned_row_tokens(1001)
+        1600
         """
-        if row_tokens is None:
+        if row_tokens is None and not lengths:
             return self
-        return _RoundedLayout(**vars(self), row_unit_tokens=row_tokens)
+        sizes = {field.name: getattr(self, field.name) for field in fields(Layout)}
+        return _RoundedLayout(**sizes, row_unit_tokens=row_tokens or 1, lengths=lengths)
 
     @property
     def fp8_unit_tokens(self) -> int:
@@ -275,6 +282,19 @@ class Layout(ParallelSizes):
         """
         return round_up(sample_tokens, self.row_alignment)
 
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """Tokens that a row may have, ascending; (): any multiple of the row alignment."""
+        return ()
+
+    def longest_row(self, limit: int) -> int:
+        """Tokens of the longest row that there is within a limit; 0 if there is none.
+
+        >>> Layout(cp=8, fp8=True).longest_row(300)
+        256
+        """
+        return limit // self.row_alignment * self.row_alignment
+
     def padded_tokens(self, lengths: Iterable[int]) -> int:
         """Length of a row that holds samples of these lengths, with both alignments.
 
@@ -319,13 +339,36 @@ class Layout(ParallelSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class _RoundedLayout(Layout):
-    """A layout whose rows are also a multiple of a number of tokens."""
+    """A layout whose rows are also a multiple of a number of tokens, or have one of few lengths."""
 
     row_unit_tokens: int
+    lengths: tuple[int, ...]
+    """Tokens per GPU, ascending; () for any length."""
 
     @property
     def row_alignment(self) -> int:
         return math.lcm(super().row_alignment, self.row_unit_tokens)
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """As `Layout.row_lengths`."""
+        return tuple(length * self.cp for length in self.lengths)
+
+    def aligned_row_tokens(self, sample_tokens: Tokens) -> Tokens:
+        """As `Layout.aligned_row_tokens`; above the longest length it is any length."""
+        padded = super().aligned_row_tokens(sample_tokens)
+        if not self.lengths:
+            return padded
+        lengths = np.array(self.row_lengths)
+        found = lengths[np.minimum(np.searchsorted(lengths, padded), lengths.size - 1)]
+        rows = np.maximum(found, padded)
+        return int(rows) if isinstance(padded, int) else rows
+
+    def longest_row(self, limit: int) -> int:
+        """As `Layout.longest_row`."""
+        if not self.lengths:
+            return super().longest_row(limit)
+        return max((length for length in self.row_lengths if length <= limit), default=0)
 
 
 # Rows of a few widths ask for their layout again and again; making one checks all sizes.

@@ -44,6 +44,8 @@ _LATER_FIELDS = (
     "max_width",
     "least_piece",
     "round_row_tokens",
+    "row_shapes",
+    "row_shapes_interval",
 )
 
 # Compiled code multiplies these numbers by sizes of the layout (at most 2**20) in int64:
@@ -76,6 +78,12 @@ class Policy:
     """Row tokens are rounded up to a multiple of this, so that rows have few lengths: for kernels
     and engines whose sums are the same for equal shapes only. The budget holds after rounding. No
     rounding by default, but for the layout's alignment."""
+    row_shapes: int | None = None
+    """The most row lengths of a run, for CUDA graphs and kernels that are compiled for a shape: the
+    planner chooses them by the rows that it sees, and rows are padded to them. The longest is the
+    budget, which no sample may exceed then. No limit by default."""
+    row_shapes_interval: int = 100
+    """Optimizer steps after which the lengths of `row_shapes` may be chosen again."""
     balance: Balance = "time"
     """What is balanced over ranks and rows: the cost model's seconds, or row tokens."""
     step_split: StepSplit = "contiguous"
@@ -118,9 +126,10 @@ class Policy:
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={brief(getattr(self, name))}; set one of {choices}")
         _check_int("search", self.search, 0)
+        _check_int("row_shapes_interval", self.row_shapes_interval, 1)
         if self.max_live_tokens_per_gpu is not None:
             _check_int("max_live_tokens_per_gpu", self.max_live_tokens_per_gpu, 1)
-        for name in ("max_width", "least_piece", "round_row_tokens"):
+        for name in ("max_width", "least_piece", "round_row_tokens", "row_shapes"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1)
 
@@ -162,8 +171,10 @@ class _Facts(NamedTuple):
     retries_oom_in_te: bool
 
     def has(self, setting: str, value: object) -> str:
-        """ "setting='value'" if the policy has it; else ""."""
-        return f"{setting}={value!r}" if getattr(self.policy, setting) == value else ""
+        """ "setting='value'" if the policy has it, or any value if that is None; else ""."""
+        own = getattr(self.policy, setting)
+        has_it = own is not None if value is None else own == value
+        return f"{setting}={own!r}" if has_it else ""
 
     @property
     def counts_samples(self) -> str:
@@ -200,7 +211,8 @@ class _Rule(NamedTuple):
     """Two settings that contradict each other."""
 
     setting: str
-    value: str
+    value: str | None
+    """None: any value."""
     other: Callable[[_Facts], str]
     """The other setting, as a message names it; "" where it is not set."""
     why: str
@@ -208,6 +220,13 @@ class _Rule(NamedTuple):
 
 
 _RULES = (
+    _Rule(
+        "row_shapes",
+        None,
+        lambda facts: facts.counts_samples,
+        "rows of a number of samples have no longest length; set max_tokens_per_gpu, or "
+        "row_shapes=None",
+    ),
     _Rule(
         "count_rule",
         "per_rank",
@@ -307,8 +326,9 @@ def check_policy(
         policy, layout, micro_batch_size, shares_fp8_scales, mtp_num_layers, retries_oom_in_te
     )
     for setting, value, other, why in _RULES:
-        if facts.has(setting, value) and other(facts):
-            raise ConfigError(f"{setting}={value!r} with {other(facts)}: {why}")
+        has, contradicts = facts.has(setting, value), other(facts)
+        if has and contradicts:
+            raise ConfigError(f"{has} with {contradicts}: {why}")
 
 
 def _check_int(name: str, value: object, least: int) -> None:

@@ -9,6 +9,7 @@
     python tools/bench_planner.py --only-operations    # those of split samples and backwards
     python tools/bench_planner.py --only-bound         # writes the table of the lower bound
     python tools/bench_planner.py --only-hybrid        # writes the table of hybrid models
+    python tools/bench_planner.py --only-shapes        # writes the table of few row lengths
 
 Quality is time over equal work: a step's simulated seconds over the seconds of its samples' work
 spread evenly over all GPUs, without a bubble, alignment or fixed costs. No plan can reach 1.
@@ -54,6 +55,7 @@ from tools.benching.planner_families import (
 )
 from tools.benching.planner_hybrid import hybrid_table
 from tools.benching.planner_peers import BASELINES, Ranks, Strategy
+from tools.benching.planner_shapes import Setting, shapes_table
 from tools.benching.planner_speed import draw, growth_tables, target_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,6 +74,8 @@ WANTED_DISTANCE = 1.03
 # The same for hybrid models, and their traces.
 HYBRID_SAMPLES = 256
 HYBRID_TRACES = ("servegen", "openchat")
+# Samples of the table of few row lengths: half of them choose the lengths.
+SHAPE_SAMPLES = 1024
 # Samples of a step of the tables of split samples and split backwards.
 OPERATION_BATCHES = (128, 512)
 # Steps of the table of the spread of step times, and samples of each.
@@ -84,6 +88,7 @@ SHARED_MARKS = ("<!-- measured: shared prefixes -->", "<!-- end: shared prefixes
 OPERATION_MARKS = ("<!-- measured: operations -->", "<!-- end: operations -->")
 BOUND_MARKS = ("<!-- measured: lower bound -->", "<!-- end: lower bound -->")
 HYBRID_MARKS = ("<!-- measured: hybrid models -->", "<!-- end: hybrid models -->")
+SHAPE_MARKS = ("<!-- measured: row shapes -->", "<!-- end: row shapes -->")
 DYNAMIC_MARKS = ("<!-- measured: dynamic CP -->", "<!-- end: dynamic CP -->")
 # Each micro-batch costs this many tokens more than its samples: launches, small GEMMs, p2p.
 FIXED_TOKENS = 256
@@ -621,6 +626,7 @@ def main() -> None:
     parser.add_argument("--only-operations", action="store_true")
     parser.add_argument("--only-bound", action="store_true")
     parser.add_argument("--only-hybrid", action="store_true")
+    parser.add_argument("--only-shapes", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planner.md")
     options = parser.parse_args()
     only = (
@@ -631,7 +637,22 @@ def main() -> None:
         options.only_operations,
         options.only_bound,
         options.only_hybrid,
+        options.only_shapes,
     )
+    if options.only_shapes or not any(only):
+        head = f"Measured with `python tools/bench_planner.py --only-shapes` on {machine()}."
+        settings = (
+            Setting(
+                *(case.data, case.lengths, case.budget),
+                *(case.layout_name, case.layout, case.model, case.cost),
+            )
+            for case in cases(load(options.traces, SHAPE_SAMPLES))
+        )
+        tables = "\n".join([head, "", *shapes_table(settings)])
+        print(tables)
+        write_between_marks(options.out, SHAPE_MARKS, tables)
+    if options.only_shapes:
+        return
     if options.only_hybrid or not any(only):
         head = f"Measured with `python tools/bench_planner.py --only-hybrid` on {machine()}."
         data = load(options.traces, HYBRID_SAMPLES)

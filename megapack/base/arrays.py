@@ -159,14 +159,14 @@ def read_budget(
     check_count("max_tokens_per_gpu", max_tokens_per_gpu)
     if max_tokens_per_gpu is None:
         return None
-    capacity = int(max_tokens_per_gpu) * layout.cp
-    unit = layout.row_alignment
-    if capacity < unit:
+    capacity = layout.longest_row(int(max_tokens_per_gpu) * layout.cp)
+    if not capacity:
+        unit = layout.aligned_row_tokens(1)
         raise ConfigError(
             f"max_tokens_per_gpu={max_tokens_per_gpu} with cp={layout.cp} is less than the row "
             f"alignment of {unit} tokens; set it to {-(-unit // layout.cp)} or more"
         )
-    return capacity // unit * unit
+    return capacity
 
 
 def check_count(name: str, value: Any) -> None:

@@ -34,6 +34,7 @@ from megapack.config.sections import TrainConfig
 from megapack.errors import CheckpointError, first_line
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
+from megapack.plan.shapes import RowShapes
 from megapack.ranks.agree import agree
 from megapack.samples import SampleBatch
 
@@ -51,6 +52,8 @@ _FREE = (
 )
 # Folders that the reference's weights may come from.
 _REFERENCE = ("model.hf_path", "objective.reference_hf_path")
+# Settings that row shapes depend on, besides the layout.
+_SHAPED_BY = ("plan.row_shapes", "plan.max_tokens_per_gpu", "plan.round_row_tokens")
 _BATCH_FILE = "batch.pt"
 _ROUTING = "routing-dp"
 _CALIBRATION = "calibration-"
@@ -218,6 +221,27 @@ class Checkpoints:
             return None
         tensors = _read_tensors(checkpoint.path / f"{_CALIBRATION}{_rank_file()}")
         return CalibrationState(manifest.calibration, tensors)
+
+    def load_row_shapes(self, checkpoint: Checkpoint) -> RowShapes | None:
+        """The row shapes of the next plan.
+
+        Returns:
+            None if there are none, or if the layout or a setting that they depend on is another.
+
+        Raises:
+            CheckpointError: no run has written them.
+        """
+        manifest = checkpoint.manifest
+        moved = folders.differences(manifest.config, to_dict(self.config), _SHAPED_BY)
+        if not manifest.row_shapes or moved or manifest.layout != self.layout.to_payload():
+            return None
+        try:
+            return RowShapes.from_payload(manifest.row_shapes)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the row shapes of {checkpoint.path} cannot be read ({first_line(error)}); resume "
+                "with plan.row_shapes=null, or from another checkpoint"
+            ) from None
 
     def due(self, num_steps: int) -> bool:
         """Whether to save after this many steps."""
@@ -421,6 +445,8 @@ class Checkpoints:
     def _manifest(
         self, position: Position, plan: Plan, calibration: CalibrationState | None
     ) -> Manifest:
+        # The plan of a batch in progress is made again on resume, with its own shapes.
+        shapes = plan.row_shapes if position.step_in_batch else plan.next_row_shapes
         return Manifest(
             position=position,
             config=to_dict(self.config),
@@ -431,6 +457,7 @@ class Checkpoints:
             has_reference=self._has_reference,
             has_critic=self.state.has_critic,
             calibration={} if calibration is None else calibration.plain,
+            row_shapes={} if shapes is None else dataclasses.asdict(shapes),
             megatron_core=importlib.metadata.version("megatron-core"),
         )
 

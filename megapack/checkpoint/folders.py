@@ -101,6 +101,8 @@ class Manifest:
     """Whether the checkpoint has a critic's weights and optimizer."""
     calibration: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The cost models of a run with plan.calibrate=online; else empty."""
+    row_shapes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The `RowShapes` of the next plan under plan.row_shapes; else empty."""
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Bytes of every other file, by its path in the folder."""
     format: int = FORMAT
@@ -172,7 +174,8 @@ def _refuse_format(path: Path, found: Any) -> None:
 
 def _check_types(manifest: Manifest) -> None:
     """Raise ValueError for a value that no run wrote."""
-    kinds: dict[str, type] = dict.fromkeys(("config", "layout", "files", "calibration"), dict)
+    kinds: dict[str, type] = dict.fromkeys(("config", "layout", "files"), dict)
+    kinds |= dict.fromkeys(("calibration", "row_shapes"), dict)
     kinds |= dict.fromkeys(("has_reference", "has_critic"), bool)
     digests = ("plan_digest", "samples_done_digest", "data_digest")
     kinds |= dict.fromkeys((*digests, "megatron_core"), str)

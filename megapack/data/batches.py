@@ -24,6 +24,7 @@ from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
+from megapack.plan.shapes import RowShapes
 from megapack.prefixes import SharedPrefixes
 
 
@@ -176,6 +177,7 @@ def plan_steps(
     rollout_ids: Sequence[int],
     pair_ids: Sequence[int] | None = None,
     prefixes: SharedPrefixes | None = None,
+    row_shapes: RowShapes | None = None,
 ) -> Plan:
     """Plan the optimizer steps of a batch; arguments and errors as for `build_dp_schedule`.
 
@@ -195,6 +197,7 @@ def plan_steps(
         cost=cost,
         policy=plan.to_policy(),
         prefixes=prefixes,
+        row_shapes=row_shapes,
     )
 
 
@@ -204,6 +207,7 @@ def plan_logprobs(
     cost: CostModel | None,
     lengths: Sequence[int],
     prefixes: SharedPrefixes | None = None,
+    row_shapes: RowShapes | None = None,
 ) -> Plan | None:
     """Plan one forward pass over all samples with `forward_max_tokens_per_gpu` as the budget.
 
@@ -211,6 +215,7 @@ def plan_logprobs(
 
     Args:
         prefixes: `batch_prefixes`.
+        row_shapes: those of the steps.
     """
     if plan.forward_max_tokens_per_gpu is None:
         return None
@@ -223,4 +228,5 @@ def plan_logprobs(
         policy=dataclasses.replace(plan.to_policy(), unreachable="pad"),
         forward_only=True,
         prefixes=prefixes,
+        row_shapes=row_shapes,
     )

@@ -33,6 +33,9 @@
    under backward="split". A training step with pieces has orders, a pass without backwards none.
    Where ranks share rows, or exchange tokens of experts, the forwards and backwards of all ranks of
    the step are in one order. Weight gradients may be at other places of each.
+12. Under row_shapes each row has one of so many shapes at most, `Plan.row_shapes`: its length, as
+   many segments as it needs, and as long ones. Invariant 5 then says that a row has the shortest
+   length that holds its padded tokens.
 """
 
 from __future__ import annotations
@@ -75,7 +78,7 @@ class _Checker:
                 "it was made for"
             )
         self.plan = plan
-        self.layout = plan.layout.rounding(plan.policy.round_row_tokens)
+        self.layout = plan.row_layout
         self.policy = plan.policy
         self.lengths = lengths
         self.aligned = self.layout.aligned_sample_tokens(lengths)
@@ -99,6 +102,7 @@ class _Checker:
             self._check_rollouts(step, f"step {number}")
             self._check_rows(step, f"step {number}")
         self._check_colocated()
+        self._check_shapes()
 
     def _check_prefixes(self, prefixes: SharedPrefixes) -> None:
         if self.policy.share_prefixes == "off":
@@ -337,7 +341,6 @@ class _Checker:
         aligned = np.where(spans.is_piece, layout.aligned_sample_tokens(spans.end), aligned)
         # A piece attends to the tokens before it, too.
         tokens_sq = int((aligned * aligned - spans.begin * spans.begin).sum())
-        unit = layout.row_alignment
         shared, shared_sq = self._saved(samples, mb.width, spans)
         padded = layout.aligned_row_tokens(int((aligned - spans.begin).sum()) - shared)
         tokens_sq -= shared_sq
@@ -348,11 +351,24 @@ class _Checker:
         if planned != actual:
             raise _broken(4, f"{where}: tokens, tokens_sq, padded_tokens {planned}, not {actual}")
         self._check_budget(mb, where)
-        least = padded or unit
-        if mb.row_tokens % unit or mb.row_tokens < least:
+        least = padded or layout.aligned_row_tokens(1)
+        if mb.row_tokens % layout.row_alignment or mb.row_tokens < least:
             raise _broken(5, f"{where}: a row of {mb.row_tokens} for {padded} padded tokens")
         if self.policy.row_shape == "planned" and mb.row_tokens != least:
             raise _broken(5, f"{where}: a planned row of {mb.row_tokens}, not {least}")
+
+    def _check_shapes(self) -> None:
+        shapes, most = self.plan.row_shapes, self.policy.row_shapes
+        if shapes is None and most is None:
+            return
+        if shapes is None or most is None or len(shapes.shapes) > most:
+            raise _broken(12, f"row shapes {shapes and shapes.tokens} under row_shapes={most}")
+        try:
+            needed = shapes.holding(self.plan, self.lengths)
+        except PlanError as error:
+            raise _broken(12, str(error)) from None
+        if needed != shapes:
+            raise _broken(12, f"rows need the shapes {needed.shapes}, the plan has {shapes.shapes}")
 
     def _saved(self, samples: list[int], width: int, spans: Spans) -> tuple[int, int]:
         """Tokens and squared tokens that a row of these samples saves."""

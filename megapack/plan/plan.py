@@ -24,6 +24,7 @@ from megapack.plan.explanation import Explanation
 from megapack.plan.facts import Counts, count_steps
 from megapack.plan.microbatch import MicroBatch, Part
 from megapack.plan.order import StepOrder, read_order, step_order, without_weights
+from megapack.plan.shapes import RowShape, RowShapes
 from megapack.plan.text import format_plan, parse_json, parse_text
 from megapack.policy import Policy
 from megapack.prefixes import PrefixTable, SharedPrefixes
@@ -137,6 +138,8 @@ class Plan:
     """Planned for forward passes without a backward."""
     prefixes: SharedPrefixes | None = None
     """What the samples of a row share: each row holds it once. None: nothing is shared."""
+    row_shapes: RowShapes | None = None
+    """The shapes of all rows under `Policy.row_shapes`; None: rows have any length."""
     _explainer: Callable[[Plan], Explanation] | None = field(default=None, compare=False)
     """Plans the samples again, under other policies. None in a plan that was read from text."""
 
@@ -232,8 +235,22 @@ class Plan:
     def capacity(self) -> int | None:
         """Padded tokens that a row may hold per DP rank; None for a count-based plan. A row over
         several DP ranks may hold as many times this."""
-        rows = self.layout.rounding(self.policy.round_row_tokens)
-        return read_budget(rows, self.max_tokens_per_gpu, self.micro_batch_size)
+        return read_budget(self.row_layout, self.max_tokens_per_gpu, self.micro_batch_size)
+
+    @property
+    def row_layout(self) -> Layout:
+        """The layout with the lengths that its rows may have."""
+        lengths = () if self.row_shapes is None else self.row_shapes.tokens
+        return self.layout.rounding(self.policy.round_row_tokens, lengths)
+
+    @property
+    def next_row_shapes(self) -> RowShapes | None:
+        """What `build_dp_schedule(row_shapes=)` takes for the steps after this plan's."""
+        return None if self.row_shapes is None else self.row_shapes.after(len(self.steps))
+
+    def shape_of(self, row: MicroBatch) -> RowShape | None:
+        """The shape of a row of the plan; None: it has its own."""
+        return None if self.row_shapes is None else self.row_shapes.of(row, self.layout)
 
     @cached_property
     def _digest(self) -> str:
@@ -247,6 +264,8 @@ class Plan:
             optional["colocate_ids"] = self.colocate_ids
         if self.prefixes is not None:
             optional["prefixes"] = asdict(self.prefixes)
+        if self.row_shapes is not None:
+            optional["row_shapes"] = asdict(self.row_shapes)
         return {
             "layout": self.layout.to_payload(),
             "policy": self.policy.to_payload(),
@@ -294,6 +313,7 @@ def _build(payload: dict[str, Any]) -> Plan:
     rollout_ids = payload["rollout_ids"]
     colocate_ids = payload.get("colocate_ids")
     prefixes = payload.get("prefixes")
+    shapes = payload.get("row_shapes")
     return Plan(
         steps=tuple(_build_step(step) for step in payload["steps"]),
         layout=Layout.from_payload(payload["layout"]),
@@ -305,6 +325,7 @@ def _build(payload: dict[str, Any]) -> Plan:
         rollout_ids=None if rollout_ids is None else tuple(rollout_ids),
         colocate_ids=None if colocate_ids is None else tuple(colocate_ids),
         prefixes=None if prefixes is None else _build_prefixes(prefixes),
+        row_shapes=None if shapes is None else RowShapes.from_payload(shapes),
     )
 
 

@@ -38,6 +38,8 @@ class RowCost(NamedTuple):
     """[levels]: padded tokens that a row may hold, a multiple of the unit."""
     alone: Ints
     """[levels]: padded tokens that a row of one item may hold, at least `capacity`."""
+    lengths: Ints
+    """Tokens on one DP rank that a row may have, ascending; none: any multiple of the unit."""
     uniform_tokens: int
     """Length of all rows under row_shape="uniform"; 0 under "planned"."""
     max_live: float
@@ -171,6 +173,9 @@ def row_tokens(cost: RowCost, level: int, tokens: int) -> int:
     """Length of a row, as in `Layout.aligned_row_tokens`; a padding micro-batch has one unit."""
     if cost.uniform_tokens > 0:
         return int(cost.uniform_tokens)
+    for length in cost.lengths:
+        if length << level >= tokens:
+            return int(length << level)
     unit = cost.unit[level]
     return int(max(-(-tokens // unit) * unit, unit))
 

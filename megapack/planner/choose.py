@@ -137,8 +137,10 @@ def _plan_uncut(items: Items, refused: PlanError | None) -> Draft:
         f"pp={step.layout.pp} stages (max_live_tokens_per_gpu={cap})"
     )
     widens = step.policy.context_parallel == "dynamic"
-    if step.policy.oversize == "error" or widens:
+    has_shapes = step.policy.row_shapes is not None
+    if step.policy.oversize == "error" or widens or has_shapes:
         alone = "oversize='alone'" + (" and context_parallel='fixed'" if widens else "")
+        alone += " and row_shapes=None" if has_shapes else ""
         raise PlanError(
             f"{what}; set max_live_tokens_per_gpu to {2 * on_gpu} or more, raise "
             f"max_tokens_per_gpu, or set {alone}"

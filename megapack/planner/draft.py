@@ -108,7 +108,7 @@ class Draft:
         """
         step = self.items.step
         rows = _micro_batches(self)
-        padding = MicroBatch((), step.layout.row_alignment, 0, 0, 0)
+        padding = MicroBatch((), step.layout.aligned_row_tokens(1), 0, 0, 0)
         if step.policy.row_shape == "uniform":
             longest = max(row.row_tokens for row in rows)
             rows = [replace(row, row_tokens=longest) for row in rows]

@@ -224,6 +224,7 @@ def row_cost(step: Step, cost: CostModel, num_levels: int = 1) -> RowCost:
         unit=unit,
         capacity=step.capacity * widths // unit * unit,
         alone=alone * widths // unit * unit,
+        lengths=np.array(step.layout.row_lengths, dtype=np.int64),
         uniform_tokens=0,
         max_live=float(step.max_live or 0),
         fixed_rows=step.max_samples is not None,

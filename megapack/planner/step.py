@@ -55,8 +55,8 @@ class Step:
             return self.budget
         layout = self.layout
         chunks = 1 if self.forward_only else layout.chunks_in_flight(group_size=self.least_group)
-        unit = layout.row_alignment
-        return min(self.budget, max(live // chunks // unit * unit, unit))
+        least = layout.aligned_row_tokens(1)
+        return min(self.budget, max(layout.longest_row(live // chunks), least))
 
     @property
     def least_piece(self) -> int:

@@ -11,19 +11,21 @@ Modules:
         prefixes once
 """
 
-from megapack.prefixes.branches import EARLIER, Branch, row_branches
+from megapack.prefixes.branches import DUMMY_TOKENS, EARLIER, Branch, dummy_spans, row_branches
 from megapack.prefixes.host_rows import HostRow, find_host_row
 from megapack.prefixes.shared import SharedPrefixes
 from megapack.prefixes.table import PrefixTable, Spans
 from megapack.prefixes.worth import worthwhile
 
 __all__ = [
+    "DUMMY_TOKENS",
     "EARLIER",
     "Branch",
     "HostRow",
     "PrefixTable",
     "SharedPrefixes",
     "Spans",
+    "dummy_spans",
     "find_host_row",
     "row_branches",
     "worthwhile",

@@ -20,6 +20,13 @@ from megapack.prefixes.table import PrefixTable, Spans
 EARLIER = -2
 """Parent of a branch that continues rows before: it attends to all keys that the row carries."""
 
+DUMMY_TOKENS = 512
+"""Length of the dummy samples in a row's tail, before alignment.
+
+Attention costs length^2 per sample: a tail of 6144 tokens costs 12 * 512^2 = 3 M as 12 dummies,
+6144^2 = 38 M as one. Kernels start blocks for each sample up to the longest, so many short dummies
+(96 of 64 tokens) cost more than a few longer ones. Chosen by hand."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
@@ -144,3 +151,13 @@ def _placed(branches: Sequence[Branch]) -> list[Branch]:
         replace(branch, start=start, end=end)
         for branch, start, end in zip(branches, starts, ends, strict=False)
     ]
+
+
+def dummy_spans(tail: int, alignment: int) -> list[int]:
+    """Divide a row's tail into short dummy samples of aligned length.
+
+    >>> dummy_spans(1100, 1)
+    [512, 512, 76]
+    """
+    unit = max(alignment, DUMMY_TOKENS // alignment * alignment)
+    return [unit] * (tail // unit) + ([tail % unit] if tail % unit else [])

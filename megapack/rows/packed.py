@@ -29,17 +29,11 @@ from torch import Tensor
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch
-from megapack.prefixes import Branch, PrefixTable, row_branches
+from megapack.plan.shapes import RowShape
+from megapack.prefixes import Branch, PrefixTable, dummy_spans, row_branches
 from megapack.rows.chain import Link, Piece, has_piece, row_piece, sample_spans
 from megapack.rows.transfer import moved
 from megapack.samples import RowTensor, SampleBatch
-
-# Length of the dummy samples in a row's tail, before alignment. Attention costs length^2 per
-# sample: a tail of 6144 tokens costs 12 * 512^2 = 3 M as 12 dummies, 6144^2 = 38 M as one. Kernels
-# start blocks for each sample up to the longest, so many short dummies (96 of 64 tokens) cost more
-# than a few longer ones. Chosen by hand.
-DUMMY_TOKENS = 512
-
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingRow:
@@ -212,11 +206,12 @@ class PackedRow(RowTokens):
     set_of_n: Tensor
     """int64 [n]: index of each sample's colocated set among the row's sets."""
     cu_seqlens_S1: Tensor
-    """int32: where each branch begins, with alignment padding; the last is the row's length."""
+    """int32: where each branch begins, with alignment padding; the last is the row's length, and so
+    are those of the empty segments of its shape."""
     padded_lengths: tuple[int, ...]
     """Tokens of each branch with its alignment padding, dummies included; they sum to the row."""
     max_seqlen: int
-    """Tokens of the longest sample, with its alignment padding."""
+    """Tokens of the longest sample, with its alignment padding; more where the row's shape says."""
     row_tokens: int
     """The whole row's length."""
     row_positions_T: Tensor
@@ -276,6 +271,7 @@ def pack_row(
     vocab_size: int | None = None,
     prefixes: PrefixTable | None = None,
     num_ahead: int = 0,
+    shape: RowShape | None = None,
 ) -> PackedRow:
     """Pack the samples of a micro-batch into one row of `micro_batch.row_tokens` tokens.
 
@@ -292,6 +288,7 @@ def pack_row(
         vocab_size: token ids must be smaller; None: not checked.
         prefixes: those of the plan; None: samples share nothing.
         num_ahead: depths of multi-token prediction.
+        shape: that of the row (`RowShapes.of`); None: of its own.
 
     Raises:
         DataError: the samples differ in length from the plan, share positions although their tokens
@@ -327,8 +324,14 @@ def pack_row(
     if vocab_size is not None:
         _check_ids(batch, samples, vocab_size)
     spans = [branch.tokens for branch in branches]
-    spans += _dummy_spans(tail, layout.sample_alignment)
+    spans += dummy_spans(tail, layout.sample_alignment)
     position_ids_T = row_position_ids(branches, spans)
+    max_seqlen = int(position_ids_T.max()) + 1
+    empty = 0
+    if shape is not None:
+        max_seqlen = shape.longest * layout.cp
+        empty = shape.segments - len(spans)
+    segments = torch.tensor([0, *spans, *[0] * empty], dtype=torch.int64)
     weights = [1.0 if sample_weights is None else float(sample_weights[i]) for i in samples]
     writer = _RowWriter(batch, samples, weights, branches, micro_batch.row_tokens)
     names = batch.field_names if field_names is None else field_names
@@ -346,9 +349,9 @@ def pack_row(
         end_positions_E=end_positions_E,
         end_samples_E=end_samples_E,
         set_of_n=_sets(samples, colocate_ids),
-        cu_seqlens_S1=torch.tensor([0, *spans], dtype=torch.int64).cumsum(0).to(torch.int32),
+        cu_seqlens_S1=segments.cumsum(0).to(torch.int32),
         padded_lengths=tuple(spans),
-        max_seqlen=int(position_ids_T.max()) + 1,
+        max_seqlen=max_seqlen,
         row_tokens=micro_batch.row_tokens,
         row_positions_T=torch.arange(micro_batch.row_tokens),
         sample_fields={
@@ -554,13 +557,3 @@ def _sets(samples: tuple[int, ...], colocate_ids: Sequence[int | str] | None) ->
     number: dict[int | str, int] = {}
     ids = samples if colocate_ids is None else [colocate_ids[i] for i in samples]
     return torch.tensor([number.setdefault(name, len(number)) for name in ids], dtype=torch.int64)
-
-
-def _dummy_spans(tail: int, alignment: int) -> list[int]:
-    """Divide a row's tail into short dummy samples of aligned length.
-
-    >>> _dummy_spans(1100, 1)
-    [512, 512, 76]
-    """
-    unit = max(alignment, DUMMY_TOKENS // alignment * alignment)
-    return [unit] * (tail // unit) + ([tail % unit] if tail % unit else [])

@@ -413,7 +413,7 @@ class ScheduleAdapter:
             raise DataError(f"the plan is for {plan.layout}, the adapter for {self.layout}")
         checks.check_head(self.chunks, self.head)
         if call.has_planned_rows:
-            checks.check_planned_rows(self.config)
+            checks.check_planned_rows(self.config, plan.policy)
         checks.check_counts(plan, self.config)
         features: dict[Feature, bool] = {
             "prefixes": plan.prefixes is not None,
@@ -457,6 +457,7 @@ class ScheduleAdapter:
             self.vocab_size,
             plan.prefix_table,
             num_depths(self.config),
+            plan.shape_of(microbatch),
         )
         return slice_row(row, *self.runner.row_groups.slice_of(microbatch, self.dp_rank))
 

@@ -29,7 +29,7 @@ from megapack.model.head import ValueHead, marked_num_ids, unwrapped
 from megapack.model.mtp import check_mtp, num_depths
 from megapack.model.parameters import is_expert
 from megapack.plan.plan import Plan
-from megapack.policy import check_policy
+from megapack.policy import Policy, check_policy
 
 logger = logging.getLogger(__name__)
 
@@ -249,17 +249,19 @@ def shares_fp8_scales(config: Any) -> bool:
     return delayed and not config.tp_only_amax_red
 
 
-def check_planned_rows(config: Any) -> None:
+def check_planned_rows(config: Any, policy: Policy) -> None:
     """Raise ConfigError if rows of different lengths would hang or give wrong results."""
+    if policy.row_shapes == 1:
+        return
     if config.num_moe_experts and config.moe_token_dispatcher_type == "allgather":
         raise ConfigError(
             "moe_token_dispatcher_type='allgather' needs equal rows on all ranks; set 'alltoall', "
-            "or plan with Policy(row_shape='uniform')"
+            "or plan with Policy(row_shape='uniform') or Policy(row_shapes=1)"
         )
     if has_graphs(config):
         raise ConfigError(
             f"CUDA graphs (cuda_graph_impl={config.cuda_graph_impl!r}) need rows of one length; "
-            "set cuda_graph_impl='none', or plan with Policy(row_shape='uniform')"
+            "set cuda_graph_impl='none', or plan with Policy(row_shapes=1)"
         )
 
 

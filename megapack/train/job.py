@@ -49,6 +49,7 @@ from megapack.outlook.warm_up import COMPILE_S, compile_planner
 from megapack.pipeline.simulator import simulate_planned
 from megapack.plan.facts import step_metrics
 from megapack.plan.plan import Plan, StepPlan
+from megapack.plan.shapes import RowShapes
 from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_flags
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
@@ -201,6 +202,9 @@ class Trainer:
         self.position = Position()
         self.resumed: Checkpoint | None = None
         self._last: PlannedBatch | None = None
+        # Those of the next batch that is planned, and those that were shown last.
+        self._row_shapes: RowShapes | None = None
+        self._shown_shapes = ""
         self._stopping = False
         # Steps at the last export; -1 = none yet.
         self._exported_at = -1
@@ -229,6 +233,10 @@ class Trainer:
         if self.resumed is not None:
             self.position = self.checkpoints.load(self.resumed, self._saved_fields)
             goes_on = self.calibrator.resume(self.checkpoints, self.resumed)
+            resumed = self.resumed
+            self._row_shapes = agree(
+                lambda: self.checkpoints.load_row_shapes(resumed), device=self.device
+            )
         check_replicas(self.chunks, device=self.device)
         if self.critic is not None:
             check_replicas(self.critic.chunks, device=self.device)
@@ -352,6 +360,7 @@ class Trainer:
             batch = agree(lambda: self._planned(numbers), device=self.device)
         planned = time.perf_counter()
         self.progress.line(plan_line(batch.plan))
+        self._show_shapes(batch.plan)
         batch_seconds = {"plan_s": planned - started, "plan_ahead_s": self.ahead.ahead_s}
         self.calibrator.begin_batch()
         if following is not None:
@@ -430,7 +439,8 @@ class Trainer:
         if self._lacks_equal_routes(batch.plan):
             apart = dataclasses.replace(self.planner.config, share_prefixes="off")
             planner = dataclasses.replace(self.planner, config=apart, cost=batch.cost)
-            batch = planner.plan(numbers, self._fields(numbers))
+            batch = planner.plan(numbers, self._fields(numbers), batch.plan.row_shapes)
+            self._row_shapes = batch.plan.next_row_shapes
         if self.folder is not None:
             self.folder.write_plan(batch.plan, batch.cost, batch.samples.lengths)
         return batch
@@ -442,7 +452,15 @@ class Trainer:
         in force, so it reads none of these.
         """
         planner = dataclasses.replace(self.planner, cost=self.calibrator.next_cost)
-        return planner.plan(numbers, self._fields(numbers))
+        batch = planner.plan(numbers, self._fields(numbers), self._row_shapes)
+        self._row_shapes = batch.plan.next_row_shapes
+        return batch
+
+    def _show_shapes(self, plan: Plan) -> None:
+        """A line for the first row shapes of a run, and for each change."""
+        if plan.row_shapes is not None and str(plan.row_shapes) != self._shown_shapes:
+            self._shown_shapes = str(plan.row_shapes)
+            self.progress.line(f"row shapes from step {self.num_steps + 1}: {plan.row_shapes}")
 
     def _fields(self, numbers: SampleNumbers) -> dict[str, Any]:
         """What the objective reads of samples and the data has."""

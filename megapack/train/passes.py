@@ -39,6 +39,7 @@ from megapack.loss.token import GRPO, PPO, SFT
 from megapack.model.overlap import finish_param_gathers
 from megapack.outlook.stats import StepReport, step_report
 from megapack.plan.plan import Plan, StepPlan, own_samples
+from megapack.plan.shapes import RowShapes
 from megapack.prefixes import SharedPrefixes
 from megapack.ranks.agree import agree
 from megapack.rows.transfer import host_copies, host_like
@@ -153,12 +154,18 @@ class BatchPlanner:
             replays_routes=self.replays_rollouts,
         )
 
-    def plan(self, numbers: SampleNumbers, fields: Mapping[str, Sequence[Any]]) -> PlannedBatch:
+    def plan(
+        self,
+        numbers: SampleNumbers,
+        fields: Mapping[str, Sequence[Any]],
+        row_shapes: RowShapes | None = None,
+    ) -> PlannedBatch:
         """Plan a batch of these samples and read this rank's tokens; local work.
 
         Args:
             numbers: the samples' numbers in the data set.
             fields: see `SampleBatch`; one value per sample.
+            row_shapes: see `build_dp_schedule`; those that both plans need are in both.
 
         Raises:
             PlanError, ConfigError: there is no legal plan for their lengths.
@@ -174,17 +181,19 @@ class BatchPlanner:
         pair_ids = self.data.pair_ids(numbers)
         prefixes = self.prefixes(numbers)
         settings = (self.config, self.layout, self.cost, lengths)
-        plan = plan_steps(*settings, rollout_ids, pair_ids, prefixes)
-        forward_plan = plan_logprobs(*settings, prefixes) or plan
+        plan = plan_steps(*settings, rollout_ids, pair_ids, prefixes, row_shapes)
+        forward_plan = plan_logprobs(*settings, prefixes, plan.row_shapes)
+        if forward_plan is not None:
+            plan = dataclasses.replace(plan, row_shapes=forward_plan.row_shapes)
         batch = PlannedBatch(
             numbers=numbers,
             samples=samples,
             plan=plan,
-            forward_plan=forward_plan,
+            forward_plan=forward_plan or plan,
             cost=self.cost,
             routing=[None] * len(lengths),
         )
-        self.give(batch, (plan, forward_plan))
+        self.give(batch, (plan, batch.forward_plan))
         return batch
 
     def give(self, batch: PlannedBatch, plans: Sequence[Plan]) -> None:
@@ -314,6 +323,8 @@ def halved(
         config,
         global_batch_size=None,
         num_steps=None,
+        # Half the budget is no length of the run, and a sample over it may be alone in its row.
+        row_shapes=None,
         micro_batch_size=num_samples // 2 if is_counted else None,
         max_tokens_per_gpu=None if is_counted else budget,
         forward_max_tokens_per_gpu=None if is_forward_counted else budget,

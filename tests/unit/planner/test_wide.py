@@ -218,6 +218,7 @@ class TestBoard:
         unit=np.array([1, 4, 8]),
         capacity=np.array([100, 200, 400]),
         alone=np.array([100, 200, 400]),
+        lengths=np.zeros(0, dtype=np.int64),
         uniform_tokens=0,
         max_live=0.0,
         fixed_rows=False,

@@ -16,7 +16,8 @@ from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan import MicroBatch, Part
 from megapack.prefixes import Branch, PrefixTable, SharedPrefixes, row_branches
-from megapack.rows.packed import DUMMY_TOKENS, PackedRow, pack_row, unpack_row
+from megapack.prefixes import DUMMY_TOKENS
+from megapack.rows.packed import PackedRow, pack_row, unpack_row
 from megapack.samples import SampleBatch
 
 pytestmark = pytest.mark.unit

@@ -1,0 +1,104 @@
+"""The table of few row lengths: what `Policy.row_shapes` costs, and what a graph must gain for it.
+
+Lengths are chosen by the first half of the samples and measured on the second, as a run would
+choose them by an earlier step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from megapack import CostModel, Layout, Plan, Policy, build_dp_schedule, check_plan, simulate
+from megapack.plan import RowShapes
+
+NUMBERS = (1, 2, 4, 8, 16)
+
+
+class Setting(NamedTuple):
+    """A row of the table."""
+
+    data: str
+    lengths: np.ndarray
+    budget: int
+    layout_name: str
+    layout: Layout
+    model: str
+    cost: CostModel
+
+
+class Cell(NamedTuple):
+    """What a number of row lengths costs."""
+
+    time: float
+    """Simulated seconds over those of rows of any length."""
+    padding: float
+    """Row tokens over real ones, less 1."""
+    gain: float
+    """Tokens of fixed cost per micro-batch that graphs must save."""
+
+
+def shapes_table(settings: Iterable[Setting]) -> Iterator[str]:
+    """Yield the lines of the table, a row per setting, and the geometric means of each layout."""
+    names = " | ".join(f"k={number}" for number in NUMBERS)
+    yield f"| data | layout | model | padding, any length | {names} |"
+    yield "|---" * (4 + len(NUMBERS)) + "|"
+    by_layout: dict[str, list[list[Cell]]] = {}
+    for setting in settings:
+        free, cells = _cells(setting)
+        by_layout.setdefault(setting.layout_name, []).append(cells)
+        text = " | ".join(f"{c.time:.3f}, {c.padding:.1%}, {c.gain:.0f}" for c in cells)
+        names = f"{setting.data} | {setting.layout_name} | {setting.model}"
+        yield f"| {names} | {free:.1%} | {text} |"
+    for layout, rows in by_layout.items():
+        means = [
+            f"**{math.exp(sum(math.log(c.time) for c in column) / len(column)):.3f}**"
+            for column in zip(*rows, strict=True)
+        ]
+        yield f"| geometric mean | {layout} | | | {' | '.join(means)} |"
+
+
+def _cells(setting: Setting) -> tuple[float, list[Cell]]:
+    """The padding of rows of any length, and the cell of each number."""
+    half = setting.lengths.size // 2
+    first, second = setting.lengths[:half], setting.lengths[half : 2 * half]
+    free = _planned(setting, second, None)
+    free_s = _seconds(setting, free, setting.cost)
+    cells = []
+    for number in NUMBERS:
+        shapes = _planned(setting, first, number).next_row_shapes
+        # The longest length is the budget, so that the second half needs no others.
+        plan = _planned(setting, second, number, shapes)
+        seconds = _seconds(setting, plan, setting.cost)
+        dearer = replace(setting.cost, fixed=2 * setting.cost.fixed)
+        per_fixed = (_seconds(setting, plan, dearer) - seconds) / setting.cost.fixed
+        gain = (seconds - free_s) / per_fixed * setting.layout.num_chunks / setting.cost.per_token
+        cells.append(Cell(seconds / free_s, _padding(plan), gain))
+    return _padding(free), cells
+
+
+def _planned(
+    setting: Setting, lengths: np.ndarray, number: int | None, shapes: RowShapes | None = None
+) -> Plan:
+    plan = build_dp_schedule(
+        lengths,
+        layout=setting.layout,
+        max_tokens_per_gpu=setting.budget,
+        cost=setting.cost,
+        policy=Policy(row_shapes=number),
+        row_shapes=shapes,
+    )
+    check_plan(plan, lengths)
+    return plan
+
+
+def _seconds(setting: Setting, plan: Plan, cost: CostModel) -> float:
+    return float(simulate(plan.steps[0], layout=setting.layout, cost=cost).makespan)
+
+
+def _padding(plan: Plan) -> float:
+    return plan.counts.row_tokens / plan.counts.tokens - 1
