@@ -324,6 +324,25 @@ _FEW_PROCESSES: dict[str, Case] = {
     "cp2_tp2_sp": Case(layout=Layout(cp=2, tp=2, sequence_parallel=True)),
     "dp2_cp2": Case(layout=Layout(dp=2, cp=2), weighting="rollout-mean"),
     "cp4": Case(layout=Layout(cp=4)),
+    "shapes_cp2": Case(
+        layout=Layout(cp=2), policy=Policy(row_shapes=3), expect={"row_lengths": 2}
+    ),
+    "shapes_pp2_vpp2": Case(
+        layout=PP2_VPP2, policy=Policy(row_shapes=2), expect={"chunks": 2, "row_lengths": 2}
+    ),
+    "shapes_tp2_sp": Case(layout=TP2_SP, policy=Policy(row_shapes=2), expect={"row_lengths": 2}),
+    "shapes_mla_cp2": Case(
+        layout=Layout(cp=2),
+        variant="mla",
+        policy=Policy(row_shapes=3),
+        expect={"row_lengths": 2},
+    ),
+    "shapes_mtp_pp2": Case(
+        layout=PP2, variant="mtp", policy=Policy(row_shapes=2), expect={"row_lengths": 2}
+    ),
+    "shapes_moe_dp2_ep2": Case(
+        layout=DP2_EP2, variant="moe", policy=Policy(row_shapes=1), expect={"row_lengths": 1}
+    ),
     "pp2_uneven": Case(
         layout=PP2,
         split=LayerSplit(num_layers_in_first_pipeline_stage=3),

@@ -21,6 +21,7 @@ WEEKLY_CASES = {
     *("moe_shared_dp2_ep2", "moe_tp2_sp_etp2", "moe_tp2_sp_pp2_vpp2_ep2"),
     *("mla_cp2", "dsa_tp2_sp_recompute", "dsa_cp2_recompute"),
     *("mtp_cp2", "mtp_pp2_vpp2_uneven_untied"),
+    *("shapes_tp2_sp", "shapes_mla_cp2", "shapes_mtp_pp2", "shapes_moe_dp2_ep2"),
     *("moe_bias_cp2_recompute", "moe_dp2_pp2_vpp2_ep2_uneven"),
 }
 EXACT = [name for name, case in CASES.items() if case.variant not in PRECISE]

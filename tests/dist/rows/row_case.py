@@ -138,6 +138,7 @@ class RowCase:
             context_parallel="fixed",
             split_samples="off",
             backward="joint",
+            row_shapes=None,
         )
         plain = build(max_tokens_per_gpu=shape.plain_row_tokens // cp, policy=policy)
         made = self.made_rows(samples.shape)

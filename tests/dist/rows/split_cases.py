@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from megapack.policy import Policy
 from tests.dist.rows.row_case import RowCase
@@ -125,6 +126,13 @@ SPECIAL = {
         policy=_PLANNED,
         kinds=_TWO,
         expect={"pieces": [2, 3]},
+    ),
+    "planned_shapes": _case(
+        "dp2_pp2",
+        title="a plan of the planner, three row lengths",
+        is_planned=True,
+        policy=replace(_PLANNED, row_shapes=3),
+        kinds=_TWO,
     ),
     "moe_replay_dp2_full": _case("dp2_pp2_ep2", model="moe_replay", recompute="full", kinds=_TWO),
     "bf16": _case("pp2", title="bf16", model="bf16", kinds=("sft",)),

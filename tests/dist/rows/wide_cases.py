@@ -80,6 +80,12 @@ SPECIAL = {
     "prefixes_moe_replay": _sharing("dp4_ep2", model="moe_replay", kinds=_TWO),
     "planner": _planned("dp4"),
     "planner_pp2_vpp2": _planned("dp4_pp2_vpp2", kinds=_TWO),
+    "planner_shapes": _planned(
+        "dp4",
+        title="a plan of the planner, two row lengths",
+        kinds=_TWO,
+        policy=Policy(context_parallel="dynamic", row_shapes=2),
+    ),
     "planner_prefixes": _planned(
         "dp4",
         title="a plan of the planner, shared prefixes",

@@ -71,7 +71,7 @@ def config(layout: Layout = INTERLEAVED, **changes: Any) -> TransformerConfig:
 )
 def test_right_settings_pass(layout: Layout) -> None:
     check_config(config(layout), layout)
-    check_planned_rows(config(layout))
+    check_planned_rows(config(layout), Policy())
 
 
 def test_settings_of_megapacks_models_pass() -> None:
@@ -83,7 +83,7 @@ def test_settings_of_megapacks_models_pass() -> None:
     for layout in (*layouts, Layout(cp=2)):
         made = transformer_config(model, layout)
         check_config(made, layout)
-        check_planned_rows(made)
+        check_planned_rows(made, Policy())
 
 
 REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
@@ -194,19 +194,21 @@ def test_settings_without_what_they_belong_to_are_accepted() -> None:
     [
         (
             {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"},
-            r"'allgather'.*set 'alltoall', or plan with Policy\(row_shape='uniform'\)",
+            r"'allgather'.*set 'alltoall', or plan with Policy\(row_shape='uniform'\) or Policy\(row_shapes=1\)",
         ),
         (
             {"cuda_graph_impl": "local", "cuda_graph_scope": ["mlp"]},
-            r"cuda_graph_impl='local'.*'none'.*Policy\(row_shape='uniform'\)",
+            r"cuda_graph_impl='local'.*'none'.*Policy\(row_shapes=1\)",
         ),
     ],
 )
 def test_rows_of_different_lengths_are_refused_if_they_hang(
     changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_planned_rows(config(**changes))
+    for policy in (Policy(), Policy(row_shapes=2)):
+        with pytest.raises(ConfigError, match=message):
+            check_planned_rows(config(**changes), policy)
+    check_planned_rows(config(**changes), Policy(row_shapes=1))
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])
