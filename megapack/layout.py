@@ -362,7 +362,7 @@ class _RoundedLayout(Layout):
         lengths = np.array(self.row_lengths)
         found = lengths[np.minimum(np.searchsorted(lengths, padded), lengths.size - 1)]
         rows = np.maximum(found, padded)
-        return int(rows) if isinstance(padded, int) else rows
+        return int(rows) if isinstance(padded, int) else np.asarray(rows, dtype=np.int64)
 
     def longest_row(self, limit: int) -> int:
         """As `Layout.longest_row`."""

@@ -1,4 +1,4 @@
-"""Few row lengths: the shapes that all rows of a run have, for captured graphs and compiled kernels.
+"""Few row lengths: shapes that all rows of a run have, for captured graphs and compiled kernels.
 
     rows of a plan without shapes -> choose_lengths -> RowShapes -> the plan, whose rows have them
 
@@ -191,18 +191,20 @@ def choose_lengths(lengths: Iterable[int], most: int, longest: int) -> list[int]
 def _one_more(
     sizes: Sequence[int], numbers: Sequence[int], best: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """D_k of D_k-1, and for each length the one chosen before it; itself if one more does not help.
-    """
+    """D_k of D_k-1, and for each length the one chosen before it, or itself if that is no gain."""
+
+    def value(i: int, size: int) -> int:
+        return best[i] - numbers[i] * size
+
+    # The lengths whose lines are the envelope from the current length on.
     lines: deque[int] = deque()
     after = list(best)
     before = list(range(len(sizes)))
     for j, size in enumerate(sizes):
-        while len(lines) > 1 and _at(lines[1], size, numbers, best) <= _at(
-            lines[0], size, numbers, best
-        ):
+        while len(lines) > 1 and value(lines[1], size) <= value(lines[0], size):
             lines.popleft()
         if lines:
-            total = _at(lines[0], size, numbers, best) + numbers[j] * size
+            total = value(lines[0], size) + numbers[j] * size
             if total < best[j]:
                 after[j], before[j] = total, lines[0]
         while len(lines) > 1:
@@ -214,10 +216,6 @@ def _one_more(
             lines.pop()
         lines.append(j)
     return after, before
-
-
-def _at(i: int, size: int, numbers: Sequence[int], best: Sequence[int]) -> int:
-    return best[i] - numbers[i] * size
 
 
 def _needs(

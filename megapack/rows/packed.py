@@ -35,6 +35,7 @@ from megapack.rows.chain import Link, Piece, has_piece, row_piece, sample_spans
 from megapack.rows.transfer import moved
 from megapack.samples import RowTensor, SampleBatch
 
+
 @dataclass(frozen=True, kw_only=True)
 class RoutingRow:
     """A packed row as the routers of one rank see it; made by `model.experts.rows.routing_row`."""

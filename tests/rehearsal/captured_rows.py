@@ -64,7 +64,9 @@ def _copy(target: Any, values: dict[str, Any]) -> None:
             if own != value:
                 raise ValueError(f"{name}={value}, captured with {own}")
         elif own.shape != value.shape:
-            raise ValueError(f"{name} of shape {list(value.shape)}, captured with {list(own.shape)}")
+            raise ValueError(
+                f"{name} of shape {list(value.shape)}, captured with {list(own.shape)}"
+            )
         else:
             own.copy_(value)
 

@@ -324,9 +324,7 @@ _FEW_PROCESSES: dict[str, Case] = {
     "cp2_tp2_sp": Case(layout=Layout(cp=2, tp=2, sequence_parallel=True)),
     "dp2_cp2": Case(layout=Layout(dp=2, cp=2), weighting="rollout-mean"),
     "cp4": Case(layout=Layout(cp=4)),
-    "shapes_cp2": Case(
-        layout=Layout(cp=2), policy=Policy(row_shapes=3), expect={"row_lengths": 2}
-    ),
+    "shapes_cp2": Case(layout=Layout(cp=2), policy=Policy(row_shapes=3), expect={"row_lengths": 2}),
     "shapes_pp2_vpp2": Case(
         layout=PP2_VPP2, policy=Policy(row_shapes=2), expect={"chunks": 2, "row_lengths": 2}
     ),

@@ -66,9 +66,7 @@ SPECIAL = {
         kinds=_TWO,
         expect={"dummy_rows": 1},
     ),
-    "shapes": _case(
-        "pp2_vpp2", title="two row lengths", policy=Policy(row_shapes=2), kinds=_TWO
-    ),
+    "shapes": _case("pp2_vpp2", title="two row lengths", policy=Policy(row_shapes=2), kinds=_TWO),
     "padding": _case(
         "pp2_vpp2_g12",
         title="padding micro-batches, G=12",
