@@ -151,7 +151,11 @@ def build_dp_schedule(
         row_shapes=shapes,
         _explainer=explainer,
     )
-    return plan if shapes is None else replace(plan, row_shapes=shapes.holding(plan, batch.lengths))
+    return (
+        plan
+        if shapes is None
+        else replace(plan, row_shapes=plan.holding_shapes(shapes, batch.lengths))
+    )
 
 
 def _row_shapes(
@@ -174,7 +178,8 @@ def _row_shapes(
     if given is not None and given.num_steps < policy.row_shapes_interval:
         given.check(layout, policy)
         return given
-    return RowShapes.choose(planner(policy=replace(policy, row_shapes=None)), most, longest)
+    free = planner(policy=replace(policy, row_shapes=None))
+    return RowShapes.choose(free.microbatches, layout, policy, most, longest)
 
 
 @dataclass(frozen=True)

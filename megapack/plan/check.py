@@ -364,7 +364,7 @@ class _Checker:
         if shapes is None or most is None or len(shapes.shapes) > most:
             raise _broken(12, f"row shapes {shapes and shapes.tokens} under row_shapes={most}")
         try:
-            needed = shapes.holding(self.plan, self.lengths)
+            needed = self.plan.holding_shapes(shapes, self.lengths)
         except PlanError as error:
             raise _broken(12, str(error)) from None
         if needed != shapes:

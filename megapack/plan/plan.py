@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megapack.base.arrays import read_budget
+from megapack.base.arrays import Ints, read_budget
 from megapack.errors import PlanError
 from megapack.layout import Layout, block_ranks
 from megapack.plan.explanation import Explanation
@@ -242,6 +242,15 @@ class Plan:
         """The layout with the lengths that its rows may have."""
         lengths = () if self.row_shapes is None else self.row_shapes.tokens
         return self.layout.rounding(self.policy.round_row_tokens, lengths)
+
+    @property
+    def microbatches(self) -> Iterator[MicroBatch]:
+        """Those of all steps; a shared one once."""
+        return (mb for step in self.steps for mb in step.microbatches)
+
+    def holding_shapes(self, shapes: RowShapes, lengths: Ints) -> RowShapes:
+        """`RowShapes.holding` of the plan's rows."""
+        return shapes.holding(self.microbatches, lengths, self.layout, self.prefix_table)
 
     @property
     def next_row_shapes(self) -> RowShapes | None:

@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,10 +24,6 @@ from megapack.layout import Layout, round_up
 from megapack.plan.microbatch import MicroBatch
 from megapack.policy import Policy
 from megapack.prefixes import PrefixTable, dummy_spans, row_branches
-
-if TYPE_CHECKING:
-    from megapack.plan.plan import Plan
-
 
 # Rows of later steps are longer and shorter than those that the lengths are chosen by: each counts
 # as several, of these percents of its length. Without that, rows of equal work that become 1 %
@@ -106,16 +102,18 @@ class RowShapes:
             )
         return found
 
-    def holding(self, plan: Plan, lengths: Ints) -> RowShapes:
-        """The shapes with as many segments, and as long ones, as the plan's rows need.
+    def holding(
+        self, rows: Iterable[MicroBatch], lengths: Ints, layout: Layout, table: PrefixTable | None
+    ) -> RowShapes:
+        """The shapes with as many segments, and as long ones, as the rows of a plan need.
 
         Both grow to powers of two, and a longer shape has at least those of shorter ones. So they
         change at most log2(tokens) times in a run.
         """
         grown = {shape.tokens: shape for shape in self.shapes}
-        for row in (row for step in plan.steps for row in step.microbatches):
-            tokens = self.of(row, plan.layout).tokens
-            segments, end = _needs(row, lengths, plan.layout, plan.prefix_table)
+        for row in rows:
+            tokens = self.of(row, layout).tokens
+            segments, end = _needs(row, lengths, layout, table)
             # A piece may end further from its sample's beginning than the row is long.
             needed = RowShape(tokens, _power(segments), min(_power(end), max(tokens, end)))
             grown[tokens] = RowShape(*map(max, grown[tokens], needed))
@@ -129,18 +127,18 @@ class RowShapes:
         return replace(self, num_steps=self.num_steps + num_steps)
 
     @classmethod
-    def choose(cls, plan: Plan, most: int, longest: int) -> RowShapes:
-        """At most `most` lengths, with which rows like those of a plan are padded the least.
+    def choose(
+        cls, rows: Iterable[MicroBatch], layout: Layout, policy: Policy, most: int, longest: int
+    ) -> RowShapes:
+        """At most `most` lengths, with which rows like these are padded the least.
 
         Args:
-            plan: one whose rows have any length.
+            rows: those of a plan, of any length.
             longest: tokens per DP rank of the longest row that there may be; rows of later plans
                 are at most as long, so that they need no other lengths.
         """
-        layout = plan.layout
-        unit = _unit(layout, plan.policy)
+        unit = _unit(layout, policy)
         top = max(longest // layout.cp // unit, 1) * unit
-        rows = [row for step in plan.steps for row in step.microbatches]
         # On each GPU: a row over two DP ranks is two of them.
         own = [-(-row.row_tokens // (layout.cp * row.width)) for row in rows for _ in row.ranks(0)]
         lengths = [

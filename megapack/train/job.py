@@ -49,7 +49,6 @@ from megapack.outlook.warm_up import COMPILE_S, compile_planner
 from megapack.pipeline.simulator import simulate_planned
 from megapack.plan.facts import step_metrics
 from megapack.plan.plan import Plan, StepPlan
-from megapack.plan.shapes import RowShapes
 from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_flags
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
@@ -68,6 +67,7 @@ from megapack.train.metrics import (
     reset_memory_peaks,
 )
 from megapack.train.passes import BatchPasses, BatchPlanner, PlannedBatch
+from megapack.train.row_shapes import KeptShapes
 from megapack.train.trace import StepTracer
 from megapack.train.trackers import open_trackers
 from megapack.train.update import Update, take_step
@@ -202,14 +202,11 @@ class Trainer:
         self.position = Position()
         self.resumed: Checkpoint | None = None
         self._last: PlannedBatch | None = None
-        # Those of the next batch that is planned, and those that were shown last.
-        self._row_shapes: RowShapes | None = None
-        self._shown_shapes = ""
+        self.row_shapes = KeptShapes()
         self._stopping = False
         # Steps at the last export; -1 = none yet.
         self._exported_at = -1
-        reference = self.passes.reference
-        critic = self.critic
+        reference, critic = self.passes.reference, self.critic
         self.checkpoints = Checkpoints(
             config,
             self.layout,
@@ -233,10 +230,7 @@ class Trainer:
         if self.resumed is not None:
             self.position = self.checkpoints.load(self.resumed, self._saved_fields)
             goes_on = self.calibrator.resume(self.checkpoints, self.resumed)
-            resumed = self.resumed
-            self._row_shapes = agree(
-                lambda: self.checkpoints.load_row_shapes(resumed), device=self.device
-            )
+            self.row_shapes.resume(self.checkpoints, self.resumed, self.device)
         check_replicas(self.chunks, device=self.device)
         if self.critic is not None:
             check_replicas(self.critic.chunks, device=self.device)
@@ -318,16 +312,14 @@ class Trainer:
         return folder
 
     def _close_folder(self) -> None:
-        folder = self.folder
-        self.folder = None
+        folder, self.folder = self.folder, None
         if folder is not None:
             folder.close()
 
     def _batches(self) -> Iterator[tuple[SampleNumbers, SampleNumbers | None]]:
         """The run's remaining batches in order, each with the one after it; sets up the learning
         rate schedule first."""
-        config = self.config
-        data = self.data
+        config, data = self.config, self.data
         total_steps = sum(
             steps_in(config, data, batch) for _, _, batch in all_batches(config, data)
         )
@@ -360,7 +352,7 @@ class Trainer:
             batch = agree(lambda: self._planned(numbers), device=self.device)
         planned = time.perf_counter()
         self.progress.line(plan_line(batch.plan))
-        self._show_shapes(batch.plan)
+        self.row_shapes.show(batch.plan, self.num_steps + 1, self.progress)
         batch_seconds = {"plan_s": planned - started, "plan_ahead_s": self.ahead.ahead_s}
         self.calibrator.begin_batch()
         if following is not None:
@@ -439,8 +431,7 @@ class Trainer:
         if self._lacks_equal_routes(batch.plan):
             apart = dataclasses.replace(self.planner.config, share_prefixes="off")
             planner = dataclasses.replace(self.planner, config=apart, cost=batch.cost)
-            batch = planner.plan(numbers, self._fields(numbers), batch.plan.row_shapes)
-            self._row_shapes = batch.plan.next_row_shapes
+            batch = self.row_shapes.plan(planner, numbers, self._fields(numbers), batch.plan)
         if self.folder is not None:
             self.folder.write_plan(batch.plan, batch.cost, batch.samples.lengths)
         return batch
@@ -452,15 +443,7 @@ class Trainer:
         in force, so it reads none of these.
         """
         planner = dataclasses.replace(self.planner, cost=self.calibrator.next_cost)
-        batch = planner.plan(numbers, self._fields(numbers), self._row_shapes)
-        self._row_shapes = batch.plan.next_row_shapes
-        return batch
-
-    def _show_shapes(self, plan: Plan) -> None:
-        """A line for the first row shapes of a run, and for each change."""
-        if plan.row_shapes is not None and str(plan.row_shapes) != self._shown_shapes:
-            self._shown_shapes = str(plan.row_shapes)
-            self.progress.line(f"row shapes from step {self.num_steps + 1}: {plan.row_shapes}")
+        return self.row_shapes.plan(planner, numbers, self._fields(numbers))
 
     def _fields(self, numbers: SampleNumbers) -> dict[str, Any]:
         """What the objective reads of samples and the data has."""
@@ -588,9 +571,8 @@ class Trainer:
         return {"calibration_s": time.perf_counter() - started}
 
     def _data_metrics(self) -> dict[str, int]:
-        if not self.config.data.drop_equal_rewards:
-            return {}
-        return {"num_dropped_groups": self.data.num_dropped_groups}
+        dropped = {"num_dropped_groups": self.data.num_dropped_groups}
+        return dropped if self.config.data.drop_equal_rewards else {}
 
     def _write(self, metrics: dict[str, Any]) -> None:
         """Write a line of metrics on rank 0, and complete a save whose files are on the disk.

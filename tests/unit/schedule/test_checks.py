@@ -280,8 +280,8 @@ def test_ways_of_context_parallelism_by_version(
 
 def test_a_dense_model_may_keep_the_default_dispatcher() -> None:
     made = config(num_moe_experts=None, moe_token_dispatcher_type="allgather")
-    check_planned_rows(made)
-    check_planned_rows(config(num_moe_experts=4, moe_token_dispatcher_type="alltoall"))
+    check_planned_rows(made, Policy())
+    check_planned_rows(config(num_moe_experts=4, moe_token_dispatcher_type="alltoall"), Policy())
 
 
 @pytest.fixture
