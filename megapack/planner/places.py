@@ -113,7 +113,7 @@ def _set_leaf(
     if room < places.smallest:
         _close(places, leaf)
         return
-    seconds = cost.fixed + cost.per_token[level] * board.tokens[row]
+    seconds = cost.fixed[level] + cost.per_token[level] * board.tokens[row]
     seconds += cost.per_token_sq[level] * board.tokens_sq[row]
     seconds += cost.per_sample[level] * board.num_samples[row]
     goal = goals.targets[position]

@@ -22,7 +22,7 @@ def board_of(tokens: np.ndarray, capacity: int) -> Board:
     share[0] = 1.0
     unit = np.where(width > 1, 2 * width, 4)
     cost = RowCost(
-        fixed=2.0,
+        fixed=np.full(LEVELS, 2.0),
         per_token=share,
         per_token_sq=0.01 * share,
         per_sample=3 * share,
