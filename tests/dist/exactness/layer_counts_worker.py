@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megapack import Layout, launch
 from megapack.config.model import ModelConfig
-from megapack.cost.assumed import GpuSpeed, cost_from_sizes
+from megapack.cost.assumed import ATTENTION_TOKENS, GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
 from megapack.cost.weights import matches_any
 from megapack.gpt import build, initialize_parallel
@@ -352,8 +352,9 @@ def count_operations(case: Case) -> dict[str, float]:
 
 def predict_operations(case: Case) -> dict[str, float]:
     """The same from the cost model, on a GPU that makes 1e12 operations per second."""
+    sizes = case.memory_model().sizes
     cost = cost_from_sizes(
-        case.memory_model().sizes,
+        sizes,
         case.layout,
         GpuSpeed(peak_tflops=1.0, utilisation=1.0, layer_overhead_us=0.0),
         recompute=case.config.recompute,
@@ -361,8 +362,10 @@ def predict_operations(case: Case) -> dict[str, float]:
         mean_length=1.0,
     )
     tokens_sq = sum(n * n for n in LENGTHS)
+    # Seconds that attention's kernels take for short samples are no operations.
+    kernels = sum(n * k.layer_attention_tokens(ATTENTION_TOKENS) for k, n in sizes.layer_kinds())
     return {
-        "matrices": cost.per_token * TOKENS * (1 + cost.backward_ratio) * 1e12,
+        "matrices": (cost.per_token - kernels / 1e12) * TOKENS * (1 + cost.backward_ratio) * 1e12,
         "attention": cost.per_token_sq * tokens_sq * 1e12,
     }
 

@@ -47,6 +47,7 @@ WRITERS = {
     ("hf.output", "shutil.copytree"): "the same",
     ("hf.shards", "open"): "the same",
     ("hf.shards", "write_text"): "the same",
+    ("hf.adapters", "write_text"): "the same",
     ("hf.output", "os.rename"): "renames a complete folder, or one to be removed",
     ("checkpoint.checkpoints", "torch.save"): "in a folder that is renamed when all is on the disk",
     ("checkpoint.folders", "write_text"): "the same",

@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from megapack.planner.board import Board, RowCost, clone, empty_board, first_rank, fits, put
-from megapack.planner.fill import FillRule, close_gaps, fill_board
-from megapack.planner.places import Goals, best_place, find_places, place_value, put_into_place
+from megapack.planner.fill import (
+    FillRule,
+    Goals,
+    best_place,
+    close_gaps,
+    fill_board,
+    find_places,
+    place_value,
+    put_into_place,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -31,6 +39,7 @@ def board_of(tokens: np.ndarray, capacity: int) -> Board:
         capacity=capacity * width // unit * unit,
         alone=capacity * width // unit * unit,
         uniform_tokens=0,
+        lengths=np.zeros(0, dtype=np.int64),
         max_live=0.0,
         fixed_rows=False,
         allows_padding=True,
