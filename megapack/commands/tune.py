@@ -106,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
     if args.top < 1:
         raise ConfigError(f"--top={args.top}; set 1 or more")
     # The planner's compiler takes a third of a second to import: report bad input before.
-    from megapack.outlook.tune import Space, Workload, tune
+    from megapack.outlook.tune import Workload, tune
+    from megapack.outlook.tune_space import Space
 
     typical = typical_length(table.lengths)
     work = Workload(

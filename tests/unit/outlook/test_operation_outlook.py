@@ -12,7 +12,8 @@ from megapack.config.load import load_config
 from megapack.config.sections import TrainConfig
 from megapack.cost.memory import MemoryModel
 from megapack.outlook.dry_run import Batch, check_start, predict
-from megapack.outlook.tune import Kind, Space, Workload, tune
+from megapack.outlook.tune import Workload, tune
+from megapack.outlook.tune_space import Kind, Space
 
 pytestmark = pytest.mark.unit
 

@@ -10,7 +10,8 @@ import pytest
 from megapack import ConfigError, CostModel, Layout, ModelSizes, Policy
 from megapack.cost import LayerSplit, StageLayers
 from megapack.cost.memory import MemoryModel
-from megapack.outlook.tune import Progress, Space, Tuning, Workload, tune
+from megapack.outlook.tune import Progress, Tuning, Workload, tune
+from megapack.outlook.tune_space import Space
 
 pytestmark = pytest.mark.unit
 

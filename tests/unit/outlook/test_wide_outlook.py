@@ -13,7 +13,8 @@ from megapack.config.load import load_config
 from megapack.config.sections import TrainConfig
 from megapack.cost.memory import MemoryModel
 from megapack.outlook.dry_run import Batch, check_start, predict
-from megapack.outlook.tune import Space, Workload, tune
+from megapack.outlook.tune import Workload, tune
+from megapack.outlook.tune_space import Space
 
 pytestmark = pytest.mark.unit
 
