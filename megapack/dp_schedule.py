@@ -151,11 +151,9 @@ def build_dp_schedule(
         row_shapes=shapes,
         _explainer=explainer,
     )
-    return (
-        plan
-        if shapes is None
-        else replace(plan, row_shapes=plan.holding_shapes(shapes, batch.lengths))
-    )
+    if shapes is None:
+        return plan
+    return replace(plan, row_shapes=plan.holding_shapes(shapes, batch.lengths))
 
 
 def _row_shapes(

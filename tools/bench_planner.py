@@ -615,102 +615,65 @@ def write_between_marks(page: Path, marks: tuple[str, str], tables: str) -> None
     page.write_text(f"{before}{marks[0]}\n{tables}\n{marks[1]}{after}", encoding="utf-8")
 
 
+def shapes(traces: Path) -> list[str]:
+    """The table of few row lengths."""
+    return shapes_table(
+        Setting(
+            *(case.data, case.lengths, case.budget),
+            *(case.layout_name, case.layout, case.model, case.cost),
+        )
+        for case in cases(load(traces, SHAPE_SAMPLES))
+    )
+
+
+def hybrid(traces: Path) -> list[str]:
+    """The table of hybrid models."""
+    data = load(traces, HYBRID_SAMPLES)
+    return hybrid_table((name, *data[name]) for name in HYBRID_TRACES if name in data)
+
+
+def all_qualities(traces: Path, peers: dict[str, Strategy]) -> list[str]:
+    """The tables against other strategies."""
+    lines = []
+    for batch in BATCHES:
+        table = quality(load(traces, batch), peers)
+        lines += [f"### Steps of up to {batch} samples", "", *table, ""]
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces")
     parser.add_argument("--peer", choices=["verl"], action="append", default=[])
-    parser.add_argument("--only-speed", action="store_true")
-    parser.add_argument("--only-shared", action="store_true")
-    parser.add_argument("--only-families", action="store_true")
-    parser.add_argument("--only-dynamic", action="store_true")
-    parser.add_argument("--only-operations", action="store_true")
-    parser.add_argument("--only-bound", action="store_true")
-    parser.add_argument("--only-hybrid", action="store_true")
-    parser.add_argument("--only-shapes", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planner.md")
+    # Each has an option that writes it alone.
+    parts: dict[str, tuple[tuple[str, str], Callable[[Path], list[str]]]] = {
+        "shapes": (SHAPE_MARKS, shapes),
+        "hybrid": (HYBRID_MARKS, hybrid),
+        "bound": (BOUND_MARKS, lambda traces: bound(load(traces, BOUND_SAMPLES))),
+        "operations": (OPERATION_MARKS, operations),
+        "dynamic": (DYNAMIC_MARKS, dynamic),
+        "families": (FAMILY_MARKS, lambda _: families()),
+        "shared": (SHARED_MARKS, shared),
+        "speed": (SPEED_MARKS, lambda _: speed(options.out.parent / "images")),
+    }
+    for name in parts:
+        parser.add_argument(f"--only-{name}", action="store_true")
     options = parser.parse_args()
-    only = (
-        options.only_speed,
-        options.only_shared,
-        options.only_families,
-        options.only_dynamic,
-        options.only_operations,
-        options.only_bound,
-        options.only_hybrid,
-        options.only_shapes,
-    )
-    if options.only_shapes or not any(only):
-        head = f"Measured with `python tools/bench_planner.py --only-shapes` on {machine()}."
-        settings = (
-            Setting(
-                *(case.data, case.lengths, case.budget),
-                *(case.layout_name, case.layout, case.model, case.cost),
-            )
-            for case in cases(load(options.traces, SHAPE_SAMPLES))
-        )
-        tables = "\n".join([head, "", *shapes_table(settings)])
-        print(tables)
-        write_between_marks(options.out, SHAPE_MARKS, tables)
-    if options.only_shapes:
-        return
-    if options.only_hybrid or not any(only):
-        head = f"Measured with `python tools/bench_planner.py --only-hybrid` on {machine()}."
-        data = load(options.traces, HYBRID_SAMPLES)
-        named = ((name, *data[name]) for name in HYBRID_TRACES if name in data)
-        tables = "\n".join([head, "", *hybrid_table(named)])
-        print(tables)
-        write_between_marks(options.out, HYBRID_MARKS, tables)
-    if options.only_hybrid:
-        return
-    if options.only_bound or not any(only):
-        head = f"Measured with `python tools/bench_planner.py --only-bound` on {machine()}."
-        tables = "\n".join([head, "", *bound(load(options.traces, BOUND_SAMPLES))])
-        print(tables)
-        write_between_marks(options.out, BOUND_MARKS, tables)
-    if options.only_bound:
-        return
-    if options.only_operations or not any(only):
-        head = f"Measured with `python tools/bench_planner.py --only-operations` on {machine()}."
-        tables = "\n".join([head, "", *operations(options.traces)])
-        print(tables)
-        write_between_marks(options.out, OPERATION_MARKS, tables)
-    if options.only_operations:
-        return
-    if options.only_dynamic or not any(only):
-        head = f"Measured with `python tools/bench_planner.py --only-dynamic` on {machine()}."
-        tables = "\n".join([head, "", *dynamic(options.traces)])
-        print(tables)
-        write_between_marks(options.out, DYNAMIC_MARKS, tables)
-    if options.only_dynamic:
-        return
-    if options.only_families or not any(only):
-        head = f"Measured with `python tools/bench_planner.py --only-families` on {machine()}."
-        tables = "\n".join([head, "", *families()])
-        print(tables)
-        write_between_marks(options.out, FAMILY_MARKS, tables)
-    if options.only_families:
-        return
-    if options.only_shared or not any(only):
-        head = f"Measured with `python tools/bench_planner.py --only-shared` on {machine()}."
-        tables = "\n".join([head, "", *shared(options.traces)])
-        print(tables)
-        write_between_marks(options.out, SHARED_MARKS, tables)
-    if options.only_shared:
-        return
-    head = f"Measured with `python tools/bench_planner.py --only-speed` on {machine()}."
-    tables = "\n".join([head, "", *speed(options.out.parent / "images")])
-    print(tables)
-    write_between_marks(options.out, SPEED_MARKS, tables)
-    if options.only_speed:
-        return
-    peers = {name: verl_strategy() for name in options.peer}
-    command = " ".join(["python tools/bench_planner.py", *(f"--peer {p}" for p in peers)])
-    lines = [f"Measured with `{command}` on {machine()}.", ""]
-    for batch in BATCHES:
-        table = quality(load(options.traces, batch), peers)
-        lines += [f"### Steps of up to {batch} samples", "", *table, ""]
-    print("\n".join(lines))
-    write_between_marks(options.out, MARKS, "\n".join(lines))
+
+    def write(marks: tuple[str, str], arguments: Iterable[str], lines: list[str]) -> None:
+        command = " ".join(["python tools/bench_planner.py", *arguments])
+        text = "\n".join([f"Measured with `{command}` on {machine()}.", "", *lines])
+        print(text)
+        write_between_marks(options.out, marks, text)
+
+    only = [name for name in parts if getattr(options, f"only_{name}")]
+    for name in only or parts:
+        marks, tables = parts[name]
+        write(marks, [f"--only-{name}"], tables(options.traces))
+    if not only:
+        peers = {name: verl_strategy() for name in options.peer}
+        write(MARKS, [f"--peer {peer}" for peer in peers], all_qualities(options.traces, peers))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ the best few.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import logging
@@ -277,7 +278,7 @@ class _Sweep:
             whole.append(self._whole(candidate))
             self._watch(whole)
         # Only now, so that an interrupt leaves all that was found.
-        self.ranked = _ranked(whole)
+        self.ranked = sorted(whole, key=_slowness)
 
     def _plan_layout(self, layout: Layout, trials: Iterator[_Trial]) -> None:
         """Add the plans of one layout and split to `ranked`, if they differ and fit."""
@@ -300,7 +301,8 @@ class _Sweep:
         self.num_plans += 1
         if candidate.memory.total <= self.work.memory_bytes:
             self.num_fitting += 1
-            self.ranked = _ranked([*self.ranked, candidate])
+            # After equally fast ones, which came before it in the sweep.
+            bisect.insort(self.ranked, candidate, key=_slowness)
 
     def _whole(self, candidate: Candidate) -> Candidate:
         """The candidate with the plan of all samples; itself if that is not legal."""
@@ -316,14 +318,14 @@ class _Sweep:
         return _candidate(self.work, self.work, trial, plan, 1)
 
     def _watch(self, found: list[Candidate]) -> None:
-        best = max(found, key=lambda c: c.tokens_per_gpu_second, default=None)
+        best = min(found, key=_slowness, default=None)
         self.progress = Progress(self.progress.done + 1, self.progress.num_plans, best)
         self.watch(self.progress)
 
 
-def _ranked(candidates: list[Candidate]) -> list[Candidate]:
-    """The fastest first; equally fast ones stay in the order of the sweep."""
-    return sorted(candidates, key=lambda c: -c.tokens_per_gpu_second)
+def _slowness(candidate: Candidate) -> float:
+    """Candidates are sorted by it: the fastest first."""
+    return -candidate.tokens_per_gpu_second
 
 
 def _best_of_layouts(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:

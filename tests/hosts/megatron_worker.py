@@ -25,6 +25,7 @@ from megapack.loss import GRPO, SFT
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
+from tests.dist.groups import end_model_parallel
 from tests.dist.setup import build_chunks
 from tests.rehearsal.recorder import unchecked
 
@@ -241,7 +242,7 @@ def main(out: str) -> None:
     found: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         found[name] = run_layout(layout, training)
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     with unchecked():
         found["fails_alone"] = _fails_alone(training)
     Path(out, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -31,6 +31,7 @@ from megapack.model.weight_gradients import WeightGradients
 from megapack.prefixes import SharedPrefixes
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
+from tests.dist.groups import end_model_parallel
 from tests.dist.hf.hf_cases import samples
 from tests.dist.setup import error_of
 from tests.hosts.lora import packages
@@ -271,7 +272,7 @@ def main(folder: str, out: str, *names: str) -> None:
     results = {}
     for name in names:
         results[name] = run_case(name, Path(folder), device)
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results), encoding="utf-8")
     launch.stop()
