@@ -10,6 +10,13 @@
     python tools/bench_planner.py --only-bound         # writes the table of the lower bound
     python tools/bench_planner.py --only-hybrid        # writes the table of hybrid models
     python tools/bench_planner.py --only-shapes        # writes the table of few row lengths
+    python tools/bench_planner.py --only-common        # writes that of layouts without interleaving
+    python tools/bench_planner.py --only-costs         # writes that of measured costs
+    python tools/bench_planner.py --only-published     # writes the tables of inputs of others
+
+Sources of others, of which tables have their planner or their inputs: `--megatron FOLDER` (the dev
+branch of Megatron-LM), `--distca FOLDER` (hao-ai-lab/DistCA) and `--dynapipe FOLDER`
+(awslabs/optimizing-multitask-training-through-dynamic-pipelines).
 
 Quality is time over equal work: a step's simulated seconds over the seconds of its samples' work
 spread evenly over all GPUs, without a bubble, alignment or fixed costs. No plan can reach 1.
@@ -18,33 +25,36 @@ spread evenly over all GPUs, without a bubble, alignment or fixed costs. No plan
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megapack import (
-    CostModel,
-    Layout,
-    MicroBatch,
-    Plan,
-    Policy,
-    StepPlan,
-    build_dp_schedule,
-    check_plan,
-    simulate,
-)
+from megapack import Layout, Policy, check_plan
 from tools.benching.lower_bound import LowerBounds, sample_seconds
+from tools.benching.planner_cases import (
+    MODELS,
+    Case,
+    Result,
+    cases,
+    cost_of,
+    judge,
+    load,
+    mean,
+    plan_of,
+    run_ours,
+    run_strategy,
+)
+from tools.benching.planner_common import common_table
+from tools.benching.planner_costs import costs_table
 from tools.benching.planner_families import (
     generated_steps,
     large_steps,
@@ -54,8 +64,16 @@ from tools.benching.planner_families import (
     trace_steps,
 )
 from tools.benching.planner_hybrid import hybrid_table
-from tools.benching.planner_peers import BASELINES, Ranks, Strategy
-from tools.benching.planner_shapes import Setting, shapes_table
+from tools.benching.planner_peer_code import megatron_strategies, verl_strategy
+from tools.benching.planner_peers import BASELINES, Strategy
+from tools.benching.planner_published import (
+    MILES_LAYOUT,
+    documents_table,
+    makespan_table,
+    nvidia_table,
+    slots_table,
+)
+from tools.benching.planner_shapes import shapes_table
 from tools.benching.planner_speed import draw, growth_tables, target_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,13 +106,11 @@ SHARED_MARKS = ("<!-- measured: shared prefixes -->", "<!-- end: shared prefixes
 OPERATION_MARKS = ("<!-- measured: operations -->", "<!-- end: operations -->")
 BOUND_MARKS = ("<!-- measured: lower bound -->", "<!-- end: lower bound -->")
 HYBRID_MARKS = ("<!-- measured: hybrid models -->", "<!-- end: hybrid models -->")
+COMMON_MARKS = ("<!-- measured: common layouts -->", "<!-- end: common layouts -->")
+PUBLISHED_MARKS = ("<!-- measured: published -->", "<!-- end: published -->")
+COST_MARKS = ("<!-- measured: costs -->", "<!-- end: costs -->")
 SHAPE_MARKS = ("<!-- measured: row shapes -->", "<!-- end: row shapes -->")
 DYNAMIC_MARKS = ("<!-- measured: dynamic CP -->", "<!-- end: dynamic CP -->")
-# Each micro-batch costs this many tokens more than its samples: launches, small GEMMs, p2p.
-FIXED_TOKENS = 256
-# Tokens of a row cost this part more for each further DP rank that shares it.
-CP_OVERHEAD = 0.05
-
 LAYOUTS = {
     "dp8": Layout(dp=8),
     "dp4 pp4": Layout(dp=4, pp=4),
@@ -127,185 +143,6 @@ OPERATIONS = {
 }
 # What the tables say more about.
 BOTH = "both"
-# Seconds per squared token over seconds per token.
-MODELS = {"7B": 1 / 49152, "30B-A3B": 1 / 12288}
-# File and budget per row of each trace.
-TRACES = {
-    "servegen": ("servegen_deepseek_r1_resampled.csv", 65536),
-    "aime24": ("skythought_aime24_longcot_g16.csv", 51200),
-    "math500": ("skythought_math500_g4.csv", 36864),
-    "azure": ("azure2023_conv.csv", 16384),
-    "openchat": ("openchat_v1_sft.csv", 32768),
-}
-
-
-def cost_of(layout: Layout, model: str) -> CostModel:
-    per_token = 1e-6
-    fixed = FIXED_TOKENS * per_token / layout.num_chunks
-    return CostModel(
-        fixed=fixed,
-        per_token=per_token,
-        per_token_sq=per_token * MODELS[model],
-        cp_overhead=CP_OVERHEAD,
-    )
-
-
-@dataclass(frozen=True)
-class Case:
-    """One cell of the table."""
-
-    data: str
-    lengths: np.ndarray
-    budget: int
-    layout_name: str
-    model: str
-
-    @property
-    def layout(self) -> Layout:
-        return {**DYNAMIC_LAYOUTS, **OPERATION_LAYOUTS}[self.layout_name]
-
-    @property
-    def cost(self) -> CostModel:
-        return cost_of(self.layout, self.model)
-
-    @property
-    def work(self) -> np.ndarray:
-        """Forward of each sample, in tokens."""
-        return self.lengths + self.lengths.astype(float) ** 2 * MODELS[self.model]
-
-    @property
-    def equal_seconds(self) -> float:
-        """Seconds of the work spread evenly over all stages. A backward takes twice the forward."""
-        layout = self.layout
-        return 1e-6 * float(self.work.sum()) * 3 / (layout.dp * layout.pp)
-
-
-@dataclass(frozen=True)
-class Result:
-    """How good a strategy's plan of a case is."""
-
-    ratio: float
-    """Time over equal work."""
-    num_over: int
-    """Rows over the budget."""
-    worst_row: float
-    """Tokens of the longest row, divided by the budget."""
-    num_microbatches: int
-    """The most micro-batches of a rank."""
-    milliseconds: float
-    """CPU time of planning."""
-    widths: str = ""
-    """Rows over 2 ranks, over 4, and so on."""
-    num_pieces: int = 0
-    """Rows that hold a piece of a sample."""
-    live_tokens: float = 0.0
-    """Most tokens whose activations a GPU holds at once."""
-
-
-def load(folder: Path, num_samples: int) -> dict[str, tuple[np.ndarray, int]]:
-    """Lengths and budget per data set: the traces, or generated lengths without the folder."""
-    if folder.is_dir():
-        data = {}
-        for name, (file, budget) in TRACES.items():
-            columns = np.loadtxt(folder / file, delimiter=",", skiprows=1, dtype=np.int64)
-            data[name] = (columns[:num_samples, :2].sum(axis=1), budget)
-        return data
-    rng = np.random.default_rng(0)
-    lognormal = np.clip(rng.lognormal(7, 1, num_samples), 1, 32768).astype(np.int64)
-    short = rng.integers(200, 1500, num_samples)
-    long = rng.integers(12000, 30000, num_samples)
-    bimodal = np.where(rng.random(num_samples) < 0.8, short, long)
-    return {"lognormal": (lognormal, 32768), "bimodal": (bimodal, 32768)}
-
-
-def cases(
-    data: dict[str, tuple[np.ndarray, int]], layouts: Iterable[str] = tuple(LAYOUTS)
-) -> Iterator[Case]:
-    for name, (lengths, budget) in data.items():
-        for layout in layouts:
-            for model in MODELS:
-                yield Case(name, lengths, budget, layout, model)
-
-
-def plan_of(case: Case, policy: Policy) -> Plan:
-    return build_dp_schedule(
-        case.lengths,
-        layout=case.layout,
-        max_tokens_per_gpu=case.budget,
-        cost=case.cost,
-        policy=policy,
-    )
-
-
-def run_ours(case: Case, policy: Policy) -> Result:
-    start = time.process_time()
-    plan = plan_of(case, policy)
-    return judge(case, plan.steps[0], time.process_time() - start)
-
-
-def run_strategy(case: Case, strategy: Strategy) -> Result:
-    start = time.process_time()
-    ranks = strategy(case.lengths, case.work, case.layout, case.budget)
-    seconds = time.process_time() - start
-    return judge(case, as_step(case, ranks), seconds)
-
-
-def as_step(case: Case, ranks: Ranks) -> StepPlan:
-    def micro_batch(row: list[int]) -> MicroBatch:
-        sizes = case.lengths[row]
-        tokens = int(sizes.sum())
-        return MicroBatch(tuple(row), tokens, tokens, int((sizes * sizes).sum()), tokens)
-
-    rows = tuple(tuple(map(micro_batch, rank)) for rank in ranks)
-    group = case.layout.group_size if case.layout.vpp > 1 else None
-    return StepPlan(rows, len(rows[0]), group, (), ())
-
-
-def judge(case: Case, step: StepPlan, seconds: float) -> Result:
-    simulation = simulate(step, layout=case.layout, cost=case.cost)
-    rows = [mb.row_tokens / mb.width for mb in step.microbatches]
-    over = [tokens for tokens in rows if tokens > case.budget]
-    samples = sorted(i for mb in step.microbatches for i in mb.begun_samples)
-    assert samples == list(range(case.lengths.size)), "a strategy lost samples"
-    widths = [mb.width for mb in step.microbatches if mb.width > 1]
-    return Result(
-        ratio=simulation.makespan / case.equal_seconds,
-        num_over=len(over),
-        worst_row=max(rows) / case.budget,
-        num_microbatches=max(map(len, step.ranks)),
-        milliseconds=1e3 * seconds,
-        widths=" ".join(f"{widths.count(w)}x{w}" for w in sorted(set(widths))),
-        num_pieces=step.counts.num_pieces,
-        live_tokens=simulation.peak_live_tokens,
-    )
-
-
-def verl_strategy() -> Strategy:
-    """`kk_per_rank` by the installed package's own functions."""
-    from verl.utils import seqlen_balancing as verl  # type: ignore[import-not-found]
-
-    def plan(lengths: np.ndarray, work: np.ndarray, layout: Layout, budget: int) -> Ranks:
-        weight = [int(w) for w in work]
-        even = lengths.size % layout.dp == 0
-        ranks = verl.get_seqlen_balanced_partitions(weight, layout.dp, equal_size=even)
-        count = max(-(-int(lengths[part].sum()) // budget) for part in ranks)
-        count = layout.next_legal_count(count, "multiple")
-        out: Ranks = []
-        for part in ranks:
-            rows = verl.get_seqlen_balanced_partitions(
-                [weight[i] for i in part], count, equal_size=False
-            )
-            rows = [[part[i] for i in row] for row in rows]
-            rows.sort(key=lambda row: -sum(weight[i] for i in row))
-            out.append(rows[::2][::-1] + rows[1::2])
-        return out
-
-    return plan
-
-
-def mean(ratios: list[float]) -> float:
-    """The geometric mean."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def quality(data: dict[str, tuple[np.ndarray, int]], peers: dict[str, Strategy]) -> list[str]:
@@ -319,10 +156,10 @@ def quality(data: dict[str, tuple[np.ndarray, int]], peers: dict[str, Strategy])
     lines = [f"| data | layout | model | {' | '.join(names)} | M | over | ms |"]
     lines.append("|---" * (len(names) + 6) + "|")
     results: list[dict[str, Result]] = []
-    for case in list(cases(data))[: len(LAYOUTS) * len(MODELS)]:
+    for case in list(cases(data, LAYOUTS))[: len(LAYOUTS) * len(MODELS)]:
         # Compile the kernels first, so that no milliseconds contain it.
         run_ours(case, Policy())
-    for case in cases(data):
+    for case in cases(data, LAYOUTS):
         row = {name: run_strategy(case, strategy) for name, strategy in strategies.items()}
         row |= {name: run(case) for name, run in ours.items()}
         results.append(row)
@@ -372,7 +209,7 @@ def bound(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
     bounds: dict[str, LowerBounds] = {}
     by_layout: dict[str, list[float]] = {}
     start = time.process_time()
-    for case in cases(data):
+    for case in cases(data, LAYOUTS):
         planned = run_ours(case, Policy())
         if case.layout_name not in bounds:
             bounds[case.layout_name] = LowerBounds(case.layout, case.cost)
@@ -537,7 +374,9 @@ def spread(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
             seconds: dict[str, list[float]] = {n: [] for n in ("equal work", *names)}
             for _ in range(SPREAD_STEPS):
                 drawn = rng.choice(lengths, SPREAD_SAMPLES)
-                case = Case(name, drawn, budget, layout, "30B-A3B")
+                sizes = DYNAMIC_LAYOUTS[layout]
+                cost = cost_of(sizes, "30B-A3B")
+                case = Case(name, drawn, budget, layout, sizes, "30B-A3B", cost)
                 results = {n: run_strategy(case, s) for n, s in BASELINES.items()}
                 results |= {
                     "fixed": run_ours(case, Policy()),
@@ -560,7 +399,7 @@ def plan_speed(
     """The table of CPU milliseconds per plan: medians of five."""
     names = " | ".join(policies)
     lines = [f"| data | samples | model | {names} |", "|---" * (3 + len(policies)) + "|"]
-    for case in cases(data, [layout]):
+    for case in cases(data, {layout: DYNAMIC_LAYOUTS[layout]}):
         medians = []
         for policy in policies.values():
             times = []
@@ -617,13 +456,26 @@ def write_between_marks(page: Path, marks: tuple[str, str], tables: str) -> None
 
 def shapes(traces: Path) -> list[str]:
     """The table of few row lengths."""
-    return shapes_table(
-        Setting(
-            *(case.data, case.lengths, case.budget),
-            *(case.layout_name, case.layout, case.model, case.cost),
-        )
-        for case in cases(load(traces, SHAPE_SAMPLES))
-    )
+    return list(shapes_table(cases(load(traces, SHAPE_SAMPLES), LAYOUTS)))
+
+
+def common(traces: Path, megatron: Path | None) -> list[str]:
+    """The table of layouts without interleaving."""
+    return common_table(traces, megatron_strategies(megatron) if megatron else {})
+
+
+def published(megatron: Path | None, distca: Path | None, dynapipe: Path | None) -> list[str]:
+    """The tables of inputs of others; those without their sources are left out."""
+    costs = {model: cost_of(MILES_LAYOUT, model) for model in MODELS}
+    tables: list[tuple[str, Iterable[str]]] = []
+    if megatron:
+        tables.append(("Megatron-LM's example of dynamic CP", nvidia_table(megatron)))
+    if distca:
+        tables.append(("Documents of WLB-LLM and ProLong", documents_table(distca)))
+    if dynapipe:
+        tables.append(("DynaPipe's spread of micro-batches", makespan_table(dynapipe)))
+    tables.append(("Padded slots of miles#1766", slots_table(costs)))
+    return [line for title, table in tables for line in (f"### {title}", "", *table, "")]
 
 
 def hybrid(traces: Path) -> list[str]:
@@ -645,9 +497,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces")
     parser.add_argument("--peer", choices=["verl"], action="append", default=[])
+    sources = ("megatron", "distca", "dynapipe")
+    for name in sources:
+        parser.add_argument(f"--{name}", type=Path, metavar="FOLDER")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planner.md")
     # Each has an option that writes it alone.
     parts: dict[str, tuple[tuple[str, str], Callable[[Path], list[str]]]] = {
+        "common": (COMMON_MARKS, lambda traces: common(traces, options.megatron)),
+        "published": (PUBLISHED_MARKS, lambda _: published(**folders)),
+        "costs": (COST_MARKS, lambda traces: list(costs_table(traces))),
         "shapes": (SHAPE_MARKS, shapes),
         "hybrid": (HYBRID_MARKS, hybrid),
         "bound": (BOUND_MARKS, lambda traces: bound(load(traces, BOUND_SAMPLES))),
@@ -667,10 +525,13 @@ def main() -> None:
         print(text)
         write_between_marks(options.out, marks, text)
 
+    folders = {name: getattr(options, name) for name in sources}
+    given = [f"--{name} FOLDER" for name, folder in folders.items() if folder]
     only = [name for name in parts if getattr(options, f"only_{name}")]
     for name in only or parts:
         marks, tables = parts[name]
-        write(marks, [f"--only-{name}"], tables(options.traces))
+        own = given if name in ("common", "published") else []
+        write(marks, [f"--only-{name}", *own], tables(options.traces))
     if not only:
         peers = {name: verl_strategy() for name in options.peer}
         write(MARKS, [f"--peer {peer}" for peer in peers], all_qualities(options.traces, peers))

@@ -82,11 +82,21 @@ def enable(capability: tuple[int, int] | None = None) -> None:
     _redirect_process_groups()
     _redirect_cuda_module()
     _redirect_device_facts(capability or _DEFAULT_CAPABILITY)
+    _compile_nothing()
     for module, redirect in AFTER_IMPORT.items():
         _after_import(module, redirect)
     if importlib.util.find_spec("triton") is None:
         sys.meta_path.insert(0, WithoutTriton())
     setattr(torch.cuda, _MARKER, True)
+
+
+def _compile_nothing() -> None:
+    """Run Megatron's small fused functions as they are: a C++ compiler would take seconds for each,
+    again for every few lengths of rows. TORCHDYNAMO_DISABLE=0 compiles."""
+    is_off = os.environ.setdefault("TORCHDYNAMO_DISABLE", "1") == "1"
+    # Only functions that are decorated from now on read the variable.
+    if is_off and "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].config.disable = True
 
 
 def _redirect_process_groups() -> None:

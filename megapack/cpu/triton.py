@@ -15,6 +15,7 @@ _NEED_TRITON = (
     "megatron.core.transformer.custom_layers.batch_invariant_kernels",
     "megatron.core.inference.contexts.fused_kv_append_kernel",
     "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
+    "megatron.core.transformer.moe.ops.paged_stash",
 )
 
 

@@ -71,7 +71,10 @@ def karmarkar_per_rank(lengths: np.ndarray, work: np.ndarray, layout: Layout, bu
     count = layout.next_legal_count(count, "multiple")
     out: Ranks = []
     for part in ranks:
-        rows = [[part[i] for i in row] for row in karmarkar_karp(weight[part], count)]
+        # The original refuses a rank with fewer samples than rows.
+        filled = min(count, len(part))
+        rows = [[part[i] for i in row] for row in karmarkar_karp(weight[part], filled)]
+        rows += [[] for _ in range(count - filled)]
         rows.sort(key=lambda row: -int(weight[row].sum()))
         out.append(rows[::2][::-1] + rows[1::2])
     return out

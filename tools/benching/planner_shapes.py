@@ -13,22 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megapack import CostModel, Layout, Plan, Policy, build_dp_schedule, check_plan, simulate
+from megapack import CostModel, Plan, Policy, build_dp_schedule, check_plan, simulate
 from megapack.plan import RowShapes
+from tools.benching.planner_cases import Case
 
 NUMBERS = (1, 2, 4, 8, 16)
-
-
-class Setting(NamedTuple):
-    """A row of the table."""
-
-    data: str
-    lengths: np.ndarray
-    budget: int
-    layout_name: str
-    layout: Layout
-    model: str
-    cost: CostModel
 
 
 class Cell(NamedTuple):
@@ -42,17 +31,17 @@ class Cell(NamedTuple):
     """Tokens of fixed cost per micro-batch that graphs must save."""
 
 
-def shapes_table(settings: Iterable[Setting]) -> Iterator[str]:
-    """Yield the lines of the table, a row per setting, and the geometric means of each layout."""
+def shapes_table(cases: Iterable[Case]) -> Iterator[str]:
+    """Yield the lines of the table, a row per case, and the geometric means of each layout."""
     names = " | ".join(f"k={number}" for number in NUMBERS)
     yield f"| data | layout | model | padding, any length | {names} |"
     yield "|---" * (4 + len(NUMBERS)) + "|"
     by_layout: dict[str, list[list[Cell]]] = {}
-    for setting in settings:
-        free, cells = _cells(setting)
-        by_layout.setdefault(setting.layout_name, []).append(cells)
+    for case in cases:
+        free, cells = _cells(case)
+        by_layout.setdefault(case.layout_name, []).append(cells)
         text = " | ".join(f"{c.time:.3f}, {c.padding:.1%}, {c.gain:.0f}" for c in cells)
-        names = f"{setting.data} | {setting.layout_name} | {setting.model}"
+        names = f"{case.data} | {case.layout_name} | {case.model}"
         yield f"| {names} | {free:.1%} | {text} |"
     for layout, rows in by_layout.items():
         means = [
@@ -62,33 +51,33 @@ def shapes_table(settings: Iterable[Setting]) -> Iterator[str]:
         yield f"| geometric mean | {layout} | | | {' | '.join(means)} |"
 
 
-def _cells(setting: Setting) -> tuple[float, list[Cell]]:
+def _cells(case: Case) -> tuple[float, list[Cell]]:
     """The padding of rows of any length, and the cell of each number."""
-    half = setting.lengths.size // 2
-    first, second = setting.lengths[:half], setting.lengths[half : 2 * half]
-    free = _planned(setting, second, None)
-    free_s = _seconds(setting, free, setting.cost)
+    half = case.lengths.size // 2
+    first, second = case.lengths[:half], case.lengths[half : 2 * half]
+    free = _planned(case, second, None)
+    free_s = _seconds(case, free, case.cost)
     cells = []
     for number in NUMBERS:
-        shapes = _planned(setting, first, number).next_row_shapes
+        shapes = _planned(case, first, number).next_row_shapes
         # The longest length is the budget, so that the second half needs no others.
-        plan = _planned(setting, second, number, shapes)
-        seconds = _seconds(setting, plan, setting.cost)
-        dearer = replace(setting.cost, fixed=2 * setting.cost.fixed)
-        per_fixed = (_seconds(setting, plan, dearer) - seconds) / setting.cost.fixed
-        gain = (seconds - free_s) / per_fixed * setting.layout.num_chunks / setting.cost.per_token
+        plan = _planned(case, second, number, shapes)
+        seconds = _seconds(case, plan, case.cost)
+        dearer = replace(case.cost, fixed=2 * case.cost.fixed)
+        per_fixed = (_seconds(case, plan, dearer) - seconds) / case.cost.fixed
+        gain = (seconds - free_s) / per_fixed * case.layout.num_chunks / case.cost.per_token
         cells.append(Cell(seconds / free_s, _padding(plan), gain))
     return _padding(free), cells
 
 
 def _planned(
-    setting: Setting, lengths: np.ndarray, number: int | None, shapes: RowShapes | None = None
+    case: Case, lengths: np.ndarray, number: int | None, shapes: RowShapes | None = None
 ) -> Plan:
     plan = build_dp_schedule(
         lengths,
-        layout=setting.layout,
-        max_tokens_per_gpu=setting.budget,
-        cost=setting.cost,
+        layout=case.layout,
+        max_tokens_per_gpu=case.budget,
+        cost=case.cost,
         policy=Policy(row_shapes=number),
         row_shapes=shapes,
     )
@@ -96,8 +85,8 @@ def _planned(
     return plan
 
 
-def _seconds(setting: Setting, plan: Plan, cost: CostModel) -> float:
-    return float(simulate(plan.steps[0], layout=setting.layout, cost=cost).makespan)
+def _seconds(case: Case, plan: Plan, cost: CostModel) -> float:
+    return float(simulate(plan.steps[0], layout=case.layout, cost=cost).makespan)
 
 
 def _padding(plan: Plan) -> float:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -383,8 +382,6 @@ def predict(case: Case) -> dict[str, float]:
 def main(out: str) -> None:
     """Measure the cases of this world size; every rank writes its own file."""
     launch.start("cpu")
-    # What the fused SwiGLU keeps does not depend on whether it is compiled.
-    torch._dynamo.config.disable = True
     varlen.varlen_kernel = lambda: flash_varlen
     cases = CASES[dist.get_world_size()]
     results: dict[str, Any] = {

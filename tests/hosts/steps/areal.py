@@ -174,8 +174,6 @@ def join_alone() -> None:
 def main() -> None:
     arguments = parse_arguments()
     warnings.simplefilter("ignore")
-    # AReaL compiles its softmax, which takes longer here than the steps.
-    torch._dynamo.config.disable = True
     # The stand-in of AReaL's colored log formatter does not format.
     logging.raiseExceptions = False
     cpu.enable()

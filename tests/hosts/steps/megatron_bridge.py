@@ -83,8 +83,6 @@ def redirect_to_cpu() -> None:
     torch.cuda.is_available = lambda: True
     # A torch that is built for CUDA would believe this, and ask its driver.
     torch.accelerator.current_accelerator = lambda check_available=False: None
-    # Its warm-up would compile fused functions for each start.
-    torch._dynamo.config.disable = True
     # The package imports the recipes of all models, and 0.6 has some that need diffusers.
     recipes = types.ModuleType("megatron.bridge.recipes")
     recipes.__path__ = [f"{path}/recipes" for path in megatron.bridge.__path__]

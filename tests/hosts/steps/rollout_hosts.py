@@ -72,8 +72,6 @@ def start(host: str) -> Arguments:
     """Read the command line, patch, join the job, and make the host importable."""
     arguments = parse_arguments()
     warnings.simplefilter("ignore")
-    import torch._dynamo
-
     from megapack import launch, patching
 
     patching.apply(*arguments.patches)
@@ -89,8 +87,6 @@ def start(host: str) -> Arguments:
     import_stubs.install(*ABSENT)
     _replace_ray()
     _replace_cuda_queries()
-    # Compiling the losses for a CPU takes longer than all steps together.
-    torch._dynamo.config.disable = True
     return arguments
 
 

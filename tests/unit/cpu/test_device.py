@@ -21,7 +21,11 @@ import megapack.model, megapack.schedule
 from megapack import cpu
 results["enabled_by_import"] = cpu.enabled()
 before = torch.empty
+early = torch.compile(lambda x: x + 1)
 cpu.enable()
+late = torch.compile(lambda x: x + 2)
+results["sums"] = [float(add(torch.zeros(()))) for add in (early, late)]
+results["compiled"] = dict(torch._dynamo.utils.counters["frames"])
 wrapped = torch.empty, torch.Tensor.to, torch.Tensor.type
 cpu.enable()
 results["enabled"] = cpu.enabled()
@@ -87,6 +91,10 @@ def test_enabling_twice_changes_nothing(in_torch: dict[str, Any]) -> None:
     assert in_torch["enabled"]
     assert in_torch["patched"]
     assert in_torch["idempotent"]
+
+
+def test_nothing_is_compiled(in_torch: dict[str, Any]) -> None:
+    assert (in_torch["sums"], in_torch["compiled"]) == ([1, 2], {})
 
 
 def test_calls_for_cuda_get_the_cpu(in_torch: dict[str, Any]) -> None:
