@@ -31,14 +31,14 @@ REPO_ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the cases that a module names in `WEEKLY_CASES` with `weekly`."""
+    """Mark the tests of the cases that a module names in `WEEKLY_CASES` with `weekly`.
+
+    A case is the parameter `name` of a test, or the id of all its parameters.
+    """
     for item in items:
         weekly = getattr(getattr(item, "module", None), "WEEKLY_CASES", ())
-        if (
-            weekly
-            and getattr(item, "callspec", None)
-            and item.callspec.params.get("name") in weekly
-        ):
+        case = getattr(item, "callspec", None)
+        if weekly and case and not {case.id, case.params.get("name")}.isdisjoint(weekly):
             item.add_marker(pytest.mark.weekly)
 
 

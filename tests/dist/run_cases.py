@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.dist.exactness import cases
 from tests.dist.problem import PRECISE
 from tests.dist.spawn import checked_job
 
-# Each case leaves its process groups and their threads behind, which slow down the next case.
+# A job that hangs ends after minutes, whatever the number of cases.
 _CASES_PER_JOB = 8
 
 
@@ -37,6 +39,14 @@ def run_cases(names: Iterable[str], reference: Path, folder: Path) -> dict[str, 
     return run_by_world(
         "tests.dist.exactness.worker", worlds, str(reference), folder, timeout_s=300
     )
+
+
+def selected_names(request: pytest.FixtureRequest) -> set[str]:
+    """The parameter `name` of each selected test that asks for a module's fixture."""
+    own = [item for item in request.session.items if item.module is request.module]
+    own = [item for item in own if request.fixturename in item.fixturenames]
+    parameters = [item.callspec.params for item in own if hasattr(item, "callspec")]
+    return {found["name"] for found in parameters if "name" in found}
 
 
 def run_by_world(

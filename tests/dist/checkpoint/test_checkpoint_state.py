@@ -11,6 +11,9 @@ from tests.megatron import needs_hybrid, needs_muon
 
 pytestmark = pytest.mark.dist
 
+# Others have the same parts.
+WEEKLY_CASES = {"tp2", "dp2_frozen"}
+
 
 @pytest.mark.parametrize(
     ("tp", "ep", "variant", "dtype", "optimizer"),

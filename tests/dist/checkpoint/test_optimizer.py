@@ -15,6 +15,9 @@ from tests.te_python import VERSION, needs_te
 
 pytestmark = pytest.mark.dist
 
+# Others have the same parts.
+WEEKLY_CASES = {"2-1-2-2-distributed", "2-1-2-1-adam", "loss_alone"}
+
 
 def train(
     folder: Path,
@@ -86,6 +89,7 @@ def test_uneven_stages_reach_the_same_weights(
     check_weights(ranks, single, tp=1)
 
 
+@pytest.mark.weekly
 @needs_te
 def test_whole_projections_of_latent_attention_over_transformer_engine(tmp_path: Path) -> None:
     (single,) = train(tmp_path / "single", 1, 1, 1, 1, "adam", variant="mla", te="")

@@ -154,7 +154,7 @@ def copy_of_run(undisturbed: Path, folder: Path, *, until: int) -> Path:
     return run
 
 
-@pytest.mark.parametrize("saving", [SYNC, ASYNC])
+@pytest.mark.parametrize("saving", [SYNC, pytest.param(ASYNC, marks=WEEKLY)])
 def test_killed_and_resumed_bit_by_bit(undisturbed: Path, tmp_path: Path, saving: str) -> None:
     killed(tmp_path, *DP2, saving, "train.resume=auto", after_steps=5)
     assert len(metrics(tmp_path)) < NUM_STEPS
@@ -214,7 +214,7 @@ def test_resumed_on_another_layout(
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        (UNEVEN, (*PP2, "layout.num_layers_in_first_pipeline_stage=1")),
+        pytest.param(UNEVEN, (*PP2, "layout.num_layers_in_first_pipeline_stage=1"), marks=WEEKLY),
         pytest.param((*TP2, PLAIN), (*PP2_VPP2, PLAIN), marks=WEEKLY),
     ],
     ids=["uneven-other", "tp2-pp2_vpp2"],
@@ -235,6 +235,7 @@ def test_killed_on_dp2_pp2_and_resumed_on_pp4(undisturbed: Path, tmp_path: Path)
     assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
 
 
+@pytest.mark.weekly
 def test_experts_and_a_frozen_stage_resumed_on_ep2(tmp_path: Path) -> None:
     """The first of two stages is frozen; experts and their biases move to other ranks."""
     settings = [
@@ -353,6 +354,7 @@ def test_a_run_that_does_not_fit_is_refused(
     assert (names(tmp_path), metrics(tmp_path)) == before
 
 
+@pytest.mark.weekly
 def test_the_objective_cannot_change_inside_a_batch(tmp_path: Path) -> None:
     """SFT stores no old log-probs: SFT can resume without them, another objective cannot."""
     settings = [*DP2, *SFT]
@@ -396,6 +398,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     assert_same_steps(lines, metrics(undisturbed), rel=0.0)
 
 
+@pytest.mark.weekly
 def test_a_run_on_a_full_disk_resumes_once_there_is_room(undisturbed: Path, tmp_path: Path) -> None:
     """First nothing can be written, then everything except the next checkpoint."""
     with small_disk(tmp_path / "disk", 32 << 20) as disk:

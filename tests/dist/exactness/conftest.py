@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.run_cases import run_cases
+from tests.dist.run_cases import run_cases, selected_names
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +21,6 @@ def case_results(
     request: pytest.FixtureRequest, reference: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
     """The workers' results, by case, for those of the module's CASES that selected tests name."""
-    own = [item for item in request.session.items if "case_results" in item.fixturenames]
-    own = [item for item in own if item.module is request.module]
-    wanted = {test.callspec.params["name"] for test in own if hasattr(test, "callspec")}
+    wanted = selected_names(request)
     names = [name for name in request.module.CASES if name in wanted]
     return run_cases(names, reference, tmp_path_factory.mktemp("cases"))

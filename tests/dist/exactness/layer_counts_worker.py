@@ -1,6 +1,6 @@
 """Bytes that autograd keeps of a real GPT, and its operations; what the memory and cost models say.
 
-torchrun --nproc-per-node 1 -m tests.dist.exactness.layer_counts_worker OUT
+torchrun --nproc-per-node 1 -m tests.dist.exactness.layer_counts_worker OUT CASE...
 """
 
 from __future__ import annotations
@@ -379,11 +379,11 @@ def predict(case: Case) -> dict[str, float]:
     return {"forward": stage.activations - layer, "backward": 3 * layer if full else 0}
 
 
-def main(out: str) -> None:
-    """Measure the cases of this world size; every rank writes its own file."""
+def main(out: str, *names: str) -> None:
+    """Measure cases of this world size; every rank writes its own file."""
     launch.start("cpu")
     varlen.varlen_kernel = lambda: flash_varlen
-    cases = CASES[dist.get_world_size()]
+    cases = {name: CASES[dist.get_world_size()][name] for name in names}
     results: dict[str, Any] = {
         name: {"measured": measure(case), "predicted": predict(case)}
         for name, case in cases.items()
@@ -392,6 +392,8 @@ def main(out: str) -> None:
         results[name]["trained"] = count_trained(case)
         results[name]["predicted_trained"] = predict_trained(case)
     for name in OPERATIONS if dist.get_world_size() == 1 else ():
+        if name not in cases:
+            continue
         results[name]["counted_operations"] = count_operations(cases[name])
         results[name]["predicted_operations"] = predict_operations(cases[name])
     with open(f"{out}.{dist.get_rank()}", "w", encoding="utf-8") as file:
@@ -400,4 +402,4 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

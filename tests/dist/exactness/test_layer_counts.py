@@ -9,12 +9,21 @@ import pytest
 from megatron.core.transformer import multi_latent_attention
 
 from tests.dist.exactness.layer_counts_worker import CASES, KEEPS_SCORES, OPERATIONS
+from tests.dist.run_cases import selected_names
 from tests.dist.spawn import checked_job
 
 pytestmark = pytest.mark.dist
 
 PADS_VALUES = hasattr(multi_latent_attention, "_prepare_mla_core_attention_value")
 NAMES = [name for cases in CASES.values() for name in cases]
+# Others have the same parts.
+WEEKLY_CASES = {
+    *("dense_bf16", "experts_bf16", "full_bf16", "gqa_bf16", "mla_bf16", "selective_bf16"),
+    *("gqa_layer_norm_bf16", "mla_layer_norm_bf16", "dense_gelu", "experts_gelu", "dense_fused"),
+    *("experts_fused_bf16", "full_experts", "mla_full", "mla_direct_queries", "selective_experts"),
+    *("tp2", "tp2_sp_fused", "tp2_sp_full", "tp2_sp_mla", "tp2_sp_experts", "cp2_full", "cp2_mla"),
+    *("cp2_varlen_plain", "qkv_bias", "gemma4", "shared_experts", "selective_mlp"),
+}
 WITH_NORM_BIASES = [
     name
     for cases in CASES.values()
@@ -24,13 +33,17 @@ WITH_NORM_BIASES = [
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Counts of each rank, by case."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    """Counts of each rank, by case, for the cases of the selected tests."""
+    wanted = selected_names(request)
     folder = tmp_path_factory.mktemp("counts")
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES}
     for world in CASES:
         out = folder / f"world{world}"
-        checked_job(world, "tests.dist.exactness.layer_counts_worker", [str(out)], timeout_s=200)
+        args = [str(out), *(name for name in CASES[world] if name in wanted)]
+        checked_job(world, "tests.dist.exactness.layer_counts_worker", args, timeout_s=200)
         for rank in range(world):
             for name, facts in json.loads((folder / f"world{world}.{rank}").read_text()).items():
                 found[name].append(facts)

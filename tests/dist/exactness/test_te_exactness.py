@@ -17,12 +17,11 @@ from tests.te_python import VARIABLE, VERSION, needs_te
 pytestmark = [pytest.mark.dist, needs_te]
 
 # Fused attention, its ring, sequence parallelism, grouped experts with fused permutation, latent
-# attention with whole projections; rows that share prefixes, ranks or samples.
+# attention with whole projections; rows that share prefixes or samples.
 SAMPLE = {
     "layouts and models": ["cp2", "moe_dp2_ep2", "mla_tp2_sp"],
     "shared prefixes": ["prefixes/moe"],
-    "rows over several ranks": ["wide/moe_bias"],
-    "samples in pieces": ["split/selective", "split/family_selective"],
+    "samples in pieces": ["split/family_selective"],
 }
 CELLS = [(grid, name) for grid, names in SAMPLE.items() for name in names]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.dist.hf.hf_cases import HF_CASES, LAYOUTS, ROWS, run_hf_cases, runnable
+from tests.dist.run_cases import selected_names
 from tests.megatron import needs_hybrid
 
 pytestmark = pytest.mark.dist
@@ -72,6 +73,8 @@ WEEKLY_CASES = {
     *("qwen2_window-cp2", "ernie4_5-cp2", "mixtral-cp2", "gpt_oss-cp2", "deepseek_v3-dp2"),
     *("gpt_oss-dp2", "ernie4_5_moe-dp2", "gemma3_text-prefixes", "olmo3-wide", "gemma2-wide"),
     *("phi3-pieces", "olmo3-pieces", "gemma4_text-cp2", "gemma4_experts-prefixes"),
+    *("deepseek_v3-tp2_sp", "gpt_oss-single", "glm4_moe-dp2", "phi3-wide", "gemma2-pieces"),
+    *("olmo3-prefixes", "mimo_mtp-cp2", "hunyuan_v1_moe-cp2", "phi3-tp2_sp", "gemma2-cp2"),
     *("gemma4_text-prefixes", "gemma4_text-wide", "gemma4_experts-wide", "gemma4_experts-pieces"),
 }
 PARAMS = [
@@ -84,12 +87,7 @@ def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
     """What the workers found, by case, for the cases of the selected tests."""
-    tests = [item for item in request.session.items if "results" in item.fixturenames]
-    wanted = {
-        test.callspec.params["name"]
-        for test in tests
-        if test.module.__name__ == __name__ and hasattr(test, "callspec")
-    }
+    wanted = selected_names(request)
     return run_hf_cases(
         [name for name in runnable() if name in wanted], tmp_path_factory.mktemp("hf_models")
     )

@@ -74,6 +74,7 @@ def test_resumed_inside_a_batch_bit_by_bit(
     assert finished(tmp_path, "train.resume=auto") == lines
 
 
+@pytest.mark.weekly
 def test_a_bf16_critic_with_its_fp32_head_is_resumed_bit_by_bit(tmp_path: Path) -> None:
     """The head and some bf16 weights are in one group of the distributed optimizer."""
     lines = finished(tmp_path, "model.dtype=bf16")

@@ -53,7 +53,7 @@ def replanned(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     [
         ("forward", 0, "megatron"),
         pytest.param("backward", 1, "megatron", marks=pytest.mark.weekly),
-        ("backward", 2, "operations"),
+        pytest.param("backward", 2, "operations", marks=pytest.mark.weekly),
         pytest.param("loss", 3, "megatron", marks=pytest.mark.weekly),
     ],
 )
@@ -86,11 +86,11 @@ def wide_replanned(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
 @pytest.mark.parametrize(
     ("phase", "rank", "settings"),
     [
-        ("layer", EVERY_RANK, ()),
         ("layer backward", 1, ("model.recompute=full", "train.executor=operations")),
         *(
             pytest.param(*case, marks=pytest.mark.weekly)
             for case in (
+                ("layer", EVERY_RANK, ()),
                 ("forward", 0, ()),
                 ("layer", 1, ("train.executor=operations",)),
                 ("backward", 2, ()),

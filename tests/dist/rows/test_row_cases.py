@@ -29,7 +29,8 @@ WEEKLY_CASES = {
     *("split/shared_cp2_pp2-full", "split/moe_bias_dp2_selective", "split/moe_replay_dp2_full"),
     *("prefixes/dsa_cp2", "wide/others", "split/wide_pp2_vpp2_later", "split/window_cp2_pp2"),
     *("split/family_moe_replay_full", "split/planned_moe_dp2"),
-    *("split/wide_moe", "split/family_cp2_pp2-full", "split/family_dsa_full"),
+    *("split/wide_moe", "split/family_cp2_pp2-full", "split/family_dsa_full", "wide/moe_bias"),
+    *("split/teacher_cp2", "split/selective", "prefixes/moe"),
 }
 EVERY = [(n, k) for n in TESTED for k in ALL_CASES[n].kinds if not ALL_CASES[n].mutation]
 ROUNDED = [(name, kind) for name, kind in EVERY if ALL_CASES[name].model in PRECISE]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.dist.exactness.cases import ALL_CASES
+from tests.dist.run_cases import selected_names
 from tests.dist.schedule.operations_worker import OVERLAP, OVERLAP_CASES
 from tests.dist.schedule.random_orders_worker import LAYOUTS
 from tests.dist.spawn import checked_job
@@ -29,9 +30,14 @@ SAME_BITS = [
     f"{OVERLAP}sharded_dp2_pp2",
 ]
 
+WEEKLY_CASES = {
+    *("pp4", "moe_dp2_pp2_vpp2_ep2_pad", "mtp_pp2_vpp2", "moe_dp2_ep2"),
+    *("pp2_frozen_stage", f"{OVERLAP}sharded_dp2_pp2"),
+}
+
 # On each of six layouts. The worker runs any number by torchrun; tests/unit/plan/test_order.py
 # checks random orders without ranks.
-ORDERS_PER_LAYOUT = 8
+ORDERS_PER_LAYOUT = 4
 
 
 def world_of(name: str) -> int:
@@ -41,13 +47,16 @@ def world_of(name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def bits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What differs between the executors, by case."""
+def bits(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What differs between the executors, by case, for the cases of the selected tests."""
+    wanted = selected_names(request)
     folder = tmp_path_factory.mktemp("bits")
     results: dict[str, Any] = {}
-    for world in sorted({world_of(name) for name in SAME_BITS}):
+    for world in sorted({world_of(name) for name in wanted}):
         out = folder / f"{world}.json"
-        own = [name for name in SAME_BITS if world_of(name) == world]
+        own = [name for name in SAME_BITS if name in wanted and world_of(name) == world]
         checked_job(world, "tests.dist.schedule.operations_worker", [str(out), *own], timeout_s=240)
         results |= json.loads(out.read_text())
     return results

@@ -13,6 +13,9 @@ from tests.dist.spawn import checked_job
 
 pytestmark = pytest.mark.dist
 
+# Others have the same parts.
+WEEKLY_CASES = {"sharded_dp2_pp2_mtp"}
+
 # The largest relative error of all gradients or weights of a rank.
 MAX_ERROR = 1e-5
 # Other cases have all of their settings.

@@ -14,6 +14,9 @@ from tests.dist.spawn import checked_job, rank_reports, run_job
 
 pytestmark = pytest.mark.dist
 
+# Others have the same parts.
+WEEKLY_CASES = {"dp2", "cp2_pp2", "fewer micro-batches", "data"}
+
 LAYOUTS = {
     "dp2": Layout(dp=2),
     "pp2": Layout(pp=2),

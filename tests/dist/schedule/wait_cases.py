@@ -168,9 +168,8 @@ ALL_CASES: dict[str, WaitCase] = {
 """`tools/host_waits.py` runs all that the installed Megatron-Core has."""
 
 CASES = (
-    *("single", "moe", "mla", "shared", "full", "cp2", "moe_dp2_ep2"),
+    *("single", "moe", "mla", "cp2", "single_sdpa"),
     *("single_varlen", "shared_varlen", "pp2_vpp2_varlen", "split_backward_pp2_varlen"),
-    *("tp2_sp_varlen", "single_sdpa"),
     *(("hybrid", "hybrid_shared", "hybrid_cp2") if HAS_HYBRID else ()),
 )
 """The cases that CI runs."""

@@ -12,6 +12,9 @@ from tests.dist.train.test_train import TINY, metrics, order, run
 
 pytestmark = pytest.mark.dist
 
+# Others have the same parts.
+WEEKLY_CASES = {"tp2", "pp2_vpp2_uniform"}
+
 # dp, pp, vpp, tp, cp, and other settings that must not change the numbers.
 LAYOUTS: dict[str, tuple[tuple[int, int, int, int, int], list[str]]] = {
     "one": ((1, 1, 1, 1, 1), []),

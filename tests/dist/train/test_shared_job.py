@@ -15,6 +15,9 @@ from tests.dist.spawn import ROOT, run_job
 
 pytestmark = pytest.mark.dist
 
+# Others have the same parts.
+WEEKLY_CASES = {"gspo_with_own_rows_for_log_probs", "ppo_with_a_critic"}
+
 CONFIGS = ROOT / "configs"
 # Batches of two steps each; the second one is packed while the first one runs.
 TINY = ["name=run", "train.entropy_interval=1", "data.max_length=700", "data.overlong=skip"]
