@@ -21,6 +21,7 @@ CASES = (
     *("gated_delta_dp2_tp2_sp_ep2", "mamba_cp2_pp2_vpp2_recompute"),
     "mtp_hybrid_cp2_pp2_vpp2",
 )
+WEEKLY_CASES = {"hybrid_tp2", "hybrid_cp4"}
 
 
 @pytest.mark.parametrize("name", CASES)
