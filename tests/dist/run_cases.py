@@ -41,12 +41,16 @@ def run_cases(names: Iterable[str], reference: Path, folder: Path) -> dict[str, 
     )
 
 
-def selected_names(request: pytest.FixtureRequest) -> set[str]:
-    """The parameter `name` of each selected test that asks for a module's fixture."""
+def selected_parameters(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """The parameters of each selected test that asks for a module's fixture."""
     own = [item for item in request.session.items if item.module is request.module]
     own = [item for item in own if request.fixturename in item.fixturenames]
-    parameters = [item.callspec.params for item in own if hasattr(item, "callspec")]
-    return {found["name"] for found in parameters if "name" in found}
+    return [item.callspec.params for item in own if hasattr(item, "callspec")]
+
+
+def selected_names(request: pytest.FixtureRequest) -> set[str]:
+    """The parameter `name` of each of them that has one."""
+    return {found["name"] for found in selected_parameters(request) if "name" in found}
 
 
 def run_by_world(

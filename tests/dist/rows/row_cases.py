@@ -5,7 +5,7 @@ A case's name is its group and its name there, such as wide/mla.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,17 @@ TESTED = [f"{group}/{name}" for group, module in GROUPS.items() for name in modu
 """The cases of the tests; tools/exactness.py runs all that are not mutated."""
 
 
-def run_row_cases(names: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """Run cases and their reference; results by case and objective."""
+def run_row_cases(
+    names: Iterable[str], folder: Path, kinds: Mapping[str, Iterable[str]] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Run cases and their reference; results by case and objective.
+
+    Args:
+        kinds: the objectives of each case; None = all.
+    """
     names = list(names)
     reference = str(folder / "reference.pt")
     checked_job(1, "tests.dist.rows.row_reference", [reference, *names], timeout_s=600, te="")
-    worlds = {name: ALL_CASES[name].world for name in names}
+    suffixes = {name: f":{','.join(kinds[name])}" if kinds else "" for name in names}
+    worlds = {f"{name}{suffix}": ALL_CASES[name].world for name, suffix in suffixes.items()}
     return run_by_world("tests.dist.rows.row_worker", worlds, reference, folder, timeout_s=600)

@@ -250,11 +250,11 @@ class Run:
                 router.local_tokens_per_expert.zero_()
 
 
-def run_case(case: RowCase, expected: dict[str, Any]) -> dict[str, Any]:
-    """Run all objectives of a case."""
+def run_case(case: RowCase, expected: dict[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+    """Run objectives of a case; all if none is named."""
     results: dict[str, Any] = {}
     for value_head in (False, True):
-        kinds = [kind for kind in case.kinds if KINDS[kind].value_head == value_head]
+        kinds = [kind for kind in wanted or case.kinds if KINDS[kind].value_head == value_head]
         if not kinds:
             continue
         run = Run(case, case.model_of(kinds[0]), value_head=value_head)
@@ -276,10 +276,13 @@ def _worst_of_ranks(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(reference: str, out: str, *names: str) -> None:
-    """Run the named cases; rank 0 writes `out`."""
+    """Run the named cases, as "case" or "case:objective,objective"; rank 0 writes `out`."""
     launch.start("cpu")
     expected = torch.load(reference)
-    results = {name: run_case(ALL_CASES[name], expected) for name in names}
+    results = {}
+    for name in names:
+        case, _, kinds = name.partition(":")
+        results[case] = run_case(ALL_CASES[case], expected, kinds.split(",") if kinds else ())
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:
             json.dump(results, file, indent=1)

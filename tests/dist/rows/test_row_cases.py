@@ -31,6 +31,12 @@ WEEKLY_CASES = {
     *("split/family_moe_replay_full", "split/planned_moe_dp2"),
     *("split/wide_moe", "split/family_cp2_pp2-full", "split/family_dsa_full", "wide/moe_bias"),
     *("split/teacher_cp2", "split/selective", "prefixes/moe"),
+    # Cases of several objectives run two of them.
+    *(f"prefixes/pp2_vpp2-full-{kind}" for kind in ("sft", "gspo", "value")),
+    *(f"prefixes/dp2_ep2-full-{kind}" for kind in ("grpo", "gspo", "dpo")),
+    *(f"prefixes/teacher-{kind}" for kind in ("distill_reverse", "teacher_kl")),
+    *("split/cp2_pp2-full-sft", "wide/dp2_pp2_vpp2-full-sft"),
+    *(f"split/family_pp2_vpp2-none-{kind}" for kind in ("grpo", "gspo")),
 }
 EVERY = [(n, k) for n in TESTED for k in ALL_CASES[n].kinds if not ALL_CASES[n].mutation]
 ROUNDED = [(name, kind) for name, kind in EVERY if ALL_CASES[name].model in PRECISE]
