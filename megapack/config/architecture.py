@@ -289,7 +289,7 @@ def _check_caps(model: Any) -> None:
     cap = model.attention_score_cap
     if cap is None:
         return
-    if model.attention_sinks or model.attention in ("te", "varlen"):
+    if model.attention_sinks or model.attention == "varlen":
         raise ConfigError(
             f"model.attention_score_cap={cap} does not run with attention={model.attention} and "
             f"attention_sinks={str(model.attention_sinks).lower()}: no fused kernel caps scores; "

@@ -81,8 +81,9 @@ class PlanConfig(Policy, _BatchSizes):
 
     share_prefixes: SharePrefixes = "auto"
     """"auto": a row holds the tokens that its samples have in common at their beginnings (such as
-    the prompt of a group) once, where that pays; but not where Transformer Engine's attention runs
-    over context-parallel ranks, which cannot. "off": each sample has its own tokens."""
+    the prompt of a group) once, where that pays; but not where Transformer Engine's ring runs over
+    context-parallel ranks, since shared rows would gather the keys of all. "off": each sample has
+    its own tokens."""
 
     def __post_init__(self) -> None:
         sizes = ("max_tokens_per_gpu", "micro_batch_size", "global_batch_size", "num_steps")

@@ -98,9 +98,10 @@ class TrainConfig:
     def row_plan(self) -> PlanConfig:
         """`plan`, with what the model allows.
 
-        share_prefixes="off" where the attention cannot share: Transformer Engine has no kernel for
-        it over several ranks. Its kernel is preferred in bf16 on GPUs. In a hybrid model rows lie
-        over no more ranks than its heads divide over, and pieces are worth the states at their end.
+        share_prefixes="off" where Transformer Engine's ring runs over several ranks: shared rows
+        would gather the keys of all ranks, and the memory model counts none for the ring. Its
+        kernel is preferred in bf16 on GPUs. In a hybrid model rows lie over no more ranks than its
+        heads divide over, and pieces are worth the states at their end.
         """
         model = self.model
         memory = self.memory_model()

@@ -534,6 +534,7 @@ def _own_parts(model: ModelConfig) -> Parts:
         norms_values=model.value_layernorm,
         norms_experts=model.moe_inner_norms,
         has_scalar=model.layer_scalars,
+        caps_scores=model.attention_score_cap is not None,
         global_heads=Heads(*model.global_heads, model.global_keys_as_values)
         if model.has_global_heads
         else None,

@@ -225,6 +225,7 @@ class Parts(NamedTuple):
     norms_values: bool = False
     norms_experts: bool = False
     has_scalar: bool = False
+    caps_scores: bool = False
     global_heads: Heads | None = None
     """Of the layers in `global_layers`; None = as the others."""
     global_layers: tuple[bool, ...] = ()
@@ -315,7 +316,7 @@ def layer_spec(
         attention.module = OwnHeads
         own_params = {"heads": heads, "norms_values": own.norms_values}
         attention.params = {**(attention.params or {}), **own_params}
-    if heads is not None and heads.width > FLASH_WIDTH:
+    if own.caps_scores or (heads is not None and heads.width > FLASH_WIDTH):
         attention.submodules.core_attention = PackedSDPA
     if own.norm_placement == "pre":
         return spec

@@ -43,7 +43,6 @@ class _Facts:
 
     chunks: Sequence[Any]
     config: Any
-    features: Collection[Feature]
     is_training: bool
     retries_oom: bool
 
@@ -62,12 +61,6 @@ class _Facts:
         modules = (named for chunk in self.chunks for named in chunk.named_modules())
         found = (f"{name} (dropout of {m.p:g})" for name, m in modules if _drops(m))
         return next(found, "") if self.is_training else ""
-
-    @property
-    def sinks(self) -> str:
-        """A softmax with more logits than keys."""
-        kind = getattr(self.config, "softmax_type", "vanilla")
-        return "" if kind == "vanilla" else f"softmax_type={kind!r}"
 
     @property
     def ahead(self) -> str:
@@ -104,12 +97,6 @@ class _Facts:
         """The fact, of a model with Transformer Engine's attention."""
         has_te = any(any(te_attentions(chunk)) for chunk in self.chunks)
         return f"Transformer Engine's attention, {fact}" if fact and has_te else ""
-
-    @property
-    def cp(self) -> str:
-        """Rows over ranks, all of them."""
-        size = self.config.context_parallel_size
-        return f"cp={size}" if size > 1 else ""
 
     @property
     def divided_heads(self) -> str:
@@ -180,19 +167,8 @@ _RULES = (
     ),
     _Rule(
         ("wide",),
-        lambda facts: facts.on_te("shared prefixes" if "prefixes" in facts.features else ""),
-        "it has none in rows that are cut over ranks; set model.attention=varlen, or "
-        "plan.share_prefixes=off",
-    ),
-    _Rule(
-        ("wide",),
         lambda facts: facts.on_te(facts.divided_heads),
         "rows lie over different numbers of ranks, which need not divide the heads; set 'p2p'",
-    ),
-    _Rule(
-        ("prefixes", "pieces"),
-        lambda facts: facts.on_te(facts.cp),
-        "it has none with context parallelism; set model.attention=varlen",
     ),
     # FP8 kernels take no packed rows with that mask.
     _Rule(
@@ -201,12 +177,6 @@ _RULES = (
             facts.setting("fp8_dot_product_attention", "fp8_multi_head_attention")
         ),
         "it is not supported; unset it",
-    ),
-    # Its exchange of keys over ranks has neither, and with gathered keys they are not tested.
-    _Rule(
-        ("prefixes", "wide", "pieces"),
-        lambda facts: facts.on_te(facts.setting("window_size") or facts.sinks),
-        "it is not supported; set model.attention=varlen",
     ),
 )
 
@@ -237,7 +207,6 @@ def check_rows(
     facts = _Facts(
         chunks=[unwrapped(chunk) for chunk in chunks],
         config=config,
-        features=features,
         is_training=is_training,
         retries_oom=retries_oom,
     )

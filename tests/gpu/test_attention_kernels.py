@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -277,9 +278,8 @@ def test_slices_of_a_row_over_several_ranks_equal_the_whole_row(
         assert (x.grad - y.grad).norm() < 0.02 * y.grad.norm()
 
 
-def test_te_runs_a_row_of_one_rank_after_one_of_several() -> None:
-    """Megatron's wrapper keeps the ranks of the last row that named some."""
-    skip_without("te")
+def te_core(**settings: Any) -> tuple[Any, TransformerConfig]:
+    """Megatron's wrapper of Transformer Engine's attention, which runs all kinds of rows."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     config = TransformerConfig(
@@ -291,10 +291,48 @@ def test_te_runs_a_row_of_one_rank_after_one_of_several() -> None:
         attention_dropout=0.0,
         bf16=True,
         params_dtype=torch.bfloat16,
+        **settings,
     )
     groups = SimpleNamespace(tp=None, cp=None)
     core = TEDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
     hook_te_attention([torch.nn.ModuleList([core])])
+    return core, config
+
+
+@pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
+def test_a_te_layer_with_windows_shares_prefixes_as_sdpa_does(softmax_type: str) -> None:
+    """In varlen attention, which the layer calls."""
+    skip_without("te")
+    skip_without("varlen")
+    core, config = te_core(window_size=(15, 0), softmax_type=softmax_type)
+    plain = PackedSDPA(config, 1, AttnMaskType.causal, "self")
+    row, _, tensors = shared_row()
+    found, wanted = (
+        [cast(x).requires_grad_() for x in tensors]
+        for cast in (torch.Tensor.clone, torch.Tensor.double)
+    )
+    if softmax_type == "learnable":
+        with torch.no_grad():
+            core.softmax_offset.copy_(torch.linspace(-2, 2, HEADS))
+        plain.softmax_offset = core.softmax_offset
+        found.append(core.softmax_offset)
+        wanted.append(core.softmax_offset)
+    out = core(*found[:3], None, attn_mask_type=AttnMaskType.causal, packed_seq_params=row)
+    expected = plain.attend(*wanted[:3], row_view(row)).flatten(1)
+    torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
+    weights = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out).sin()
+    pairs = [
+        torch.autograd.grad((one * weights).sum(), inputs)
+        for one, inputs in ((out, found), (expected, wanted))
+    ]
+    for x, y in zip(*pairs, strict=True):
+        assert (x - y).norm() < 0.02 * y.norm()
+
+
+def test_te_runs_a_row_of_one_rank_after_one_of_several() -> None:
+    """Megatron's wrapper keeps the ranks of the last row that named some."""
+    skip_without("te")
+    core, _ = te_core()
     # What a row over two ranks leaves behind.
     core.set_context_parallel_group(RowGroup(2, 0), [0, 1], torch.cuda.Stream(), "p2p")
     core._follows_rows = True

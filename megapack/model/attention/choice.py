@@ -18,8 +18,8 @@ from megapack.base.apex import Apex, find_apex
 from megapack.base.choices import Attention, Dtype, Kernel
 from megapack.cost.sizes import FLASH_WIDTH
 from megapack.errors import ConfigError
-from megapack.model.attention.te_backend import AttentionSizes, te_obstacle, te_row_obstacle
-from megapack.model.attention.varlen import has_windows
+from megapack.model.attention.te_backend import AttentionSizes, rows_of_ours, te_obstacle
+from megapack.model.attention.varlen import HEAD_WIDTH_UNIT, has_windows
 from megapack.model.recurrent.choice import recurrent_kernels
 
 Library = Literal["te", "apex", "torch"]
@@ -51,6 +51,9 @@ class Kernels:
     """Whether NVIDIA's apex is installed, or another package of that name."""
     shared_prefixes: str = ""
     """How samples attend to prefixes that they share; "" if they share none."""
+    in_te: str = ""
+    """The kernel that runs rows which Transformer Engine's attention does not run, and which rows
+    these are; "" if there are none."""
     recurrent: str = ""
     """What runs recurrent layers, and why not faster kernels; "" if the model has none."""
 
@@ -58,8 +61,9 @@ class Kernels:
         """One line for the log at the start of a run."""
         reasons = "".join(f"; not {name}: {why}" for name, why in self.passed_over.items())
         return (
-            f"attention {self.attention}, norms {self.norm}, Adam {self.optimizer}, gradient norm "
-            f"{self.grad_norm}, {'fused' if self.rope_fusion else 'unfused'} rotary embeddings"
+            f"attention {self.attention}{self.in_te and f' ({self.in_te})'}, norms {self.norm}, "
+            f"Adam {self.optimizer}, gradient norm {self.grad_norm}, "
+            f"{'fused' if self.rope_fusion else 'unfused'} rotary embeddings"
             f"{self.shared_prefixes and f'; shared prefixes: {self.shared_prefixes}'}{reasons}"
             f"{self.recurrent and f'; {self.recurrent}'}"
         )
@@ -76,7 +80,8 @@ def find_kernels(
     """The kernels of a model with this `ModelConfig.attention` and `dtype` on this machine.
 
     Args:
-        attention, dtype, sizes, shares_prefixes: see `choose_attention`.
+        attention, dtype, sizes: see `choose_attention`.
+        shares_prefixes: whether samples of a row may share prefixes.
         layer_pattern: see `ModelConfig`.
 
     Raises:
@@ -84,8 +89,9 @@ def find_kernels(
     """
     from megatron.core.optimizer import Adam, clip_grads
 
-    kernel = choose_attention(attention, dtype, sizes, shares_prefixes=shares_prefixes)
-    others = passed_over(kernel, dtype, sizes, shares_prefixes=shares_prefixes)
+    kernel = choose_attention(attention, dtype, sizes)
+    others = passed_over(kernel, dtype, sizes)
+    ours = rows_of_ours(sizes, shares_prefixes) if kernel == "te" and sizes is not None else []
     return Kernels(
         attention=kernel,
         passed_over=others if attention == "auto" else {},
@@ -95,6 +101,7 @@ def find_kernels(
         rope_fusion=has_rope_fusion(),
         apex=find_apex(),
         shared_prefixes=_way_to_share(kernel) if shares_prefixes else "",
+        in_te=f"{packed_kernel(dtype, sizes)} for {'; '.join(ours)}" if ours else "",
         recurrent=recurrent_kernels(layer_pattern or ""),
     )
 
@@ -116,11 +123,7 @@ def has_rope_fusion() -> bool:
 
 
 def choose_attention(
-    attention: Attention,
-    dtype: Dtype = "bf16",
-    sizes: AttentionSizes | None = None,
-    *,
-    shares_prefixes: bool = False,
+    attention: Attention, dtype: Dtype = "bf16", sizes: AttentionSizes | None = None
 ) -> Kernel:
     """The attention kernel of a model on this machine.
 
@@ -130,18 +133,13 @@ def choose_attention(
         dtype: dtype of activations. Fused kernels need bf16; with fp32 "auto" is SDPA.
         sizes: of the model's attention; Transformer Engine is asked what it would run for them.
             None: it is not asked.
-        shares_prefixes: whether samples of a row may share prefixes.
 
     Raises:
         ConfigError: the requested kernel cannot run here; the message says why.
     """
     if attention == "auto":
-        return next(
-            kernel
-            for kernel in get_args(Kernel)
-            if obstacle(kernel, dtype, sizes, shares_prefixes=shares_prefixes) is None
-        )
-    reason = obstacle(attention, dtype, sizes, forced=True, shares_prefixes=shares_prefixes)
+        return next(k for k in get_args(Kernel) if obstacle(k, dtype, sizes) is None)
+    reason = obstacle(attention, dtype, sizes, forced=True)
     if reason is not None:
         raise ConfigError(
             f"model.attention={attention} cannot run here: {reason}; set model.attention=auto "
@@ -150,19 +148,19 @@ def choose_attention(
     return attention
 
 
+def packed_kernel(
+    dtype: Dtype = "bf16", sizes: AttentionSizes | None = None
+) -> Literal["varlen", "sdpa"]:
+    """The kernel of rows that Transformer Engine's attention does not run."""
+    return "sdpa" if obstacle("varlen", dtype, sizes) else "varlen"
+
+
 def passed_over(
-    kernel: Kernel,
-    dtype: Dtype = "bf16",
-    sizes: AttentionSizes | None = None,
-    *,
-    shares_prefixes: bool = False,
+    kernel: Kernel, dtype: Dtype = "bf16", sizes: AttentionSizes | None = None
 ) -> dict[str, str]:
     """Kernels that "auto" prefers to this one -> why each cannot run."""
     kernels = get_args(Kernel)
-    reasons = {
-        name: obstacle(name, dtype, sizes, shares_prefixes=shares_prefixes)
-        for name in kernels[: kernels.index(kernel)]
-    }
+    reasons = {name: obstacle(name, dtype, sizes) for name in kernels[: kernels.index(kernel)]}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
@@ -172,7 +170,6 @@ def obstacle(
     sizes: AttentionSizes | None = None,
     *,
     forced: bool = False,
-    shares_prefixes: bool = False,
 ) -> str | None:
     """Why a kernel cannot run here; None if it can.
 
@@ -180,13 +177,12 @@ def obstacle(
         sizes: see `choose_attention`.
         forced: the user chose the kernel by name. Transformer Engine then also runs in fp32, where
             it pads every sample to the longest, and on the CPU, if `cpu.runs_te`.
-        shares_prefixes: see `choose_attention`.
     """
     if kernel == "sdpa":
         return None
     if sizes is not None and sizes.is_sparse:
         return "it has no sparse attention (model.indexer_top_k)"
-    if sizes is not None and sizes.is_capped:
+    if sizes is not None and sizes.is_capped and kernel == "varlen":
         return "it does not cap scores (model.attention_score_cap)"
     if not cpu.uses_cuda():
         if not (kernel == "te" and forced):
@@ -198,17 +194,10 @@ def obstacle(
     if kernel == "varlen":
         return _varlen_obstacle(sizes)
     reason = _te_missing()
-    if reason is None and shares_prefixes and sizes is not None and sizes.widest.cp > 1:
-        return (
-            f"it has no shared prefixes with context parallelism (cp={sizes.widest.cp}), varlen "
-            "and sdpa have, or set plan.share_prefixes=off"
-        )
-    if reason is None and sizes is not None:
-        reason = te_row_obstacle(sizes, shares_prefixes)
     if reason is None and sizes is not None and dtype == "bf16":
         # The same kernels run all numbers of ranks above 1.
-        reason = te_obstacle(dataclasses.replace(sizes, most_cp=None), shares_prefixes)
-        reason = reason or te_obstacle(sizes.widest, shares_prefixes)
+        reason = te_obstacle(dataclasses.replace(sizes, most_cp=None))
+        reason = reason or te_obstacle(sizes.widest)
     return reason
 
 
@@ -241,9 +230,13 @@ def _varlen_obstacle(sizes: AttentionSizes | None) -> str | None:
         return f"torch {torch.__version__} has no varlen attention, 2.10 and later have"
     if not torch.backends.cuda.is_flash_attention_available():
         return "torch was built without flash attention"
-    widest = 0 if sizes is None else max(kind.head_width for kind in sizes.kinds)
-    if widest > FLASH_WIDTH:
-        return f"its heads have at most {FLASH_WIDTH} channels, the model's have {widest}"
+    widths = [] if sizes is None else [kind.head_width for kind in sizes.kinds]
+    for width in widths:
+        if width > FLASH_WIDTH or width % HEAD_WIDTH_UNIT:
+            return (
+                f"its heads have at most {FLASH_WIDTH} channels, multiples of {HEAD_WIDTH_UNIT}; "
+                f"the model's have {width}"
+            )
     capability = torch.cuda.get_device_capability()
     if capability < _MIN_CAPABILITY:
         return "the GPU has compute capability {}.{}, it needs 8.0".format(*capability)

@@ -261,7 +261,10 @@ def layer_window(config: Any, layer_number: int) -> int | None:
     """
     window = getattr(config, "window_size", None)
     frequency = getattr(config, "window_attn_skip_freq", None)
-    if window is None or not is_layer_window_attention(window, frequency, layer_number):
+    # Transformer Engine takes (-1, 0) for no window.
+    if window is None or window[0] < 0:
+        return None
+    if not is_layer_window_attention(window, frequency, layer_number):
         return None
     return int(window[0]) + 1
 

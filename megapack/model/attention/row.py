@@ -7,7 +7,7 @@ description, and keeps what the first layer computes for all others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -54,8 +54,8 @@ class RowView:
     """Of a row that another framework has packed: `host_rows.Rows`, for its routers' losses."""
     latent: tuple[PackedSeqParams, Tensor] | None = None
     """Of `rotary.latent_row`, once a layer has asked for it."""
-    gathered: dict[int | None, PackedSeqParams] = field(default_factory=dict)
-    """Of `te_rows.gathered_params`, by window, once a layer has asked for it."""
+    gathered: PackedSeqParams | None = None
+    """Of `te_rows.gathered_params`, once a layer has asked for it."""
 
     @property
     def cp(self) -> int:

@@ -1,15 +1,27 @@
-"""The attention kernel that Transformer Engine would run for packed rows: it is asked once.
+"""The attention kernel that Transformer Engine would run for packed rows, and rows without one.
 
 Transformer Engine chooses among flash-attn, cuDNN's fused attention and its own unfused attention
 when a layer first runs. The last one pads every sample to the longest: 100 samples, the longest of
 16384 tokens, are scores of 100 x 16384 x 16384 per head. It is what remains on an A100 without
 flash-attn, or with an old cuDNN.
+
+What its releases 2.9 to 2.20 run of packed rows:
+
+| | one rank | several ranks |
+|---|---|---|
+| samples alone | yes | p2p; a2a since 2.10, all_gather since 2.18 |
+| with a window | yes | a2a and all_gather as above, never p2p |
+| with sinks | since 2.12 with cuDNN 9.18 | the same, a2a only |
+| more keys than queries | yes; windows are aligned with the first key before 2.12 | no |
+
+Of the rest `te_rows` runs ours in its place.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -38,6 +50,8 @@ class AttentionSizes:
     """Number of context-parallel ranks."""
     most_cp: int | None = None
     """Number of ranks that share the widest row; None = cp."""
+    cp_comm_type: str = "p2p"
+    """How these ranks exchange keys in Transformer Engine's attention."""
     windows: tuple[int | None, ...] = (None,)
     """Kinds of layers: tokens that a token sees; None = all before it."""
     others: tuple[AttentionSizes, ...] = ()
@@ -96,13 +110,16 @@ def is_deterministic() -> bool:
 
 @functools.cache
 def te_backend(
-    sizes: AttentionSizes, deterministic: bool = False, shares_prefixes: bool = False
+    sizes: AttentionSizes,
+    deterministic: bool = False,
+    more_keys: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Backend | None:
-    """The kernel for packed rows in bf16 that trains on this GPU.
+    """The kernel for packed rows that trains on this GPU.
 
     Args:
         sizes: of one kind of layers.
-        shares_prefixes: whether sequences have more keys than queries (see `te_rows`).
+        more_keys: whether sequences have more keys than queries (see `te_rows`).
 
     Returns:
         None if this version of Transformer Engine cannot be asked.
@@ -110,7 +127,7 @@ def te_backend(
     try:
         from transformer_engine.pytorch.attention.dot_product_attention import utils
 
-        question = _question(utils, sizes, deterministic, shares_prefixes)
+        question = _question(utils, sizes, deterministic, more_keys, dtype)
         answer = utils.get_attention_backend(question)
         flash, _, fused, _, _, _ = answer
     except Exception:
@@ -120,17 +137,19 @@ def te_backend(
     return "flash" if flash else "fused" if fused else "unfused"
 
 
-def _question(utils: Any, sizes: AttentionSizes, deterministic: bool, shares_prefixes: bool) -> Any:
+def _question(
+    utils: Any, sizes: AttentionSizes, deterministic: bool, more_keys: bool, dtype: torch.dtype
+) -> Any:
     """Transformer Engine's `AttentionParams`, with the fields of the installed version.
 
     2.9 has 27 fields; later ones also `cp_size`, `bottom_right_diagonal` and others. The values are
     those that its attention takes from a packed row: causal in each sample, no padding between.
-    With shared prefixes the last query sees the last key.
+    With more keys than queries the last query sees the last key.
     """
     tokens = 4096  # Rows differ in length; a kernel is chosen for all of them.
     (window,) = sizes.windows
     values = {
-        "qkv_dtype": torch.bfloat16,
+        "qkv_dtype": dtype,
         "qkv_layout": "thd_thd_thd",
         "batch_size": 8,
         "num_heads": sizes.heads,
@@ -139,13 +158,13 @@ def _question(utils: Any, sizes: AttentionSizes, deterministic: bool, shares_pre
         "max_seqlen_kv": tokens,
         "head_dim_qk": sizes.head_width,
         "head_dim_v": sizes.value_width or sizes.head_width,
-        "attn_mask_type": "padding_causal_bottom_right" if shares_prefixes else "padding_causal",
+        "attn_mask_type": "padding_causal_bottom_right" if more_keys else "padding_causal",
         "window_size": (-1 if window is None else window - 1, 0),
         "softmax_type": sizes.softmax_type,
-        "bottom_right_diagonal": shares_prefixes,
+        "bottom_right_diagonal": more_keys,
         "core_attention_bias_requires_grad": False,
         "context_parallel": sizes.cp > 1,
-        "cp_comm_type": "p2p",
+        "cp_comm_type": sizes.cp_comm_type,
         "cp_size": sizes.cp,
         "deterministic": deterministic,
         "is_training": True,
@@ -154,44 +173,63 @@ def _question(utils: Any, sizes: AttentionSizes, deterministic: bool, shares_pre
     return utils.AttentionParams(**{k: v for k, v in values.items() if k in known})
 
 
-def te_row_obstacle(sizes: AttentionSizes, shares_prefixes: bool) -> str | None:
-    """Why it does not run the rows of layers with windows or sinks, whatever the GPU.
+def te_runs(
+    sizes: AttentionSizes, *, more_keys: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> bool:
+    """Whether Transformer Engine's attention runs the rows of a kind of layers.
 
-    Over ranks it exchanges keys one rank after the other (p2p), which takes neither; with more keys
-    than queries neither is tested.
+    Args:
+        sizes: cp is the number of ranks that share a row.
+        more_keys: see `te_backend`.
     """
-    kinds = {"windows": sizes.has_windows, "sinks": sizes.has_sinks}
-    what = " and ".join(name for name, is_so in kinds.items() if is_so)
-    cp = sizes.widest.cp
-    if not what or (cp == 1 and not shares_prefixes):
-        return None
-    rows = f"context parallelism (cp={cp})" if cp > 1 else "shared prefixes"
-    return f"it does not run {what} of attention with {rows}, varlen and sdpa do"
+    has_windows, has_sinks, comm = sizes.has_windows, sizes.has_sinks, sizes.cp_comm_type
+    if sizes.is_capped:
+        return False
+    if more_keys and (sizes.cp > 1 or has_windows or has_sinks):
+        return False
+    if sizes.cp > 1 and ((has_windows and comm == "p2p") or (has_sinks and comm != "a2a")):
+        return False
+    # It runs samples alone in any way that is left to it.
+    is_asked = more_keys or has_sinks
+    return not is_asked or te_backend(sizes, is_deterministic(), more_keys, dtype) != "unfused"
 
 
-def te_obstacle(sizes: AttentionSizes, shares_prefixes: bool = False) -> str | None:
-    """Why Transformer Engine's attention should not run packed rows here; None if it can.
+def rows_of_ours(sizes: AttentionSizes, shares_prefixes: bool) -> list[str]:
+    """The rows that Transformer Engine's attention does not run, such as "windows and cp=2".
 
     Args:
         shares_prefixes: whether samples of a row share prefixes.
     """
-    reasons = (_kind_obstacle(kind, shares_prefixes) for kind in sizes.kinds)
-    return next(filter(None, reasons), None)
+    found = []
+    for kind, cp, more_keys in itertools.product(
+        sizes.kinds, (sizes.cp, sizes.widest.cp), (False, True) if shares_prefixes else (False,)
+    ):
+        if not te_runs(dataclasses.replace(kind, cp=cp), more_keys=more_keys):
+            names = {
+                "windows": kind.has_windows,
+                "sinks": kind.has_sinks,
+                "capped scores": kind.is_capped,
+                "shared prefixes": more_keys,
+                f"cp={cp}": cp > 1,
+            }
+            found.append(" and ".join(name for name, is_so in names.items() if is_so))
+    return list(dict.fromkeys(found))
 
 
-def _kind_obstacle(sizes: AttentionSizes, shares_prefixes: bool) -> str | None:
+def te_obstacle(sizes: AttentionSizes) -> str | None:
+    """Why Transformer Engine's attention should not run packed rows here; None if it can."""
+    return next(filter(None, map(_kind_obstacle, sizes.kinds)), None)
+
+
+def _kind_obstacle(sizes: AttentionSizes) -> str | None:
+    if not te_runs(sizes):
+        return None
     deterministic = is_deterministic()
-    backend = te_backend(sizes, deterministic, shares_prefixes)
-    if backend == "unfused" and sizes.has_sinks:
-        return (
-            "it has no fused attention with sinks over packed rows here; that needs a later "
-            "Transformer Engine than 2.11, and cuDNN 9.18"
-        )
+    backend = te_backend(sizes, deterministic)
     if backend == "unfused":
         return (
             f"it has only unfused attention for {sizes}"
-            f"{' with a deterministic backward' if deterministic else ''}"
-            f"{' and shared prefixes' if shares_prefixes else ''} on this GPU, which pads "
+            f"{' with a deterministic backward' if deterministic else ''} on this GPU, which pads "
             "every sample to the longest; install flash-attn 2, or a newer cuDNN"
         )
     if backend == "fused" and deterministic and torch.cuda.get_device_capability() == _HOPPER:

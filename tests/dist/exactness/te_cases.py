@@ -36,33 +36,15 @@ GRIDS: dict[str, tuple[Mapping[str, Any], Run]] = {
 """What a grid is about -> its cases, and what runs them."""
 
 
-# Families with a sliding window, without sinks.
-_WINDOWS = {"mistral_window", "qwen2_window", "olmo3"}
-_WINDOWS |= {"gemma3_text", "gemma4_text", "gemma4_experts"}
-
-
 def refusal(grid: str, name: str) -> str:
-    """Why Transformer Engine's attention does not run a case; "" if it does.
+    """Why Transformer Engine's layers do not run a case; "" if they do.
 
-    `schedule.checks` and `attention.choice` refuse these before a step.
+    `config.architecture` and `attention.choice` refuse these before a step.
     """
     cases, _ = GRIDS[grid]
     case = cases[name]
     kind = {getattr(case, key, "") for key in ("variant", "model", "family")}
-    if kind & {"window", "gpt_oss"}:
-        return "sinks"
-    if kind & {*INDEXED}:
-        return "sparse attention"
-    if "gemma2" in kind:
-        return "capped scores"
-    if kind & _WINDOWS and case.layout.cp > 1:
-        return "sliding windows with context parallelism"
-    gathers_keys = grid in ("shared prefixes", "samples in pieces")
-    if gathers_keys and cases[name].layout.cp > 1:
-        return f"{grid} with context parallelism"
-    if grid == "rows over several ranks" and cases[name].shares:
-        return "shared prefixes in rows over several ranks"
-    return ""
+    return "sparse attention" if kind & {*INDEXED, "dsa"} else ""
 
 
 def runs_te(grid: str) -> list[str]:

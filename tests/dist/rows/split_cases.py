@@ -88,6 +88,7 @@ SPECIAL = {
     "frozen": _case("pp2", frozen=_FROZEN, kinds=_TWO),
     "mla_full": _case("pp2", model="mla", recompute="full", kinds=_TWO),
     "mla_cp2": _case("cp2", model="mla", kinds=_TWO),
+    "local_cp2": _case("cp2", model="local", kinds=("sft",)),
     "window_cp2_pp2": _case("cp2_pp2", model="window", kinds=_TWO),
     "window_pp2_vpp2_full": _case("pp2_vpp2_g4", model="window", recompute="full", kinds=_TWO),
     "family_window_full": _family("pp2", model="window", recompute="full", kinds=_TWO),

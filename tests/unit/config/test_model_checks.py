@@ -89,7 +89,7 @@ TP2 = Layout(tp=2, sequence_parallel=True)
             "does not run with multi-latent attention",
         ),
         ({"logit_cap": 0.0}, "logit_cap is 0.0; set a number above 0"),
-        ({"attention_score_cap": 50.0, "attention": "te"}, "does not run with attention=te"),
+        ({"attention_score_cap": 50.0, "attention": "varlen"}, "not run with attention=varlen"),
         ({"attention_score_cap": 50.0, "attention_sinks": True}, "attention_sinks=true"),
         ({"attention_score_cap": 50.0, "megatron_class": "hybrid"}, "with a HybridModel"),
         ({"global_kv_channels": 32}, "global_kv_channels=32 without model.rotary_pattern"),

@@ -156,48 +156,45 @@ def test_calls_are_merged_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"),
+    ("kind", "ours"),
     [
-        ({"windows": (128, None)}, "windows"),
-        ({"softmax_type": "learnable"}, "sinks"),
-        ({"windows": (128,), "softmax_type": "learnable"}, "windows and sinks"),
+        ({}, "(varlen for shared prefixes and cp=2)"),
+        ({"cp": 1}, None),
+        ({"cp": 1, "most_cp": 4}, "(varlen for shared prefixes and cp=4)"),
+        (
+            {"windows": (128,), "cp": 1},
+            "(varlen for windows and shared prefixes)",
+        ),
+        (
+            {"windows": (None, 128)},
+            "(varlen for shared prefixes and cp=2; windows and cp=2; windows and shared prefixes "
+            "and cp=2)",
+        ),
+        ({"softmax_type": "learnable"}, "(varlen for sinks and cp=2; sinks and shared prefixes"),
+        ({"softmax_type": "learnable", "cp_comm_type": "a2a"}, "(varlen for sinks and shared"),
+        ({"windows": (128,), "head_width": 20}, "(sdpa for windows and cp=2"),
     ],
 )
-def test_transformer_engine_has_windows_and_sinks_in_plain_rows_only(
-    gpu: Machine, kind: dict[str, Any], what: str
+def test_rows_that_transformer_engine_does_not_run_have_another_kernel(
+    gpu: Machine, kind: dict[str, Any], ours: str | None
 ) -> None:
     gpu.transformer_engine(imports=True)
-    sizes = AttentionSizes(heads=8, groups=2, head_width=64, **kind)
+    sizes = AttentionSizes(**{"heads": 8, "groups": 2, "head_width": 64, "cp": 2, **kind})
     assert choose_attention("auto", "bf16", sizes) == "te"
-    assert choose_attention("auto", "bf16", sizes, shares_prefixes=True) == "varlen"
-    over_ranks = dataclasses.replace(sizes, cp=2)
-    assert choose_attention("auto", "bf16", over_ranks) == "varlen"
-    wide = dataclasses.replace(sizes, most_cp=4)
-    with pytest.raises(ConfigError, match=rf"not run {what} of attention with .*\(cp=4\), varlen"):
-        choose_attention("te", "bf16", wide)
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [("is_capped", "it does not cap scores"), ("is_sparse", "it has no sparse attention")],
-)
-def test_torch_runs_what_no_fused_kernel_has(gpu: Machine, kind: str, reason: str) -> None:
-    gpu.transformer_engine(imports=True)
-    sizes = AttentionSizes(heads=8, groups=2, head_width=64, **{kind: True})
-    assert choose_attention("auto", "bf16", sizes) == "sdpa"
-    reasons = passed_over("sdpa", "bf16", sizes)
-    assert reasons.keys() == {"te", "varlen"}
-    assert all(reason in why for why in reasons.values())
-
-
-def test_transformer_engine_shares_no_prefixes_with_context_parallelism(gpu: Machine) -> None:
-    gpu.transformer_engine(imports=True)
-    sizes = AttentionSizes(heads=8, groups=2, head_width=64, cp=2)
-    assert choose_attention("auto", "bf16", sizes) == "te"
-    assert choose_attention("auto", "bf16", sizes, shares_prefixes=True) == "varlen"
     found = str(find_kernels("auto", "bf16", sizes, shares_prefixes=True))
-    assert "not te: it has no shared prefixes with context parallelism (cp=2)" in found
-    with pytest.raises(ConfigError, match=r"model.attention=te .* \(cp=2\).*share_prefixes=off"):
-        choose_attention("te", "fp32", sizes, shares_prefixes=True)
-    alone = AttentionSizes(heads=8, groups=2, head_width=64)
-    assert choose_attention("auto", "bf16", alone, shares_prefixes=True) == "te"
+    assert found.startswith("attention te, norms te" if ours is None else f"attention te {ours}")
+
+
+def test_torch_runs_what_no_fused_kernel_has(gpu: Machine) -> None:
+    gpu.transformer_engine(imports=True)
+    sizes = AttentionSizes(heads=8, groups=2, head_width=64)
+    sparse = dataclasses.replace(sizes, is_sparse=True)
+    assert choose_attention("auto", "bf16", sparse) == "sdpa"
+    reasons = passed_over("sdpa", "bf16", sparse)
+    assert reasons.keys() == {"te", "varlen"}
+    assert all("it has no sparse attention" in why for why in reasons.values())
+    # Layers with capped scores have torch's attention, and Transformer Engine's other parts.
+    capped = dataclasses.replace(sizes, is_capped=True)
+    assert str(find_kernels("auto", "bf16", capped)).startswith("attention te (sdpa for capped")
+    with pytest.raises(ConfigError, match="attention=varlen cannot run here: it does not cap"):
+        choose_attention("varlen", "bf16", capped)

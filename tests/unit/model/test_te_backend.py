@@ -185,12 +185,16 @@ def test_it_is_asked_for_each_kind_of_layers(engine: Engine) -> None:
     windows = dataclasses.replace(sizes, windows=(128, None))
     assert choose_attention("auto", "bf16", windows) == "varlen"
     assert "windows of 128" in passed_over("varlen", "bf16", windows)["te"]
+    engine.answers(lambda asked: UNFUSED if asked.softmax_type == "learnable" else FUSED)
     sinks = dataclasses.replace(windows, softmax_type="learnable")
-    assert "no fused attention with sinks" in passed_over("varlen", "bf16", sinks)["te"]
+    assert choose_attention("auto", "bf16", sinks) == "te"
+    assert te_backend.rows_of_ours(sinks, False) == ["windows and sinks", "sinks"]
+    engine.asked.clear()
     engine.answers(FUSED, FIELDS_2_20)
     assert choose_attention("auto", "bf16", sinks) == "te"
-    assert {asked.softmax_type for asked in engine.asked[-2:]} == {"learnable"}
-    assert {asked.window_size for asked in engine.asked[-2:]} == {(127, 0), (-1, 0)}
+    assert te_backend.rows_of_ours(sinks, False) == []
+    assert {asked.softmax_type for asked in engine.asked} == {"learnable"}
+    assert {asked.window_size for asked in engine.asked} == {(127, 0), (-1, 0)}
 
 
 def test_heads_of_another_width_are_asked_for_up_to_that_of_fused_attention(
@@ -272,9 +276,37 @@ def test_it_is_asked_for_more_keys_than_queries(engine: Engine, fields: tuple[st
     )
     sizes = dataclasses.replace(SIZES, cp=1)
     assert choose_attention("auto", "bf16", sizes) == "te"
-    assert choose_attention("auto", "bf16", sizes, shares_prefixes=True) == "varlen"
+    assert te_backend.te_runs(sizes)
+    assert not te_backend.te_runs(sizes, more_keys=True, dtype=torch.float16)
     asked = engine.asked[-1]
     assert asked.attn_mask_type == "padding_causal_bottom_right"
+    assert asked.qkv_dtype == torch.float16
     assert getattr(asked, "bottom_right_diagonal", True)
-    others = passed_over("varlen", "bf16", sizes, shares_prefixes=True)
-    assert "and shared prefixes on this GPU" in others["te"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "more_keys", "runs"),
+    [
+        ({}, False, True),
+        ({}, True, False),
+        ({"cp": 1}, True, True),
+        ({"cp": 1, "windows": (9,)}, False, True),
+        ({"cp": 1, "windows": (9,)}, True, False),
+        ({"cp": 1, "softmax_type": "learnable"}, False, True),
+        ({"cp": 1, "softmax_type": "learnable"}, True, False),
+        ({"windows": (9,)}, False, False),
+        ({"windows": (9,), "cp_comm_type": "a2a"}, False, True),
+        ({"windows": (9,), "cp_comm_type": "all_gather"}, False, True),
+        ({"softmax_type": "learnable"}, False, False),
+        ({"softmax_type": "learnable", "cp_comm_type": "all_gather"}, False, False),
+        ({"softmax_type": "learnable", "cp_comm_type": "a2a"}, False, True),
+        ({"cp": 1, "is_capped": True}, False, False),
+    ],
+)
+def test_what_its_releases_refuse_is_not_given_to_it(
+    engine: Engine, changes: dict[str, Any], more_keys: bool, runs: bool
+) -> None:
+    engine.answers(FUSED)
+    sizes = dataclasses.replace(SIZES, **changes)
+    assert te_backend.te_runs(sizes, more_keys=more_keys) == runs
+    assert all(asked.cp_comm_type == sizes.cp_comm_type for asked in engine.asked)

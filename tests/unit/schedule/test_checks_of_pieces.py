@@ -29,6 +29,7 @@ def check(made: Any, *, is_training: bool = True, **changes: Any) -> None:
 @pytest.mark.parametrize("core", [packed(), TEDotProductAttention()])
 def test_other_models_are_accepted(core: torch.nn.Module) -> None:
     check(chunk(core))
+    check(chunk(core), context_parallel_size=2, window_size=(128, 0))
 
 
 def test_dropout_of_attention_is_refused_in_training() -> None:
@@ -51,11 +52,3 @@ def test_kernels_and_positions_that_are_not_known_are_refused() -> None:
         check(chunk(packed(OwnKernel)))
     with pytest.raises(ConfigError, match=r"with samples in pieces: it finds positions from cu"):
         check(chunk(packed(), "rope"))
-
-
-def test_transformer_engine_is_refused_with_context_parallelism() -> None:
-    check(chunk(packed()), context_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"cp=2 with samples in pieces: it has none with context"):
-        check(chunk(TEDotProductAttention()), context_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"window_size=\(128, 0\) with samples in pieces"):
-        check(chunk(TEDotProductAttention()), window_size=(128, 0))

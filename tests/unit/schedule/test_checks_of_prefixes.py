@@ -106,13 +106,8 @@ def test_a_kernel_that_does_not_know_branches_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"context_parallel_size": 2},
-            r"cp=2 with shared prefixes: .*; set model.attention=varlen, or plan.share",
-        ),
         ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention=True with shared"),
         ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention=True with shared"),
-        ({"window_size": (128, 0)}, r"window_size=\(128, 0\) with shared prefixes"),
     ],
 )
 def test_what_transformer_engine_does_not_run_is_refused(
@@ -122,5 +117,6 @@ def test_what_transformer_engine_does_not_run_is_refused(
         check(chunk(TEDotProductAttention()), **changes)
 
 
-def test_other_kernels_share_prefixes_with_context_parallelism() -> None:
-    check(chunk(packed()), context_parallel_size=2)
+@pytest.mark.parametrize("core", [packed(), TEDotProductAttention()])
+def test_prefixes_are_shared_with_context_parallelism_and_windows(core: torch.nn.Module) -> None:
+    check(chunk(core), context_parallel_size=2, window_size=(128, 0), softmax_type="learnable")

@@ -33,12 +33,7 @@ def check(
 @pytest.mark.parametrize("core", [packed(), TEDotProductAttention()])
 def test_other_models_are_accepted(core: torch.nn.Module) -> None:
     check(chunk(core), cp_comm_type="p2p")
-
-
-def test_shared_prefixes_are_refused_with_transformer_engine_only() -> None:
-    check(chunk(packed()), shares_prefixes=True)
-    with pytest.raises(ConfigError, match=r"set model.attention=varlen, or plan\."):
-        check(chunk(TEDotProductAttention()), shares_prefixes=True)
+    check(chunk(core), shares_prefixes=True, window_size=(128, 0))
 
 
 @pytest.mark.parametrize("kinds", ["a2a", ["p2p", "a2a"]])
