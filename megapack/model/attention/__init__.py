@@ -8,7 +8,7 @@ Modules:
     rotary: rotary embeddings with one table per row
     rotary_tables: several tables in a chunk, for layers or for samples by their length
     own_heads: layers with other heads than the rest, and norms of values
-    te_rows: prefixes, pieces and shared rows with Transformer Engine's attention
+    te_rows: all kinds of rows in layers with Transformer Engine's attention
     te_backend: what Transformer Engine would run
     choice: the kernel that runs on this machine
 """

@@ -45,8 +45,7 @@ from megapack.model.head import unwrapped
 _MARK = "_is_hooked"
 # Attribute of a layer that has run a row of other ranks than its own.
 _SWITCHED = "_follows_rows"
-# Attribute of a layer with our attention in its place, once a row has needed it: a tuple, so that
-# it is no module of the layer.
+# Attribute of a layer with our attention in its place, once a row has needed it.
 _OURS = "_packed_attention"
 
 
@@ -128,17 +127,18 @@ def _attend(
 
 def _ours(core: Any, sizes: AttentionSizes, dtype: torch.dtype) -> PackedAttention:
     """Our attention in place of a layer's, with the layer's scale and sinks."""
-    made: tuple[PackedAttention, ...] = getattr(core, _OURS, ())
-    if not made:
+    # Not an attribute that torch would list as a part of the layer, with parameters.
+    ours: PackedAttention | None = vars(core).get(_OURS)
+    if ours is None:
         kernel = packed_kernel("fp32" if dtype == torch.float32 else "bf16", sizes)
+        kind = PackedVarlen if kernel == "varlen" and not core.attention_dropout else PackedSDPA
         (window,) = sizes.windows
         config = copy.copy(core.config)
         # Ours gathers keys, however the layer exchanges them.
         config.cp_comm_type = None
         config.window_size = None if window is None else (window - 1, 0)
         config.window_attn_skip_freq = None
-        kind = PackedVarlen if kernel == "varlen" and not core.attention_dropout else PackedSDPA
-        own = kind(
+        ours = vars(core)[_OURS] = kind(
             config,
             core.layer_number,
             AttnMaskType.padding_causal,
@@ -147,12 +147,9 @@ def _ours(core: Any, sizes: AttentionSizes, dtype: torch.dtype) -> PackedAttenti
             softmax_scale=core.fused_attention.softmax_scale,
             k_channels=sizes.head_width,
         )
-        made = (own,)
-        setattr(core, _OURS, made)
-    own = made[0]
-    own.training = core.training
-    own.softmax_offset = core.softmax_offset
-    return own
+    ours.training = core.training
+    ours.softmax_offset = core.softmax_offset
+    return ours
 
 
 def _ranks(core: Any, row: RowView) -> dict[str, Any]:
