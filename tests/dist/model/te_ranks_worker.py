@@ -53,6 +53,7 @@ class TEDotProductAttention(torch.nn.Module):
     def __init__(self, core: Any) -> None:
         super().__init__()
         self.config = core.config
+        self.layer_number = 1
         self.scale = core.softmax_scale
         self.cp_group: Any = None
 
