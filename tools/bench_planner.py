@@ -10,6 +10,7 @@
     python tools/bench_planner.py --only-bound         # writes the table of the lower bound
     python tools/bench_planner.py --only-hybrid        # writes the table of hybrid models
     python tools/bench_planner.py --only-shapes        # writes the table of few row lengths
+    python tools/bench_planner.py --only-steps         # writes those of steps of equal work
     python tools/bench_planner.py --only-common        # writes that of layouts without interleaving
     python tools/bench_planner.py --only-costs         # writes that of measured costs
     python tools/bench_planner.py --only-published     # writes the tables of inputs of others
@@ -31,7 +32,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,7 @@ from tools.benching.planner_published import (
 )
 from tools.benching.planner_shapes import shapes_table
 from tools.benching.planner_speed import draw, growth_tables, target_table
+from tools.benching.planner_steps import Way, steps_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 # Samples per optimizer step.
@@ -99,6 +101,10 @@ OPERATION_BATCHES = (128, 512)
 # Steps of the table of the spread of step times, and samples of each.
 SPREAD_STEPS = 200
 SPREAD_SAMPLES = 128
+# Traces with enough samples for tables of an epoch's steps; the most samples of an epoch.
+STEPS_TRACES = ("openchat", "azure", "servegen")
+STEPS_SAMPLES = 64 * 128
+STEPS_LAYOUTS = ("dp8", "dp4 pp4")
 SPEED_MARKS = ("<!-- measured: speed -->", "<!-- end: speed -->")
 MARKS = ("<!-- measured -->", "<!-- end -->")
 FAMILY_MARKS = ("<!-- measured: families -->", "<!-- end: families -->")
@@ -110,6 +116,7 @@ COMMON_MARKS = ("<!-- measured: common layouts -->", "<!-- end: common layouts -
 PUBLISHED_MARKS = ("<!-- measured: published -->", "<!-- end: published -->")
 COST_MARKS = ("<!-- measured: costs -->", "<!-- end: costs -->")
 SHAPE_MARKS = ("<!-- measured: row shapes -->", "<!-- end: row shapes -->")
+STEPS_MARKS = ("<!-- measured: steps -->", "<!-- end: steps -->")
 DYNAMIC_MARKS = ("<!-- measured: dynamic CP -->", "<!-- end: dynamic CP -->")
 LAYOUTS = {
     "dp8": Layout(dp=8),
@@ -454,9 +461,9 @@ def write_between_marks(page: Path, marks: tuple[str, str], tables: str) -> None
     page.write_text(f"{before}{marks[0]}\n{tables}\n{marks[1]}{after}", encoding="utf-8")
 
 
-def shapes(traces: Path) -> list[str]:
+def shapes(traces: Path) -> Iterator[str]:
     """The table of few row lengths."""
-    return list(shapes_table(cases(load(traces, SHAPE_SAMPLES), LAYOUTS)))
+    return shapes_table(cases(load(traces, SHAPE_SAMPLES), LAYOUTS))
 
 
 def common(traces: Path, megatron: Path | None) -> list[str]:
@@ -476,6 +483,16 @@ def published(megatron: Path | None, distca: Path | None, dynapipe: Path | None)
         tables.append(("DynaPipe's spread of micro-batches", makespan_table(dynapipe)))
     tables.append(("Padded slots of miles#1766", slots_table(costs)))
     return [line for title, table in tables for line in (f"### {title}", "", *table, "")]
+
+
+def steps(traces: Path) -> Iterator[str]:
+    """The tables of steps of about equal work."""
+    model = "30B-A3B"
+    ways = {name: Way(LAYOUTS[name], cost_of(LAYOUTS[name], model)) for name in STEPS_LAYOUTS}
+    data = load(traces, STEPS_SAMPLES)
+    return steps_tables(
+        {name: data[name] for name in STEPS_TRACES if name in data}, ways, MODELS[model]
+    )
 
 
 def hybrid(traces: Path) -> list[str]:
@@ -502,11 +519,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, metavar="FOLDER")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planner.md")
     # Each has an option that writes it alone.
-    parts: dict[str, tuple[tuple[str, str], Callable[[Path], list[str]]]] = {
+    parts: dict[str, tuple[tuple[str, str], Callable[[Path], Iterable[str]]]] = {
         "common": (COMMON_MARKS, lambda traces: common(traces, options.megatron)),
         "published": (PUBLISHED_MARKS, lambda _: published(**folders)),
-        "costs": (COST_MARKS, lambda traces: list(costs_table(traces))),
+        "costs": (COST_MARKS, costs_table),
         "shapes": (SHAPE_MARKS, shapes),
+        "steps": (STEPS_MARKS, steps),
         "hybrid": (HYBRID_MARKS, hybrid),
         "bound": (BOUND_MARKS, lambda traces: bound(load(traces, BOUND_SAMPLES))),
         "operations": (OPERATION_MARKS, operations),
@@ -519,7 +537,7 @@ def main() -> None:
         parser.add_argument(f"--only-{name}", action="store_true")
     options = parser.parse_args()
 
-    def write(marks: tuple[str, str], arguments: Iterable[str], lines: list[str]) -> None:
+    def write(marks: tuple[str, str], arguments: Iterable[str], lines: Iterable[str]) -> None:
         command = " ".join(["python tools/bench_planner.py", *arguments])
         text = "\n".join([f"Measured with `{command}` on {machine()}.", "", *lines])
         print(text)

@@ -41,7 +41,7 @@ from megapack.samples import SampleBatch
 # Settings that must not change on resume: tensors, or the order of the data, would not fit. A
 # section stands for all of its settings, except for those in `_FREE`.
 _FIXED = (
-    *("seed", "model", "data.prompts_per_batch", "data.shuffle"),
+    *("seed", "model", "data.prompts_per_batch", "data.shuffle", "data.balance_window"),
     *("optim.name", "optim.distributed_optimizer"),
 )
 _FREE = (
@@ -477,13 +477,22 @@ class Checkpoints:
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Descriptions of the settings that differ from a checkpoint's and must not."""
-    # Checkpoints without the key are from before Muon.
-    saved, now = ({**c, "optim": {"name": "adam", **c.get("optim", {})}} for c in (saved, now))
+    saved, now = (_with_later_keys(config) for config in (saved, now))
     found = folders.differences(saved, now, _FIXED)
+    if now["data"]["balance_window"] > 1:
+        # It decides what the work of a sample is, and so the batches.
+        found += folders.differences(saved, now, ("plan.balance",))
     kinds = folders.differences(saved, now, ("objective.kind",))
     # A value head does not fit a model with a vocabulary head.
     found += [text for text in kinds if '"reward"' in text]
     return [text for text in found if not text.startswith(_FREE)]
+
+
+def _with_later_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the keys that those of earlier checkpoints lack: from before Muon, and from
+    before batches exchanged prompt groups."""
+    optim = {"name": "adam", **config.get("optim", {})}
+    return {**config, "optim": optim, "data": {"balance_window": 1, **config.get("data", {})}}
 
 
 def samples_done_digest(plan: Plan, num_steps: int) -> str:

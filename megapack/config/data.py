@@ -44,6 +44,10 @@ class DataConfig:
     """Equal seeds generate equal rollouts."""
     shuffle: bool = False
     """Shuffle the prompt groups in each epoch, by `seed`."""
+    balance_window: int = 1
+    """Consecutive batches that exchange prompt groups until their work is about equal; 1 = none do,
+    and from the number of an epoch's batches on, all of them do. Work is by the model's sizes, or
+    under plan.balance=tokens by tokens. A batch keeps its number of prompt groups."""
     drop_equal_rewards: bool = False
     """Leave out prompt groups whose rewards are all equal, as DAPO's dynamic sampling does
     (arXiv 2503.14476): advantages relative to the group give them no gradient. Under advantage_norm
@@ -53,7 +57,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         at_least(self, "data", 1, "prompts_per_batch", "max_length", "num_generated")
-        at_least(self, "data", 1, "generated_group_size", "workers")
+        at_least(self, "data", 1, "generated_group_size", "workers", "balance_window")
         if self.path == "":
             raise ConfigError("data.path is empty; set a file, or null for generated rollouts")
         if self.tokenizer_path is not None and self.tokenizer == "bytes":

@@ -4,6 +4,7 @@ Modules:
     files, lines: JSON Lines and Parquet -> checked samples
     tokenizer, hf_tokenizer, chats: text and chats -> token ids, and what counts in the loss
     rollouts: the format of a line; batches of whole prompt groups
+    balance: batches of about equal work
     advantages: rewards of rollouts -> advantages
     columns: rows of one simple form, read together
     token_blocks, blocks, workers: tokenization, by several processes

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megapack.base.arrays import Ints
 from megapack.config.sections import ObjectiveConfig, PlanConfig, TrainConfig
+from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.model import CostModel
+from megapack.cost.sizes import typical_length
 from megapack.data.advantages import Floats, SampleReward, group_advantages, penalize_overlong
 from megapack.data.dataset import Dataset, SampleNumbers
 from megapack.data.generated import generate_pairs, generate_rollouts
@@ -93,6 +96,8 @@ def _check_pairs(config: TrainConfig, data: Dataset) -> None:
 
 def all_batches(config: TrainConfig, data: Dataset) -> Iterator[tuple[int, int, SampleNumbers]]:
     """Yield epoch, index within the epoch, and sample numbers of each batch of the run."""
+    window = config.data.balance_window
+    work = None if window == 1 else _work(config, data.lengths)
     batches = (
         (epoch, index, batch)
         for epoch in range(config.train.epochs)
@@ -102,10 +107,31 @@ def all_batches(config: TrainConfig, data: Dataset) -> Iterator[tuple[int, int, 
                 shuffle=config.data.shuffle,
                 seed=config.seed,
                 epoch=epoch,
+                work=work,
+                window=window,
             )
         )
     )
     return itertools.islice(batches, config.train.num_batches)
+
+
+def _work(config: TrainConfig, lengths: Ints) -> Ints:
+    """Work of each sample in tokens, int64 [samples], by which batches are balanced.
+
+    It depends on nothing that may change when a run resumes: not on the layout, the file of
+    `plan.cost_model` or measured seconds. Else batches would change and repeat samples.
+    """
+    if config.plan.balance == "tokens":
+        return lengths
+    cost = cost_from_sizes(
+        config.model.to_sizes(),
+        Layout(),
+        GpuSpeed.of("cuda", "bf16"),
+        recompute="none",
+        mean_length=typical_length(lengths),
+    )
+    squares = lengths.astype(np.float64) ** 2 * (cost.per_token_sq / cost.per_token)
+    return np.rint(lengths + squares).astype(np.int64)
 
 
 def steps_in(config: TrainConfig, data: Dataset, numbers: SampleNumbers) -> int:

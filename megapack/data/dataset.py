@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megapack.base.arrays import Ints
 from megapack.data.advantages import SampleReward
 from megapack.data.index import Index, SampleTokens, StoredSamples, load_samples, store_in_memory
 from megapack.data.rollouts import Rollout, group_batches
@@ -100,12 +101,32 @@ class Dataset:
             digest.update(index[name].tobytes())
         return digest.hexdigest()
 
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each sample, prompt and response: int64 [samples]."""
+        index = self._index
+        lengths: Ints = index["prompt_tokens"].astype(np.int64) + index["response_tokens"]
+        return lengths
+
     def batches(
-        self, prompts_per_batch: int, *, shuffle: bool = False, seed: int = 0, epoch: int = 0
+        self,
+        prompts_per_batch: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        epoch: int = 0,
+        work: Ints | None = None,
+        window: int = 1,
     ) -> Iterator[SampleNumbers]:
         """Sample numbers in batches of whole prompt groups, see `rollouts.group_batches`."""
         return group_batches(
-            self._index["group"], prompts_per_batch, shuffle=shuffle, seed=seed, epoch=epoch
+            self._index["group"],
+            prompts_per_batch,
+            shuffle=shuffle,
+            seed=seed,
+            epoch=epoch,
+            work=work,
+            window=window,
         )
 
     def prompt_tokens(self, numbers: SampleNumbers) -> list[int]:

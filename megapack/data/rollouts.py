@@ -48,6 +48,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megapack.data.balance import even_batches
 from megapack.data.tokenizer import Ids, Mask
 from megapack.errors import ConfigError
 
@@ -130,16 +131,21 @@ def group_batches(
     shuffle: bool = False,
     seed: int = 0,
     epoch: int = 0,
+    work: npt.NDArray[np.int64] | None = None,
+    window: int = 1,
 ) -> Iterator[npt.NDArray[np.int64]]:
     """Yield sample numbers in batches of whole prompt groups; the last batch may be smaller.
 
     The samples of a prompt group follow each other in file order. Prompt groups come in the order
     of their first sample, or are shuffled by `(seed, epoch)` alone, equally on every rank and
-    machine.
+    machine. Then the full batches of each window exchange prompt groups, see `even_batches`; within
+    a batch these keep their order.
 
     Args:
         group_of: int64 [samples], prompt groups numbered from 0 by first appearance.
         prompts_per_batch: prompt groups in a batch.
+        work: int64 [samples], by which batches become even; None = none exchange groups.
+        window: consecutive batches that do.
     """
     if prompts_per_batch < 1:
         raise ConfigError(f"data.prompts_per_batch is {prompts_per_batch}; set 1 or more")
@@ -151,6 +157,14 @@ def group_batches(
         # NumPy keeps the raw bits of a bit generator stable across versions, but not `permutation`.
         keys = np.random.PCG64([seed, epoch]).random_raw(len(order))
         order = np.argsort(keys, kind="stable")
+    if work is not None:
+        group_work = np.add.reduceat(work[samples], starts[:-1])
+        num_full = len(order) // prompts_per_batch
+        # A view: the last batch stays as it is if it is short.
+        full = order[: num_full * prompts_per_batch].reshape(num_full, prompts_per_batch)
+        for first in range(0, num_full, window):
+            own = full[first : first + window]
+            own[:] = own.ravel()[even_batches(group_work[own])]
     for first in range(0, len(order), prompts_per_batch):
         chosen = order[first : first + prompts_per_batch]
         yield np.concatenate([samples[starts[g] : starts[g + 1]] for g in chosen])

@@ -73,7 +73,7 @@ def test_written_samples_are_read_back(
             assert parts == list(tokens(written[number]))
         found_rewards = [one.reward for one in data.rewards(np.arange(len(written)))]
         assert found_rewards == [row.get("reward") for row in written]
-        batches = list(data.batches(2, shuffle=True, seed=1))
+        batches = list(data.batches(2, shuffle=True, seed=1, work=data.lengths, window=2))
         assert sorted(np.concatenate(batches).tolist()) == list(range(len(written)))
         for batch in batches:
             assert len({one.group for one in data.rewards(batch)}) <= 2

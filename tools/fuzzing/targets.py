@@ -186,7 +186,7 @@ def _hold_rollouts(path: Path, settings: ReadSettings) -> bool:
     for mode in get_args(AdvantageNorm):
         found = refused(lambda: group_advantages(rewards, mode), DataError)  # noqa: B023
         require(found is None or bool(np.isfinite(found).all()), "advantages are not finite")
-    batches = list(dataset.batches(2, shuffle=True, seed=1))
+    batches = list(dataset.batches(2, shuffle=True, seed=1, work=dataset.lengths, window=2))
     require(sorted(np.concatenate(batches)) == list(rows), "batches lose samples")
     return True
 
