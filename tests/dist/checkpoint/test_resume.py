@@ -316,6 +316,20 @@ def test_row_shapes_go_on_and_change_no_step(undisturbed: Path, tmp_path: Path) 
     assert [line["plan_digest"] for line in resumed] == [line["plan_digest"] for line in lines]
 
 
+@WEEKLY
+def test_batches_of_equal_work_resume_within_their_window(tmp_path: Path) -> None:
+    """The run resumes in the second of four batches that exchanged prompt groups, on another layout
+    and with a cost model that is measured."""
+    settings = ["data.balance_window=4", "train.resume=auto"]
+    whole = finished(tmp_path, *DP2, *settings)
+    tokens = [whole[k]["tokens"] + whole[k + 1]["tokens"] for k in range(0, NUM_STEPS, 2)]
+    assert max(tokens) < 1.1 * min(tokens)
+    copy_of_run(tmp_path, tmp_path / "other", until=3)
+    lines = finished(tmp_path / "other", *PP2_VPP2, *settings, "plan.calibrate=online")
+    assert_same_steps(lines, whole, rel=1e-5)
+    assert [line["tokens"] for line in lines] == [line["tokens"] for line in whole]
+
+
 def test_damaged_checkpoints_are_passed_over(undisturbed: Path, tmp_path: Path) -> None:
     run = copy_of_run(undisturbed, tmp_path, until=8)
     tensors = max((run / "checkpoints/step-00000006/state").iterdir(), key=_size)
