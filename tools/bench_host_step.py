@@ -6,17 +6,15 @@
     python tools/bench_host_step.py slime --layout "" --shared-prefixes
     python tools/bench_host_step.py slime --layout "" --shared-prefixes --patches megatron_core
 
-A pair is a step of the host's worker (tests/hosts/steps/HOST.py) with the patches and its next one
-without, in one job: the patches are applied and reverted in between. With --jobs, or another
-baseline, each way runs in a job of its own, and a pair is two steps of the same number. So it is
-for hosts that make their rows before the steps, or keep the schedule that they had at their start.
+Both ways run at the same time, each in a job of its own, and their steps take turns: a pair is two
+steps of the same number, one after the other, so that other work of the machine meets both.
 
 With --shared-prefixes both ways have the patches: eight answers of 512 tokens to each prompt of
 512, with and without shared prefixes. With `--patches megatron_core` rows are the host's own, and
 share prefixes at the call of the model alone: `PlannedSchedule(share_prefixes=True)`.
 
 CPU seconds are those of all threads of all ranks, so that ranks which wait for each other or for
-other work of the machine do not count. The first step of each way is left out: it compiles and
+other work of the machine do not count. The first step of each job is left out: it compiles and
 fills caches. "simulated" is the makespan of the rows that the host ran, by row tokens, per step.
 """
 
@@ -27,8 +25,11 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,10 +41,8 @@ from tests.toy import WIDTH_VARIABLE
 from tools.hosting.sources import NoSource, source
 
 # Of a job: steps of a wide model beside other work.
-_TIMEOUT_S = 900
-# Hosts that need a job for each way.
-_ROWS_BEFORE_STEPS = {"slime", "miles", "nemo_rl", "ms_swift"}
-_SCHEDULE_OF_START = {"roll", "megatron_bridge", "megatron_lm", "unirl"}
+_TIMEOUT_S = 1800
+_MOST_STEPS = 1000
 # Hosts whose workers have the case "long", eight answers of 512 tokens to prompts of 512.
 _LONG = {"slime", "miles"}
 
@@ -59,7 +58,6 @@ def main() -> None:
     parser.add_argument("--case", default="")
     parser.add_argument("--baseline-patches", default="", help='of the runs "without"')
     parser.add_argument("--baseline-case", help="default: that of --case")
-    parser.add_argument("--jobs", action="store_true", help="each way in a job of its own")
     parser.add_argument("--shared-prefixes", action="store_true", help="8 answers of 512 to 512")
     parser.add_argument("--width", type=int, default=256, help="of the host's toy model")
     parser.add_argument("--steps", type=int, default=6, help="of each way in a round")
@@ -83,33 +81,25 @@ def main() -> None:
     patches = args.patches.split(",") if args.patches else [args.host]
     baseline = args.baseline_patches.split(",") if args.baseline_patches else []
     baseline_case = args.case if args.baseline_case is None else args.baseline_case
-    in_jobs = args.jobs or args.host in _ROWS_BEFORE_STEPS | _SCHEDULE_OF_START
-    in_one_job = not (in_jobs or baseline or baseline_case != args.case)
     pairs: list[tuple[list[Step], list[Step]]] = []
-    with tempfile.TemporaryDirectory() as folder:
-
-        def steps_of(name: str, patches: list[str], case: str, steps: int) -> list[list[Step]]:
-            reports = run_step(
+    for _ in range(args.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            run = partial(
+                run_step,
                 args.host,
-                Path(folder) / name,
                 layout=args.layout,
                 world=layout.world_size,
-                patches=patches,
-                steps=steps,
-                case=case,
+                steps=args.steps,
                 timeout_s=_TIMEOUT_S,
-                alternate=in_one_job,
             )
-            return [[Step.of(report, i) for report in reports] for i in range(steps)]
-
-        for number in range(args.rounds):
-            if in_one_job:
-                steps = steps_of(f"both{number}", patches, args.case, 2 * args.steps)
-                pairs += zip(steps[2::2], steps[3::2], strict=True)
-            else:
-                without = steps_of(f"without{number}", baseline, baseline_case, args.steps)
-                patched = steps_of(f"with{number}", patches, args.case, args.steps)
-                pairs += zip(patched[1:], without[1:], strict=True)
+            patched, without = in_turns(
+                Path(folder),
+                partial(run, patches=patches, case=args.case),
+                partial(run, patches=baseline, case=baseline_case),
+            )
+        steps = ([Step.of(report, i) for report in patched] for i in range(args.steps))
+        steps_without = ([Step.of(report, i) for report in without] for i in range(args.steps))
+        pairs += list(zip(steps, steps_without, strict=True))[1:]
     _print(layout, pairs)
 
 
@@ -130,6 +120,31 @@ class Step:
         total = report.more.get("layer_tokens")
         mean = None if total is None else total / len(report.more["cpu_seconds"])
         return cls(report.more["cpu_seconds"][number], rows, mean)
+
+
+def in_turns(folder: Path, *jobs: Callable[..., list[Report]]) -> list[list[Report]]:
+    """The reports of two jobs whose steps take turns, the second job's first.
+
+    Args:
+        jobs: take a folder and `turns`.
+    """
+    pipes = [str(folder / "turn0"), str(folder / "turn1")]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    ends = [os.open(pipe, os.O_RDWR) for pipe in pipes]
+    # Processes that fork nothing: each starts a server of jobs of its own.
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        running = {
+            pool.submit(job, folder / f"job{i}", turns=(pipes[i], pipes[1 - i])): i
+            for i, job in enumerate(jobs)
+        }
+        os.write(ends[1], b".")
+        for done in as_completed(running):
+            # The other job has all further turns.
+            os.write(ends[1 - running[done]], b"." * _MOST_STEPS)
+    for end in ends:
+        os.close(end)
+    return [future.result() for future in running]
 
 
 def _layout_text(text: str) -> str:

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class Arguments(argparse.Namespace):
     patches: list[str]
     steps: int
     case: str
-    alternate: bool
+    turns: list[str]
 
 
 def parse_arguments() -> Arguments:
@@ -78,14 +79,12 @@ def parse_arguments() -> Arguments:
     )
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--case", default="", help="what only this host has")
-    parser.add_argument(
-        "--alternate", action="store_true", help="run every second step without the patches"
-    )
+    parser.add_argument("--turns", nargs=2, default=[], help="see `Turns`")
     arguments = parser.parse_args(namespace=Arguments())
     if "shared" in arguments.case:
         os.environ["MEGAPACK_SHARE_PREFIXES"] = "1"
-    if arguments.alternate:
-        _alternating.extend(arguments.patches)
+    if arguments.turns and int(os.environ.get("RANK", "0")) == 0:
+        _turns.append(Turns(*arguments.turns))
     return arguments
 
 
@@ -152,33 +151,54 @@ def count_shape_exchanges(report: Report) -> None:
     P2PCommunicator._communicate_shapes = counted
 
 
-# The patches of a job that runs every second step without them.
-_alternating: list[str] = []
+class Turns:
+    """This job's steps and another's run in turns, so that both meet the same other work.
+
+    Args:
+        own, other: named pipes; a job has its turn when it reads a byte from its own.
+    """
+
+    def __init__(self, own: str, other: str) -> None:
+        # Opened for both, a pipe does not wait for its other end.
+        self._own, self._other = (os.open(path, os.O_RDWR) for path in (own, other))
+        self._is_first = True
+
+    def wait(self) -> None:
+        """End this job's turn, and wait for its next one."""
+        if not self._is_first:
+            os.write(self._other, b".")
+        self._is_first = False
+        os.read(self._own, 1)
 
 
-def alternate(number: int) -> bool:
-    """Apply or revert the patches of a job that alternates; whether this step runs with them."""
-    from megapack import patching
+# Of the first rank, at most one.
+_turns: list[Turns] = []
 
-    is_patched = number % 2 == 0
-    if _alternating:
-        (patching.apply if is_patched else patching.revert)(*_alternating)
-    return is_patched or not _alternating
+
+def cpu_seconds() -> float:
+    """CPU seconds of Python's threads in this process so far.
+
+    Gloo's threads are left out: each process group has some, which look for work a hundred times a
+    second. Those of Megatron's groups took a third of a step's CPU seconds on a busy machine, where
+    a step lasts long.
+    """
+    # Other threads that have run Python are in the list as dummies, also when they have ended.
+    own = (t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
+    clocks = (time.pthread_getcpuclockid(t.ident) for t in own if t.ident is not None)
+    return sum(map(time.clock_gettime, clocks))
 
 
 def timed(report: Report, step: Callable[[], T]) -> T:
-    """Run a step on all ranks at once, and add its seconds to the report.
-
-    In a job that alternates, steps 1, 3, 5, ... run without the patches.
-    """
+    """Run a step on all ranks at once, and add its seconds to the report."""
     import torch.distributed as dist
 
-    alternate(len(report.step_seconds))
+    for turns in _turns:
+        turns.wait()
     dist.barrier()
     start = time.perf_counter()
-    start_cpu = time.process_time()
+    start_cpu = cpu_seconds()
     result = step()
-    report.more.setdefault("cpu_seconds", []).append(time.process_time() - start_cpu)
+    report.more.setdefault("cpu_seconds", []).append(cpu_seconds() - start_cpu)
     dist.barrier()
     report.step_seconds.append(time.perf_counter() - start)
     return result
@@ -229,12 +249,12 @@ def run_step(
     timeout_s: float = 300,
     worker: str = "",
     te: str | None = None,
-    alternate: bool = False,
+    turns: Sequence[str] = (),
 ) -> list[Report]:
     """Run a host's worker, and return the reports of its ranks; skips where its source is absent.
 
     Args:
-        alternate: every second step runs without the patches.
+        turns: two named pipes, see `Turns`.
         worker: the module below `tests.hosts.steps`; "" = the host's name.
         te: the release of Transformer Engine whose layers the host runs; see `run_job`.
     """
@@ -245,7 +265,7 @@ def run_step(
     folder.mkdir(parents=True, exist_ok=True)
     args = [str(folder), "--layout", layout, "--patches", ",".join(patches)]
     args += ["--steps", str(steps), "--case", case]
-    args += ["--alternate"] if alternate else []
+    args += ["--turns", *turns] if turns else []
     module = f"tests.hosts.steps.{worker or host}"
     # The hosts' own communication is not megapack's to judge.
     checked_job(world, module, args, timeout_s=timeout_s, te=te, nccl_rules=False)

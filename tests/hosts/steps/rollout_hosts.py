@@ -7,7 +7,8 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     removed     every seventh sample has remove_sample set: none of its tokens counts
     prompts     the four samples of a group begin with the same 14 tokens
     shared      MEGAPACK_SHARE_PREFIXES=1
-    long        eight answers of 512 tokens to prompts of 512, a model of width 256: for benches
+    long        for benches: each step is eight answers of 512 tokens to one prompt of 512, on a
+                model of width 256
     short       samples have 6 to 16 tokens
     normalize   normalize_advantages: mean 0 and variance 1 over all loss tokens
     ppo         PPO's advantages, from made-up values of a critic
@@ -165,7 +166,7 @@ def host_arguments(arguments: Arguments) -> HostArguments:
 
     layout = arguments.layout
     case = words(arguments)
-    num_rollouts = ROLLOUTS_PER_STEP * arguments.steps
+    num_rollouts = _rollouts_per_step(case) * arguments.steps
     budget = 8 * 1024 if "long" in case else BUDGET
     return HostArguments(
         **_sizes(_model(case)),
@@ -175,7 +176,7 @@ def host_arguments(arguments: Arguments) -> HostArguments:
         use_dynamic_global_batch_size=False,
         balance_data=False,
         balance_by_flops=False,
-        global_batch_size=ROLLOUTS_PER_STEP,
+        global_batch_size=_rollouts_per_step(case),
         rollout_batch_size=num_rollouts // _group(case),
         n_samples_per_prompt=_group(case),
         num_rollout=1,
@@ -201,6 +202,10 @@ def host_arguments(arguments: Arguments) -> HostArguments:
         **_loss(case),
         **_learning_rates(),
     )
+
+
+def _rollouts_per_step(case: set[str]) -> int:
+    return _group(case) if "long" in case else ROLLOUTS_PER_STEP
 
 
 def _group(case: set[str]) -> int:
@@ -275,7 +280,7 @@ def make_samples(sample_class: Any, arguments: Arguments) -> list[Any]:
 
     case = words(arguments)
     rng = random.Random(problem.SEED)
-    num_rollouts = ROLLOUTS_PER_STEP * arguments.steps
+    num_rollouts = _rollouts_per_step(case) * arguments.steps
     siblings = [rng.choice([1, 1, 2, 3]) if "fanout" in case else 1 for _ in range(num_rollouts)]
     samples: list[Any] = []
     prompt: list[int] = []
