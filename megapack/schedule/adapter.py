@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megapack.base.choices import ExecutorChoice, HeadChoice
+from megapack.base.choices import Executor, ExecutorChoice, HeadChoice
 from megapack.errors import DataError, ScheduleError, of_all_ranks
 from megapack.layout import Layout
 from megapack.loss.sequence import AnyObjective, metric_names
@@ -178,6 +178,7 @@ class ScheduleAdapter:
             retries_oom=retries_oom,
         )
         self._checked_digest = ""
+        self._checked_executors: set[Executor] = set()
         # Tensor names that all ranks have agreed on; a batch without tensors needs no agreement.
         self._checked_inputs: set[tuple[str, ...]] = {()}
         # The call that `next_step` announced, and its rows.
@@ -433,8 +434,10 @@ class ScheduleAdapter:
         check_heads(map(unwrapped, self.chunks), shared_by)
         if plan.digest() != self._checked_digest:
             check_plan(plan, call.batch.lengths)
-            checks.check_executor(self.chunks, self.config, call.executor)
             self._checked_digest = plan.digest()
+        if call.executor not in self._checked_executors:
+            checks.check_executor(self.chunks, self.config, call.executor)
+            self._checked_executors.add(call.executor)
         if call.executor == "operations":
             self.runner.stage_order(call)
             if call.has_weight_operations:

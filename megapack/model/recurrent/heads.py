@@ -61,13 +61,11 @@ def check_heads(chunks: Iterable[Any], ranks: Iterable[int]) -> None:
     Raises:
         ConfigError: a layer has too few heads; the message names it.
     """
-    layers = [
-        (name, module)
-        for chunk in chunks
-        for name, module in chunk.named_modules()
-        if getattr(module, "runs_packed_rows", False)
-    ]
-    for count in sorted(set(ranks)):
+    shared = sorted({*ranks} - {1})
+    # Steps whose rows each have one rank do not walk the modules.
+    modules = (named for chunk in chunks for named in chunk.named_modules()) if shared else ()
+    layers = [(name, m) for name, m in modules if getattr(m, "runs_packed_rows", False)]
+    for count in shared:
         for name, layer in layers:
             heads, *groups = (section.heads for section in (layer.heads, *layer.convolved))
             if heads % count or not all(own.divides(count) for own in layer.convolved):
