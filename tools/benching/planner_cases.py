@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,9 @@ from megapack import (
     build_dp_schedule,
     simulate,
 )
+from megapack.base.choices import Recompute
+from megapack.cost.assumed import GpuSpeed, cost_from_sizes
+from megapack.cost.sizes import ModelSizes
 from tools.benching.planner_peers import Ranks, Strategy
 
 # Each micro-batch costs this many tokens more than its samples: launches, small GEMMs, p2p.
@@ -39,6 +43,12 @@ TRACES = {
     "azure": ("azure2023_conv.csv", 16384),
     "openchat": ("openchat_v1_sft.csv", 32768),
 }
+# Columns of tables that have our plans beside those of others.
+OURS = {
+    "megapack": Policy(),
+    "dynamic CP": Policy(context_parallel="dynamic"),
+    "everything": Policy(context_parallel="dynamic", split_samples="auto", backward="split"),
+}
 
 
 def cost_of(layout: Layout, model: str) -> CostModel:
@@ -51,6 +61,15 @@ def cost_of(layout: Layout, model: str) -> CostModel:
         per_token_sq=per_token * MODELS[model],
         cp_overhead=CP_OVERHEAD,
     )
+
+
+def h100_cost(
+    sizes: ModelSizes, layout: Layout, lengths: np.ndarray, recompute: Recompute
+) -> CostModel:
+    """The cost model of a model's sizes, on H100s."""
+    speed = GpuSpeed.of("cuda", "bf16")
+    mean_length = float(lengths.mean())
+    return cost_from_sizes(sizes, layout, speed, recompute=recompute, mean_length=mean_length)
 
 
 @dataclass(frozen=True)
@@ -150,6 +169,14 @@ def run_strategy(case: Case, strategy: Strategy) -> Result:
     ranks = strategy(case.lengths, case.work, case.layout, case.budget)
     seconds = time.process_time() - start
     return judge(case, as_step(case, ranks), seconds)
+
+
+def runs_of(
+    strategies: Mapping[str, Strategy], policies: Mapping[str, Policy]
+) -> dict[str, Callable[[Case], Result]]:
+    """What plans a case for each column of a table: strategies, then policies of ours."""
+    others = {name: partial(run_strategy, strategy=own) for name, own in strategies.items()}
+    return {**others, **{name: partial(run_ours, policy=own) for name, own in policies.items()}}
 
 
 def as_step(case: Case, ranks: Ranks) -> StepPlan:

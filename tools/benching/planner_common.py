@@ -5,11 +5,11 @@ Each column plans as the host of that name does today; GPUs and samples of a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from megapack import Layout, Policy
-from tools.benching.planner_cases import Case, Result, cases, load, mean, run_ours, run_strategy
+from megapack import Layout
+from tools.benching.planner_cases import OURS, cases, load, mean, runs_of
 from tools.benching.planner_peers import BASELINES, Strategy
 
 # GPUs of the job -> samples of a step, and layouts.
@@ -44,25 +44,12 @@ HOSTS = {
     "Megatron dev, dp_balanced": "dp_balanced",
     "Megatron dev, dynamic CP": "default_dynamic_cp",
 }
-OURS = {
-    "megapack": Policy(),
-    "dynamic CP": Policy(context_parallel="dynamic"),
-    "everything": Policy(context_parallel="dynamic", split_samples="auto", backward="split"),
-}
 
 
 def common_table(traces: Path, peer_code: Mapping[str, Strategy]) -> list[str]:
     """The lines of the table: geometric means over the traces and models, a row per layout."""
-    strategies = {**BASELINES, **peer_code}
-    runs: dict[str, Callable[[Case], Result]] = {
-        host: lambda case, own=strategies[name]: run_strategy(case, own)  # type: ignore[misc]
-        for host, name in HOSTS.items()
-        if name in strategies
-    }
-    runs |= {
-        name: lambda case, own=policy: run_ours(case, own)  # type: ignore[misc]
-        for name, policy in OURS.items()
-    }
+    known = {**BASELINES, **peer_code}
+    runs = runs_of({host: known[name] for host, name in HOSTS.items() if name in known}, OURS)
     lines = [f"| GPUs | layout | samples | {' | '.join(runs)} |", "|---" * (3 + len(runs)) + "|"]
     num_cells, overs = 0, dict.fromkeys(runs, 0)
     for num_gpus, (num_samples, layouts) in JOBS.items():

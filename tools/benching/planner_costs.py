@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from megapack import CostModel, Layout, Policy
-from megapack.cost.assumed import ATTENTION_TOKENS, GpuSpeed, cost_from_sizes
+from megapack.cost.assumed import ATTENTION_TOKENS, GpuSpeed
 from megapack.cost.sizes import ModelSizes
-from tools.benching.planner_cases import Case, Result, judge, load, mean, plan_of
+from tools.benching.planner_cases import Case, Result, h100_cost, judge, load, mean, plan_of
 
 SAMPLES = 256
 POLICY = Policy(context_parallel="dynamic", split_samples="auto")
@@ -71,13 +71,7 @@ def _cases(traces: Path) -> Iterable[Case]:
     for data, (lengths, budget) in load(traces, SAMPLES).items():
         for name, layout in LAYOUTS.items():
             for model, sizes in MODELS.items():
-                cost = cost_from_sizes(
-                    sizes,
-                    layout,
-                    GpuSpeed.of("cuda", "bf16"),
-                    recompute="selective",
-                    mean_length=float(lengths.mean()),
-                )
+                cost = h100_cost(sizes, layout, lengths, "selective")
                 yield Case(data, lengths, budget, name, layout, model, cost)
 
 

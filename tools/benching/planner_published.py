@@ -5,34 +5,27 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megapack import CostModel, Layout, MicroBatch, Policy, StepPlan, build_dp_schedule, simulate
-from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.sizes import ModelSizes
 from tools.benching.planner_cases import (
+    OURS,
     Case,
-    Result,
     as_step,
     cases,
-    judge,
+    h100_cost,
     mean,
+    plan_of,
     run_ours,
-    run_strategy,
+    runs_of,
 )
 from tools.benching.planner_peer_code import megatron_scheduler
 from tools.benching.planner_peers import BASELINES
-
-EVERYTHING = Policy(context_parallel="dynamic", split_samples="auto", backward="split")
-OURS = {
-    "fixed": Policy(),
-    "dynamic CP": Policy(context_parallel="dynamic"),
-    "everything": EVERYTHING,
-}
 
 # GPUs -> milliseconds of a step with fixed and with dynamic CP: trimmed means in the README of
 # Megatron-LM's examples/dynamic_context_parallel (dev), and what its script sets.
@@ -98,13 +91,7 @@ def nvidia_table(megatron: Path) -> Iterator[str]:
         seconds: dict[str, list[float]] = {"fixed": [], "dynamic": [], "ours": []}
         for k in range(NVIDIA_STEPS):
             step = lengths[k * size : (k + 1) * size]
-            cost = cost_from_sizes(
-                NVIDIA_SIZES,
-                layout,
-                GpuSpeed.of("cuda", "bf16"),
-                recompute="none",
-                mean_length=float(step.mean()),
-            )
+            cost = h100_cost(NVIDIA_SIZES, layout, step, "none")
             case = Case("", step, NVIDIA_BUDGET, "", layout, "", cost)
             for name, scheduler, cp in (
                 ("fixed", "DpBalancedScheduler", NVIDIA_CP),
@@ -112,14 +99,7 @@ def nvidia_table(megatron: Path) -> Iterator[str]:
             ):
                 ranks = schedulers(scheduler, NVIDIA_BUDGET, cp, num_gpus // cp, None)(step)
                 seconds[name].append(_seconds(case, as_step(case, ranks)))
-            plan = build_dp_schedule(
-                step,
-                layout=layout,
-                max_tokens_per_gpu=NVIDIA_BUDGET,
-                cost=cost,
-                policy=OURS["dynamic CP"],
-            )
-            seconds["ours"].append(_seconds(case, plan.steps[0]))
+            seconds["ours"].append(_seconds(case, plan_of(case, OURS["dynamic CP"]).steps[0]))
         fixed, dynamic, ours = (1e3 * float(np.mean(own)) for own in seconds.values())
         speedups.append(ours / dynamic)
         yield (
@@ -141,14 +121,7 @@ def documents_table(distca: Path) -> Iterator[str]:
         text = (distca / "distca" / "simulator" / "data" / file).read_text(encoding="utf-8")
         lengths = np.array(json.loads(text), dtype=np.int64)
         data[name] = (lengths[lengths <= DOCUMENT_BUDGET][:DOCUMENTS], DOCUMENT_BUDGET)
-    runs: dict[str, Callable[[Case], Result]] = {
-        name: lambda case, own=strategy: run_strategy(case, own)  # type: ignore[misc]
-        for name, strategy in BASELINES.items()
-    }
-    runs |= {
-        name: lambda case, own=policy: run_ours(case, own)  # type: ignore[misc]
-        for name, policy in OURS.items()
-    }
+    runs = runs_of(BASELINES, OURS)
     yield f"| documents | layout | model | {' | '.join(runs)} |"
     yield "|---" * (3 + len(runs)) + "|"
     for case in cases(data, DOCUMENT_LAYOUTS):
@@ -219,10 +192,7 @@ def slots_table(costs: Mapping[str, CostModel]) -> Iterator[str]:
         padded_s = _seconds(case, padded)
         cells = [f"{padded_s / case.equal_seconds:.2f}"]
         for policy in policies.values():
-            plan = build_dp_schedule(
-                lengths, layout=MILES_LAYOUT, max_tokens_per_gpu=budget, cost=cost, policy=policy
-            )
-            result = judge(case, plan.steps[0], 0.0)
-            part = result.ratio * case.equal_seconds / padded_s
-            cells.append(f"{result.ratio:.2f}, {part:.2f} of the padded time")
+            ratio = run_ours(case, policy).ratio
+            part = ratio * case.equal_seconds / padded_s
+            cells.append(f"{ratio:.2f}, {part:.2f} of the padded time")
         yield f"| {model} | {' | '.join(cells)} |"

@@ -6,7 +6,6 @@ choose them by an earlier step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,7 +14,7 @@ import numpy as np
 
 from megapack import CostModel, Plan, Policy, build_dp_schedule, check_plan, simulate
 from megapack.plan import RowShapes
-from tools.benching.planner_cases import Case
+from tools.benching.planner_cases import Case, mean
 
 NUMBERS = (1, 2, 4, 8, 16)
 
@@ -45,8 +44,7 @@ def shapes_table(cases: Iterable[Case]) -> Iterator[str]:
         yield f"| {names} | {free:.1%} | {text} |"
     for layout, rows in by_layout.items():
         means = [
-            f"**{math.exp(sum(math.log(c.time) for c in column) / len(column)):.3f}**"
-            for column in zip(*rows, strict=True)
+            f"**{mean([cell.time for cell in column]):.3f}**" for column in zip(*rows, strict=True)
         ]
         yield f"| geometric mean | {layout} | | | {' | '.join(means)} |"
 
