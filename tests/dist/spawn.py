@@ -86,6 +86,16 @@ def checked_job(
     return done.stdout
 
 
+def run_code(code: str, *, timeout_s: float = 180) -> dict[str, Any]:
+    """Run the code on one rank, which has imported Megatron-Core; returns the JSON that it prints.
+
+    `tests.child.child` takes seconds more, for code that must import by itself.
+    """
+    printed = checked_job(1, "tests.dist.run_code", [code], timeout_s=timeout_s, te="")
+    found: dict[str, Any] = json.loads([x for x in printed.splitlines() if x.startswith("{")][-1])
+    return found
+
+
 def children(pid: int) -> list[int]:
     """The child processes of a process."""
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.child import child
+from tests.dist.spawn import run_code
 from tests.rehearsal.capture import Capture, HostError
 
 pytestmark = pytest.mark.unit
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.unit
 @functools.cache
 def found() -> dict[str, str]:
     """What differs between the runs of two rows, by case."""
-    return child("from tests.rehearsal.captured_rows import main; main()")
+    return run_code("from tests.rehearsal.captured_rows import main; main()")
 
 
 def test_rows_of_one_shape_run_alike() -> None:

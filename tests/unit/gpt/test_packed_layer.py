@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.child import child
+from tests.dist.spawn import run_code
 
 pytestmark = pytest.mark.unit
 
@@ -54,7 +54,7 @@ print(json.dumps(results))
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """Models of `packed_layer` beside one of `local_layer_spec`."""
-    return child(CODE)
+    return run_code(CODE)
 
 
 def test_it_builds_what_the_spec_of_the_config_builds(found: dict[str, Any]) -> None:

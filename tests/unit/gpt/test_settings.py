@@ -17,7 +17,7 @@ from megapack.errors import ConfigError
 from megapack.gpt import build
 from megapack.gpt.settings import describe, layer_settings, reduction_settings, values
 from megapack.layout import Layout
-from tests.child import child
+from tests.dist.spawn import run_code
 
 pytestmark = pytest.mark.unit
 
@@ -233,4 +233,4 @@ print(json.dumps({
 
 
 def test_all_layers_but_the_output_layer_accumulate_gradients() -> None:
-    assert child(CHILD) == {"head": False, "fc1": True, "restored": True}
+    assert run_code(CHILD) == {"head": False, "fc1": True, "restored": True}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.child import child
+from tests.dist.spawn import run_code
 
 pytestmark = [
     pytest.mark.unit,
@@ -99,7 +99,7 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """Results of the child with a two-layer GPT of Transformer Engine's layers."""
-    return child(CHILD)
+    return run_code(CHILD)
 
 
 def test_layers_are_transformer_engines(found: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from megapack.plan import MicroBatch
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.rows.slices import slice_positions, slice_row
 from megapack.samples import SampleBatch
-from tests.child import child
+from tests.dist.spawn import run_code
 
 pytestmark = pytest.mark.unit
 
@@ -416,7 +416,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def gpt() -> dict[str, Any]:
     """Results of the child with a two-layer GPT."""
-    return child(CHILD)
+    return run_code(CHILD)
 
 
 @pytest.mark.parametrize("row", ["mixed", "table", "alone"])

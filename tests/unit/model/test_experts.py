@@ -13,7 +13,7 @@ from megapack import Layout
 from megapack.errors import ConfigError, DataError
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.router import PackedRouter, moe_layers
-from tests.child import child
+from tests.dist.spawn import run_code
 
 pytestmark = pytest.mark.unit
 
@@ -118,4 +118,4 @@ print(json.dumps(found))
 
 
 def test_experts_run_without_transformer_engine() -> None:
-    assert child(ROUTERS) == {"bound": True, "finite": True}
+    assert run_code(ROUTERS) == {"bound": True, "finite": True}

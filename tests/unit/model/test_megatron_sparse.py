@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from megatron.core.transformer import TransformerConfig
 
-from tests.child import child
+from tests.dist.spawn import run_code
 
 pytestmark = [
     pytest.mark.unit,
@@ -111,7 +111,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return child(CHILD)
+    return run_code(CHILD)
 
 
 def test_output_and_input_gradient_equal_megatrons(found: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.child import child
+from tests.dist.spawn import run_code
 
 pytestmark = pytest.mark.unit
 
@@ -236,7 +236,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """Results of the child."""
-    return child(CHILD)
+    return run_code(CHILD)
 
 
 @pytest.mark.parametrize("model", [*MODELS, *LATENT_MODELS])

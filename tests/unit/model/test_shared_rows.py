@@ -14,7 +14,7 @@ from megatron.core.models.common.embeddings import rope_utils
 
 from megapack.model.attention.rotary import READS_ON_HOST, latent_row
 from megapack.rows.slices import slice_positions
-from tests.child import child
+from tests.dist.spawn import run_code
 from tests.forests import random_forest
 from tests.groups import RankOf
 
@@ -237,7 +237,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """Results of the child."""
-    return child(CHILD)
+    return run_code(CHILD)
 
 
 @pytest.mark.parametrize("model", MODELS)

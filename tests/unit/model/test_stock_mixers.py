@@ -26,6 +26,7 @@ from megapack.model.attention.mixers import (
 from megapack.model.attention.packed import packed_seq_params
 from megapack.schedule.row_rules import Feature, check_rows
 from tests.child import child
+from tests.dist.spawn import run_code
 from tests.te_python import needs_te, te_folder
 
 pytestmark = pytest.mark.unit
@@ -117,7 +118,7 @@ def layers() -> dict[str, Any]:
     """Relative errors of outputs and gradients of a row against each of its samples alone."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Megatron's mamba_mixer imports Triton")
-    return child(CHILD)
+    return run_code(CHILD)
 
 
 def test_a_row_of_mamba_is_its_samples(layers: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megapack.base.megatron import NEWEST_TESTED, TESTED_RELEASES, newer_than_tested
 from megapack.schedule import checks
-from tests.child import child
+from tests.dist.spawn import run_code
 
 pytestmark = pytest.mark.unit
 
@@ -104,7 +104,7 @@ print(json.dumps({"lines": lines, "errors": errors}))
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """Results of the child."""
-    return child(CHILD)
+    return run_code(CHILD)
 
 
 def test_adapters_of_a_process_log_the_line_once(found: dict[str, Any]) -> None:
