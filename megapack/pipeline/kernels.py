@@ -30,6 +30,12 @@ class RankOps(NamedTuple):
     pp: int
     p2p: float
 
+    def read_only(self) -> RankOps:
+        """The same; kernels would be compiled once more for arrays that they may write."""
+        for values in self[:-2]:
+            values.flags.writeable = False
+        return self
+
 
 @kernel
 def rank_seconds(ops: RankOps, forward_seconds: Floats, end: Floats) -> float:

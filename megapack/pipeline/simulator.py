@@ -249,7 +249,7 @@ class Runner:
             self.weights[order.chunk] * passes,
             self.layout.pp,
             self.p2p,
-        )
+        ).read_only()
 
     def _columns(self, order: StepOrder) -> Ints:
         """`RankOps.column`."""

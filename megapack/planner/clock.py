@@ -468,7 +468,8 @@ def common_ops(own: OwnOrders) -> RankOps:
     """The operations of the one order of all ranks; what they hold and take is left out."""
     stage, microbatch, _, _, waits_for = np.ascontiguousarray(own.ops[0, : own.num_ops[0]].T)
     none = np.zeros(0, dtype=np.int64)
-    return RankOps(stage, microbatch, none, none, waits_for, np.zeros(0), own.pp, own.p2p)
+    ops = RankOps(stage, microbatch, none, none, waits_for, np.zeros(0), own.pp, own.p2p)
+    return ops.read_only()
 
 
 def order_lines(ops: Ints, ran: Ints, num_ran: Ints) -> tuple[str, ...]:

@@ -47,6 +47,11 @@ _OVER = 4.0
 _WIDER = 0.5
 # Values that differ by this part are equal: more than rounding in fp64, and less than one token.
 _ROUNDING = 1e-12
+# Nodes of a level that an item looks at if it has found a place by then. On boards of up to 256
+# places it is all that could hold the best one. Of 9,056 places, 91 % full, thousands are almost as
+# good: a plan of 32,768 samples took 83 s of CPU time without this limit and 7 s with 256, and was
+# as fast.
+_MOST_VISITED = 512
 # Nodes that wait during a search: at most one for each level of a tree, and one more.
 _MOST_WAITING = 64
 
@@ -225,7 +230,9 @@ def best_place(
         best_leaf = 0
         waiting[0] = 1
         size = 1
-        while size > 0:
+        visited = 0
+        while size > 0 and (visited < _MOST_VISITED or best_leaf == 0):
+            visited += 1
             size -= 1
             node = waiting[size]
             if places.room[begin + node] < tokens:

@@ -201,10 +201,8 @@ def _all_ops(runner: Runner, draft: Draft) -> tuple[RankOps, Ints]:
         count: (end - ops.stage.size, end)
         for count, ops, end in zip(distinct, each, ends, strict=True)
     }
-    columns = zip(*(ops[:-2] for ops in each), strict=True)
-    stage, microbatch, column, held, waits_for, scale = map(np.concatenate, columns)
-    first = each[0]
-    all_ops = RankOps(stage, microbatch, column, held, waits_for, scale, first.pp, first.p2p)
+    columns = map(np.concatenate, zip(*(ops[:-2] for ops in each), strict=True))
+    all_ops = RankOps(*columns, each[0].pp, each[0].p2p).read_only()
     return all_ops, np.array([bounds_of[count] for count in counts])
 
 
@@ -239,7 +237,8 @@ def _rates(
     """Fixed seconds and seconds per token, squared token and sample, width and row alignment of
     each level."""
     widths = layout.widths[:num_levels]
-    fixed, factor = np.array([cost.over_ranks(width) for width in widths]).T
+    # Contiguous, as with one level: kernels would be compiled once more for other arrays.
+    fixed, factor = np.array([cost.over_ranks(width) for width in widths]).T.copy()
     share = np.array([cost.share_of_rank(layout, width) for width in widths])
     rates = (fixed, cost.per_token * factor * share, cost.per_token_sq * share)
     unit = np.array([layout.over(width).row_alignment for width in widths])
