@@ -21,7 +21,7 @@ CASES = (
     *("gated_delta_dp2_tp2_sp_ep2", "mamba_cp2_pp2_vpp2_recompute"),
     "mtp_hybrid_cp2_pp2_vpp2",
 )
-WEEKLY_CASES = {"hybrid_tp2", "hybrid_cp4"}
+WEEKLY_CASES = {"hybrid_tp2", "hybrid_cp4", "hybrid_pp2_vpp2_ends_alone_recompute"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -39,6 +39,7 @@ def test_a_step_equals_the_one_sample_reference(
     assert {key: facts[key] for key in expect} == expect
 
 
+@pytest.mark.weekly
 @needs_te
 def test_transformer_engines_layers_equal_the_reference(
     reference: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

@@ -16,13 +16,13 @@ from tests.te_python import VARIABLE, VERSION, needs_te
 
 pytestmark = [pytest.mark.dist, needs_te]
 
-# Fused attention, its ring, sequence parallelism, grouped experts with fused permutation, latent
-# attention with whole projections; rows that share prefixes or samples. Layers with windows and
-# sinks, and rows with more keys than queries over ranks, run in our attention.
+# Fused attention, its ring, grouped experts with fused permutation; rows that share prefixes or
+# samples. Layers with windows and sinks, and rows with more keys than queries over ranks, run in
+# our attention.
 SAMPLE = {
-    "layouts and models": ["cp2", "moe_dp2_ep2", "mla_tp2_sp"],
+    "layouts and models": ["cp2", "moe_dp2_ep2"],
     "shared prefixes": ["prefixes/window_cp2"],
-    "samples in pieces": ["split/family_selective", "split/local_cp2"],
+    "samples in pieces": ["split/family_selective"],
 }
 CELLS = [(grid, name) for grid, names in SAMPLE.items() for name in names]
 

@@ -1,6 +1,8 @@
-"""Runs every sequence-level objective on one layout, or trains critics.
+"""Runs sequence-level objectives on one layout, or trains critics.
 
-torchrun --nproc-per-node 2 -m tests.dist.losses.sequence_worker REFERENCE OUT LAYOUT|critics
+torchrun --nproc-per-node 2 -m tests.dist.losses.sequence_worker REFERENCE OUT LAYOUT KINDS...
+
+LAYOUT is critics for these.
 """
 
 from __future__ import annotations
@@ -121,15 +123,15 @@ def output_error(outputs: dict[str, Any], values: list[Tensor], batch: Any) -> f
     return worst
 
 
-def main(reference: str, out: str, layout: str) -> None:
-    """Run all objectives on one layout, or critics on all ranks; rank 0 writes."""
+def main(reference: str, out: str, layout: str, *kinds: str) -> None:
+    """Run objectives on one layout, or critics on all ranks; rank 0 writes."""
     launch.start("cpu")
     results: dict[str, Any] = {}
     if layout == "critics":
         results[f"critics {dist.get_world_size()}"] = _critics(Layout(dp=dist.get_world_size()))
     else:
         expected = torch.load(reference)
-        for name in (name for place, name in CASES if place == layout):
+        for name in (name for place, name in CASES if place == layout and name in kinds):
             result = run_kind(layout, KINDS[name], expected[name])
             results[f"{layout} {name}"] = _worst_of_ranks(result)
             end_model_parallel()

@@ -14,8 +14,17 @@ from tests.dist.spawn import checked_job
 pytestmark = pytest.mark.dist
 
 NAMES = [f"{place} {name}" for place, name in CASES]
+DAILY = {
+    "single": ("gspo", "tis", "tis_sequence", "seq_mask_tis"),
+    "cp2_pp2_vpp2": ("gspo", "dpo", "value", "teacher_kl", "distill_forward"),
+    "dp2_pp2_vpp2": ("gspo", "value", "reward"),
+    "tp2_sp_pp2": ("gspo_token", "dpo", "value", "tis", "distill_reverse"),
+}
+COMPARED = ("gspo", "dpo", "tis", "value")
+"""Objectives that several of these layouts have."""
 WEEKLY_CASES = {
-    name for name in NAMES if name.split()[0] in ("pp2_head_alone", "pp2_vpp2_pad", "pp2_vpp2")
+    *(name for name in NAMES if name.split()[1] not in DAILY.get(name.split()[0], ())),
+    *(kind for kind in KINDS if kind not in COMPARED),
 }
 
 
@@ -24,15 +33,19 @@ def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
     """The workers' results on the layouts of the selected tests, by case."""
-    places = {name.split()[0] for name in selected_names(request)}
+    selected = sorted(selected_names(request))
     folder = tmp_path_factory.mktemp("sequence")
     reference = str(folder / "reference.pt")
     checked_job(1, "tests.dist.losses.sequence_reference", [reference], timeout_s=180)
     merged: dict[str, dict[str, Any]] = {}
-    jobs = [(layout.world_size, place) for place, layout in LAYOUTS.items() if place in places]
-    for world, place in [*jobs, *((world, "critics") for world in (1, 2, 4))]:
+    jobs = [
+        (layout.world_size, place, [name for name in selected if name.split()[0] == place])
+        for place, layout in LAYOUTS.items()
+    ]
+    critics = [(world, "critics", ["critics"]) for world in (1, 2, 4)]
+    for world, place, names in (job for job in (*jobs, *critics) if job[2]):
         out = folder / f"{place}{world}.json"
-        args = [reference, str(out), place]
+        args = [reference, str(out), place, *(name.split()[-1] for name in names)]
         checked_job(world, "tests.dist.losses.sequence_worker", args, timeout_s=300)
         merged.update(json.loads(out.read_text()))
     return merged
@@ -79,12 +92,12 @@ def test_rows_hold_several_pairs_and_ratios_are_clipped(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_metrics_do_not_depend_on_the_layout(kind: str, results: dict[str, dict[str, Any]]) -> None:
-    first = results[f"single {kind}"]["metrics"]
+    names = [f"{place} {kind}" for place in LAYOUTS]
+    first, *others = (results[name]["metrics"] for name in names if name in results)
     assert first
-    for name in (f"{place} {kind}" for place in LAYOUTS):
-        if name not in results:
-            continue
-        assert results[name]["metrics"] == pytest.approx(first, rel=1e-4, abs=1e-6)
+    assert others
+    for metrics in others:
+        assert metrics == pytest.approx(first, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("world", [1, 2])

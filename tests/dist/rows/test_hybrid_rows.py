@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.dist, needs_hybrid]
 # The others have their parts.
 WEEKLY_CASES = {
     *("hybrid/hybrid_prefixes_pp2_vpp2-full", "hybrid/hybrid_split_cp2_pp2-full"),
-    "hybrid/gated_delta_split_family_moe",
+    *("hybrid/gated_delta_split_family_moe", "hybrid/hybrid_split_wide_pp2_vpp2_full-gspo"),
 }
 
 Results = dict[str, dict[str, dict[str, Any]]]

@@ -37,7 +37,7 @@ WEEKLY_CASES = {
 
 # On each of six layouts. The worker runs any number by torchrun; tests/unit/plan/test_order.py
 # checks random orders without ranks.
-ORDERS_PER_LAYOUT = 4
+ORDERS_PER_LAYOUT = 2
 
 
 def world_of(name: str) -> int:

@@ -168,8 +168,8 @@ ALL_CASES: dict[str, WaitCase] = {
 """`tools/host_waits.py` runs all that the installed Megatron-Core has."""
 
 CASES = (
-    *("single", "moe", "mla", "cp2", "single_sdpa"),
-    *("single_varlen", "shared_varlen", "pp2_vpp2_varlen", "split_backward_pp2_varlen"),
+    *("single", "moe", "cp2"),
+    *("single_varlen", "shared_varlen", "pp2_vpp2_varlen"),
     *(("hybrid", "hybrid_shared", "hybrid_cp2") if HAS_HYBRID else ()),
 )
 """The cases that CI runs."""
