@@ -84,12 +84,16 @@ class StepPlan:
         if forward_only or not self.orders:
             group = self.group_size or 1
             return step_order(layout.pp, layout.vpp, count, group, forward_only)
-        return read_order(
-            self.orders[rank],
-            vpp=layout.vpp,
-            num_microbatches=count,
-            chains=self.chains(rank),
-        )
+        if (rank, layout.vpp) not in self._read_orders:
+            lines, chains = self.orders[rank], self.chains(rank)
+            order = read_order(lines, vpp=layout.vpp, num_microbatches=count, chains=chains)
+            self._read_orders[rank, layout.vpp] = order
+        return self._read_orders[rank, layout.vpp]
+
+    @cached_property
+    def _read_orders(self) -> dict[tuple[int, int], StepOrder]:
+        """By rank and vpp. Of 64 stages and 600 micro-batches one takes 0.1 s to read."""
+        return {}
 
     def meets_in_layers(self, layout: Layout) -> bool:
         """Whether DP ranks meet inside of forwards and backwards, and so run these in one order:

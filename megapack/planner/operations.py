@@ -203,16 +203,17 @@ class _OperationSearch:
                 # A move that was not kept may have left its own.
                 set_order(found.board, own, rank)
             ops = own.ops[order, : own.num_ops[order]]
-            best: tuple[float, list[tuple[str, ...]]] = (math.inf, [])
+            best: tuple[float, Ints, Ints] | None = None
             for patience in (_PATIENCE, *_LAST_PATIENCES) if self.split else (_PATIENCE,):
                 ran, num_ran, end = room_to_run(own, together)
                 args = (found.board, found.clock, own, rank, patience, ran, num_ran, end)
                 seconds = float(run_ranks(*args))
-                if seconds < best[0]:
-                    shape = (together, own.pp, -1)
-                    pairs = zip(ran.reshape(shape), num_ran.reshape(shape[:2]), strict=True)
-                    best = (seconds, [order_lines(ops, *pair) for pair in pairs])
-            orders += best[1]
+                if best is None or seconds < best[0]:
+                    best = seconds, ran, num_ran
+            assert best is not None
+            shape = (together, own.pp, -1)
+            pairs = zip(best[1].reshape(shape), best[2].reshape(shape[:2]), strict=True)
+            orders += [order_lines(ops, *pair) for pair in pairs]
         return tuple(orders)
 
     def _cut_drafts(self) -> Iterator[Scored]:
