@@ -33,7 +33,7 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -55,6 +55,7 @@ from tests.dist.rows.row_cases import GROUPS as ROW_GROUPS  # noqa: E402
 from tests.dist.rows.row_cases import run_row_cases  # noqa: E402
 from tests.dist.rows.row_problem import MODELS as ROW_MODELS  # noqa: E402
 from tests.dist.rows.row_problem import PRECISE as ROW_PRECISE  # noqa: E402
+from tests.dist.rows.row_problem import TAUGHT  # noqa: E402
 from tests.dist.run_cases import run_cases  # noqa: E402
 from tests.dist.schedule.operations_worker import OVERLAP, OVERLAP_CASES  # noqa: E402
 from tests.dist.spawn import checked_job  # noqa: E402
@@ -254,35 +255,45 @@ def _model_errors(result: dict[str, Any]) -> str:
     return f"{result['gradient_error']:.1e}, {largest:.1e}"
 
 
-def row_grid(group: str, results: dict[str, dict[str, Any]]) -> list[str]:
-    """Per layout and recompute: gradient error and largest output error of each objective."""
-    names = [f"{group}/{name}" for name in ROW_GROUPS[group].GRID]
+def row_grid(
+    names: Iterable[str], results: dict[str, dict[str, Any]], head: str, text: Callable[..., str]
+) -> list[str]:
+    """Per layout and what `text` says of a case: gradient and largest output error per objective.
+
+    Args:
+        names: cases of the same objectives. Of those without a result there is no line.
+    """
+    names = [name for name in names if name in results]
+    if not names:
+        return []
     kinds = ROW_CASES[names[0]].kinds
-    lines = ["| layout | recompute | " + " | ".join(map(_KIND_TEXTS.__getitem__, kinds)) + " |"]
-    lines.append("|---" * (2 + len(kinds)) + "|")
+    heads = ["layout", head, *(_KIND_TEXTS[kind] for kind in kinds)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in names:
-        if name in results:
-            case = ROW_CASES[name]
-            cells = " | ".join(_row_errors([results[name][kind]]) for kind in kinds)
-            lines.append(f"| {_row_layout(case)} | {case.recompute} | {cells} |")
-    return lines
+        case = ROW_CASES[name]
+        cells = [_row_layout(case), text(case), *(_row_errors([results[name][k]]) for k in kinds)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
 
 
 def special_rows(group: str, results: dict[str, dict[str, Any]]) -> list[str]:
-    """Per shape or feature: what its plans have, and the largest errors of its objectives."""
+    """Per shape or feature: what its plans have, and the largest errors of its objectives.
+
+    Cases whose objectives read an engine or a teacher have a table of their own.
+    """
     columns = _ROW_COLUMNS[group]
     heads = ["feature", "layout", "objectives", *columns, "gradient, outputs"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for short in ROW_GROUPS[group].SPECIAL:
         name = f"{group}/{short}"
         case = ROW_CASES[name]
-        if name in results and case.model not in ROW_PRECISE:
+        if name in results and case.kinds != TAUGHT and case.model not in ROW_PRECISE:
             runs = list(results[name].values())
-            cells = [case.features, _row_layout(case)]
+            cells = [case.features or "-", _row_layout(case)]
             cells.append(", ".join(_KIND_TEXTS[kind] for kind in results[name]))
             cells += [text(runs[0]["facts"]) for text in columns.values()]
             lines.append(f"| {' | '.join(cells)} | {_row_errors(runs)} |")
-    return lines
+    return lines if len(lines) > 2 else []
 
 
 _ROW_COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
@@ -366,10 +377,14 @@ def row_lines(group: str, pattern: str) -> list[str]:
     ]
     with tempfile.TemporaryDirectory() as folder:
         results = run_row_cases(names, Path(folder))
-    lines = [row_summary(results), ""]
-    if any(name.removeprefix(f"{group}/") in ROW_GROUPS[group].GRID for name in names):
-        lines += [*row_grid(group, results), ""]
-    lines += special_rows(group, results)
+    grid = [f"{group}/{name}" for name in ROW_GROUPS[group].GRID]
+    taught = [name for name in names if ROW_CASES[name].kinds == TAUGHT]
+    lines = [
+        *(row_summary(results), ""),
+        *row_grid(grid, results, "recompute", lambda case: case.recompute),
+        *row_grid(taught, results, "feature", lambda case: case.features or "-"),
+        *special_rows(group, results),
+    ]
     rounded = [results[name] for name in names if ROW_CASES[name].model in ROW_PRECISE]
     for run in [run for runs in rounded for run in runs.values()][:1]:
         lines += [

@@ -7,16 +7,17 @@ from typing import Any
 
 from megapack.policy import Policy
 from tests.dist.rows.row_case import RowCase
+from tests.dist.rows.row_problem import TAUGHT
 
 _TOKENS = ("sft", "grpo", "gspo")
 _TWO = ("sft", "grpo")
-_ENGINE = ("tis_sequence", "distill_forward", "distill_reverse", "teacher_kl")
 _AHEAD = ("sft", "gspo")
 _FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
 _PLACES = ("single", "pp2", "pp2_vpp2", "pp4", "dp2", "tp2_sp", "cp2", "dp2_ep2")
 _EXPERTS: dict[str, Any] = {"dp2_ep2": {"model": "moe", "value_model": "moe_value"}}
 _case = functools.partial(RowCase, shape="mixed", shares=True)
 _all = functools.partial(_case, kinds=(*_TOKENS, "dpo", "value"))
+_taught = functools.partial(_case, title="trees of prefixes", shape="depth 3", kinds=TAUGHT)
 
 GRID = {
     f"{place}-{recompute}": _all(place, recompute=recompute, **_EXPERTS.get(place, {}))
@@ -35,8 +36,10 @@ SPECIAL = {
     "cut": _case("pp2", title="a family cut in two by the budget", shape="cut in two"),
     "equal": _case("pp2", title="equal samples", shape="equal samples"),
     "cp2_depth3": _case("cp2", title="trees of depth 3", shape="depth 3"),
-    "teacher": _case("pp2", title="trees of depth 4", shape="depth 3", kinds=_ENGINE),
-    "teacher_cp2": _case("cp2", title="trees of depth 3", shape="depth 3", kinds=_ENGINE),
+    "teacher": _taught("pp2"),
+    "teacher_pp2_vpp2_full": _taught("pp2_vpp2", recompute="full"),
+    "teacher_tp2_sp": _taught("tp2_sp"),
+    "teacher_cp2": _taught("cp2"),
     "sft_all": _case("pp2", title="losses on prompts", kinds=("sft_all",)),
     "sft_all_cp2": _case("cp2", title="losses on prompts", kinds=("sft_all",)),
     "reward": _case("pp2", title="pairs", kinds=("reward",)),

@@ -44,6 +44,8 @@ KINDS = {
 """`sft_all` trains on all tokens, also those of prompts."""
 PAIRED = ("dpo", "reward")
 """Objectives of pairs, which run on a shape of their own."""
+TAUGHT = ("tis_sequence", "distill_forward", "distill_reverse", "teacher_kl")
+"""Objectives that read what an engine or a teacher says of each token."""
 
 MODELS: dict[str, ModelConfig] = {
     "plain": problem.MODEL,

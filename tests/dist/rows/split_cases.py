@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from megapack.policy import Policy
 from tests.dist.rows.row_case import RowCase
+from tests.dist.rows.row_problem import TAUGHT
 
 _TWO = ("sft", "grpo")
-_ENGINE = ("tis_sequence", "distill_forward", "distill_reverse", "teacher_kl")
 _FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
 _PLACES = {
     **{place: place for place in ("single", "pp2", "pp4")},
@@ -78,8 +78,9 @@ SPECIAL = {
     "shared_moe": _shared("pp2", model="moe", kinds=_TWO),
     "shared_mla_full": _shared("pp2", model="mla", recompute="full", kinds=_TWO),
     "weights_later": _case("pp2", lag=2),
-    "teacher": _shared("pp2", kinds=_ENGINE),
-    "teacher_cp2": _case("cp2_pp2", kinds=_ENGINE),
+    "teacher": _shared("pp2", kinds=TAUGHT),
+    "teacher_tp2_sp": _case("tp2_sp_pp2", kinds=TAUGHT),
+    "teacher_cp2": _case("cp2_pp2", kinds=TAUGHT),
     "sft_all": _case("pp2", title="losses on prompts", kinds=("sft_all",)),
     "value": _case("pp2", title="values", kinds=("value",)),
     "value_cp2_full": _case("cp2_pp2", title="values", recompute="full", kinds=("value",)),
