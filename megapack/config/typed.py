@@ -33,7 +33,7 @@ class Converter:
         names = _keys(cls)
         if not isinstance(node.value, dict):
             raise ConfigError(
-                f"{node.where}: {path} is a section, got {shown(node.value)}; "
+                f"{node.where}: {path or 'this'} is a section, got {shown(node.value)}; "
                 f"set keys of it ({', '.join(names[:4])}, ...) or leave it out"
             )
         for key, child in node.value.items():

@@ -8,19 +8,19 @@ from typing import Any
 
 from megapack import patching
 from megapack.errors import PlanError
-from megapack.hosts import megatron_core
 from megapack.hosts.shared.families import callers_tokens
 from megapack.hosts.shared.flops import sample_flops
 from megapack.hosts.shared.loss_tokens import without_empty_samples
-from megapack.hosts.shared.native import NativeSettings, Provider
-from megapack.hosts.shared.options import HostOptions
+from megapack.hosts.shared.native import Provider
 from megapack.hosts.shared.rollout_schedule import (
-    RolloutOptions,
+    OPTIONS,
+    SETTINGS,
     Rollouts,
     Schedule,
     layout_of,
     plan_dynamic,
     plan_static,
+    read_settings,
 )
 
 __all__ = [
@@ -34,24 +34,13 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_OPTIONS = HostOptions(RolloutOptions())
-configure = _OPTIONS.configure
-_SETTINGS = NativeSettings("miles", _OPTIONS, megatron_core.OPTIONS)
-
-
-def read_settings(args: Any) -> None:
-    """Set the options of `--megapack-...`; miles's actors call it with their arguments.
-
-    Raises:
-        ConfigError: an unknown name or a value that is refused.
-    """
-    _SETTINGS.take_arguments(args)
+configure = OPTIONS.configure
 
 
 def get_miles_extra_args_provider(add_custom_arguments: Provider | None = None) -> Provider:
-    """miles's arguments, and one `--megapack-...` for each option."""
+    """miles' arguments, and one `--megapack-...` for each option."""
     own = patching.original("miles.utils.arguments.get_miles_extra_args_provider")
-    provider: Provider = own(_SETTINGS.before(add_custom_arguments))
+    provider: Provider = own(SETTINGS.before(add_custom_arguments))
     return provider
 
 
@@ -81,7 +70,7 @@ def build_dp_schedule(
     read_settings(args)
     layout = layout_of(args, train_parallel_config)
     token_ids = None
-    if _OPTIONS.current.share_prefixes:
+    if OPTIONS.current.share_prefixes:
         token_ids = callers_tokens(total_lengths, lambda data: data.get("tokens"))
     by_flops = bool(getattr(args, "balance_by_flops", False))
     by_tokens = bool(getattr(args, "balance_data", False))
@@ -98,7 +87,7 @@ def build_dp_schedule(
             total_lengths,
             rollouts,
             balanced=by_flops or by_tokens,
-            options=_OPTIONS.current,
+            options=OPTIONS.current,
             host="miles",
             token_ids=token_ids,
         )

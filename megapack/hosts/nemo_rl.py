@@ -75,7 +75,7 @@ class NemoRLOptions:
 
 _OPTIONS = HostOptions(NemoRLOptions())
 configure = _OPTIONS.configure
-_SETTINGS = NativeSettings("NeMo-RL", _OPTIONS, megatron_core.OPTIONS)
+_SETTINGS = NativeSettings(_OPTIONS, megatron_core.OPTIONS)
 
 
 def read_settings(config: Any) -> None:

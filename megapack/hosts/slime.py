@@ -7,19 +7,19 @@ from typing import Any
 
 from megapack import patching
 from megapack.errors import DataError
-from megapack.hosts import megatron_core
 from megapack.hosts.shared.families import callers_tokens
 from megapack.hosts.shared.flops import knows_sizes, sample_flops
 from megapack.hosts.shared.loss_tokens import without_empty_samples
-from megapack.hosts.shared.native import NativeSettings, Provider
-from megapack.hosts.shared.options import HostOptions
+from megapack.hosts.shared.native import Provider
 from megapack.hosts.shared.rollout_schedule import (
-    RolloutOptions,
+    OPTIONS,
+    SETTINGS,
     Rollouts,
     Schedule,
     layout_of,
     plan_dynamic,
     plan_static,
+    read_settings,
 )
 
 __all__ = [
@@ -30,24 +30,13 @@ __all__ = [
     "read_settings",
 ]
 
-_OPTIONS = HostOptions(RolloutOptions())
-configure = _OPTIONS.configure
-_SETTINGS = NativeSettings("slime", _OPTIONS, megatron_core.OPTIONS)
-
-
-def read_settings(args: Any) -> None:
-    """Set the options of `--megapack-...`; slime's actors call it with their arguments.
-
-    Raises:
-        ConfigError: an unknown name or a value that is refused.
-    """
-    _SETTINGS.take_arguments(args)
+configure = OPTIONS.configure
 
 
 def get_slime_extra_args_provider(add_custom_arguments: Provider | None = None) -> Provider:
     """slime's arguments, and one `--megapack-...` for each option."""
     own = patching.original("slime.utils.arguments.get_slime_extra_args_provider")
-    provider: Provider = own(_SETTINGS.before(add_custom_arguments))
+    provider: Provider = own(SETTINGS.before(add_custom_arguments))
     return provider
 
 
@@ -95,7 +84,7 @@ def build_dp_schedule(
     read_settings(args)
     layout = layout_of(args, train_parallel_config)
     token_ids = None
-    if _OPTIONS.current.share_prefixes:
+    if OPTIONS.current.share_prefixes:
         token_ids = callers_tokens(total_lengths, lambda data: data.get("tokens"))
     rollouts = _rollouts(rollout_indices, group_indices, global_batch_size)
     if not args.use_dynamic_batch_size:
@@ -107,7 +96,7 @@ def build_dp_schedule(
         total_lengths,
         rollouts,
         balanced=_flag(args, "balance_data") or _flag(args, "balance_by_flops"),
-        options=_OPTIONS.current,
+        options=OPTIONS.current,
         host="slime",
         token_ids=token_ids,
     )

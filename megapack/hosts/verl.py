@@ -51,7 +51,7 @@ _LOSS_MASKS = ("loss_mask", "response_mask")
 
 _OPTIONS = HostOptions(VerlOptions())
 configure = _OPTIONS.configure
-_SETTINGS = NativeSettings("verl", _OPTIONS, megatron_core.OPTIONS)
+_SETTINGS = NativeSettings(_OPTIONS, megatron_core.OPTIONS)
 
 
 def read_settings(config: Any) -> None:

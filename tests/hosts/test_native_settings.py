@@ -14,6 +14,7 @@ import pytest
 from megapack import CostModel, Layout, patching
 from megapack.errors import ConfigError, PatchError
 from megapack.hosts import megatron_core, nemo_rl, slime, verl
+from megapack.hosts.shared.rollout_schedule import RolloutOptions
 from tests.hosts.stub import Host
 
 pytestmark = pytest.mark.hosts
@@ -42,7 +43,7 @@ def test_without_a_block_nothing_changes() -> None:
     verl.read_settings({})
     slime.read_settings(SimpleNamespace(hidden_size=64, megapack_search=None))
     assert verl._OPTIONS.current.light_rank == "pad"
-    assert slime._OPTIONS.current == slime.RolloutOptions()
+    assert slime.OPTIONS.current == RolloutOptions()
 
 
 def test_costs_of_a_file(tmp_path: Path) -> None:
@@ -62,7 +63,7 @@ def test_costs_of_a_file(tmp_path: Path) -> None:
         (verl, {"cost": {"per_token": 1.0}}, "cost is used with a layout only; set both"),
         (verl, {"cost": "costs.yaml"}, "cost is used with a layout only; set both"),
         (verl, {"layout": {"vpp": 2}}, "vpp=2 with pp=1; set pp > 1 or vpp=1"),
-        (verl, ["light_rank"], "is a section, got a list of 1"),
+        (verl, ["light_rank"], "megapack: this is a section, got a list of 1"),
         (nemo_rl, {"lengths": "reed"}, "expected read or exchange; did you mean read?"),
     ],
 )
@@ -78,8 +79,8 @@ def test_a_block_is_refused_in_one_line(read: Any, block: Any, says: str) -> Non
 def test_arguments_of_the_host_are_settings_too() -> None:
     """slime's `--custom-config-path` sets attributes without its parser."""
     slime.read_settings(SimpleNamespace(megapack_count_rule="legal", megapack_share_prefixes=True))
-    assert slime._OPTIONS.current.count_rule == "legal"
-    assert slime._OPTIONS.current.share_prefixes
+    assert slime.OPTIONS.current.count_rule == "legal"
+    assert slime.OPTIONS.current.share_prefixes
     assert megatron_core.OPTIONS.current.share_prefixes
     with pytest.raises(ConfigError, match=r"unknown key count_rul; did you mean count_rule\?"):
         slime.read_settings(SimpleNamespace(megapack_count_rul="legal"))
@@ -91,6 +92,7 @@ def test_arguments_of_the_host_are_settings_too() -> None:
     ("given", "says"),
     [
         (["--megapack-count-rul", "legal"], "--megapack-count-rul; did you mean --megapack-count-"),
+        (["--megapack_search", "3"], "--megapack_search; did you mean --megapack-search?"),
         (["--megapack-search=none"], "search is 'none', expected an integer or null"),
         (["--megapack-fixed-tokens", "-1"], "fixed_tokens=-1; set 0 or more"),
         (["--megapack-share-prefixes=yes"], "share_prefixes is 'yes', expected true or false"),
@@ -104,7 +106,7 @@ def test_a_parser_refuses_it_at_once(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", *given])
     with pytest.raises(SystemExit) as caught:
-        slime._SETTINGS.add_arguments(argparse.ArgumentParser()).parse_known_args()
+        slime.SETTINGS.add_arguments(argparse.ArgumentParser()).parse_known_args()
     assert caught.value.code == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
 
@@ -117,7 +119,7 @@ def test_arguments_that_are_given_are_set(monkeypatch: pytest.MonkeyPatch) -> No
         parser.add_argument("--others", type=int)
         return parser
 
-    parser = slime._SETTINGS.before(add_others)(argparse.ArgumentParser())
+    parser = slime.SETTINGS.before(add_others)(argparse.ArgumentParser())
     args = parser.parse_args()
     assert (args.megapack_share_prefixes, args.megapack_search, args.others) == (True, 64, 1)
     assert args.megapack_count_rule is None

@@ -1,6 +1,6 @@
 """Settings of megapack in a host's own config: a `megapack` block, or `--megapack-...` arguments.
 
-    SETTINGS = NativeSettings("verl", _OPTIONS, megatron_core.OPTIONS)
+    SETTINGS = NativeSettings(_OPTIONS, megatron_core.OPTIONS)
     SETTINGS.take(config.get("megapack"), "actor_rollout_ref.megapack")
 
 Names are those of `configure`; what several modules have, such as `share_prefixes`, is set in each.
@@ -37,8 +37,7 @@ _PREFIX = "megapack_"
 class NativeSettings:
     """The options of one or more modules of hosts, as keys of the host's config."""
 
-    def __init__(self, host: str, *options: HostOptions[Any]) -> None:
-        self._host = host
+    def __init__(self, *options: HostOptions[Any]) -> None:
         self._options = options
         self._shown: dict[str, Any] = {}
 
@@ -77,7 +76,7 @@ class NativeSettings:
         if settings != self._shown:
             self._shown = settings
             text = ", ".join(f"{name}={value}" for name, value in settings.items())
-            logger.info("%s: settings of %s: %s", self._host, where, text)
+            logger.info("settings of %s: %s", where, text)
 
     def take_arguments(self, args: Any) -> None:
         """`take` the attributes `megapack_...` of a host's arguments that are set."""
@@ -109,7 +108,7 @@ class NativeSettings:
             group.add_argument(flag, type=read, help=describe(hint), **alone)
         for given in sys.argv[1:]:
             flag = given.partition("=")[0]
-            if flag.startswith("--megapack-") and flag not in flags:
+            if flag.startswith("--megapack") and flag not in flags:
                 near = difflib.get_close_matches(flag, flags, n=1) or [", ".join(flags)]
                 parser.error(f"unknown argument {flag}; did you mean {near[0]}?")
         return parser

@@ -17,10 +17,12 @@ from typing import Any, Literal, get_args
 from megapack.cost.model import FIXED_TOKENS, CostModel, cost_in_tokens
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, HostAssertionError, PlanError
+from megapack.hosts import megatron_core
 from megapack.hosts.shared.balancing import get_seqlen_balanced_partitions
 from megapack.hosts.shared.families import plan_families
 from megapack.hosts.shared.flops import knows_sizes, squares_in_tokens
-from megapack.hosts.shared.options import shares_prefixes
+from megapack.hosts.shared.native import NativeSettings
+from megapack.hosts.shared.options import HostOptions, shares_prefixes
 from megapack.layout import Layout
 from megapack.plan.plan import Plan, StepPlan
 from megapack.policy import Policy
@@ -76,6 +78,20 @@ class RolloutOptions:
         if search is None:
             search = Policy.search if balanced else 8 * dp
         return Policy(count_rule=self.count_rule, unreachable=self.unreachable, search=search)
+
+
+OPTIONS = HostOptions(RolloutOptions())
+"""Of slime and of miles; a process runs one of them."""
+SETTINGS = NativeSettings(OPTIONS, megatron_core.OPTIONS)
+
+
+def read_settings(args: Any) -> None:
+    """Set the options of `--megapack-...`; the host's actors call it with their arguments.
+
+    Raises:
+        ConfigError: an unknown name or a value that is refused.
+    """
+    SETTINGS.take_arguments(args)
 
 
 @dataclass(frozen=True)
