@@ -31,7 +31,7 @@ HOSTS = {
     "skyrl": Host(),
     "nemo_rl": Host(),
     "areal": Host(),
-    "ms_swift": Host(),
+    "ms_swift": Host("pp=2,vpp=2"),
     "verl": Host(),
 }
 needs_create_peft = pytest.mark.skipif(
