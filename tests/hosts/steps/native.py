@@ -127,7 +127,7 @@ def _reached(*args: Any, **kwargs: Any) -> Any:
     from megapack.hosts import megatron_core
 
     own = importlib.import_module(f"megapack.hosts.{sys.argv[1]}")
-    options = (own._OPTIONS.current, megatron_core.OPTIONS.current)
+    options = (own.configure.__self__.current, megatron_core.OPTIONS.current)
     print(json.dumps([dataclasses.asdict(each) for each in options]))
     own.configure()
     megatron_core.configure()
