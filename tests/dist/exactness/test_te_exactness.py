@@ -11,36 +11,54 @@ from typing import Any
 import pytest
 
 from tests.dist.exactness.te_cases import GRIDS, refusal
-from tests.dist.run_cases import run_cases
+from tests.dist.hf.hf_cases import HF_CASES
+from tests.dist.run_cases import run_cases, selected_names
 from tests.te_python import VARIABLE, VERSION, needs_te
 
 pytestmark = [pytest.mark.dist, needs_te]
 
-# Fused attention, its ring, grouped experts with fused permutation; rows that share prefixes or
-# samples. Layers with windows and sinks, and rows with more keys than queries over ranks, run in
-# our attention.
+# Fused attention, its ring, sequence parallelism, grouped experts with fused permutation, latent
+# attention with whole projections; rows that share prefixes or samples. Layers with windows,
+# sinks and caps, and rows with more keys than queries over ranks, run in our attention.
 SAMPLE = {
-    "layouts and models": ["cp2", "moe_dp2_ep2"],
+    "layouts and models": ["cp2", "moe_dp2_ep2", "mla_tp2_sp"],
     "shared prefixes": ["prefixes/window_cp2"],
-    "samples in pieces": ["split/family_selective"],
+    "samples in pieces": ["split/family_selective", "split/local_cp2"],
+    "Hugging Face folders": [
+        f"{family}-{layout}"
+        for family in ("gpt_oss", "gemma2")
+        for layout in ("tp2_sp", "pp2_vpp2")
+    ],
 }
+WEEKLY_CASES = {"mla_tp2_sp", "split/local_cp2", *SAMPLE["Hugging Face folders"]}
 CELLS = [(grid, name) for grid, names in SAMPLE.items() for name in names]
 
 
 @pytest.fixture(scope="module")
-def results(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The workers' results, by case; of rows those of the objective with the largest error."""
+def results(
+    request: pytest.FixtureRequest, reference: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """The workers' results, by case of the selected tests; of rows those of the objective with the
+    largest error."""
+    wanted = selected_names(request)
     found: dict[str, dict[str, Any]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, VERSION)
-        for grid, names in SAMPLE.items():
+        for grid, every in SAMPLE.items():
+            names = [name for name in every if name in wanted]
+            if not names:
+                continue
             folder = tmp_path_factory.mktemp("te")
             if grid == "layouts and models":
                 found |= run_cases(names, reference, folder)
                 continue
             _, run = GRIDS[grid]
             for name, result in run(names, folder).items():
-                found[name] = max(result.values(), key=lambda run: run["gradient_error"])
+                if name in HF_CASES:
+                    own = {"logprob_max_error": result["logprobs_max_error"]}
+                    found[name] = {**result, **own, "num_logprobs": result["num_tokens"]}
+                else:
+                    found[name] = max(result.values(), key=lambda run: run["gradient_error"])
     return found
 
 
