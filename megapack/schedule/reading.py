@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -202,9 +203,8 @@ def _same_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     Megatron's routers note the experts of each micro-batch for its backward in a list.
     """
     environment = dict(os.environ)
-    modules = (module for chunk in chunks for module in chunk.modules())
-    # `vars`: torch looks for a missing attribute in three more places of each module.
-    replays = [r for m in modules if (r := vars(m).get("router_replay")) is not None]
+    routers = (router for chunk in chunks for router in _routers(chunk))
+    replays = [replay for m in routers if (replay := vars(m)["router_replay"]) is not None]
     notes = [
         {k: list(v) if isinstance(v, list) else v for k, v in vars(r).items()} for r in replays
     ]
@@ -216,6 +216,19 @@ def _same_state(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             os.environ.update(environment)
         for replay, before in zip(replays, notes, strict=True):
             vars(replay).update(before)
+
+
+def _routers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """The chunk's modules that may replay their routing. All modules are searched for them once."""
+    if chunk not in _known_routers:
+        # `vars`: torch looks for a missing attribute in three more places of each module.
+        _known_routers[chunk] = [m for m in chunk.modules() if "router_replay" in vars(m)]
+    return _known_routers[chunk]
+
+
+# Megatron's routers have the attribute from their construction on.
+_known_routers: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]]
+_known_routers = weakref.WeakKeyDictionary()
 
 
 def _row_shape(input_ids: Any, sequence_shards: int) -> RowShape | None:
