@@ -254,11 +254,10 @@ class SampleBatch:
             tensor = tensor.float()
         if tensor.is_complex():
             raise DataError(f"sample {sample}: field {name!r} is {tensor.dtype}; give real numbers")
-        bad = tensor[~torch.isfinite(tensor)]
-        if bad.numel():
+        if tensor.is_floating_point() and not (is_finite := torch.isfinite(tensor)).all():
             raise DataError(
-                f"sample {sample}: field {name!r} holds {bad[0].item()}; give finite numbers, or "
-                "drop the sample"
+                f"sample {sample}: field {name!r} holds {tensor[~is_finite][0].item()}; give "
+                "finite numbers, or drop the sample"
             )
         if name == RESPONSE_MASK:
             tensor = tensor != 0

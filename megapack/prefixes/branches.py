@@ -77,6 +77,13 @@ def row_branches(
     4 3 2 0 (2,)
     7 2 0 -1 (1,)
     """
+    if table is None and not pieces:
+        tokens = layout.aligned_sample_tokens(np.asarray(lengths, dtype=np.int64)).tolist()
+        ends = itertools.accumulate(tokens)
+        return [
+            Branch(start=end - own, tokens=own, offset=0, parent=-1, samples=(k,), end=end)
+            for k, (own, end) in enumerate(zip(tokens, ends, strict=True))
+        ]
     spans = Spans.of(samples, pieces)
     ends = np.where(spans.is_piece, spans.end, np.asarray(lengths, dtype=np.int64))
     aligned = (layout.aligned_sample_tokens(ends) - spans.begin).tolist()

@@ -121,6 +121,17 @@ class Board:
         self._num_beats += 1
         self._ask(lambda: self._store.set(f"beat/{self.rank}", str(self._num_beats)))
 
+    def beat_and_read(self) -> Failure | None:
+        """`beat` and `failure`, with one wait for the board's thread."""
+        self._num_beats += 1
+        beat = str(self._num_beats)
+
+        def beat_and_read() -> bytes:
+            self._store.set(f"beat/{self.rank}", beat)
+            return bytes(self._store.get("failure"))
+
+        return _read(self._ask(beat_and_read))
+
     def beats(self, ranks: Sequence[int]) -> list[int]:
         """How many beats each of these ranks has sent; 0 for one that never joined."""
         return [self._number(f"beat/{rank}") for rank in ranks]

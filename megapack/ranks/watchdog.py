@@ -214,8 +214,7 @@ class Watchdog:
     def _read_board(self) -> None:
         try:
             if self.board is not None:
-                self.board.beat()
-                failure = self.board.failure()
+                failure = self.board.beat_and_read()
                 if failure is not None:
                     self._note_failure(failure)
         except Exception as error:  # the store's host is gone, and usually the job with it

@@ -19,13 +19,16 @@ distinct positions of losses, E sample ends, L MoE layers of the whole model, K 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megapack.base.arrays import Ints
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch
@@ -189,9 +192,9 @@ class PackedRow(RowTokens):
         cu_seqlens_S1        0 2
     """
 
-    samples: tuple[int, ...]
+    samples: tuple[int, ...] = field(metadata={"moves": False})
     """Sample indices of the plan, in the order of the plan; () for a padding micro-batch."""
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] = field(metadata={"moves": False})
     """Real tokens of each sample, of a piece those of the whole sample."""
     branches: tuple[Branch, ...] = field(metadata={"moves": False})
     """Where the samples are in the row; `Branch.samples` are indices into `samples`."""
@@ -209,7 +212,7 @@ class PackedRow(RowTokens):
     cu_seqlens_S1: Tensor
     """int32: where each branch begins, with alignment padding; the last is the row's length, and so
     are those of the empty segments of its shape."""
-    padded_lengths: tuple[int, ...]
+    padded_lengths: tuple[int, ...] = field(metadata={"moves": False})
     """Tokens of each branch with its alignment padding, dummies included; they sum to the row."""
     max_seqlen: int
     """Tokens of the longest sample, with its alignment padding; more where the row's shape says."""
@@ -322,8 +325,6 @@ def pack_row(
             f"samples {samples} need {held} padded tokens, the plan's row holds "
             f"{micro_batch.row_tokens}; pack with the layout and the prefixes of the plan"
         )
-    if vocab_size is not None:
-        _check_ids(batch, samples, vocab_size)
     spans = [branch.tokens for branch in branches]
     spans += dummy_spans(tail, layout.sample_alignment)
     position_ids_T = row_position_ids(branches, spans)
@@ -332,16 +333,18 @@ def pack_row(
     if shape is not None:
         max_seqlen = shape.longest * layout.cp
         empty = shape.segments - len(spans)
-    segments = torch.tensor([0, *spans, *[0] * empty], dtype=torch.int64)
+    segments = np.cumsum([0, *spans, *[0] * empty], dtype=np.int32)
     weights = [1.0 if sample_weights is None else float(sample_weights[i]) for i in samples]
     writer = _RowWriter(batch, samples, weights, branches, micro_batch.row_tokens)
+    if vocab_size is not None:
+        writer.check_ids(vocab_size)
     names = batch.field_names if field_names is None else field_names
-    end_positions_E, end_samples_E = writer.ends()
+    end_positions_E, end_samples_E = writer.last_tokens()
     return PackedRow(
         samples=samples,
         lengths=lengths,
         branches=tuple(branches),
-        positions_N=writer.positions_N,
+        positions_N=torch.from_numpy(writer.positions_N),
         tokens_T=writer.tokens(0),
         position_ids_T=position_ids_T,
         labels_T=writer.tokens(1),
@@ -350,7 +353,7 @@ def pack_row(
         end_positions_E=end_positions_E,
         end_samples_E=end_samples_E,
         set_of_n=_sets(samples, colocate_ids),
-        cu_seqlens_S1=segments.cumsum(0).to(torch.int32),
+        cu_seqlens_S1=torch.from_numpy(segments),
         padded_lengths=tuple(spans),
         max_seqlen=max_seqlen,
         row_tokens=micro_batch.row_tokens,
@@ -372,8 +375,9 @@ def row_position_ids(branches: Sequence[Branch], padded_lengths: Sequence[int]) 
     """
     offsets = [branch.offset for branch in branches]
     offsets += [0] * (len(padded_lengths) - len(offsets))
-    runs = zip(offsets, padded_lengths, strict=True)
-    return torch.cat([torch.arange(first, first + n) for first, n in runs])
+    starts = list(itertools.accumulate(padded_lengths, initial=0))
+    before = np.subtract(offsets, starts[:-1])
+    return torch.from_numpy(np.arange(starts[-1]) + np.repeat(before, padded_lengths))
 
 
 def unpack_row(row: PackedRow, values_R: Tensor) -> list[Tensor]:
@@ -403,7 +407,8 @@ def unpack_row(row: PackedRow, values_R: Tensor) -> list[Tensor]:
 class _RowWriter:
     """Writes one quantity after the other of a micro-batch's samples into row tensors.
 
-    Depth 0 is the row itself, depth k what is k tokens further ahead in the same sample.
+    Depth 0 is the row itself, depth k what is k tokens further ahead in the same sample. It works
+    on numpy's arrays: on these few numbers, an operation of torch's takes several times as long.
     """
 
     def __init__(
@@ -420,26 +425,41 @@ class _RowWriter:
         self.branches = branches
         self.row_tokens = row_tokens
         self.is_shared = any(len(branch.samples) > 1 for branch in branches)
-        self.lengths = [batch.length(i) for i in samples]
-        self.positions_N = _joined(self._positions(), torch.int64)
+        lengths = np.array([batch.length(i) for i in samples], dtype=np.int64)
+        self.ends = lengths.cumsum()
+        """Of each sample, among the N tokens."""
+        self.starts = self.ends - lengths
+        index_N = np.arange(lengths.sum())
+        self.positions_N = self._positions(index_N.size)
         self.is_held_N = self.positions_N >= 0
         self.positions = self.positions_N[self.is_held_N]
         """Those that the row has."""
-        self.ids_N = _joined([batch.tokens(i) for i in samples], torch.int64)
-        lengths = torch.tensor(self.lengths, dtype=torch.int64)
-        self.sample_of_N = torch.arange(len(samples)).repeat_interleave(lengths)
-        self.left_N = (lengths.cumsum(0) - 1)[self.sample_of_N] - torch.arange(sum(self.lengths))
+        self.ids_N: Ints = _joined([batch.tokens(i) for i in samples], torch.int64).numpy()
+        self.sample_of_N = np.repeat(np.arange(len(samples)), lengths)
+        self.left_N = np.repeat(self.ends - 1, lengths) - index_N
         """Tokens of the sample after each one."""
-        self.offset_N = lengths[self.sample_of_N] - 1 - self.left_N
+        self.offset_N = index_N - np.repeat(self.starts, lengths)
         """Tokens of the sample before each one."""
 
-    def _positions(self) -> list[Tensor]:
-        positions = [torch.full((length,), -1) for length in self.lengths]
+    def _positions(self, num_tokens: int) -> Ints:
+        positions_N = np.full(num_tokens, -1)
         for branch in self.branches:
             for k in branch.samples:
-                own = positions[k][branch.offset : branch.offset + branch.tokens]
-                own[:] = torch.arange(branch.start, branch.start + own.numel())
-        return positions
+                begin = self.starts[k] + branch.offset
+                end = min(begin + branch.tokens, self.ends[k])
+                positions_N[begin:end] = np.arange(branch.start, branch.start + end - begin)
+        return positions_N
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise DataError if a token id is outside of the model's vocabulary."""
+        is_outside_N = self.ids_N >= vocab_size
+        if is_outside_N.any():
+            token = is_outside_N.argmax()
+            raise DataError(
+                f"sample {self.samples[self.sample_of_N[token]]} has the token id "
+                f"{self.ids_N[token]}, the model's vocabulary is {vocab_size}; give ids of the "
+                "model's tokenizer"
+            )
 
     def ahead(self, depth: int) -> RowTokens:
         """The row at a depth of multi-token prediction."""
@@ -452,18 +472,18 @@ class _RowWriter:
 
     def tokens(self, depth: int) -> Tensor:
         """Token ids, [T]; at depth 1 they are the labels."""
-        return self._written(self.ids_N.roll(-depth), depth)
+        return self._written(np.roll(self.ids_N, -depth), depth)
 
-    def _written(self, values_N: Tensor, depth: int) -> Tensor:
+    def _written(self, values_N: Ints, depth: int) -> Tensor:
         """The values at the row's positions, [T]; 0 where no token is so far ahead."""
         if depth:
-            values_N = torch.where(self.left_N >= depth, values_N, 0)
+            values_N = np.where(self.left_N >= depth, values_N, 0)
         values = values_N[self.is_held_N]
-        out_T = torch.zeros(self.row_tokens, dtype=torch.int64)
+        out_T = np.zeros(self.row_tokens, dtype=np.int64)
         out_T[self.positions] = values
-        if self.is_shared and not torch.equal(out_T[self.positions], values):
+        if self.is_shared and not np.array_equal(out_T[self.positions], values):
             raise self._differing(depth)
-        return out_T
+        return torch.from_numpy(out_T)
 
     def _differing(self, depth: int) -> DataError:
         """An error that names two samples that share positions although their tokens differ."""
@@ -488,32 +508,35 @@ class _RowWriter:
         return DataError("samples share tokens that differ; plan with the prefixes of this batch")
 
     def branch_of(self) -> Tensor:
-        out_T = torch.full((self.row_tokens,), -1, dtype=torch.int64)
+        out_T = np.full(self.row_tokens, -1)
         for index, branch in enumerate(self.branches):
-            tokens = min(branch.tokens, self.lengths[branch.samples[0]] - branch.offset)
+            length = self.batch.length(self.samples[branch.samples[0]])
+            tokens = min(branch.tokens, length - branch.offset)
             out_T[branch.start : branch.start + tokens] = index
-        return out_T
+        return torch.from_numpy(out_T)
 
-    def ends(self) -> tuple[Tensor, Tensor]:
+    def last_tokens(self) -> tuple[Tensor, Tensor]:
         """Positions of the samples' last tokens that the row has, and the index of each sample."""
         is_end_N = (self.left_N == 0) & self.is_held_N
-        return self.positions_N[is_end_N], self.sample_of_N[is_end_N]
+        found = self.positions_N[is_end_N], self.sample_of_N[is_end_N]
+        return torch.from_numpy(found[0]), torch.from_numpy(found[1])
 
     def losses(self, depth: int, names: Sequence[str]) -> RowLosses:
         """The losses of a depth, with the values of these fields."""
-        mask_N = _joined([self.batch.response_mask(i) for i in self.samples], torch.bool)
-        weights_N = torch.tensor(self.weights, dtype=torch.float32)[self.sample_of_N] * mask_N
+        mask_N = _joined([self.batch.response_mask(i) for i in self.samples], torch.bool).numpy()
+        weights_N = np.array(self.weights, dtype=np.float32)[self.sample_of_N] * mask_N
         # A loss is in the row that has the position which predicts its label.
         ahead = depth + 1
-        weights_N[(self.offset_N < ahead) | ~self.is_held_N.roll(ahead)] = 0.0
-        index_R = weights_N.nonzero().squeeze(1)
+        weights_N[(self.offset_N < ahead) | ~np.roll(self.is_held_N, ahead)] = 0.0
+        index_R = np.flatnonzero(weights_N)
+        label_index_R = torch.from_numpy(index_R)
         return RowLosses.at(
-            self.positions_N[index_R - ahead],
+            torch.from_numpy(self.positions_N[index_R - ahead]),
             may_repeat=self.is_shared,
-            label_index_R=index_R,
-            sample_of_R=self.sample_of_N[index_R],
-            weights_R=weights_N[index_R],
-            fields={name: self._values(name)[index_R] for name in names},
+            label_index_R=label_index_R,
+            sample_of_R=torch.from_numpy(self.sample_of_N[index_R]),
+            weights_R=torch.from_numpy(weights_N[index_R]),
+            fields={name: self._values(name)[label_index_R] for name in names},
         )
 
     def is_per_sample(self, name: str) -> bool:
@@ -527,7 +550,7 @@ class _RowWriter:
     def _values(self, name: str) -> Tensor:
         """A field at each token of each sample, [N]."""
         values = (self.batch.field(name, i) for i in self.samples)
-        pairs = zip(values, self.lengths, strict=True)
+        pairs = zip(values, self.ends - self.starts, strict=True)
         each = [value.expand(length) if value.dim() == 0 else value for value, length in pairs]
         return _joined(each, self.batch.field_dtype(name))
 
@@ -541,16 +564,6 @@ def _trees(branches: Sequence[Branch]) -> list[tuple[int, ...]]:
     """Samples of the row that share positions, one tuple per tree; samples alone are left out."""
     roots = (branch.samples for branch in branches if branch.parent < 0)
     return [samples for samples in roots if len(samples) > 1]
-
-
-def _check_ids(batch: SampleBatch, samples: tuple[int, ...], vocab_size: int) -> None:
-    for i in samples:
-        largest = int(batch.tokens(i).max())
-        if largest >= vocab_size:
-            raise DataError(
-                f"sample {i} has the token id {largest}, the model's vocabulary is {vocab_size}; "
-                "give ids of the model's tokenizer"
-            )
 
 
 def _sets(samples: tuple[int, ...], colocate_ids: Sequence[int | str] | None) -> Tensor:

@@ -7,8 +7,9 @@ moves without a wait of the host; the row's tensors on the device are views of t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -103,13 +104,19 @@ def _with_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
         items = {k: _with_tensors(v, change) for k, v in value.items()}
         return items if any(map(_differ, items.values(), value.values())) else value  # type: ignore[return-value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in dataclasses.fields(value) if f.metadata.get("moves", True)]
+        names = _moving_names(type(value))
         own = [getattr(value, name) for name in names]
         attributes = [_with_tensors(item, change) for item in own]
         pairs = zip(names, attributes, own, strict=True)
         changes = {name: new for name, new, old in pairs if new is not old}
         return dataclasses.replace(value, **changes) if changes else value
     return value
+
+
+@functools.cache
+def _moving_names(kind: Any) -> list[str]:
+    """The fields of a dataclass that are not excluded."""
+    return [f.name for f in dataclasses.fields(kind) if f.metadata.get("moves", True)]
 
 
 def _differ(one: object, other: object) -> bool:

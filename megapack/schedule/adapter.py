@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megapack.base.choices import Executor, ExecutorChoice, HeadChoice
+from megapack.base.choices import ExecutorChoice, HeadChoice
 from megapack.errors import DataError, ScheduleError, of_all_ranks
 from megapack.layout import Layout
 from megapack.loss.sequence import AnyObjective, metric_names
@@ -142,7 +142,6 @@ class ScheduleAdapter:
         )
         # Stages differ in their layers: if one refuses its own, all raise.
         self._routing = agree(lambda: self._checked_routing(retries_oom), device=self._device)
-        keep_gradients_through_recompute(self.chunks, self.config)
         gather_norm_outputs(self.chunks)
         gather_rotary_tables(self.chunks)
         hook_te_attention(self.chunks)
@@ -178,7 +177,7 @@ class ScheduleAdapter:
             retries_oom=retries_oom,
         )
         self._checked_digest = ""
-        self._checked_executors: set[Executor] = set()
+        self._runs_on_megatron = False
         # Tensor names that all ranks have agreed on; a batch without tensors needs no agreement.
         self._checked_inputs: set[tuple[str, ...]] = {()}
         # The call that `next_step` announced, and its rows.
@@ -265,6 +264,8 @@ class ScheduleAdapter:
                 if next_entropy is None:
                     next_entropy = entropy
                 self._announced = self._start(replace(call, step=next_step, entropy=next_entropy))
+            # A training loop may have frozen the embedding, or set recompute, since the last step.
+            keep_gradients_through_recompute(self.chunks, self.config)
             schedule_pass = self.runner.run(call, rows)
             sums = reduce_metrics(
                 schedule_pass.sums,
@@ -435,13 +436,16 @@ class ScheduleAdapter:
         if plan.digest() != self._checked_digest:
             check_plan(plan, call.batch.lengths)
             self._checked_digest = plan.digest()
-        if call.executor not in self._checked_executors:
-            checks.check_executor(self.chunks, self.config, call.executor)
-            self._checked_executors.add(call.executor)
+        checks.check_config(self.config, self.layout)
         if call.executor == "operations":
+            checks.check_operations(self.config)
             self.runner.stage_order(call)
             if call.has_weight_operations:
                 weight_gradients.check(self.chunks, self.config)
+        elif not self._runs_on_megatron:
+            # Layers are built so: later steps need not walk over all modules.
+            weight_gradients.check_none_puts_off(self.chunks)
+            self._runs_on_megatron = True
         if call.is_training:
             checks.check_reduction(self.config, self.chunks, self.layout)
         call.check(self.head)

@@ -1,7 +1,8 @@
 """Settings that Megatron-Core accepts and then hangs, crashes or trains wrongly with.
 
-Every rank refuses them before any collective: settings of the model when the adapter is made,
-settings of a plan when its step begins.
+Every rank refuses them before any collective: the model when the adapter is made, its settings
+again at each step, since a training loop may change them, and settings of a plan when its step
+begins.
 """
 
 from __future__ import annotations
@@ -17,12 +18,10 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config, get_te_version
 from packaging.version import Version
 
-from megapack.base.choices import Executor
 from megapack.base.megatron import newer_than_tested
 from megapack.errors import ConfigError
 from megapack.layout import Layout, config_rows
 from megapack.loss.distillation import TOPK_LOGPROBS
-from megapack.model import weight_gradients
 from megapack.model.attention.packed import refuse_unpacked_attention
 from megapack.model.experts.model import check_experts
 from megapack.model.head import ValueHead, marked_num_ids, unwrapped
@@ -217,15 +216,12 @@ def exchanges_wider_states(config: Any) -> bool:
     return has_streams and config.pipeline_model_parallel_size > 1
 
 
-def check_executor(chunks: Sequence[Any], config: Any, executor: Executor) -> None:
-    """Raise ConfigError for what a list of operations, or Megatron's schedule, cannot follow.
+def check_operations(config: Any) -> None:
+    """Raise ConfigError for what a list of operations cannot follow.
 
     CUDA graphs are captured and replayed in the order of Megatron's schedules, and so are tensors
     offloaded or stashed.
     """
-    if executor == "megatron":
-        weight_gradients.check_none_puts_off(chunks)
-        return
     names = ["cuda_graph_impl"] if has_graphs(config) else []
     names += ["fine_grained_activation_offloading", "moe_paged_stash"]
     for name in names:

@@ -37,10 +37,10 @@ def draw_batch(data_iterator: Any, num_items: int, field_names: Sequence[str]) -
     parts: list[Any] = [None]
     if dist.get_rank() == source:
         data_group = parallel_state.get_data_parallel_group()
-        parts = [[None] * data_group.size()]
-        dist.all_gather_object(
-            parts[0], _draw(data_iterator, num_items, field_names), group=data_group
-        )
+        own = _draw(data_iterator, num_items, field_names)
+        parts = [[own] * data_group.size()]
+        if data_group.size() > 1:
+            dist.all_gather_object(parts[0], own, group=data_group)
     dist.broadcast_object_list(parts, src=source, group=model_group)
     errors = [
         f"data-parallel rank {rank}: {part}"
@@ -149,9 +149,9 @@ def _check_attention_mask(attention_mask: Any, starts: list[list[int]]) -> None:
 
 
 def _sample(row: Sample, field_names: Sequence[str]) -> Sample:
-    if not np.isin(row["loss_mask"], (0, 1)).all():
-        raise DataError("loss_mask holds other values than 0 and 1; use an objective's field")
     has_loss = row["loss_mask"] != 0
+    if (row["loss_mask"][has_loss] != 1).any():
+        raise DataError("loss_mask holds other values than 0 and 1; use an objective's field")
     # Attention is causal: tokens behind the last loss change no loss.
     n = int(np.flatnonzero(has_loss)[-1]) + 1 if has_loss.any() else 1
     tokens = row["tokens"][:n]

@@ -175,6 +175,12 @@ class Turns:
 _turns: list[Turns] = []
 
 
+def wait_for_turn() -> None:
+    """Let the other job run a step, if this one's steps take turns with another's."""
+    for turns in _turns:
+        turns.wait()
+
+
 def cpu_seconds() -> float:
     """CPU seconds of Python's threads in this process so far.
 
@@ -192,8 +198,7 @@ def timed(report: Report, step: Callable[[], T]) -> T:
     """Run a step on all ranks at once, and add its seconds to the report."""
     import torch.distributed as dist
 
-    for turns in _turns:
-        turns.wait()
+    wait_for_turn()
     dist.barrier()
     start = time.perf_counter()
     start_cpu = cpu_seconds()

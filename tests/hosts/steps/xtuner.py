@@ -71,13 +71,13 @@ def prepare() -> None:
 
 def main() -> None:
     arguments = job.parse_arguments()
-    reports = [job.Report()]
+    # Of the driver; further ranks of a job have nothing to do.
+    reports = [job.Report(more={"cpu_seconds": [0.0] * arguments.steps})]
     if int(os.environ.get("RANK", "0")) == 0:
         prepare()
         reports = run(arguments, [Case.read(text) for text in arguments.case.split(";")])
         cases = json.dumps([dataclasses.asdict(report) for report in reports])
         (arguments.folder / "cases.json").write_text(cases, encoding="utf-8")
-    # The driver's children are the workers; further ranks of a job have nothing to do.
     text = json.dumps(dataclasses.asdict(reports[-1]))
     name = f"rank{os.environ.get('RANK', '0')}.json"
     (arguments.folder / name).write_text(text, encoding="utf-8")
@@ -135,7 +135,7 @@ def run_case(arguments: job.Arguments, case: Case, controller: Any) -> job.Repor
     def reset(worker: Any) -> None:
         worker.begin(case.optimizer_steps)
 
-    report = job.Report()
+    report = job.Report(more={"cpu_seconds": []})
     xtuner.configure(
         pack_multiple=case.multiple or None, pack_strategy="native" if case.native else "balance"
     )
@@ -148,9 +148,12 @@ def run_case(arguments: job.Arguments, case: Case, controller: Any) -> job.Repor
     samples = make_samples(case, arguments.layout.dp)
     length = case.longest if case.first else case.pack_max_length
     for rollout in range(arguments.steps):
+        job.wait_for_turn()
+        start_cpu = cpu_seconds(controller)
         start = time.perf_counter()
         logs = controller.fit(copy.deepcopy(samples), length, rollout)
         report.step_seconds.append(time.perf_counter() - start)
+        report.more["cpu_seconds"].append(cpu_seconds(controller) - start_cpu)
         report.grad_norms += [step["grad_norm"] for step in logs[0]["train_metrics"]]
     note_workers(controller, report, arguments.layout.cp)
     report.more["reference_grad_norm"] = reference_grad_norm(arguments.folder / "model", samples)
@@ -158,6 +161,17 @@ def run_case(arguments: job.Arguments, case: Case, controller: Any) -> job.Repor
     report.more["lines"] = [str(line) for line in lines]
     patching.revert(*patched)
     return report
+
+
+def cpu_seconds(controller: Any) -> float:
+    """CPU seconds of the driver and the workers so far."""
+    import ray
+
+    def read(worker: Any) -> float:
+        return job.cpu_seconds()
+
+    workers = ray.get([worker.__ray_call__.remote(read) for worker in controller.workers])
+    return job.cpu_seconds() + sum(workers)
 
 
 def make_controller(case: Case, arguments: job.Arguments, group: Any) -> Any:

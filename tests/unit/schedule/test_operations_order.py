@@ -15,7 +15,7 @@ import megapack.schedule.channels
 from megapack.errors import ConfigError, PlanError
 from megapack.plan.order import StepOrder, read_order, step_order
 from megapack.schedule.channels import DIRECTIONS, Direction, StageOrder, link_sets
-from megapack.schedule.checks import check_executor
+from megapack.schedule.checks import check_operations
 from megapack.schedule.operations import _Communication
 from tests.random_orders import random_order, with_random_weights
 
@@ -301,7 +301,6 @@ def test_without_interleaving_the_first_stage_reduces_inside_its_last_backward()
 )
 def test_what_follows_megatrons_order_is_refused(name: str) -> None:
     config = SimpleNamespace(**{name: "local" if name == "cuda_graph_impl" else True})
-    check_executor([], config, "megatron")
     with pytest.raises(ConfigError, match=f"config.{name}=.*set executor='auto'"):
-        check_executor([], config, "operations")
-    check_executor([], SimpleNamespace(), "operations")
+        check_operations(config)
+    check_operations(SimpleNamespace())
