@@ -79,10 +79,10 @@ def row_branches(
     """
     if table is None and not pieces:
         tokens = layout.aligned_sample_tokens(np.asarray(lengths, dtype=np.int64)).tolist()
-        ends = itertools.accumulate(tokens)
+        stops = itertools.accumulate(tokens)
         return [
-            Branch(start=end - own, tokens=own, offset=0, parent=-1, samples=(k,), end=end)
-            for k, (own, end) in enumerate(zip(tokens, ends, strict=True))
+            Branch(start=stop - own, tokens=own, offset=0, parent=-1, samples=(k,), end=stop)
+            for k, (own, stop) in enumerate(zip(tokens, stops, strict=True))
         ]
     spans = Spans.of(samples, pieces)
     ends = np.where(spans.is_piece, spans.end, np.asarray(lengths, dtype=np.int64))
