@@ -201,8 +201,10 @@ def _all_ops(runner: Runner, draft: Draft) -> tuple[RankOps, Ints]:
         count: (end - ops.stage.size, end)
         for count, ops, end in zip(distinct, each, ends, strict=True)
     }
-    columns = map(np.concatenate, zip(*(ops[:-2] for ops in each), strict=True))
-    all_ops = RankOps(*columns, each[0].pp, each[0].p2p).read_only()
+    columns = zip(*(ops[:-2] for ops in each), strict=True)
+    stage, microbatch, column, held, waits_for, scale = map(np.concatenate, columns)
+    pp, p2p = each[0][-2:]
+    all_ops = RankOps(stage, microbatch, column, held, waits_for, scale, pp, p2p).read_only()
     return all_ops, np.array([bounds_of[count] for count in counts])
 
 
