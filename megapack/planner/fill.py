@@ -47,7 +47,7 @@ _OVER = 4.0
 _WIDER = 0.5
 # Values that differ by this part are equal: more than rounding in fp64, and less than one token.
 _ROUNDING = 1e-12
-# Nodes of a level that an item looks at if it has found a place by then. On boards of up to 256
+# Nodes of a level that an item looks at once it has found its best place yet there. On up to 256
 # places it is all that could hold the best one. Of 9,056 places, 91 % full, thousands are almost as
 # good: a plan of 32,768 samples took 83 s of CPU time without this limit and 7 s with 256, and was
 # as fast.

@@ -425,28 +425,27 @@ class _RowWriter:
         self.branches = branches
         self.row_tokens = row_tokens
         self.is_shared = any(len(branch.samples) > 1 for branch in branches)
-        lengths = np.array([batch.length(i) for i in samples], dtype=np.int64)
-        self.ends = lengths.cumsum()
+        self.lengths = np.array([batch.length(i) for i in samples], dtype=np.int64)
+        self.starts = self.lengths.cumsum() - self.lengths
         """Of each sample, among the N tokens."""
-        self.starts = self.ends - lengths
-        index_N = np.arange(lengths.sum())
+        index_N = np.arange(self.lengths.sum())
         self.positions_N = self._positions(index_N.size)
         self.is_held_N = self.positions_N >= 0
         self.positions = self.positions_N[self.is_held_N]
         """Those that the row has."""
         self.ids_N: Ints = _joined([batch.tokens(i) for i in samples], torch.int64).numpy()
-        self.sample_of_N = np.repeat(np.arange(len(samples)), lengths)
-        self.left_N = np.repeat(self.ends - 1, lengths) - index_N
-        """Tokens of the sample after each one."""
-        self.offset_N = index_N - np.repeat(self.starts, lengths)
+        self.sample_of_N = np.repeat(np.arange(len(samples)), self.lengths)
+        self.offset_N = index_N - self.starts[self.sample_of_N]
         """Tokens of the sample before each one."""
+        self.left_N = self.lengths[self.sample_of_N] - 1 - self.offset_N
+        """Tokens of the sample after each one."""
 
     def _positions(self, num_tokens: int) -> Ints:
         positions_N = np.full(num_tokens, -1)
         for branch in self.branches:
             for k in branch.samples:
                 begin = self.starts[k] + branch.offset
-                end = min(begin + branch.tokens, self.ends[k])
+                end = min(begin + branch.tokens, self.starts[k] + self.lengths[k])
                 positions_N[begin:end] = np.arange(branch.start, branch.start + end - begin)
         return positions_N
 
@@ -510,8 +509,7 @@ class _RowWriter:
     def branch_of(self) -> Tensor:
         out_T = np.full(self.row_tokens, -1)
         for index, branch in enumerate(self.branches):
-            length = self.batch.length(self.samples[branch.samples[0]])
-            tokens = min(branch.tokens, length - branch.offset)
+            tokens = min(branch.tokens, self.lengths[branch.samples[0]] - branch.offset)
             out_T[branch.start : branch.start + tokens] = index
         return torch.from_numpy(out_T)
 
@@ -550,7 +548,7 @@ class _RowWriter:
     def _values(self, name: str) -> Tensor:
         """A field at each token of each sample, [N]."""
         values = (self.batch.field(name, i) for i in self.samples)
-        pairs = zip(values, self.ends - self.starts, strict=True)
+        pairs = zip(values, self.lengths, strict=True)
         each = [value.expand(length) if value.dim() == 0 else value for value, length in pairs]
         return _joined(each, self.batch.field_dtype(name))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.child import child
+from tests.dist.spawn import run_code
 
 pytestmark = pytest.mark.unit
 
@@ -74,7 +74,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """Results of the child."""
-    return child(CHILD)
+    return run_code(CHILD)
 
 
 def test_settings_are_checked_at_each_step(found: dict[str, Any]) -> None:
