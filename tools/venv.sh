@@ -129,7 +129,8 @@ main() {
     fi
     constraints >"$venv/constraints.txt"
     printf 'installing megapack and its dependencies into %s\n' "$venv"
-    # Python compiles what is imported; pip would compile all, 10,000 files of torch and transformers.
+    # Python compiles what is imported, unless PYTHONDONTWRITEBYTECODE is set; pip would compile all,
+    # 10,000 files of torch and transformers.
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
         --constraint "$venv/constraints.txt" --editable "${root}[$extras]" ||
         die "pip failed, see above; a package without a wheel for this machine needs a C compiler"
