@@ -7,18 +7,25 @@ from typing import Any
 import pytest
 
 from tests.dist.exactness.several_steps_worker import CASES
+from tests.dist.run_cases import selected_names
 from tests.dist.spawn import checked_job, rank_reports
 
 pytestmark = pytest.mark.dist
 
 
+# The third has their parts.
+WEEKLY_CASES = {"dp2", "dp2 overlap"}
+
+
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[Any]:
     """By rank: results by case."""
     folder = tmp_path_factory.mktemp("several_steps")
-    checked_job(
-        2, "tests.dist.exactness.several_steps_worker", [str(folder), *CASES], timeout_s=180
-    )
+    names = selected_names(request)
+    args = [str(folder), *(name for name in CASES if name in names)]
+    checked_job(2, "tests.dist.exactness.several_steps_worker", args, timeout_s=180)
     return rank_reports(folder, 2)
 
 

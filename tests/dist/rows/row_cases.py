@@ -41,7 +41,7 @@ def run_row_cases(
     """
     names = list(names)
     reference = str(folder / "reference.pt")
-    checked_job(1, "tests.dist.rows.row_reference", [reference, *names], timeout_s=600, te="")
     suffixes = {name: f":{','.join(kinds[name])}" if kinds else "" for name in names}
     worlds = {f"{name}{suffix}": ALL_CASES[name].world for name, suffix in suffixes.items()}
+    checked_job(1, "tests.dist.rows.row_reference", [reference, *worlds], timeout_s=600, te="")
     return run_by_world("tests.dist.rows.row_worker", worlds, reference, folder, timeout_s=600)

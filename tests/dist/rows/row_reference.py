@@ -40,14 +40,22 @@ class RowReference(SequenceReference):
         self.value_head = value_head
         self.routing = samples.routing if name == "moe_replay" else None
         self.num_tokens = sum(self.batch.num_loss_tokens)
+        self._forwards: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _replay(self, i: int) -> None:
         if self.routing is not None:
             replay(self.model, self.routing[i])
 
+    def forward(self, i: int) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies at all positions, of one forward for all objectives."""
+        if i not in self._forwards:
+            self._replay(i)
+            self._forwards[i] = logprobs_and_entropy(self.model, self.batch.tokens(i), 1.0)
+        return self._forwards[i]
+
     def logprobs(self, i: int) -> tuple[Tensor, Tensor]:
-        self._replay(i)
-        return super().logprobs(i)
+        logp, entropy = self.forward(i)
+        return logp[self.mask(i)], entropy[self.mask(i)]
 
     def sft(self) -> Tensor:
         """The mean of the negative log-likelihoods of all samples' tokens."""
@@ -111,7 +119,8 @@ class RowReference(SequenceReference):
         loss = getattr(self, kind)()
         ahead = self.ahead(KINDS[kind].weighting) if self.settings.mtp_num_layers else []
         coef = self.settings.mtp_loss_coef / max(1, len(ahead))
-        (loss + coef * sum(ahead)).backward()
+        # The next objective goes back through the same forwards.
+        (loss + coef * sum(ahead)).backward(retain_graph=True)
         metrics |= {f"mtp_{k}_loss": float(value) for k, value in enumerate(ahead, start=1)}
         grads = {
             name: torch.zeros_like(param).double() if param.grad is None else param.grad.double()
@@ -135,31 +144,36 @@ class RowReference(SequenceReference):
     def _sample_outputs(self, i: int) -> Any:
         if self.value_head:
             return self.values(i)
-        self._replay(i)
-        logprobs, entropy = logprobs_and_entropy(self.model, self.batch.tokens(i), 1.0)
-        return {"logprobs": logprobs, "entropy": entropy}
+        logprobs, entropy = self.forward(i)
+        return {"logprobs": logprobs.detach(), "entropy": entropy.detach()}
 
 
 def main(path: str, *names: str) -> None:
-    """Write loss, gradients and outputs of what the cases train."""
+    """Write loss, gradients and outputs of what the cases train.
+
+    Args:
+        names: as "case" or "case:objective,objective".
+    """
     launch.start("cpu")
     initialize_parallel(Layout(), 0)
     references: dict[tuple[Any, ...], RowReference] = {}
     results: dict[str, Any] = {}
-    for case in (ALL_CASES[name] for name in names):
-        for kind in case.kinds:
+    for name in names:
+        case_name, _, kinds = name.partition(":")
+        case = ALL_CASES[case_name]
+        for kind in kinds.split(",") if kinds else case.kinds:
             samples = case.samples_of(kind)
             model = case.model_of(kind)
             for own in {model, PRECISE.get(model, model)}:
-                name = result_name(own, samples, kind)
-                if name in results:
+                result = result_name(own, samples, kind)
+                if result in results:
                     continue
                 key = (own, samples.shape, KINDS[kind].value_head, kind == "sft_all")
                 if key not in references:
                     head = KINDS[kind].value_head
                     references[key] = RowReference(own, samples, value_head=head)
-                results[name] = references[key].run(kind)
-                results[name]["outputs"] = references[key].outputs
+                results[result] = references[key].run(kind)
+                results[result]["outputs"] = references[key].outputs
     torch.save(results, path)
     launch.stop()
 
