@@ -18,9 +18,7 @@ WEEKLY_CASES = {"dp2", "dp2 overlap"}
 
 
 @pytest.fixture(scope="module")
-def reports(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[Any]:
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """By rank: results by case."""
     folder = tmp_path_factory.mktemp("several_steps")
     names = selected_names(request)
