@@ -169,7 +169,7 @@ class _ProgressBar:
         self._bar.close()
 
     def show(self, progress: Progress) -> None:
-        """Show the progress of a sweep, whose two passes count from 1 each."""
+        """Show the progress of a sweep, whose passes count from 1 each."""
         text = _best_text(progress.best)
         if not self._bar.disable:
             if progress.num_plans != self._bar.total:
@@ -232,6 +232,7 @@ def _payload(tuning: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str
         "num_layouts": tuning.num_layouts,
         "num_plans": tuning.num_plans,
         "num_fitting": tuning.num_fitting,
+        "num_passed_over": tuning.num_passed_over,
         "num_left": tuning.num_left,
         "least_memory_bytes": tuning.least_memory.total,
         "refusal": tuning.refusal,
@@ -259,6 +260,11 @@ def _print(
         f"{tuning.num_layouts} layouts of {args.gpus} GPUs, {tuning.num_plans} plans, "
         f"{tuning.num_fitting} within {args.gpu_memory_gib:g} GiB per GPU"
     )
+    if tuning.num_passed_over:
+        print(
+            f"{tuning.num_passed_over} more were not planned: the busiest stage of their layouts "
+            f"is slower than the first {args.top}"
+        )
     if tuning.num_left:
         print(f"interrupted, {tuning.num_left} plans before the end")
         if not tuning.ranked:

@@ -2,8 +2,9 @@
 
     layouts of the GPUs -> budgets -> plans under each rule -> simulated, those that fit ranked
 
-Of a large batch each plan is first made for a part of the samples on a part of the DP ranks: a rank
-then has as many samples as before, of the same lengths. The fastest are planned whole.
+Layouts come in the order of their bounds, until a bound is below the fastest plans. Of a large
+batch each plan is first made for a part of the samples on a part of the DP ranks: a rank then has
+as many samples as before, of the same lengths. The fastest are planned whole.
 
 The prediction covers the pipeline's bubbles, imbalance and padding, and what the cost model has.
 It leaves out the communication of CP, EP and DP: compare layouts of equal cp and ep, and measure
@@ -13,10 +14,12 @@ the best few.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -99,6 +102,8 @@ class Tuning:
     num_plans: int
     num_fitting: int
     """Plans that fit into memory."""
+    num_passed_over: int
+    """Plans of layouts whose busiest stage alone is slower than the last of the fastest."""
     num_left: int
     """Plans that were still to be made when the sweep was interrupted."""
     least_memory: GpuMemory
@@ -191,6 +196,14 @@ class _Trial(NamedTuple):
     kind: Kind
     budget: int
     policy: Policy
+    share: int = 1
+    """Of one of so many parts of the samples and of the DP ranks."""
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> _Trial:
+        """A candidate's plan, of all samples."""
+        names = ("layout", "stage_layers", "kind", "max_tokens_per_gpu", "policy")
+        return cls(*(getattr(candidate, name) for name in names))
 
 
 def tune(
@@ -230,9 +243,11 @@ def tune(
             f"{len(layouts)} layouts: rows over several ranks need dp > 1, pieces and split "
             "backwards pp > 1; add fixed, off and joint, or other sizes"
         )
-    sweep = _Sweep(work, space, watch)
-    with contextlib.suppress(KeyboardInterrupt):
+    sweep = _Sweep(work, watch)
+    try:
         sweep.run([trial for each in kinds for trial in _trials(work, space, *each)], num_whole)
+    except KeyboardInterrupt:
+        sweep.ranked = sorted([*sweep.ranked, *sweep.earlier], key=_slowness)
     needs = (
         _memory(work, layout, split, min(_budgets(work, space, layout, kind)), kind)
         for layout, split, kind in kinds
@@ -242,85 +257,124 @@ def tune(
         num_layouts=len(layouts),
         num_plans=sweep.num_plans,
         num_fitting=sweep.num_fitting,
+        num_passed_over=sweep.num_passed_over,
         num_left=sweep.progress.num_plans - sweep.progress.done,
         least_memory=min(needs, key=lambda memory: memory.total),
         refusal=sweep.refusal,
     )
 
 
+class _Made(NamedTuple):
+    """What a trial gives."""
+
+    plan: Plan
+    candidate: Candidate
+
+
 class _Sweep:
-    def __init__(self, work: Workload, space: Space, watch: Callable[[Progress], object]) -> None:
+    def __init__(self, work: Workload, watch: Callable[[Progress], object]) -> None:
         self.work = work
         self.watch = watch
         self.ranked: list[Candidate] = []
+        self.earlier: list[Candidate] = []
+        """Those of the pass before."""
         self.progress = Progress(0, 0, None)
+        self.is_first = True
         self.num_plans = 0
         self.num_fitting = 0
+        self.num_passed_over = 0
         self.refusal: str | None = None
-        self.shares: dict[Layout, int] = {}
         self.parts: dict[int, Workload] = {}
+        self.seen: set[tuple[Layout, StageLayers, tuple[StepPlan, ...]]] = set()
 
     def run(self, trials: list[_Trial], num_whole: int | None) -> None:
         """Make the plans, which `ranked` then has."""
-        self.shares = {
-            trial.layout: 1 if num_whole is None else self.work.share_of(trial.layout)
-            for trial in trials
-        }
-        self.progress = Progress(0, len(trials), None)
-        for (layout, _), own in itertools.groupby(trials, key=lambda t: (t.layout, t.split)):
-            self._plan_layout(layout, own)
-        if num_whole is None or all(share == 1 for share in self.shares.values()):
+        self._begin(len(trials))
+        if num_whole is None:
+            self._plan(trials)
             return
-        best = _best_of_layouts(self.ranked)[:num_whole]
-        self.progress = Progress(0, len(best), None)
-        whole = []
-        for candidate in best:
-            whole.append(self._whole(candidate))
-            self._watch(whole)
-        # Only now, so that an interrupt leaves all that was found.
-        self.ranked = sorted(whole, key=_slowness)
-
-    def _plan_layout(self, layout: Layout, trials: Iterator[_Trial]) -> None:
-        """Add the plans of one layout and split to `ranked`, if they differ and fit."""
-        share = self.shares[layout]
-        if share not in self.parts:
-            self.parts[share] = self.work.part(share)
-        seen: set[tuple[StepPlan, ...]] = set()
+        own: dict[tuple[Layout, StageLayers], list[_Trial]] = {}
         for trial in trials:
-            try:
-                plan = _plan(self.parts[share], trial, share)
-            except PlanError as error:
-                self.refusal = str(error)
-            else:
-                if plan.steps not in seen and trial.kind.has(plan):
-                    seen.add(plan.steps)
-                    self._add(_candidate(self.work, self.parts[share], trial, plan, share))
-            self._watch(self.ranked)
+            own.setdefault((trial.layout, trial.split), []).append(trial)
+        bounds = {key: _bound(self.work, *key) for key in own}
+        for key in sorted(own, key=lambda key: -bounds[key]):
+            if bounds[key] < self._slowest_of(num_whole):
+                self.num_passed_over = len(trials) - self.progress.done
+                break
+            share = self.work.share_of(key[0])
+            self._plan([trial._replace(share=share) for trial in own[key]])
+        best = _best_of_layouts(self.ranked)[:num_whole]
+        if all(candidate.share == 1 for candidate in best):
+            self.progress = self.progress._replace(num_plans=self.progress.done)
+            return
+        self._begin(len(best))
+        for part, whole in zip(best, self._plan([_Trial.of(c) for c in best]), strict=True):
+            if whole is None:
+                label = part.layout.label
+                logger.warning("%s: no legal plan of all; its numbers are of a part", label)
+                self._insert(part)
 
-    def _add(self, candidate: Candidate) -> None:
-        self.num_plans += 1
-        if candidate.memory.total <= self.work.memory_bytes:
-            self.num_fitting += 1
+    def _slowest_of(self, num_best: int) -> float:
+        """The speed of the last of so many of the fastest; 0 if there are not so many."""
+        best = _best_of_layouts(self.ranked)[:num_best]
+        return best[-1].tokens_per_gpu_second if len(best) == num_best else 0.0
+
+    def _begin(self, num_plans: int) -> None:
+        """Begin a pass of so many plans; `num_plans` and `num_fitting` are those of the first."""
+        self.is_first = not self.progress.num_plans
+        self.progress = Progress(0, num_plans, None)
+        self.earlier, self.ranked = self.ranked, []
+        self.seen.clear()
+
+    def _plan(self, trials: Sequence[_Trial]) -> list[Candidate | None]:
+        """Plan the trials on all cores, and rank those that fit and differ from earlier ones.
+
+        Returns:
+            What each trial gives; None: no plan is legal.
+        """
+        self.parts |= {share: self.work.part(share) for share in {trial.share for trial in trials}}
+        candidates: list[Candidate | None] = []
+        # Kernels run without Python's lock.
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            futures = [pool.submit(self._made, trial) for trial in trials]
+            try:
+                for trial, future in zip(trials, futures, strict=True):
+                    made = future.result()
+                    if isinstance(made, PlanError):
+                        self.refusal = str(made)
+                        candidates.append(None)
+                    else:
+                        candidates.append(made.candidate)
+                        key = (trial.layout, trial.split, made.plan.steps)
+                        if key not in self.seen and trial.kind.has(made.plan):
+                            self.seen.add(key)
+                            self._insert(made.candidate)
+                    if self.is_first:
+                        self.num_plans, self.num_fitting = len(self.seen), len(self.ranked)
+                    best = self.ranked[0] if self.ranked else None
+                    self.progress = Progress(self.progress.done + 1, self.progress.num_plans, best)
+                    self.watch(self.progress)
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return candidates
+
+    def _made(self, trial: _Trial) -> _Made | PlanError:
+        """The trial's plan, simulated, or why it is not legal."""
+        part = self.parts[trial.share]
+        try:
+            plan = _plan(part, trial)
+        except PlanError as error:
+            return error
+        return _Made(plan, _candidate(self.work, part, trial, plan))
+
+    def _insert(self, candidate: Candidate) -> None:
+        if self._fits(candidate):
             # After equally fast ones, which came before it in the sweep.
             bisect.insort(self.ranked, candidate, key=_slowness)
 
-    def _whole(self, candidate: Candidate) -> Candidate:
-        """The candidate with the plan of all samples; itself if that is not legal."""
-        if candidate.share == 1:
-            return candidate
-        names = ("layout", "stage_layers", "kind", "max_tokens_per_gpu", "policy")
-        trial = _Trial(*(getattr(candidate, name) for name in names))
-        try:
-            plan = _plan(self.work, trial, 1)
-        except PlanError as error:
-            logger.warning("%s: %s; its numbers are of a part", candidate.layout.label, error)
-            return candidate
-        return _candidate(self.work, self.work, trial, plan, 1)
-
-    def _watch(self, found: list[Candidate]) -> None:
-        best = min(found, key=_slowness, default=None)
-        self.progress = Progress(self.progress.done + 1, self.progress.num_plans, best)
-        self.watch(self.progress)
+    def _fits(self, candidate: Candidate) -> bool:
+        return candidate.memory.total <= self.work.memory_bytes
 
 
 def _slowness(candidate: Candidate) -> float:
@@ -405,11 +459,8 @@ def _policies(work: Workload, space: Space, layout: Layout, kind: Kind) -> Itera
             yield policy
 
 
-def _plan(work: Workload, trial: _Trial, share: int) -> Plan:
-    """Plan for a part of the DP ranks.
-
-    Args:
-        work: the samples of that part.
+def _plan(part: Workload, trial: _Trial) -> Plan:
+    """Plan the trial's part of the samples.
 
     Raises:
         PlanError: the policy allows no legal plan, or leaves a sample that should be cut into
@@ -418,21 +469,21 @@ def _plan(work: Workload, trial: _Trial, share: int) -> Plan:
     policy = trial.policy
     is_cut = policy.split_samples == "auto"
     plan = build_dp_schedule(
-        work.lengths,
-        layout=replace(trial.layout, dp=trial.layout.dp // share),
+        part.lengths,
+        layout=replace(trial.layout, dp=trial.layout.dp // trial.share),
         max_tokens_per_gpu=trial.budget,
-        rollout_ids=work.rollout_ids,
-        colocate_ids=work.colocate_ids,
-        global_batch_size=work.global_batch_size,
-        num_steps=work.num_steps,
-        cost=work.cost_of(trial.layout, trial.split),
+        rollout_ids=part.rollout_ids,
+        colocate_ids=part.colocate_ids,
+        global_batch_size=part.global_batch_size,
+        num_steps=part.num_steps,
+        cost=part.cost_of(trial.layout, trial.split),
         policy=replace(policy, oversize="error") if is_cut else policy,
-        prefixes=work.prefixes,
+        prefixes=part.prefixes,
     )
     return replace(plan, policy=policy)
 
 
-def _candidate(work: Workload, part: Workload, trial: _Trial, plan: Plan, share: int) -> Candidate:
+def _candidate(work: Workload, part: Workload, trial: _Trial, plan: Plan) -> Candidate:
     """A plan of a part of the work, simulated."""
     cost = work.cost_of(trial.layout, trial.split)
     return Candidate(
@@ -443,9 +494,23 @@ def _candidate(work: Workload, part: Workload, trial: _Trial, plan: Plan, share:
         group_size=plan.steps[0].group_size,
         report=plan_report(plan, part.lengths, cost),
         memory=_memory(work, trial.layout, trial.split, trial.budget, trial.kind, plan),
-        share=share,
+        share=trial.share,
         work_ratio=_work_per_token(part.lengths, cost) / _work_per_token(work.lengths, cost),
     )
+
+
+def _bound(work: Workload, layout: Layout, split: StageLayers) -> float:
+    """Tokens per second and GPU of a layout whose busiest stage never waits: no plan has more.
+
+    64 layers on 64 stages: the last one has the head too, as much as 1.5 layers, so that no plan
+    has more than 1 / 2.4 of the speed of one stage.
+    """
+    if work.prefixes is not None:
+        return math.inf
+    cost = work.cost_of(layout, split)
+    forward = _work_per_token(work.lengths, cost) * cost.share_of_rank(layout)
+    seconds = (1 + cost.backward_ratio) * forward * cost.least_weights(layout)[0] / layout.dp
+    return 1 / (seconds * layout.world_size)
 
 
 def _work_per_token(lengths: Ints, cost: CostModel) -> float:

@@ -95,7 +95,10 @@ ROWS = {
 }
 """Of families whose layers or samples have rotary embeddings or caps of their own, and of hybrid
 ones. The sample beyond the length of longrope lies over two ranks, or is in pieces."""
-LAYERED = ("olmo3", "phi3", "gemma2", "gemma3_text", "gemma4_text", "gemma4_experts")
+LAYERED = (
+    *("olmo3", "phi3", "gemma2", "gemma3_text", "gemma4_text", "gemma4_experts"),
+    "gpt_oss",
+)
 MAX_TOKENS = 128
 # A job has 5 minutes.
 CASES_PER_JOB = 16

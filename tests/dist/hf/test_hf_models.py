@@ -76,6 +76,7 @@ WEEKLY_CASES = {
     *("deepseek_v3-tp2_sp", "gpt_oss-single", "glm4_moe-dp2", "phi3-wide", "gemma2-pieces"),
     *("olmo3-prefixes", "mimo_mtp-cp2", "hunyuan_v1_moe-cp2", "phi3-tp2_sp", "gemma2-cp2"),
     *("gemma4_text-prefixes", "gemma4_text-wide", "gemma4_experts-wide", "gemma4_experts-pieces"),
+    *("gpt_oss-prefixes", "gpt_oss-wide", "gpt_oss-pieces"),
 }
 PARAMS = [
     pytest.param(name, marks=needs_hybrid if HF_CASES[name].is_hybrid else ()) for name in NAMES

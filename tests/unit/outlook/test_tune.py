@@ -12,6 +12,7 @@ from megapack.cost import LayerSplit, StageLayers
 from megapack.cost.memory import MemoryModel
 from megapack.outlook.tune import Progress, Tuning, Workload, tune
 from megapack.outlook.tune_space import Space
+from megapack.prefixes import SharedPrefixes
 
 pytestmark = pytest.mark.unit
 
@@ -226,3 +227,46 @@ class TestLargeBatches:
         found = tune(self.work(), self.space, num_whole=2, watch=stop)
         assert (len(found.ranked), found.num_left > 0) == (2, True)
         assert found.ranked[0].share > 1
+
+    def test_an_interrupt_of_whole_plans_leaves_those_of_parts(self) -> None:
+        done: list[int] = []
+
+        def stop(progress: Progress) -> None:
+            done.append(progress.done)
+            if done.count(1) == 2:
+                raise KeyboardInterrupt
+
+        found = tune(self.work(), self.space, num_whole=2, watch=stop)
+        assert len(found.ranked) == found.num_fitting + 1
+        assert {candidate.share for candidate in found.ranked} >= {1, 4}
+
+
+class TestPassedOver:
+    """Layouts whose busiest stage alone is slower than the fastest plans of others."""
+
+    # The head is as much work as 16 of the 8 layers.
+    sizes = replace(SIZES, vocab_size=50_000)
+    space = Space(num_gpus=8, split_samples=("off", "auto"), context_parallel=("fixed", "dynamic"))
+
+    def work(self, **changes: object) -> Workload:
+        return work(
+            memory=MemoryModel(sizes=self.sizes),
+            cost_of=lambda layout, split: CostModel.from_model(
+                self.sizes, layout=layout, flops_per_gpu=1e12, fixed=1e-5
+            ),
+            **changes,
+        )
+
+    def test_they_are_not_planned_and_the_fastest_are_those_of_a_whole_sweep(self) -> None:
+        every = tune(self.work(), self.space)
+        found = tune(self.work(), self.space, num_whole=3)
+        assert every.num_passed_over == 0
+        assert found.num_passed_over > 0.3 * every.num_plans
+        assert found.num_left == 0
+        fastest = [(c.layout, c.kind, c.report) for c in every.best_of_layouts[:3]]
+        assert [(c.layout, c.kind, c.report) for c in found.best_of_layouts[:3]] == fastest
+
+    def test_none_are_where_samples_share_prefixes(self) -> None:
+        """What plans save by it is in no bound."""
+        prefixes = SharedPrefixes.from_groups([0] * 32 + [1] * 32, [15] * 64)
+        assert tune(self.work(prefixes=prefixes), self.space, num_whole=1).num_passed_over == 0
