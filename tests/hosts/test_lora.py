@@ -184,7 +184,12 @@ def test_the_loop_of_the_document_runs(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, "-m", "megapack", "run", "--cpu", "my_lora.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": python_path(ROOT, te_folder(), bridge)},
+        # Unbuffered, a line of one rank may be in the middle of another's.
+        env={
+            **os.environ,
+            "PYTHONPATH": python_path(ROOT, te_folder(), bridge),
+            "PYTHONUNBUFFERED": "",
+        },
         timeout=300,
         capture_output=True,
         text=True,
