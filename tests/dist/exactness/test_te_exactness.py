@@ -30,7 +30,10 @@ SAMPLE = {
         for layout in ("tp2_sp", "pp2_vpp2")
     ],
 }
-WEEKLY_CASES = {"mla_tp2_sp", "split/local_cp2", *SAMPLE["Hugging Face folders"]}
+WEEKLY_CASES = {
+    *("mla_tp2_sp", "split/local_cp2", "split/family_selective"),
+    *SAMPLE["Hugging Face folders"],
+}
 CELLS = [(grid, name) for grid, names in SAMPLE.items() for name in names]
 
 

@@ -138,6 +138,7 @@ def test_rows_of_one_sample_cannot_be_split(tmp_path: Path) -> None:
     assert "though each row holds one sample" in report["error"]
 
 
+@pytest.mark.weekly
 def test_a_critics_step_is_run_again(tmp_path: Path) -> None:
     """The policy's step before it is not repeated, and both models take the steps they would."""
     settings = ["layout.dp=2", "layout.pp=1", "layout.vpp=1", "critic.enabled=true"]

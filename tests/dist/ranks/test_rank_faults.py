@@ -23,10 +23,10 @@ WEEKLY = [
     Case("nan", "backward", 2),
     Case("killed", "forward", 2),
     Case("bad_sample", "plan", 1),
+    Case("nan", "reduction", 3),
 ]
 SAMPLE = [
     Case("out_of_memory", "backward", 2),
-    Case("nan", "reduction", 3),
     Case("killed", "output", 0),
     *WEEKLY,
 ]

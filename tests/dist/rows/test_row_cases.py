@@ -37,6 +37,9 @@ WEEKLY_CASES = {
     *(f"prefixes/teacher-{kind}" for kind in ("distill_reverse", "teacher_kl")),
     *("split/cp2_pp2-full-sft", "wide/dp2_pp2_vpp2-full-sft"),
     *(f"split/family_pp2_vpp2-none-{kind}" for kind in ("grpo", "gspo")),
+    # The loss of the other objective comes from the same rows.
+    *("wide/planned_weights-grpo", "split/shared_moe-grpo", "prefixes/window_tp2_sp-sft"),
+    *("wide/prefixes_moe_bias_tp2_sp_full-sft", "prefixes/teacher-tis_sequence"),
 }
 EVERY = [(n, k) for n in TESTED for k in ALL_CASES[n].kinds if not ALL_CASES[n].mutation]
 ROUNDED = [(name, kind) for name, kind in EVERY if ALL_CASES[name].model in PRECISE]

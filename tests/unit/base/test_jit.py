@@ -128,6 +128,7 @@ def test_a_changed_kernel_of_another_room_has_code_of_its_own(pack: Path) -> Non
     assert found == [(4, 1), (4, 0), (6, 1), (6, 0), (4, 0)]
 
 
+@pytest.mark.weekly
 def test_code_of_old_sources_is_removed_after_a_month(pack: Path) -> None:
     for factor in (2, 3, 4):
         _write_inner(pack, factor)

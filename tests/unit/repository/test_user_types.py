@@ -53,6 +53,7 @@ follow_imports = skip
 """
 
 
+@pytest.mark.weekly
 def test_mypy_strict_accepts_a_users_file(repo_root: Path, tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
     # Not the editable install: type checkers do not run its finder.
