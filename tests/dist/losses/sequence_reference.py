@@ -68,9 +68,13 @@ class SequenceReference:
     def mask(self, i: int) -> Tensor:
         return self.batch.response_mask(i)[1:]
 
+    def forward(self, i: int) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy at all positions."""
+        return logprobs_and_entropy(self.model, self.batch.tokens(i), 1.0)
+
     def logprobs(self, i: int) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy at response tokens."""
-        logp, entropy = logprobs_and_entropy(self.model, self.batch.tokens(i), 1.0)
+        logp, entropy = self.forward(i)
         return logp[self.mask(i)], entropy[self.mask(i)]
 
     def values(self, i: int) -> Tensor:

@@ -17,7 +17,6 @@ from megapack.gpt import initialize_parallel
 from megapack.layout import Layout
 from megapack.model.parameters import global_parameters
 from tests.dist.exactness.reference import (
-    logprobs_and_entropy,
     mtp_losses,
     replay,
     run_auxiliary,
@@ -50,12 +49,8 @@ class RowReference(SequenceReference):
         """Log-probs and entropies at all positions, of one forward for all objectives."""
         if i not in self._forwards:
             self._replay(i)
-            self._forwards[i] = logprobs_and_entropy(self.model, self.batch.tokens(i), 1.0)
+            self._forwards[i] = super().forward(i)
         return self._forwards[i]
-
-    def logprobs(self, i: int) -> tuple[Tensor, Tensor]:
-        logp, entropy = self.forward(i)
-        return logp[self.mask(i)], entropy[self.mask(i)]
 
     def sft(self) -> Tensor:
         """The mean of the negative log-likelihoods of all samples' tokens."""

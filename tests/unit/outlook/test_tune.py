@@ -244,7 +244,7 @@ class TestLargeBatches:
 class TestPassedOver:
     """Layouts whose busiest stage alone is slower than the fastest plans of others."""
 
-    # The head is as much work as 16 of the 8 layers.
+    # The head is as much work as six layers.
     sizes = replace(SIZES, vocab_size=50_000)
     space = Space(num_gpus=8, split_samples=("off", "auto"), context_parallel=("fixed", "dynamic"))
 
