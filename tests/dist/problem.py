@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,9 @@ from tests.toy import width_of
 SEED = 11
 VOCAB_SIZE = 100
 NUM_LAYERS = 8
-
+FEW_LAYERS_VARIABLE = "MEGAPACK_TEST_LAYERS"
+FEW_LAYERS = int(os.environ.get(FEW_LAYERS_VARIABLE, NUM_LAYERS // 2))
+"""One layer per chunk of most layouts, in half of the time; `tools/exactness.py` sets 8 for all."""
 
 WIDTH = width_of(32)
 MODEL = ModelConfig(
@@ -191,6 +194,11 @@ ROLLOUT_IDS = [0, 0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12]
 NUM_SAMPLES = len(PAIRS)
 
 
+def shallow(model: ModelConfig) -> ModelConfig:
+    """A model with `FEW_LAYERS`, for at most as many chunks of equal layers."""
+    return dataclasses.replace(model, num_layers=FEW_LAYERS)
+
+
 def slow_decays(model: torch.nn.Module) -> None:
     """Let recurrent layers remember, in place.
 
@@ -202,13 +210,13 @@ def slow_decays(model: torch.nn.Module) -> None:
             param.data -= 3
 
 
-def choices() -> list[torch.Tensor]:
+def choices(num_layers: int = NUM_LAYERS) -> list[torch.Tensor]:
     """Random experts for each sample: [tokens, layers, top k]."""
     generator = torch.Generator().manual_seed(SEED)
     assert MOE_MODEL.num_experts is not None
     sizes = (NUM_LAYERS, MOE_MODEL.num_experts)
     noise = [torch.rand(p + r, *sizes, generator=generator) for p, r in PAIRS]
-    return [value.argsort(-1)[..., : MOE_MODEL.moe_top_k] for value in noise]
+    return [value.argsort(-1)[:, :num_layers, : MOE_MODEL.moe_top_k] for value in noise]
 
 
 def make_batch(

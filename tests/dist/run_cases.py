@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.dist.exactness import cases
-from tests.dist.problem import PRECISE
 from tests.dist.spawn import checked_job
 
 # A job that hangs ends after minutes, whatever the number of cases.
@@ -27,14 +26,13 @@ def run_cases(names: Iterable[str], reference: Path, folder: Path) -> dict[str, 
     """
     names = list(names)
     all_cases = cases.ALL_CASES | cases.HYBRID_CASES
-    models = {all_cases[name].variant for name in names}
-    models |= {PRECISE.get(model, model) for model in models}
-    absent = [model for model in sorted(models) if not (reference / f"{model}.pt").exists()]
+    models = sorted({model for name in names for model in all_cases[name].references})
+    absent = [model for model in models if not (reference / f"{model}.pt").exists()]
     if absent:
         args = [str(reference), *absent]
         checked_job(1, "tests.dist.exactness.reference", args, timeout_s=300, te="")
     # Sort by model, so that each job reads few of the reference's files.
-    ordered = sorted(names, key=lambda name: all_cases[name].variant)
+    ordered = sorted(names, key=lambda name: all_cases[name].references)
     worlds = {name: all_cases[name].world for name in ordered}
     return run_by_world(
         "tests.dist.exactness.worker", worlds, str(reference), folder, timeout_s=300

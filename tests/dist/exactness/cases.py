@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+from megapack.config.sections import ModelConfig
 from megapack.cost import LayerSplit, StageLayers
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
@@ -43,14 +44,36 @@ class Case:
     """Facts about the plan that the case's name states."""
 
     @property
+    def model(self) -> ModelConfig:
+        """The model: with few layers, unless the case speaks of more or has more chunks."""
+        model = problem.MODELS[self.variant][0]
+        needs_all = (
+            self.split != LayerSplit()
+            or self.layout.pp * self.layout.vpp > problem.FEW_LAYERS
+            or any("layers.[" in name for name in self.frozen)
+            # The tests' limit on rounding errors is of a deep model.
+            or self.variant in problem.PRECISE
+            or model.moe_first_dense_layers
+            or model.megatron_class == "hybrid"
+            or model.hybrid_layer_pattern
+        )
+        model = model if needs_all else problem.shallow(model)
+        return replace(model, recompute=self.recompute, freeze=self.frozen)
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """The reference's files: in fp32, and in the case's own precision where that is lower."""
+        variants = (problem.PRECISE.get(self.variant), self.variant)
+        return tuple(f"{name}-{self.model.num_layers}" for name in variants if name)
+
+    @property
     def stage_layers(self) -> StageLayers:
         """The layers of each chunk."""
-        model = problem.MODELS[self.variant][0]
         return self.split.stage_layers(
-            model.num_stage_layers,
+            self.model.num_stage_layers,
             pp=self.layout.pp,
             vpp=self.layout.vpp,
-            num_mtp_layers=model.mtp_num_layers,
+            num_mtp_layers=self.model.mtp_num_layers,
         )
 
     @property

@@ -7,6 +7,7 @@ log-probs; tests add them up to the expected result of a step.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -270,14 +271,16 @@ def run_sample(
     }
 
 
-def run_variant(variant: str, batch: SampleBatch) -> list[dict[str, Any]]:
-    """Run every sample alone, on one of the problem's models."""
+def run_variant(name: str, batch: SampleBatch) -> list[dict[str, Any]]:
+    """Run every sample alone, on one of the problem's models with a number of layers: `moe-4`."""
+    variant, num_layers = name.rsplit("-", 1)
     settings, temperature = problem.MODELS[variant]
+    settings = dataclasses.replace(settings, num_layers=int(num_layers))
     model = build(settings)
     results = []
     for i in range(len(batch)):
         if variant == "moe_replay":
-            replay(model, problem.choices()[i])
+            replay(model, problem.choices(settings.num_layers)[i])
         sample = run_sample(model, batch, i, temperature)
         if settings.num_experts or has_loss(settings):
             sample["auxiliary"] = run_auxiliary(model, batch.tokens(i), settings)
@@ -286,12 +289,12 @@ def run_variant(variant: str, batch: SampleBatch) -> list[dict[str, Any]]:
 
 
 def main(folder: str, *models: str) -> None:
-    """Write the reference: one file for each of these of the problem's models."""
+    """Write the reference: one file for each of these models."""
     launch.start("cpu")
     initialize_parallel(Layout(), problem.SEED)
     batch = problem.make_batch()
-    for variant in models:
-        torch.save(run_variant(variant, batch), Path(folder) / f"{variant}.pt")
+    for name in models:
+        torch.save(run_variant(name, batch), Path(folder) / f"{name}.pt")
     launch.stop()
 
 

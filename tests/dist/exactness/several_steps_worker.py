@@ -51,7 +51,7 @@ def run_case(case: Case) -> dict[str, Any]:
     reduction = {"overlap_grad_reduce": case.overlap, "bucket_size": 5000}
     chunks = build_chunks(
         case.layout,
-        model=problem.MODELS[case.variant][0],
+        model=problem.shallow(problem.MODELS[case.variant][0]),
         distributed_optimizer=case.distributed,
         reduction={name: Setting(value) for name, value in reduction.items()},
     )

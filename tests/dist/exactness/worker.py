@@ -38,7 +38,6 @@ from tests.dist.exactness.expected import (
 )
 from tests.dist.exactness.staged import StagedAdapter
 from tests.dist.groups import end_model_parallel
-from tests.dist.problem import PRECISE
 from tests.dist.setup import build_chunks
 
 
@@ -51,8 +50,7 @@ def run_case(
         samples: the reference's samples, in fp32.
         own_precision: the reference's samples in the case's own precision, if that is lower.
     """
-    model, temperature = problem.MODELS[case.variant]
-    model = dataclasses.replace(model, recompute=case.recompute, freeze=case.frozen)
+    model, temperature = case.model, problem.MODELS[case.variant][1]
     chunks = build_chunks(case.layout, model=model, split=case.split)
     for name, value in case.config.items():
         setattr(get_model_config(chunks[0]), name, value)
@@ -62,7 +60,7 @@ def run_case(
     )
     batch = problem.make_batch(case.num_samples)
     plan = case.plan()
-    routing = problem.choices() if case.variant == "moe_replay" else None
+    routing = problem.choices(model.num_layers) if case.variant == "moe_replay" else None
     forward_plan = case.forward_plan()
     outputs = adapter.forward(forward_plan, batch, entropy=True, routing=routing)
     # One DP rank owns all samples.
@@ -276,9 +274,9 @@ def _facts(plan: Plan, chunks: list[Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _samples(reference: str, variant: str) -> list[dict[str, Any]]:
+def _samples(reference: str, name: str) -> list[dict[str, Any]]:
     # A file holds tens of thousands of small tensors: load each at most once per job.
-    samples: list[dict[str, Any]] = torch.load(Path(reference) / f"{variant}.pt")
+    samples: list[dict[str, Any]] = torch.load(Path(reference) / f"{name}.pt")
     return samples
 
 
@@ -288,13 +286,8 @@ def main(reference: str, out: str, names: list[str]) -> None:
     results = {}
     cases = ALL_CASES | HYBRID_CASES
     for name in names:
-        variant = cases[name].variant
-        exact = PRECISE.get(variant)
-        if exact is None:
-            results[name] = run_case(cases[name], _samples(reference, variant))
-        else:
-            both = (_samples(reference, which) for which in (exact, variant))
-            results[name] = run_case(cases[name], *both)
+        samples = (_samples(reference, model) for model in cases[name].references)
+        results[name] = run_case(cases[name], *samples)
         worst = torch.tensor(results[name]["worst_parameter"])
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         results[name]["worst_parameter"] = float(worst)

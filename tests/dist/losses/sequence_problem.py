@@ -96,7 +96,7 @@ LAYOUTS = {
     "pp2_head_alone": Layout(pp=2),
 }
 FEW_LAYOUTS = ("single", "cp2_pp2_vpp2", "tp2_sp_pp2")
-SPLITS = {"pp2_head_alone": LayerSplit(pipeline_model_parallel_layout="Et*8|L")}
+SPLITS = {"pp2_head_alone": LayerSplit(pipeline_model_parallel_layout=f"Et*{problem.FEW_LAYERS}|L")}
 """Layers that are split unevenly, by name of the layout."""
 
 CASES = [

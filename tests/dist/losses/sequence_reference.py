@@ -48,7 +48,7 @@ class SequenceReference:
         self.batch: SampleBatch = batch or make_batch()
         self.pairs = pairs
         default = problem.OTHER_MODEL if value_head else problem.MODEL
-        settings = settings or default
+        settings = settings or problem.shallow(default)
         self.model: GPTModel = build(settings)
         if value_head:
             self.model.output_layer = Score(self.model.config.hidden_size, 1, bias=False)

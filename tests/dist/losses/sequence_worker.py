@@ -41,7 +41,7 @@ from tests.dist.setup import build_chunks
 def run_kind(place: str, kind: Kind, reference: dict[str, Any]) -> dict[str, Any]:
     """Run one step; returns its errors against the reference."""
     layout = LAYOUTS[place]
-    model = problem.OTHER_MODEL if kind.value_head else problem.MODEL
+    model = problem.shallow(problem.OTHER_MODEL if kind.value_head else problem.MODEL)
     chunks = build_chunks(layout, model=model, split=SPLITS.get(place), value_head=kind.value_head)
     head = "value" if kind.value_head else "vocabulary"
     adapter = ScheduleAdapter(chunks, layout=layout, logprob_chunk_tokens=16, head=head)

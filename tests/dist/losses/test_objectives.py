@@ -40,7 +40,7 @@ def run(case: Case, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     """The metrics of the main job's steps."""
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in case.rows()))
-    model = problem.OTHER_MODEL if case.value_head else problem.MODEL
+    model = problem.shallow(problem.OTHER_MODEL if case.value_head else problem.MODEL)
     config = TrainConfig(
         name="run",
         device="cpu",

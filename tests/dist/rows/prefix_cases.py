@@ -7,12 +7,11 @@ from typing import Any
 
 from megapack.policy import Policy
 from tests.dist.rows.row_case import RowCase
-from tests.dist.rows.row_problem import TAUGHT
+from tests.dist.rows.row_problem import FROZEN, TAUGHT
 
 _TOKENS = ("sft", "grpo", "gspo")
 _TWO = ("sft", "grpo")
 _AHEAD = ("sft", "gspo")
-_FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
 _PLACES = ("single", "pp2", "pp2_vpp2", "pp4", "dp2", "tp2_sp", "cp2", "dp2_ep2")
 _EXPERTS: dict[str, Any] = {"dp2_ep2": {"model": "moe", "value_model": "moe_value"}}
 _case = functools.partial(RowCase, shape="mixed", shares=True)
@@ -58,7 +57,7 @@ SPECIAL = {
     "dsa": _case("pp2", model="dsa", kinds=_TWO),
     "dsa_tp2_sp_selective": _case("tp2_sp", model="dsa", recompute="selective", kinds=_TWO),
     "dsa_cp2": _case("cp2", model="dsa", kinds=_TWO),
-    "frozen": _case("pp2", frozen=_FROZEN, kinds=_TWO),
+    "frozen": _case("pp2", frozen=FROZEN, kinds=_TWO),
     "selective": _case("tp2_sp", recompute="selective", kinds=_TWO),
     "selective_cp2": _case("cp2", recompute="selective", kinds=_TWO),
     "weights_later": _case("pp2", lag=2),

@@ -23,6 +23,7 @@ from megapack.samples import SampleBatch
 from tests.dist import problem
 from tests.dist.losses.sequence_problem import KINDS as SEQUENCE_KINDS
 from tests.dist.losses.sequence_problem import TOPK, Kind
+from tests.dist.problem import shallow
 
 Tree = int | tuple[int, Sequence["Tree"]]
 """Tokens of a leaf, or tokens of a node and what continues it. A leaf of 0 tokens ends a sample
@@ -47,25 +48,28 @@ PAIRED = ("dpo", "reward")
 TAUGHT = ("tis_sequence", "distill_forward", "distill_reverse", "teacher_kl")
 """Objectives that read what an engine or a teacher says of each token."""
 
+FROZEN = ("embedding.*", f"decoder.layers.[0-{problem.FEW_LAYERS // 2 - 1}].*")
+"""The first half of a model."""
+
 MODELS: dict[str, ModelConfig] = {
-    "plain": problem.MODEL,
-    "other": problem.OTHER_MODEL,
-    "bf16": problem.BF16_MODEL,
-    "moe": problem.MOE_MODEL,
-    "moe_bias": dataclasses.replace(problem.MOE_BIAS_MODEL, moe_z_loss_coef=0.03),
-    "moe_replay": problem.MOE_MODEL,
+    "plain": shallow(problem.MODEL),
+    "other": shallow(problem.OTHER_MODEL),
+    "bf16": shallow(problem.BF16_MODEL),
+    "moe": shallow(problem.MOE_MODEL),
+    "moe_bias": dataclasses.replace(shallow(problem.MOE_BIAS_MODEL), moe_z_loss_coef=0.03),
+    "moe_replay": shallow(problem.MOE_MODEL),
     # A value head has no vocabulary, on which the reference's losses of experts run.
     "moe_value": dataclasses.replace(
-        problem.MOE_MODEL,
+        shallow(problem.MOE_MODEL),
         untie_embeddings=True,
         moe_balance_loss_coef=0.0,
         moe_z_loss_coef=0.0,
     ),
-    "mla": problem.MLA_MODEL,
-    "window": problem.WINDOW_MODEL,
-    "local": dataclasses.replace(problem.WINDOW_MODEL, attention_sinks=False),
-    "dsa": problem.DSA_MODEL,
-    "mtp": problem.MTP_MODEL,
+    "mla": shallow(problem.MLA_MODEL),
+    "window": shallow(problem.WINDOW_MODEL),
+    "local": dataclasses.replace(shallow(problem.WINDOW_MODEL), attention_sinks=False),
+    "dsa": shallow(problem.DSA_MODEL),
+    "mtp": shallow(problem.MTP_MODEL),
     "gated_delta": problem.GATED_DELTA_MODEL,
     "mamba": problem.MAMBA_MODEL,
     "hybrid": problem.HYBRID_MODEL,
@@ -182,6 +186,6 @@ def _leaves(tree: Tree, generator: torch.Generator) -> Iterator[tuple[torch.Tens
 
 def _routes(num_tokens: int, generator: torch.Generator) -> torch.Tensor:
     assert problem.MOE_MODEL.num_experts is not None
-    sizes = (num_tokens, problem.NUM_LAYERS, problem.MOE_MODEL.num_experts)
+    sizes = (num_tokens, problem.FEW_LAYERS, problem.MOE_MODEL.num_experts)
     order = torch.rand(sizes, generator=generator).argsort(-1)
     return order[..., : problem.MOE_MODEL.moe_top_k]

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from megapack.policy import Policy
 from tests.dist.rows.row_case import RowCase
-from tests.dist.rows.row_problem import TAUGHT
+from tests.dist.rows.row_problem import FROZEN, TAUGHT
 
 _TWO = ("sft", "grpo")
-_FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
 _PLACES = {
     **{place: place for place in ("single", "pp2", "pp4")},
     "pp2_vpp2": "pp2_vpp2_g4",
@@ -86,7 +85,7 @@ SPECIAL = {
     "value_cp2_full": _case("cp2_pp2", title="values", recompute="full", kinds=("value",)),
     "selective": _case("pp2", recompute="selective", kinds=_TWO),
     "untied": _case("pp2", model="other", kinds=_TWO),
-    "frozen": _case("pp2", frozen=_FROZEN, kinds=_TWO),
+    "frozen": _case("pp2", frozen=FROZEN, kinds=_TWO),
     "mla_full": _case("pp2", model="mla", recompute="full", kinds=_TWO),
     "mla_cp2": _case("cp2", model="mla", kinds=_TWO),
     "local_cp2": _case("cp2", model="local", kinds=("sft",)),

@@ -6,11 +6,11 @@ import functools
 
 from megapack.policy import Policy
 from tests.dist.rows.row_case import RowCase
+from tests.dist.rows.row_problem import FROZEN
 
 _TWO = ("sft", "grpo")
 _AHEAD = ("sft", "gspo")
 _OTHERS = ("dpo", "value", "reward")
-_FROZEN = ("embedding.*", "decoder.layers.[0-3].*")
 _PLACES = tuple(f"dp{dp}{more}" for dp in (2, 4) for more in ("", "_pp2", "_pp2_vpp2", "_tp2_sp"))
 _case = functools.partial(RowCase, shape="wide")
 _sharing = functools.partial(_case, title="shared prefixes", shares=True)
@@ -44,7 +44,7 @@ SPECIAL = {
     ),
     "untied": _case("dp2_pp2", model="other", kinds=_TWO),
     "selective": _case("dp2_tp2_sp", recompute="selective", kinds=_TWO),
-    "frozen": _case("dp2_pp2", frozen=_FROZEN, kinds=_TWO),
+    "frozen": _case("dp2_pp2", frozen=FROZEN, kinds=_TWO),
     "mla": _case("dp4", model="mla", kinds=_TWO),
     "mla_pp2_full": _case("dp2_pp2", model="mla", recompute="full", kinds=_TWO),
     "mla_cp2": _case("dp2_cp2", model="mla", kinds=_TWO),

@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 -m tests.dist.schedule.operations_worker OUT CASE ..
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -41,9 +40,7 @@ def run_case(case: Case) -> dict[str, Any]:
         The number of values of each kind that differ in some bit, over all ranks, and of those that
         were compared.
     """
-    model, temperature = problem.MODELS[case.variant]
-    model = dataclasses.replace(model, recompute=case.recompute, freeze=case.frozen)
-    chunks = build_chunks(case.layout, model=model, split=case.split)
+    chunks = build_chunks(case.layout, model=case.model, split=case.split)
     for name, value in case.config.items():
         setattr(get_model_config(chunks[0]), name, value)
     buffers = {n: b.clone() for n, b in _buffers(chunks).items()}
@@ -57,7 +54,7 @@ def run_case(case: Case) -> dict[str, Any]:
             chunks,
             layout=case.layout,
             logprob_chunk_tokens=16,
-            temperature=temperature,
+            temperature=problem.MODELS[case.variant][1],
             executor=executor,
         )
         found.append(_values(adapter, case))
@@ -71,7 +68,7 @@ def run_overlap(case: OverlapCase) -> dict[str, Any]:
         # New chunks: DDP learns in the first step which gradients it waits for.
         chunks = build_chunks(
             case.layout,
-            model=problem.MODELS[case.variant][0],
+            model=problem.shallow(problem.MODELS[case.variant][0]),
             distributed_optimizer=case.distributed,
             reduction={name: Setting(value) for name, value in case.ddp.items()},
         )
@@ -92,7 +89,8 @@ def run_overlap(case: OverlapCase) -> dict[str, Any]:
 def _values(adapter: ScheduleAdapter, case: Case) -> dict[str, Tensor]:
     """Outputs, loss, metrics, gradients and the experts' state after a forward pass and a step."""
     batch = problem.make_batch(case.num_samples)
-    routing = problem.choices() if case.variant == "moe_replay" else None
+    is_replay = case.variant == "moe_replay"
+    routing = problem.choices(case.model.num_layers) if is_replay else None
     outputs = adapter.forward(case.forward_plan(), batch, entropy=True, routing=routing)
     result = adapter.step(
         case.plan(),

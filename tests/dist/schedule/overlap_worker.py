@@ -79,7 +79,7 @@ def main(out_dir: str, name: str) -> None:
     case = CASES[name]
     chunks = build_chunks(
         case.layout,
-        model=problem.MODELS[case.variant][0],
+        model=problem.shallow(problem.MODELS[case.variant][0]),
         distributed_optimizer=case.distributed,
         reduction={name: Setting(value) for name, value in case.ddp.items()},
     )

@@ -58,7 +58,9 @@ class Run:
 
     def __init__(self, case: Case, *, splits_backward: bool) -> None:
         model = dataclasses.replace(
-            problem.MODELS[case.variant][0], recompute=case.recompute, **case.model
+            problem.shallow(problem.MODELS[case.variant][0]),
+            recompute=case.recompute,
+            **case.model,
         )
         with linear_layers(case.layers):
             self.chunks = build_chunks(
