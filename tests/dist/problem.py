@@ -194,9 +194,17 @@ ROLLOUT_IDS = [0, 0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12]
 NUM_SAMPLES = len(PAIRS)
 
 
+# By the pattern of a hybrid model: every kind of its layers.
+_FEW_HYBRID_LAYERS = {"GEGE*EG-": "GE*-", "M-ME*EM-": "ME*-", "G-M-*-M-": "GM*-"}
+
+
 def shallow(model: ModelConfig) -> ModelConfig:
     """A model with `FEW_LAYERS`, for at most as many chunks of equal layers."""
-    return dataclasses.replace(model, num_layers=FEW_LAYERS)
+    pattern = model.hybrid_layer_pattern
+    if pattern and FEW_LAYERS < NUM_LAYERS:
+        decoder, *depths = pattern.split("/")
+        pattern = "/".join([_FEW_HYBRID_LAYERS[decoder], *depths])
+    return dataclasses.replace(model, num_layers=FEW_LAYERS, hybrid_layer_pattern=pattern)
 
 
 def slow_decays(model: torch.nn.Module) -> None:

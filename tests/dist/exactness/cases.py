@@ -54,8 +54,6 @@ class Case:
             # The tests' limit on rounding errors is of a deep model.
             or self.variant in problem.PRECISE
             or model.moe_first_dense_layers
-            or model.megatron_class == "hybrid"
-            or model.hybrid_layer_pattern
         )
         model = model if needs_all else problem.shallow(model)
         return replace(model, recompute=self.recompute, freeze=self.frozen)
@@ -64,7 +62,7 @@ class Case:
     def references(self) -> tuple[str, ...]:
         """The reference's files: in fp32, and in the case's own precision where that is lower."""
         variants = (problem.PRECISE.get(self.variant), self.variant)
-        return tuple(f"{name}-{self.model.num_layers}" for name in variants if name)
+        return tuple(f"{name}-{self.model.num_stage_layers}" for name in variants if name)
 
     @property
     def stage_layers(self) -> StageLayers:

@@ -7,7 +7,6 @@ log-probs; tests add them up to the expected result of a step.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -275,7 +274,8 @@ def run_variant(name: str, batch: SampleBatch) -> list[dict[str, Any]]:
     """Run every sample alone, on one of the problem's models with a number of layers: `moe-4`."""
     variant, num_layers = name.rsplit("-", 1)
     settings, temperature = problem.MODELS[variant]
-    settings = dataclasses.replace(settings, num_layers=int(num_layers))
+    few = problem.shallow(settings)
+    settings = few if few.num_stage_layers == int(num_layers) else settings
     model = build(settings)
     results = []
     for i in range(len(batch)):

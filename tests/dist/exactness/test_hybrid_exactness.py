@@ -60,8 +60,9 @@ def test_experts_are_counted_and_replayed(
     assert result["wrong_choices"] == 0
     assert result["replay_error"] < 1e-5
     assert result["auxiliary_share"] > 0.01
-    # The reference's mean is over the model's layers alone; two more of MTP have experts.
-    num_layers = {"mtp_hybrid_cp2_pp2_vpp2": (3, 5)}.get(name, (1, 1))
-    balance = result["expected_metrics"]["moe_balance_loss"] * num_layers[0] / num_layers[1]
+    # The reference's mean is over the model's layers alone; those of MTP have experts too.
+    pattern = HYBRID_CASES[name].model.hybrid_layer_pattern or ""
+    share = pattern.split("/")[0].count("E") / pattern.count("E")
+    balance = result["expected_metrics"]["moe_balance_loss"] * share
     assert result["metrics"]["moe_balance_loss"] == pytest.approx(balance, rel=1e-5)
     assert not result["wrong_biases"]

@@ -70,9 +70,9 @@ MODELS: dict[str, ModelConfig] = {
     "local": dataclasses.replace(shallow(problem.WINDOW_MODEL), attention_sinks=False),
     "dsa": shallow(problem.DSA_MODEL),
     "mtp": shallow(problem.MTP_MODEL),
-    "gated_delta": problem.GATED_DELTA_MODEL,
-    "mamba": problem.MAMBA_MODEL,
-    "hybrid": problem.HYBRID_MODEL,
+    "gated_delta": shallow(problem.GATED_DELTA_MODEL),
+    "mamba": shallow(problem.MAMBA_MODEL),
+    "hybrid": shallow(problem.HYBRID_MODEL),
 }
 MODEL_TEXTS = {
     "other": "untied, LayerNorm, GELU, wide heads, query norms",
