@@ -77,6 +77,7 @@ from tools.benching.planner_published import (
 from tools.benching.planner_shapes import shapes_table
 from tools.benching.planner_speed import draw, growth_tables, target_table
 from tools.benching.planner_steps import Way, steps_tables
+from tools.benching.ramp_bound import ramp_bound
 
 ROOT = Path(__file__).resolve().parents[1]
 # Samples per optimizer step.
@@ -150,6 +151,10 @@ OPERATIONS = {
 }
 # What the tables say more about.
 BOTH = "both"
+ALL_THREE = "all three"
+# Beside them: the bound of plans with every freedom, and how far `ALL_THREE` is from it.
+BOUND = "bound"
+DISTANCE = "distance"
 
 
 def quality(data: dict[str, tuple[np.ndarray, int]], peers: dict[str, Strategy]) -> list[str]:
@@ -222,7 +227,7 @@ def bound(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
             bounds[case.layout_name] = LowerBounds(case.layout, case.cost)
         least = bounds[case.layout_name].of(
             sample_seconds(case.lengths, case.layout, case.cost),
-            -(-int(case.lengths.sum()) // (case.budget * case.layout.dp)),
+            _least_count(case),
             beat=planned.ratio * case.equal_seconds,
         )
         ratio = least.seconds / case.equal_seconds
@@ -295,8 +300,9 @@ def operations(traces: Path) -> list[str]:
 def operation_quality(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
     """The lines of one table, one per case, and the geometric means of each layout."""
     names = list(OPERATIONS)
-    lines = [f"| data | layout | model | {' | '.join(names)} | M | pieces | live | CPU ms |"]
-    lines.append("|---" * (len(names) + 7) + "|")
+    columns = [*names, BOUND, DISTANCE, "M", "pieces", "live", "CPU ms"]
+    lines = [f"| data | layout | model | {' | '.join(columns)} |"]
+    lines.append("|---" * (len(columns) + 3) + "|")
     by_layout: dict[str, list[dict[str, float]]] = {}
     slower = 0
     for case in cases(data, OPERATION_LAYOUTS):
@@ -310,8 +316,10 @@ def operation_quality(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
             check_plan(plan, case.lengths)
             row[name] = judge(case, plan.steps[0], seconds)
         ratios = {name: result.ratio for name, result in row.items()}
-        by_layout.setdefault(case.layout_name, []).append(ratios)
         slower += any(ratio > ratios["fixed"] * (1 + 1e-9) for ratio in ratios.values())
+        ratios[BOUND] = _ramp_ratio(case)
+        ratios[DISTANCE] = ratios[ALL_THREE] / ratios[BOUND]
+        by_layout.setdefault(case.layout_name, []).append(ratios)
         cells = " | ".join(f"{ratio:.3f}" for ratio in ratios.values())
         best = row[BOTH]
         live = best.live_tokens / row["fixed"].live_tokens
@@ -320,10 +328,22 @@ def operation_quality(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
             f"{best.num_microbatches} | {best.num_pieces} | {live:.2f} | {best.milliseconds:.0f} |"
         )
     for layout, rows in by_layout.items():
-        cells = " | ".join(f"**{mean([row[name] for row in rows]):.3f}**" for name in names)
+        means = (mean([row[name] for row in rows]) for name in (*names, BOUND, DISTANCE))
+        cells = " | ".join(f"**{value:.3f}**" for value in means)
         lines.append(f"| geometric mean | {layout} | | {cells} | | | | |")
     num_cells = sum(map(len, by_layout.values()))
     return [*lines, "", f"- cells where a plan is slower than fixed: {slower} of {num_cells}"]
+
+
+def _ramp_ratio(case: Case) -> float:
+    """The bound of plans with every freedom, over equal work."""
+    seconds = sample_seconds(case.lengths, case.layout, case.cost)
+    return ramp_bound(seconds, case.layout, case.cost, _least_count(case)) / case.equal_seconds
+
+
+def _least_count(case: Case) -> int:
+    """The fewest micro-batches of a rank, by the budget."""
+    return -(-int(case.lengths.sum()) // (case.budget * case.layout.dp))
 
 
 def dynamic(traces: Path) -> list[str]:
