@@ -319,8 +319,9 @@ class Runner:
         flat = np.concatenate(seconds)
         end = np.empty(flat.size)
         coupled_order_seconds(ops, flat, end)
+        start = end - flat
         return [
-            _RankRun(order, self.layout.pp, (end - flat)[begin:stop], end[begin:stop])
+            _RankRun(order, self.layout.pp, start[begin:stop], end[begin:stop])
             for order, begin, stop in zip(orders, ends[:-1], ends[1:], strict=True)
         ]
 
@@ -405,9 +406,11 @@ def _first_ranks(step: StepPlan) -> Ints:
     firsts = [[mb.ranks(number)[0] for mb in rank] for number, rank in enumerate(step.ranks)]
     if len(counts) > 1:
         raise PlanError(f"ranks share micro-batches and have M={sorted(counts)}; plan one M")
-    for rank in step.ranks:
+    for number, rank in enumerate(step.ranks):
         for k, mb in enumerate(rank):
-            if any(r >= len(step.ranks) or step.ranks[r][k] != mb for r in mb.dp_ranks):
+            # Its first rank looks at the others, and each of them at the first.
+            others = mb.dp_ranks if number in mb.dp_ranks[:1] else mb.dp_ranks[:1]
+            if any(r >= len(step.ranks) or step.ranks[r][k] != mb for r in others):
                 raise PlanError(
                     f"micro-batch {k} of the ranks {mb.dp_ranks} is not on all of them; give a "
                     "plan that check_plan accepts"

@@ -13,13 +13,12 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 
 from megapack.base.arrays import Bools, Floats, Ints
-from megapack.cost.model import CostModel
+from megapack.base.jit import kernel
 from megapack.layout import round_up
 from megapack.planner.bins import pack_to_targets
 from megapack.planner.board import Board, RowCost, put_pieces
@@ -245,19 +244,23 @@ def cut_items(
     over = single & (items.aligned > room)
     chosen = np.flatnonzero(single & ((wanted > 1) | over))
     chosen = chosen[np.argsort(-work[chosen], kind="stable")]
-    cuts = [_ends(items, item, int(wanted[item]), most, unit) for item in chosen.tolist()]
+    num, ends = _all_ends(
+        items.aligned[chosen], wanted[chosen].astype(np.int64), _cut_rule(items, most, unit)
+    )
+    if not num.all():
+        return None
     # With a coarse alignment a sample may be one piece, which is no cut.
-    is_cut = [ends is None or len(ends) > 1 for ends in cuts]
-    chosen, cuts = chosen[is_cut], list(compress(cuts, is_cut))
+    ends = ends[np.repeat(num > 1, num)]
+    chosen, num = chosen[num > 1], num[num > 1]
     families = _families(items)
-    sizes = [*map(len, families), *(len(ends or ()) for ends in cuts)]
+    sizes = [*map(len, families), *num.tolist()]
     loads = [math.fsum(work[own].tolist()) for own in families] + work[chosen].tolist()
     ranks = _ranks_of_chains(sizes, loads, items.step.layout.dp, count)
-    if ranks is None or None in cuts or max(sizes, default=0) > most:
+    if ranks is None or max(sizes, default=0) > most:
         return None
     in_families = np.concatenate([np.zeros(0, dtype=np.int64), *families])
     whole = np.setdiff1d(np.arange(work.size), np.concatenate([chosen, in_families]))
-    cut = _with_pieces(items, whole, in_families, chosen, [ends for ends in cuts if ends])
+    cut = _with_pieces(items, whole, in_families, np.repeat(chosen, num), num, ends)
     return CutItems(
         items=cut,
         num_whole=whole.size,
@@ -404,62 +407,114 @@ def fill_around(
     return (board, rule) if fill_all(board, rule, _STRETCH) else None
 
 
-def _ends(items: Items, item: int, num: int, most: int, unit: int) -> list[int] | None:
-    """Where the pieces of a sample end, in padded tokens: `num` pieces of equal work, more where
-    the capacity makes them shorter, fewer where they would be too short; None if so many are too
-    many."""
-    cost = items.step.real_cost
-    length = int(items.aligned[item])
-    room = items.step.capacity // unit * unit
-    least = round_up(items.step.least_piece, unit)
-    ends: list[int] = []
+class _CutRule(NamedTuple):
+    """Where samples may be cut."""
+
+    per_token: float
+    per_token_sq: float
+    most: int
+    """Pieces of a sample."""
+    unit: int
+    """Cuts are at multiples of so many tokens."""
+    least: int
+    """Padded tokens of a piece, at least."""
+    room: int
+    """And at most."""
+
+
+def _cut_rule(items: Items, most: int, unit: int) -> _CutRule:
+    step = items.step
+    cost = step.real_cost
+    least = round_up(step.least_piece, unit)
+    room = step.capacity // unit * unit
+    return _CutRule(float(cost.per_token), float(cost.per_token_sq), most, unit, least, room)
+
+
+@kernel
+def _all_ends(lengths: Ints, wanted: Ints, rule: _CutRule) -> tuple[Ints, Ints]:
+    """Where the pieces of samples end, in padded tokens: int64 [n], pieces of each sample, and
+    int64 [their sum], their ends. 0 pieces: more than `most` are needed.
+
+    Args:
+        lengths: int64 [n], padded tokens.
+        wanted: int64 [n], pieces of equal work; there are more where the capacity makes them
+            shorter, and fewer where they would be too short.
+    """
+    num = np.empty(lengths.size, np.int64)
+    own = np.empty(rule.most, np.int64)
+    for i in range(lengths.size):
+        num[i] = _ends(lengths[i], wanted[i], rule, own)
+    ends = np.empty(num.sum(), np.int64)
     start = 0
-    while start < length and len(ends) < most and room > 0:
-        part = _part_at(cost, length, start) + 1 / num
+    for i in range(lengths.size):
+        if num[i] > 0:
+            _ends(lengths[i], wanted[i], rule, own)
+            ends[start : start + num[i]] = own[: num[i]]
+            start += num[i]
+    return num, ends
+
+
+@kernel
+def _ends(length: int, wanted: int, rule: _CutRule, ends: Ints) -> int:
+    """Write the ends of a sample's pieces to `ends`, int64 [most]; returns how many, see
+    `_all_ends`."""
+    unit = rule.unit
+    num = 0
+    start = 0
+    while start < length and num < rule.most and rule.room > 0:
+        part = _part_at(rule, length, start) + 1 / wanted
         end = length
         # Half a piece more is not worth a piece.
-        if part < 1 - 0.5 / num:
-            end = round(_cut_at(cost, length, part) / unit) * unit
-        end = min(max(end, start + least), start + room)
-        if length - end < least:
+        if part < 1 - 0.5 / wanted:
+            end = int(np.rint(_cut_at(rule, length, part) / unit)) * unit
+        end = min(max(end, start + rule.least), start + rule.room)
+        if length - end < rule.least:
             # The rest is no piece of its own: it goes to this one, or gets some of its tokens.
-            end = length if length - start <= room else (length - least) // unit * unit
+            end = length if length - start <= rule.room else (length - rule.least) // unit * unit
         start = end
-        ends.append(start)
-    return ends if start == length else None
+        ends[num] = start
+        num += 1
+    return num if start == length else 0
 
 
-def _part_at(cost: CostModel, length: int, tokens: int) -> float:
+@kernel
+def _part_at(rule: _CutRule, length: int, tokens: int) -> float:
     """The part of a sample's work that its first tokens have; the inverse of `_cut_at`."""
-    a = float(cost.per_token)
-    b = float(cost.per_token_sq)
+    a = rule.per_token
+    b = rule.per_token_sq
     whole = a * length + b * length * length
     return (a * tokens + b * tokens * tokens) / whole if whole > 0 else tokens / length
 
 
-def _cut_at(cost: CostModel, length: int, part: float) -> float:
+@kernel
+def _cut_at(rule: _CutRule, length: int, part: float) -> float:
     """The tokens that have this part of a sample's work: the root of a*x + b*x^2 = part * work."""
-    a = float(cost.per_token)
-    b = float(cost.per_token_sq)
+    a = rule.per_token
+    b = rule.per_token_sq
     work = part * (a * length + b * length * length)
     root = math.sqrt(a * a + 4 * b * work)
     return 2 * work / (a + root) if a + root > 0 else part * length
 
 
 def _with_pieces(
-    items: Items, whole: Ints, families: Ints, chosen: Ints, cuts: Sequence[Sequence[int]]
+    items: Items, whole: Ints, families: Ints, cut: Ints, num: Ints, ends: Ints
 ) -> Items:
-    """The whole items, those of families in pieces, and the pieces of samples."""
-    sizes = [len(ends) for ends in cuts]
-    item_of = np.concatenate([whole, families, np.repeat(chosen, sizes)])
+    """The whole items, those of families in pieces, and the pieces of samples.
+
+    Args:
+        cut, ends: int64 [P], the item of each piece and where it ends.
+        num: int64 [chains], pieces of each sample that is cut.
+    """
+    item_of = np.concatenate([whole, families, cut])
     kept = whole.size + families.size
     taken = items.take(item_of)
     begin, end, chain = taken.begin.copy(), taken.end.copy(), taken.chain.copy()
     first = int(items.chain.max()) + 1
-    chain[kept:] = np.repeat(first + np.arange(len(sizes)), sizes)
-    flat = [pair for ends in cuts for pair in zip((0, *ends[:-1]), ends, strict=True)]
-    if flat:
-        begin[kept:], end[kept:] = np.array(flat, dtype=np.int64).T
+    chain[kept:] = np.repeat(first + np.arange(num.size), num)
+    end[kept:] = ends
+    # A piece begins where the one before it ends, and the first piece of a sample at 0.
+    begin[kept + 1 :] = ends[:-1]
+    begin[kept + np.cumsum(num) - num] = 0
     is_cut = np.arange(item_of.size) >= kept
     real_end = np.minimum(end, taken.lengths)
     return replace(

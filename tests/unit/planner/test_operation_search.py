@@ -227,7 +227,8 @@ def test_pieces_have_equal_work_and_whole_alignments() -> None:
     rows = [mb for mb in plan.steps[0].microbatches if mb.pieces]
     assert len(rows) > 1
     assert all(part.begin % layout.sample_alignment == 0 for mb in rows for part in mb.pieces)
-    halves = [pieces._cut_at(COST, 12000, part) for part in (0.25, 0.5, 0.75)]
+    rule = pieces._CutRule(COST.per_token, COST.per_token_sq, most=4, unit=1, least=1, room=12000)
+    halves = [pieces._cut_at(rule, 12000, part) for part in (0.25, 0.5, 0.75)]
     work = [n + n * n / 12288 for n in (0.0, *halves, 12000.0)]
     assert np.ptp(np.diff(work)) == pytest.approx(0, abs=1e-6)
 
