@@ -47,7 +47,7 @@ def test_losses_gradients_and_sums_of_logprobs_are_those_without_patches(
     assert_same_training(without, alone)
     assert_same_training(patched, alone)
     assert not without[0].patched
-    assert len(patched[0].patched) == 5
+    assert len(patched[0].patched) == 6
     assert sums_of_samples(patched) == pytest.approx(sums_of_samples(without), abs=2e-3)
 
 

@@ -105,6 +105,9 @@ def start_ray(world: int) -> None:
 
     # Workers start when they are needed: each imports torch and xtuner.
     os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
+    # The driver's job may have several ranks, whose store its launcher serves. That of the workers
+    # is served by their first rank.
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     for attempt in range(4):
         try:
             ray.init(
