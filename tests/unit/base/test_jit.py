@@ -114,6 +114,7 @@ def test_without_a_writable_folder_each_process_compiles_and_says_so_once(pack: 
         assert said.count("\n") == said.count("set NUMBA_CACHE_DIR to a writable folder") == 1
 
 
+@pytest.mark.weekly
 def test_a_changed_kernel_of_another_room_has_code_of_its_own(pack: Path) -> None:
     """A kernel must not run the old code of a kernel that it calls, whatever folder that is in.
 

@@ -149,6 +149,7 @@ def test_linear_layers_add_weight_gradients_without_apex(monkeypatch: pytest.Mon
     torch.testing.assert_close(weight.main_grad, 1 + rows.sum((0, 1)).expand(4, 3))
 
 
+@pytest.mark.weekly
 def test_processes_that_a_recipe_starts_run_on_the_cpu_too(tmp_path: Path) -> None:
     startup = Path(__file__).parents[3] / "megapack-startup.pth"
     # As Python does with the start-up file where megapack is installed.

@@ -130,6 +130,7 @@ def test_a_new_process_group_gets_new_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     assert own_threads() == []
 
 
+@pytest.mark.weekly
 def test_an_import_registers_no_exit_hook() -> None:
     code = (
         "import atexit, unittest.mock as mock, torch, megatron.core\n"

@@ -87,5 +87,6 @@ def _cp_rank(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.weekly
 def test_sums_and_gradients_of_cp_ranks_equal_the_whole_row(tmp_path: Path) -> None:
     spawn(_cp_rank, (str(tmp_path),), nprocs=2)
