@@ -40,8 +40,10 @@ from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-# Tests run most cases through 4 layers; must be set before `tests.dist.problem` is imported.
-os.environ.setdefault("MEGAPACK_TEST_LAYERS", "8")
+from tests.toy import FEW_LAYERS_VARIABLE  # noqa: E402
+
+# Tests run most cases through 4 layers. `tests.dist.problem` reads it when it is imported.
+os.environ.setdefault(FEW_LAYERS_VARIABLE, "8")
 
 from megapack.base.choices import Executor  # noqa: E402
 from megapack.layout import Layout  # noqa: E402

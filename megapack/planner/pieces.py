@@ -440,6 +440,7 @@ def _all_ends(lengths: Ints, wanted: Ints, rule: _CutRule) -> tuple[Ints, Ints]:
         wanted: int64 [n], pieces of equal work; there are more where the capacity makes them
             shorter, and fewer where they would be too short.
     """
+    # Twice, first for the numbers: `most` ends for each sample could be gigabytes.
     num = np.empty(lengths.size, np.int64)
     own = np.empty(rule.most, np.int64)
     for i in range(lengths.size):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 
 import torch
@@ -13,13 +12,12 @@ from megapack.config.rope import RopeScaling
 from megapack.config.sections import ModelConfig
 from megapack.loss import GRPO
 from megapack.samples import SampleBatch
-from tests.toy import width_of
+from tests.toy import few_layers_of, width_of
 
 SEED = 11
 VOCAB_SIZE = 100
 NUM_LAYERS = 8
-FEW_LAYERS_VARIABLE = "MEGAPACK_TEST_LAYERS"
-FEW_LAYERS = int(os.environ.get(FEW_LAYERS_VARIABLE, NUM_LAYERS // 2))
+FEW_LAYERS = few_layers_of(NUM_LAYERS // 2)
 """One layer per chunk of most layouts, in half of the time; `tools/exactness.py` sets 8 for all."""
 
 WIDTH = width_of(32)

@@ -22,6 +22,7 @@ first ones wait for their last backwards; and all chunks of a stage but its firs
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -71,34 +72,27 @@ def _least_seconds(
     Variables: M rows' seconds with the fixed ones, the ends of their forwards on all stages but the
     last (by row, then stage), and T. Each line of the program says that a sum is at most 0.
     """
-    num_stages = forward_S.size
-    num_ends = num_stages - 1
+    num_ends = forward_S.size - 1
     total = count + count * num_ends + 1
-    entries: list[tuple[int, int, float]] = []
-    line = 0
 
     def end(row: int, stage: int) -> int:
         return count + row * num_ends + stage
 
+    # Per line its variables and their factors.
+    lines: list[list[tuple[int, float]]] = []
     for row in range(count):
-        for stage in range(num_stages):
-            # A forward ends after it has run behind the one before it, and behind its own way here.
-            for other_row, other_stage in ((row - 1, stage), (row, stage - 1)):
-                if stage == num_ends or (other_row < 0 and stage > 0):
-                    continue
-                entries += [(line, row, float(forward_S[stage])), (line, end(row, stage), -1.0)]
-                if other_row >= 0 and other_stage >= 0:
-                    entries.append((line, end(other_row, other_stage), 1.0))
-                line += 1
+        for stage in range(forward_S.size):
+            arrival = [(end(row, stage - 1), 1.0)] if stage else []
+            if stage < num_ends:
+                forward = [(row, float(forward_S[stage])), (end(row, stage), -1.0)]
+                before = [(end(row - 1, stage), 1.0)] if row else []
+                lines += [[*arrival, *forward], [*before, *forward]]
             # From its arrival to T, the stage runs this row and all later ones.
-            if stage > 0 or row == 0:
-                entries += [(line, later, float(all_S[stage])) for later in range(row, count)]
-                entries.append((line, total - 1, -1.0))
-                if stage > 0:
-                    entries.append((line, end(row, stage - 1), 1.0))
-                line += 1
-    lines, columns, values = zip(*entries, strict=True)
-    matrix = coo_matrix((values, (lines, columns)), shape=(line, total)).tocsr()
+            later = [(k, float(all_S[stage])) for k in range(row, count)]
+            lines.append([*arrival, *later, (total - 1, -1.0)])
+    line = np.repeat(np.arange(len(lines)), [len(own) for own in lines])
+    columns, values = zip(*itertools.chain(*lines), strict=True)
+    matrix = coo_matrix((values, (line, columns)), shape=(len(lines), total)).tocsr()
     bounds = np.zeros((total, 2))
     bounds[:, 1] = np.inf
     bounds[:count, 0] = fixed
@@ -109,7 +103,7 @@ def _least_seconds(
     result = linprog(
         objective,
         A_ub=matrix,
-        b_ub=np.zeros(line),
+        b_ub=np.zeros(len(lines)),
         A_eq=rows,
         b_eq=[count * fixed + mean],
         bounds=bounds,
