@@ -34,6 +34,8 @@ class Draft:
     """int64 [R]: DP ranks of each row; None: one each."""
     orders: tuple[tuple[str, ...], ...] = ()
     """See `StepPlan.orders`."""
+    board_seconds: float | None = None
+    """Simulated seconds of the step, where the search that made the draft knows them."""
 
     @classmethod
     def blank(cls, items: Items, count: int, group_size: int | None) -> Draft:
@@ -89,6 +91,8 @@ class Draft:
 
     def seconds(self) -> float:
         """Simulated seconds of the step by the cost model, whatever the policy balances."""
+        if self.board_seconds is not None:
+            return self.board_seconds
         step = self.items.step
         simulation = simulate(
             self.to_plan((), ()),

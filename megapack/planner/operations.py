@@ -1,7 +1,8 @@
 """The search for steps whose stages run other operations than Megatron's schedules.
 
-    the drafts of whole samples           -> their seconds with W's in the waits; moves
-    M, the longest piece, chains' place   -> drafts of pieces; the best few improved by moves
+    the drafts of whole samples           -> their seconds with W's in the waits
+    M, the longest piece, chains' place   -> drafts of pieces, then more that are close to the best
+    the best few of both                  -> moves; a draft that is far behind gets none
     the best                              -> the order of each rank's operations
 
 Under context_parallel="dynamic" this is done for rows on one rank each and for rows over several.
@@ -12,9 +13,9 @@ is slower than it in the simulator.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,6 +55,14 @@ _MANY_ROWS = 40
 _STRETCHES = (1.0, 1.5)
 # Places of chains in a rank's order.
 _PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)
+# Twice, drafts are made that are close to the best three: with values of M halfway to those tried
+# before, other longest pieces, and the next places.
+_CLOSER_ROUNDS = 2
+_CLOSER_TO = 3
+_CLOSER_STRETCHES = (1.0, 1.25, 1.5)
+_CLOSER_PLACES = (-0.25, 0.0, 0.25)
+# In each round this part of the limit at most: 128 drafts of 1,024 on dp=4.
+_CLOSER_PART = 8
 # Simulations of ranks for drafts of pieces, as a multiple of the policy's evaluations: 4,096, which
 # are 1,024 drafts on dp=4.
 _DRAFTS_GROWTH = 2
@@ -69,6 +78,15 @@ _TIGHT_DRAFTS = 128
 _MOVES_GROWTH = 4
 _OPERATIONS = 512
 _CONTENDERS = 4
+# Contenders' values of M differ by this part: for 20 these are 18 or less, or 22 or more.
+_APART = 0.1
+# Drafts that are so much slower than the fastest get no moves, at first and at last. In 40 steps of
+# 128 samples, moves made 2 of 236 drafts more than 8 % faster at first, and none of 76 more than
+# 2 % at last.
+_REACH = 0.08
+_LAST_REACH = 0.02
+# A step that takes so little more than the mean work of its ranks is not improved: 1.003 s for 1 s.
+_NEAR = 0.003
 # How much later than a wait a W may end, see `OwnOrders.patience`: while drafts are compared, and
 # for the order of each rank at last.
 _PATIENCE = 0.75
@@ -77,9 +95,23 @@ _LAST_PATIENCES = (0.0, 0.25, 0.5, 1.0)
 _LEAST_GAIN = 1e-9
 
 
-_Choice = tuple[tuple[int, int], float | None, float, bool]
-"""G and M, the longest piece in mean rows (see `_cut`), the chains' place, and whether other items
-may lie over several ranks."""
+class _Choice(NamedTuple):
+    """How samples are cut, and where their pieces lie."""
+
+    group: int
+    """G."""
+    num_microbatches: int
+    """M."""
+    stretch: float | None
+    """The longest piece in mean rows of M; see `_OperationSearch._cut`."""
+    place: float
+    """Of chains in a rank's order, from 0 to 1."""
+    is_wide: bool
+    """Whether other items may lie over several ranks."""
+
+
+# The fastest draft of each M, and how its samples are cut.
+_ByCount = dict[int, tuple[Scored, _Choice]]
 
 
 def plan_operations(
@@ -131,44 +163,38 @@ class _OperationSearch:
             self.whole = self._scored(fixed, split=False)
             self.held = self._held(self.whole)
         self.wide = wide
+        # Whatever the place, the samples are cut in the same way.
+        self.cuts: dict[_Choice, CutItems | None] = {}
 
     def run(self) -> Scored | None:
         """The best candidate; None if none respects the cap on live tokens."""
         narrow = [] if self.whole is None else [self._scored(self.whole.draft, self.split)]
         wide = [] if self.wide is None or not self.split else [self._scored_wide(self.wide)]
-        # The fastest draft of pieces of each M, without rows over several ranks and with some.
-        cut: tuple[dict[int, Scored], dict[int, Scored]] = ({}, {})
-        for draft in self._cut_drafts() if may_cut(self.items) else ():
-            best = cut[draft.rule is not None]
-            count = draft.board.rows.shape[1]
-            if count not in best or draft.seconds < best[count].seconds:
-                best[count] = draft
-        # Rows over several ranks have moves of their own, so they take none from the others.
-        found = [self._best(narrow, cut[False]), self._best(wide, cut[True])]
-        return min(filter(None, found), key=lambda c: c.seconds, default=None)
-
-    def _best(self, whole: list[Scored], by_count: dict[int, Scored]) -> Scored | None:
-        """The best of some candidates after moves.
-
-        Args:
-            whole: the draft of whole samples, if there is one.
-            by_count: a draft of pieces for each M.
-        """
-        cut = sorted(by_count.values(), key=lambda c: c.seconds)[:_CONTENDERS]
+        cut, cut_wide = self._cut_drafts() if may_cut(self.items) else ([], [])
         moves = _MOVES_GROWTH * self.policy.search
-        # The draft of whole samples gets as many as the others together.
-        for candidates in (whole, cut):
-            for candidate in candidates:
-                self._improve(candidate, moves // 2 // len(candidates))
-        best = min(whole + cut, key=lambda c: c.seconds, default=None)
-        if best is None or best.seconds == math.inf:
-            return None
-        self._improve(best, moves - moves // 2)
-        return best
+        # Rows over several ranks have moves of their own, so they take none from the others.
+        finalists = []
+        fastest = math.inf
+        for whole, pieces in ((narrow, cut), (wide, cut_wide)):
+            # The draft of whole samples gets as many as the others together.
+            for candidates in (whole, pieces):
+                for candidate in candidates:
+                    if candidate.seconds <= fastest * (1 + _REACH):
+                        self._improve(candidate, moves // 2 // len(candidates))
+                    fastest = min(fastest, candidate.seconds)
+            if whole or pieces:
+                finalists.append(min(whole + pieces, key=lambda c: c.seconds))
+        for candidate in finalists:
+            if candidate.seconds <= fastest * (1 + _LAST_REACH):
+                self._improve(candidate, moves - moves // 2)
+        best = min(finalists, key=lambda c: c.seconds, default=None)
+        return None if best is None or best.seconds == math.inf else best
 
     def finished(self, found: Scored) -> Draft:
         """A draft after its moves, with its orders."""
         draft = found.moved()
+        if self.step.prefixes is None:
+            draft = replace(draft, board_seconds=found.seconds)
         items = draft.items
         if items.num_pieces:
             board = found.board
@@ -216,37 +242,86 @@ class _OperationSearch:
             orders += [order_lines(ops, *pair) for pair in pairs]
         return tuple(orders)
 
-    def _cut_drafts(self) -> Iterator[Scored]:
-        """Yield drafts of pieces."""
-        dp = self.layout.dp
+    def _cut_drafts(self) -> tuple[list[Scored], list[Scored]]:
+        """The fastest drafts of pieces, each of another M: those without rows over several ranks,
+        and those with some."""
+        narrow: _ByCount = {}
+        wide: _ByCount = {}
+        tried = set()
+        for choice in self._choices():
+            tried.add(choice)
+            self._try(choice, wide if choice.is_wide else narrow)
+        for _ in range(_CLOSER_ROUNDS):
+            closer = [choice for choice in self._closer_choices(narrow) if choice not in tried]
+            for choice in _some(closer, self._most_drafts() // _CLOSER_PART):
+                tried.add(choice)
+                self._try(choice, narrow)
+        return _contenders(narrow), _contenders(wide)
+
+    def _most_drafts(self) -> int:
+        limit = max(1, _DRAFTS_GROWTH * self.policy.search // self.layout.dp)
+        return max(limit, _TIGHT_DRAFTS) if self.is_tight else limit
+
+    def _choices(self) -> list[_Choice]:
+        """All values of M, the longest piece and the chains' place, as far as the limit allows."""
         pairs = shapes_of(self.step, self._counts)
-        limit = max(1, _DRAFTS_GROWTH * self.policy.search // dp)
-        if self.is_tight:
-            limit = max(limit, _TIGHT_DRAFTS)
-        choices: list[_Choice] = _some(list(product(pairs, _STRETCHES, _PLACES, (False,))), limit)
+        limit = self._most_drafts()
+        choices = _some(
+            [
+                _Choice(group, count, stretch, place, False)
+                for (group, count), stretch, place in product(pairs, _STRETCHES, _PLACES)
+            ],
+            limit,
+        )
         if self._mixes():
-            beside = list(product(pairs, (_STRETCHES[0], None), _PLACES, (True,)))
-            places = self.items.num_items * dp * max(count for _, count in pairs)
+            beside = [
+                _Choice(group, count, stretch, place, True)
+                for (group, count), stretch, place in product(pairs, (_STRETCHES[0], None), _PLACES)
+            ]
+            places = self.items.num_items * self.layout.dp * max(count for _, count in pairs)
             choices += _some(beside, min(limit, max(_WIDE_PLACES // places, _WIDE_DRAFTS)))
-        made: dict[tuple[int, int, float | None, bool], CutItems | None] = {}
-        for (group, count), stretch, place, is_wide in choices:
-            key = (group, count, stretch, is_wide)
-            if key not in made:
-                made[key] = self._cut(*key)
-            cut = made[key]
-            if cut is None or (not cut.sizes and place != _PLACES[0]):
-                continue
-            own_group = group if self.layout.vpp > 1 else None
-            cells = chain_cells(cut, count, own_group, place)
-            if cells is None:
-                continue
-            if is_wide:
-                if cut.sizes:
-                    yield from self._cut_beside_wide_rows(cut, cells, count, own_group)
-            elif not self._must_widen(cut):
-                draft = pack_around(cut, cells, count, own_group)
-                if draft is not None:
-                    yield self._scored(draft, self.split)
+        return choices
+
+    def _closer_choices(self, found: _ByCount) -> list[_Choice]:
+        """Choices that are close to those of the fastest drafts."""
+        ranked = sorted(found.values(), key=lambda pair: pair[0].seconds)
+        closer: dict[_Choice, None] = {}
+        for _, best in ranked[:_CLOSER_TO]:
+            own = best.num_microbatches
+            below = max((count for count in found if count < own), default=own)
+            above = min((count for count in found if count > own), default=own)
+            for other in (below, own, above):
+                count = self.step.legal_count((own + other) // 2, best.group)
+                for stretch, step in product(_CLOSER_STRETCHES, _CLOSER_PLACES):
+                    place = min(max(best.place + step, 0.0), 1.0)
+                    closer[_Choice(best.group, count, stretch, place, False)] = None
+        return list(closer)
+
+    def _try(self, choice: _Choice, found: _ByCount) -> None:
+        """Keep the draft of a choice if it is the fastest of its M."""
+        draft = self._cut_draft(choice)
+        if draft is None:
+            return
+        best = found.get(choice.num_microbatches)
+        if best is None or draft.seconds < best[0].seconds:
+            found[choice.num_microbatches] = draft, choice
+
+    def _cut_draft(self, choice: _Choice) -> Scored | None:
+        """The draft of a choice; None if items find no rows, or another choice has the same one."""
+        cut = self._cut(choice)
+        if cut is None or (not cut.sizes and choice.place != _PLACES[0]):
+            return None
+        group = choice.group if self.layout.vpp > 1 else None
+        cells = chain_cells(cut, choice.num_microbatches, group, choice.place)
+        if cells is None:
+            return None
+        count = choice.num_microbatches
+        if choice.is_wide:
+            return self._cut_beside_wide_rows(cut, cells, count, group) if cut.sizes else None
+        if self._must_widen(cut):
+            return None
+        draft = pack_around(cut, cells, count, group)
+        return None if draft is None else self._scored(draft, self.split)
 
     def _mixes(self) -> bool:
         """Whether pieces and rows over several ranks may be in one step: families are in pieces,
@@ -267,25 +342,33 @@ class _OperationSearch:
 
     def _cut_beside_wide_rows(
         self, cut: CutItems, cells: Ints, count: int, group: int | None
-    ) -> Iterator[Scored]:
-        """Yield the draft of these pieces and rows over several ranks, if all items find rows."""
+    ) -> Scored | None:
+        """The draft of these pieces and rows over several ranks; None if an item finds no row."""
         assert self.costs is not None
         found = fill_around(cut, cells, self.costs, count)
-        if found is not None:
-            yield self._scored_board(Draft.blank(cut.items, count, group), *found)
+        if found is None:
+            return None
+        return self._scored_board(Draft.blank(cut.items, count, group), *found)
 
-    def _cut(self, group: int, count: int, stretch: float | None, is_wide: bool) -> CutItems | None:
+    def _cut(self, choice: _Choice) -> CutItems | None:
         """The items with pieces of up to `stretch` mean rows of M; None: only samples that fit into
         no row are cut, where `is_wide` into no row of several ranks."""
-        longest = (stretch or 0.0) * self.total / (self.layout.dp * count)
+        key = choice._replace(place=0.0)
+        if key not in self.cuts:
+            self.cuts[key] = self._newly_cut(key)
+        return self.cuts[key]
+
+    def _newly_cut(self, choice: _Choice) -> CutItems | None:
+        count = choice.num_microbatches
+        longest = (choice.stretch or 0.0) * self.total / (self.layout.dp * count)
         if self.step.forward_only or self.layout.pp == 1:
             # No stage waits for a backward, so only samples over the budget are cut.
             longest = 0.0
         room = self.step.capacity
-        if stretch is None and is_wide:
+        if choice.stretch is None and choice.is_wide:
             assert self.costs is not None
             room = int(self.costs.alone[-1])
-        most = count if self.layout.vpp == 1 else min(group, count)
+        most = count if self.layout.vpp == 1 else min(choice.group, count)
         return cut_items(self.items, count, longest, most, room, self.unit)
 
     def _counts(self, group: int) -> list[int]:
@@ -395,11 +478,13 @@ class _OperationSearch:
         return float(max(peak.max() for peak in peaks))
 
     def _improve(self, found: Scored, budget: int) -> None:
-        """Improve a draft by moves, if its rows may change."""
+        """Improve a draft by moves, if its rows may change and there is something to gain."""
         counts = found.board.counts
         movable = self.step.prefixes is None and self.step.max_samples is None
         movable = movable and not self.step.lockstep and int(counts.min()) == counts.max()
         if not movable or self.policy.row_shape == "uniform" or found.seconds == math.inf:
+            return
+        if found.seconds <= found.mean_work(self.runner) * (1 + _NEAR):
             return
         assert found.own is not None
         num_ops = found.own.ops.shape[1]
@@ -411,7 +496,19 @@ class _OperationSearch:
             found.refine(self.runner, budget)
 
 
+def _contenders(found: _ByCount) -> list[Scored]:
+    """The fastest drafts, the fastest first, of values of M that are apart."""
+    chosen: dict[int, Scored] = {}
+    for draft, choice in sorted(found.values(), key=lambda pair: pair[0].seconds):
+        count = choice.num_microbatches
+        if all(abs(count - other) >= _APART * count for other in chosen):
+            chosen[count] = draft
+    return list(chosen.values())[:_CONTENDERS]
+
+
 def _some(choices: list[_Choice], limit: int) -> list[_Choice]:
     """At most so many choices, evenly spread."""
+    if limit == 0:
+        return []
     every = max(1, -(-len(choices) // limit))
     return choices[every // 2 :: every]

@@ -22,6 +22,13 @@ from megapack.planner.items import Items
 from megapack.planner.moves import try_moves
 from megapack.planner.step import UNLIMITED, Step
 
+# A simulation of rows over several ranks goes with at most so many places tried for items.
+_PLACES_TRIED = 4000
+# In 3 of 8 moves items choose again, on average those of 7.5 cells, 64 at most.
+_RUINS = 3 / 8
+_RUINED_CELLS = 7.5
+_RUINED_ITEMS = 64
+
 
 @dataclass
 class Scored:
@@ -42,6 +49,18 @@ class Scored:
     def num_microbatches(self) -> int:
         """Micro-batches of all ranks, with padding ones."""
         return int(self.board.counts.sum())
+
+    def mean_work(self, runner: Runner) -> float:
+        """Seconds that the busiest stage of a rank works, the mean of all ranks.
+
+        Moves change it little: on rows of one rank each not at all, but for alignment.
+        """
+        board = self.board
+        rows = board.rows[board.rows >= 0]
+        squares = board.cost.per_token_sq[board.level[rows]] * board.tokens_sq[rows]
+        factors = board.cost.square_factors
+        work = board.row_seconds[rows].sum() + (factors - 1.0) * squares.sum()
+        return runner.busiest_stage_seconds(work) / board.counts.size
 
     def refine(self, runner: Runner, budget: int) -> int:
         """Improve the board and its seconds by up to `budget` simulations; returns those spent."""
@@ -64,10 +83,22 @@ class Scored:
             goal: seconds that are fast enough.
         """
         assert self.rule is not None
+        budget = self._affordable(budget)
         clones = clone(self.board), clone(self.board)
         ops = self.clock.ops if self.own is None else common_ops(self.own)
         args = (self.board, *clones, self.clock, self.own, ops, self.rule, budget, goal)
         self.seconds = float(anneal(*args))
+
+    def _affordable(self, budget: int) -> int:
+        """The part of a budget with which moves try no more places than `_PLACES_TRIED` each.
+
+        2,048 items in 8 x 32 cells: 60 items of a move choose among 512 places each, those of all
+        widths, in 3 of 8 moves. These are 11,520 places, and the budget becomes a third.
+        """
+        cells = self.board.rows.size
+        items = min(_RUINED_ITEMS, _RUINED_CELLS * self.board.row_of.size / cells)
+        places = _RUINS * items * 2 * cells
+        return max(1, int(budget * min(1.0, _PLACES_TRIED / places)))
 
     def moved(self) -> Draft:
         """The draft after the moves."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -49,6 +49,10 @@ _STRETCHES = (1.0, 1.15, 1.35, 1.7)
 # Boards of so many items times cells are filled with one stretch only: 2,048 items in 8 x 32 cells.
 _MANY_PLACES = 100_000
 _ONE_STRETCH = (1.15,)
+# Boards of ten times as many are filled only if their profile takes hardly longer than the best
+# one, 1.002 s for 1 s: of so many positions, a few more or less matter little.
+_VERY_MANY_PLACES = 1_000_000
+_ALIKE = 0.002
 # Work grows by about this part, for the items that are cut.
 _OVERHEAD = 1.02
 # Simulations of the whole step, for the default of 2,048 evaluations: at most 1,024, and at most
@@ -129,6 +133,8 @@ class _WideSearch:
         if best[0].seconds == math.inf:
             return None
         draft = best[0].moved()
+        if self._is_exact:
+            draft = replace(draft, board_seconds=best[0].seconds)
         if before is not None and not self._is_better(draft, best[0], fixed_seconds):
             return None
         return draft
@@ -231,12 +237,17 @@ class _WideSearch:
     def _filled(self, shapes: list[_Shape], before: Scored | None) -> list[Scored]:
         """The best board of each M and G and the fixed draft's, fastest first.
 
-        A shape is left out if even divisible work would take longer than the fastest board.
+        A shape is left out if even divisible work would take longer than the fastest board, or,
+        where a board takes long to fill, a little longer than with the best shape.
         """
         best = [] if before is None else [before]
         for shape in shapes:
             fastest = min((c.seconds for c in best), default=math.inf)
             if shape.profile.seconds >= fastest:
+                break
+            least = shapes[0].profile.seconds
+            is_alike = shape.profile.seconds <= (1 + _ALIKE) * least
+            if self._places(shape) > _VERY_MANY_PLACES and not is_alike:
                 break
             best += self._best_fill(shape)
         count = max(shape.count for shape in shapes)
@@ -252,8 +263,7 @@ class _WideSearch:
         """Yield the fastest board of one M and G, if all items find rows."""
         assert self.rule is not None
         rule = self.rule._replace(targets=self._targets(shape))
-        many = self.work.size * self.layout.dp * shape.count > _MANY_PLACES
-        many = many or self.policy.search == 0
+        many = self._places(shape) > _MANY_PLACES or self.policy.search == 0
         group = shape.group if self.layout.vpp > 1 else None
         draft = Draft.blank(self.packed, shape.count, group)
         filled = []
@@ -265,6 +275,10 @@ class _WideSearch:
             filled.append(score_shared_rows(draft, board, self.runner, rule))
         if filled:
             yield min(filled, key=lambda c: c.seconds)
+
+    def _places(self, shape: _Shape) -> int:
+        """Items times cells."""
+        return self.work.size * self.layout.dp * shape.count
 
     def _improved(self, filled: list[Scored], goal: float) -> list[Scored]:
         """The fastest boards after moves, the fastest first."""
@@ -294,16 +308,18 @@ class _WideSearch:
         rule = self.rule._replace(targets=equal)
         return score_shared_rows(self.fixed, board, self.runner, rule)
 
-    def _is_better(self, draft: Draft, candidate: Scored, fixed_seconds: float) -> bool:
-        """Whether a draft is faster than the fixed one in the simulator.
+    @property
+    def _is_exact(self) -> bool:
+        """Whether the board's seconds are those of the step: under balance="tokens" they are
+        tokens, and rows that share prefixes are shorter than the board counts."""
+        is_timed = not self.step.by_tokens or self.step.cost is None
+        return is_timed and self.step.prefixes is None
 
-        Rows that share prefixes are shorter than the board counts, and under balance="tokens" the
-        board's seconds are tokens: then both steps are made and simulated.
-        """
+    def _is_better(self, draft: Draft, candidate: Scored, fixed_seconds: float) -> bool:
+        """Whether a draft is faster than the fixed one in the simulator."""
         if candidate.seconds >= fixed_seconds * (1 - _LEAST_GAIN):
             return False
-        exact = not self.step.by_tokens or self.step.cost is None
-        if exact and self.step.prefixes is None:
+        if self._is_exact:
             return True
         assert self.fixed is not None
         return draft.seconds() < self.fixed.seconds() * (1 - _LEAST_GAIN)

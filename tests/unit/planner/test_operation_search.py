@@ -20,6 +20,7 @@ from megapack import (
 )
 from megapack.pipeline.simulator import simulate_planned
 from megapack.planner import clock, pieces
+from megapack.planner.choose import best_draft
 from megapack.planner.items import Items
 from megapack.planner.step import Step
 from megapack.policy import Backward, ContextParallel
@@ -30,6 +31,7 @@ COST = CostModel(fixed=100.0, per_token=1.0, per_token_sq=1 / 12288)
 PIECES = Policy(split_samples="auto", search=300)
 WEIGHTS = Policy(backward="split", search=300)
 BOTH = Policy(split_samples="auto", backward="split", search=300)
+WIDE = Policy(context_parallel="dynamic", search=300)
 RNG = np.random.default_rng(7)
 SHORT = np.clip(RNG.lognormal(6, 0.8, 120), 1, 4000).astype(int).tolist()
 # One sample has a quarter of all work.
@@ -250,6 +252,30 @@ def test_a_sample_of_one_alignment_is_one_piece_and_no_chain() -> None:
     cut = pieces.cut_items(items, count=8, longest=1e-6, most=8, room=1024, unit=64)
     assert cut is not None
     assert (layout.sample_alignment, cut.num_whole, cut.sizes) == (64, 2, (4,))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "policy", [BOTH, WIDE, dataclasses.replace(BOTH, context_parallel="dynamic")]
+)
+def test_the_search_knows_what_the_simulator_finds(layout: Layout, policy: Policy) -> None:
+    lengths = np.array(ONE_LONG)
+    step = Step(
+        number=0,
+        lengths=lengths,
+        layout=layout,
+        policy=policy,
+        cost=COST,
+        budget=32768,
+        max_samples=None,
+        prefixes=None,
+    )
+    samples = np.arange(lengths.size)
+    draft = best_draft(Items.whole(step, samples, samples))
+    simulated = dataclasses.replace(draft, board_seconds=None).seconds()
+    assert draft.board_seconds is not None
+    # The order of each rank may become better at last; the seconds are those from before.
+    assert simulated * (1 - 1e-9) <= draft.board_seconds <= simulated * 1.01
 
 
 def test_waits_are_filled_as_the_docstring_shows() -> None:
