@@ -49,9 +49,9 @@ _STRETCHES = (1.0, 1.15, 1.35, 1.7)
 # Boards of so many items times cells are filled with one stretch only: 2,048 items in 8 x 32 cells.
 _MANY_PLACES = 100_000
 _ONE_STRETCH = (1.15,)
-# Boards of ten times as many are filled only if their profile takes hardly longer than the best
-# one, 1.002 s for 1 s: of so many positions, a few more or less matter little.
-_VERY_MANY_PLACES = 1_000_000
+# Of more than 100 positions a few more or less matter little: only M is tried whose profile takes
+# hardly longer than the best one, 1.002 s for 1 s.
+_ENOUGH_POSITIONS = 100
 _ALIKE = 0.002
 # Work grows by about this part, for the items that are cut.
 _OVERHEAD = 1.02
@@ -237,18 +237,17 @@ class _WideSearch:
     def _filled(self, shapes: list[_Shape], before: Scored | None) -> list[Scored]:
         """The best board of each M and G and the fixed draft's, fastest first.
 
-        A shape is left out if even divisible work would take longer than the fastest board, or,
-        where a board takes long to fill, a little longer than with the best shape.
+        A shape is left out if even divisible work would take longer than the fastest board, or, of
+        many positions, a little longer than with the best shape.
         """
         best = [] if before is None else [before]
         for shape in shapes:
             fastest = min((c.seconds for c in best), default=math.inf)
             if shape.profile.seconds >= fastest:
                 break
-            least = shapes[0].profile.seconds
-            is_alike = shape.profile.seconds <= (1 + _ALIKE) * least
-            if self._places(shape) > _VERY_MANY_PLACES and not is_alike:
-                break
+            is_alike = shape.profile.seconds <= (1 + _ALIKE) * shapes[0].profile.seconds
+            if shape.count > _ENOUGH_POSITIONS and not is_alike:
+                continue
             best += self._best_fill(shape)
         count = max(shape.count for shape in shapes)
         while not any(c.seconds < math.inf for c in best) and count < self.packed.num_items:
@@ -263,7 +262,8 @@ class _WideSearch:
         """Yield the fastest board of one M and G, if all items find rows."""
         assert self.rule is not None
         rule = self.rule._replace(targets=self._targets(shape))
-        many = self._places(shape) > _MANY_PLACES or self.policy.search == 0
+        many = self.work.size * self.layout.dp * shape.count > _MANY_PLACES
+        many = many or self.policy.search == 0
         group = shape.group if self.layout.vpp > 1 else None
         draft = Draft.blank(self.packed, shape.count, group)
         filled = []
@@ -275,10 +275,6 @@ class _WideSearch:
             filled.append(score_shared_rows(draft, board, self.runner, rule))
         if filled:
             yield min(filled, key=lambda c: c.seconds)
-
-    def _places(self, shape: _Shape) -> int:
-        """Items times cells."""
-        return self.work.size * self.layout.dp * shape.count
 
     def _improved(self, filled: list[Scored], goal: float) -> list[Scored]:
         """The fastest boards after moves, the fastest first."""
