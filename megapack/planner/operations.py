@@ -78,6 +78,9 @@ _TIGHT_DRAFTS = 128
 _MOVES_GROWTH = 4
 _OPERATIONS = 512
 _CONTENDERS = 4
+# Places that moves try for items of rows over several ranks, for each simulation: fewer than in the
+# search for these rows, which has been there before.
+_MOST_PLACES = 4000
 # Contenders' values of M differ by this part: for 20 these are 18 or less, or 22 or more.
 _APART = 0.1
 # A draft that is so much slower than the fastest gets no moves: at first one with rows over several
@@ -492,7 +495,7 @@ class _OperationSearch:
         budget = min(budget, budget * _OPERATIONS // num_ops)
         if found.rule is not None:
             # A simulation of the step is one of each rank.
-            budget //= self.layout.dp
+            budget = found.affordable(budget // self.layout.dp, _MOST_PLACES)
         if budget > 0:
             found.refine(self.runner, budget)
 

@@ -22,9 +22,8 @@ from megapack.planner.items import Items
 from megapack.planner.moves import try_moves
 from megapack.planner.step import UNLIMITED, Step
 
-# A simulation of rows over several ranks goes with at most so many places tried for items.
-_PLACES_TRIED = 16_000
-# In 3 of 8 moves items choose again, on average those of 7.5 cells, 64 at most.
+# Of rows over several ranks: in 3 of 8 moves items choose again, on average those of 7.5 cells, 64
+# at most.
 _RUINS = 3 / 8
 _RUINED_CELLS = 7.5
 _RUINED_ITEMS = 64
@@ -83,22 +82,23 @@ class Scored:
             goal: seconds that are fast enough.
         """
         assert self.rule is not None
-        budget = self._affordable(budget)
         clones = clone(self.board), clone(self.board)
         ops = self.clock.ops if self.own is None else common_ops(self.own)
         args = (self.board, *clones, self.clock, self.own, ops, self.rule, budget, goal)
         self.seconds = float(anneal(*args))
 
-    def _affordable(self, budget: int) -> int:
-        """The part of a budget with which moves try no more places than `_PLACES_TRIED` each.
+    def affordable(self, budget: int, most_places: int) -> int:
+        """The part of a budget with which moves of rows over several ranks try no more places for
+        items than `most_places` for each simulation.
 
         8,192 items in 64 x 74 cells: 13 items of a move choose among 9,472 places each, those of
-        all widths, in 3 of 8 moves. These are 46,000 places, and the budget becomes a third.
+        all widths, in 3 of 8 moves. These are 46,000 places; at most 16,000 leave a third of the
+        budget.
         """
         cells = self.board.rows.size
         items = min(_RUINED_ITEMS, _RUINED_CELLS * self.board.row_of.size / cells)
         places = _RUINS * items * 2 * cells
-        return max(1, int(budget * min(1.0, _PLACES_TRIED / places)))
+        return min(budget, max(1, int(budget * most_places / places)))
 
     def moved(self) -> Draft:
         """The draft after the moves."""

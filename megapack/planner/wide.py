@@ -60,6 +60,8 @@ _OVERHEAD = 1.02
 # simulation has 4,096, and there are 256 of them.
 _SIMULATIONS_PART = 2
 _OPERATIONS = 512
+# Places that moves try for items, for each simulation; see `Scored.affordable`.
+_MOST_PLACES = 16_000
 # The best boards, each of another M, get a third of them; the fastest then gets the rest.
 _CONTENDERS = 3
 _CONTENDERS_PART = 3
@@ -292,7 +294,7 @@ class _WideSearch:
 
     def _improve(self, candidate: Scored, budget: int, goal: float) -> None:
         if budget > 0 and candidate.seconds < math.inf:
-            candidate.anneal(budget, goal)
+            candidate.anneal(candidate.affordable(budget, _MOST_PLACES), goal)
 
     def _of_fixed(self) -> Scored | None:
         """The fixed draft on a board; None without one."""

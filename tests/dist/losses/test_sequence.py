@@ -42,7 +42,7 @@ def results(
         (layout.world_size, place, [name for name in selected if name.split()[0] == place])
         for place, layout in LAYOUTS.items()
     ]
-    critics = [(world, "critics", ["critics"]) for world in (1, 2, 4)]
+    critics = [(world, "critics", ["critics"]) for world in (1, 2)]
     for world, place, names in (job for job in (*jobs, *critics) if job[2]):
         out = folder / f"{place}{world}.json"
         args = [reference, str(out), place, *(name.split()[-1] for name in names)]
@@ -116,5 +116,5 @@ def test_a_value_head_is_trained_in_fp32_and_saved(
 
 
 def test_a_value_head_on_tied_embeddings_is_refused(results: dict[str, dict[str, Any]]) -> None:
-    for world in (1, 2, 4):
+    for world in (1, 2):
         assert "untie_embeddings=true" in results[f"critics {world}"]["tied"]
