@@ -81,7 +81,8 @@ _CONTENDERS = 4
 # Places that moves try for items of rows over several ranks, for each simulation: fewer than in the
 # search for these rows, which has been there before.
 _MOST_PLACES = 4000
-# Contenders' values of M differ by this part: for 20 these are 18 or less, or 22 or more.
+# Contenders' values of M differ by this part from those of faster ones: from 20 these are 18 or
+# less, or 22 or more.
 _APART = 0.1
 # A draft that is so much slower than the fastest gets no moves: at first one with rows over several
 # ranks, whose moves take longest, at last any. In 40 steps of 128 samples, moves made 36 of these
@@ -168,6 +169,8 @@ class _OperationSearch:
         self.wide = wide
         # Whatever the place, the samples are cut in the same way.
         self.cuts: dict[_Choice, CutItems | None] = {}
+        # Values of G and M whose draft without pieces was made.
+        self.uncut: set[tuple[int, int]] = set()
 
     def run(self) -> Scored | None:
         """The best candidate; None if none respects the cap on live tokens."""
@@ -188,17 +191,16 @@ class _OperationSearch:
                     fastest = min(fastest, candidate.seconds)
             if whole or pieces:
                 finalists.append(min(whole + pieces, key=lambda c: c.seconds))
-        for candidate in finalists:
+        for candidate in sorted(finalists, key=lambda c: c.seconds):
             if candidate.seconds <= fastest * (1 + _LAST_REACH):
                 self._improve(candidate, moves - moves // 2)
+            fastest = min(fastest, candidate.seconds)
         best = min(finalists, key=lambda c: c.seconds, default=None)
         return None if best is None or best.seconds == math.inf else best
 
     def finished(self, found: Scored) -> Draft:
         """A draft after its moves, with its orders."""
         draft = found.moved()
-        if self.step.prefixes is None:
-            draft = replace(draft, board_seconds=found.seconds)
         items = draft.items
         if items.num_pieces:
             board = found.board
@@ -216,15 +218,20 @@ class _OperationSearch:
             draft = replace(draft, items=items)
         # A draft of pieces has orders even if no sample was worth a cut.
         is_whole = self.whole is not None and found.draft.items is self.whole.draft.items
-        if self.step.forward_only or (is_whole and not self.split):
-            return draft
-        return replace(draft, orders=self._orders(found))
+        seconds = found.seconds
+        if not (self.step.forward_only or (is_whole and not self.split)):
+            orders, seconds = self._orders(found)
+            draft = replace(draft, orders=orders)
+        # Rows that share prefixes are shorter than the board counts.
+        return replace(draft, board_seconds=seconds) if self.step.prefixes is None else draft
 
-    def _orders(self, found: Scored) -> tuple[tuple[str, ...], ...]:
-        """What each rank's stages run, with the patience that is best for the rank."""
+    def _orders(self, found: Scored) -> tuple[tuple[tuple[str, ...], ...], float]:
+        """What each rank's stages run, with the patience that is best for the rank, and the step's
+        seconds."""
         own = found.own
         assert own is not None
         orders: list[tuple[str, ...]] = []
+        slowest = 0.0
         # Ranks that share rows are simulated together.
         together = self.layout.dp if found.rule is not None and not found.clock.lockstep else 1
         for rank in range(0, self.layout.dp, together):
@@ -241,10 +248,11 @@ class _OperationSearch:
                 if best is None or seconds < best[0]:
                     best = seconds, ran, num_ran
             assert best is not None
+            slowest = max(slowest, best[0])
             shape = (together, own.pp, -1)
             pairs = zip(best[1].reshape(shape), best[2].reshape(shape[:2]), strict=True)
             orders += [order_lines(ops, *pair) for pair in pairs]
-        return tuple(orders)
+        return tuple(orders), slowest
 
     def _cut_drafts(self) -> tuple[list[Scored], list[Scored]]:
         """The fastest drafts of pieces, each of another M: those without rows over several ranks,
@@ -255,9 +263,10 @@ class _OperationSearch:
         for choice in self._choices():
             tried.add(choice)
             self._try(choice, wide if choice.is_wide else narrow)
-        for _ in range(_CLOSER_ROUNDS):
+        limit = self._most_drafts() // _CLOSER_PART
+        for _ in range(_CLOSER_ROUNDS if limit else 0):
             closer = [choice for choice in self._closer_choices(narrow) if choice not in tried]
-            for choice in _some(closer, self._most_drafts() // _CLOSER_PART):
+            for choice in _some(closer, limit):
                 tried.add(choice)
                 self._try(choice, narrow)
         return _contenders(narrow), _contenders(wide)
@@ -288,7 +297,8 @@ class _OperationSearch:
 
     def _closer_choices(self, found: _ByCount) -> list[_Choice]:
         """Choices that are close to those of the fastest drafts."""
-        ranked = sorted(found.values(), key=lambda pair: pair[0].seconds)
+        legal = [pair for pair in found.values() if pair[0].seconds < math.inf]
+        ranked = sorted(legal, key=lambda pair: pair[0].seconds)
         closer: dict[_Choice, None] = {}
         for _, best in ranked[:_CLOSER_TO]:
             own = best.num_microbatches
@@ -313,15 +323,20 @@ class _OperationSearch:
     def _cut_draft(self, choice: _Choice) -> Scored | None:
         """The draft of a choice; None if items find no rows, or another choice has the same one."""
         cut = self._cut(choice)
-        if cut is None or (not cut.sizes and choice.place != _PLACES[0]):
+        if cut is None:
             return None
+        if not cut.sizes:
+            shape = choice.group, choice.num_microbatches
+            if choice.is_wide or shape in self.uncut:
+                return None
+            self.uncut.add(shape)
         group = choice.group if self.layout.vpp > 1 else None
         cells = chain_cells(cut, choice.num_microbatches, group, choice.place)
         if cells is None:
             return None
         count = choice.num_microbatches
         if choice.is_wide:
-            return self._cut_beside_wide_rows(cut, cells, count, group) if cut.sizes else None
+            return self._cut_beside_wide_rows(cut, cells, count, group)
         if self._must_widen(cut):
             return None
         draft = pack_around(cut, cells, count, group)
@@ -488,7 +503,9 @@ class _OperationSearch:
         movable = movable and not self.step.lockstep and int(counts.min()) == counts.max()
         if not movable or self.policy.row_shape == "uniform" or found.seconds == math.inf:
             return
-        if found.seconds <= found.mean_work(self.runner) * (1 + _NEAR):
+        # With few row lengths moves may make rows shorter.
+        is_near = found.seconds <= found.mean_work(self.runner) * (1 + _NEAR)
+        if is_near and not self.layout.row_lengths:
             return
         assert found.own is not None
         num_ops = found.own.ops.shape[1]
@@ -501,18 +518,18 @@ class _OperationSearch:
 
 
 def _contenders(found: _ByCount) -> list[Scored]:
-    """The fastest drafts, the fastest first, of values of M that are apart."""
+    """The fastest drafts within the cap on live tokens, the fastest first, of values of M that are
+    apart."""
     chosen: dict[int, Scored] = {}
     for draft, choice in sorted(found.values(), key=lambda pair: pair[0].seconds):
         count = choice.num_microbatches
-        if all(abs(count - other) >= _APART * count for other in chosen):
+        is_apart = all(abs(count - other) >= _APART * other for other in chosen)
+        if is_apart and draft.seconds < math.inf:
             chosen[count] = draft
     return list(chosen.values())[:_CONTENDERS]
 
 
 def _some(choices: list[_Choice], limit: int) -> list[_Choice]:
     """At most so many choices, evenly spread."""
-    if limit == 0:
-        return []
     every = max(1, -(-len(choices) // limit))
     return choices[every // 2 :: every]

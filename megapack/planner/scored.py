@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -22,10 +23,11 @@ from megapack.planner.items import Items
 from megapack.planner.moves import try_moves
 from megapack.planner.step import UNLIMITED, Step
 
-# Of rows over several ranks: in 3 of 8 moves items choose again, on average those of 7.5 cells, 64
-# at most.
+# As in planner/annealing.py: in 3 of 8 moves the items of some blocks of 1 to 8 ranks choose again,
+# on average of 2 blocks, and about 64 items at most.
 _RUINS = 3 / 8
-_RUINED_CELLS = 7.5
+_RUINED_BLOCKS = 2
+_RUINED_LEVELS = 4
 _RUINED_ITEMS = 64
 
 
@@ -52,13 +54,13 @@ class Scored:
     def mean_work(self, runner: Runner) -> float:
         """Seconds that the busiest stage of a rank works, the mean of all ranks.
 
-        Moves change it little: on rows of one rank each not at all, but for alignment.
+        Moves of rows on one rank each change it by rows' alignment only.
         """
         board = self.board
         rows = board.rows[board.rows >= 0]
         squares = board.cost.per_token_sq[board.level[rows]] * board.tokens_sq[rows]
         factors = board.cost.square_factors
-        work = board.row_seconds[rows].sum() + (factors - 1.0) * squares.sum()
+        work = math.fsum(board.row_seconds[rows]) + (factors - 1.0) * math.fsum(squares)
         return runner.busiest_stage_seconds(work) / board.counts.size
 
     def refine(self, runner: Runner, budget: int) -> int:
@@ -91,13 +93,16 @@ class Scored:
         """The part of a budget with which moves of rows over several ranks try no more places for
         items than `most_places` for each simulation.
 
-        8,192 items in 64 x 74 cells: 13 items of a move choose among 9,472 places each, those of
-        all widths, in 3 of 8 moves. These are 46,000 places; at most 16,000 leave a third of the
-        budget.
+        8,192 items in 64 x 74 cells, rows over up to 64 ranks: 13 items of a move choose among
+        9,400 places each, those of all widths, in 3 of 8 moves. These are 46,000 places; at most
+        16,000 leave a third of the budget.
         """
         cells = self.board.rows.size
-        items = min(_RUINED_ITEMS, _RUINED_CELLS * self.board.row_of.size / cells)
-        places = _RUINS * items * 2 * cells
+        levels = range(self.board.cost.unit.size)
+        widths = [1 << level for level in levels[:_RUINED_LEVELS]]
+        taken = _RUINED_BLOCKS * sum(widths) / len(widths)
+        items = min(_RUINED_ITEMS, taken * self.board.row_of.size / cells)
+        places = _RUINS * items * sum(cells >> level for level in levels)
         return min(budget, max(1, int(budget * most_places / places)))
 
     def moved(self) -> Draft:
@@ -112,6 +117,7 @@ class Scored:
             row_of=number[board.row_of],
             rank_rows=tuple(number[rows[:count]] for rows, count in cells),
             widths=np.int64(1) << board.level[used] if is_wide else None,
+            board_seconds=None,
         )
 
 

@@ -49,8 +49,8 @@ _STRETCHES = (1.0, 1.15, 1.35, 1.7)
 # Boards of so many items times cells are filled with one stretch only: 2,048 items in 8 x 32 cells.
 _MANY_PLACES = 100_000
 _ONE_STRETCH = (1.15,)
-# Of more than 100 positions a few more or less matter little: only M is tried whose profile takes
-# hardly longer than the best one, 1.002 s for 1 s.
+# Of more than 100 positions a few more or less matter little: only values of M are tried whose
+# profile takes hardly longer than the best one that could be filled, 1.002 s for 1 s.
 _ENOUGH_POSITIONS = 100
 _ALIKE = 0.002
 # Work grows by about this part, for the items that are cut.
@@ -240,17 +240,20 @@ class _WideSearch:
         """The best board of each M and G and the fixed draft's, fastest first.
 
         A shape is left out if even divisible work would take longer than the fastest board, or, of
-        many positions, a little longer than with the best shape.
+        many positions, a little longer than with the best shape that could be filled.
         """
         best = [] if before is None else [before]
+        alike = math.inf
         for shape in shapes:
             fastest = min((c.seconds for c in best), default=math.inf)
             if shape.profile.seconds >= fastest:
                 break
-            is_alike = shape.profile.seconds <= (1 + _ALIKE) * shapes[0].profile.seconds
-            if shape.count > _ENOUGH_POSITIONS and not is_alike:
+            if shape.count > _ENOUGH_POSITIONS and shape.profile.seconds > alike:
                 continue
-            best += self._best_fill(shape)
+            filled = [c for c in self._best_fill(shape) if c.seconds < math.inf]
+            if filled:
+                alike = min(alike, (1 + _ALIKE) * shape.profile.seconds)
+            best += filled
         count = max(shape.count for shape in shapes)
         while not any(c.seconds < math.inf for c in best) and count < self.packed.num_items:
             # As many positions as items have room for all of them.

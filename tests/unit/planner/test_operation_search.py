@@ -274,8 +274,7 @@ def test_the_search_knows_what_the_simulator_finds(layout: Layout, policy: Polic
     draft = best_draft(Items.whole(step, samples, samples))
     simulated = dataclasses.replace(draft, board_seconds=None).seconds()
     assert draft.board_seconds is not None
-    # The order of each rank may become better at last; the seconds are those from before.
-    assert simulated * (1 - 1e-9) <= draft.board_seconds <= simulated * 1.01
+    assert draft.board_seconds == pytest.approx(simulated, rel=1e-9)
 
 
 def test_waits_are_filled_as_the_docstring_shows() -> None:

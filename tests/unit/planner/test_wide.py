@@ -200,6 +200,14 @@ def test_shared_prefixes_and_wide_rows_together() -> None:
     assert widths(plan)[-1] == 4
 
 
+def test_one_row_per_sample_is_found_among_more_than_a_hundred() -> None:
+    # Fewer of them hold all tokens, but no two samples fit into a row.
+    lengths = [7864] * 105
+    plan = planned(lengths, Layout(dp=8), DYNAMIC, max_tokens_per_gpu=1024)
+    assert plan.steps[0].num_microbatches == 105
+    assert widths(plan) == [8] * 105
+
+
 def test_a_single_rank_has_no_wide_rows() -> None:
     plan = planned(ONE_LONG, Layout(pp=4), DYNAMIC)
     assert widths(plan)[-1] == 1
