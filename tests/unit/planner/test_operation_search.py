@@ -50,6 +50,21 @@ def planned(lengths: list[int], layout: Layout, policy: Policy, **arguments: Any
     return plan
 
 
+def items_of(lengths: list[int], layout: Layout, policy: Policy, budget: int) -> Items:
+    step = Step(
+        number=0,
+        lengths=np.array(lengths),
+        layout=layout,
+        policy=policy,
+        cost=COST,
+        budget=budget,
+        max_samples=None,
+        prefixes=None,
+    )
+    samples = np.arange(len(lengths))
+    return Items.whole(step, samples, samples)
+
+
 def seconds(plan: Plan, cost: CostModel | None = COST) -> float:
     return sum(simulate_planned(plan, step, cost).makespan for step in plan.steps)
 
@@ -237,18 +252,7 @@ def test_pieces_have_equal_work_and_whole_alignments() -> None:
 
 def test_a_sample_of_one_alignment_is_one_piece_and_no_chain() -> None:
     layout = Layout(pp=2, cp=32)
-    lengths = np.array([60, 60, 200])
-    step = Step(
-        number=0,
-        lengths=lengths,
-        layout=layout,
-        policy=PIECES,
-        cost=COST,
-        budget=1024,
-        max_samples=None,
-        prefixes=None,
-    )
-    items = Items.whole(step, np.arange(3), np.arange(3))
+    items = items_of([60, 60, 200], layout, PIECES, budget=1024)
     cut = pieces.cut_items(items, count=8, longest=1e-6, most=8, room=1024, unit=64)
     assert cut is not None
     assert (layout.sample_alignment, cut.num_whole, cut.sizes) == (64, 2, (4,))
@@ -259,19 +263,7 @@ def test_a_sample_of_one_alignment_is_one_piece_and_no_chain() -> None:
     "policy", [BOTH, WIDE, dataclasses.replace(BOTH, context_parallel="dynamic")]
 )
 def test_the_search_knows_what_the_simulator_finds(layout: Layout, policy: Policy) -> None:
-    lengths = np.array(ONE_LONG)
-    step = Step(
-        number=0,
-        lengths=lengths,
-        layout=layout,
-        policy=policy,
-        cost=COST,
-        budget=32768,
-        max_samples=None,
-        prefixes=None,
-    )
-    samples = np.arange(lengths.size)
-    draft = best_draft(Items.whole(step, samples, samples))
+    draft = best_draft(items_of(ONE_LONG, layout, policy, budget=32768))
     simulated = dataclasses.replace(draft, board_seconds=None).seconds()
     assert draft.board_seconds is not None
     assert draft.board_seconds == pytest.approx(simulated, rel=1e-9)
