@@ -279,18 +279,9 @@ class _OperationSearch:
         """All values of M, the longest piece and the chains' place, as far as the limit allows."""
         pairs = shapes_of(self.step, self._counts)
         limit = self._most_drafts()
-        choices = _some(
-            [
-                _Choice(group, count, stretch, place, False)
-                for (group, count), stretch, place in product(pairs, _STRETCHES, _PLACES)
-            ],
-            limit,
-        )
+        choices = _some(_every_choice(pairs, _STRETCHES, is_wide=False), limit)
         if self._mixes():
-            beside = [
-                _Choice(group, count, stretch, place, True)
-                for (group, count), stretch, place in product(pairs, (_STRETCHES[0], None), _PLACES)
-            ]
+            beside = _every_choice(pairs, (_STRETCHES[0], None), is_wide=True)
             places = self.items.num_items * self.layout.dp * max(count for _, count in pairs)
             choices += _some(beside, min(limit, max(_WIDE_PLACES // places, _WIDE_DRAFTS)))
         return choices
@@ -325,16 +316,16 @@ class _OperationSearch:
         cut = self._cut(choice)
         if cut is None:
             return None
+        count = choice.num_microbatches
         if not cut.sizes:
-            shape = choice.group, choice.num_microbatches
+            shape = choice.group, count
             if choice.is_wide or shape in self.uncut:
                 return None
             self.uncut.add(shape)
         group = choice.group if self.layout.vpp > 1 else None
-        cells = chain_cells(cut, choice.num_microbatches, group, choice.place)
+        cells = chain_cells(cut, count, group, choice.place)
         if cells is None:
             return None
-        count = choice.num_microbatches
         if choice.is_wide:
             return self._cut_beside_wide_rows(cut, cells, count, group)
         if self._must_widen(cut):
@@ -515,6 +506,16 @@ class _OperationSearch:
             budget = found.affordable(budget // self.layout.dp, _MOST_PLACES)
         if budget > 0:
             found.refine(self.runner, budget)
+
+
+def _every_choice(
+    pairs: list[tuple[int, int]], stretches: tuple[float | None, ...], *, is_wide: bool
+) -> list[_Choice]:
+    """The choices of these pairs of G and M and longest pieces, with all places."""
+    return [
+        _Choice(*pair, stretch, place, is_wide)
+        for pair, stretch, place in product(pairs, stretches, _PLACES)
+    ]
 
 
 def _contenders(found: _ByCount) -> list[Scored]:
