@@ -372,11 +372,36 @@ def _frozen(
     forward_only: bool,
     backwards: Ints,
 ) -> StepOrder:
+    warmup = megatron_warmup(pp, vpp, group)
+    if forward_only:
+        warmup = np.full(pp, num_microbatches * vpp)
     held = np.zeros(num_microbatches)
-    own, ends = stage_lists(pp, vpp, num_microbatches, group, forward_only, backwards, held, np.inf)
+    own, ends = stage_lists(
+        warmup, vpp, num_microbatches, group, forward_only, backwards, held, np.inf
+    )
     columns, _ = interleave(own, ends, pp, vpp)
     assert columns.shape[1] > 0, "a legal M never deadlocks"
     return _order(columns, pp)
+
+
+def megatron_warmup(pp: int, vpp: int, group: int) -> Ints:
+    """Warm-up forwards of each stage in Megatron's schedules, int64 [pp].
+
+    >>> megatron_warmup(4, 1, 1), megatron_warmup(2, 2, 3)
+    (array([3, 2, 1, 0]), array([5, 3]))
+    """
+    behind = np.arange(pp - 1, -1, -1)
+    return behind if vpp == 1 else 2 * behind + (vpp - 1) * group
+
+
+def deep_warmup(pp: int, vpp: int, group: int) -> Ints:
+    """As many warm-up forwards as in the interleaved schedule, also with vpp=1, int64 [pp]. A stage
+    that may run more of them has something to do while it waits for its first backward.
+
+    >>> deep_warmup(4, 1, 1)
+    array([6, 4, 2, 0])
+    """
+    return 2 * np.arange(pp - 1, -1, -1) + (vpp - 1) * group
 
 
 def _order(columns: Ints, pp: int) -> StepOrder:
@@ -387,7 +412,7 @@ def _order(columns: Ints, pp: int) -> StepOrder:
 
 @kernel
 def stage_lists(
-    pp: int,
+    warmup: Ints,
     vpp: int,
     num_microbatches: int,
     group: int,
@@ -399,33 +424,34 @@ def stage_lists(
     """What each stage runs: kind, micro-batch and chunk in the model, int64 [3, operations], stage
     after stage; and where each stage begins, int64 [pp + 1].
 
-    A stage runs `pp - 1 - stage` forwards ahead of the last stage (twice as many with vpp > 1), or
-    fewer where these would put more than the cap on it. The last stage waits for nothing, so it may
-    be over the cap. Forwards that are ahead on a stage are so on the stages before it, which all
-    hold the same then, so no stages wait for each other in a circle.
+    A stage runs its warm-up ahead of its backwards, or less where that would put more than the cap
+    on it, but not less than the last stage. That one waits for nothing, so it may be over the cap.
+    Forwards that are ahead on a stage are so on the stages before it, which all hold the same
+    then, so no stages wait for each other in a circle.
 
     Args:
+        warmup: int64 [pp], forwards that each stage runs before it alternates; no later stage has
+            more.
         backwards: int64 [M * vpp], the virtual micro-batch of each backward.
         held: float64 [M], what a stage holds of a micro-batch between a chunk's F and B.
         cap: inf: none.
     """
+    pp = warmup.size
     total = num_microbatches * vpp
     table = group_table(num_microbatches, vpp, group)
     size = total if forward_only else 2 * total
     own = np.empty((3, size * pp), dtype=np.int64)
     ends = np.arange(pp + 1) * size
     for stage in range(pp):
-        warmup = _num_warmup(pp, vpp, stage, total, group, forward_only)
-        least = _num_warmup(pp, vpp, pp - 1, total, group, forward_only)
         live = 0.0
         op = ends[stage]
         forwards = 0
         needed = 0
         for j in range(total):
             needed = max(needed, backwards[j] + 1)
-            while forwards < min(total, needed + warmup):
+            while forwards < min(total, needed + warmup[stage]):
                 amount = held[table[0, forwards]]
-                if forwards >= needed + least and live + amount > cap:
+                if forwards >= needed + warmup[-1] and live + amount > cap:
                     break
                 live += amount
                 own[0, op] = 0
@@ -500,12 +526,3 @@ def group_table(num_microbatches: int, vpp: int, group: int) -> Ints:
                 k += 1
         first = last
     return table
-
-
-@kernel
-def _num_warmup(pp: int, vpp: int, stage: int, total: int, group: int, forward_only: bool) -> int:
-    if forward_only:
-        return total
-    if vpp == 1:
-        return min(total, pp - stage - 1)
-    return min(total, 2 * (pp - stage - 1) + (vpp - 1) * group)

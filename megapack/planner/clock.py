@@ -1,15 +1,19 @@
 """The simulated seconds of a board's ranks, in Megatron's order or in an order of its own.
 
-A split backward leaves its weight gradients (W) to the stage, which may run them at any later time.
-The forwards and backwards of a stage keep their order. Where the next one waits for another stage,
-the stage runs the W's of its earlier backwards: first in, first out, as long as they end before the
-wait does, or not much later. With pp=2 and two rows whose forward, backward and W take 1 s each:
+In an order of its own each stage of a rank runs what can begin first: its next forward or its next
+backward. So a stage runs forwards ahead while it waits for its first backward, up to twice as many
+as in 1F1B. DP ranks that meet in layers must run one order, which cannot fit all of them: they run
+their warm-up, and then alternate.
+
+A split backward leaves its weight gradients (W) to the stage, which may run them at any later time:
+where it would wait, first in, first out. With pp=2 and two rows whose forward, backward and W take
+1 s each:
 
     stage 0   0F0 1F0 .   0B0 0W0 1B0 1W0
     stage 1   .   0F0 0B0 1F0 1B0 0W0 1W0
 
-A row is held until its W. Where the next forward would put more tokens on the stage than it may
-hold, W's run first, so memory is not the price.
+A row is held until its W. A forward that would put more tokens on a stage than it may hold is put
+off, or W's run first.
 """
 
 from __future__ import annotations
@@ -32,6 +36,11 @@ from megapack.planner.board import (
     slowest,
 )
 
+# A W may end later than the wait in which it begins, by this part of its own seconds: a W of 4 s
+# begins if the wait is 1 s or longer. Chosen by hand, for ranks that meet; a stage that chooses
+# begins a W in any wait.
+PATIENCE = 0.75
+
 
 class OwnOrders(NamedTuple):
     """Orders of operations that differ from Megatron's: chains run their backwards in reverse, and
@@ -49,9 +58,8 @@ class OwnOrders(NamedTuple):
     """Seconds from the end of an operation to the arrival of its result on another stage."""
     cap: float
     """Tokens that a stage may hold, each chunk counted whole; inf without a cap."""
-    heeds_cap: bool
-    """Whether a stage puts forwards off that would break the cap. If not, such an order takes inf
-    seconds."""
+    warmup: Ints
+    """int64 [pp]: forwards that each stage may run ahead of its backwards."""
     alignment: int
     """Cuts between pieces are at multiples of so many tokens."""
     least_piece: int
@@ -66,18 +74,11 @@ class OwnOrders(NamedTuple):
     is_common: bool
     """Whether ranks meet in layers, as those of a shared row do, and so all run one order of
     forwards and backwards, the first of `ops`."""
-    patience: float
-    """A W may end later than the wait does, by this part of its own seconds. With 0.75, a W of 4 s
-    starts if the wait is 1 s or longer."""
     ops: Ints
     """int64 [dp, most operations, 5], written: stage, micro-batch, chunk in the model, kind and
-    waits_for of `StepOrder`, without W's. They change with the places of chains, and with rows'
-    tokens where they heed the cap."""
+    waits_for of `StepOrder`, without W's."""
     num_ops: Ints
-    """int64 [dp], written."""
-    turned: Ints
-    """int64 [dp, M], written: the micro-batch whose backward runs k-th among those of its
-    chunk."""
+    """int64 [dp], written; 0 if the operations wait for each other in a circle."""
 
 
 class Clock(NamedTuple):
@@ -99,8 +100,6 @@ class Clock(NamedTuple):
 def score_all(board: Board, clock: Clock, own: OwnOrders | None) -> float:
     """Simulate every rank and write `board.seconds`; returns the step's seconds."""
     for rank in range(board.counts.size):
-        if own is not None:
-            set_order(board, own, rank)
         if clock.lockstep and rank > 0:
             board.seconds[rank] = board.seconds[0]
         else:
@@ -115,10 +114,7 @@ def score_rank(board: Board, clock: Clock, own: OwnOrders | None, rank: int) -> 
     In lockstep each micro-batch takes as long as on the slowest rank.
     """
     if own is not None:
-        if own.heeds_cap:
-            set_order(board, own, rank)
-        ran, num_ran, end = room_to_run(own, 1)
-        return run_ranks(board, clock, own, rank, own.patience, ran, num_ran, end)
+        return choose_order(board, clock, own, rank)
     cost = board.cost
     count = board.counts[rank]
     first = 0 if clock.lockstep else rank
@@ -153,7 +149,7 @@ def score_shared(board: Board, clock: Clock, own: OwnOrders | None, end: Floats)
     """
     if own is not None:
         ran, num_ran, _ = room_to_run(own, end.shape[0])
-        return run_ranks(board, clock, own, 0, own.patience, ran, num_ran, end)
+        return run_ranks(board, clock, own, 0, PATIENCE, ran, num_ran, end)
     cost = board.cost
     ops = clock.ops
     dp, count = board.rows.shape
@@ -231,46 +227,23 @@ def run_ranks(
         num_ran: int64 [ranks * pp], written: how many these are.
         end: float64 [ranks, operations], written: when each F and B ends.
     """
-    cost = board.cost
     count = board.counts[rank]
     num_ranks = end.shape[0]
-    shape = (num_ranks, count)
-    kinds = cost.square_factors.size
-    by_kind = (num_ranks, kinds * count)
-    times = _Times(np.zeros(by_kind), np.zeros(by_kind), np.zeros(by_kind), np.zeros(shape))
-    first = np.empty(shape, dtype=np.int64)
+    times = _no_times(board, num_ranks, count)
+    first = np.zeros((num_ranks, count), dtype=np.int64)
     for d in range(num_ranks):
-        for k in range(count):
-            width = 1 << board.level[board.rows[rank + d, k]]
-            first[d, k] = d - d % width if num_ranks > 1 else 0
-            low = 0 if clock.lockstep else rank + d
-            high = board.counts.size if clock.lockstep else low + 1
-            for other in range(low, high):
-                row = board.rows[other, k]
-                level = board.level[row]
-                if num_ranks > 1 and board.num_items[row] == 0 and not cost.allows_padding:
+        if num_ranks > 1:
+            for k in range(count):
+                row = board.rows[rank + d, k]
+                if board.num_items[row] == 0 and not board.cost.allows_padding:
                     return np.inf
-                tokens = board.tokens[row]
-                held = row_tokens(cost, level, tokens) / (1 << level)
-                seconds = row_seconds(cost, level, tokens, 0, board.num_samples[row])
-                for kind in range(kinds):
-                    at = kind * count + k
-                    whole = kind_seconds(board, row, kind)
-                    times.forward[d, at] = max(times.forward[d, at], whole)
-                    times.weights[d, at] = max(times.weights[d, at], own.weight_ratio * seconds)
-                times.held[d, k] = max(times.held[d, k], held)
-            for kind in range(kinds):
-                at = kind * count + k
-                whole = own.backward_ratio * times.forward[d, at]
-                times.weights[d, at] = min(times.weights[d, at], whole)
-                times.backward[d, at] = whole - times.weights[d, at]
-    if own.forward_only:
-        # Nothing is kept in a pass without backwards: its peak is the largest micro-batch.
-        for d in range(num_ranks):
-            if largest(times.held[d]) > own.cap:
-                return np.inf
-            times.held[d, :] = 0
+                first[d, k] = d - d % (1 << board.level[row])
+        low = 0 if clock.lockstep else rank + d
+        high = board.counts.size if clock.lockstep else low + 1
+        _set_times(board, own, low, high, times, d)
     order = 0 if own.is_common else rank
+    if own.num_ops[order] == 0:
+        return np.inf
     ops = own.ops[order, : own.num_ops[order]]
     return _filled_seconds(own, ops, times, first, patience, ran, num_ran, end)
 
@@ -287,6 +260,47 @@ class _Times(NamedTuple):
     """Seconds of the W; all 0 if backwards are not split."""
     held: Floats
     """[ranks, M]: tokens that a stage holds from the forward to the W, each chunk counted whole."""
+
+
+@kernel
+def _no_times(board: Board, num_ranks: int, count: int) -> _Times:
+    """Times of M micro-batches per rank that `_set_times` writes."""
+    by_kind = (num_ranks, board.cost.square_factors.size * count)
+    held = np.zeros((num_ranks, count))
+    return _Times(np.zeros(by_kind), np.zeros(by_kind), np.zeros(by_kind), held)
+
+
+@kernel
+def _set_times(board: Board, own: OwnOrders, low: int, high: int, times: _Times, d: int) -> None:
+    """Write what each micro-batch of ranks `low` to `high` - 1 costs on the slowest of them.
+
+    Args:
+        times: written in line d.
+    """
+    cost = board.cost
+    count = times.held.shape[1]
+    kinds = cost.square_factors.size
+    for k in range(count):
+        for other in range(low, high):
+            row = board.rows[other, k]
+            level = board.level[row]
+            tokens = board.tokens[row]
+            held = row_tokens(cost, level, tokens) / (1 << level)
+            seconds = row_seconds(cost, level, tokens, 0, board.num_samples[row])
+            for kind in range(kinds):
+                at = kind * count + k
+                whole = kind_seconds(board, row, kind)
+                times.forward[d, at] = max(times.forward[d, at], whole)
+                times.weights[d, at] = max(times.weights[d, at], own.weight_ratio * seconds)
+            times.held[d, k] = max(times.held[d, k], held)
+        for kind in range(kinds):
+            at = kind * count + k
+            whole = own.backward_ratio * times.forward[d, at]
+            times.weights[d, at] = min(times.weights[d, at], whole)
+            times.backward[d, at] = whole - times.weights[d, at]
+        if own.forward_only:
+            # Nothing is kept in a pass without backwards: its peak is the largest micro-batch.
+            times.held[d, k] = np.inf if times.held[d, k] > own.cap else 0.0
 
 
 @kernel
@@ -402,41 +416,179 @@ def unit_end(board: Board, rank: int, position: int) -> int:
 
 
 @kernel
-def set_order(board: Board, own: OwnOrders, rank: int) -> bool:
-    """Write a rank's operations where they change; whether backwards in reverse lie within a group
-    of G micro-batches. If not, nothing is written."""
+def choose_order(board: Board, clock: Clock, own: OwnOrders, rank: int) -> float:
+    """Write the operations of a rank whose stages choose what they run, or those of all ranks in
+    lockstep.
+
+    Returns:
+        Simulated seconds of the rank, or of the step in lockstep; inf if backwards in reverse leave
+        their group of G micro-batches, or if no order keeps the cap.
+    """
     first, last = rank, rank + 1
-    if own.is_common:
+    if clock.lockstep:
         rank, first, last = 0, 0, board.counts.size
-    turned = _turned_backwards(board, first, last)
-    count = turned.size
-    is_old = own.num_ops[rank] > 0 and np.all(turned == own.turned[rank, :count])
-    if is_old and not own.heeds_cap:
-        return True
-    held = np.zeros(count)
-    if own.heeds_cap:
-        for other in range(first, last):
-            for k in range(count):
-                width = 1 << board.level[board.rows[other, k]]
-                held[k] = max(held[k], microbatch_tokens(board, other, k) / width)
-    backwards = turned
-    if own.vpp > 1:
-        for k in range(count):
-            if turned[k] // own.group != k // own.group:
-                return False
-        table = group_table(count, own.vpp, own.group)
-        backwards = np.arange(table.shape[1]) + turned[table[0]] - table[0]
+    own.num_ops[rank] = 0
+    backwards = _backwards(board, own, first, last)
+    if backwards.size == 0:
+        return np.inf
+    times = _no_times(board, 1, board.counts[rank])
+    _set_times(board, own, first, last, times, 0)
+    seconds, own.num_ops[rank] = _choose(own, times, backwards, own.ops[rank])
+    return seconds
+
+
+@kernel
+def set_common_order(board: Board, own: OwnOrders) -> None:
+    """Write the one order of ranks that meet: in it all stages run their warm-up, and then
+    alternate. Their rows take different times, so what could begin first on one rank may not on
+    another."""
+    own.num_ops[0] = 0
+    ranks, count = board.rows.shape
+    backwards = _backwards(board, own, 0, ranks)
+    if backwards.size == 0:
+        return
+    times = _no_times(board, 1, count)
+    _set_times(board, own, 0, ranks, times, 0)
     stages, ends = stage_lists(
-        own.pp, own.vpp, count, own.group, own.forward_only, backwards, held, own.cap
+        own.warmup, own.vpp, count, own.group, own.forward_only, backwards, times.held[0], own.cap
     )
     columns, _ = interleave(stages, ends, own.pp, own.vpp)
-    num_ops = columns.shape[1]
-    own.num_ops[rank] = num_ops
-    own.turned[rank, :count] = turned
-    for op in range(num_ops):
+    own.num_ops[0] = columns.shape[1]
+    for op in range(columns.shape[1]):
         for k in range(5):
-            own.ops[rank, op, k] = columns[k, op]
-    return True
+            own.ops[0, op, k] = columns[k, op]
+
+
+@kernel
+def _backwards(board: Board, own: OwnOrders, first: int, last: int) -> Ints:
+    """The virtual micro-batch of each backward in the one order of some ranks, int64 [M * vpp]; []
+    if those in reverse leave their group."""
+    turned = _turned_backwards(board, first, last)
+    if own.vpp == 1:
+        return turned
+    for k in range(turned.size):
+        if turned[k] // own.group != k // own.group:
+            return turned[:0]
+    table = group_table(turned.size, own.vpp, own.group)
+    # Inside a chunk's part of a group, micro-batches are counted from the part's first one.
+    backwards: Ints = np.arange(table.shape[1]) + turned[table[0]] - table[0]
+    return backwards
+
+
+@kernel
+def _choose(own: OwnOrders, times: _Times, backwards: Ints, ops: Ints) -> tuple[float, int]:
+    """Seconds of a rank whose stages choose what they run, and the number of forwards and
+    backwards; inf and 0 if all wait for each other.
+
+    A stage runs what can begin first of its next forward and its next backward, the forward if both
+    can, and a W in each wait. A forward may be no further ahead than the warm-up, and break no cap.
+    Operations begin in the order of time, so a stage knows all results that it could run with.
+
+    Args:
+        times: of one rank.
+        backwards: int64 [M * vpp], the virtual micro-batch of each backward.
+        ops: int64 [operations, 5], written.
+    """
+    pp, vpp = own.pp, own.vpp
+    count = times.held.shape[1]
+    total = count * vpp
+    num_backwards = 0 if own.forward_only else total
+    size = (total + num_backwards) * pp
+    table = group_table(count, vpp, own.group)
+    end = np.empty(size)
+    # The index of each F and B that has run, by chunk and micro-batch.
+    ran = np.full((2, pp * vpp, count), -1, dtype=np.int64)
+    # Per stage: F's, B's and W's that have run, forwards that its next backward needs, when it is
+    # free, and tokens that it holds.
+    num = np.zeros((pp, 3), dtype=np.int64)
+    needed = np.full(pp, backwards[0] + 1)
+    free = np.zeros(pp)
+    live = np.zeros(pp)
+    # And what it runs next: when, which kind, and what the next F and B wait for. It is stale once
+    # the stage has run something, or a result has come.
+    begin = np.empty(pp)
+    kind = np.empty(pp, dtype=np.int64)
+    source = np.empty((pp, 2), dtype=np.int64)
+    is_stale = np.ones(pp, dtype=np.bool_)
+    done = 0
+    while True:
+        chosen = 0
+        for stage in range(pp):
+            if is_stale[stage]:
+                is_stale[stage] = False
+                forward_at = np.inf
+                backward_at = np.inf
+                k = num[stage, 0]
+                if k < min(total, needed[stage] + own.warmup[stage]):
+                    microbatch = table[0, k]
+                    if live[stage] + times.held[0, microbatch] <= own.cap:
+                        chunk = table[1, k] * pp + stage
+                        if chunk == 0:
+                            source[stage, 0] = size
+                            forward_at = free[stage]
+                        elif ran[0, chunk - 1, microbatch] >= 0:
+                            source[stage, 0] = ran[0, chunk - 1, microbatch]
+                            forward_at = max(free[stage], end[source[stage, 0]] + own.p2p)
+                if num[stage, 1] < num_backwards:
+                    k = backwards[num[stage, 1]]
+                    microbatch = table[0, k]
+                    chunk = (vpp - 1 - table[1, k]) * pp + stage
+                    if chunk == pp * vpp - 1:
+                        if ran[0, chunk, microbatch] >= 0:
+                            source[stage, 1] = size
+                            backward_at = free[stage]
+                    elif ran[1, chunk + 1, microbatch] >= 0:
+                        source[stage, 1] = ran[1, chunk + 1, microbatch]
+                        backward_at = max(free[stage], end[source[stage, 1]] + own.p2p)
+                kind[stage] = 0 if forward_at <= backward_at else 1
+                begin[stage] = min(forward_at, backward_at)
+                if own.split and num[stage, 2] < num[stage, 1] and free[stage] < begin[stage]:
+                    kind[stage] = 2
+                    begin[stage] = free[stage]
+            if begin[stage] < begin[chosen]:
+                chosen = stage
+        stage = chosen
+        if begin[stage] == np.inf:
+            break
+        is_stale[stage] = True
+        what = kind[stage]
+        k = num[stage, what]
+        num[stage, what] += 1
+        if what > 0:
+            k = backwards[k]
+        microbatch = table[0, k]
+        part = table[1, k] if what == 0 else vpp - 1 - table[1, k]
+        chunk = part * pp + stage
+        at = own.chunk_kinds[chunk] * count + microbatch
+        weight = own.chunk_weights[chunk]
+        if what == 2:
+            free[stage] = begin[stage] + weight * times.weights[0, at]
+            live[stage] -= times.held[0, microbatch]
+            continue
+        if what == 0:
+            free[stage] = begin[stage] + weight * times.forward[0, at]
+            live[stage] += times.held[0, microbatch]
+            is_stale[(stage + 1) % pp] = True
+        else:
+            free[stage] = begin[stage] + weight * times.backward[0, at]
+            is_stale[stage - 1] = True
+            if not own.split:
+                live[stage] -= times.held[0, microbatch]
+            if num[stage, 1] < total:
+                needed[stage] = max(needed[stage], backwards[num[stage, 1]] + 1)
+            else:
+                needed[stage] = total
+        end[done] = free[stage]
+        ran[what, chunk, microbatch] = done
+        ops[done, 0] = stage
+        ops[done, 1] = microbatch
+        ops[done, 2] = chunk
+        ops[done, 3] = what
+        ops[done, 4] = source[stage, what]
+        done += 1
+    if done < size:
+        return np.inf, 0
+    return float(largest(free)), size
 
 
 @kernel

@@ -28,7 +28,6 @@ from megapack.planner.clock import (
     OwnOrders,
     chain_at,
     score_rank,
-    set_order,
     unit_end,
 )
 
@@ -125,16 +124,11 @@ def _try_order(board: Board, clock: Clock, own: OwnOrders | None, random: Ints, 
     else:
         board.rows[rank, p] = before[q]
         board.rows[rank, q] = before[p]
-    if own is not None and not set_order(board, own, rank):
-        copy_into(board.rows[rank], before)
-        return 0
     seconds = score_rank(board, clock, own, rank)
     if seconds < board.seconds[rank]:
         _set_seconds(board, clock, rank, seconds)
         return 1
     copy_into(board.rows[rank], before)
-    if own is not None:
-        set_order(board, own, rank)
     return 1
 
 

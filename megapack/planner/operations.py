@@ -20,8 +20,16 @@ from typing import NamedTuple
 import numpy as np
 
 from megapack.base.arrays import Ints
-from megapack.planner.board import Board, RowCost, microbatch_tokens
-from megapack.planner.clock import OwnOrders, order_lines, room_to_run, run_ranks, set_order
+from megapack.plan.order import deep_warmup, megatron_warmup
+from megapack.planner.board import Board, RowCost
+from megapack.planner.clock import (
+    PATIENCE,
+    OwnOrders,
+    choose_order,
+    order_lines,
+    room_to_run,
+    run_ranks,
+)
 from megapack.planner.counts import shapes_of
 from megapack.planner.draft import Draft
 from megapack.planner.fill import FillRule, fill_rule
@@ -44,7 +52,7 @@ from megapack.planner.scored import (
     score_draft,
     score_shared_rows,
 )
-from megapack.planner.step import spread_counts
+from megapack.planner.step import UNLIMITED, spread_counts
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
 
@@ -91,9 +99,8 @@ _WIDE_REACH = 0.05
 _LAST_REACH = 0.02
 # A step that takes so little more than the mean work of its ranks is not improved: 1.003 s for 1 s.
 _NEAR = 0.003
-# How much later than a wait a W may end, see `OwnOrders.patience`: while drafts are compared, and
-# for the order of each rank at last.
-_PATIENCE = 0.75
+# How much later than a wait a W may end: other values than `PATIENCE` that are tried for the order
+# of each rank at last.
 _LAST_PATIENCES = (0.0, 0.25, 0.5, 1.0)
 # Relative gain that makes a draft better than the fixed one: more than rounding in fp64.
 _LEAST_GAIN = 1e-9
@@ -134,7 +141,7 @@ def plan_operations(
     best = search.run()
     if best is None:
         return None
-    if search.whole is not None and best.seconds >= search.whole.seconds * (1 - _LEAST_GAIN):
+    if best.seconds >= search.fixed_seconds * (1 - _LEAST_GAIN):
         return None
     return search.finished(best)
 
@@ -152,6 +159,7 @@ class _OperationSearch:
         self.split = self.policy.backward == "split" and not self.step.forward_only
         self.total = math.fsum(item_seconds(items).tolist())
         self.is_tight = is_tight
+        self.cuts_samples = may_cut(items)
         # Cuts are at multiples of it. Pieces of whole units of a row add no padding to the sample.
         self.unit = self.layout.row_alignment if is_tight else self.layout.sample_alignment
         # Rows may lie over so many ranks as those of the wide draft, or else over any.
@@ -160,12 +168,11 @@ class _OperationSearch:
             widths = self.policy.widths(self.layout)
             widest = widths[-1] if wide is None else int(wide.row_widths.max())
             self.costs = row_cost(self.step, self.cost, widest.bit_length())
-        # What stages hold in Megatron's order, which is enough for W's; inf if there is no draft.
-        self.held = math.inf
-        self.whole: Scored | None = None
+        self.fixed = fixed
+        # Its seconds in Megatron's order.
+        self.fixed_seconds = math.inf
         if fixed is not None:
-            self.whole = self._scored(fixed, split=False)
-            self.held = self._held(self.whole)
+            self.fixed_seconds = score_draft(fixed, self.cost, self.runner, is_real=True).seconds
         self.wide = wide
         # Whatever the place, the samples are cut in the same way.
         self.cuts: dict[_Choice, CutItems | None] = {}
@@ -174,9 +181,9 @@ class _OperationSearch:
 
     def run(self) -> Scored | None:
         """The best candidate; None if none respects the cap on live tokens."""
-        narrow = [] if self.whole is None else [self._scored(self.whole.draft, self.split)]
+        narrow = [] if self.fixed is None else [self._scored(self.fixed)]
         wide = [] if self.wide is None or not self.split else [self._scored_wide(self.wide)]
-        cut, cut_wide = self._cut_drafts() if may_cut(self.items) else ([], [])
+        cut, cut_wide = self._new_drafts() if self._may_pack() else ([], [])
         moves = _MOVES_GROWTH * self.policy.search
         # Rows over several ranks have moves of their own, so they take none from the others.
         finalists = []
@@ -216,10 +223,8 @@ class _OperationSearch:
                 end=board.end,
             )
             draft = replace(draft, items=items)
-        # A draft of pieces has orders even if no sample was worth a cut.
-        is_whole = self.whole is not None and found.draft.items is self.whole.draft.items
         seconds = found.seconds
-        if not (self.step.forward_only or (is_whole and not self.split)):
+        if not self.step.forward_only:
             orders, seconds = self._orders(found)
             draft = replace(draft, orders=orders)
         # Rows that share prefixes are shorter than the board counts.
@@ -238,10 +243,10 @@ class _OperationSearch:
             order = 0 if own.is_common else rank
             if found.rule is None:
                 # A move that was not kept may have left its own.
-                set_order(found.board, own, rank)
+                choose_order(found.board, found.clock, own, rank)
             ops = own.ops[order, : own.num_ops[order]]
             best: tuple[float, Ints, Ints] | None = None
-            for patience in (_PATIENCE, *_LAST_PATIENCES) if self.split else (_PATIENCE,):
+            for patience in (PATIENCE, *_LAST_PATIENCES) if self.split else (PATIENCE,):
                 ran, num_ran, end = room_to_run(own, together)
                 args = (found.board, found.clock, own, rank, patience, ran, num_ran, end)
                 seconds = float(run_ranks(*args))
@@ -254,9 +259,9 @@ class _OperationSearch:
             orders += [order_lines(ops, *pair) for pair in pairs]
         return tuple(orders), slowest
 
-    def _cut_drafts(self) -> tuple[list[Scored], list[Scored]]:
-        """The fastest drafts of pieces, each of another M: those without rows over several ranks,
-        and those with some."""
+    def _new_drafts(self) -> tuple[list[Scored], list[Scored]]:
+        """The fastest drafts that are packed anew, each of another M: those of rows on one rank
+        each, and those with rows over several."""
         narrow: _ByCount = {}
         wide: _ByCount = {}
         tried = set()
@@ -271,6 +276,12 @@ class _OperationSearch:
                 self._try(choice, narrow)
         return _contenders(narrow), _contenders(wide)
 
+    def _may_pack(self) -> bool:
+        """Whether items may be in other rows than those of the drafts of whole samples."""
+        return self.cuts_samples or (
+            self.split and self.step.budget is not None and self.step.max_samples is None
+        )
+
     def _most_drafts(self) -> int:
         limit = max(1, _DRAFTS_GROWTH * self.policy.search // self.layout.dp)
         return max(limit, _TIGHT_DRAFTS) if self.is_tight else limit
@@ -279,7 +290,8 @@ class _OperationSearch:
         """All values of M, the longest piece and the chains' place, as far as the limit allows."""
         pairs = shapes_of(self.step, self._counts)
         limit = self._most_drafts()
-        choices = _some(_every_choice(pairs, _STRETCHES, is_wide=False), limit)
+        stretches = _STRETCHES if self.cuts_samples else (None,)
+        choices = _some(_every_choice(pairs, stretches, is_wide=False), limit)
         if self._mixes():
             beside = _every_choice(pairs, (_STRETCHES[0], None), is_wide=True)
             places = self.items.num_items * self.layout.dp * max(count for _, count in pairs)
@@ -297,7 +309,8 @@ class _OperationSearch:
             above = min((count for count in found if count > own), default=own)
             for other in (below, own, above):
                 count = self.step.legal_count((own + other) // 2, best.group)
-                for stretch, step in product(_CLOSER_STRETCHES, _CLOSER_PLACES):
+                stretches = _CLOSER_STRETCHES if self.cuts_samples else (None,)
+                for stretch, step in product(stretches, _CLOSER_PLACES):
                     place = min(max(best.place + step, 0.0), 1.0)
                     closer[_Choice(best.group, count, stretch, place, False)] = None
         return list(closer)
@@ -331,12 +344,12 @@ class _OperationSearch:
         if self._must_widen(cut):
             return None
         draft = pack_around(cut, cells, count, group)
-        return None if draft is None else self._scored(draft, self.split)
+        return None if draft is None else self._scored(draft)
 
     def _mixes(self) -> bool:
         """Whether pieces and rows over several ranks may be in one step: families are in pieces,
         samples are that no width holds, or sets go over several ranks."""
-        if self.costs is None:
+        if self.costs is None or not self.cuts_samples:
             return False
         if self.items.num_pieces:
             return True
@@ -374,7 +387,7 @@ class _OperationSearch:
         if self.step.forward_only or self.layout.pp == 1:
             # No stage waits for a backward, so only samples over the budget are cut.
             longest = 0.0
-        room = self.step.capacity
+        room = self.step.capacity if self.cuts_samples else UNLIMITED
         if choice.stretch is None and choice.is_wide:
             assert self.costs is not None
             room = int(self.costs.alone[-1])
@@ -401,9 +414,9 @@ class _OperationSearch:
         wanted = spread_counts(least, top)
         return list(dict.fromkeys(self.step.legal_count(m, group) for m in wanted))
 
-    def _scored(self, draft: Draft, split: bool) -> Scored:
+    def _scored(self, draft: Draft) -> Scored:
         """A simulated draft of rows on one rank each in an order of its own."""
-        own = self._own_orders(draft, split)
+        own = self._own_orders(draft)
         return score_draft(draft, self.cost, self.runner, own, is_real=True)
 
     def _scored_wide(self, draft: Draft) -> Scored:
@@ -418,41 +431,50 @@ class _OperationSearch:
         return self._scored_board(draft, board, rule._replace(targets=targets))
 
     def _scored_board(self, draft: Draft, board: Board, rule: FillRule) -> Scored:
-        own = self._own_orders(draft, self.split)._replace(is_common=True)
-        return score_shared_rows(draft, board, self.runner, rule, own)
+        deep = self._own_orders(draft)._replace(is_common=True)
+        orders = [deep]
+        if self.layout.vpp == 1 and not self.step.forward_only:
+            # Forwards far ahead on one rank may keep the others waiting.
+            orders.append(
+                deep._replace(
+                    warmup=megatron_warmup(self.layout.pp, 1, 1),
+                    ops=deep.ops.copy(),
+                    num_ops=deep.num_ops.copy(),
+                )
+            )
+        found = [score_shared_rows(draft, board, self.runner, rule, own) for own in orders]
+        return min(found, key=lambda scored: scored.seconds)
 
-    def _own_orders(self, draft: Draft, split: bool) -> OwnOrders:
+    def _own_orders(self, draft: Draft) -> OwnOrders:
         layout = self.layout
         counts = [rows.size for rows in draft.rank_rows]
         num_ops = (1 if self.step.forward_only else 2) * max(counts) * layout.num_chunks
+        group = draft.group_size or 1
+        warmup = deep_warmup(layout.pp, layout.vpp, group)
+        if self.step.forward_only:
+            warmup = np.full(layout.pp, max(counts) * layout.vpp)
         return OwnOrders(
             chunk_weights=self.runner.weights,
             chunk_kinds=self.runner.kinds,
             pp=layout.pp,
             vpp=layout.vpp,
-            group=draft.group_size or 1,
+            group=group,
+            warmup=warmup,
             p2p=self.runner.p2p,
             cap=self._cap(draft),
-            heeds_cap=self.is_tight,
             alignment=self.unit,
             least_piece=self.step.least_piece,
             forward_only=self.step.forward_only,
             backward_ratio=float(self.cost.backward_ratio),
-            weight_ratio=float(self.cost.weight_ratio) if split else 0.0,
-            split=split,
+            weight_ratio=float(self.cost.weight_ratio) if self.split else 0.0,
+            split=self.split,
             is_common=self.step.lockstep,
-            patience=_PATIENCE,
             ops=np.empty((layout.dp, num_ops, 5), dtype=np.int64),
             num_ops=np.zeros(layout.dp, dtype=np.int64),
-            turned=np.zeros((layout.dp, max(counts)), dtype=np.int64),
         )
 
     def _cap(self, draft: Draft) -> float:
-        """Tokens that a stage may hold, each chunk counted whole.
-
-        At most `Plan.live_cap`, and without a cap in the policy no more than the draft of whole
-        samples holds in Megatron's order: W's that wait longer gain little (docs/planner.md).
-        """
+        """Tokens that a stage may hold, each chunk counted whole: at most `Plan.live_cap`."""
         layout = self.layout
         if self.step.max_live is not None:
             return float(self.step.max_live)
@@ -469,23 +491,7 @@ class _OperationSearch:
         if self.policy.oversize == "alone":
             ends = draft.items.end
             over = int(ends[ends > budget].max(initial=0)) * layout.vpp
-        cap = in_flight * max(layout.aligned_row_tokens(longest), budget) + over
-        return cap if is_wide else min(cap, self.held)
-
-    def _held(self, found: Scored) -> float:
-        """The most tokens that a stage holds in Megatron's order, each chunk counted whole.
-
-        Ranks in lockstep run one order, as if each had the longest of their rows.
-        """
-        ranks = [
-            np.array([float(microbatch_tokens(found.board, rank, k)) for k in range(count)])
-            for rank, count in enumerate(found.board.counts.tolist())
-        ]
-        if self.step.lockstep:
-            ranks = [np.maximum.reduce(ranks)]
-        group = found.draft.group_size
-        peaks = [self.runner.order(held.size, group).peak_live(held) for held in ranks]
-        return float(max(peak.max() for peak in peaks))
+        return in_flight * max(layout.aligned_row_tokens(longest), budget) + over
 
     def _improve(self, found: Scored, budget: int) -> None:
         """Improve a draft by moves, if its rows may change and there is something to gain."""

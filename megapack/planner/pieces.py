@@ -26,7 +26,7 @@ from megapack.planner.draft import PADDING, Draft
 from megapack.planner.families import Families, group_units
 from megapack.planner.fill import FillRule, fill_all, fill_rule
 from megapack.planner.items import Items, row_sums
-from megapack.planner.profile import mountain_levels
+from megapack.planner.profile import ramp_levels
 from megapack.planner.scored import blank_board
 from megapack.planner.step import UNLIMITED
 
@@ -360,7 +360,8 @@ def pack_around(cut: CutItems, cells: Ints, count: int, group: int | None) -> Dr
     held = np.zeros(dp * count)
     held[cells] = cut.work[cut.num_whole :]
     rank_work = math.fsum(cut.work.tolist()) / dp
-    targets = [_targets(own, rank_work) for own in held.reshape(dp, count)]
+    levels = _levels(items, count)
+    targets = [_targets(own, rank_work, levels) for own in held.reshape(dp, count)]
     missing = np.concatenate(targets) - held
     whole = slice(cut.num_whole)
     found = pack_to_targets(items.aligned[whole], cut.work[whole], missing, step.capacity, taken)
@@ -402,7 +403,7 @@ def fill_around(
     rule = FillRule(
         order=rule.order[rule.order < cut.num_whole],
         least=rule.least,
-        targets=_targets(np.zeros(count), rank_work) + costs.fixed[0],
+        targets=_targets(np.zeros(count), rank_work, _levels(items, count)) + costs.fixed[0],
     )
     return (board, rule) if fill_all(board, rule, _STRETCH) else None
 
@@ -551,13 +552,19 @@ def _starts(sizes: Sequence[int], count: int, group: int | None, place: float) -
     return starts
 
 
-def _targets(held: Floats, work: float) -> Floats:
-    """Work that each row of a rank should have: that of a mountain, at least what it holds.
+def _levels(items: Items, count: int) -> Floats:
+    """Levels of a rank's M rows."""
+    step = items.step
+    drains = step.policy.backward == "joint" or step.forward_only
+    return ramp_levels(count, step.layout.pp, drains=drains)
 
-    With 5 rows, 10 s of work and a piece of 4 s in the third one, the others share 6 s.
+
+def _targets(held: Floats, work: float, levels: Floats) -> Floats:
+    """Work that each row of a rank should have by its level, at least what it holds.
+
+    With 5 rows of level 1, 10 s of work and a piece of 4 s in the third one, the others share 6 s.
     """
     count = held.size
-    levels = mountain_levels(count)
     over = np.zeros(count, dtype=np.bool_)
     targets = held.copy()
     for _ in range(_FILL_PASSES):

@@ -25,6 +25,10 @@ from megapack.pipeline.simulator import Runner
 # on pp=4 starts at 0.4, 0.65, 1 (eight times), 0.85, 0.65.
 _HEAD = (0.4, 0.65)
 _TAIL = (0.85, 0.65)
+# Where stages run ahead: the first level, and the power of the largest growth with which the next
+# ones rise. With pp=4 they are 0.15, 0.21, 0.31, 0.44, 0.63, 0.9 and 1.
+_RAMP_FIRST = 0.15
+_RAMP_POWER = 0.7
 # 1F1B: levels of the three micro-batches on either side of the huge samples, the nearest first.
 # M=20 on pp=4 has two huge samples at 10 and 11; 9 and 12 start at 1.8, 8 and 13 at 1.4, 7 and 14
 # at 1.15.
@@ -176,7 +180,7 @@ def _mountain(pp: int, count: int, num_huge: int) -> tuple[Ints, Floats, Ints]:
     position = np.arange(count)
     ends = min(pp, (count - 1) // 2)
     classes = np.minimum(position, ends) + np.maximum(position - (count - 1 - ends), 0)
-    levels = mountain_levels(2 * ends + 1)
+    levels = _mountain_levels(2 * ends + 1)
     # From the middle outwards; M=11: 5 6 4 7 3 ...
     from_middle = np.abs(position - count // 2) * 2 - (position > count // 2)
     huge_order = np.argsort(from_middle, kind="stable")
@@ -189,12 +193,35 @@ def _mountain(pp: int, count: int, num_huge: int) -> tuple[Ints, Floats, Ints]:
     return classes, levels, huge_order
 
 
-def mountain_levels(size: int) -> Floats:
-    """Levels of so many micro-batches or classes: the first two and the last two are lower."""
+def _mountain_levels(size: int) -> Floats:
+    """Levels of so many classes: the first two and the last two are lower."""
     levels = np.ones(size)
     near = min(2, (size - 1) // 2)
     levels[:near] = _HEAD[:near]
     levels[size - near :] = _TAIL[2 - near :]
+    return levels
+
+
+def ramp_levels(count: int, pp: int, *, drains: bool) -> Floats:
+    """Levels of M micro-batches whose stages run forwards ahead, float64 [M].
+
+    Small first ones are soon on the last stage. The next one may be (pp + 1) / (pp - 1) times as
+    large before the last stage has to wait for it. With forwards of 1 s and r s, the first one
+    arrives there after pp - 1 s and takes 3 s with its backward; the second one arrives after
+    1 + (pp - 1) * r s.
+
+    Args:
+        drains: weight gradients are a part of backwards, so nothing fills the waits at the end:
+            the last ones are smaller, too.
+    """
+    levels = np.ones(count)
+    near = (count - 1) // 2
+    if pp > 1:
+        growth = ((pp + 1) / (pp - 1)) ** _RAMP_POWER
+        levels[:near] = np.minimum(_RAMP_FIRST * growth ** np.arange(near), 1.0)
+    if drains:
+        size = min(len(_TAIL), near)
+        levels[count - size :] = _TAIL[len(_TAIL) - size :]
     return levels
 
 

@@ -15,7 +15,14 @@ from megapack.pipeline.kernels import RankOps
 from megapack.pipeline.simulator import Runner
 from megapack.planner.annealing import anneal
 from megapack.planner.board import Board, RowCost, add_up_rows, clone, empty_board, fill_rows
-from megapack.planner.clock import Clock, OwnOrders, common_ops, score_all, score_shared, set_order
+from megapack.planner.clock import (
+    Clock,
+    OwnOrders,
+    common_ops,
+    score_all,
+    score_shared,
+    set_common_order,
+)
 from megapack.planner.draft import PADDING, Draft
 from megapack.planner.even import even_ranks
 from megapack.planner.fill import FillRule
@@ -131,7 +138,7 @@ def score_shared_rows(
     """
     clock = draft_clock(draft, runner)
     if own is not None:
-        set_order(board, own, 0)
+        set_common_order(board, own)
     num_ops = clock.ops.stage.size if own is None else own.ops.shape[1]
     end = np.empty((1 if clock.lockstep else board.counts.size, num_ops))
     seconds = float(score_shared(board, clock, own, end))

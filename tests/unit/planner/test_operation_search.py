@@ -19,7 +19,7 @@ from megapack import (
     check_plan,
 )
 from megapack.pipeline.simulator import simulate_planned
-from megapack.planner import clock, pieces
+from megapack.planner import clock, operations, pieces
 from megapack.planner.choose import best_draft
 from megapack.planner.items import Items
 from megapack.planner.step import Step
@@ -94,6 +94,34 @@ def test_weight_gradients_fill_waits_within_the_cap(layout: Layout) -> None:
     tight = dataclasses.replace(WEIGHTS, max_live_tokens_per_gpu=int(0.9 * live))
     capped = planned(SHORT, layout, tight)
     assert simulate_planned(capped, capped.steps[0], COST).peak_live_tokens <= 0.9 * live
+
+
+def test_stages_run_forwards_ahead_while_they_wait() -> None:
+    plan = planned(SHORT, Layout(dp=4, pp=4), WEIGHTS)
+    # Before its first backward the first stage of Megatron's order has run 4 forwards.
+    ahead = [
+        [line.partition("B")[0].count("F") for line in lines] for lines in plan.steps[0].orders
+    ]
+    assert max(first for first, *_ in ahead) > 4
+
+
+@pytest.mark.parametrize("policy", [PIECES, WEIGHTS, BOTH])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_stages_choose_takes_no_longer_than_the_moves_counted(
+    layout: Layout, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = []
+    listed = operations._OperationSearch._orders
+
+    def watched(search: Any, found: Any) -> Any:
+        orders, end = listed(search, found)
+        ends.append((end, found.seconds))
+        return orders, end
+
+    monkeypatch.setattr(operations._OperationSearch, "_orders", watched)
+    planned(ONE_LONG, layout, policy)
+    assert ends
+    assert all(end <= counted * (1 + 1e-12) for end, counted in ends)
 
 
 def test_equal_seconds_without_a_gain_leave_megatrons_order() -> None:
