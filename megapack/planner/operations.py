@@ -1,7 +1,7 @@
 """The search for steps whose stages run other operations than Megatron's schedules.
 
-    the drafts of whole samples           -> their seconds with W's in the waits
-    M, the longest piece, chains' place   -> drafts of pieces, then more that are close to the best
+    the drafts of whole samples           -> their seconds in orders of their own
+    M, the longest piece, chains' place   -> drafts packed anew, then more close to the best
     the best few of both                  -> moves; a draft that is far behind gets none
     the best                              -> the order of each rank's operations
 
@@ -134,8 +134,8 @@ def plan_operations(
         fixed: the best draft in Megatron's order, of rows on one DP rank each; None if there is
             none that the policy allows.
         wide: the best one with rows over several ranks, the same.
-        is_tight: samples hardly fit under the cap on live tokens. Stages put forwards off that
-            would break it, which fills fewer waits, and more drafts are made.
+        is_tight: samples hardly fit under the cap on live tokens, so more drafts are made, of
+            whole units of a row.
     """
     search = _OperationSearch(items, fixed, wide, is_tight)
     best = search.run()
@@ -278,9 +278,10 @@ class _OperationSearch:
 
     def _may_pack(self) -> bool:
         """Whether items may be in other rows than those of the drafts of whole samples."""
-        return self.cuts_samples or (
-            self.split and self.step.budget is not None and self.step.max_samples is None
-        )
+        if self.cuts_samples or not self.split:
+            return self.cuts_samples
+        is_planned = self.step.budget is not None and self.step.max_samples is None
+        return is_planned and self.policy.row_shape != "uniform"
 
     def _most_drafts(self) -> int:
         limit = max(1, _DRAFTS_GROWTH * self.policy.search // self.layout.dp)
