@@ -425,3 +425,21 @@ def shift_cut(board: Board, piece: int, tokens: int) -> None:
         board.tokens[row] += sign * tokens
         board.tokens_sq[row] += sign * squares
         add_up(board, row)
+
+
+@kernel
+def chain_at(board: Board, rank: int, position: int) -> int:
+    """The chain of a rank's micro-batch; -1 without one."""
+    piece = board.piece_of[board.rows[rank, position]]
+    return int(board.chain[piece]) if piece >= 0 else -1
+
+
+@kernel
+def unit_end(board: Board, rank: int, position: int) -> int:
+    """The position after the unit of a position: its chain, or it alone."""
+    chain = chain_at(board, rank, position)
+    last = position + 1
+    if chain >= 0:
+        while last < board.counts[rank] and chain_at(board, rank, last) == chain:
+            last += 1
+    return last

@@ -2,8 +2,8 @@
 
 In an order of its own each stage of a rank runs what can begin first: its next forward or its next
 backward. So a stage runs forwards ahead while it waits for its first backward, up to twice as many
-as in 1F1B. DP ranks that meet in layers must run one order, which cannot fit all of them: they run
-their warm-up, and then alternate.
+as in 1F1B. DP ranks that share rows must run one order, which cannot fit all of them: their stages
+run their warm-up, and then alternate.
 
 A split backward leaves its weight gradients (W) to the stage, which may run them at any later time:
 where it would wait, first in, first out. With pp=2 and two rows whose forward, backward and W take
@@ -26,9 +26,10 @@ from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
 from megapack.base.loops import largest
 from megapack.pipeline.kernels import RankOps, coupled_seconds, peak_live, rank_seconds
-from megapack.plan.order import KINDS, group_table, interleave, operation_texts, stage_lists
+from megapack.plan.order import group_table, interleave, stage_lists
 from megapack.planner.board import (
     Board,
+    chain_at,
     kind_seconds,
     microbatch_tokens,
     row_seconds,
@@ -37,8 +38,7 @@ from megapack.planner.board import (
 )
 
 # A W may end later than the wait in which it begins, by this part of its own seconds: a W of 4 s
-# begins if the wait is 1 s or longer. Chosen by hand, for ranks that meet; a stage that chooses
-# begins a W in any wait.
+# begins if the wait is 1 s or longer. Chosen by hand; a stage that chooses uses any wait.
 PATIENCE = 0.75
 
 
@@ -78,7 +78,8 @@ class OwnOrders(NamedTuple):
     """int64 [dp, most operations, 5], written: stage, micro-batch, chunk in the model, kind and
     waits_for of `StepOrder`, without W's."""
     num_ops: Ints
-    """int64 [dp], written; 0 if the operations wait for each other in a circle."""
+    """int64 [dp], written; 0 without an order: backwards in reverse leave their group of G
+    micro-batches, or none keeps the cap."""
 
 
 class Clock(NamedTuple):
@@ -398,24 +399,6 @@ def _filled_seconds(
 
 
 @kernel
-def chain_at(board: Board, rank: int, position: int) -> int:
-    """The chain of a rank's micro-batch; -1 without one."""
-    piece = board.piece_of[board.rows[rank, position]]
-    return int(board.chain[piece]) if piece >= 0 else -1
-
-
-@kernel
-def unit_end(board: Board, rank: int, position: int) -> int:
-    """The position after the unit of a position: its chain, or it alone."""
-    chain = chain_at(board, rank, position)
-    last = position + 1
-    if chain >= 0:
-        while last < board.counts[rank] and chain_at(board, rank, last) == chain:
-            last += 1
-    return last
-
-
-@kernel
 def choose_order(board: Board, clock: Clock, own: OwnOrders, rank: int) -> float:
     """Write the operations of a rank whose stages choose what they run, or those of all ranks in
     lockstep.
@@ -438,25 +421,28 @@ def choose_order(board: Board, clock: Clock, own: OwnOrders, rank: int) -> float
 
 
 @kernel
-def set_common_order(board: Board, own: OwnOrders) -> None:
-    """Write the one order of ranks that meet: in it all stages run their warm-up, and then
-    alternate. Their rows take different times, so what could begin first on one rank may not on
-    another."""
-    own.num_ops[0] = 0
-    ranks, count = board.rows.shape
-    backwards = _backwards(board, own, 0, ranks)
+def set_order(board: Board, own: OwnOrders, rank: int) -> None:
+    """Write the operations of a rank, or of all if they run one order, whose stages run their
+    warm-up and then alternate. What can begin first on one rank may not on another, so this is the
+    order of ranks that share rows."""
+    first, last = rank, rank + 1
+    if own.is_common:
+        rank, first, last = 0, 0, board.counts.size
+    own.num_ops[rank] = 0
+    count = board.counts[rank]
+    backwards = _backwards(board, own, first, last)
     if backwards.size == 0:
         return
     times = _no_times(board, 1, count)
-    _set_times(board, own, 0, ranks, times, 0)
+    _set_times(board, own, first, last, times, 0)
     stages, ends = stage_lists(
         own.warmup, own.vpp, count, own.group, own.forward_only, backwards, times.held[0], own.cap
     )
     columns, _ = interleave(stages, ends, own.pp, own.vpp)
-    own.num_ops[0] = columns.shape[1]
+    own.num_ops[rank] = columns.shape[1]
     for op in range(columns.shape[1]):
         for k in range(5):
-            own.ops[0, op, k] = columns[k, op]
+            own.ops[rank, op, k] = columns[k, op]
 
 
 @kernel
@@ -576,8 +562,6 @@ def _choose(own: OwnOrders, times: _Times, backwards: Ints, ops: Ints) -> tuple[
                 live[stage] -= times.held[0, microbatch]
             if num[stage, 1] < total:
                 needed[stage] = max(needed[stage], backwards[num[stage, 1]] + 1)
-            else:
-                needed[stage] = total
         end[done] = free[stage]
         ran[what, chunk, microbatch] = done
         ops[done, 0] = stage
@@ -614,30 +598,3 @@ def _turned_backwards(board: Board, first: int, last: int) -> Ints:
                 turned[position] = begin + k - 1 - position
             begin = k
     return turned
-
-
-def common_ops(own: OwnOrders) -> RankOps:
-    """The operations of the one order of all ranks; what they hold and take is left out."""
-    stage, microbatch, _, _, waits_for = np.ascontiguousarray(own.ops[0, : own.num_ops[0]].T)
-    none = np.zeros(0, dtype=np.int64)
-    ops = RankOps(stage, microbatch, none, none, waits_for, np.zeros(0), own.pp, own.p2p)
-    return ops.read_only()
-
-
-def order_lines(ops: Ints, ran: Ints, num_ran: Ints) -> tuple[str, ...]:
-    """What each stage runs, as `StepOrder.lines`.
-
-    Args:
-        ops: int64 [operations, 5], see `OwnOrders.ops`.
-        ran, num_ran: of a rank, see `run_ranks`.
-    """
-    pp = num_ran.size
-    num_microbatches, vpp = int(ops[:, 1].max()) + 1, int(ops[:, 2].max()) // pp + 1
-    texts, _ = operation_texts(num_microbatches, vpp)
-    lines = []
-    for own, size in zip(ran, num_ran, strict=True):
-        index = own[:size]
-        op = ops[np.where(index >= 0, index, -1 - index)]
-        kind = np.where(index >= 0, op[:, 3], KINDS.index("W"))
-        lines.append(" ".join(texts[kind, op[:, 2] // pp, op[:, 1]]))
-    return tuple(lines)

@@ -16,19 +16,19 @@ from megapack.base.jit import kernel
 from megapack.base.loops import copy_into
 from megapack.planner.board import (
     Board,
+    chain_at,
     exchange,
     fastest,
     fits,
     row_seconds,
     shift_cut,
     slowest,
+    unit_end,
 )
 from megapack.planner.clock import (
     Clock,
     OwnOrders,
-    chain_at,
     score_rank,
-    unit_end,
 )
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
@@ -129,7 +129,8 @@ def _try_order(board: Board, clock: Clock, own: OwnOrders | None, random: Ints, 
         _set_seconds(board, clock, rank, seconds)
         return 1
     copy_into(board.rows[rank], before)
-    return 1
+    # A chain that left its group takes inf seconds, and no simulation.
+    return 1 if seconds < np.inf else 0
 
 
 @kernel

@@ -13,6 +13,7 @@ is slower than it in the simulator.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -20,15 +21,15 @@ from typing import NamedTuple
 import numpy as np
 
 from megapack.base.arrays import Ints
-from megapack.plan.order import deep_warmup, megatron_warmup
+from megapack.plan.order import deep_warmup, megatron_warmup, order_lines
 from megapack.planner.board import Board, RowCost
 from megapack.planner.clock import (
     PATIENCE,
     OwnOrders,
     choose_order,
-    order_lines,
     room_to_run,
     run_ranks,
+    set_order,
 )
 from megapack.planner.counts import shapes_of
 from megapack.planner.draft import Draft
@@ -231,33 +232,54 @@ class _OperationSearch:
         return replace(draft, board_seconds=seconds) if self.step.prefixes is None else draft
 
     def _orders(self, found: Scored) -> tuple[tuple[tuple[str, ...], ...], float]:
-        """What each rank's stages run, with the patience that is best for the rank, and the step's
+        """What each rank's stages run, in the order that is best for the rank, and the step's
         seconds."""
-        own = found.own
-        assert own is not None
+        dp, lockstep = self.layout.dp, found.clock.lockstep
+        # Ranks that share rows are simulated together; those in lockstep are all alike.
+        together = dp if found.rule is not None and not lockstep else 1
         orders: list[tuple[str, ...]] = []
         slowest = 0.0
-        # Ranks that share rows are simulated together.
-        together = self.layout.dp if found.rule is not None and not found.clock.lockstep else 1
-        for rank in range(0, self.layout.dp, together):
+        for rank in range(0, 1 if lockstep else dp, together):
+            seconds, lines = self._best_order(found, rank, together)
+            slowest = max(slowest, seconds)
+            orders += lines
+        return tuple(orders * dp if lockstep else orders), slowest
+
+    def _best_order(
+        self, found: Scored, rank: int, num_ranks: int
+    ) -> tuple[float, list[tuple[str, ...]]]:
+        """The fastest order of so many ranks from this one on: its seconds, and what each runs."""
+        best: tuple[float, Ints, Ints, Ints] | None = None
+        for own in self._orders_to_try(found, rank):
             order = 0 if own.is_common else rank
-            if found.rule is None:
-                # A move that was not kept may have left its own.
-                choose_order(found.board, found.clock, own, rank)
             ops = own.ops[order, : own.num_ops[order]]
-            best: tuple[float, Ints, Ints] | None = None
             for patience in (PATIENCE, *_LAST_PATIENCES) if self.split else (PATIENCE,):
-                ran, num_ran, end = room_to_run(own, together)
+                ran, num_ran, end = room_to_run(own, num_ranks)
                 args = (found.board, found.clock, own, rank, patience, ran, num_ran, end)
                 seconds = float(run_ranks(*args))
                 if best is None or seconds < best[0]:
-                    best = seconds, ran, num_ran
-            assert best is not None
-            slowest = max(slowest, best[0])
-            shape = (together, own.pp, -1)
-            pairs = zip(best[1].reshape(shape), best[2].reshape(shape[:2]), strict=True)
-            orders += [order_lines(ops, *pair) for pair in pairs]
-        return tuple(orders), slowest
+                    best = seconds, ops.copy(), ran, num_ran
+        assert best is not None
+        seconds, ops, ran, num_ran = best
+        shape = (num_ranks, self.layout.pp, -1)
+        pairs = zip(ran.reshape(shape), num_ran.reshape(shape[:2]), strict=True)
+        return seconds, [order_lines(ops, *pair) for pair in pairs]
+
+    def _orders_to_try(self, found: Scored, rank: int) -> Iterator[OwnOrders]:
+        """Orders of a rank, each written over the one before it; those of ranks that share rows
+        are as the moves left them."""
+        own = found.own
+        assert own is not None
+        if found.rule is not None:
+            yield own
+            return
+        # A move that was not kept may have left its own.
+        choose_order(found.board, found.clock, own, rank)
+        yield own
+        for warmup in self._warmups(found.draft):
+            fixed = own._replace(warmup=warmup)
+            set_order(found.board, fixed, rank)
+            yield fixed
 
     def _new_drafts(self) -> tuple[list[Scored], list[Scored]]:
         """The fastest drafts that are packed anew, each of another M: those of rows on one rank
@@ -280,8 +302,8 @@ class _OperationSearch:
         """Whether items may be in other rows than those of the drafts of whole samples."""
         if self.cuts_samples or not self.split:
             return self.cuts_samples
-        is_planned = self.step.budget is not None and self.step.max_samples is None
-        return is_planned and self.policy.row_shape != "uniform"
+        is_uniform = self.policy.row_shape == "uniform"
+        return self.layout.pp > 1 and self.step.budget is not None and not is_uniform
 
     def _most_drafts(self) -> int:
         limit = max(1, _DRAFTS_GROWTH * self.policy.search // self.layout.dp)
@@ -291,8 +313,10 @@ class _OperationSearch:
         """All values of M, the longest piece and the chains' place, as far as the limit allows."""
         pairs = shapes_of(self.step, self._counts)
         limit = self._most_drafts()
-        stretches = _STRETCHES if self.cuts_samples else (None,)
-        choices = _some(_every_choice(pairs, stretches, is_wide=False), limit)
+        choices = [_Choice(*pair, None, 0.0, False) for pair in pairs]
+        if self.cuts_samples:
+            choices = _every_choice(pairs, _STRETCHES, is_wide=False)
+        choices = _some(choices, limit)
         if self._mixes():
             beside = _every_choice(pairs, (_STRETCHES[0], None), is_wide=True)
             places = self.items.num_items * self.layout.dp * max(count for _, count in pairs)
@@ -310,8 +334,10 @@ class _OperationSearch:
             above = min((count for count in found if count > own), default=own)
             for other in (below, own, above):
                 count = self.step.legal_count((own + other) // 2, best.group)
-                stretches = _CLOSER_STRETCHES if self.cuts_samples else (None,)
-                for stretch, step in product(stretches, _CLOSER_PLACES):
+                if not self.cuts_samples:
+                    closer[best._replace(num_microbatches=count)] = None
+                    continue
+                for stretch, step in product(_CLOSER_STRETCHES, _CLOSER_PLACES):
                     place = min(max(best.place + step, 0.0), 1.0)
                     closer[_Choice(best.group, count, stretch, place, False)] = None
         return list(closer)
@@ -401,6 +427,8 @@ class _OperationSearch:
         capacity = self.step.capacity
         tokens = self.items.aligned
         pieces = np.where(tokens > capacity, -(-tokens // capacity), 0)
+        if not self.cuts_samples:
+            pieces = np.minimum(pieces, 1)
         # The rows of a sample over the budget hold nothing else, and are on one rank.
         held = int(np.where(pieces > 0, pieces * capacity, tokens).sum())
         rows = max(-(-held // (capacity * layout.dp)), int(pieces.max()), family_rows(self.items))
@@ -417,7 +445,7 @@ class _OperationSearch:
 
     def _scored(self, draft: Draft) -> Scored:
         """A simulated draft of rows on one rank each in an order of its own."""
-        own = self._own_orders(draft)
+        own = self._own_orders(draft, self._warmups(draft)[0])
         return score_draft(draft, self.cost, self.runner, own, is_real=True)
 
     def _scored_wide(self, draft: Draft) -> Scored:
@@ -432,34 +460,32 @@ class _OperationSearch:
         return self._scored_board(draft, board, rule._replace(targets=targets))
 
     def _scored_board(self, draft: Draft, board: Board, rule: FillRule) -> Scored:
-        deep = self._own_orders(draft)._replace(is_common=True)
-        orders = [deep]
-        if self.layout.vpp == 1 and not self.step.forward_only:
-            # Forwards far ahead on one rank may keep the others waiting.
-            orders.append(
-                deep._replace(
-                    warmup=megatron_warmup(self.layout.pp, 1, 1),
-                    ops=deep.ops.copy(),
-                    num_ops=deep.num_ops.copy(),
-                )
-            )
-        found = [score_shared_rows(draft, board, self.runner, rule, own) for own in orders]
+        found = []
+        for warmup in self._warmups(draft):
+            own = self._own_orders(draft, warmup)._replace(is_common=True)
+            found.append(score_shared_rows(draft, board, self.runner, rule, own))
         return min(found, key=lambda scored: scored.seconds)
 
-    def _own_orders(self, draft: Draft) -> OwnOrders:
+    def _warmups(self, draft: Draft) -> list[Ints]:
+        """Forwards that the stages may run ahead, the most first. Where all ranks run one order,
+        fewer may be better."""
+        layout = self.layout
+        shape = layout.pp, layout.vpp, draft.group_size or 1
+        if self.step.forward_only:
+            return [np.full(layout.pp, max(rows.size for rows in draft.rank_rows) * layout.vpp)]
+        same = layout.vpp > 1 or layout.pp == 1
+        return [deep_warmup(*shape)] if same else [deep_warmup(*shape), megatron_warmup(*shape)]
+
+    def _own_orders(self, draft: Draft, warmup: Ints) -> OwnOrders:
         layout = self.layout
         counts = [rows.size for rows in draft.rank_rows]
         num_ops = (1 if self.step.forward_only else 2) * max(counts) * layout.num_chunks
-        group = draft.group_size or 1
-        warmup = deep_warmup(layout.pp, layout.vpp, group)
-        if self.step.forward_only:
-            warmup = np.full(layout.pp, max(counts) * layout.vpp)
         return OwnOrders(
             chunk_weights=self.runner.weights,
             chunk_kinds=self.runner.kinds,
             pp=layout.pp,
             vpp=layout.vpp,
-            group=group,
+            group=draft.group_size or 1,
             warmup=warmup,
             p2p=self.runner.p2p,
             cap=self._cap(draft),

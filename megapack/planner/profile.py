@@ -25,10 +25,10 @@ from megapack.pipeline.simulator import Runner
 # on pp=4 starts at 0.4, 0.65, 1 (eight times), 0.85, 0.65.
 _HEAD = (0.4, 0.65)
 _TAIL = (0.85, 0.65)
-# Where stages run ahead: the first level, and the power of the largest growth with which the next
-# ones rise. With pp=4 they are 0.15, 0.21, 0.31, 0.44, 0.63, 0.9 and 1.
+# Where stages run ahead: the first level, and the growth of the next ones: 1 plus this over pp - 1.
+# With pp=4 they are 0.15, 0.21, 0.31, 0.44, 0.63, 0.9 and 1.
 _RAMP_FIRST = 0.15
-_RAMP_POWER = 0.7
+_RAMP_GROWTH = 1.3
 # 1F1B: levels of the three micro-batches on either side of the huge samples, the nearest first.
 # M=20 on pp=4 has two huge samples at 10 and 11; 9 and 12 start at 1.8, 8 and 13 at 1.4, 7 and 14
 # at 1.15.
@@ -208,17 +208,18 @@ def ramp_levels(count: int, pp: int, *, drains: bool) -> Floats:
     Small first ones are soon on the last stage. The next one may be (pp + 1) / (pp - 1) times as
     large before the last stage has to wait for it. With forwards of 1 s and r s, the first one
     arrives there after pp - 1 s and takes 3 s with its backward; the second one arrives after
-    1 + (pp - 1) * r s.
+    1 + (pp - 1) * r s. A smaller growth is better for whole samples.
 
     Args:
-        drains: weight gradients are a part of backwards, so nothing fills the waits at the end:
-            the last ones are smaller, too.
+        drains: nothing fills the waits at the end, such as weight gradients, so the last ones are
+            smaller, too.
     """
     levels = np.ones(count)
     near = (count - 1) // 2
-    if pp > 1:
-        growth = ((pp + 1) / (pp - 1)) ** _RAMP_POWER
-        levels[:near] = np.minimum(_RAMP_FIRST * growth ** np.arange(near), 1.0)
+    level = _RAMP_FIRST
+    for k in range(near if pp > 1 else 0):
+        levels[k] = min(level, 1.0)
+        level *= 1 + _RAMP_GROWTH / (pp - 1)
     if drains:
         size = min(len(_TAIL), near)
         levels[count - size :] = _TAIL[len(_TAIL) - size :]

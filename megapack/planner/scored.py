@@ -18,10 +18,9 @@ from megapack.planner.board import Board, RowCost, add_up_rows, clone, empty_boa
 from megapack.planner.clock import (
     Clock,
     OwnOrders,
-    common_ops,
     score_all,
     score_shared,
-    set_common_order,
+    set_order,
 )
 from megapack.planner.draft import PADDING, Draft
 from megapack.planner.even import even_ranks
@@ -92,7 +91,7 @@ class Scored:
         """
         assert self.rule is not None
         clones = clone(self.board), clone(self.board)
-        ops = self.clock.ops if self.own is None else common_ops(self.own)
+        ops = self.clock.ops if self.own is None else _common_ops(self.own)
         args = (self.board, *clones, self.clock, self.own, ops, self.rule, budget, goal)
         self.seconds = float(anneal(*args))
 
@@ -138,7 +137,7 @@ def score_shared_rows(
     """
     clock = draft_clock(draft, runner)
     if own is not None:
-        set_common_order(board, own)
+        set_order(board, own, 0)
     num_ops = clock.ops.stage.size if own is None else own.ops.shape[1]
     end = np.empty((1 if clock.lockstep else board.counts.size, num_ops))
     seconds = float(score_shared(board, clock, own, end))
@@ -289,3 +288,11 @@ def _rates(
     rates = (fixed, cost.per_token * factor * share, cost.per_token_sq * share)
     unit = np.array([layout.over(width).row_alignment for width in widths])
     return (*rates, cost.per_sample * share), np.array(widths), unit
+
+
+def _common_ops(own: OwnOrders) -> RankOps:
+    """The operations of the one order of all ranks; what they hold and take is left out."""
+    stage, microbatch, _, _, waits_for = np.ascontiguousarray(own.ops[0, : own.num_ops[0]].T)
+    none = np.zeros(0, dtype=np.int64)
+    ops = RankOps(stage, microbatch, none, none, waits_for, np.zeros(0), own.pp, own.p2p)
+    return ops.read_only()
