@@ -10,8 +10,8 @@ from megapack.policy import Policy
 def choose_executor(policy: Policy, choice: ExecutorChoice = "auto") -> Executor:
     """The executor of `ScheduleAdapter`: a given one, or the one that the policy needs.
 
-    Steps with pieces of samples or with split backwards have orders of their own, which Megatron's
-    schedules do not run.
+    Where samples may be in pieces or backwards split, steps have orders of their own, which
+    Megatron's schedules do not run.
 
     Raises:
         ConfigError: Megatron's schedules are asked for, and the policy may make such steps.

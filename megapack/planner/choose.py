@@ -2,8 +2,8 @@
 
     rows on one DP rank each, in Megatron's order    always, unless a sample must be cut or widened
     rows over several DP ranks                       under context_parallel="dynamic"
-    pieces of samples, weight gradients in waits     under split_samples="auto" or backward="split",
-                                                     in both of these
+    pieces of samples, weight gradients in waits,    under split_samples="auto" or backward="split",
+    forwards ahead                                   in both of these
     pieces of families                               under split_samples="auto" with shared prefixes
 
 Each way gives a draft only if that is faster than the first one, so no freedom makes a plan slower

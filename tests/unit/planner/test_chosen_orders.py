@@ -1,0 +1,91 @@
+"""What the stages of a rank choose to run: whatever the rows, the chains and the cap."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megapack import Layout
+from megapack.base.arrays import Floats, Ints
+from megapack.plan.order import (
+    deep_warmup,
+    group_table,
+    interleave,
+    order_lines,
+    read_order,
+    stage_lists,
+)
+from megapack.planner import clock
+
+pytestmark = pytest.mark.unit
+
+SHAPES = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 2), (2, 2, 3), (4, 2, 5)]
+
+
+def own_orders(
+    pp: int, vpp: int, group: int, size: int, *, cap: float, split: bool
+) -> clock.OwnOrders:
+    return clock.OwnOrders(
+        chunk_weights=np.ones(pp * vpp),
+        chunk_kinds=np.zeros(pp * vpp, dtype=np.int64),
+        pp=pp,
+        vpp=vpp,
+        group=group,
+        p2p=0.01,
+        cap=cap,
+        warmup=deep_warmup(pp, vpp, group),
+        alignment=1,
+        least_piece=1,
+        forward_only=False,
+        backward_ratio=2.0,
+        weight_ratio=0.5,
+        split=split,
+        is_common=False,
+        ops=np.empty((1, size, 5), dtype=np.int64),
+        num_ops=np.zeros(1, dtype=np.int64),
+    )
+
+
+def least_cap(pp: int, vpp: int, count: int, group: int, backwards: Ints, held: Floats) -> float:
+    """What a stage holds if none runs further ahead than the last one."""
+    lists = stage_lists(deep_warmup(pp, vpp, group), vpp, count, group, False, backwards, held, 0.0)
+    columns, _ = interleave(*lists, pp, vpp)
+    stage, microbatch, _, kind, _ = columns
+    amounts = np.where(kind == 0, 1.0, -1.0) * held[microbatch]
+    return float(max(np.cumsum(amounts[stage == s]).max() for s in range(pp)))
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("pp", "vpp", "group"), SHAPES)
+def test_stages_end_within_the_cap_and_as_they_promised(
+    pp: int, vpp: int, group: int, split: bool
+) -> None:
+    rng = np.random.default_rng(pp + 10 * vpp + 100 * group)
+    layout = Layout(pp=pp, vpp=vpp, microbatch_group_size=group if vpp > 1 else None)
+    for count in filter(layout.is_legal_count, range(1, 9)):
+        held = rng.integers(1, 9, count).astype(float)
+        turned = np.arange(count)
+        chains = [range(0, min(2, count, group))] if vpp > 1 else [range(count // 2, count)]
+        chains = [chain for chain in chains if len(chain) > 1]
+        for chain in chains:
+            turned[chain.start : chain.stop] = turned[chain.start : chain.stop][::-1]
+        table = group_table(count, vpp, group)
+        backwards = np.arange(count * vpp) + turned[table[0]] - table[0]
+        forward = held[None] / 10 + 0.1
+        weights = forward * (0.7 if split else 0.0)
+        times = clock._Times(forward, 2 * forward - weights, weights, held[None])
+        least = least_cap(pp, vpp, count, group, backwards, held)
+        for cap in (least, 1.3 * least, np.inf):
+            size = 2 * count * pp * vpp
+            own = own_orders(pp, vpp, group, size, cap=float(cap), split=split)
+            ops = np.empty((size, 5), dtype=np.int64)
+            seconds, num_ops = clock._choose(own, times, backwards, ops)
+            assert num_ops == size
+            ran, num_ran, end = clock.room_to_run(own, 1)
+            first = np.zeros((1, count), dtype=np.int64)
+            # As long as when the same order is given, and W's begin in any wait.
+            given = clock._filled_seconds(own, ops, times, first, 1.0, ran, num_ran, end)
+            assert given == seconds
+            lines = order_lines(ops, ran, num_ran)
+            order = read_order(lines, vpp=vpp, num_microbatches=count, chains=chains)
+            assert order.peak_live(held).max() <= cap
