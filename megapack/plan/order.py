@@ -390,8 +390,7 @@ def megatron_warmup(pp: int, vpp: int, group: int) -> Ints:
     >>> megatron_warmup(4, 1, 1), megatron_warmup(2, 2, 3)
     (array([3, 2, 1, 0]), array([5, 3]))
     """
-    behind = np.arange(pp - 1, -1, -1)
-    return behind if vpp == 1 else 2 * behind + (vpp - 1) * group
+    return np.arange(pp - 1, -1, -1) if vpp == 1 else deep_warmup(pp, vpp, group)
 
 
 def deep_warmup(pp: int, vpp: int, group: int) -> Ints:
