@@ -89,7 +89,8 @@ ROWS = {
     "pieces": Rows(
         layout=Layout(pp=2),
         max_tokens=64,
-        policy=Policy(split_samples="auto"),
+        # Without a shortest piece every sample is cut, and no row holds two.
+        policy=Policy(split_samples="auto", least_piece=32),
         keys={"recompute": "full"},
     ),
 }

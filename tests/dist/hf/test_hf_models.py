@@ -136,6 +136,6 @@ def test_rows_are_made_as_the_case_says(name: str, results: dict[str, dict[str, 
     made = {
         "prefixes": result["shared_tokens"] > 10,
         "wide": result["most_ranks"] == 2,
-        "pieces": result["num_pieces"] == 2,
+        "pieces": result["num_pieces"] > 2,
     }
     assert made[HF_CASES[name].layout_name]
