@@ -110,9 +110,10 @@ class Policy:
     """The most DP ranks that a row may lie over with context_parallel="dynamic"; no limit by
     default. Layers of hybrid models need one: cp times the width divides their heads of a GPU."""
     split_samples: SplitSamples = "off"
-    """"auto": a long sample may be cut into pieces in consecutive micro-batches of one DP rank,
-    where that is faster or where it is over the budget; samples with a common prefix may be cut at
-    its end, where that is faster. "off": every sample is whole in its row."""
+    """"auto": a long sample may be cut into pieces in consecutive micro-batches of one DP rank, or
+    of the same few with context_parallel="dynamic", where that is faster or where it is over the
+    budget; samples with a common prefix may be cut at its end, where that is faster. "off": every
+    sample is whole in its row."""
     least_piece: int | None = None
     """Padded tokens of the shortest piece with split_samples="auto", as far as a row holds two such
     pieces; no limit by default, but in a job with a hybrid model what the states that a cut keeps

@@ -198,16 +198,17 @@ def carried(plan: Plan) -> Carried:
         for number, rank in enumerate(step.ranks if has_pieces or step.orders else ()):
             order = step.order(number, layout, forward_only=plan.forward_only)
             chains = step.chains(number)
-            kept = [0] * len(rank)
-            continued = [0] * len(rank)
+            kept = [0.0] * len(rank)
+            continued = [0.0] * len(rank)
             for first, after in (pair for chain in chains for pair in pairwise(chain)):
                 # Pieces that continue in the next row share all of their positions; the second
                 # pieces of a family do not continue.
-                continued[first] = 1
+                width = rank[first].width
+                continued[first] = 1 / width
                 part = rank[first].pieces[0]
                 if part.end == rank[after].pieces[0].begin:
-                    kept[first] = part.tokens
-            earlier = [sum(part.begin for part in mb.pieces) for mb in rank]
+                    kept[first] = part.tokens / width
+            earlier = [sum(part.begin for part in mb.pieces) / mb.width for mb in rank]
             rows = [mb.row_tokens / mb.width for mb in rank]
             if plan.forward_only:
                 # Keys are freed at the end of their chain.
@@ -222,7 +223,7 @@ def carried(plan: Plan) -> Carried:
                     _peak(order, np.array(continued), (0, 1)),
                 )
             peaks = np.maximum(peaks, found)
-    # Context parallelism splits tokens, and of states the heads.
+    # Context parallelism splits tokens, and of states the heads, as rows over several ranks do.
     return Carried(*(peaks / (layout.cp * layout.vpp)).tolist())
 
 

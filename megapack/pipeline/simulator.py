@@ -157,7 +157,13 @@ def simulate(
         first_DM = np.zeros((len(step.ranks), len(step.ranks[0])), dtype=np.int64)
         runs = runner.coupled_timelines(orders, seconds, first_DM)
     elif any(mb.dp_ranks for mb in step.microbatches):
-        runs = runner.coupled_timelines(orders, seconds, _first_ranks(step))
+        first_DM = _first_ranks(step)
+        runs = []
+        for block in step.meeting_ranks(layout):
+            own = slice(block.start, block.stop)
+            runs += runner.coupled_timelines(
+                orders[own], seconds[own], first_DM[own] - block.start, block.start
+            )
     else:
         runs = [runner.timeline(*own) for own in zip(orders, seconds, strict=True)]
     ends = [float(run.end.max()) for run in runs]
@@ -287,13 +293,18 @@ class Runner:
         return _RankRun(order, self.layout.pp, end - seconds, end)
 
     def coupled_timelines(
-        self, orders: Sequence[StepOrder], seconds: Sequence[Floats], first_DM: Ints
+        self,
+        orders: Sequence[StepOrder],
+        seconds: Sequence[Floats],
+        first_DM: Ints,
+        first: int = 0,
     ) -> list[_RankRun]:
         """The timeline of each DP rank, where ranks wait for those that share a micro-batch.
 
         Args:
             seconds: per rank, see `seconds`.
             first_DM: see `kernels.CoupledOps`.
+            first: the number of the first rank.
 
         Raises:
             PlanError: the forwards and backwards of two ranks are in different orders.
@@ -302,8 +313,8 @@ class Runner:
         for rank, own in enumerate(passes):
             if not np.array_equal(own, passes[0]):
                 raise PlanError(
-                    f"ranks 0 and {rank} wait for each other and run their forwards and backwards "
-                    "in different orders; give a plan that check_plan accepts"
+                    f"ranks {first} and {first + rank} wait for each other and run their forwards "
+                    "and backwards in different orders; give a plan that check_plan accepts"
                 )
         ends = np.cumsum([0, *(order.stage.size for order in orders)])
         ops = CoupledOps(

@@ -26,13 +26,13 @@
    second pieces are in the others. Pieces have their sample from its first token to its last, and
    all but the last one are aligned. In a row they are the first samples, and the others are whole.
    A row with pieces is within the budget. With vpp > 1 the micro-batches are in one group of G. A
-   colocated set is whole, or all of its samples are in pieces of one family. Without a budget and
-   in rows over several ranks samples are whole.
+   colocated set is whole, or all of its samples are in pieces of one family. All of the rows lie
+   over the same ranks. Without a budget samples are whole.
 11. Orders of operations can run: they are complete, without a circle, and run the backwards of
    pieces in reverse. They hold no more tokens than `Plan.live_cap`. Weight gradients are apart only
    under backward="split". A training step with pieces has orders, a pass without backwards none.
-   Where ranks share rows, or exchange tokens of experts, the forwards and backwards of all ranks of
-   the step are in one order. Weight gradients may be at other places of each.
+   Ranks that share rows, or exchange tokens of experts, have their forwards and backwards in one
+   order. Weight gradients may be at other places of each.
 12. Under row_shapes each row has one of so many shapes at most, `Plan.row_shapes`: its length, as
    many segments as it needs, and as long ones. Invariant 5 then says that a row has the shortest
    length that holds its padded tokens.
@@ -201,8 +201,9 @@ class _Checker:
                         10, f"{where} have pieces of sample {sample} of {self.lengths.size}"
                     )
                 pieces.setdefault(sample, []).append((begin, end))
+        unit = self.layout.over(rows[0].width).sample_alignment
         for sample, spans in pieces.items():
-            self._check_spans(sample, spans, where)
+            self._check_spans(sample, spans, unit, where)
         if len(pieces) > 1:
             self._check_family(rows[0].pieces, max(map(len, pieces.values())), where)
         for sample in pieces:
@@ -214,10 +215,13 @@ class _Checker:
                 raise _broken(
                     10, f"{where} split sample {sample}, one of {size} in a colocated set"
                 )
-        if any(mb.width > 1 for mb in rows):
-            raise _broken(10, f"{where} have pieces in rows over several DP ranks")
+        over = {mb.dp_ranks for mb in rows}
+        if len(over) > 1:
+            raise _broken(10, f"{where} are a chain, and lie over the DP ranks {sorted(over)}")
 
-    def _check_spans(self, sample: int, spans: list[tuple[int, int]], where: str) -> None:
+    def _check_spans(
+        self, sample: int, spans: list[tuple[int, int]], unit: int, where: str
+    ) -> None:
         ends = [0, *(end for _, end in spans)]
         if [start for start, _ in spans] != ends[:-1] or ends[-1] != self.lengths[sample]:
             raise _broken(
@@ -225,7 +229,6 @@ class _Checker:
                 f"{where} have the pieces {spans} of sample {sample}, which has "
                 f"{self.lengths[sample]} tokens",
             )
-        unit = self.layout.sample_alignment
         if any(end % unit for end in ends[:-1]) or sorted(set(ends)) != ends:
             raise _broken(10, f"{where}: pieces end at {ends[1:]}, not at multiples of {unit}")
 
@@ -278,8 +281,10 @@ class _Checker:
                     f"{here} holds {live.max():.0f} tokens per GPU on stage {live.argmax()}, the "
                     f"cap is {cap:.0f}",
                 )
-        if step.meets_in_layers(self.layout) and not step.has_one_order:
-            raise _broken(11, f"{where}: {_first_difference(step)}")
+        for block in step.meeting_ranks(self.layout):
+            difference = _first_difference(step, block)
+            if difference:
+                raise _broken(11, f"{where}: {difference}")
 
     def _check_partition(self) -> None:
         times = np.zeros(self.plan.num_samples, dtype=np.int64)
@@ -415,22 +420,23 @@ class _Checker:
             )
 
 
-def _first_difference(step: StepPlan) -> str:
-    """Where the forwards and backwards of a rank first differ from those of rank 0."""
-    first = step.orders[0]
-    rank, stage = next(
-        (rank, stage)
-        for rank, lines in enumerate(step.orders)
-        for stage, line in enumerate(lines)
-        if without_weights(line) != without_weights(first[stage])
-    )
-    pairs = zip_longest(*(without_weights(step.orders[r][stage]).split() for r in (0, rank)))
-    one, other = next(pair for pair in pairs if pair[0] != pair[1])
-    return (
-        f"ranks share rows or exchange tokens of experts, and stage {stage} of rank 0 runs {one} "
-        f"where that of rank {rank} runs {other}; give all ranks one order, that of "
-        "`joined_chains`"
-    )
+def _first_difference(step: StepPlan, block: range) -> str:
+    """Where the forwards and backwards of a rank first differ from those of the first rank of the
+    block; "" if they do not."""
+    first = block[0]
+    lines = [without_weights(line) for line in step.orders[first]]
+    for rank in block[1:]:
+        for stage, line in enumerate(step.orders[rank]):
+            if without_weights(line) == lines[stage]:
+                continue
+            pairs = zip_longest(lines[stage].split(), without_weights(line).split())
+            one, other = next(pair for pair in pairs if pair[0] != pair[1])
+            return (
+                f"ranks {first} to {block[-1]} share rows or exchange tokens of experts, and stage "
+                f"{stage} of rank {first} runs {one} where that of rank {rank} runs {other}; give "
+                "them one order, that of `joined_chains`"
+            )
+    return ""
 
 
 def _budget(plan: Plan) -> int | None:

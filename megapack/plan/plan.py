@@ -23,7 +23,7 @@ from megapack.layout import Layout, block_ranks
 from megapack.plan.explanation import Explanation
 from megapack.plan.facts import Counts, count_steps
 from megapack.plan.microbatch import MicroBatch, Part
-from megapack.plan.order import StepOrder, read_order, step_order, without_weights
+from megapack.plan.order import StepOrder, read_order, step_order
 from megapack.plan.shapes import RowShape, RowShapes
 from megapack.plan.text import format_plan, parse_json, parse_text
 from megapack.policy import Policy
@@ -95,17 +95,19 @@ class StepPlan:
         """By rank and vpp. Of 64 stages and 600 micro-batches one takes 0.05 s to read."""
         return {}
 
-    def meets_in_layers(self, layout: Layout) -> bool:
-        """Whether DP ranks meet inside of forwards and backwards, and so run these in one order:
-        they share rows, or exchange tokens of experts."""
-        return layout.ep_spans_dp or any(mb.width > 1 for mb in self.microbatches)
-
-    @cached_property
-    def has_one_order(self) -> bool:
-        """Whether all DP ranks run their forwards and backwards in one order; their weight
-        gradients may be at other places."""
-        orders = {tuple(map(without_weights, lines)) for lines in self.orders}
-        return len(orders) <= 1
+    def meeting_ranks(self, layout: Layout) -> list[range]:
+        """The DP ranks, in blocks that run their forwards and backwards in one order each. Ranks of
+        a block meet inside of these: they share rows, also with a third rank, or all ranks exchange
+        tokens of experts."""
+        if layout.ep_spans_dp:
+            return [range(len(self.ranks))]
+        blocks: list[range] = []
+        stop = 0
+        for rank, row in enumerate(self.ranks):
+            start = blocks.pop().start if rank < stop else rank
+            stop = max(stop, rank + 1, *(mb.ranks(rank)[-1] + 1 for mb in row))
+            blocks.append(range(start, stop))
+        return blocks
 
     @property
     def microbatches(self) -> Iterator[MicroBatch]:

@@ -5,8 +5,8 @@
     choose   search    rows on one DP rank each: profile, uneven -> bins, partition -> scored
              sharing   the same for parts of families, and for loose samples: families
              wide      rows over several DP ranks: board, clock -> fill, annealing
-             operations   pieces of samples, split backwards: pieces
-    scored   board, clock -> moves (with a pipeline), even (without one)
+             operations   pieces of samples, split backwards: pieces, own_orders
+    scored   board, clock -> moves
     explain  plans of the same samples with one freedom changed, for `Plan.explain`
 
 Each step is planned alone. `search` tries drafts in a fixed order and simulates a fixed number of

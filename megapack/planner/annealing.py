@@ -13,7 +13,7 @@ import numpy as np
 
 from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
-from megapack.pipeline.kernels import RankOps
+from megapack.base.loops import largest
 from megapack.planner.board import (
     Board,
     clear_row,
@@ -21,9 +21,10 @@ from megapack.planner.board import (
     exchange,
     swap_blocks,
 )
-from megapack.planner.clock import Clock, OwnOrders, score_shared
+from megapack.planner.clock import Clock, score_shared
 from megapack.planner.fill import RANDOM_PARTS, FillRule, fill_board
 from megapack.planner.moves import SEED, next_random, pick
+from megapack.planner.own_orders import OwnOrders
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
 
@@ -56,7 +57,7 @@ def anneal(
     best_board: Board,
     clock: Clock,
     own: OwnOrders | None,
-    ops: RankOps,
+    orders: Ints,
     rule: FillRule,
     budget: int,
     goal: float,
@@ -67,7 +68,7 @@ def anneal(
 
     Args:
         kept, best_board: clones of the board, written.
-        ops: the operations that all ranks run, without W's.
+        orders: `own.ops`, or Megatron's one order in the same columns.
         budget: simulations to spend.
         goal: seconds that are fast enough.
     """
@@ -75,12 +76,12 @@ def anneal(
     place = np.empty(board.row_of.size, dtype=np.int64)
     for k in range(rule.order.size):
         place[rule.order[k]] = k
-    end = np.empty((1 if clock.lockstep else board.counts.size, ops.stage.size))
-    before, last = _neighbours(ops)
+    size = orders.shape[1]
+    end = np.empty((1 if clock.lockstep else board.counts.size, size))
     best = score_shared(board, clock, own, end)
-    current = best + _tie(end, last)
-    path = np.empty((ops.stage.size, 2), dtype=np.int64)
-    length = _critical_path(board, ops, clock.lockstep, end, before, last, path)
+    current = best + _tie(end)
+    path = np.empty((size, 2), dtype=np.int64)
+    length = _critical_path(board, clock, orders, end, path)
     for used in range(budget):
         if best <= goal:
             break
@@ -98,12 +99,12 @@ def anneal(
             copy_board(kept, board)
             continue
         seconds = score_shared(board, clock, own, end)
-        value = seconds + _tie(end, last)
+        value = seconds + _tie(end)
         warmth = _WARMTH * (budget - used) / budget
         if value < current * (1 + warmth):
             current = value
             copy_board(board, kept)
-            length = _critical_path(board, ops, clock.lockstep, end, before, last, path)
+            length = _critical_path(board, clock, orders, end, path)
             if seconds < best:
                 best = seconds
                 copy_board(board, best_board)
@@ -114,39 +115,16 @@ def anneal(
 
 
 @kernel
-def _neighbours(ops: RankOps) -> tuple[Ints, Ints]:
-    """The operation before each one on its stage (-1: none), and the last one of each stage."""
-    before = np.empty(ops.stage.size, dtype=np.int64)
-    last = np.full(ops.pp, -1, dtype=np.int64)
-    for op in range(ops.stage.size):
-        before[op] = last[ops.stage[op]]
-        last[ops.stage[op]] = op
-    return before, last
-
-
-@kernel
-def _tie(end: Floats, last: Ints) -> float:
+def _tie(end: Floats) -> float:
     """A small part of the mean of the ranks' seconds, so that moves on faster ranks count, too."""
-    ranks = end.shape[0]
     total = 0.0
-    for rank in range(ranks):
-        latest = 0.0
-        for op in last:
-            latest = max(latest, end[rank, op])
-        total += latest
-    return float(_TIE * total / ranks)
+    for rank in range(end.shape[0]):
+        total += largest(end[rank])
+    return float(_TIE * total / end.shape[0])
 
 
 @kernel
-def _critical_path(
-    board: Board,
-    ops: RankOps,
-    lockstep: bool,
-    end: Floats,
-    before: Ints,
-    last: Ints,
-    path: Ints,
-) -> int:
+def _critical_path(board: Board, clock: Clock, orders: Ints, end: Floats, path: Ints) -> int:
     """First rank and position of the micro-batches of the operations that the step's end waits
     for, written to `path`.
 
@@ -155,19 +133,21 @@ def _critical_path(
     """
     ranks, size = end.shape
     rank = 0
-    op = last[0]
+    op = 0
     for r in range(ranks):
-        for o in last:
+        for o in range(size):
             if end[r, o] > end[rank, op]:
                 rank = r
                 op = o
+    ops = orders[_order_of(board, clock, orders.shape[0], rank)]
+    before = _before(ops, clock.ops.pp)
     length = 0
     while op >= 0:
-        position = ops.microbatch[op]
+        position = ops[op, 1]
         low = rank
         high = rank + 1
         owner = rank
-        if lockstep:
+        if clock.lockstep:
             for r in range(board.counts.size):
                 row, slow = board.rows[r, position], board.rows[owner, position]
                 if board.row_seconds[row] > board.row_seconds[slow]:
@@ -179,7 +159,7 @@ def _critical_path(
         path[length, 0] = owner
         path[length, 1] = position
         length += 1
-        source = ops.waits_for[op]
+        source = ops[op, 4]
         latest = -1.0
         following = -1
         for r in range(low, high):
@@ -187,12 +167,34 @@ def _critical_path(
                 latest = end[r, before[op]]
                 following = before[op]
                 rank = r
-            if source < size and end[r, source] + ops.p2p > latest:
-                latest = end[r, source] + ops.p2p
+            if source < size and end[r, source] + clock.ops.p2p > latest:
+                latest = end[r, source] + clock.ops.p2p
                 following = source
                 rank = r
         op = following
     return length
+
+
+@kernel
+def _order_of(board: Board, clock: Clock, num_orders: int, rank: int) -> int:
+    """Index of the order that a rank runs, see `OwnOrders.ops`."""
+    if num_orders == 1 or clock.lockstep:
+        return 0
+    for position in range(board.counts[rank]):
+        if board.level[board.rows[rank, position]] > 0:
+            return num_orders - 1
+    return rank
+
+
+@kernel
+def _before(ops: Ints, pp: int) -> Ints:
+    """The operation before each one on its stage; -1: none."""
+    before = np.empty(ops.shape[0], dtype=np.int64)
+    last = np.full(pp, -1, dtype=np.int64)
+    for op in range(ops.shape[0]):
+        before[op] = last[ops[op, 0]]
+        last[ops[op, 0]] = op
+    return before
 
 
 @kernel

@@ -231,6 +231,16 @@ def first_rank(board: Board, rank: int, position: int) -> int:
 
 
 @kernel
+def block_width(board: Board, rank: int) -> int:
+    """Ranks of the block that begins at a rank. Ranks that share rows are in one: rows lie over
+    aligned blocks, so the widest row of the first rank is as wide."""
+    widest = 0
+    for position in range(board.counts[rank]):
+        widest = max(widest, board.level[board.rows[rank, position]])
+    return int(1 << widest)
+
+
+@kernel
 def slowest(board: Board) -> int:
     """The rank with the most simulated seconds; the first one if ranks are equal."""
     worst = 0
@@ -317,16 +327,17 @@ def put(board: Board, item: int, rank: int, position: int, level: int) -> None:
 
 
 @kernel
-def put_pieces(board: Board, first: int, cells: Ints) -> None:
+def put_pieces(board: Board, first: int, cells: Ints, levels: Ints) -> None:
     """Put the pieces from item `first` on into rows without items.
 
     Args:
-        cells: int64 [pieces], rank * M + position of each.
+        cells: int64 [pieces], rank * M + position of each, of the first of its ranks.
+        levels: int64 [pieces], of its row.
     """
     count = board.rows.shape[1]
     for k in range(cells.size):
         rank, position = cells[k] // count, cells[k] % count
-        put(board, first + k, rank, position, 0)
+        put(board, first + k, rank, position, levels[k])
         board.piece_of[board.rows[rank, position]] = first + k
 
 

@@ -19,9 +19,10 @@ import numpy as np
 from megapack.base.arrays import Bools
 from megapack.errors import PlanError
 from megapack.planner.draft import Draft
+from megapack.planner.families import families_in_pieces
 from megapack.planner.items import Items
 from megapack.planner.operations import plan_operations
-from megapack.planner.pieces import families_in_pieces, is_alone, may_cut
+from megapack.planner.pieces import is_alone
 from megapack.planner.search import plan_rows
 from megapack.planner.sharing import plan_shared_rows
 from megapack.planner.step import UNLIMITED
@@ -41,7 +42,7 @@ def best_draft(items: Items) -> Draft:
     """
     step = items.step
     widens = step.policy.context_parallel == "dynamic" and step.layout.dp > 1
-    cuts = may_cut(items)
+    cuts = step.cuts_samples
     # A sample over the budget is cut, or goes over several ranks, where that is allowed.
     over = _over(items)
     must_cut = cuts and bool((over & is_alone(items)).any())

@@ -1,22 +1,25 @@
-"""Families into parts: which samples of a family are packed as one item.
+"""Families into parts, and in pieces: which samples of a family are packed as one item.
 
 A family is the items of a step whose samples have a beginning in common. Each part of it that is in
 a row of its own holds that beginning again. So a part should be large; but a row must hold it, and
 large items are hard to balance. `cut_families` makes the parts for one limit, and the planner
-tries several limits.
+tries several limits. A family in pieces is cut where its common beginning ends: one row has that,
+and the rows after it attend to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from megapack.base.arrays import Bools, Floats, Ints
 from megapack.base.jit import kernel
 from megapack.planner.counts import fewest_counts
-from megapack.planner.items import Items
+from megapack.planner.items import Items, row_sums
 from megapack.planner.step import UNLIMITED
 
 # Limits on a part's work, as fractions of a mean row's at the fewest micro-batches. Of steps of 512
@@ -31,6 +34,11 @@ _MULTIPLES = (1.0, 1.5, 2.0)
 _LIMIT_BISECTIONS = 12
 # Bisections of the largest part of a branch: it is then within 1/1024 of the best.
 _BISECTIONS = 10
+# A family may be in chains of up to so many micro-batches: the prefix, and one row of second pieces
+# or more.
+_FAMILY_ROWS = (2, 4, 8)
+# A family is cut if that saves at least this part of its tokens, 1/8.
+_LEAST_SAVED = 8
 
 
 _Saving = tuple[int, list[tuple[int, int, int]]]
@@ -340,3 +348,140 @@ def _num_groups(
             group_samples += samples[u]
             group_work += work[u] - saved
     return groups
+
+
+def families_in_pieces(items: Items) -> Iterator[Items]:
+    """The items with families cut where their common prefix ends, into chains of more and more
+    micro-batches; nothing if no family is in several items that hold a long prefix each."""
+    if not items.step.cuts_samples or items.step.prefixes is None:
+        return
+    families = [family for family in Families.find(items).worth_a_row() if _saves(items, *family)]
+    before = 0
+    for rows in _FAMILY_ROWS:
+        chains = [chain for family in families for chain in _family_chains(items, *family, rows)]
+        size = sum(len(chain.rows) for chain in chains)
+        if size not in (0, before):
+            yield _with_chains(items, chains)
+        before = size
+
+
+class _FamilyChain(NamedTuple):
+    """A family in pieces."""
+
+    members: Ints
+    """Its items."""
+    depth: int
+    """Where its samples are cut."""
+    rows: list[Ints]
+    """The samples of each item: all of them, and then those of each row of second pieces."""
+
+
+def _saves(items: Items, members: Ints, depth: int) -> bool:
+    """Whether items hold so long a prefix that a row for it alone may pay, which holds it; and
+    whether all samples have it."""
+    table = items.step.prefixes
+    assert table is not None
+    samples = items.take(members).samples
+    place = np.sort(table.place[samples])
+    if not items.step.least_piece <= depth <= items.step.capacity or place[0] < 0:
+        return False
+    if int(table.between(place[:-1], place[1:]).min(initial=depth)) < depth:
+        return False
+    tokens = int(items.aligned[members].sum())
+    return (members.size - 1) * depth * _LEAST_SAVED >= tokens
+
+
+def _family_chains(items: Items, members: Ints, depth: int, rows: int) -> Iterator[_FamilyChain]:
+    """The family as chains of at most so many rows, of about equal numbers of items."""
+    room = _room_of_pieces(items, members, depth, rows)
+
+    def chain(own: Ints) -> _FamilyChain:
+        samples = items.take(own).samples
+        return _FamilyChain(own, depth, [samples, *_rows_of_pieces(items, samples, depth, room)])
+
+    lengths = items.step.lengths[items.take(members).samples]
+    own_tokens = items.step.layout.aligned_sample_tokens(lengths) - depth
+    if int(own_tokens.max()) > room:
+        return
+    num_chains = -(-int(own_tokens.sum()) // ((rows - 1) * room))
+    while True:
+        chains = [chain(own) for own in np.array_split(members, num_chains)]
+        if max(len(made.rows) for made in chains) <= rows or num_chains >= members.size // 2:
+            break
+        num_chains += 1
+    # Two items at least share the row of the prefix.
+    yield from (made for made in chains if len(made.rows) <= rows and made.members.size > 1)
+
+
+def _room_of_pieces(items: Items, members: Ints, depth: int, rows: int) -> int:
+    """Tokens of second pieces that a row may hold.
+
+    In Megatron's order a stage holds `window` rows, and a chain of R of them makes R - 1 more. One
+    of R is a prefix, and all of them together have no more tokens than whole rows of the family.
+    """
+    step = items.step
+    if step.forward_only:
+        return step.capacity
+    window = step.layout.chunks_in_flight(group_size=step.least_group)
+    whole = np.minimum(items.aligned[members], step.capacity)
+    live = step.max_live or window * (int(whole.sum()) // whole.size)
+    prefixes = -(-(window + rows - 1) // rows)
+    return min(step.capacity, (live - prefixes * depth) // (window + rows - 1 - prefixes))
+
+
+def _rows_of_pieces(items: Items, samples: Ints, depth: int, room: int) -> list[Ints]:
+    """The samples of each row of second pieces: as few rows as needed, the largest one small."""
+    step = items.step
+    aligned = step.layout.aligned_sample_tokens(step.lengths[samples])
+    cost = step.real_cost
+    work = float(cost.per_token) * (aligned - depth).astype(np.float64)
+    work += float(cost.per_token_sq) * (aligned * aligned - depth * depth).astype(np.float64)
+    starts = np.zeros(samples.size, dtype=np.bool_)
+    group_units(
+        starts,
+        np.arange(samples.size),
+        aligned - depth,
+        np.ones_like(samples),
+        work,
+        0,
+        0.0,
+        room,
+        UNLIMITED,
+        math.inf,
+    )
+    return np.split(samples, np.flatnonzero(starts)[1:])
+
+
+def _with_chains(items: Items, chains: Sequence[_FamilyChain]) -> Items:
+    """The items with families in pieces, which follow the whole ones."""
+    step = items.step
+    whole = np.setdiff1d(np.arange(items.num_items), np.concatenate([c.members for c in chains]))
+    rows = [row for chain in chains for row in chain.rows]
+    sizes = [len(chain.rows) for chain in chains]
+    num = np.array([row.size for row in rows])
+    samples = np.concatenate(rows)
+    item_of = np.repeat(np.arange(num.size), num)
+    depth = np.repeat([chain.depth for chain in chains], sizes)
+    is_first = np.diff(np.repeat(np.arange(len(chains)), sizes), prepend=-1) > 0
+    start = np.where(is_first, 0, depth)
+    real = step.lengths[samples]
+    aligned = step.layout.aligned_sample_tokens(real)
+    real, aligned = (np.where(is_first[item_of], depth[item_of], n) for n in (real, aligned))
+    begin = start[item_of]
+    none = np.zeros(num.size, dtype=np.int64)
+    end = none.copy()
+    np.maximum.at(end, item_of, aligned)
+    pieces = replace(
+        items,
+        samples=samples,
+        item_samples=num,
+        lengths=row_sums(real - begin, item_of, num.size),
+        aligned=row_sums(aligned - begin, item_of, num.size),
+        aligned_sq=row_sums(aligned * aligned - begin * begin, item_of, num.size),
+        shared=none,
+        shared_sq=none,
+        begin=start,
+        end=end,
+        chain=np.repeat(np.arange(len(chains)), sizes),
+    ).sharing()
+    return items.take(whole).joined(pieces)

@@ -203,7 +203,7 @@ def put_into_place(
 
 @kernel
 def best_place(
-    board: Board, places: Places, goals: Goals, item: int, least: int
+    board: Board, places: Places, goals: Goals, item: int, least: int, most: int
 ) -> tuple[int, int, int]:
     """First rank, position and level of the place with the least value for an item; -1, 0, 0 if
     none has room.
@@ -211,14 +211,14 @@ def best_place(
     Of equal ones it is the one of the least level, then position, then rank.
 
     Args:
-        least: the least level.
+        least, most: the least and the highest level.
     """
     dp = board.rows.shape[0]
     cost = board.cost
     best = np.inf
     place = (-1, 0, 0)
     waiting = places.waiting
-    for k in range(least, places.begin.size):
+    for k in range(least, most + 1):
         begin = places.begin[k]
         leaves = places.leaves[k]
         blocks = dp >> k
@@ -311,6 +311,8 @@ class FillRule(NamedTuple):
     """int64 [I]: the least level of a row that holds the item."""
     targets: Floats
     """float64 [M]: seconds that the rows at each position should take."""
+    most: Ints
+    """int64 [I]: the highest level of a row that an item chooses, if it does not join others."""
 
 
 def fill_rule(items: Items, cost: RowCost, work: Floats) -> FillRule | None:
@@ -329,7 +331,7 @@ def fill_rule(items: Items, cost: RowCost, work: Floats) -> FillRule | None:
     if not may.any(axis=0).all():
         return None
     order = np.lexsort((np.arange(work.size), -work, -least))
-    return FillRule(order, least, np.zeros(0))
+    return FillRule(order, least, np.zeros(0), np.full_like(least, len(levels) - 1))
 
 
 def fill_all(board: Board, rule: FillRule, stretch: float) -> bool:
@@ -359,7 +361,7 @@ def fill_board(
     goals = Goals(rule.targets, _mean_target(rule.targets), stretch)
     if noise > 0:
         for item in order:
-            rank, position, k = _noisy_place(board, goals, item, rule.least[item], random, noise)
+            rank, position, k = _noisy_place(board, goals, rule, item, random, noise)
             if rank < 0:
                 return False
             put(board, item, rank, position, k)
@@ -397,7 +399,8 @@ def _fill_heavy(board: Board, rule: FillRule, goals: Goals, order: Ints) -> bool
         smallest = min(smallest, board.item_tokens[0, item])
     places = find_places(board, goals, smallest)
     for item in order:
-        rank, position, k = best_place(board, places, goals, item, rule.least[item])
+        least, most = rule.least[item], rule.most[item]
+        rank, position, k = best_place(board, places, goals, item, least, most)
         if rank < 0:
             return False
         put_into_place(board, places, goals, item, rank, position, k)
@@ -557,14 +560,14 @@ def _widen_into(board: Board, rank: int, position: int) -> bool:
 
 @kernel
 def _noisy_place(
-    board: Board, goals: Goals, item: int, least: int, random: Ints, noise: float
+    board: Board, goals: Goals, rule: FillRule, item: int, random: Ints, noise: float
 ) -> tuple[int, int, int]:
     """`best_place` with random changes of the values."""
     dp, count = board.rows.shape
     cost = board.cost
     best = np.inf
     place = (-1, 0, 0)
-    for k in range(least, board.cost.unit.size):
+    for k in range(rule.least[item], rule.most[item] + 1):
         width = 1 << k
         for position in range(count):
             for rank in range(0, dp - width + 1, width):

@@ -152,9 +152,16 @@ class Items:
         """The items' sizes in rows over `width` DP ranks, whose alignment is coarser."""
         if width == 1:
             return ItemSizes(self.aligned, self.aligned_sq, self.shared, self.shared_sq)
-        aligned = self.step.layout.over(width).aligned_sample_tokens(self.sample_lengths)
-        tokens = np.add.reduceat(aligned, self.first_samples)
-        tokens_sq = np.add.reduceat(aligned * aligned, self.first_samples)
+        item = self.sample_items
+        ends = np.where(
+            self.is_piece[item],
+            np.minimum(self.end[item], self.sample_lengths),
+            self.sample_lengths,
+        )
+        ends = self.step.layout.over(width).aligned_sample_tokens(ends)
+        begin = self.begin[item]
+        tokens = np.add.reduceat(ends - begin, self.first_samples)
+        tokens_sq = np.add.reduceat(ends * ends - begin * begin, self.first_samples)
         if not self.shared.any():
             return ItemSizes(tokens, tokens_sq, self.shared, self.shared_sq)
         saved, saved_sq = self.saved(np.arange(self.num_items), self.num_items, width)

@@ -13,7 +13,7 @@ is slower than it in the simulator.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -21,20 +21,13 @@ from typing import NamedTuple
 import numpy as np
 
 from megapack.base.arrays import Ints
-from megapack.plan.order import deep_warmup, megatron_warmup, order_lines
-from megapack.planner.board import Board, RowCost
-from megapack.planner.clock import (
-    PATIENCE,
-    OwnOrders,
-    choose_order,
-    room_to_run,
-    run_ranks,
-    set_order,
-)
+from megapack.plan.order import deep_warmup, megatron_warmup
+from megapack.planner.board import Board, RowCost, block_width
 from megapack.planner.counts import shapes_of
 from megapack.planner.draft import Draft
 from megapack.planner.fill import FillRule, fill_rule
 from megapack.planner.items import Items
+from megapack.planner.own_orders import OwnOrders, best_order
 from megapack.planner.pieces import (
     CutItems,
     chain_cells,
@@ -43,7 +36,6 @@ from megapack.planner.pieces import (
     fill_around,
     is_alone,
     item_seconds,
-    may_cut,
     pack_around,
 )
 from megapack.planner.scored import (
@@ -62,6 +54,9 @@ _MAX_GROWTH = 6
 _MANY_ROWS = 40
 # The longest piece, in parts of a mean row's work.
 _STRETCHES = (1.0, 1.5)
+# The most work of a chain on a rank, in parts of a mean rank's. With 128 samples on dp=8 one sample
+# may have the work of a rank; in pieces on one rank it would leave that rank nothing beside it.
+_SHARES = (0.15, 0.3, 0.6)
 # Places of chains in a rank's order.
 _PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Twice, drafts are made that are close to the best three: with values of M halfway to those tried
@@ -75,8 +70,8 @@ _CLOSER_PART = 8
 # Simulations of ranks for drafts of pieces, as a multiple of the policy's evaluations: 4,096, which
 # are 1,024 drafts on dp=4.
 _DRAFTS_GROWTH = 2
-# Drafts that have both pieces and rows over several ranks: those that try 2**23 cells for items in
-# all, and 16 at least. 2,048 items in 8 x 32 cells are 2**19.
+# Drafts that have both pieces and rows over several ranks, of either kind: those that try 2**23
+# cells for items in all, and 16 at least. 2,048 items in 8 x 32 cells are 2**19.
 _WIDE_PLACES = 2**23
 _WIDE_DRAFTS = 16
 # At least so many where samples hardly fit under the cap on live tokens.
@@ -98,11 +93,8 @@ _APART = 0.1
 # up to 2.4 % faster at first, and 76 drafts up to 1.5 % at last.
 _WIDE_REACH = 0.05
 _LAST_REACH = 0.02
-# A step that takes so little more than the mean work of its ranks is not improved: 1.003 s for 1 s.
+# A step that takes so little more than the mean work of its ranks is not improved.
 _NEAR = 0.003
-# How much later than a wait a W may end: other values than `PATIENCE` that are tried for the order
-# of each rank at last.
-_LAST_PATIENCES = (0.0, 0.25, 0.5, 1.0)
 # Relative gain that makes a draft better than the fixed one: more than rounding in fp64.
 _LEAST_GAIN = 1e-9
 
@@ -118,8 +110,15 @@ class _Choice(NamedTuple):
     """The longest piece in mean rows of M; see `_OperationSearch._cut`."""
     place: float
     """Of chains in a rank's order, from 0 to 1."""
-    is_wide: bool
-    """Whether other items may lie over several ranks."""
+    widens: bool
+    """Whether whole items may lie over more ranks than they need."""
+    share: float = math.inf
+    """The most work of a chain on a rank, in mean ranks: a longer chain lies over several."""
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether rows may lie over several ranks."""
+        return self.widens or self.share < math.inf
 
 
 # The fastest draft of each M, and how its samples are cut.
@@ -160,7 +159,6 @@ class _OperationSearch:
         self.split = self.policy.backward == "split" and not self.step.forward_only
         self.total = math.fsum(item_seconds(items).tolist())
         self.is_tight = is_tight
-        self.cuts_samples = may_cut(items)
         # Cuts are at multiples of it. Pieces of whole units of a row add no padding to the sample.
         self.unit = self.layout.row_alignment if is_tight else self.layout.sample_alignment
         # Rows may lie over so many ranks as those of the wide draft, or else over any.
@@ -168,6 +166,8 @@ class _OperationSearch:
         if self.policy.context_parallel == "dynamic" and self.step.budget is not None:
             widths = self.policy.widths(self.layout)
             widest = widths[-1] if wide is None else int(wide.row_widths.max())
+            wanted = self._heaviest() / _SHARES[0]
+            widest = max(widest, *(w for w in widths if w < 2 * max(wanted, 1.0)))
             self.costs = row_cost(self.step, self.cost, widest.bit_length())
         self.fixed = fixed
         # Its seconds in Megatron's order.
@@ -184,13 +184,14 @@ class _OperationSearch:
         """The best candidate; None if none respects the cap on live tokens."""
         narrow = [] if self.fixed is None else [self._scored(self.fixed)]
         wide = [] if self.wide is None or not self.split else [self._scored_wide(self.wide)]
-        cut, cut_wide = self._new_drafts() if self._may_pack() else ([], [])
+        uncut, cut, cut_wide = self._new_drafts() if self._may_pack() else ([], [], [])
         moves = _MOVES_GROWTH * self.policy.search
         # Rows over several ranks have moves of their own, so they take none from the others.
         finalists = []
         fastest = math.inf
-        for whole, pieces in ((narrow, cut), (wide, cut_wide)):
-            # The draft of whole samples gets as many as the others together.
+        groups = [(narrow, uncut), ([], cut)] if uncut else [(narrow, cut)]
+        for whole, pieces in (*groups, (wide, cut_wide)):
+            # The drafts of whole samples get as many as the others together.
             for candidates in (whole, pieces):
                 for candidate in candidates:
                     is_near = candidate.seconds <= fastest * (1 + _WIDE_REACH)
@@ -234,74 +235,44 @@ class _OperationSearch:
     def _orders(self, found: Scored) -> tuple[tuple[tuple[str, ...], ...], float]:
         """What each rank's stages run, in the order that is best for the rank, and the step's
         seconds."""
-        dp, lockstep = self.layout.dp, found.clock.lockstep
-        # Ranks that share rows are simulated together; those in lockstep are all alike.
-        together = dp if found.rule is not None and not lockstep else 1
+        dp, lockstep, own = self.layout.dp, found.clock.lockstep, found.own
+        assert own is not None
+        warmups = self._warmups(found.draft)
         orders: list[tuple[str, ...]] = []
         slowest = 0.0
-        for rank in range(0, 1 if lockstep else dp, together):
-            seconds, lines = self._best_order(found, rank, together)
+        # Ranks that share rows are simulated together; those in lockstep are all alike.
+        while len(orders) < (1 if lockstep else dp):
+            rank = len(orders)
+            together = 1 if lockstep else int(block_width(found.board, rank))
+            seconds, lines = best_order(found.board, own, warmups, rank, together, lockstep)
             slowest = max(slowest, seconds)
             orders += lines
         return tuple(orders * dp if lockstep else orders), slowest
 
-    def _best_order(
-        self, found: Scored, rank: int, num_ranks: int
-    ) -> tuple[float, list[tuple[str, ...]]]:
-        """The fastest order of so many ranks from this one on: its seconds, and what each runs."""
-        best: tuple[float, Ints, Ints, Ints] | None = None
-        for own in self._orders_to_try(found, rank):
-            order = 0 if own.is_common else rank
-            ops = own.ops[order, : own.num_ops[order]]
-            for patience in (PATIENCE, *_LAST_PATIENCES) if self.split else (PATIENCE,):
-                ran, num_ran, end = room_to_run(own, num_ranks)
-                args = (found.board, found.clock, own, rank, patience, ran, num_ran, end)
-                seconds = float(run_ranks(*args))
-                if best is None or seconds < best[0]:
-                    best = seconds, ops.copy(), ran, num_ran
-        assert best is not None
-        seconds, ops, ran, num_ran = best
-        shape = (num_ranks, self.layout.pp, -1)
-        pairs = zip(ran.reshape(shape), num_ran.reshape(shape[:2]), strict=True)
-        return seconds, [order_lines(ops, *pair) for pair in pairs]
-
-    def _orders_to_try(self, found: Scored, rank: int) -> Iterator[OwnOrders]:
-        """Orders of a rank, each written over the one before it; those of ranks that share rows
-        are as the moves left them."""
-        own = found.own
-        assert own is not None
-        if found.rule is not None:
-            yield own
-            return
-        # A move that was not kept may have left its own.
-        choose_order(found.board, found.clock, own, rank)
-        yield own
-        for warmup in self._warmups(found.draft):
-            fixed = own._replace(warmup=warmup)
-            set_order(found.board, fixed, rank)
-            yield fixed
-
-    def _new_drafts(self) -> tuple[list[Scored], list[Scored]]:
-        """The fastest drafts that are packed anew, each of another M: those of rows on one rank
-        each, and those with rows over several."""
-        narrow: _ByCount = {}
+    def _new_drafts(self) -> tuple[list[Scored], list[Scored], list[Scored]]:
+        """The fastest drafts that are packed anew, each of another M: those of whole samples, those
+        with pieces, both with rows on one rank each, and those with rows over several."""
+        uncut: _ByCount = {}
+        cut: _ByCount = {}
         wide: _ByCount = {}
         tried = set()
         for choice in self._choices():
             tried.add(choice)
+            narrow = uncut if choice.stretch is None else cut
             self._try(choice, wide if choice.is_wide else narrow)
         limit = self._most_drafts() // _CLOSER_PART
         for _ in range(_CLOSER_ROUNDS if limit else 0):
-            closer = [choice for choice in self._closer_choices(narrow) if choice not in tried]
-            for choice in _some(closer, limit):
-                tried.add(choice)
-                self._try(choice, narrow)
-        return _contenders(narrow), _contenders(wide)
+            for found in (uncut, cut, wide):
+                closer = [choice for choice in self._closer_choices(found) if choice not in tried]
+                for choice in _some(closer, limit):
+                    tried.add(choice)
+                    self._try(choice, found)
+        return _contenders(uncut), _contenders(cut), _contenders(wide)
 
     def _may_pack(self) -> bool:
         """Whether items may be in other rows than those of the drafts of whole samples."""
-        if self.cuts_samples or not self.split:
-            return self.cuts_samples
+        if self.step.cuts_samples or not self.split:
+            return self.step.cuts_samples
         is_uniform = self.policy.row_shape == "uniform"
         return self.layout.pp > 1 and self.step.budget is not None and not is_uniform
 
@@ -313,15 +284,25 @@ class _OperationSearch:
         """All values of M, the longest piece and the chains' place, as far as the limit allows."""
         pairs = shapes_of(self.step, self._counts)
         limit = self._most_drafts()
-        choices = [_Choice(*pair, None, 0.0, False) for pair in pairs]
-        if self.cuts_samples:
-            choices = _every_choice(pairs, _STRETCHES, is_wide=False)
-        choices = _some(choices, limit)
+        whole = [_Choice(*pair, None, 0.0, False) for pair in pairs]
+        choices = _some(whole, limit) if self.split else []
+        if not self.step.cuts_samples:
+            return choices
+        choices += _some(_every_choice(pairs, _STRETCHES, False, (math.inf,)), limit)
+        places = self.items.num_items * self.layout.dp * max(count for _, count in pairs)
+        limit = min(limit, max(_WIDE_PLACES // places, _WIDE_DRAFTS))
         if self._mixes():
-            beside = _every_choice(pairs, (_STRETCHES[0], None), is_wide=True)
-            places = self.items.num_items * self.layout.dp * max(count for _, count in pairs)
-            choices += _some(beside, min(limit, max(_WIDE_PLACES // places, _WIDE_DRAFTS)))
+            stretches = (_STRETCHES[0], None)
+            choices += _some(_every_choice(pairs, stretches, True, (math.inf,)), limit)
+        shares = [share for share in _SHARES if share < self._heaviest()]
+        if self.costs is not None and shares:
+            choices += _some(_every_choice(pairs, _STRETCHES, False, shares), limit)
         return choices
+
+    def _heaviest(self) -> float:
+        """The work of the sample that has most, in mean ranks."""
+        single = item_seconds(self.items)[is_alone(self.items)]
+        return float(single.max(initial=0.0)) * self.layout.dp / self.total if self.total else 0.0
 
     def _closer_choices(self, found: _ByCount) -> list[_Choice]:
         """Choices that are close to those of the fastest drafts."""
@@ -334,12 +315,14 @@ class _OperationSearch:
             above = min((count for count in found if count > own), default=own)
             for other in (below, own, above):
                 count = self.step.legal_count((own + other) // 2, best.group)
-                if not self.cuts_samples:
-                    closer[best._replace(num_microbatches=count)] = None
-                    continue
-                for stretch, step in product(_CLOSER_STRETCHES, _CLOSER_PLACES):
+                steps: Iterable[tuple[float | None, float]] = [(None, 0.0)]
+                if best.stretch is not None:
+                    steps = product(_CLOSER_STRETCHES, _CLOSER_PLACES)
+                for stretch, step in steps:
                     place = min(max(best.place + step, 0.0), 1.0)
-                    closer[_Choice(best.group, count, stretch, place, False)] = None
+                    closer[best._replace(num_microbatches=count, stretch=stretch, place=place)] = (
+                        None
+                    )
         return list(closer)
 
     def _try(self, choice: _Choice, found: _ByCount) -> None:
@@ -367,7 +350,10 @@ class _OperationSearch:
         if cells is None:
             return None
         if choice.is_wide:
-            return self._cut_beside_wide_rows(cut, cells, count, group)
+            assert self.costs is not None
+            found = fill_around(cut, cells, self.costs, count, widens=choice.widens)
+            blank = Draft.blank(cut.items, count, group)
+            return None if found is None else self._scored_board(blank, *found)
         if self._must_widen(cut):
             return None
         draft = pack_around(cut, cells, count, group)
@@ -376,7 +362,7 @@ class _OperationSearch:
     def _mixes(self) -> bool:
         """Whether pieces and rows over several ranks may be in one step: families are in pieces,
         samples are that no width holds, or sets go over several ranks."""
-        if self.costs is None or not self.cuts_samples:
+        if self.costs is None or not self.step.cuts_samples:
             return False
         if self.items.num_pieces:
             return True
@@ -390,19 +376,9 @@ class _OperationSearch:
             return False
         return bool((cut.items.aligned[: cut.num_whole] > self.costs.alone[0]).any())
 
-    def _cut_beside_wide_rows(
-        self, cut: CutItems, cells: Ints, count: int, group: int | None
-    ) -> Scored | None:
-        """The draft of these pieces and rows over several ranks; None if an item finds no row."""
-        assert self.costs is not None
-        found = fill_around(cut, cells, self.costs, count)
-        if found is None:
-            return None
-        return self._scored_board(Draft.blank(cut.items, count, group), *found)
-
     def _cut(self, choice: _Choice) -> CutItems | None:
         """The items with pieces of up to `stretch` mean rows of M; None: only samples that fit into
-        no row are cut, where `is_wide` into no row of several ranks."""
+        no row are cut, where `widens` into no row of several ranks."""
         key = choice._replace(place=0.0)
         if key not in self.cuts:
             self.cuts[key] = self._newly_cut(key)
@@ -414,12 +390,14 @@ class _OperationSearch:
         if self.step.forward_only or self.layout.pp == 1:
             # No stage waits for a backward, so only samples over the budget are cut.
             longest = 0.0
-        room = self.step.capacity if self.cuts_samples else UNLIMITED
-        if choice.stretch is None and choice.is_wide:
+        room = self.step.capacity if self.step.cuts_samples else UNLIMITED
+        if choice.stretch is None and choice.widens:
             assert self.costs is not None
             room = int(self.costs.alone[-1])
         most = count if self.layout.vpp == 1 else min(choice.group, count)
-        return cut_items(self.items, count, longest, most, room, self.unit)
+        share = choice.share * self.total / self.layout.dp
+        widest = 1 if self.costs is None else 1 << (self.costs.unit.size - 1)
+        return cut_items(self.items, count, longest, most, room, self.unit, share, widest)
 
     def _counts(self, group: int) -> list[int]:
         """Legal values of M to try, smaller ones closer together."""
@@ -427,7 +405,7 @@ class _OperationSearch:
         capacity = self.step.capacity
         tokens = self.items.aligned
         pieces = np.where(tokens > capacity, -(-tokens // capacity), 0)
-        if not self.cuts_samples:
+        if not self.step.cuts_samples:
             pieces = np.minimum(pieces, 1)
         # The rows of a sample over the budget hold nothing else, and are on one rank.
         held = int(np.where(pieces > 0, pieces * capacity, tokens).sum())
@@ -445,7 +423,7 @@ class _OperationSearch:
 
     def _scored(self, draft: Draft) -> Scored:
         """A simulated draft of rows on one rank each in an order of its own."""
-        own = self._own_orders(draft, self._warmups(draft)[0])
+        own = self._own_orders(draft)
         return score_draft(draft, self.cost, self.runner, own, is_real=True)
 
     def _scored_wide(self, draft: Draft) -> Scored:
@@ -462,13 +440,13 @@ class _OperationSearch:
     def _scored_board(self, draft: Draft, board: Board, rule: FillRule) -> Scored:
         found = []
         for warmup in self._warmups(draft):
-            own = self._own_orders(draft, warmup)._replace(is_common=True)
-            found.append(score_shared_rows(draft, board, self.runner, rule, own))
+            own = self._own_orders(draft)
+            found.append(score_shared_rows(draft, board, self.runner, rule, own, warmup))
         return min(found, key=lambda scored: scored.seconds)
 
     def _warmups(self, draft: Draft) -> list[Ints]:
-        """Forwards that the stages may run ahead, the most first. Where all ranks run one order,
-        fewer may be better."""
+        """Forwards that the stages may run ahead, the most first. Where several ranks run one
+        order, fewer may be better."""
         layout = self.layout
         shape = layout.pp, layout.vpp, draft.group_size or 1
         if self.step.forward_only:
@@ -476,7 +454,7 @@ class _OperationSearch:
         same = layout.vpp > 1 or layout.pp == 1
         return [deep_warmup(*shape)] if same else [deep_warmup(*shape), megatron_warmup(*shape)]
 
-    def _own_orders(self, draft: Draft, warmup: Ints) -> OwnOrders:
+    def _own_orders(self, draft: Draft) -> OwnOrders:
         layout = self.layout
         counts = [rows.size for rows in draft.rank_rows]
         num_ops = (1 if self.step.forward_only else 2) * max(counts) * layout.num_chunks
@@ -486,7 +464,7 @@ class _OperationSearch:
             pp=layout.pp,
             vpp=layout.vpp,
             group=draft.group_size or 1,
-            warmup=warmup,
+            warmup=self._warmups(draft)[0],
             p2p=self.runner.p2p,
             cap=self._cap(draft),
             alignment=self.unit,
@@ -495,9 +473,8 @@ class _OperationSearch:
             backward_ratio=float(self.cost.backward_ratio),
             weight_ratio=float(self.cost.weight_ratio) if self.split else 0.0,
             split=self.split,
-            is_common=self.step.lockstep,
-            ops=np.empty((layout.dp, num_ops, 5), dtype=np.int64),
-            num_ops=np.zeros(layout.dp, dtype=np.int64),
+            ops=np.empty((layout.dp + 1, num_ops, 5), dtype=np.int64),
+            num_ops=np.zeros(layout.dp + 1, dtype=np.int64),
         )
 
     def _cap(self, draft: Draft) -> float:
@@ -542,12 +519,15 @@ class _OperationSearch:
 
 
 def _every_choice(
-    pairs: list[tuple[int, int]], stretches: tuple[float | None, ...], *, is_wide: bool
+    pairs: list[tuple[int, int]],
+    stretches: tuple[float | None, ...],
+    widens: bool,
+    shares: Sequence[float],
 ) -> list[_Choice]:
-    """The choices of these pairs of G and M and longest pieces, with all places."""
+    """The choices of these pairs of G and M, longest pieces and shares, with all places."""
     return [
-        _Choice(*pair, stretch, place, is_wide)
-        for pair, stretch, place in product(pairs, stretches, _PLACES)
+        _Choice(*pair, stretch, place, widens, share)
+        for pair, stretch, place, share in product(pairs, stretches, _PLACES, shares)
     ]
 
 

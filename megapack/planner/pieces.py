@@ -1,17 +1,16 @@
-"""Samples and families into pieces: where they are cut, on which rank a chain is, and at which
-place.
+"""Samples into pieces: where they are cut, over which ranks a chain lies, and at which place.
 
 A long sample alone in its row keeps the stages behind it waiting. Cut into pieces of equal work it
-goes through the pipeline as rows of usual size do. A family in several rows has its prefix in each.
-Cut where this ends, it has it in one row, to which the others attend. A chain is on one DP rank;
-the pieces' rows have room for whole items, too.
+goes through the pipeline as rows of usual size do. A chain is on one DP rank, or over as many as
+its work needs: a sample with the work of a whole rank would leave that rank nothing beside it. The
+pieces' rows have room for whole items, too. Families come in pieces already (`families`).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,22 +22,15 @@ from megapack.layout import round_up
 from megapack.planner.bins import pack_to_targets
 from megapack.planner.board import Board, RowCost, put_pieces
 from megapack.planner.draft import PADDING, Draft
-from megapack.planner.families import Families, group_units
 from megapack.planner.fill import FillRule, fill_all, fill_rule
-from megapack.planner.items import Items, row_sums
+from megapack.planner.items import Items
 from megapack.planner.profile import ramp_levels
 from megapack.planner.scored import blank_board
-from megapack.planner.step import UNLIMITED
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
 
 # Limit on passes of `_targets`.
 _FILL_PASSES = 8
-# A family may be in chains of up to so many micro-batches: the prefix, and one row of second pieces
-# or more.
-_FAMILY_ROWS = (2, 4, 8)
-# A family is cut if that saves at least this part of its tokens, 1/8.
-_LEAST_SAVED = 8
 # A whole item may take this many times its position's target before it goes over more ranks.
 _STRETCH = 1.15
 # A sample whose work is this little above a whole number of pieces gets that number.
@@ -55,8 +47,11 @@ class CutItems:
     """Whole items."""
     sizes: tuple[int, ...]
     """Pieces of each chain."""
+    widths: tuple[int, ...]
+    """DP ranks of each chain, an aligned block."""
     ranks: tuple[tuple[int, ...], ...]
-    """The chains of each DP rank, the one with the most work first."""
+    """The chains of each DP rank: those of most ranks first, and of these the one with the most
+    work."""
     work: Floats
     """float64 [I]: seconds of each item's forward through one chunk."""
 
@@ -65,12 +60,6 @@ def item_seconds(items: Items) -> Floats:
     """float64 [I]: seconds of each item's forward through one chunk, without `fixed`."""
     cost = items.step.real_cost
     return np.asarray(items.work_by(cost) * cost.share_of_rank(items.step.layout))
-
-
-def may_cut(items: Items) -> bool:
-    """Whether samples may be cut at all."""
-    step = items.step
-    return step.policy.split_samples == "auto" and step.budget is not None
 
 
 def is_alone(items: Items) -> Bools:
@@ -84,145 +73,15 @@ def is_alone(items: Items) -> Bools:
     return alone & ((items.aligned > items.step.capacity) | ~shares)
 
 
-def families_in_pieces(items: Items) -> Iterator[Items]:
-    """The items with families cut where their common prefix ends, into chains of more and more
-    micro-batches; nothing if no family is in several items that hold a long prefix each."""
-    if not may_cut(items) or items.step.prefixes is None:
-        return
-    families = [family for family in Families.find(items).worth_a_row() if _saves(items, *family)]
-    before = 0
-    for rows in _FAMILY_ROWS:
-        chains = [chain for family in families for chain in _family_chains(items, *family, rows)]
-        size = sum(len(chain.rows) for chain in chains)
-        if size not in (0, before):
-            yield _with_chains(items, chains)
-        before = size
-
-
-class _FamilyChain(NamedTuple):
-    """A family in pieces."""
-
-    members: Ints
-    """Its items."""
-    depth: int
-    """Where its samples are cut."""
-    rows: list[Ints]
-    """The samples of each item: all of them, and then those of each row of second pieces."""
-
-
-def _saves(items: Items, members: Ints, depth: int) -> bool:
-    """Whether items hold so long a prefix that a row for it alone may pay, which holds it; and
-    whether all samples have it."""
-    table = items.step.prefixes
-    assert table is not None
-    samples = items.take(members).samples
-    place = np.sort(table.place[samples])
-    if not items.step.least_piece <= depth <= items.step.capacity or place[0] < 0:
-        return False
-    if int(table.between(place[:-1], place[1:]).min(initial=depth)) < depth:
-        return False
-    tokens = int(items.aligned[members].sum())
-    return (members.size - 1) * depth * _LEAST_SAVED >= tokens
-
-
-def _family_chains(items: Items, members: Ints, depth: int, rows: int) -> Iterator[_FamilyChain]:
-    """The family as chains of at most so many rows, of about equal numbers of items."""
-    room = _room_of_pieces(items, members, depth, rows)
-
-    def chain(own: Ints) -> _FamilyChain:
-        samples = items.take(own).samples
-        return _FamilyChain(own, depth, [samples, *_rows_of_pieces(items, samples, depth, room)])
-
-    lengths = items.step.lengths[items.take(members).samples]
-    own_tokens = items.step.layout.aligned_sample_tokens(lengths) - depth
-    if int(own_tokens.max()) > room:
-        return
-    num_chains = -(-int(own_tokens.sum()) // ((rows - 1) * room))
-    while True:
-        chains = [chain(own) for own in np.array_split(members, num_chains)]
-        if max(len(made.rows) for made in chains) <= rows or num_chains >= members.size // 2:
-            break
-        num_chains += 1
-    # Two items at least share the row of the prefix.
-    yield from (made for made in chains if len(made.rows) <= rows and made.members.size > 1)
-
-
-def _room_of_pieces(items: Items, members: Ints, depth: int, rows: int) -> int:
-    """Tokens of second pieces that a row may hold.
-
-    In Megatron's order a stage holds `window` rows, and a chain of R of them makes R - 1 more. One
-    of R is a prefix, and all of them together have no more tokens than whole rows of the family.
-    """
-    step = items.step
-    if step.forward_only:
-        return step.capacity
-    window = step.layout.chunks_in_flight(group_size=step.least_group)
-    whole = np.minimum(items.aligned[members], step.capacity)
-    live = step.max_live or window * (int(whole.sum()) // whole.size)
-    prefixes = -(-(window + rows - 1) // rows)
-    return min(step.capacity, (live - prefixes * depth) // (window + rows - 1 - prefixes))
-
-
-def _rows_of_pieces(items: Items, samples: Ints, depth: int, room: int) -> list[Ints]:
-    """The samples of each row of second pieces: as few rows as needed, the largest one small."""
-    step = items.step
-    aligned = step.layout.aligned_sample_tokens(step.lengths[samples])
-    cost = step.real_cost
-    work = float(cost.per_token) * (aligned - depth).astype(np.float64)
-    work += float(cost.per_token_sq) * (aligned * aligned - depth * depth).astype(np.float64)
-    starts = np.zeros(samples.size, dtype=np.bool_)
-    group_units(
-        starts,
-        np.arange(samples.size),
-        aligned - depth,
-        np.ones_like(samples),
-        work,
-        0,
-        0.0,
-        room,
-        UNLIMITED,
-        math.inf,
-    )
-    return np.split(samples, np.flatnonzero(starts)[1:])
-
-
-def _with_chains(items: Items, chains: Sequence[_FamilyChain]) -> Items:
-    """The items with families in pieces, which follow the whole ones."""
-    step = items.step
-    whole = np.setdiff1d(np.arange(items.num_items), np.concatenate([c.members for c in chains]))
-    rows = [row for chain in chains for row in chain.rows]
-    sizes = [len(chain.rows) for chain in chains]
-    num = np.array([row.size for row in rows])
-    samples = np.concatenate(rows)
-    item_of = np.repeat(np.arange(num.size), num)
-    depth = np.repeat([chain.depth for chain in chains], sizes)
-    is_first = np.diff(np.repeat(np.arange(len(chains)), sizes), prepend=-1) > 0
-    start = np.where(is_first, 0, depth)
-    real = step.lengths[samples]
-    aligned = step.layout.aligned_sample_tokens(real)
-    real, aligned = (np.where(is_first[item_of], depth[item_of], n) for n in (real, aligned))
-    begin = start[item_of]
-    none = np.zeros(num.size, dtype=np.int64)
-    end = none.copy()
-    np.maximum.at(end, item_of, aligned)
-    pieces = replace(
-        items,
-        samples=samples,
-        item_samples=num,
-        lengths=row_sums(real - begin, item_of, num.size),
-        aligned=row_sums(aligned - begin, item_of, num.size),
-        aligned_sq=row_sums(aligned * aligned - begin * begin, item_of, num.size),
-        shared=none,
-        shared_sq=none,
-        begin=start,
-        end=end,
-        chain=np.repeat(np.arange(len(chains)), sizes),
-    ).sharing()
-    return items.take(whole).joined(pieces)
-
-
 def cut_items(
-    items: Items, count: int, longest: float, most: int, room: int, unit: int
+    items: Items,
+    count: int,
+    longest: float,
+    most: int,
+    room: int,
+    unit: int,
+    share: float = math.inf,
+    widest: int = 1,
 ) -> CutItems | None:
     """Cut samples into pieces; None if a chain finds no rank with room.
 
@@ -235,18 +94,27 @@ def cut_items(
         most: pieces of a sample.
         room: padded tokens of the longest sample that need not be cut.
         unit: cuts are at multiples of so many tokens.
+        share: the most seconds of a chain on a rank, as far as `widest` allows.
+        widest: DP ranks of a chain.
     """
     work = item_seconds(items)
+    single = is_alone(items)
+    widths = np.ones(work.size, dtype=np.int64)
+    while widths.max() < widest and (single & (work > share * widths) & (widths < widest)).any():
+        widths[single & (work > share * widths)] *= 2
     wanted = np.ones(work.size)
     if longest > 0:
-        wanted = np.minimum(np.ceil(work / longest - _ROUNDING), most)
-    single = is_alone(items)
+        wanted = np.minimum(np.ceil(work / (longest * widths) - _ROUNDING), most)
     over = single & (items.aligned > room)
     chosen = np.flatnonzero(single & ((wanted > 1) | over))
-    chosen = chosen[np.argsort(-work[chosen], kind="stable")]
-    num, ends = _all_ends(
-        items.aligned[chosen], wanted[chosen].astype(np.int64), _cut_rule(items, most, unit)
-    )
+    chosen = chosen[np.lexsort((-work[chosen], -widths[chosen]))]
+    found = []
+    for width in np.unique(widths[chosen])[::-1].tolist():
+        own = chosen[widths[chosen] == width]
+        rule = _cut_rule(items, most, unit, width)
+        found.append(_all_ends(items.aligned[own], wanted[own].astype(np.int64), rule))
+    num = np.concatenate([np.zeros(0, dtype=np.int64), *(own for own, _ in found)])
+    ends = np.concatenate([np.zeros(0, dtype=np.int64), *(own for _, own in found)])
     if not num.all():
         return None
     # With a coarse alignment a sample may be one piece, which is no cut.
@@ -255,7 +123,8 @@ def cut_items(
     families = _families(items)
     sizes = [*map(len, families), *num.tolist()]
     loads = [math.fsum(work[own].tolist()) for own in families] + work[chosen].tolist()
-    ranks = _ranks_of_chains(sizes, loads, items.step.layout.dp, count)
+    over_ranks = [1] * len(families) + widths[chosen].tolist()
+    ranks = _ranks_of_chains(sizes, loads, over_ranks, items.step.layout.dp, count)
     if ranks is None or max(sizes, default=0) > most:
         return None
     in_families = np.concatenate([np.zeros(0, dtype=np.int64), *families])
@@ -265,6 +134,7 @@ def cut_items(
         items=cut,
         num_whole=whole.size,
         sizes=tuple(sizes),
+        widths=tuple(over_ranks),
         ranks=ranks,
         work=item_seconds(cut),
     )
@@ -283,24 +153,38 @@ def family_rows(items: Items) -> int:
     sizes = list(map(len, families))
     work = item_seconds(items)
     loads = [math.fsum(work[own].tolist()) for own in families]
-    ranks = _ranks_of_chains(sizes, loads, items.step.layout.dp, sum(sizes))
+    ranks = _ranks_of_chains(sizes, loads, [1] * len(sizes), items.step.layout.dp, sum(sizes))
     return max(sum(sizes[chain] for chain in chains) for chains in ranks or ((),))
 
 
 def _ranks_of_chains(
-    sizes: Sequence[int], loads: Sequence[float], dp: int, count: int
+    sizes: Sequence[int], loads: Sequence[float], widths: Sequence[int], dp: int, count: int
 ) -> tuple[tuple[int, ...], ...] | None:
     """The chains of each rank; None if one finds no rank with room.
 
     Args:
-        sizes, loads: micro-batches and work of each chain.
+        sizes, loads, widths: micro-batches, work and DP ranks of each chain.
         count: M.
     """
     ranks: list[list[int]] = [[] for _ in range(dp)]
     rows = [0] * dp
+    held = [0.0] * dp
+    order = sorted(range(len(sizes)), key=lambda chain: (-widths[chain], -loads[chain]))
+    num_wide = sum(width > 1 for width in widths)
+    for chain in order[:num_wide]:
+        width = widths[chain]
+        blocks = [range(rank, rank + width) for rank in range(0, dp - width + 1, width)]
+        block = min(blocks, key=lambda ranks: (max(held[r] for r in ranks), ranks[0]))
+        for rank in block:
+            ranks[rank].append(chain)
+            rows[rank] += sizes[chain]
+            held[rank] += loads[chain] / width
+            if rows[rank] > count:
+                return None
     # A min-heap of ranks by work, then by number.
-    lightest = [(0.0, rank) for rank in range(dp)]
-    for chain in sorted(range(len(sizes)), key=lambda chain: -loads[chain]):
+    lightest = [(held[rank], rank) for rank in range(dp) if rows[rank] < count]
+    heapq.heapify(lightest)
+    for chain in order[num_wide:]:
         full = []
         while lightest and rows[lightest[0][1]] + sizes[chain] > count:
             full.append(heapq.heappop(lightest))
@@ -324,15 +208,21 @@ def chain_cells(cut: CutItems, count: int, group: int | None, place: float) -> I
         place: 0 puts chains first, 1 last.
 
     Returns:
-        int64 [pieces]: rank * M + position.
+        int64 [pieces]: rank * M + position, of the first rank of the chain.
     """
     cells = np.empty(sum(cut.sizes), dtype=np.int64)
     firsts = np.cumsum((0, *cut.sizes))
+    is_wide = max(cut.widths, default=1) > 1
+    most = max(sum(cut.sizes[c] for c in chains) for chains in cut.ranks)
     for rank, chains in enumerate(cut.ranks):
-        starts = _starts([cut.sizes[c] for c in chains], count, group, place)
+        sizes = [cut.sizes[c] for c in chains]
+        # A chain of several ranks begins at the same place on each.
+        starts = _starts(sizes, count, group, place, most if is_wide else sum(sizes))
         if starts is None:
             return None
         for chain, start in zip(chains, starts, strict=True):
+            if rank % cut.widths[chain]:
+                continue
             size = cut.sizes[chain]
             cell = rank * count + start
             cells[firsts[chain] : firsts[chain] + size] = np.arange(cell, cell + size)
@@ -382,7 +272,7 @@ def pack_around(cut: CutItems, cells: Ints, count: int, group: int | None) -> Dr
 
 
 def fill_around(
-    cut: CutItems, cells: Ints, costs: RowCost, count: int
+    cut: CutItems, cells: Ints, costs: RowCost, count: int, *, widens: bool
 ) -> tuple[Board, FillRule] | None:
     """A board whose whole items may lie over several DP ranks, and its rule; None if items find no
     room.
@@ -391,11 +281,13 @@ def fill_around(
         cells: of the pieces, see `chain_cells`.
         costs: of rows of all widths that are allowed.
         count: M.
+        widens: whether items may lie over more ranks than they need.
     """
     items = cut.items
     dp = items.step.layout.dp
     board = blank_board(items, costs, np.full(dp, count))
-    put_pieces(board, cut.num_whole, cells)
+    levels = np.repeat([width.bit_length() - 1 for width in cut.widths], cut.sizes)
+    put_pieces(board, cut.num_whole, cells, levels.astype(np.int64))
     rule = fill_rule(items, costs, cut.work)
     if rule is None:
         return None
@@ -404,6 +296,7 @@ def fill_around(
         order=rule.order[rule.order < cut.num_whole],
         least=rule.least,
         targets=_targets(np.zeros(count), rank_work, _levels(items, count)) + costs.fixed[0],
+        most=rule.most if widens else rule.least,
     )
     return (board, rule) if fill_all(board, rule, _STRETCH) else None
 
@@ -423,11 +316,12 @@ class _CutRule(NamedTuple):
     """And at most."""
 
 
-def _cut_rule(items: Items, most: int, unit: int) -> _CutRule:
+def _cut_rule(items: Items, most: int, unit: int, width: int) -> _CutRule:
     step = items.step
     cost = step.real_cost
+    unit = math.lcm(unit, step.layout.over(width).sample_alignment)
     least = round_up(step.least_piece, unit)
-    room = step.capacity // unit * unit
+    room = step.capacity * width // unit * unit
     return _CutRule(float(cost.per_token), float(cost.per_token_sq), most, unit, least, room)
 
 
@@ -530,14 +424,16 @@ def _with_pieces(
     )
 
 
-def _starts(sizes: Sequence[int], count: int, group: int | None, place: float) -> list[int] | None:
+def _starts(
+    sizes: Sequence[int], count: int, group: int | None, place: float, most: int
+) -> list[int] | None:
     """Where the chains of a rank begin; None if they do not fit.
 
     With 1F1B they follow each other. In groups, each goes to the one nearest to the place that has
     room.
     """
     if group is None:
-        first = round(place * (count - sum(sizes)))
+        first = round(place * (count - most))
         return [first + sum(sizes[:k]) for k in range(len(sizes))]
     room = [min(group, count - first) for first in range(0, count, group)]
     wanted = place * (len(room) - 1)

@@ -15,18 +15,12 @@ from megapack.pipeline.kernels import RankOps
 from megapack.pipeline.simulator import Runner
 from megapack.planner.annealing import anneal
 from megapack.planner.board import Board, RowCost, add_up_rows, clone, empty_board, fill_rows
-from megapack.planner.clock import (
-    Clock,
-    OwnOrders,
-    score_all,
-    score_shared,
-    set_order,
-)
+from megapack.planner.clock import Clock, score_all, score_shared
 from megapack.planner.draft import PADDING, Draft
-from megapack.planner.even import even_ranks
 from megapack.planner.fill import FillRule
 from megapack.planner.items import Items
-from megapack.planner.moves import try_moves
+from megapack.planner.moves import even_ranks, try_moves
+from megapack.planner.own_orders import OwnOrders, set_order
 from megapack.planner.step import UNLIMITED, Step
 
 # As in planner/annealing.py: in 3 of 8 moves the items of some blocks of 1 to 8 ranks choose again,
@@ -91,8 +85,8 @@ class Scored:
         """
         assert self.rule is not None
         clones = clone(self.board), clone(self.board)
-        ops = self.clock.ops if self.own is None else _common_ops(self.own)
-        args = (self.board, *clones, self.clock, self.own, ops, self.rule, budget, goal)
+        orders = orders_of(self.clock.ops) if self.own is None else self.own.ops
+        args = (self.board, *clones, self.clock, self.own, orders, self.rule, budget, goal)
         self.seconds = float(anneal(*args))
 
     def affordable(self, budget: int, most_places: int) -> int:
@@ -128,18 +122,27 @@ class Scored:
 
 
 def score_shared_rows(
-    draft: Draft, board: Board, runner: Runner, rule: FillRule, own: OwnOrders | None = None
+    draft: Draft,
+    board: Board,
+    runner: Runner,
+    rule: FillRule,
+    own: OwnOrders | None = None,
+    warmup: Ints | None = None,
 ) -> Scored:
-    """Simulate all ranks of a board with rows over several of them together.
+    """Simulate all ranks of a board with rows over several of them.
 
     Args:
         draft: gives the items, M and G.
+        own: orders other than Megatron's.
+        warmup: with `own`, that of blocks of ranks that share rows, see `set_order`; None:
+            `own.warmup`.
     """
     clock = draft_clock(draft, runner)
+    dp = board.counts.size
     if own is not None:
-        set_order(board, own, 0)
+        set_order(board, own, own.warmup if warmup is None else warmup, dp, 0, dp)
     num_ops = clock.ops.stage.size if own is None else own.ops.shape[1]
-    end = np.empty((1 if clock.lockstep else board.counts.size, num_ops))
+    end = np.empty((1 if clock.lockstep else dp, num_ops))
     seconds = float(score_shared(board, clock, own, end))
     return Scored(draft, board, clock, own, seconds, rule)
 
@@ -290,9 +293,7 @@ def _rates(
     return (*rates, cost.per_sample * share), np.array(widths), unit
 
 
-def _common_ops(own: OwnOrders) -> RankOps:
-    """The operations of the one order of all ranks; what they hold and take is left out."""
-    stage, microbatch, _, _, waits_for = np.ascontiguousarray(own.ops[0, : own.num_ops[0]].T)
-    none = np.zeros(0, dtype=np.int64)
-    ops = RankOps(stage, microbatch, none, none, waits_for, np.zeros(0), own.pp, own.p2p)
-    return ops.read_only()
+def orders_of(ops: RankOps) -> Ints:
+    """Megatron's operations, as in `OwnOrders.ops`; chunks and kinds are left out."""
+    none = np.zeros_like(ops.stage)
+    return np.stack([ops.stage, ops.microbatch, none, none, ops.waits_for], axis=1)[None]

@@ -66,6 +66,11 @@ class Step:
         return max(min(least, self.capacity // 2 // unit * unit), unit)
 
     @property
+    def cuts_samples(self) -> bool:
+        """Whether samples may be cut at all."""
+        return self.policy.split_samples == "auto" and self.budget is not None
+
+    @property
     def least_group(self) -> int:
         """The smallest G that the policy allows: its legal counts are the closest together, and it
         keeps the fewest activations."""

@@ -125,7 +125,7 @@ def reduced_samples(
     if scope == "all":
         return [(step.kept_samples, True)]
     own = [i for mb in step.ranks[dp_rank] if mb.width == 1 for i in mb.begun_samples]
-    spread = [i for mb in step.microbatches if mb.width > 1 for i in mb.samples]
+    spread = [i for mb in step.microbatches if mb.width > 1 for i in mb.begun_samples]
     groups = [(tuple(sorted(own)), False)]
     return [*groups, (tuple(sorted(spread)), True)] if spread else groups
 

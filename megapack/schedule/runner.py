@@ -215,8 +215,10 @@ class ScheduleRunner:
         if kept is None or kept[0] is not step:
             dp_rank = self._groups.dp.rank()
             order = step.order(dp_rank, self.layout, forward_only=not call.is_training)
-            is_one = call.is_training and step.meets_in_layers(self.layout)
-            ranks = step.orders if is_one else ()
+            ranks = []
+            if call.is_training and step.orders:
+                block = next(b for b in step.meeting_ranks(self.layout) if dp_rank in b)
+                ranks = [step.orders[rank] for rank in block]
             kept = step, StageOrder(order, self._groups.pp.rank(), self.layout.vpp, ranks)
             self._orders = dict([*self._orders.items()][-1:]) | {key: kept}
         return kept[1]

@@ -28,6 +28,7 @@ _DENSE = (
     *("split_family_pp2-full", "split_family_pp2_vpp2-none", "split_family_cp2_pp2-full"),
     *("split_shared_pp2_vpp2-full", "split_shared_cp2_pp2-full", "split_wide_pp2_vpp2_full"),
     *("split_wide_cp2", "split_wide_tp2_sp", "wide_dp2-none"),
+    *("split_over_two_pp2_vpp2_later", "split_over_two_cp2", "split_over_two_of_dp4_later_full"),
     *("wide_dp4_pp2_vpp2-full", "wide_cp2", "wide_tp2_sp_pp2", "wide_prefixes_cp2"),
     *("wide_prefixes_pp2_vpp2_full", "wide_others", "wide_planner_pp2_vpp2"),
 )
@@ -67,7 +68,12 @@ SPECIAL = {
 
 TESTED = (
     *("hybrid_prefixes_pp2_vpp2-full", "hybrid_split_cp2_pp2-full"),
-    *("hybrid_split_wide_pp2_vpp2_full", "gated_delta_split_family_moe", "mamba_prefixes_moe_cp2"),
+    *(
+        "hybrid_split_wide_pp2_vpp2_full",
+        "hybrid_split_over_two_cp2",
+        "gated_delta_split_family_moe",
+        "mamba_prefixes_moe_cp2",
+    ),
     *_MUTATED,
 )
 """The cases of the tests. tools/exactness.py runs all."""

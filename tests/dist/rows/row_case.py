@@ -184,8 +184,9 @@ def plan_by_hand(
         policy = replace(policy, split_samples="auto", max_live_tokens_per_gpu=live)
         make = functools.partial(chain_order, layout.pp, layout.vpp, count, group or 1)
         chains = [step.chains(rank) for rank in range(layout.dp)]
-        if step.meets_in_layers(layout):
-            chains = [joined_chains(itertools.chain(*chains))] * layout.dp
+        for block in step.meeting_ranks(layout):
+            joined = joined_chains(itertools.chain(*(chains[rank] for rank in block)))
+            chains[block.start : block.stop] = [joined] * len(block)
         step = replace(step, orders=tuple(make(own).lines() for own in chains))
     return replace(
         plain,
@@ -217,6 +218,7 @@ def row_facts(samples: Samples, plan: Plan) -> dict[str, Any]:
         short_in_wide: samples that leave some GPU of their row without a token.
         chains, pieces: micro-batches of each chain, and pieces of each sample in pieces.
         weight_operations: weight gradients that run apart from their backwards.
+        orders: different orders of ranks.
     """
     step = plan.steps[0]
     layout = plan.layout
@@ -245,6 +247,7 @@ def row_facts(samples: Samples, plan: Plan) -> dict[str, Any]:
         ),
         "chains": sorted(len(c) for rank in range(layout.dp) for c in step.chains(rank)),
         "pieces": sorted(parts.values()),
+        "orders": len(set(step.orders)),
         "weight_operations": sum(line.count("W") for rank in step.orders for line in rank),
         **_sharing_facts(samples, plan, rows),
     }

@@ -305,6 +305,39 @@ _SPLIT = {
 
 _OVERLAPPING = {"chains": [2, 3], "pieces": [2, 3], "packed_wide": 2}
 _JOINED = {
+    # The samples of "split". Chains lie over several ranks, and beside them rows of others.
+    "wide pieces": Shape(
+        families=_SPLIT["split"].families,
+        plain_row_tokens=128,
+        made={
+            # With vpp2 and G=4 each chain is in one group.
+            2: MadeRows(
+                slots=[
+                    [(2, [0], {0: (0, 32)})],
+                    [(2, [0], {0: (32, 64)})],
+                    [(2, [0, 1], {0: (64, 97)})],
+                    [(2, [2, 9])],
+                    [(2, [3, 4], {3: (0, 40)})],
+                    [(2, [3, 5], {3: (40, 64)})],
+                    [(1, [7, 8]), (1, [10])],
+                    [(1, [6]), (1, [])],
+                ],
+                row_tokens=64,
+                expect={"chains": [2, 2, 3, 3], "pieces": [2, 3], "rows_2": 6},
+            ),
+            # Two ranks share a chain, and the others have orders of their own.
+            4: MadeRows(
+                slots=[
+                    [(2, [0], {0: (0, 32)}), (1, [2]), (1, [7, 8])],
+                    [(2, [0], {0: (32, 64)}), (1, [3, 4], {3: (0, 40)}), (1, [10])],
+                    [(2, [0, 1], {0: (64, 97)}), (1, [3, 5], {3: (40, 64)}), (1, [9])],
+                    [(2, [6]), (1, []), (1, [])],
+                ],
+                row_tokens=64,
+                expect={"chains": [2, 3, 3], "pieces": [2, 3], "rows_2": 4, "orders": 3},
+            ),
+        },
+    ),
     # The samples of "split". Chains of two ranks overlap, and rows of one rank stand beside them.
     "joined": Shape(
         families=_SPLIT["split"].families,

@@ -20,6 +20,7 @@ _PLANNED = Policy(
     split_samples="auto", backward="split", unreachable="pad", max_live_tokens_per_gpu=400
 )
 _wide = functools.partial(_case, title="beside rows over several ranks", shape="joined")
+_over = functools.partial(_case, title="over several ranks", shape="wide pieces")
 _shared = functools.partial(_case, title="beside shared prefixes", shape="shared", shares=True)
 _family = functools.partial(_case, title="families", shape="family", shares=True)
 
@@ -41,6 +42,10 @@ MUTATED = {
     },
     "wide, no carried gradients": _wide("dp2_pp2", kinds=("sft",), mutation="no carried gradients"),
     "wide, no exchanged keys": _wide("dp2_pp2", kinds=("sft",), mutation="no exchanged keys"),
+    **{
+        f"over two, {mutation}": _over("dp2_pp2", kinds=("sft",), mutation=mutation)
+        for mutation in ("no carried gradients", "no carried keys", "no exchanged keys")
+    },
     **{
         f"dsa, {mutation}": _family("single", model="dsa", kinds=("sft",), mutation=mutation)
         for mutation in ("all keys are chosen", "shared tokens count once")
@@ -110,6 +115,20 @@ SPECIAL = {
     "wide_mla": _wide("dp2_pp2", model="mla", lag=1, kinds=_TWO),
     "wide_moe": _wide("dp2_pp2_ep2", model="moe", lag=1, kinds=_TWO),
     "wide_moe_bias_dp4_full": _wide("dp4_ep2", model="moe_bias", recompute="full", kinds=_TWO),
+    "over_two": _over("dp2_pp2"),
+    "over_two_later_full": _over("dp2_pp2", recompute="full", lag=1),
+    "over_two_pp2_vpp2_later": _over("dp2_pp2_vpp2_g4", lag=1),
+    "over_two_of_dp4_later_full": _over("dp4", recompute="full", lag=1),
+    "over_two_cp2": _over("dp2_cp2", lag=1),
+    "over_two_tp2_sp": _over("dp2_tp2_sp", lag=1, kinds=_TWO),
+    "over_two_value": _over("dp2_pp2", kinds=("value",)),
+    "over_two_mla": _over("dp2_pp2", model="mla", lag=1, kinds=_TWO),
+    "over_two_window": _over("dp2_pp2", model="window", lag=1, kinds=_TWO),
+    "over_two_dsa": _over("dp2_pp2", model="dsa", lag=1, kinds=_TWO),
+    "over_two_moe": _over("dp2_pp2_ep2", model="moe", lag=1, kinds=_TWO),
+    "over_two_moe_bias_of_dp4_full": _over(
+        "dp4_ep2", model="moe_bias", recompute="full", kinds=_TWO
+    ),
     "moe_dp2": _case("dp2_pp2_ep2", model="moe", kinds=_TWO),
     "moe_dp2_later": _case("dp2_pp2_ep2", model="moe", lag=1, kinds=_TWO),
     "moe_dp2_pp2_vpp2_later_full": _case(
@@ -142,6 +161,7 @@ SPECIAL = {
 TESTED = (
     *("pp2_vpp2-none", "tp2_sp_pp2-none", "cp2_pp2-full", "value", "mla_full"),
     *("window_cp2_pp2", "teacher_cp2", *MUTATED),
+    *("over_two_pp2_vpp2_later", "over_two_of_dp4_later_full"),
     *("shared_cp2_pp2-full", "shared_moe", "wide_pp2_vpp2_later", "wide_moe"),
     *("moe_bias_dp2_selective", "moe_replay_dp2_full", "planned_moe_dp2"),
     *("family_pp2_vpp2-none", "family_cp2_pp2-full", "family_moe_replay_full"),

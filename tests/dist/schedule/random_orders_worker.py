@@ -106,18 +106,18 @@ def _with_orders(plan: Plan, rng: random.Random, split: float) -> Plan:
     """The plan with a random order for each DP rank."""
     (step,) = plan.steps
     layout = plan.layout
-    orders = tuple(
+    orders = [
         random_order(rng, pp=layout.pp, vpp=layout.vpp, num_microbatches=len(row), split=split)
         for row in step.ranks
-    )
-    if step.meets_in_layers(layout):
-        orders = tuple(
-            with_random_weights(rng, orders[0]) if split else orders[0] for _ in step.ranks
-        )
+    ]
+    for block in step.meeting_ranks(layout):
+        for rank in block[1:]:
+            first = orders[block.start]
+            orders[rank] = with_random_weights(rng, first) if split else first
     policy = dataclasses.replace(
         plan.policy, backward="split", max_live_tokens_per_gpu=MAX_LIVE_TOKENS
     )
-    steps = (dataclasses.replace(step, orders=orders),)
+    steps = (dataclasses.replace(step, orders=tuple(orders)),)
     return dataclasses.replace(plan, policy=policy, steps=steps)
 
 

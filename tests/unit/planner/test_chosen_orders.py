@@ -15,17 +15,17 @@ from megapack.plan.order import (
     read_order,
     stage_lists,
 )
-from megapack.planner import clock
+from megapack.planner import own_orders
 
 pytestmark = pytest.mark.unit
 
 SHAPES = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 2), (2, 2, 3), (4, 2, 5)]
 
 
-def own_orders(
+def orders_of(
     pp: int, vpp: int, group: int, size: int, *, cap: float, split: bool
-) -> clock.OwnOrders:
-    return clock.OwnOrders(
+) -> own_orders.OwnOrders:
+    return own_orders.OwnOrders(
         chunk_weights=np.ones(pp * vpp),
         chunk_kinds=np.zeros(pp * vpp, dtype=np.int64),
         pp=pp,
@@ -40,9 +40,8 @@ def own_orders(
         backward_ratio=2.0,
         weight_ratio=0.5,
         split=split,
-        is_common=False,
-        ops=np.empty((1, size, 5), dtype=np.int64),
-        num_ops=np.zeros(1, dtype=np.int64),
+        ops=np.empty((2, size, 5), dtype=np.int64),
+        num_ops=np.zeros(2, dtype=np.int64),
     )
 
 
@@ -73,18 +72,18 @@ def test_stages_end_within_the_cap_and_as_they_promised(
         backwards = np.arange(count * vpp) + turned[table[0]] - table[0]
         forward = held[None] / 10 + 0.1
         weights = forward * (0.7 if split else 0.0)
-        times = clock._Times(forward, 2 * forward - weights, weights, held[None])
+        times = own_orders._Times(forward, 2 * forward - weights, weights, held[None])
         least = least_cap(pp, vpp, count, group, backwards, held)
         for cap in (least, 1.3 * least, np.inf):
             size = 2 * count * pp * vpp
-            own = own_orders(pp, vpp, group, size, cap=float(cap), split=split)
+            own = orders_of(pp, vpp, group, size, cap=float(cap), split=split)
             ops = np.empty((size, 5), dtype=np.int64)
-            seconds, num_ops = clock._choose(own, times, backwards, ops)
+            seconds, num_ops = own_orders._choose(own, times, backwards, ops, np.empty(size))
             assert num_ops == size
-            ran, num_ran, end = clock.room_to_run(own, 1)
+            ran, num_ran, end = own_orders.room_to_run(own, 1)
             first = np.zeros((1, count), dtype=np.int64)
             # As long as when the same order is given, and W's begin in any wait.
-            given = clock._filled_seconds(own, ops, times, first, 1.0, ran, num_ran, end)
+            given = own_orders._filled_seconds(own, ops, times, first, 1.0, ran, num_ran, end)
             assert given == seconds
             lines = order_lines(ops, ran, num_ran)
             order = read_order(lines, vpp=vpp, num_microbatches=count, chains=chains)

@@ -19,7 +19,7 @@ from megapack import (
     check_plan,
 )
 from megapack.pipeline.simulator import simulate_planned
-from megapack.planner import clock, operations, pieces
+from megapack.planner import operations, own_orders, pieces
 from megapack.planner.choose import best_draft
 from megapack.planner.items import Items
 from megapack.planner.step import Step
@@ -303,7 +303,7 @@ def test_waits_are_filled_as_the_docstring_shows() -> None:
     )
     drawn = [
         [op for op in line.split()[2:] if op != "."]
-        for line in (clock.__doc__ or "").splitlines()
+        for line in (own_orders.__doc__ or "").splitlines()
         if line.startswith("    stage")
     ]
     assert [line.split() for line in plan.steps[0].orders[0]] == drawn

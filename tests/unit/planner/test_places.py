@@ -91,7 +91,7 @@ def test_the_best_place_is_the_best_of_all_cells(seed: int) -> None:
     for item in range(tokens.size - DP):
         least = int(np.searchsorted(board.cost.alone, board.item_tokens[0, item]))
         wanted = place_by_looking(board, goals, item, least)[1]
-        assert best_place(board, places, goals, item, least) == wanted
+        assert best_place(board, places, goals, item, least, LEVELS - 1) == wanted
         if wanted[0] >= 0:
             put_into_place(board, places, goals, item, *wanted)
             found += 1
@@ -106,7 +106,9 @@ def test_small_items_go_where_most_is_missing_among_rows_with_room(seed: int) ->
     tokens = np.array([90] * 60 + [45] * 30 + sorted(rng.integers(1, 30, 300).tolist())[::-1])
     board = board_of(tokens, 100)
     board = board._replace(item_samples=np.where(tokens == 45, 400, 1))
-    rule = FillRule(np.arange(tokens.size), np.zeros_like(tokens), np.full(COUNT, 2000.0))
+    rule = FillRule(
+        np.arange(tokens.size), np.zeros_like(tokens), np.full(COUNT, 2000.0), np.zeros_like(tokens)
+    )
     for item in range(90):
         put(board, item, item % DP, item // DP, 0)
     wanted = clone(board)

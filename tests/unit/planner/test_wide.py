@@ -32,6 +32,7 @@ from megapack.planner.board import (
 )
 from megapack.planner.clock import Clock, score_shared
 from megapack.planner.fill import FillRule, close_gaps, fill_board
+from megapack.planner.scored import orders_of
 
 pytestmark = pytest.mark.unit
 
@@ -247,7 +248,7 @@ class TestBoard:
         board = self.empty(5, 6, cost)
         num_items = board.row_of.size
         least = np.array([2, 1] + [0] * (num_items - 2))
-        rule = FillRule(np.arange(num_items), least, np.full(6, 60.0))
+        rule = FillRule(np.arange(num_items), least, np.full(6, 60.0), np.full_like(least, 2))
         none = np.zeros(1, dtype=np.int64)
         assert fill_board(board, rule, rule.order, 1.15, none, 0.0)
         return board, rule
@@ -268,7 +269,7 @@ class TestBoard:
         end = np.empty((1 if lockstep else 5, clock.ops.stage.size))
         before = score_shared(board, clock, None, end)
         clones = (clone(board), clone(board))
-        after = anneal(board, *clones, clock, None, clock.ops, rule, 3000, 0.0)
+        after = anneal(board, *clones, clock, None, orders_of(clock.ops), rule, 3000, 0.0)
         assert after < before
         fresh = self.empty(5, 6)
         for rank, position in np.ndindex(board.rows.shape):

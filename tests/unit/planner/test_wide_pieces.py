@@ -1,0 +1,141 @@
+"""Samples in pieces whose rows lie over several DP ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from megapack import CostModel, Layout, Plan, Policy, build_dp_schedule, check_plan
+from megapack.pipeline.simulator import simulate_planned
+from megapack.planner import pieces
+from megapack.planner.choose import best_draft
+from megapack.planner.items import Items
+from megapack.planner.step import Step
+
+pytestmark = pytest.mark.unit
+
+COST = CostModel(fixed=200.0, per_token=1.0, per_token_sq=1 / 4096, cp_overhead=0.05)
+EVERY = Policy(split_samples="auto", backward="split", context_parallel="dynamic", max_width=2)
+# The first sample has more work than a rank of dp=8 should have.
+HEAVY = [16000, *[2000] * 60]
+LAYOUT = Layout(dp=8, pp=4)
+
+
+def planned(policy: Policy, layout: Layout = LAYOUT) -> Plan:
+    plan = build_dp_schedule(
+        HEAVY, layout=layout, max_tokens_per_gpu=16384, cost=COST, policy=policy
+    )
+    check_plan(plan, HEAVY)
+    return plan
+
+
+def seconds(plan: Plan) -> float:
+    return simulate_planned(plan, plan.steps[0], COST).makespan
+
+
+def items_of(lengths: list[int], layout: Layout, policy: Policy = EVERY) -> Items:
+    step = Step(
+        number=0,
+        lengths=np.array(lengths),
+        layout=layout,
+        policy=policy,
+        cost=COST,
+        budget=16384,
+    )
+    samples = np.arange(len(lengths))
+    return Items.whole(step, samples, samples)
+
+
+def test_a_sample_as_heavy_as_a_rank_is_cut_over_several() -> None:
+    plan = planned(EVERY)
+    (step,) = plan.steps
+    wide = {part.sample for mb in step.microbatches if mb.width > 1 for part in mb.pieces}
+    assert wide == {0}
+    assert step.meeting_ranks(LAYOUT) == [
+        range(2),
+        *(range(rank, rank + 1) for rank in range(2, 8)),
+    ]
+    narrow = planned(dataclasses.replace(EVERY, context_parallel="fixed"))
+    whole = planned(dataclasses.replace(EVERY, split_samples="off"))
+    assert seconds(plan) < 0.7 * seconds(narrow)
+    assert seconds(plan) < 0.7 * seconds(whole)
+    assert planned(EVERY) == plan
+
+
+def test_ranks_of_a_block_run_one_order_and_others_their_own() -> None:
+    (step,) = planned(EVERY).steps
+    passes = [
+        tuple(" ".join(op for op in line.split() if "W" not in op) for line in lines)
+        for lines in step.orders
+    ]
+    blocks = step.meeting_ranks(LAYOUT)
+    assert all(len({passes[rank] for rank in block}) == 1 for block in blocks)
+    assert len({passes[block[0]] for block in blocks}) > 1
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=8, pp=4),
+        Layout(dp=6, pp=2),
+        Layout(dp=4, pp=2, vpp=2, cp=2),
+        Layout(dp=4, pp=2, ep=4),
+    ],
+)
+def test_the_search_knows_what_the_simulator_finds(layout: Layout) -> None:
+    draft = best_draft(items_of(HEAVY, layout))
+    assert draft.board_seconds is not None
+    simulated = dataclasses.replace(draft, board_seconds=None).seconds()
+    assert draft.board_seconds == pytest.approx(simulated, rel=1e-9)
+    planned(EVERY, layout)
+
+
+@pytest.mark.parametrize(
+    ("share", "widths"), [(math.inf, (1, 1, 1)), (0.5, (2, 1, 1)), (0.2, (8, 4, 2))]
+)
+def test_chains_lie_over_as_few_ranks_as_their_share_allows(
+    share: float, widths: tuple[int, ...]
+) -> None:
+    # Work of 1, 1/2 and 1/4 of the first sample's; the others are too short to be cut.
+    lengths = [16384, 10922, 6826] + [64] * 40
+    items = items_of(lengths, LAYOUT)
+    work = pieces.item_seconds(items)
+    longest = float(work[0]) / 16
+    cut = pieces.cut_items(
+        items, 24, longest, 24, 16384, 1, share * float(work[0]), 1 if share == math.inf else 8
+    )
+    assert cut is not None
+    assert cut.widths == widths
+    # Rows of the same chain are as long as those on one rank, on each of its ranks.
+    assert [math.ceil(float(work[i]) / longest / w) for i, w in enumerate(widths)] == list(
+        cut.sizes
+    )
+    cells = pieces.chain_cells(cut, 24, None, 0.5)
+    assert cells is not None
+    first = np.cumsum((0, *cut.sizes))
+    for chain, width in enumerate(cut.widths):
+        own = cells[first[chain] : first[chain + 1]]
+        assert (np.diff(own) == 1).all()
+        assert (own[0] // 24) % width == 0
+        # The block has the chain at the same place on all of its ranks, and no two overlap.
+        ranks = [rank for rank, chains in enumerate(cut.ranks) if chain in chains]
+        assert ranks == list(range(own[0] // 24, own[0] // 24 + width))
+
+
+def test_pieces_are_as_long_as_their_rows_alignment_asks() -> None:
+    layout = Layout(dp=4, pp=2)
+    items = items_of([1001, 30], layout)
+    whole = items.take(np.array([0, 0, 1]))
+    cut = dataclasses.replace(
+        whole,
+        begin=np.array([0, 400, 0]),
+        end=np.array([400, 1001, 0]),
+        chain=np.array([0, 0, -1]),
+    )
+    # Over four ranks samples are multiples of 8 tokens: 1,008 and 32.
+    wide = cut.at_width(4)
+    assert wide.aligned.tolist() == [400, 608, 32]
+    assert wide.aligned_sq.tolist() == [400**2, 1008**2 - 400**2, 32**2]
