@@ -12,7 +12,7 @@ from tests.megatron import needs_hybrid, needs_muon
 pytestmark = pytest.mark.dist
 
 # Others have the same parts.
-WEEKLY_CASES = {"tp2", "dp2_frozen"}
+WEEKLY_CASES = {"dp2", "tp2", "dp2_frozen"}
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,7 @@ _JOINED = {
                     [(2, [6]), (1, []), (1, [])],
                 ],
                 row_tokens=64,
-                expect={"chains": [2, 3, 3], "pieces": [2, 3], "rows_2": 4, "orders": 3},
+                expect={"chains": [2, 3, 3], "pieces": [2, 3], "rows_2": 4, "gpus": [1, 2]},
             ),
         },
     ),

@@ -118,7 +118,7 @@ SPECIAL = {
     "over_two": _over("dp2_pp2"),
     "over_two_later_full": _over("dp2_pp2", recompute="full", lag=1),
     "over_two_pp2_vpp2_later": _over("dp2_pp2_vpp2_g4", lag=1),
-    "over_two_of_dp4_later_full": _over("dp4", recompute="full", lag=1),
+    "over_two_of_dp4_later_full": _over("dp4", recompute="full", lag=1, expect={"orders": 3}),
     "over_two_cp2": _over("dp2_cp2", lag=1),
     "over_two_tp2_sp": _over("dp2_tp2_sp", lag=1, kinds=_TWO),
     "over_two_value": _over("dp2_pp2", kinds=("value",)),

@@ -178,7 +178,7 @@ def test_rows_lie_over_no_more_ranks_than_heads_divide() -> None:
         Policy(max_width=0)
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2, pp=4, cp=2), Layout(dp=2, pp=2, vpp=2)])
+@pytest.mark.parametrize("layout", [Layout(dp=2, pp=4, cp=2), Layout(dp=2, pp=4, vpp=2)])
 @pytest.mark.parametrize("backward", ["joint", "split"])
 def test_no_piece_is_shorter_than_its_state_is_worth(layout: Layout, backward: Backward) -> None:
     """Moves shift cuts, and still leave each piece its tokens."""
