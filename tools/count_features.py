@@ -50,13 +50,12 @@ FEATURES = {
     "pieces": Feature(
         "piece pieces split_samples chain chains link carried has_piece num_pieces "
         "piece_fraction num_carried earlier cuts",
-        "planner/pieces planner/piece_moves rows/chain model/carried "
-        "model/experts/chains schedule/chains",
+        "planner/pieces rows/chain model/carried model/experts/chains schedule/chains",
     ),
     "orders": Feature(
         "orders has_orders is_ordered backward has_weights num_split_backwards executor "
         "num_ordered_steps",
-        "plan/order plan/executor planner/operations planner/clock "
+        "plan/order plan/executor planner/operations planner/own_orders planner/clock "
         "schedule/operations schedule/channels model/weight_gradients",
     ),
 }

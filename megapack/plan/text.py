@@ -277,7 +277,7 @@ def _check_cell(cell: Any, where: str, num_ranks: int) -> None:
         good = 2 <= cell[6] <= num_ranks
     if good and len(cell) > 7:
         ends = cell[7:]
-        good = len(ends) % 2 == 0 and len(ends) <= 2 * len(cell[0])
+        good = 1 <= cell[6] <= num_ranks and len(ends) % 2 == 0 and len(ends) <= 2 * len(cell[0])
         good = good and all(start < end for start, end in zip(ends[::2], ends[1::2], strict=True))
     _require(
         good,

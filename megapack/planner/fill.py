@@ -312,7 +312,7 @@ class FillRule(NamedTuple):
     targets: Floats
     """float64 [M]: seconds that the rows at each position should take."""
     most: Ints
-    """int64 [I]: the highest level of a row that an item chooses, if it does not join others."""
+    """int64 [I]: the highest level of a row that an item chooses; small ones may join any row."""
 
 
 def fill_rule(items: Items, cost: RowCost, work: Floats) -> FillRule | None:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,15 +70,18 @@ _CLOSER_PART = 8
 # Simulations of ranks for drafts of pieces, as a multiple of the policy's evaluations: 4,096, which
 # are 1,024 drafts on dp=4.
 _DRAFTS_GROWTH = 2
-# Drafts that have both pieces and rows over several ranks, of either kind: those that try 2**23
+# Drafts that have both pieces and rows over several ranks, of each kind: those that try 2**23
 # cells for items in all, and 16 at least. 2,048 items in 8 x 32 cells are 2**19.
 _WIDE_PLACES = 2**23
 _WIDE_DRAFTS = 16
+# In each round this part of them, of drafts close to the best three.
+_CLOSER_WIDE_PART = 2
 # At least so many where samples hardly fit under the cap on live tokens.
 _TIGHT_DRAFTS = 128
-# Simulations for moves, the same: 8,192 of up to 512 operations, fewer of longer orders. Half of
-# them are for the draft of whole samples and the best drafts of pieces, each of another M, and half
-# for the best of them.
+# Simulations for moves, the same: 8,192 of up to 512 operations, fewer of longer orders. At first
+# each kind of draft gets half of them: the one that is given, those of whole samples packed anew,
+# those with pieces, and the same with rows over several ranks. At last the best of each kind gets
+# half of them, if it is near the fastest.
 _MOVES_GROWTH = 4
 _OPERATIONS = 512
 _CONTENDERS = 4
@@ -177,8 +180,8 @@ class _OperationSearch:
         self.wide = wide
         # Whatever the place, the samples are cut in the same way.
         self.cuts: dict[_Choice, CutItems | None] = {}
-        # Values of G and M whose draft without pieces was made.
-        self.uncut: set[tuple[int, int]] = set()
+        # Shapes of the drafts that were made: choices may cut samples alike.
+        self.made: set[tuple[Any, ...]] = set()
 
     def run(self) -> Scored | None:
         """The best candidate; None if none respects the cap on live tokens."""
@@ -186,20 +189,19 @@ class _OperationSearch:
         wide = [] if self.wide is None or not self.split else [self._scored_wide(self.wide)]
         uncut, cut, cut_wide = self._new_drafts() if self._may_pack() else ([], [], [])
         moves = _MOVES_GROWTH * self.policy.search
-        # Rows over several ranks have moves of their own, so they take none from the others.
         finalists = []
         fastest = math.inf
+        # Each kind gets the moves that it would get alone, so that none makes a plan slower.
         groups = [(narrow, uncut), ([], cut)] if uncut else [(narrow, cut)]
-        for whole, pieces in (*groups, (wide, cut_wide)):
-            # The drafts of whole samples get as many as the others together.
-            for candidates in (whole, pieces):
+        for given, made in (*groups, (wide, cut_wide)):
+            for candidates in (given, made):
                 for candidate in candidates:
                     is_near = candidate.seconds <= fastest * (1 + _WIDE_REACH)
                     if is_near or candidate.rule is None:
                         self._improve(candidate, moves // 2 // len(candidates))
                     fastest = min(fastest, candidate.seconds)
-            if whole or pieces:
-                finalists.append(min(whole + pieces, key=lambda c: c.seconds))
+            if given or made:
+                finalists.append(min(given + made, key=lambda c: c.seconds))
         for candidate in sorted(finalists, key=lambda c: c.seconds):
             if candidate.seconds <= fastest * (1 + _LAST_REACH):
                 self._improve(candidate, moves - moves // 2)
@@ -261,10 +263,11 @@ class _OperationSearch:
             narrow = uncut if choice.stretch is None else cut
             self._try(choice, wide if choice.is_wide else narrow)
         limit = self._most_drafts() // _CLOSER_PART
-        for _ in range(_CLOSER_ROUNDS if limit else 0):
-            for found in (uncut, cut, wide):
+        wide_limit = min(limit, self._most_wide_drafts(max(wide, default=1)) // _CLOSER_WIDE_PART)
+        for _ in range(_CLOSER_ROUNDS):
+            for found, most in ((uncut, limit), (cut, limit), (wide, wide_limit)):
                 closer = [choice for choice in self._closer_choices(found) if choice not in tried]
-                for choice in _some(closer, limit):
+                for choice in _some(closer, most):
                     tried.add(choice)
                     self._try(choice, found)
         return _contenders(uncut), _contenders(cut), _contenders(wide)
@@ -289,15 +292,26 @@ class _OperationSearch:
         if not self.step.cuts_samples:
             return choices
         choices += _some(_every_choice(pairs, _STRETCHES, False, (math.inf,)), limit)
-        places = self.items.num_items * self.layout.dp * max(count for _, count in pairs)
-        limit = min(limit, max(_WIDE_PLACES // places, _WIDE_DRAFTS))
+        limit = self._most_wide_drafts(max(count for _, count in pairs))
         if self._mixes():
             stretches = (_STRETCHES[0], None)
             choices += _some(_every_choice(pairs, stretches, True, (math.inf,)), limit)
         shares = [share for share in _SHARES if share < self._heaviest()]
-        if self.costs is not None and shares:
+        if self._widest > 1 and shares:
+            # A sample over the budget has fewer pieces over several ranks.
+            pairs = shapes_of(self.step, lambda group: self._counts(group, self._widest))
             choices += _some(_every_choice(pairs, _STRETCHES, False, shares), limit)
         return choices
+
+    def _most_wide_drafts(self, count: int) -> int:
+        """Drafts with both pieces and rows over several ranks, of up to so many micro-batches."""
+        places = self.items.num_items * self.layout.dp * count
+        return min(self._most_drafts(), max(_WIDE_PLACES // places, _WIDE_DRAFTS))
+
+    @property
+    def _widest(self) -> int:
+        """The most ranks that a row may lie over."""
+        return 1 if self.costs is None else 1 << (self.costs.unit.size - 1)
 
     def _heaviest(self) -> float:
         """The work of the sample that has most, in mean ranks."""
@@ -340,11 +354,13 @@ class _OperationSearch:
         if cut is None:
             return None
         count = choice.num_microbatches
-        if not cut.sizes:
-            shape = choice.group, count
-            if choice.is_wide or shape in self.uncut:
-                return None
-            self.uncut.add(shape)
+        place = choice.place if cut.sizes else 0.0
+        shape = choice.group, count, place, choice.widens, cut.sizes, cut.widths
+        # Without wide rows the draft is that of a choice on one rank each.
+        is_narrow = not cut.sizes or (max(cut.widths) == 1 and not choice.widens)
+        if shape in self.made or (choice.is_wide and is_narrow):
+            return None
+        self.made.add(shape)
         group = choice.group if self.layout.vpp > 1 else None
         cells = chain_cells(cut, count, group, choice.place)
         if cells is None:
@@ -396,19 +412,22 @@ class _OperationSearch:
             room = int(self.costs.alone[-1])
         most = count if self.layout.vpp == 1 else min(choice.group, count)
         share = choice.share * self.total / self.layout.dp
-        widest = 1 if self.costs is None else 1 << (self.costs.unit.size - 1)
-        return cut_items(self.items, count, longest, most, room, self.unit, share, widest)
+        return cut_items(self.items, count, longest, most, room, self.unit, share, self._widest)
 
-    def _counts(self, group: int) -> list[int]:
-        """Legal values of M to try, smaller ones closer together."""
+    def _counts(self, group: int, width: int = 1) -> list[int]:
+        """Legal values of M to try, smaller ones closer together.
+
+        Args:
+            width: DP ranks that pieces may lie over.
+        """
         layout = self.layout
         capacity = self.step.capacity
         tokens = self.items.aligned
-        pieces = np.where(tokens > capacity, -(-tokens // capacity), 0)
+        pieces = np.where(tokens > capacity, -(-tokens // (width * capacity)), 0)
         if not self.step.cuts_samples:
             pieces = np.minimum(pieces, 1)
-        # The rows of a sample over the budget hold nothing else, and are on one rank.
-        held = int(np.where(pieces > 0, pieces * capacity, tokens).sum())
+        # The rows of a sample over the budget hold nothing else.
+        held = int(np.where(pieces > 0, pieces * width * capacity, tokens).sum())
         rows = max(-(-held // (capacity * layout.dp)), int(pieces.max()), family_rows(self.items))
         least = self.step.legal_count(rows, group)
         top = least + group if layout.pp > 1 else least + 1
@@ -439,7 +458,8 @@ class _OperationSearch:
 
     def _scored_board(self, draft: Draft, board: Board, rule: FillRule) -> Scored:
         found = []
-        for warmup in self._warmups(draft):
+        # Ranks that share no row choose for themselves.
+        for warmup in self._warmups(draft)[: 2 if board.level.any() else 1]:
             own = self._own_orders(draft)
             found.append(score_shared_rows(draft, board, self.runner, rule, own, warmup))
         return min(found, key=lambda scored: scored.seconds)

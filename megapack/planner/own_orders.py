@@ -3,7 +3,7 @@
 Each stage of a rank runs what can begin first: its next forward or its next
 backward. So a stage runs forwards ahead while it waits for its first backward, up to twice as many
 as in 1F1B. A block of DP ranks that share rows must run one order, which cannot fit all of them:
-their stages run their warm-up, and then alternate.
+in the search their stages run their warm-up, and then alternate.
 
 A split backward leaves its weight gradients (W) to the stage, which may run them at any later time:
 where it would wait, first in, first out. With pp=2 and two rows whose forward, backward and W take
@@ -359,7 +359,7 @@ def set_order(
 ) -> None:
     """Write the one order of ranks `first` to `last` - 1, whose stages run their warm-up and then
     alternate. What can begin first on one rank may not on another, so ranks that share rows run
-    such an order.
+    such an order in the search.
 
     Args:
         warmup: int64 [pp], forwards that each stage may run ahead of its backwards.

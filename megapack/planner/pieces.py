@@ -95,12 +95,12 @@ def cut_items(
         room: padded tokens of the longest sample that need not be cut.
         unit: cuts are at multiples of so many tokens.
         share: the most seconds of a chain on a rank, as far as `widest` allows.
-        widest: DP ranks of a chain.
+        widest: the most DP ranks of a chain.
     """
     work = item_seconds(items)
     single = is_alone(items)
     widths = np.ones(work.size, dtype=np.int64)
-    while widths.max() < widest and (single & (work > share * widths) & (widths < widest)).any():
+    while widths.max(initial=1) < widest and (single & (work > share * widths)).any():
         widths[single & (work > share * widths)] *= 2
     wanted = np.ones(work.size)
     if longest > 0:
@@ -172,15 +172,15 @@ def _ranks_of_chains(
     order = sorted(range(len(sizes)), key=lambda chain: (-widths[chain], -loads[chain]))
     num_wide = sum(width > 1 for width in widths)
     for chain in order[:num_wide]:
-        width = widths[chain]
+        width, size = widths[chain], sizes[chain]
         blocks = [range(rank, rank + width) for rank in range(0, dp - width + 1, width)]
-        block = min(blocks, key=lambda ranks: (max(held[r] for r in ranks), ranks[0]))
-        for rank in block:
+        blocks = [block for block in blocks if max(rows[r] for r in block) + size <= count]
+        if not blocks:
+            return None
+        for rank in min(blocks, key=lambda block: (max(held[r] for r in block), block[0])):
             ranks[rank].append(chain)
-            rows[rank] += sizes[chain]
+            rows[rank] += size
             held[rank] += loads[chain] / width
-            if rows[rank] > count:
-                return None
     # A min-heap of ranks by work, then by number.
     lightest = [(held[rank], rank) for rank in range(dp) if rows[rank] < count]
     heapq.heapify(lightest)
@@ -205,7 +205,8 @@ def chain_cells(cut: CutItems, count: int, group: int | None, place: float) -> I
     Args:
         count: M.
         group: G; None with vpp=1. Each chain is in one group.
-        place: 0 puts chains first, 1 last.
+        place: 0 puts chains first, 1 last; where some lie over several ranks, those of the rank
+            that has the most pieces.
 
     Returns:
         int64 [pieces]: rank * M + position, of the first rank of the chain.
@@ -431,6 +432,9 @@ def _starts(
 
     With 1F1B they follow each other. In groups, each goes to the one nearest to the place that has
     room.
+
+    Args:
+        most: micro-batches that chains take on the rank with the most of them.
     """
     if group is None:
         first = round(place * (count - most))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megapack import CostModel, Layout, Plan, Policy, build_dp_schedule, check_plan
+from megapack.errors import PlanError
 from megapack.pipeline.simulator import simulate_planned
 from megapack.planner import pieces
 from megapack.planner.choose import best_draft
@@ -99,17 +100,15 @@ def test_the_search_knows_what_the_simulator_finds(layout: Layout) -> None:
 def test_chains_lie_over_as_few_ranks_as_their_share_allows(
     share: float, widths: tuple[int, ...]
 ) -> None:
-    # Work of 1, 1/2 and 1/4 of the first sample's; the others are too short to be cut.
+    # 1, 0.5 and 0.2 of the first sample's work; the others are too short to be cut.
     lengths = [16384, 10922, 6826] + [64] * 40
     items = items_of(lengths, LAYOUT)
     work = pieces.item_seconds(items)
     longest = float(work[0]) / 16
-    cut = pieces.cut_items(
-        items, 24, longest, 24, 16384, 1, share * float(work[0]), 1 if share == math.inf else 8
-    )
+    cut = pieces.cut_items(items, 24, longest, 24, 16384, 1, share * float(work[0]), 8)
     assert cut is not None
     assert cut.widths == widths
-    # Rows of the same chain are as long as those on one rank, on each of its ranks.
+    # A piece takes each of its ranks as long as one on one rank.
     assert [math.ceil(float(work[i]) / longest / w) for i, w in enumerate(widths)] == list(
         cut.sizes
     )
@@ -139,3 +138,35 @@ def test_pieces_are_as_long_as_their_rows_alignment_asks() -> None:
     wide = cut.at_width(4)
     assert wide.aligned.tolist() == [400, 608, 32]
     assert wide.aligned_sq.tolist() == [400**2, 1008**2 - 400**2, 32**2]
+
+
+def test_a_chain_goes_to_ranks_that_have_room() -> None:
+    # The second chain fills the ranks 0 and 1, and leaves the others with less work but one row.
+    ranks = pieces._ranks_of_chains([4, 1, 2], [1.0, 10.0, 0.5], [2, 2, 2], 4, 4)
+    assert ranks == ((1, 2), (1, 2), (0,), (0,))
+    assert pieces._ranks_of_chains([4, 3, 2], [1.0, 10.0, 0.5], [2, 2, 2], 4, 4) is None
+
+
+def test_a_sample_over_the_budget_needs_fewer_rows_over_several_ranks() -> None:
+    lengths = [60000, *[2000] * 8]
+    plan = build_dp_schedule(
+        lengths,
+        layout=Layout(dp=4),
+        max_tokens_per_gpu=8192,
+        cost=COST,
+        policy=dataclasses.replace(EVERY, max_width=4),
+    )
+    check_plan(plan, lengths)
+    (step,) = plan.steps
+    assert step.num_microbatches is not None
+    assert step.num_microbatches < 60000 / 8192
+    assert sum(len(mb.pieces) for mb in step.microbatches) > 1
+
+
+@pytest.mark.parametrize("width", [0, 9, 2**60])
+def test_a_damaged_width_of_a_piece_is_refused(width: int) -> None:
+    text = planned(EVERY).to_json()
+    start = text.index(",2,0,", text.index('"ranks"'))
+    damaged = f"{text[:start]},{width},0,{text[start + 5 :]}"
+    with pytest.raises(PlanError, match="not a plan"):
+        Plan.from_json(damaged)
