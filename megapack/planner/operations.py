@@ -572,5 +572,5 @@ def _contenders(found: _ByCount) -> list[Scored]:
 
 def _some(choices: list[_Choice], limit: int) -> list[_Choice]:
     """At most so many choices, evenly spread."""
-    every = max(1, -(-len(choices) // limit))
-    return choices[every // 2 :: every]
+    every = max(1, -(-len(choices) // max(limit, 1)))
+    return choices[every // 2 :: every][:limit]
