@@ -36,6 +36,7 @@ ALL = (
     Policy(count_rule="per_rank", max_live_tokens_per_gpu=_MAX_LIVE),
     Policy(context_parallel="dynamic"),
     Policy(split_samples="auto", backward="split"),
+    Policy(split_samples="auto", backward="split", context_parallel="dynamic"),
 )
 """Policies whose plans need all kernels."""
 

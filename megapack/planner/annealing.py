@@ -79,7 +79,7 @@ def anneal(
     size = orders.shape[1]
     end = np.empty((1 if clock.lockstep else board.counts.size, size))
     best = score_shared(board, clock, own, end)
-    current = best + _tie(end)
+    current = best + _tie(board, end.shape[0])
     path = np.empty((size, 2), dtype=np.int64)
     length = _critical_path(board, clock, orders, end, path)
     for used in range(budget):
@@ -99,7 +99,7 @@ def anneal(
             copy_board(kept, board)
             continue
         seconds = score_shared(board, clock, own, end)
-        value = seconds + _tie(end)
+        value = seconds + _tie(board, end.shape[0])
         warmth = _WARMTH * (budget - used) / budget
         if value < current * (1 + warmth):
             current = value
@@ -115,12 +115,12 @@ def anneal(
 
 
 @kernel
-def _tie(end: Floats) -> float:
+def _tie(board: Board, ranks: int) -> float:
     """A small part of the mean of the ranks' seconds, so that moves on faster ranks count, too."""
     total = 0.0
-    for rank in range(end.shape[0]):
-        total += largest(end[rank])
-    return float(_TIE * total / end.shape[0])
+    for rank in range(ranks):
+        total += board.seconds[rank]
+    return float(_TIE * total / ranks)
 
 
 @kernel
@@ -132,10 +132,12 @@ def _critical_path(board: Board, clock: Clock, orders: Ints, end: Floats, path: 
         Their number.
     """
     ranks, size = end.shape
+    worst = largest(board.seconds[:ranks])
     rank = 0
     op = 0
     for r in range(ranks):
-        for o in range(size):
+        # All ranks of a block have the seconds of its slowest one.
+        for o in range(size if board.seconds[r] == worst else 0):
             if end[r, o] > end[rank, op]:
                 rank = r
                 op = o

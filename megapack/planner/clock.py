@@ -87,7 +87,7 @@ def _score_own(board: Board, clock: Clock, own: OwnOrders, rank: int, end: Float
 @kernel
 def score_shared(board: Board, clock: Clock, own: OwnOrders | None, end: Floats) -> float:
     """Simulated seconds of a step whose ranks share rows; inf above the cap on live tokens, or if
-    padding is not allowed and a row has no item.
+    padding is not allowed and a row has no item. Writes `board.seconds`.
 
     Args:
         end: float64 [dp, operations], written: when each operation ends. In lockstep all ranks
@@ -120,7 +120,26 @@ def score_shared(board: Board, clock: Clock, own: OwnOrders | None, end: Floats)
                 first[rank, position] = rank - rank % width
         if cost.max_live > 0 and peak_live(ops, amounts) > cost.max_live:
             return np.inf
-    return coupled_seconds(ops, forward, first, end)
+    seconds = coupled_seconds(ops, forward, first, end)
+    _set_seconds(board, ops, end)
+    return seconds
+
+
+@kernel
+def _set_seconds(board: Board, ops: RankOps, end: Floats) -> None:
+    """Write `board.seconds`: when the last operation of each rank ends."""
+    last = np.full(ops.pp, -1, dtype=np.int64)
+    missing = ops.pp
+    op = ops.stage.size - 1
+    while missing > 0:
+        if last[ops.stage[op]] < 0:
+            last[ops.stage[op]] = op
+            missing -= 1
+        op -= 1
+    for rank in range(end.shape[0]):
+        board.seconds[rank] = 0.0
+        for stage in range(ops.pp):
+            board.seconds[rank] = max(board.seconds[rank], end[rank, last[stage]])
 
 
 @kernel
@@ -143,7 +162,9 @@ def _score_blocks(board: Board, clock: Clock, own: OwnOrders, end: Floats) -> fl
             block = end[rank : rank + width]
             seconds = run_ranks(board, False, own, rank, order, PATIENCE, ran, num_ran, block)
         latest = max(latest, seconds)
-        rank += width
+        for _ in range(width):
+            board.seconds[rank] = seconds
+            rank += 1
     return latest
 
 

@@ -295,9 +295,10 @@ class _OperationSearch:
         pairs = shapes_of(self.step, self._counts)
         limit = self._most_drafts()
         whole = [_Choice(*pair, None, 0.0, False) for pair in pairs]
-        choices = _some(whole, limit) if self.split else []
         if not self.step.cuts_samples:
-            return choices
+            return _some(whole, limit)
+        # Where samples over the budget must be cut, those choices are left out.
+        choices = _some(whole, limit) if self.split and self.fixed is not None else []
         choices += _some(_every_choice(pairs, _STRETCHES, False, (math.inf,)), limit)
         limit = self._most_wide_drafts(max(count for _, count in pairs))
         if self._mixes():
