@@ -73,6 +73,7 @@ WEEKLY_CASES = {
     *("qwen2_window-cp2", "ernie4_5-cp2", "mixtral-cp2", "gpt_oss-cp2", "deepseek_v3-dp2"),
     *("gpt_oss-dp2", "ernie4_5_moe-dp2", "gemma3_text-prefixes", "olmo3-wide", "gemma2-wide"),
     *("phi3-pieces", "olmo3-pieces", "gemma4_text-cp2", "gemma4_experts-prefixes"),
+    "gemma4_text-pieces",
     *("deepseek_v3-tp2_sp", "gpt_oss-single", "glm4_moe-dp2", "phi3-wide", "gemma2-pieces"),
     *("olmo3-prefixes", "mimo_mtp-cp2", "hunyuan_v1_moe-cp2", "phi3-tp2_sp", "gemma2-cp2"),
     *("gemma4_text-prefixes", "gemma4_text-wide", "gemma4_experts-wide", "gemma4_experts-pieces"),
