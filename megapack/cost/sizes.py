@@ -283,21 +283,13 @@ class ModelSizes:
             (layer >= self.first_dense_layers, self._window(layer), self._is_global(layer))
             for layer in layers
         )
-        for kind, count in kinds.items():
-            if kind not in self._kinds:
-                self._kinds[kind] = self._kind(*kind)
-            yield self._kinds[kind], count
-
-    @cached_property
-    def _kinds(self) -> dict[tuple[bool, int | None, bool], ModelSizes]:
-        """What `_kind` returned. `tune` asks for kinds 130,000 times."""
-        return {}
-
-    def _kind(self, has_experts: bool, window: int | None, is_global: bool) -> ModelSizes:
-        """Sizes of a model that has only layers like this one."""
-        kind = replace(self, first_dense_layers=0) if has_experts else self._dense()
-        heads = kind._heads(is_global) if self.global_pattern is not None else {}
-        return replace(kind, attention_window=window, attention_window_pattern=None, **heads)
+        for (has_experts, window, is_global), count in kinds.items():
+            kind = replace(self, first_dense_layers=0) if has_experts else self._dense()
+            heads = kind._heads(is_global) if self.global_pattern is not None else {}
+            yield (
+                replace(kind, attention_window=window, attention_window_pattern=None, **heads),
+                count,
+            )
 
     def _is_global(self, layer: int) -> bool:
         """Whether a layer, by its number from 0, is global."""
