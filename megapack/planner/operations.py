@@ -27,7 +27,7 @@ from megapack.planner.counts import shapes_of
 from megapack.planner.draft import Draft
 from megapack.planner.fill import FillRule, fill_rule
 from megapack.planner.items import Items
-from megapack.planner.own_orders import OwnOrders, best_order
+from megapack.planner.own_orders import OwnOrders, best_order, set_order
 from megapack.planner.pieces import (
     CutItems,
     chain_cells,
@@ -469,7 +469,9 @@ class _OperationSearch:
         # Ranks that share no row choose for themselves.
         for warmup in self._warmups(draft)[: 2 if board.level.any() else 1]:
             own = self._own_orders(draft)
-            found.append(score_shared_rows(draft, board, self.runner, rule, own, warmup))
+            dp = self.layout.dp
+            set_order(board, own, warmup, dp, 0, dp)
+            found.append(score_shared_rows(draft, board, self.runner, rule, own))
         return min(found, key=lambda scored: scored.seconds)
 
     def _warmups(self, draft: Draft) -> list[Ints]:

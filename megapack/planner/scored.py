@@ -20,7 +20,7 @@ from megapack.planner.draft import PADDING, Draft
 from megapack.planner.fill import FillRule
 from megapack.planner.items import Items
 from megapack.planner.moves import even_ranks, try_moves
-from megapack.planner.own_orders import OwnOrders, set_order
+from megapack.planner.own_orders import OwnOrders
 from megapack.planner.step import UNLIMITED, Step
 
 # As in planner/annealing.py: in 3 of 8 moves the items of some blocks of 1 to 8 ranks choose again,
@@ -122,27 +122,17 @@ class Scored:
 
 
 def score_shared_rows(
-    draft: Draft,
-    board: Board,
-    runner: Runner,
-    rule: FillRule,
-    own: OwnOrders | None = None,
-    warmup: Ints | None = None,
+    draft: Draft, board: Board, runner: Runner, rule: FillRule, own: OwnOrders | None = None
 ) -> Scored:
     """Simulate all ranks of a board with rows over several of them.
 
     Args:
         draft: gives the items, M and G.
-        own: orders other than Megatron's.
-        warmup: with `own`, that of blocks of ranks that share rows, see `set_order`; None:
-            `own.warmup`.
+        own: orders other than Megatron's, with that of blocks of ranks that share rows.
     """
     clock = draft_clock(draft, runner)
-    dp = board.counts.size
-    if own is not None:
-        set_order(board, own, own.warmup if warmup is None else warmup, dp, 0, dp)
     num_ops = clock.ops.stage.size if own is None else own.ops.shape[1]
-    end = np.empty((1 if clock.lockstep else dp, num_ops))
+    end = np.empty((1 if clock.lockstep else board.counts.size, num_ops))
     seconds = float(score_shared(board, clock, own, end))
     return Scored(draft, board, clock, own, seconds, rule)
 
