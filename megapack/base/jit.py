@@ -76,10 +76,28 @@ def kernel(function: F) -> F:
             logger.warning("numba: %s; plans are made in plain Python, which is slow", _missing)
         return function
     compiled = numba.njit(error_model="numpy", nogil=True)(function)
+    if compiled is function:
+        # NUMBA_DISABLE_JIT is set.
+        return function
+    _call_without_literals(compiled)
     if can_store():
         with contextlib.suppress(RuntimeError, AttributeError):
             _share(compiled)
     return compiled  # type: ignore[no-any-return]
+
+
+def _call_without_literals(compiled: Any) -> None:
+    """Let kernels that pass a literal call the same machine code as those that pass a variable.
+
+    numba compiles `f(0)` once more for `Literal[int](0)`: a tenth of the planner's compile time.
+    """
+    template_of = compiled.get_call_template
+
+    def get_call_template(args: Any, kws: Any) -> Any:
+        kws = {name: numba.types.unliteral(kind) for name, kind in kws.items()}
+        return template_of([numba.types.unliteral(kind) for kind in args], kws)
+
+    compiled.get_call_template = get_call_template
 
 
 def plan_without_compiling() -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from megapack.base.arrays import Ints
@@ -283,13 +283,8 @@ class ModelSizes:
             (layer >= self.first_dense_layers, self._window(layer), self._is_global(layer))
             for layer in layers
         )
-        for (has_experts, window, is_global), count in kinds.items():
-            kind = replace(self, first_dense_layers=0) if has_experts else self._dense()
-            heads = kind._heads(is_global) if self.global_pattern is not None else {}
-            yield (
-                replace(kind, attention_window=window, attention_window_pattern=None, **heads),
-                count,
-            )
+        for key, count in kinds.items():
+            yield _kind(self, *key), count
 
     def _is_global(self, layer: int) -> bool:
         """Whether a layer, by its number from 0, is global."""
@@ -588,6 +583,14 @@ class ModelSizes:
     def layer_cost(self, mean_length: float) -> float:
         """Operations of one layer's forward per token of samples of this length."""
         return self.layer_flops_per_token() + self.layer_flops_per_token_sq() * mean_length
+
+
+@lru_cache(maxsize=256)
+def _kind(sizes: ModelSizes, has_experts: bool, window: int | None, is_global: bool) -> ModelSizes:
+    """Sizes of a model that has only layers of this kind."""
+    kind = replace(sizes, first_dense_layers=0) if has_experts else sizes._dense()
+    heads = kind._heads(is_global) if sizes.global_pattern is not None else {}
+    return replace(kind, attention_window=window, attention_window_pattern=None, **heads)
 
 
 def typical_length(lengths: Ints) -> float:

@@ -84,45 +84,55 @@ def order_seconds(ops: RankOps, seconds: Floats, end: Floats) -> float:
 
 @kernel
 def coupled_seconds(
-    ops: RankOps, forward_seconds_DM: Floats, first_DM: Ints, end_DO: Floats
+    ops: RankOps, forward_seconds_MD: Floats, first_MD: Ints, end_OD: Floats
 ) -> float:
     """Seconds until the last operation of DP ranks ends that share some of their micro-batches.
 
     The ranks of a shared micro-batch begin each of its operations together, when the last of them
     is ready: they exchange keys and values in its layers. All ranks run the operations in one
-    order.
+    order. Ranks are the last axis, so that one machine instruction adds up several of them.
 
     Args:
-        forward_seconds_DM: float64 [dp, kinds * M], see `rank_seconds`; equal on the ranks of a
+        forward_seconds_MD: float64 [kinds * M, dp], see `rank_seconds`; equal on the ranks of a
             shared micro-batch.
-        first_DM: int64 [dp, M], the first rank of those that share the micro-batch; the rank itself
+        first_MD: int64 [M, dp], the first rank of those that share the micro-batch; the rank itself
             for others.
-        end_DO: float64 [dp, operations], written: when each operation ends.
+        end_OD: float64 [operations, dp], written: when each operation ends.
     """
-    dp = forward_seconds_DM.shape[0]
+    num_microbatches, dp = first_MD.shape
+    is_shared = np.zeros(num_microbatches, dtype=np.bool_)
+    for microbatch in range(num_microbatches):
+        for rank in range(dp):
+            is_shared[microbatch] |= first_MD[microbatch, rank] != rank
     count = ops.stage.size
-    free = np.zeros((dp, ops.pp))
+    free = np.zeros((ops.pp, dp))
     begin = np.empty(dp)
     for op in range(count):
         stage = ops.stage[op]
         source = ops.waits_for[op]
         microbatch = ops.microbatch[op]
-        # The first rank of a block comes before the others, and collects the latest begin.
+        column = ops.column[op]
+        if source < count:
+            for rank in range(dp):
+                begin[rank] = max(free[stage, rank], end_OD[source, rank] + ops.p2p)
+        else:
+            for rank in range(dp):
+                begin[rank] = free[stage, rank]
+        if is_shared[microbatch]:
+            # The first rank of a block comes before the others, and collects the latest begin.
+            for rank in range(dp):
+                first = first_MD[microbatch, rank]
+                begin[first] = max(begin[first], begin[rank])
+            for rank in range(dp):
+                begin[rank] = begin[first_MD[microbatch, rank]]
         for rank in range(dp):
-            begin[rank] = free[rank, stage]
-            if source < count and end_DO[rank, source] + ops.p2p > begin[rank]:
-                begin[rank] = end_DO[rank, source] + ops.p2p
-            first = first_DM[rank, microbatch]
-            begin[first] = max(begin[first], begin[rank])
-        for rank in range(dp):
-            done = begin[first_DM[rank, microbatch]]
-            done += ops.scale[op] * forward_seconds_DM[rank, ops.column[op]]
-            end_DO[rank, op] = done
-            free[rank, stage] = done
+            done = begin[rank] + ops.scale[op] * forward_seconds_MD[column, rank]
+            end_OD[op, rank] = done
+            free[stage, rank] = done
     last = 0.0
-    for rank in range(dp):
-        for stage in range(ops.pp):
-            last = max(last, free[rank, stage])
+    for stage in range(ops.pp):
+        for rank in range(dp):
+            last = max(last, free[stage, rank])
     return last
 
 

@@ -16,6 +16,7 @@ from megapack.base.jit import kernel
 from megapack.base.loops import largest
 from megapack.planner.board import (
     Board,
+    block_width,
     clear_row,
     copy_board,
     exchange,
@@ -77,9 +78,9 @@ def anneal(
     for k in range(rule.order.size):
         place[rule.order[k]] = k
     size = orders.shape[1]
-    end = np.empty((1 if clock.lockstep else board.counts.size, size))
+    end = np.empty((size, 1 if clock.lockstep else board.counts.size))
     best = score_shared(board, clock, own, end)
-    current = best + _tie(board, end.shape[0])
+    current = best + _tie(board, end.shape[1])
     path = np.empty((size, 2), dtype=np.int64)
     length = _critical_path(board, clock, orders, end, path)
     for used in range(budget):
@@ -99,7 +100,7 @@ def anneal(
             copy_board(kept, board)
             continue
         seconds = score_shared(board, clock, own, end)
-        value = seconds + _tie(board, end.shape[0])
+        value = seconds + _tie(board, end.shape[1])
         warmth = _WARMTH * (budget - used) / budget
         if value < current * (1 + warmth):
             current = value
@@ -131,14 +132,14 @@ def _critical_path(board: Board, clock: Clock, orders: Ints, end: Floats, path: 
     Returns:
         Their number.
     """
-    ranks, size = end.shape
+    size, ranks = end.shape
     worst = largest(board.seconds[:ranks])
     rank = 0
     op = 0
     for r in range(ranks):
         # All ranks of a block have the seconds of its slowest one.
         for o in range(size if board.seconds[r] == worst else 0):
-            if end[r, o] > end[rank, op]:
+            if end[o, r] > end[op, rank]:
                 rank = r
                 op = o
     ops = orders[_order_of(board, clock, orders.shape[0], rank)]
@@ -165,12 +166,12 @@ def _critical_path(board: Board, clock: Clock, orders: Ints, end: Floats, path: 
         latest = -1.0
         following = -1
         for r in range(low, high):
-            if before[op] >= 0 and end[r, before[op]] > latest:
-                latest = end[r, before[op]]
+            if before[op] >= 0 and end[before[op], r] > latest:
+                latest = end[before[op], r]
                 following = before[op]
                 rank = r
-            if source < size and end[r, source] + clock.ops.p2p > latest:
-                latest = end[r, source] + clock.ops.p2p
+            if source < size and end[source, r] + clock.ops.p2p > latest:
+                latest = end[source, r] + clock.ops.p2p
                 following = source
                 rank = r
         op = following
@@ -182,10 +183,7 @@ def _order_of(board: Board, clock: Clock, num_orders: int, rank: int) -> int:
     """Index of the order that a rank runs, see `OwnOrders.ops`."""
     if num_orders == 1 or clock.lockstep:
         return 0
-    for position in range(board.counts[rank]):
-        if board.level[board.rows[rank, position]] > 0:
-            return num_orders - 1
-    return rank
+    return num_orders - 1 if block_width(board, rank) > 1 else rank
 
 
 @kernel
@@ -307,7 +305,7 @@ def _try_ruin(
     if size == 0:
         return False
     chosen = taken[:size]
-    chosen = chosen[np.argsort(place[chosen])]
+    chosen = chosen[np.argsort(place[chosen], kind="mergesort")]
     stretch = _LEAST_STRETCH + _STRETCH_RANGE * next_random(random, RANDOM_PARTS) / RANDOM_PARTS
     noise = _NOISE * next_random(random, RANDOM_PARTS) / RANDOM_PARTS
     return fill_board(board, rule, chosen, stretch, random, noise)

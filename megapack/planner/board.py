@@ -15,6 +15,7 @@ import numpy as np
 
 from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import kernel
+from megapack.base.loops import copy_into
 
 
 class RowCost(NamedTuple):
@@ -154,18 +155,19 @@ def clone(board: Board) -> Board:
 @kernel
 def copy_board(source: Board, target: Board) -> None:
     """Write all that moves of items and cells change."""
-    target.row_of[:] = source.row_of
-    target.next[:] = source.next
-    target.head[:] = source.head
-    target.tokens[:] = source.tokens
-    target.tokens_sq[:] = source.tokens_sq
-    target.num_samples[:] = source.num_samples
-    target.num_items[:] = source.num_items
-    target.level[:] = source.level
-    target.row_seconds[:] = source.row_seconds
-    target.rows[:] = source.rows
-    target.spare[:] = source.spare
-    target.num_spare[:] = source.num_spare
+    copy_into(target.row_of, source.row_of)
+    copy_into(target.next, source.next)
+    copy_into(target.head, source.head)
+    copy_into(target.tokens, source.tokens)
+    copy_into(target.tokens_sq, source.tokens_sq)
+    copy_into(target.num_samples, source.num_samples)
+    copy_into(target.num_items, source.num_items)
+    copy_into(target.level, source.level)
+    copy_into(target.row_seconds, source.row_seconds)
+    for rank in range(source.counts.size):
+        copy_into(target.rows[rank], source.rows[rank])
+    copy_into(target.spare, source.spare)
+    copy_into(target.num_spare, source.num_spare)
 
 
 @kernel

@@ -16,7 +16,7 @@ from megapack.planner.board import (
     microbatch_tokens,
     slowest,
 )
-from megapack.planner.own_orders import PATIENCE, OwnOrders, choose_order, room_to_run, run_ranks
+from megapack.planner.own_orders import PATIENCE, OwnOrders, choose_order, run_ranks
 
 
 class Clock(NamedTuple):
@@ -90,8 +90,8 @@ def score_shared(board: Board, clock: Clock, own: OwnOrders | None, end: Floats)
     padding is not allowed and a row has no item. Writes `board.seconds`.
 
     Args:
-        end: float64 [dp, operations], written: when each operation ends. In lockstep all ranks
-            are alike, and only the first one is written.
+        end: float64 [operations, dp], written: when each operation ends. In lockstep all ranks
+            are alike, and it has one column.
     """
     if own is not None:
         return _score_blocks(board, clock, own, end)
@@ -100,8 +100,8 @@ def score_shared(board: Board, clock: Clock, own: OwnOrders | None, end: Floats)
     dp, count = board.rows.shape
     ranks = 1 if clock.lockstep else dp
     kinds = cost.square_factors.size
-    forward = np.zeros((ranks, kinds * count))
-    first = np.zeros((ranks, count), dtype=np.int64)
+    forward = np.zeros((kinds * count, ranks))
+    first = np.zeros((count, ranks), dtype=np.int64)
     amounts = np.empty(count)
     for rank in range(dp):
         for position in range(count):
@@ -115,9 +115,9 @@ def score_shared(board: Board, clock: Clock, own: OwnOrders | None, end: Floats)
                 column = kind * count + position
                 seconds = kind_seconds(board, row, kind)
                 own_rank = 0 if clock.lockstep else rank
-                forward[own_rank, column] = max(forward[own_rank, column], seconds)
+                forward[column, own_rank] = max(forward[column, own_rank], seconds)
             if not clock.lockstep:
-                first[rank, position] = rank - rank % width
+                first[position, rank] = rank - rank % width
         if cost.max_live > 0 and peak_live(ops, amounts) > cost.max_live:
             return np.inf
     seconds = coupled_seconds(ops, forward, first, end)
@@ -136,10 +136,10 @@ def _set_seconds(board: Board, ops: RankOps, end: Floats) -> None:
             last[ops.stage[op]] = op
             missing -= 1
         op -= 1
-    for rank in range(end.shape[0]):
+    for rank in range(end.shape[1]):
         board.seconds[rank] = 0.0
         for stage in range(ops.pp):
-            board.seconds[rank] = max(board.seconds[rank], end[rank, last[stage]])
+            board.seconds[rank] = max(board.seconds[rank], end[last[stage], rank])
 
 
 @kernel
@@ -152,15 +152,17 @@ def _score_blocks(board: Board, clock: Clock, own: OwnOrders, end: Floats) -> fl
                 return np.inf
     latest = 0.0
     rank = 0
-    while rank < end.shape[0]:
+    own_end = np.empty(end.shape[0])
+    nothing = np.empty((0, 0), dtype=np.int64)
+    while rank < end.shape[1]:
         width = 1 if clock.lockstep else block_width(board, rank)
         if width == 1:
-            seconds = _score_own(board, clock, own, rank, end[rank])
+            seconds = _score_own(board, clock, own, rank, own_end)
+            for op in range(own_end.size):
+                end[op, rank] = own_end[op]
         else:
-            ran, num_ran, _ = room_to_run(own, width)
             order = own.num_ops.size - 1
-            block = end[rank : rank + width]
-            seconds = run_ranks(board, False, own, rank, order, PATIENCE, ran, num_ran, block)
+            seconds = run_ranks(board, False, own, rank, width, order, PATIENCE, nothing, end, rank)
         latest = max(latest, seconds)
         for _ in range(width):
             board.seconds[rank] = seconds

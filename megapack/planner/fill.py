@@ -562,29 +562,41 @@ def _widen_into(board: Board, rank: int, position: int) -> bool:
 def _noisy_place(
     board: Board, goals: Goals, rule: FillRule, item: int, random: Ints, noise: float
 ) -> tuple[int, int, int]:
-    """`best_place` with random changes of the values."""
+    """`best_place` with random additions to the values."""
     dp, count = board.rows.shape
     cost = board.cost
     best = np.inf
     place = (-1, 0, 0)
     for k in range(rule.least[item], rule.most[item] + 1):
         width = 1 << k
+        added_sq, added_samples = board.item_tokens_sq[k, item], board.item_samples[item]
         for position in range(count):
+            goal = goals.targets[position]
             for rank in range(0, dp - width + 1, width):
                 # A row of this level that begins here, or a block of empty cells. It is read here
                 # and not by a kernel of its own: a call for each cell takes four times as long.
                 row = board.rows[rank, position]
                 is_empty = board.num_items[row] == 0
+                if not is_empty and board.level[row] != k:
+                    continue
                 held = 0
-                for r in range(rank + 1, rank + width):
+                for r in range(rank + 1, rank + width if is_empty else 0):
                     held += board.num_items[board.rows[r, position]]
-                if (held > 0) if is_empty else (board.level[row] != k):
+                if held > 0:
                     continue
                 tokens = board.tokens[row] + board.item_tokens[k, item]
                 if tokens > (cost.alone[k] if is_empty else cost.capacity[k]):
                     continue
+                # Seconds without padding. Nearly all places are worse than the best one by these
+                # already.
+                seconds = cost.per_token[k] * tokens
+                seconds += cost.per_token_sq[k] * (board.tokens_sq[row] + added_sq)
+                seconds += cost.per_sample[k] * (board.num_samples[row] + added_samples)
+                if cost.fixed[k] + seconds - goal > best * goals.mean:
+                    continue
                 value = place_value(board, goals, item, k, rank, position)
-                value += noise * next_random(random, RANDOM_PARTS) / RANDOM_PARTS
+                if value < best:
+                    value += noise * next_random(random, RANDOM_PARTS) / RANDOM_PARTS
                 if value < best:
                     best = value
                     place = (rank, position, k)

@@ -165,7 +165,7 @@ def _move_unit(board: Board, rank: int, p: int, q: int) -> None:
         at -= 1
     for k in range(rest - 1, at - 1, -1):
         board.rows[rank, k + size] = board.rows[rank, k]
-    board.rows[rank, at : at + size] = unit
+    copy_into(board.rows[rank, at:], unit)
 
 
 @kernel
@@ -210,7 +210,8 @@ def _try_exchange(
 def _set_seconds(board: Board, clock: Clock, rank: int, seconds: float) -> None:
     """Write a rank's seconds; in lockstep they are those of all ranks."""
     if clock.lockstep:
-        board.seconds[:] = seconds
+        for other in range(board.seconds.size):
+            board.seconds[other] = seconds
     else:
         board.seconds[rank] = seconds
 

@@ -27,7 +27,7 @@ from megapack.planner.counts import shapes_of
 from megapack.planner.draft import Draft
 from megapack.planner.fill import FillRule, fill_rule
 from megapack.planner.items import Items
-from megapack.planner.own_orders import OwnOrders, best_order, set_order
+from megapack.planner.own_orders import OwnOrders, Together, set_order
 from megapack.planner.pieces import (
     CutItems,
     chain_cells,
@@ -252,8 +252,9 @@ class _OperationSearch:
         # Ranks that share rows are simulated together; those in lockstep are all alike.
         while len(orders) < (1 if lockstep else dp):
             rank = len(orders)
-            together = 1 if lockstep else int(block_width(found.board, rank))
-            seconds, lines = best_order(found.board, own, warmups, rank, together, lockstep)
+            width = 1 if lockstep else int(block_width(found.board, rank))
+            together = Together(found.board, own, rank, width, lockstep)
+            seconds, lines = together.best_order(warmups)
             slowest = max(slowest, seconds)
             orders += lines
         return tuple(orders * dp if lockstep else orders), slowest

@@ -38,8 +38,10 @@ from megapack.planner.board import (
 # A W may end later than the wait in which it begins, by this part of its own seconds: a W of 4 s
 # begins if the wait is 1 s or longer. Chosen by hand; a stage that chooses uses any wait.
 PATIENCE = 0.75
-# Other values that are tried for the order of each rank at last.
-_LAST_PATIENCES = (0.0, 0.25, 0.5, 1.0)
+# At last each order of a rank is run with the first ones, and the fastest with the others: in 40
+# steps as fast as all orders with all of them, where PATIENCE alone at first cost up to 1 %.
+_FIRST_PATIENCES = (PATIENCE, 1.0)
+_OTHER_PATIENCES = (0.0, 0.25, 0.5)
 
 
 class OwnOrders(NamedTuple):
@@ -80,66 +82,78 @@ class OwnOrders(NamedTuple):
     micro-batches, or none keeps the cap."""
 
 
-def best_order(
-    board: Board,
-    own: OwnOrders,
-    warmups: Sequence[Ints],
-    rank: int,
-    num_ranks: int,
-    lockstep: bool,
-) -> tuple[float, list[tuple[str, ...]]]:
-    """The fastest order of so many ranks from this one on.
+class Together(NamedTuple):
+    """DP ranks that run one order: one rank, a block that shares rows, or all in lockstep."""
 
-    Args:
-        warmups: for `set_order`.
-        num_ranks: of a block that shares rows; 1 for a rank alone, and for all ranks in lockstep.
+    board: Board
+    own: OwnOrders
+    rank: int
+    """The first of them; 0 in lockstep."""
+    num_ranks: int
+    """Of a block that shares rows; 1 for a rank alone, and for all ranks in lockstep."""
+    lockstep: bool
 
-    Returns:
-        Their seconds, and what each of them runs, a line per stage.
-    """
-    best: tuple[float, Ints, Ints, Ints] | None = None
-    for order in _orders_to_try(board, own, warmups, rank, num_ranks, lockstep):
-        ops = own.ops[order, : own.num_ops[order]]
-        for patience in (PATIENCE, *_LAST_PATIENCES) if own.split else (PATIENCE,):
-            ran, num_ran, end = room_to_run(own, num_ranks)
-            args = (board, lockstep, own, rank, order, patience, ran, num_ran, end)
-            seconds = float(run_ranks(*args))
-            if best is None or seconds < best[0]:
-                best = seconds, ops.copy(), ran, num_ran
-    assert best is not None
-    seconds, ops, ran, num_ran = best
-    shape = (num_ranks, own.pp, -1)
-    pairs = zip(ran.reshape(shape), num_ran.reshape(shape[:2]), strict=True)
-    return seconds, [order_lines(ops, *pair) for pair in pairs]
+    def best_order(self, warmups: Sequence[Ints]) -> tuple[float, list[tuple[str, ...]]]:
+        """The fastest order of these ranks.
 
+        Args:
+            warmups: for `set_order`.
 
-def _orders_to_try(
-    board: Board,
-    own: OwnOrders,
-    warmups: Sequence[Ints],
-    rank: int,
-    num_ranks: int,
-    lockstep: bool,
-) -> Iterator[int]:
-    """Indices of orders for `best_order`. Each is written over the one before it, but for the order
-    that blocks of ranks had in the search."""
-    if num_ranks > 1:
-        yield own.num_ops.size - 1
-    first, last = (0, board.counts.size) if lockstep else (rank, rank + num_ranks)
-    # A move that was not kept may have left its own.
-    choose_order(board, own, rank, first, last, np.empty(own.ops.shape[1]))
-    yield rank
-    for warmup in warmups:
-        set_order(board, own, warmup, rank, first, last)
+        Returns:
+            Their seconds, and what each of them runs, a line per stage.
+        """
+        # Without W's all patiences are alike.
+        first = _FIRST_PATIENCES if self.own.split else _FIRST_PATIENCES[:1]
+        others = _OTHER_PATIENCES if self.own.split else ()
+        runs = (self._run(order, value) for order in self._orders(warmups) for value in first)
+        best = min(runs, key=_seconds_of)
+        # Later orders were written over it.
+        self.own.ops[self.rank, : len(best.ops)] = best.ops
+        self.own.num_ops[self.rank] = len(best.ops)
+        best = min([best, *(self._run(self.rank, value) for value in others)], key=_seconds_of)
+        shape = (self.num_ranks, self.own.pp, -1)
+        pairs = zip(best.ran.reshape(shape), best.num_ran.reshape(shape[:2]), strict=True)
+        return best.seconds, [order_lines(best.ops, *pair) for pair in pairs]
+
+    def _orders(self, warmups: Sequence[Ints]) -> Iterator[int]:
+        """Indices of orders to run. Each is written over the one before it, but for the order that
+        blocks of ranks had in the search."""
+        board, own, rank = self.board, self.own, self.rank
+        if self.num_ranks > 1:
+            yield own.num_ops.size - 1
+        first, last = (0, board.counts.size) if self.lockstep else (rank, rank + self.num_ranks)
+        # A move that was not kept may have left its own.
+        choose_order(board, own, rank, first, last, np.empty(own.ops.shape[1]))
         yield rank
+        for warmup in warmups:
+            set_order(board, own, warmup, rank, first, last)
+            yield rank
+
+    def _run(self, order: int, patience: float) -> _Run:
+        own, num_ops = self.own, int(self.own.num_ops[order])
+        stages = self.num_ranks * own.pp
+        # The last column counts them.
+        ran = np.empty((stages, 2 * own.ops.shape[1] // own.pp + 1), dtype=np.int64)
+        end = np.empty((own.ops.shape[1], self.num_ranks))
+        args = (self.lockstep, own, self.rank, self.num_ranks, order, patience, ran, end, 0)
+        seconds = float(run_ranks(self.board, *args))
+        return _Run(seconds, own.ops[order, :num_ops].copy(), ran[:, :-1], ran[:, -1])
 
 
-@kernel
-def room_to_run(own: OwnOrders, num_ranks: int) -> tuple[Ints, Ints, Floats]:
-    """Arrays that `run_ranks` writes for so many ranks."""
-    num_ops = own.ops.shape[1]
-    ran = np.empty((num_ranks * own.pp, 2 * num_ops // own.pp), dtype=np.int64)
-    return ran, np.empty(num_ranks * own.pp, dtype=np.int64), np.empty((num_ranks, num_ops))
+class _Run(NamedTuple):
+    """What ranks ran in one order."""
+
+    seconds: float
+    ops: Ints
+    """The order, see `OwnOrders.ops`."""
+    ran: Ints
+    """int64 [ranks * pp, operations], see `run_ranks`."""
+    num_ran: Ints
+    """int64 [ranks * pp]."""
+
+
+def _seconds_of(run: _Run) -> float:
+    return run.seconds
 
 
 @kernel
@@ -148,26 +162,25 @@ def run_ranks(
     lockstep: bool,
     own: OwnOrders,
     rank: int,
+    num_ranks: int,
     order: int,
     patience: float,
     ran: Ints,
-    num_ran: Ints,
     end: Floats,
+    at: int,
 ) -> float:
     """Simulated seconds of ranks from this one on that run one of `own.ops`; inf if a stage breaks
     its cap.
 
-    These are one rank, a block of ranks that share rows, or one that stands for all in lockstep.
-
     Args:
+        num_ranks: see `Together`.
         order: index of the order.
-        ran: int64 [ranks * pp, 2 * operations / pp], written: what each stage of each rank runs, in
-            this order: the index of an F or B, or -1 - index for the W of this B.
-        num_ran: int64 [ranks * pp], written: how many these are.
-        end: float64 [ranks, operations], written: when each F and B ends.
+        ran: int64 [ranks * pp, 2 * operations / pp + 1], written: what each stage of each rank
+            runs, in this order: the index of an F or B, or -1 - index for the W of this B. The last
+            column says how many these are. [0, 0]: not written.
+        end: float64 [operations, ranks], written from column `at` on: when each F and B ends.
     """
     count = board.counts[rank]
-    num_ranks = end.shape[0]
     times = _no_times(board, num_ranks, count)
     first = np.zeros((num_ranks, count), dtype=np.int64)
     for d in range(num_ranks):
@@ -179,7 +192,7 @@ def run_ranks(
     if own.num_ops[order] == 0:
         return np.inf
     ops = own.ops[order, : own.num_ops[order]]
-    return _filled_seconds(own, ops, times, first, patience, ran, num_ran, end)
+    return _filled_seconds(own, ops, times, first, patience, ran, end, at)
 
 
 class _Times(NamedTuple):
@@ -245,8 +258,8 @@ def _filled_seconds(
     first_rank: Ints,
     patience: float,
     ran: Ints,
-    num_ran: Ints,
     end: Floats,
+    at: int,
 ) -> float:
     """`run_ranks` of the operations `ops`, as in `OwnOrders`.
 
@@ -254,9 +267,8 @@ def _filled_seconds(
         first_rank: int64 [ranks, M], the first rank of those that share the micro-batch and begin
             its operations together.
     """
-    num_ranks = end.shape[0]
+    num_ranks, num_microbatches = first_rank.shape
     count = ops.shape[0]
-    num_microbatches = first_rank.shape[1]
     stages = num_ranks * own.pp
     free = np.zeros(stages)
     live = np.zeros(stages)
@@ -265,7 +277,7 @@ def _filled_seconds(
     begun = np.zeros(stages, dtype=np.int64)
     last = np.zeros(stages, dtype=np.int64)
     begin = np.empty(num_ranks)
-    num_ran[:] = 0
+    num_ran = np.zeros(stages, dtype=np.int64)
     for op in range(count):
         microbatch = ops[op, 1]
         weight = own.chunk_weights[ops[op, 2]]
@@ -277,26 +289,28 @@ def _filled_seconds(
             stage = d * own.pp + ops[op, 0]
             begin[d] = free[stage]
             if source < count:
-                begin[d] = max(begin[d], end[d, source] + own.p2p)
+                begin[d] = max(begin[d], end[source, at + d] + own.p2p)
             sharer = first_rank[d, microbatch]
             begin[sharer] = max(begin[sharer], begin[d])
         for d in range(num_ranks):
             stage = d * own.pp + ops[op, 0]
             ready = begin[first_rank[d, microbatch]]
             while begun[stage] < last[stage]:
+                now = free[stage]
+                is_full = is_forward and live[stage] + times.held[d, microbatch] > own.cap
+                if ready <= now and not is_full:
+                    break
                 waiting = queue[stage, begun[stage]]
                 chunk = ops[waiting, 2]
-                at = own.chunk_kinds[chunk] * num_microbatches + ops[waiting, 1]
-                seconds = times.weights[d, at] * own.chunk_weights[chunk]
-                now = free[stage]
-                fits = now + (1 - patience) * seconds <= ready and ready > now
-                is_full = is_forward and live[stage] + times.held[d, microbatch] > own.cap
-                if not fits and not is_full:
+                k = own.chunk_kinds[chunk] * num_microbatches + ops[waiting, 1]
+                seconds = times.weights[d, k] * own.chunk_weights[chunk]
+                if now + (1 - patience) * seconds > ready and not is_full:
                     break
                 free[stage] += seconds
                 live[stage] -= times.held[d, ops[waiting, 1]]
-                ran[stage, num_ran[stage]] = -1 - waiting
-                num_ran[stage] += 1
+                if ran.size > 0:
+                    ran[stage, num_ran[stage]] = -1 - waiting
+                    num_ran[stage] += 1
                 begun[stage] += 1
         # W's may end later than the wait does.
         for d in range(num_ranks):
@@ -307,10 +321,11 @@ def _filled_seconds(
             seconds = times.backward[d, column]
             if is_forward:
                 seconds = times.forward[d, column]
-            end[d, op] = begin[first_rank[d, microbatch]] + weight * seconds
-            free[stage] = end[d, op]
-            ran[stage, num_ran[stage]] = op
-            num_ran[stage] += 1
+            free[stage] = begin[first_rank[d, microbatch]] + weight * seconds
+            end[op, at + d] = free[stage]
+            if ran.size > 0:
+                ran[stage, num_ran[stage]] = op
+                num_ran[stage] += 1
             if is_forward:
                 live[stage] += times.held[d, microbatch]
                 if live[stage] > own.cap:
@@ -321,13 +336,15 @@ def _filled_seconds(
             else:
                 live[stage] -= times.held[d, microbatch]
     for stage in range(stages):
-        for k in range(begun[stage], last[stage]):
-            waiting = queue[stage, k]
+        for waiting in queue[stage, begun[stage] : last[stage]]:
             chunk = ops[waiting, 2]
-            at = own.chunk_kinds[chunk] * num_microbatches + ops[waiting, 1]
-            free[stage] += times.weights[stage // own.pp, at] * own.chunk_weights[chunk]
-            ran[stage, num_ran[stage]] = -1 - waiting
-            num_ran[stage] += 1
+            k = own.chunk_kinds[chunk] * num_microbatches + ops[waiting, 1]
+            free[stage] += times.weights[stage // own.pp, k] * own.chunk_weights[chunk]
+            if ran.size > 0:
+                ran[stage, num_ran[stage]] = -1 - waiting
+                num_ran[stage] += 1
+        if ran.size > 0:
+            ran[stage, -1] = num_ran[stage]
     return float(largest(free))
 
 

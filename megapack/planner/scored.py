@@ -132,7 +132,7 @@ def score_shared_rows(
     """
     clock = draft_clock(draft, runner)
     num_ops = clock.ops.stage.size if own is None else own.ops.shape[1]
-    end = np.empty((1 if clock.lockstep else board.counts.size, num_ops))
+    end = np.empty((num_ops, 1 if clock.lockstep else board.counts.size))
     seconds = float(score_shared(board, clock, own, end))
     return Scored(draft, board, clock, own, seconds, rule)
 

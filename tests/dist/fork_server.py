@@ -4,7 +4,7 @@ The imports alone would take each rank longer than most tests run. One server se
 
     spawn.run_job -> (a line of JSON) server -> fork: launcher of one job -> fork: its ranks
 
-The server only runs imports and one small plan, so that it has one thread when it forks. A rank
+The server only runs imports and small plans, so that it has one thread when it forks. A rank
 runs its module as `python -m` does, in a job like torchrun's: the launcher holds the store, and
 when a rank fails it ends the others. A job of several ranks is a rehearsal of NCCL's rules
 (`tests/rehearsal`): its ranks note what they issue, and the launcher fails the job if that breaks
@@ -61,14 +61,13 @@ class Job:
 def serve() -> int:
     """Run the jobs that arrive on stdin, one per line; answer each with its exit code."""
     answers = os.fdopen(os.dup(1), "w")
-    import megapack.dp_schedule
-    import megapack.train
+    import megapack.train  # noqa: F401
+    from megapack.outlook.warm_up import compile_planner
     from tests.rehearsal import nccl_rules, recorder  # noqa: F401
 
-    # Load the planner's compiled kernels, which each rank would otherwise load or compile.
-    megapack.dp_schedule.build_dp_schedule(
-        [5, 4, 3, 2] * 4, layout=megapack.Layout(pp=2, vpp=2), max_tokens_per_gpu=8
-    )
+    # Load the planner's compiled kernels, which each rank would otherwise load or compile: up to a
+    # second of each.
+    compile_planner()
     # A rank's collections visit only what it makes itself: 0.2 s less each.
     gc.collect()
     gc.freeze()

@@ -220,3 +220,20 @@ def test_a_cold_machine_plans_without_compiling(tmp_path: Path) -> None:
     assert main([*line, "-o", str(tmp_path / "compiled.json")]) == 0
     plans = [(tmp_path / name).read_text() for name in ("plan.json", "compiled.json")]
     assert plans[0] == plans[1]
+
+
+def test_a_literal_and_a_variable_call_the_same_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(jit, "cache_folder", lambda: tmp_path)
+
+    @kernel
+    def twice(value: int) -> int:
+        return 2 * value
+
+    @kernel
+    def both(value: int) -> int:
+        return int(twice(value) + twice(3))
+
+    assert both(1) == 8
+    assert len(twice.signatures) == 1  # type: ignore[attr-defined]

@@ -80,11 +80,12 @@ def test_stages_end_within_the_cap_and_as_they_promised(
             ops = np.empty((size, 5), dtype=np.int64)
             seconds, num_ops = own_orders._choose(own, times, backwards, ops, np.empty(size))
             assert num_ops == size
-            ran, num_ran, end = own_orders.room_to_run(own, 1)
+            ran = np.empty((pp, 2 * size // pp + 1), dtype=np.int64)
+            end = np.empty((size, 1))
             first = np.zeros((1, count), dtype=np.int64)
             # As long as when the same order is given, and W's begin in any wait.
-            given = own_orders._filled_seconds(own, ops, times, first, 1.0, ran, num_ran, end)
+            given = own_orders._filled_seconds(own, ops, times, first, 1.0, ran, end, 0)
             assert given == seconds
-            lines = order_lines(ops, ran, num_ran)
+            lines = order_lines(ops, ran[:, :-1], ran[:, -1])
             order = read_order(lines, vpp=vpp, num_microbatches=count, chains=chains)
             assert order.peak_live(held).max() <= cap

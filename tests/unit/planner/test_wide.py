@@ -266,7 +266,7 @@ class TestBoard:
     def test_moves_keep_the_sums(self, lockstep: bool) -> None:
         board, rule = self.filled()
         clock = self.clock(lockstep=lockstep)
-        end = np.empty((1 if lockstep else 5, clock.ops.stage.size))
+        end = np.empty((clock.ops.stage.size, 1 if lockstep else 5))
         before = score_shared(board, clock, None, end)
         clones = (clone(board), clone(board))
         after = anneal(board, *clones, clock, None, orders_of(clock.ops), rule, 3000, 0.0)
@@ -313,4 +313,4 @@ class TestBoard:
     def test_padding_that_is_forbidden_takes_forever(self) -> None:
         board, _ = self.filled(self.cost._replace(allows_padding=False))
         clock = self.clock(lockstep=False)
-        assert score_shared(board, clock, None, np.empty((5, clock.ops.stage.size))) == np.inf
+        assert score_shared(board, clock, None, np.empty((clock.ops.stage.size, 5))) == np.inf
