@@ -34,7 +34,6 @@ elif [[ ${1:-} == --sample ]]; then
     fi
     files=(
         'tests/hosts/test_step_verl.py::test_a_patched_step_is_the_unpatched_one[pp=2-local]'
-        'tests/hosts/test_step_verl.py::test_a_patched_step_is_the_unpatched_one[cp=2-te]'
         'tests/hosts/test_step_ms_swift.py::test_rows_are_the_planners_packs_and_their_shapes_are_not_exchanged[pp=2]'
     )
     shift

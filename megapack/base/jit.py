@@ -81,7 +81,7 @@ def kernel(function: F) -> F:
         return function
     _call_without_literals(compiled)
     if can_store():
-        with contextlib.suppress(RuntimeError, AttributeError):
+        with contextlib.suppress(RuntimeError):
             _share(compiled)
     return compiled  # type: ignore[no-any-return]
 

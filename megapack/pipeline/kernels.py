@@ -90,7 +90,7 @@ def coupled_seconds(
 
     The ranks of a shared micro-batch begin each of its operations together, when the last of them
     is ready: they exchange keys and values in its layers. All ranks run the operations in one
-    order. Ranks are the last axis, so that one machine instruction adds up several of them.
+    order. Ranks are the last axis, so that one machine instruction computes several of them.
 
     Args:
         forward_seconds_MD: float64 [kinds * M, dp], see `rank_seconds`; equal on the ranks of a

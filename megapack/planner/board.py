@@ -234,8 +234,8 @@ def first_rank(board: Board, rank: int, position: int) -> int:
 
 @kernel
 def block_width(board: Board, rank: int) -> int:
-    """Ranks of the block that begins at a rank. Ranks that share rows are in one: rows lie over
-    aligned blocks, so the widest row of the first rank is as wide."""
+    """Ranks of the block that a rank is in. Ranks that share rows are in one: rows lie over aligned
+    blocks, so the widest row of each of its ranks is as wide."""
     widest = 0
     for position in range(board.counts[rank]):
         widest = max(widest, board.level[board.rows[rank, position]])

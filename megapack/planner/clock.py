@@ -153,7 +153,8 @@ def _score_blocks(board: Board, clock: Clock, own: OwnOrders, end: Floats) -> fl
     latest = 0.0
     rank = 0
     own_end = np.empty(end.shape[0])
-    nothing = np.empty((0, 0), dtype=np.int64)
+    # The search needs no list of what stages run.
+    no_list = np.empty((0, 0), dtype=np.int64)
     while rank < end.shape[1]:
         width = 1 if clock.lockstep else block_width(board, rank)
         if width == 1:
@@ -162,7 +163,7 @@ def _score_blocks(board: Board, clock: Clock, own: OwnOrders, end: Floats) -> fl
                 end[op, rank] = own_end[op]
         else:
             order = own.num_ops.size - 1
-            seconds = run_ranks(board, False, own, rank, width, order, PATIENCE, nothing, end, rank)
+            seconds = run_ranks(board, False, own, rank, width, order, PATIENCE, no_list, end, rank)
         latest = max(latest, seconds)
         for _ in range(width):
             board.seconds[rank] = seconds

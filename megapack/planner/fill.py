@@ -47,10 +47,9 @@ _OVER = 4.0
 _WIDER = 0.5
 # Values that differ by this part are equal: more than rounding in fp64, and less than one token.
 _ROUNDING = 1e-12
-# Nodes of a level that an item looks at once it has found its best place yet there. On up to 256
-# places it is all that could hold the best one. Of 9,056 places, 91 % full, thousands are almost as
-# good: a plan of 32,768 samples took 83 s of CPU time without this limit and 7 s with 256, and was
-# as fast.
+# Nodes of a level that an item looks at: after the first number only those that could save it a
+# unit of padding, as hundreds of 8,192 places differ by less, and no more once it has a place.
+_ALL_VISITED = 32
 _MOST_VISITED = 512
 # Nodes that wait during a search: at most one for each level of a tree, and one more.
 _MOST_WAITING = 64
@@ -231,6 +230,7 @@ def best_place(
         waiting[0] = 1
         size = 1
         visited = 0
+        padding = cost.per_token[k] * cost.unit[k] / goals.mean
         while size > 0 and (visited < _MOST_VISITED or best_leaf == 0):
             visited += 1
             size -= 1
@@ -239,7 +239,7 @@ def best_place(
                 continue
             bound = _bound(places, goals, begin + node, seconds)
             margin = _ROUNDING * (1 + abs(bound))
-            if bound > best + margin:
+            if bound > best + (margin if visited <= _ALL_VISITED else -padding):
                 continue
             if bound > best - margin and _first_leaf(node, leaves) >= best_leaf:
                 continue
@@ -569,30 +569,27 @@ def _noisy_place(
     place = (-1, 0, 0)
     for k in range(rule.least[item], rule.most[item] + 1):
         width = 1 << k
-        added_sq, added_samples = board.item_tokens_sq[k, item], board.item_samples[item]
         for position in range(count):
-            goal = goals.targets[position]
             for rank in range(0, dp - width + 1, width):
-                # A row of this level that begins here, or a block of empty cells. It is read here
-                # and not by a kernel of its own: a call for each cell takes four times as long.
+                # A row of this level that begins here, or a block of empty cells.
                 row = board.rows[rank, position]
                 is_empty = board.num_items[row] == 0
                 if not is_empty and board.level[row] != k:
                     continue
                 held = 0
-                for r in range(rank + 1, rank + width if is_empty else 0):
-                    held += board.num_items[board.rows[r, position]]
+                if is_empty:
+                    for r in range(rank + 1, rank + width):
+                        held += board.num_items[board.rows[r, position]]
                 if held > 0:
                     continue
                 tokens = board.tokens[row] + board.item_tokens[k, item]
                 if tokens > (cost.alone[k] if is_empty else cost.capacity[k]):
                     continue
-                # Seconds without padding. Nearly all places are worse than the best one by these
-                # already.
-                seconds = cost.per_token[k] * tokens
-                seconds += cost.per_token_sq[k] * (board.tokens_sq[row] + added_sq)
-                seconds += cost.per_sample[k] * (board.num_samples[row] + added_samples)
-                if cost.fixed[k] + seconds - goal > best * goals.mean:
+                # All else only makes the value larger, so most places end here.
+                seconds = cost.fixed[k] + cost.per_token[k] * tokens
+                tokens_sq = board.tokens_sq[row] + board.item_tokens_sq[k, item]
+                seconds += cost.per_token_sq[k] * tokens_sq
+                if seconds - goals.targets[position] > best * goals.mean:
                     continue
                 value = place_value(board, goals, item, k, rank, position)
                 if value < best:

@@ -27,7 +27,7 @@ from megapack.planner.counts import shapes_of
 from megapack.planner.draft import Draft
 from megapack.planner.fill import FillRule, fill_rule
 from megapack.planner.items import Items
-from megapack.planner.own_orders import OwnOrders, Together, set_order
+from megapack.planner.own_orders import OwnOrders, RanksOfOneOrder, set_order
 from megapack.planner.pieces import (
     CutItems,
     chain_cells,
@@ -253,8 +253,8 @@ class _OperationSearch:
         while len(orders) < (1 if lockstep else dp):
             rank = len(orders)
             width = 1 if lockstep else int(block_width(found.board, rank))
-            together = Together(found.board, own, rank, width, lockstep)
-            seconds, lines = together.best_order(warmups)
+            ranks = RanksOfOneOrder(found.board, own, rank, width, lockstep)
+            seconds, lines = ranks.best_order(warmups)
             slowest = max(slowest, seconds)
             orders += lines
         return tuple(orders * dp if lockstep else orders), slowest

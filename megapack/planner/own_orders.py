@@ -38,8 +38,9 @@ from megapack.planner.board import (
 # A W may end later than the wait in which it begins, by this part of its own seconds: a W of 4 s
 # begins if the wait is 1 s or longer. Chosen by hand; a stage that chooses uses any wait.
 PATIENCE = 0.75
-# At last each order of a rank is run with the first ones, and the fastest with the others: in 40
-# steps as fast as all orders with all of them, where PATIENCE alone at first cost up to 1 %.
+# After the search, each order is run with the first patiences. These are the search's own, so the
+# step takes no longer than it found: PATIENCE of blocks, and 1 of stages that choose. The fastest
+# order is then run with the others: in 40 steps this was as fast as all orders with all of them.
 _FIRST_PATIENCES = (PATIENCE, 1.0)
 _OTHER_PATIENCES = (0.0, 0.25, 0.5)
 
@@ -82,8 +83,8 @@ class OwnOrders(NamedTuple):
     micro-batches, or none keeps the cap."""
 
 
-class Together(NamedTuple):
-    """DP ranks that run one order: one rank, a block that shares rows, or all in lockstep."""
+class RanksOfOneOrder(NamedTuple):
+    """DP ranks that run the same order: one rank, a block that shares rows, or all in lockstep."""
 
     board: Board
     own: OwnOrders
@@ -94,7 +95,7 @@ class Together(NamedTuple):
     lockstep: bool
 
     def best_order(self, warmups: Sequence[Ints]) -> tuple[float, list[tuple[str, ...]]]:
-        """The fastest order of these ranks.
+        """The fastest order of these ranks. Writes `own.ops[rank]`.
 
         Args:
             warmups: for `set_order`.
@@ -106,11 +107,13 @@ class Together(NamedTuple):
         first = _FIRST_PATIENCES if self.own.split else _FIRST_PATIENCES[:1]
         others = _OTHER_PATIENCES if self.own.split else ()
         runs = (self._run(order, value) for order in self._orders(warmups) for value in first)
-        best = min(runs, key=_seconds_of)
+        best = min(runs, key=lambda run: run.seconds)
         # Later orders were written over it.
         self.own.ops[self.rank, : len(best.ops)] = best.ops
         self.own.num_ops[self.rank] = len(best.ops)
-        best = min([best, *(self._run(self.rank, value) for value in others)], key=_seconds_of)
+        runs = (self._run(self.rank, value) for value in others)
+        best = min([best, *runs], key=lambda run: run.seconds)
+        assert best.seconds < np.inf, "the search found an order that keeps the cap"
         shape = (self.num_ranks, self.own.pp, -1)
         pairs = zip(best.ran.reshape(shape), best.num_ran.reshape(shape[:2]), strict=True)
         return best.seconds, [order_lines(best.ops, *pair) for pair in pairs]
@@ -132,7 +135,6 @@ class Together(NamedTuple):
     def _run(self, order: int, patience: float) -> _Run:
         own, num_ops = self.own, int(self.own.num_ops[order])
         stages = self.num_ranks * own.pp
-        # The last column counts them.
         ran = np.empty((stages, 2 * own.ops.shape[1] // own.pp + 1), dtype=np.int64)
         end = np.empty((own.ops.shape[1], self.num_ranks))
         args = (self.lockstep, own, self.rank, self.num_ranks, order, patience, ran, end, 0)
@@ -147,13 +149,9 @@ class _Run(NamedTuple):
     ops: Ints
     """The order, see `OwnOrders.ops`."""
     ran: Ints
-    """int64 [ranks * pp, operations], see `run_ranks`."""
+    """int64 [ranks * pp, 2 * operations / pp], see `run_ranks`."""
     num_ran: Ints
-    """int64 [ranks * pp]."""
-
-
-def _seconds_of(run: _Run) -> float:
-    return run.seconds
+    """int64 [ranks * pp], how many these are."""
 
 
 @kernel
@@ -167,18 +165,18 @@ def run_ranks(
     patience: float,
     ran: Ints,
     end: Floats,
-    at: int,
+    first_column: int,
 ) -> float:
     """Simulated seconds of ranks from this one on that run one of `own.ops`; inf if a stage breaks
     its cap.
 
     Args:
-        num_ranks: see `Together`.
+        num_ranks: see `RanksOfOneOrder`.
         order: index of the order.
         ran: int64 [ranks * pp, 2 * operations / pp + 1], written: what each stage of each rank
             runs, in this order: the index of an F or B, or -1 - index for the W of this B. The last
-            column says how many these are. [0, 0]: not written.
-        end: float64 [operations, ranks], written from column `at` on: when each F and B ends.
+            column says how many these are. [0, 0]: nothing is written, as in the search.
+        end: float64 [operations, ranks], written from `first_column` on: when each F and B ends.
     """
     count = board.counts[rank]
     times = _no_times(board, num_ranks, count)
@@ -192,7 +190,7 @@ def run_ranks(
     if own.num_ops[order] == 0:
         return np.inf
     ops = own.ops[order, : own.num_ops[order]]
-    return _filled_seconds(own, ops, times, first, patience, ran, end, at)
+    return _filled_seconds(own, ops, times, first, patience, ran, end, first_column)
 
 
 class _Times(NamedTuple):
@@ -259,7 +257,7 @@ def _filled_seconds(
     patience: float,
     ran: Ints,
     end: Floats,
-    at: int,
+    first_column: int,
 ) -> float:
     """`run_ranks` of the operations `ops`, as in `OwnOrders`.
 
@@ -289,7 +287,7 @@ def _filled_seconds(
             stage = d * own.pp + ops[op, 0]
             begin[d] = free[stage]
             if source < count:
-                begin[d] = max(begin[d], end[source, at + d] + own.p2p)
+                begin[d] = max(begin[d], end[source, first_column + d] + own.p2p)
             sharer = first_rank[d, microbatch]
             begin[sharer] = max(begin[sharer], begin[d])
         for d in range(num_ranks):
@@ -322,7 +320,7 @@ def _filled_seconds(
             if is_forward:
                 seconds = times.forward[d, column]
             free[stage] = begin[first_rank[d, microbatch]] + weight * seconds
-            end[op, at + d] = free[stage]
+            end[op, first_column + d] = free[stage]
             if ran.size > 0:
                 ran[stage, num_ran[stage]] = op
                 num_ran[stage] += 1

@@ -55,11 +55,10 @@ _ENOUGH_POSITIONS = 100
 _ALIKE = 0.002
 # Work grows by about this part, for the items that are cut.
 _OVERHEAD = 1.02
-# Simulations of the whole step, for the default of 2,048 evaluations: at most 1,024, and at most
-# 2**20 operations of ranks. On dp8 x pp4 x vpp2 with M=32 a rank has 2 * 32 * 8 = 512 operations, a
-# simulation has 4,096, and there are 256 of them.
-_SIMULATIONS_PART = 2
-_OPERATIONS = 512
+# Simulations of the whole step: as many as the policy's evaluations, 2,048 by default, and at most
+# 2,048 * 768 operations of ranks. On dp8 x pp4 x vpp2 with M=32 a rank has 2 * 32 * 8 = 512
+# operations, a simulation has 4,096, and there are 384 of them.
+_OPERATIONS = 768
 # Places that moves try for items, for each simulation; see `Scored.affordable`.
 _MOST_PLACES = 16_000
 # The best boards, each of another M, get a third of them; the fastest then gets the rest.
@@ -286,7 +285,7 @@ class _WideSearch:
         search = self.policy.search
         passes = 1 if self.step.forward_only else 2
         num_ops = passes * filled[0].board.rows.shape[1] * self.layout.num_chunks * self.layout.dp
-        budget = min(search // _SIMULATIONS_PART, search * _OPERATIONS // num_ops)
+        budget = min(search, search * _OPERATIONS // num_ops)
         contenders = filled[:_CONTENDERS]
         each = budget // _CONTENDERS_PART // len(contenders)
         for candidate in contenders:

@@ -62,12 +62,13 @@ def serve() -> int:
     """Run the jobs that arrive on stdin, one per line; answer each with its exit code."""
     answers = os.fdopen(os.dup(1), "w")
     import megapack.train  # noqa: F401
+    from megapack.base.jit import compiles
     from megapack.outlook.warm_up import compile_planner
     from tests.rehearsal import nccl_rules, recorder  # noqa: F401
 
-    # Load the planner's compiled kernels, which each rank would otherwise load or compile: up to a
-    # second of each.
-    compile_planner()
+    if compiles():
+        # Load the planner's kernels here. Each rank would take up to a second to load them.
+        compile_planner()
     # A rank's collections visit only what it makes itself: 0.2 s less each.
     gc.collect()
     gc.freeze()

@@ -81,6 +81,26 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
             "policy": Policy(context_parallel="dynamic", **FEW),
         },
     ),
+    # Rows over several ranks, and orders of each block of ranks that share them.
+    "dp4_pp2_dynamic_cp_split_backward": (
+        [1500, 1400, *spread(14, 900)],
+        {
+            "layout": Layout(dp=4, pp=2),
+            "max_tokens_per_gpu": 1024,
+            "cost": COST,
+            "policy": Policy(context_parallel="dynamic", backward="split", **FEW),
+        },
+    ),
+    # All ranks wait for each other.
+    "dp4_experts_dynamic_cp": (
+        [2600, 1500, *spread(18, 900)],
+        {
+            "layout": Layout(dp=4, pp=2, ep=4),
+            "max_tokens_per_gpu": 1024,
+            "cost": COST,
+            "policy": Policy(context_parallel="dynamic", **FEW),
+        },
+    ),
     "dp2_pp4_pieces": (
         [2600, 1500, *spread(18, 900)],
         {
