@@ -90,8 +90,8 @@ class Policy:
     """Rollouts go to steps in input order, or so that the steps' tokens are balanced."""
     search: int = 2048
     """Simulated rank-steps that one step's search may spend; 0 = construction only. A count and
-    not a time, so that every rank finds the same plan. With context_parallel="dynamic", up to half
-    as many simulations of all ranks together are added; with split_samples="auto" or
+    not a time, so that every rank finds the same plan. With context_parallel="dynamic", up to as
+    many simulations of all ranks together are added; with split_samples="auto" or
     backward="split", up to six times as many of one rank."""
     group_size: GroupSize = "fixed"
     """"fixed": the layout's G. "search": other G are tried too; a larger one keeps more activations

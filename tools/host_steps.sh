@@ -4,7 +4,7 @@
 #   tools/host_steps.sh                  every host whose code is here
 #   tools/host_steps.sh slime verl       these hosts
 #   tools/host_steps.sh verl -- -x       pytest's arguments
-#   tools/host_steps.sh --sample         a few tests of two hosts that have releases; .ci/run runs it
+#   tools/host_steps.sh --sample         a test of each of two hosts that have releases; .ci/run runs it
 #
 #   MEGAPACK_HOST_SOURCES    a folder with source trees: slime/, miles/, nemo-rl/, skyrl/, ...
 #   MEGAPACK_HOST_RELEASES   releases in place of the newest tested ones: skyrl==0.3.0,...

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if not compiles():
         logger.warning(
             "the planner is not compiled on this machine: plain Python makes the same plan, "
-            "several times slower; `megapack warm-up` compiles it, once and in half a minute"
+            "several times slower; `megapack warm-up` compiles it, once and in a minute"
         )
     # The planner's compiler takes a third of a second to import: report bad input before.
     from megapack.dp_schedule import build_dp_schedule

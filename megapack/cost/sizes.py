@@ -587,7 +587,7 @@ class ModelSizes:
 
 @lru_cache(maxsize=256)
 def _kind(sizes: ModelSizes, has_experts: bool, window: int | None, is_global: bool) -> ModelSizes:
-    """Sizes of a model that has only layers of this kind; `tune` asks for 130,000."""
+    """Sizes of a model that has only layers of this kind. `tune` may ask 130,000 times."""
     kind = replace(sizes, first_dense_layers=0) if has_experts else sizes._dense()
     heads = kind._heads(is_global) if sizes.global_pattern is not None else {}
     return replace(kind, attention_window=window, attention_window_pattern=None, **heads)

@@ -15,9 +15,9 @@ from megapack.outlook.stats import plan_report
 from megapack.policy import Policy
 from megapack.prefixes import SharedPrefixes
 
-# Seconds of one process for a policy with every freedom, measured on an idle core; a usual policy
-# takes 60. The watchdog allows a multiple of it.
-COMPILE_S = 160.0
+# Seconds of one process for a usual policy, measured on an idle core; with every freedom it takes
+# 160. The watchdog allows five times as many.
+COMPILE_S = 60.0
 
 # Sixteen short samples, of which eight have 300 tokens in common, and one that fills a row: pieces
 # and wide rows are for that one. Their number does not change what is compiled.

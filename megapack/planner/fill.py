@@ -47,8 +47,8 @@ _OVER = 4.0
 _WIDER = 0.5
 # Values that differ by this part are equal: more than rounding in fp64, and less than one token.
 _ROUNDING = 1e-12
-# Nodes of a level that an item looks at: after the first number only those that could save it a
-# unit of padding, as hundreds of 8,192 places differ by less, and no more once it has a place.
+# An item looks at so many nodes of a level, and then only at those that could save it a unit of
+# padding: of 8,192 places hundreds differ by less. Once it has a place, it stops at the second.
 _ALL_VISITED = 32
 _MOST_VISITED = 512
 # Nodes that wait during a search: at most one for each level of a tree, and one more.
@@ -204,10 +204,10 @@ def put_into_place(
 def best_place(
     board: Board, places: Places, goals: Goals, item: int, least: int, most: int
 ) -> tuple[int, int, int]:
-    """First rank, position and level of the place with the least value for an item; -1, 0, 0 if
-    none has room.
+    """First rank, position and level of a place for an item; -1, 0, 0 if none has room.
 
-    Of equal ones it is the one of the least level, then position, then rank.
+    Its value is the least, or on large boards less than a unit of padding above it. Of equal ones
+    it is the one of the least level, then position, then rank.
 
     Args:
         least, most: the least and the highest level.
@@ -231,7 +231,7 @@ def best_place(
         size = 1
         visited = 0
         padding = cost.per_token[k] * cost.unit[k] / goals.mean
-        while size > 0 and (visited < _MOST_VISITED or best_leaf == 0):
+        while size > 0 and (visited < _MOST_VISITED or place[0] < 0):
             visited += 1
             size -= 1
             node = waiting[size]

@@ -55,9 +55,9 @@ _ENOUGH_POSITIONS = 100
 _ALIKE = 0.002
 # Work grows by about this part, for the items that are cut.
 _OVERHEAD = 1.02
-# Simulations of the whole step: as many as the policy's evaluations, 2,048 by default, and at most
-# 2,048 * 768 operations of ranks. On dp8 x pp4 x vpp2 with M=32 a rank has 2 * 32 * 8 = 512
-# operations, a simulation has 4,096, and there are 384 of them.
+# Simulations of the whole step: at most as many as the policy's evaluations, and at most 768
+# operations of ranks for each. By default these are 2,048 and 1.5 * 2**20. On dp8 x pp4 x vpp2 with
+# M=32 a rank has 2 * 32 * 8 = 512 operations, a simulation has 4,096, and there are 384 of them.
 _OPERATIONS = 768
 # Places that moves try for items, for each simulation; see `Scored.affordable`.
 _MOST_PLACES = 16_000

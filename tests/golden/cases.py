@@ -81,9 +81,9 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
             "policy": Policy(context_parallel="dynamic", **FEW),
         },
     ),
-    # Rows over several ranks, and orders of each block of ranks that share them.
+    # Two blocks of two ranks, each with an order of its own.
     "dp4_pp2_dynamic_cp_split_backward": (
-        [1500, 1400, *spread(14, 900)],
+        [1100, 1050, *spread(24, 900)],
         {
             "layout": Layout(dp=4, pp=2),
             "max_tokens_per_gpu": 1024,
@@ -91,9 +91,9 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
             "policy": Policy(context_parallel="dynamic", backward="split", **FEW),
         },
     ),
-    # All ranks wait for each other.
+    # All ranks wait for each other, so their rows over two are at the same positions.
     "dp4_experts_dynamic_cp": (
-        [2600, 1500, *spread(18, 900)],
+        [1300, 1300, *[700] * 12],
         {
             "layout": Layout(dp=4, pp=2, ep=4),
             "max_tokens_per_gpu": 1024,

@@ -23,7 +23,7 @@ DP, COUNT, LEVELS = 13, 7, 4
 NONE = np.zeros(1, dtype=np.int64)
 
 
-def board_of(tokens: np.ndarray, capacity: int) -> Board:
+def board_of(tokens: np.ndarray, capacity: int, dp: int = DP, count: int = COUNT) -> Board:
     """A board without items in rows. Rows over several ranks have a coarser alignment."""
     width = 1 << np.arange(LEVELS)
     share = 1.05 / width
@@ -48,17 +48,18 @@ def board_of(tokens: np.ndarray, capacity: int) -> Board:
     aligned = -(-tokens // fine) * fine
     ones = np.ones(tokens.size, dtype=np.int64)
     pieces = (0 * ones, 0 * ones, -ones)
-    return empty_board(cost, aligned, aligned * aligned, ones, pieces, np.full(DP, COUNT))
+    return empty_board(cost, aligned, aligned * aligned, ones, pieces, np.full(dp, count))
 
 
 def place_by_looking(
     board: Board, goals: Goals, item: int, least: int
 ) -> tuple[float, tuple[int, int, int]]:
     """The least value, and the first place that has it."""
+    dp, count = board.rows.shape
     best = (np.inf, (-1, 0, 0))
     for k in range(least, LEVELS):
-        for position in range(COUNT):
-            for rank in range(0, DP - (1 << k) + 1, 1 << k):
+        for position in range(count):
+            for rank in range(0, dp - (1 << k) + 1, 1 << k):
                 rows = board.rows[rank : rank + (1 << k), position]
                 is_empty = not board.num_items[rows].any()
                 row = rows[0]
@@ -97,6 +98,23 @@ def test_the_best_place_is_the_best_of_all_cells(seed: int) -> None:
             found += 1
     assert found > 40
     assert len(set(board.level[board.num_items > 0].tolist())) > 1
+
+
+def test_a_place_on_a_large_board_is_the_best_but_for_a_unit_of_padding() -> None:
+    """64 ranks times 8 positions, of which hundreds differ by less."""
+    tokens = -np.sort(-np.random.default_rng(0).integers(30, 60, 1200))
+    board = board_of(tokens, 300, dp=64, count=8)
+    goals = Goals(np.full(8, 900.0), 900.0, 1.15)
+    places = find_places(board, goals, int(tokens.min()))
+    above = []
+    for item in range(tokens.size):
+        rank, position, k = best_place(board, places, goals, item, 0, LEVELS - 1)
+        if item % 60 == 0:
+            value = place_value(board, goals, item, k, rank, position)
+            padding = board.cost.per_token[k] * board.cost.unit[k] / goals.mean
+            above.append((value - place_by_looking(board, goals, item, 0)[0]) / padding)
+        put_into_place(board, places, goals, item, rank, position, k)
+    assert 0 <= min(above) < max(above) < 1
 
 
 @pytest.mark.parametrize("seed", range(4))
