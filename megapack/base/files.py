@@ -1,13 +1,45 @@
-"""Reads that cannot block on a pipe, atomic writes, strict JSON."""
+"""Reads that cannot block on a pipe, what a file is, atomic writes, strict JSON."""
 
 from __future__ import annotations
 
 import json
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
 from megapack.errors import ConfigError, brief
+
+GZIP = b"\x1f\x8b"
+# With the first byte of a header: a CSV may have a column PAR1.
+PARQUET = b"PAR1\x15"
+NPY = b"\x93NUMPY"
+ZIP = b"PK\x03\x04"
+# How files begin that are not UTF-8 text: what each is, and what to do. Longer ones come first.
+_KINDS = (
+    (b"\xff\xfe\0\0", "UTF-32 text; save it as UTF-8"),
+    (b"\0\0\xfe\xff", "UTF-32 text; save it as UTF-8"),
+    (b"\xff\xfe", "UTF-16 text; save it as UTF-8"),
+    (b"\xfe\xff", "UTF-16 text; save it as UTF-8"),
+    (GZIP, "compressed by gzip; unpack it with gunzip"),
+    (b"BZh", "compressed by bzip2; unpack it with bunzip2"),
+    (b"\xfd7zXZ\0", "compressed by xz; unpack it with unxz"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd; unpack it with unzstd"),
+    (b"\x04\x22\x4d\x18", "compressed by lz4; unpack it with unlz4"),
+    (ZIP, "a zip archive; unpack it"),
+    (PARQUET, "a Parquet file; give text"),
+    (b"ARROW1", "an Arrow file; write Parquet or text instead"),
+    (b"\xff\xff\xff\xff", "an Arrow stream; write Parquet or text instead"),
+    (NPY, "an array of numpy.save; give text"),
+    (b"\x89HDF", "an HDF5 file; write text instead"),
+    (b"SQLite format 3", "an SQLite database; write text instead"),
+    (b"%PDF", "a PDF file; give text"),
+    (b"version https://git-lfs", "a Git LFS pointer in place of the file; run git lfs pull"),
+    (b"<!doctype html", "an HTML page; download the file itself"),
+    (b"<html", "an HTML page; download the file itself"),
+    (b"<?xml", "XML, as a failed download may be; get the file itself"),
+)
+_HEAD_BYTES = 4096
 
 
 def read_whole(path: str | Path, most_bytes: int = -1) -> bytes:
@@ -22,6 +54,54 @@ def read_whole(path: str | Path, most_bytes: int = -1) -> bytes:
     """
     with open(path, "rb", opener=_without_waiting) as file:
         return file.read(most_bytes)
+
+
+def what_it_is(data: bytes) -> str | None:
+    """What a file is if it is no UTF-8 text, and what to do; None if it may be text.
+
+    Args:
+        data: the file, or how it begins.
+    """
+    head = data[:_HEAD_BYTES]
+    begins = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    for start, kind in _KINDS:
+        if head.startswith(start) or begins.startswith(start):
+            return kind
+    if 0 not in head:
+        return None
+    # Most text has a 0 in most of its even bytes, or in most of the odd ones.
+    few, many = sorted((head[::2].count(0), head[1::2].count(0)))
+    if 4 * many > len(head) > 32 * few:
+        return "UTF-16 text; save it as UTF-8"
+    return f"binary (byte {head.index(0)} is 0; was it copied in full?); give text"
+
+
+def text_of(data: bytes) -> str:
+    """A file's UTF-8 text without its byte order mark.
+
+    Raises:
+        ValueError: it is something else. The message says what, and what to do.
+    """
+    kind = what_it_is(data)
+    if kind is not None:
+        raise ValueError(f"it is {kind}")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(error)) from None
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """The message for bytes that are no UTF-8."""
+    return (
+        f"byte {error.start} (0x{error.object[error.start]:02x}) is not UTF-8; save the file as "
+        "UTF-8 (from Latin-1: iconv -f LATIN1 -t UTF-8)"
+    )
+
+
+def read_text(path: str | Path, most_bytes: int = -1) -> str:
+    """`text_of` what `read_whole` reads."""
+    return text_of(read_whole(path, most_bytes))
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -39,9 +119,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
             file.write(data)
         return
     target = Path(os.path.realpath(path))
-    part = target.with_name(f"{target.name}.part")
+    # Nobody knows the name before: neither another writer, nor who would put a link there.
+    part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
     try:
-        with open(part, "wb") as file:
+        with open(part, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

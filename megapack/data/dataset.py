@@ -88,8 +88,11 @@ class Dataset:
         return data
 
     def digest(self) -> str:
-        """A digest of what decides the plans and the loss weights: all samples' lengths, loss
-        tokens, pairs, prompt groups and rollouts."""
+        """A digest of the samples' lengths, loss tokens, pairs, prompt groups and rollouts, which
+        decide plans and loss weights; a space; and a digest of all that is trained.
+
+        Checkpoints of earlier versions hold the first one alone.
+        """
         digest = hashlib.sha256()
         names = ["prompt_tokens", "response_tokens", "group", "rollout"]
         index = self._index
@@ -99,7 +102,7 @@ class Dataset:
             names += ["loss_tokens", "pair_sign"]
         for name in names:
             digest.update(index[name].tobytes())
-        return digest.hexdigest()
+        return f"{digest.hexdigest()} {self._samples.digest}"
 
     @property
     def lengths(self) -> Ints:

@@ -1,27 +1,33 @@
-"""Files of samples: readers of JSON Lines and Parquet.
+"""Files of samples: readers of JSON Lines, plain or compressed by gzip, and Parquet.
 
 path -> open_file -> SampleFile.blocks -> Block.rows -> lines.LineParser
 """
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megapack.data.rollouts import TOKEN_COLUMNS
+from megapack.base.files import GZIP, PARQUET, read_whole, what_it_is
+from megapack.data.rollouts import TOKEN_COLUMNS, UNREAD_COLUMNS
 from megapack.errors import ConfigError, DataError
 
 # Keys of a JSON line, and columns of a Parquet file. Other columns are not read.
 COLUMNS = (
     *("prompt", "response", "prompt_ids", "response_ids", "response_mask", "loss_mask"),
-    *("messages", "tools", "chosen", "rejected", "chosen_ids", "rejected_ids"),
+    *("messages", "tools", "chat_template_kwargs"),
+    *("chosen", "rejected", "chosen_ids", "rejected_ids"),
     *("group", "rollout", "reward", "advantage", "routed_experts"),
     *TOKEN_COLUMNS,
+    *UNREAD_COLUMNS,
 )
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 # What is read, and tokenized by one process, at once: about 1000 short chats.
 _BLOCK_BYTES = 1 << 20
 _BLOCK_ROWS = 1024
@@ -55,29 +61,41 @@ def list_files(path: str | Path) -> list[Path]:
     """The files of `data.path`: the file itself, or a folder's files sorted by name.
 
     Raises:
-        DataError: the folder has neither JSON Lines nor Parquet files.
+        DataError: the folder has neither JSON Lines nor Parquet files, or a file is a pipe or a
+            device.
     """
     path = Path(path)
-    if not path.is_dir():
-        return [path]
-    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
     if not files:
         raise DataError(
             f"{path}: the folder has no file named *{' or *'.join(SUFFIXES)}; check data.path"
         )
+    for file in files:
+        if file.exists() and not file.is_file():
+            raise DataError(
+                f"{file}: not a regular file; set data.path to a file or a folder of files"
+            )
     return files
 
 
 def open_file(path: Path) -> SampleFile:
-    """A reader of the file: Parquet if the name ends with .parquet, else JSON Lines.
+    """A reader of the file: of Parquet by its beginning or its name, or else of JSON Lines.
 
     Raises:
         ConfigError: pyarrow is needed and not installed.
-        DataError: it is a pipe or a device, or not Parquet despite its name.
+        DataError: it cannot be read, or is not Parquet despite its name.
     """
-    if path.exists() and not path.is_file():
-        raise DataError(f"{path}: not a regular file; set data.path to a file or a folder of files")
-    return ParquetFile(path) if path.suffix == ".parquet" else JsonLinesFile(path)
+    is_parquet = path.suffix == ".parquet" or _head(path).startswith(PARQUET)
+    return ParquetFile(path) if is_parquet else JsonLinesFile(path)
+
+
+def _head(path: Path) -> bytes:
+    try:
+        return read_whole(path, 4096)
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
 
 
 @dataclass(frozen=True)
@@ -113,7 +131,7 @@ class Lines:
 
 
 class JsonLinesFile:
-    """One JSON object per line, blank lines skipped."""
+    """One JSON object per line, blank lines skipped; perhaps compressed by gzip."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -121,14 +139,41 @@ class JsonLinesFile:
     def blocks(self) -> Iterator[Lines]:
         """See `SampleFile`."""
         first = 1
+        is_gzip = _head(self._path).startswith(GZIP)
         try:
-            with open(self._path, "rb") as file:
+            with gzip.GzipFile(self._path) if is_gzip else open(self._path, "rb") as file:
                 while data := file.read(_BLOCK_BYTES):
+                    if first == 1 and (other := _not_json_lines(data)):
+                        raise DataError(f"{self._path}: it is {other}")
                     data += file.readline()
                     yield Lines(first, data)
                     first += data.count(b"\n")
-        except (OSError, ValueError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise unreadable(self._path, error) from None
+
+
+def _not_json_lines(data: bytes) -> str | None:
+    """What a file is that begins so, and what to do; None if it may be JSON Lines."""
+    kind = what_it_is(data)
+    if kind is not None:
+        return kind
+    begins = data.strip()
+    if b"\r" in begins and b"\n" not in begins:
+        return "text whose lines end with CR alone; end them with LF (tr '\\r' '\\n')"
+    line, _, rest = begins.partition(b"\n")
+    is_array = line.startswith(b"[")
+    try:
+        json.loads(line)
+        is_array = is_array and not rest
+    except UnicodeDecodeError:
+        return None
+    except json.JSONDecodeError as error:
+        is_open = error.pos >= len(line.decode().rstrip()) - 1
+        if not is_array and is_open and rest:
+            return "JSON with an object over several lines; write one per line (jq -c . FILE)"
+    except (ValueError, RecursionError):
+        return None
+    return "a JSON array; write one object per line (jq -c '.[]' FILE)" if is_array else None
 
 
 @dataclass(frozen=True)
@@ -178,7 +223,10 @@ class ParquetFile:
         try:
             self._file = parquet.ParquetFile(path)
         except self._errors as error:
-            raise unreadable(path, error) from None
+            kind = what_it_is(_head(path))
+            if kind is None or _head(path).startswith(PARQUET):
+                raise unreadable(path, error) from None
+            raise DataError(f"{path}: not Parquet, it is {kind}") from None
 
     def blocks(self) -> Iterator[TableRows]:
         """See `SampleFile`."""

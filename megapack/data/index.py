@@ -7,20 +7,22 @@
 A rank needs the lengths, prompt groups and rewards of all samples to plan, but only the tokens of
 the samples that it packs. Samples are tokenized once, when the files are written. The files are
 NumPy arrays without pickled objects. They are memory-mapped, so the ranks of a node share their
-pages. The key in their names is a digest of everything that they depend on: paths, file sizes,
-modification times, tokenizer and settings.
+pages. The key in their names is a digest of everything that they depend on: the files' content
+(`content`), the tokenizer, the settings, and the code that reads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import logging
 import os
 import re
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +31,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megapack.data.files import list_files, open_file, unreadable
+from megapack.base.files import read_text, write_whole
+from megapack.data.content import SUFFIX, Content, remembered
+from megapack.data.files import list_files, open_file
 from megapack.data.rollouts import TOKEN_COLUMNS, Rollout, TokenColumns
 from megapack.data.token_blocks import (
     ROW_DTYPE,
@@ -68,17 +72,22 @@ Index = npt.NDArray[np.void]
 # What a token block has already.
 _ROW_COLUMNS = [name for name in ROW_DTYPE.names or () if name in (INDEX_DTYPE.names or ())]
 
-# Part of the key. Increase it when INDEX_DTYPE or the meaning of a column changes.
-_FORMAT = 4
+# Columns that say what is trained; the others say where it comes from and where it is stored.
+_TRAINED_COLUMNS = (
+    *("prompt_tokens", "response_tokens", "loss_tokens", "pair_sign", "group", "rollout"),
+    *("reward", "advantage"),
+)
+
 # Hexadecimal digits: 64 bits of the digest.
 _KEY_CHARS = 16
 _INDEX = ".megapack-index.npy"
+_SAMPLES = ".megapack-samples"
 _TOKENS = ".megapack-tokens.npy"
 _ROUTES = ".megapack-routes.npy"
 # A right shift by it leaves the sign bit of an int32.
 _SIGN_BIT = 31
 _COLUMNS = {name: f".megapack-{name}.npy" for name in TOKEN_COLUMNS}
-_SUFFIXES = (_TOKENS, _ROUTES, *_COLUMNS.values(), _INDEX)
+_SUFFIXES = (_TOKENS, _ROUTES, *_COLUMNS.values(), _SAMPLES, _INDEX)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +121,8 @@ class StoredSamples:
     all_tokens: Tokens
     all_routes: Routes | None
     """[routed tokens of all samples, MoE layers, k]."""
+    digest: str
+    """Of all that is trained: equal samples have equal digests, from any file."""
     all_columns: TokenColumns = field(default_factory=dict)
     """[response tokens of all samples, ...] each."""
 
@@ -185,18 +196,29 @@ def load_samples(
         DataError: a file cannot be read or has a bad sample. The message has file, line and reason.
     """
     files = list_files(path)
-    key = index_key(files, settings)
-    stems = [_stem(path, key, folder) for folder in (_data_folder(path), spare_folder)]
+    folders = (_data_folder(path), spare_folder)
+    content = Content(Path(path), files, folders)
+    key = index_key(content.digest, settings)
+    stems = [folder / (content.name + key) for folder in folders]
     for stem in stems:
         with contextlib.suppress(OSError, ValueError, EOFError, IndexError):
-            return _read(stem)
+            stored = _read(stem)
+            content.remember(stem.parent)
+            return stored
     for stem in stems:
         if _writable(stem.parent):
-            _write(stem, files, settings, num_workers)
-            # If the files changed during the reading, the index fits neither the old nor the new.
-            if index_key(files, settings) != key:
-                _named(stem, _INDEX).unlink()
-                raise DataError(f"{path} changes while it is read; start when it is complete")
+
+            def check() -> None:
+                content.check()
+                if index_key(content.digest, settings) != key:
+                    raise DataError(
+                        f"{path}: the tokenizer's files change while they are read; start when "
+                        "they are complete"
+                    )
+
+            _write(stem, files, settings, num_workers, check)
+            content.remember(stem.parent)
+            _remove_outdated(stem, content.digest)
             return _read(stem)
     raise DataError(
         f"the index of {path} can be written neither to {stems[0].parent} nor to "
@@ -204,20 +226,51 @@ def load_samples(
     )
 
 
-def index_key(files: Sequence[Path], settings: ReadSettings) -> str:
-    """A digest of everything that an index depends on."""
-    states = [_state(file) for file in files]
-    rest = (settings.vocab_size, settings.max_length, settings.overlong)
-    whole = repr((_FORMAT, states, settings.tokenizer.digest, rest))
+def index_key(content: str, settings: ReadSettings) -> str:
+    """A digest of everything that an index depends on.
+
+    Args:
+        content: the digest of the files.
+    """
+    rest = [
+        getattr(settings, each.name)
+        for each in dataclasses.fields(settings)
+        if each.name != "tokenizer"
+    ]
+    whole = repr((_sources(), content, settings.tokenizer.digest, rest))
     return hashlib.sha256(whole.encode()).hexdigest()[:_KEY_CHARS]
 
 
-def _state(file: Path) -> tuple[str, int, int]:
-    try:
-        return str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns
-    except (OSError, ValueError) as error:
-        # A path with a NUL is a ValueError.
-        raise unreadable(file, error) from None
+@functools.cache
+def _sources() -> str:
+    """A digest of the code that reads samples: what another version stored is read again."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class _SamplesDigest:
+    """The digest of `StoredSamples`, block by block. The sizes of blocks do not change it."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, Any] = {}
+
+    def add(self, index: Index, token_block: TokenBlock) -> None:
+        """Add a block, with its rows of the index."""
+        arrays = [(name, index[name]) for name in _TRAINED_COLUMNS]
+        arrays.append(("tokens", token_block.tokens))
+        arrays += [("routes", array) for array in token_block.routes]
+        for name, values in token_block.columns.items():
+            arrays += [(name, array.astype(TOKEN_COLUMNS[name])) for array in values]
+        for name, array in arrays:
+            digest = self._digests.setdefault(name, hashlib.sha256())
+            digest.update(np.ascontiguousarray(array).tobytes())
+
+    def hexdigest(self) -> str:
+        """The digest of all blocks so far."""
+        parts = sorted((name, digest.hexdigest()) for name, digest in self._digests.items())
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 class _Builder:
@@ -306,24 +359,35 @@ def store_in_memory(records: Sequence[Rollout]) -> StoredSamples:
     builder = _Builder()
     token_block = make_token_block(enumerate(records, start=1))
     index = builder.add(0, token_block)
+    digest = _SamplesDigest()
+    digest.add(index, token_block)
     return StoredSamples(
         index,
         token_block.tokens,
         np.concatenate(token_block.routes) if token_block.routes else None,
+        digest.hexdigest(),
         {name: np.concatenate(arrays) for name, arrays in token_block.columns.items()},
     )
 
 
 def _write(
-    stem: Path, files: Sequence[Path], settings: ReadSettings, num_workers: int | None
+    stem: Path,
+    files: Sequence[Path],
+    settings: ReadSettings,
+    num_workers: int | None,
+    check: Callable[[], None],
 ) -> None:
     """Write the arrays piece by piece under other names, and rename them when they are complete.
 
     The index is renamed last: where there is an index, there is the rest.
+
+    Args:
+        check: raises if what was read has changed.
     """
     blocks = ((n, block) for n, path in enumerate(files) for block in open_file(path).blocks())
     total = sum(path.stat().st_size for path in files)
     builder = _Builder()
+    digest = _SamplesDigest()
     num_skipped = 0
     num_truncated = 0
     with contextlib.ExitStack() as stack:
@@ -333,9 +397,11 @@ def _write(
         columns: dict[str, _ArrayFile] = {}
         for file, token_block in read_token_blocks(blocks, settings, num_workers, total):
             try:
-                index.write(builder.add(file, token_block))
+                rows = builder.add(file, token_block)
             except DataError as error:
                 raise DataError(f"{files[file]}:{error}") from None
+            index.write(rows)
+            digest.add(rows, token_block)
             if token_block.error:
                 raise DataError(f"{files[file]}:{token_block.error}")
             tokens.write(token_block.tokens)
@@ -358,10 +424,11 @@ def _write(
             num_truncated += token_block.num_truncated
         path = files[0] if len(files) == 1 else files[0].parent
         _report(path, settings.max_length, builder.num_samples, num_skipped, num_truncated)
+        check()
+        write_whole(_named(stem, _SAMPLES), digest.hexdigest())
         for array_file in (tokens, routes, *columns.values(), index):
             if array_file is not None:
                 array_file.finish()
-    _remove_outdated(stem)
 
 
 def _report(
@@ -431,13 +498,14 @@ class _ArrayFile:
         np.lib.format.write_array_header_1_0(self._file, header)
 
 
-def _remove_outdated(stem: Path) -> None:
-    """Remove what is stored of the same data under other keys."""
+def _remove_outdated(stem: Path, content: str) -> None:
+    """Remove what is stored of the same data under other keys, and digests of other content."""
     same_data = re.compile(re.escape(stem.name[:-_KEY_CHARS]) + f"[0-9a-f]{{{_KEY_CHARS}}}")
     for other in stem.parent.iterdir():
-        for suffix in _SUFFIXES:
+        for suffix in (*_SUFFIXES, SUFFIX):
             name = other.name.removesuffix(suffix)
-            if name not in (other.name, stem.name) and same_data.fullmatch(name):
+            is_kept = name == stem.name or (suffix == SUFFIX and remembered(other) == content)
+            if name != other.name and same_data.fullmatch(name) and not is_kept:
                 other.unlink(missing_ok=True)
 
 
@@ -463,7 +531,8 @@ def _read(stem: Path) -> StoredSamples:
     num_responses = last["response_start"] + last["response_tokens"]
     if any(len(values) != num_responses for values in columns.values()):
         raise ValueError(f"{stem} has other columns than its index")
-    return StoredSamples(index, tokens, _map(stem, _ROUTES) if is_routed else None, columns)
+    routes = _map(stem, _ROUTES) if is_routed else None
+    return StoredSamples(index, tokens, routes, read_text(_named(stem, _SAMPLES)), columns)
 
 
 def _map(stem: Path, suffix: str) -> npt.NDArray[Any]:
@@ -477,11 +546,6 @@ def _named(stem: Path, suffix: str) -> Path:
 def _data_folder(path: str | Path) -> Path:
     path = Path(path)
     return path if path.is_dir() else path.parent
-
-
-def _stem(path: str | Path, key: str, folder: Path) -> Path:
-    """The names of the stored files without their suffixes."""
-    return folder / f".{Path(path).resolve().name}.{key}"
 
 
 def _writable(folder: Path) -> bool:

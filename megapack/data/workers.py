@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from megapack.base.garbage import rare_collections
+from megapack.base.processes import python_command
 from megapack.data.blocks import read_block
 from megapack.data.files import Block
 from megapack.data.token_blocks import ReadSettings, TokenBlock
@@ -108,12 +109,11 @@ class _Process:
     def __init__(self, settings: ReadSettings) -> None:
         code = "from megapack.data.workers import serve; serve()"
         # The processes are the parallelism: the tokenizer's own threads would share their cores.
-        env = {"PYTHONPATH": os.pathsep.join(sys.path), "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            python_command(code),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **env},
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         )
         self.send(settings)
 

@@ -12,8 +12,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 
+from megapack.base.processes import python_command
 from megapack.doctor.probes import Diagnosis, not_probed, run_probe
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Diagnosis", "diagnose"]
@@ -32,11 +32,7 @@ IN_CHILD = (
 
 DEFAULT_TIMEOUT_S = 120.0
 
-# The child gets this process's sys.path, however this process was started.
-_CHILD = (
-    "import sys; sys.path[:] = sys.argv[2:]; from megapack.doctor.probes import main; "
-    "main(sys.argv[1].split())"
-)
+_CHILD = "import sys; from megapack.doctor.probes import main; main(sys.argv[1].split())"
 _MAX_CHARS = 200
 
 
@@ -68,9 +64,8 @@ def _run_child(timeout_s: float) -> list[Diagnosis]:
 
 
 def _start_child() -> subprocess.Popen[str]:
-    paths = [path or os.getcwd() for path in sys.path]
     return subprocess.Popen(
-        [sys.executable, *_isolation(), "-c", _CHILD, " ".join(IN_CHILD), *paths],
+        python_command(_CHILD, " ".join(IN_CHILD)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -79,13 +74,6 @@ def _start_child() -> subprocess.Popen[str]:
         # Its own process group, so that processes which the child starts can be killed with it.
         start_new_session=True,
     )
-
-
-def _isolation() -> list[str]:
-    """Flags that make the child ignore what this Python ignores: variables can name code to run."""
-    if sys.flags.isolated:
-        return ["-I"]
-    return ["-E"] if sys.flags.ignore_environment else []
 
 
 def _ending(code: int, log: str) -> str:

@@ -119,6 +119,9 @@ class Trainer:
             ranks.place.enter("compile")
             agree(lambda: compile_planner([config.plan.to_policy()]), device=device)
         self.data = agree_one_per_node_first(lambda: open_dataset(config), device=device)
+        data_digest = self.data.digest()
+        # The file may have been written again between two nodes' reads.
+        agree(lambda: None, device=device, same={"digest of the samples": data_digest})
         replans = config.train.on_oom == "replan"
         self.reduction = agree(
             lambda: reduction_settings(config.optim, self.layout, replans=replans), device=device
@@ -217,7 +220,7 @@ class Trainer:
                 None if critic is None else RunState(critic.chunks, critic.optimizer),
             ),
             has_reference=reference is not None,
-            data_digest=self.data.digest(),
+            data_digest=data_digest,
             device=device,
         )
 

@@ -81,7 +81,7 @@ BAD_LINES: list[tuple[dict[str, Any] | str | bytes, str]] = [
     ("[1]", "is [1], expected an object"),
     ("null", "is null, expected an object"),
     ("[" * 100_000, "brackets too deep"),
-    (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
+    (b'{"prompt": "\xff"}', "byte 12 (0xff) is not UTF-8; save the file as UTF-8"),
     ('{"prompt": "a", "prompt": "b", "response": ""}', "key 'prompt' appears twice"),
     ('{"a\\nb": 1, "a\\nb": 2}', "key 'a\\nb' appears twice"),
     ({}, "has no tokens"),
