@@ -62,14 +62,6 @@ def shared_dir() -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def public_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working directory in which shipped configs find the config.json of their models."""
-    from tools.benching.hf_configs import write_hf_configs
-
-    return write_hf_configs(tmp_path_factory.mktemp("public_models"))
-
-
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run a command; returns exit code, stdout and stderr."""

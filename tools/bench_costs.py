@@ -10,10 +10,8 @@ head and fixed costs wins if these cost what the model's sizes say.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,7 +22,6 @@ from megapack.cost.model import TOKENS
 from megapack.data.batches import plan_steps
 from megapack.outlook.dry_run import check_start, first_batch
 from megapack.outlook.stats import PlanReport, plan_report
-from tools.benching.hf_configs import write_hf_configs
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -53,14 +50,6 @@ def main() -> None:
     """Print the table."""
     print("| config | M by tokens | M by cost | seconds by tokens | seconds by cost | faster |")
     print("|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as name:
-        # The configs name the folders of their models relative to the working directory.
-        os.chdir(write_hf_configs(Path(name)))
-        print_rows()
-
-
-def print_rows() -> None:
-    """Print a row per config."""
     for path in sorted(CONFIGS.glob("*_gpu*.yaml")):
         by_tokens, by_cost = compare(path)
         gain = by_tokens.seconds / by_cost.seconds - 1

@@ -7,9 +7,10 @@ import json
 import os
 from collections.abc import Collection
 from dataclasses import MISSING, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from megapack.base.field_docs import field_docs
+from megapack.config.shipped import shipped_configs
 from megapack.cost.memory import GIB
 from megapack.data.lengths import Columns, LengthTable, read_length_file
 from megapack.errors import ConfigError, PlanError, brief
@@ -38,6 +39,30 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{brief(text)}; set a number") from None
+
+
+class ListConfigs(argparse.Action):
+    """An option that lists the shipped configs, with the first sentence of each, and ends."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(nargs=0, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        for name, path in shipped_configs().items():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            comment = " ".join(line[2:] for line in lines if line.startswith("# "))
+            print(f"{name}\n    {comment.partition('. ')[0]}")
+        parser.exit()
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add `section.key=value`."""
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="values that replace those of the config: plan.max_tokens_per_gpu=8192",
+    )
 
 
 def add_lengths(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

@@ -162,8 +162,9 @@ def read_costs(args: argparse.Namespace) -> CostOptions:
 def _read_config(name: str | None) -> TrainConfig | None:
     if name is None:
         return None
-    from megapack.config.load import find_config, load_config
+    from megapack.config.load import load_config
     from megapack.config.sections import TrainConfig
+    from megapack.config.shipped import find_config
 
     return load_config(find_config(name), [], TrainConfig)
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megapack.commands.arguments import add_json, integer, print_json
-from megapack.config.load import find_config, load_config
+from megapack.commands.arguments import add_json, add_overrides, integer, print_json
+from megapack.config.load import load_config
 from megapack.config.sections import TrainConfig
+from megapack.config.shipped import find_config
 from megapack.data.batches import open_dataset, read_settings
 from megapack.data.files import list_files
 from megapack.errors import ConfigError
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="show")
     show = actions.add_parser("show", help=__doc__, description=__doc__, allow_abbrev=False)
     show.add_argument("file", metavar="FILE", help="a data file, or a folder of them")
-    show.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add_overrides(show)
     show.add_argument(
         "--config",
         required=True,

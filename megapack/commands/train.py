@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING, Any
 from megapack.base.garbage import no_collections
 from megapack.base.tables import format_table
 from megapack.commands.arguments import (
+    ListConfigs,
     add_fields,
     add_json,
     add_memory_limit,
+    add_overrides,
     given_fields,
     print_json,
     read_memory_limit,
 )
 from megapack.commands.costs import Pricing
 from megapack.commands.tables import Column, fact_columns, print_columns
-from megapack.config.load import find_config, load_config
+from megapack.config.load import load_config
 from megapack.config.sections import TrainConfig
+from megapack.config.shipped import find_config
 from megapack.cost.assumed import GpuSpeed
 from megapack.cost.memory import GIB, GpuMemory
 from megapack.errors import ConfigError, brief
@@ -39,7 +42,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a config, the values to change in it, and the options of a dry run."""
     parser.add_argument("config", help="a YAML file, or the name of a config that megapack ships")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    add_overrides(parser)
+    parser.add_argument("--list", action=ListConfigs, help="list the configs that megapack ships")
     group = parser.add_argument_group("dry run: plan, simulate, predict memory; needs no GPU")
     group.add_argument("--dry-run", type=_world, metavar="world=N", help="as if on N GPUs")
     add_memory_limit(group)
@@ -54,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         return _run_dry(args, config)
     if args.json:
         raise ConfigError("--json is for dry runs; set --dry-run world=N")
+    for key, absent in config.absent_models.items():
+        raise ConfigError(f"{key}: {absent}")
     with Interrupt(saves=config.train.save_interval is not None) as interrupt:
         with no_collections():
             from megapack.base.apex import warn_of_other_apex
@@ -92,8 +98,8 @@ def _run_dry(args: argparse.Namespace, config: TrainConfig) -> int:
 
 
 def _world(text: str) -> int:
-    name, _, count = text.partition("=")
-    if name != "world" or not count.isdecimal() or int(count) < 1:
+    count = text.removeprefix("world=")
+    if not count.isdecimal() or int(count) < 1:
         raise argparse.ArgumentTypeError(f"{brief(text)}; set world=N, the number of GPUs")
     return int(count)
 
@@ -154,6 +160,8 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Pred
         print(f"layers of the {layout.num_chunks} chunks: {split}")
     print(f"{lengths.size} samples, {lengths.sum()} tokens, the longest {lengths.max()}")
     print(batch.source)
+    for absent in config.absent_models.values():
+        print(absent)
     passes = [
         ("optimizer steps", 1, prediction.steps),
         ("log-probs", prediction.num_logprob_passes, prediction.logprobs),

@@ -9,9 +9,11 @@ Modules:
     hf_reader, hf_config, hf_families: the model's keys from a Hugging Face folder, family by family
     hf_parts, hf_hybrid: keys that families share; the families of hybrid models
     cost_file: reads a cost model from its file
+    shipped: the configs that megapack ships, and config.json of their models
 """
 
-from megapack.config.load import dump_yaml, find_config, load_config, parse_config, to_dict
+from megapack.config.load import dump_yaml, load_config, parse_config, to_dict
+from megapack.config.shipped import find_config
 
 __all__ = [
     "load_config",

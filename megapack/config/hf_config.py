@@ -24,10 +24,9 @@ from megapack.base.files import read_whole
 from megapack.config import hf_parts as parts
 from megapack.config.hf_families import FAMILIES, REFUSED
 from megapack.config.hf_reader import FILE, Reader, Values, shown
+from megapack.config.shipped import download_hint, shipped_model
 from megapack.errors import ConfigError, brief
 
-# ORGANISATION/MODEL, as the hub names them.
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # The longest published config has 40 KB (quantization by layer).
 _MAX_BYTES = 1 << 20
 
@@ -77,7 +76,8 @@ def read_hf_config(folder: str | Path) -> HfConfig:
     """Read a folder's config.json.
 
     Args:
-        folder: of a Hugging Face model, as `save_pretrained` writes it.
+        folder: of a Hugging Face model, as `save_pretrained` writes it, or the config.json itself.
+            Of `models/NAME` that does not exist the shipped copy is read, see `config.shipped`.
 
     Raises:
         ConfigError: the folder has no readable config.json, its family is unknown, or a key or a
@@ -123,15 +123,17 @@ def _num_mtp_layers(reader: Reader) -> int:
 
 
 def _read(folder: str) -> Mapping[str, Any]:
-    path = Path(folder) / FILE
+    path = (shipped_model(folder) or Path(folder)) / FILE
+    if Path(folder).is_file():
+        path = Path(folder)
     try:
         data = read_whole(path, _MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        advice = "give the folder of a Hugging Face model"
-        if _HUB_NAME.fullmatch(folder) and not Path(folder).exists():
-            advice += f"; for one of the hub: hf download {folder} --local-dir FOLDER"
-        raise ConfigError(f"{folder}: {FILE} cannot be read ({reason}); {advice}") from None
+        raise ConfigError(
+            f"{folder}: {FILE} cannot be read ({reason}); give the folder of a Hugging Face model"
+            f"{download_hint(folder)}"
+        ) from None
     if len(data) > _MAX_BYTES:
         raise ConfigError(f"{path}: longer than {_MAX_BYTES} bytes; give a model's {FILE}")
     try:

@@ -28,8 +28,6 @@ T = TypeVar("T")
 
 # The longest shipped config has 1.1 KB; a file above 1 MiB was given by mistake.
 _MAX_BYTES = 1 << 20
-# Names in an error message; with eight of 40 characters it stays below 400 characters.
-_NAMES_SHOWN = 8
 
 
 def load_config(path: str | Path, overrides: Sequence[str], cls: type[T]) -> T:
@@ -85,27 +83,6 @@ def to_dict(config: Any) -> dict[str, Any]:
 def dump_yaml(config: Any) -> str:
     """A config as YAML with every key; `parse_config(dump_yaml(c), [], type(c)) == c`."""
     return dump(to_dict(config))
-
-
-def find_config(name: str | Path) -> Path:
-    """The path of config `name`: an existing path, or the name of a config that megapack ships.
-
-    Raises:
-        ConfigError: no such file; the message names shipped configs.
-    """
-    if Path(name).is_file():
-        return Path(name)
-    package = Path(__file__).resolve().parents[1]
-    # A wheel has configs/ inside the package, a checkout has it beside the package.
-    folders = (package / "configs", package.parent / "configs")
-    for folder in folders:
-        shipped = folder / Path(name).name
-        if str(name) in (shipped.name, f"configs/{shipped.name}") and shipped.is_file():
-            return shipped
-    names = sorted({path.name for folder in folders for path in folder.glob("*.yaml")})
-    rest = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    shown = ", ".join(names[:_NAMES_SHOWN]) or "absent"
-    raise ConfigError(f"{name}: no such file; shipped configs are {shown}{rest}")
 
 
 def _plain(value: Any) -> Any:

@@ -24,6 +24,7 @@ from megapack.config.loop import LoopConfig, OptimConfig
 from megapack.config.model import BYTE_VOCAB_SIZE, ModelConfig
 from megapack.config.objective import ObjectiveConfig
 from megapack.config.plan import LayoutConfig, PlanConfig
+from megapack.config.shipped import absent_weights
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
 from megapack.cost.model import CostModel
@@ -130,6 +131,16 @@ class TrainConfig:
                 "data.tokenizer=hf needs a folder; set data.tokenizer_path or model.hf_path"
             )
         return folder
+
+    @property
+    def absent_models(self) -> dict[str, str]:
+        """Keys whose model is not there but for its sizes, and a line on each for people."""
+        folders = {
+            "model.hf_path": self.model.hf_path,
+            "objective.reference_hf_path": self.objective.reference_hf_path,
+            "critic.hf_path": self.critic.hf_path,
+        }
+        return {key: line for key, path in folders.items() if (line := absent_weights(path))}
 
     @property
     def longest_sample(self) -> int:

@@ -7,19 +7,21 @@ already never imports it.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import hashlib
 import itertools
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megapack.data.chats import ChatText, Span, chat_texts
+from megapack.config.shipped import download_hint
+from megapack.data.chats import ChatText
+from megapack.data.templates import ChatRequest, TemplateSource, template_process
 from megapack.data.tokenizer import ChatTokens, Ids, Message, TextError, TextTokens
 from megapack.errors import ConfigError, first_line
 
@@ -29,12 +31,10 @@ _FILES = (
     *(_MAIN_FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
-# As transformers looks for it.
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-# Today for templates that write the date: that of Llama's templates where there is no clock.
-_TODAY = datetime.datetime(2024, 7, 26)
-_DIRECTIVES = "aAbBcdfHIjmMpSuUVwWxXyY"
+# Part of the digest. Increase it when the same chat gets other ids, or others of them count.
+_FORMAT = 2
+# Where a folder names the tokens at which an engine stops.
+_CONFIGS = ("generation_config.json", "config.json")
 
 
 @dataclass(frozen=True)
@@ -44,29 +44,32 @@ class HfTokenizer:
 
     Args:
         folder: a model's folder, or that of a tokenizer alone.
+        template_arguments: of the chat template, by name; those of a line come before them.
 
     Raises:
         ConfigError: the folder has no `tokenizer.json`.
     """
 
     folder: Path
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not (self.folder / _MAIN_FILE).is_file():
             raise ConfigError(
-                f"{self.folder} has no {_MAIN_FILE}; set data.tokenizer_path to a folder that has, "
-                "save the tokenizer once with transformers' save_pretrained, or set data.tokenizer="
-                "bytes for data of token ids"
+                f"{self.folder} has no {_MAIN_FILE}{download_hint(self.folder)}; set "
+                "data.tokenizer_path to a folder that has, save the tokenizer once with "
+                "transformers' save_pretrained, or set data.tokenizer=bytes for data of token ids"
             )
 
-    def __reduce__(self) -> tuple[type[HfTokenizer], tuple[Path]]:
+    def __reduce__(self) -> tuple[type[HfTokenizer], tuple[Path, Mapping[str, Any]]]:
         # Without what has been loaded: another process loads it again.
-        return HfTokenizer, (self.folder,)
+        return HfTokenizer, (self.folder, self.template_arguments)
 
     @functools.cached_property
     def digest(self) -> str:
-        """See `Tokenizer`: of the files' names and contents."""
-        digest = hashlib.sha256()
+        """See `Tokenizer`: of the files' names and contents, and of what else decides chats."""
+        rest = (_FORMAT, self._stop_ids, sorted(self.template_arguments.items()))
+        digest = hashlib.sha256(repr(rest).encode())
         for path in sorted(path for pattern in _FILES for path in self.folder.glob(pattern)):
             content = path.read_bytes()
             digest.update(f"{path.name} {len(content)} ".encode() + content)
@@ -107,12 +110,17 @@ class HfTokenizer:
         )
 
     def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int = 0
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        turns: Sequence[int],
+        arguments: Mapping[str, Any],
     ) -> list[ChatTokens]:
         """See `Tokenizer`."""
-        return [
-            self._chat_tokens(chat) for chat in chat_texts(messages, _Template(self, tools), first)
-        ]
+        given = {**self.template_arguments, **arguments}
+        request = ChatRequest(self._template(tools is not None), messages, turns, tools, given)
+        texts = template_process(os.getpid()).chat_texts(request)
+        return list(map(self._chat_tokens, texts))
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """See `Tokenizer`; a token that is a part of a character as the tokenizer names it."""
@@ -146,6 +154,46 @@ class HfTokenizer:
         loaded.backend_tokenizer.no_truncation()
         loaded.backend_tokenizer.no_padding()
         return loaded
+
+    @functools.cached_property
+    def _stop_ids(self) -> list[int]:
+        """Ids of the tokens at which an engine stops, as the folder's configs name them."""
+        found = []
+        for name in _CONFIGS:
+            path = self.folder / name
+            try:
+                config = json.loads(path.read_bytes()) if path.is_file() else {}
+                for part in (config, config.get("text_config") or {}):
+                    ids = part.get("eos_token_id")
+                    found += [ids] if isinstance(ids, int) else [*map(int, ids or ())]
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                raise ConfigError(
+                    f"{path}: eos_token_id cannot be read ({first_line(error)}); correct the file"
+                ) from None
+        return list(dict.fromkeys(found))
+
+    @functools.cached_property
+    def _templates(self) -> dict[bool, TemplateSource]:
+        return {}
+
+    def _template(self, has_tools: bool) -> TemplateSource:
+        """The chat template of chats with or without tools."""
+        if has_tools in self._templates:
+            return self._templates[has_tools]
+        loaded = self._loaded
+        try:
+            text: str = loaded.get_chat_template(tools=[{}] if has_tools else None)
+        except ValueError:
+            raise TextError(
+                f"needs a chat template, the tokenizer of {self.folder} has none; set "
+                "data.tokenizer_path to a folder with one"
+            ) from None
+        added = loaded.added_tokens_decoder
+        specials = (*loaded.all_special_tokens, *(t.content for t in added.values() if t.special))
+        stops = (added[i].content for i in self._stop_ids if i in added)
+        ends = (*([loaded.eos_token] if loaded.eos_token else ()), *stops)
+        source = TemplateSource(text, loaded.special_tokens_map, specials, ends)
+        return self._templates.setdefault(has_tools, source)
 
     @functools.cached_property
     def _encoder(self) -> tuple[Any, Ids]:
@@ -186,64 +234,3 @@ class HfTokenizer:
             if touched.size:
                 mask[touched[0] : touched[-1] + 1] = True
         return ChatTokens(np.array(encoding.ids, dtype=np.int64), mask)
-
-
-class _Template:
-    """The chat template of a tokenizer, with the tools of one chat; see `chats.ChatTemplate`."""
-
-    def __init__(self, tokenizer: HfTokenizer, tools: Sequence[Any] | None) -> None:
-        loaded = tokenizer._loaded
-        self._tools = tools
-        self._specials = loaded.special_tokens_map
-        self.special_texts = tuple(loaded.all_special_tokens) + tuple(
-            token.content for token in loaded.added_tokens_decoder.values() if token.special
-        )
-        try:
-            text: str = loaded.get_chat_template(tools=tools)
-        except ValueError:
-            raise TextError(
-                f"needs a chat template, the tokenizer of {tokenizer.folder} has none; set "
-                "data.tokenizer_path to a folder with one"
-            ) from None
-        self.has_marks = _MARK.search(text) is not None
-        self._text = _fixed_clock() + text if "strftime_now" in text else text
-
-    def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """See `ChatTemplate`."""
-        return self._render(messages, asks=asks, marked=False)[0]
-
-    def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """See `ChatTemplate`."""
-        return self._render(messages, asks=False, marked=True)
-
-    def _render(
-        self, messages: Sequence[Message], *, asks: bool, marked: bool
-    ) -> tuple[str, list[Span]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            texts, spans = render_jinja_template(
-                conversations=[list(messages)],
-                tools=self._tools,
-                chat_template=self._text,
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=asks,
-                **self._specials,
-            )
-        except ImportError:
-            raise ConfigError("chat templates need jinja2; install megapack[hf]") from None
-        except Exception as error:  # a template is a program: it may fail in any way
-            raise TextError(f"is refused by the chat template ({first_line(error)})") from None
-        return texts[0], spans[0] if marked else []
-
-
-@functools.cache
-def _fixed_clock() -> str:
-    """`strftime_now` as a macro that stands before a template, at `_TODAY`.
-
-    transformers passes no functions to a template, and its own would change the ids from day to
-    day. The line break at the end is not written.
-    """
-    directives = [f"%{sign}{key}" for key in _DIRECTIVES for sign in ("-", "")]
-    steps = "".join(f" | replace({one!r}, {_TODAY.strftime(one)!r})" for one in directives)
-    return f"{{% macro strftime_now(format) %}}{{{{ format{steps} }}}}{{% endmacro %}}\n"

@@ -37,6 +37,8 @@ check_plan(plan, lengths)
 path = find_config("configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
 assert path.is_relative_to(sys.argv[1]), path
 load_config(path, [], TrainConfig)
+# Its model is no folder here; the wheel has the model's config.json.
+assert load_config(find_config("qwen3_4b_gpu1"), [], TrainConfig).model.num_layers == 36
 page = page_html(plan_page(plan, None, CostModel(per_token=1.0), "s"))
 assert "<canvas" in page and "class Timeline" in page
 assert "torch" not in sys.modules

@@ -93,14 +93,21 @@ def test_the_sizes_of_a_hugging_face_folder_need_no_torch(
     assert (done.returncode, lines(done)) == (0, [])
 
 
-def test_an_unknown_config_prints_the_shipped_ones(repo_root: Path) -> None:
-    done = run(repo_root, "train", "no_such_config.yaml")
+def test_an_unknown_config_names_similar_ones_and_the_list(repo_root: Path) -> None:
+    done = run(repo_root, "train", "gpt_tinny_cpu.yaml")
     assert done.returncode == 2
     (line,) = lines(done)
-    assert line.startswith("megapack: no_such_config.yaml: no such file")
-    # The first ones in the order of the alphabet.
-    assert min(path.name for path in (repo_root / "configs").glob("*.yaml")) in line
+    assert line.startswith("megapack: gpt_tinny_cpu.yaml: no such file")
+    assert "did you mean gpt_tiny_dp2_pp2_vpp2_cpu" in line
     assert done.stdout == ""
+
+
+def test_train_lists_every_shipped_config(repo_root: Path) -> None:
+    done = run(repo_root, "train", "--list")
+    assert (done.returncode, lines(done)) == (0, [])
+    names, sentences = done.stdout.splitlines()[::2], done.stdout.splitlines()[1::2]
+    assert names == sorted(path.stem for path in (repo_root / "configs").glob("*.yaml"))
+    assert "    GRPO of Qwen3-4B, on one node of 8 GPUs of 80 GB" in sentences
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from megapack import CostModel, Layout, Policy, build_dp_schedule
-from megapack.config.load import find_config, load_config
+from megapack.config.load import load_config
 from megapack.config.sections import TrainConfig
+from megapack.config.shipped import find_config
 from megapack.cost.sizes import typical_length
 from megapack.outlook.stats import plan_report
 

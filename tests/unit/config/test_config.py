@@ -214,9 +214,10 @@ def test_find_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo_root:
     monkeypatch.chdir(tmp_path)
     assert find_config(f"configs/{shipped[0].name}").samefile(shipped[0])
     assert find_config(shipped[0].name).samefile(shipped[0])
-    with pytest.raises(ConfigError, match=f"no such file; shipped configs are .*{shipped[0].name}"):
+    assert find_config(shipped[0].stem).samefile(shipped[0])
+    with pytest.raises(ConfigError, match=r"no such file, .*; `megapack train --list`"):
         find_config("absent.yaml")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=f"did you mean {shipped[0].stem}"):
         find_config(f"elsewhere/{shipped[0].name}")
 
 
@@ -230,9 +231,9 @@ def test_defaults_are_valid_and_round_trip() -> None:
 
 
 def test_every_shipped_config_loads(
-    repo_root: Path, public_models: Path, monkeypatch: pytest.MonkeyPatch
+    repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(public_models)
+    monkeypatch.chdir(tmp_path)
     paths = sorted((repo_root / "configs").glob("*.yaml"))
     assert paths
     for path in paths:

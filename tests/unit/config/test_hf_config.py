@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from megapack.config.hf_families import FAMILIES
 from megapack.config.hf_hybrid import HYBRID_FAMILIES
 from megapack.config.rope import RopeScaling
 from megapack.config.sections import ModelConfig, TrainConfig
+from megapack.config.shipped import absent_weights
 from tests.unit.config.hybrid_configs import HYBRID
 from tests.unit.config.published_configs import CONFIGS, FAMILY_MODELS
+from tools.benching.hf_configs import HF_CONFIGS
 
 pytestmark = pytest.mark.unit
 
@@ -452,8 +455,32 @@ def test_the_name_of_a_model_of_the_hub_is_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="hf download Qwen/Qwen3-4B --local-dir FOLDER"):
+    hint = "hf download Qwen/Qwen3-4B --local-dir models/Qwen3-4B, and set models/Qwen3-4B"
+    with pytest.raises(ConfigError, match=hint):
         read_hf_config("Qwen/Qwen3-4B")
+
+
+def test_models_of_shipped_configs_need_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hint = "; hf download Qwen/Qwen3-4B --local-dir models/Qwen3-4B"
+    assert read_hf_config("models/Qwen3-4B").values["num_layers"] == 36
+    assert absent_weights("models/Qwen3-4B").endswith(hint)
+    assert absent_weights("models/DeepSeek-V3-bf16").endswith(
+        "; hf download deepseek-ai/DeepSeek-V3, and write its weights as bf16 to "
+        "models/DeepSeek-V3-bf16"
+    )
+    # A folder of the user's own is never replaced by the shipped copy.
+    Path("models/Qwen3-4B").mkdir(parents=True)
+    assert absent_weights("models/Qwen3-4B") == ""
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_hf_config("models/Qwen3-4B")
+
+
+@pytest.mark.parametrize("name", HF_CONFIGS)
+def test_shipped_models_name_their_repository(name: str) -> None:
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+", HF_CONFIGS[name]["_name_or_path"])
 
 
 def test_sizes_of_a_folder_that_do_not_fit_name_it(tmp_path: Path) -> None:

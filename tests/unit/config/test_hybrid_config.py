@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from megapack.config.load import find_config, load_config
+from megapack.config.load import load_config
 from megapack.config.model import ModelConfig
 from megapack.config.sections import TrainConfig
+from megapack.config.shipped import find_config
 from megapack.errors import ConfigError
 
 pytestmark = pytest.mark.unit

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megapack.base.choices import Recompute
-from megapack.config.load import find_config, load_config
+from megapack.config.load import load_config
 from megapack.config.sections import TrainConfig
+from megapack.config.shipped import find_config
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import Carried, MemoryModel
 from megapack.cost.model import CostModel

@@ -227,9 +227,9 @@ def test_sizes_follow_from_the_model_config() -> None:
     ],
 )
 def test_shipped_models_have_the_published_parameter_counts(
-    config: str, billions: float, public_models: Path, monkeypatch: pytest.MonkeyPatch
+    config: str, billions: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(public_models)
+    monkeypatch.chdir(tmp_path)
     path = Path(__file__).parents[3] / "configs" / f"{config}.yaml"
     model = load_config(path, [], TrainConfig).model
     memory = MemoryModel(sizes=model.to_sizes(), untied_embeddings=model.untie_embeddings)

@@ -43,10 +43,10 @@ def test_config_names_give_their_parameter_counts(
     name: str,
     billions: float,
     repo_root: Path,
-    public_models: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(public_models)
+    monkeypatch.chdir(tmp_path)
     config = load_config(repo_root / "configs" / f"{name}.yaml", [], TrainConfig)
     sizes = model_sizes(config.model)
     weights = sizes.num_layers * sizes.layer_flops_per_token() + sizes.head_flops_per_token()
