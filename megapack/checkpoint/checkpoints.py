@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megapack.base.files import sync
 from megapack.checkpoint import folders
 from megapack.checkpoint.folders import Checkpoint, Manifest, Position
-from megapack.checkpoint.index import check_index
+from megapack.checkpoint.index import check_index, read_fault
 from megapack.checkpoint.pending import PendingSave
 from megapack.checkpoint.random_states import rng_state, set_rng_state
 from megapack.checkpoint.state import RunState, is_first_of_data_parallel_rank
@@ -401,7 +401,8 @@ class Checkpoints:
             raise CheckpointError(
                 f"{found.path} has no critic; set critic.enabled=false, or train.resume=null"
             )
-        if manifest.data_digest != self._data_digest:
+        # Earlier versions saved the digest of lengths and groups alone, which is the first.
+        if manifest.data_digest not in (self._data_digest, self._data_digest.partition(" ")[0]):
             raise CheckpointError(
                 f"{found.path} is of a run on other samples than data.path="
                 f"{self.config.data.path} gives; set the section data as it was, or "
@@ -546,7 +547,9 @@ def _rank_file() -> str:
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    torch.save(tensors, path)
+    # Given a path, torch would not say why the system refuses a write.
+    with open(path, "wb") as file:
+        torch.save(tensors, file)
     sync(path)
 
 
@@ -555,5 +558,5 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"{path} cannot be read ({first_line(error)}); set train.resume to another checkpoint"
+            f"{path} cannot be read ({read_fault(error)}); set train.resume to another checkpoint"
         ) from None

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -35,7 +36,17 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
-_WRITE_ADVICE = "earlier checkpoints are untouched: make room, and resume with train.resume=auto"
+_AFTER_WRITING = "; earlier checkpoints are untouched: resume with train.resume=auto"
+_ELSEWHERE = "set runs_dir to a folder that can be written"
+# Error number of a write -> what to do; None: write elsewhere.
+_WRITE_ADVICE = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room within the quota",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.ENAMETOOLONG: "set a shorter name",
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM)),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.ELOOP)),
+}
 _REMEDY = "set train.resume to another checkpoint"
 _NAME = re.compile(r"step-\d{8,}")
 
@@ -92,7 +103,7 @@ class Manifest:
     samples_done_digest: str
     """Digest of the samples that the batch in progress has already trained on, step by step."""
     data_digest: str
-    """Digest of all samples' lengths, prompt groups and rollouts."""
+    """`Dataset.digest`."""
     has_reference: bool
     """Whether the checkpoint has the reference policy's weights."""
     megatron_core: str
@@ -237,15 +248,36 @@ def find_checkpoint(resume: str, own_folder: Path) -> Checkpoint | None:
 
 
 @contextlib.contextmanager
-def writing(path: Path, advice: str = _WRITE_ADVICE) -> Iterator[None]:
-    """Turn errors of writing within the block into a CheckpointError about `path`."""
+def writing(path: Path, elsewhere: str = _ELSEWHERE, after: str = _AFTER_WRITING) -> Iterator[None]:
+    """Turn errors of writing within the block into a CheckpointError about `path`.
+
+    Args:
+        elsewhere: what to do where this folder cannot be written at all.
+        after: the end of the message.
+    """
     try:
         yield
     except MegapackError:
         raise
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
-        reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} cannot be written ({reason}); {advice}") from error
+        raise CheckpointError(
+            f"{path} cannot be written ({_fault(error, elsewhere)}{after}"
+        ) from error
+
+
+def _fault(error: BaseException, elsewhere: str) -> str:
+    """Why a file could not be written, and what to do: "No space left on device); make room".
+
+    Where the system refuses a write of torch, torch's own error says at which byte of a file it is.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        reason = f"{first_line(error)}: the disk is full, or a file too large"
+        return f"{reason}); make room, or {elsewhere}"
+    advice = _WRITE_ADVICE.get(cause.errno or 0, f"see to that disk, or {elsewhere}")
+    return f"{cause.strerror}); {advice or elsewhere}"
 
 
 def open_part(path: Path) -> Path:

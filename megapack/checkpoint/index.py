@@ -1,4 +1,4 @@
-"""The pickled index of a checkpoint's tensors, checked before torch reads it."""
+"""What torch reads of a checkpoint: its pickled index, checked before, and what was wrong after."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megapack.base.files import read_whole
 from megapack.errors import CheckpointError, one_line
@@ -44,6 +45,37 @@ def check_index(folder: Path) -> None:
         raise CheckpointError(
             f"{path} is not an index of tensors ({reason}); set train.resume to another checkpoint"
         ) from None
+
+
+def read_fault(error: BaseException) -> str:
+    """Why torch could not read: the innermost error, without tracebacks and torch's advice."""
+    while isinstance(error, CheckpointException) or error.__cause__ is not None:
+        if isinstance(error, CheckpointException):
+            error = error.failures[min(error.failures)][0]
+        else:
+            error = error.__cause__ or error
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    # torch first says how to read a file that holds more than tensors.
+    _, found, reason = str(error).partition("WeightsUnpickler error: ")
+    reason = (reason if found else str(error)).partition("\n")[0].partition(". ")[0]
+    return f"{type(error).__name__}: {reason or 'the file is damaged'}"
+
+
+def damaged_file(folder: Path) -> Path:
+    """The first file of the distributed checkpoint in `folder` from which a tensor cannot be
+    read, or the index; the folder if there is none. Values are not read."""
+    path = folder / ".metadata"
+    try:
+        reader = FileSystemReader(folder)
+        for stored in reader.read_metadata().storage_data.values():
+            path = folder / stored.relative_path
+            with open(path, "rb") as file:
+                # On "meta" no values are read.
+                torch.load(reader._slice_file(file, stored), map_location="meta", weights_only=True)
+    except Exception:  # a damaged archive raises anything
+        return path
+    return folder
 
 
 class _IndexUnpickler(pickle.Unpickler):

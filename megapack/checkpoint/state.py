@@ -31,8 +31,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megapack.checkpoint.blocks import own_blocks
+from megapack.checkpoint.index import damaged_file, read_fault
 from megapack.checkpoint.writer import StateWriter
-from megapack.errors import CheckpointError, one_line
+from megapack.errors import CheckpointError
 from megapack.model.head import unwrapped
 from megapack.model.overlap import finish_param_gathers
 from megapack.model.sharded import is_tensor, sharded_tensors
@@ -234,9 +235,8 @@ def _read(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
         loaded = TorchDistLoadShardedStrategy().load(tensors, folder)
     except (Exception, CheckpointException) as error:
         # torch raises CheckpointException, a BaseException, if any rank failed.
-        reason = one_line(error)[:200]
         raise CheckpointError(
-            f"{folder} cannot be loaded ({type(error).__name__}: {reason}); set train.resume "
+            f"{damaged_file(folder)} cannot be loaded ({read_fault(error)}); set train.resume "
             "to an earlier checkpoint"
         ) from error
     merge(loaded, kept)

@@ -78,7 +78,7 @@ def abandon(folder: Path) -> None:
 
 def writing(folder: Path) -> contextlib.AbstractContextManager[None]:
     """Turn errors of writing within the block into a CheckpointError about the folder."""
-    return folders.writing(folder, "make room, or set another folder")
+    return folders.writing(folder, elsewhere="set another folder", after="")
 
 
 def check_space(folder: Path, num_bytes: int) -> None:

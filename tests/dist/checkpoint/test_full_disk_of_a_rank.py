@@ -31,7 +31,7 @@ def test_every_rank_raises_if_one_cannot_write(
     for report in reports:
         error = report[index]["error"]
         assert "cannot be written" in error
-        assert "No space left" in error or "failed writing" in error
+        assert "(No space left on device); make room" in error or "failed writing" in error
         assert f"rank {rank}: " in error or f"by rank: {{{rank}: " in error
         assert "\n" not in error
         assert report[index]["left"] == ["step-00000001"]

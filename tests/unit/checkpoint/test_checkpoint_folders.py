@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,45 @@ def test_an_existing_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     ):
         write(tmp_path, 1)
     assert folders.latest_checkpoint(tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "make room"),
+        (errno.EDQUOT, "make room within the quota"),
+        (errno.EFBIG, "raise the limit of a file's size (ulimit -f)"),
+        (errno.EROFS, "set runs_dir to a folder that can be written"),
+        (errno.EACCES, "set runs_dir to a folder that can be written"),
+        (errno.ENAMETOOLONG, "set a shorter name"),
+        (errno.ESTALE, "see to that disk, or set runs_dir to a folder that can be written"),
+    ],
+    ids=errno.errorcode.get,
+)
+def test_advice_fits_the_error_of_the_system(number: int, advice: str) -> None:
+    """Also where torch reports the byte at which the system refused to write."""
+    error = OSError(number, os.strerror(number))
+    hidden = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    hidden.__context__ = error
+    for one in (error, hidden):
+        with pytest.raises(CheckpointError) as caught, folders.writing(Path("step-1")):
+            raise one
+        assert str(caught.value) == (
+            f"step-1 cannot be written ({os.strerror(number)}); {advice}; earlier checkpoints are "
+            "untouched: resume with train.resume=auto"
+        )
+
+
+def test_torchs_error_alone_may_mean_a_full_disk() -> None:
+    with (
+        pytest.raises(CheckpointError) as caught,
+        folders.writing(Path("f"), "set another folder", ""),
+    ):
+        raise RuntimeError("unexpected pos 704 vs 598\nframe #0")
+    assert str(caught.value) == (
+        "f cannot be written (unexpected pos 704 vs 598: the disk is full, or a file too large); "
+        "make room, or set another folder"
+    )
 
 
 def test_an_incomplete_manifest_is_refused(tmp_path: Path) -> None:
