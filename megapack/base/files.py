@@ -15,6 +15,7 @@ GZIP = b"\x1f\x8b"
 PARQUET = b"PAR1\x15"
 NPY = b"\x93NUMPY"
 ZIP = b"PK\x03\x04"
+HEAD_BYTES = 4096
 # How files begin that are not UTF-8 text: what each is, and what to do. Longer ones come first.
 _KINDS = (
     (b"\xff\xfe\0\0", "UTF-32 text; save it as UTF-8"),
@@ -33,13 +34,13 @@ _KINDS = (
     (NPY, "an array of numpy.save; give text"),
     (b"\x89HDF", "an HDF5 file; write text instead"),
     (b"SQLite format 3", "an SQLite database; write text instead"),
+    (b"\x80", "a pickle, which may run code; write text instead"),
     (b"%PDF", "a PDF file; give text"),
     (b"version https://git-lfs", "a Git LFS pointer in place of the file; run git lfs pull"),
     (b"<!doctype html", "an HTML page; download the file itself"),
     (b"<html", "an HTML page; download the file itself"),
     (b"<?xml", "XML, as a failed download may be; get the file itself"),
 )
-_HEAD_BYTES = 4096
 
 
 def read_whole(path: str | Path, most_bytes: int = -1) -> bytes:
@@ -62,7 +63,7 @@ def what_it_is(data: bytes) -> str | None:
     Args:
         data: the file, or how it begins.
     """
-    head = data[:_HEAD_BYTES]
+    head = data[:HEAD_BYTES]
     begins = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     for start, kind in _KINDS:
         if head.startswith(start) or begins.startswith(start):

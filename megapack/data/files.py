@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megapack.base.files import GZIP, PARQUET, read_whole, what_it_is
+from megapack.base.files import GZIP, HEAD_BYTES, PARQUET, read_whole, what_it_is
 from megapack.data.rollouts import TOKEN_COLUMNS, UNREAD_COLUMNS
 from megapack.errors import ConfigError, DataError
 
@@ -93,7 +93,7 @@ def open_file(path: Path) -> SampleFile:
 
 def _head(path: Path) -> bytes:
     try:
-        return read_whole(path, 4096)
+        return read_whole(path, HEAD_BYTES)
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
 
@@ -143,7 +143,7 @@ class JsonLinesFile:
         try:
             with gzip.GzipFile(self._path) if is_gzip else open(self._path, "rb") as file:
                 while data := file.read(_BLOCK_BYTES):
-                    if first == 1 and (other := _not_json_lines(data)):
+                    if first == 1 and (other := not_json_lines(data)):
                         raise DataError(f"{self._path}: it is {other}")
                     data += file.readline()
                     yield Lines(first, data)
@@ -152,7 +152,7 @@ class JsonLinesFile:
             raise unreadable(self._path, error) from None
 
 
-def _not_json_lines(data: bytes) -> str | None:
+def not_json_lines(data: bytes) -> str | None:
     """What a file is that begins so, and what to do; None if it may be JSON Lines."""
     kind = what_it_is(data)
     if kind is not None:

@@ -1,16 +1,20 @@
-"""Files of sample lengths: CSV, JSON Lines, Parquet, `.npy`, or standard input.
+"""Files of sample lengths: CSV, JSON, Parquet, arrays of NumPy, or standard input.
 
-A file is read once, row by row, into a `LengthTable`. The first line of a text decides its format:
-an object means JSON Lines, a whole number alone means one length per line, and anything else is the
-header of a CSV. A cell is a whole number or a list of token ids, whose items are counted.
+A file is read once, row by row, into a `LengthTable`. How it begins decides its format. Of text, an
+object means JSON Lines, a bracket a JSON array, a number alone one length per line, and anything
+else is the header of a CSV whose cells end with commas, tabs or semicolons. A cell is a whole
+number or a list of token ids, whose items are counted. Text and chats are counted by a tokenizer.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import re
 import sys
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +23,24 @@ from typing import Any
 import numpy as np
 
 from megapack.base.arrays import MAX_LENGTH, Ids, Ints, is_id, read_lengths
-from megapack.base.files import read_whole, strict_json
+from megapack.base.files import (
+    GZIP,
+    HEAD_BYTES,
+    NPY,
+    PARQUET,
+    ZIP,
+    read_whole,
+    strict_json,
+    text_of,
+    what_it_is,
+)
 from megapack.config.typed import shown
+from megapack.data.files import not_json_lines
 from megapack.errors import ConfigError, DataError, brief, first_line
 from megapack.prefixes import SharedPrefixes
 
 STDIN = "-"
+_BINARY = (".parquet", ".npy", ".npz")
 
 # Columns to look for if the user names none of them: the first of `_LENGTHS` in the file, else the
 # first pair of `_SUMS`, whose sum is the length.
@@ -37,13 +53,25 @@ _SUMS = [
     for first, second in (("prompt", "response"), ("prompt", "completion"), ("input", "output"))
     for unit in ("_len", "_length", "_tokens", "_ids")
 ]
+# Columns of text, chats and pairs, see `rollouts`, and what else chats are called.
+_TEXTS = {"messages", "conversations", "prompt", "response", "chosen", "rejected", "text"}
+_TEXTS |= {"chosen_ids", "rejected_ids"}
+# A column of this name has numbers: a list in it is no sample's token ids.
+_COUNTS = ("len", "length", "lengths", "lens", "num_tokens")
 # 18 digits always fit into int64.
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
+# As pandas and numpy.savetxt write whole numbers: 1587.0, 1.587e+03.
+_FLOAT = re.compile(r"-?[0-9]{1,18}(\.[0-9]*)?(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
+_THOUSANDS = re.compile(r"(?<=[0-9])[,_' \u00a0\u2009\u202f](?=[0-9]{3})")
 # `str.splitlines` also splits at characters that JSON allows inside a string, such as U+2028.
 _LINE_END = re.compile(r"\r\n?|\n")
 
-Records = Iterator[tuple[int, dict[str, Any]]]
-"""Line or row number from 1, and the row's cells by column."""
+Records = Iterator[tuple[str, dict[str, Any]]]
+"""Where a row is, such as "line 3", and its cells by column."""
+
+
+class _Uncounted(DataError):
+    """The samples have text, which only a tokenizer counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +122,8 @@ class Columns:
                 return columns
         if len(names) == 1:
             return (names[0],)
+        if texts := [name for name in names if name in _TEXTS]:
+            raise _Uncounted(f"has {', '.join(texts)}")
         raise DataError(
             f"no column of lengths among {_listed(names)}; set --length-column, or "
             "--prompt-column and --response-column"
@@ -137,13 +167,13 @@ class LengthTable:
     """Prompts that samples have in common; None if the file does not say."""
 
 
-def read_length_file(path: str, columns: Columns) -> LengthTable:
+def read_length_file(path: str, columns: Columns, config: str | None = None) -> LengthTable:
     """Read the lengths of a file.
 
     Args:
-        path: a file: `.parquet`, `.npy`, or text under any other name; "-" = text on standard
-            input.
+        path: a file, perhaps compressed by gzip; "-" = standard input.
         columns: the columns to read.
+        config: path or name of a config, which says how text is tokenized; None = text is refused.
 
     Raises:
         DataError: the file cannot be read or does not hold lengths. The message has file and line.
@@ -151,27 +181,87 @@ def read_length_file(path: str, columns: Columns) -> LengthTable:
     """
     name = "standard input" if path == STDIN else path
     try:
-        if path.endswith(".npy"):
-            return _read_npy(Path(path), columns)
-        parquet = path.endswith(".parquet")
-        rows = _parquet_rows(Path(path), columns) if parquet else _text_rows(path)
-        return _read_rows(rows, columns)
-    except DataError as error:
+        return _read(path, columns)
+    except _Uncounted as error:
+        if config is None or path == STDIN:
+            raise DataError(
+                f"{name}: {error}, which a tokenizer counts; give lengths or token ids, or a file "
+                "of JSON Lines or Parquet and --config with its tokenizer"
+            ) from None
+        return _tokenized(path, columns, config)
+    except ConfigError:
+        raise
+    except ValueError as error:
         raise DataError(f"{name}: {error}") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DataError(f"{name}: cannot be read ({reason}); give a file of lengths") from None
 
 
-def _read_npy(path: Path, columns: Columns) -> LengthTable:
+def _tokenized(path: str, columns: Columns, config_name: str) -> LengthTable:
+    """The samples that a run with this config would train."""
+    from megapack.config.load import load_config
+    from megapack.config.sections import TrainConfig
+    from megapack.config.shipped import find_config
+    from megapack.data.batches import read_settings
+    from megapack.data.dataset import Dataset
+
+    if columns not in (Columns(), Columns(group="group")):
+        raise ConfigError(
+            f"{path} is counted by the tokenizer of --config, which knows its columns; leave the "
+            "--...-column options out, but for --group-column group"
+        )
+    config = load_config(find_config(config_name), [], TrainConfig)
+    spare_folder = Path(config.runs_dir) / ".index"
+    data = Dataset.from_files(path, read_settings(config), spare_folder, config.data.workers)
+    numbers = np.arange(len(data))
+    pairs = data.pair_ids(numbers)
+    return LengthTable(
+        data.lengths,
+        tuple(data.rollout_ids(numbers)),
+        None if pairs is None else tuple(pairs),
+        f"counted by the tokenizer {config.tokenizer_folder or 'of bytes'}",
+        None if columns.group is None else data.prefixes(numbers),
+    )
+
+
+def _read(path: str, columns: Columns) -> LengthTable:
+    data = sys.stdin.buffer.read() if path == STDIN else read_whole(path, HEAD_BYTES)
+    suffix = Path(path).suffix
+    kind = what_it_is(data)
+    if suffix in _BINARY and kind is not None and not data.startswith((PARQUET, NPY, ZIP)):
+        raise DataError(f"not {suffix}, it is {kind}")
+    source: str | io.BytesIO = path
+    if path == STDIN or not (data.startswith(PARQUET) or suffix == ".parquet"):
+        data = data if path == STDIN else read_whole(path)
+        data = gzip.decompress(data) if data.startswith(GZIP) else data
+        source = io.BytesIO(data)
+    if data.startswith(PARQUET) or suffix == ".parquet":
+        return _read_rows(_parquet_rows(source, columns), columns)
+    if data.startswith((NPY, ZIP)) or suffix in _BINARY:
+        return _read_array(data, columns)
+    return _read_rows(_text_rows(text_of(data)), columns)
+
+
+def _read_array(data: bytes, columns: Columns) -> LengthTable:
     if columns != Columns():
         raise DataError("an array has no columns; leave the --...-column options out")
     try:
-        array = np.load(io.BytesIO(read_whole(path)), allow_pickle=False)
-    except (ValueError, MemoryError) as error:
+        array = np.load(io.BytesIO(data), allow_pickle=False)
+        if isinstance(array, np.lib.npyio.NpzFile):
+            if len(array.files) != 1:
+                raise DataError(f"has {_listed(array.files) or 'no array'}; save one array alone")
+            array = array[array.files[0]]
+        if not isinstance(array, np.ndarray):
+            raise ValueError("an archive of other files")
+    except (ValueError, MemoryError, EOFError, zipfile.BadZipFile) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(
             f"not an array of numbers ({first_line(error)}); save one with numpy.save"
         ) from None
+    if array.dtype.kind == "f" and (np.rint(array) == array).all() and np.isfinite(array).all():
+        array = array.astype(np.int64)
     return LengthTable(read_lengths(array), None, None, "array")
 
 
@@ -186,7 +276,7 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
     lengths: list[int] = []
     rollouts: list[int | str] = []
     colocated: list[int | str] = []
-    for number, row in _chain(first, rows):
+    for place, row in _chain(first, rows):
         try:
             lengths.append(_length(row, summands))
             if columns.rollout is not None:
@@ -196,8 +286,10 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
             if columns.group is not None and prompts is not None:
                 groups.append(_identity(row, columns.group))
                 prompt_tokens.append(_count(row, prompts))
+        except _Uncounted as error:
+            raise _Uncounted(f"{place}: {error}") from None
         except DataError as error:
-            raise DataError(f"line {number}: {error}") from None
+            raise DataError(f"{place}: {error}") from None
     return LengthTable(
         np.array(lengths, dtype=np.int64),
         _ids(rollouts) if columns.rollout is not None else None,
@@ -207,14 +299,18 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
     )
 
 
-def _chain(first: tuple[int, dict[str, Any]], rows: Records) -> Records:
+def _chain(first: tuple[str, dict[str, Any]], rows: Records) -> Records:
     yield first
     yield from rows
 
 
 def _length(row: dict[str, Any], summands: tuple[str, ...]) -> int:
-    length = sum(_count(row, column) for column in summands)
+    counts = [_count(row, column) for column in summands]
+    length = sum(counts)
     what = _sum(summands)
+    for column, count in zip(summands, counts, strict=True):
+        if count < 0 and len(counts) > 1:
+            raise DataError(f"{_one_line(column)} is {brief(count)}; give 0 or more tokens")
     if length < 1:
         raise DataError(f"{what} is {brief(length)}; a sample has at least 1 token")
     if length > MAX_LENGTH:
@@ -224,15 +320,29 @@ def _length(row: dict[str, Any], summands: tuple[str, ...]) -> int:
 
 def _count(row: dict[str, Any], column: str) -> int:
     value = _cell(row, column)
+    name = _one_line(column)
     if isinstance(value, list):
+        if set(map(type, value)) - {int}:
+            raise _Uncounted(f"{name} is a list of other things than token ids")
+        if column.lower().endswith(_COUNTS):
+            raise DataError(f"{name} is a list of {len(value)}; give one number per sample")
         return len(value)
-    # `strip` also removes separators such as \x1c, which `int` refuses.
-    if isinstance(value, str) and _WHOLE.fullmatch(stripped := value.strip()):
-        value = int(stripped)
+    remedy = "give a whole number of tokens"
+    if isinstance(value, str):
+        # `strip` also removes separators such as \x1c, which `int` refuses.
+        text = value.strip()
+        if _WHOLE.fullmatch(text):
+            value = int(text)
+        elif _FLOAT.fullmatch(text):
+            value = float(text)
+        elif _WHOLE.fullmatch(plain := _THOUSANDS.sub("", text)):
+            remedy = f"write {plain}"
+        elif column in _TEXTS:
+            raise _Uncounted(f"{name} is text")
+    if type(value) is float and value.is_integer():
+        value = int(value)
     if type(value) is not int:
-        raise DataError(f"{_one_line(column)} is {shown(value)}; give a whole number of tokens")
-    if value < 0:
-        raise DataError(f"{_one_line(column)} is {brief(value)}; give 0 or more tokens")
+        raise DataError(f"{name} is {shown(_cell(row, column))}; {remedy}")
     return value
 
 
@@ -279,24 +389,21 @@ def _listed(names: list[str]) -> str:
     return shown_names + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
-def _text_rows(path: str) -> Records:
-    data = sys.stdin.buffer.read() if path == STDIN else read_whole(path)
-    try:
-        lines = _LINE_END.split(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"byte {error.start} is not UTF-8; give CSV or JSON Lines, or name the file .parquet "
-            "or .npy"
-        ) from None
+def _text_rows(text: str) -> Records:
+    lines = _LINE_END.split(text)
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         return iter(())
     start = numbered[0][1].strip()
     if start.startswith("{"):
+        if kind := not_json_lines(text.encode()):
+            raise DataError(f"it is {kind}")
         return _json_rows(numbered)
-    if _WHOLE.fullmatch(start):
-        return ((number, {"length": line}) for number, line in numbered)
-    return _csv_rows(lines)
+    if start.startswith("["):
+        return _json_items(text)
+    if _FLOAT.fullmatch(start):
+        return ((f"line {number}", {"length": line}) for number, line in numbered)
+    return _csv_rows(lines, max(",\t;", key=start.count))
 
 
 def _json_rows(numbered: list[tuple[int, str]]) -> Records:
@@ -308,11 +415,25 @@ def _json_rows(numbered: list[tuple[int, str]]) -> Records:
             raise DataError(f"line {number}: not JSON: {error}{cut}; write it again") from None
         if not isinstance(row, dict):
             raise DataError(f"line {number}: is {shown(row)}; give an object per line")
-        yield number, row
+        yield f"line {number}", row
 
 
-def _csv_rows(lines: list[str]) -> Records:
-    reader = csv.reader(lines)
+def _json_items(text: str) -> Records:
+    try:
+        items = strict_json(text)
+    except ValueError as error:
+        raise DataError(
+            f"not a JSON array: {error}; give one array, or an object per line"
+        ) from None
+    for number, item in enumerate(items, start=1):
+        row = item
+        if not isinstance(item, dict):
+            row = {"input_ids" if isinstance(item, list) else "length": item}
+        yield f"item {number}", row
+
+
+def _csv_rows(lines: list[str], delimiter: str) -> Records:
+    reader = csv.reader(lines, delimiter=delimiter)
     names: list[str] = []
     try:
         for cells in reader:
@@ -326,7 +447,7 @@ def _csv_rows(lines: list[str]) -> Records:
                     "one cell per column"
                 )
             else:
-                yield reader.line_num, dict(zip(names, cells, strict=True))
+                yield f"line {reader.line_num}", dict(zip(names, cells, strict=True))
     except csv.Error as error:
         raise DataError(f"line {reader.line_num}: not CSV ({error}); write it again") from None
 
@@ -352,17 +473,17 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _parquet_rows(path: Path, columns: Columns) -> Records:
+def _parquet_rows(source: str | io.BytesIO, columns: Columns) -> Records:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise ConfigError(f"{path} needs pyarrow; install megapack[parquet]") from None
+        raise ConfigError("Parquet needs pyarrow; install megapack[parquet]") from None
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(source) as file:
             number = 0
             for batch in file.iter_batches(columns=columns.needed(file.schema_arrow.names)):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, row
+                    yield f"row {number}", row
     except ArrowException as error:
         raise DataError(f"not Parquet ({first_line(error)}); write it again") from None
