@@ -284,7 +284,17 @@ class SampleBatch:
         *,
         tensors: Mapping[str, TensorField] | None = None,
     ) -> SampleBatch:
-        """A batch from prompt and response ids per sample; the response counts in the loss."""
+        """A batch from prompt and response ids per sample; the response counts in the loss.
+
+        Args:
+            prompts, responses: per sample the token ids, a list or 1-d integer tensor, unpadded.
+            fields: per name one entry per sample: a number, or a list or tensor of one value per
+                token of the sample or of its response.
+            tensors: what else the model's forward takes, see `TensorField`.
+
+        Raises:
+            DataError: names the sample, and what it should be.
+        """
         if len(prompts) != len(responses):
             raise _unpaired(prompts, responses)
         pairs = [

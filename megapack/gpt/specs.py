@@ -259,6 +259,8 @@ def local_layer_spec(
     """Megatron's local layer spec, with attention in which packed samples do not see each other.
 
     Args:
+        attention: "varlen", torch's kernel for packed rows, on GPUs; "sdpa", torch's attention per
+            sample, anywhere.
         experts: whether the layer has experts; None = if the model has.
     """
     has_experts = bool(config.num_moe_experts) if experts is None else experts

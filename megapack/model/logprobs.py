@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack.cost.head import default_chunk_tokens
+from megapack.model.parameters import has_hooks
 from megapack.model.products import add_mm_fp32, mm_fp32
 
 # Positions whose probabilities exist beside the logits where the entropy has a gradient. 256
@@ -234,25 +235,24 @@ def main_gradient(weight_VH: Tensor) -> Tensor | None:
 
     Megatron's DDP gives a weight a `main_grad`, and its backward hook adds the gradient that
     autograd computes to it. Like Megatron's fused layers, the head adds to it directly: without a
-    second [V, H] in fp32, and without rounding the sum over chunks to bf16.
+    second [V, H] in fp32, and without rounding the sum over chunks to bf16. Not if the weight has
+    hooks, which must see its gradient.
     """
     main_grad: Tensor | None = getattr(weight_VH, "main_grad", None)
-    is_ddp = hasattr(weight_VH, "grad_added_to_main_grad")
+    is_ddp = hasattr(weight_VH, "grad_added_to_main_grad") and not has_hooks(weight_VH)
     return main_grad if is_ddp and main_grad is not None and main_grad.dtype == _FP32 else None
 
 
 def rest_of_gradient(weight: Any, *, tied: bool) -> Tensor:
     """What autograd gets for a weight whose gradient is already in `main_gradient`.
 
-    Not None, which DDP's hook refuses with `overlap_grad_reduce`:
-
-    - untied weight: any values; `grad_added_to_main_grad` makes the hook ignore them;
-    - tied weight: zeros, because the hook must add what the embedding's backward gives.
+    Zeros, and not None, which DDP's hook refuses with `overlap_grad_reduce`. The hook need not read
+    them where `grad_added_to_main_grad` says so. It must for a tied weight, to add what the
+    embedding's backward gives.
     """
-    if tied:
-        return torch.zeros_like(weight)
-    weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight)
+    if not tied:
+        weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight)
 
 
 def _grad_logits(

@@ -8,7 +8,7 @@ micro-batch, and takes the count of the first step for that of all steps.
 With `overlap_param_gather` (distributed optimizer), an optimizer step updates each rank's part of
 the parameters only. The parts are gathered in the next forward, at the first module that needs
 them; until then `param.data` holds old values. DDP takes the first forward after a step to come
-after the optimizer step too: no forward may run in between.
+after the optimizer step too. `gathering_again` allows one in between.
 
 DDP is made for one step between two calls of `zero_grad_buffer`; `apart_from_earlier` allows more.
 """
@@ -78,6 +78,22 @@ def finish_param_gathers(chunks: Sequence[Any]) -> None:
                     group.start_param_sync(force_sync=True)
 
 
+@contextlib.contextmanager
+def gathering_again(chunks: Sequence[Any]) -> Iterator[None]:
+    """What forwards in the block gather is gathered again by the next forward after it.
+
+    They may run before the optimizer's step, or after it: DDP cannot tell, and would leave out the
+    gather of the new parameters. A gather more overlaps with forwards.
+    """
+    groups = [group for chunk in filter(overlaps_gather, chunks) for group in _bucket_groups(chunk)]
+    waiting = [group for group in groups if not group.param_gather_dispatched]
+    yield
+    for group in waiting:
+        if group.param_gather_handle is not None:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+        group.param_gather_dispatched = False
+
+
 # Attribute of a bucket group: its counts of gradients after a step. A reset makes new ones.
 _COUNTS = "_counts_after_step"
 
@@ -97,7 +113,7 @@ def apart_from_earlier(chunks: Sequence[Any]) -> Iterator[None]:
     groups = [group for chunk in chunks for group in _bucket_groups(chunk)]
     kept = []
     for group in groups:
-        if getattr(group, _COUNTS, None) is group.per_param_grad_ready_counts:
+        if _has_earlier(group):
             kept += [(param.main_grad, param.main_grad.clone()) for param in group.params]
             group.reset()
     for gradients, _ in kept:
@@ -107,6 +123,15 @@ def apart_from_earlier(chunks: Sequence[Any]) -> Iterator[None]:
         gradients.add_(earlier)
     for group in groups:
         setattr(group, _COUNTS, group.per_param_grad_ready_counts)
+
+
+def has_earlier_gradients(chunks: Sequence[Any]) -> bool:
+    """Whether DDP's buffers hold gradients of a training step since `zero_grad_buffer`."""
+    return any(_has_earlier(group) for chunk in chunks for group in _bucket_groups(chunk))
+
+
+def _has_earlier(group: Any) -> bool:
+    return getattr(group, _COUNTS, None) is group.per_param_grad_ready_counts
 
 
 @contextlib.contextmanager

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_tensor_model_parallel_attributes,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 from megapack.model.head import unwrapped
@@ -105,6 +108,56 @@ def mark_experts(chunks: Sequence[Any]) -> None:
                 param.sequence_parallel = False
 
 
+def mark_splits(chunk: Any, *, etp: int, gated: bool) -> None:
+    """Mark how tensor-parallel ranks split weights where Megatron's layers do not say it.
+
+    Megatron takes a parameter that is not marked as split for one that all tensor-parallel ranks
+    have, and counts it in the gradient norm, and so in clipping, on the first of them. Transformer
+    Engine marks each weight as split by rows, unless it splits the weight by columns itself. Four
+    kinds are otherwise:
+
+    - Megatron splits experts itself: their second projections by columns, and each half of a first
+      projection with a gate.
+    - Experts that each lie on one rank (etp=1) are not the same ones on all tensor-parallel ranks,
+      nor are their biases.
+    - Megatron and Transformer Engine split sinks by heads and do not say so.
+    - Every rank has multi-latent attention's down projections whole, as a plain `TELinear`. Marked
+      as split, each rank's copy would begin with other weights, and all copies would count in the
+      gradient norm. Megatron-Core 0.19 marks them as whole.
+
+    An optimizer that exists already copied the marks when it was made; those of its fp32 weights
+    are written again.
+
+    Args:
+        etp: tensor-parallel ranks of each expert.
+        gated: whether fc1 is a gate and an up projection, stored as one.
+    """
+    for prefix, module in unwrapped(chunk).named_modules():
+        is_whole = type(module).__name__ == "TELinear"
+        for last, param in module.named_parameters(recurse=False):
+            name = f"{prefix}.{last}"
+            is_of_expert = bool(GROUPED_EXPERT.match(name) or EXPERT.match(name))
+            if is_of_expert and param.dim() == 2:
+                rows = "linear_fc1" in name
+                param.partition_dim = 0 if rows else 1
+                param.partition_stride = 2 if rows and gated else 1
+            elif last == "softmax_offset" or (is_of_expert and etp == 1):
+                param.tensor_model_parallel = True
+                param.partition_dim = 0
+                param.partition_stride = 1
+            elif is_whole:
+                param.tensor_model_parallel = False
+            else:
+                continue
+            if getattr(param, "main_param", None) is not None:
+                copy_tensor_model_parallel_attributes(param.main_param, param)
+
+
+def has_hooks(param: Any) -> bool:
+    """Whether somebody follows or changes the gradient that autograd gives a parameter."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+
+
 def keep_gradients_through_recompute(chunks: Sequence[Any], config: Any) -> None:
     """Make sure that recomputed modules after a frozen embedding get their gradients.
 
@@ -119,6 +172,26 @@ def keep_gradients_through_recompute(chunks: Sequence[Any], config: Any) -> None
         has_hook = _require_gradient in embedding._forward_hooks.values()
         if not has_hook and not any(param.requires_grad for param in embedding.parameters()):
             embedding.register_forward_hook(_require_gradient)
+
+
+def copy_recomputed_biases(chunks: Sequence[Any]) -> None:
+    """Let a recomputed MLP return a copy of its bias.
+
+    Megatron's MLPs return the bias of their second projection, a parameter, beside their output.
+    What a recomputed function returns becomes an output of its node in autograd's graph, also a
+    parameter: the next backward of that parameter would be the node's own, which runs the function
+    and its backward again, without end. Idempotent.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        mlp = module.mlp if getattr(module, "recompute_mlp", False) else None
+        if mlp is not None and _copy_parameters not in mlp._forward_hooks.values():
+            mlp.register_forward_hook(_copy_parameters)
+
+
+def _copy_parameters(module: Any, inputs: Any, output: Any) -> Any:
+    if not isinstance(output, tuple):
+        return output
+    return tuple(o.clone() if isinstance(o, torch.nn.Parameter) else o for o in output)
 
 
 def gather_norm_outputs(chunks: Sequence[Any]) -> None:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
 from megapack.model.overlap import not_counting
+from megapack.model.parameters import has_hooks
 
 
 class WeightGradients:
@@ -217,14 +218,13 @@ def _can_wait(ctx: Any, weight: Tensor) -> bool:
     Not if the engine must see it: a weight computed from others, or one with hooks. Not under
     autocast, nor where Megatron has its own way to add it.
     """
-    has_hooks = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
     is_special = (
         ctx.grad_output_buffer is not None
         or getattr(ctx, "gtp_remat_size", 1) > 1
         or hasattr(weight, "__fsdp_param__")
         or ctx._fwd_used_autocast
     )
-    return weight.is_leaf and weight.requires_grad and not has_hooks and not is_special
+    return weight.is_leaf and weight.requires_grad and not has_hooks(weight) and not is_special
 
 
 def _input_gradients(

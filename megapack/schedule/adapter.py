@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megapack.base.choices import ExecutorChoice, HeadChoice
-from megapack.errors import DataError, ScheduleError, of_all_ranks
+from megapack.errors import ConfigError, DataError, ScheduleError, of_all_ranks
 from megapack.layout import Layout
 from megapack.loss.sequence import AnyObjective, metric_names
 from megapack.loss.token import LossWeighting
@@ -32,7 +32,13 @@ from megapack.model.experts.rows import collect_routing
 from megapack.model.head import marked_logit_cap, unwrapped
 from megapack.model.liger import choose_head
 from megapack.model.mtp import loss_coefs, loss_names, num_depths
-from megapack.model.parameters import gather_norm_outputs, keep_gradients_through_recompute
+from megapack.model.overlap import gathering_again
+from megapack.model.parameters import (
+    copy_recomputed_biases,
+    gather_norm_outputs,
+    keep_gradients_through_recompute,
+    mark_splits,
+)
 from megapack.model.recurrent.heads import check_heads
 from megapack.plan.check import check_plan
 from megapack.plan.plan import MicroBatch, Plan
@@ -45,6 +51,7 @@ from megapack.rows.schedule_pass import SchedulePass
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch
 from megapack.schedule import checks
+from megapack.schedule.between_steps import BetweenSteps
 from megapack.schedule.call import StepCall
 from megapack.schedule.faults import check_retry
 from megapack.schedule.forward import HeadOptions, accepted_inputs
@@ -143,6 +150,9 @@ class ScheduleAdapter:
         # Stages differ in their layers: if one refuses its own, all raise.
         self._routing = agree(lambda: self._checked_routing(retries_oom), device=self._device)
         gather_norm_outputs(self.chunks)
+        copy_recomputed_biases(self.chunks)
+        for chunk in self.chunks:
+            mark_splits(chunk, etp=layout.etp, gated=self.config.gated_linear_unit)
         gather_rotary_tables(self.chunks)
         hook_te_attention(self.chunks)
         self._groups = process_groups()
@@ -176,6 +186,7 @@ class ScheduleAdapter:
             place=self.ranks.place,
             retries_oom=retries_oom,
         )
+        self._between_steps = BetweenSteps(self.chunks, self.config)
         self._checked_digest = ""
         self._runs_on_megatron = False
         # Tensor names that all ranks have agreed on; a batch without tensors needs no agreement.
@@ -185,15 +196,17 @@ class ScheduleAdapter:
 
     def _checked_routing(self, retries_oom: bool) -> ModelRouting:
         has_experts = bool(self.config.num_moe_experts)
-        checks.check_layout(self.layout, len(self.chunks), has_experts=has_experts)
-        checks.check_config(self.config, self.layout)
-        checks.check_chunks(self.chunks)
-        checks.check_cp_comm(self.chunks, self.config)
-        checks.check_expert_gradients(self.chunks, self.layout)
-        if retries_oom:
-            check_retry(self.layout, self.config)
+        chunks, config, layout = self.chunks, self.config, self.layout
+        checks.raise_together(
+            lambda: checks.check_layout(layout, len(chunks), has_experts=has_experts),
+            *checks.config_checks(config, layout),
+            lambda: checks.check_chunks(chunks),
+            lambda: checks.check_cp_comm(chunks, config),
+            lambda: checks.check_expert_gradients(chunks, layout),
+            lambda: check_retry(layout, config) if retries_oom else None,
+        )
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        return ModelRouting(self.chunks, self.config, self.layout, tp_rank)
+        return ModelRouting(chunks, config, layout, tp_rank)
 
     @property
     def dp_rank(self) -> int:
@@ -218,9 +231,12 @@ class ScheduleAdapter:
 
         A collective: every rank calls it with the same plan, step, objective and weighting.
 
-        Gradients of several steps add up, with and without DDP's overlap, until the chunks'
-        `zero_grad_buffer`. A further step without it copies the sum so far while it runs: 4 bytes
-        per parameter with fp32 gradients. After an error, zero them.
+        They are in each parameter's `main_grad`, in fp32 and reduced over data-parallel ranks, and
+        `grad` is empty. (Without Megatron's DDP they are in `grad`.) Gradients of several steps add
+        up, with and without DDP's overlap, until the chunks' `zero_grad_buffer`. A further step
+        without it copies the sum so far while it runs: 4 bytes per parameter with fp32 gradients.
+        After an error, zero them. What a loop leaves behind between steps is cleared, handled or
+        refused, see `between_steps`.
 
         Args:
             plan: made for this layout and the lengths of `batch`.
@@ -267,6 +283,7 @@ class ScheduleAdapter:
             # A training loop may have frozen the embedding, or set recompute, since the last step.
             keep_gradients_through_recompute(self.chunks, self.config)
             schedule_pass = self.runner.run(call, rows)
+            self._between_steps.note_step()
             sums = reduce_metrics(
                 schedule_pass.sums,
                 [*metric_names(objective, call.with_entropy), *loss_names(self.config)],
@@ -328,6 +345,7 @@ class ScheduleAdapter:
             self.ranks.guarded(name),
             torch.no_grad(),
             evaluating(self.chunks),
+            gathering_again(self.chunks),
         ):
             rows = self._agreed_rows(call)
             schedule_pass = self.runner.run(call, rows)
@@ -375,12 +393,21 @@ class ScheduleAdapter:
         self.ranks.place.enter("pack")
         announced = self._announced
         self._announced = None
+        error: ConfigError | None = None
+        try:
+            self._between_steps.check(is_training=call.is_training)
+        except ConfigError as caught:  # raised on all ranks where they agree on the rows
+            error = caught
+        if call.is_training:
+            self._between_steps.warn_of_dropout(call.field_names)
         if announced is None:
-            rows = self._start(call)[1].result()
+            rows = self._start(call, error)[1].result()
         elif announced[0].key == call.key:
             rows = announced[1].result()
+            if error is not None:
+                raise error
         else:
-            rows = self._unannounced_rows(call)
+            rows = self._unannounced_rows(call, error)
         if call.plan.policy.context_parallel == "dynamic":
             self.ranks.place.enter("groups")
             widths = {mb.width for mb in call.step_plan.microbatches}
@@ -391,14 +418,14 @@ class ScheduleAdapter:
         self._check_inputs(call.batch.tensor_names)
         return rows
 
-    def _unannounced_rows(self, call: StepCall) -> list[PackedRow]:
+    def _unannounced_rows(self, call: StepCall, error: ConfigError | None) -> list[PackedRow]:
         """Rows of a call that differs from the one that `next_step` announced.
 
         If only some ranks make such a call, the others are in a step by now, and only the
         watchdog's board reaches them.
         """
         try:
-            return self._start(call)[1].result(_OTHER_CALL_S)
+            return self._start(call, error)[1].result(_OTHER_CALL_S)
         except Exception as error:
             raise ScheduleError(
                 f"this rank's step {call.step} is not the call that next_step announced (another "
@@ -406,8 +433,17 @@ class ScheduleAdapter:
                 f"on it: {error}; make the same calls on all ranks, or pass next_step=None"
             ) from error
 
-    def _start(self, call: StepCall) -> tuple[StepCall, Agreement[list[PackedRow]]]:
-        return call, self.ranks.prepare(lambda: self._check_and_pack(call), call.same)
+    def _start(
+        self, call: StepCall, error: ConfigError | None = None
+    ) -> tuple[StepCall, Agreement[list[PackedRow]]]:
+        """Pack on a thread, and agree with all ranks; they raise `error` if one of them has one."""
+
+        def work() -> list[PackedRow]:
+            if error is not None:
+                raise error
+            return self._check_and_pack(call)
+
+        return call, self.ranks.prepare(work, call.same)
 
     def _check_and_pack(self, call: StepCall) -> list[PackedRow]:
         plan = call.plan

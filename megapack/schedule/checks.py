@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import megatron.core
@@ -80,40 +80,71 @@ def check_layout(layout: Layout, num_chunks: int, *, has_experts: bool) -> None:
 
 
 def check_config(config: Any, layout: Layout) -> None:
-    """Raise ConfigError naming the first setting that would go wrong, and what to set."""
+    """Raise ConfigError naming the settings that would go wrong, and what to set."""
+    raise_together(*config_checks(config, layout))
+
+
+def config_checks(config: Any, layout: Layout) -> list[Callable[[], object]]:
+    """What `check_config` runs, one by one."""
+    checks: list[Callable[[], object]] = [
+        functools.partial(_refuse, text) for text in _wrong_settings(config, layout)
+    ]
+    checks += [lambda: _check_fp8(config, layout), lambda: _check_cuda_graphs(config)]
+    if config.num_moe_experts:
+        checks += [lambda: check_experts(config, layout)]
+    return [*checks, lambda: check_mtp(config), lambda: _check_features(config)]
+
+
+def raise_together(*checks: Callable[[], object]) -> None:
+    """Run all checks, and raise the ConfigErrors of those that fail as one.
+
+    Whoever brings a model of one's own learns at once all that is wrong with it.
+    """
+    texts: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            texts.append(str(error))
+    if len(texts) == 1:
+        raise ConfigError(texts[0])
+    if texts:
+        listed = "; ".join(f"({i}) {text}" for i, text in enumerate(texts, 1))
+        raise ConfigError(f"{len(texts)} settings are wrong: {listed}")
+
+
+def _refuse(text: str) -> None:
+    raise ConfigError(text)
+
+
+def _wrong_settings(config: Any, layout: Layout) -> Iterator[str]:
     if config.sequence_parallel != layout.sequence_parallel:
-        raise ConfigError(
+        yield (
             f"config.sequence_parallel={config.sequence_parallel} and the layout's "
             f"{layout.sequence_parallel} differ; set both to the same value"
         )
     if not config.calculate_per_token_loss:
-        raise ConfigError(
+        yield (
             "config.calculate_per_token_loss is False: Megatron would divide each micro-batch's "
             "loss by M, and the gradient would depend on the packing; set it to True "
             "before the model is wrapped in DDP"
         )
     if layout.vpp > 1 and (config.batch_p2p_comm or not config.overlap_p2p_comm):
-        raise ConfigError(
+        yield (
             f"vpp={layout.vpp} with overlap_p2p_comm={config.overlap_p2p_comm}, batch_p2p_comm="
             f"{config.batch_p2p_comm} gives wrong gradients or hangs; set overlap_p2p_comm=True "
             "and batch_p2p_comm=False"
         )
     if layout.vpp == 1 and config.virtual_pipeline_model_parallel_size is not None:
-        raise ConfigError(
+        yield (
             f"virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size} "
             "selects the interleaved schedule; set it to None if vpp=1"
         )
     if config.context_parallel_size != layout.cp:
-        raise ConfigError(
+        yield (
             f"config.context_parallel_size={config.context_parallel_size} and the layout's "
             f"cp={layout.cp} differ; set both to the same value"
         )
-    _check_fp8(config, layout)
-    _check_cuda_graphs(config)
-    if config.num_moe_experts:
-        check_experts(config, layout)
-    check_mtp(config)
-    _check_features(config)
 
 
 def _check_fp8(config: Any, layout: Layout) -> None:

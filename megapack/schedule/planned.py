@@ -36,6 +36,7 @@ from megapack.model.parameters import gather_norm_outputs
 from megapack.prefixes import HostRow
 from megapack.ranks.links import Ranks, process_ranks
 from megapack.schedule import checks
+from megapack.schedule.between_steps import clear_gradients
 from megapack.schedule.faults import FiniteFlags, checking_finalize
 from megapack.schedule.listeners import Listeners, PlaceKeeper
 from megapack.schedule.overrides import config_with, pipeline_settings
@@ -267,6 +268,8 @@ class _Run:
         error: Exception | None = None
         try:
             self._check_count()
+            if not call.forward_only:
+                clear_gradients(call.chunks)
             if self._sharing is not None:
                 self._sharing.check()
             if self._reads or self._sharing is not None:

@@ -5,6 +5,7 @@ torchrun --nproc-per-node N -m tests.dist.schedule.overlap_worker OUT_DIR CASE
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,13 +114,17 @@ def _step(
     )
     if case.policy.count_rule == "per_rank" and num_samples == max(STEPS):
         plan = move_one(plan)
-    for chunk in adapter.chunks:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    result = adapter.step(plan, batch, objective=problem.OBJECTIVE)
+    # Without optimizer.zero_grad(): Megatron's fp32 optimizer leaves param.grad = param.main_grad.
+    with contextlib.ExitStack() as left_open:
+        for chunk in adapter.chunks:
+            chunk.zero_grad_buffer()
+            left_open.enter_context(chunk.no_sync())
+        result = adapter.step(plan, batch, objective=problem.OBJECTIVE)
     # The forward has gathered the parameters of the last optimizer step.
     before = _parameters(adapter.chunks)
     gradients = {n: p.main_grad.clone() for c in adapter.chunks for n, p in global_parameters(c)}
+    # Gathers the old parameters under overlap_param_gather; the next forward must gather the new.
+    adapter.forward(plan, batch)
     optimizer.step()
     # The weights that come back must be those of the optimizer, not those before the gather.
     with reference.weights():

@@ -1,4 +1,4 @@
-"""Settings of a model that a training loop changes between an adapter's steps."""
+"""What a training loop changes and leaves behind in a model between an adapter's steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.dist.spawn import run_code
 pytestmark = pytest.mark.unit
 
 CHILD = """
-import json, warnings
+import json, logging, warnings
 warnings.simplefilter("ignore")
 import torch
 from megapack import Layout, build_dp_schedule, launch
@@ -26,7 +26,9 @@ from megapack.schedule import ScheduleAdapter
 launch.start("cpu")
 layout = Layout()
 initialize_parallel(layout, 1)
-sizes = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, init_std=0.2)
+sizes = ModelConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, init_std=0.2, untie_embeddings=True
+)
 (chunk,) = build_model(sizes, layout, vocab_size=128, seed=1, distributed_optimizer=False)
 config = chunk.module.config
 ids = torch.randint(0, 128, (3, 12), generator=torch.Generator().manual_seed(2))
@@ -56,7 +58,93 @@ def refusal(executor="megatron", **settings):
 
 before = gradients()
 assert torch.equal(gradients("operations"), before)
-found = {
+def step():
+    adapters["megatron"].step(plan, batch, objective=SFT())
+
+def refusal_of(attempt):
+    try:
+        attempt()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+class Log(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+
+lines = []
+logging.getLogger("megapack").addHandler(Log())
+params = dict(chunk.module.named_parameters())
+weight = params["output_layer.weight"]
+
+# Left behind in .grad: the gradient itself under DDP's name, zeros, and something else.
+for p in params.values():
+    p.grad = p.main_grad
+found = {"alias": torch.equal(gradients(), before)}
+for p in params.values():
+    p.grad = p.main_grad.view(-1)[:p.numel()].view_as(p)
+found["view"] = torch.equal(gradients("operations"), before)
+weight.grad = torch.zeros_like(weight)
+found["zeros"] = torch.equal(gradients(), before)
+weight.grad = weight.main_grad.clone()
+found["copy"] = refusal_of(gradients)
+weight.grad = None
+
+# Gradients add up over steps, and not over an update.
+chunk.zero_grad_buffer()
+step()
+step()
+found["sum"] = float((weight.main_grad.norm() / 2).item())
+found["norm"] = float(before[-weight.numel():].norm())
+values = weight.detach().clone()
+with torch.no_grad():
+    weight += 1e-3
+found["updated"] = refusal_of(step)
+with torch.no_grad():
+    weight.copy_(values)
+
+with torch.inference_mode():
+    forward = adapters["megatron"].forward(plan, batch)
+batch.set_field("old_logprobs", forward["logprobs"])
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    found["autocast"] = refusal_of(gradients)
+    found["autocast_forward"] = refusal_of(lambda: adapters["megatron"].forward(plan, batch))
+found["no_grad"] = refusal_of(torch.no_grad()(gradients))
+# The next step is announced and packed before the loop changes the mode.
+adapters["megatron"].step(plan, batch, objective=SFT(), next_step=0)
+chunk.eval()
+found["evaluation"] = refusal_of(gradients)
+chunk.train()
+
+# A hook sees the gradient, also of the head, which adds it to main_grad itself otherwise.
+seen = []
+hook = weight.register_hook(lambda grad: seen.append(grad.clone()))
+found["hooked"] = float((gradients() - before).norm() / before.norm())
+total = sum(seen)
+found["seen"] = float((total - weight.main_grad).norm() / weight.main_grad.norm())
+chunk.module.output_layer.gradient_accumulation_fusion = True
+found["hook"] = refusal_of(gradients)
+chunk.module.output_layer.gradient_accumulation_fusion = False
+hook.remove()
+
+norm = params["decoder.final_layernorm.weight"]
+norm.requires_grad_(False)
+chunk.ddp_config.overlap_grad_reduce = True
+found["frozen"] = refusal_of(gradients)
+chunk.ddp_config.overlap_grad_reduce = False
+norm.requires_grad_(True)
+kept = norm.main_grad
+del norm.main_grad
+found["unfrozen"] = refusal_of(gradients)
+norm.main_grad = kept
+
+config.hidden_dropout = 0.1
+gradients()
+gradients()
+config.hidden_dropout = 0.0
+found["dropout"] = [line for line in lines if "dropout" in line]
+assert torch.equal(gradients(), before)
+found |= {
     "sequence parallelism": refusal(sequence_parallel=True),
     "offloading": refusal("operations", fine_grained_activation_offloading=True),
 }
@@ -85,3 +173,44 @@ def test_settings_are_checked_at_each_step(found: dict[str, Any]) -> None:
 def test_layers_after_an_embedding_frozen_between_steps_still_train(found: dict[str, Any]) -> None:
     """Under recompute, which was switched on at the same time."""
     assert found["error"] < 1e-6
+
+
+def test_a_gradient_that_is_left_behind_does_not_count_twice(found: dict[str, Any]) -> None:
+    assert found["alias"]
+    assert found["view"]
+    assert found["zeros"]
+    assert "output_layer.weight.grad holds a gradient" in found["copy"]
+    assert "optimizer.zero_grad()" in found["copy"]
+
+
+def test_gradients_add_up_over_steps_but_not_over_an_update(found: dict[str, Any]) -> None:
+    assert found["sum"] == pytest.approx(found["norm"], rel=1e-6)
+    assert "zero_grad_buffer() on each chunk" in found["updated"]
+
+
+def test_hooks_see_gradients_or_are_refused(found: dict[str, Any]) -> None:
+    assert found["hooked"] < 1e-6
+    assert found["seen"] < 1e-6
+    assert "output_layer.weight has a hook" in found["hook"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("no_grad", "torch.no_grad()"),
+        ("autocast", "torch.autocast is on"),
+        ("autocast_forward", "torch.autocast is on"),
+        ("evaluation", "call train() on each chunk"),
+        ("frozen", "decoder.final_layernorm.weight was frozen after"),
+        ("unfrozen", "decoder.final_layernorm.weight requires a gradient and has no main_grad"),
+    ],
+)
+def test_states_that_give_other_gradients_are_refused(
+    found: dict[str, Any], name: str, text: str
+) -> None:
+    assert text in found[name]
+
+
+def test_dropout_is_warned_of_once(found: dict[str, Any]) -> None:
+    (line,) = found["dropout"]
+    assert line.startswith("hidden_dropout=0.1: dropout draws other numbers")
