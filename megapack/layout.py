@@ -355,11 +355,14 @@ class _RoundedLayout(Layout):
         return tuple(length * self.cp for length in self.lengths)
 
     def aligned_row_tokens(self, sample_tokens: Tokens) -> Tokens:
-        """As `Layout.aligned_row_tokens`; above the longest length it is any length."""
+        """As `Layout.aligned_row_tokens`; above the longest length it is any length.
+
+        A row without samples has no padded tokens, whatever lengths there are.
+        """
         padded = super().aligned_row_tokens(sample_tokens)
         if not self.lengths:
             return padded
-        lengths = np.array(self.row_lengths)
+        lengths = np.array((0, *self.row_lengths))
         found = lengths[np.minimum(np.searchsorted(lengths, padded), lengths.size - 1)]
         rows = np.maximum(found, padded)
         return int(rows) if isinstance(padded, int) else np.asarray(rows, dtype=np.int64)

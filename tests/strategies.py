@@ -8,23 +8,44 @@ more often.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from megapack import CostModel, Layout, MegapackError, Plan, Policy, build_dp_schedule
+from megapack import (
+    CostModel,
+    Layout,
+    MegapackError,
+    Plan,
+    Policy,
+    build_dp_schedule,
+    check_plan,
+)
 
 Choose = Callable[[Sequence[Any]], Any]
 
-_POLICY: dict[str, Sequence[Any]] = {
+POLICY: dict[str, Sequence[Any]] = {
     "count_rule": ("legal", "multiple", "per_rank"),
     "unreachable": ("pad", "drop", "error"),
     "oversize": ("alone", "alone", "error"),
     "row_shape": ("planned", "planned", "uniform"),
+    "round_row_tokens": (None, None, None, 24),
+    "row_shapes": (None, None, 1, 3),
+    "row_shapes_interval": (1, 100),
     "balance": ("time", "time", "tokens"),
+    "step_split": ("contiguous", "balanced"),
     "search": (0, 1, 40, 300),
     "group_size": ("fixed", "search"),
+    "max_live_tokens_per_gpu": (None, *range(200, 5001, 200)),
+    "share_prefixes": ("auto", "auto", "off"),
+    "context_parallel": ("fixed",) * 5 + ("dynamic",),
+    "max_width": (None, None, 2),
+    "split_samples": ("off",) * 5 + ("auto",),
+    "least_piece": (None, None, 1, 40),
+    "backward": ("joint",) * 5 + ("split",),
 }
+"""Every field of `Policy`."""
 _COST: dict[str, Sequence[float]] = {
     "fixed": (0.0, 1.0, 100.0),
     "per_token": (0.0, 1.0),
@@ -68,12 +89,9 @@ def layout(
     )
 
 
-def policy(
-    choose: Choose, *, live_tokens: Sequence[int] = range(200, 5001), **fields: Sequence[Any]
-) -> Policy:
-    """A policy, with a cap on live tokens or without."""
-    chosen = {name: choose(values) for name, values in (_POLICY | fields).items()}
-    return Policy(**chosen, max_live_tokens_per_gpu=choose((None, choose(live_tokens))))
+def policy(choose: Choose, **fields: Sequence[Any]) -> Policy:
+    """A policy."""
+    return Policy(**{name: choose(values) for name, values in (POLICY | fields).items()})
 
 
 def cost(choose: Choose, **fields: Sequence[float]) -> CostModel | None:
@@ -110,9 +128,19 @@ def planned(lengths: list[int], arguments: dict[str, Any]) -> Plan | None:
 
 
 def replanned(plan: Plan, lengths: list[int], arguments: dict[str, Any]) -> None:
-    """Hold that a plan survives JSON and text, and that equal arguments give it again."""
+    """Hold that a plan survives JSON and text, and that equal arguments give it again.
+
+    The lengths of its rows, if they are few, hold the rows of later steps too.
+    """
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_text(str(plan)) == plan
     again = planned(lengths, arguments)
     assert again is not None
     assert again.digest() == plan.digest()
+    if plan.row_shapes is not None:
+        policy = replace(plan.policy, row_shapes_interval=100)
+        later = {**arguments, "policy": policy, "row_shapes": plan.next_row_shapes}
+        following = planned(lengths, later)
+        assert following is not None
+        assert following.steps == plan.steps
+        check_plan(following, lengths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -61,9 +62,13 @@ def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
         "global_batch_size": draw(st.integers(1, 20)) if steps == "size" else None,
         "num_steps": draw(st.integers(1, 5)) if steps == "count" else None,
         "cost": strategies.cost(choose, per_token=(0.0, 1.0, 1e-6), backward_ratio=(0.0, 2.0, 2.5)),
-        "policy": strategies.policy(choose, step_split=("contiguous", "balanced")),
+        "policy": strategies.policy(choose),
         "forward_only": draw(st.booleans()),
     }
+
+
+def test_every_field_of_a_policy_is_drawn() -> None:
+    assert [*strategies.POLICY] == [field.name for field in dataclasses.fields(Policy)]
 
 
 def check(lengths: list[int], arguments: dict[str, Any]) -> None:
@@ -77,17 +82,19 @@ def check(lengths: list[int], arguments: dict[str, Any]) -> None:
         return
     check_plan(plan, lengths)
     for step in plan.steps:
-        real = [mb for rank in step.ranks for mb in rank if mb.samples]
-        has_padding = len(real) < sum(map(len, step.ranks))
-        # Padding is added only if no row can be split.
+        real = [mb for mb in step.microbatches if mb.samples]
+        has_padding = any(not mb.samples for mb in step.microbatches)
         sets = (
-            [{plan.colocate_ids[i] for i in mb.samples} for mb in real]
+            [{plan.colocate_ids[i] for i in mb.begun_samples} for mb in real]
             if plan.colocate_ids
-            else [set(mb.samples) for mb in real]
+            else [set(mb.begun_samples) for mb in real]
         )
-        assert not has_padding or all(len(names) == 1 for names in sets)
         assert len(set().union(*sets)) == sum(map(len, sets))
-        assert len(real) < layout.dp or all(any(mb.samples for mb in rank) for rank in step.ranks)
+        if policy.context_parallel == "fixed" and policy.split_samples == "off":
+            # Padding is added only if no row can be split, and to no rank alone.
+            assert not has_padding or all(len(names) == 1 for names in sets)
+            idle = [rank for rank in step.ranks if not any(mb.samples for mb in rank)]
+            assert len(real) < layout.dp or not idle
         simulation = simulate(step, layout=layout, forward_only=plan.forward_only)
         cap = policy.max_live_tokens_per_gpu
         assert cap is None or simulation.peak_live_tokens <= cap

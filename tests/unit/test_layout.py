@@ -49,6 +49,13 @@ def test_rounded_rows_keep_the_alignment_and_the_widths() -> None:
     assert (rounded.sample_alignment, rounded.dp) == (4, 4)
 
 
+def test_an_empty_row_has_no_padded_tokens_whatever_lengths_there_are() -> None:
+    few = Layout(cp=2).rounding(None, (300, 800))
+    assert [few.aligned_row_tokens(tokens) for tokens in (0, 1, 601, 1700)] == [0, 600, 1600, 1700]
+    assert few.aligned_row_tokens(np.array([0, 4, 601])).tolist() == [0, 600, 1600]
+    assert few.padded_tokens([]) == Layout().padded_tokens([]) == 0
+
+
 @pytest.mark.parametrize(
     ("config", "rows"),
     [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -30,9 +30,9 @@ from megapack import (
 )
 from megapack.base.choices import AdvantageNorm
 from megapack.config import dump_yaml, parse_config
-from megapack.config.sections import TrainConfig
+from megapack.config.sections import ModelConfig, TrainConfig
 from megapack.data.advantages import group_advantages
-from megapack.data.chats import chat_texts
+from megapack.data.chats import ChatText, chat_texts
 from megapack.data.dataset import Dataset
 from megapack.data.lengths import Columns, read_length_file
 from megapack.data.token_blocks import ReadSettings
@@ -114,18 +114,35 @@ def hold_config(data: bytes) -> bool:
     return True
 
 
+def hold_hf_config(data: bytes) -> bool:
+    """A Hugging Face folder's config.json: its lines, or KEY=VALUE pieces after NUL bytes."""
+    text, *pieces = data.split(b"\0")
+    for piece in pieces:
+        key, _, value = piece.partition(b"=")
+        text += b'%s"%s": %s' % (b", " if text else b"{", key, value or b"null")
+    with tempfile.TemporaryDirectory(
+        dir=_MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
+    ) as name:
+        Path(name, "config.json").write_bytes(text + (b"}" if pieces else b""))
+        return refused(lambda: ModelConfig.from_hf(name), ConfigError) is not None
+
+
 class ChatBytes(ByteTokenizer):
     """Bytes with a chat template that, like Qwen3's, shortens the turns before the user's last."""
 
     has_marks = False
-    special_texts = ("|",)
+    special_texts = end_texts = ("|",)
 
     def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int = 0
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        turns: Sequence[int],
+        arguments: Mapping[str, Any],
     ) -> list[ChatTokens]:
         """See `Tokenizer`."""
         samples = []
-        for chat in chat_texts(messages, self, first):
+        for chat in chat_texts(messages, self, turns):
             mask = np.zeros(len(self.encode(chat.text)), dtype=np.bool_)
             for start, stop in chat.spans:
                 before, own = chat.text[:start], chat.text[start:stop]
@@ -133,16 +150,12 @@ class ChatBytes(ByteTokenizer):
             samples.append(ChatTokens(self.encode(chat.text), mask))
         return samples
 
-    def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
+    def render(self, messages: Sequence[Message], *, asks: bool = False) -> ChatText:
         """See `ChatTemplate`."""
         last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=0)
         texts = [str(one.get("content"))[0 if i > last else 1 :] for i, one in enumerate(messages)]
         turns = (f"{one['role']}:{text}|\n" for one, text in zip(messages, texts, strict=True))
-        return "".join(turns) + ("assistant:" if asks else "")
-
-    def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """See `ChatTemplate`."""
-        raise AssertionError("the template has no marks")
+        return ChatText("".join(turns) + ("assistant:" if asks else ""), [])
 
 
 READ_SETTINGS = (
@@ -240,9 +253,8 @@ def _arguments(integer: Integer) -> tuple[list[int], dict[str, Any]]:
         "policy": strategies.policy(
             one_of,
             count_rule=("legal", "legal", "multiple", "per_rank"),
-            step_split=("contiguous", "balanced"),
             search=(0, 0, 1, 8, 8, 8, 8, 40),
-            live_tokens=(30, 500, 2**40),
+            max_live_tokens_per_gpu=(None, None, None, 30, 500, 2**40),
         ),
         "forward_only": one_of((False, False, True)),
     }
@@ -287,6 +299,7 @@ DOCUMENTS = {
     "plan_json": Documents(hold_plan_json, seeds.plan_json),
     "plan_text": Documents(hold_plan_text, seeds.plan_text),
     "config": Documents(hold_config, seeds.configs),
+    "hf_config": Documents(hold_hf_config, seeds.hf_configs),
     "rollouts": Documents(hold_rollouts, seeds.rollouts),
 }
 TARGETS = (*DOCUMENTS, "schedule")

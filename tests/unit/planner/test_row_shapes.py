@@ -23,6 +23,8 @@ from megapack import (
     check_plan,
     simulate,
 )
+from megapack.outlook.stats import step_report
+from megapack.pipeline.simulator import simulate_planned
 from megapack.plan import RowShape, RowShapes
 from megapack.plan.shapes import choose_lengths
 
@@ -201,6 +203,36 @@ def test_branches_of_shared_prefixes_count_as_segments() -> None:
     assert plan.row_shapes is not None
     most = max(len(mb.samples) for mb in rows_of(plan))
     assert plan.row_shapes.shapes[-1].segments > most
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        (Layout(dp=2), {}),
+        (Layout(dp=3, cp=2), {"row_shape": "uniform"}),
+        (Layout(pp=2, vpp=2, microbatch_group_size=3), {"count_rule": "multiple"}),
+        (Layout(dp=2, pp=2), {"backward": "split"}),
+        (Layout(dp=3, pp=2), {"context_parallel": "dynamic"}),
+    ],
+)
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_padding_micro_batch_has_the_shortest_length_and_no_tokens(
+    layout: Layout, settings: dict[str, Any], most: int
+) -> None:
+    plan = planned(layout, [53], row_shapes=most, **settings)
+    check_plan(plan, [53])
+    (step,) = plan.steps
+    padding = [mb for mb in step.microbatches if not mb.samples]
+    assert padding
+    for mb in padding:
+        assert (mb.tokens, mb.tokens_sq, mb.padded_tokens) == (0, 0, 0)
+        assert mb.row_tokens == shapes_of(plan).tokens[0] * layout.cp
+    for read in (Plan.from_json(plan.to_json()), Plan.from_text(str(plan))):
+        assert read == plan
+        check_plan(read, [53])
+    report = step_report(plan, step, COST)
+    assert report.tokens == 53
+    assert report.seconds == simulate_planned(plan, step, COST).makespan
 
 
 def test_a_sample_over_the_budget_is_refused() -> None:
