@@ -33,7 +33,7 @@ from megapack.config.sections import ModelConfig, OptimConfig
 from megapack.cost.sizes import FLASH_WIDTH, VOCAB_MULTIPLE
 from megapack.cost.stages import StageLayers, stage_layers_of
 from megapack.errors import ConfigError
-from megapack.gpt.init import freeze, initialize_by_name, mark_splits
+from megapack.gpt.init import freeze, initialize_by_name
 from megapack.gpt.rope import set_rope
 from megapack.gpt.settings import FIXED, Settings, layer_settings, reduction_settings, values
 from megapack.gpt.specs import Parts, block_spec, mtp_spec
@@ -46,7 +46,7 @@ from megapack.model.attention.te_backend import AttentionSizes
 from megapack.model.experts.router import PackedRouter
 from megapack.model.fp32 import in_bf16
 from megapack.model.head import mark_logit_cap, mark_num_ids, replace_output_layer
-from megapack.model.parameters import mark_experts
+from megapack.model.parameters import mark_experts, mark_splits
 
 
 def transformer_config(
@@ -520,8 +520,8 @@ def _chunk(
         _scale_embeddings(chunk, model.hidden_size, config.params_dtype)
     _drop_unused_weight(chunk)
     if model.linear_bias and kernel != "te":
-        _copy_outputs_of_experts(chunk)
-    mark_splits(chunk, gated=model.gated_linear_unit)
+        copy_outputs_of_experts(chunk)
+    mark_splits(chunk, etp=layout.etp, gated=model.gated_linear_unit)
     return chunk
 
 
@@ -573,7 +573,7 @@ def _plain_output_layer() -> Iterator[None]:
         tensor_parallel.ColumnParallelLinear = layer
 
 
-def _copy_outputs_of_experts(chunk: GPTModel) -> None:
+def copy_outputs_of_experts(chunk: torch.nn.Module) -> None:
     """Let Megatron's local experts add their biases.
 
     They add in place to what the second projection returns, which autograd refuses where that is

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megapack.errors import ConfigError
 from megapack.model.head import unwrapped
-from megapack.model.parameters import EXPERT, GROUPED_EXPERT, global_parameters, is_expert
+from megapack.model.parameters import GROUPED_EXPERT, global_parameters, is_expert
 
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
 # Norms whose weights are around 1 whatever the other ones are.
@@ -82,39 +82,6 @@ def _drawn(name: str, shape: Sequence[int], std: float, generator: torch.Generat
     if ".conv1d." in name:
         return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[-1])
     return torch.randn(shape, generator=generator) * std
-
-
-def mark_splits(chunk: Any, *, gated: bool) -> None:
-    """Mark how tensor-parallel ranks split the weights of Transformer Engine's layers.
-
-    Transformer Engine marks each weight as split by rows, unless it splits the weight by columns
-    itself. Three kinds are otherwise:
-
-    - Megatron splits experts itself: their second projections by columns, and each half of a first
-      projection with a gate.
-    - Megatron and Transformer Engine split sinks by heads and do not say so.
-    - Every rank has multi-latent attention's down projections whole, as a plain `TELinear`. Marked
-      as split, each rank's copy would begin with other weights, and all copies would count in the
-      gradient norm. Megatron-Core 0.19 marks them as whole.
-
-    Args:
-        gated: whether fc1 is a gate and an up projection, stored as one.
-    """
-    for prefix, module in unwrapped(chunk).named_modules():
-        is_whole = type(module).__name__ == "TELinear"
-        for last, param in module.named_parameters(recurse=False):
-            name = f"{prefix}.{last}"
-            match = GROUPED_EXPERT.match(name) or EXPERT.match(name)
-            if match and param.dim() == 2:
-                rows = "linear_fc1" in name
-                param.partition_dim = 0 if rows else 1
-                param.partition_stride = 2 if rows and gated else 1
-            elif last == "softmax_offset":
-                param.tensor_model_parallel = True
-                param.partition_dim = 0
-                param.partition_stride = 1
-            elif is_whole:
-                param.tensor_model_parallel = False
 
 
 def full_shape(param: Tensor, tp: int) -> tuple[int, ...]:

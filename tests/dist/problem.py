@@ -142,6 +142,14 @@ HYBRID_MODEL = dataclasses.replace(
 WINDOW_MODEL = dataclasses.replace(
     MODEL, attention_window=6, attention_window_pattern="LG", attention_sinks=True
 )
+GPT_OSS_MODEL = dataclasses.replace(
+    WINDOW_MODEL,
+    num_experts=4,
+    moe_top_k=2,
+    moe_ffn_hidden_size=24,
+    linear_bias=True,
+    qkv_bias=True,
+)
 MTP_MODEL = dataclasses.replace(MODEL, mtp_num_layers=2, mtp_loss_coef=0.6)
 MODELS = {
     "plain": (MODEL, 1.0),
@@ -153,6 +161,7 @@ MODELS = {
     "moe_shared": (MOE_SHARED_MODEL, 1.0),
     "mla": (MLA_MODEL, 0.9),
     "window": (WINDOW_MODEL, 1.0),
+    "gpt_oss": (GPT_OSS_MODEL, 1.0),
     "dsa": (DSA_MODEL, 0.9),
     "mtp": (MTP_MODEL, 0.8),
     "mtp_other": (dataclasses.replace(MTP_MODEL, untie_embeddings=True), 0.8),

@@ -284,6 +284,10 @@ _FEW_PROCESSES: dict[str, Case] = {
     "window_tp2_sp": Case(layout=TP2_SP, variant="window"),
     "window_cp2": Case(layout=Layout(cp=2), variant="window"),
     "window_pp2_vpp2_recompute": Case(layout=PP2_VPP2, variant="window", recompute="full"),
+    "gpt_oss": Case(layout=Layout(), variant="gpt_oss"),
+    "gpt_oss_tp2_sp": Case(layout=TP2_SP, variant="gpt_oss"),
+    "gpt_oss_tp2_sp_ep2": Case(layout=replace(TP2_SP, ep=2), variant="gpt_oss"),
+    "gpt_oss_dp2_tp2_sp_ep4": Case(layout=replace(DP2_TP2_SP, ep=4), variant="gpt_oss"),
     "dsa": Case(layout=Layout(), variant="dsa"),
     "dsa_dp2_pp2_vpp2": Case(
         layout=replace(PP2_VPP2, dp=2), variant="dsa", expect={"chunks": 2, "packed": True}
@@ -361,6 +365,12 @@ _FEW_PROCESSES: dict[str, Case] = {
     ),
     "shapes_moe_dp2_ep2": Case(
         layout=DP2_EP2, variant="moe", policy=Policy(row_shapes=1), expect={"row_lengths": 1}
+    ),
+    "shapes_dp2_pad": Case(
+        layout=Layout(dp=2),
+        policy=Policy(row_shapes=2),
+        num_samples=1,
+        expect={"padding": True},
     ),
     "pp2_uneven": Case(
         layout=PP2,
@@ -457,7 +467,7 @@ _ONLY_OF_THE_TOOL = {
     *("window", "window_tp2_sp", "window_cp2"),
     *("mla", "mla_pp2_vpp2", "mla_tp2_sp_recompute", "mla_cp2_recompute", "moe_shared"),
     *("moe_shared_cp2", "moe_shared_pp2_vpp2", "moe_shared_tp2_sp_ep2_recompute"),
-    *("dsa", "dsa_cp2_tp2_sp"),
+    *("dsa", "dsa_cp2_tp2_sp", "gpt_oss", "gpt_oss_dp2_tp2_sp_ep4"),
     *("pp2_vpp2_uniform", "pp2_vpp2_staged", "pp2_vpp2_pad_uniform", "pp2_vpp2_frozen_chunks"),
     *("tp2", "tp2_other_model", "tp2_sp_recompute", "cp2_uniform", "cp2_recompute", "cp2_tp2"),
     *("dp2_cp2", "dp2_pp2", "dp2_pp2_uniform_pad", "pp4_vpp2_uniform", "tp2_pp2_vpp2"),

@@ -26,6 +26,7 @@ from torch import Tensor
 from megapack import launch
 from megapack.config.sections import ModelConfig
 from megapack.gpt import initialize_parallel, transformer_config
+from megapack.gpt.build import copy_outputs_of_experts
 from megapack.gpt.init import initialize_by_name
 from megapack.layout import Layout
 from megapack.model.experts.router import moe_layers
@@ -93,7 +94,7 @@ def _gpt(settings: ModelConfig, config: Any) -> GPTModel:
             parts = spec.submodules.self_attention.submodules
             parts.core_attention = MaskedAttention if config.dsa_indexer_topk else TwoWidths
     block = TransformerBlockSubmodules(specs, layer_norm=WrappedTorchNorm)
-    return GPTModel(
+    model = GPTModel(
         config=config,
         # The spec of the block, not of a layer: with the latter, the norm after the last layer
         # would be Transformer Engine's if it is installed.
@@ -108,6 +109,9 @@ def _gpt(settings: ModelConfig, config: Any) -> GPTModel:
         rope_scaling=settings.rope_scaling.kind == "llama3",
         rope_scaling_factor=settings.rope_scaling.factor,
     )
+    if settings.linear_bias:
+        copy_outputs_of_experts(model)
+    return model
 
 
 def logprobs_and_entropy(

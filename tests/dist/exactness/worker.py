@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -185,9 +186,44 @@ def gradient_errors(chunks: list[Any], grads: dict[str, Tensor]) -> dict[str, fl
             errors.append(error / grads[name].norm())
     dist.all_reduce(sums)
     error, norm = sums.sqrt().tolist()
+    check_norm(chunks, grads, error)
     # Python's max could ignore a NaN.
     worst = float(torch.stack(errors).max()) if errors else 0.0
     return {"gradient_error": error / norm, "gradient_norm": norm, "worst_parameter": worst}
+
+
+def check_norm(chunks: list[Any], grads: dict[str, Tensor], error: float) -> None:
+    """Check that Megatron's optimizer finds the norm of the reference's gradients on every rank.
+
+    Args:
+        grads: those of the whole model.
+        error: the norm of the gradients' error, over all ranks.
+    """
+    frozen: list[Any] = [None] * dist.get_world_size()
+    params = [item for chunk in chunks for item in global_parameters(chunk)]
+    dist.all_gather_object(frozen, [name for name, param in params if not param.requires_grad])
+    trained = set(grads).difference(*frozen)
+    want = float(torch.stack([grads[name].norm() for name in trained]).norm()) if trained else 0.0
+    norm = optimizer_norm(chunks)
+    assert abs(norm - want) <= error + 1e-6 * want, f"gradient norm {norm}, not {want}"
+
+
+def optimizer_norm(chunks: list[Any]) -> float:
+    """The gradient norm by which Megatron's optimizer clips."""
+    config = get_model_config(chunks[0])
+    settings = OptimizerConfig(
+        optimizer="sgd",
+        lr=0.0,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(settings, chunks)
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    # Else the next backward would add to them.
+    optimizer.zero_grad()
+    return norm
 
 
 def own_errors(own: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, float]:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from megapack.errors import ConfigError
-from megapack.gpt.init import freeze, full_shape, initialize_by_name, local_slice, mark_splits
+from megapack.gpt.init import freeze, full_shape, initialize_by_name, local_slice
 from megapack.model.parameters import (
     global_parameters,
     keep_gradients_through_recompute,
     mark_experts,
+    mark_splits,
 )
 from tests.groups import RankOf
 
@@ -160,7 +161,7 @@ def experts_chunk(*, grouped: bool, tp: int = 1, te: bool = True) -> Chunk:
             param = shard(*shape) if te else shard(*shape, dim=dim, stride=2 if dim == 0 else 1)
             path = f"{name}.weight{i}" if grouped else f"local_experts.{i}.{name}.weight"
             add(mlp, f"experts.{path}", param)
-    mark_splits(chunk, gated=True)
+    mark_splits(chunk, etp=tp, gated=True)
     return chunk
 
 
@@ -195,7 +196,7 @@ def test_whole_projections_of_transformer_engine_are_not_cut() -> None:
     chunk = Chunk([1])
     chunk.decoder.layers[0].linear_kv_down_proj = TELinear()
     add(chunk, "decoder.layers.0.linear_kv_down_proj.weight", shard(6, 4))
-    mark_splits(chunk, gated=True)
+    mark_splits(chunk, etp=1, gated=True)
     name = "decoder.layers.0.linear_kv_down_proj.weight"
     first, second = (fill(chunk, rank=rank, tp=2)[name].clone() for rank in (0, 1))
     assert torch.equal(first, second)
