@@ -105,6 +105,17 @@ def read_text(path: str | Path, most_bytes: int = -1) -> str:
     return text_of(read_whole(path, most_bytes))
 
 
+def misplaced(path: str | Path) -> str:
+    """The end of an error about a file of text or tensors: what it is instead; "" if that is not
+    plain, or it cannot be read."""
+    try:
+        head = read_whole(path, HEAD_BYTES)
+    except OSError:
+        return ""
+    kind = None if 0 in head else what_it_is(head)
+    return "" if kind is None else f": {Path(path).name} is {kind}"
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically: a reader sees either the old content or the new one.
 

@@ -20,12 +20,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megapack.base.files import read_whole
+from megapack.base.files import read_whole, text_of
 from megapack.config import hf_parts as parts
 from megapack.config.hf_families import FAMILIES, REFUSED
 from megapack.config.hf_reader import FILE, Reader, Values, shown
 from megapack.config.shipped import download_hint, shipped_model
-from megapack.errors import ConfigError, brief
+from megapack.errors import ConfigError, first_line
 
 # The longest published config has 40 KB (quantization by layer).
 _MAX_BYTES = 1 << 20
@@ -137,10 +137,10 @@ def _read(folder: str) -> Mapping[str, Any]:
     if len(data) > _MAX_BYTES:
         raise ConfigError(f"{path}: longer than {_MAX_BYTES} bytes; give a model's {FILE}")
     try:
-        keys = json.loads(data)
+        keys = json.loads(text_of(data))
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path}: not JSON ({brief(str(error))}); give a model's {FILE}"
+            f"{path}: not JSON ({first_line(error)}); give a model's {FILE}"
         ) from None
     if not isinstance(keys, dict):
         raise ConfigError(f"{path}: expected an object of keys; give a model's {FILE}")

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megapack.base.files import read_whole
+from megapack.base.files import read_whole, text_of
 from megapack.config.typed import Converter, shown
 from megapack.config.yaml import Node, dump, parse
 from megapack.errors import ConfigError
@@ -54,9 +54,9 @@ def load_config(path: str | Path, overrides: Sequence[str], cls: type[T]) -> T:
     if len(data) > _MAX_BYTES:
         raise ConfigError(f"{path}: longer than {_MAX_BYTES} bytes; give the path of a config")
     try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save it as UTF-8") from None
+        text = text_of(data)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
     return parse_config(text, overrides, cls, source=str(path))
 
 

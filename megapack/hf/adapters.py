@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.base.files import read_whole, strict_json
+from megapack.base.files import read_text, strict_json
 from megapack.errors import ConfigError, first_line
 from megapack.hf import output
 from megapack.hf.blocks import Block, hf_shapes, own_blocks
@@ -196,7 +196,7 @@ def _scale(chunks: Sequence[Any], device: torch.device) -> tuple[int, float]:
 def _check_scale(stored: HfFolder, scale: float) -> None:
     file = stored.path / _CONFIG
     try:
-        config = strict_json(read_whole(file).decode())
+        config = strict_json(read_text(file))
         rank = int(config["r"])
         found = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
         varies = bool(config.get("alpha_pattern"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megapack.base.files import read_whole, strict_json
+from megapack.base.files import misplaced, read_text, strict_json
 from megapack.errors import ConfigError, brief, first_line
 
 INDEX = "model.safetensors.index.json"
@@ -69,8 +69,8 @@ class HfFolder:
             raise
         except Exception as error:  # safetensors' own errors and OSError
             raise ConfigError(
-                f"{self.path / file} cannot be read ({first_line(error)}); copy or download it "
-                "again"
+                f"{self.path / file} cannot be read ({first_line(error)}"
+                f"{misplaced(self.path / file)}); copy or download it again"
             ) from error
 
     def read(self, name: str) -> Any:
@@ -120,7 +120,7 @@ def _weight_map(path: Path, single: str) -> dict[str, str] | None:
     if not file.exists():
         raise ConfigError(_what_is_missing(path, single))
     try:
-        weight_map = strict_json(read_whole(file).decode())["weight_map"]
+        weight_map = strict_json(read_text(file))["weight_map"]
         plain = {str(name): str(Path(value).name) for name, value in weight_map.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(

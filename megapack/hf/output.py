@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megapack.base.files import read_whole, strict_json, sync
+from megapack.base.files import read_text, strict_json, sync
 from megapack.checkpoint import folders
 from megapack.config.hf_config import MTP_KEYS, read_hf_config, value_architecture
 from megapack.errors import CheckpointError, ConfigError
@@ -109,7 +109,7 @@ def write_config(like: Path, folder: Path, *, dtype: str | None, is_value_model:
         dtype: torch's name of the weights' type; None = as it was.
         is_value_model: whether the model gives one value per token instead of logits.
     """
-    config: dict[str, Any] = strict_json(read_whole(like / "config.json").decode())
+    config: dict[str, Any] = strict_json(read_text(like / "config.json"))
     own = config.get("text_config", config)
     if dtype is not None:
         # transformers 5 writes `dtype`; published folders have `torch_dtype`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megapack.base.files import read_whole, write_output
+from megapack.base.files import read_text, write_output
 from megapack.errors import PlanError
 from megapack.plan.plan import Plan
 
@@ -16,9 +16,7 @@ def read_plan(path: str | Path) -> Plan:
         PlanError: the file cannot be read or is not a plan; the message says where.
     """
     try:
-        text = read_whole(path).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{path}: byte {error.start} is not UTF-8; give a plan.json") from None
+        text = read_text(path)
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise PlanError(f"{path}: cannot be read ({reason}); give a plan.json") from None

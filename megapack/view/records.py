@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megapack.base.arrays import Ints
-from megapack.base.files import read_whole, strict_json
+from megapack.base.files import read_text, strict_json
 from megapack.cost.model import CostModel
 from megapack.data.lengths import Columns, read_length_file
 from megapack.errors import ConfigError, DataError, PlanError, first_line
@@ -126,8 +126,8 @@ def _lines_if_any(path: Path, read: Callable[[dict[str, Any]], T]) -> tuple[T, .
 def _lines(path: Path, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
     try:
         # A killed run may leave half a line at the end.
-        lines = read_whole(path).decode("utf-8").split("\n")[:-1]
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).split("\n")[:-1]
+    except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise DataError(f"{path}: cannot be read ({reason}); give the folder of a run") from None
     for number, line in enumerate(lines, start=1):
@@ -194,7 +194,7 @@ def _fit(line: dict[str, Any]) -> Fit:
 
 def _plan_cost(path: Path) -> CostModel | None:
     """The cost model in a plan.json that `read_plan` has read; None if it has none."""
-    text = read_whole(path).decode("utf-8")
+    text = read_text(path)
     # A plan in text form has none.
     payload = strict_json(text) if text.lstrip()[:1] == "{" else {}
     try:

@@ -6,14 +6,23 @@ import bz2
 import gzip
 import json
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megapack import Layout, build_dp_schedule
 from megapack.base.files import text_of
+from megapack.config.cost_file import read_cost
+from megapack.config.hf_config import read_hf_config
+from megapack.config.load import load_config
+from megapack.config.sections import TrainConfig
 from megapack.data.dataset import Dataset
+from megapack.data.hf_tokenizer import HfTokenizer
 from megapack.data.token_blocks import ReadSettings
-from megapack.errors import DataError
+from megapack.errors import ConfigError, DataError, MegapackError
+from megapack.hf.folder import SINGLE, HfFolder
+from megapack.plan.file import read_plan
 
 pytestmark = pytest.mark.unit
 
@@ -123,3 +132,56 @@ def test_text_is_read_without_its_mark_and_named_where_it_is_none() -> None:
         text_of(b"a: \xe9")
     with pytest.raises(ValueError, match="it is compressed by gzip; unpack it with gunzip"):
         text_of(gzip.compress(b"a"))
+
+
+HF_KEYS = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 320}
+HF_KEYS |= {"num_attention_heads": 4, "num_hidden_layers": 2, "rms_norm_eps": 1e-5}
+HF_KEYS |= {"max_position_embeddings": 512}
+PLAN = build_dp_schedule([5, 6], layout=Layout(), max_tokens_per_gpu=16)
+READERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a config": (
+        lambda path: load_config(path, [], TrainConfig),
+        "name: é\nplan: {max_tokens_per_gpu: 64}\n",
+    ),
+    "a cost model": (lambda path: read_cost(path, Layout()), "cost: {per_token: 1.0}\n"),
+    "a plan": (read_plan, PLAN.to_json()),
+    "a plan's text": (read_plan, str(PLAN)),
+    "a model's config": (lambda path: read_hf_config(str(path)), json.dumps(HF_KEYS)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_all_readers_of_text_say_what_a_file_is(tmp_path: Path, reader: str) -> None:
+    read_file, text = READERS[reader]
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    plain = read_file(path)
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert read_file(path) == plain
+    for data, words in (
+        (gzip.compress(text.encode()), "compressed by gzip; unpack it with gunzip"),
+        (text.encode("utf-16"), "UTF-16 text; save it as UTF-8"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer in place of the file"),
+        (b"<!DOCTYPE html><html>", "an HTML page"),
+        (b"a: \xe9", "byte 3 (0xe9) is not UTF-8"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(MegapackError) as caught:
+            read_file(path)
+        message = str(caught.value)
+        assert message.startswith(f"{path}: ")
+        assert words in message
+        assert "line" not in message
+
+
+def test_a_pointer_in_place_of_tensors_or_a_tokenizer_is_named(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+    words = f"{SINGLE} is a Git LFS pointer in place of the file; run git lfs pull".replace(
+        ".", r"\."
+    )
+    with pytest.raises(ConfigError, match=words):
+        HfFolder(tmp_path)
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is a Git LFS pointer"):
+        HfTokenizer(tmp_path).encode_prompt("a")
