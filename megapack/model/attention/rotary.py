@@ -48,6 +48,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -141,7 +142,7 @@ def position_obstacle(chunk: Any) -> str | None:
     piece, and for those of a row over several DP ranks; None if nothing does."""
     attentions = [module for module in chunk.modules() if isinstance(module, Attention)]
     embedding = getattr(chunk, "position_embedding_type", None)
-    if gathers(chunk) or embedding in _WITHOUT_ROTARY:
+    if gathers(chunk) or embedding in _WITHOUT_ROTARY or _lacks_attention(chunk):
         return None
     if attentions and all(map(_is_latent, attentions)):
         if not attentions[0].config.apply_rope_fusion:
@@ -150,6 +151,17 @@ def position_obstacle(chunk: Any) -> str | None:
     others = {type(module).__name__ for module in attentions} - {"SelfAttention"}
     names = ", ".join(sorted(others)) or type(chunk).__name__
     return f"{names} with position_embedding_type={embedding!r}"
+
+
+def _lacks_attention(chunk: Any) -> bool:
+    """Whether a chunk has no layers, or none but MLPs and mixers of a hybrid model."""
+    layers = getattr(getattr(chunk, "decoder", None), "layers", None)
+    if layers is None or getattr(chunk, "mtp", None) is not None:
+        return False
+    return all(
+        hasattr(layer, "mixer") or isinstance(getattr(layer, "self_attention", None), IdentityOp)
+        for layer in layers
+    )
 
 
 # Embeddings that take the row's position ids, or have no positions.

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from megapack.policy import Policy
-from tests.dist.rows.row_case import RowCase
+from tests.dist.rows.row_case import ENDS_ALONE, RowCase
 from tests.dist.rows.row_problem import FROZEN, TAUGHT
 
 _TOKENS = ("sft", "grpo", "gspo")
@@ -83,6 +83,9 @@ SPECIAL = {
     "moe_replay": _case("dp2_ep2", model="moe_replay", kinds=_TWO),
     "moe_replay_pp2": _case("pp2", model="moe_replay", recompute="full", kinds=_TWO),
     "bf16": _case("pp2", title="bf16", model="bf16", kinds=("sft",)),
+    "mla_ends_alone": _case("pp2_vpp2", model="mla", split=ENDS_ALONE, kinds=_TWO),
+    "moe_ends_alone": _case("pp2_vpp2", model="moe", split=ENDS_ALONE, kinds=_TWO),
+    "window_ends_alone": _case("pp2_vpp2", model="window", split=ENDS_ALONE, kinds=_TWO),
 }
 """Shapes of samples and features of models."""
 
@@ -94,6 +97,6 @@ SPECIAL = {
 TESTED = (
     *("pp2_vpp2-full", "tp2_sp-none", "dp2_ep2-full"),
     *("moe_replay_pp2", "reward_cp2", "sft_all", "padding", "bf16"),
-    *("window_tp2_sp", "no windows", "no sinks", "dsa_cp2", "teacher"),
+    *("window_tp2_sp", "no windows", "no sinks", "dsa_cp2", "teacher", "mla_ends_alone"),
 )
 """The cases of the tests. tools/exactness.py runs all."""

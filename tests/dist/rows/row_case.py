@@ -16,12 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from megapack.cost import LayerSplit
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
 from megapack.plan import MicroBatch, Plan, check_plan
 from megapack.plan.order import chain_order, joined_chains
 from megapack.policy import Policy
 from megapack.prefixes import PrefixTable, SharedPrefixes, row_branches
+from tests.dist import problem
 from tests.dist.rows.row_problem import KINDS, MODEL_TEXTS, MODELS, PAIRED, Samples, make_samples
 from tests.dist.rows.row_shapes import SHAPES, MadeRows
 from tests.hand_made_orders import with_weights_later
@@ -29,6 +31,11 @@ from tests.made_rows import made_ranks
 
 LIVE_TOKENS = 400
 """Row tokens that a stage may hold at once. A chain is held whole, also without a pipeline."""
+
+
+_HALF = problem.FEW_LAYERS // 2
+ENDS_ALONE = LayerSplit(pipeline_model_parallel_layout=f"E|t*{_HALF}|t*{_HALF}|L")
+"""Chunks without layers at both ends, on pp2 x vpp2."""
 
 
 def layout_of(place: str) -> Layout:
@@ -62,6 +69,8 @@ class RowCase:
     """The model of the objectives with a value head."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, as in `ModelConfig.freeze`."""
+    split: LayerSplit = field(default_factory=LayerSplit)
+    """The layers of each chunk."""
     shares: bool = False
     """Whether rows share the prefixes of their samples."""
     policy: Policy = field(default_factory=Policy)
@@ -93,6 +102,7 @@ class RowCase:
             "" if self.recompute == "none" else f"recompute {self.recompute}",
             "frozen " + ", ".join(f"`{name}`" for name in self.frozen) if self.frozen else "",
             "" if self.lag is None else "split backward",
+            "ends alone" if self.split == ENDS_ALONE else "",
         ]
         return ", ".join(filter(None, parts))
 

@@ -110,6 +110,7 @@ class Run:
         self.chunks = build_chunks(
             case.layout,
             model=model,
+            split=case.split,
             value_head=value_head,
             splits_backward=case.lag is not None and runs_te(),
         )

@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 
 from megapack.policy import Policy
-from tests.dist.rows.row_case import RowCase
+from tests.dist.rows.row_case import ENDS_ALONE, RowCase
 from tests.dist.rows.row_problem import FROZEN, TAUGHT
 
 _TWO = ("sft", "grpo")
@@ -156,6 +156,9 @@ SPECIAL = {
     ),
     "moe_replay_dp2_full": _case("dp2_pp2_ep2", model="moe_replay", recompute="full", kinds=_TWO),
     "bf16": _case("pp2", title="bf16", model="bf16", kinds=("sft",)),
+    "mla_ends_alone": _shared("pp2_vpp2_g4", model="mla", split=ENDS_ALONE, kinds=_TWO),
+    "moe_ends_alone": _shared("pp2_vpp2_g4", model="moe", split=ENDS_ALONE, kinds=_TWO),
+    "window_ends_alone": _shared("pp2_vpp2_g4", model="window", split=ENDS_ALONE, kinds=_TWO),
 }
 
 TESTED = (
@@ -165,6 +168,6 @@ TESTED = (
     *("shared_cp2_pp2-full", "shared_moe", "wide_pp2_vpp2_later", "wide_moe"),
     *("moe_bias_dp2_selective", "moe_replay_dp2_full", "planned_moe_dp2"),
     *("family_pp2_vpp2-none", "family_cp2_pp2-full", "family_moe_replay_full"),
-    "family_dsa_full",
+    *("family_dsa_full", "mla_ends_alone"),
 )
 """The cases of the tests; tools/exactness.py runs all that are not mutated."""

@@ -34,6 +34,7 @@ WEEKLY_CASES = {
     *("split/wide_moe", "split/family_cp2_pp2-full", "split/family_dsa_full", "wide/moe_bias"),
     *("split/teacher_cp2", "split/selective", "prefixes/moe"),
     # Cases of several objectives run two of them.
+    *("wide/mla_ends_alone", "split/mla_ends_alone"),
     *(f"prefixes/pp2_vpp2-full-{kind}" for kind in ("sft", "gspo", "value")),
     *(f"prefixes/dp2_ep2-full-{kind}" for kind in ("grpo", "gspo", "dpo")),
     *(f"prefixes/teacher-{kind}" for kind in ("distill_reverse", "teacher_kl")),

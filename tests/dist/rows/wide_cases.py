@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from megapack.policy import Policy
-from tests.dist.rows.row_case import RowCase
+from tests.dist.rows.row_case import ENDS_ALONE, RowCase
 from tests.dist.rows.row_problem import FROZEN
 
 _TWO = ("sft", "grpo")
@@ -93,6 +93,9 @@ SPECIAL = {
         kinds=_TWO,
         expect={"shared_tokens": 1},
     ),
+    "mla_ends_alone": _case("dp2_pp2_vpp2", model="mla", split=ENDS_ALONE, kinds=_TWO),
+    "moe_ends_alone": _case("dp2_pp2_vpp2", model="moe", split=ENDS_ALONE, kinds=_TWO),
+    "window_ends_alone": _case("dp2_pp2_vpp2", model="window", split=ENDS_ALONE, kinds=_TWO),
 }
 """Features of models and plans."""
 
@@ -100,7 +103,7 @@ SPECIAL = {
 # a model, widths 1, 2 and 4, and each kind of attention. Later cases of a job find ranks in
 # different numbers of groups, as the stages of pp2 are.
 TESTED = (
-    *("dp2_pp2_vpp2-full", "others", "mla", "planned_weights"),
+    *("dp2_pp2_vpp2-full", "others", "mla", "planned_weights", "mla_ends_alone"),
     *("prefixes_dsa_full", "prefixes_mtp_cp2", "prefixes_moe_bias_tp2_sp_full"),
 )
 """The cases of the tests; tools/exactness.py runs all."""
