@@ -36,6 +36,8 @@ _CPU = torch.device("cpu")
 _MESSAGE_CHARS = 448
 # Longest value that an error shows; a longer one is replaced by its digest. Chosen by hand.
 _VALUE_CHARS = 80
+# Most ranks that an error names for one message. Chosen by hand.
+_NAMED_RANKS = 8
 # Limit on the wait of a node's ranks for their first one: practically none, since that rank may be
 # indexing a large data set.
 _NODE_TIMEOUT = datetime.timedelta(days=7)
@@ -293,15 +295,27 @@ def _raise_difference(
     names: Sequence[str], error: Exception | None, reports: list[tuple[str, list[str]]]
 ) -> NoReturn:
     """Raise the same error on every rank, from all ranks' messages and values."""
-    failed = [f"rank {rank}: {message}" for rank, (message, _) in enumerate(reports) if message]
+    ranks_of: dict[str, list[int]] = {}
+    for rank, (message, _) in enumerate(reports):
+        ranks_of.setdefault(message, []).append(rank)
+    num_good = len(ranks_of.pop("", []))
     if error is not None and len({message for message, _ in reports}) == 1:
         raise of_all_ranks(error)
-    if failed:
-        text = f"{len(failed)} of {len(reports)} ranks failed: {'; '.join(failed)}"
+    if ranks_of:
+        failed = "; ".join(f"{_named(ranks)}: {message}" for message, ranks in ranks_of.items())
+        text = f"{len(reports) - num_good} of {len(reports)} ranks failed: {failed}"
         raise of_all_ranks(ScheduleError(text)) from error
     for part, name in enumerate(names):
         _check_equal(name, [values[part] for _, values in reports])
     raise AssertionError("the ranks differ, but the values that they report do not")
+
+
+def _named(ranks: list[int]) -> str:
+    """Ranks as an error names them: all of a few, the first of many."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
+    return f"ranks {', '.join(map(str, ranks[:_NAMED_RANKS]))}{more}"
 
 
 def _check_equal(name: str, values: list[str]) -> None:

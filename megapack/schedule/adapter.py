@@ -25,6 +25,7 @@ from megapack.layout import Layout
 from megapack.loss.sequence import AnyObjective, metric_names
 from megapack.loss.token import LossWeighting
 from megapack.model import weight_gradients
+from megapack.model.attention.latent import close_gaps
 from megapack.model.attention.rotary import gather_rotary_tables
 from megapack.model.attention.te_rows import hook_te_attention
 from megapack.model.experts.model import ModelRouting
@@ -151,6 +152,7 @@ class ScheduleAdapter:
         self._routing = agree(lambda: self._checked_routing(retries_oom), device=self._device)
         gather_norm_outputs(self.chunks)
         copy_recomputed_biases(self.chunks)
+        close_gaps(self.chunks)
         for chunk in self.chunks:
             mark_splits(chunk, etp=layout.etp, gated=self.config.gated_linear_unit)
         gather_rotary_tables(self.chunks)

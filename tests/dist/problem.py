@@ -161,6 +161,8 @@ MODELS = {
     "moe_shared": (MOE_SHARED_MODEL, 1.0),
     "mla": (MLA_MODEL, 0.9),
     "window": (WINDOW_MODEL, 1.0),
+    # DeepSeek-V2-Lite without norms.
+    "mla_plain": (dataclasses.replace(MLA_MODEL, qk_layernorm=False, q_lora_rank=None), 0.9),
     "gpt_oss": (GPT_OSS_MODEL, 1.0),
     "dsa": (DSA_MODEL, 0.9),
     "mtp": (MTP_MODEL, 0.8),

@@ -11,6 +11,7 @@ marked weights over the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,25 @@ from torch import Tensor
 if not transformer_engine.HAVE_TE:
     # Megatron-Core 0.16.1 takes the import of its wrappers for Transformer Engine itself.
     multi_latent_attention.HAVE_TE = False
+
+
+def close_gaps(chunks: Sequence[Any]) -> None:
+    """Let multi-latent attention project whole tensors.
+
+    The latent of keys is a slice of the down projection, which a norm copies. Without
+    `qk_layernorm` the slice itself reaches Megatron's column-parallel projection, which gathers it
+    from tensor-parallel ranks under sequence parallelism, and NCCL takes no tensor with gaps.
+    Idempotent.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, MLASelfAttention):
+            projection = module.linear_kv_up_proj
+            if _close_gap not in projection._forward_pre_hooks.values():
+                projection.register_forward_pre_hook(_close_gap)
+
+
+def _close_gap(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return inputs[0].contiguous(), *inputs[1:]
 
 
 class PlainQueries(MLASelfAttention):  # type: ignore[misc]

@@ -278,6 +278,7 @@ _FEW_PROCESSES: dict[str, Case] = {
     "mla_pp2_vpp2": Case(layout=PP2_VPP2, variant="mla", expect={"chunks": 2}),
     "mla_tp2_sp": Case(layout=TP2_SP, variant="mla"),
     "mla_tp2_sp_recompute": Case(layout=TP2_SP, variant="mla", recompute="selective"),
+    "mla_plain_tp2_sp": Case(layout=TP2_SP, variant="mla_plain", recompute="selective"),
     "mla_cp2": Case(layout=Layout(cp=2), variant="mla"),
     "mla_cp2_recompute": Case(layout=Layout(cp=2), variant="mla", recompute="full"),
     "window": Case(layout=Layout(), variant="window"),

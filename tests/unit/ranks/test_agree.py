@@ -152,6 +152,12 @@ def test_the_error_names_several_ranks(run: Run) -> None:
     assert error_of_all(results) == "2 of 4 ranks failed: rank 1: DataError: a; rank 3: OSError: b"
 
 
+def test_a_message_of_several_ranks_is_printed_once(run: Run) -> None:
+    results = run(call(fail(DataError("a"))), call(), *[call(fail(DataError("a")))] * 9)
+    ranks = "ranks 0, 2, 3, 4, 5, 6, 7, 8 and 2 more"
+    assert error_of_all(results) == f"10 of 11 ranks failed: {ranks}: DataError: a"
+
+
 def test_an_error_of_all_ranks_is_raised_unchanged(run: Run) -> None:
     errors = [DataError("bad line") for _ in range(3)]
     results = run(*[call(fail(error)) for error in errors])
