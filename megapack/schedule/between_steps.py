@@ -74,7 +74,7 @@ class BetweenSteps:
                 "call it outside of them, or call adapter.forward"
             )
         for chunk in self._chunks:
-            if not chunk.training:
+            if not unwrapped(chunk).training:
                 raise ConfigError(
                     "the model is in evaluation mode, where Megatron leaves out losses of routers "
                     "and recompute; call train() on each chunk before adapter.step (to train "
@@ -206,11 +206,12 @@ def _check_hooks(chunk: Any) -> None:
 
 def _sampled(chunks: Sequence[Any]) -> Tensor:
     """A few values of each trained parameter, copied: one small kernel."""
-    return torch.cat([part.float() for part in _parts(chunks)] or [torch.zeros(1)])
+    return torch.cat([*_parts(chunks)] or [torch.zeros(1)])
 
 
 def _parts(chunks: Sequence[Any]) -> Iterator[Tensor]:
     for chunk in chunks:
         for param in chunk.parameters():
-            if param.requires_grad:
+            # Slicing weights that are kept in FP8, which have a type of their own, converts them.
+            if param.requires_grad and type(param) is torch.nn.Parameter:
                 yield param.detach().reshape(-1)[:_SAMPLED_VALUES]
