@@ -26,8 +26,8 @@ _MASKS = ("response_mask", "loss_mask")
 _FORMS = (_TEXT, _IDS, *(_IDS | {name} for name in _MASKS))
 _IDENTITIES = ("group", "rollout")
 _NUMBERS = ("reward", "advantage")
-# Columns that say what a sample's tokens are. `tools` is read beside chats alone.
-_OF_TOKENS = {*COLUMNS} - {*_IDENTITIES, *_NUMBERS, "tools"}
+# Columns that say what a sample's tokens are, and those that are refused.
+_OF_TOKENS = {*COLUMNS} - {*_IDENTITIES, *_NUMBERS}
 _NONE = type(None)
 _SCALARS = {str, int, float, bool, _NONE}
 # Objects become tuples of pairs, so that a key that appears twice is not lost.

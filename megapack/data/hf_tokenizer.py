@@ -7,8 +7,10 @@ already never imports it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -19,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from megapack.base.files import misplaced
 from megapack.config.shipped import download_hint
 from megapack.data.chats import ChatText
 from megapack.data.templates import ChatRequest, TemplateSource, template_process
@@ -65,10 +68,12 @@ class HfTokenizer:
         # Without what has been loaded: another process loads it again.
         return HfTokenizer, (self.folder, self.template_arguments)
 
-    @functools.cached_property
+    @property
     def digest(self) -> str:
-        """See `Tokenizer`: of the files' names and contents, and of what else decides chats."""
-        rest = (_FORMAT, self._stop_ids, sorted(self.template_arguments.items()))
+        """See `Tokenizer`: of the files' names and contents as they are now, the packages'
+        versions, and of what else decides chats."""
+        versions = _versions()
+        rest = (_FORMAT, versions, self._stop_ids, sorted(self.template_arguments.items()))
         digest = hashlib.sha256(repr(rest).encode())
         for path in sorted(path for pattern in _FILES for path in self.folder.glob(pattern)):
             content = path.read_bytes()
@@ -146,8 +151,8 @@ class HfTokenizer:
             loaded = PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
         except Exception as error:  # the libraries raise what they like for a damaged file
             raise ConfigError(
-                f"{self.folder}: the tokenizer cannot be read ({first_line(error)}); set "
-                "data.tokenizer_path"
+                f"{self.folder}: the tokenizer cannot be read ({first_line(error)}"
+                f"{misplaced(self.folder / _MAIN_FILE)}); set data.tokenizer_path"
             ) from None
         finally:
             logging.set_verbosity(verbosity)
@@ -234,3 +239,13 @@ class HfTokenizer:
             if touched.size:
                 mask[touched[0] : touched[-1] + 1] = True
         return ChatTokens(np.array(encoding.ids, dtype=np.int64), mask)
+
+
+@functools.cache
+def _versions() -> list[str]:
+    """The versions of the packages that make ids of text; they are not imported."""
+    found = []
+    for name in ("transformers", "tokenizers", "jinja2"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return found

@@ -16,10 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from megapack.base.arrays import is_id
-from megapack.base.files import strict_json
+from megapack.base.files import not_utf8, strict_json
 from megapack.data.files import Row
-from megapack.data.rollouts import TOKEN_COLUMNS, Rollout
-from megapack.data.tokenizer import ChatTokens, Ids, Mask, Message, TextError, Tokenizer
+from megapack.data.messages import (
+    BadLine,
+    Conversation,
+    conversation,
+    filled,
+    shown,
+    template_arguments,
+    tools_of,
+)
+from megapack.data.rollouts import TOKEN_COLUMNS, UNREAD_COLUMNS, Rollout
+from megapack.data.tokenizer import ChatTokens, Ids, Mask, TextError, Tokenizer
 
 # The columns that a sample's tokens come from, by kind, and those that may stand beside them.
 _FORMS = {
@@ -32,14 +41,12 @@ _FORMS = {
 # A data set of chats often repeats its first message as `prompt`; it is checked.
 _ALSO = {"chat": {"prompt"}, "pair": {"prompt"}}
 _TOKEN_COLUMNS = tuple(dict.fromkeys(name for names in _FORMS.values() for name in names))
-# Columns that may have messages or tools.
-_CHATS = ("prompt", "messages", "chosen", "rejected", "tools")
+# Columns that are read beside chats alone.
+_OF_CHATS = ("tools", "chat_template_kwargs")
+# Those that may have messages or tools.
+_NESTED = ("prompt", "messages", "chosen", "rejected", *_OF_CHATS)
 _MASKS = ("response_mask", "loss_mask")
 _MAX_EXPERT = 2**16 - 1
-
-
-class BadLine(Exception):
-    """Why a line is refused; the caller adds file and line number."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +85,14 @@ class LineParser:
         if isinstance(line, bytes):
             row = _json_object(line)
         else:
-            row = {key: _filled(value) if key in _CHATS else value for key, value in line.items()}
+            row = {key: filled(value) if key in _NESTED else value for key, value in line.items()}
         # null and absent are the same.
         if any(value is None for value in row.values()):
             row = {key: value for key, value in row.items() if value is not None}
+        for key in UNREAD_COLUMNS.keys() & row.keys():
+            # An empty list of images says nothing.
+            if row[key] not in ([], "", {}):
+                raise BadLine(f"has {key}, which is not read; {UNREAD_COLUMNS[key]}")
         form = _form(tuple(row))
         samples = self._readers[form](row)
         if form != "ids":
@@ -98,6 +109,7 @@ class LineParser:
         return [Rollout(**shared, part=part, **fields) for part, fields in enumerate(samples)]
 
     def _text(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        _refuse_columns_of_chats(row)
         prompt_ids = self._encoded("prompt", row["prompt"], self.tokenizer.encode_prompt)
         response_ids = self._encoded("response", row["response"], self.tokenizer.encode_response)
         return [{"prompt_ids": prompt_ids, "response_ids": response_ids}]
@@ -138,7 +150,7 @@ class LineParser:
             or 0 in values.shape[1:]
             or (values.dtype.kind not in ("i" if is_ids else "if") and values.size)
         ):
-            raise BadLine(f"{key} is {_shown(row[key])} for {num_response} response_ids, {wanted}")
+            raise BadLine(f"{key} is {shown(row[key])} for {num_response} response_ids, {wanted}")
         if is_ids and values.size and not 0 <= values.min() <= values.max() < self.vocab_size:
             odd = values.min() if values.min() < 0 else values.max()
             raise BadLine(f"{key} has {odd}, outside the vocabulary of {self.vocab_size}")
@@ -147,14 +159,15 @@ class LineParser:
         return values.astype(TOKEN_COLUMNS[key])
 
     def _chat(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        messages = _conversation(row.get("prompt"), "messages", row["messages"])
-        return [_split(one) for one in self._chat_tokens("messages", messages, _tools(row))]
+        chat = conversation(row.get("prompt"), "messages", row["messages"])
+        return [_split(one) for one in self._chat_tokens("messages", chat, row)]
 
     def _pair(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         prompt = row.get("prompt")
         if isinstance(row["chosen"], str):
             if not isinstance(prompt, str):
-                raise BadLine(f"chosen is text and prompt is {_shown(prompt)}, expected a string")
+                raise BadLine(f"chosen is text and prompt is {shown(prompt)}, expected a string")
+            _refuse_columns_of_chats(row)
             prompt_ids = self._encoded("prompt", prompt, self.tokenizer.encode_prompt)
             return _pair(
                 {
@@ -163,17 +176,17 @@ class LineParser:
                 }
                 for key in ("chosen", "rejected")
             )
-        chats = {key: _conversation(prompt, key, row[key]) for key in ("chosen", "rejected")}
+        chats = {key: conversation(prompt, key, row[key]) for key in ("chosen", "rejected")}
         num_shared = 0
-        for one, other in zip(*chats.values(), strict=False):
+        for one, other in zip(*(chat.messages for chat in chats.values()), strict=False):
             if one != other:
                 break
             num_shared += 1
         # Chats that are equal differ in nothing; the last turn is then the response.
-        num_shared = min(num_shared, *(len(chat) - 1 for chat in chats.values()))
+        num_shared = min(num_shared, *(len(chat.messages) - 1 for chat in chats.values()))
         sides = []
-        for key, messages in chats.items():
-            samples = self._chat_tokens(key, messages, _tools(row), num_shared)
+        for key, chat in chats.items():
+            samples = self._chat_tokens(key, chat, row, num_shared)
             if len(samples) > 1:
                 raise BadLine(
                     f"{key} differs from the other in {len(samples)} turns that the template "
@@ -190,10 +203,13 @@ class LineParser:
         )
 
     def _chat_tokens(
-        self, key: str, messages: list[Message], tools: list[Any] | None, first: int = 0
+        self, key: str, chat: Conversation, row: dict[str, Any], first: int = 0
     ) -> list[ChatTokens]:
+        """The samples of a chat of which the turns from message `first` on count."""
+        tools, arguments = tools_of(row), template_arguments(row)
+        turns = chat.turns(key, first)
         try:
-            samples = self.tokenizer.encode_chat(messages, tools, first)
+            samples = self.tokenizer.encode_chat(chat.messages, tools, turns, arguments)
         except TextError as error:
             raise BadLine(f"{key} {error}") from None
         for sample in samples:
@@ -204,7 +220,7 @@ class LineParser:
 
     def _encoded(self, key: str, text: Any, encode: Callable[[str], Ids]) -> Ids:
         if not isinstance(text, str):
-            raise BadLine(f"{key} is {_shown(text)}, expected a string")
+            raise BadLine(f"{key} is {shown(text)}, expected a string")
         try:
             ids = encode(text)
         except TextError as error:
@@ -222,15 +238,15 @@ class LineParser:
     def _token_ids(self, row: dict[str, Any], key: str) -> Ids:
         values = row[key]
         if not isinstance(values, list):
-            raise BadLine(f"{key} is {_shown(values)}, expected a list of integers")
+            raise BadLine(f"{key} is {shown(values)}, expected a list of integers")
         # bool is a subclass of int, but not a token id.
         if set(map(type, values)) - {int}:
             odd = next(index for index, value in enumerate(values) if type(value) is not int)
-            raise BadLine(f"{key}[{odd}] is {_shown(values[odd])}, expected an integer")
+            raise BadLine(f"{key}[{odd}] is {shown(values[odd])}, expected an integer")
         outside = [i for i in _extremes(values) if not 0 <= values[i] < self.vocab_size]
         if outside:
             raise BadLine(
-                f"{key}[{outside[0]}] is {_shown(values[outside[0]])}, outside the vocabulary of "
+                f"{key}[{outside[0]}] is {shown(values[outside[0]])}, outside the vocabulary of "
                 f"{self.vocab_size}; set model.vocab_size if the model has more"
             )
         return np.array(values, dtype=np.int64)
@@ -257,6 +273,12 @@ def _form(columns: tuple[str, ...]) -> str:
     )
 
 
+def _refuse_columns_of_chats(row: dict[str, Any]) -> None:
+    for key in _OF_CHATS:
+        if row.get(key):
+            raise BadLine(f"has {key}, which only a chat has; give messages, or leave it out")
+
+
 def _refuse_columns_of_ids(row: dict[str, Any]) -> None:
     for key in (*_MASKS, "routed_experts", *TOKEN_COLUMNS):
         if key in row:
@@ -281,127 +303,6 @@ def _pair(sides: Any) -> list[dict[str, Any]]:
     return samples
 
 
-def _conversation(prompt: Any, key: str, value: Any) -> list[Message]:
-    """The whole chat of the column `key`.
-
-    `prompt` may be the messages before it, or the text of the user's turn. A chat that has them
-    itself is whole.
-    """
-    messages = _messages(key, value)
-    begins_with_answer = messages[0]["role"] == "assistant"
-    if prompt is None:
-        return messages
-    if not isinstance(prompt, str):
-        before = _messages("prompt", prompt)
-        if messages[: len(before)] == before:
-            return messages
-        if not begins_with_answer:
-            raise BadLine(
-                f"{key} begins neither with the messages of prompt nor with a turn of the "
-                "assistant; leave prompt out"
-            )
-        return [*before, *messages]
-    if begins_with_answer:
-        return [{"role": "user", "content": prompt}, *messages]
-    if not any(one["role"] == "user" and one.get("content") == prompt for one in messages):
-        raise BadLine(f"prompt is no user's turn of {key}; leave prompt out")
-    return messages
-
-
-def _messages(key: str, value: Any) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise BadLine(f"{key} is {_shown(value)}, expected a list of messages")
-    return [_message(f"{key}[{index}]", message) for index, message in enumerate(value)]
-
-
-def _message(name: str, message: Any) -> Message:
-    """A message as templates read it: its content as text, the arguments of calls as objects."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadLine(f"{name} is {_shown(message)}, expected an object with role and content")
-    # Templates ask whether a message has a key at all, but whether its `content` is null.
-    found = {key: one for key, one in message.items() if one is not None or key == "content"}
-    content = found.get("content")
-    calls = found.get("tool_calls")
-    if content is None and not calls:
-        raise BadLine(f"{name} has neither content nor tool_calls; give its text as content")
-    if isinstance(content, list):
-        found["content"] = _joined(f"{name}.content", content)
-    elif content is not None and not isinstance(content, str):
-        raise BadLine(f"{name}.content is {_shown(content)}, expected a string")
-    if calls is not None:
-        found["tool_calls"] = _calls(f"{name}.tool_calls", calls)
-    return found
-
-
-def _joined(name: str, parts: list[Any]) -> str:
-    """The text of a content that is given in parts, as OpenAI's messages may be."""
-    for index, part in enumerate(parts):
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            raise BadLine(
-                f'{name}[{index}] is {_shown(part)}, expected an object of type "text" with text'
-            )
-    if not parts:
-        raise BadLine(f"{name} is [], expected a string or parts of text")
-    return "".join(part["text"] for part in parts)
-
-
-def _calls(name: str, calls: Any) -> list[Any]:
-    """Tool calls whose arguments are objects. OpenAI's are JSON, which many templates would encode
-    a second time."""
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise BadLine(f"{name} is {_shown(calls)}, expected a list of objects")
-    found = []
-    for index, call in enumerate(calls):
-        function = call.get("function", call)
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            where = f"{name}[{index}]: arguments"
-            function = {**function, "arguments": _arguments(where, function["arguments"])}
-        found.append({**call, "function": function} if "function" in call else function)
-    return found
-
-
-def _arguments(name: str, text: str) -> dict[str, Any]:
-    try:
-        arguments = strict_json(text)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise BadLine(f"{name} is {_shown(text)}, expected an object, or the JSON of one")
-    return arguments
-
-
-def _filled(value: Any) -> Any:
-    """Without the keys that are null: Parquet gives all rows the keys that one of them has.
-
-    A message's `content` stays, as in `_message`.
-    """
-    if isinstance(value, list):
-        return [_filled(one) for one in value]
-    if isinstance(value, dict):
-        return {
-            name: _filled(one)
-            for name, one in value.items()
-            if one is not None or (name == "content" and "role" in value)
-        }
-    return value
-
-
-def _tools(row: dict[str, Any]) -> list[Any] | None:
-    """The `tools` column: a list, or its JSON, as Parquet files have it."""
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = strict_json(tools)
-        except ValueError as error:
-            raise BadLine(f"tools is text and not JSON: {error}") from None
-    if tools is None:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadLine(f"tools is {_shown(tools)}, expected a list of objects")
-    return tools or None
-
-
 def _split(chat: ChatTokens) -> dict[str, Any]:
     """Prompt, response and mask of a chat: the response begins at the first token that counts."""
     first = int(np.argmax(chat.loss_mask))
@@ -415,14 +316,14 @@ def _split(chat: ChatTokens) -> dict[str, Any]:
 
 def _mask(key: str, values: Any, num_response: int) -> Mask | None:
     if not isinstance(values, list):
-        raise BadLine(f"{key} is {_shown(values)}, expected a list of 0 and 1")
+        raise BadLine(f"{key} is {shown(values)}, expected a list of 0 and 1")
     if len(values) != num_response:
         raise BadLine(
             f"{key} has {len(values)} values for {num_response} response_ids; give one per token"
         )
     for index, value in enumerate(values):
         if not isinstance(value, int) or value not in (0, 1):
-            raise BadLine(f"{key}[{index}] is {_shown(value)}, expected 0 or 1")
+            raise BadLine(f"{key}[{index}] is {shown(value)}, expected 0 or 1")
     mask = np.array(values, dtype=np.bool_)
     if not mask.any():
         raise BadLine(f"{key} has no 1, so that no token counts in the loss; leave the line out")
@@ -441,7 +342,7 @@ def _routes(values: Any, num_tokens: int) -> npt.NDArray[np.uint16]:
     except (ValueError, OverflowError):
         raise BadLine(f"routed_experts is ragged, {wanted}") from None
     if routes.ndim != 3 or routes.dtype.kind != "i" or routes.size == 0:
-        raise BadLine(f"routed_experts is {_shown(values)}, {wanted}")
+        raise BadLine(f"routed_experts is {shown(values)}, {wanted}")
     if len(routes) not in (num_tokens, num_tokens - 1):
         raise BadLine(
             f"routed_experts has {len(routes)} tokens, the sample {num_tokens}; give all, or all "
@@ -465,33 +366,33 @@ def _json_object(line: bytes) -> dict[str, Any]:
     cut_off = "" if line.endswith(b"\n") else "; the last line is cut off"
     remedy = f"{cut_off}; write it again"
     try:
-        row = strict_json(line.decode("utf-8"))
+        row = strict_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise BadLine(f"byte {error.start} is not UTF-8{remedy}") from None
+        raise BadLine(f"{not_utf8(error)}{cut_off}") from None
     except json.JSONDecodeError as error:
         raise BadLine(f"not JSON: {error.msg} at column {error.colno}{remedy}") from None
     except ValueError as error:
         raise BadLine(f"not JSON: {error}{remedy}") from None
     if not isinstance(row, dict):
-        raise BadLine(f"is {_shown(row)}, expected an object with prompt and response")
+        raise BadLine(f"is {shown(row)}, expected an object with prompt and response")
     return row
 
 
 def _number(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadLine(f"{key} is {_shown(value)}, expected a number")
+        raise BadLine(f"{key} is {shown(value)}, expected a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise BadLine(f"{key} is {_shown(value)}, expected a finite number")
+        raise BadLine(f"{key} is {shown(value)}, expected a finite number")
     return number
 
 
 def _identity(key: str, value: Any) -> int | str:
     if not is_id(value):
-        raise BadLine(f"{key} is {_shown(value)}, expected an int64 or a string")
+        raise BadLine(f"{key} is {shown(value)}, expected an int64 or a string")
     return value
 
 
@@ -502,11 +403,3 @@ _CHECKS: tuple[tuple[str, Callable[[str, Any], Any]], ...] = (
     ("group", _identity),
     ("rollout", _identity),
 )
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = json.dumps(value, default=repr)
-    except RecursionError:
-        text = "nested brackets"
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -20,10 +20,11 @@ A line is one sample, or several. Its tokens come from one of these sets of colu
   that sampled it and under a teacher. `teacher_topk_ids` and `teacher_topk_logprobs`: per response
   id [k], the ids that a teacher finds most likely there, and their log-probs. All samples of a data
   set have such a column, or none has;
-- `messages`, and `tools` (a list, or its JSON): a chat, written by the tokenizer's chat template,
-  after `prompt` if it is given and not repeated.
-  What the assistant's turns say counts; see `chats`. A template that rewrites earlier turns gives
-  one sample for each turn that is rewritten later;
+- `messages`, and `tools` and `chat_template_kwargs` (a list and an object, or their JSON): a chat,
+  written by the tokenizer's chat template, after `prompt` if it is given and not repeated.
+  What the assistant's turns say counts, and the token that ends them; see `chats`. Not turns with a
+  `weight`, `loss_mask`, `loss`, `train`, `training` or `trainable` of 0 or false. A template that
+  rewrites earlier turns gives one sample for each turn that is rewritten later;
 - `chosen` and `rejected`: a preference pair, two samples of one rollout, the preferred one first.
   Text after a text `prompt`, or messages: whole chats, or the turns after `prompt` (messages, or
   the text of the user's turn). Of chats only the turns from the first difference on count.
@@ -36,7 +37,7 @@ Beside them, for all samples of the line:
   are fan-out samples of one rollout and stay in one optimizer step. Without it the line is a
   rollout by itself;
 - `reward` or `advantage`: finite numbers; supervised training needs neither;
-- other keys, and null, are ignored.
+- `UNREAD_COLUMNS` are refused; other keys, and null, are ignored.
 """
 
 from __future__ import annotations
@@ -59,6 +60,24 @@ TOKEN_COLUMNS: dict[str, npt.DTypeLike] = {
     "teacher_topk_logprobs": "<f4",
 }
 """Columns of values per response token, and the type that they are stored with."""
+UNREAD_COLUMNS: dict[str, str] = {
+    **dict.fromkeys(
+        ("weight", "loss", "train", "loss_weight", "sample_weight", "loss_scale"),
+        "all samples count alike: leave it out, or give messages a weight of 0 or 1",
+    ),
+    **dict.fromkeys(
+        ("mask", "labels", "completion_mask", "assistant_masks", "train_on_inputs"),
+        "give response_mask beside token ids, or messages a weight of 0 or 1",
+    ),
+    **dict.fromkeys(
+        ("enable_thinking", "thinking", "reasoning_effort", "documents"),
+        "give arguments of the template as chat_template_kwargs",
+    ),
+    **dict.fromkeys(("system", "history"), "give it in messages"),
+    **dict.fromkeys(("images", "videos", "audios"), "only text is trained: leave the line out"),
+    "functions": "give tools",
+}
+"""Columns that would change what is trained, and what to do instead: they are refused."""
 TokenColumns = Mapping[str, npt.NDArray[Any]]
 """Values of such columns, [response tokens, ...] each."""
 

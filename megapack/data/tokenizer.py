@@ -22,6 +22,13 @@ Message = Mapping[str, Any]
 """A turn of a chat: `role`, `content`, and what else the template reads."""
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call."""
+
+    text: str
+    """As JSON, as the data have it if they have text."""
+
+
 class TextError(ValueError):
     """Why a text or a chat cannot become a sample."""
 
@@ -81,12 +88,17 @@ class Tokenizer(Protocol):
         ...
 
     def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int = 0
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        turns: Sequence[int],
+        arguments: Mapping[str, Any],
     ) -> list[ChatTokens]:
         """The samples of a chat; see `chats.chat_texts`.
 
         Args:
-            first: only turns from this message on count in the loss.
+            turns: numbers of the messages that count in the loss.
+            arguments: of the template, by name.
 
         Raises:
             TextError: the tokenizer has no chats, or the template refuses this one.
@@ -162,7 +174,11 @@ class ByteTokenizer:
         )
 
     def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int = 0
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        turns: Sequence[int],
+        arguments: Mapping[str, Any],
     ) -> list[ChatTokens]:
         """See `Tokenizer`."""
         raise TextError("needs a chat template, bytes have none; set data.tokenizer=hf")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megapack.data.chats import chat_texts
 from megapack.data.dataset import Dataset
 from megapack.data.hf_tokenizer import HfTokenizer
 from megapack.data.index import index_key
@@ -81,13 +80,21 @@ def trained(tokenizer: HfTokenizer, sample: ChatTokens) -> list[str]:
     return [tokenizer._backend.decode(run, skip_special_tokens=False) for run in runs if run]
 
 
+def encode(
+    tokenizer: HfTokenizer, chat: list[Any], tools: list[Any] | None, first: int = 0
+) -> list[ChatTokens]:
+    """The samples of a chat of which all turns of the assistant from `first` on count."""
+    turns = [i for i, one in enumerate(chat) if i >= first and one["role"] == "assistant"]
+    return tokenizer.encode_chat(chat, tools, turns, {})
+
+
 TURNS = [CHAT[i]["content"] + "<|im_end|>" for i in (2, 4, 6)]
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE])
 def test_all_turns_of_the_assistant_count_in_one_sample(tmp_path: Path, template: str) -> None:
     tokenizer = make(tmp_path, template)
-    (sample,) = tokenizer.encode_chat(CHAT, None)
+    (sample,) = encode(tokenizer, CHAT, None)
     # The last message is the user's: nothing in it would count.
     marked = template == TEMPLATE
     expected = by_transformers(tmp_path, CHAT[:-1], return_assistant_tokens_mask=marked)
@@ -100,7 +107,7 @@ def test_all_turns_of_the_assistant_count_in_one_sample(tmp_path: Path, template
 @pytest.mark.parametrize("template", [THINKING, MARKED_THINKING])
 def test_a_turn_that_is_rewritten_later_is_trained_as_it_was(tmp_path: Path, template: str) -> None:
     tokenizer = make(tmp_path, template)
-    first, second = tokenizer.encode_chat(CHAT, TOOLS)
+    first, second = encode(tokenizer, CHAT, TOOLS)
     for sample, end in ((first, 3), (second, 7)):
         expected = by_transformers(tmp_path, CHAT[:end], tools=TOOLS)["input_ids"]
         assert sample.ids.tolist() == expected
@@ -112,7 +119,7 @@ def test_a_turn_that_is_rewritten_later_is_trained_as_it_was(tmp_path: Path, tem
 def test_only_the_turns_from_a_message_on_count(tmp_path: Path) -> None:
     for template in (TEMPLATE, PLAIN_TEMPLATE, THINKING, MARKED_THINKING):
         tokenizer = make(tmp_path, template)
-        (sample,) = tokenizer.encode_chat(CHAT, None, first=5)
+        (sample,) = encode(tokenizer, CHAT, None, first=5)
         assert trained(tokenizer, sample) == TURNS[2:], template
 
 
@@ -133,10 +140,7 @@ def test_templates_that_would_train_nothing_or_the_wrong_text_are_refused(tmp_pa
     for template, says in refusals.items():
         tokenizer = make(tmp_path, template)
         with pytest.raises(TextError, match=says):
-            tokenizer.encode_chat(CHAT, None)
-    tokenizer = make(tmp_path)
-    with pytest.raises(TextError, match="no turn of the assistant"):
-        tokenizer.encode_chat(CHAT[:2], None)
+            encode(tokenizer, CHAT, None)
 
 
 def test_a_template_that_needs_a_message_before_the_assistant_says_so(tmp_path: Path) -> None:
@@ -144,10 +148,10 @@ def test_a_template_that_needs_a_message_before_the_assistant_says_so(tmp_path: 
     needs = "{%- if messages[0].role == 'system' %}{%- endif %}"
     answer = [CHAT[2]]
     with pytest.raises(TextError, match=r"begins with a turn of the assistant, .* put a system or"):
-        make(tmp_path / "qwen", needs + PLAIN_TEMPLATE).encode_chat(answer, None)
+        encode(make(tmp_path / "qwen", needs + PLAIN_TEMPLATE), answer, None)
     for template in (PLAIN_TEMPLATE, needs + TEMPLATE):
         tokenizer = make(tmp_path / "other", template)
-        (sample,) = tokenizer.encode_chat(answer, None)
+        (sample,) = encode(tokenizer, answer, None)
         assert trained(tokenizer, sample) == TURNS[:1]
 
 
@@ -156,27 +160,11 @@ def test_templates_write_one_date(tmp_path: Path, template: str) -> None:
     writes = " \n {%- if strftime_now is defined %}{%- set now = strftime_now('%d %b %Y %-m') %}"
     writes += "{{- now }}{%- endif %}{{ strftime_now('%H:%M:%S.%f') }}\n"
     tokenizer = make(tmp_path / "clock", writes + template)
-    (sample,) = tokenizer.encode_chat(CHAT[:3], None)
+    (sample,) = encode(tokenizer, CHAT[:3], None)
     fixed = make(tmp_path / "fixed", "{{ '26 Jul 2024 700:00:00.000000' }}" + template)
-    (expected,) = fixed.encode_chat(CHAT[:3], None)
+    (expected,) = encode(fixed, CHAT[:3], None)
     assert tokenizer._backend.decode(sample.ids) == tokenizer._backend.decode(expected.ids)
     assert sample.loss_mask.tolist() == expected.loss_mask.tolist()
-
-
-class TwoWays:
-    has_marks = True
-    special_texts = ()
-
-    def render(self, messages: Any, *, asks: bool = False) -> str:
-        return "one text"
-
-    def render_marked(self, messages: Any) -> tuple[str, list[Any]]:
-        return "one line", [(0, 8)]
-
-
-def test_a_template_that_writes_a_chat_in_two_ways_is_refused() -> None:
-    with pytest.raises(TextError, match="two ways by the template, 'text' there and 'line' here"):
-        chat_texts(CHAT[:3], TwoWays())
 
 
 def test_prompts_get_the_bos_token_if_the_tokenizer_adds_one(tmp_path: Path) -> None:
@@ -219,9 +207,9 @@ def test_special_tokens_that_a_text_has_are_not_added_again(tmp_path: Path) -> N
     assert ended[-1] == 2
     assert found.encode_response("a sentence<|im_end|>").tolist() == ended
     # A prompt that is encoded after a chat begins as one before it.
-    found.encode_chat(CHAT[:3], None)
+    encode(found, CHAT[:3], None)
     assert found.encode_prompt("a question").tolist() == expected
-    assert HfTokenizer(tmp_path).encode_chat(CHAT[:3], None)[0].ids[0] == 1
+    assert encode(HfTokenizer(tmp_path), CHAT[:3], None)[0].ids[0] == 1
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE])
@@ -236,20 +224,18 @@ def test_white_space_counts_where_the_tokenizer_trims_offsets(
     tokenizer.save_pretrained(tmp_path)
     code = "\n\ndef f(x):\n\n    return x\n\n  "
     chat = [CHAT[1], {"role": "assistant", "content": code}]
-    (sample,) = HfTokenizer(tmp_path).encode_chat(chat, None)
+    (sample,) = encode(HfTokenizer(tmp_path), chat, None)
     assert sample.ids.tolist() == by_transformers(tmp_path, chat)["input_ids"]
     assert trained(HfTokenizer(tmp_path), sample) == [code + "<|im_end|>"]
 
 
 def test_a_tokenizer_is_named_by_the_content_of_its_files(tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text("{}")
     digests = set()
     keys = set()
     for number, template in enumerate((TEMPLATE, PLAIN_TEMPLATE, TEMPLATE)):
         tokenizer = make(tmp_path / str(number), template)
         digests.add(tokenizer.digest)
-        keys.add(index_key([data], ReadSettings(tokenizer=tokenizer)))
+        keys.add(index_key("content", ReadSettings(tokenizer=tokenizer)))
     assert len(digests) == len(keys) == 2
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.digest == tokenizer.digest
@@ -266,7 +252,7 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
     for name in ("chat_template.jinja", "chat_template.json"):
         (tmp_path / name).unlink(missing_ok=True)
     with pytest.raises(TextError, match="needs a chat template"):
-        HfTokenizer(tmp_path).encode_chat(CHAT, None)
+        encode(HfTokenizer(tmp_path), CHAT, None)
 
 
 def test_encoding_does_not_import_torch(tmp_path: Path) -> None:
@@ -275,7 +261,7 @@ def test_encoding_does_not_import_torch(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from megapack.data.hf_tokenizer import HfTokenizer\n"
         f"tokenizer = HfTokenizer(Path({str(tmp_path)!r})); tokenizer.digest\n"
         "assert 'transformers' not in sys.modules\n"
-        "tokenizer.encode_chat([{'role': 'assistant', 'content': 'a'}], None)\n"
+        "tokenizer.encode_chat([{'role': 'assistant', 'content': 'a'}], None, [0], {})\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
@@ -295,7 +281,7 @@ def test_chats_in_a_file_become_samples_of_one_rollout(tmp_path: Path) -> None:
     assert data.lines(numbers) == [(0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 3, 0)]
     assert data.rollout_ids(numbers) == [0, 0, 1, 2]
     assert [one.reward for one in data.rewards(numbers)] == [0.5, 0.5, None, None]
-    samples = [*tokenizer.encode_chat(CHAT, TOOLS), *tokenizer.encode_chat(CHAT[:3], TOOLS)]
+    samples = [*encode(tokenizer, CHAT, TOOLS), *encode(tokenizer, CHAT[:3], TOOLS)]
     for number, sample in enumerate(samples):
         found = data.tokens(number)
         ids = [*found.prompt_ids.tolist(), *found.response_ids.tolist()]
@@ -338,7 +324,9 @@ def test_pairs_of_chats_train_what_differs(tmp_path: Path) -> None:
         assert tokens.loss_mask.tolist() == [True] * (len(tokens.response_ids) - 1) + [False]
     twin = {**good, "content": "yes", "reasoning_content": "so"}
     refusals = {
-        json.dumps({"chosen": [CHAT[1], good], "rejected": [CHAT[1], twin]}): "the same tokens",
+        json.dumps(
+            {"chosen": [CHAT[1], good], "rejected": [CHAT[1], twin]}
+        ): "rejected has reasoning_content of role assistant, which the chat template does",
         json.dumps({**rows[2], "prompt": "other"}): "prompt is no user's turn of chosen",
         json.dumps(
             {"chosen": CHAT[:2], "rejected": CHAT[:3]}
@@ -356,7 +344,7 @@ def test_pairs_of_chats_train_what_differs(tmp_path: Path) -> None:
 CALLING = """{%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
 {%- for call in (message.tool_calls if 'tool_calls' in message else []) %}
-{{- call.function.arguments | tojson }}{%- endfor %}
+{{- call.function.name + call.function.arguments | tojson }}{%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
@@ -397,7 +385,7 @@ def test_messages_in_the_form_of_openai_are_read(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     user = "<|im_start|>user\na question<|im_end|>\n"
     assert texts(tokenizer, path) == [
-        user + '<|im_start|>assistant\n{"a": 1}<|im_end|>\n',
+        user + '<|im_start|>assistant\nadd{"a": 1}<|im_end|>\n',
     ] * len(rows)
 
 
@@ -409,7 +397,7 @@ def test_parquet_rows_do_not_get_keys_of_others(tmp_path: Path) -> None:
     rows = [{"messages": calling({"a": [1, None]})}, {"messages": calling({"b": 2})}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
     found = [text.split("assistant\n")[1] for text in texts(tokenizer, tmp_path / "data.parquet")]
-    assert found == ['{"a": [1, null]}<|im_end|>\n', '{"b": 2}<|im_end|>\n']
+    assert found == ['add{"a": [1, null]}<|im_end|>\n', 'add{"b": 2}<|im_end|>\n']
     tools = [{"name": "add", "of": {"a": "int"}}, {"name": "sub", "of": {"b": "int"}}]
     rows = [{"messages": CHAT[1:3], "tools": [tool]} for tool in tools]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")

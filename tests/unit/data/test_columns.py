@@ -45,7 +45,7 @@ UNEVEN: list[dict[str, Any]] = [
 # What may stand beside the columns that are read.
 BESIDE: list[dict[str, Any]] = [
     {},
-    {"extra": {"a": [1, {"b": 2}], "c": None}, "tools": "not JSON", "n": 10**400},
+    {"extra": {"a": [1, {"b": 2}], "c": None}, "tools": None, "n": 10**400},
     {"reward": None, "messages": None, "x": [None, True]},
     {"group": 7, "rollout": "r"},
 ]
@@ -181,7 +181,8 @@ def test_text_is_checked_against_the_vocabulary(monkeypatch: pytest.MonkeyPatch)
 TABLES: list[tuple[bool, list[dict[str, Any]]]] = [
     (True, [{**row, "reward": float(row["reward"]), "messages": None} for row in TEXT]),
     (True, [{**row, "advantage": float(row["advantage"])} for row in IDS]),
-    (True, [{"prompt": "a", "response": "b", "tools": tools} for tools in ("x", None)]),
+    (False, [{"prompt": "a", "response": "b", "tools": tools} for tools in ("x", None)]),
+    (False, [{"prompt": "a", "response": "b", "weight": weight} for weight in (0, None)]),
     (True, [{"prompt": "a", "response": "b", "reward": reward} for reward in (1.0, None)]),
     (True, [{**row, "response_mask": [1] * len(row["response_ids"])} for row in IDS[::2]]),
     (False, [{"prompt": "a", "response": "b", "reward": reward} for reward in (1.0, np.inf)]),

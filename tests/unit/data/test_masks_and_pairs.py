@@ -55,7 +55,7 @@ def test_parquet_has_the_same_columns(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {**IDS, "loss_mask": [0, 1, 0], "routed_experts": ROUTES},
         PAIR,
-        {"messages": [{"role": "user", "content": "a", "name": None}]},
+        {"messages": [{"role": "assistant", "content": "a", "name": None}]},
     ]
     names = dict.fromkeys(name for row in rows for name in row)
     table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
