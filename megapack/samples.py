@@ -255,9 +255,10 @@ class SampleBatch:
         if tensor.is_complex():
             raise DataError(f"sample {sample}: field {name!r} is {tensor.dtype}; give real numbers")
         if tensor.is_floating_point() and not (is_finite := torch.isfinite(tensor)).all():
+            place = f" at {(~is_finite).nonzero()[0].tolist()}" if tensor.dim() else ""
             raise DataError(
-                f"sample {sample}: field {name!r} holds {tensor[~is_finite][0].item()}; give "
-                "finite numbers, or drop the sample"
+                f"sample {sample}: field {name!r} holds {tensor[~is_finite][0].item()}{place}; "
+                "give finite numbers, or drop the sample"
             )
         if name == RESPONSE_MASK:
             tensor = tensor != 0

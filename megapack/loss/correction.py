@@ -85,7 +85,7 @@ class Correction:
         engine_clip_fraction, the share outside of them; and kl_engine, the KL of the trainer's
         policy from the engine's (k3, nats).
         """
-        log_ratio_R = fields["old_logprobs"] - fields[ENGINE_LOGPROBS]
+        log_ratio_R = fields["old_logprobs"].double() - fields[ENGINE_LOGPROBS]
         ratio_R = _ratio(log_ratio_R, self.level, segments)
         is_inside_R = (ratio_R >= self.low) & (ratio_R <= self.high)
         if self.kind == "truncate":
@@ -108,4 +108,4 @@ def _ratio(log_ratio_R: Tensor, level: RatioLevel | None, segments: Segments) ->
         log_ratio_R = segments.spread(segments.sum(log_ratio_R))
     elif level == "geometric":
         log_ratio_R = segments.spread(segments.mean(log_ratio_R))
-    return log_ratio_R.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    return log_ratio_R.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp().float()

@@ -28,6 +28,10 @@ from megapack.samples import SampleBatch
 PAIR_SIGN = "pair_sign"
 """Name of a per-sample field: 1 for the preferred sample of a pair, -1 for the other."""
 
+# Log-probs and values of one model differ by at most this part of them between layouts and rows:
+# a margin within it, as in DPO's first step, is no preference.
+_ROUNDING = 1e-5
+
 
 class _Pairs:
     """What both losses share: the need for segments, and the check of pairs."""
@@ -101,16 +105,19 @@ class DPO(_Pairs):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective`; metrics: preferred_fraction, margin (nats), and preferred_reward and
         other_reward, beta times the gain of each response."""
+        exact_R = logprobs_R.double()
         if "ref_logprobs" in segments.fields:
-            gain_n = segments.sum(logprobs_R) - segments.fields["ref_logprobs"]
+            gain_n = segments.sum(exact_R) - segments.fields["ref_logprobs"]
         else:
-            gain_n = segments.sum(logprobs_R - fields["ref_logprobs"])
+            gain_n = segments.sum(exact_R - fields["ref_logprobs"])
         sign_n = segments.fields[PAIR_SIGN]
         margin_n = segments.sum_sets(sign_n * gain_n)
         right_n = logsigmoid(self.beta * margin_n)
         wrong_n = logsigmoid(-self.beta * margin_n)
         loss_n = -(1 - self.label_smoothing) * right_n - self.label_smoothing * wrong_n
-        return _spread(segments, loss_n, margin_n, self.beta * gain_n)
+        size_n = segments.sum(exact_R.detach().abs())
+        loss_R, metrics = _spread(segments, loss_n, margin_n, self.beta * gain_n, size_n)
+        return loss_R.to(logprobs_R.dtype), metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,21 +142,24 @@ class PairwiseReward(_Pairs):
         if segments.scores_n is None:
             raise ConfigError("PairwiseReward reads scores; give the model a value head")
         margin_n = segments.sum_sets(segments.fields[PAIR_SIGN] * segments.scores_n)
-        return _spread(segments, -logsigmoid(margin_n), margin_n, segments.scores_n)
+        scores_n = segments.scores_n
+        return _spread(segments, -logsigmoid(margin_n), margin_n, scores_n, scores_n.abs())
 
 
 def _spread(
-    segments: Segments, loss_n: Tensor, margin_n: Tensor, reward_n: Tensor
+    segments: Segments, loss_n: Tensor, margin_n: Tensor, reward_n: Tensor, size_n: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Losses and metrics of pairs at the response positions of both samples.
 
     Args:
         reward_n: of each sample; both samples of a pair report the rewards of both.
+        size_n: sum of the absolute numbers that a sample's part of the margin comes from.
     """
     reward_n = reward_n.detach()
+    rounding_n = _ROUNDING * segments.sum_sets(size_n.detach())
     is_preferred_n = segments.fields[PAIR_SIGN] > 0
     metrics_n = {
-        "preferred_fraction": (margin_n > 0).float(),
+        "preferred_fraction": (margin_n > rounding_n).float(),
         "margin": margin_n.detach(),
         "preferred_reward": segments.sum_sets(reward_n * is_preferred_n),
         "other_reward": segments.sum_sets(reward_n * ~is_preferred_n),

@@ -93,16 +93,17 @@ class GSPO(GRPO):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective`; metrics as GRPO, with ratio and kl_old per sample."""
         assert segments is not None
-        log_ratio_n = segments.mean(logprobs_R - fields["old_logprobs"])
+        exact_R = logprobs_R.double()
+        log_ratio_n = segments.mean(exact_R - fields["old_logprobs"])
         log_ratio_R = segments.spread(log_ratio_n)
         if self.token_level:
-            log_ratio_R = log_ratio_R.detach() + logprobs_R - logprobs_R.detach()
+            log_ratio_R = log_ratio_R.detach() + exact_R - exact_R.detach()
         loss_R, metrics = self._clipped(log_ratio_R, entropy_R, fields, segments)
         if self.kl_coef:
-            kl_R = self._kl(logprobs_R, fields["ref_logprobs"], segments)
+            kl_R = self._kl(exact_R, fields["ref_logprobs"], segments)
             metrics["kl_ref"] = kl_R
             loss_R = loss_R + self.kl_coef * kl_R
-        return loss_R, metrics
+        return loss_R.to(logprobs_R.dtype), metrics
 
     def _kl(self, logprobs_R: Tensor, reference_R: Tensor, segments: Segments) -> Tensor:
         if self.kl_level == "token":
@@ -138,8 +139,9 @@ class ValueLoss:
         self, values_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective`; metrics: value, and value_clip_fraction if `clip` is set."""
-        returns_R = fields["returns"]
         metrics = {"value": values_R}
+        dtype = values_R.dtype
+        values_R, returns_R = values_R.double(), fields["returns"]
         error_R = (values_R - returns_R).square()
         if self.clip is not None:
             old_R = fields["old_values"]
@@ -149,7 +151,7 @@ class ValueLoss:
             outside_R = (values_R - old_R).abs() > self.clip
             metrics["value_clip_fraction"] = (outside_R & (clipped_error_R > error_R)).float()
             error_R = torch.maximum(error_R, clipped_error_R)
-        return error_R / 2, metrics
+        return (error_R / 2).to(dtype), metrics
 
 
 def call_objective(

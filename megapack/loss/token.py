@@ -28,6 +28,9 @@ from megapack.rows.segments import Segments
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Name of a field: the log-prob (nats) of each token under a teacher."""
 
+MAX_LOG_RATIO = 88.0
+"""Metrics take larger log-ratios (nats) as this one, whose exp is near the largest fp32 number."""
+
 __all__ = ["GRPO", "PPO", "SFT", "LossWeighting", "Objective", "kl_estimate", "sample_weights"]
 
 
@@ -223,8 +226,9 @@ class PPO:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Objective`; metrics: ratio, clip_fraction, kl_old (k3), those of `Correction`, and
         kl_teacher (k1)."""
-        log_ratio_R = logprobs_R - fields["old_logprobs"]
-        return self._clipped(log_ratio_R, entropy_R, fields, segments)
+        log_ratio_R = logprobs_R.double() - fields["old_logprobs"]
+        loss_R, metrics = self._clipped(log_ratio_R, entropy_R, fields, segments)
+        return loss_R.to(logprobs_R.dtype), metrics
 
     def _clipped(
         self,
@@ -233,28 +237,35 @@ class PPO:
         fields: Mapping[str, Tensor],
         segments: Segments | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        advantages_R = fields["advantages"]
+        """Losses and metrics from log-ratios, all in fp64: its exp ends at e^709."""
+        advantages_R = fields["advantages"].double()
         more = {}
         if self.teacher_kl_coef:
             more["kl_teacher"] = fields["old_logprobs"] - fields[TEACHER_LOGPROBS]
             advantages_R = advantages_R - self.teacher_kl_coef * more["kl_teacher"]
-        ratio_R = log_ratio_R.exp()
-        clipped_R = ratio_R.clamp(1 - self.clip_low, 1 + self.clip_high)
-        loss_R = torch.maximum(-advantages_R * ratio_R, -advantages_R * clipped_R)
-        metrics = {
-            "ratio": ratio_R,
-            "clip_fraction": (ratio_R != clipped_R).float(),
-            "kl_old": ratio_R - 1 - log_ratio_R,
-            **more,
-        }
-        if self.dual_clip is not None:
-            bounded_R = torch.minimum(loss_R, -advantages_R * self.dual_clip)
-            loss_R = torch.where(advantages_R < 0, bounded_R, loss_R)
+        is_bounded_R = advantages_R >= 0
+        weights_R = None
         if self.correction is not None:
             assert segments is not None
             weights_R, of_engine = self.correction.weights(fields, segments)
+            more |= of_engine
+            # What has no weight needs no value.
+            is_bounded_R = is_bounded_R | (weights_R == 0)
+        low, high = 1 - self.clip_low, 1 + self.clip_high
+        # A ratio above the clip counts only where the advantage is negative, one below it only
+        # where it is not.
+        least_R = torch.where(advantages_R < 0, low, 0.0).double()
+        most_R = torch.where(is_bounded_R, high, self.dual_clip or math.inf).double()
+        loss_R = -advantages_R * clipped_exp(log_ratio_R, least_R, most_R)
+        if weights_R is not None:
             loss_R = weights_R * loss_R
-            metrics |= of_engine
+        ratio_R = log_ratio_R.detach().clamp(max=MAX_LOG_RATIO).exp()
+        metrics = {
+            "ratio": ratio_R,
+            "clip_fraction": (ratio_R != ratio_R.clamp(low, high)).float(),
+            "kl_old": ratio_R - 1 - log_ratio_R.detach(),
+            **more,
+        }
         if self.entropy_coef and entropy_R is not None:
             loss_R = loss_R - self.entropy_coef * entropy_R
         return loss_R, metrics
@@ -294,15 +305,24 @@ class GRPO(PPO):
         """See `Objective`; metrics of PPO, and kl_ref."""
         loss_R, metrics = super().__call__(logprobs_R, entropy_R, fields, segments)
         if self.kl_coef:
-            kl_R = kl_estimate(logprobs_R, fields["ref_logprobs"], self.kl_kind)
+            kl_R = kl_estimate(logprobs_R.double(), fields["ref_logprobs"], self.kl_kind)
             metrics["kl_ref"] = kl_R
-            loss_R = loss_R + self.kl_coef * kl_R
+            loss_R = loss_R + (self.kl_coef * kl_R).to(loss_R.dtype)
         return loss_R, metrics
 
 
 def _check_finite(name: str, value: float) -> None:
     if not math.isfinite(value):
         raise ConfigError(f"{name}={value}; set a finite number")
+
+
+def clipped_exp(log_R: Tensor, least_R: Tensor, most_R: Tensor) -> Tensor:
+    """exp(log_R) clipped to [least_R, most_R], with a gradient of 0 where it is clipped.
+
+    The exponent is limited first, a little above the bound: an infinity that is clipped afterwards
+    has a gradient of 0 times infinity, a NaN. Where `most_R` is infinite, so may be the result.
+    """
+    return torch.minimum(log_R, most_R.log() + 1).exp().clamp(least_R, most_R)
 
 
 def kl_estimate(logprobs_R: Tensor, reference_R: Tensor, kind: str) -> Tensor:

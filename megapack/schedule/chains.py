@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megapack.rows.chain import Link
+from megapack.rows.packed import PlacedRow
 from megapack.rows.segments import Segments, chain_segments
 
 
@@ -33,6 +34,10 @@ class LossInputs:
     """[R] each."""
     weights_R: Tensor
     segments: Segments
+    rows: Sequence[PlacedRow] = ()
+    """Those that the losses come from."""
+    order_R: Tensor | None = None
+    """See `TokenLosses`."""
 
 
 Loss = Callable[[LossInputs], Tensor]
@@ -145,4 +150,6 @@ def joined(rows: Sequence[LossInputs], links: Sequence[Link]) -> LossInputs:
         fields={name: ordered([row.fields[name] for row in rows]) for name in first.fields},
         weights_R=ordered([row.weights_R for row in rows]),
         segments=replace(segments, sample_of_R=segments.sample_of_R[order_R]),
+        rows=[one for row in rows for one in row.rows],
+        order_R=order_R,
     )

@@ -38,6 +38,7 @@ from megapack.ranks.meeting import OthersOutOfMemory, asking
 from megapack.ranks.place import Place
 from megapack.schedule import checks
 from megapack.schedule.listeners import Listener
+from megapack.schedule.token_losses import TokenLosses
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +193,8 @@ class FiniteFlags(Listener):
         self._first_ranks = first_ranks
         self._outputs: dict[tuple[int, int], tuple[Tensor, bool]] = {}
         self._gradients: list[tuple[int, Tensor]] = []
+        self._noted: TokenLosses | None = None
+        self._losses: dict[int, TokenLosses] = {}
 
     @classmethod
     def of_rank(
@@ -208,8 +211,15 @@ class FiniteFlags(Listener):
         # rank 1 has stages 1 and 3.
         return cls([chunk * pp + pp_rank for chunk in range(num_chunks)], replica, first_ranks)
 
+    def note_losses(self, losses: TokenLosses) -> None:
+        """Keep the losses of tokens whose sum is the next output."""
+        self._noted = losses
+
     def on_output(self, chunk: int, microbatch: int, output: Tensor) -> None:
         """Set the flag of hidden states or of a loss."""
+        if self._noted is not None:
+            self._losses[microbatch] = self._noted
+            self._noted = None
         self._outputs[chunk, microbatch] = _is_finite(output.detach()), output.numel() == 1
 
     def check_gradients(self, chunks: Sequence[Sequence[Tensor]]) -> None:
@@ -280,15 +290,19 @@ class FiniteFlags(Listener):
         for (chunk, microbatch), (is_finite, is_loss) in self._outputs.items():
             if self._output_spot(chunk, microbatch) in first and not is_finite:
                 what = "loss" if is_loss else f"output of chunk {chunk}"
+                losses = self._losses.get(microbatch) if is_loss else None
+                token = "" if losses is None else f": {losses.worst()}"
                 yield (
                     f"the {what} of micro-batch {microbatch} ({describe(microbatch)}) holds a NaN "
-                    "or an infinity; discard the gradients of this step, and check these samples' "
-                    "fields, the weights, and the learning rate"
+                    f"or an infinity{token}; discard the gradients of this step, and check these "
+                    "samples' fields, the weights, and the learning rate"
                 )
         if any(self._gradient_spot(chunk) in first and not fine for chunk, fine in self._gradients):
+            worst = max(self._losses.values(), key=lambda one: one.largest, default=None)
+            token = "" if worst is None else f" (the largest: {worst.worst()})"
             yield (
-                "the gradients hold a NaN or an infinity, though the losses do not; discard "
-                "them, and check the model's precision and the learning rate"
+                f"the gradients hold a NaN or an infinity, though the losses do not{token}; "
+                "discard them, and check the model's precision and the learning rate"
             )
 
 

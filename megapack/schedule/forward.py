@@ -25,6 +25,7 @@ from megapack.rows.segments import row_segments
 from megapack.schedule.chains import ChainLosses, LossInputs
 from megapack.schedule.faults import FiniteFlags, OutOfMemoryGuard
 from megapack.schedule.listeners import Kind, Listener, Listeners
+from megapack.schedule.token_losses import TokenLosses
 
 T = TypeVar("T")
 
@@ -66,6 +67,7 @@ class LastStage:
         with_entropy: compute the entropy even if the objective does not need it.
         options: see `HeadOptions`.
         schedule_pass: collects the sums and outputs.
+        note: is called with the losses of each row.
     """
 
     def __init__(
@@ -75,11 +77,13 @@ class LastStage:
         with_entropy: bool,
         options: HeadOptions,
         schedule_pass: SchedulePass,
+        note: Callable[[TokenLosses], None] = lambda _: None,
     ) -> None:
         self._objective = objective
         self._with_entropy = with_entropy
         self._options = options
         self._pass = schedule_pass
+        self._note = note
         self._chains = ChainLosses(self._objective_loss)
 
     def __call__(self, row: PlacedRow, head: DeferredHead, hidden: Tensor) -> LossReport:
@@ -120,6 +124,7 @@ class LastStage:
             fields=row.losses.fields,
             weights_R=row.losses.weights_R,
             segments=row_segments(row, scores_n=scores_n),
+            rows=[row],
         )
         if row.link is None:
             return self._objective_loss(inputs)
@@ -129,6 +134,19 @@ class LastStage:
         assert self._objective is not None
         losses_R, metrics = call_objective(
             self._objective, inputs.values_R, inputs.entropy_R, inputs.fields, inputs.segments
+        )
+        values_R = inputs.values_R.detach()
+        reads_values = getattr(self._objective, "reads", None) == "values"
+        self._note(
+            TokenLosses(
+                rows=inputs.rows,
+                order_R=inputs.order_R,
+                losses_R=losses_R.detach(),
+                # A teacher's ids come after the label.
+                values_R=values_R[:, 0] if values_R.dim() == 2 else values_R,
+                fields=inputs.fields,
+                reads="value" if reads_values else "log-prob",
+            )
         )
         if inputs.entropy_R is not None:
             metrics = {"entropy": inputs.entropy_R, **metrics}

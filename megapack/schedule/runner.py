@@ -245,6 +245,7 @@ class ScheduleRunner:
             with_entropy=call.with_entropy,
             options=self.head,
             schedule_pass=context.schedule_pass,
+            note=context.flags.note_losses,
         )
         return ForwardStep(self.chunks, last_stage, context)
 

@@ -26,6 +26,8 @@ PAIRS = [(0, 11), (2, 1), (3, 8), (5, 4), (9, 6), (7, 10)]
 
 TOPK = 8
 """Ids of the teacher at each token."""
+SPOT = (6, 17)
+"""A sample, and the token whose log-probs are far apart in one of the cases."""
 
 
 @dataclass(frozen=True, kw_only=True)

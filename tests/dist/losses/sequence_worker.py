@@ -2,13 +2,14 @@
 
 torchrun --nproc-per-node 2 -m tests.dist.losses.sequence_worker REFERENCE OUT LAYOUT KINDS...
 
-LAYOUT is critics for these.
+LAYOUT is critics for these, and extremes for log-probs that are far apart.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapack import ConfigError, launch
+from megapack import ConfigError, ScheduleError, launch
 from megapack.config.sections import OptimConfig
 from megapack.gpt.optimizer import build_optimizer
 from megapack.layout import Layout
-from megapack.loss.sequence import ValueLoss
+from megapack.loss import GRPO, GSPO, PPO, ValueLoss
 from megapack.model.head import unwrapped
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
@@ -31,6 +32,7 @@ from tests.dist.losses.sequence_problem import (
     KINDS,
     LAYOUTS,
     SPLITS,
+    SPOT,
     Kind,
     make_batch,
     make_plan,
@@ -92,6 +94,48 @@ def train_critic(layout: Layout, dtype: Any, distributed_optimizer: bool) -> dic
     return facts
 
 
+def extremes(layout: Layout) -> dict[str, Any]:
+    """A step with a token whose old (or reference) log-prob is far from the new one; by name its
+    loss and how its gradients differ from those 20 nats nearer, or its error."""
+    chunks = build_chunks(layout, model=problem.shallow(problem.MODEL))
+    adapter = ScheduleAdapter(chunks, layout=layout)
+    batch = make_batch()
+    plan = make_plan(layout)
+    old = adapter.forward(plan, batch)["logprobs"]
+    sample, token = SPOT
+    found: dict[str, Any] = {"id": int(batch.tokens(sample)[token])}
+    for name, advantage, far, objective in (
+        ("clipped", 1.0, "old_logprobs", GSPO(clip_low=0.2, clip_high=0.2, token_level=True)),
+        ("without advantage", 0.0, "old_logprobs", PPO()),
+        ("dual clip", -1.0, "old_logprobs", PPO(dual_clip=3.0)),
+        ("unbounded", -1.0, "old_logprobs", PPO()),
+        ("reference", 0.0, "ref_logprobs", GRPO(kl_coef=0.1)),
+    ):
+        losses, gradients = [], []
+        batch.set_field("advantages", [torch.tensor(advantage)] * len(batch))
+        for shift in (2000.0, 2020.0):
+            moved = [one.clone() for one in old]
+            moved[sample][token] += shift * (1 if far == "ref_logprobs" else -1)
+            for field in ("old_logprobs", "ref_logprobs"):
+                batch.set_field(field, moved if field == far else old)
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            try:
+                result = adapter.step(plan, batch, objective=objective)
+            except ScheduleError as error:
+                found[name] = str(error)
+                break
+            losses.append(result.loss)
+            assert all(map(math.isfinite, result.metrics.values()))
+            buffers = [b.grad_data for chunk in chunks for b in chunk.buffers]
+            gradients.append(torch.cat([b.double().flatten() for b in buffers]))
+        else:
+            norm = float(gradients[0].norm())
+            assert norm > 0 or advantage == 0
+            found[name] = [*losses, float((gradients[1] - gradients[0]).norm())]
+    return found
+
+
 def _error_of_tied_embeddings(layout: Layout) -> str:
     try:
         build_chunks(layout, model=problem.MODEL, value_head=True)
@@ -127,7 +171,10 @@ def main(reference: str, out: str, layout: str, *kinds: str) -> None:
     """Run objectives on one layout, or critics on all ranks; rank 0 writes."""
     launch.start("cpu")
     results: dict[str, Any] = {}
-    if layout == "critics":
+    if layout == "extremes":
+        world = dist.get_world_size()
+        results[f"extremes {world}"] = extremes(Layout(cp=world))
+    elif layout == "critics":
         results[f"critics {dist.get_world_size()}"] = _critics(Layout(dp=dist.get_world_size()))
     else:
         expected = torch.load(reference)

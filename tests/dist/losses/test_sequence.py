@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.losses.sequence_problem import CASES, KINDS, LAYOUTS
+from tests.dist.losses.sequence_problem import CASES, KINDS, LAYOUTS, SPOT
 from tests.dist.run_cases import selected_names
 from tests.dist.spawn import checked_job
 
@@ -42,8 +42,8 @@ def results(
         (layout.world_size, place, [name for name in selected if name.split()[0] == place])
         for place, layout in LAYOUTS.items()
     ]
-    critics = [(world, "critics", ["critics"]) for world in (1, 2)]
-    for world, place, names in (job for job in (*jobs, *critics) if job[2]):
+    others = [(world, name, [name]) for name in ("critics", "extremes") for world in (1, 2)]
+    for world, place, names in (job for job in (*jobs, *others) if job[2]):
         out = folder / f"{place}{world}.json"
         args = [reference, str(out), place, *(name.split()[-1] for name in names)]
         checked_job(world, "tests.dist.losses.sequence_worker", args, timeout_s=300)
@@ -118,3 +118,18 @@ def test_a_value_head_is_trained_in_fp32_and_saved(
 def test_a_value_head_on_tied_embeddings_is_refused(results: dict[str, dict[str, Any]]) -> None:
     for world in (1, 2):
         assert "untie_embeddings=true" in results[f"critics {world}"]["tied"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_log_probs_that_are_far_apart(world: int, results: dict[str, dict[str, Any]]) -> None:
+    """Two context-parallel ranks, or one. The token is named where its loss has no value."""
+    found = results[f"extremes {world}"]
+    for name in ("clipped", "without advantage", "dual clip"):
+        near, far, difference = found[name]
+        assert far == near
+        assert difference == 0
+    sample, token = SPOT
+    place = f"token {token} of sample {sample} (from 0, prompt included; id {found['id']}) has loss"
+    for name, far in (("unbounded", "old_logprobs -20"), ("reference", "ref_logprobs 19")):
+        assert f"{place} inf, log-prob -" in found[name]
+        assert far in found[name]
