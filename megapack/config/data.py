@@ -32,6 +32,9 @@ class DataConfig:
     Generated rollouts are bytes."""
     tokenizer_path: str | None = None
     """The folder with `tokenizer.json` for the text of `path`; null = model.hf_path."""
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    """Arguments of the chat template by name, such as {enable_thinking: false}; a line's own
+    `chat_template_kwargs` come before them. One that the template does not read is refused."""
     workers: int | None = None
     """Processes of a node that tokenize the data before its first run; null = one per core. The
     result is the same with any number."""
@@ -64,6 +67,11 @@ class DataConfig:
             raise ConfigError(
                 f"data.tokenizer_path={self.tokenizer_path} has no effect under data.tokenizer="
                 "bytes; set data.tokenizer=hf"
+            )
+        if self.chat_template_kwargs and self.tokenizer == "bytes":
+            raise ConfigError(
+                "data.chat_template_kwargs has no effect under data.tokenizer=bytes; set "
+                "data.tokenizer=hf"
             )
         if self.tokenizer == "hf" and self.path is None:
             raise ConfigError(

@@ -90,7 +90,7 @@ def _plain(value: Any) -> Any:
         return to_dict(value)
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
-    return value
+    return dict(value) if isinstance(value, dict) else value
 
 
 def _apply(root: Node, override: str) -> None:

@@ -71,6 +71,9 @@ class Converter:
             for choice in typing.get_args(hint):
                 if type(value) is type(choice) and value == choice:
                     return value
+        elif origin is dict and isinstance(value, dict):
+            of_values = typing.get_args(hint)[1]
+            return {k: self.convert(v, of_values, _join(path, k)) for k, v in value.items()}
         elif hint is float and type(value) in (int, float):
             return _finite(node, path)
         elif hint in (bool, int, str, type(None)) and type(value) is hint:
@@ -167,6 +170,8 @@ def describe(hint: Any) -> str:
         return " or ".join(_words(hint))
     if typing.get_origin(hint) is tuple:
         return f"a list of {describe(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is dict:
+        return f"a mapping of names to {describe(typing.get_args(hint)[1])}"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     return "null" if hint is type(None) else names.get(hint, "a section")
 

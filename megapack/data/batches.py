@@ -66,7 +66,9 @@ def _all_samples(config: TrainConfig) -> Dataset:
 def read_settings(config: TrainConfig) -> ReadSettings:
     """How a config reads samples."""
     folder = config.tokenizer_folder
-    tokenizer: Tokenizer = ByteTokenizer() if folder is None else HfTokenizer(Path(folder))
+    tokenizer: Tokenizer = ByteTokenizer()
+    if folder is not None:
+        tokenizer = HfTokenizer(Path(folder), config.data.chat_template_kwargs or {})
     return ReadSettings(
         tokenizer=tokenizer,
         vocab_size=config.model.vocab_size,
