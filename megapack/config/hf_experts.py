@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megapack.config.hf_reader import MISSING, Reader, Values
+from megapack.config.hf_reader import MISSING, MOST, Reader, Values
 
 
 def _num_experts(reader: Reader, *names: str) -> int:
@@ -62,7 +62,7 @@ def _of_all_layers(reader: Reader, key: str, default: Any = MISSING) -> int:
     value = reader.get(key, default)
     if isinstance(value, list) and len(set(map(str, value))) == 1:
         value = value[0]
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 0 < value <= MOST:
         raise reader.error(key, value, "expected a whole number of at least 1, the same in layers")
     return value
 
@@ -112,8 +112,8 @@ def softmax_experts(reader: Reader) -> Values:
 def qwen_experts(reader: Reader) -> Values:
     """Experts after the first dense layers, with softmax scores."""
     reader.require("decoder_sparse_step", 1)
-    dense = reader.get("mlp_only_layers", None) or []
-    if not isinstance(dense, list) or any(layer not in dense for layer in range(len(dense))):
+    dense = reader.layers("mlp_only_layers")
+    if dense != set(range(len(dense))):
         raise reader.error("mlp_only_layers", dense, "only the first layers can be dense")
     return {**softmax_experts(reader), "moe_first_dense_layers": len(dense)}
 

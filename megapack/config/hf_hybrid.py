@@ -29,14 +29,6 @@ _NEMOTRON_LETTERS = {
 _QWEN_LETTERS = {"linear_attention": "G", "full_attention": "*"}
 
 
-def _letters(reader: Reader, key: str, kinds: Any, letters: Mapping[str, str]) -> str:
-    """The letters of a list of kinds of layers."""
-    known = isinstance(kinds, list) and kinds and all(kind in letters for kind in kinds)
-    if not known:
-        raise reader.error(key, kinds, f"expected a list of {', '.join(letters)}")
-    return "".join(letters[kind] for kind in kinds)
-
-
 # --- Qwen3-Next, Qwen3.5 ---------------------------------------------------------------------
 
 
@@ -60,7 +52,7 @@ def _mixers(reader: Reader) -> str:
     kinds = reader.get("layer_types", None)
     if kinds is None:
         return "".join("G" if layer % interval else "*" for layer in range(1, num_layers + 1))
-    letters = _letters(reader, "layer_types", kinds, _QWEN_LETTERS)
+    letters = reader.letters("layer_types", kinds, _QWEN_LETTERS)
     if len(letters) != num_layers:
         raise reader.error("layer_types", kinds, f"num_hidden_layers is {num_layers}")
     return letters
@@ -74,9 +66,7 @@ def _pattern(mixers: str, mlps: str) -> Values:
 def _qwen3_next_layers(reader: Reader) -> Values:
     """Blocks with experts in every so many, but for those that `mlp_only_layers` lists."""
     mixers = _mixers(reader)
-    dense = reader.get("mlp_only_layers", None) or []
-    if not isinstance(dense, list):
-        raise reader.error("mlp_only_layers", dense, "expected a list of layers")
+    dense = reader.layers("mlp_only_layers")
     step = reader.count("decoder_sparse_step", 1)
     has_experts = reader.count("num_experts", 0) > 0
     mlps = "".join(
@@ -173,7 +163,7 @@ def _nemotron_layers(reader: Reader) -> str:
     for key in ("layers_block_type", "layer_types"):
         kinds = reader.get(key, None)
         if kinds is not None:
-            found.add(_letters(reader, key, kinds, _NEMOTRON_LETTERS))
+            found.add(reader.letters(key, kinds, _NEMOTRON_LETTERS))
     letters = reader.get("hybrid_override_pattern", None)
     if letters is not None:
         if not isinstance(letters, str) or not letters or set(letters) - set("M*-E"):
@@ -183,6 +173,7 @@ def _nemotron_layers(reader: Reader) -> str:
         why = "layers_block_type says otherwise: keep one" if found else "it is missing: write it"
         raise reader.error("hybrid_override_pattern", letters, why)
     pattern = found.pop()
+    reader.count("num_hidden_layers", 1, len(pattern))
     reader.require("num_hidden_layers", len(pattern))
     return pattern
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megapack.config.hf_reader import FILE, MISSING, Reader, Values
+from megapack.config.hf_reader import FILE, MISSING, Reader, Values, is_number
 from megapack.config.rope import RopeScaling
 from megapack.errors import ConfigError
 
@@ -68,7 +68,7 @@ def rope(reader: Reader) -> Values:
             raise reader.error(key, outside, "rope_parameters says otherwise: keep one")
         merged[key] = outside if inside is None else inside
     percent = merged["partial_rotary_factor"]
-    if percent is not None and type(percent) not in (int, float):
+    if percent is not None and not is_number(percent):
         raise reader.error("partial_rotary_factor", percent, "expected a number")
     if percent not in (None, 1) and not reader.family.is_partly_rotated:
         raise reader.error(
@@ -106,9 +106,12 @@ def layered_rope(reader: Reader) -> Values:
         whole = {**(scaling or {}), "rope_theta": reader.get("rope_theta")}
         local = {"rope_theta": reader.get("rope_local_base_freq", whole["rope_theta"])}
     else:
-        whole, local = (
-            dict(given.get(kind) or {}) for kind in ("full_attention", "sliding_attention")
-        )
+        kinds = [given.get(kind) or {} for kind in ("full_attention", "sliding_attention")]
+        if not all(isinstance(kind, dict) for kind in kinds):
+            raise reader.error(
+                "rope_parameters", given, "expected an object for each kind of layer"
+            )
+        whole, local = map(dict, kinds)
     base, local_base = (
         _rotary_base(reader, "rope_theta", rope.pop("rope_theta", None)) for rope in (whole, local)
     )
@@ -145,13 +148,7 @@ def _layer_letters(reader: Reader, default: str) -> str:
     if kinds is None:
         return default
     letters = {"sliding_attention": "L", "full_attention": "G"}
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != len(default)
-        or any(kind not in letters for kind in kinds)
-    ):
-        raise reader.error("layer_types", kinds, f"expected {len(default)} of {', '.join(letters)}")
-    return "".join(letters[kind] for kind in kinds)
+    return reader.letters("layer_types", kinds, letters, len(default))
 
 
 def _shortest(letters: str) -> str:
@@ -162,7 +159,7 @@ def _shortest(letters: str) -> str:
     """
     lengths = range(1, len(letters) + 1)
     count = len(letters)
-    return next(letters[:n] for n in lengths if (letters[:n] * count)[:count] == letters)
+    return next(letters[:n] for n in lengths if (letters[:n] * -(-count // n))[:count] == letters)
 
 
 def _rope_object(reader: Reader, key: str) -> dict[str, Any] | None:
@@ -173,8 +170,9 @@ def _rope_object(reader: Reader, key: str) -> dict[str, Any] | None:
 
 
 def _rotary_base(reader: Reader, key: str, base: Any) -> int:
-    if type(base) not in (int, float) or not base >= 1 or base % 1:
-        raise reader.error(key, base, "expected a whole number of at least 1")
+    # Whole numbers up to 2^53 are fp64 numbers.
+    if not is_number(base) or not 1 <= base <= 2**53 or base % 1:
+        raise reader.error(key, base, "expected a whole number of 1 to 2^53")
     return int(base)
 
 
@@ -205,8 +203,8 @@ _LATENT_YARN = (
 
 
 def _rope_scaling(reader: Reader, rope: Values) -> RopeScaling:
-    names = {rope.pop(name) for name in ("rope_type", "type") if name in rope}
-    kind = str(names.pop()) if len(names) == 1 else "" if names else "default"
+    names = {str(rope.pop(name)) for name in ("rope_type", "type") if name in rope}
+    kind = names.pop() if len(names) == 1 else "" if names else "default"
     kind = reader.family.rope_names.get(kind, kind)
     if kind == "default" and not rope:
         return RopeScaling()
@@ -227,7 +225,9 @@ def _rope_scaling(reader: Reader, rope: Values) -> RopeScaling:
     required, others = (_LATENT_YARN, ()) if latent else _ROPE_KEYS[kind]
     if reader.get("original_max_position_embeddings", None) is not None:
         # transformers takes this one if both are there (Phi-3).
-        rope["original_max_position_embeddings"] = reader.count("original_max_position_embeddings")
+        rope["original_max_position_embeddings"] = reader.count(
+            "original_max_position_embeddings", 1
+        )
     rope = {name: value for name, value in rope.items() if value is not None}
     for name in (*required, *rope):
         if name not in (*required, *others):
@@ -256,20 +256,25 @@ def _rope_value(reader: Reader, name: str, value: Any) -> Any:
     has_list = name in ("short_factor", "long_factor")
     numbers = value if isinstance(value, list | tuple) else [value]
     is_list = isinstance(value, list | tuple)
-    if is_list is not has_list or any(type(one) not in (int, float) for one in numbers):
+    if is_list is not has_list or not all(map(is_number, numbers)):
         expected = "a list of numbers" if has_list else "a number"
         raise reader.error(f"rope_scaling.{name}", value, f"expected {expected}")
     if has_list:
         return tuple(map(float, numbers))
-    return int(value) if name == "original_max_position_embeddings" else float(value)
+    if name != "original_max_position_embeddings":
+        return float(value)
+    if value < 1 or value % 1:
+        raise reader.error(f"rope_scaling.{name}", value, "expected a whole number of at least 1")
+    return int(value)
 
 
 def _set_attention_factor(rope: Values) -> None:
     """The scale of rotated channels by the two weights of log(factor), if they are there."""
     weights = [rope.pop(name, None) for name in ("mscale", "mscale_all_dim")]
-    if "attention_factor" not in rope and all(weights):
+    # RopeScaling refuses other factors.
+    if "attention_factor" not in rope and all(weights) and rope["factor"] > 0:
         one, other = (0.1 * weight * math.log(rope["factor"]) + 1 for weight in weights)
-        rope["attention_factor"] = one / other
+        rope["attention_factor"] = one / other if other else math.inf
 
 
 def window(reader: Reader) -> Values:
@@ -411,7 +416,7 @@ def no_layer_embeddings(reader: Reader) -> Values:
 def full_attention(reader: Reader) -> Values:
     """The kinds of layers as MiniMax-M2's remote code has them, 1 for softmax attention."""
     kinds = reader.get("attn_type_list", None)
-    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {1}):
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != 1 for kind in kinds)):
         raise reader.error("attn_type_list", kinds, "megapack trains 1 only, softmax attention")
     return {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,17 @@ MISSING = object()
 
 Values = dict[str, Any]
 """Keys of `ModelConfig` and their values."""
+
+MOST = 2**31 - 1
+"""Largest whole number of a file."""
+# Far above any model: of each layer is made a letter or a name.
+_MOST_LAYERS = 10_000
+_MOST = {
+    "num_hidden_layers": _MOST_LAYERS,
+    "first_k_dense_replace": _MOST_LAYERS,
+    "num_nextn_predict_layers": 64,
+    "mtp_num_hidden_layers": 64,
+}
 
 # What transformers assumes in most families if a key is missing.
 OPTIONAL: Values = {
@@ -83,8 +95,11 @@ class Reader:
     def count(self, key: str, least: int = 0, default: Any = MISSING) -> int:
         """A whole number."""
         value = self.get(key, default)
+        most = _MOST.get(key, MOST)
         if type(value) is not int or value < least:
             raise self.error(key, value, f"expected a whole number of at least {least}")
+        if value > most:
+            raise self.error(key, value, f"expected at most {most}")
         return value
 
     def optional_count(self, key: str, default: Any = MISSING) -> int | None:
@@ -94,7 +109,7 @@ class Reader:
     def number(self, key: str, default: Any = MISSING) -> float:
         """A number above 0."""
         value = self.get(key, default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if not is_number(value) or not value > 0:
             raise self.error(key, value, "expected a number above 0")
         return float(value)
 
@@ -104,6 +119,25 @@ class Reader:
         if type(value) is not bool:
             raise self.error(key, value, "expected true or false")
         return value
+
+    def letters(self, key: str, kinds: Any, letters: Mapping[str, str], count: int = 0) -> str:
+        """The letters of a list of kinds of layers.
+
+        Args:
+            count: of layers; 0 = any number.
+        """
+        counts = [count] if count else range(1, _MOST_LAYERS + 1)
+        is_list = isinstance(kinds, list) and len(kinds) in counts
+        if not is_list or any(not isinstance(kind, str) or kind not in letters for kind in kinds):
+            raise self.error(key, kinds, f"expected {count or 'a list'} of {', '.join(letters)}")
+        return "".join(letters[kind] for kind in kinds)
+
+    def layers(self, key: str) -> set[int]:
+        """Numbers of layers; none if the key is missing or null."""
+        numbers = self.get(key, None) or []
+        if not isinstance(numbers, list) or any(type(one) is not int for one in numbers):
+            raise self.error(key, numbers, "expected a list of layers")
+        return set(numbers)
 
     def require(self, key: str, *values: Any, why: str = "") -> None:
         """Check that a key is missing or has one of these values."""
@@ -116,6 +150,11 @@ class Reader:
     def error(self, key: str, value: Any, advice: str) -> ConfigError:
         """The error of a key."""
         return ConfigError(f"{self.folder}: {FILE} has {key}={shown(value)}; {advice}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def shown(value: Any) -> str:

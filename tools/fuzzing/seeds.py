@@ -8,6 +8,9 @@ from functools import cache
 from pathlib import Path
 
 from megapack import Layout, Plan, Policy, SharedPrefixes, build_dp_schedule
+from tests.unit.config.hybrid_configs import HYBRID
+from tests.unit.config.published_configs import CONFIGS as CONFIGS_OF_FAMILIES
+from tests.unit.config.published_configs import FAMILY_MODELS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -70,6 +73,16 @@ def configs() -> list[bytes]:
         "plan.micro_batch_size=2\0model.freeze=['embedding.*']"
     )
     return [document.encode() for document in (*small, flow, text)]
+
+
+def hf_configs() -> list[bytes]:
+    """The published config.json of each family, each key as a piece; one as a file."""
+    published = [CONFIGS_OF_FAMILIES[name] for name in FAMILY_MODELS.values()]
+    documents = [*published, *HYBRID.values()]
+    pieces = [
+        "".join(f"\0{key}={json.dumps(value)}" for key, value in keys.items()) for keys in documents
+    ]
+    return [one.encode() for one in (*pieces, json.dumps(documents[0], indent=1))]
 
 
 def rollouts() -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -19,6 +20,7 @@ from megapack.config.sections import ModelConfig, TrainConfig
 from megapack.config.shipped import absent_weights
 from tests.unit.config.hybrid_configs import HYBRID
 from tests.unit.config.published_configs import CONFIGS, FAMILY_MODELS
+from tools.fuzzing.targets import refused
 from tools.benching.hf_configs import HF_CONFIGS
 
 pytestmark = pytest.mark.unit
@@ -414,6 +416,60 @@ def test_other_folders_are_one_line(content: str | None, message: str, tmp_path:
     with pytest.raises(ConfigError, match=message) as caught:
         read_hf_config(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *HYBRID])
+def test_numbers_beyond_any_model_are_refused_at_once(name: str, tmp_path: Path) -> None:
+    keys = PUBLISHED.get(name) or HYBRID[name]
+    numbers = [key for key, value in keys.items() if type(value) in (int, float)]
+    for key, value in itertools.product(numbers, (2**70, 10**400)):
+        path = folder(tmp_path, {**keys, key: value})
+        refused(lambda path=path: ModelConfig.from_hf(path), ConfigError)  # type: ignore[misc]
+    for layers in (10**4 + 1, 2**31, 2**63, 2**70):
+        with pytest.raises(ConfigError, match=r"num_hidden_layers|layer_types|hybrid_override"):
+            read_hf_config(folder(tmp_path, {**keys, "num_hidden_layers": layers}))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3", {"num_hidden_layers": 2**63}, "=9223372036854775808; expected at most 10000"),
+        ("gemma4_text", {"num_hidden_layers": 2**70}, "expected at most 10000"),
+        ("llama", {"hidden_size": 2**31}, "hidden_size=2147483648; expected at most 2147483647"),
+        ("llama", {"rms_norm_eps": 10**400}, "expected a number above 0"),
+        ("llama", {"rope_theta": 10**400}, r"expected a whole number of 1 to 2\^53"),
+        ("phi3", {"partial_rotary_factor": 10**400}, "expected a number"),
+        ("glm4_moe", {"num_nextn_predict_layers": 2**40}, "expected at most 64"),
+        ("deepseek_v3", {"first_k_dense_replace": 2**31 - 1}, "expected at most 10000"),
+        ("qwen3_next", {"layer_types": [["a"]]}, r"layer_types=.* of linear_attention"),
+        ("qwen3", {"layer_types": [{}] * 36}, "expected 36 of sliding_attention"),
+        ("minimax_m2", {"attn_type_list": [[1]]}, "megapack trains 1 only"),
+        ("qwen3_moe", {"mlp_only_layers": [[0]]}, "expected a list of layers"),
+        ("qwen3_moe", {"mlp_only_layers": [2, 3]}, "only the first layers can be dense"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M" * 10**5, "num_hidden_layers": 10**5},
+            "expected at most 10000",
+        ),
+        ("olmo3", {"rope_parameters": {"full_attention": [1]}}, "an object for each kind"),
+        ("llama", {"rope_scaling": {"rope_type": {}, "factor": 2.0}}, "megapack trains default"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}
+            | {"original_max_position_embeddings": 0},
+            "original_max_position_embeddings=0; expected a whole number of at least 1",
+        ),
+        ("qwen3", {"rope_scaling": {**_YARN, "factor": -1.0}}, "factor"),
+    ],
+)
+def test_values_of_no_model_are_one_line(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    keys = {**(PUBLISHED.get(name) or HYBRID[name]), **changes}
+    with pytest.raises(ConfigError, match=message) as caught:
+        ModelConfig.from_hf(str(folder(tmp_path, keys)))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
 
 
 def test_keys_without_effect_are_read(tmp_path: Path) -> None:
