@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import functools
-import logging
 import os
-import warnings
 
 import torch
 import torch.distributed as dist
 
 from megapack import cpu
 from megapack.base.choices import Device
+from megapack.base.known_warnings import quiet_known_warnings
 from megapack.errors import ConfigError
 from megapack.ranks.links import close_all
 from megapack.ranks.watchdog import abort_nccl
@@ -21,16 +19,23 @@ from megapack.ranks.watchdog import abort_nccl
 # less time.
 _TIMEOUT = datetime.timedelta(minutes=10)
 
-# Module of Megatron-Core -> start of a warning that it logs since 0.19, for every model. GPTModel
-# gets no new features; and DDP computes a layout that Megatron-LM's training loop passes in.
-_LOGGED = {
-    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
-    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param",
-}
+
+def world_size() -> int:
+    """Ranks of the job that torchrun started, or 1, before they meet.
+
+    Raises:
+        ConfigError: the environment is incomplete.
+    """
+    _check_environment()
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 
 def start(device: Device) -> torch.device:
     """Join the job that torchrun started, or a job of one.
+
+    On "cpu" this gives Megatron-Core stand-ins for what needs CUDA (`cpu.enable`), so call it
+    before Megatron's process groups are made. Warnings that Megatron-Core gives at every import are
+    silenced.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without RANK the job has one
     rank and needs no port.
@@ -39,6 +44,7 @@ def start(device: Device) -> torch.device:
         ConfigError: the device is cuda and torch finds none, or the environment is incomplete.
     """
     _check_environment()
+    quiet_known_warnings()
     if device == "cpu":
         cpu.enable()
     elif not torch.cuda.is_available():
@@ -53,33 +59,6 @@ def start(device: Device) -> torch.device:
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT
         )
     return torch.device("cpu" if device == "cpu" else f"cuda:{torch.cuda.current_device()}")
-
-
-def quiet_known_warnings() -> None:
-    """Silence harmless warnings of Megatron-Core and torch, which every rank would print at import.
-
-    They are about optional packages, deprecated names that Megatron-Core still uses, and its plans.
-    """
-    for message in (
-        r"(Transformer Engine and )?Apex (is|are) not installed",
-        r"full scope is deprecated",
-        r"The \.grad attribute of a Tensor that is not a leaf",
-        r"`torch\.distributed\.\w+_tensor` is deprecated",
-        r"If you are using transformer_engine as the transformer implementation",
-        r"The following imports from `dynamic_context\.py`",
-        r"The 'megatron\.core\.transformer\.custom_layers",
-        r"Using deprecated internal API from Transformer Engine",
-        r"transformer_engine\.[\w.]+ is deprecated",
-        r"absl\.logging is not installed",
-        r"MimoModelConfig is experimental",
-    ):
-        warnings.filterwarnings("ignore", message=message)
-    for module, start in _LOGGED.items():
-        logging.getLogger(module).addFilter(functools.partial(_starts_otherwise, start))
-
-
-def _starts_otherwise(start: str, record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(start)
 
 
 def stop(*, broken: bool = False) -> None:

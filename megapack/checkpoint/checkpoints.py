@@ -243,6 +243,21 @@ class Checkpoints:
                 "with plan.row_shapes=null, or from another checkpoint"
             ) from None
 
+    @property
+    def last_saved(self) -> Path | None:
+        """The last complete checkpoint in the run's folder; None if this run has none."""
+        if self._saved_at < 0:
+            return None
+        return folders.checkpoint_path(self.folder, self._saved_at)
+
+    def changes_since(self, checkpoint: Checkpoint) -> list[str]:
+        """Descriptions of the settings that differ from a checkpoint's, where they may."""
+        saved = folders.with_later_keys(checkpoint.manifest.config, to_dict(self.config))
+        now = to_dict(self.config)
+        keys = [key for key in now if key not in ("name", "runs_dir")]
+        found = folders.differences(saved, now, keys)
+        return [text for text in found if not text.startswith("train.resume=")]
+
     def due(self, num_steps: int) -> bool:
         """Whether to save after this many steps."""
         interval = self.config.train.save_interval

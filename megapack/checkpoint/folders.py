@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megapack.base.files import read_whole, strict_json, sync
+from megapack.base.files import read_text, strict_json, sync
 from megapack.errors import CheckpointError, MegapackError, brief, first_line
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: it cannot be read, or another version of megapack wrote it.
     """
     try:
-        values = strict_json(read_whole(path / MANIFEST).decode("utf-8"))
+        values = strict_json(read_text(path / MANIFEST))
         _refuse_format(path, values["format"])
         manifest = Manifest(**{**values, "position": Position(**values["position"])})
         _check_types(manifest)
@@ -369,6 +369,14 @@ def differences(saved: Any, now: Any, keys: Sequence[str]) -> list[str]:
         elif before != after:
             found.append(f"{key}={json.dumps(after)}, was {json.dumps(before)}")
     return found
+
+
+def with_later_keys(saved: Any, now: Any) -> Any:
+    """A saved config with the values of now where it lacks a key: an earlier version wrote it."""
+    if not isinstance(saved, dict) or not isinstance(now, dict):
+        return saved
+    own = {key: with_later_keys(value, now.get(key)) for key, value in saved.items()}
+    return {**now, **own}
 
 
 def _value(config: Any, key: str) -> Any:

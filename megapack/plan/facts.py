@@ -184,7 +184,7 @@ _FACTS = (
     Fact("num_dropped_rollouts", metric="num_dropped_rollouts"),
     Fact("tokens", metric="tokens"),
     Fact("packing_efficiency", metric="packing_efficiency"),
-    Fact("fill", column="fill", form=".1%"),
+    Fact("fill", metric="fill", column="fill", form=".1%"),
     Fact("padding_fraction", metric="padding_fraction", column="padding", form=".1%"),
     Fact("imbalance", metric="imbalance", column="imbalance", form=".3f"),
     Fact("bubble_fraction", metric="bubble_fraction", column="bubble", form=".1%"),

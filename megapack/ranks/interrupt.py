@@ -2,6 +2,7 @@
 
 Before a scheduler takes the machines away, it sends all or some ranks SIGTERM or a signal that the
 job chose (Slurm's `--signal`). A rank only records the signal; the ranks agree after each step.
+Before the first step there is nothing to save, and a rank ends at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+from megapack.errors import RunInterrupted
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 # Seconds that the watchdog has to report ranks that are gone before a process without checkpoints
@@ -20,8 +23,19 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LAST_REPORT_S = 1.0
 
 
+class StoppedEarlyError(KeyboardInterrupt):
+    """A signal came before the first step. Like Ctrl-C it ends whatever the rank is doing."""
+
+    exit_code = RunInterrupted.exit_code
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a signal ended the run before its first step, with nothing to save: start it again"
+        )
+
+
 class Interrupt:
-    """Inside this context SIGTERM and SIGUSR1 are recorded and do nothing else.
+    """Inside this context SIGTERM and SIGUSR1 are recorded, and before `begin` end the rank.
 
     Ctrl-C is not changed: a user who presses it does not want to wait. Outside of the main thread
     nothing changes, since Python handles signals in the main thread only.
@@ -40,6 +54,7 @@ class Interrupt:
         self.saves = saves
         self.noted = False
         self.is_watched = False
+        self._has_begun = False
         self._before: dict[signal.Signals, Any] = {}
         self._last_report = threading.Event()
         self._wakeup_before = -1
@@ -70,12 +85,34 @@ class Interrupt:
             self.bytes.close()
             self._writes.close()
 
+    @property
+    def ends_with(self) -> int | None:
+        """The exit code of a process that cannot handle a signal; None if the signal waits for the
+        step's end."""
+        if not self.saves:
+            return 128 + signal.SIGTERM
+        return None if self._has_begun else RunInterrupted.exit_code
+
+    def begin(self) -> None:
+        """Called before each step: from now on a signal waits for the step's end.
+
+        Raises:
+            StoppedEarlyError: a signal came before the first step, and its error was lost, as in a
+                callback of the compiler.
+        """
+        if self.noted and not self._has_begun:
+            raise StoppedEarlyError
+        self._has_begun = True
+
     def watchdog_is_done(self) -> None:
         """Called by the watchdog once it has checked the other ranks after a signal."""
         self._last_report.set()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        is_first = not self.noted
         self.noted = True
+        if self.saves and not self._has_begun and is_first:
+            raise StoppedEarlyError
         if not self.saves:
             if self.is_watched:
                 self._last_report.wait(_LAST_REPORT_S)

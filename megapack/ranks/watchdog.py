@@ -22,7 +22,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from megapack.ranks.board import Board, Failure, Process
-from megapack.ranks.interrupt import Interrupt
+from megapack.ranks.interrupt import SIGNALS, Interrupt
 from megapack.ranks.place import Place
 from megapack.ranks.watchdog_config import WatchdogConfig
 
@@ -196,7 +196,7 @@ class Watchdog:
             return
         try:
             signals.settimeout(self._tick_s)
-            if signal.SIGTERM in signals.recv(64):
+            if set(SIGNALS) & set(signals.recv(64)):
                 self._terminated_at = min(self._terminated_at, time.monotonic())
         except TimeoutError:
             pass
@@ -263,9 +263,9 @@ class Watchdog:
             assert self.failure is not None
             print(f"megapack: rank {self.rank}: {self.failure.text}", file=sys.stderr, flush=True)
             os._exit(1)
-        ends_on_sigterm = self._interrupt is not None and not self._interrupt.saves
-        if ends_on_sigterm and self._failed_at == float("inf") and terminated_s > _GRACE_S:
-            os._exit(128 + signal.SIGTERM)
+        code = None if self._interrupt is None else self._interrupt.ends_with
+        if code is not None and self._failed_at == float("inf") and terminated_s > _GRACE_S:
+            os._exit(code)
 
 
 class Peers:

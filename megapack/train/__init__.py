@@ -7,6 +7,7 @@ Modules:
     passes: log-probs and gradients of a batch
     calibrator: the run's own seconds -> the cost model of its next plans
     garbage: Python's garbage collection at the same steps on all ranks
+    first_lines: what a run says before its first step
     folder, metrics: what a run leaves behind
     trace, trackers: measured timelines; TensorBoard, W&B, MLflow, SwanLab
     marks: points in a rank's work, on the GPU's or the host's clock

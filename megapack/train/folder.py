@@ -31,6 +31,7 @@ from megapack.view.records import (
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
+SETTINGS_FILE = "settings.txt"
 # `flock` gives these on file systems without locks, such as Lustre mounted without flock.
 _WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
 
@@ -38,16 +39,17 @@ _WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
 class RunFolder:
     """`runs/<name>/`, written by one rank.
 
-    It holds config.yaml, metrics.jsonl, plan.json and lengths.txt of the last batch, trace.jsonl of
-    traced steps, and calibration.jsonl of fitted cost models. A folder of the same name from an
-    earlier run is kept as `<name>.1`, `<name>.2` and so on.
+    It holds config.yaml, settings.txt, metrics.jsonl, plan.json and lengths.txt of the last batch,
+    trace.jsonl of traced steps, and calibration.jsonl of fitted cost models. A folder of the same
+    name from an earlier run is kept as `<name>.1`, `<name>.2` and so on; an empty one is used, also
+    if it is a link to another disk.
 
     Args:
         continue_after: continue in the existing folder after this many steps: lines of later
             steps are cut from its files. None = a new folder.
 
     Raises:
-        ConfigError: another run is using the folder.
+        ConfigError: another run is using the folder, or it is a link to a folder that is gone.
         CheckpointError: the disk refuses a write. Every method that writes raises it.
     """
 
@@ -151,14 +153,24 @@ def _lock(file: TextIO) -> None:
 
 
 def _keep_earlier(path: Path) -> None:
-    if not path.exists():
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(
+            f"{path} is a link to {os.readlink(path)}, which does not exist; make that folder, or "
+            "set another name"
+        )
+    if not path.exists() or not set(os.listdir(path)) - {LOCK_FILE}:
         return
     number = 1
     while (kept := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     with lock_folder(path):
         path.rename(kept)
-    logger.warning("%s of an earlier run is kept as %s", path, kept)
+    link = f", a link to {os.readlink(kept)}" if kept.is_symlink() else ""
+    logger.warning(
+        "%s of an earlier run is kept as %s%s (train.resume=auto would go on in it); this run "
+        "writes a new folder",
+        *(path, kept, link),
+    )
 
 
 def _lines_until(path: Path, num_steps: int) -> str:

@@ -25,6 +25,7 @@ from megapack.checkpoint.checkpoints import Checkpoints
 from megapack.checkpoint.folders import Checkpoint, Position, drop_after
 from megapack.checkpoint.state import RunState
 from megapack.config.load import dump_yaml, to_dict
+from megapack.config.model_checks import checked_layout
 from megapack.config.sections import TrainConfig, check_installed
 from megapack.data.batches import (
     all_batches,
@@ -39,9 +40,8 @@ from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import RunInterrupted, StepOutOfMemory
 from megapack.gpt import build_model, initialize_parallel
 from megapack.gpt.optimizer import build_lr_schedule, build_optimizer, check_optimizer
-from megapack.gpt.settings import describe, layer_settings, reduction_settings
+from megapack.gpt.settings import reduction_settings
 from megapack.hf import LoadedWeights, export_hf, load_hf_weights
-from megapack.layout import Layout
 from megapack.loss.preference import PAIR_SIGN
 from megapack.model import check_replicas
 from megapack.outlook.stats import step_report
@@ -56,6 +56,7 @@ from megapack.schedule.adapter import ScheduleAdapter
 from megapack.train.ahead import Ahead
 from megapack.train.calibrator import Calibrator
 from megapack.train.critic import FIELDS, REWARDS, Critic
+from megapack.train.first_lines import first_lines, last_line
 from megapack.train.folder import RunFolder
 from megapack.train.garbage import GarbageCollection
 from megapack.train.kernels import agreed_kernels
@@ -86,13 +87,20 @@ def train(config: TrainConfig, interrupt: Interrupt) -> Path:
         MegapackError: on every rank. The message says what is wrong and what to set.
         RunInterrupted: on every rank, after one of them received SIGTERM or SIGUSR1 and the run was
             saved.
+        KeyboardInterrupt: on Ctrl-C. The message names the last checkpoint.
     """
+    # What the config alone says is refused before the ranks meet.
+    checked_layout(config, launch.world_size())
     device = launch.start(config.device)
-    ranks = None
+    ranks = trainer = None
     try:
         ranks = Ranks.start(config.watchdog, ends_process=True, interrupt=interrupt)
         with ranks.guarded():
-            return Trainer(config, device, interrupt, ranks).run()
+            trainer = Trainer(config, device, interrupt, ranks)
+            return trainer.run()
+    except KeyboardInterrupt as error:
+        error.args = error.args or (last_line(trainer),)
+        raise
     finally:
         launch.stop(broken=ranks is not None and ranks.has_failed)
 
@@ -104,15 +112,12 @@ class Trainer:
         self, config: TrainConfig, device: torch.device, interrupt: Interrupt, ranks: Ranks
     ) -> None:
         self.config = config
+        self.layout = checked_layout(config, launch.world_size())
         self.device = device
         self.interrupt = interrupt
         self.ranks = ranks
         agree(lambda: check_installed(config.train.trackers), device=device)
         agree(lambda: check_optimizer(config.optim), device=device)
-        self.layout: Layout = agree(
-            lambda: config.layout.to_layout(dist.get_world_size(), config.model.fp8_rows),
-            device=device,
-        )
         cost = agree(lambda: config.cost_model(self.layout), device=device)
         agree(lambda: None, device=device, same={"cost model": repr(cost)})
         with ranks.guarded("the first plan", predicted_s=COMPILE_S):
@@ -241,22 +246,8 @@ class Trainer:
         self.progress = Progress(
             active=dist.get_rank() == 0, log_interval=config.train.log_interval
         )
-        self.progress.line(f"{len(self.data)} samples, {self.layout}")
-        if config.data.drop_equal_rewards:
-            self.progress.line(
-                f"{self.data.num_dropped_groups} prompt groups of equal rewards left out"
-            )
-        self.progress.line(f"{self.kernels}; {self.adapter.vocabulary_head}")
-        settings = layer_settings(config.model, self.kernels.attention)
-        self.progress.line(describe(settings, self.reduction))
-        basis = "fitted by the run so far" if goes_on else config.cost_basis
-        self.progress.line(f"cost model {basis}")
-        if self.loaded is not None:
-            self.progress.line(f"loaded {self.loaded}")
-        if self.critic is not None and self.critic.loaded is not None:
-            self.progress.line(f"critic loaded {self.critic.loaded}")
-        if self.resumed is not None:
-            self.progress.line(f"resumed after step {self.num_steps}: {self.resumed.path}")
+        for line in first_lines(self, goes_on=goes_on):
+            self.progress.line(line)
         try:
             with self.garbage.manual():
                 for numbers, following in self._batches():
@@ -386,6 +377,7 @@ class Trainer:
         self._last = batch
         for index in range(first_step, len(batch.plan.steps)):
             self._raise_if_stopping()
+            self.interrupt.begin()
             self._step(batch, index, batch_seconds)
             if self._stopping or self.checkpoints.due(self.num_steps):
                 self._save(batch)

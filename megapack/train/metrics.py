@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import torch
 from tqdm import tqdm
@@ -18,13 +19,13 @@ from megapack.plan.plan import Plan
 from megapack.schedule.adapter import StepResult
 from megapack.train.trackers import Metrics
 
-# Metrics that the progress bar shows, and how.
+# Metrics that the progress bar shows, and how. Entropy is not among them: few steps have it.
 _SHOWN = {
     "loss": "loss {:.4f}",
     "grad_norm": "grad {:.3f}",
-    "entropy_nats": "entropy {:.3f}",
     "tokens_per_second": "{:.0f} tokens/s",
-    "packing_efficiency": "packed {:.1%}",
+    "padding_fraction": "padding {:.1%}",
+    "fill": "fill {:.1%}",
     "num_microbatches_per_rank": "M {}",
     "imbalance": "imbalance {:.2f}",
     "step_measured_s": "{:.2f} s",
@@ -104,20 +105,29 @@ class Progress:
         self._interval = log_interval
         on_terminal = active and sys.stdout.isatty()
         self._bar = tqdm(unit="step", file=sys.stdout) if on_terminal else None
+        self._total = 0
+        # The first step of this process, and when it ended: it may compile and allocate.
+        self._first: tuple[int, float] | None = None
 
     def expect(self, num_steps: int, num_done: int = 0) -> None:
         """Set the number of steps of the whole run, and of those done before a resume."""
+        self._total = num_steps
         if self._bar is not None:
             self._bar.reset(total=num_steps)
             self._bar.update(num_done)
 
     def step(self, number: int, metrics: Metrics) -> None:
-        """Show one step's metrics."""
+        """Show one step's metrics, and without a bar the time left if it is a minute or more."""
+        now = time.monotonic()
+        first, began = self._first = self._first or (number, now)
         if self._bar is not None:
             self._bar.update()
             self._bar.set_postfix_str(_short(metrics))
         elif self._active and number % self._interval == 0:
-            print(f"step {number}: {_short(metrics)}", flush=True)
+            left = ""
+            if number > first:
+                left = _time_left((self._total - number) * (now - began) / (number - first))
+            print(f"step {number}/{self._total}: {_short(metrics)}{left}", flush=True)
 
     def line(self, text: str) -> None:
         """Show a line of text, above the bar if there is one."""
@@ -142,6 +152,15 @@ def plan_line(plan: Plan) -> str:
         f"plan {plan.digest()[:12]}: {plan.num_samples} samples, {len(steps)} step(s), "
         f"M = {spans}{', ...' if len(steps) > 8 else ''}, "
         f"{counts.num_dropped_rollouts} rollout(s) dropped{features}"
+    )
+
+
+def _time_left(seconds: float) -> str:
+    if seconds < 60:
+        return ""
+    minutes = round(seconds / 60)
+    return (
+        f"  {minutes // 60} h {minutes % 60} min left" if minutes >= 60 else f"  {minutes} min left"
     )
 
 

@@ -164,6 +164,17 @@ def test_torchs_error_alone_may_mean_a_full_disk() -> None:
     )
 
 
+def test_later_keys_are_no_difference() -> None:
+    """A config that an earlier version wrote lacks keys; one that is gone is a difference."""
+    saved = {"name": "a", "optim": {"lr": 1.0, "old": 2}, "data": {"weights": {"a": 1}}}
+    now = {"name": "b", "optim": {"lr": 2.0, "new": 3}, "data": {"weights": {"b": 1}}, "plan": {}}
+    filled = folders.with_later_keys(saved, now)
+    assert folders.differences(filled, now, ["optim", "plan"]) == [
+        "optim.lr=2.0, was 1.0",
+        "optim.old=null, was 2",
+    ]
+
+
 def test_an_incomplete_manifest_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     values: dict[str, Any] = json.loads((path / folders.MANIFEST).read_text())

@@ -91,8 +91,8 @@ def load_error(folder: Path) -> BaseException:
     with pytest.MonkeyPatch.context() as patch:
         # torch warns that a single process loads.
         patch.setattr("warnings.warn", lambda *args, **kwargs: None)
+        state = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
         with pytest.raises(torch_checkpoint.CheckpointException) as caught:
-            state = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
             torch_checkpoint.load(state, checkpoint_id=folder, no_dist=True)
     return caught.value
 

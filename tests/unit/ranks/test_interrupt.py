@@ -10,7 +10,8 @@ import threading
 
 import pytest
 
-from megapack.ranks.interrupt import SIGNALS, Interrupt
+from megapack.errors import RunInterrupted
+from megapack.ranks.interrupt import SIGNALS, Interrupt, StoppedEarlyError
 
 pytestmark = pytest.mark.unit
 
@@ -19,12 +20,27 @@ pytestmark = pytest.mark.unit
 def test_a_signal_is_recorded(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with Interrupt(saves=True) as interrupt:
+        interrupt.begin()
         assert not interrupt.noted
         signal.raise_signal(number)
         # A rank may get it twice: from the scheduler, and passed on by the launcher.
         signal.raise_signal(number)
         assert interrupt.noted
+        assert interrupt.ends_with is None
+        interrupt.begin()
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_before_the_first_step_ends_the_rank_at_once(number: signal.Signals) -> None:
+    with Interrupt(saves=True) as interrupt:
+        assert interrupt.ends_with == RunInterrupted.exit_code
+        with pytest.raises(KeyboardInterrupt, match="before its first step, with nothing to save"):
+            signal.raise_signal(number)
+        # The second one must not disturb the end; and the first one's error may have been lost.
+        signal.raise_signal(number)
+        with pytest.raises(StoppedEarlyError):
+            interrupt.begin()
 
 
 def test_handlers_are_restored_after_an_error() -> None:
@@ -60,6 +76,7 @@ def test_ignored_signals_end_a_run_without_checkpoints(
 
 def test_a_watchdog_gets_a_byte_per_signal() -> None:
     with Interrupt(saves=True) as interrupt:
+        interrupt.begin()
         assert interrupt.bytes is not None
         signal.raise_signal(signal.SIGTERM)
         interrupt.bytes.settimeout(5)

@@ -348,6 +348,7 @@ def test_sigterm_ends_a_stuck_process_sooner(
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     with Interrupt(saves=True) as interrupt:
+        interrupt.begin()
         one = make(ends_process=True, interrupt=interrupt)
         one.report(Failure(text="rank 1 failed"))
         signal.raise_signal(signal.SIGTERM)
@@ -355,6 +356,33 @@ def test_sigterm_ends_a_stuck_process_sooner(
         until(lambda: codes)
         one.stop()
     assert set(codes) == {1}
+
+
+@pytest.mark.parametrize(
+    ("saves", "number", "code"),
+    [(True, signal.SIGTERM, 75), (True, signal.SIGUSR1, 75), (False, signal.SIGTERM, 143)],
+)
+def test_a_signal_before_the_first_step_ends_a_stuck_process(
+    make: Make,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    saves: bool,
+    number: signal.Signals,
+    code: int,
+) -> None:
+    """The main thread waits in a collective and never runs Python's handler."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with Interrupt(saves=saves) as interrupt:
+        signal.signal(number, lambda *_: None)
+        one = make(ends_process=True, interrupt=interrupt)
+        signal.raise_signal(number)
+        until(lambda: one._terminated_at < float("inf"))
+        assert codes == []
+        clock.now += 3
+        until(lambda: codes)
+        one.stop()
+    assert set(codes) == {code}
 
 
 def test_a_job_of_one_rank_needs_no_store(make: Make, clock: Clock) -> None:

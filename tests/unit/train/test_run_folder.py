@@ -65,7 +65,37 @@ def test_earlier_runs_are_kept_in_order(tmp_path: Path, caplog: pytest.LogCaptur
     texts = {p.name: (p / "config.yaml").read_text() for p in tmp_path.iterdir()}
     assert texts == {"run.1": "run 0", "run.2": "run 1", "run": "run 2"}
     assert [r.levelno for r in caplog.records] == [logging.WARNING] * 2
-    assert "run.2" in caplog.records[1].getMessage()
+    assert caplog.records[1].getMessage() == (
+        f"{tmp_path}/run of an earlier run is kept as {tmp_path}/run.2 (train.resume=auto would go "
+        "on in it); this run writes a new folder"
+    )
+
+
+def test_an_empty_folder_is_used_also_through_a_link(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / "run").symlink_to(disk)
+    folder(runs).write_text("config.yaml", "run 0")
+    assert (disk / "config.yaml").read_text() == "run 0"
+    assert os.listdir(runs) == ["run"]
+    assert caplog.records == []
+    # Now it is not empty.
+    folder(runs).write_text("config.yaml", "run 1")
+    assert sorted(os.listdir(runs)) == ["run", "run.1"]
+    assert (disk / "config.yaml").read_text() == "run 0"
+    assert not (runs / "run").is_symlink()
+    assert f"kept as {runs}/run.1, a link to {disk} (" in caplog.records[0].getMessage()
+
+
+def test_a_link_to_a_folder_that_is_gone_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"gone, which does not exist; make that folder, or set"):
+        folder(tmp_path)
+    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
@@ -100,7 +130,7 @@ def test_a_process_locks_a_folder_until_it_is_killed(tmp_path: Path) -> None:
             folder(tmp_path)
         other.kill()
     folder(tmp_path)
-    assert (tmp_path / "run.1" / ".lock").exists()
+    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_a_folder_without_lock_support_gives_a_warning(

@@ -74,7 +74,9 @@ METRICS = {
     "loss": 0.5,
     "grad_norm": 1.25,
     "tokens_per_second": 1234.5,
-    "packing_efficiency": 0.987,
+    "padding_fraction": 0.013,
+    "fill": 0.2,
+    "entropy_nats": 5.5,
     "num_microbatches_per_rank": 6,
     "step_measured_s": 0.5,
     "step_predicted_s": None,
@@ -85,14 +87,39 @@ METRICS = {
 def test_progress_is_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(active=True, log_interval=2)
     progress.line("starting")
+    progress.expect(4)
     for number in range(1, 5):
         progress.step(number, METRICS)
     progress.close()
     out, err = capsys.readouterr()
-    line = "loss 0.5000  grad 1.250  1234 tokens/s  packed 98.7%  M 6  0.50 s"
-    assert out.splitlines() == ["starting", f"step 2: {line}", f"step 4: {line}"]
+    line = "loss 0.5000  grad 1.250  1234 tokens/s  padding 1.3%  fill 20.0%  M 6  0.50 s"
+    assert out.splitlines() == ["starting", f"step 2/4: {line}", f"step 4/4: {line}"]
     assert "\r" not in out
     assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("total", "left"), [(12, ""), (24, "3 min left"), (1000, "2 h 45 min left")]
+)
+def test_step_lines_show_the_time_left(
+    total: int, left: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps take 10 s, except for the first, which takes minutes; the run resumed after step 5."""
+    clock = iter([500.0, 510.0, 520.0])
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
+    progress = Progress(active=True, log_interval=1)
+    progress.expect(total, 5)
+    for number in (6, 7, 8):
+        progress.step(number, {"loss": 0.5})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"step 6/{total}: loss 0.5000"
+    assert lines[2] == f"step 8/{total}: loss 0.5000{left and f'  {left}'}"
+
+
+def test_fill_is_the_part_of_the_budget_that_rows_hold() -> None:
+    values = metrics_of([20, 20], Layout(dp=2), max_tokens_per_gpu=100)
+    assert (values["fill"], values["padding_fraction"]) == (0.2, 0.0)
+    assert metrics_of([20, 20], Layout(dp=2), micro_batch_size=1)["fill"] is None
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megapack import launch
+from megapack.base.known_warnings import _LOGGED, quiet_known_warnings
 
 pytestmark = pytest.mark.unit
 
@@ -19,9 +19,9 @@ DDP = "megatron.core.distributed.distributed_data_parallel"
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        launch.quiet_known_warnings()
+        quiet_known_warnings()
         yield
-    for name in launch._LOGGED:
+    for name in _LOGGED:
         logging.getLogger(name).filters.clear()
 
 

@@ -1,0 +1,59 @@
+"""What a run says before its first step, and when Ctrl-C ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megapack import cpu
+from megapack.gpt.settings import describe, layer_settings
+from megapack.train.folder import SETTINGS_FILE
+
+if TYPE_CHECKING:
+    from megapack.train.job import Trainer
+
+
+def first_lines(run: Trainer, *, goes_on: bool) -> Iterator[str]:
+    """The lines before the first step; also writes those about the machine to settings.txt.
+
+    Args:
+        goes_on: the cost model is the one that the resumed run had fitted.
+    """
+    config = run.config
+    yield f"{len(run.data)} samples, {run.layout.label}"
+    if config.data.drop_equal_rewards:
+        yield f"{run.data.num_dropped_groups} prompt groups of equal rewards left out"
+    settings = layer_settings(config.model, run.kernels.attention)
+    basis = "fitted by the run so far" if goes_on else config.cost_basis
+    of_machine = [
+        f"{run.kernels}; {run.adapter.vocabulary_head}",
+        describe(settings, run.reduction),
+        f"cost model {basis}",
+    ]
+    if run.folder is not None:
+        run.folder.write_text(SETTINGS_FILE, "\n".join([*of_machine, ""]))
+    if cpu.uses_cuda():
+        yield from of_machine
+    else:
+        yield f"CPU run: GPU kernels, fusions and overlap are off (see {SETTINGS_FILE})"
+    if run.loaded is not None:
+        yield f"loaded {run.loaded}"
+    if run.critic is not None and run.critic.loaded is not None:
+        yield f"critic loaded {run.critic.loaded}"
+    if run.resumed is not None:
+        yield f"resumed after step {run.num_steps}: {run.resumed.path}"
+        if changed := run.checkpoints.changes_since(run.resumed):
+            yield f"changed since then: {'; '.join(changed)}"
+
+
+def last_line(run: Trainer | None) -> str:
+    """How far a run came that Ctrl-C ended, and how it goes on."""
+    if run is None:
+        return "interrupted before the first step"
+    done = f"interrupted after step {run.num_steps}"
+    saved = run.checkpoints.last_saved
+    if saved is not None:
+        return f"{done}; go on from {saved} with train.resume=auto"
+    every = run.config.train.save_interval
+    why = "train.save_interval is not set" if every is None else f"train.save_interval={every}"
+    return f"{done}; it has no checkpoint yet ({why}), so it would start anew"
