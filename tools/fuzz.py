@@ -2,10 +2,10 @@
 
     python tools/fuzz.py TARGET --runs 200000 [--seconds N] [--seed 1] [--corpus DIR] [--out FILE]
 
-TARGET is plan_json, plan_text, config, rollouts, schedule or all. Targets run one after the other,
-each in its own process. With --corpus a later run continues from this one's inputs. The exit code
-is 1 if there are findings. A finding is any exception except the documented one-line errors, an
-input that takes more than 1 s of CPU time, or one that needs more than 500 MiB.
+TARGET is plan_json, plan_text, config, hf_config, rollouts, schedule or all. Targets run one after
+the other, each in its own process. With --corpus a later run continues from this one's inputs. The
+exit code is 1 if there are findings. A finding is any exception except the documented one-line
+errors, an input that takes more than 1 s of CPU time, or one that needs more than 500 MiB.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from megapack.model.overlap import finish_param_gathers
 from megapack.ranks.agree import agree
 
 _CONFIG = "adapter_config.json"
+_MAX_BYTES = 1 << 20
 _TENSORS = "adapter_model.safetensors"
 
 
@@ -196,7 +197,7 @@ def _scale(chunks: Sequence[Any], device: torch.device) -> tuple[int, float]:
 def _check_scale(stored: HfFolder, scale: float) -> None:
     file = stored.path / _CONFIG
     try:
-        config = strict_json(read_text(file))
+        config = strict_json(read_text(file, _MAX_BYTES))
         rank = int(config["r"])
         found = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
         varies = bool(config.get("alpha_pattern"))

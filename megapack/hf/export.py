@@ -151,6 +151,7 @@ class Exporter:
 
     def _planned(self, blocks: Sequence[Sequence[Block]], stored: HfFolder) -> ExportPlan:
         """The plan for all ranks' blocks."""
+        output.small_files(self.like)
         every = [block for own in blocks for block in own]
         is_value_model = any(is_value_head(block) for block in every)
         keys = (block.key for block in every)
@@ -174,6 +175,7 @@ class Exporter:
 
     def _open(self, plan: ExportPlan, replace: bool) -> None:
         output.check_free(self.folder, replace=replace)
+        output.check_apart(self.folder, self.like)
         output.open_part(self.folder)
         output.check_space(self.folder, plan.num_bytes)
 

@@ -114,10 +114,11 @@ class HfFolder:
 
 def _weight_map(path: Path, single: str) -> dict[str, str] | None:
     """The index's file of each tensor; None if the folder has a single file."""
-    if (path / single).exists():
+    # A pipe or a device, which would be read for ever, is no file.
+    if (path / single).is_file():
         return None
     file = path / INDEX
-    if not file.exists():
+    if not file.is_file():
         raise ConfigError(_what_is_missing(path, single))
     try:
         weight_map = strict_json(read_text(file))["weight_map"]

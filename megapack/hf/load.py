@@ -22,6 +22,7 @@ from megapack.hf.blocks import Block, RowSpan, hf_shapes, own_blocks, row_spans
 from megapack.hf.folder import HfFolder
 from megapack.hf.gather import gather_distinct
 from megapack.hf.names import VALUE_HEAD, TensorNames
+from megapack.hf.unused import LeftOut, check_values
 from megapack.ranks.agree import agree
 
 Shapes = dict[str, tuple[int, ...]]
@@ -80,6 +81,7 @@ def load_hf_weights(
     for part in gather_distinct(shapes):
         model |= part
     ignored = agree(lambda: check_tensors(model, stored, names), device=device)
+    check_values(ignored, model, stored, names, device=device)
     num_bytes = agree(lambda: read_blocks(held, stored, names), device=device)
     return LoadedWeights(
         folder=stored.path,
@@ -104,7 +106,12 @@ def names_of(
     """
     config = read_hf_config(stored.path)
     return kind(
-        config.model_type, config.values, stored.tensors, keys, is_value_model=is_value_model
+        config.model_type,
+        config.values,
+        stored.tensors,
+        keys,
+        is_value_model=is_value_model,
+        num_mtp_layers=config.num_mtp_layers,
     )
 
 
@@ -134,12 +141,12 @@ def check_tensors(model: Shapes, stored: HfFolder, names: TensorNames) -> list[s
                 f"{list(model[name])}; its config.json is of another model"
             )
     extra = sorted(stored.tensors.keys() - model.keys())
-    has_own_head = "lm_head.weight" in model
-    unused = [name for name in extra if not names.is_ignorable(name, has_own_head=has_own_head)]
+    left_out = LeftOut(names, model)
+    unused = [name for name in extra if not left_out.may_be(name)]
     if unused:
         raise ConfigError(
             f"{stored} has {len(unused)} tensors that the model would not use, such as "
-            f"{unused[0]}; its config.json is of another model, or keys of model leave them out"
+            f"{unused[0]}; {names.why_unknown(unused[0])}"
         )
     return extra
 

@@ -60,6 +60,8 @@ class Place:
 
 HEAD = "output_layer.weight"
 """Megatron's name of the output layer."""
+LM_HEAD = "lm_head.weight"
+"""The folder's."""
 ADAPTER = ".adapter."
 """What names of Megatron-Bridge's adapters have in them."""
 VALUE_HEAD = "score.weight"
@@ -138,6 +140,13 @@ class TensorNames:
             are one tensor.
         keys: Megatron's tensors, all or those of a rank. They say whether a layer is a block.
         is_value_model: whether the model has a value head. It has no multi-token prediction.
+        num_mtp_layers: depths of multi-token prediction that config.json counts.
+
+    Attributes:
+        depths: how the names of these depths' layers begin; none if the family has no table of
+            them.
+        rotary: base and channels of the rotary embedding; a base of 0 if layers have several, or
+            none.
 
     Raises:
         ConfigError: there is no table for this kind of model.
@@ -151,6 +160,7 @@ class TensorNames:
         keys: Iterable[str] = (),
         *,
         is_value_model: bool = False,
+        num_mtp_layers: int = 0,
     ) -> None:
         if model_type not in TABLES:
             raise ConfigError(
@@ -191,6 +201,12 @@ class TensorNames:
             "model.",
         )
         self._mtp = self._table.mtp
+        self.depths = [
+            self._of_depth(self._mtp.layer, depth)
+            for depth in range(num_mtp_layers)
+            if self._mtp is not None
+        ]
+        self.rotary = _rotary(values, self._head_width)
         self._is_value_model = is_value_model
         self._stored = set(names)
         ends = tuple(self._table.stacked.values())
@@ -256,7 +272,7 @@ class TensorNames:
 
     def _outer_rows(self, key: str, num_rows: int) -> Rows:
         if key == HEAD:
-            name = VALUE_HEAD if num_rows == 1 else "lm_head.weight"
+            name = VALUE_HEAD if num_rows == 1 else LM_HEAD
         elif key in self._table.outer:
             name = self._prefix + self._table.outer[key]
         else:
@@ -326,29 +342,59 @@ class TensorNames:
             ]
         return found
 
-    def is_ignorable(self, name: str, *, has_own_head: bool) -> bool:
-        """Whether a folder may hold a tensor that the model does not have.
-
-        Args:
-            has_own_head: whether the model uses the folder's `lm_head.weight`. A tied model does
-                not, and a value head replaces it.
-        """
-        if name == "lm_head.weight":
-            return not has_own_head
-        return self._is_mtp(name) or name.endswith("rotary_emb.inv_freq") or self.is_kept(name)
+    def why_unknown(self, name: str) -> str:
+        """What to do about a tensor that a folder may not have."""
+        layer = re.match(re.escape(self._prefix) + r"layers\.(\d+)\.", name)
+        if (layer and int(layer[1]) >= self.num_layers) or name.removeprefix(
+            self._prefix
+        ).startswith("mtp"):
+            return (
+                f"config.json counts {self.num_layers} layers and {len(self.depths)} of "
+                "multi-token prediction: correct it (num_hidden_layers, num_nextn_predict_layers), "
+                "or remove the tensors"
+            )
+        return "its config.json is of another model, or keys of model leave them out"
 
     def is_kept(self, name: str) -> bool:
         """Whether an export copies a tensor from the folder if the model does not have it: those
         of the vision model, and of multi-token prediction that is not trained."""
-        if self._is_mtp(name):
-            return self._mtp is not None and not self._is_value_model
+        if self.depth_of(name) is not None:
+            return not self._is_value_model
         return name.startswith(self._table.kept)
 
-    def _is_mtp(self, name: str) -> bool:
-        layer = re.match(re.escape(self._prefix) + r"layers\.(\d+)\.", name)
-        if layer:
-            return int(layer[1]) >= self.num_layers
-        return name.startswith(("mtp.", f"{self._prefix}mtp_layers."))
+    def is_rotary_table(self, name: str) -> bool:
+        """Whether it is the rotary angles, which old folders hold, of the model or of a layer."""
+        if not self.rotary[0]:
+            return False
+        layer = re.fullmatch(
+            r"(?:layers\.(\d+)\.self_attn\.)?rotary_emb\.inv_freq", name.removeprefix(self._prefix)
+        )
+        return layer is not None and int(layer[1] or 0) < self.num_layers
+
+    def depth_of(self, name: str) -> str | None:
+        """How the names of a depth of multi-token prediction begin, if config.json counts it and
+        the tensor is of it."""
+        for depth, begin in enumerate(self.depths):
+            assert self._mtp is not None
+            parts = self._mtp.enorm, self._mtp.hnorm, self._mtp.eh_proj, self._mtp.final_layernorm
+            if name.startswith(begin) or name in [self._of_depth(part, depth) for part in parts]:
+                return begin
+        return None
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """Tensors of the folder that are copies of one of the model: copy -> the model's."""
+        embedding = self._prefix + self._table.outer[EMBEDDING]
+        own = (LM_HEAD, embedding)
+        return {LM_HEAD: embedding, **{copy: one for one in own for copy in self.copies(one)}}
+
+
+def _rotary(values: Mapping[str, Any], head_width: int) -> tuple[float, int]:
+    """See `TensorNames`."""
+    if values.get("rotary_pattern") or values.get("position_embedding_type") == "none":
+        return 0.0, 0
+    width = values.get("qk_rope_head_dim") or int(head_width * values.get("rotary_percent", 1.0))
+    return float(values.get("rotary_base") or 0.0), width
 
 
 def _has_split_blocks(keys: Iterable[str]) -> bool:

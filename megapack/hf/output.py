@@ -14,19 +14,31 @@ from megapack.checkpoint import folders
 from megapack.config.hf_config import MTP_KEYS, read_hf_config, value_architecture
 from megapack.errors import CheckpointError, ConfigError
 
-# What a model's folder has besides weights: generation config, tokenizer, chat template, and the
-# code of models and tokenizers that transformers does not have.
-_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
-_TEMPLATES = "additional_chat_templates"
+# What readers want of a model's folder besides weights and config.json. Nothing else is copied:
+# with an adapter_config.json, a params.json or an index of the folder they load another model.
+_COPIED = (
+    *("generation_config.json", "*processor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.model", "*.tiktoken"),
+    *("chat_template.json", "*.jinja", "additional_chat_templates/*.jinja"),
+    # Of embedding models: how they pool.
+    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+    "[0-9]_*/config.json",
+)
+# The code of models and tokenizers that transformers does not have; these files name it.
+_CODE = "*.py"
+_NAMES_CODE = ("config.json", "tokenizer_config.json", "processor_config.json")
 
 
 def target(folder: str | Path) -> Path:
-    """The folder of an export, without `..` after a name.
+    """The folder of an export, without `..` after a name; of a link, where it leads.
 
     Raises:
         ConfigError: it is the root of the file system.
     """
     path = Path(os.path.normpath(folder))
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
     if path.name in ("", ".."):
         path = Path(os.path.abspath(folder))
     if not path.name:
@@ -38,6 +50,13 @@ def check_free(folder: Path, *, replace: bool) -> None:
     """Raise ConfigError if something is at the folder's place."""
     if folder.exists() and not replace and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists; set another folder, or remove it")
+
+
+def check_apart(folder: Path, like: Path) -> None:
+    """Raise ConfigError if the folder has the model's within, which replacing it would remove."""
+    source = Path(os.path.realpath(like))
+    if Path(os.path.realpath(folder)) in source.parents:
+        raise ConfigError(f"{folder} has {like} within, which the export reads; set another folder")
 
 
 def part_path(folder: Path) -> Path:
@@ -91,15 +110,39 @@ def check_space(folder: Path, num_bytes: int) -> None:
         )
 
 
-def copy_small_files(like: Path, folder: Path) -> None:
-    """Copy everything but weights and config.json, such as the tokenizer, into an open part."""
-    part = part_path(folder)
-    for pattern in _COPIED:
+def small_files(like: Path) -> list[str]:
+    """The files of a folder that an export copies, such as the tokenizer's, by their paths in it.
+
+    Raises:
+        ConfigError: one is no file, or a link out of the folder: into an export, which others may
+            read, comes nothing else of this machine. The hub's cache is made of links to its own
+            files, which are allowed.
+    """
+    root = Path(os.path.realpath(like))
+    homes = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    texts = [file.read_bytes() for file in map(like.joinpath, _NAMES_CODE) if file.is_file()]
+    has_code = any(b'"auto_map"' in text for text in texts)
+    found = []
+    for pattern in (*_COPIED, _CODE) if has_code else _COPIED:
         for file in sorted(like.glob(pattern)):
-            if file.name != "config.json" and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, part / file.name)
-    if (like / _TEMPLATES).is_dir():
-        shutil.copytree(like / _TEMPLATES, part / _TEMPLATES)
+            real = Path(os.path.realpath(file))
+            if not file.is_file() or not any(real.is_relative_to(home) for home in homes):
+                what = (
+                    f"a link to {real}, outside of the model's folder"
+                    if file.is_file()
+                    else "no file"
+                )
+                raise ConfigError(f"{file} is {what}; put the file itself there, or remove it")
+            found.append(str(file.relative_to(like)))
+    return found
+
+
+def copy_small_files(like: Path, folder: Path) -> None:
+    """Copy a folder's `small_files` into an open part."""
+    for name in small_files(like):
+        own = part_path(folder) / name
+        own.parent.mkdir(exist_ok=True)
+        shutil.copyfile(like / name, own)
 
 
 def write_config(like: Path, folder: Path, *, dtype: str | None, is_value_model: bool) -> None:

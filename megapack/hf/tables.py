@@ -301,7 +301,13 @@ TABLES: Mapping[str, Table] = {
     "qwen3_5_moe": _QWEN_MULTIMODAL,
     "qwen3_5_moe_text": _QWEN_TEXT,
     "gpt_oss": Table(layers=_GPT_OSS, stacked=_STACKED_COLUMNS, has_expert_columns=True),
-    "nemotron_h": Table(layers=_NEMOTRON, outer=_NEMOTRON_OUTER, has_blocks=False),
+    "nemotron_h": Table(
+        layers=_NEMOTRON,
+        outer=_NEMOTRON_OUTER,
+        has_blocks=False,
+        # Of multi-token prediction.
+        kept=("mtp.",),
+    ),
     "olmo2": Table(layers=_OLMO),
     "olmo3": Table(layers=_OLMO),
     "phi3": Table(layers=_PHI),

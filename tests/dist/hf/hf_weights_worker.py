@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from megapack import Layout, launch
 from megapack.config.sections import ModelConfig
@@ -25,6 +26,7 @@ from megapack.hf.blocks import own_blocks
 from megapack.hf.shards import ShardWriter
 from tests.dist.groups import end_model_parallel
 from tests.dist.setup import error_of
+from tests.unit.hf.tiny_llama import read_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +197,24 @@ def run_errors(models: Path, out: Path, device: torch.device) -> dict[str, str]:
     dist.barrier()
     found["exists"] = error_of(export)
     end_model_parallel()
+    tied = out / "own_head"
+    if dist.get_rank() == 0:
+        write_own_head(models / "qwen3_tied", tied)
+    dist.barrier()
+    chunks = build(CASES["tied_vpp2"], tied)
+    found["own_head"] = error_of(lambda: load(chunks, tied, device))
+    end_model_parallel()
     return found
+
+
+def write_own_head(folder: Path, copy: Path) -> None:
+    """Copy a tied folder, with an output layer that differs from the embedding in its last row."""
+    tensors = read_folder(folder)
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1.0
+    copy.mkdir()
+    (copy / "config.json").write_text((folder / "config.json").read_text())
+    save_file({**tensors, "lm_head.weight": head}, copy / "model.safetensors")
 
 
 def load(chunks: list[Any], folder: Path, device: torch.device) -> None:

@@ -121,6 +121,9 @@ def test_an_error_of_one_rank_is_every_ranks(ran: Path) -> None:
         assert "1 of 4 ranks failed: rank 2: CheckpointError" in report["export"]
         assert "cannot be written (No space left on device)" in report["export"]
         assert "exists; set another folder, or remove it" in report["exists"]
+        # One rank has read the row that differs.
+        assert report["own_head"].startswith("ConfigError: ")
+        assert "lm_head.weight differs from model.embed_tokens.weight" in report["own_head"]
     left = {path.name for path in (ran / "out").glob("failed*")}
     assert left == {"failed"}
     assert (ran / "out" / "failed").is_file()

@@ -20,7 +20,13 @@ from megapack.hf.export_plan import plan_export
 from megapack.hf.folder import HfFolder
 from megapack.hf.load import names_of
 from tests.unit.checkpoint.test_checkpoint_crash import crashing
-from tests.unit.hf.tiny_llama import hf_tensors, megatron_tensors, read_folder, write_folder
+from tests.unit.hf.tiny_llama import (
+    as_snapshot,
+    hf_tensors,
+    megatron_tensors,
+    read_folder,
+    write_folder,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -169,3 +175,105 @@ def test_writing_is_spread_over_the_ranks(tmp_path: Path) -> None:
     assert {part.holder for part in target.parts} == {0, 1}
     with pytest.raises(ConfigError, match=r"hold 16 of the 48 numbers of decoder\.layers\.0"):
         plan_export([[right], [right]], names, lambda _, own: own, 10**9)
+
+
+COPIED = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"),
+    *("merges.txt", "spiece.model", "qwen.tiktoken", "chat_template.jinja", "modules.json"),
+    *("preprocessor_config.json", "additional_chat_templates/tools.jinja", "1_Pooling/config.json"),
+)
+LEFT = (
+    *("adapter_config.json", "adapter_model.safetensors", "params.json", "pytorch_model.bin"),
+    *("consolidated.safetensors", "model.safetensors.index.json.old", "hf_quant_config.json"),
+    *("pytorch_model.bin.index.json", "quantize_config.json", "trainer_state.json", "notes.txt"),
+    *("modeling_toy.py", "model.gguf", "original/params.json", ".git/config"),
+)
+
+
+def test_only_what_readers_want_is_copied(tmp_path: Path) -> None:
+    like = write_folder(tmp_path / "model")
+    for name in (*COPIED, *LEFT):
+        (like / name).parent.mkdir(exist_ok=True)
+        (like / name).write_text(f'{{"of": "{name}"}}')
+    exporter(tmp_path / "out", like).export(sources())
+    found = {str(one.relative_to(tmp_path / "out")) for one in (tmp_path / "out").rglob("*.*")}
+    assert found == {"config.json", "model.safetensors", *COPIED}
+    assert (tmp_path / "out" / "merges.txt").read_text() == '{"of": "merges.txt"}'
+
+
+def test_code_is_copied_where_a_config_names_it(tmp_path: Path) -> None:
+    like = write_folder(tmp_path / "model")
+    (like / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "tokens.Toy"}}')
+    for name in ("tokens.py", "helpers.py"):
+        (like / name).write_text("")
+    exporter(tmp_path / "out", like).export(sources())
+    assert {one.name for one in (tmp_path / "out").glob("*.py")} == {"tokens.py", "helpers.py"}
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+    like = write_folder(tmp_path / "model")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key.jinja").write_text("a key")
+
+    def as_link(name: str, target: str) -> None:
+        (like / name).symlink_to(target)
+
+    refused: list[tuple[Any, str, str]] = [
+        (as_link, "vocab.json", "../secret/key.jinja"),
+        (as_link, "vocab.json", str(tmp_path / "secret" / "key.jinja")),
+        (as_link, "additional_chat_templates", "../secret"),
+        (as_link, "merges.txt", "/dev/zero"),
+        (lambda name, _: os.mkfifo(like / name), "vocab.txt", ""),
+        (lambda name, _: (like / name).mkdir(), "vocab.txt", ""),
+    ]
+    for make, name, target in refused:
+        make(name, target)
+        with pytest.raises(ConfigError, match=rf"{name}.* is (a link to .*, outside|no file)"):
+            exporter(tmp_path / "out", like).export(sources())
+        assert sorted(one.name for one in tmp_path.iterdir()) == ["model", "secret"]
+        (like / name).rmdir() if target == "" and (like / name).is_dir() else (like / name).unlink()
+    # A link that leads nowhere is no file, and files with other names are not read.
+    as_link("merges.txt", "merges.txt")
+    as_link("vocab.json", "gone.json")
+    as_link("notes.md", "../secret/key.jinja")
+    as_link("adapter_config.json", "/dev/zero")
+    as_link("tokenizer_config.json", "tokenizer.json")
+    exporter(tmp_path / "out", like).export(sources())
+    names = {one.name for one in (tmp_path / "out").iterdir()}
+    assert names == {
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    }
+    assert not (tmp_path / "out" / "tokenizer_config.json").is_symlink()
+
+
+def test_a_snapshot_of_the_hubs_cache_is_exported(tmp_path: Path) -> None:
+    like = as_snapshot(write_folder(tmp_path / "model"))
+    (tmp_path / "link").symlink_to(like)
+    for number, folder in enumerate((like, tmp_path / "link")):
+        out = tmp_path / f"out{number}"
+        exporter(out, folder).export(sources())
+        assert (out / "tokenizer.json").read_text() == "{}"
+        assert not any(one.is_symlink() for one in out.iterdir())
+
+
+def test_an_export_to_a_link_is_where_it_leads(tmp_path: Path) -> None:
+    like = write_folder(tmp_path / "model")
+    for name in ("empty", "new"):
+        (tmp_path / "disk" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"to_{name}").symlink_to(tmp_path / "disk" / name)
+    (tmp_path / "disk" / "empty").mkdir()
+    for name in ("empty", "new"):
+        exporter(tmp_path / f"to_{name}", like).export(sources())
+        assert (tmp_path / f"to_{name}").is_symlink()
+        assert read_folder(tmp_path / "disk" / name).keys() == hf_tensors().keys()
+    assert sorted(one.name for one in (tmp_path / "disk").iterdir()) == ["empty", "new"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["disk", "model", "to_empty", "to_new"]
+
+
+def test_an_export_does_not_replace_what_it_reads(tmp_path: Path) -> None:
+    like = write_folder(tmp_path / "all" / "model")
+    with pytest.raises(ConfigError, match=r"all has .*model within"):
+        exporter(tmp_path / "all", like).export(sources(), replace=True)
+    exporter(like / "trained", like).export(sources())
+    exporter(like, like, dtype="bf16").export(sources(), replace=True)
+    assert {one.dtype for one in read_folder(like).values()} == {torch.bfloat16}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ from safetensors.torch import save_file
 from megapack.errors import ConfigError
 from megapack.hf.folder import HfFolder
 from megapack.hf.load import check_tensors, names_of
-from tests.unit.hf.tiny_llama import hf_tensors, write_folder, write_index
+from megapack.hf.unused import check_values
+from tests.unit.hf.tiny_llama import as_snapshot, hf_tensors, write_folder, write_index
 
 pytestmark = pytest.mark.unit
 
@@ -130,3 +132,122 @@ def test_tensors_are_compared_with_the_model(tmp_path: Path) -> None:
     assert check_tensors(tied, folder, names) == ["lm_head.weight"]
     # A fresh value head starts from zeros.
     assert check_tensors({**tied, "score.weight": (1, 8)}, folder, names) == ["lm_head.weight"]
+
+
+def folder_with(path: Path, **tensors: torch.Tensor) -> HfFolder:
+    """A tied folder with these tensors in addition, or in place of its own."""
+    write_folder(path, num_files=1, tie_word_embeddings=True)
+    every = {**hf_tensors(), **tensors}
+    save_file({name: one.contiguous() for name, one in every.items()}, path / "model.safetensors")
+    return HfFolder(path)
+
+
+def look(folder: HfFolder, *more: str) -> None:
+    """Load's look at what a model with the folder's first tensors leaves out."""
+    names = names_of(folder)
+    model = {name: one.shape for name, one in folder.tensors.items() if name in hf_tensors()}
+    del model["lm_head.weight"]
+    model |= dict.fromkeys(more, (1, 8))
+    ignored = check_tensors(model, folder, names)
+    check_values(ignored, model, folder, names, device=torch.device("cpu"))
+
+
+def test_a_head_of_its_own_beside_tied_embeddings_is_refused(tmp_path: Path) -> None:
+    embedding = hf_tensors()["model.embed_tokens.weight"]
+    other = embedding.clone()
+    other[4, 7] += 1e-6
+    for number, (head, is_fine) in enumerate(
+        (
+            (embedding, True),
+            (embedding.double(), True),
+            (other, False),
+            (embedding[:4], False),
+            (embedding.bfloat16(), False),
+        )
+    ):
+        folder = folder_with(tmp_path / str(number), **{"lm_head.weight": head})
+        if is_fine:
+            look(folder)
+            continue
+        message = (
+            f"{re.escape(str(folder))}: lm_head.weight differs from model.embed_tokens.weight, .*"
+            "; set tie_word_embeddings in config.json to false"
+        )
+        with pytest.raises(ConfigError, match=message) as error:
+            look(folder)
+        assert "\n" not in str(error.value)
+        # A value head replaces it.
+        look(folder, "score.weight")
+
+
+def test_rotary_angles_of_another_base_are_refused(tmp_path: Path) -> None:
+    head = {"lm_head.weight": hf_tensors()["model.embed_tokens.weight"]}
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    # Heads have a width of 2: one angle.
+    look(folder_with(tmp_path / "good", **head, **{name: torch.tensor([1.0]).bfloat16()}))
+    for number, angles in enumerate(([0.5], [1.0, 0.01])):
+        folder = folder_with(tmp_path / str(number), **head, **{name: torch.tensor(angles)})
+        with pytest.raises(ConfigError, match=r"inv_freq holds other angles than rope_theta"):
+            look(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", "counts 1 layers and 0 of multi-token prediction"),
+        ("model.mtp_layers.0.input_proj.weight", "counts 1 layers and 0 of multi-token"),
+        ("mtp.fc.weight", "counts 1 layers and 0 of multi-token prediction: correct it"),
+        ("model.layers.0.self_attn.q_proj.bias", "its config.json is of another model"),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", "of another model"),
+        ("v_head.summary.weight", "of another model"),
+    ],
+)
+def test_tensors_that_a_model_cannot_have_are_refused_by_name(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    folder = folder_with(tmp_path / "model", **{name: torch.ones(2, 2)})
+    with pytest.raises(ConfigError, match=rf"1 tensors .* such as {re.escape(name)}; .*{message}"):
+        look(folder)
+
+
+def test_what_is_no_file_is_no_weights(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", num_files=1)
+    (folder / "model.safetensors").unlink()
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        for make in (
+            os.mkfifo,
+            os.mkdir,
+            lambda path: os.symlink(path.name, path),
+            lambda path: os.symlink("/dev/zero", path),
+        ):
+            make(folder / name)
+            with pytest.raises(ConfigError, match="has neither"):
+                HfFolder(folder)
+            remove = os.rmdir if (folder / name).is_dir() else os.unlink
+            remove(folder / name)
+
+
+def test_a_snapshot_of_the_hubs_cache_is_a_folder(tmp_path: Path) -> None:
+    """Its files are links to those of `blobs`."""
+    snapshot = as_snapshot(write_folder(tmp_path / "model"))
+    assert HfFolder(snapshot).tensors.keys() == hf_tensors().keys()
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        *("", "[]", "7", "null", '{"weight_map": []}', '{"weight_map": null}', "[" * 10**5),
+        *('{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": ["b"]}}'),
+        *('{"weight_map": {"a": ""}}', '{"weight_map": {"a": "."}}', '{"weight_map": {"a": ".."}}'),
+        *('{"weight_map": {"a": "x\\u0000"}}', '{"weight_map": {"a": "/etc/passwd"}}'),
+        f'{{"weight_map": {{"a": {10**400}}}}}',
+        '{"weight_map": {"a": "b"}, "weight_map": {"a": "c"}}',
+    ],
+)
+def test_indices_of_another_form_are_one_line(tmp_path: Path, index: str) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError) as error:
+        HfFolder(folder)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 600

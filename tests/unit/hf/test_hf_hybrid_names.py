@@ -8,6 +8,7 @@ import torch
 from megapack.errors import ConfigError
 from megapack.hf.blocks import Block, hf_shapes, row_spans
 from megapack.hf.names import Rows, TensorNames
+from megapack.hf.unused import LeftOut
 
 pytestmark = pytest.mark.unit
 
@@ -182,17 +183,17 @@ def test_a_tensor_of_several_parts_has_the_shape_of_all() -> None:
 
 
 def test_what_a_folder_may_have_in_addition() -> None:
-    names = TensorNames("qwen3_5_moe", QWEN, STACKED)
+    names = TensorNames("qwen3_5_moe", QWEN, STACKED, num_mtp_layers=1)
     for name, is_kept in (
         ("mtp.layers.0.input_layernorm.weight", True),
         ("model.visual.patch_embed.proj.weight", True),
     ):
-        assert names.is_ignorable(name, has_own_head=True)
+        assert LeftOut(names, ()).may_be(name)
         assert names.is_kept(name) == is_kept
     own = "model.language_model.layers.2.input_layernorm.weight"
-    assert not names.is_ignorable(own, has_own_head=True)
+    assert not LeftOut(names, ()).may_be(own)
     text = TensorNames("qwen3_5_moe_text", QWEN, STACKED)
-    assert not text.is_ignorable("model.visual.patch_embed.proj.weight", has_own_head=True)
+    assert not LeftOut(text, ()).may_be("model.visual.patch_embed.proj.weight")
 
 
 def test_a_part_that_a_family_does_not_have_is_refused() -> None:

@@ -9,6 +9,7 @@ from megapack.errors import ConfigError
 from megapack.hf.blocks import Block, hf_shapes, row_spans
 from megapack.hf.names import Rows, TensorNames
 from megapack.hf.tables import TABLES
+from megapack.hf.unused import LeftOut
 
 pytestmark = pytest.mark.unit
 
@@ -219,12 +220,14 @@ def test_the_second_depth_of_multi_token_prediction(
 def test_a_value_model_exports_no_multi_token_prediction() -> None:
     copied = "model.layers.3.embed_tokens.weight"
     for is_value_model in (False, True):
-        names = TensorNames("glm4_moe", VALUES, [copied], is_value_model=is_value_model)
+        names = TensorNames(
+            "glm4_moe", VALUES, [copied], is_value_model=is_value_model, num_mtp_layers=1
+        )
         expected = [] if is_value_model else [copied]
         assert names.copies("model.embed_tokens.weight") == expected
         assert names.copies("model.norm.weight") == []
         assert names.is_kept("model.layers.3.enorm.weight") is not is_value_model
-        assert names.is_ignorable("model.layers.3.enorm.weight", has_own_head=True)
+        assert LeftOut(names, ()).may_be("model.layers.3.enorm.weight")
 
 
 def test_a_projection_with_swapped_halves() -> None:
@@ -244,13 +247,56 @@ def test_folders_whose_names_have_no_beginning() -> None:
         assert names.rows(key, (), 5) == [Rows(name, 0, 5)]
 
 
-def test_what_a_folder_may_have_in_addition() -> None:
-    names = TensorNames("deepseek_v3", VALUES)
-    assert names.is_ignorable("model.layers.3.eh_proj.weight", has_own_head=True)
-    assert not names.is_ignorable("model.layers.2.eh_proj.weight", has_own_head=True)
-    assert names.is_ignorable("model.layers.0.self_attn.rotary_emb.inv_freq", has_own_head=True)
-    assert names.is_ignorable("lm_head.weight", has_own_head=False)
-    assert not names.is_ignorable("lm_head.weight", has_own_head=True)
+COPIES = [
+    "model.layers.3.embed_tokens.weight",
+    "model.layers.3.shared_head.head.weight",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "may_be"),
+    [
+        ("lm_head.weight", "qwen3", True),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", "llama", True),
+        ("model.rotary_emb.inv_freq", "llama", True),
+        ("model.layers.3.self_attn.rotary_emb.inv_freq", "llama", False),
+        ("vision.rotary_emb.inv_freq", "llama", False),
+        ("model.layers.2.eh_proj.weight", "deepseek_v3", False),
+        ("model.layers.3.eh_proj.weight", "deepseek_v3", True),
+        ("model.layers.4.eh_proj.weight", "deepseek_v3", False),
+        ("model.layers.3.self_attn.q_proj.weight", "llama", False),
+        ("model.mtp_layers.0.input_proj.weight", "mimo", True),
+        ("model.mtp_layers.1.input_proj.weight", "mimo", False),
+        ("model.mtp_layers.0.input_proj.weight", "qwen3", False),
+        ("mtp.layers.0.mlp.up_proj.weight", "qwen3", False),
+        ("mtp.fc.weight", "llama", False),
+        ("model.layers.0.self_attn.q_proj.bias", "qwen3", False),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", "qwen3", False),
+        ("score.weight", "qwen3", False),
+        ("language_model.lm_head.weight", "qwen3", False),
+        ("layers.0.mlp.up_proj.weight", "qwen3", False),
+    ],
+)
+def test_what_a_folder_may_have_in_addition(name: str, family: str, may_be: bool) -> None:
+    values = {**VALUES, "rotary_base": 10000, "linear_num_key_heads": None}
+    names = TensorNames(family, values, num_mtp_layers=1)
+    assert LeftOut(names, ()).may_be(name) is may_be
+    assert not names.is_kept(name) or may_be
+
+
+def test_of_a_trained_depth_a_folder_may_have_copies() -> None:
+    names = TensorNames("deepseek_v3", VALUES, COPIES, num_mtp_layers=1)
+    model = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.3.enorm.weight")
+    untrained, trained, tied = (
+        LeftOut(names, own) for own in (model[:2], model, (model[0], model[2]))
+    )
+    for copy, own in zip(COPIES, model[:2], strict=True):
+        assert untrained.may_be(copy)
+        assert untrained.original(copy) is None
+        assert trained.original(copy) == own
+        assert tied.original(copy) == model[0]
+    assert untrained.may_be("model.layers.3.self_attn.other.weight")
+    assert not trained.may_be("model.layers.3.self_attn.other.weight")
 
 
 def test_an_indexer_belongs_to_core_attention() -> None:

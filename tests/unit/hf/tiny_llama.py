@@ -102,6 +102,19 @@ def write_folder(folder: Path, *, num_files: int = 2, **keys: Any) -> Path:
     return folder
 
 
+def as_snapshot(folder: Path) -> Path:
+    """The folder as the hub's cache has it: links to files whose names are digests."""
+    cache = folder.with_name("models--toy--llama")
+    snapshot = cache / "snapshots" / "3a0e93d9"
+    for place in (snapshot, cache / "blobs"):
+        place.mkdir(parents=True)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        blob = cache / "blobs" / f"{number:040x}"
+        blob.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
+    return snapshot
+
+
 def write_index(folder: Path, weight_map: dict[str, str]) -> None:
     """Write the index."""
     index = {"metadata": {}, "weight_map": weight_map}
