@@ -20,8 +20,8 @@ from megapack.config.sections import ModelConfig, TrainConfig
 from megapack.config.shipped import absent_weights
 from tests.unit.config.hybrid_configs import HYBRID
 from tests.unit.config.published_configs import CONFIGS, FAMILY_MODELS
-from tools.fuzzing.targets import refused
 from tools.benching.hf_configs import HF_CONFIGS
+from tools.fuzzing.targets import refused
 
 pytestmark = pytest.mark.unit
 
