@@ -53,6 +53,7 @@ def compile_planner(policies: Sequence[Policy] = ALL) -> None:
             search=_SEARCH,
             unreachable="pad",
             oversize="alone",
+            round_row_tokens=None,
             max_live_tokens_per_gpu=policy.max_live_tokens_per_gpu and _MAX_LIVE,
         )
         for policy in policies
