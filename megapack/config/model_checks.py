@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from megapack.config.model import ModelConfig
+from megapack.config.sections import TrainConfig
 from megapack.cost.sizes import VOCAB_MULTIPLE
 from megapack.errors import ConfigError
 from megapack.layout import Layout
+from megapack.policy import check_policy
+
+
+def checked_layout(config: TrainConfig, world_size: int) -> Layout:
+    """The layout of a job on this many ranks, once all has been checked that the config alone says.
+
+    Raises:
+        ConfigError: the layout does not fit the number of ranks or the model, or
+            count_rule="per_rank" is on ranks that meet in every micro-batch.
+    """
+    layout = config.layout.to_layout(world_size, config.model.fp8_rows)
+    check_sizes(config.model, layout)
+    if config.critic.hf_path is not None:
+        check_sizes(config.critic_model, layout)
+    shares_scales = config.model.fp8 == "delayed"
+    check_policy(config.plan, layout, config.plan.micro_batch_size, shares_fp8_scales=shares_scales)
+    return layout
 
 
 def check_sizes(model: ModelConfig, layout: Layout) -> None:
@@ -24,40 +42,51 @@ def check_sizes(model: ModelConfig, layout: Layout) -> None:
             f"model.linear_bias=true with layout.etp={layout.etp}: each rank that holds a part of "
             "an expert would add its whole bias; set layout.etp=1"
         )
+    if VOCAB_MULTIPLE % layout.tp:
+        raise ConfigError(
+            f"layout.tp={layout.tp} does not divide the padded vocabulary, a multiple of "
+            f"{VOCAB_MULTIPLE}; set layout.tp to a power of two"
+        )
     checks = {
-        f"model.num_attention_heads={heads}": (heads, layout.tp),
-        f"model.num_query_groups={groups}": (groups, layout.tp),
-        f"model.global_query_groups={global_groups}": (global_groups, layout.tp),
-        "the padded vocabulary (a multiple of 128)": (VOCAB_MULTIPLE, layout.tp),
+        f"model.num_attention_heads={heads}": (heads, "tp", layout.tp),
+        f"model.num_query_groups={groups}": (groups, "tp", layout.tp),
+        f"model.global_query_groups={global_groups}": (global_groups, "tp", layout.tp),
         **_dense_widths(model, layout),
         **_expert_widths(model, layout),
-        **_fp8_widths(model, layout),
     }
-    for what, (size, divisor) in checks.items():
-        if size % divisor:
-            raise ConfigError(f"{what} does not divide by {divisor}; change it or the layout")
+    for what, (size, key, ranks) in checks.items():
+        if size % ranks:
+            raise ConfigError(
+                f"{what} does not divide by layout.{key}={ranks}; set layout.{key} to a divisor of "
+                f"{size}"
+            )
+    for what, (size, unit) in _fp8_widths(model, layout).items():
+        if size % unit:
+            raise ConfigError(
+                f"{what} is no multiple of {unit}; change it or the layout, or set model.fp8=null"
+            )
 
 
-def _dense_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Widths of dense and shared MLPs, each with the number of ranks over which it is split."""
-    widths: dict[str, tuple[int, int]] = {}
+def _dense_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, str, int]]:
+    """Widths of dense and shared MLPs, each with the ranks over which it is split."""
+    widths: dict[str, tuple[int, str, int]] = {}
     if any(model.dense_layers):
         dense = model.ffn_hidden_size or 4 * model.hidden_size
-        widths[f"the dense layers' width {dense}"] = (dense, layout.tp)
+        widths[f"the dense layers' width {dense}"] = (dense, "tp", layout.tp)
     shared = model.moe_shared_ffn_hidden_size
     if shared is not None:
-        widths[f"model.moe_shared_ffn_hidden_size={shared}"] = (shared, layout.tp)
+        widths[f"model.moe_shared_ffn_hidden_size={shared}"] = (shared, "tp", layout.tp)
     return widths
 
 
-def _expert_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Sizes of the experts, each with the number of ranks over which it is split."""
+def _expert_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, str, int]]:
+    """Sizes of the experts, each with the ranks over which it is split."""
     if model.num_experts is None:
         return {}
     width = model.expert_ffn_hidden_size
     return {
-        f"model.num_experts={model.num_experts} (ep={layout.ep})": (model.num_experts, layout.ep),
-        f"the experts' width {width} (etp={layout.etp})": (width, layout.etp),
+        f"model.num_experts={model.num_experts}": (model.num_experts, "ep", layout.ep),
+        f"the experts' width {width}": (width, "etp", layout.etp),
     }
 
 

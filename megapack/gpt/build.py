@@ -22,7 +22,6 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.utils import is_te_min_version
 
 from megapack import cpu
@@ -36,7 +35,7 @@ from megapack.errors import ConfigError
 from megapack.gpt.init import freeze, initialize_by_name
 from megapack.gpt.rope import set_rope
 from megapack.gpt.settings import FIXED, Settings, layer_settings, reduction_settings, values
-from megapack.gpt.specs import Parts, block_spec, mtp_spec
+from megapack.gpt.specs import Parts, block_spec, mtp_spec, packed_norm
 from megapack.layout import Layout, round_up
 from megapack.model.attention.choice import choose_attention, has_rope_fusion
 from megapack.model.attention.indexer import Indexer
@@ -58,9 +57,11 @@ def transformer_config(
         stage_layers: layers of each pipeline chunk; None = equally many.
 
     Raises:
-        ConfigError: the model's attention, FP8 recipe or a setting cannot run on this machine, or
-            the layers do not divide.
+        ConfigError: the attention, FP8 recipe or a setting cannot run on this machine, or layers or
+            sizes do not divide. This needs no process groups.
     """
+    check_sizes(model, layout)
+    _check_class(model)
     split = stage_layers_of(model.num_stage_layers, layout, stage_layers)
     kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
@@ -132,6 +133,8 @@ def transformer_config(
     )
     # Megatron refuses a bias of softmax scores, which `PackedRouter` adds.
     config.moe_router_enable_expert_bias = model.has_expert_bias
+    if kernel != "te":
+        packed_norm(config)
     return config
 
 
@@ -371,10 +374,8 @@ def build_model(
             to be told of them first.
 
     Raises:
-        ConfigError: the layout does not divide the sizes, or a value head has tied embeddings.
+        ConfigError: see `transformer_config` and `freeze`, or a value head has tied embeddings.
     """
-    check_sizes(model, layout)
-    _check_class(model)
     config = transformer_config(model, layout, stage_layers)
     # Set later: Megatron refuses it in the constructor without its own schedule that uses it.
     config.delay_wgrad_compute = splits_backward
@@ -519,8 +520,6 @@ def _chunk(
     if model.scale_embeddings:
         _scale_embeddings(chunk, model.hidden_size, config.params_dtype)
     _drop_unused_weight(chunk)
-    if model.linear_bias and kernel != "te":
-        copy_outputs_of_experts(chunk)
     mark_splits(chunk, etp=layout.etp, gated=model.gated_linear_unit)
     return chunk
 
@@ -571,22 +570,6 @@ def _plain_output_layer() -> Iterator[None]:
         yield
     finally:
         tensor_parallel.ColumnParallelLinear = layer
-
-
-def copy_outputs_of_experts(chunk: torch.nn.Module) -> None:
-    """Let Megatron's local experts add their biases.
-
-    They add in place to what the second projection returns, which autograd refuses where that is
-    the result of a function of Megatron's that returns its input.
-    """
-    for module in chunk.modules():
-        if isinstance(module, SequentialMLP):
-            for expert in module.local_experts:
-                expert.linear_fc2.register_forward_hook(_copied)
-
-
-def _copied(module: Any, inputs: Any, output: tuple[torch.Tensor, Any]) -> Any:
-    return output[0].clone(), *output[1:]
 
 
 def _drop_unused_weight(chunk: GPTModel) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, of_all_ranks
 from megapack.model.head import unwrapped
 from megapack.model.parameters import GROUPED_EXPERT, global_parameters, is_expert
 
@@ -144,22 +144,25 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
         num_matches[-1] += _num_lone_biases(chunk)
     dist.all_reduce(num_matches)
     *counts, num_mixed, num_lone = num_matches.tolist()
+    unmatched = [pattern for pattern, count in zip(patterns, counts, strict=True) if not count]
+    error = ""
     if num_mixed:
-        raise ConfigError(
+        error = (
             "model.freeze matches only some experts of a layer, and grouped experts are trained "
             "together; freeze all of them, or set model.moe_grouped_gemm=false"
         )
-    if num_lone:
-        raise ConfigError(
+    elif num_lone:
+        error = (
             f"model.freeze matches the weight of {num_lone:.0f} linear layers and not the bias, "
             "which would get no gradient; freeze both, for example *.linear_qkv.*"
         )
-    for pattern, count in zip(patterns, counts, strict=True):
-        if not count:
-            raise ConfigError(
-                f"model.freeze: no parameter matches {pattern!r}; names are like "
-                "embedding.word_embeddings.weight or decoder.layers.0.mlp.linear_fc1.weight"
-            )
+    elif unmatched:
+        error = (
+            f"model.freeze: no parameter matches {unmatched[0]!r}; names are like "
+            "embedding.word_embeddings.weight or decoder.layers.0.mlp.linear_fc1.weight"
+        )
+    if error:
+        raise of_all_ranks(ConfigError(error))
 
 
 def _num_lone_biases(chunk: Any) -> int:

@@ -174,26 +174,6 @@ def keep_gradients_through_recompute(chunks: Sequence[Any], config: Any) -> None
             embedding.register_forward_hook(_require_gradient)
 
 
-def copy_recomputed_biases(chunks: Sequence[Any]) -> None:
-    """Let a recomputed MLP return a copy of its bias.
-
-    Megatron's MLPs return the bias of their second projection, a parameter, beside their output.
-    What a recomputed function returns becomes an output of its node in autograd's graph, also a
-    parameter: the next backward of that parameter would be the node's own, which runs the function
-    and its backward again, without end. Idempotent.
-    """
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        mlp = module.mlp if getattr(module, "recompute_mlp", False) else None
-        if mlp is not None and _copy_parameters not in mlp._forward_hooks.values():
-            mlp.register_forward_hook(_copy_parameters)
-
-
-def _copy_parameters(module: Any, inputs: Any, output: Any) -> Any:
-    if not isinstance(output, tuple):
-        return output
-    return tuple(o.clone() if isinstance(o, torch.nn.Parameter) else o for o in output)
-
-
 def gather_norm_outputs(chunks: Sequence[Any]) -> None:
     """Let Megatron gather the norms' outputs that adapters read, and not Transformer Engine.
 

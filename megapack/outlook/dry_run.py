@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megapack.base.arrays import Ints
-from megapack.config.model_checks import check_sizes
+from megapack.config.model_checks import checked_layout
 from megapack.config.sections import TrainConfig, check_installed
 from megapack.cost.memory import GpuMemory
 from megapack.cost.model import CostModel
@@ -31,7 +31,6 @@ from megapack.data.generated import LONGEST_OVER_MEAN, generate_lengths
 from megapack.layout import Layout
 from megapack.outlook.stats import PlanReport, full_rows, plan_report
 from megapack.plan.plan import Plan
-from megapack.policy import check_policy
 from megapack.prefixes import SharedPrefixes
 
 
@@ -89,17 +88,10 @@ def check_start(config: TrainConfig, world_size: int) -> Layout:
     """Make the checks of a run's start; returns its layout on this many ranks.
 
     Raises:
-        ConfigError: the layout does not fit the number of ranks or the model, a tracker is not
-            installed, or count_rule="per_rank" on ranks that meet in every micro-batch.
+        ConfigError: a tracker is not installed; see `checked_layout`.
     """
     check_installed(config.train.trackers)
-    layout = config.layout.to_layout(world_size, config.model.fp8_rows)
-    check_sizes(config.model, layout)
-    if config.critic.hf_path is not None:
-        check_sizes(config.critic_model, layout)
-    shares_scales = config.model.fp8 == "delayed"
-    check_policy(config.plan, layout, config.plan.micro_batch_size, shares_fp8_scales=shares_scales)
-    return layout
+    return checked_layout(config, world_size)
 
 
 def first_batch(config: TrainConfig) -> Batch:

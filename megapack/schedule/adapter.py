@@ -28,6 +28,7 @@ from megapack.model import weight_gradients
 from megapack.model.attention.latent import close_gaps
 from megapack.model.attention.rotary import gather_rotary_tables
 from megapack.model.attention.te_rows import hook_te_attention
+from megapack.model.biases import repair_biases
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import collect_routing
 from megapack.model.head import marked_logit_cap, unwrapped
@@ -35,7 +36,6 @@ from megapack.model.liger import choose_head
 from megapack.model.mtp import loss_coefs, loss_names, num_depths
 from megapack.model.overlap import gathering_again
 from megapack.model.parameters import (
-    copy_recomputed_biases,
     gather_norm_outputs,
     keep_gradients_through_recompute,
     mark_splits,
@@ -151,7 +151,7 @@ class ScheduleAdapter:
         # Stages differ in their layers: if one refuses its own, all raise.
         self._routing = agree(lambda: self._checked_routing(retries_oom), device=self._device)
         gather_norm_outputs(self.chunks)
-        copy_recomputed_biases(self.chunks)
+        repair_biases(self.chunks)
         close_gaps(self.chunks)
         for chunk in self.chunks:
             mark_splits(chunk, etp=layout.etp, gated=self.config.gated_linear_unit)

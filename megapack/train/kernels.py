@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from megapack.config.sections import TrainConfig
-from megapack.gpt.build import attention_sizes
+from megapack.gpt.build import attention_sizes, transformer_config
 from megapack.gpt.settings import describe, layer_settings
 from megapack.layout import Layout
 from megapack.model.attention.choice import Kernels, find_kernels
@@ -40,6 +42,15 @@ def agreed_kernels(config: TrainConfig, layout: Layout, *, device: torch.device)
         device=device,
     )
     settings = agree(lambda: layer_settings(model, kernels.attention), device=device)
+    models = [model, config.critic_model] if config.critic.hf_path else [model]
+
+    def check() -> None:
+        """Raise what `build_model` would, before there are groups."""
+        for one in models:
+            chosen = dataclasses.replace(one, attention=kernels.attention)
+            transformer_config(chosen, layout, config.stage_layers)
+
+    agree(check, device=device)
     same = {"kernels": str(kernels), "settings": describe(settings)}
     agree(lambda: None, device=device, same=same)
     return kernels

@@ -26,9 +26,9 @@ from torch import Tensor
 from megapack import launch
 from megapack.config.sections import ModelConfig
 from megapack.gpt import initialize_parallel, transformer_config
-from megapack.gpt.build import copy_outputs_of_experts
 from megapack.gpt.init import initialize_by_name
 from megapack.layout import Layout
+from megapack.model.biases import repair_biases
 from megapack.model.experts.router import moe_layers
 from megapack.model.parameters import global_parameters
 from megapack.samples import SampleBatch
@@ -110,7 +110,7 @@ def _gpt(settings: ModelConfig, config: Any) -> GPTModel:
         rope_scaling_factor=settings.rope_scaling.factor,
     )
     if settings.linear_bias:
-        copy_outputs_of_experts(model)
+        repair_biases([model])
     return model
 
 
