@@ -8,9 +8,10 @@ Exit codes:
     130  Ctrl-C
     141  standard output was closed before the end
 
-Each command is a module of `megapack.commands` with `add_arguments(parser)` and `run(args)`, which
-returns the exit code. Only the module of the given command is imported. A command that runs a
-user's program (`IS_OTHERS_PROGRAM`) leaves logging as it is.
+Each command is a module of `megapack.commands` with an `EXAMPLE` for its help,
+`add_arguments(parser)`, and `run(args)`, which returns the exit code. Only the module of the given
+command is imported. A command that runs a user's program (`IS_OTHERS_PROGRAM`) leaves logging as
+it is.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from megapack import __version__
+from megapack.commands.parser import OwnWords, Parser, message_of
 from megapack.errors import MegapackError, ScheduleError
 
 COMMANDS = {
@@ -51,13 +52,6 @@ COMMANDS = {
 _STDOUT_CLOSED = 141
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line, like every other bad input."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"megapack: {message}; see {self.prog} --help\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     if argv is not None or sys.argv[1:2] != ["plan"]:
@@ -77,10 +71,10 @@ def _run(argv: Sequence[str]) -> int:
     args = _parse(_parser(argv[:1]), argv)
     on_first_rank = os.environ.get("RANK", "0") == "0"
     if not args.is_others_program:
-        logging.basicConfig(
-            format="%(levelname)s %(name)s: %(message)s",
-            level=logging.WARNING if on_first_rank else logging.ERROR,
-        )
+        handler = logging.StreamHandler()
+        handler.setFormatter(OwnWords(args.parser))
+        level = logging.WARNING if on_first_rank else logging.ERROR
+        logging.basicConfig(level=level, handlers=[handler])
     code = _STDOUT_CLOSED
     try:
         code = int(args.run(args))
@@ -89,18 +83,18 @@ def _run(argv: Sequence[str]) -> int:
     except MegapackError as error:
         if os.environ.get("RANK", "0") == str(error.printed_by):
             # The notes of a rank's error are the traceback of the rank that failed.
-            print(
-                "\n".join([f"megapack: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr
-            )
+            message = message_of(error, args.parser)
+            notes = getattr(error, "__notes__", ())
+            print("\n".join([f"megapack: {message}", *notes]), file=sys.stderr)
         elif isinstance(error, ScheduleError) and not error.on_all_ranks:
             print(f"megapack: rank {os.environ['RANK']}: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if args.is_others_program:
             raise
         if on_first_rank:
-            print("megapack: interrupted", file=sys.stderr)
-        return 130
+            print(f"megapack: {error if error.args else 'interrupted'}", file=sys.stderr)
+        return getattr(error, "exit_code", 130)
     except OSError as error:
         if not _stdout_is_lost():
             raise
@@ -139,17 +133,19 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
 
 def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     """A parser with the options of the given command."""
-    parser = _Parser(
+    parser = Parser(
         prog="megapack", description="Packed, VPP-aligned training steps for Megatron-Core."
     )
     parser.add_argument("--version", action="version", version=f"megapack {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, allow_abbrev=False)
+        command = commands.add_parser(name, help=summary)
         if name in given:
             module = importlib.import_module(f"megapack.commands.{name.replace('-', '_')}")
-            command.description = module.__doc__
+            command.description = f"{module.EXAMPLE}\n\n{module.__doc__.strip()}"
             module.add_arguments(command)
             is_others_program = getattr(module, "IS_OTHERS_PROGRAM", False)
-            command.set_defaults(run=module.run, is_others_program=is_others_program)
+            command.set_defaults(
+                run=module.run, is_others_program=is_others_program, parser=command
+            )
     return parser

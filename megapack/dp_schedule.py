@@ -86,8 +86,13 @@ def build_dp_schedule(
         cost.weights_for(layout)
         cost.factors_for(layout)
     rows = layout.rounding(policy.round_row_tokens)
-    budget = read_budget(rows, max_tokens_per_gpu, micro_batch_size)
     batch = _read_batch(lengths, rollout_ids, colocate_ids, rows)
+    if max_tokens_per_gpu is None and micro_batch_size is None:
+        raise ConfigError(
+            "neither of max_tokens_per_gpu and micro_batch_size given; set max_tokens_per_gpu="
+            f"{-(-int(batch.aligned.max()) // layout.cp)} or more, which holds the longest sample"
+        )
+    budget = read_budget(rows, max_tokens_per_gpu, micro_batch_size)
     _check_set_sizes(batch, micro_batch_size)
     _check_cost(batch, layout, cost)
     planner = partial(

@@ -145,7 +145,7 @@ class Layout(ParallelSizes):
         _check_size("microbatch_group_size", group)
         if self.vpp == 1:
             raise ConfigError(
-                f"microbatch_group_size={group} with vpp=1; it needs vpp > 1: set None"
+                f"microbatch_group_size={group} with vpp=1; it needs vpp > 1: leave it out"
             )
         if group < self.pp:
             raise ConfigError(

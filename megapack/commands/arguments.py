@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import re
+import sys
 from collections.abc import Collection
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from megapack.base.field_docs import field_docs
+from megapack.base.files import write_output
+from megapack.commands.parser import Parser
 from megapack.config.shipped import shipped_configs
 from megapack.cost.memory import GIB
 from megapack.data.lengths import Columns, LengthTable, read_length_file
@@ -65,13 +71,33 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_plan(parser: argparse.ArgumentParser, name: str = "PLAN") -> None:
+    """Add PLAN."""
+    parser.add_argument(name.lower(), metavar=name, help="a plan.json, or the text of a plan")
+
+
+def add_output(parser: argparse.ArgumentParser, default: str, what: str = "the file") -> None:
+    """Add -o."""
+    parser.add_argument(
+        *("-o", "--output"), metavar="FILE", help=f"{what} to write ({default})", default=None
+    )
+    parser.set_defaults(default_output=default)
+
+
+def add_step(parser: argparse.ArgumentParser, default: int | None = None) -> None:
+    """Add --step."""
+    which = "of all steps, this one only" if default is None else f"number of the step ({default})"
+    parser.add_argument("--step", type=integer, metavar="S", default=default, help=which)
+
+
 def add_lengths(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add LENGTHS and the options that name its columns."""
     parser.add_argument(
         "lengths",
         nargs=None if required else "?",
         metavar="LENGTHS",
-        help="a row per sample: CSV, JSON Lines, Parquet, .npy, or - for text on standard input",
+        help="a row per sample: CSV, JSON, Parquet, .npy, or - for standard input; or a data file "
+        "of text or chats, which the tokenizer of --config counts",
     )
     group = parser.add_argument_group("columns (by default, found by known names)")
     group.add_argument("--length-column", metavar="NAME", help="tokens of each sample")
@@ -101,33 +127,33 @@ def add_lengths(parser: argparse.ArgumentParser, *, required: bool = True) -> No
 def read_table(args: argparse.Namespace) -> LengthTable:
     """The samples of LENGTHS."""
     columns = {field.name: getattr(args, f"{field.name}_column") for field in fields(Columns)}
-    return read_length_file(args.lengths, Columns(**columns))
+    return read_length_file(args.lengths, Columns(**columns), getattr(args, "config", None))
 
 
 def add_fields(
-    group: argparse._ActionsContainer, cls: Any, *, skip: Collection[str] = (), **defaults: object
+    group: argparse._ActionsContainer, cls: Any, *, skip: Collection[str] = (), whole: bool = False
 ) -> None:
     """Add an option for each field of a dataclass, `--row-shape` for `row_shape`.
 
-    The text under the field is the help. A field with default True gets the switch `--no-NAME`. An
-    option that is not given is None, so that `given_fields` leaves it to the dataclass.
+    The first sentence under the field is the help. A field with default True gets the switch
+    `--no-NAME`. An option that is not given is None, so that `given_fields` leaves it to the
+    dataclass.
 
     Args:
         skip: fields without an option.
-        defaults: defaults of options that replace those of the fields.
+        whole: all sentences are the help.
     """
     docs = field_docs(cls)
     hints = get_type_hints(cls)
     for field in fields(cls):
         if field.name in skip:
             continue
-        default = defaults.get(field.name, field.default)
         group.add_argument(
-            f"--{'no-' if default is True else ''}{field.name.replace('_', '-')}",
+            f"--{'no-' if field.default is True else ''}{field.name.replace('_', '-')}",
             dest=field.name,
-            default=defaults.get(field.name),
-            help=_help(docs[field.name], default),
-            **_form(hints[field.name], default),
+            default=None,
+            help=_help(docs[field.name], field.default, whole),
+            **_form(hints[field.name], field.default),
         )
 
 
@@ -146,9 +172,11 @@ def _form(hint: Any, default: object) -> dict[str, Any]:
     return {"type": number, "metavar": "X"}
 
 
-def _help(text: str, default: object) -> str:
-    """A field's text in the form of the other options: lower case first, the default last."""
-    if not text[1].isupper():
+def _help(text: str, default: object, whole: bool) -> str:
+    """A field's text as the help of an option: lower case first, the default last."""
+    if not whole:
+        text = re.split(r"\. (?=[A-Z\"])|; (?=None)", text)[0]
+    if text[1].islower() or text[1] == " ":
         text = text[0].lower() + text[1:]
     text = text.rstrip(".").replace("%", "%%")
     if default is None or default is MISSING or isinstance(default, bool):
@@ -192,10 +220,11 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_policy(parser: argparse.ArgumentParser, *, swept: bool = False) -> None:
-    """Add every field of `Policy`; `swept` leaves out those that `tune` sweeps."""
-    group = parser.add_argument_group("policy, see megapack.Policy")
-    add_fields(group, Policy, skip=_SWEPT if swept else ())
+def add_policy(parser: Parser, *, swept: bool = False) -> None:
+    """Add every field of `Policy` behind --help-policy; `swept` leaves out what `tune` sweeps."""
+    parser.add_topic("policy", "options for what the planner may do, such as --split-samples auto")
+    group = parser.add_topic_group("policy", "what the planner may do (docs/planner.md)")
+    add_fields(group, Policy, skip=_SWEPT if swept else (), whole=True)
 
 
 def read_policy(args: argparse.Namespace) -> Policy:
@@ -274,13 +303,41 @@ def selected_steps(plan: Plan, step: int | None) -> range:
     return range(step, step + 1)
 
 
-def check_output(output: str, given: str) -> None:
-    """Refuse to write over the input, or to standard output.
+def output_of(args: argparse.Namespace) -> str:
+    """The file of `add_output`."""
+    return str(args.output or args.default_output)
+
+
+def check_output(args: argparse.Namespace, *given: str | None) -> str:
+    """The file of `add_output`, which must be none of the given files.
 
     Raises:
-        ConfigError: -o is the input, or standard output.
+        ConfigError: -o is an input, or standard output.
     """
+    output = output_of(args)
     if output == "-":
         raise ConfigError("-o - is standard output, where the summary goes; set a file name")
-    if os.path.exists(given) and os.path.exists(output) and os.path.samefile(given, output):
-        raise ConfigError(f"-o {output} is the input itself; set another -o")
+    for path in filter(None, given):
+        if os.path.exists(path) and os.path.exists(output) and os.path.samefile(path, output):
+            raise ConfigError(f"-o {output} is the input itself; set another -o")
+    return output
+
+
+def write_result(args: argparse.Namespace, content: str | bytes) -> None:
+    """Write the file of `add_output`.
+
+    What an earlier command wrote under the default name is kept under another, unless it is the
+    same; a name that is given with -o is written over.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    output = output_of(args)
+    data = content.encode() if isinstance(content, str) else content
+    path = Path(output)
+    if args.output is None and path.is_file() and path.read_bytes() != data:
+        numbered = (path.with_suffix(f".{n}{path.suffix}") for n in itertools.count(1))
+        kept = next(name for name in numbered if not name.exists())
+        path.rename(kept)
+        print(f"{output} was there: it is {kept} now", file=sys.stderr)
+    write_output(output, data)

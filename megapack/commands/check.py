@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from megapack.commands.arguments import add_json, add_lengths, print_json, read_table
+from megapack.commands.arguments import add_json, add_lengths, add_plan, print_json, read_table
 from megapack.errors import MegapackError
 from megapack.plan.check import check_plan
 from megapack.plan.file import read_plan
 
+EXAMPLE = "megapack check plan.json lengths.csv"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add PLAN, and the LENGTHS that it was made from."""
-    parser.add_argument("plan", metavar="PLAN", help="a plan.json, or the text of a plan")
+    add_plan(parser)
     add_lengths(parser)
+    parser.add_argument("--config", metavar="CONFIG", help="a config with the tokenizer of LENGTHS")
     add_json(parser)
 
 

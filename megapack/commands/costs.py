@@ -1,14 +1,17 @@
-"""Options of the cost model: a file, a model's sizes and a GPU's speed, or an assumption."""
+"""Options of the cost model: a model, or its sizes and a GPU's speed; a file; or an assumption."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megapack.base.choices import Recompute
 from megapack.commands.arguments import add_fields, given_fields
+from megapack.commands.parser import Parser
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.model import FIXED_TOKENS, CostModel, cost_in_tokens
 from megapack.cost.sizes import ModelSizes
@@ -37,33 +40,37 @@ class Pricing:
     """Where the cost model comes from, one line to print."""
 
 
-def add_costs(parser: argparse.ArgumentParser) -> None:
-    """Add --cost and --config."""
-    group = parser.add_argument_group("seconds")
-    group.add_argument(
-        "--cost", metavar="FILE", help="a cost model in YAML, measured on this layout; or"
-    )
-    group.add_argument("--config", metavar="CONFIG", help="a model's sizes, of its model section")
-
-
-def add_model(parser: argparse.ArgumentParser, *, one_layout: bool = True) -> None:
-    """Add --cost, --config, the model's sizes, and the GPU's speed.
+def add_costs(parser: Parser, *, one_layout: bool = True) -> None:
+    """Add --cost, --config and --model.
 
     Args:
         one_layout: the command uses one layout, so that a cost model measured on it can be given.
     """
-    group = parser.add_argument_group("seconds")
+    group = parser.add_argument_group("model (without one, time is counted in tokens)")
+    group.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="a folder or config.json of Hugging Face, or a model that megapack knows: Qwen3-4B",
+    )
+    group.add_argument(
+        "--config", metavar="CONFIG", help="a config of `megapack train`, or its name"
+    )
     if one_layout:
         group.add_argument(
             "--cost", metavar="FILE", help="a cost model in YAML, measured on this layout"
         )
-    group.add_argument("--config", metavar="CONFIG", help="take sizes from its model section, or")
-    add_fields(group, ModelSizes)
-    add_fields(group, GpuSpeed)
-    add_fields(
-        parser.add_argument_group("layers on pipeline stages (of --config, or equally many)"),
-        LayerSplit,
-    )
+
+
+def add_model(parser: Parser, *, one_layout: bool = True) -> None:
+    """`add_costs`, and sizes, a GPU's speed and layers of stages behind --help-model."""
+    add_costs(parser, one_layout=one_layout)
+    parser.add_topic("model", "options for a model's sizes, a GPU's speed and layers on stages")
+    for title, cls in (
+        ("sizes, in place of --model", ModelSizes),
+        ("speed of a GPU", GpuSpeed),
+        ("layers on pipeline stages (those of --config, or equally many)", LayerSplit),
+    ):
+        add_fields(parser.add_topic_group("model", title), cls)
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class CostOptions:
     cost_file: str | None
     config: TrainConfig | None
     sizes: ModelSizes | None
-    """Of --config or of the flags; None if neither is given."""
+    """Of --model, --config or the flags; None if none is given."""
     speed: dict[str, Any]
     """The given fields of `GpuSpeed`."""
     split: dict[str, Any]
@@ -138,7 +145,9 @@ def read_costs(args: argparse.Namespace) -> CostOptions:
     Raises:
         ConfigError: an invalid config, options that exclude each other, or missing sizes.
     """
-    config = _read_config(args.config)
+    if args.config is not None and args.model is not None:
+        raise ConfigError("both --config and --model given; set one of them")
+    config = _read_config(args.config) if args.model is None else _config_of(args.model)
     sizes = _read_sizes(args, config)
     speed = given_fields(args, GpuSpeed)
     split = given_fields(args, LayerSplit)
@@ -147,7 +156,7 @@ def read_costs(args: argparse.Namespace) -> CostOptions:
         raise ConfigError(f"--cost and {_flags(speed) or 'a model'} given; set one of them")
     if sizes is None and (speed or split):
         flags = _flags(speed | split)
-        raise ConfigError(f"{flags} given without a model; set --config or its sizes")
+        raise ConfigError(f"{flags} given without a model; set --model")
     recompute = getattr(args, "recompute", None)
     return CostOptions(
         cost_file,
@@ -169,11 +178,33 @@ def _read_config(name: str | None) -> TrainConfig | None:
     return load_config(find_config(name), [], TrainConfig)
 
 
+def _config_of(model: str) -> TrainConfig:
+    """The config of a run of a model, which is trained in bf16 with a distributed optimizer."""
+    from megapack.config.load import parse_config
+    from megapack.config.sections import TrainConfig
+    from megapack.config.shipped import shipped_models
+
+    folder = model
+    if "/" not in model and not os.path.exists(model):
+        known = shipped_models()
+        if model not in known:
+            raise ConfigError(
+                f"--model {model}: no such folder or file; megapack knows {', '.join(known)}"
+            )
+        folder = str(known[model])
+    keys = (
+        "{name: model, plan: {max_tokens_per_gpu: 1}, optim: {distributed_optimizer: true}, "
+        f"model: {{dtype: bf16, hf_path: {json.dumps(folder)}}}}}"
+    )
+    return parse_config(keys, [], TrainConfig, "--model")
+
+
 def _read_sizes(args: argparse.Namespace, config: TrainConfig | None) -> ModelSizes | None:
     given = given_fields(args, ModelSizes)
     if config is not None:
         if given:
-            raise ConfigError(f"--config and {_flags(given)} given; set the config or the sizes")
+            name = "--config" if args.model is None else "--model"
+            raise ConfigError(f"{name} and {_flags(given)} given; set {name} or the sizes")
         sizes = config.model.to_sizes()
         # Only seconds are priced by these sizes; `memory_model` knows the head itself.
         return replace(sizes, vocab_size=1) if config.objective.has_value_head else sizes
@@ -203,7 +234,7 @@ def _in_tokens(layout: Layout) -> Pricing:
     cost = cost_in_tokens(layout, per_token_sq=1 / _TOKENS_PER_SQUARE)
     basis = (
         f"assumed: a micro-batch costs {FIXED_TOKENS} tokens more than it has, a squared token "
-        f"1/{_TOKENS_PER_SQUARE} of a token; give --cost or --config for seconds"
+        f"1/{_TOKENS_PER_SQUARE} of a token; give --model for seconds"
     )
     return Pricing(cost, False, basis)
 

@@ -23,6 +23,7 @@ from megapack.errors import ConfigError
 if TYPE_CHECKING:
     from megapack.data.dataset import Dataset
 
+EXAMPLE = "megapack data show chats.jsonl --config sft.yaml --sample 0"
 _WIDTH = 100
 _COLOUR = "\033[32m"
 _PLAIN = "\033[0m"
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument(
         "--config",
         required=True,
+        metavar="CONFIG",
         help="a YAML file, or the name of a config that megapack ships: its `data` and `model`",
     )
     show.add_argument(

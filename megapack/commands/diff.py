@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from megapack.commands.arguments import add_json, print_json
+from megapack.commands.arguments import add_json, add_plan, print_json
 from megapack.plan.file import read_plan
 from megapack.plan.show import PlanDiff, diff_plans
 
+EXAMPLE = "megapack diff plan.json other.json"
 _MAX_SHOWN = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add two PLANs."""
-    parser.add_argument("plan", metavar="PLAN")
-    parser.add_argument("other", metavar="OTHER")
+    add_plan(parser)
+    add_plan(parser, "OTHER")
     add_json(parser)
 
 

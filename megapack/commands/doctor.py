@@ -9,6 +9,7 @@ from megapack.commands.arguments import add_json, number, print_json
 from megapack.doctor.runner import DEFAULT_TIMEOUT_S, Diagnosis, diagnose
 from megapack.errors import ConfigError
 
+EXAMPLE = "megapack doctor"
 _COLUMN = 20
 
 

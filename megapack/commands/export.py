@@ -11,6 +11,8 @@ import os
 from megapack.commands.arguments import integer
 from megapack.errors import ConfigError
 
+EXAMPLE = "megapack export runs/sft -o models/sft"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add SOURCE, -o, --like, --dtype and --max-shard-bytes."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from megapack.base.known_warnings import quiet_known_warnings
 from megapack.patching import check
 from megapack.patching.files import PatchFile, load_patches, patch_set, shipped_hosts
 from megapack.startup import VARIABLE
+
+EXAMPLE = "megapack patch show slime"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +41,7 @@ def _summary(host: str) -> str:
 
 
 def _check(host: str) -> int:
+    quiet_known_warnings()
     findings = check(host)
     print("\n".join(f"{found.target}: {found.problem or 'fits'}" for found in findings))
     return int(any(finding.problem for finding in findings))

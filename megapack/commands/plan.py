@@ -14,41 +14,48 @@ from megapack.commands.arguments import (
     add_json,
     add_layout,
     add_lengths,
+    add_output,
     add_policy,
     add_steps,
     check_output,
     integer,
+    output_of,
     print_json,
     read_layout,
     read_policy,
     read_table,
+    write_result,
 )
 from megapack.commands.costs import Pricing, add_model, read_costs
+from megapack.commands.parser import Parser
 from megapack.commands.tables import Column, fact_columns, print_columns
 from megapack.cost.sizes import typical_length
 from megapack.data.lengths import LengthTable
 from megapack.errors import PlanError
 from megapack.plan.facts import FEATURES, columns_named, features_of
-from megapack.plan.file import write_plan
 from megapack.plan.plan import Plan
 
 if TYPE_CHECKING:
     from megapack.outlook.stats import PlanReport
 
+EXAMPLE = "megapack plan lengths.csv --dp 8 --pp 4 --vpp 2 --max-tokens-per-gpu 16384"
 logger = logging.getLogger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add LENGTHS, the arguments of `build_dp_schedule`, and a cost model."""
     add_lengths(parser)
-    parser.add_argument("-o", "--output", default="plan.json", metavar="FILE", help="(plan.json)")
+    add_output(parser, "plan.json", "the plan")
     parser.add_argument(
-        "--max-tokens-per-gpu", type=integer, metavar="N", help="the budget, after CP; or"
+        "--max-tokens-per-gpu",
+        type=integer,
+        metavar="N",
+        help="the budget: tokens that a row may have on one GPU, after CP; or",
     )
     parser.add_argument("--micro-batch-size", type=integer, metavar="N", help="samples per row")
-    parser.add_argument("--forward-only", action="store_true", help="passes without a backward")
+    parser.add_argument("--forward-only", action="store_true", help="plan a pass without backwards")
     parser.add_argument(
-        "--explain", action="store_true", help="what each freedom of the policy gains"
+        "--explain", action="store_true", help="also say which options would make the step faster"
     )
     add_json(parser)
     add_layout(parser)
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     layout = read_layout(args)
     policy = read_policy(args)
     table = read_table(args)
-    check_output(args.output, args.lengths)
+    check_output(args, args.lengths)
     typical = typical_length(table.lengths)
     pricing = read_costs(args).pricing(layout, typical)
     if not compiles():
@@ -102,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         name: plan_report(strategy, table.lengths, pricing.cost)
         for name, strategy in strategies.items()
     }
-    write_plan(plan, args.output)
+    write_result(args, plan.to_json() + "\n")
     if args.json:
         print_json(_payload(args, plan, table, pricing, reports))
     else:
@@ -118,7 +125,7 @@ def _payload(
     reports: dict[str, PlanReport],
 ) -> dict[str, Any]:
     return {
-        "plan": args.output,
+        "plan": output_of(args),
         "digest": plan.digest(),
         "num_samples": plan.num_samples,
         "num_tokens": int(table.lengths.sum()),
@@ -159,4 +166,4 @@ def _print(
     if args.explain:
         print(plan.explain())
     print(f"time {pricing.basis}")
-    print(f"{args.output}: digest {plan.digest()[:12]}")
+    print(f"{output_of(args)}: digest {plan.digest()[:12]}")

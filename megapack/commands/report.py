@@ -7,43 +7,43 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megapack.base.files import write_output
 from megapack.commands.arguments import (
     add_lengths,
+    add_output,
     check_output,
     is_run,
     read_table,
     selected_steps,
+    write_result,
 )
 from megapack.commands.costs import add_costs, plan_pricing, run_pricing
+from megapack.commands.parser import Parser
 from megapack.errors import ConfigError, PlanError
 from megapack.plan.file import read_plan
 
 if TYPE_CHECKING:
     from megapack.view.page_data import Page
 
+EXAMPLE = "megapack report plan.json lengths.csv -o report.html"
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_arguments(parser: Parser) -> None:
     """Add PLAN or RUN, the LENGTHS of a plan, and a cost model."""
     parser.add_argument("target", metavar="PLAN|RUN", help="a plan.json, or a run's folder")
-    parser.add_argument(
-        "-o", "--output", default="report.html", metavar="FILE", help="(report.html)"
-    )
+    add_output(parser, "report.html", "the page")
     add_lengths(parser, required=False)
     add_costs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the page and print its notes."""
-    check_output(args.output, args.target)
-    if args.lengths is not None:
-        check_output(args.output, args.lengths)
+    output = check_output(args, args.target, args.lengths)
     page, basis = _run_page(args) if is_run(args.target) else _plan_page(args)
     page.notes.append(f"planned time {basis}")
     from megapack.view.page import page_html
 
-    write_output(args.output, page_html(page))
-    print(f"{args.output}: {page.title}")
+    write_result(args, page_html(page))
+    print(f"{output}: {page.title}")
     for note in page.notes:
         print(note)
     return 0

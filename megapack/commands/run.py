@@ -1,8 +1,4 @@
-"""Run a script or module as python does, with megapack's patches for its framework, or on the CPU.
-
-torchrun ... -m megapack run --patch slime train.py ARGS
-torchrun ... -m megapack run --cpu pretrain_gpt.py ARGS
-"""
+"""Run a script or module as python does, with patches for its framework, or on the CPU."""
 
 from __future__ import annotations
 
@@ -13,11 +9,14 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
+from megapack.base.known_warnings import quiet_known_warnings
 from megapack.errors import ConfigError
 from megapack.patching import apply
 from megapack.patching.files import shipped_hosts
 from megapack.startup import CPU_VARIABLE, VARIABLE, log_to_stderr
 
+EXAMPLE = """torchrun --nproc-per-node 8 -m megapack run --patch slime train.py ARGS
+torchrun --nproc-per-node 8 -m megapack run --cpu pretrain_gpt.py ARGS"""
 IS_OTHERS_PROGRAM = True
 
 
@@ -38,8 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run a Megatron recipe without CUDA, over gloo. Child processes inherit it, by "
         "MEGAPACK_CPU",
     )
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ARGS")
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS")
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar="MODULE ARGS",
+        help="run a module in place of a script, as python -m does",
+    )
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="the script's own arguments"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.module and not os.path.exists(command[0]):
         raise ConfigError(f"{command[0]}: no such script; give its path, or -m and a module")
     log_to_stderr()
+    quiet_known_warnings()
     if args.cpu:
         _use_cpu()
     apply(*args.patch)

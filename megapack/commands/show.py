@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 
-from megapack.commands.arguments import integer
+from megapack.commands.arguments import add_plan, add_step, integer
 from megapack.plan.file import read_plan
 from megapack.plan.show import format_grid
+
+EXAMPLE = "megapack show plan.json --step 0"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add PLAN, --step and --rank."""
-    parser.add_argument("plan", metavar="PLAN", help="a plan.json, or the text of a plan")
-    parser.add_argument("--step", type=integer, metavar="S", help="this step's grid")
-    parser.add_argument("--rank", type=integer, metavar="R", help="this DP rank's samples")
+    add_plan(parser)
+    add_step(parser)
+    parser.add_argument(
+        "--rank", type=integer, metavar="R", help="the rows of this DP rank, with their samples"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from megapack.commands.arguments import (
     add_json,
-    integer,
+    add_plan,
+    add_step,
     print_json,
     selected_steps,
 )
 from megapack.commands.costs import Pricing, add_costs, plan_pricing
+from megapack.commands.parser import Parser
 from megapack.commands.tables import Column, fact_columns, print_columns
 from megapack.plan.facts import columns_named, feature_columns, feature_numbers, features_of
 from megapack.plan.file import read_plan
@@ -21,13 +23,14 @@ from megapack.plan.file import read_plan
 if TYPE_CHECKING:
     from megapack.outlook.stats import StepReport
 
+EXAMPLE = "megapack simulate plan.json --config qwen3_4b_dp4_tp2_gpu8"
 _MAX_SHOWN = 32
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add PLAN, --step and a cost model."""
-    parser.add_argument("plan", metavar="PLAN", help="a plan.json, or the text of a plan")
-    parser.add_argument("--step", type=integer, metavar="S", help="this step only")
+    add_plan(parser)
+    add_step(parser)
     add_json(parser)
     add_costs(parser)
 

@@ -6,31 +6,40 @@ from __future__ import annotations
 
 import argparse
 
-from megapack.base.files import write_output
-from megapack.commands.arguments import check_output, integer, is_run, selected_steps
+from megapack.commands.arguments import (
+    add_output,
+    add_step,
+    check_output,
+    is_run,
+    selected_steps,
+    write_result,
+)
 from megapack.commands.costs import add_costs, plan_pricing, run_pricing
+from megapack.commands.parser import Parser
 from megapack.errors import ConfigError, DataError
 from megapack.plan.file import read_plan
 
+EXAMPLE = "megapack trace plan.json -o trace.json"
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_arguments(parser: Parser) -> None:
     """Add PLAN or RUN, --step, and a cost model."""
     parser.add_argument(
         "target", metavar="PLAN|RUN", help="a plan.json, or a run's folder (train.trace_steps)"
     )
-    parser.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="(trace.json)")
-    parser.add_argument("--step", type=integer, metavar="S", help="this step only")
+    add_output(parser, "trace.json", "the timeline")
+    add_step(parser)
     add_costs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the timeline and print a summary."""
-    check_output(args.output, args.target)
+    output = check_output(args, args.target)
     of_run = is_run(args.target)
     text, num_steps, basis = _run_trace(args) if of_run else _plan_trace(args)
-    write_output(args.output, text)
+    write_result(args, text)
     sources = "planned and measured" if of_run else "planned"
-    print(f"{args.output}: {num_steps} step(s), {sources}; open it at ui.perfetto.dev")
+    print(f"{output}: {num_steps} step(s), {sources}; open it at ui.perfetto.dev")
     print(f"planned time {basis}")
     return 0
 

@@ -38,10 +38,15 @@ if TYPE_CHECKING:
     from megapack.outlook.dry_run import Batch, Prediction
     from megapack.outlook.stats import PlanReport
 
+EXAMPLE = """megapack train qwen3_4b_dp4_tp2_gpu8 --dry-run world=8
+torchrun --nproc-per-node 4 -m megapack train gpt_tiny_dp2_pp2_vpp2_cpu"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a config, the values to change in it, and the options of a dry run."""
-    parser.add_argument("config", help="a YAML file, or the name of a config that megapack ships")
+    parser.add_argument(
+        "config", metavar="CONFIG", help="a YAML file, or the name of a config that megapack ships"
+    )
     add_overrides(parser)
     parser.add_argument("--list", action=ListConfigs, help="list the configs that megapack ships")
     group = parser.add_argument_group("dry run: plan, simulate, predict memory; needs no GPU")

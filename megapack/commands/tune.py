@@ -25,6 +25,7 @@ from megapack.commands.arguments import (
     read_table,
 )
 from megapack.commands.costs import CostOptions, add_model, read_costs
+from megapack.commands.parser import Parser
 from megapack.commands.tables import Column, fact_columns, print_columns
 from megapack.cost.memory import GIB, MemoryModel
 from megapack.cost.sizes import typical_length
@@ -37,26 +38,40 @@ from megapack.policy import Backward, ContextParallel, GroupSize, SplitSamples
 if TYPE_CHECKING:
     from megapack.outlook.tune import Candidate, Progress, Tuning
 
+EXAMPLE = "megapack tune lengths.csv --gpus 64 --model Qwen3-4B --tp 1,2,4"
 # Without a terminal, lines of progress are so many seconds apart.
 _LINE_EVERY_S = 10.0
 # What the shell says of a program that an interrupt ended.
 _INTERRUPTED = 130
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add LENGTHS, the number of GPUs, what to try, and the model."""
     add_lengths(parser)
-    parser.add_argument("--gpus", type=integer, required=True, metavar="N")
+    parser.add_argument(
+        "--gpus", type=integer, required=True, metavar="N", help="number of GPUs of the layouts"
+    )
     parser.add_argument("--top", type=integer, default=10, metavar="N", help="lines to print (10)")
     parser.add_argument(
         "--all", action="store_true", help="every plan that fits, not only each layout's best"
     )
     add_json(parser)
     group = parser.add_argument_group("what to try: lists separated by commas")
-    for name in ("tp", "cp", "ep", "etp"):
-        group.add_argument(f"--{name}", type=_integers, default=(1,), metavar="N,...", help="(1)")
-    group.add_argument("--pp", type=_integers, metavar="N,...", help="(all that divide)")
-    group.add_argument("--vpp", type=_integers, metavar="N,...", help="(all up to 8 that divide)")
+    for name, what, default in (
+        ("tp", "tensor-parallel ranks", "1"),
+        ("cp", "context-parallel ranks", "1"),
+        ("ep", "expert-parallel ranks", "1"),
+        ("etp", "tensor-parallel ranks of experts", "1"),
+        ("pp", "pipeline stages", "all that divide"),
+        ("vpp", "model chunks per stage", "all up to 8 that divide"),
+    ):
+        group.add_argument(
+            f"--{name}",
+            type=_integers,
+            default=(1,) if default == "1" else None,
+            metavar="N,...",
+            help=f"{what} ({default})",
+        )
     group.add_argument(
         "--uneven",
         action="store_true",
@@ -66,22 +81,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens-per-gpu",
         type=_integers,
         metavar="N,...",
-        help="(the longest sample, doublings while they fit; cut: its quarter and half)",
+        help="budgets (the longest sample and doublings of it; for cut samples less)",
     )
-    for flag, literal, default in (
-        ("--count-rule", CountRule, ["legal", "per_rank"]),
-        ("--group-size", GroupSize, ["fixed", "search"]),
-        ("--context-parallel", ContextParallel, ["fixed", "dynamic"]),
-        ("--split-samples", SplitSamples, ["off", "auto"]),
-        ("--backward", Backward, ["joint", "split"]),
+    for name, literal, what, default in (
+        ("count_rule", CountRule, "allowed M", ["legal", "per_rank"]),
+        ("group_size", GroupSize, "G of the layout, or others", ["fixed", "search"]),
+        ("context_parallel", ContextParallel, "rows over DP ranks", ["fixed", "dynamic"]),
+        ("split_samples", SplitSamples, "pieces of samples", ["off", "auto"]),
+        ("backward", Backward, "weight gradients apart", ["joint", "split"]),
     ):
         group.add_argument(
-            flag,
-            dest=f"{flag[2:].replace('-', '_')}_choices",
+            f"--{name.replace('_', '-')}",
+            dest=f"{name}_choices",
             nargs="+",
-            choices=get_args(literal),
-            default=default,
-            help=f"({' '.join(default)})",
+            type=partial(_choices, get_args(literal)),
+            default=[default],
+            metavar="CHOICE,...",
+            help=f"{what}: {', '.join(get_args(literal))} ({','.join(default)})",
         )
     _add_memory(parser)
     add_steps(parser)
@@ -92,9 +108,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory (these change the values of --config)")
     add_memory_limit(group)
-    group.add_argument("--recompute", choices=get_args(Recompute), help="activations (none)")
-    group.add_argument("--no-distributed-optimizer", action="store_true")
-    group.add_argument("--tied-embeddings", action="store_true")
+    group.add_argument(
+        "--recompute", choices=get_args(Recompute), help="activations to recompute (none)"
+    )
+    group.add_argument(
+        "--no-distributed-optimizer",
+        action="store_true",
+        help="each DP rank holds the whole optimizer state",
+    )
+    group.add_argument(
+        "--tied-embeddings", action="store_true", help="the output matrix is the embedding's"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -131,11 +155,11 @@ def run(args: argparse.Namespace) -> int:
         pp=args.pp,
         vpp=args.vpp,
         budgets=args.max_tokens_per_gpu,
-        count_rules=args.count_rule_choices,
-        group_sizes=args.group_size_choices,
-        context_parallel=args.context_parallel_choices,
-        split_samples=args.split_samples_choices,
-        backward=args.backward_choices,
+        count_rules=_flat(args.count_rule_choices),
+        group_sizes=_flat(args.group_size_choices),
+        context_parallel=_flat(args.context_parallel_choices),
+        split_samples=_flat(args.split_samples_choices),
+        backward=_flat(args.backward_choices),
         uneven=args.uneven,
         given_split=_given_split(costs),
         requires_split=bool(costs.split),
@@ -209,11 +233,23 @@ def _integers(text: str) -> tuple[int, ...]:
         ) from None
 
 
+def _choices(choices: tuple[str, ...], text: str) -> list[str]:
+    found = text.split(",")
+    unknown = [part for part in found if part not in choices]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{brief(unknown[0])}; set some of {', '.join(choices)}")
+    return found
+
+
+def _flat(lists: Sequence[list[Any]]) -> tuple[Any, ...]:
+    """Lists separated by commas, and these by spaces."""
+    return tuple(one for found in lists for one in found)
+
+
 def _memory_model(args: argparse.Namespace, costs: CostOptions) -> MemoryModel:
     if costs.sizes is None:
         raise ConfigError(
-            "a sweep needs a model; set --config, or --num-layers, --hidden-size, "
-            "--ffn-hidden-size, --num-attention-heads and --vocab-size"
+            "tune needs a model; set --model to its folder or config.json, or --config"
         )
     config = costs.config
     model = MemoryModel(sizes=costs.sizes) if config is None else config.memory_model()

@@ -47,13 +47,20 @@ def find_config(name: str | Path) -> Path:
     )
 
 
+def shipped_models() -> dict[str, Path]:
+    """The folders with a shipped config.json, by the names of their models."""
+    return {
+        path.parent.name: path.parent for path in sorted(_folder().glob("models/*/config.json"))
+    }
+
+
 def shipped_model(folder: str | Path) -> Path | None:
     """The folder with the shipped config.json of `models/NAME`; None if there is none, or if the
     user has something at `folder`."""
     path = Path(folder)
-    shipped = _folder() / "models" / path.name
-    is_shipped = path.parent == Path("models") and (shipped / "config.json").is_file()
-    return shipped if is_shipped and not path.exists() else None
+    if path.parent != Path("models") or path.exists():
+        return None
+    return shipped_models().get(path.name)
 
 
 def download_hint(folder: str | Path) -> str:

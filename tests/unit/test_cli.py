@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -15,8 +16,10 @@ import megapack
 from megapack import cli
 from megapack.commands import run as run_command
 from megapack.commands import train
+from megapack.commands.parser import Parser
 from megapack.errors import RunInterrupted, ScheduleError
 from megapack.ranks.board import Failure
+from megapack.ranks.interrupt import StoppedEarlyError
 from tests.run_folder import make_plan
 
 pytestmark = pytest.mark.unit
@@ -93,11 +96,52 @@ def test_the_sizes_of_a_hugging_face_folder_need_no_torch(
     assert (done.returncode, lines(done)) == (0, [])
 
 
+def _parsers() -> list[Parser]:
+    """The parser of each command, and of the actions of `data` and `patch`."""
+    parsers = []
+    for name in cli.COMMANDS:
+        command = cli._parser([name])._subparsers._group_actions[0].choices[name]  # type: ignore
+        parsers.append(command)
+        for action in command._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    return parsers
+
+
+@pytest.mark.parametrize("parser", _parsers(), ids=lambda parser: parser.prog)
+def test_help_is_short_and_describes_every_option(
+    parser: Parser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = parser.format_help()
+    assert len(text.splitlines()) <= 80
+    for action in parser._actions:
+        described = action.help or isinstance(action, argparse._SubParsersAction)
+        assert described, action
+        # "(1)" alone is a default, not a description.
+        assert not (action.help or "x").startswith("("), action
+    if parser.prog.count(" ") == 1:
+        usage, _, example, *_ = text.splitlines()
+        assert usage.startswith(f"usage: {parser.prog}")
+        assert f"megapack {parser.prog.split()[1]}" in example
+
+
+@pytest.mark.parametrize("topic", ["model", "policy"])
+def test_a_topic_shows_only_its_own_options(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["plan", f"--help-{topic}"])
+    out = capsys.readouterr().out
+    assert exit_.value.code == 0
+    shown = {"model": "--num-query-groups", "policy": "--split-samples {off,auto}"}
+    assert [name for name, option in shown.items() if option in out] == [topic]
+    assert "--length-column" not in out
+
+
 def test_an_unknown_config_names_similar_ones_and_the_list(repo_root: Path) -> None:
-    done = run(repo_root, "train", "gpt_tinny_cpu.yaml")
+    done = run(repo_root, "train", "gpt_tiny_dp2_pp2_vpp_cpu.yaml")
     assert done.returncode == 2
     (line,) = lines(done)
-    assert line.startswith("megapack: gpt_tinny_cpu.yaml: no such file")
+    assert line.startswith("megapack: gpt_tiny_dp2_pp2_vpp_cpu.yaml: no such file")
     assert "did you mean gpt_tiny_dp2_pp2_vpp2_cpu" in line
     assert done.stdout == ""
 
@@ -209,6 +253,13 @@ def test_ctrl_c_prints_one_line_except_in_user_programs(
     monkeypatch.setattr(train, "run", stop)
     assert cli.main(["train", "config.yaml"]) == 130
     assert capsys.readouterr().err == "megapack: interrupted\n"
+
+    def stop_early(args: object) -> int:
+        raise StoppedEarlyError
+
+    monkeypatch.setattr(train, "run", stop_early)
+    assert cli.main(["train", "config.yaml"]) == RunInterrupted.exit_code
+    assert "before its first step" in capsys.readouterr().err
     monkeypatch.setattr(run_command, "run", stop)
     with pytest.raises(KeyboardInterrupt):
         cli.main(["run", "script.py"])

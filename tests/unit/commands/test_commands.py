@@ -14,6 +14,8 @@ import pytest
 
 from megapack import Layout, Plan, Policy, build_dp_schedule, check_plan
 from megapack.config import load
+from megapack.config.shipped import shipped_models
+from megapack.cost.sizes import ModelSizes
 
 pytestmark = pytest.mark.unit
 
@@ -75,13 +77,63 @@ def test_plan_prints_json(call: Call) -> None:
 
 
 def test_every_argument_of_the_planner_is_an_option(call: Call) -> None:
-    _, out, _ = call("plan", "--help")
+    out = "".join(call("plan", flag)[1] for flag in ("--help", "--help-policy", "--help-model"))
     names = [field.name for cls in (Layout, Policy) for field in fields(cls)]
     names += list(signature(build_dp_schedule).parameters)
     # The columns of LENGTHS have these.
     elsewhere = {"lengths", "layout", "policy", "rollout_ids", "colocate_ids", "prefixes"}
-    missing = [n for n in names if n not in elsewhere and f"--{n.replace('_', '-')}" not in out]
-    assert missing == []
+    assert [n for n in names if n not in elsewhere and flag_of(n) not in out] == []
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def test_an_older_plan_is_kept_unless_its_name_is_given(call: Call) -> None:
+    digests = []
+    for budget in ("16", "32", "32", "64"):
+        code, out, err = call("plan", "a.csv", "--max-tokens-per-gpu", budget)
+        digests.append(out.split()[-1])
+        kept = {"32": "plan.1.json", "64": "plan.2.json"}.get(budget)
+        is_new = digests[-1] not in digests[:-1] and kept is not None
+        assert (code, err) == (0, f"plan.json was there: it is {kept} now\n" if is_new else "")
+    names = ("plan.1.json", "plan.2.json", "plan.json")
+    for name, digest in zip(names, (digests[0], digests[1], digests[3]), strict=True):
+        assert Plan.from_json(Path(name).read_text()).digest().startswith(digest)
+    # With -o the file is written over.
+    assert call("plan", "a.csv", *BUDGET, "-o", "plan.json")[2] == ""
+    assert sorted(path.name for path in Path().glob("plan*")) == list(names)
+
+
+@pytest.mark.parametrize("given", ["folder", "folder/config.json", "Qwen3-4B"])
+def test_a_model_is_a_folder_a_file_or_a_known_name(given: str, call: Call) -> None:
+    Path("folder").mkdir()
+    shipped = shipped_models()["Qwen3-4B"] / "config.json"
+    Path("folder/config.json").write_text(shipped.read_text())
+    Path("q.yaml").write_text(
+        "name: q\nplan: {max_tokens_per_gpu: 16}\nmodel: {dtype: bf16, hf_path: folder}\n"
+        "optim: {distributed_optimizer: true}\n"
+    )
+    found = [
+        json.loads(call("plan", "a.csv", *BUDGET, *args, "--json")[1])
+        for args in (("--model", given), ("--config", "q.yaml"))
+    ]
+    assert found[0] == found[1]
+    assert found[0]["time_unit"] == "seconds"
+    tuned = [
+        json.loads(call("tune", "a.csv", "--gpus", "2", "--pp", "2", *args, "--json")[1])
+        for args in (("--model", given), ("--config", "q.yaml"))
+    ]
+    assert tuned[0] == tuned[1]
+
+
+@pytest.mark.parametrize("text", ["legal,per_rank", "per_rank"])
+def test_tune_takes_choices_by_commas_and_by_spaces(text: str, call: Call) -> None:
+    args = (*TUNE, "--pp", "2", "--group-size", "fixed", "--split-samples", "off", "--json")
+    by_commas = call(*args, "--count-rule", text)[1]
+    assert by_commas == call(*args, "--count-rule", *text.split(","))[1]
+    rules = {plan["policy"]["count_rule"] for plan in json.loads(by_commas)["ranked"]}
+    assert rules <= set(text.split(","))
 
 
 def test_check_refuses_an_edited_plan(call: Call) -> None:
@@ -232,10 +284,10 @@ BAD = [
     (("plan",), ["LENGTHS"]),
     (("plan", "none.csv", *BUDGET), ["none.csv", "No such file"]),
     (("plan", ".", *BUDGET), ["directory"]),
-    (("plan", "a.csv"), ["neither of max_tokens_per_gpu and micro_batch_size"]),
-    ((*PLAN, "--micro-batch-size", "2"), ["both of max_tokens_per_gpu and micro_batch_size"]),
+    (("plan", "a.csv"), ["neither of --max-tokens-per-gpu and", "--max-tokens-per-gpu=9 or"]),
+    ((*PLAN, "--micro-batch-size", "2"), ["both of --max-tokens-per-gpu and --micro-batch-size"]),
     (("plan", "a.csv", "--max-tokens-per-gpu", "many"), ["--max-tokens-per-gpu", "'many'"]),
-    (("plan", "a.csv", "--max-tokens-per-gpu", "0"), ["max_tokens_per_gpu=0", "at least 1"]),
+    (("plan", "a.csv", "--max-tokens-per-gpu", "0"), ["--max-tokens-per-gpu=0", "at least 1"]),
     (("plan", "a.csv", "--max-tokens-per-gpu", "9" * 20), ["at most 1099511627776"]),
     ((*PLAN, "--search", "9" * 20), ["search=999", "at most 1099511627776"]),
     ((*PLAN, "--dp", "9" * 20), ["dp=999", "at most 1048576"]),
@@ -245,14 +297,14 @@ BAD = [
     ((*PLAN, "--dp", "0"), ["dp=0", "at least 1"]),
     ((*PLAN, "--dp", "-2"), ["dp=-2"]),
     ((*PLAN, "--dp", "1.5"), ["--dp", "'1.5'", "set an integer"]),
-    ((*PLAN, "--vpp", "2"), ["vpp=2 with pp=1"]),
+    ((*PLAN, "--vpp", "2"), ["--vpp=2 with --pp=1"]),
     ((*PLAN, "--ep", "3"), ["ep=3 does not divide"]),
-    ((*PLAN, "--pp", "4", "--vpp", "2", "--microbatch-group-size", "2"), ["below pp=4"]),
+    ((*PLAN, "--pp", "4", "--vpp", "2", "--microbatch-group-size", "2"), ["below --pp=4"]),
     ((*PLAN, "--fp8", "e4m3"), ["--fp8", "mxfp8"]),
     ((*PLAN, "--count-rule", "any"), ["--count-rule", "legal", "per_rank"]),
     ((*PLAN, "--search", "-1"), ["search=-1"]),
-    ((*PLAN, "--num-steps", "9"), ["num_steps=9 for 8 rollouts"]),
-    ((*PLAN, "--num-steps", "2", "--global-batch-size", "2"), ["num_steps=2", "set one"]),
+    ((*PLAN, "--num-steps", "9"), ["--num-steps=9 for 8 rollouts"]),
+    ((*PLAN, "--num-steps", "2", "--global-batch-size", "2"), ["--num-steps=2", "set one"]),
     ((*PLAN, "--oversize", "error", "--max-tokens-per-gpu", "8"), ["1 sample(s) over", "9 tokens"]),
     ((*PLAN, "--unreachable", "error", "--dp", "16"), ["unreachable"]),
     ((*PLAN, "--count-rule", "per_rank", "--dp", "2", "--ep", "2"), ["per_rank", "ep=2"]),
@@ -267,11 +319,11 @@ BAD = [
     ((*PLAN, "--num-layers", "4", *SPEED), ["--num-layers given without --hidden-size"]),
     ((*PLAN, *MODEL, "--peak-tflops", "nan"), ["--peak-tflops=nan", "above 0"]),
     ((*PLAN, *MODEL, *SPEED, "--utilisation", "40"), ["--utilisation=40", "at most 1"]),
-    ((*PLAN, *MODEL, *SPEED, "--pp", "3"), ["num_layers=4", "pp * vpp = 3"]),
+    ((*PLAN, *MODEL, *SPEED, "--pp", "3"), ["--num-layers=4", "pp * vpp = 3"]),
     ((*PLAN, *MODEL, *SPEED, "--cost", "c.yaml"), ["--cost", "set one"]),
     (("check", "none.json", "a.csv"), ["none.json", "cannot be read"]),
     (("check", "a.csv", "a.csv"), ["a.csv", "not a plan"]),
-    (("check", "junk.json", "a.csv"), ["junk.json", "byte 0 is not UTF-8"]),
+    (("check", "junk.json", "a.csv"), ["junk.json", "byte 0", "is not UTF-8"]),
     (("check", "cut.json", "a.csv"), ["cut.json", "not a plan in JSON"]),
     (("check", "odd.json", "a.csv"), ["odd.json", "not a plan"]),
     (("check", "good.json", "none.csv"), ["none.csv"]),
@@ -286,8 +338,8 @@ BAD = [
     (("tune", "a.csv", "--gpus", "4"), ["needs a model", "--config"]),
     (("tune", "a.csv", "--gpus", "0", *MODEL, *SPEED), ["0 GPUs"]),
     ((*TUNE, "--tp", "3"), ["tp [3]", "4 GPUs"]),
-    ((*TUNE, "--num-layers-in-last-pipeline-stage", "9"), ["9", "num_layers=4 remain"]),
-    ((*PLAN, "--num-layers-in-last-pipeline-stage", "1"), ["without a model", "--config"]),
+    ((*TUNE, "--num-layers-in-last-pipeline-stage", "9"), ["9", "--num-layers=4 remain"]),
+    ((*PLAN, "--num-layers-in-last-pipeline-stage", "1"), ["without a model", "--model"]),
     ((*TUNE, "--tp", "1,x"), ["'1,x'", "commas"]),
     (
         (*TUNE, "--gpu-memory-gib", "-1"),
@@ -298,6 +350,18 @@ BAD = [
         ["--gpu-memory-gib=inf"],
     ),
     ((*TUNE, "--ep", "2"), ["ep [2]", "no experts"]),
+    ((*TUNE, "--backward", "joint,both"), ["--backward", "'both'; set some of joint, split"]),
+    ((*PLAN, "--model", "Qwen9"), ["no such folder or file; megapack knows", "Qwen3-4B"]),
+    ((*PLAN, "--model", "Qwen3-4B", *MODEL), ["--model and --num-layers", "set --model or the"]),
+    ((*PLAN, "--model", "a", "--config", "b"), ["both --config and --model given"]),
+    (
+        (*PLAN, "--split-samples", "auto", "--row-shape", "uniform"),
+        ["--split-samples=auto with --row-shape=uniform", "set --row-shape=planned, or --split-"],
+    ),
+    (
+        (*PLAN[:2], "--micro-batch-size", "2", "--row-shapes", "3"),
+        ["set --max-tokens-per-gpu, or no --row-shapes"],
+    ),
 ]
 
 
@@ -314,6 +378,10 @@ def test_bad_input_prints_one_line_and_writes_no_file(
     assert warnings == []
     assert line.startswith("megapack: ")
     assert all(word in line for word in words), line
+    # An error names options as they are typed, never as Python has them.
+    names = [field.name for cls in (Layout, Policy, ModelSizes) for field in fields(cls)]
+    names += list(signature(build_dp_schedule).parameters)
+    assert [name for name in names if "_" in name and name in line] == []
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
