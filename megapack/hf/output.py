@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ _COPIED = (
 # The code of models and tokenizers that transformers does not have; these files name it.
 _CODE = "*.py"
 _NAMES_CODE = ("config.json", "tokenizer_config.json", "processor_config.json")
+# A file in the cache of the hub's clients.
+_CACHED = re.compile(r".*/models--[^/]+/blobs/[0-9a-f]{40,64}")
 
 
 def target(folder: str | Path) -> Path:
@@ -115,24 +118,23 @@ def small_files(like: Path) -> list[str]:
 
     Raises:
         ConfigError: one is no file, or a link out of the folder: into an export, which others may
-            read, comes nothing else of this machine. The hub's cache is made of links to its own
-            files, which are allowed.
+            read, comes nothing else of this machine. Links to files of the hub's cache, of which
+            its folders are made, are allowed.
     """
     root = Path(os.path.realpath(like))
-    homes = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     texts = [file.read_bytes() for file in map(like.joinpath, _NAMES_CODE) if file.is_file()]
     has_code = any(b'"auto_map"' in text for text in texts)
     found = []
     for pattern in (*_COPIED, _CODE) if has_code else _COPIED:
         for file in sorted(like.glob(pattern)):
             real = Path(os.path.realpath(file))
-            if not file.is_file() or not any(real.is_relative_to(home) for home in homes):
-                what = (
-                    f"a link to {real}, outside of the model's folder"
-                    if file.is_file()
-                    else "no file"
+            if not file.is_file():
+                raise ConfigError(f"{file} is no file; remove it")
+            if not real.is_relative_to(root) and not _CACHED.fullmatch(str(real)):
+                raise ConfigError(
+                    f"{file} is a link to {real}, outside of the model's folder, and an export "
+                    "would copy it; put the file itself there, or remove the link"
                 )
-                raise ConfigError(f"{file} is {what}; put the file itself there, or remove it")
             found.append(str(file.relative_to(like)))
     return found
 

@@ -42,6 +42,7 @@ from megapack.gpt import build_model, initialize_parallel
 from megapack.gpt.optimizer import build_lr_schedule, build_optimizer, check_optimizer
 from megapack.gpt.settings import reduction_settings
 from megapack.hf import LoadedWeights, export_hf, load_hf_weights
+from megapack.hf.output import small_files
 from megapack.loss.preference import PAIR_SIGN
 from megapack.model import check_replicas
 from megapack.outlook.stats import step_report
@@ -154,6 +155,9 @@ class Trainer:
         # follows from the initial weights, such as the head's kernel, must be as it was.
         self.loaded: LoadedWeights | None = None
         if hf_path is not None:
+            if config.train.export_hf is not None:
+                # What an export would refuse after the last step.
+                agree(lambda: small_files(Path(hf_path)), device=device)
             self.loaded = load_hf_weights(self.chunks, hf_path, device=device)
         self.optimizer = build_optimizer(config.optim, self.chunks, config.model.dtype == "bf16")
         self.adapter = ScheduleAdapter(

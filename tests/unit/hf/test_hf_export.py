@@ -249,7 +249,11 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
 def test_a_snapshot_of_the_hubs_cache_is_exported(tmp_path: Path) -> None:
     like = as_snapshot(write_folder(tmp_path / "model"))
     (tmp_path / "link").symlink_to(like)
-    for number, folder in enumerate((like, tmp_path / "link")):
+    # As older clients fill a folder outside of the cache.
+    (tmp_path / "local").mkdir()
+    for file in like.iterdir():
+        (tmp_path / "local" / file.name).symlink_to(file.resolve())
+    for number, folder in enumerate((like, tmp_path / "link", tmp_path / "local")):
         out = tmp_path / f"out{number}"
         exporter(out, folder).export(sources())
         assert (out / "tokenizer.json").read_text() == "{}"
