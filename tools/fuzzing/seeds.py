@@ -45,6 +45,8 @@ def plans() -> tuple[Plan, ...]:
         ),
         plan(3, Layout(dp=2, ep=2), policy=Policy(oversize="alone", search=0)),
         plan(4, Layout(cp=2), prefixes=SharedPrefixes((1, 3), (0, 35))),
+        plan(1, Layout(dp=2), policy=Policy(row_shapes=2)),
+        plan(9, Layout(dp=2, pp=2), policy=Policy(row_shapes=2, backward="split")),
         plan(4, Layout(), prefixes=SharedPrefixes((1, 3, 2), (0, 35, 12))),
     )
 

@@ -29,6 +29,7 @@ from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests import hf_mtp
 from tests.dist.executor import executor
+from tests.dist.exactness.worker import optimizer_norm
 from tests.dist.groups import end_model_parallel
 from tests.dist.hf.hf_cases import HF_CASES, MAX_TOKENS, MTP, ROWS, HfCase, Rows, samples
 from tests.dist.setup import on_kernels_of_job
@@ -59,6 +60,7 @@ def run_case(case: HfCase, folder: Path, device: torch.device) -> dict[str, Any]
     forward = build_dp_schedule(batch.lengths, **options, forward_only=True)
     outputs = adapter.forward(forward if "pieces" in case.name else plan, batch, entropy=True)
     step = adapter.step(plan, batch, objective=SFT())
+    norm = optimizer_norm(chunks)
     exported = folder / "gradients" / case.name
     exported.parent.mkdir(exist_ok=True)
     show_gradients(chunks)
@@ -71,6 +73,7 @@ def run_case(case: HfCase, folder: Path, device: torch.device) -> dict[str, Any]
     return {
         **output_errors(outputs, want, batch),
         **gradient_errors(read(exported), want["gradients"], untrained(source, case)),
+        "optimizer_norm": norm,
         "loss": step.loss,
         "expected_loss": want["loss"],
         "mtp_loss": step.metrics.get("mtp_1_loss", 0.0),
