@@ -254,7 +254,7 @@ def _read_array(data: bytes, columns: Columns) -> LengthTable:
             array = array[array.files[0]]
         if not isinstance(array, np.ndarray):
             raise ValueError("an archive of other files")
-    except (ValueError, MemoryError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, MemoryError, zipfile.BadZipFile) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(
@@ -312,7 +312,7 @@ def _length(row: dict[str, Any], summands: tuple[str, ...]) -> int:
         if count < 0 and len(counts) > 1:
             raise DataError(f"{_one_line(column)} is {brief(count)}; give 0 or more tokens")
     if length < 1:
-        raise DataError(f"{what} is {brief(length)}; a sample has at least 1 token")
+        raise DataError(f"{what} is {brief(length)}; give at least 1 token per sample")
     if length > MAX_LENGTH:
         raise DataError(f"{what} is {brief(length)}; a sample has at most {MAX_LENGTH} tokens")
     return length

@@ -198,14 +198,14 @@ def long_line(path: Path) -> None:
 
 LENGTH_FILE_ROWS = [
     _lengths("a.csv empty", "", "no samples", "give"),
-    _lengths("a.csv of a NUL", b"length\n5\n\0\n", "line 3", "whole number"),
-    _lengths("a.csv in latin-1", b"length\n\xe9\n", "byte 7 is not UTF-8", "give"),
-    _lengths("a.csv negative", "length\n5\n-3\n", "line 3", "-3", "0 or more"),
+    _lengths("a.csv of a NUL", b"length\n5\n\0\n", "it is binary (byte 9 is 0", "give text"),
+    _lengths("a.csv in latin-1", b"length\n\xe9\n", "byte 7 (0xe9) is not UTF-8", "save"),
+    _lengths("a.csv negative", "length\n5\n-3\n", "line 3", "-3", "at least 1 token"),
     _lengths("a.csv NaN", "length\nnan\n", "line 2", "'nan'", "whole number"),
     _lengths("a.csv 10^30", "length\n1" + "0" * 30 + "\n", "line 2", "10000", "whole number"),
     _lengths("a.csv doubled column", "length,length\n5,6\n", "line 1", "'length' stands twice"),
     _lengths("a.csv long number", "9" * 10**5, "line 1", "999", "begin with a header"),
-    _lengths("a.csv long line", long_line, "line 1", "131072"),
+    _lengths("a.csv long line", long_line, "it is binary (byte 0 is 0", "give text"),
     _lengths("a.csv a cell of 1 MB", "length\n" + "x" * 10**6, "line 2", "131072"),
     _lengths("a.csv a pipe", os.mkfifo, "no samples", "give"),
     _lengths("a.csv a folder", Path.mkdir, "Is a directory", "give a file"),

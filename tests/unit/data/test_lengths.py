@@ -159,7 +159,7 @@ def test_lengths_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a.jsonl", '{"length": 5.5}\n', ["line 1", "5.5"]),
         ("a.jsonl", '{"lengths": [5, 6]}\n', ["line 1: lengths is a list of 2; give one number"]),
         ("a.jsonl", '{\n"length": 5\n}\n', ["it is JSON with an object over several lines"]),
-        ("a.json", "[5, 0]", ["item 2: length is 0; a sample has at least 1"]),
+        ("a.json", "[5, 0]", ["item 2: length is 0; give at least 1"]),
         ("a.json", "[5, [1, 2]]", ["item 2", "no column 'length'"]),
         ("a.json", "[5, 6", ["not a JSON array"]),
         ("a.csv", "length\n7\n".encode("utf-16"), ["it is UTF-16 text; save it as UTF-8"]),
