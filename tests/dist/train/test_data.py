@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,25 @@ def test_files_and_memory_give_the_same_metrics(tmp_path: Path) -> None:
     for one, other in zip(results["memory"], results["files"], strict=True):
         for key in ("loss", "grad_norm", "entropy_nats", "kl_ref_nats"):
             assert one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6), key
+
+
+def test_a_run_resumes_on_equal_samples_alone(tmp_path: Path) -> None:
+    """The other samples have equal lengths, and their file an equal size and modification time."""
+    write_folder(tmp_path / "data")
+    path = tmp_path / "data" / "a.jsonl"
+    before, text = path.stat(), path.read_text()
+    args = ["train", str(CONFIG), *SETTINGS, "layout.dp=1", *DP2[1:], "train.resume=auto"]
+    args += [f"data.path={tmp_path / 'data'}", "train.save_interval=1", "train.num_batches=1"]
+    assert run_job(1, "megapack", args, timeout_s=200, cwd=tmp_path).returncode == 0
+    path.write_text(text.replace('"reward": 1.0', '"reward": 0.5', 1))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    done = run_job(1, "megapack", args, timeout_s=200, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is of a run on other samples than data.path" in done.stdout
+    path.write_text(text)
+    done = run_job(1, "megapack", args, timeout_s=200, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "resumed after step" in done.stdout
 
 
 def test_a_bad_line_ends_every_rank(tmp_path: Path) -> None:
