@@ -51,6 +51,12 @@ def _check_experts(model: Any) -> None:
             "model.moe_shared_gate=true without a shared expert; set "
             "model.moe_shared_ffn_hidden_size, or moe_shared_gate=false"
         )
+    if model.linear_bias and model.moe_shared_ffn_hidden_size is not None:
+        raise ConfigError(
+            f"model.linear_bias=true with model.moe_shared_ffn_hidden_size="
+            f"{model.moe_shared_ffn_hidden_size}: Megatron-Core's shared experts have no biases; "
+            "leave one out"
+        )
 
 
 def _check_routing(model: Any) -> None:

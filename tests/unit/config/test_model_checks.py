@@ -70,6 +70,10 @@ TP2 = Layout(tp=2, sequence_parallel=True)
         ({**EXPERTS, "moe_first_dense_layers": 4}, "leaves no layer of model.num_layers=4"),
         ({**EXPERTS, "moe_shared_gate": True}, "moe_shared_gate=true without a shared expert"),
         (
+            {**EXPERTS, "moe_shared_ffn_hidden_size": 8, "linear_bias": True},
+            "linear_bias=true with model.moe_shared_ffn_hidden_size=8",
+        ),
+        (
             {**EXPERTS, "moe_norm_top_k": False, "moe_score_function": "sigmoid"},
             "moe_norm_top_k=false needs model.moe_score_function=softmax",
         ),
