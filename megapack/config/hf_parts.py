@@ -68,8 +68,8 @@ def rope(reader: Reader) -> Values:
             raise reader.error(key, outside, "rope_parameters says otherwise: keep one")
         merged[key] = outside if inside is None else inside
     percent = merged["partial_rotary_factor"]
-    if percent is not None and not is_number(percent):
-        raise reader.error("partial_rotary_factor", percent, "expected a number")
+    if percent is not None and not (is_number(percent) and 0 < percent <= 1):
+        raise reader.error("partial_rotary_factor", percent, "expected a number of 0 to 1")
     if percent not in (None, 1) and not reader.family.is_partly_rotated:
         raise reader.error(
             "partial_rotary_factor",
@@ -427,6 +427,8 @@ def rotary_width(reader: Reader) -> Values:
     if width is None:
         return {}
     percent = width / reader.count("head_dim", 1)
+    if percent > 1:
+        raise reader.error("rotary_dim", width, "expected at most head_dim")
     if reader.get("partial_rotary_factor") not in (None, percent):
         raise reader.error("rotary_dim", width, "partial_rotary_factor says otherwise: keep one")
     return {"rotary_percent": percent}

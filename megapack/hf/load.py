@@ -48,6 +48,8 @@ class LoadedWeights:
                 f"; {self.num_ignored} tensors of the folder are not used (multi-token prediction, "
                 "tied or replaced output layer, rotary tables, vision)"
             )
+        if (self.folder / "adapter_config.json").exists():
+            ignored += "; its adapter_config.json is not used, though peft would add that adapter"
         return (
             f"{self.num_tensors} tensors of {self.folder} in {self.seconds:.1f} s, "
             f"{self.num_bytes / 1e6:,.0f} MB on this rank{ignored}"
