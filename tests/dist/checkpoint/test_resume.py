@@ -336,8 +336,9 @@ def test_damaged_checkpoints_are_passed_over(undisturbed: Path, tmp_path: Path) 
     tensors.write_bytes(tensors.read_bytes()[:-100])
     shutil.rmtree(run / "checkpoints/step-00000008/state")
     (run / "checkpoints/step-00000009.part").mkdir()
-    code, output = job(tmp_path, *DP2, "train.resume=auto")
+    code, output = job(tmp_path, *DP2, "train.resume=auto", "train.log_interval=2")
     assert code == 0, output[-6000:]
+    assert "\nchanged since then: train.log_interval=2, was 1\n" in output
     assert f"checkpoint ignored: {tensors.relative_to(tmp_path)} has" in output
     assert "step-00000008/state" in output
     assert "is missing" in output
