@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from megapack.base.files import GZIP, HEAD_BYTES, PARQUET, read_whole, what_it_is
 from megapack.data.rollouts import TOKEN_COLUMNS, UNREAD_COLUMNS
-from megapack.errors import ConfigError, DataError
+from megapack.errors import ConfigError, DataError, brief
 
 # Keys of a JSON line, and columns of a Parquet file. Other columns are not read.
 COLUMNS = (
@@ -168,6 +168,8 @@ def not_json_lines(data: bytes) -> str | None:
     except UnicodeDecodeError:
         return None
     except json.JSONDecodeError as error:
+        if error.pos == 0 and begins:
+            return f"no JSON Lines ({brief(line.decode())}); give one object per line, or Parquet"
         is_open = error.pos >= len(line.decode().rstrip()) - 1
         if not is_array and is_open and rest:
             return "JSON with an object over several lines; write one per line (jq -c . FILE)"

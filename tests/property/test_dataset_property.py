@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import tempfile
 from pathlib import Path
@@ -32,11 +33,12 @@ as_ids = st.fixed_dictionaries({"prompt_ids": ids, "response_ids": ids}, optiona
 rows = st.lists(as_text | as_ids, min_size=1, max_size=12)
 
 
-def write(folder: Path, files: list[list[dict[str, Any]]], parquet: bool) -> None:
+def write(folder: Path, files: list[list[dict[str, Any]]], kind: str) -> None:
     for number, rows in enumerate(files):
-        path = folder / f"{number:02d}.{'parquet' if parquet else 'jsonl'}"
-        if not parquet:
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = folder / f"{number:02d}.{kind}"
+        if kind != "parquet":
+            text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+            path.write_bytes(gzip.compress(text) if kind == "jsonl.gz" else text)
             continue
         pyarrow = pytest.importorskip("pyarrow")
         from pyarrow import parquet as pq
@@ -55,14 +57,18 @@ def tokens(row: dict[str, Any]) -> tuple[list[int], list[int]]:
     return prompt_ids.tolist(), response_ids.tolist()
 
 
-@given(files=st.lists(rows, min_size=1, max_size=3), parquet=st.booleans(), order=st.randoms())
+@given(
+    files=st.lists(rows, min_size=1, max_size=3),
+    kind=st.sampled_from(["jsonl", "jsonl.gz", "parquet"]),
+    order=st.randoms(),
+)
 @settings(max_examples=60, deadline=None)
 def test_written_samples_are_read_back(
-    files: list[list[dict[str, Any]]], parquet: bool, order: Any
+    files: list[list[dict[str, Any]]], kind: str, order: Any
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(folder, files, parquet)
+        write(folder, files, kind)
         data = Dataset.from_files(folder, ReadSettings(), folder / "spare")
         written = [row for rows in files for row in rows]
         numbers = list(range(len(written)))

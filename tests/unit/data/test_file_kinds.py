@@ -94,6 +94,7 @@ OBJECTS = [{"prompt": "a", "response": "b"}] * 3
         (json.dumps(OBJECTS[0], indent=1).encode(), "an object over several lines; write one"),
         (b'{"data": [\n{"prompt": "a"}]}', "an object over several lines; write one"),
         (gzip.compress(json.dumps(OBJECTS).encode()), "a JSON array"),
+        (b"prompt,response\na,b\n", "no JSON Lines ('prompt,response'); give one object per line"),
         (gzip.compress(UTF8)[:-9], "cannot be read (Compressed file ended"),
         (b"\x1f\x8b" + UTF8, "cannot be read"),
     ],
