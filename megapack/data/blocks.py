@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from megapack.data.columns import read_columns
 from megapack.data.files import Block, Lines
-from megapack.data.lines import BadLine, LineParser
+from megapack.data.lines import LineParser
+from megapack.data.messages import BadLine
 from megapack.data.rollouts import Rollout
 from megapack.data.token_blocks import ReadSettings, TokenBlock, join, make_token_block
 

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megapack.base.choices import Overlong
-from megapack.data.lines import BadLine, LineParser
+from megapack.data.lines import LineParser
+from megapack.data.messages import BadLine
 from megapack.data.rollouts import TOKEN_COLUMNS, Rollout
 from megapack.data.tokenizer import ByteTokenizer, Tokenizer
 
