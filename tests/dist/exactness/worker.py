@@ -212,7 +212,7 @@ def optimizer_norm(chunks: list[Any]) -> float:
     """The gradient norm by which Megatron's optimizer clips."""
     config = get_model_config(chunks[0])
     settings = OptimizerConfig(
-        optimizer="sgd",
+        optimizer="adam",
         lr=0.0,
         bf16=config.bf16,
         params_dtype=config.params_dtype,
