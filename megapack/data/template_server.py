@@ -54,15 +54,15 @@ def serve() -> None:
             return
         answer: list[ChatText] | Exception
         try:
-            answer = _write(request)
+            answer = write_chat(request)
         except Exception as error:  # raised in the parent
             answer = error
         pickle.dump(answer, sys.stdout.buffer, protocol=5)
         sys.stdout.buffer.flush()
 
 
-def _write(request: ChatRequest) -> list[ChatText]:
-    """The samples of a chat."""
+def write_chat(request: ChatRequest) -> list[ChatText]:
+    """The samples of a chat. A template that runs for too long ends this process."""
     source = request.source
     program = _program(source.text)
     known = program.names - _OWN - source.specials.keys()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from megapack import Layout, Plan, Policy, SharedPrefixes, build_dp_schedule
 from tests.unit.config.hybrid_configs import HYBRID
@@ -85,6 +87,26 @@ def hf_configs() -> list[bytes]:
         "".join(f"\0{key}={json.dumps(value)}" for key, value in keys.items()) for keys in documents
     ]
     return [one.encode() for one in (*pieces, json.dumps(documents[0], indent=1))]
+
+
+def chats() -> list[bytes]:
+    """Lines of chats and of pairs of chats that every template writes in full."""
+    user = {"role": "user", "content": "a"}
+    turn = {"role": "assistant", "content": "b c"}
+    function = {"name": "f", "arguments": '{"x": 1, "y": "z"}'}
+    rows: list[dict[str, Any]] = [
+        {"messages": [user, turn, user, turn]},
+        {"messages": [user, {**turn, "weight": 0}, user, {**turn, "train": True}]},
+        {"prompt": "a", "chosen": [user, turn], "rejected": [user, {**turn, "content": "d"}]},
+        {"prompt": [user], "messages": [turn], "chat_template_kwargs": {}, "reward": 1},
+    ]
+    rows = [{**row, "group": group} for row in rows for group in range(4)]
+    call = {**turn, "tool_calls": [{"type": "function", "function": function}]}
+    result = {"role": "tool", "content": "r"}
+    called = [{"messages": [user, call, result, turn], "group": group} for group in range(16)]
+    lines = [json.dumps(row).encode() for row in (*rows, *called)]
+    # Phi-3's has no calls.
+    return [line for line in lines if b"tool_calls" not in line or zlib.crc32(line) % 4 != 2]
 
 
 def rollouts() -> list[bytes]:

@@ -35,10 +35,13 @@ from megapack.data.advantages import group_advantages
 from megapack.data.chats import ChatText, chat_texts
 from megapack.data.dataset import Dataset
 from megapack.data.lengths import Columns, read_length_file
+from megapack.data.lines import BadLine, LineParser
+from megapack.data.template_server import write_chat
+from megapack.data.templates import ChatRequest, TemplateSource
 from megapack.data.token_blocks import ReadSettings
 from megapack.data.tokenizer import ByteTokenizer, ChatTokens, Message
 from megapack.plan.show import diff_plans
-from tests import strategies
+from tests import chat_templates, strategies
 from tools.fuzzing import seeds
 
 T = TypeVar("T")
@@ -127,6 +130,15 @@ def hold_hf_config(data: bytes) -> bool:
         return refused(lambda: ModelConfig.from_hf(name), ConfigError) is not None
 
 
+def tokens_of(tokenizer: ByteTokenizer, chat: ChatText) -> ChatTokens:
+    """A chat as bytes."""
+    mask = np.zeros(len(tokenizer.encode(chat.text)), dtype=np.bool_)
+    for start, stop in chat.spans:
+        before, own = chat.text[:start], chat.text[start:stop]
+        mask[len(tokenizer.encode(before)) :][: len(tokenizer.encode(own))] = True
+    return ChatTokens(tokenizer.encode(chat.text), mask)
+
+
 class ChatBytes(ByteTokenizer):
     """Bytes with a chat template that, like Qwen3's, shortens the turns before the user's last."""
 
@@ -141,14 +153,7 @@ class ChatBytes(ByteTokenizer):
         arguments: Mapping[str, Any],
     ) -> list[ChatTokens]:
         """See `Tokenizer`."""
-        samples = []
-        for chat in chat_texts(messages, self, turns):
-            mask = np.zeros(len(self.encode(chat.text)), dtype=np.bool_)
-            for start, stop in chat.spans:
-                before, own = chat.text[:start], chat.text[start:stop]
-                mask[len(self.encode(before)) :][: len(self.encode(own))] = True
-            samples.append(ChatTokens(self.encode(chat.text), mask))
-        return samples
+        return [tokens_of(self, chat) for chat in chat_texts(messages, self, turns)]
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> ChatText:
         """See `ChatTemplate`."""
@@ -156,6 +161,54 @@ class ChatBytes(ByteTokenizer):
         texts = [str(one.get("content"))[0 if i > last else 1 :] for i, one in enumerate(messages)]
         turns = (f"{one['role']}:{text}|\n" for one, text in zip(messages, texts, strict=True))
         return ChatText("".join(turns) + ("assistant:" if asks else ""), [])
+
+
+class WrittenBytes(ByteTokenizer):
+    """Bytes with a chat template in the manner of a published one; checks what it marks."""
+
+    def __init__(self, template: str, specials: str) -> None:
+        texts = tuple(specials.split())
+        self._source = TemplateSource(template, {"eos_token": texts[0]}, texts, texts[:1])
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        turns: Sequence[int],
+        arguments: Mapping[str, Any],
+    ) -> list[ChatTokens]:
+        """See `Tokenizer`."""
+        chats = write_chat(ChatRequest(self._source, messages, turns, tools, arguments))
+        spans = [chat.text[start:stop] for chat in chats for start, stop in chat.spans]
+        require(len(spans) == len(turns), "a turn that counts has no text, or another one has")
+        for turn, text in zip(turns, spans, strict=True):
+            content = messages[turn].get("content") or ""
+            require(content in text, f"turn {turn} is not trained as it is")
+            require(text.endswith(self._source.special_texts), f"nothing ends turn {turn}")
+        return [tokens_of(self, chat) for chat in chats]
+
+
+CHAT_TOKENIZERS = tuple(
+    WrittenBytes(template, specials)
+    for template, specials in (
+        (chat_templates.CHATML, "<|im_end|> <|im_start|>"),
+        (chat_templates.GLM, f"<|endoftext|> {chat_templates.GLM_SPECIALS}"),
+        (chat_templates.MARKED_PHI3, f"<|endoftext|> {chat_templates.PHI_SPECIALS}"),
+        (chat_templates.DEEPSEEK, "<eos> <User> <Assistant> <Output> <Call>"),
+    )
+)
+
+
+def hold_chats(data: bytes) -> bool:
+    """A line of chats under templates of several manners."""
+    tokenizer = CHAT_TOKENIZERS[zlib.crc32(data) % len(CHAT_TOKENIZERS)]
+    try:
+        samples = LineParser(tokenizer, 10**6).parse(data, "own")
+    except BadLine as error:
+        require(len(str(error).splitlines()) == 1, f"not one line: {str(error)!r:.200}")
+        return False
+    require(all(sample.num_loss_tokens for sample in samples), "a sample trains nothing")
+    return True
 
 
 READ_SETTINGS = (
@@ -301,5 +354,6 @@ DOCUMENTS = {
     "config": Documents(hold_config, seeds.configs),
     "hf_config": Documents(hold_hf_config, seeds.hf_configs),
     "rollouts": Documents(hold_rollouts, seeds.rollouts),
+    "chats": Documents(hold_chats, seeds.chats),
 }
 TARGETS = (*DOCUMENTS, "schedule")

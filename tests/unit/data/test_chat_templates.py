@@ -18,73 +18,24 @@ from megapack.data.token_blocks import ReadSettings
 from megapack.errors import ConfigError
 
 pytest.importorskip("transformers")
+from tests.chat_templates import (
+    CHATML,
+    DEEPSEEK,
+    GEMMA,
+    GLM,
+    GLM_SPECIALS,
+    LLAMA3,
+    MARKED_GLM,
+    MARKED_PHI3,
+    MISTRAL,
+    PHI3,
+    PHI_SPECIALS,
+    QWEN3,
+    TEXT_ALONE,
+)
 from tests.hf_models import make_tokenizer
 
 pytestmark = pytest.mark.unit
-
-EACH = "{% for m in messages %}"
-IF_ASKED = "{% endfor %}{% if add_generation_prompt %}"
-CHATML = (
-    EACH + "{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}"
-    "{% endfor %}{{ '<|im_end|>\n' }}" + IF_ASKED + "{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-# Writes what the assistant thought after the user's last message alone, as Qwen3's and GLM-4.5's.
-LAST = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-)
-THOUGHT = "{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content and loop.index0 > ns.last else '' }}"  # noqa: E501
-QWEN3 = (
-    LAST
-    + CHATML.replace("(m.content or '')", "'' }}" + THOUGHT + "{{ m.content or ''")
-    + "{{ '<think></think>' if add_generation_prompt and enable_thinking is false else '' }}"
-)
-GLM = (
-    LAST + "[gMASK]<sop>{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + EACH +
-    "{% if m.role == 'tool' %}<|observation|>\n{{ m.content }}{% elif m.role == 'assistant' %}"
-    "{{ '<|assistant|>\n' }}" + THOUGHT + "{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
-    "<tool_call>{{ c.function.name }}{% for key, value in c.function.arguments.items() %}"
-    "<arg>{{ key }}={{ value }}</arg>{% endfor %}</tool_call>{% endfor %}"
-    "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}"
-    + IF_ASKED + "{{ '<|assistant|>\n' }}{% endif %}"
-)  # fmt: skip
-MARKED_GLM = GLM.replace(
-    "{{ m.content or '' }}", "{% generation %}{{ m.content }}{% endgeneration %}"
-)
-LLAMA3 = (
-    "<|bos|>" + EACH + "{{ '<|start_header|>' + m.role + '<|end_header|>\n\n' }}"
-    "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}"
-    "{% endif %}<|eot|>"
-    + IF_ASKED
-    + "{{ '<|start_header|>assistant<|end_header|>\n\n' }}{% endif %}"
-)
-PHI3 = (
-    EACH + "{% if m.role == 'assistant' %}<|assistant|>\n{{ m.content + '<|end|>\n' }}"
-    "{% else %}<|user|>\n{{ m.content + '<|end|>\n' }}{% endif %}"
-    + IF_ASKED + "{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
-)  # fmt: skip
-MARKED_PHI3 = PHI3.replace(
-    "{{ m.content + '<|end|>\n' }}",
-    "{% generation %}{{ m.content }}{% endgeneration %}<|end|>\n",
-    1,
-)
-MISTRAL = (
-    "<s>" + EACH + "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
-)
-GEMMA = (
-    "<bos>" + EACH + "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-    "{{ m.content }}<end_of_turn>\n" + IF_ASKED + "<start_of_turn>model\n{% endif %}"
-)
-DEEPSEEK = (
-    EACH + "{% if m.role == 'user' %}{{ '<User>' + m.content }}{% elif m.role == 'tool' %}"
-    "{{ '<Output>' + m.content }}{% else %}{{ '<Assistant>' + (m.content or '') }}"
-    "{% for c in m.tool_calls or [] %}{{ '<Call>' + c.type + c.function.name + '\n' + "
-    "c.function.arguments }}{% endfor %}<eos>{% endif %}"
-    + IF_ASKED + "{{ '<Assistant>' }}{% endif %}"
-)  # fmt: skip
-TEXT_ALONE = EACH + "{{ m.role + ': ' + m.content + '\n' }}" + IF_ASKED + "assistant: {% endif %}"
 
 Q1, Q2 = ({"role": "user", "content": text} for text in ("q1", "q2"))
 A1, A2, B2 = ({"role": "assistant", "content": text} for text in ("a1", "a2", "b2"))
@@ -126,9 +77,7 @@ def refused(tokenizer: HfTokenizer, row: Mapping[str, Any]) -> str:
     return str(caught.value)
 
 
-GLM_SPECIALS = "[gMASK] <sop> <|user|> <|assistant|> <|observation|> <|system|> </tool_call>"
 GLM_STOPS = ("<|endoftext|>", "<|user|>", "<|observation|>")
-PHI_SPECIALS = "<|user|> <|assistant|> <|end|>"
 IM = "<|im_start|>"
 USER = f"{IM}user\n"
 # Template, special tokens, EOS, stops, and the samples of TWO.
@@ -260,8 +209,8 @@ def test_an_unknown_end_is_refused(tmp_path: Path) -> None:
     tokenizer = make(tmp_path / "eos", TEXT_ALONE, "", "<|endoftext|>")
     assert masked(tokenizer, {"messages": TWO[:2]}) == ["user: q1\nassistant:⟦ a1\n<|endoftext|>⟧"]
     assert refused(tokenizer, {"messages": TWO}) == (
-        "messages [1]: no special token ends this turn, 'user: q2\\nassista' follows it, so that no "
-        "model could learn to stop; give a template that writes one"
+        "messages [1]: no special token ends this turn, 'user: q2\\nassista' follows it, so that "
+        "no model could learn to stop; give a template that writes one"
     )
     tokenizer = make(tmp_path / "none", TEXT_ALONE, "", None)
     assert "the tokenizer has no EOS token" in refused(tokenizer, {"messages": TWO[:2]})
