@@ -143,8 +143,7 @@ class TensorNames:
         num_mtp_layers: depths of multi-token prediction that config.json counts.
 
     Attributes:
-        depths: how the names of these depths' layers begin; none if the family has no table of
-            them.
+        depths: how the names of these depths' layers begin, of those that the folder has.
         rotary: base and channels of the rotary embedding; a base of 0 if layers have several, or
             none.
 
@@ -201,14 +200,15 @@ class TensorNames:
             "model.",
         )
         self._mtp = self._table.mtp
-        self.depths = [
-            self._of_depth(self._mtp.layer, depth)
-            for depth in range(num_mtp_layers)
-            if self._mtp is not None
-        ]
         self.rotary = _rotary(values, self._head_width)
         self._is_value_model = is_value_model
         self._stored = set(names)
+        # A layer without the projection is one of the model's.
+        self.depths = [
+            self._of_depth(self._mtp.layer, depth)
+            for depth in range(num_mtp_layers)
+            if self._mtp is not None and self._of_depth(self._mtp.eh_proj, depth) in self._stored
+        ]
         ends = tuple(self._table.stacked.values())
         self._stacks_experts = any(name.endswith(ends) for name in names)
 
@@ -349,9 +349,9 @@ class TensorNames:
             self._prefix
         ).startswith("mtp"):
             return (
-                f"config.json counts {self.num_layers} layers and {len(self.depths)} of "
-                "multi-token prediction: correct it (num_hidden_layers, num_nextn_predict_layers), "
-                "or remove the tensors"
+                f"config.json counts {self.num_layers} layers, and of multi-token prediction "
+                f"{len(self.depths)} that the folder has: correct it (num_hidden_layers, "
+                "num_nextn_predict_layers), or remove the tensors"
             )
         return "its config.json is of another model, or keys of model leave them out"
 

@@ -221,7 +221,11 @@ def test_a_value_model_exports_no_multi_token_prediction() -> None:
     copied = "model.layers.3.embed_tokens.weight"
     for is_value_model in (False, True):
         names = TensorNames(
-            "glm4_moe", VALUES, [copied], is_value_model=is_value_model, num_mtp_layers=1
+            "glm4_moe",
+            VALUES,
+            [copied, "model.layers.3.eh_proj.weight"],
+            is_value_model=is_value_model,
+            num_mtp_layers=1,
         )
         expected = [] if is_value_model else [copied]
         assert names.copies("model.embed_tokens.weight") == expected
@@ -245,6 +249,15 @@ def test_folders_whose_names_have_no_beginning() -> None:
         ("decoder.layers.2.self_attention.linear_proj.weight", "layers.2.self_attn.o_proj.weight"),
     ):
         assert names.rows(key, (), 5) == [Rows(name, 0, 5)]
+
+
+OF_DEPTH = "model.layers.3.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("stored", [[OF_DEPTH], [OF_DEPTH, "model.layers.3.eh_proj.weight"]])
+def test_a_layer_without_a_projection_is_no_multi_token_prediction(stored: list[str]) -> None:
+    names = TensorNames("deepseek_v3", VALUES, stored, num_mtp_layers=1)
+    assert LeftOut(names, ()).may_be(OF_DEPTH) is (len(stored) == 2)
 
 
 COPIES = [
@@ -278,14 +291,16 @@ COPIES = [
     ],
 )
 def test_what_a_folder_may_have_in_addition(name: str, family: str, may_be: bool) -> None:
-    values = {**VALUES, "rotary_base": 10000, "linear_num_key_heads": None}
-    names = TensorNames(family, values, num_mtp_layers=1)
+    values = {**VALUES, "rotary_base": 10000}
+    stored = ["model.layers.3.eh_proj.weight", "model.mtp_layers.0.input_proj.weight"]
+    names = TensorNames(family, values, stored, num_mtp_layers=1)
     assert LeftOut(names, ()).may_be(name) is may_be
     assert not names.is_kept(name) or may_be
 
 
 def test_of_a_trained_depth_a_folder_may_have_copies() -> None:
-    names = TensorNames("deepseek_v3", VALUES, COPIES, num_mtp_layers=1)
+    stored = [*COPIES, "model.layers.3.eh_proj.weight"]
+    names = TensorNames("deepseek_v3", VALUES, stored, num_mtp_layers=1)
     model = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.3.enorm.weight")
     untrained, trained, tied = (
         LeftOut(names, own) for own in (model[:2], model, (model[0], model[2]))
