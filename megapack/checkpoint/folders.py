@@ -161,9 +161,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except (FileNotFoundError, NotADirectoryError):
         raise IncompleteError(f"{path / MANIFEST} is missing; {_REMEDY}") from None
     except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or path} cannot be read ({error.strerror}); fix that, or {_REMEDY}"
-        ) from None
+        raise _unreadable(path, error) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise IncompleteError(
             f"{path / MANIFEST} is not a checkpoint's manifest ({first_line(error)}); {_REMEDY}"
@@ -173,6 +171,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
             state = "is missing" if found is None else f"has {found} bytes of {size}"
             raise IncompleteError(f"{file} {state}; {_REMEDY}")
     return Checkpoint(path, manifest)
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    where = error.filename or path
+    return CheckpointError(f"{where} cannot be read ({error.strerror}); fix that, or {_REMEDY}")
 
 
 def _refuse_format(path: Path, found: Any) -> None:
@@ -387,9 +390,12 @@ def _value(config: Any, key: str) -> Any:
 
 def _folders(folder: Path) -> list[Path]:
     """Checkpoint folders sorted by steps; not checked for completeness."""
-    if not folder.is_dir():
-        return []
-    named = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    try:
+        if not folder.is_dir():
+            return []
+        named = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    except OSError as error:
+        raise _unreadable(folder, error) from None
     return sorted(named, key=_num_steps)
 
 

@@ -115,6 +115,14 @@ def test_a_checkpoint_that_is_unreadable_now_is_not_skipped(tmp_path: Path, name
     assert_refused(tmp_path, f"{name} cannot be read")
 
 
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / ("a" * 300) / "checkpoints"
+    with pytest.raises(
+        CheckpointError, match=r"aaa/checkpoints cannot be read \(File name too lon"
+    ):
+        folders.find_checkpoint("auto", folder)
+
+
 def test_an_existing_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     write(tmp_path, 1)
     with (
