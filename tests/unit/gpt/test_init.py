@@ -188,6 +188,22 @@ def test_experts_of_transformer_engine_have_the_weights_of_local_ones(
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.parametrize(("etp", "counts"), [(1, True), (2, False)])
+def test_biases_of_whole_experts_count_on_each_rank(etp: int, counts: bool) -> None:
+    """Also where an optimizer has copied the marks already."""
+    chunk = Chunk([1])
+    bias = torch.nn.Parameter(torch.zeros(4))
+    bias.main_param = torch.zeros(4)  # type: ignore[attr-defined]
+    add(chunk, "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.bias", bias)
+    shared = torch.nn.Parameter(torch.zeros(4))
+    add(chunk, "decoder.layers.0.mlp.shared_experts.linear_fc2.bias", shared)
+    mark_splits(chunk, etp=etp, gated=True)
+    for param in (bias, bias.main_param):  # type: ignore[attr-defined]
+        assert getattr(param, "tensor_model_parallel", False) == counts
+    assert not getattr(shared, "tensor_model_parallel", False)
+    assert full_shape(bias, etp) == (4,)
+
+
 class TELinear(torch.nn.Module):
     """By its name a projection that every rank has whole."""
 
