@@ -37,7 +37,7 @@ COMMANDS = {
     "trace": "write a plan's or a run's timeline for Perfetto",
     "plot": "draw a step of a plan",
     "report": "write a page about a plan or a run",
-    "data": "show a sample of a data file as it will be trained",
+    "data": "show a sample of a data file as it will be trained, or make toy data",
     "warm-up": "compile the planner for this machine, ahead of the first plan",
     "doctor": "check this machine's software and settings for what would break a run",
     "train": "train on rollouts; start it with torchrun, or --dry-run world=N alone",

@@ -1,4 +1,4 @@
-"""Show a sample of a data file as it will be trained: its tokens, and which count in the loss."""
+"""Show a sample of a data file as it will be trained, or make toy data."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from megapack.config.sections import TrainConfig
 from megapack.config.shipped import find_config
 from megapack.data.batches import open_dataset, read_settings
 from megapack.data.files import list_files
+from megapack.data.toy import write_toy
 from megapack.errors import ConfigError
 
 if TYPE_CHECKING:
     from megapack.data.dataset import Dataset
 
-EXAMPLE = "megapack data show chats.jsonl --config sft.yaml --sample 0"
+EXAMPLE = """megapack data show chats.jsonl --config sft.yaml --sample 0
+megapack data toy FOLDER"""
 _WIDTH = 100
 _COLOUR = "\033[32m"
 _PLAIN = "\033[0m"
@@ -31,9 +33,13 @@ _PAIR = {1: "preferred of a pair", -1: "other of a pair", 0: ""}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `show`, with FILE, a config, the values to change in it, and --sample."""
-    actions = parser.add_subparsers(required=True, metavar="show")
-    show = actions.add_parser("show", help=__doc__, description=__doc__, allow_abbrev=False)
+    """Add `toy`, and `show` with FILE, a config, the values to change in it, and --sample."""
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    summary = "make a tiny model with a tokenizer, chats and lengths, to try megapack with"
+    toy = actions.add_parser("toy", help=summary, description=write_toy.__doc__)
+    toy.add_argument("folder", metavar="FOLDER", help="to write; it must not exist")
+    summary = "print a sample as it will be trained: its tokens, and which count in the loss"
+    show = actions.add_parser("show", help=summary, description=summary)
     show.add_argument("file", metavar="FILE", help="a data file, or a folder of them")
     add_overrides(show)
     show.add_argument(
@@ -49,11 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the file as a run would, and print one sample.
+    """Make a toy; or read the file as a run would, and print one sample.
 
     Samples, prompt groups and rollouts are numbered from 0 in the order of the files, whatever the
     columns `group` and `rollout` say.
     """
+    if args.action == "toy":
+        write_toy(args.folder)
+        print(f"{args.folder}: model and tokenizer, chats.jsonl, lengths.csv")
+        return 0
     # JSON strings are YAML, so that any path is read as a text.
     overrides = [*args.overrides, f"data.path={json.dumps(args.file)}"]
     config = load_config(find_config(args.config), overrides, TrainConfig)

@@ -164,6 +164,6 @@ def _print(
     for line in ours.lines():
         print(line)
     if args.explain:
-        print(plan.explain())
+        print(args.parser.in_own_words(str(plan.explain())))
     print(f"time {pricing.basis}")
     print(f"{output_of(args)}: digest {plan.digest()[:12]}")

@@ -39,8 +39,10 @@ class Report(Counts):
 
     num_gpus: int
     fill: float | None
-    """Real tokens that rows hold over the budget of the rows with samples, which is that of all
-    their DP ranks; None for a count-based plan."""
+    """Real tokens of the rows within the budget over their budget, which is that of all their DP
+    ranks; None for a count-based plan, or if no row is within it."""
+    num_rows_over: int
+    """Rows over the budget: a sample that is longer has one alone."""
     imbalance: float
     """Work of the busiest DP rank over the mean of the ranks; 1 is even. Work is what a rank's rows
     cost, without the waiting in the pipeline. For several steps, the sums of both are divided."""
@@ -86,15 +88,20 @@ class Report(Counts):
     def lines(self) -> list[str]:
         """A line for each feature that the steps have, and one for what their orders hold."""
         lines = [feature.line(self) for feature in features_of(self)]
+        if self.num_rows_over:
+            lines.append(
+                f"over the budget: {self.num_rows_over} of {self.num_rows} rows, left out of fill"
+            )
         if self.num_ordered_steps:
             lines.append(f"live tokens: at most {self.peak_live_tokens:.0f} on a GPU")
         return lines
 
     def __str__(self) -> str:
         shares = [feature.share for feature in features_of(self)]
+        fill = "" if self.fill is None else f"fill {self.fill:.1%}, "
         return (
             f"rows {self.num_rows}{_shown(self.num_rows_bound, 'd')}, "
-            f"padding {self.num_padding_rows}, packed {self.packing_efficiency:.1%}, "
+            f"padding rows {self.num_padding_rows}, padding {self.padding_fraction:.1%}, {fill}"
             f"{''.join(f'{share.column} {share.cell(self)}, ' for share in shares)}"
             f"imbalance {self.imbalance:.3f}{_shown(self.imbalance_bound, '.3f')}, "
             f"seconds {self.seconds:.4g}{_shown(self.seconds_bound, '.4g')}, "
@@ -318,7 +325,7 @@ def _sums(plan: Plan, parts: Sequence[_SimulatedStep]) -> dict[str, Any]:
     return {
         **vars(counts),
         "num_gpus": plan.layout.world_size,
-        "fill": _fill(plan, counts),
+        **_fill(plan, [mb for part in parts for mb in part.step.microbatches if mb.samples]),
         "imbalance": _ratio(math.fsum(max(run.rank_work) for run in runs), mean_work),
         "bubble_fraction": bubble_fraction(seconds, math.fsum(run.busy_seconds for run in runs)),
         "seconds": seconds,
@@ -346,10 +353,15 @@ def _ratio(busiest_work: float, mean_work: float) -> float:
     return busiest_work / mean_work if mean_work else 1.0
 
 
-def _fill(plan: Plan, counts: Counts) -> float | None:
-    if plan.capacity is None or not counts.num_rows:
-        return None
-    return counts.held_tokens / (counts.num_rank_rows * plan.capacity)
+def _fill(plan: Plan, rows: Sequence[MicroBatch]) -> dict[str, Any]:
+    """The fields of `Report` about rows and the budget."""
+    budget = plan.capacity
+    if budget is None:
+        return {"fill": None, "num_rows_over": 0}
+    within = [mb for mb in rows if mb.padded_tokens <= budget * mb.width]
+    held, ranks = sum(mb.held_tokens for mb in within), sum(mb.width for mb in within)
+    fill = held / (budget * ranks) if within else None
+    return {"fill": fill, "num_rows_over": len(rows) - len(within)}
 
 
 def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -> _Bounds:

@@ -1,12 +1,13 @@
-"""What each freedom of a plan gains, as a table."""
+"""What each freedom of a plan gains, in a line each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megapack.base.tables import format_table
+# Smaller changes would print as 0.0 %.
+_LEAST_SHOWN = 0.0005
+_NEEDS = {"backward": "Transformer Engine 2.7, or Megatron's own layers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class Gain:
     """The field of `Policy`."""
     value: str
     """Its value in the plan's policy."""
+    on: str
+    """The value that turns it on."""
     is_on: bool
     used: str
     """How much of it the plan has, for people; "" if it has nothing of it."""
@@ -28,6 +31,9 @@ class Gain:
     """None if the planner refuses the freedom here."""
     seconds_without: float | None
     """None if the planner refuses to plan without it."""
+    live_with: float | None = None
+    """Peak of the row tokens whose activations a GPU holds, as `Simulation.peak_live_tokens`."""
+    live_without: float | None = None
     refusal: str = ""
     """Why one of the two is None."""
 
@@ -47,32 +53,31 @@ class Explanation:
     gains: tuple[Gain, ...]
 
     def __str__(self) -> str:
-        head = ("freedom", "setting", "time without", "time with", "gain", "in this plan")
-        columns = zip(head, *map(_cells, self.gains), strict=True)
-        names, settings, *numbers, notes = columns
-        return format_table(list(zip(names, _left(settings), *numbers, _left(notes), strict=True)))
+        """A line for each freedom that changes the time, the largest change first."""
+        shown = [gain for gain in self.gains if abs(gain.gain or 0.0) >= _LEAST_SHOWN]
+        lines = [_line(gain) for gain in sorted(shown, key=lambda gain: -abs(gain.gain or 0.0))]
+        same = [_set(gain) for gain in self.gains if gain not in shown and not gain.refusal]
+        if same:
+            lines.append(f"no difference: {', '.join(same)}")
+        lines += [f"not possible: {_set(g)}: {g.refusal}" for g in self.gains if g.refusal]
+        return "\n".join(lines)
 
     def to_payload(self) -> list[dict[str, Any]]:
         """The gains as JSON types."""
         return [asdict(gain) | {"gain": gain.gain} for gain in self.gains]
 
 
-def _cells(gain: Gain) -> tuple[str, ...]:
-    return (
-        gain.name,
-        f"{gain.setting}={gain.value}",
-        _number(gain.seconds_without, ".4g"),
-        _number(gain.seconds_with, ".4g"),
-        _number(gain.gain, ".1%"),
-        gain.refusal or gain.used or ("none" if gain.is_on else "off"),
-    )
+def _set(gain: Gain) -> str:
+    """The setting with the value that turns the freedom on."""
+    return f"{gain.setting}={gain.on}"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
-
-
-def _left(column: Sequence[str]) -> list[str]:
-    """The texts of a column, filled up to its width."""
-    widest = max(map(len, column))
-    return [text.ljust(widest) for text in column]
+def _line(gain: Gain) -> str:
+    saved = gain.gain or 0.0
+    verbs = ("saves", "costs") if gain.is_on else ("would save", "would cost")
+    needs = f" (needs {_NEEDS[gain.setting]})" if gain.setting in _NEEDS else ""
+    used = f": {gain.used}" if gain.used else ""
+    live = ""
+    if gain.live_with is not None and gain.live_without is not None:
+        live = f"; live tokens of a GPU {gain.live_without:.0f} -> {gain.live_with:.0f}"
+    return f"{_set(gain)} {verbs[saved < 0]} {abs(saved):.1%} of the time{needs}{used}{live}"

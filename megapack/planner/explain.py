@@ -49,30 +49,34 @@ def explain(
         cost: seconds of micro-batches; None: time is in row tokens.
         has_prefixes: the planner is given what samples share.
     """
-    seconds = _seconds(plan, cost)
+    own = _times(plan, cost)
     gains = []
     for freedom in _freedoms():
         value = getattr(plan.policy, freedom.setting)
         is_on = value == freedom.on
-        refusal, other = "", None
+        refusal, other = "", (None, None)
         try:
             if freedom.setting == "share_prefixes" and not has_prefixes:
                 raise ConfigError("no prefixes are given")
-            other = _other_seconds(
+            other = _other_times(
                 plan, planner, cost, {freedom.setting: freedom.off if is_on else freedom.on}
             )
         except (ConfigError, PlanError) as error:
             # What to set follows after the semicolon; that is for a policy that someone chose.
             refusal = str(error).split("; ")[0]
+        with_it, without = (own, other) if is_on else (other, own)
         gains.append(
             Gain(
                 name=freedom.name,
                 setting=freedom.setting,
                 value=value,
                 is_on=is_on,
+                on=freedom.on,
                 used=freedom.used(plan),
-                seconds_with=seconds if is_on else other,
-                seconds_without=other if is_on else seconds,
+                seconds_with=with_it[0],
+                seconds_without=without[0],
+                live_with=with_it[1],
+                live_without=without[1],
                 refusal=refusal,
             )
         )
@@ -119,14 +123,19 @@ def _groups(plan: Plan) -> str:
     return f"G={', '.join(map(str, sorted(filter(None, groups))))}" if groups else ""
 
 
-def _seconds(plan: Plan, cost: CostModel | None) -> float:
-    return math.fsum(simulate_planned(plan, step, cost).makespan for step in plan.steps)
+_Times = tuple[float | None, float | None]
+"""Seconds of all steps, and the most live tokens of any."""
 
 
-def _other_seconds(
+def _times(plan: Plan, cost: CostModel | None) -> _Times:
+    runs = [simulate_planned(plan, step, cost) for step in plan.steps]
+    return math.fsum(run.makespan for run in runs), max(run.peak_live_tokens for run in runs)
+
+
+def _other_times(
     plan: Plan, planner: Planner, cost: CostModel | None, change: dict[str, Any]
-) -> float:
-    """Seconds of the plan under a changed policy.
+) -> _Times:
+    """Times of the plan under a changed policy.
 
     Raises:
         ConfigError, PlanError: there is no such plan, or it has other samples or larger rows, so
@@ -140,7 +149,7 @@ def _other_seconds(
     row = _longest_row(other)
     if plan.capacity is not None and row > max(plan.capacity, _longest_row(plan)):
         raise PlanError(f"a row would hold {row} padded tokens, over the budget of {plan.capacity}")
-    return _seconds(other, cost)
+    return _times(other, cost)
 
 
 def _longest_row(plan: Plan) -> int:

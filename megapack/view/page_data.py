@@ -97,7 +97,7 @@ def run_page(records: RunRecords, cost: CostModel | None) -> Page:
         ("loss", "", {"loss": "loss"}),
         ("gradient norm", "", {"gradient norm": "grad_norm"}),
         ("tokens per second", "", {"tokens per second": "tokens_per_second"}),
-        ("packing efficiency", "", {"packing efficiency": "packing_efficiency"}),
+        ("padding", "", {"padding": "padding_fraction"}),
     ]
     for feature in FEATURES:
         share = feature.share
@@ -262,9 +262,12 @@ def _histograms(plan: Plan, lengths: Ints | None) -> list[dict[str, Any]]:
     rows = [mb for step in plan.steps for mb in step.microbatches if mb.samples]
     full, name = full_row(plan, plan.steps)
     fills = np.array([100 * row_fill(mb, full) for mb in rows])
+    num_over = int((fills > 100).sum())
+    over = f"; {num_over} rows over it, in the last bar" if num_over else ""
+    fills = np.minimum(fills, 100.0)
     samples = np.array([float(len(mb.samples)) for mb in rows])
     charts = [
-        _histogram(f"row fill: real tokens over {name}", "%", "rows", fills),
+        _histogram(f"row fill: real tokens over {name}{over}", "%", "rows", fills, high=100.0),
         _histogram("samples per row", "samples", "rows", samples),
     ]
     if lengths is not None:
@@ -272,9 +275,12 @@ def _histograms(plan: Plan, lengths: Ints | None) -> list[dict[str, Any]]:
     return charts
 
 
-def _histogram(title: str, unit: str, what: str, values: Floats) -> dict[str, Any]:
+def _histogram(
+    title: str, unit: str, what: str, values: Floats, *, high: float | None = None
+) -> dict[str, Any]:
+    """A chart's bars; `high` is the end of its axis, the largest value by default."""
     low = 0.0
-    high = float(values.max(initial=1.0))
+    high = float(values.max(initial=1.0)) if high is None else high
     bins = _NUM_BINS
     if unit == "samples" and high < _NUM_BINS:
         # One bar per number of samples, centred on it: 0 to 3 samples are 4 bars from -0.5 to 3.5.

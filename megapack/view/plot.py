@@ -277,7 +277,7 @@ def _draw_fill(axes: Any, timeline: Timeline) -> None:
         interpolation="nearest",
         cmap="viridis",
         vmin=0,
-        vmax=max(1.0, float(np.nanmax(fill))),
+        vmax=1,
     )
     axes.set_title(f"row fill: real tokens over {name}", fontsize=9, loc="left")
     _frame_shared_cells(axes, ranks)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import megapack.config.load
 from megapack.config import dump_yaml, find_config, load_config, parse_config, to_dict
 from megapack.config.sections import TrainConfig
+from megapack.data.toy import write_toy
 from megapack.errors import ConfigError
 from megapack.layout import Layout
 from megapack.policy import Policy
@@ -234,6 +235,7 @@ def test_every_shipped_config_loads(
     repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    write_toy("toy")
     paths = sorted((repo_root / "configs").glob("*.yaml"))
     assert paths
     for path in paths:

@@ -15,6 +15,7 @@ from megapack import Layout, Policy, build_dp_schedule, cli
 from megapack.config import load_config
 from megapack.config.sections import TrainConfig
 from megapack.cost.memory import GIB
+from megapack.data.toy import write_toy
 
 pytestmark = pytest.mark.unit
 
@@ -59,6 +60,8 @@ def sizes_in(name: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> None:
+    if "toy" in path.stem:
+        write_toy("toy")
     config = load_config(path, [], TrainConfig)
     named = sizes_in(path.stem)
     product = math.prod(named.get(name, 1) for name in ("dp", "tp", "pp", "cp"))

@@ -149,3 +149,14 @@ def test_without_lengths_there_are_no_bounds() -> None:
     assert "bound" not in str(found)
     assert found.totals()["seconds"] == found.seconds
     assert not {"steps", "rank_seconds"} & found.totals().keys()
+
+
+def test_rows_over_the_budget_are_counted_and_left_out_of_fill() -> None:
+    lengths = [50, 30, 500, 300, 100]
+    plan = build_dp_schedule(lengths, layout=Layout(), max_tokens_per_gpu=100)
+    report = plan_report(plan, lengths)
+    within = report.num_rows - 2
+    assert (report.num_rows_over, report.fill) == (2, pytest.approx(180 / (100 * within)))
+    assert f"over the budget: 2 of {report.num_rows} rows, left out of fill" in report.lines()
+    only = build_dp_schedule([500], layout=Layout(), max_tokens_per_gpu=100)
+    assert (plan_report(only, [500]).fill, plan_report(only, [500]).num_rows_over) == (None, 1)

@@ -128,13 +128,26 @@ def test_another_group_says_which_the_plan_has() -> None:
 
 def test_text_and_payload_agree() -> None:
     explanation = plan_of(split_samples="auto").explain()
-    head, *lines = str(explanation).splitlines()
-    assert head.split()[:2] == ["freedom", "setting"]
-    for line, row in zip(lines, explanation.to_payload(), strict=True):
-        assert line.startswith(row["name"])
-        assert f" {row['setting']}={row['value']} " in line
-        assert row["gain"] is None or f" {row['gain']:.1%} " in line
-        assert line.endswith(row["refusal"] or row["used"] or ("none" if row["is_on"] else "off"))
+    lines = str(explanation).splitlines()
+    gains = []
+    for row in explanation.to_payload():
+        setting = f"{row['setting']}={row['on']}"
+        (line,) = (line for line in lines if setting in line)
+        if row["refusal"]:
+            assert line == f"not possible: {setting}: {row['refusal']}"
+        elif abs(row["gain"]) < 0.0005:
+            assert line.startswith("no difference: ")
+        else:
+            verb = ("would save", "saves")[row["is_on"]] if row["gain"] > 0 else "cost"
+            assert f" {abs(row['gain']):.1%} of the time" in line
+            assert verb in line
+            assert f"{row['live_without']:.0f} -> {row['live_with']:.0f}" in line
+            assert row["used"] in line
+            gains.append((lines.index(line), abs(row["gain"])))
+    # The largest change first, and none of 0.0 %.
+    assert [gain for _, gain in sorted(gains)] == sorted((g for _, g in gains), reverse=True)
+    assert gains
+    assert " 0.0% of the time" not in str(explanation)
 
 
 def test_the_other_plans_do_not_warn_again(caplog: pytest.LogCaptureFixture) -> None:
