@@ -98,6 +98,8 @@ class PlannedSchedule:
     beginnings of their samples once (`sharing`). The host's logits, loss and outputs see the rows
     that it made.
 
+    What a host's loop leaves in `param.grad` does not count in a step (`between_steps`).
+
     Where a packed row does not tell Megatron's Mamba layers its samples, the call does, and warns
     (`mixers.describing_samples`).
 
@@ -162,6 +164,8 @@ class PlannedSchedule:
         # Frameworks describe rows without what Megatron's Mamba layers read.
         with ranks.guarded(_next_name(call.kind)), describing_samples():
             config = get_model_config(call.chunks[0])
+            if not forward_only:
+                clear_gradients(call.chunks)
             # Only there a norm's output is gathered; each step would walk all modules else.
             if getattr(config, "sequence_parallel", False):
                 gather_norm_outputs(call.chunks)
@@ -268,8 +272,6 @@ class _Run:
         error: Exception | None = None
         try:
             self._check_count()
-            if not call.forward_only:
-                clear_gradients(call.chunks)
             if self._sharing is not None:
                 self._sharing.check()
             if self._reads or self._sharing is not None:
