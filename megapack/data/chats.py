@@ -46,12 +46,20 @@ class ChatText:
 class ChatTemplate(Protocol):
     """Writes chats as text."""
 
-    has_marks: bool
-    """Whether it marks what the assistant generates."""
-    special_texts: tuple[str, ...]
-    """The special tokens, one of which may end a turn."""
-    end_texts: tuple[str, ...]
-    """Those at which an engine stops, the tokenizer's EOS first."""
+    @property
+    def has_marks(self) -> bool:
+        """Whether it marks what the assistant generates."""
+        ...
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """The special tokens, one of which may end a turn."""
+        ...
+
+    @property
+    def end_texts(self) -> tuple[str, ...]:
+        """Those at which an engine stops, the tokenizer's EOS first."""
+        ...
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> ChatText:
         """The text of these messages; `asks` adds the generation prompt."""

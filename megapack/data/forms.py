@@ -61,7 +61,7 @@ class _Form:
         ]
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
-        function = call.get("function", call)
+        function: dict[str, Any] = call.get("function", call)
         if "arguments" in function:
             given: Arguments = function["arguments"]
             arguments = given.text if self.as_text else dict(given)
