@@ -167,8 +167,7 @@ def _keep_earlier(path: Path) -> None:
         path.rename(kept)
     link = f", a link to {os.readlink(kept)}" if kept.is_symlink() else ""
     logger.warning(
-        "%s of an earlier run is kept as %s%s (train.resume=auto would go on in it); this run "
-        "writes a new folder",
+        "%s of an earlier run is kept as %s%s; this run starts anew in a new folder",
         *(path, kept, link),
     )
 

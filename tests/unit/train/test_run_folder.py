@@ -66,8 +66,8 @@ def test_earlier_runs_are_kept_in_order(tmp_path: Path, caplog: pytest.LogCaptur
     assert texts == {"run.1": "run 0", "run.2": "run 1", "run": "run 2"}
     assert [r.levelno for r in caplog.records] == [logging.WARNING] * 2
     assert caplog.records[1].getMessage() == (
-        f"{tmp_path}/run of an earlier run is kept as {tmp_path}/run.2 (train.resume=auto would go "
-        "on in it); this run writes a new folder"
+        f"{tmp_path}/run of an earlier run is kept as {tmp_path}/run.2; this run starts anew in a "
+        "new folder"
     )
 
 
@@ -88,7 +88,7 @@ def test_an_empty_folder_is_used_also_through_a_link(
     assert sorted(os.listdir(runs)) == ["run", "run.1"]
     assert (disk / "config.yaml").read_text() == "run 0"
     assert not (runs / "run").is_symlink()
-    assert f"kept as {runs}/run.1, a link to {disk} (" in caplog.records[0].getMessage()
+    assert f"kept as {runs}/run.1, a link to {disk}; " in caplog.records[0].getMessage()
 
 
 def test_a_link_to_a_folder_that_is_gone_is_refused(tmp_path: Path) -> None:
