@@ -28,8 +28,8 @@ from megapack.prefixes import SharedPrefixes
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests import hf_mtp
-from tests.dist.executor import executor
 from tests.dist.exactness.worker import optimizer_norm
+from tests.dist.executor import executor
 from tests.dist.groups import end_model_parallel
 from tests.dist.hf.hf_cases import HF_CASES, MAX_TOKENS, MTP, ROWS, HfCase, Rows, samples
 from tests.dist.setup import on_kernels_of_job

@@ -115,7 +115,6 @@ def test_gradients_of_an_sft_step_equal_transformers(
     assert result["gradient_norm"] > 1
     assert result["gradient_error"] < 1e-5
     assert result["worst_tensor_error"] < 3e-5, result["worst_tensor"]
-    assert result["optimizer_norm"] == pytest.approx(result["gradient_norm"], rel=1e-5)
     assert result["loss"] == pytest.approx(result["expected_loss"], rel=1e-6)
     assert result["mtp_loss"] == pytest.approx(result["expected_mtp_loss"], rel=1e-6)
 
