@@ -27,8 +27,8 @@ class DataConfig:
     skipped."""
     tokenizer: Literal["bytes", "hf"] | None = None
     """For text and chats: bytes (one token per byte, 259 with the special tokens; no chats), or hf
-    (the tokenizer and chat template of a Hugging Face folder; megapack[hf]). Token ids in a file
-    are used as they are. null = hf if `tokenizer_path` or model.hf_path is set, else bytes.
+    (the tokenizer and chat template of a Hugging Face folder, read by transformers). Token ids in a
+    file are used as they are. null = hf if `tokenizer_path` or model.hf_path is set, else bytes.
     Generated rollouts are bytes."""
     tokenizer_path: str | None = None
     """The folder with `tokenizer.json` for the text of `path`; null = model.hf_path."""

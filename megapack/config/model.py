@@ -190,8 +190,8 @@ class ModelConfig:
     Any other choice that cannot run is an error."""
     head_kernel: HeadChoice = "auto"
     """Log-probs from hidden states: torch (chunks of fp32 logits), liger (Liger's fused kernel;
-    bf16, Hopper or Blackwell, megapack[liger]), or auto: liger if it can run and its log-probs,
-    compared at the start of a run, are those of fp32 logits to 1e-3 nats."""
+    bf16, Hopper or Blackwell, the package liger-kernel), or auto: liger if it can run and its
+    log-probs, compared at the start of a run, are those of fp32 logits to 1e-3 nats."""
     dtype: Dtype = "fp32"
     """Type of weights and activations; bf16 keeps main weights and gradients in fp32."""
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"] | None = None

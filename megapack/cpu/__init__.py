@@ -10,7 +10,7 @@ compiles kernels; it is served too. Names in modules of Megatron are replaced ri
 module's import, so the order of imports does not matter, and nothing is imported early.
 
 `megapack run --cpu`, `device: cpu` in a configuration, or a call of `enable` switches it on. With
-Transformer Engine's Python installed (`megapack[te-cpu]`), its layers run too, see `cpu.te`.
+Transformer Engine's Python installed (the extra te-cpu), its layers run too, see `cpu.te`.
 """
 
 from megapack.cpu.device import enable as enable

@@ -220,7 +220,7 @@ class ParquetFile:
         try:
             from pyarrow import ArrowException, parquet
         except ImportError:
-            raise ConfigError(f"{path} needs pyarrow; install megapack[parquet]") from None
+            raise ConfigError(f"{path} needs pyarrow; pip install pyarrow") from None
         self._errors = (OSError, ArrowException)
         try:
             self._file = parquet.ParquetFile(path)

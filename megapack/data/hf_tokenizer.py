@@ -142,7 +142,7 @@ class HfTokenizer:
             from transformers import PreTrainedTokenizerFast, logging
         except ImportError:
             raise ConfigError(
-                "data.tokenizer=hf needs transformers; install megapack[hf]"
+                "data.tokenizer=hf needs transformers; pip install transformers"
             ) from None
         # It warns that the folder names a model-specific class.
         verbosity = logging.get_verbosity()

@@ -477,7 +477,7 @@ def _parquet_rows(source: str | io.BytesIO, columns: Columns) -> Records:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise ConfigError("Parquet needs pyarrow; install megapack[parquet]") from None
+        raise ConfigError("Parquet needs pyarrow; pip install pyarrow") from None
     try:
         with parquet.ParquetFile(source) as file:
             number = 0

@@ -59,7 +59,7 @@ class TemplateProcess:
 
     def __init__(self) -> None:
         if importlib.util.find_spec("jinja2") is None:
-            raise ConfigError("chat templates need jinja2; install megapack[hf]")
+            raise ConfigError("chat templates need jinja2; pip install jinja2")
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 

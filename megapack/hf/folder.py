@@ -163,6 +163,6 @@ def _safe_open() -> Any:
         from safetensors import safe_open
     except ImportError:
         raise ConfigError(
-            "weights in safetensors need the package safetensors; pip install 'megapack[hf]'"
+            "weights in safetensors need the package safetensors; pip install safetensors"
         ) from None
     return safe_open

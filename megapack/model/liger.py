@@ -153,7 +153,7 @@ def obstacle(dtype: torch.dtype) -> str | None:
         return f"its kernels take bf16, the model is {str(dtype).removeprefix('torch.')}"
     for package in ("liger_kernel", "liger_cute_kernels"):
         if importlib.util.find_spec(package) is None:
-            return f"the package {package.replace('_', '-')} is not installed (megapack[liger])"
+            return f"the package {package.replace('_', '-')} is not installed"
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0) and capability[0] != 10:
         return "the GPU has compute capability {}.{}, it needs 9.0 or 10.x".format(*capability)

@@ -1,6 +1,6 @@
 """Pictures of a step: the timelines of its pipelines, the fill of its rows, the load of its ranks.
 
-Needs matplotlib (`pip install megapack[plot]`), which the functions import when they draw.
+Needs matplotlib, which the functions import when they draw.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _drawing() -> Iterator[Any]:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("matplotlib is not installed; pip install megapack[plot]") from None
+        raise ConfigError("matplotlib is not installed; pip install matplotlib") from None
     with matplotlib.rc_context(_FONT):
         yield Figure
 

@@ -28,7 +28,7 @@ Library = Literal["te", "apex", "torch"]
 _MIN_CAPABILITY = (8, 0)
 _NO_TE_ON_CPU = (
     "the device is not CUDA, and without CUDA Transformer Engine runs as its Python alone, without "
-    "its compiled part; pip install megapack[te-cpu]"
+    "its compiled part; pip install transformer-engine einops"
 )
 
 
@@ -214,7 +214,7 @@ def _library(function: object) -> Library:
 
 def _te_missing() -> str | None:
     if importlib.util.find_spec("transformer_engine") is None:
-        return "the package transformer-engine is not installed (megapack[te])"
+        return "the package transformer-engine[core_cu13,pytorch] is not installed"
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     if not HAVE_TE:

@@ -102,9 +102,9 @@ def _unfit(package: str) -> str | None:
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
-        return f"the package {package} is not installed (megapack[hybrid])"
+        return f"the package {package} is not installed"
     if Version(version) < Version(least):
-        return f"{package} is {version}, packed rows need {least} (megapack[hybrid])"
+        return f"{package} is {version}, packed rows need {least}"
     return _triton_obstacle() if package == "fla-core" else None
 
 

@@ -85,7 +85,7 @@ class Fails(ByteTokenizer):
     """Fails in the processes, as if a package were missing there."""
 
     def encode_prompt(self, text: str) -> Ids:
-        raise ConfigError("data.tokenizer=hf needs transformers; install megapack[hf]")
+        raise ConfigError("data.tokenizer=hf needs transformers; pip install transformers")
 
 
 class Dies(ByteTokenizer):

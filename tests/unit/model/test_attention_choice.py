@@ -56,7 +56,7 @@ def test_transformer_engine_comes_first(gpu: Machine) -> None:
 def test_varlen_comes_second(gpu: Machine) -> None:
     assert choose_attention("auto") == "varlen"
     assert passed_over("varlen") == {
-        "te": "the package transformer-engine is not installed (megapack[te])"
+        "te": "the package transformer-engine[core_cu13,pytorch] is not installed"
     }
 
 
@@ -102,7 +102,7 @@ def test_without_cuda_te_runs_by_its_name_if_its_python_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(choice.cpu, "uses_cuda", lambda: False)
-    with pytest.raises(ConfigError, match=r"pip install megapack\[te-cpu\]"):
+    with pytest.raises(ConfigError, match=r"pip install transformer-engine einops"):
         choose_attention("te")
     monkeypatch.setattr(choice.cpu, "runs_te", lambda: True)
     monkeypatch.setattr(choice, "_te_missing", lambda: None)

@@ -179,7 +179,7 @@ def test_what_keeps_the_kernel_from_running(monkeypatch: pytest.MonkeyPatch) -> 
     assert obstacle(torch.bfloat16) == "the device is not CUDA"
     gpu(monkeypatch, (9, 0))
     assert obstacle(torch.float32) == "its kernels take bf16, the model is float32"
-    assert "liger-kernel is not installed (megapack[liger])" in str(obstacle(torch.bfloat16))
+    assert "liger-kernel is not installed" in str(obstacle(torch.bfloat16))
     gpu(monkeypatch, (9, 0), "liger_kernel")
     assert "liger-cute-kernels is not installed" in str(obstacle(torch.bfloat16))
     gpu(monkeypatch, (8, 0), *both)

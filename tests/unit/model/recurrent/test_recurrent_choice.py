@@ -56,7 +56,7 @@ def test_without_them_the_line_says_why_a_gpu_is_slow(versions: Versions) -> Non
     versions["mamba-ssm"] = "2.3.2"
     assert delta_rule_kernels().scan is torch_delta_rule
     assert state_space_kernels().scan is torch_state_space
-    missing = "is not installed (megapack[hybrid])"
+    missing = "is not installed"
     assert recurrent_kernels("G-") == (
         f"gated delta nets torch, which is slow: the package fla-core {missing}"
     )
