@@ -41,8 +41,9 @@ def run(args: argparse.Namespace) -> int:
     if args.max_shard_bytes is not None and args.max_shard_bytes < 1:
         raise ConfigError(f"--max-shard-bytes {args.max_shard_bytes}; set 1 or more")
     from megapack import launch
+    from megapack.base.known_warnings import quiet_known_warnings
 
-    launch.quiet_known_warnings()
+    quiet_known_warnings()
     from megapack.hf.checkpoint import export_checkpoint  # torch and Megatron-Core take seconds
 
     device = launch.start("cpu")

@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
         with no_collections():
             from megapack.base.apex import warn_of_other_apex
             from megapack.base.gpu_environment import set_missing_variables
+            from megapack.base.known_warnings import quiet_known_warnings
             from megapack.base.te import refuse_broken_te
-            from megapack.launch import quiet_known_warnings
 
             if config.device == "cuda":
                 set_missing_variables(tp=config.layout.tp, cp=config.layout.cp)

@@ -107,7 +107,7 @@ def test_train_sets_them_for_cuda_before_torch(
     monkeypatch.setattr(
         gpu_environment, "set_missing_variables", lambda **sizes: given.append(sizes)
     )
-    monkeypatch.setattr("megapack.launch.quiet_known_warnings", quiet)
+    monkeypatch.setattr("megapack.base.known_warnings.quiet_known_warnings", quiet)
     config = "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
     with pytest.raises(Stopped):
         cli.main(["train", config, f"device={device}", f"runs_dir={tmp_path}"])
