@@ -48,7 +48,8 @@ def agreed_kernels(config: TrainConfig, layout: Layout, *, device: torch.device)
         """Raise what `build_model` would, before there are groups."""
         for one in models:
             chosen = dataclasses.replace(one, attention=kernels.attention)
-            transformer_config(chosen, layout, config.stage_layers)
+            has_same_layers = one.num_stage_layers == model.num_stage_layers
+            transformer_config(chosen, layout, config.stage_layers if has_same_layers else None)
 
     agree(check, device=device)
     same = {"kernels": str(kernels), "settings": describe(settings)}
