@@ -38,10 +38,6 @@ WORKER = "tools.cells.worker"
 GOOD = ("right", "refused")
 
 
-class NoReference(Exception):
-    """The one-process job of a problem failed."""
-
-
 def run_cell(cell: Cell, out: Path, *, timeout_s: float = 180.0) -> dict[str, Any]:
     """Run a cell, after its reference if that is not in `out` yet; returns its line."""
     started = time.monotonic()
@@ -53,17 +49,13 @@ def run_cell(cell: Cell, out: Path, *, timeout_s: float = 180.0) -> dict[str, An
     (problem / "samples.jsonl").write_text(lines)
     keys = {name: cell.keys[name] for name in sorted(cell.keys.keys() - cell.reference.keys())}
     facts = {"cell": cell.name, "world": cell.world, "keys": keys}
+    reference = None if _refuses(folder) else _reference(cell, problem)
+    args = ["config.yaml", "."] + ([] if reference is None else [str(reference)])
     try:
-        # A config that is refused needs no reference.
-        is_refused = _refuses(folder)
-        args = ["config.yaml", "."] + ([] if is_refused else [str(_reference(cell, problem))])
         done = run_job(cell.world, WORKER, args, timeout_s=timeout_s, cwd=folder, grace_s=20)
-        own = problem / "reference"
-        found = judge(folder, own, cell.world, done.returncode, done.stdout)
+        found = judge(folder, reference, cell.world, done.returncode, done.stdout)
     except TimeoutError as error:
         found = {"verdict": "hang", "text": str(error)[-2000:]}
-    except NoReference as error:
-        found = {"verdict": "no reference", "text": str(error)[-2000:]}
     if found["verdict"] in GOOD:
         shutil.rmtree(folder)
     return {**facts, **found, "seconds": round(time.monotonic() - started, 1)}
@@ -77,16 +69,14 @@ def _refuses(folder: Path) -> bool:
     return False
 
 
-def _reference(cell: Cell, problem: Path) -> Path:
-    """The file of the problem's reference."""
+def _reference(cell: Cell, problem: Path) -> Path | None:
+    """The file of the problem's reference; None if that is refused or fails, as the cell should."""
     folder = problem / "reference"
     found = folder / "reference.pt"
-    if not found.exists():
+    if not folder.exists():
         _write(folder, cell.reference)
-        done = run_job(1, WORKER, ["config.yaml", "."], timeout_s=180, cwd=folder)
-        if done.returncode:
-            raise NoReference(done.stdout)
-    return found
+        run_job(1, WORKER, ["config.yaml", "."], timeout_s=180, cwd=folder)
+    return found if found.exists() else None
 
 
 def _write(folder: Path, keys: dict[str, Any]) -> None:

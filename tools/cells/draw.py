@@ -111,13 +111,17 @@ def _model(dice: _Dice) -> Keys:
         "normalization": dice.one("RMSNorm", "RMSNorm", "LayerNorm"),
     }
     model |= dice.maybe(0.15, scale_embeddings=True) | dice.maybe(0.15, logit_cap=5.0)
-    model |= dice.maybe(0.15, layernorm_zero_centered_gamma=True)
+    zero_centered = dice.maybe(0.15, layernorm_zero_centered_gamma=True)
+    if model["normalization"] == "RMSNorm" or dice.careless:
+        model |= zero_centered
     model |= dice.one({}, {}, {"gated_linear_unit": False}, {"activation": "gelu_tanh"})
     has_experts = dice.often(0.45)
     if has_experts:
         model |= _experts(dice, model["num_layers"])
     is_latent = dice.often(0.3)
     model |= _latent_attention(dice) if is_latent else _attention(dice, model)
+    if "moe_shared_ffn_hidden_size" in model and not dice.careless:
+        model.pop("linear_bias", None)
     alone = ("indexer_top_k", "attention_window", "attention_sinks", "norm_placement")
     if dice.careless or not any(model.get(name) for name in (*alone, "rotary_pattern")):
         model |= dice.maybe(0.2, mtp_num_layers=dice.one(1, 2), mtp_loss_coef=0.3)
@@ -201,7 +205,7 @@ def _objective(dice: _Dice, keys: Keys) -> Keys:
         named |= dice.maybe(0.8, **{"critic.enabled": True, "objective.gae_lambda": 0.9})
     if kind in ("ppo", "grpo", "gspo"):
         named |= dice.maybe(0.2, **{"train.routing_replay": "old_logprobs"} if _moe(keys) else {})
-    if _moe(keys) and "train.routing_replay" not in named:
+    if _moe(keys) and kind not in ("dpo", "reward") and "train.routing_replay" not in named:
         named |= dice.maybe(0.1, **{"train.routing_replay": "rollout"})
     return named
 

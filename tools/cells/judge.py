@@ -30,11 +30,14 @@ _ON_SOME_RANKS = re.compile(r"\d+ of \d+ ranks failed")
 _NORMS = ("grad_norm", "critic_grad_norm", "updated", "critic_updated")
 
 
-def judge(folder: Path, reference: Path, world: int, code: int, output: str) -> dict[str, Any]:
+def judge(
+    folder: Path, reference: Path | None, world: int, code: int, output: str
+) -> dict[str, Any]:
     """The verdict on a cell that ended.
 
     Args:
-        folder: of the cell, with the notes of its ranks; `reference`: of its reference.
+        folder: of the cell, with the notes of its ranks.
+        reference: the file of its reference; None if there is none.
         code, output: of its job.
     """
     paths = [folder / f"rank{rank}.json" for rank in range(world)]
@@ -43,7 +46,9 @@ def judge(folder: Path, reference: Path, world: int, code: int, output: str) -> 
     if len(ranks) == world and not any(codes):
         if code:
             return {"verdict": "breaks NCCL's rules", "text": output[-2000:]}
-        return _compare(ranks, lines_of(reference), lines_of(folder))
+        if reference is None:
+            return {"verdict": "accepted without a reference"}
+        return _compare(ranks, lines_of(reference.parent), lines_of(folder))
     text = "".join(rank["stderr"] for rank in ranks).strip()
     if codes != [2] * world:
         return {"verdict": "crash", "codes": codes, "text": (text or output)[-2000:]}
@@ -52,7 +57,7 @@ def judge(folder: Path, reference: Path, world: int, code: int, output: str) -> 
     is_late = ranks[0]["place"] == "met" or bool(_ON_SOME_RANKS.search(text))
     verdict = "refused" if len(lines) == 1 and not is_late else "refused late or in several lines"
     says = bool(re.search(r"\d", text) and _ADVICE.search(text))
-    return {"verdict": verdict, "says": says, "lines": len(lines), "text": text[:2000]}
+    return {"verdict": verdict, "place": ranks[0]["place"], "says": says, "text": text[:2000]}
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -102,8 +107,7 @@ def _compare(
             )
     wrong = {name: at[name] for name, error in errors.items() if error > LIMITS[name]}
     verdict = {"verdict": "wrong" if wrong else "right", **errors}
-    clipped = any(line.get("grad_norm", 0.0) for line in expected)
-    return verdict | ({"text": json.dumps(wrong)} if wrong else {}) | {"trained": clipped}
+    return verdict | ({"text": json.dumps(wrong)} if wrong else {})
 
 
 def _compare_metrics(one: Mapping[str, Any], note: Any, place: str) -> None:
