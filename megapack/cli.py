@@ -142,7 +142,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary)
         if name in given:
             module = importlib.import_module(f"megapack.commands.{name.replace('-', '_')}")
-            command.description = f"{module.EXAMPLE}\n\n{module.__doc__.strip()}"
+            command.description = f"{module.EXAMPLE}\n\n{str(module.__doc__).strip()}"
             module.add_arguments(command)
             is_others_program = getattr(module, "IS_OTHERS_PROGRAM", False)
             command.set_defaults(

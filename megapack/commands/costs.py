@@ -40,6 +40,13 @@ class Pricing:
     """Where the cost model comes from, one line to print."""
 
 
+def in_unit(payload: dict[str, Any], pricing: Pricing) -> dict[str, Any]:
+    """A payload of simulated times under keys that name their unit: seconds, or token_times."""
+    if pricing.in_seconds:
+        return payload
+    return {key.replace("seconds", "token_times"): value for key, value in payload.items()}
+
+
 def add_costs(parser: Parser, *, one_layout: bool = True) -> None:
     """Add --cost, --config and --model.
 

@@ -26,10 +26,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         self._topics: dict[str, list[argparse._ArgumentGroup]] = {}
-        super().__init__(
-            *args,
-            **{"formatter_class": _Formatter, "allow_abbrev": False} | settings,
-        )
+        own: dict[str, Any] = {"formatter_class": _Formatter, "allow_abbrev": False}
+        super().__init__(*args, **(own | settings))
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and one line."""

@@ -26,7 +26,7 @@ from megapack.commands.arguments import (
     read_table,
     write_result,
 )
-from megapack.commands.costs import Pricing, add_model, read_costs
+from megapack.commands.costs import Pricing, add_model, in_unit, read_costs
 from megapack.commands.parser import Parser
 from megapack.commands.tables import Column, fact_columns, print_columns
 from megapack.cost.sizes import typical_length
@@ -124,6 +124,8 @@ def _payload(
     pricing: Pricing,
     reports: dict[str, PlanReport],
 ) -> dict[str, Any]:
+    gains = plan.explain().to_payload() if args.explain else []
+    freedoms = [in_unit(gain, pricing) for gain in gains]
     return {
         "plan": output_of(args),
         "digest": plan.digest(),
@@ -133,8 +135,8 @@ def _payload(
         "columns": table.columns,
         "time_unit": "seconds" if pricing.in_seconds else "tokens",
         "time_basis": pricing.basis,
-        "strategies": {name: report.totals() for name, report in reports.items()},
-        **({"freedoms": plan.explain().to_payload()} if args.explain else {}),
+        "strategies": {name: in_unit(report.totals(), pricing) for name, report in reports.items()},
+        **({"freedoms": freedoms} if args.explain else {}),
     }
 
 

@@ -83,7 +83,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="N,...",
         help="budgets (the longest sample and doublings of it; for cut samples less)",
     )
-    for name, literal, what, default in (
+    for name, literal, what, tried in (
         ("count_rule", CountRule, "allowed M", ["legal", "per_rank"]),
         ("group_size", GroupSize, "G of the layout, or others", ["fixed", "search"]),
         ("context_parallel", ContextParallel, "rows over DP ranks", ["fixed", "dynamic"]),
@@ -95,9 +95,9 @@ def add_arguments(parser: Parser) -> None:
             dest=f"{name}_choices",
             nargs="+",
             type=partial(_choices, get_args(literal)),
-            default=[default],
+            default=[tried],
             metavar="CHOICE,...",
-            help=f"{what}: {', '.join(get_args(literal))} ({','.join(default)})",
+            help=f"{what}: {', '.join(get_args(literal))} ({','.join(tried)})",
         )
     _add_memory(parser)
     add_steps(parser)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from megapack.data.generated import generate_lengths
 from megapack.errors import ConfigError
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_CONFIG = {
+_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 256 + len(_SPECIAL),
@@ -111,21 +111,24 @@ def _weights() -> Iterator[tuple[str, Any]]:
     """Tensors by their names in transformers: norms are ones, the rest is drawn."""
     width, inner, head = (_CONFIG[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
     heads, groups = _CONFIG["num_attention_heads"], _CONFIG["num_key_value_heads"]
-    layer: Mapping[str, tuple[Any, ...]] = {
+    layer = {
         "input_layernorm": (width,),
-        "self_attn.q_proj": (heads * head, width),  # type: ignore[operator]
-        "self_attn.k_proj": (groups * head, width),  # type: ignore[operator]
-        "self_attn.v_proj": (groups * head, width),  # type: ignore[operator]
+        "self_attn.q_proj": (heads * head, width),
+        "self_attn.k_proj": (groups * head, width),
+        "self_attn.v_proj": (groups * head, width),
         "self_attn.q_norm": (head,),
         "self_attn.k_norm": (head,),
-        "self_attn.o_proj": (width, heads * head),  # type: ignore[operator]
+        "self_attn.o_proj": (width, heads * head),
         "post_attention_layernorm": (width,),
         "mlp.gate_proj": (inner, width),
         "mlp.up_proj": (inner, width),
         "mlp.down_proj": (width, inner),
     }
-    shapes = {"embed_tokens": (_CONFIG["vocab_size"], width), "norm": (width,)}
-    for number in range(_CONFIG["num_hidden_layers"]):  # type: ignore[call-overload]
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens": (_CONFIG["vocab_size"], width),
+        "norm": (width,),
+    }
+    for number in range(_CONFIG["num_hidden_layers"]):
         shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
     rng = np.random.default_rng(0)
     for name, shape in shapes.items():

@@ -54,7 +54,8 @@ def explain(
     for freedom in _freedoms():
         value = getattr(plan.policy, freedom.setting)
         is_on = value == freedom.on
-        refusal, other = "", (None, None)
+        refusal = ""
+        other: _Times = (None, None)
         try:
             if freedom.setting == "share_prefixes" and not has_prefixes:
                 raise ConfigError("no prefixes are given")

@@ -70,6 +70,10 @@ def test_plan_prints_json(call: Call) -> None:
     code, out, _ = call(*args)
     printed = json.loads(out)
     assert (code, printed["plan"], printed["time_unit"]) == (0, "b.json", "seconds")
+    # Token times are not called seconds.
+    counted = json.loads(call("plan", "a.csv", *BUDGET, "-o", "b.json", "--json")[1])
+    assert counted["strategies"]["megapack"]["token_times"] > 0
+    assert not any("seconds" in key for key in counted["strategies"]["megapack"])
     ours = printed["strategies"]["megapack"]
     assert ours["tokens"] == sum(LENGTHS)
     assert ours["seconds"] >= ours["equal_work_seconds"] > 0
