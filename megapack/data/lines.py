@@ -207,11 +207,13 @@ class LineParser:
     ) -> list[ChatTokens]:
         """The samples of a chat of which the turns from message `first` on count."""
         tools, arguments = tools_of(row), template_arguments(row)
-        turns = chat.turns(key, first)
+        turns = chat.turns(first)
         try:
             samples = self.tokenizer.encode_chat(chat.messages, tools, turns, arguments)
         except TextError as error:
             raise BadLine(f"{key} {error}") from None
+        if not samples:
+            raise BadLine(f"{key} {chat.why_no_turns(first)}")
         for sample in samples:
             self._check_text(sample.ids)
             if not sample.loss_mask[1:].any():

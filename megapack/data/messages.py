@@ -43,18 +43,15 @@ class Conversation:
     counts: list[bool]
     """Per message: whether it is the assistant's and counts in the loss."""
 
-    def turns(self, key: str, first: int = 0) -> list[int]:
-        """The numbers of the messages from `first` on that count.
+    def turns(self, first: int) -> list[int]:
+        """The numbers of the messages from `first` on that count."""
+        return [index for index, counts in enumerate(self.counts) if counts and index >= first]
 
-        Raises:
-            BadLine: there is none.
-        """
-        found = [index for index, counts in enumerate(self.counts) if counts and index >= first]
-        if not found:
-            roles = [message["role"] for message in self.messages[first:]]
-            which = "that counts" if _ASSISTANT in roles else "of the assistant"
-            raise BadLine(f"{key} has no turn {which}, so that no token counts; leave it out")
-        return found
+    def why_no_turns(self, first: int) -> str:
+        """Why none counts of the messages from `first` on."""
+        roles = [message["role"] for message in self.messages[first:]]
+        which = "that counts" if _ASSISTANT in roles else "of the assistant"
+        return f"has no turn {which}, so that no token counts; leave it out"
 
 
 def conversation(prompt: Any, key: str, value: Any) -> Conversation:

@@ -63,6 +63,8 @@ def serve() -> None:
 
 def write_chat(request: ChatRequest) -> list[ChatText]:
     """The samples of a chat. A template that runs for too long ends this process."""
+    if not request.turns:
+        return []
     source = request.source
     program = _program(source.text)
     known = program.names - _OWN - source.specials.keys()
