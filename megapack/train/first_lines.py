@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from megapack import cpu
 from megapack.gpt.settings import describe, layer_settings
 from megapack.train.folder import SETTINGS_FILE
 
-if TYPE_CHECKING:
-    from megapack.train.job import Trainer
 
-
-def first_lines(run: Trainer, *, goes_on: bool) -> Iterator[str]:
+def first_lines(run: Any, *, goes_on: bool) -> Iterator[str]:
     """The lines before the first step; also writes those about the machine to settings.txt.
 
     Args:
+        run: the `train.job.Trainer`.
         goes_on: the cost model is the one that the resumed run had fitted.
     """
     config = run.config
@@ -46,8 +44,8 @@ def first_lines(run: Trainer, *, goes_on: bool) -> Iterator[str]:
             yield f"changed since then: {'; '.join(changed)}"
 
 
-def last_line(run: Trainer | None) -> str:
-    """How far a run came that Ctrl-C ended, and how it goes on."""
+def last_line(run: Any) -> str:
+    """How far a `Trainer` came that Ctrl-C ended, and how it goes on; None: it was not made yet."""
     if run is None:
         return "interrupted before the first step"
     done = f"interrupted after step {run.num_steps}"
