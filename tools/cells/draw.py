@@ -232,13 +232,14 @@ def _training(dice: _Dice) -> Keys:
     steps = dice.one({}, {"plan.global_batch_size": 4}, {"plan.global_batch_size": 5})
     keys: Keys = {
         "data.prompts_per_batch": dice.one(2, 2, 4) if not steps else dice.one(2, 3),
-        "optim.lr": 0.1,
         "optim.adam_eps": 1.0,
         "optim.weight_decay": dice.one(0.0, 0.1),
         "optim.clip_grad": dice.one(0.05, 0.2, 100.0, 0.0),
         "train.entropy_interval": dice.one(0, 1),
         "model.attention": "sdpa",
     }
+    # Sums over tokens have gradients of a norm of 100.
+    keys["optim.lr"] = 0.1 if 0.0 < keys["optim.clip_grad"] < 1.0 else 0.01
     return keys | steps
 
 
