@@ -103,7 +103,7 @@ PLAN_ROWS = [
         "plan neither budget",
         partial(build_dp_schedule, LENGTHS, layout=Layout()),
         ConfigError,
-        *("neither of max_tokens_per_gpu and micro_batch_size", "set exactly one"),
+        *("neither of max_tokens_per_gpu and micro_batch_size", "set max_tokens_per_gpu=9 or more"),
     ),
     _settings("both budgets", ConfigError, "both of", max_tokens_per_gpu=8, micro_batch_size=2),
     *(
@@ -213,7 +213,7 @@ LAYOUT_ROWS = [
     _layout("dp=10000 & at most 1048576", dp=10**30),
     _layout("vpp=2 with pp=1 & set pp > 1", vpp=2),
     _layout("microbatch_group_size=2 & below pp=4 & set 4", pp=4, vpp=2, microbatch_group_size=2),
-    _layout("microbatch_group_size=4 with vpp=1 & set None", pp=4, microbatch_group_size=4),
+    _layout("microbatch_group_size=4 with vpp=1 & leave it out", pp=4, microbatch_group_size=4),
     _layout("microbatch_group_size=0", pp=2, vpp=2, microbatch_group_size=0),
     _layout("ep=3 & dp*cp*tp=4 & set ep", dp=4, ep=3),
     _layout("etp=3 does not divide tp=4 & set etp to 1 or tp", tp=4, etp=3),

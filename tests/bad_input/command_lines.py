@@ -56,7 +56,7 @@ CONFIG_LINES = [
         overrides="model.num_experts=3 layout.ep=2",
     ),
     _config(CONFIG, "['wandb', 'wandb']", "once", overrides="train.trackers=[wandb,wandb]"),
-    line("train none.yaml", "none.yaml: no such file", "configs are"),
+    line("train none.yaml", "none.yaml: no such file", "train --list"),
     line("train folder --dry-run world=1", "folder: no such file", folder=Path.mkdir),
     line("train pipe --dry-run world=1", "pipe: no such file", pipe=os.mkfifo),
     line("train c.yaml --dry-run world=0", "'world=0'", "set world=N", c_yaml=CONFIG),
@@ -127,26 +127,26 @@ def _plan(args: str, *words: str) -> Line:
 
 
 PLAN_LINES = [
-    _plan("", "neither of max_tokens_per_gpu", "set exactly one"),
+    _plan("", "neither of --max-tokens-per-gpu", "set --max-tokens-per-gpu=9 or more"),
     _plan("--max-tokens-per-gpu 8 -o -", "-o -", "set a file name"),
     _plan("--max-tokens-per-gpu 8 -o a.csv", "a.csv is the input itself", "set another -o"),
     _plan("--max-tokens-per-gpu 8 -o no/p.json", "no/p.json", "set another -o"),
     _plan("--max-tokens-per-gpu 8 -o /dev/full", "/dev/full", "No space left", "set another -o"),
-    _plan("--max-tokens-per-gpu 1 --cp 2", "max_tokens_per_gpu=1", "4 tokens", "set it to 2"),
+    _plan("--max-tokens-per-gpu 1 --cp 2", "--max-tokens-per-gpu=1", "4 tokens", "set it to 2"),
     _plan("--max-tokens-per-gpu nan", "'nan'", "set an integer"),
     _plan("--max-tokens-per-gpu 8 --dp -1", "dp=-1", "at least 1"),
-    _plan("--max-tokens-per-gpu 8 --vpp 2", "vpp=2 with pp=1", "set pp > 1"),
+    _plan("--max-tokens-per-gpu 8 --vpp 2", "--vpp=2 with --pp=1", "set pp > 1"),
     _plan("--max-tokens-per-gpu 8 --ep 2", "ep=2", "set ep to a divisor"),
-    _plan("--max-tokens-per-gpu 8 --num-steps 9", "num_steps=9", "3 rollouts", "at most 3"),
+    _plan("--max-tokens-per-gpu 8 --num-steps 9", "--num-steps=9", "3 rollouts", "at most 3"),
     _plan("--max-tokens-per-gpu 8 --cost c.yaml", "c.yaml", "No such file", "give"),
     _plan(
         "--max-tokens-per-gpu 8 --pipeline-model-parallel-layout EtL",
-        *("--pipeline-model-parallel-layout given without a model", "set --config"),
+        *("--pipeline-model-parallel-layout given without a model", "set --model"),
     ),
     _plan("--max-tokens-per-gpu 8 --rollout-column id", "'id'", "length", "name one"),
     line("plan none.csv --max-tokens-per-gpu 8", "none.csv", "No such file", "give"),
     line("plan pipe --max-tokens-per-gpu 8", "pipe", "no samples", "give", pipe=os.mkfifo),
-    line("tune a.csv --gpus 0", "needs a model", "set --config", a_csv=CSV),
+    line("tune a.csv --gpus 0", "needs a model", "set --model", a_csv=CSV),
 ]
 
 
@@ -202,7 +202,7 @@ FILE_LINES = [
     ),
     line("report folder", "metrics.jsonl", "give the folder of a run", folder=Path.mkdir),
     line("plot p.json -o p.bmp", "p.bmp", "name it", p_json=write_plan),
-    line("plot p.json -o p.json", "p.json", "name it", p_json=write_plan),
+    line("plot p.json -o p.json", "p.json is the input", "another -o", p_json=write_plan),
     line("diff p.json none.json", "none.json", "give a plan.json", p_json=write_plan),
     line("run", "nothing to run", "give a script"),
     line("run none.py", "none.py: no such script", "give its path"),

@@ -41,6 +41,7 @@ ALLOWED_CALLS = {
     ("commands.run", "runpy.run_path"): "the command line names it",
     ("cpu.te.loader", "compile"): "Transformer Engine's own modules, with lines for the CPU",
     ("data.workers", "subprocess.Popen"): "this Python, with `data.workers.serve`",
+    ("data.templates", "subprocess.Popen"): "this Python, with `data.template_server.serve`",
     ("doctor.runner", "subprocess.Popen"): "this Python, with the probes of this package",
     (
         "doctor.probes",
