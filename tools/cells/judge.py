@@ -52,7 +52,7 @@ def judge(
     text = "".join(rank["stderr"] for rank in ranks).strip()
     if codes != [2] * world:
         return {"verdict": "crash", "codes": codes, "text": (text or output)[-2000:]}
-    lines = text.splitlines()
+    lines = [line for line in text.splitlines() if not line.startswith("WARNING ")]
     # That samples have no plan is found when they are planned, by each rank for itself.
     is_late = ranks[0]["place"] == "met" or bool(_ON_SOME_RANKS.search(text))
     verdict = "refused" if len(lines) == 1 and not is_late else "refused late or in several lines"
