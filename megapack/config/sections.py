@@ -390,6 +390,13 @@ def _check_critic(config: TrainConfig) -> None:
             "critic.enabled=false"
         )
     if config.critic.hf_path is None:
+        if config.model.mtp_num_layers and not config.stage_layers.num_layers[-1]:
+            # With layers of multi-token prediction the final norm is beside the last other layer.
+            raise ConfigError(
+                f"critic.enabled=true with model.mtp_num_layers={config.model.mtp_num_layers} and "
+                "no transformer layer in the last of the layout's chunks, where the critic has the "
+                "final norm that it copies from the policy; give that chunk a layer"
+            )
         return
     critic = config.critic_model
     longest = config.longest_sample

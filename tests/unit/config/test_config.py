@@ -327,6 +327,7 @@ EXPERTS = ("model.num_experts=4",)
 REPLAY = (*EXPERTS, "train.routing_replay=old_logprobs")
 DYNAMIC = ("plan.context_parallel=dynamic",)
 REWARD = ["objective.kind=reward", "objective.loss_weighting=seq-mean-token-mean"]
+LAST_WITHOUT_LAYER = ["layout.pp=2", "layout.pipeline_model_parallel_layout=Et*4|mL"]
 BAD_JOBS: list[tuple[list[str], str]] = [
     (["name=a/b"], "name is 'a/b'"),
     (["name=.."], "name is '..'"),
@@ -423,6 +424,10 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["objective.kl_in_reward_coef=0.1"], "has no effect without a critic"),
     (["critic.enabled=true", "objective.kind=gspo"], "which objective.kind=gspo does not use"),
     (["critic.enabled=true", "objective.advantage_norm=group-std"], "has no effect with a critic"),
+    (
+        ["critic.enabled=true", "model.mtp_num_layers=1", *LAST_WITHOUT_LAYER],
+        "no transformer layer in the last of the layout's chunks",
+    ),
     (["critic.clip=0"], "critic.clip is 0.0; set a number above 0, or null"),
     (["critic.lr=-1"], "critic.lr is -1.0; set 0 or more"),
     (["train.routing_replay=rollout"], "the model has no experts; set model.num_experts, or"),
