@@ -24,7 +24,8 @@ CPU_VARIABLE = "MEGAPACK_CPU"
 def start() -> None:
     """Apply the patches that a variable names, and run on the CPU if the other asks for it.
 
-    An unknown name ends the process.
+    A value that cannot be applied, such as an unknown name, ends the process where it imports a
+    host: one that imports none, such as pip, goes on.
 
     Imports no module of the host: if a patch does not fit, the host's own import raises the error.
     Python started with -I or -E, or with the rights of another user (setuid, setgid), ignores the
@@ -46,11 +47,31 @@ def _patch() -> None:
         log_to_stderr()
         apply(*asked_hosts(os.environ[VARIABLE]))
     except Exception as error:
-        # Python prints an error of a start-up file and goes on: the process would run unpatched.
-        with contextlib.suppress(Exception):  # stderr may be closed, or its disk full
-            sys.stderr.write(f"megapack: {VARIABLE}: {' '.join(str(error).split())}\n")
-            sys.stderr.flush()
-        os._exit(2)
+        line = f"megapack: {VARIABLE}: {' '.join(str(error).split())}\n"
+        try:
+            _end_at_any_host(line)
+        except Exception:  # a broken installation
+            _end(line)
+
+
+def _end_at_any_host(line: str) -> None:
+    """End right after the import of a package of any host, such as slime or megatron.core."""
+    from wrapt import register_post_import_hook
+
+    from megapack.patching.files import shipped_files
+
+    chains = [entry.module.split(".") for file in shipped_files() for entry in file.patches]
+    for name in {".".join(parts[:end]) for parts in chains for end in (1, 2)}:
+        register_post_import_hook(lambda module: _end(line), name)
+
+
+def _end(line: str) -> None:
+    """End the process. Python, or the importing code, may catch an error and go on unpatched."""
+    for stream, text in ((sys.stdout, ""), (sys.stderr, line)):
+        with contextlib.suppress(Exception):  # it may be closed, or its disk full
+            stream.write(text)
+            stream.flush()
+    os._exit(2)
 
 
 def asked_hosts(value: str) -> list[str]:
@@ -61,14 +82,11 @@ def asked_hosts(value: str) -> list[str]:
     Raises:
         ConfigError: megapack ships no patches for one of the names.
     """
-    from megapack.errors import ConfigError
-    from megapack.patching.files import shipped_hosts
+    from megapack.patching.files import refuse_unknown
 
     names = [name.strip() for name in value.split(",") if name.strip()]
     for name in names:
-        if name.removeprefix("-") not in shipped_hosts():
-            known = ", ".join(shipped_hosts())
-            raise ConfigError(f"no patches for {name!r:.60}; there are {known}")
+        refuse_unknown(name.removeprefix("-"))
     return names
 
 

@@ -7,6 +7,7 @@ One file per host, or per host and range of versions: `patches/<host>.yaml`,
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -159,8 +160,7 @@ def load_patches(host: str) -> PatchFile:
     """
     if host.endswith(".yaml"):
         return _load(Path(host))
-    if host not in shipped_hosts():
-        raise ConfigError(f"no patches for {host!r:.60}; there are {', '.join(shipped_hosts())}")
+    refuse_unknown(host)
     files = [_load(path) for path in _shipped() if _host_of(path) == host]
     for file in files:
         if file.fits:
@@ -195,6 +195,19 @@ def patch_set(names: Iterable[str]) -> tuple[PatchFile, ...]:
         brought = ", ".join(files) or "nothing"
         raise ConfigError(f"-{name}: nothing to leave out; the other names bring {brought}")
     return tuple(file for host, file in files.items() if host not in left_out)
+
+
+def refuse_unknown(host: str) -> None:
+    """Refuse a name that is no shipped host; a path is none.
+
+    Raises:
+        ConfigError: with the shipped hosts, and the nearest if one is near.
+    """
+    hosts = shipped_hosts()
+    if host not in hosts:
+        near = difflib.get_close_matches(host, hosts, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"no patches for {host!r:.60}; there are {', '.join(hosts)}{meant}")
 
 
 def shipped_hosts() -> tuple[str, ...]:

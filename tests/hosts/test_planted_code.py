@@ -165,7 +165,7 @@ def test_doctor_reads_no_file_named_by_the_variable(
 
 
 FORK_EACH = """\
-import json, os, sys
+import importlib, json, os, sys
 import megapack.patching, megapack.patching.files, wrapt
 from megapack import startup
 for value in map(os.fsdecode, map(bytes.fromhex, json.load(sys.stdin))):
@@ -175,6 +175,7 @@ for value in map(os.fsdecode, map(bytes.fromhex, json.load(sys.stdin))):
         os.dup2(write, 2)
         os.environ[startup.VARIABLE] = value
         startup.start()
+        importlib.import_module("megatron.training")
         os._exit(0)
     os.close(write)
     said = os.fdopen(read).read()
@@ -192,8 +193,9 @@ def values(num_values: int) -> Iterator[bytes]:
         yield text.encode() + rng.choice([b"", b"", b"", b"\xff", b"\xed\xa0\x80"])
 
 
-def test_any_value_patches_or_ends_with_one_line() -> None:
+def test_any_value_patches_or_ends_at_a_host_with_one_line(python: Path) -> None:
     tried = list(values(200))
+    path = os.pathsep.join([str(ROOT), str(python.parents[1] / "lm")])
     done = subprocess.run(
         [sys.executable, "-c", FORK_EACH],
         input=json.dumps([value.hex() for value in tried]),
@@ -201,7 +203,7 @@ def test_any_value_patches_or_ends_with_one_line() -> None:
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": path},
     )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == len(tried)
@@ -218,7 +220,7 @@ def test_any_value_patches_or_ends_with_one_line() -> None:
 def test_an_error_that_cannot_be_printed_ends_the_process(python: Path, where: str) -> None:
     """Otherwise the process would run unpatched."""
     done = subprocess.run(
-        ["sh", "-c", f'"$0" -c "print(1)" 2{where}', python],
+        ["sh", "-c", f'"$0" -c "import megatron.training; print(1)" 2{where}', python],
         check=False,
         capture_output=True,
         text=True,

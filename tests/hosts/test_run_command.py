@@ -188,11 +188,22 @@ def test_an_isolated_process_ignores_the_variable(folder: Path, flag: str) -> No
 
 
 @pytest.mark.parametrize("patch", ["slim", "./stub.yaml"])
-def test_an_unknown_host_ends_the_process(folder: Path, patch: str) -> None:
+def test_an_unknown_host_ends_a_process_that_imports_a_host(folder: Path, patch: str) -> None:
     (folder / "stub.yaml").write_text("")
-    code, out, err = child(folder, patch=patch)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"megapack: MEGAPACK_PATCH: no patches for {patch!r}; there are ")
+    (folder / "path" / "verl.py").write_text("")
+    (folder / "path" / "wants.py").write_text("try: import verl\nexcept BaseException: pass")
+    for host in ("megatron.training", "wants"):
+        code, out, err = child(folder, patch=patch, code=f"print(1); import {host}; print(2)")
+        assert (code, out) == (2, "1")
+        (line,) = err.splitlines()
+        assert line.startswith(f"megapack: MEGAPACK_PATCH: no patches for {patch!r}; there are ")
+        assert line.endswith("; did you mean slime?") == (patch == "slim")
+
+
+@pytest.mark.parametrize("patch", ["slim", "slime,-verl"])
+def test_a_process_without_a_host_ignores_a_wrong_value(folder: Path, patch: str) -> None:
+    code = "from importlib.util import find_spec; print(find_spec('megatron.training').name)"
+    assert child(folder, patch=patch, code=code) == (0, "megatron.training", "")
 
 
 def test_a_mismatch_fails_the_import_in_that_process(folder: Path) -> None:
