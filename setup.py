@@ -62,7 +62,6 @@ setup(
             "mamba-ssm>=2.2.2",
             "causal-conv1d>=1.4.0",
         ],
-        "liger": ["liger-kernel>=0.8.5", "liger-cute-kernels[cu13]>=0.8.5"],
         "parquet": ["pyarrow>=15"],
         "plot": ["matplotlib>=3.8"],
         # Trackers of metrics, by the names of train.trackers.

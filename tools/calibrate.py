@@ -275,7 +275,6 @@ class Job:
             chunks,
             layout=self.layout,
             logprob_chunk_tokens=chunk_tokens,
-            head_kernel=self.config.model.head_kernel,
             # Megatron's schedules cannot run layers that put off weight gradients.
             executor="operations" if self.splits_backward else "megatron",
         )

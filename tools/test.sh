@@ -9,7 +9,6 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/tools/venv.sh" "$root/.venv" hf
-"$root/tools/liger_python.sh" || printf '%s\n' 'tests that compare with Liger skip' >&2
 "$root/tools/te_python.sh" || printf '%s\n' 'tests that rehearse Transformer Engine skip' >&2
 cd "$root"
 

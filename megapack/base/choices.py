@@ -26,11 +26,6 @@ Executor = Literal["megatron", "operations"]
 ExecutorChoice = Literal["auto", "megatron", "operations"]
 """An executor, or "auto": the one that the policy needs."""
 
-HeadKernel = Literal["torch", "liger"]
-"""What computes log-probs from hidden states: products of torch, or Liger's fused kernel."""
-HeadChoice = Literal["auto", "torch", "liger"]
-"""A kernel, or "auto": Liger's if it can run and gives the log-probs of fp32 logits."""
-
 LossWeighting = Literal[
     "token-mean",
     "seq-mean-token-mean",

@@ -45,7 +45,7 @@ _FIXED = (
     *("optim.name", "optim.distributed_optimizer"),
 )
 _FREE = (
-    *("model.recompute", "model.attention", "model.head_kernel", "model.bias_activation_fusion"),
+    *("model.recompute", "model.attention", "model.bias_activation_fusion"),
     *("model.gradient_accumulation_fusion", "model.moe_grouped_gemm", "model.moe_permute_fusion"),
     # The folder may have moved; its sizes are keys of their own.
     "model.hf_path",

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from megapack.base.choices import (
     Attention,
     Dtype,
-    HeadChoice,
     Recompute,
     RecomputeModule,
 )
@@ -188,10 +187,6 @@ class ModelConfig:
     """Attention over packed rows: te (Transformer Engine), varlen (torch's varlen attention; bf16,
     torch 2.10 or later), sdpa (torch's SDPA per sample), or auto: the first of these that can run.
     Any other choice that cannot run is an error."""
-    head_kernel: HeadChoice = "auto"
-    """Log-probs from hidden states: torch (chunks of fp32 logits), liger (Liger's fused kernel;
-    bf16, Hopper or Blackwell, the package liger-kernel), or auto: liger if it can run and its
-    log-probs, compared at the start of a run, are those of fp32 logits to 1e-3 nats."""
     dtype: Dtype = "fp32"
     """Type of weights and activations; bf16 keeps main weights and gradients in fp32."""
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"] | None = None
@@ -550,11 +545,6 @@ class ModelConfig:
                     f"model.{key} needs Transformer Engine's layers, model.attention is "
                     f"{self.attention}; set model.attention=auto or te"
                 )
-        if self.head_kernel == "liger" and self.dtype != "bf16":
-            raise ConfigError(
-                f"model.head_kernel=liger needs model.dtype=bf16, it is {self.dtype}; set "
-                "head_kernel=auto or torch"
-            )
 
     def _check_fp8(self) -> None:
         if self.fp8 is None:

@@ -13,6 +13,9 @@ from typing import Any, Literal, Union
 from megapack.config.yaml import Node
 from megapack.errors import ConfigError, brief
 
+# Keys that configs may still have -> what to do now.
+_REMOVED = {"model.head_kernel": "log-probs have one kernel, that of torch; leave it out"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Converter:
@@ -105,6 +108,8 @@ class Converter:
 
     def nearest(self, path: str, key: str, names: list[str]) -> str:
         """A hint for an unknown key: a similar key of this section, or else of any section."""
+        if _join(path, key) in _REMOVED:
+            return _REMOVED[_join(path, key)]
         # 0.7 was chosen by hand: it finds swapped letters, as in "cuont" for "count" (0.8).
         close = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
         if close:

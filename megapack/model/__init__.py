@@ -4,7 +4,7 @@ Modules:
     attention, experts: packed attention; mixtures of experts
     biases: biases that recomputed layers and local experts return
     head, logprobs, mtp: vocabulary or value head, log-probs in chunks, multi-token prediction
-    products, liger: matrix products with fp32 results; Liger's kernel for log-probs
+    products: matrix products with fp32 results
     parameters: names of parameters in the whole model, and marks that Megatron reads
     sharded: a chunk's tensors with their names in the whole model
     replicas: weights that several ranks hold, compared bit by bit

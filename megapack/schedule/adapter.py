@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megapack.base.choices import ExecutorChoice, HeadChoice
+from megapack.base.choices import ExecutorChoice
 from megapack.errors import ConfigError, DataError, ScheduleError, of_all_ranks
 from megapack.layout import Layout
 from megapack.loss.sequence import AnyObjective, metric_names
@@ -32,7 +32,6 @@ from megapack.model.biases import repair_biases
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import collect_routing
 from megapack.model.head import marked_logit_cap, unwrapped
-from megapack.model.liger import choose_head
 from megapack.model.mtp import loss_coefs, loss_names, num_depths
 from megapack.model.overlap import gathering_again
 from megapack.model.parameters import (
@@ -99,7 +98,6 @@ class ScheduleAdapter:
             for another model, all of its rows are ids.
         logprob_chunk_tokens: positions whose logits are in memory at the same time; None: as many
             as `cost.head.default_chunk_tokens` gives for the vocabulary.
-        head_kernel: what computes log-probs: "torch", "liger", or "auto"; see `model.liger`.
         temperature: logits are divided by it.
         head: "value" if the last chunk has a value head (`head.replace_output_layer`).
         retries_oom: if a GPU runs out of memory, the step goes on to its end and raises
@@ -128,7 +126,6 @@ class ScheduleAdapter:
         layout: Layout,
         vocab_size: int | None = None,
         logprob_chunk_tokens: int | None = None,
-        head_kernel: HeadChoice = "auto",
         temperature: float = 1.0,
         head: checks.Head = "vocabulary",
         retries_oom: bool = False,
@@ -158,15 +155,6 @@ class ScheduleAdapter:
         gather_rotary_tables(self.chunks)
         hook_te_attention(self.chunks)
         self._groups = process_groups()
-        self.vocabulary_head = choose_head(
-            head_kernel if head == "vocabulary" else "torch",
-            self.chunks[-1],
-            self.config,
-            self._groups.tp,
-            num_ids=self.vocab_size,
-            chunk_tokens=logprob_chunk_tokens,
-            device=self._device,
-        )
         self._dp_group = parallel_state.get_data_parallel_group()
         self.runner = self.runner_class(
             self.chunks,
@@ -181,7 +169,6 @@ class ScheduleAdapter:
                 temperature=temperature,
                 logit_cap=marked_logit_cap(self.chunks[-1]),
                 mtp_coefs=loss_coefs(self.config),
-                logprobs=self.vocabulary_head.logprobs,
             ),
             device=self._device,
             routing=self._routing,

@@ -16,7 +16,6 @@ from torch import Tensor
 from megapack.loss.distillation import TEACHER_IDS
 from megapack.loss.sequence import AnyObjective, call_objective, reads_topk
 from megapack.model.head import DeferredHead, ValueHead, deferred_head, row_scores, unwrapped
-from megapack.model.liger import Logprobs
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.model.mtp import inputs_ahead, loss_name
 from megapack.rows.packed import PlacedRow, RoutingRow, RowTokens, unpack_row
@@ -55,8 +54,6 @@ class HeadOptions:
     """See `VocabHead`."""
     mtp_coefs: Sequence[float] = ()
     """Coefficient of the loss of each depth of multi-token prediction."""
-    logprobs: Logprobs = vocab_parallel_logprobs
-    """The kernel of the vocabulary head, see `model.liger`."""
 
 
 class LastStage:
@@ -158,7 +155,7 @@ class LastStage:
         positions_U = row.losses.head_positions_U
         hidden_UH = self._whole_row(hidden)[positions_U].to(head.weight_VH.dtype)
         vocab = self._vocab_head(head, with_entropy)
-        logprobs_U, entropy_U = self._options.logprobs(hidden_UH, row.labels_T[positions_U], vocab)
+        logprobs_U, entropy_U = vocab_parallel_logprobs(hidden_UH, row.labels_T[positions_U], vocab)
         index_R = row.losses.head_index_R
         if index_R is None:
             return logprobs_U, entropy_U

@@ -24,7 +24,7 @@ def first_lines(run: Any, *, goes_on: bool) -> Iterator[str]:
     settings = layer_settings(config.model, run.kernels.attention)
     basis = "fitted by the run so far" if goes_on else config.cost_basis
     of_machine = [
-        f"{run.kernels}; {run.adapter.vocabulary_head}",
+        str(run.kernels),
         describe(settings, run.reduction),
         f"cost model {basis}",
     ]

@@ -164,7 +164,6 @@ class Trainer:
             self.chunks,
             layout=self.layout,
             logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
-            head_kernel=config.model.head_kernel,
             head="value" if has_value_head else "vocabulary",
             retries_oom=replans,
             executor=config.train.executor,

@@ -82,7 +82,6 @@ class Run:
             self.chunks,
             layout=case.layout,
             logprob_chunk_tokens=16,
-            head_kernel="torch",
             head="value" if case.value_head else "vocabulary",
             executor=case.executor,
         )

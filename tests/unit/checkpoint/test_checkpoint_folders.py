@@ -248,7 +248,7 @@ def test_differences_name_the_setting() -> None:
 def test_checkpoints_of_before_a_kernel_was_a_setting_fit() -> None:
     now = to_dict(TrainConfig(name="run", plan=PlanConfig(max_tokens_per_gpu=64)))
     saved = {**now, "model": dict(now["model"])}
-    for name in ("head_kernel", "recompute_modules", "moe_grouped_gemm", "moe_permute_fusion"):
+    for name in ("recompute_modules", "moe_grouped_gemm", "moe_permute_fusion"):
         del saved["model"][name]
     assert changed_settings(saved, now) == []
     saved["model"]["hidden_size"] += 1
