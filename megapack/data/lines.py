@@ -89,7 +89,7 @@ class LineParser:
         # null and absent are the same.
         if any(value is None for value in row.values()):
             row = {key: value for key, value in row.items() if value is not None}
-        for key in UNREAD_COLUMNS.keys() & row.keys():
+        for key in sorted(UNREAD_COLUMNS.keys() & row.keys()):
             # An empty list of images says nothing.
             if row[key] not in ([], "", {}):
                 raise BadLine(f"has {key}, which is not read; {UNREAD_COLUMNS[key]}")
