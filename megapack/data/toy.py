@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megapack.base.files import write_whole
 from megapack.data.generated import generate_lengths
 from megapack.errors import ConfigError
 
@@ -104,7 +105,7 @@ def write_toy(folder: str | Path, num_chats: int = 128) -> None:
         "lengths.csv": "".join(["length\n", *lengths]),
     }
     for name, text in texts.items():
-        (path / name).write_text(text, encoding="utf-8")
+        write_whole(path / name, text)
 
 
 def _weights() -> Iterator[tuple[str, Any]]:
