@@ -43,7 +43,7 @@ def _metrics(step: int) -> dict[str, Any]:
         "step_predicted_s": None if step == 1 else 2.0,
         "step_measured_s": 3.0,
         "tokens_per_second": 1000.0 * step,
-        "packing_efficiency": 0.8 + 0.04 * step,
+        "fill": 0.8 + 0.04 * step,
     }
 
 

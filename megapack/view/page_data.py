@@ -97,7 +97,7 @@ def run_page(records: RunRecords, cost: CostModel | None) -> Page:
         ("loss", "", {"loss": "loss"}),
         ("gradient norm", "", {"gradient norm": "grad_norm"}),
         ("tokens per second", "", {"tokens per second": "tokens_per_second"}),
-        ("padding", "", {"padding": "padding_fraction"}),
+        ("fill of rows", "", {"fill": "fill"}),
     ]
     for feature in FEATURES:
         share = feature.share

@@ -123,11 +123,9 @@ def test_sft_reduces_the_loss(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(math.log(384), rel=0.1)
     assert losses[-1] < losses[0] - 0.5
     expected = documented("Every run", "Experts and multi-token prediction")
-    steps = [line for line in output.splitlines() if line.startswith("step ")]
-    for line, shown in zip(metrics(tmp_path), steps, strict=True):
+    for line in metrics(tmp_path):
         has_entropy = line["step"] in (1, 6, 11)
         assert set(line) == (expected if has_entropy else expected - {"entropy_nats"})
-        assert ("entropy" in shown) is has_entropy
 
 
 def test_gspo_on_generated_rollouts(tmp_path: Path) -> None:

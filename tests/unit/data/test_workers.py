@@ -99,7 +99,7 @@ class Dies(ByteTokenizer):
 
 def test_a_process_that_fails_or_dies_ends_the_reading(tmp_path: Path) -> None:
     path = write(tmp_path / "data", *rows())
-    with pytest.raises(ConfigError, match=r"install megapack\[hf\]"):
+    with pytest.raises(ConfigError, match=r"pip install transformers"):
         load(path, 2, tokenizer=Fails())
     with pytest.raises(DataError, match=r"ended with exit code 3; .* set data\.workers=1"):
         load(path, 2, tokenizer=Dies())

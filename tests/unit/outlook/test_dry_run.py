@@ -120,7 +120,7 @@ def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> No
                 *("layout.dp=1", "layout.tp=2", "layout.ep=1", "layout.etp=3"),
                 "layout.sequence_parallel=true",
             ],
-            ["etp=3 does not divide tp=2"],
+            ["layout.etp=3 does not divide layout.tp=2"],
         ),
         (
             EXPERTS,

@@ -73,5 +73,5 @@ def test_count_based_plans_and_rows_over_the_budget() -> None:
 
 def test_the_error_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install megapack\[plot\]"):
+    with pytest.raises(ConfigError, match=r"pip install matplotlib"):
         drawn(make_plan(), 0, "s", "png")

@@ -51,7 +51,7 @@ def test_a_page_names_the_ranks_of_each_row() -> None:
     assert {track["source"] for track in page.steps[0]["tracks"]} == {"planned"}
     fills = next(chart for chart in page.histograms if "fill" in chart["title"])
     assert sum(fills["counts"]) == 12
-    assert fills["high"] == 75
+    assert fills["high"] == 100
     assert "drawShared" in page_html(page)
 
 
