@@ -51,6 +51,8 @@ class BetweenSteps:
         self._chunks = chunks
         self._config = config
         self._weights: Tensor | None = None
+        # Found once: a walk over all modules before each step would take milliseconds.
+        self._dropouts = _dropout_modules(chunks)
         self._is_warned = False
 
     def check(self, *, is_training: bool) -> None:
@@ -93,8 +95,8 @@ class BetweenSteps:
         Args:
             fields: what the objective reads.
         """
-        names = dropouts(self._chunks, self._config)
-        if names and not self._is_warned:
+        names = [] if self._is_warned else _dropouts(self._dropouts, self._config)
+        if names:
             self._is_warned = True
             reads = "old_logprobs" in fields
             ratio = "old log-probs are computed without it, so ratios are not 1 before an update"
@@ -155,7 +157,12 @@ def has_gradients(chunks: Sequence[Any]) -> bool:
     return any(param.grad is not None for chunk in chunks for param in chunk.parameters())
 
 
-def dropouts(chunks: Sequence[Any], config: Any) -> list[str]:
+def _dropout_modules(chunks: Sequence[Any]) -> list[tuple[str, torch.nn.Dropout]]:
+    modules = (item for chunk in chunks for item in unwrapped(chunk).named_modules())
+    return [(name, module) for name, module in modules if isinstance(module, torch.nn.Dropout)]
+
+
+def _dropouts(modules: Sequence[tuple[str, torch.nn.Dropout]], config: Any) -> list[str]:
     """The dropouts of a model that are not 0, such as "hidden_dropout=0.1".
 
     Megatron's default of both settings is 0.1.
@@ -164,11 +171,10 @@ def dropouts(chunks: Sequence[Any], config: Any) -> list[str]:
     values = {name: getattr(config, name, 0.0) for name in names}
     found = [f"{name}={value}" for name, value in values.items() if value]
     # Those of adapters, for example. Modules that Megatron makes have the settings above.
-    modules = (item for chunk in chunks for item in unwrapped(chunk).named_modules())
     others = [
         f"{name}.p={module.p}"
         for name, module in modules
-        if isinstance(module, torch.nn.Dropout) and module.p and module.p not in values.values()
+        if module.p and module.p not in values.values()
     ]
     return found + others[:1]
 
