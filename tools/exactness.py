@@ -63,6 +63,7 @@ from tests.dist.rows.row_problem import TAUGHT  # noqa: E402
 from tests.dist.run_cases import run_cases  # noqa: E402
 from tests.dist.schedule.operations_worker import OVERLAP, OVERLAP_CASES  # noqa: E402
 from tests.dist.spawn import checked_job  # noqa: E402
+from tools.pages.marks import put_between  # noqa: E402
 
 MARKS = ("<!-- measured -->", "<!-- end -->")
 MODEL_MARKS = ("<!-- models -->", "<!-- end of models -->")
@@ -471,9 +472,8 @@ def write(page: Path, marks: tuple[str, str], lines: list[str]) -> None:
     print(body)
     if executor() == "operations":
         return
-    before, _, rest = page.read_text(encoding="utf-8").partition(marks[0])
-    after = rest.partition(marks[1])[2]
-    page.write_text(f"{before}{marks[0]}\n{body}\n{marks[1]}{after}", encoding="utf-8")
+    text = put_between(page.read_text(encoding="utf-8"), marks, body)
+    page.write_text(text, encoding="utf-8")
 
 
 def compare_bits(pattern: str) -> bool:

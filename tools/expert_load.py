@@ -40,6 +40,7 @@ from tools.expert_loading.loads import (  # noqa: E402
     search,
     waits,
 )
+from tools.pages.marks import put_between  # noqa: E402
 
 PAGE = ROOT / "docs" / "expert_load.md"
 MARKS = ("<!-- measured -->", "<!-- end -->")
@@ -269,10 +270,8 @@ def main() -> None:
         f"{recorded_table()}\n"
         f"Drawn preferences, {RECORDED_BATCHES * BATCH} samples, dp8 ep8:\n\n{drawn}"
     )
-    page = PAGE.read_text(encoding="utf-8")
-    start = page.index(MARKS[0]) + len(MARKS[0])
-    end = page.index(MARKS[1])
-    PAGE.write_text(f"{page[:start]}\n\n{text}\n{page[end:]}", encoding="utf-8")
+    page = put_between(PAGE.read_text(encoding="utf-8"), MARKS, f"\n{text}")
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from tests.dist.schedule.wait_results import (  # noqa: E402
     run_wait_cases,
     run_wait_job,
 )
+from tools.pages.marks import put_between, table  # noqa: E402
 
 PAGE = ROOT / "docs" / "gpu.md"
 MARKS = ("<!-- waits -->", "<!-- end of waits -->")
@@ -76,7 +77,8 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 jobs[name] = run_wait_job(Path(folder), *overrides)
         tables.append(job_table(jobs))
-        write("\n\n".join(tables))
+        page = put_between(PAGE.read_text(encoding="utf-8"), MARKS, "\n\n".join(tables))
+        PAGE.write_text(page, encoding="utf-8")
     else:
         print("\n\n".join(tables))
     counts = {**results, **jobs}
@@ -84,14 +86,6 @@ def main() -> int:
     for fault in faults:
         print(fault, file=sys.stderr)
     return int(bool(faults))
-
-
-def write(text: str) -> None:
-    """Put the text between the page's marks."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    page = f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}"
-    PAGE.write_text(page, encoding="utf-8")
 
 
 def cases_table(results: Mapping[str, Counted]) -> str:
@@ -115,7 +109,7 @@ def cases_table(results: Mapping[str, Counted]) -> str:
         for (feature, *counts), (kernels, layouts) in sorted(lines.items())
     ]
     header = "feature, attention, layouts, log-prob pass, step, update, per further row"
-    return _table(header.split(", "), rows)
+    return table(header.split(", "), rows)
 
 
 def places_table(results: Mapping[str, Counted]) -> str:
@@ -139,7 +133,7 @@ def places_table(results: Mapping[str, Counted]) -> str:
         ]
         for place, number in sorted(cases.items(), key=lambda item: (-item[1], item[0]))
     ]
-    return _table(["place", "wait", "for", "in", "how often", "cases"], rows)
+    return table(["place", "wait", "for", "in", "how often", "cases"], rows)
 
 
 def job_table(jobs: Mapping[str, Counted]) -> str:
@@ -156,7 +150,7 @@ def job_table(jobs: Mapping[str, Counted]) -> str:
             ]
             for place in places
         ]
-    return _table(["phase", "place", "wait", "for", *jobs], rows)
+    return table(["phase", "place", "wait", "for", *jobs], rows)
 
 
 def _described(place: str) -> list[str]:
@@ -168,11 +162,6 @@ def _described(place: str) -> list[str]:
 
 def _unique(names: list[str]) -> str:
     return ", ".join(dict.fromkeys(names))
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":
