@@ -49,6 +49,7 @@ def exactness(
     budget: int = problem.BUDGET,
     plan: Plan | None = None,
     batch: SampleBatch | None = None,
+    routing: Sequence[Tensor | None] | None = None,
 ) -> dict[str, float]:
     """Errors of a forward and a step on all ranks together.
 
@@ -58,11 +59,12 @@ def exactness(
         budget: tokens of a row.
         plan: another plan than one with this budget.
         batch: its samples, if these are not the problem's.
+        routing: the experts to use, see `ScheduleAdapter.step`.
     """
     batch = batch or problem.make_batch()
     plan = plan or problem.make_plan(adapter.layout, budget)
-    outputs = adapter.forward(plan, batch, entropy=True)
-    result = adapter.step(plan, batch, objective=OBJECTIVE)
+    outputs = adapter.forward(plan, batch, entropy=True, routing=routing)
+    result = adapter.step(plan, batch, objective=OBJECTIVE, routing=routing)
     case = Case(layout=adapter.layout)
     loss, grads = expected_step(case, plan, exact)
     found = {

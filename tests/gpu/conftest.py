@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.outcomes import OUTCOMES
 from tests.gpu.run import Results, run
+
+KEPT = os.environ.get("MEGAPACK_GPU_RESULTS")
 
 
 @pytest.fixture(scope="session")
@@ -17,5 +20,13 @@ def gpu_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA")
-    kept = os.environ.get("MEGAPACK_GPU_RESULTS")
-    return run("cuda", Path(kept) if kept else tmp_path_factory.mktemp("gpu") / "results.json")
+    return run("cuda", Path(KEPT) if KEPT else tmp_path_factory.mktemp("gpu") / "results.json")
+
+
+def pytest_runtest_setup() -> None:
+    OUTCOMES.begin()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if KEPT:
+        OUTCOMES.write(report, Path(KEPT))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import torch
+
 from megapack import Layout, Plan, Policy, SharedPrefixes, build_dp_schedule
 from megapack.config.sections import ModelConfig
 from megapack.samples import SampleBatch
@@ -25,7 +27,11 @@ EXPERTS = {
     "moe_balance_loss_coef": 0.0,
     "moe_z_loss_coef": 0.0,
 }
+# In every other layer, shorter than most samples.
+WINDOWS = {"attention_window": 40, "attention_window_pattern": "LG"}
 BUDGET = 512
+# Of another plan of the same samples, with as many in a row.
+OTHER_BUDGET = 768
 
 # (prompt, response) tokens; a row of the budget holds one to seven of these samples.
 PAIRS = [
@@ -67,6 +73,35 @@ def moe_model(attention: str) -> ModelConfig:
     return dataclasses.replace(model(attention, "fp32"), **EXPERTS)
 
 
+def choices() -> list[torch.Tensor]:
+    """Experts of each sample that no router chose: [tokens, layers, top k]."""
+    generator = torch.Generator().manual_seed(problem.SEED)
+    sizes = (MODEL.num_layers, EXPERTS["num_experts"])
+    noise = [torch.rand(p + r, *sizes, generator=generator) for p, r in PAIRS]
+    return [values.argsort(-1)[..., : MODEL.moe_top_k] for values in noise]
+
+
+def window_model(
+    attention: str, dtype: Literal["fp32", "bf16"], *, sinks: bool = True
+) -> ModelConfig:
+    """The model with sliding windows, and sinks in all layers, as gpt-oss has them."""
+    return dataclasses.replace(model(attention, dtype), **WINDOWS, attention_sinks=sinks)
+
+
+def mamba_model(attention: str, dtype: Literal["fp32", "bf16"]) -> ModelConfig:
+    """Mamba-2 and attention without positions, as in Nemotron; see `hybrid_model`."""
+    return dataclasses.replace(
+        model(attention, dtype),
+        num_layers=8,
+        hybrid_layer_pattern="M-*-M-*-",
+        position_embedding_type="none",
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        mamba_state_dim=64,
+        mamba_num_groups=2,
+    )
+
+
 def hybrid_model(attention: str, dtype: Literal["fp32", "bf16"]) -> ModelConfig:
     """Gated delta nets and attention; Megatron-Core has hybrid models since 0.18."""
     return dataclasses.replace(
@@ -87,6 +122,19 @@ def hybrid_model(attention: str, dtype: Literal["fp32", "bf16"]) -> ModelConfig:
 def make_plan(layout: Layout, budget: int = BUDGET) -> Plan:
     """One step with all samples."""
     return build_dp_schedule(make_batch().lengths, layout=layout, max_tokens_per_gpu=budget)
+
+
+def one_length_plan(layout: Layout) -> Plan:
+    """One step whose rows have one length, and one number of segments in `cu_seqlens`."""
+    lengths = make_batch().lengths
+    policy = Policy(row_shapes=1)
+    return build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=BUDGET, policy=policy)
+
+
+def family_plan(layout: Layout) -> Plan:
+    """One step of the families' answers, each with a prompt of its own in the row."""
+    lengths = make_family_batch().lengths
+    return build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=BUDGET)
 
 
 def shared_plan(layout: Layout) -> Plan:

@@ -6,16 +6,37 @@ python -m tests.gpu.reference DEVICE OUT
 from __future__ import annotations
 
 import sys
-from typing import Literal, cast
+from collections.abc import Sequence
+from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 
 from megapack import Layout, launch
+from megapack.config.sections import ModelConfig
 from megapack.gpt import initialize_parallel
+from megapack.samples import SampleBatch
 from tests.dist.exactness import reference
 from tests.dist.problem import SEED
 from tests.gpu import problem
 from tests.megatron import HAS_HYBRID
+
+
+def run_samples(
+    settings: ModelConfig, batch: SampleBatch, routing: Sequence[Tensor] | None = None
+) -> list[dict[str, Any]]:
+    """The gradient, loss and log-probs of each sample.
+
+    Args:
+        routing: the experts of each sample, see `reference.replay`; None = the routers choose.
+    """
+    model = reference.build(settings)
+    found = []
+    for i in range(len(batch)):
+        if routing is not None:
+            reference.replay(model, routing[i].cuda())
+        found.append(reference.run_sample(model, batch, i, 1.0))
+    return found
 
 
 def main(device: Literal["cuda", "cpu"], out: str) -> None:
@@ -24,7 +45,6 @@ def main(device: Literal["cuda", "cpu"], out: str) -> None:
     launch.start(device)
     initialize_parallel(Layout(), SEED)
     batch, families = problem.make_batch(), problem.make_family_batch()
-    found = {}
     models = {
         "fp32": (problem.model("sdpa", "fp32"), batch),
         "bf16": (problem.model("sdpa", "bf16"), batch),
@@ -34,10 +54,7 @@ def main(device: Literal["cuda", "cpu"], out: str) -> None:
     }
     if HAS_HYBRID:
         models["hybrid_fp32"] = problem.hybrid_model("sdpa", "fp32"), families
-    for name, (settings, samples) in models.items():
-        model = reference.build(settings)
-        found[name] = [reference.run_sample(model, samples, i, 1.0) for i in range(len(samples))]
-    torch.save(found, out)
+    torch.save({name: run_samples(*model) for name, model in models.items()}, out)
     launch.stop()
 
 

@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from tests.gpu.rehearsed import REHEARSED, SAMPLED
 # Transformer Engine asks cuBLAS for TF32 in fp32 products, but these tests need true fp32. gloo
 # uses the loopback interface, so that it does not look up the machine's name.
 _ENVIRONMENT = {"NVIDIA_TF32_OVERRIDE": "0", "GLOO_SOCKET_IFNAME": "lo"}
+# Read when CUDA and NCCL start: cuBLAS adds up in one order, and graphs run beside expandable
+# segments.
+_FEATURES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_GRAPH_REGISTER": "0"}
 # Limits of one job and of all jobs. The first job with SwiGLU in one kernel compiles it.
 # tools/gpu_check.sh kills pytest after 270 s, which would leave a running job behind, and the
 # kernels' tests run first. A rehearsal may run beside other work on a few cores.
@@ -33,14 +37,22 @@ Results = dict[str, dict[str, dict[str, Any]]]
 
 
 def job_names(device: str) -> list[str]:
-    """Jobs that can run here: each attention alone, and the best one in pipelines."""
+    """Jobs that can run here: each attention alone, the best one in pipelines, and features that
+    need more than plain rows. A limit of time cuts the last ones."""
+    own = attentions(device)
+    pipeline = [] if SAMPLED else [f"pipeline_{'te' if 'te' in own else 'sdpa'}"]
+    return [*own, *pipeline, "features"]
+
+
+def attentions(device: str) -> list[str]:
+    """Those that can run here."""
     if device == "cpu":
-        return ["sdpa", "pipeline_sdpa"]
+        return ["sdpa"]
     if SAMPLED:
         return ["varlen"]
     te = ["te"] if find_spec("transformer_engine") else []
     varlen = ["varlen"] if find_spec("torch.nn.attention.varlen") else []
-    return [*te, *varlen, "sdpa", f"pipeline_{'te' if te else 'sdpa'}"]
+    return [*te, *varlen, "sdpa"]
 
 
 def run(device: str, out: Path, *, job_s: float = JOB_S, total_s: float = TOTAL_S) -> Results:
@@ -64,22 +76,32 @@ def run(device: str, out: Path, *, job_s: float = JOB_S, total_s: float = TOTAL_
 def _run_one(
     name: str, device: str, reference: Path, out: Path, limits: tuple[float, float]
 ) -> dict[str, dict[str, Any]]:
-    attention = name.removeprefix("pipeline_")
-    world, module = (1, "worker") if name == attention else (2, "pipeline_worker")
-    args = [device, attention, str(reference), str(out)]
-    failed = _job(world, f"tests.gpu.{module}", args, limits)
+    if name == "features":
+        args = [device, ",".join(attentions(device)), str(out)]
+        failed = _job(1, "tests.gpu.features", args, limits, _FEATURES)
+    else:
+        attention = name.removeprefix("pipeline_")
+        world, module = (1, "worker") if name == attention else (2, "pipeline_worker")
+        args = [device, attention, str(reference), str(out)]
+        failed = _job(world, f"tests.gpu.{module}", args, limits)
     found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     return {**found, "job": {"error": failed}} if failed else found
 
 
-def _job(world: int, module: str, args: list[str], limits: tuple[float, float]) -> str | None:
+def _job(
+    world: int,
+    module: str,
+    args: list[str],
+    limits: tuple[float, float],
+    env: Mapping[str, str] | None = None,
+) -> str | None:
     """Run a job; if it fails, the reason and the end of its output, else None."""
     job_s, end = limits
     limit = min(job_s, end - time.monotonic())
     if limit <= 0:
         return "not run: earlier jobs used up the time limit"
     try:
-        done = launch_job(world, module, args, timeout_s=limit, env=_ENVIRONMENT)
+        done = launch_job(world, module, args, timeout_s=limit, env={**_ENVIRONMENT, **(env or {})})
     except TimeoutError as error:
         return f"ran past {limit:.0f} s: {str(error)[-1000:]}"
     return None if done.returncode == 0 else f"exit {done.returncode}: {done.stdout[-2000:]}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu.outcomes import OUTCOMES
 from tests.gpu.run import Results
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -24,6 +25,7 @@ FP8_OVER_BF16 = 32
 
 def part(results: Results, job: str, name: str) -> dict[str, Any]:
     """Results of a part; fails with its error, and skips what cannot run here."""
+    OUTCOMES.looked_at.append((job, name))
     parts = results.get(job, results.get("reference", {}))
     if job not in results and not parts:
         pytest.skip(f"{job} is not installed here")

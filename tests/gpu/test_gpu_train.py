@@ -1,4 +1,4 @@
-"""`megapack train` on a GPU: saved while it trains, resumed, and out of memory."""
+"""`megapack train` on a GPU: saved while it trains, resumed, timed, and out of memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from megapack import simulate
+from megapack.view.records import read_run
 from tests.gpu.rehearsed import REHEARSED
 
 pytestmark = [
@@ -29,6 +31,7 @@ LARGE = ["model.num_layers=8", "model.hidden_size=1024", "model.num_attention_he
 LARGE += ["model.num_query_groups=8", "plan.max_tokens_per_gpu=32768", "data.num_generated=256"]
 LARGE += ["data.prompts_per_batch=128", "plan.global_batch_size=512", "objective.kl_coef=0"]
 MEMORY_GIB = 10
+SAVING = ["train.save_interval=1", "train.async_save=true"]
 TIMEOUT_S = 600 if REHEARSED else 60
 
 
@@ -54,17 +57,49 @@ def train(
     return done.stdout, [json.loads(line) for line in lines]
 
 
-def test_a_run_saves_while_it_trains_and_resumes(tmp_path: Path) -> None:
-    saving = ["train.save_interval=1", "train.async_save=true"]
-    _, whole = train(tmp_path / "whole", *saving)
-    assert len(whole) == 4
-    train(tmp_path / "cut", *saving, "train.num_batches=1")
-    _, resumed = train(tmp_path / "cut", *saving, "train.resume=auto")
-    assert [line["step"] for line in resumed] == [line["step"] for line in whole]
-    for line, expected in zip(resumed, whole, strict=True):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of four steps that are saved, timed and fitted while it trains."""
+    folder = tmp_path_factory.mktemp("train") / "whole"
+    timing = ["train.trace_steps=3", "plan.calibrate=online", "plan.calibrate_interval=2"]
+    _, lines = train(folder, *SAVING, *timing)
+    assert len(lines) == 4
+    return folder / "runs/run"
+
+
+def test_a_run_saves_while_it_trains_and_resumes(whole: Path, tmp_path: Path) -> None:
+    train(tmp_path / "cut", *SAVING, "train.num_batches=1")
+    _, resumed = train(tmp_path / "cut", *SAVING, "train.resume=auto")
+    expected_lines = read_run(whole).metrics
+    assert [line["step"] for line in resumed] == [line["step"] for line in expected_lines]
+    for line, expected in zip(resumed, expected_lines, strict=True):
         # The backward of attention adds up in any order.
         assert line["loss"] == pytest.approx(expected["loss"], rel=0.02, abs=1e-3)
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+
+
+def test_events_time_forwards_and_backwards(whole: Path) -> None:
+    run = read_run(whole)
+    assert [fit.step for fit in run.fits] == [0, 2, 4]
+    assert run.fits[-1].cost.per_token > 0
+    assert [traced.number for traced in run.traced] == [2, 3, 4]
+    for traced in run.traced:
+        (step,) = traced.plan.steps
+        times = [
+            time
+            for event in sorted(traced.events, key=lambda event: event.start)
+            for time in (event.start, event.end)
+        ]
+        assert len(times) == 2 * 2 * len(step.ranks[0])
+        assert 0 < times[0] < times[-1]
+        assert times == sorted(times), "two forwards or backwards overlap"
+        busy_s = sum(event.end - event.start for event in traced.events)
+        step_s = run.metrics[traced.number - 1]["step_measured_s"]
+        # The rest is packing, launching and the reduction of gradients.
+        assert step_s / 10 < busy_s < 1.05 * step_s
+        # Sizes, not precision: rows are small, and the first step warms up.
+        fitted_s = simulate(step, layout=traced.plan.layout, cost=run.fits[-1].cost).makespan
+        assert busy_s / 5 < fitted_s < 5 * busy_s
 
 
 @pytest.mark.skipif(REHEARSED, reason="a CPU does not run out of memory")

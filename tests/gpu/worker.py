@@ -9,12 +9,13 @@ import functools
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 import torch
 
 from megapack import Layout, Plan, launch
+from megapack.config.sections import ModelConfig
 from megapack.gpt import initialize_parallel
 from megapack.gpt.settings import Setting
 from megapack.model.recurrent.choice import recurrent_kernels
@@ -67,15 +68,21 @@ def hybrid(attention: str, reference: dict[str, Samples]) -> Found:
     """Errors of a model with gated delta nets, in rows that share prefixes and with pieces."""
     if not HAS_HYBRID:
         return {"skipped": "Megatron-Core has hybrid models since 0.18"}
-    settings = problem.hybrid_model(attention, "bf16")
-    exact, batch = reference["hybrid_fp32"], problem.make_family_batch()
+    found = recurrent(problem.hybrid_model(attention, "bf16"), reference["hybrid_fp32"])
+    return {**found, "kernels": recurrent_kernels("G")}
+
+
+def recurrent(settings: ModelConfig, exact: Samples) -> Found:
+    """Errors of a bf16 model in rows that share prefixes and with pieces, beside those of its own
+    rows of one sample."""
+    batch = problem.make_family_batch()
     alone, shared, split = (
         exactness(build_adapter(settings, Layout()), exact, plan=make(Layout()), batch=batch)
         for make in (problem.one_sample_plan, problem.shared_plan, problem.split_plan)
     )
     errors = ("gradient_error", "logprob_mean_error")
     limits = {f"one_sample_{name}": alone[name] for name in errors}
-    return {**shared, **limits, "split": {**split, **limits}, "kernels": recurrent_kernels("G")}
+    return {**shared, **limits, "split": {**split, **limits}}
 
 
 def _of_families(attention: str, reference: dict[str, Samples], plan: Plan) -> Found:
@@ -291,21 +298,32 @@ def parts(device: str, attention: str) -> dict[str, Callable[[str, dict[str, Sam
     return found
 
 
-def main(device: Literal["cuda", "cpu"], attention: str, reference: str, out: str) -> None:
+def run_parts(parts: Mapping[str, Callable[[], Found]], out: str) -> None:
     """Run all parts and write `out` after each; if one fails, the others still run."""
-    launch.quiet_known_warnings()
-    launch.start(device)
-    initialize_parallel(Layout(), SEED)
-    samples = torch.load(reference, map_location="cpu")
     found: dict[str, Found] = {}
-    for name, part in parts(device, attention).items():
+    for name, part in parts.items():
         try:
-            found[name] = part(attention, samples)
+            found[name] = part()
         except Exception as error:  # recorded; the test of this part fails with it
             traceback.print_exc()
             found[name] = {"error": f"{type(error).__name__}: {str(error)[:1000]}"}
         with open(out, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)
+
+
+def main(device: Literal["cuda", "cpu"], attention: str, reference: str, out: str) -> None:
+    """Run the parts of one attention."""
+    launch.quiet_known_warnings()
+    launch.start(device)
+    initialize_parallel(Layout(), SEED)
+    samples = torch.load(reference, map_location="cpu")
+    run_parts(
+        {
+            name: functools.partial(part, attention, samples)
+            for name, part in parts(device, attention).items()
+        },
+        out,
+    )
     launch.stop()
 
 
