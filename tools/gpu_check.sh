@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in under 10 minutes: the tests of tests/gpu, then tools/bench_gpu.py.
-# Installs nothing. Failures are reported and the rest goes on; the exit code is 0 if all passed.
+# With --ranks, in as many minutes: several ranks over NCCL, on one GPU or on several
+# (tools/nccl_check.py). Installs nothing. Failures are reported and the rest goes on; the exit code
+# is 0 if all passed.
 #
 #   tools/gpu_check.sh [SITE_FOLDER]    packages to put before the machine's own
-#   REHEARSE=1 tools/gpu_check.sh       all of it on a CPU, with a GPU that is pretended
+#   tools/gpu_check.sh [SITE_FOLDER] --ranks [2|4|8] [--parts NAME ...]
+#   REHEARSE=1 tools/gpu_check.sh ...   all of it on a CPU, with a GPU that is pretended
 #
 #   PYTHON    the interpreter; unset: python3
-#   OUT       where gpu_report.json and gpu_report.md go; unset: runs/gpu_check
+#   OUT       where gpu_report and ranks_report (.json and .md) go; unset: runs/gpu_check
 #   TRACES    folder of length traces (CSV); unset: ../shared/traces, generated lengths without it
 #   REHEARSE  1: every process believes in a GPU (tests/rehearsal/gpu.py), Transformer Engine's Python
 #             (tools/te_python.sh) runs on stand-ins, sizes are tiny and limits ten times as long. It
-#             takes about 5 minutes on 2 cores. sample: only varlen attention and one model, a minute
+#             takes about 5 minutes on 2 cores. sample: only varlen attention and one model, a minute.
+#             With --ranks, over gloo: 10 minutes with 2 ranks, and parts as samples
 set -uo pipefail
 
 # Seconds; together with the benchmark's 40 s of grace they stay below 580. A rehearsal may run beside
@@ -25,8 +29,23 @@ python=${PYTHON:-python3}
 out=$(realpath -m "${OUT:-$root/runs/gpu_check}")
 traces=${TRACES:-$root/../shared/traces}
 site=
-if [[ -n ${1:-} ]]; then
+ranks=()
+if [[ -n ${1:-} && $1 != --ranks ]]; then
     site=$(realpath "$1") || exit 2
+    shift
+fi
+if [[ ${1:-} == --ranks ]]; then
+    shift
+    # Without a number: as many as there are GPUs, or 4 on one.
+    ranks=(--out "$out")
+    if [[ ${1:-} =~ ^[0-9]+$ ]]; then
+        ranks+=(--ranks "$1")
+        shift
+    fi
+    ranks+=("$@")
+elif (($#)); then
+    printf 'tools/gpu_check.sh: %s is no option; see the head of the script\n' "$1" >&2
+    exit 2
 fi
 rehearsal=
 tests=()
@@ -119,6 +138,12 @@ run_bench() {
     timeout "$((BENCH_SECONDS + 40))" "$python" tools/bench_gpu.py "${arguments[@]}"
 }
 
+if ((${#ranks[@]})); then
+    check_machine || fail 'the machine lacks the packages or the device named above'
+    "$python" tools/nccl_check.py "${ranks[@]}" || fail 'a part failed, see ranks_report.md'
+    printf '%s\n' "$out/ranks_report.json" "$out/ranks_report.md"
+    exit "$status"
+fi
 compile_planner &
 compiling=$!
 check_machine || fail 'the machine lacks the packages or the device named above'

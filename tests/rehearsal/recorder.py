@@ -63,6 +63,8 @@ _COLLECTIVES = {
     "all_to_all_single": ALL_TO_ALL,
 }
 _P2P = {"send": SEND, "recv": RECEIVE, "recv_anysource": RECEIVE}
+METHODS = (*_COLLECTIVES, *_P2P)
+"""Methods of ProcessGroup that issue an operation; the names differ between versions of torch."""
 
 
 _THREAD = threading.local()
@@ -93,7 +95,6 @@ def install(folder: Path, rank: int) -> None:
     """Note this process's operations in a file of the folder, for the rest of its life."""
     recorder = _Recorder(folder / RANK_FILE.format(rank), rank)
     for method, kind in {**_COLLECTIVES, **_P2P}.items():
-        # Names differ between versions of torch.
         if original := getattr(ProcessGroup, method, None):
             setattr(ProcessGroup, method, recorder.noting(original, method, kind))
     Work.wait = recorder.waiting(Work.wait)
@@ -148,10 +149,10 @@ class _Recorder:
                 op = self._op((known[0], kind, batch is not None, *values), _site(sys._getframe(1)))
                 self._write(issued(op, unit))
             work = original(group, *args, **kwargs)
-            if work is None:
-                self._write(waited(unit))
-            else:
+            if work is not None:
                 self._units[work] = unit
+            elif batch is None:
+                self._write(waited(unit))
             return work
 
         return issue
@@ -176,7 +177,11 @@ class _Recorder:
             with self._lock:
                 unit = self._next_unit()
             with _set("batch", unit):
-                return original(operations)
+                works = original(operations)
+            # NCCL's operations have none of their own: there is one for the launch.
+            for work in works:
+                self._units.setdefault(work, unit)
+            return works
 
         return batch
 
@@ -285,7 +290,9 @@ def _collective_tensors(method: str, kind: str, args: list[Any]) -> list[Tensor]
 
 def _fault(method: str, kind: str, args: list[Any]) -> str:
     """Why NCCL refuses an operation by itself, after "NCCL has no"."""
-    if threading.current_thread() is not threading.main_thread():
+    # A backward on a GPU has a thread of its own, for which the main thread waits.
+    is_backward = torch._C._current_graph_task_id() != -1
+    if threading.current_thread() is not threading.main_thread() and not is_backward:
         return f"order between threads (this is {threading.current_thread().name})"
     if method == "recv_anysource":
         return "receive from any rank"

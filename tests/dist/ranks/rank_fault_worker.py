@@ -76,6 +76,7 @@ AT_STEP = 2
 AT_MICROBATCH = 1
 EVERY_RANK = -1
 NAN = float("nan")
+_NO_GPU_HAS_BYTES = 1 << 50
 
 
 class Trigger:
@@ -107,6 +108,9 @@ class Trigger:
         if self.fault == "replanned":
             raise StepOutOfMemory("as if a GPU had run out of memory")
         if self.fault == "out_of_memory":
+            # A rehearsal believes in a GPU and has none.
+            if torch.cuda.is_available() and torch.empty(0, device="cuda").is_cuda:
+                torch.empty(_NO_GPU_HAS_BYTES, dtype=torch.uint8, device="cuda")
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         raise ValueError("the user's own code failed")
 

@@ -1,0 +1,32 @@
+"""What communicators cost: seconds and bytes by number, beside what memory predictions assume."""
+
+from __future__ import annotations
+
+import json
+
+from megapack.cost.communicators import BYTES
+from tools.nccl.found import Found
+from tools.nccl.session import Session
+from tools.nccl.ways import OWN_GPUS
+
+MODULE = "tools.nccl.on_ranks.communicators"
+_MIB = 1 << 20
+
+
+def run(session: Session) -> Found:
+    """Make more and more communicators of all ranks."""
+    out = session.out / "ranks" / "communicators.json"
+    out.unlink(missing_ok=True)
+    ended = session.job("job", MODULE, out, session.ranks // session.num_gpus or 1).ended
+    if not ended.is_good or not out.exists():
+        return Found(failures=[ended.reason or "no figures"])
+    figures = json.loads(out.read_text(encoding="utf-8"))
+    parts = [
+        f"{count}: {one['seconds']:.2f} s, {one['bytes'] / _MIB:.0f} MiB a rank"
+        for count, one in figures.items()
+    ]
+    each = figures[max(figures, key=int)]["bytes"] / int(max(figures, key=int)) / _MIB
+    line = "; ".join(parts) + f"; {each:.0f} MiB each, {BYTES / _MIB:.0f} assumed"
+    if session.way is not OWN_GPUS:
+        line += " (with small buffers and few channels, so that ranks fit on a GPU)"
+    return Found(line=line, figures=figures)

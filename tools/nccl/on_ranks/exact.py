@@ -1,0 +1,147 @@
+"""Runs cases of `tools.nccl.problem` on all ranks and compares each with the reference.
+
+python -m tools.nccl.on_ranks.exact REFERENCE OUT CASE ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megapack import launch
+from megapack.config.sections import OptimConfig
+from megapack.gpt import initialize_parallel
+from megapack.gpt.init import local_slice
+from megapack.gpt.optimizer import build_optimizer
+from megapack.gpt.settings import Setting
+from megapack.model.parameters import global_parameters, is_expert
+from megapack.schedule import ScheduleAdapter
+from tests.dist.exactness.cases import Case as WholeCase
+from tests.dist.exactness.expected import expected_step
+from tests.dist.exactness.worker import logprob_errors, own_errors
+from tests.dist.groups import end_model_parallel
+from tests.dist.problem import OBJECTIVE, SEED
+from tests.gpu.compare import Samples, build_adapter, one_sample_outputs
+from tools.nccl import problem
+from tools.nccl.on_ranks.progress import note
+from tools.nccl.on_ranks.reference import ADAM_EPS, LEARNING_RATE, UPDATED
+from tools.nccl.problem import FEATURES, Case
+
+_OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 100_000}
+
+
+def run_case(case: Case, reference: dict[str, Samples], sums: dist.ProcessGroup) -> dict[str, Any]:
+    """Errors of a forward and a step, and with overlap of a forward after the update.
+
+    Args:
+        sums: a group over gloo, for the errors of all ranks.
+    """
+    feature = FEATURES[case.feature]
+    options: dict[str, Any] = {"splits_backward": feature.splits_backward}
+    if feature.overlaps:
+        options["distributed_optimizer"] = True
+        options["reduction"] = {name: Setting(value) for name, value in _OVERLAP.items()}
+    adapter = build_adapter(case.settings, case.layout, ScheduleAdapter, **options)
+    plan, batch = feature.plan(case.layout), case.batch()
+    exact = reference[f"{case.samples} fp32"]
+    own = reference[f"{case.samples} bf16"] if case.dtype == "bf16" else None
+    outputs = adapter.forward(plan, batch, entropy=True)
+    result = adapter.step(plan, batch, objective=OBJECTIVE)
+    whole = WholeCase(layout=case.layout)
+    loss, grads = expected_step(whole, plan, exact)
+    found = {
+        "loss": result.loss,
+        "expected_loss": loss,
+        **logprob_errors(outputs, plan, batch, exact),
+        "num_microbatches": plan.steps[0].num_microbatches,
+        "rows_over_ranks": sum(row.width > 1 for row in plan.steps[0].microbatches),
+        "pieces": sum(len(row.pieces) for row in plan.steps[0].microbatches),
+        "own_orders": sum("W" in line for rank in plan.steps[0].orders for line in rank),
+    }
+    if own is not None:
+        alone = logprob_errors(one_sample_outputs(own, batch), plan, batch, exact)
+        found["one_sample_logprob_mean_error"] = alone["logprob_mean_error"]
+        found |= own_errors(expected_step(whole, plan, own)[1], grads)
+    if not feature.overlaps:
+        # A rank of a distributed optimizer has the sums of its own part alone.
+        return found | gradient_errors(adapter.chunks, grads, sums)
+    update(adapter.chunks, case.dtype)
+    after = adapter.forward(plan, batch, entropy=True)["logprobs"]
+    found["updated_logprob_error"] = _worst(after, reference[f"{UPDATED} fp32"], batch)
+    moved = one_sample_outputs(reference[f"{UPDATED} fp32"], batch)["logprobs"]
+    found["moved_logprobs"] = _worst(moved, exact, batch)
+    if own is not None:
+        alone_after = one_sample_outputs(reference[f"{UPDATED} bf16"], batch)["logprobs"]
+        found["one_sample_updated_logprob_error"] = _worst(
+            alone_after, reference[f"{UPDATED} fp32"], batch
+        )
+    return found
+
+
+def gradient_errors(
+    chunks: list[Any], grads: dict[str, Tensor], group: dist.ProcessGroup
+) -> dict[str, float]:
+    """The gradient's norm over all ranks' parts, and its relative error in that norm."""
+    parts = torch.zeros(2, dtype=torch.float64)
+    dense = parallel_state.get_tensor_model_parallel_group()
+    experts = parallel_state.get_expert_tensor_parallel_group()
+    for chunk in chunks:
+        for name, param in global_parameters(chunk):
+            tp = experts if is_expert(name) else dense
+            want = local_slice(grads[name].cpu(), param, tp.rank(), tp.size())
+            have = param.main_grad.double().cpu()
+            parts += torch.stack([(have - want).norm() ** 2, want.norm() ** 2])
+    dist.all_reduce(parts, group=group)
+    error, norm = parts.sqrt().tolist()
+    return {"gradient_error": error / norm, "gradient_norm": norm}
+
+
+def update(chunks: list[Any], dtype: str) -> None:
+    """A step of Megatron's optimizer."""
+    optim = OptimConfig(
+        lr=LEARNING_RATE, adam_eps=ADAM_EPS, clip_grad=0, weight_decay=0, distributed_optimizer=True
+    )
+    build_optimizer(optim, chunks, bf16=dtype == "bf16").step()
+
+
+def _worst(outputs: list[Tensor | None], samples: Samples, batch: Any) -> float:
+    """The largest difference of a response token's log-prob."""
+    largest = 0.0
+    for i, sample in enumerate(samples):
+        value, mask = outputs[i], batch.response_mask(i)[1:].bool()
+        assert value is not None
+        difference = (value[1:].cpu() - sample["logprobs"].cpu())[mask].abs()
+        largest = max(largest, float(difference.max()) if difference.numel() else 0.0)
+    return largest
+
+
+def main(reference: str, out: str, *names: str) -> None:
+    """Run the named cases; rank 0 writes `out` after each."""
+    launch.start("cuda")
+    samples = torch.load(reference, map_location="cpu")
+    sums = dist.new_group(backend="gloo")
+    known = {case.name: case for case in problem.cases(dist.get_world_size())}
+    found: dict[str, Any] = {}
+    for name in names:
+        begin = time.monotonic()
+        note(name)
+        initialize_parallel(known[name].layout, SEED)
+        found[name] = run_case(known[name], samples, sums)
+        end_model_parallel()
+        found[name]["seconds"] = round(time.monotonic() - begin, 2)
+        if os.environ["RANK"] == "0":
+            Path(out).write_text(json.dumps(found), encoding="utf-8")
+    launch.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
