@@ -58,13 +58,16 @@ def _run(session: Session, fault: str, says: str) -> Found:
             found.failures.append(f"rank {one} does not name rank {rank} and its fault: {text!r}")
     if job.killed:
         found.failures.append(f"ranks {list(job.killed)} did not end by themselves: {job.reason}")
+    died = [one for one in expected if (job.codes[one] or 0) < 0 and one not in job.killed]
+    if died:
+        codes = ", ".join(f"rank {one}: {job.codes[one]}" for one in died)
+        found.failures.append(f"ranks that had their error ended by a signal ({codes})")
     if seconds > limit_s:
         found.failures.append(f"the last error came after {seconds:.1f} s, limit {limit_s:.0f} s")
     # What a rank left on the GPU must not keep the next job from starting.
     after = session.job("next_job", probe.MODULE, session.out / "ranks" / "after.json").ended
     if not after.is_good:
         found.failures.append(f"the next job: {after.reason}")
-    codes = [code for code in job.codes if code is not None]
-    found.figures = {"seconds": round(seconds, 1), "codes": codes}
-    found.line = f"{len(reports)} ranks named rank {rank} within {seconds:.1f} s; codes {codes}"
+    found.figures = {"seconds": round(seconds, 1), "codes": job.codes}
+    found.line = f"{len(reports)} ranks named rank {rank} within {seconds:.1f} s"
     return found

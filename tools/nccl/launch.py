@@ -56,7 +56,7 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """Why it is not good, in one line: the limit, and the rank that tells most."""
+        """Why it is not good, in one line: the limit, an error, where ranks that were killed stood."""
         if self.is_good:
             return ""
         parts = [self.limit] if self.limit else []
@@ -68,8 +68,11 @@ class Ended:
             elif code:
                 parts.append(f"rank {rank}: {error_line(self.text(rank))}")
                 break
-        if self.killed:
-            parts.append(f"rank {self.killed[0]} stood {place(self.text(self.killed[0]))}")
+        # The one that does not come stands elsewhere than those that wait for it.
+        places: dict[str, list[int]] = {}
+        for rank in self.killed:
+            places.setdefault(place(self.text(rank)), []).append(rank)
+        parts += [f"ranks {ranks} stood {where}" for where, ranks in places.items()]
         return "; ".join(parts)
 
 

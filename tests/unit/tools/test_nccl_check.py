@@ -1,0 +1,186 @@
+"""The check of several ranks: how its jobs end, and what it says of their figures."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rehearsal.notes import issued, line, waited
+from tools.nccl import report
+from tools.nccl.exact import judged
+from tools.nccl.found import FAILED, PASSED
+from tools.nccl.launch import Ended, run_ranks
+from tools.nccl.layouts import busy_layout, layout_name
+from tools.nccl.parts import NAMES, PARTS, TOTAL_S
+from tools.nccl.problem import FEATURES, REFERENCES, cases
+from tools.nccl.session import read_order
+from tools.nccl.ways import HOST_ID, MULTI_RANK, OWN_GPUS, ways
+from tools.nccl_check import default_ranks
+
+pytestmark = pytest.mark.unit
+
+HEAD = "import faulthandler, os, signal, sys, time\nfaulthandler.register(signal.SIGUSR1)\n"
+FP32 = {"loss": 1.0, "expected_loss": 1.0, "logprob_mean_error": 1e-6, "gradient_error": 1e-6}
+BF16 = {
+    **FP32,
+    "logprob_mean_error": 5e-3,
+    "one_sample_logprob_mean_error": 4e-3,
+    "gradient_error": 0.07,
+    "one_sample_gradient_error": 0.06,
+}
+
+
+def job(folder: Path, code: str, *, limit_s: float = 20, stall_s: float = 20) -> Ended:
+    """A job of three ranks that run some code."""
+    return run_ranks(
+        ["-c", HEAD + code],
+        world=3,
+        environment=lambda rank: {"NUMBER": str(rank)},
+        folder=folder,
+        limit_s=limit_s,
+        stall_s=stall_s,
+        grace_s=0.2,
+    )
+
+
+def test_ranks_that_end_well_have_no_reason(tmp_path: Path) -> None:
+    ended = job(tmp_path, "assert os.environ['RANK'] == os.environ['NUMBER']; print('here')")
+    assert (ended.codes, ended.reason, ended.killed) == ((0, 0, 0), "", ())
+    assert ended.is_good
+    assert ended.text(2) == "here\n"
+
+
+def test_after_a_fault_the_others_are_ended_and_the_error_is_named(tmp_path: Path) -> None:
+    code = "if os.environ['RANK'] == '1': raise ValueError('no such row')\ntime.sleep(60)"
+    ended = job(tmp_path, code)
+    assert (ended.codes, ended.killed) == ((-9, 1, -9), (0, 2))
+    assert "rank 1: ValueError: no such row" in ended.reason
+    assert ended.seconds < 15
+
+
+def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
+    ended = job(tmp_path, "if os.environ['RANK'] == '2': os.kill(os.getpid(), 11)")
+    assert ended.codes == (0, 0, -11)
+    assert "rank 2 was ended by SIGSEGV" in ended.reason
+
+
+def test_a_job_without_progress_says_where_its_ranks_stood(tmp_path: Path) -> None:
+    code = (
+        "text = 'def wait():\\n    time.sleep(60)\\nwait()'\n"
+        "exec(compile(text, os.path.join(os.getcwd(), 'tools', 'worker.py'), 'exec'))"
+    )
+    ended = job(tmp_path, code, stall_s=2)
+    assert ended.killed == (0, 1, 2)
+    assert ended.reason == "no progress for 2 s; ranks [0, 1, 2] stood in wait (tools/worker.py:2)"
+
+
+def test_progress_keeps_a_job_alive(tmp_path: Path) -> None:
+    code = (
+        "for i in range(8):\n    time.sleep(0.3)\n"
+        "    open(os.environ['MEGAPACK_CHECK_PROGRESS'], 'w').write(str(i))"
+    )
+    assert job(tmp_path, code, stall_s=2).is_good
+
+
+def test_a_job_ends_at_its_limit(tmp_path: Path) -> None:
+    ended = job(tmp_path, "time.sleep(60)", limit_s=0.5)
+    assert ended.reason.startswith("ran past 0 s")
+    assert ended.killed == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, PASSED),
+        ({"gradient_error": 2e-5}, FAILED),
+        ({"gradient_error": math.nan}, FAILED),
+        ({"loss": 1.1}, FAILED),
+        ({"logprob_mean_error": 1e-4}, FAILED),
+        ({"updated_logprob_error": 1e-2}, FAILED),
+    ],
+)
+def test_fp32_has_fixed_limits(changes: dict[str, Any], status: str) -> None:
+    found = judged(FP32 | changes)
+    assert found["status"] == status
+    assert all(name in found["line"] for name in changes if name != "loss" and status == FAILED)
+
+
+def test_bf16_may_have_twice_the_error_of_one_sample_at_a_time() -> None:
+    assert judged(BF16)["status"] == PASSED
+    assert judged({**BF16, "gradient_error": 0.13})["status"] == FAILED
+    assert judged({**BF16, "one_sample_gradient_error": math.nan})["status"] == FAILED
+
+
+def test_a_case_must_be_about_its_feature() -> None:
+    assert judged({**FP32, "pieces": 3}, "pieces")["status"] == PASSED
+    assert "pieces 0" in judged({**FP32, "pieces": 0}, "pieces")["line"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_cases_fill_the_ranks_and_have_references(ranks: int) -> None:
+    found = list(cases(ranks))
+    assert len({case.name for case in found}) == len(found) > 15
+    assert {case.feature for case in found} == FEATURES.keys()
+    for case in found:
+        assert case.layout.world_size == ranks
+        assert (case.samples, case.dtype) in REFERENCES
+        assert case.settings.num_layers % (case.layout.pp * case.layout.vpp) == 0
+    assert layout_name(busy_layout(ranks)) == f"dp{ranks // 2}_pp2_vpp2"
+
+
+def test_ranks_share_a_gpu_only_where_they_must() -> None:
+    assert ways(2, 2) == ways(2, 4) == (OWN_GPUS,)
+    assert ways(4, 1) == ways(4, 2) == (MULTI_RANK, HOST_ID)
+    ids = {HOST_ID.environment(rank)["NCCL_HOSTID"] for rank in range(4)}
+    assert len(ids) == 4
+    assert "NCCL_HOSTID" not in MULTI_RANK.environment(0)
+    assert "NCCL_MAX_CTAS" not in OWN_GPUS.environment(0)
+    assert [default_ranks(gpus) for gpus in (1, 2, 3, 4, 7, 8, 16)] == [4, 2, 2, 4, 4, 8, 8]
+
+
+def test_the_limits_of_the_parts_on_one_gpu_are_within_the_total() -> None:
+    shared = [part.limit_s for part in PARTS.values() if not part.needs_gpus]
+    assert sum(shared) <= TOTAL_S < 600
+    assert NAMES[0] == "probe"
+
+
+def test_an_order_counts_operations_and_communicators(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    for rank in range(2):
+        op = line("op", "here.py:1", "0:all", "all_reduce", False, -1, "float32", [4], [], "SUM")
+        lines = line("group", "0:all", [0, 1], "") + op + issued(0, 1) + waited(1)
+        (tmp_path / "notes" / f"rank{rank}.jsonl").write_bytes(lines)
+        text = "host:1:1 [0] NCCL INFO comm 0x1 rank 0 nranks 2 - Init COMPLETE\n"
+        (tmp_path / f"rank{rank}.nccl").write_text(text)
+    order = read_order("exact/job1", tmp_path, 2, has_ended=True)
+    assert order == ("exact/job1", 2, "", 2, 2)
+
+
+def test_the_report_has_a_line_per_part_and_names_failures() -> None:
+    part = {"name": "exact", "shows": "a | b", "status": FAILED, "line": "1 failed", "seconds": 3.0}
+    part |= {"failures": ["dp2: wrong"], "cases": {"dp2": {"status": FAILED, "error": 2e-3}}}
+    made = {"command": "c", "date": "d", "packages": {}, "device": "GPU", "num_gpus": 1}
+    made |= {"ranks": 4, "way": "NCCL_HOSTID", "rehearsed": False, "parts": [part]}
+    text = report.markdown(made)
+    assert "| exact | a / b | failed | 1 failed | 3.0 |" in text
+    assert "| dp2 | failed | 2.0e-03 |" in text
+    assert "- exact: dp2: wrong" in text
+    assert report.ON_ONE in text
+    assert report.REHEARSED in report.markdown({**made, "rehearsed": True})
+    assert report.has_failed(made)
+
+
+def test_an_unknown_option_of_the_command_is_refused(repo_root: Path) -> None:
+    done = subprocess.run(
+        [repo_root / "tools" / "gpu_check.sh", ".", "--rank"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--rank is no option" in done.stderr
