@@ -72,6 +72,7 @@ from tools.benching.calibration_rows import (
 )
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
+_WARM_UP_ROUNDS = 2
 
 
 class RowSeconds(NamedTuple):
@@ -161,7 +162,12 @@ class TimedStep:
 
 
 def measure(
-    timer: RowTimer, steps: Sequence[TimedStep], rounds: int, *, splits: bool
+    timer: RowTimer,
+    steps: Sequence[TimedStep],
+    rounds: int,
+    *,
+    splits: bool,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> list[list[Measurement]]:
     """Measurements of each step's rows: medians over the rounds, on the slowest rank.
 
@@ -171,12 +177,16 @@ def measure(
     Args:
         splits: run every row once more in each round, with a split backward, for the seconds of
             its weight gradients. All other seconds are those of joint backwards.
+        is_over: asked before each round that counts, after the first of them: no more rounds. All
+            ranks get one answer.
     """
     kinds = (False, True) if splits else (False,)
-    seconds = [
-        [[step.run(timer, splits=kind) for kind in kinds] for step in steps]
-        for _ in range(rounds + 2)
-    ][2:]
+    seconds: list[list[list[Sequence[RowSeconds]]]] = []
+    for number in range(rounds + _WARM_UP_ROUNDS):
+        if number > _WARM_UP_ROUNDS and is_over():
+            break
+        seconds.append([[step.run(timer, splits=kind) for kind in kinds] for step in steps])
+    del seconds[:_WARM_UP_ROUNDS]
     measurements = []
     for step, of_rounds in zip(steps, zip(*seconds, strict=True), strict=True):
         medians = torch.tensor(np.median(of_rounds, axis=0), device=torch.cuda.current_device())

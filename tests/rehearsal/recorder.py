@@ -174,6 +174,8 @@ class _Recorder:
 
         @functools.wraps(original)
         def batch(operations: Any) -> Any:
+            if hasattr(_THREAD, "is_unchecked"):
+                return original(operations)
             with self._lock:
                 unit = self._next_unit()
             with _set("batch", unit):

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tools.nccl import communicators, exact, faults, order, probe, resume, steps
+from tools.nccl import (
+    communicators,
+    exact,
+    faults,
+    order,
+    overlap,
+    p2p,
+    probe,
+    race,
+    resume,
+    steps,
+    widths,
+)
 from tools.nccl.found import Found
 from tools.nccl.session import Session
 
@@ -34,9 +46,25 @@ PARTS: dict[str, Part] = {
         faults.out_of_memory,
         45,
     ),
-    "resume": Part("a run that is saved resumes on another layout", resume.run, 60),
-    "communicators": Part("time and memory of communicators", communicators.run, 40),
+    "resume": Part("a run that is saved resumes on another layout", resume.run, 90),
+    "communicators": Part("time and memory of communicators", communicators.run, 30),
     "order": Part("all ranks issue their operations by the model of NCCL's rules", order.run, 10),
+    "p2p": Part("latency and bandwidth of exchanges", p2p.run, 30, needs_gpus=True),
+    "widths": Part(
+        "a measured cost model, with rows over several ranks", widths.run, 90, needs_gpus=True
+    ),
+    "overlap": Part(
+        "steps with communication that overlaps against steps without",
+        overlap.run,
+        60,
+        needs_gpus=True,
+    ),
+    "race": Part(
+        "a step on Megatron-LM's, slime's, verl's rows and ours, predicted and measured",
+        race.run,
+        150,
+        needs_gpus=True,
+    ),
 }
 NAMES = tuple(PARTS)
 TOTAL_S = 560.0

@@ -1,0 +1,79 @@
+"""What ranks that measure have in common: the model, seconds of the slowest rank, and the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megapack.gpt import build_model
+
+
+def with_random_weights(seed: int, build: Callable[..., Any] = build_model) -> Callable[..., Any]:
+    """A function that builds a model, with Megatron's own initialization on the device.
+
+    Initialization by parameter names takes minutes for billions of parameters. Ranks that hold the
+    same parameters draw the same numbers, and so does each call.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
+        with mock.patch("megapack.gpt.build.initialize_by_name"):
+            return build(*args, **kwargs)
+
+    return run
+
+
+class Together:
+    """What all ranks agree on, over gloo: it takes no part in what is measured.
+
+    Attributes:
+        end: of what is measured, by `time.monotonic`.
+    """
+
+    def __init__(self, end: float) -> None:
+        self.end = end
+        self.group = dist.new_group(backend="gloo")
+
+    def is_over(self) -> bool:
+        """Whether any rank is past the end."""
+        return bool(self.largest(float(time.monotonic() > self.end)))
+
+    def largest(self, value: float) -> float:
+        """The largest value of any rank."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def total(self, value: float) -> float:
+        """The sum of all ranks' values."""
+        return self._reduced(value, dist.ReduceOp.SUM)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Seconds of the slowest rank; all begin together."""
+        torch.cuda.synchronize()
+        dist.barrier(group=self.group)
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        return self.largest(time.perf_counter() - begin)
+
+    def _reduced(self, value: float, reduction: Any) -> float:
+        values = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(values, op=reduction, group=self.group)
+        return float(values)
+
+
+def write(out: str, found: dict[str, Any]) -> None:
+    """Write what was found so far, on rank 0."""
+    if os.environ["RANK"] == "0":
+        own = Path(out).with_suffix(".tmp")
+        own.write_text(json.dumps(found), encoding="utf-8")
+        os.replace(own, out)
