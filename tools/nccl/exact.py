@@ -20,6 +20,8 @@ REFERENCE = "tools.nccl.on_ranks.reference"
 _GRADIENT, _LOGPROB, _LOSS = 1e-5, 3e-5, 1e-5
 # A job with less time than this would end in the middle of its first case.
 _LEAST_S = 15.0
+# After so many jobs in a row whose first case has failed, the others would fail too.
+_MAX_FRUITLESS = 2
 
 
 def run(session: Session) -> Found:
@@ -32,8 +34,8 @@ def run(session: Session) -> Found:
     known = {case.name: case for case in cases(session.ranks)}
     names = list(known)
     waiting = list(names)
-    number = 0
-    while waiting and session.left_s > _LEAST_S:
+    number = fruitless = 0
+    while waiting and session.left_s > _LEAST_S and fruitless < _MAX_FRUITLESS:
         number += 1
         out = session.out / "ranks" / f"exact{number}.json"
         out.unlink(missing_ok=True)
@@ -44,6 +46,7 @@ def run(session: Session) -> Found:
             waiting.remove(name)
         if ended.is_good:
             break
+        fruitless = 0 if done else fruitless + 1
         at = progress_of(ended.logs)
         name = at if at in waiting else waiting[0]
         waiting.remove(name)

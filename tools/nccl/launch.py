@@ -56,7 +56,7 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """Why it is not good, in one line: the limit, an error, where ranks that were killed stood."""
+        """Why it is not good, in one line: the limit, an error, where killed ranks stood."""
         if self.is_good:
             return ""
         parts = [self.limit] if self.limit else []
