@@ -1,0 +1,228 @@
+"""The table of docs/gpu.md is that of the reports in docs/measured, and says what they found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack.errors import ConfigError
+from tests.gpu.run import job_names
+from tools import make_gpu_claims
+from tools.make_gpu_claims import (
+    Claim,
+    cell,
+    claims_text,
+    one_gpu_parts,
+    rank_parts,
+    read_claims,
+    read_reports,
+)
+
+pytestmark = pytest.mark.unit
+
+CLAIMS = """\
+claims:
+  - {id: exact, claim: rows are exact, read: yes, rehearsed: check, one_gpu: [te/fp32, te/bf16],
+     seen: "yes, at first", ranks: ['exact: pp\\d fp32']}
+  - {id: wide, claim: wide rows, read: yes, rehearsed: no, ranks: ["exact: wide", steps]}
+  - {id: memory, claim: memory, read: "-", rehearsed: no, one_gpu: [models/qwen3_4b_gpu1],
+     is_measured: true}
+"""
+
+
+PASSED = {"fp32": {"gradient_error": 1e-6}, "bf16": {"gradient_error": 1e-3}}
+
+
+def one_gpu_report(
+    te: dict[str, Any] = PASSED, pytest: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
+    """As tools/bench_gpu.py writes it, in short, with these parts and outcomes of tests."""
+    model = {"model": "qwen3_4b_gpu1", "device": "NVIDIA H200", "cells": [{"ways": {"padded": {}}}]}
+    return {
+        "date": "2026-12-01",
+        "rehearsed": False,
+        "tests": {"te": te, "pytest": pytest or {}},
+        "models": [model],
+        **changes,
+    }
+
+
+def ranks_report(**changes: Any) -> dict[str, Any]:
+    """As tools/nccl_check.py writes it, in short."""
+    cases = {
+        "dp2_pp2 fp32 te": {"status": "passed"},
+        "dp2_pp2 wide fp32 sdpa": {"status": "failed", "line": "gradient_error | 1.0\nof 1e-5"},
+        "dp4 wide fp32 sdpa": {"status": "passed"},
+    }
+    exact = {"name": "exact", "status": "failed", "failures": ["one of 3"], "cases": cases}
+    return {
+        "date": "2026-12-02",
+        "rehearsed": False,
+        "device": "NVIDIA H200",
+        "num_gpus": 1,
+        "ranks": 4,
+        "parts": [exact, {"name": "steps", "status": "not run", "failures": [], "cases": {}}],
+        **changes,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "claims.yaml").write_text(CLAIMS)
+    return tmp_path
+
+
+def cells(folder: Path, **reports: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """The cells of one GPU and of several ranks by claim, with these reports in the folder."""
+    for name, report in reports.items():
+        (folder / f"{name}.json").write_text(json.dumps(report))
+    claims = read_claims(folder / "claims.yaml", one_gpu_parts(), rank_parts())
+    table, _, _ = claims_text(claims, read_reports(folder)).partition("\n\n")
+    found = {}
+    for claim, row in zip(claims, table.splitlines()[2:], strict=True):
+        *_, one_gpu, ranks = row.removesuffix(" |").split(" | ")
+        found[claim.id] = (one_gpu, ranks)
+    return found
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = make_gpu_claims.PAGE.read_text(encoding="utf-8")
+    assert make_gpu_claims.page(make_gpu_claims.FOLDER) == page, "run tools/make_gpu_claims.py"
+
+
+def test_without_reports_cells_say_what_was_seen(folder: Path) -> None:
+    assert cells(folder) == {
+        "exact": ("yes, at first", "no"),
+        "wide": ("-", "no"),
+        "memory": ("no", "-"),
+    }
+
+
+def test_a_report_changes_the_cells_of_its_parts(folder: Path) -> None:
+    assert cells(folder, mine=one_gpu_report()) == {
+        "exact": ("yes: NVIDIA H200", "no"),
+        "wide": ("-", "no"),
+        "memory": ("measured: NVIDIA H200", "-"),
+    }
+
+
+def test_ranks_are_judged_by_the_cases_that_a_claim_names(folder: Path) -> None:
+    found = cells(folder, ranks=ranks_report())
+    assert found["exact"] == ("yes, at first", "yes: 4 ranks on one NVIDIA H200")
+    assert found["wide"][1] == (
+        r"failed: exact: dp2_pp2 wide fp32 sdpa: gradient_error \| 1.0 of 1e-5"
+    )
+
+
+def test_a_part_that_did_not_run_is_named(folder: Path) -> None:
+    report = ranks_report(num_gpus=4)
+    report["parts"][0]["cases"]["dp2_pp2 wide fp32 sdpa"] = {"status": "not run"}
+    skipped = one_gpu_report(te={"fp32": {}, "bf16": {"skipped": "no bf16"}})
+    found = cells(folder, ranks=report, mine=skipped)
+    assert found["wide"][1] == "in part: 4 ranks on 4 GPUs, NVIDIA H200, without steps"
+    assert found["exact"][0] == "in part: NVIDIA H200, without te/bf16"
+
+
+def test_a_job_that_died_has_failed_in_the_parts_that_are_missing(folder: Path) -> None:
+    died = {"fp32": {}, "job": {"error": "exit -11: a fault\nError: illegal address\n"}}
+    found = cells(folder, mine=one_gpu_report(te=died))
+    assert found["exact"][0] == "failed: te/job: Error: illegal address"
+    late = {"job": {"error": "not run: earlier jobs used up the time limit"}}
+    assert cells(folder, mine=one_gpu_report(te=late))["exact"][0] == "yes, at first"
+
+
+def test_the_newest_report_with_a_claims_parts_counts(folder: Path) -> None:
+    bad = {"fp32": {"error": "Traceback\nValueError: 3 is not 4"}}
+    reports = {
+        "older": one_gpu_report(date="2026-11-30"),
+        "newer": one_gpu_report(te=bad, models=[]),
+    }
+    found = cells(folder, **reports)
+    assert found["exact"][0] == "failed: te/fp32: ValueError: 3 is not 4"
+    assert found["memory"][0] == "measured: NVIDIA H200"
+
+
+def test_a_rehearsed_report_changes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = cells(folder)
+    reports = {
+        "mine": one_gpu_report(rehearsed=True),
+        "ranks": ranks_report(rehearsed=True),
+    }
+    assert cells(folder, **reports) == before
+    assert "mine.json: rehearsed, so it shows nothing" in capsys.readouterr().err
+
+
+def test_figures_that_no_test_has_judged_are_no_evidence(folder: Path) -> None:
+    found = cells(folder, mine=one_gpu_report(tests={"te": PASSED}))
+    assert found["exact"][0] == "yes, at first"
+    assert found["memory"][0] == "measured: NVIDIA H200"
+
+
+def test_a_benchmark_that_failed_is_no_evidence(folder: Path) -> None:
+    ways = {"padded": {}, "packed, te": {"error": "Traceback\nOutOfMemoryError: 3 GiB"}}
+    model = {"model": "qwen3_4b_gpu1", "device": "NVIDIA H200", "cells": [{"ways": ways}]}
+    found = cells(folder, mine=one_gpu_report(models=[model]))
+    assert found["memory"][0] == "failed: models/qwen3_4b_gpu1: OutOfMemoryError: 3 GiB"
+    nothing = {"model": "qwen3_4b_gpu1", "device": "NVIDIA H200", "cells": []}
+    assert cells(folder, mine=one_gpu_report(models=[nothing]))["memory"][0] == "no"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("te/bf16", "te/bf17", r"exact.one_gpu: no check has te/bf17; .*te/bf16"),
+        ("te/bf16", "fa/bf16", r"no check has fa/bf16"),
+        ("steps", "stops", r"wide.ranks: no check has stops; .*steps"),
+        ('"exact: wide"', '"exact: wider"', r"no check has exact: wider"),
+        ('"exact: wide"', '"exacts: wide"', r"no check has exacts: wide"),
+        ("id: wide", "id: exact", "two claims have the id exact"),
+    ],
+)
+def test_names_that_no_check_has_are_refused(folder: Path, old: str, new: str, says: str) -> None:
+    (folder / "claims.yaml").write_text(CLAIMS.replace(old, new))
+    with pytest.raises(ValueError, match=says):
+        cells(folder)
+
+
+def test_unknown_keys_are_refused(folder: Path) -> None:
+    (folder / "claims.yaml").write_text(CLAIMS.replace("seen:", "scene:"))
+    with pytest.raises(ConfigError, match="unknown key"):
+        cells(folder)
+
+
+def test_every_job_that_runs_here_is_known() -> None:
+    jobs = {name.partition("/")[0] for name in one_gpu_parts()}
+    assert {*job_names("cuda"), *job_names("cpu")} <= jobs
+
+
+def test_a_test_of_several_parameters_is_one_part(folder: Path) -> None:
+    name = "test_gpu.py::test_fp32_equals_the_one_sample_reference"
+    claim = Claim(id="a", claim="a", read="-", rehearsed="-", one_gpu=(f"pytest/{name}",))
+    outcomes = {f"{name}[te]": {}, f"{name}[sdpa]": {"error": "AssertionError: 2e-5"}}
+    (folder / "mine.json").write_text(json.dumps(one_gpu_report(pytest=outcomes)))
+    found = cell(claim.one_gpu, read_reports(folder), claim.verdict)
+    assert found == f"failed: pytest/{name}[sdpa]: AssertionError: 2e-5"
+
+
+def test_check_compares_without_writing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = "# GPU\n<!-- claims -->\n<!-- end of claims -->\n<!-- parts -->\n<!-- end of parts -->\n"
+    page = folder / "gpu.md"
+    page.write_text(old)
+    monkeypatch.setattr(make_gpu_claims, "PAGE", page)
+    monkeypatch.setattr(make_gpu_claims, "FOLDER", folder)
+    monkeypatch.setattr("sys.argv", ["make_gpu_claims.py", "--check"])
+    assert make_gpu_claims.main() == 1
+    assert page.read_text() == old
+    assert "run python tools/make_gpu_claims.py" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["make_gpu_claims.py"])
+    assert make_gpu_claims.main() == 0
+    assert "| wide rows | yes | no | - | no |" in page.read_text()
+    monkeypatch.setattr("sys.argv", ["make_gpu_claims.py", "--check"])
+    assert make_gpu_claims.main() == 0
