@@ -81,7 +81,6 @@ def test_a_run_saves_while_it_trains_and_resumes(whole: Path, tmp_path: Path) ->
 def test_events_time_forwards_and_backwards(whole: Path) -> None:
     run = read_run(whole)
     assert [fit.step for fit in run.fits] == [0, 2, 4]
-    assert run.fits[-1].cost.per_token > 0
     assert [traced.number for traced in run.traced] == [2, 3, 4]
     for traced in run.traced:
         (step,) = traced.plan.steps

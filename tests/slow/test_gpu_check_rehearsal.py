@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.megatron import HAS_HYBRID
 from tests.te_python import needs_te
 from tools.benching.gpu_report import REHEARSED
 
@@ -32,10 +33,21 @@ def test_a_sample_of_the_check_passes_and_says_that_it_is_a_rehearsal(
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    assert " skipped" not in (tmp_path / "gpu_tests.log").read_text()
     report = json.loads((tmp_path / "gpu_report.json").read_text())
     assert report["rehearsed"]
-    assert report["tests"]["varlen"].keys() == {"bf16", "isolation", "waits"}
+    tests = report["tests"]
+    plain = {"bf16", "isolation", "shared_prefixes", "split_samples", "waits"}
+    assert tests["varlen"].keys() == {*plain, "hybrid"}
+    features = {f"windows{rows}_varlen" for rows in ("", "_shared", "_split")}
+    assert tests["features"].keys() == {*features, "mamba_varlen", "deterministic_varlen"}
+    skipped = {
+        f"{job}/{part}"
+        for job, parts in tests.items()
+        for part, found in parts.items()
+        if "skipped" in found
+    }
+    assert skipped == (set() if HAS_HYBRID else {"varlen/hybrid", "features/mamba_varlen"})
+    assert len(tests["pytest"]) > 3
     (model,) = report["models"]
     ((cell,), device) = model["cells"], model["device"]
     assert "rehearses" in device
