@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -54,10 +56,18 @@ class Ranks:
     Attributes:
         watchdog: None if it is off.
         place: what this rank is doing; its main thread keeps it up to date.
+        ends_process: whether a failure ends the process.
     """
 
-    def __init__(self, watchdog: Watchdog | None, agreements: Agreements | None) -> None:
+    def __init__(
+        self,
+        watchdog: Watchdog | None,
+        agreements: Agreements | None,
+        *,
+        ends_process: bool = False,
+    ) -> None:
         self.watchdog = watchdog
+        self.ends_process = ends_process
         self.place = Place() if watchdog is None else watchdog.place
         self._agreements = agreements
 
@@ -82,8 +92,10 @@ class Ranks:
         started = None
         if watchdog:
             started = Watchdog(config, ends_process=ends_process, interrupt=interrupt)
-        ranks = cls(started, Agreements(started))
+        ranks = cls(started, Agreements(started), ends_process=ends_process)
         if not _open:
+            # The one that is registered first runs last.
+            atexit.register(_leave_if_broken)
             atexit.register(_close_at_exit)
         _open.append(ranks)
         return ranks
@@ -144,6 +156,10 @@ class Ranks:
             _open.remove(self)
         if not _open:
             atexit.unregister(_close_at_exit)
+        if failure is not None or self.has_failed:
+            _broken.append(self)
+        elif not _open:
+            atexit.unregister(_leave_if_broken)
         if self.watchdog is not None:
             self.watchdog.stop(failure)
         if self._agreements is not None:
@@ -152,6 +168,8 @@ class Ranks:
 
 # Every `Ranks` of this process that was started and not closed.
 _open: list[Ranks] = []
+# Those that were closed after a failure.
+_broken: list[Ranks] = []
 # The process group and the `Ranks` of `process_ranks`; at most one entry.
 _of_process: list[tuple[dist.ProcessGroup, Ranks]] = []
 
@@ -262,6 +280,20 @@ def _cause(watchdog: Watchdog) -> Failure | None:
 
 def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _leave_if_broken() -> None:
+    """End the process here if one of its threads still waits in a collective that broke.
+
+    The wait may end while Python shuts down. Python then ends the thread inside of C++ code, which
+    aborts the process: exit code 134 and a core dump, instead of 1.
+    """
+    fails = any(ranks.ends_process for ranks in _broken) or getattr(sys, "last_value", None)
+    waits = any(one.name.startswith("megapack-") for one in threading.enumerate())
+    if _broken and fails and waits:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(RankError.exit_code)
 
 
 def _close_at_exit() -> None:

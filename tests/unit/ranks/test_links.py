@@ -147,9 +147,38 @@ def test_started_ranks_are_closed_at_exit(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(atexit, "unregister", hooks.remove)
     with job_of_one():
         ranks = Ranks.start()
-        assert hooks == [links._close_at_exit]
+        assert hooks == [links._leave_if_broken, links._close_at_exit]
         monkeypatch.setattr(sys, "last_value", ValueError("bad"), raising=False)
         links._close_at_exit()
-        assert hooks == []
+        # It failed, but no thread waits: the process ends as ever.
+        assert hooks == [links._leave_if_broken]
         assert own_threads() == []
+        links._leave_if_broken()
+        links._broken.clear()
         assert ranks.watchdog is not None
+
+
+def test_a_broken_job_ends_with_its_code_though_a_thread_waits() -> None:
+    code = (
+        "import atexit, sys, torch.distributed as dist\n"
+        "from megapack.errors import RankError\n"
+        "from megapack.ranks import links\n"
+        "from megapack.ranks.board import Failure\n"
+        "from megapack.ranks.threads import DaemonThread\n"
+        "atexit.register(print, 'an earlier hook is left out')\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "ranks = links.Ranks.start(ends_process=True)\n"
+        "atexit.register(print, 'a later hook runs')\n"
+        "waiting = DaemonThread('megapack-waits')\n"
+        "waiting.submit(lambda: dist.HashStore().wait(['never']))\n"
+        "ranks.watchdog.report(Failure(text='rank 1 is gone'))\n"
+        "sys.exit(1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "a later hook runs\n"), done.stderr
