@@ -24,13 +24,14 @@ from tools.nccl.session import Session
 
 CONFIG = ROOT / "configs" / "qwen3_1p7b_gpu1.yaml"
 NAME = "Qwen3-1.7B"
-# Tokens of a row and of the longest sample: with both copies of the weights that a race needs,
-# rows of the longest sample fit into 80 GB.
+# Tokens of a row and of the longest sample, which a GPU of 80 GB can hold alone in a row beside
+# both copies of the weights of a race, and a pipeline of two stages and chunks in two pieces.
 _ROW_TOKENS, _LONGEST = 8192, 16384
 _TINY_ROW_TOKENS, _TINY_LONGEST = 256, 512
 _TINY_LAYERS = 4
 """A layer per chunk of two stages with two chunks each."""
-_TRACE = "servegen_deepseek_r1_resampled.csv"
+# Long answers, some longer than a row: so rows over several ranks and pieces have their use.
+_TRACE = "skythought_aime24_longcot_g16.csv"
 
 
 def settings(session: Session) -> list[str]:
@@ -60,7 +61,7 @@ def trace() -> Path | None:
 
 
 def samples(config: TrainConfig, tokens: int) -> list[Sample]:
-    """Samples with at least so many tokens, of the trace or generated; short ones in a rehearsal."""
+    """Samples with at least so many tokens, of the trace or generated; shorter in a rehearsal."""
     longest = config.data.max_length
     assert longest is not None
     shorter = _LONGEST // longest

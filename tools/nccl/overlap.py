@@ -16,7 +16,7 @@ MODULE = "tools.nccl.on_ranks.overlap"
 _ROUNDS = 15
 _TOKENS_PER_RANK, _TINY_TOKENS_PER_RANK = 16384, 512
 _END_S = 10.0
-# Relative. The same gradients are added in the same order, in buckets of the same size.
+# Relative. The same gradients are added, in other buckets.
 _LIMIT = 1e-3
 
 

@@ -30,7 +30,7 @@ def run(session: Session) -> Found:
     out = session.out / "ranks" / "p2p_found.json"
     out.unlink(missing_ok=True)
     end = time.monotonic() + max(1.0, session.left_s - _END_S)
-    repeats = 2 if session.rehearsed else 50
+    repeats = 2 if session.rehearsed else 200
     task = write_task(session, "job", end, sizes=sizes, kinds=list(KINDS), repeats=repeats)
     ended = session.job("job", MODULE, task, out).ended
     done = read_results(out)

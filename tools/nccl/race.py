@@ -1,7 +1,8 @@
 """One step on the same samples with the rows of other schedulers and with ours, by our adapter.
 
 Before anything is measured, the seconds and bytes of each way are predicted and written. Then the
-ways run in turn, a job for each layout. A way that ends a job is left out of the next one.
+ways of a layout run in turn, the layouts one after another in one job: to start it takes as long as
+to measure a layout. A way that ends the job is left out of the next one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megapack.config.cost_file import read_cost
 from megapack.config.load import load_config
 from megapack.config.sections import TrainConfig
 from megapack.cost.calibration import Calibration
+from megapack.errors import PlanError
 from megapack.outlook.stats import carried, gathered_tokens
 from megapack.pipeline.simulator import simulate_planned
 from tests.made_rows import made_row
@@ -42,10 +44,11 @@ PEERS = {"Megatron-LM": "next_fit", "slime": "first_fit", "verl": "kk_per_rank"}
 FIRST = "Megatron-LM"
 """The way that the line compares with."""
 PREDICTIONS = "race_predictions.json"
-_TOKENS_PER_RANK, _TINY_TOKENS_PER_RANK = 32768, 1024
+_TOKENS_PER_RANK, _TINY_TOKENS_PER_RANK = 16384, 512
 _ROUNDS = 7
-# Seconds before a job's end in which the last step may still run, and without which none begins.
-_END_S, _LEAST_S = 8.0, 25.0
+# Seconds before the part's end in which the last steps may still run, and those of a job that
+# would measure nothing.
+_END_S, _LEAST_S = 8.0, 40.0
 # Relative, of the gradient's norm in bf16: rows differ, and with them the roundings.
 _LIMIT = 0.02
 _GIB = 2**30
@@ -109,9 +112,11 @@ def ways(config: TrainConfig, lengths: Ints, layout: Layout, cost: CostModel) ->
         )
         for name, strategy in PEERS.items()
     }
-    for name in ("megapack", "everything"):
+    for name, policy in OURS.items():
+        if name == "dynamic CP" and layout.dp == 1:
+            continue  # there is no second rank to share a row with
         plans[name] = build_dp_schedule(
-            lengths, layout=layout, max_tokens_per_gpu=budget, cost=cost, policy=OURS[name]
+            lengths, layout=layout, max_tokens_per_gpu=budget, cost=cost, policy=policy
         )
     return {name: predicted(config, plan, cost) for name, plan in plans.items()}
 
@@ -156,30 +161,32 @@ def run(session: Session) -> Found:
     overrides = settings(session)
     config = read_config(overrides)
     per_rank = _TINY_TOKENS_PER_RANK if session.rehearsed else _TOKENS_PER_RANK
-    picked = samples(config, session.ranks * per_rank)
+    # Two ranks get more each: the trace's samples are long.
+    picked = samples(config, max(session.ranks, 4) * per_rank)
     lengths = np.array([sum(sample) for sample in picked])
-    races = {
-        layout_name(layout): ways(
-            config, lengths, layout, cost_of(config, layout, cost_file(session))
-        )
-        for layout in layouts(session.ranks)
-    }
+    found = Found()
+    races: dict[str, dict[str, Way]] = {}
+    for layout in layouts(session.ranks):
+        cost = cost_of(config, layout, cost_file(session))
+        try:
+            races[layout_name(layout)] = ways(config, lengths, layout, cost)
+        except PlanError as error:
+            found.failures.append(f"{layout_name(layout)}: {error}")
     basis = f"of {cost_file(session).name}" if is_measured(cost_file(session)) else "from sizes"
     predictions = {
         name: {way: {"seconds": one.seconds, "bytes": one.bytes} for way, one in race.items()}
         for name, race in races.items()
     }
     (session.out / PREDICTIONS).write_text(json.dumps(predictions, indent=1), encoding="utf-8")
-    found = Found()
+    done = _measure(session, races, overrides, picked, found)
     notes = []
-    for number, (name, race) in enumerate(races.items()):
-        end = time.monotonic() + session.left_s / (len(races) - number)
-        done = _measure(session, name, race, overrides, picked, end, found)
-        for way, case in judged(race, done, int(lengths.sum())).items():
+    for name, race in races.items():
+        own = {way: done[f"{name} {way}"] for way in race if f"{name} {way}" in done}
+        for way, case in judged(race, own, int(lengths.sum())).items():
             found.cases[f"{name} {way}"] = case
             if case["status"] == FAILED:
                 found.failures.append(f"{name} {way}: {case['line']}")
-        notes += _compared(name, done)
+        notes += _compared(name, own)
     found.figures = {"samples": len(picked), "tokens": int(lengths.sum())}
     source = "generated lengths" if (path := trace()) is None else path.stem
     found.line = "; ".join(
@@ -194,39 +201,41 @@ def run(session: Session) -> Found:
 
 def _measure(
     session: Session,
-    name: str,
-    race: dict[str, Way],
+    races: dict[str, dict[str, Way]],
     overrides: list[str],
     picked: Sequence[Sample],
-    end: float,
     found: Found,
 ) -> dict[str, dict[str, Any]]:
-    """Figures by way; of one that ended a job its "error"."""
+    """Figures by layout and way; of a way that ended a job its "error"."""
     done: dict[str, dict[str, Any]] = {}
-    least_s = 1.0
-    while (
-        missing := [way for way in race if way not in done]
-    ) and end - time.monotonic() > least_s:
-        least_s = _LEAST_S
-        out = session.out / "ranks" / f"race_{name}_found.json"
+    names = [f"{name} {way}" for name, race in races.items() for way in race]
+    number = 0
+    while (missing := set(names) - set(done)) and (not number or session.left_s > _LEAST_S):
+        number += 1
+        out = session.out / "ranks" / f"race{number}_found.json"
         out.unlink(missing_ok=True)
+        plans = {
+            name: {
+                way: one.plan.to_json() for way, one in race.items() if f"{name} {way}" in missing
+            }
+            for name, race in races.items()
+        }
         task = write_task(
             session,
-            name,
-            end - _END_S,
+            f"job{number}",
+            time.monotonic() + max(1.0, session.left_s - _END_S),
             settings=overrides,
             samples=picked,
-            plans={way: race[way].plan.to_json() for way in missing},
+            plans={name: own for name, own in plans.items() if own},
             rounds=2 if session.rehearsed else _ROUNDS,
         )
-        limit_s = end - time.monotonic()
-        ended = session.job(name, MODULE, task, out, limit_s=limit_s).ended
-        done |= {way: own for way, own in read_results(out).items() if own.get("seconds")}
+        ended = session.job(f"job{number}", MODULE, task, out).ended
+        done |= {name: own for name, own in read_results(out).items() if own["seconds"]}
         if ended.is_good:
             break
         at = progress_of(ended.logs)
         if at not in missing or ended.limit.startswith("ran past"):
-            found.failures.append(f"{name}: {ended.reason}")
+            found.failures.append(ended.reason)
             break
         done[at] = {"error": ended.reason}
     return done
@@ -265,7 +274,7 @@ def judged(
 def _compared(name: str, done: dict[str, dict[str, Any]]) -> list[str]:
     """Our tokens per second over the first peer's."""
     seconds = {
-        way.partition(" ")[0]: statistics.median(own["seconds"])
+        way.partition(" (")[0]: statistics.median(own["seconds"])
         for way, own in done.items()
         if "error" not in own
     }

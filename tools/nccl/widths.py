@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 from tools.nccl.found import PASSED, Found
-from tools.nccl.measured import read_results, settings, write_task
+from tools.nccl.measured import read_config, read_results, settings, write_task
 from tools.nccl.session import Session
 
 MODULE = "tools.nccl.on_ranks.widths"
 _ROUNDS = 5
 # Seconds before the part's end in which the last round may still run.
-_END_S = 25.0
+_END_S = 20.0
 
 
 def cost_file(session: Session) -> Path:
@@ -27,7 +27,10 @@ def run(session: Session) -> Found:
         path.unlink(missing_ok=True)
     end = time.monotonic() + max(1.0, session.left_s - _END_S)
     rounds = 1 if session.rehearsed else _ROUNDS
-    task = write_task(session, "job", end, settings=settings(session), rounds=rounds)
+    overrides = settings(session)
+    # Rows as long as the longest sample, which the race has.
+    overrides.append(f"plan.max_tokens_per_gpu={read_config(overrides).data.max_length}")
+    task = write_task(session, "job", end, settings=overrides, rounds=rounds)
     ended = session.job("job", MODULE, task, out, cost_file(session)).ended
     done = read_results(out)
     if not ended.is_good or not done:

@@ -1,4 +1,8 @@
-"""What ranks that measure have in common: the model, seconds of the slowest rank, and the end."""
+"""What ranks that measure have in common: the model, seconds of the slowest rank, and the end.
+
+Their operations are not noted (`recorder.unchecked`): notes take time, and the parts before have
+issued the like of them.
+"""
 
 from __future__ import annotations
 

@@ -86,13 +86,12 @@ def compare(
             note(name)
             way.step()
     norms = [way.norm for way in ways.values()]
-    with recorder.unchecked():
-        for number in range(task["rounds"]):
-            if number and together.is_over():
-                break
-            for kind, way in ways.items():
-                note(name)
-                seconds[kind].append(together.seconds(way.step))
+    for number in range(task["rounds"]):
+        if number and together.is_over():
+            break
+        for kind, way in ways.items():
+            note(name)
+            seconds[kind].append(together.seconds(way.step))
     medians = {f"{kind}_s": float(np.median(own)) for kind, own in seconds.items()}
     return {
         **medians,
@@ -122,4 +121,5 @@ def main(path: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with recorder.unchecked():
+        main(*sys.argv[1:])

@@ -82,17 +82,14 @@ def main(path: str, out: str) -> None:
             if together.is_over():
                 break
             run, received = operation(kind, size, group, device)
-            run()
             repeats = max(_LEAST, min(task["repeats"], _MOST_BYTES // size))
 
             def repeat(times: int, run: Operation = run) -> None:
                 for _ in range(times):
                     run()
 
-            # Alike operations: one of them is noted.
-            with recorder.unchecked():
-                repeat(_WARM_UP)
-                seconds = together.seconds(lambda repeats=repeats: repeat(repeats)) / repeats
+            repeat(_WARM_UP)
+            seconds = together.seconds(lambda repeats=repeats: repeat(repeats)) / repeats
             rate = received * size / seconds / 1e9
             found[f"{kind} {size // 1024} KiB"] = {"us": 1e6 * seconds, "gb_s": rate}
             write(out, found)
@@ -100,4 +97,5 @@ def main(path: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with recorder.unchecked():
+        main(*sys.argv[1:])

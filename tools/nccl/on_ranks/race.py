@@ -5,8 +5,11 @@ python -m tools.nccl.on_ranks.race TASK OUT
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +19,9 @@ from megapack.config.sections import TrainConfig
 from megapack.gpt import initialize_parallel
 from megapack.loss import SFT
 from megapack.model.parameters import global_parameters
+from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
+from tests.dist.groups import end_model_parallel
 from tests.rehearsal import recorder
 from tools.benching.gpu_ways import make_batch, zero_gradients
 from tools.nccl.measured import read_config, read_task
@@ -52,17 +57,20 @@ class Copy:
         return math.sqrt(together.total(own) / self.adapter.layout.dp)
 
 
-def main(path: str, out: str) -> None:
-    """Run each plan once to warm up, then in rounds until the time is over."""
-    task = read_task(path)
-    launch.start("cuda")
-    together = Together(task["end"])
-    config = read_config(task["settings"])
-    plans = {name: Plan.from_json(text) for name, text in task["plans"].items()}
+def run_race(
+    config: TrainConfig,
+    plans: dict[str, Plan],
+    batch: SampleBatch,
+    rounds: int,
+    together: Together,
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Run each plan once to warm up, then in rounds until the time is over; figures after each.
+
+    Args:
+        plans: by the name that is noted.
+    """
     layout = next(iter(plans.values())).layout
     initialize_parallel(layout, config.seed)
-    assert config.model.vocab_size is not None
-    batch = make_batch([tuple(sample) for sample in task["samples"]], config.model.vocab_size)
     splits = {name: plan.policy.backward == "split" for name, plan in plans.items()}
     copies = {kind: Copy(config, layout, splits=kind) for kind in sorted(set(splits.values()))}
     found: dict[str, Any] = {}
@@ -81,17 +89,37 @@ def main(path: str, out: str) -> None:
         peak = together.largest(torch.cuda.max_memory_allocated() - others)
         norm = own.gradient_norm(together)
         found[name] = {"seconds": [], "bytes": peak, "gradient_norm": norm}
-    # The steps that were noted come again.
-    with recorder.unchecked():
-        for number in range(task["rounds"]):
-            for name in plans:
-                note(name)
-                if number and together.is_over():
-                    break
-                found[name]["seconds"].append(together.seconds(lambda name=name: step(name)))
-                write(out, found)
+    for number in range(rounds):
+        for name in plans:
+            note(name)
+            if number and together.is_over():
+                return
+            found[name]["seconds"].append(together.seconds(lambda name=name: step(name)))
+            yield found
+
+
+def main(path: str, out: str) -> None:
+    """Run the races of all layouts; each has an equal share of the time that is left."""
+    task = read_task(path)
+    launch.start("cuda")
+    together = Together(task["end"])
+    config = read_config(task["settings"])
+    assert config.model.vocab_size is not None
+    batch = make_batch([tuple(sample) for sample in task["samples"]], config.model.vocab_size)
+    found: dict[str, Any] = {}
+    for number, (layout, texts) in enumerate(task["plans"].items()):
+        now = time.monotonic()
+        together.end = now + (task["end"] - now) / (len(task["plans"]) - number)
+        plans = {f"{layout} {way}": Plan.from_json(text) for way, text in texts.items()}
+        for figures in run_race(config, plans, batch, task["rounds"], together):
+            found |= figures
+            write(out, found)
+        gc.collect()
+        torch.cuda.empty_cache()
+        end_model_parallel()
     launch.stop()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with recorder.unchecked():
+        main(*sys.argv[1:])
