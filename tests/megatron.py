@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-import pytest
-
 HAS_HYBRID = importlib.util.find_spec("megatron.core.models.hybrid") is not None
 """Whether it has HybridModel."""
-needs_hybrid = pytest.mark.skipif(not HAS_HYBRID, reason="Megatron-Core has HybridModel since 0.18")
-"""For tests of hybrid models."""
 
 NO_MUON = next(
     (
@@ -19,5 +15,4 @@ NO_MUON = next(
     ),
     "",
 )
-needs_muon = pytest.mark.skipif(bool(NO_MUON), reason=NO_MUON)
-"""For tests of Muon."""
+"""Why there is no Muon; "" if there is."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 VARIABLE = "MEGAPACK_TEST_TE"
 """The release that a job's ranks have, whose layers models then run (`dist.setup`); "" for none."""
 VERSION = "2.11.0"
@@ -29,10 +27,3 @@ def without_te(version: str = VERSION) -> str:
     if te_folder(version).is_dir():
         return ""
     return f"Transformer Engine's Python is absent: tools/te_python.sh {version}"
-
-
-needs_te = pytest.mark.skipif(bool(without_te()), reason=without_te())
-"""For tests whose jobs run with `VERSION`."""
-
-KERNELS = [pytest.param("", id="local"), pytest.param(VERSION, id="te", marks=needs_te)]
-"""Values of `run_job`'s `te` for tests that run on Megatron's local layers and on these."""

@@ -24,7 +24,8 @@ from tests.documents import python_blocks
 from tests.hf_models import make_folder
 from tests.hosts.lora import packages
 from tests.hosts.lora.cases import ALPHA, CASES, RANK, RESUMED, SAVED, TRAINED
-from tests.te_python import VERSION, needs_te, te_folder
+from tests.marks import needs_te
+from tests.te_python import VERSION, te_folder
 from tools.hosting import sources
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps, needs_te]

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.steps.job import Report, parse_layout, run_step
-from tests.te_python import VERSION, needs_te
+from tests.marks import needs_te
+from tests.te_python import VERSION
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps, needs_te]
 

@@ -11,7 +11,8 @@ import pytest
 
 from tests.hosts.steps.job import Report, run_step
 from tests.hosts.steps.megatron_lm import BUDGET
-from tests.te_python import VERSION, needs_te
+from tests.marks import needs_te
+from tests.te_python import VERSION
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.hosts.steps.job import Report, assert_shared, run_step
 from tests.hosts.steps.mamba import needs_mamba
 from tests.hosts.steps.verl import REQUIREMENTS
-from tests.te_python import KERNELS
+from tests.marks import KERNELS
 from tools.hosting.sources import NoSource, installed
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]

@@ -181,7 +181,7 @@ class _Recorder:
             with _set("batch", unit):
                 works = original(operations)
             # NCCL's operations have none of their own: there is one for the launch.
-            for work in works:
+            for work in filter(None, works):
                 self._units.setdefault(work, unit)
             return works
 

@@ -14,8 +14,9 @@ import torch
 
 from megapack.cpu.te import KernelFault
 from megapack.model.attention.sdpa import packed_causal_attention
+from tests.marks import needs_te
 from tests.rehearsal import gpu
-from tests.te_python import needs_te, te_folder
+from tests.te_python import te_folder
 
 pytestmark = pytest.mark.unit
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import needs_te
 from tests.megatron import HAS_HYBRID
-from tests.te_python import needs_te
 from tools.benching.gpu_report import REHEARSED
 
 pytestmark = [pytest.mark.rehearsal, needs_te]

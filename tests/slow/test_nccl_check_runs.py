@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.te_python import needs_te
+from tests.marks import needs_te
 from tools.nccl.found import FAILED, NOT_RUN, PASSED
 from tools.nccl.on_ranks.faked import REFUSAL
 from tools.nccl.parts import NAMES

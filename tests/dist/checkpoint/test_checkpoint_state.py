@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.spawn import checked_job, rank_reports
-from tests.megatron import needs_hybrid, needs_muon
+from tests.marks import needs_hybrid, needs_muon
 
 pytestmark = pytest.mark.dist
 

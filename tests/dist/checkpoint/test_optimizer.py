@@ -10,8 +10,8 @@ import torch
 
 from tests.dist.checkpoint.optimizer_worker import CLIP
 from tests.dist.spawn import checked_job
-from tests.megatron import needs_muon
-from tests.te_python import VERSION, needs_te
+from tests.marks import needs_muon, needs_te
+from tests.te_python import VERSION
 
 pytestmark = pytest.mark.dist
 

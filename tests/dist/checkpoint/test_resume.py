@@ -19,7 +19,7 @@ import pytest
 
 from megapack.errors import RunInterrupted
 from tests.dist.spawn import ROOT, children, run_job, running_ranks
-from tests.megatron import needs_muon
+from tests.marks import needs_muon
 from tests.small_disk import PAGE, fill, small_disk
 
 pytestmark = pytest.mark.dist

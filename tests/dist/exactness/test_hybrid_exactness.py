@@ -9,8 +9,8 @@ import pytest
 
 from tests.dist.exactness.cases import HYBRID_CASES
 from tests.dist.run_cases import run_cases
-from tests.megatron import needs_hybrid
-from tests.te_python import VARIABLE, VERSION, needs_te
+from tests.marks import needs_hybrid, needs_te
+from tests.te_python import VARIABLE, VERSION
 
 pytestmark = [pytest.mark.dist, needs_hybrid]
 

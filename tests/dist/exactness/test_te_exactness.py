@@ -13,7 +13,8 @@ import pytest
 from tests.dist.exactness.te_cases import GRIDS, refusal
 from tests.dist.hf.hf_cases import HF_CASES
 from tests.dist.run_cases import run_cases, selected_names
-from tests.te_python import VARIABLE, VERSION, needs_te
+from tests.marks import needs_te
+from tests.te_python import VARIABLE, VERSION
 
 pytestmark = [pytest.mark.dist, needs_te]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.dist.hf.hf_cases import HF_CASES, LAYOUTS, ROWS, run_hf_cases, runnable
 from tests.dist.run_cases import selected_names
-from tests.megatron import needs_hybrid
+from tests.marks import needs_hybrid
 
 pytestmark = pytest.mark.dist
 

@@ -11,7 +11,8 @@ import torch
 from tests.dist.hf.hf_weights_worker import ALL_CASES, CASES
 from tests.dist.spawn import checked_job, rank_reports
 from tests.hf_models import cached_folder
-from tests.megatron import HAS_HYBRID, needs_hybrid
+from tests.marks import needs_hybrid
+from tests.megatron import HAS_HYBRID
 from tests.unit.hf.tiny_llama import read_folder
 
 pytestmark = pytest.mark.dist

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.dist.spawn import checked_job, rank_reports
-from tests.te_python import VERSION, needs_te
+from tests.marks import needs_te
+from tests.te_python import VERSION
 
 pytestmark = pytest.mark.dist
 

@@ -15,7 +15,8 @@ import pytest
 
 from tests.dist.rows.fp8_cases import CASES
 from tests.dist.spawn import checked_job, rank_reports
-from tests.te_python import VERSION, needs_te
+from tests.marks import needs_te
+from tests.te_python import VERSION
 
 pytestmark = [pytest.mark.dist, needs_te]
 

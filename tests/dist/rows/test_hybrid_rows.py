@@ -8,7 +8,7 @@ import pytest
 
 from tests.dist.rows.row_cases import ALL_CASES, HYBRID, TESTED
 from tests.dist.rows.row_problem import KINDS
-from tests.megatron import needs_hybrid
+from tests.marks import needs_hybrid
 
 pytestmark = [pytest.mark.dist, needs_hybrid]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.dist.schedule.wait_cases import ALL_CASES, CASES
 from tests.dist.schedule.wait_results import PASSES, SIZES, Counted, run_wait_cases, run_wait_job
-from tests.te_python import needs_te
+from tests.marks import needs_te
 
 pytestmark = pytest.mark.dist
 

@@ -8,7 +8,8 @@ import pytest
 
 from tests.dist.schedule.split_backward_worker import CASES, TE_CASES
 from tests.dist.spawn import checked_job, rank_reports
-from tests.te_python import VERSION, needs_te
+from tests.marks import needs_te
+from tests.te_python import VERSION
 
 pytestmark = pytest.mark.dist
 

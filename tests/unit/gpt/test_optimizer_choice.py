@@ -8,7 +8,8 @@ from megapack.config.sections import OptimConfig
 from megapack.errors import ConfigError
 from megapack.gpt.optimizer import check_optimizer
 from megapack.model.head import ValueHead
-from tests.megatron import NO_MUON, needs_muon
+from tests.marks import needs_muon
+from tests.megatron import NO_MUON
 
 pytestmark = pytest.mark.unit
 

@@ -27,7 +27,8 @@ from megapack.model.attention.packed import packed_seq_params
 from megapack.schedule.row_rules import Feature, check_rows
 from tests.child import child
 from tests.dist.spawn import run_code
-from tests.te_python import needs_te, te_folder
+from tests.marks import needs_te
+from tests.te_python import te_folder
 
 pytestmark = pytest.mark.unit
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,19 @@ def test_the_report_has_a_line_per_part_and_names_failures() -> None:
     assert report.ON_ONE in text
     assert report.REHEARSED in report.markdown({**made, "rehearsed": True})
     assert report.has_failed(made)
+
+
+def test_jobs_on_a_gpu_need_no_packages_of_the_tests() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('pytest', 'hypothesis', 'wrapt')))\n"
+        "import tools.nccl_check, tests.dist.ranks.rank_fault_worker\n"
+        "import tests.gpu.run, tests.gpu.worker, tests.gpu.pipeline_worker, tests.gpu.features\n"
+        "from tools.nccl.on_ranks import exact, overlap, p2p, race, start, steps, widths\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_an_unknown_option_of_the_command_is_refused(repo_root: Path) -> None:

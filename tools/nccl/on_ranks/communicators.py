@@ -25,6 +25,9 @@ def main(out: str, ranks_per_gpu: str) -> None:
     device = launch.start("cuda")
     value = torch.zeros(1, device=device)
     agreed = dist.new_group(backend="gloo")
+    # The first one loads NCCL's kernels.
+    dist.all_reduce(value)
+    torch.cuda.synchronize()
     dist.barrier(group=agreed)
     free = torch.cuda.mem_get_info()[0]
     begin = time.perf_counter()

@@ -12,7 +12,8 @@ from megapack.cpu.te import KernelFault, fp8
 from megapack.cpu.te.permutation import fused_multi_row_padding, fused_multi_row_unpadding
 from megapack.cpu.te.quantize import fused_amax_and_scale_update_after_reduction as update_scales
 from tests.child import child
-from tests.te_python import VERSION, needs_te, te_folder, without_te
+from tests.marks import needs_te
+from tests.te_python import VERSION, te_folder, without_te
 
 pytestmark = pytest.mark.unit
 
