@@ -169,14 +169,19 @@ def _check_cuda_graphs(config: Any) -> None:
 
     A graph replays a module with tensors of the captured shapes and without its Python code.
     Megatron's layers refuse packed rows in graphs of the attention: `cu_seqlens` is as long as the
-    row has samples. A graph of a router would keep the samples of the captured row.
+    row has samples. A graph of a router would keep the samples of the captured row. "local" takes
+    'mlp' for whole layers without experts (TransformerLayer.create_mcore_cudagraph_manager).
     """
-    scope = _graph_scope(config)
-    if has_graphs(config) and scope != {"mlp"}:
+    if not has_graphs(config):
+        return
+    scope, impl = _graph_scope(config), getattr(config, "cuda_graph_impl", "none")
+    if impl == "local" and scope == {"mlp"}:
+        scope = set()
+    if scope != {"mlp"}:
         raise ConfigError(
-            f"CUDA graphs (cuda_graph_impl={config.cuda_graph_impl!r}) of "
+            f"CUDA graphs (cuda_graph_impl={impl!r}) of "
             f"{', '.join(sorted(scope)) or 'whole layers'}: each packed row has other samples; set "
-            "cuda_graph_impl='none', or capture 'mlp' alone"
+            "cuda_graph_impl='none', or 'transformer_engine' to capture 'mlp' alone"
         )
 
 

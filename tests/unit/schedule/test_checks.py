@@ -197,8 +197,8 @@ def test_settings_without_what_they_belong_to_are_accepted() -> None:
             r"'allgather'.*set 'alltoall', or plan .*'uniform'\) or Policy\(row_shapes=1\)",
         ),
         (
-            {"cuda_graph_impl": "local", "cuda_graph_scope": ["mlp"]},
-            r"cuda_graph_impl='local'.*'none'.*Policy\(row_shapes=1\)",
+            {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["mlp"]},
+            r"cuda_graph_impl='transformer_engine'.*'none'.*Policy\(row_shapes=1\)",
         ),
     ],
 )
@@ -242,6 +242,13 @@ def test_cuda_graphs_by_their_older_names_are_refused(name: str) -> None:
 def test_cuda_graphs_of_dense_mlps_are_accepted(name: str) -> None:
     made = config(cuda_graph_impl="transformer_engine", **{name: [SimpleNamespace(name="mlp")]})
     check_config(made, INTERLEAVED)
+
+
+@pytest.mark.parametrize("name", ["cuda_graph_scope", "cuda_graph_modules"])
+def test_local_cuda_graphs_of_dense_mlps_are_of_whole_layers(name: str) -> None:
+    made = config(cuda_graph_impl="local", **{name: [SimpleNamespace(name="mlp")]})
+    with pytest.raises(ConfigError, match=r"'local'.* of whole layers:.*'transformer_engine' to"):
+        check_config(made, INTERLEAVED)
 
 
 class TEDotProductAttention(torch.nn.Module):
