@@ -105,7 +105,8 @@ def _run(
     if not has_way:
         found, status = Found(line="NCCL lets these ranks not work together, see probe"), NOT_RUN
     elif session.left_s < 1:
-        found, status = Found(line=f"the {TOTAL_S * patience:.0f} s were used up"), NOT_RUN
+        used = f"the {TOTAL_S * patience:.0f} s were used up; run it alone with --parts {name}"
+        found, status = Found(line=used), NOT_RUN
     else:
         try:
             found = part.run(session)
