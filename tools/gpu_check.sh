@@ -140,7 +140,11 @@ run_bench() {
 
 if ((${#ranks[@]})); then
     check_machine || fail 'the machine lacks the packages or the device named above'
-    TRACES=$traces "$python" tools/nccl_check.py "${ranks[@]}" || fail 'a part failed, see ranks_report.md'
+    TRACES=$traces "$python" tools/nccl_check.py "${ranks[@]}"
+    code=$?
+    # 2: the arguments are wrong, and there is no report.
+    ((code != 2)) || exit 2
+    ((code == 0)) || fail 'a part failed, see ranks_report.md'
     printf '%s\n' "$out/ranks_report.json" "$out/ranks_report.md"
     exit "$status"
 fi

@@ -60,14 +60,13 @@ class Ended:
         if self.is_good:
             return ""
         parts = [self.limit] if self.limit else []
-        for rank, code in enumerate(self.codes):
-            if rank in self.killed:
-                continue
-            if code is not None and code < 0:
+        own = {rank: code or 0 for rank, code in enumerate(self.codes) if rank not in self.killed}
+        for rank, code in own.items():
+            if code < 0:
                 parts.append(f"rank {rank} was ended by {signal.Signals(-code).name}")
-            elif code:
-                parts.append(f"rank {rank}: {error_line(self.text(rank))}")
-                break
+        failed = next((rank for rank, code in own.items() if code > 0), None)
+        if failed is not None:
+            parts.append(f"rank {failed}: {error_line(self.text(failed))}")
         # The one that does not come stands elsewhere than those that wait for it.
         places: dict[str, list[int]] = {}
         for rank in self.killed:
