@@ -144,6 +144,8 @@ def place(text: str) -> str:
     stack = text.rpartition("Current thread")[2].splitlines()
     frames = [found for line in stack if (found := _FRAME.match(line))]
     own = [found for found in frames if found["path"].startswith(f"{ROOT}{os.sep}")]
+    # What notes operations stands around each.
+    own = [found for found in own if f"{os.sep}rehearsal{os.sep}" not in found["path"]] or own
     if not own:
         return "somewhere that it did not say"
     inner = "" if frames[0] is own[0] else f"{frames[0]['name']} of "
