@@ -33,6 +33,8 @@ T = TypeVar("T")
 # Seconds that this rank waits, after another rank broke a collective, for that rank's failure to be
 # reported or for its process to be gone. Chosen by hand.
 _CAUSE_S = 4.0
+# What NCCL says where it refuses this rank's own call, such as two ranks on one GPU.
+_REFUSED = ("invalid usage", "invalid argument")
 # Parts of the messages of errors that a collective raises when another rank ends.
 _BROKEN = ("gloo/", "NCCL", "nccl", "Connection closed by peer", "Connection reset by peer")
 
@@ -260,6 +262,8 @@ def _shared_error(watchdog: Watchdog, error: BaseException) -> RankError:
 
 def _is_broken_collective(error: BaseException) -> bool:
     """Whether the error is that of a collective which broke because another rank ended."""
+    if any(text in str(error) for text in _REFUSED):
+        return False
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _BROKEN)
     )

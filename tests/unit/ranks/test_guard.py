@@ -151,3 +151,10 @@ def test_a_broken_collective_of_unknown_cause_names_no_rank(
     message = "rank 0 lost its connection to another rank: DistNetworkError: reset"
     with pytest.raises(RankError, match=message), guarded(pair[0]):
         raise dist.DistNetworkError("reset")
+
+
+def test_a_call_that_nccl_refuses_is_the_failure_of_its_rank(pair: Pair) -> None:
+    said = "NCCL error: invalid usage, Duplicate GPU detected : rank 0 and rank 1"
+    message = rf"^rank 0 failed: DistBackendError: {said}"
+    with pytest.raises(RankError, match=message), guarded(pair[0]):
+        raise dist.DistBackendError(said)
