@@ -41,7 +41,8 @@ def start(device: Device) -> torch.device:
     rank and needs no port.
 
     Raises:
-        ConfigError: the device is cuda and torch finds none, or the environment is incomplete.
+        ConfigError: the device is cuda and torch finds none or too few, or the environment is
+            incomplete.
     """
     _check_environment()
     quiet_known_warnings()
@@ -50,7 +51,13 @@ def start(device: Device) -> torch.device:
     elif not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch finds no CUDA device; set device=cpu")
     else:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if index >= count:
+            raise ConfigError(
+                f"LOCAL_RANK={index}, but this process sees {count} GPU(s); start one rank for each "
+                f"GPU of a node (torchrun --nproc-per-node={count})"
+            )
+        torch.cuda.set_device(index)
     backend = "gloo" if device == "cpu" else "nccl"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=_TIMEOUT)
