@@ -54,7 +54,7 @@ def start(device: Device) -> torch.device:
         index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if index >= count:
             raise ConfigError(
-                f"LOCAL_RANK={index}, but this process sees {count} GPU(s); start one rank for each "
+                f"LOCAL_RANK={index}, but this process sees {count} GPU(s); start a rank for each "
                 f"GPU of a node (torchrun --nproc-per-node={count})"
             )
         torch.cuda.set_device(index)

@@ -192,7 +192,7 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, ...]:
     """End what runs, after it has printed where it stands; the ranks that had to be ended."""
     running = [rank for rank, process in enumerate(ranks) if process.poll() is None]
     for rank in running:
-        ranks[rank].send_signal(signal.SIGUSR1)
+        ranks[rank].send_signal(signal.SIGUSR2)
     if running:
         time.sleep(_DUMP_S)
     for rank in running:

@@ -24,7 +24,7 @@ from tools.nccl_check import default_ranks
 
 pytestmark = pytest.mark.unit
 
-HEAD = "import faulthandler, os, signal, sys, time\nfaulthandler.register(signal.SIGUSR1)\n"
+HEAD = "import faulthandler, os, signal, sys, time\nfaulthandler.register(signal.SIGUSR2)\n"
 FP32 = {"loss": 1.0, "expected_loss": 1.0, "logprob_mean_error": 1e-6, "gradient_error": 1e-6}
 BF16 = {
     **FP32,

@@ -2,7 +2,7 @@
 
     python -m tools.nccl.on_ranks.start MODULE ARGUMENTS
 
-Its operations are noted for the model of NCCL's rules, SIGUSR1 prints where it stands, and a fault
+Its operations are noted for the model of NCCL's rules, SIGUSR2 prints where it stands, and a fault
 that a rehearsal asks for is put into its collectives.
 """
 
@@ -24,7 +24,8 @@ NOTES = "MEGAPACK_CHECK_NOTES"
 
 def main(module: str, *arguments: str) -> None:
     """Run the module as `python -m` does."""
-    faulthandler.register(signal.SIGUSR1)
+    # Not SIGUSR1, on which a job saves itself and ends.
+    faulthandler.register(signal.SIGUSR2)
     if NOTES in os.environ:
         recorder.install(Path(os.environ[NOTES]), int(os.environ["RANK"]))
     faked.install(os.environ.get(faked.FAULT, ""))
