@@ -144,8 +144,9 @@ def place(text: str) -> str:
     stack = text.rpartition("Current thread")[2].splitlines()
     frames = [found for line in stack if (found := _FRAME.match(line))]
     own = [found for found in frames if found["path"].startswith(f"{ROOT}{os.sep}")]
-    # What notes operations stands around each.
-    own = [found for found in own if f"{os.sep}rehearsal{os.sep}" not in found["path"]] or own
+    # Packages may lie in a folder of it, and what notes operations stands around each.
+    others = (f"{os.sep}site-packages{os.sep}", f"{os.sep}rehearsal{os.sep}")
+    own = [found for found in own if not any(part in found["path"] for part in others)] or own
     if not own:
         return "somewhere that it did not say"
     inner = "" if frames[0] is own[0] else f"{frames[0]['name']} of "
