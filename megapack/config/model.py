@@ -191,8 +191,8 @@ class ModelConfig:
     """Type of weights and activations; bf16 keeps main weights and gradients in fp32."""
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"] | None = None
     """Transformer Engine's FP8 recipe for the linear layers, or its FP4 recipe nvfp4 (Blackwell);
-    rows are aligned for it. Needs attention=te and dtype=bf16. Weights stay bf16; attention and the
-    vocabulary projection do not use FP8. null = no FP8."""
+    rows are aligned for it. Needs a GPU, attention=te and dtype=bf16. Weights stay bf16; attention
+    and the vocabulary projection do not use FP8. null = no FP8."""
     bias_activation_fusion: bool | None = None
     """Run SwiGLU forward and backward as one kernel each (torch.compile); the backward then keeps
     three values per channel instead of five. null = on CUDA."""

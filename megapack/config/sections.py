@@ -281,6 +281,7 @@ def _check_run(config: TrainConfig) -> None:
     _check_value_head(config)
     _check_retry(config)
     _check_export(config)
+    _check_fp8(config)
     _check_data(config)
 
 
@@ -536,6 +537,13 @@ def _check_export(config: TrainConfig) -> None:
         raise ConfigError(
             f"train.export_hf={config.train.export_hf} needs a model of a Hugging Face folder; "
             "set model.hf_path, or train.export_hf=null"
+        )
+
+
+def _check_fp8(config: TrainConfig) -> None:
+    if config.model.fp8 is not None and config.device == "cpu":
+        raise ConfigError(
+            f"model.fp8={config.model.fp8} needs a GPU; set device=cuda or model.fp8=null"
         )
 
 

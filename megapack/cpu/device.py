@@ -16,12 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megapack.cpu.groups import (
-    coalescing_without_device,
-    over_gloo,
-    padded_all_gather,
-    padded_reduce_scatter,
-)
+from megapack.cpu.groups import over_gloo, padded_all_gather, padded_reduce_scatter
 from megapack.cpu.megatron import AFTER_IMPORT
 from megapack.cpu.streams import HostEvent, NoStream
 from megapack.cpu.triton import WithoutTriton
@@ -102,7 +97,6 @@ def _compile_nothing() -> None:
 def _redirect_process_groups() -> None:
     dist.all_gather = padded_all_gather(dist.all_gather)
     dist.reduce_scatter = padded_reduce_scatter(dist.reduce_scatter)
-    dist._coalescing_manager = coalescing_without_device(dist._coalescing_manager)
     for name in ("init_process_group", "new_group"):
         make = over_gloo(getattr(dist, name))
         setattr(dist, name, make)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -66,32 +65,6 @@ def padded_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., A
         return None
 
     return scatter
-
-
-class _Done:
-    """The handle of collectives that have ended."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
-def coalescing_without_device(manager: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's `_coalescing_manager`, which also takes a device.
-
-    With a device the backend runs the collectives as one, which gloo cannot: each then runs, and
-    ends, by itself. Transformer Engine names one where it gathers FP8 rows; Megatron's DDP names
-    none, and waits for what it started by the manager's handle.
-    """
-
-    @contextmanager
-    def coalesce(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
-        if device is not None:
-            yield _Done()
-            return
-        with manager(group, async_ops=async_ops) as handle:
-            yield handle
-
-    return coalesce
 
 
 def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -278,6 +278,8 @@ def _hybrid(model: ModelConfig) -> dict[str, Any]:
 def _fp8(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
     if model.fp8 is None:
         return {}
+    if not cpu.uses_cuda():
+        raise ConfigError(f"model.fp8={model.fp8} needs a GPU; set model.fp8=null on a CPU")
     if kernel != "te":
         raise ConfigError(
             f"model.fp8={model.fp8} needs Transformer Engine's layers, but attention is {kernel}; "

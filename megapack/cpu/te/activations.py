@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megapack.cpu.te.calls import kernel
+from megapack.cpu.te.calls import kernel, refuse
 from megapack.cpu.te.precision import wide
-from megapack.cpu.te.quantize import stored
 
 Function = Callable[[Tensor], Tensor]
 
@@ -47,19 +46,21 @@ FUNCTIONS: dict[str, Function] = {
 
 
 def _forward(name: str, function: Function) -> Any:
-    def forward(x: Tensor, quantizer: Any) -> Any:
-        return stored(function(wide(x)), quantizer, x.dtype)
+    def forward(x: Tensor, quantizer: Any) -> Tensor:
+        refuse(quantizer is not None, f"{name} with a quantized output")
+        return function(wide(x)).to(x.dtype)
 
     forward.__name__ = name
     return forward
 
 
 def _backward(name: str, function: Function) -> Any:
-    def backward(grad: Tensor, x: Tensor, quantizer: Any) -> Any:
+    def backward(grad: Tensor, x: Tensor, quantizer: Any) -> Tensor:
+        refuse(quantizer is not None, f"d{name} with a quantized output")
         with torch.enable_grad():
             v = wide(x).detach().requires_grad_()
             (dx,) = torch.autograd.grad(function(v), v, wide(grad))
-        return stored(dx, quantizer, x.dtype)
+        return dx.to(x.dtype)
 
     backward.__name__ = f"d{name}"
     return backward

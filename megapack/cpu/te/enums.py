@@ -1,4 +1,4 @@
-"""Enumerations of `transformer_engine_torch`."""
+"""Enumerations of `transformer_engine_torch`; those of FP8 are read at import."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ TORCH = {
     DType.kFloat32: torch.float32,
     DType.kFloat16: torch.half,
     DType.kBFloat16: torch.bfloat16,
-    DType.kFloat8E4M3: torch.float8_e4m3fn,
-    DType.kFloat8E5M2: torch.float8_e5m2,
     DType.kFloat64: torch.float64,
 }
 

@@ -1,19 +1,8 @@
-"""Facts that Transformer Engine asks of its libraries and of the GPU that is rehearsed."""
+"""Facts that Transformer Engine asks of its libraries."""
 
 from __future__ import annotations
 
-import torch
-
 from megapack.cpu.te.calls import kernel
-
-
-def takes_any_layout() -> bool:
-    """Whether products of FP8 matrices with one scale take factors in any layout.
-
-    Hopper's take them transposed and not (TN) alone, so that a tensor keeps two copies.
-    """
-    capability = torch.cuda.get_device_capability()
-    return (10, 0) <= capability < (12, 0) or capability >= (13, 0)
 
 
 @kernel

@@ -1,7 +1,4 @@
-"""Matrix products: cuBLAS's, of one pair and of many.
-
-Factors in FP8 are multiplied as the numbers that they stand for, and summed in fp32.
-"""
+"""Matrix products: cuBLAS's, of one pair and of many."""
 
 from __future__ import annotations
 
@@ -13,9 +10,7 @@ from torch import Tensor
 
 from megapack.cpu.te.calls import kernel, refuse, require
 from megapack.cpu.te.enums import torch_dtype
-from megapack.cpu.te.facts import takes_any_layout
 from megapack.cpu.te.precision import rows
-from megapack.cpu.te.quantize import matrix_of, scaling
 
 
 @kernel
@@ -53,11 +48,10 @@ def generic_gemm(
     refuse(comm_overlap is not None, "generic_gemm with user buffers (tp_comm_overlap)")
     refuse(gelu, "generic_gemm with a fused GELU")
     dtype = A.dtype if out_dtype is None else torch_dtype(out_dtype)
-    product = _product(A, transa, B, transb, dtype) * alpha
+    product = _product(A, transa, B, transb) * alpha
     bias_grad = None
     if bias is not None and bias.numel():
         if grad:
-            refuse(scaling(B) is not None, "generic_gemm of FP8 with a gradient of the bias")
             bias_grad = rows(B).sum(0).to(torch_dtype(bias_dtype))
         else:
             product = product + bias.to(product.dtype)
@@ -99,10 +93,9 @@ def te_general_grouped_gemm(
     dtype = torch_dtype(D_type)
     for a, b, out, own_bias in zip(A, B, outs, bias, strict=True):
         require(out.dtype == dtype, f"te_general_grouped_gemm: out is {out.dtype}, not {dtype}")
-        product = _product(a, transa, b, transb, dtype)
+        product = _product(a, transa, b, transb)
         if own_bias.numel():
             if grad:
-                refuse(scaling(b) is not None, "grouped products of FP8 with a bias's gradient")
                 own_bias.copy_(rows(b).sum(0))
             else:
                 product = product + own_bias.to(product.dtype)
@@ -110,70 +103,17 @@ def te_general_grouped_gemm(
     return bias
 
 
-def _product(A: Any, transa: bool, B: Any, transb: bool, dtype: torch.dtype) -> Tensor:
-    """opB(B) @ opA(A), with B's other dimensions where B is not transposed.
-
-    Args:
-        dtype: of the result, which is returned wider.
-    """
-    a, b = matrix_of(A, rowwise=transa), matrix_of(B, rowwise=not transb)
+def _product(A: Tensor, transa: bool, B: Tensor, transb: bool) -> Tensor:
+    """opB(B) @ opA(A), wider than they are, with B's other dimensions where B is not transposed."""
+    a, b = rows(A), rows(B)
     left, right = b.t() if transb else b, a.t() if transa else a
     require(
         left.shape[1] == right.shape[0],
         f"a product of matrices {tuple(left.shape)} and {tuple(right.shape)}",
     )
-    kinds = scaling(A), scaling(B)
-    if kinds == (None, None):
-        require(A.dtype == B.dtype, f"a product of {A.dtype} and {B.dtype}")
-    elif left.numel() and right.numel():
-        _check_fp8(kinds, left.shape, right.shape, transa, transb, dtype)
-        _check_types(A, B)
+    require(A.dtype == B.dtype, f"a product of {A.dtype} and {B.dtype}")
     out = left @ right
-    return out if transb else out.view(*B.size()[:-1], out.shape[-1])
-
-
-def _check_fp8(
-    kinds: tuple[str | None, str | None],
-    left: torch.Size,
-    right: torch.Size,
-    transa: bool,
-    transb: bool,
-    dtype: torch.dtype,
-) -> None:
-    """Raise KernelFault for sizes that cuBLAS does not take: addresses of lines have 16 bytes."""
-    require(
-        kinds in _PAIRS,
-        f"a product of factors scaled by {kinds[0]} and by {kinds[1]}",
-    )
-    (n, k), m = left, right[1]
-    # Size -> what it must be a multiple of.
-    units = {"contracted": (k, 16), "output": (m, 16 // dtype.itemsize)}
-    if kinds == ("tensor", "tensor"):
-        if takes_any_layout():
-            units["columns of A"] = (k if transa else m, 16)
-            units["columns of B"] = (n if transb else k, 16)
-    elif kinds == ("mxfp8", "mxfp8"):
-        units = {"contracted": (k, 32), "output": (m, 32), "rows": (n, 32)}
-    elif kinds[1] == "blocks":
-        units |= {"output": (m, 8), "rows": (n, 8)}
-    for name, (size, unit) in units.items():
-        require(
-            size % unit == 0,
-            f"a product of FP8 matrices {tuple(left)} and {tuple(right)}: {name} {size} is not a "
-            f"multiple of {unit}",
-        )
-
-
-_BY_BLOCKS = ("blocks", "squares")
-_PAIRS = {
-    *{("tensor", "tensor"), ("mxfp8", "mxfp8")},
-    *{(a, b) for a in _BY_BLOCKS for b in _BY_BLOCKS if (a, b) != ("squares", "squares")},
-}
-
-
-def _check_types(A: Any, B: Any) -> None:
-    types = [torch_dtype(factor._fp8_dtype) for factor in (A, B)]
-    require(torch.float8_e4m3fn in types, "a product of two factors in e5m2")
+    return out if transb else out.view(*B.shape[:-1], out.shape[-1])
 
 
 def _store(product: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -33,7 +33,6 @@ from megapack.cpu.te import (  # noqa: F401  (stand-ins register themselves)
     lists,
     norms,
     permutation,
-    quantize,
     ring,
     rope,
     softmax,

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.cpu.te.calls import kernel, require
+from megapack.cpu.te.calls import kernel, refuse, require
 from megapack.cpu.te.enums import torch_dtype
 from megapack.cpu.te.precision import rows, wide
-from megapack.cpu.te.quantize import stored
 
 Forward = tuple[Any, Tensor | None, Tensor]
 
@@ -104,4 +103,6 @@ def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
 
 
 def _stored(y: Tensor, x: Tensor, out: Any, quantizer: Any, otype: Any) -> Any:
-    return stored(y.view(x.shape), quantizer, torch_dtype(otype), out)
+    refuse(quantizer is not None, "a norm with a quantized output")
+    y = y.to(torch_dtype(otype)).view(x.shape)
+    return y if out is None else out.copy_(y)

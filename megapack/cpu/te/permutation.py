@@ -1,6 +1,4 @@
-"""Permutation of tokens by expert, and padding of the experts' rows.
-
-The permutations are the Triton kernels of `transformer_engine.pytorch.triton`.
+"""Permutation of tokens by expert: the Triton kernels of `transformer_engine.pytorch.triton`.
 
 A row map [tokens, experts] holds the row of a token's copy for an expert, or -1; rows are ordered
 by expert. (The kernels keep the same facts in another form, [tokens, 2 * experts + 1].)
@@ -8,7 +6,6 @@ by expert. (The kernels keep the same facts in another form, [tokens, 2 * expert
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,9 +49,10 @@ def permute_with_mask_map(
     hidden_size: int,
     scale_hidden_dim: int,
     pad_offsets: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Copies of tokens [num_out_tokens, h] by expert; also of block scales and probabilities."""
+) -> tuple[Tensor, None, Tensor | None]:
+    """Copies of tokens [num_out_tokens, h] by expert, no scales, and copies of probabilities."""
     refuse(pad_offsets is not None, _PADS)
+    refuse(scale is not None, "permutation of FP8 rows")
     token, expert, rows = _copies(row_id_map)
     require(
         len(rows) == num_out_tokens,
@@ -62,14 +60,11 @@ def permute_with_mask_map(
     )
     out = inp.new_empty(num_out_tokens, hidden_size)
     out[rows] = inp[token]
-    scales, permuted = None, None
-    if scale is not None:
-        scales = scale.new_empty(num_out_tokens, scale_hidden_dim)
-        scales[rows] = scale[token]
+    permuted = None
     if probs is not None:
         permuted = probs.new_empty(num_out_tokens)
         permuted[rows] = probs[token, expert]
-    return out, scales, permuted
+    return out, None, permuted
 
 
 _BACK = "inp row_id_map merging_probs permuted_probs {}num_tokens num_experts hidden_size"
@@ -171,56 +166,6 @@ def _copies(row_id_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Token, expert and row of each routed copy."""
     token, expert = (row_id_map >= 0).nonzero(as_tuple=True)
     return token, expert, row_id_map[token, expert].long()
-
-
-@kernel
-def fused_multi_row_padding(
-    input: Tensor, output: Tensor, input_rows: Sequence[int], padded_rows: Sequence[int]
-) -> None:
-    """Each expert's rows, with zeros after them up to its number of padded rows."""
-    _check_padding(input, output, input_rows, padded_rows, is_padding=True)
-    output.zero_()
-    targets = output.split(list(padded_rows))
-    for source, target in zip(input.split(list(input_rows)), targets, strict=True):
-        target[: len(source)] = source
-
-
-@kernel
-def fused_multi_row_unpadding(
-    input: Tensor, output: Tensor, padded_rows: Sequence[int], output_rows: Sequence[int]
-) -> None:
-    """Each expert's rows without the padding after them."""
-    _check_padding(output, input, output_rows, padded_rows, is_padding=False)
-    targets = output.split(list(output_rows))
-    for source, target in zip(input.split(list(padded_rows)), targets, strict=True):
-        target.copy_(source[: len(target)])
-
-
-def _check_padding(
-    real: Tensor,
-    padded: Tensor,
-    real_rows: Sequence[int],
-    padded_rows: Sequence[int],
-    *,
-    is_padding: bool,
-) -> None:
-    require(
-        sum(real_rows) == len(real)
-        and sum(padded_rows) == len(padded)
-        and all(n <= p for n, p in zip(real_rows, padded_rows, strict=True)),
-        f"padding of experts: {list(real_rows)} of {len(real)} rows to {list(padded_rows)} of "
-        f"{len(padded)}",
-    )
-    require(
-        real.is_contiguous() and padded.is_contiguous() and real.dtype == padded.dtype,
-        f"padding of experts: {real.dtype} with strides {real.stride()}, {padded.dtype} with "
-        f"strides {padded.stride()}",
-    )
-    # The kernel passes over experts without rows, and would leave their padding as it finds it.
-    require(
-        not is_padding or all(n or not p for n, p in zip(real_rows, padded_rows, strict=True)),
-        f"padding of experts without rows: {list(real_rows)} to {list(padded_rows)}",
-    )
 
 
 TRITON_NAMES = (

@@ -28,6 +28,11 @@ results["sums"] = [float(add(torch.zeros(()))) for add in (early, late)]
 results["compiled"] = dict(torch._dynamo.utils.counters["frames"])
 wrapped = torch.empty, torch.Tensor.to, torch.Tensor.type
 cpu.enable()
+results["capability"] = torch.cuda.get_device_capability()
+try:
+    cpu.enable(capability=(9, 0))
+except ValueError as error:
+    results["other"] = str(error)
 results["enabled"] = cpu.enabled()
 results["patched"] = torch.empty is not before
 results["idempotent"] = wrapped == (torch.empty, torch.Tensor.to, torch.Tensor.type)
@@ -91,6 +96,12 @@ def test_enabling_twice_changes_nothing(in_torch: dict[str, Any]) -> None:
     assert in_torch["enabled"]
     assert in_torch["patched"]
     assert in_torch["idempotent"]
+
+
+def test_one_gpu_is_rehearsed_in_a_process(in_torch: dict[str, Any]) -> None:
+    assert in_torch["capability"] == [10, 0]
+    assert "capability=(9, 0)" in in_torch["other"]
+    assert "compute capability (10, 0)" in in_torch["other"]
 
 
 def test_nothing_is_compiled(in_torch: dict[str, Any]) -> None:

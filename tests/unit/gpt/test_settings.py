@@ -83,6 +83,14 @@ def test_on_the_cpu_all_are_off_and_the_config_builds() -> None:
     assert not config.bias_activation_fusion
 
 
+def test_fp8_is_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where Transformer Engine's Python runs on stand-ins.
+    monkeypatch.setattr(build, "choose_attention", lambda *_: "te")
+    model = dataclasses.replace(DENSE, fp8="delayed", attention="te")
+    with pytest.raises(ConfigError, match="fp8=delayed needs a GPU; set model"):
+        build.transformer_config(model, Layout(fp8=True))
+
+
 @pytest.mark.parametrize(
     ("model", "kernel", "message"),
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megapack.base import gpu_environment
 from megapack.cli import main
 
 pytestmark = pytest.mark.unit
@@ -30,7 +31,8 @@ OF_RANKS = {
     ),
     "= 5 ranks, the job has 6; start 5": "layout.dp=5",
     "plan.count_rule=per_rank with fp8_recipe='delayed'": (
-        "model.fp8=delayed model.dtype=bf16 model.hidden_size=64 plan.count_rule=per_rank"
+        "device=cuda model.fp8=delayed model.dtype=bf16 model.hidden_size=64 "
+        "plan.count_rule=per_rank"
     ),
 }
 """What `checked_layout` refuses: each message, and the overrides that it is of."""
@@ -47,6 +49,9 @@ REFUSED = OF_RANKS | {
         f"layout.tp=2 {LATENT}"
     ),
     "layout.vpp=2 with layout.pp=1; set": "layout.vpp=2",
+    "model.fp8=blockwise needs a GPU; set device=cuda or model.fp8=null": (
+        "model.fp8=blockwise model.dtype=bf16"
+    ),
     "plan.count_rule=per_rank with layout.ep=2": f"layout.ep=2 {EXPERTS} plan.count_rule=per_rank",
     "pipeline_model_parallel_layout='Et|tttttL' has 6 t, the model 2 t": (
         "layout.pp=2 layout.pipeline_model_parallel_layout='Et|tttttL'"
@@ -74,6 +79,8 @@ def test_a_config_is_refused_before_the_ranks_meet(
         raise AssertionError("the ranks have met")
 
     monkeypatch.setattr(dist, "init_process_group", meet)
+    # Under device=cuda they would stay set.
+    monkeypatch.setattr(gpu_environment, "set_missing_variables", lambda **_: None)
     dry = run(overrides, capfd, "--dry-run", "world=6")
     places = {"WORLD_SIZE": 6, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     for name, value in places.items():

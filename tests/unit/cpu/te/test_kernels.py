@@ -127,6 +127,16 @@ def test_activations_and_their_gradients(name: str) -> None:
     compare(found, [want, torch.autograd.grad(want, x, grad)[0]])
 
 
+def test_quantized_outputs_are_refused_by_name() -> None:
+    x, gamma, quantizer = drawn(2, 8), drawn(8), object()
+    with pytest.raises(NotImplementedError, match="swiglu with a quantized output is not rehear"):
+        KERNELS["swiglu"](x, quantizer)
+    with pytest.raises(NotImplementedError, match="dgelu with a quantized output is not rehears"):
+        KERNELS["dgelu"](x, x, quantizer)
+    with pytest.raises(NotImplementedError, match="a norm with a quantized output is not rehear"):
+        norms.rmsnorm_fwd(x, gamma, 1e-5, None, quantizer, torch.float64, 0, False)
+
+
 @pytest.mark.parametrize("mask", ["", "masked_", "upper_triang_masked_", "aligned_causal_masked_"])
 def test_softmax_of_unfused_attention(mask: str) -> None:
     x = drawn(2, 3, 4, 4).requires_grad_()
