@@ -91,14 +91,6 @@ class RankError(ScheduleError):
     on_all_ranks = True
 
 
-class StepOutOfMemory(ScheduleError):
-    """A GPU ran out of memory in a step that went on to its end. Process groups are usable, the
-    gradients are not, and the step may be tried again with smaller rows."""
-
-    exit_code = 1
-    on_all_ranks = True
-
-
 class RunInterrupted(MegapackError, RuntimeError):
     """A signal ended the run before its last step. The run is saved and can be resumed."""
 

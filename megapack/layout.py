@@ -422,19 +422,6 @@ def config_rows(config: Any) -> Fp8:
     return False
 
 
-def why_no_retry(*, tp: int, cp: int, ep: int) -> str:
-    """Why a step cannot be tried again after one rank of this layout ran out of memory.
-
-    A step is tried again only if every rank can finish the failed attempt. Returns "" if it can.
-    """
-    if max(tp, cp, ep) == 1:
-        return ""
-    return (
-        f"tp={tp}, cp={cp}, ep={ep}: ranks communicate inside layers, and a rank that runs out of "
-        "memory there leaves the others waiting"
-    )
-
-
 def _check_size(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}={brief(value)}; set an integer of at least 1")

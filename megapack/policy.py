@@ -169,7 +169,6 @@ class _Facts(NamedTuple):
     micro_batch_size: int | None
     shares_fp8_scales: bool
     mtp_num_layers: int
-    retries_oom_in_te: bool
 
     def has(self, setting: str, value: object) -> str:
         """ "setting='value'" if the policy has it, or any value if that is None; else ""."""
@@ -195,11 +194,6 @@ class _Facts(NamedTuple):
     def ahead(self) -> str:
         """Layers of multi-token prediction."""
         return f"mtp_num_layers={self.mtp_num_layers}" if self.mtp_num_layers else ""
-
-    @property
-    def retry_in_te(self) -> str:
-        """A second try after memory ran out, perhaps inside of Transformer Engine's attention."""
-        return "on_oom='replan' and attention='te'" if self.retries_oom_in_te else ""
 
     @property
     def delayed_fp8(self) -> str:
@@ -264,13 +258,6 @@ _RULES = (
         "context_parallel='fixed'",
     ),
     _Rule(
-        "context_parallel",
-        "dynamic",
-        lambda facts: facts.retry_in_te,
-        "a rank that runs out of memory inside of Transformer Engine's attention leaves those that "
-        "share its row waiting; set model.attention=varlen, or train.on_oom=error",
-    ),
-    _Rule(
         "split_samples",
         "auto",
         lambda facts: facts.has("row_shape", "uniform"),
@@ -308,7 +295,6 @@ def check_policy(
     *,
     shares_fp8_scales: bool = False,
     mtp_num_layers: int = 0,
-    retries_oom_in_te: bool = False,
 ) -> None:
     """Check a policy against itself and against what is known of a job.
 
@@ -317,15 +303,11 @@ def check_policy(
         micro_batch_size: that of a count-based plan.
         shares_fp8_scales: DP ranks agree on FP8 scales after each micro-batch.
         mtp_num_layers: layers of multi-token prediction.
-        retries_oom_in_te: a step is planned again if memory runs out, and Transformer Engine runs
-            the attention.
 
     Raises:
         ConfigError: two settings contradict each other.
     """
-    facts = _Facts(
-        policy, layout, micro_batch_size, shares_fp8_scales, mtp_num_layers, retries_oom_in_te
-    )
+    facts = _Facts(policy, layout, micro_batch_size, shares_fp8_scales, mtp_num_layers)
     for setting, value, other, why in _RULES:
         has, contradicts = facts.has(setting, value), other(facts)
         if has and contradicts:

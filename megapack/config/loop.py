@@ -58,7 +58,7 @@ class OptimConfig:
     """Split the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool | None = None
     """Reduce gradients in buckets while the last backward of a step runs. null = on CUDA with more
-    than one data-parallel rank, unless train.on_oom=replan."""
+    than one data-parallel rank."""
     overlap_param_gather: bool | None = None
     """Gather the updated weights in buckets while the next forward runs. Needs
     distributed_optimizer and overlap_grad_reduce; null = with both."""
@@ -142,10 +142,6 @@ class LoopConfig:
     """Write the weights as a Hugging Face folder `hf/step-N` in the run's folder: last = after the
     last step; checkpoints = also with every checkpoint of `save_interval`. Needs model.hf_path;
     null = never, `megapack export` does it later from a checkpoint."""
-    on_oom: Literal["error", "replan"] = "error"
-    """If a GPU runs out of memory: error ends the run, replan repeats the step once in rows of half
-    the size. replan needs tp = cp = ep = 1, and other attention than Transformer Engine's with
-    plan.context_parallel=dynamic; the metric `num_oom_replans` counts the repeated steps."""
     routing_replay: RoutingReplay = "none"
     """The experts that tokens go through in all steps of a batch: none: those that the routers
     choose; rollout: those in the rollouts' `routed_experts`, also in the pass for old log-probs;

@@ -30,7 +30,7 @@ from megapack.cost.memory import MemoryModel
 from megapack.cost.model import CostModel
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
-from megapack.layout import Layout, ParallelSizes, why_no_retry
+from megapack.layout import Layout, ParallelSizes
 from megapack.plan.executor import choose_executor
 from megapack.policy import check_policy
 from megapack.ranks.watchdog_config import WatchdogConfig
@@ -279,7 +279,6 @@ def _check_run(config: TrainConfig) -> None:
     _check_policy(config)
     _check_operations(config)
     _check_value_head(config)
-    _check_retry(config)
     _check_export(config)
     _check_fp8(config)
     _check_data(config)
@@ -464,9 +463,6 @@ def _check_routing_replay(config: TrainConfig) -> None:
             # Each rank keeps the routes of its own samples only.
             "that pass must run the rows of the steps; set plan.forward_max_tokens_per_gpu="
             "null": config.plan.forward_max_tokens_per_gpu is not None,
-            "a replanned step has other samples on a rank; set train.on_oom=error": (
-                config.train.on_oom == "replan"
-            ),
         }
     for reason, holds in reasons.items():
         if holds:
@@ -488,7 +484,6 @@ def _check_policy(config: TrainConfig) -> None:
             layout,
             config.plan.micro_batch_size,
             mtp_num_layers=model.mtp_num_layers,
-            retries_oom_in_te=config.train.on_oom == "replan" and model.attention == "te",
         )
     except ConfigError as error:
         raise ConfigError(f"plan: {error}") from None
@@ -510,25 +505,6 @@ def _check_value_head(config: TrainConfig) -> None:
         raise ConfigError(
             f"model.mtp_num_layers={config.model.mtp_num_layers} predicts tokens, which objective"
             f".kind={config.objective.kind} does not; set model.mtp_num_layers=0"
-        )
-
-
-def _check_retry(config: TrainConfig) -> None:
-    layout = config.layout
-    reason = why_no_retry(tp=layout.tp, cp=layout.cp, ep=layout.ep)
-    if config.train.on_oom == "replan" and reason:
-        raise ConfigError(
-            f"train.on_oom=replan cannot run with this layout ({reason}); set train.on_oom=error"
-        )
-    overlaps = [
-        f"optim.{name}=true"
-        for name in ("overlap_grad_reduce", "overlap_param_gather")
-        if getattr(config.optim, name)
-    ]
-    if config.train.on_oom == "replan" and overlaps:
-        raise ConfigError(
-            f"train.on_oom=replan cannot run with {overlaps[0]}, because a step is repeated "
-            "before it is reduced; set one of them otherwise"
         )
 
 

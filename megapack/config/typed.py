@@ -14,7 +14,11 @@ from megapack.config.yaml import Node
 from megapack.errors import ConfigError, brief
 
 # Keys that configs may still have -> what to do now.
-_REMOVED = {"model.head_kernel": "log-probs have one kernel, that of torch; leave it out"}
+_REMOVED = {
+    "model.head_kernel": "log-probs have one kernel, that of torch; leave it out",
+    "train.on_oom": "memory that runs out ends the run; leave it out, and lower "
+    "plan.max_tokens_per_gpu or set model.recompute",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,21 +77,17 @@ def layer_settings(model: ModelConfig, kernel: Kernel) -> Settings:
     return settings
 
 
-def reduction_settings(optim: OptimConfig, layout: Layout, *, replans: bool = False) -> Settings:
+def reduction_settings(optim: OptimConfig, layout: Layout) -> Settings:
     """Fields of DistributedDataParallelConfig that overlap communication with computation.
-
-    Args:
-        replans: whether a step that runs out of memory is repeated; see `train.on_oom`.
 
     Raises:
         ConfigError: the config asks for a setting that this layout or optimizer does not have.
     """
     alone = "there is one data-parallel rank" if layout.dp * layout.cp == 1 else None
-    retried = "train.on_oom=replan repeats steps before they are reduced" if replans else None
     reduce = _choose(
         "optim.overlap_grad_reduce",
         optim.overlap_grad_reduce,
-        impossible=retried,
+        impossible=None,
         unwanted=_without_cuda() or alone,
     )
     gather = _choose(

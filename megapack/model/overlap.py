@@ -151,17 +151,6 @@ def dropping_reductions(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_overlap(chunks: Sequence[Any]) -> Iterator[None]:
-    """Within the block, forwards and backwards of the chunks do not communicate through DDP.
-
-    Gradients are reduced when the schedule finalizes them. A collective.
-    """
-    finish_param_gathers(chunks)
-    with not_counting(chunks):
-        yield
-
-
-@contextlib.contextmanager
 def not_counting(chunks: Sequence[Any]) -> Iterator[None]:
     """Within the block, DDP adds gradients and does not count which ones of a bucket are there."""
     overlapping = [chunk for chunk in chunks if overlaps_reduction(chunk)]

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapack.ranks.meeting import meet
 from megapack.rows.chain import Link
 from megapack.rows.packed import PlacedRow
 
@@ -101,14 +100,12 @@ class _AllReduce(torch.autograd.Function):
         ctx.group = group
         # A copy, because autograd would treat the input as changed in place.
         out = sums.clone()
-        meet(group)
         dist.all_reduce(out, group=group)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.contiguous().clone()
-        meet(ctx.group)
         dist.all_reduce(total, group=ctx.group)
         return total, None
 

@@ -53,7 +53,6 @@ from megapack.samples import SampleBatch
 from megapack.schedule import checks
 from megapack.schedule.between_steps import BetweenSteps
 from megapack.schedule.call import StepCall
-from megapack.schedule.faults import check_retry
 from megapack.schedule.forward import HeadOptions, accepted_inputs
 from megapack.schedule.row_rules import Feature, check_rows
 from megapack.schedule.runner import ScheduleRunner, evaluating, process_groups
@@ -100,9 +99,6 @@ class ScheduleAdapter:
             as `cost.head.default_chunk_tokens` gives for the vocabulary.
         temperature: logits are divided by it.
         head: "value" if the last chunk has a value head (`head.replace_output_layer`).
-        retries_oom: if a GPU runs out of memory, the step goes on to its end and raises
-            StepOutOfMemory on every rank; the caller may try it again. DDP's communication then
-            does not overlap with forwards and backwards. See `faults`.
         executor: what runs a step: "megatron", its `forward_backward_func`; "operations", the
             operations in the plan's order, by default Megatron's, with receives posted early; or
             "auto", the latter for plans whose policy allows orders of operations.
@@ -128,14 +124,12 @@ class ScheduleAdapter:
         logprob_chunk_tokens: int | None = None,
         temperature: float = 1.0,
         head: checks.Head = "vocabulary",
-        retries_oom: bool = False,
         executor: ExecutorChoice = "auto",
         ranks: Ranks | None = None,
     ) -> None:
         self.chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self.layout = layout
         self.head = head
-        self.retries_oom = retries_oom
         self.executor = executor
         self.config = get_model_config(self.chunks[0])
         self.ranks = process_ranks() if ranks is None else ranks
@@ -146,7 +140,7 @@ class ScheduleAdapter:
             lambda: checks.checked_vocab_size(self.chunks, vocab_size), device=self._device
         )
         # Stages differ in their layers: if one refuses its own, all raise.
-        self._routing = agree(lambda: self._checked_routing(retries_oom), device=self._device)
+        self._routing = agree(self._checked_routing, device=self._device)
         gather_norm_outputs(self.chunks)
         repair_biases(self.chunks)
         close_gaps(self.chunks)
@@ -173,7 +167,6 @@ class ScheduleAdapter:
             device=self._device,
             routing=self._routing,
             place=self.ranks.place,
-            retries_oom=retries_oom,
         )
         self._between_steps = BetweenSteps(self.chunks, self.config)
         self._checked_digest = ""
@@ -183,7 +176,7 @@ class ScheduleAdapter:
         # The call that `next_step` announced, and its rows.
         self._announced: tuple[StepCall, Agreement[list[PackedRow]]] | None = None
 
-    def _checked_routing(self, retries_oom: bool) -> ModelRouting:
+    def _checked_routing(self) -> ModelRouting:
         has_experts = bool(self.config.num_moe_experts)
         chunks, config, layout = self.chunks, self.config, self.layout
         checks.raise_together(
@@ -192,7 +185,6 @@ class ScheduleAdapter:
             lambda: checks.check_chunks(chunks),
             lambda: checks.check_cp_comm(chunks, config),
             lambda: checks.check_expert_gradients(chunks, layout),
-            lambda: check_retry(layout, config) if retries_oom else None,
         )
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         return ModelRouting(chunks, config, layout, tp_rank)
@@ -247,9 +239,9 @@ class ScheduleAdapter:
             ConfigError, DataError, PlanError: no rank can run the call.
             ScheduleError: on every rank, if plans differ, one rank's work failed, or a loss or
                 gradient is not finite.
-            StepOutOfMemory: on every rank; see `retries_oom`.
             RankError: on every rank, if one failed or ended inside the step. The process groups
                 cannot be used any more.
+            faults.StepOutOfMemory: in a job of one process; in others a RankError names it.
         """
         call = StepCall(
             plan=plan,
@@ -314,8 +306,7 @@ class ScheduleAdapter:
             sample, [1]. "routing": see `model.experts.rows.collect_routing`.
 
         Raises:
-            ConfigError, DataError, PlanError, ScheduleError, StepOutOfMemory, RankError: see
-                `step`.
+            ConfigError, DataError, PlanError, ScheduleError, RankError: see `step`.
         """
         call = StepCall(
             plan=plan,
@@ -454,7 +445,6 @@ class ScheduleAdapter:
             self.config,
             [feature for feature, has_it in features.items() if has_it],
             is_training=call.is_training,
-            retries_oom=self.retries_oom,
         )
         shared_by = {self.layout.cp * row.width for row in call.step_plan.microbatches}
         check_heads(map(unwrapped, self.chunks), shared_by)

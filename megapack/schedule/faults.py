@@ -1,12 +1,7 @@
 """How a step handles faults: running out of memory, and values that are not finite.
 
-One rank runs out of memory in a step that may be tried again: the other ranks still wait for the
-tensors that the schedule makes this rank send. So it continues the schedule with zeros of the
-planned shapes, does no more work, and reports at the step's end; gradients are not reduced. The
-process groups stay usable. Ranks that share a row ask each other before each collective inside of
-it, see `ranks.meeting`: one that is out of memory answers once in each forward and backward, and
-the others then leave it, and do no more work either. Where other ranks communicate inside layers, a
-rank could not know which collectives it still has to join.
+A rank that runs out of memory leaves the schedule with an error that says which rows it had; the
+others wait for it inside theirs, until `ranks.links` gives them its error.
 
 A NaN or an infinity on one rank is an error of every rank. Each forward sets a flag on the device,
 and so do the gradients before their reduction (after it, if it overlaps with backwards: then the
@@ -17,7 +12,6 @@ only the first one is reported.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -26,16 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
-from megapack import cpu
-from megapack.errors import ConfigError, ScheduleError, StepOutOfMemory
-from megapack.layout import Layout, why_no_retry
+from megapack.errors import ScheduleError
 from megapack.model.overlap import overlaps_reduction
-from megapack.ranks.agree import agree, on_any_rank
-from megapack.ranks.meeting import OthersOutOfMemory, asking
+from megapack.ranks.agree import agree
 from megapack.ranks.place import Place
+from megapack.rows.packed import PackedRow
 from megapack.schedule import checks
 from megapack.schedule.listeners import Listener
 from megapack.schedule.token_losses import TokenLosses
@@ -46,122 +37,30 @@ logger = logging.getLogger(__name__)
 _MAX_SAMPLES = 8
 
 
-def check_retry(layout: Layout, config: Any) -> None:
-    """Raise ConfigError if a step that runs out of memory could not be tried again.
+class StepOutOfMemory(ScheduleError, torch.OutOfMemoryError):
+    """A GPU ran out of memory in a step. Handlers of torch's error catch it too."""
 
-    DDP communicates inside forwards and backwards only if it overlaps; see `without_overlap`.
-    """
-    if reason := why_no_retry(tp=layout.tp, cp=layout.cp, ep=layout.ep):
-        raise ConfigError(
-            f"steps out of memory cannot be tried again with {reason}; set train.on_oom=error "
-            "(retries_oom=False)"
-        )
-    if layout.dp > 1 and checks.shares_fp8_scales(config):
-        raise ConfigError(
-            f"steps out of memory cannot be tried again with dp={layout.dp} and "
-            "fp8_recipe='delayed': ranks share scales after each forward; set "
-            "tp_only_amax_red=True, another recipe, or train.on_oom=error (retries_oom=False)"
-        )
+    exit_code = 1
 
-
-class OutOfMemoryGuard:
-    """Lets one pass over a step's rows run to its end after memory has run out.
-
-    Args:
-        device: the device of the collectives' tensors.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._message = ""
-        self._has_stopped = False
-        # Made ahead: there may be no memory for it when it is needed.
-        self._answer = torch.zeros(1, dtype=torch.int32, device=device)
-        self._failed_anywhere: bool | None = None
-
-    def attempt(self, work: Callable[[], Any], group: Any = None) -> Any:
-        """Run the work; returns None if memory runs out, or has run out before.
+    @classmethod
+    def of(
+        cls, error: torch.OutOfMemoryError, rows: Sequence[PackedRow], place: Place
+    ) -> StepOutOfMemory:
+        """Torch's error, with the rows of this rank and what to set.
 
         Args:
-            group: the ranks that share its row; None: the work is not shared. All of them attempt
-                it, and none has a result if one has not.
+            place: where memory ran out.
         """
-        is_shared = group is not None and group.size() > 1
-        if not self._has_stopped:
-            try:
-                result = work()
-                if is_shared:
-                    self._ask(group)
-                return result
-            except torch.OutOfMemoryError as error:
-                self._message = str(error).partition("\n")[0] or "out of memory"
-            except OthersOutOfMemory:
-                is_shared = False
-            self._has_stopped = True
-            # Outside of the handlers: inside, the traceback would keep the activations alive.
-            if cpu.uses_cuda():
-                torch.cuda.empty_cache()
-        if is_shared:
-            self._answers(group, is_out=True)
-        return None
-
-    @contextlib.contextmanager
-    def running(self, backwards: Iterable[Any]) -> Iterator[None]:
-        """Within the block, a backward that runs out of memory gives Megatron's schedule zeros, and
-        ranks that share a row ask each other before they meet.
-
-        Args:
-            backwards: the `group` of each backward, in their order.
-        """
-        original = schedules.backward_step
-        groups = iter(backwards)
-
-        def backward_step(input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            # In a list: None is a valid result of the original.
-            result = self.attempt(lambda: [original(input_tensor, *args, **kwargs)], next(groups))
-            return _zeros(input_tensor) if result is None else result[0]
-
-        schedules.backward_step = backward_step
-        try:
-            with asking(self._ask):
-                yield
-        finally:
-            schedules.backward_step = original
-
-    def _ask(self, group: Any) -> None:
-        if self._answers(group, is_out=False):
-            raise OthersOutOfMemory
-
-    def _answers(self, group: Any, *, is_out: bool) -> bool:
-        """Whether any rank of the group is out of memory."""
-        self._answer.fill_(is_out)
-        dist.all_reduce(self._answer, op=dist.ReduceOp.MAX, group=group)
-        return bool(self._answer.item())
-
-    def agree(self) -> bool:
-        """Whether any rank ran out of memory; the first call is a collective of all ranks."""
-        if self._failed_anywhere is None:
-            (failed,) = on_any_rank([self._has_stopped], device=self._device)
-            self._failed_anywhere = failed
-        return self._failed_anywhere
-
-    def raise_on_all(self) -> None:
-        """Raise if any rank ran out of memory. A collective of all ranks, at the step's end.
-
-        Raises:
-            StepOutOfMemory: on every rank; it names the ranks that ran out.
-        """
-        if not self.agree():
-            return
-
-        def raise_own() -> None:
-            if self._message:
-                raise StepOutOfMemory(self._message)
-
-        try:
-            agree(raise_own, device=self._device)
-        except ScheduleError as error:
-            raise StepOutOfMemory(str(error)) from None
+        # What was asked for, and what the GPU has; the rest is about torch's settings.
+        reason = ". ".join(str(error).partition("\n")[0].split(". ")[:3]).rstrip(".")
+        sizes = [row.tokens_T.numel() for row in rows]
+        text = f"the step's rows have up to {max(sizes)} tokens on this GPU"
+        if (k := place.microbatch) is not None:
+            text += f", micro-batch {k} ({samples_text(rows[k].samples)}) has {sizes[k]}"
+        return cls(
+            f"{reason or 'out of memory'}; {text}; set a lower max_tokens_per_gpu or "
+            "micro_batch_size, model.recompute=full, or a layout with more stages"
+        )
 
 
 class Spot(NamedTuple):
@@ -361,9 +260,3 @@ def _is_finite(values: Tensor) -> Tensor:
     # A sum reads the values once and keeps a NaN or an infinity. It is in fp32: an fp16 sum could
     # overflow to an infinity by itself.
     return torch.isfinite(values.sum(dtype=torch.float32))
-
-
-def _zeros(tensors: Any) -> Any:
-    if isinstance(tensors, list):
-        return [_zeros(tensor) for tensor in tensors]
-    return None if tensors is None else torch.zeros_like(tensors)

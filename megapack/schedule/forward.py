@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -22,11 +22,9 @@ from megapack.rows.packed import PlacedRow, RoutingRow, RowTokens, unpack_row
 from megapack.rows.schedule_pass import MAXIMUM, SchedulePass
 from megapack.rows.segments import row_segments
 from megapack.schedule.chains import ChainLosses, LossInputs
-from megapack.schedule.faults import FiniteFlags, OutOfMemoryGuard
+from megapack.schedule.faults import FiniteFlags
 from megapack.schedule.listeners import Kind, Listener, Listeners
 from megapack.schedule.token_losses import TokenLosses
-
-T = TypeVar("T")
 
 LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
 """What Megatron's loss function returns: loss sum, token count, report.
@@ -244,19 +242,6 @@ class PassContext:
     """Are called at each forward, backward and computation of weight gradients."""
     flags: FiniteFlags = field(default_factory=FiniteFlags)
     """One of the listeners, which also looks at gradients."""
-    memory: OutOfMemoryGuard | None = None
-    """None: memory that runs out is an error."""
-
-    def attempt(self, work: Callable[[], T], group: Any = None) -> T | None:
-        """Run a piece of work; None if memory has run out, and zeros then replace its result.
-
-        Args:
-            group: see `OutOfMemoryGuard.attempt`.
-        """
-        if self.memory is None:
-            return work()
-        result: T | None = self.memory.attempt(work, group)
-        return result
 
 
 class _RowOfBackward(Listener):
@@ -293,7 +278,6 @@ class ForwardStep:
         self._last_stage = last_stage
         self._pass = context.schedule_pass
         self._listeners = Listeners([*context.listeners, _RowOfBackward(self._pass)])
-        self._attempt = context.attempt
 
     def __call__(
         self, rows: Iterator[tuple[int, PlacedRow]], model: Any
@@ -305,11 +289,8 @@ class ForwardStep:
         """
         microbatch, row = next(rows)
         chunk = next(i for i, own in enumerate(self._chunks) if own is model)
-        result = self._attempt(lambda: self._forward(row, model, chunk, microbatch), row.cp_group)
-        if result is None:
-            result = _zero_output(row, model), None
-        output, head = result
-        if not unwrapped(model).post_process:
+        output, head = self._forward(row, model, chunk, microbatch)
+        if head is None:
             return output, None
         return output, partial(self._loss, row, head, chunk, microbatch)
 
@@ -346,20 +327,14 @@ class ForwardStep:
     def _loss(
         self,
         row: PlacedRow,
-        head: DeferredHead | None,
+        head: DeferredHead,
         chunk: int,
         microbatch: int,
         hidden: Tensor,
     ) -> LossReport:
-        def work() -> LossReport:
-            assert head is not None
-            report = self._last_stage(row, head, hidden)
-            self._listeners.end_forward(chunk, microbatch, report[0])
-            return report
-
-        report: LossReport | None = self._attempt(work, row.cp_group)
-        # The backward sends zeros through this loss.
-        return _report(hidden.sum(dtype=torch.float32) * 0.0) if report is None else report
+        report = self._last_stage(row, head, hidden)
+        self._listeners.end_forward(chunk, microbatch, report[0])
+        return report
 
 
 def accepted_inputs(model: Any, names: Sequence[str]) -> tuple[str, ...]:
@@ -384,20 +359,6 @@ def _in_own_dtype(model: Any) -> dict[str, bool]:
             return {"fp32_output": False}
         model = model.module
     return {}
-
-
-def _zero_output(row: PlacedRow, model: Any) -> Tensor:
-    """Zeros of the output's shape; their backward gives zeros for the chunk's input."""
-    chunk = unwrapped(model)
-    if not chunk.pre_process:
-        return chunk.decoder.input_tensor * 0.0  # type: ignore[no-any-return]
-    config = chunk.config
-    return torch.zeros(
-        (row.tokens_T.numel(), 1, config.hidden_size),
-        dtype=config.pipeline_dtype or config.params_dtype,
-        device=row.tokens_T.device,
-        requires_grad=torch.is_grad_enabled(),
-    )
 
 
 def _report(loss: Tensor) -> LossReport:

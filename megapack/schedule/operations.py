@@ -72,7 +72,6 @@ class Operations:
         self._exchange = exchange
         self._weights = weight_gradients
         self._listeners = Listeners(context.listeners)
-        self._attempt = context.attempt
         self._is_training = is_training
         self._communication = _Communication(
             chunks,
@@ -94,7 +93,7 @@ class Operations:
         try:
             self._run()
         finally:
-            # Some are left if the step has failed or run out of memory.
+            # Some are left if the step has failed.
             self._weights.drop()
 
     def _run(self) -> None:
@@ -171,15 +170,12 @@ class Operations:
             assert self._exchange is not None
             self._exchange.send("gradients", input_gradient)
         if not is_split:
-            self._attempt(lambda: self._weights.finish_joint(op.chunk))
+            self._weights.finish_joint(op.chunk)
 
     def _weight_gradients(self, op: Operation) -> None:
-        def work() -> None:
-            self._listeners.begin("W", op.chunk, op.microbatch)
-            self._weights.run(op.chunk, op.microbatch)
-            self._listeners.end("W", op.chunk, op.microbatch)
-
-        self._attempt(work)
+        self._listeners.begin("W", op.chunk, op.microbatch)
+        self._weights.run(op.chunk, op.microbatch)
+        self._listeners.end("W", op.chunk, op.microbatch)
 
     def _sends(self, op: Operation) -> bool:
         """Whether another stage waits for the operation's result."""

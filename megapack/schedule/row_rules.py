@@ -44,7 +44,6 @@ class _Facts:
     chunks: Sequence[Any]
     config: Any
     is_training: bool
-    retries_oom: bool
 
     def setting(self, *names: str) -> str:
         """The first of these settings of the config that is set, such as "window_size=128"."""
@@ -161,12 +160,6 @@ _RULES = (
     ),
     _Rule(
         ("wide",),
-        lambda facts: facts.on_te("retries_oom=True" if facts.retries_oom else ""),
-        "a rank that runs out of memory inside of it leaves those that share its row waiting; set "
-        "model.attention=varlen, train.on_oom=error (retries_oom=False)",
-    ),
-    _Rule(
-        ("wide",),
         lambda facts: facts.on_te(facts.divided_heads),
         "rows lie over different numbers of ranks, which need not divide the heads; set 'p2p'",
     ),
@@ -191,7 +184,6 @@ def check_rows(
     features: Collection[Feature],
     *,
     is_training: bool,
-    retries_oom: bool = False,
     instead: str = "",
 ) -> None:
     """Raise ConfigError if the model would be wrong on a plan's rows, or hang.
@@ -201,14 +193,12 @@ def check_rows(
         config: the model's TransformerConfig.
         features: of the plan's rows: samples that share prefixes, rows that several DP ranks share,
             samples in pieces.
-        retries_oom: see `ScheduleAdapter`.
         instead: what to set for rows without these features; "" = settings of the plan.
     """
     facts = _Facts(
         chunks=[unwrapped(chunk) for chunk in chunks],
         config=config,
         is_training=is_training,
-        retries_oom=retries_oom,
     )
     for rule in _RULES:
         for feature in rule.features:

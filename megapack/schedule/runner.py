@@ -22,7 +22,6 @@ from megapack.model.overlap import (
     apart_from_earlier,
     dropping_reductions,
     sync_functions,
-    without_overlap,
 )
 from megapack.model.weight_gradients import WeightGradients
 from megapack.plan.plan import StepPlan
@@ -35,7 +34,7 @@ from megapack.schedule.call import StepCall
 from megapack.schedule.channels import Channels, Exchange, StageOrder
 from megapack.schedule.faults import (
     FiniteFlags,
-    OutOfMemoryGuard,
+    StepOutOfMemory,
     checking_finalize,
     samples_text,
 )
@@ -57,7 +56,6 @@ class ScheduleRunner:
         device: rows are moved to it.
         routing: the routing of the model's experts.
         place: the runner keeps it up to date.
-        retries_oom: see `ScheduleAdapter`.
 
     Attributes:
         listeners: are called at each forward and backward.
@@ -79,7 +77,6 @@ class ScheduleRunner:
         device: torch.device,
         routing: ModelRouting,
         place: Place,
-        retries_oom: bool,
     ) -> None:
         self.chunks = chunks
         self.config = config
@@ -91,7 +88,6 @@ class ScheduleRunner:
         self.listeners: list[Listener] = [PlaceKeeper(place)]
         self.row_groups = RowGroups(layout, cp=groups.cp, dp_cp=groups.dp_cp)
         self._groups = groups
-        self._retries_oom = retries_oom
         self.channels = Channels(groups.pp, layout.vpp)
         self._weight_gradients = WeightGradients(chunks)
         # The step plan and what its stage runs, of this step and the next one.
@@ -105,21 +101,19 @@ class ScheduleRunner:
 
         Raises:
             ScheduleError: on every rank, if an output or a gradient of one is not finite.
-            StepOutOfMemory: on every rank, if one ran out of memory and `retries_oom` is set.
+            StepOutOfMemory: on this rank; the others wait for it inside the schedule.
         """
         self.place.enter("schedule")
         flags = self._new_flags(call)
-        memory = OutOfMemoryGuard(self.device) if self._retries_oom else None
         context = PassContext(
             schedule_pass=self._new_pass(call),
             listeners=[*self.listeners, flags],
             flags=flags,
-            memory=memory,
         )
-        self.run_schedule(call, rows, context)
-        if memory is not None and memory.agree():
-            self.routing.reset_expert_counts()
-            memory.raise_on_all()
+        try:
+            self.run_schedule(call, rows, context)
+        except torch.OutOfMemoryError as error:
+            raise StepOutOfMemory.of(error, rows, self.place) from error
         if call.is_training and not checks.reduces(self.chunks):
             params = [list(chunk.parameters()) for chunk in self.chunks]
             gradients = [[p.grad for p in own if p.grad is not None] for own in params]
@@ -130,12 +124,9 @@ class ScheduleRunner:
 
     def run_schedule(self, call: StepCall, rows: list[PackedRow], context: PassContext) -> None:
         """Call Megatron's schedule, or run the operations of the plan's order."""
-        memory = context.memory
         placed = self.placed(call, rows)
         forward_step = self.forward_step(call, context)
         with (
-            contextlib.nullcontext() if memory is None else self._running(call, memory, placed),
-            contextlib.nullcontext() if memory is None else without_overlap(self.chunks),
             dropping_reductions(self.chunks),
             apart_from_earlier(self.chunks) if call.is_training else contextlib.nullcontext(),
             config_with(self.config, self._overrides(call, context)),
@@ -145,12 +136,6 @@ class ScheduleRunner:
                 self._run_megatron(call, placed, forward_step)
             else:
                 self._run_operations(call, placed, forward_step, context)
-
-    def _running(
-        self, call: StepCall, memory: OutOfMemoryGuard, rows: list[PlacedRow]
-    ) -> contextlib.AbstractContextManager[None]:
-        operations = self.stage_order(call).operations
-        return memory.running(rows[op.microbatch].cp_group for op in operations if op.kind == "B")
 
     def _run_megatron(
         self, call: StepCall, rows: list[PlacedRow], forward_step: ForwardStep
@@ -306,16 +291,12 @@ class ScheduleRunner:
         return overrides
 
     def _checking(self, finalize: Callable[..., None], context: PassContext) -> Callable[..., None]:
-        """A `finalize` that checks gradients, and reduces nothing if memory has run out."""
-
-        def unless_out_of_memory(*args: Any, **kwargs: Any) -> None:
-            if context.memory is None or not context.memory.agree():
-                finalize(*args, **kwargs)
+        """A `finalize` that checks gradients."""
 
         def check(gradients: list[list[Tensor]]) -> None:
             self._check_gradients(context, gradients)
 
-        return checking_finalize(unless_out_of_memory, check, self.chunks, self.place)
+        return checking_finalize(finalize, check, self.chunks, self.place)
 
     def _check_gradients(self, context: PassContext, gradients: list[list[Tensor]]) -> None:
         # Under fp16 the loss scaler handles an overflow.

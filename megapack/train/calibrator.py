@@ -134,12 +134,6 @@ class Calibrator:
             self._recorder = Recorder()
             self._adapter.runner.listeners.append(self._recorder)
 
-    def drop_step(self) -> None:
-        """Call when a step failed and will be replanned: its rows do not count."""
-        if self._recorder is not None:
-            self._adapter.runner.listeners.remove(self._recorder)
-            self._recorder = None
-
     def predictions(self, plan: Plan, step: StepPlan, measured_s: float) -> dict[str, float | None]:
         """What the cost model of the run's beginning predicts for a step; {} if none is fitted.
 
@@ -165,9 +159,10 @@ class Calibrator:
             What turned out slow, or is fast again, a sentence each.
         """
         recorder = self._recorder
-        self.drop_step()
-        # A step that was replanned has no recorder left, on any rank.
-        rows = [] if recorder is None else self._measured(recorder, step)
+        assert recorder is not None
+        self._recorder = None
+        self._adapter.runner.listeners.remove(recorder)
+        rows = self._measured(recorder, step)
         self._window.append(rows if reports_for_stage() else [])
         if number % self._interval:
             return []

@@ -10,7 +10,7 @@ returns.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megapack.config.sections import OptimConfig, TrainConfig
 from megapack.data.gae import Floats, explained_variance, gae, token_rewards, whitened
-from megapack.errors import StepOutOfMemory
 from megapack.gpt.build import build_model
 from megapack.gpt.optimizer import build_lr_schedule, build_optimizer
 from megapack.gpt.settings import Settings
@@ -27,7 +26,6 @@ from megapack.hf.load import LoadedWeights, load_hf_weights
 from megapack.layout import Layout
 from megapack.loss.sequence import ValueLoss
 from megapack.model.head import unwrapped
-from megapack.outlook.stats import StepReport
 from megapack.ranks.agree import agree
 from megapack.ranks.links import Ranks
 from megapack.samples import SampleBatch
@@ -54,13 +52,12 @@ class Critic:
         vocab_size: as the policy's.
         reduction: as the policy's, see `build_model`.
         device: see `agree`.
-        on_oom: see `BatchPasses`.
 
     Attributes:
         chunks: this rank's chunks; the last one of the last stage has the value head.
         loaded: what `critic.hf_path` gave; None without it.
         optimizer: Megatron's, for these chunks.
-        passes: runs the value model; counts its replans.
+        passes: runs the value model.
     """
 
     def __init__(
@@ -74,7 +71,6 @@ class Critic:
         reduction: Settings,
         ranks: Ranks,
         device: torch.device,
-        on_oom: Callable[[StepOutOfMemory], None],
     ) -> None:
         self._config = config
         self._device = device
@@ -106,7 +102,6 @@ class Critic:
             self.chunks,
             layout=layout,
             head="value",
-            retries_oom=config.train.on_oom == "replan",
             executor=config.train.executor,
             ranks=ranks,
         )
@@ -114,11 +109,9 @@ class Critic:
             config.objective,
             adapter,
             self.optimizer,
-            planner,
             objective=ValueLoss(clip=config.critic.clip),
             entropy_interval=0,
             device=device,
-            on_oom=on_oom,
         )
         self._ranks = ranks
         self._schedule: OptimizerParamScheduler | None = None
@@ -144,7 +137,6 @@ class Critic:
         self,
         batch: PlannedBatch,
         index: int,
-        report: StepReport,
         *,
         num_steps: int,
         predicted_s: float | None,
@@ -152,11 +144,11 @@ class Critic:
         """Take the critic's optimizer step, whose metrics begin with `critic_`. A collective.
 
         Args:
-            index, report, num_steps, predicted_s: see `take_step`.
+            index, num_steps, predicted_s: see `take_step`.
         """
         assert self._schedule is not None
         update = take_step(
-            *(self.passes, self.optimizer, self._schedule, self._ranks, batch, index, report),
+            *(self.passes, self.optimizer, self._schedule, self._ranks, batch, index),
             name=f"the critic's step {num_steps + 1}",
             num_steps=num_steps,
             predicted_s=predicted_s,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +36,7 @@ from megapack.data.batches import (
 from megapack.data.dataset import SampleNumbers
 from megapack.data.gae import checked_rewards
 from megapack.data.tokenizer import ByteTokenizer
-from megapack.errors import RunInterrupted, StepOutOfMemory
+from megapack.errors import RunInterrupted
 from megapack.gpt import build_model, initialize_parallel
 from megapack.gpt.optimizer import build_lr_schedule, build_optimizer, check_optimizer
 from megapack.gpt.settings import reduction_settings
@@ -128,10 +127,7 @@ class Trainer:
         data_digest = self.data.digest()
         # The file may have been written again between two nodes' reads.
         agree(lambda: None, device=device, same={"digest of the samples": data_digest})
-        replans = config.train.on_oom == "replan"
-        self.reduction = agree(
-            lambda: reduction_settings(config.optim, self.layout, replans=replans), device=device
-        )
+        self.reduction = agree(lambda: reduction_settings(config.optim, self.layout), device=device)
         self.kernels = agreed_kernels(config, self.layout, device=device)
         # All models of the run are built with the kernel that was agreed on.
         model = dataclasses.replace(config.model, attention=self.kernels.attention)
@@ -165,7 +161,6 @@ class Trainer:
             layout=self.layout,
             logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
             head="value" if has_value_head else "vocabulary",
-            retries_oom=replans,
             executor=config.train.executor,
             ranks=ranks,
         )
@@ -185,12 +180,10 @@ class Trainer:
             config.objective,
             self.adapter,
             self.optimizer,
-            self.planner,
             routing_replay=config.train.routing_replay,
             # A value head has no entropy.
             entropy_interval=0 if has_value_head else config.train.entropy_interval,
             device=device,
-            on_oom=self._note_oom,
         )
         self.critic: Critic | None = None
         if config.critic.enabled:
@@ -203,7 +196,6 @@ class Trainer:
                 reduction=self.reduction,
                 ranks=ranks,
                 device=device,
-                on_oom=self._note_oom,
             )
         self.schedule: OptimizerParamScheduler | None = None
         measured = self.calibrator.is_start_measured
@@ -476,19 +468,12 @@ class Trainer:
             and resumed.manifest.plan_digest != plan.digest()
         )
 
-    def _note_oom(self, error: StepOutOfMemory) -> None:
-        self.tracer.drop()
-        self.calibrator.drop_step()
-        # The failed step's activations may be in cycles with its exceptions.
-        gc.collect()
-        self.progress.line(f"{error}; replanned with rows of half the size")
-
     def _step(self, batch: PlannedBatch, index: int, batch_seconds: dict[str, float]) -> None:
         """Take one optimizer step and write its line of metrics."""
         plan = batch.plan
         cost = self.calibrator.cost
-        planned = report = step_report(plan, plan.steps[index], cost)
-        predicted_s = self.clock.predict(planned.seconds)
+        report = step_report(plan, plan.steps[index], cost)
+        predicted_s = self.clock.predict(report.seconds)
         reset_memory_peaks()
         policy: Update | None = None
         # While the critic warms up, the policy has no metrics.
@@ -498,12 +483,11 @@ class Trainer:
             self.tracer.start()
             self.calibrator.begin_step()
             policy = take_step(
-                *(self.passes, self.optimizer, self.schedule, self.ranks, batch, index, planned),
+                *(self.passes, self.optimizer, self.schedule, self.ranks, batch, index),
                 name=f"step {self.num_steps + 1}",
                 num_steps=self.num_steps,
                 predicted_s=predicted_s,
             )
-            report = policy.report
             self.clock.record(report.seconds, policy.measured_s)
             of_policy = {
                 **policy.metrics,
@@ -511,15 +495,13 @@ class Trainer:
                 **self.calibrator.predictions(plan, plan.steps[index], policy.measured_s),
             }
         total_s = 0.0 if policy is None else policy.seconds
-        num_oom_replans = self.passes.num_oom_replans
         of_critic: dict[str, Any] = {}
         critic_updated = False
         if self.critic is not None:
             trained = self.critic.step(
-                batch, index, planned, num_steps=self.num_steps, predicted_s=predicted_s
+                batch, index, num_steps=self.num_steps, predicted_s=predicted_s
             )
             total_s += trained.seconds
-            num_oom_replans += self.critic.passes.num_oom_replans
             of_critic = trained.metrics
             critic_updated = trained.updated
         self.position = self.position.after_step(
@@ -536,7 +518,6 @@ class Trainer:
                 **of_critic,
                 **batch_seconds,
                 **self.checkpoints.take_seconds(),
-                "num_oom_replans": num_oom_replans,
                 **memory_peaks(),
                 "tokens_per_second": report.tokens / total_s,
                 "tokens_per_second_per_gpu": report.tokens / total_s / dist.get_world_size(),

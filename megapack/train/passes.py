@@ -2,9 +2,8 @@
 
     sample numbers -> BatchPlanner -> PlannedBatch -> BatchPasses -> gradients in the model
 
-If the adapter was made with `retries_oom`, a pass that runs out of memory is replanned with rows of
-half the size and run once more; a second failure ends the run. The reference policy is a copy of
-the initial weights or of a folder's; its log-probs are what the KL penalty compares with.
+The reference policy is a copy of the initial weights or of a folder's; its log-probs are what the
+KL penalty compares with.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from megapack.base.arrays import Ints
 from megapack.base.choices import RoutingReplay
 from megapack.config.objective import ObjectiveConfig
 from megapack.config.sections import PlanConfig
@@ -28,7 +26,7 @@ from megapack.cost.model import CostModel
 from megapack.data.batches import batch_prefixes, plan_logprobs, plan_steps
 from megapack.data.dataset import Dataset, SampleNumbers
 from megapack.data.rollouts import TOKEN_COLUMNS
-from megapack.errors import DataError, StepOutOfMemory
+from megapack.errors import DataError
 from megapack.hf.load import load_hf_weights
 from megapack.layout import Layout
 from megapack.loss.correction import Correction
@@ -37,11 +35,8 @@ from megapack.loss.preference import DPO, PairwiseReward
 from megapack.loss.sequence import GSPO, AnyObjective
 from megapack.loss.token import GRPO, PPO, SFT
 from megapack.model.overlap import finish_param_gathers
-from megapack.outlook.stats import StepReport, step_report
-from megapack.plan.plan import Plan, StepPlan, own_samples
+from megapack.plan.plan import Plan, own_samples
 from megapack.plan.shapes import RowShapes
-from megapack.prefixes import SharedPrefixes
-from megapack.ranks.agree import agree
 from megapack.rows.transfer import host_copies, host_like
 from megapack.samples import SampleBatch
 from megapack.schedule.adapter import ScheduleAdapter, StepResult
@@ -144,16 +139,6 @@ class BatchPlanner:
     mtp_num_layers: int = 0
     token_columns: tuple[str, ...] = ()
 
-    def prefixes(self, numbers: SampleNumbers) -> SharedPrefixes | None:
-        """What rows of these samples may share; None if nothing."""
-        return batch_prefixes(
-            self.config,
-            self.data,
-            numbers,
-            mtp_num_layers=self.mtp_num_layers,
-            replays_routes=self.replays_rollouts,
-        )
-
     def plan(
         self,
         numbers: SampleNumbers,
@@ -179,7 +164,13 @@ class BatchPlanner:
         lengths = samples.lengths
         rollout_ids = self.data.rollout_ids(numbers)
         pair_ids = self.data.pair_ids(numbers)
-        prefixes = self.prefixes(numbers)
+        prefixes = batch_prefixes(
+            self.config,
+            self.data,
+            numbers,
+            mtp_num_layers=self.mtp_num_layers,
+            replays_routes=self.replays_rollouts,
+        )
         settings = (self.config, self.layout, self.cost, lengths)
         plan = plan_steps(*settings, rollout_ids, pair_ids, prefixes, row_shapes)
         forward_plan = plan_logprobs(*settings, prefixes, plan.row_shapes)
@@ -193,16 +184,17 @@ class BatchPlanner:
             cost=self.cost,
             routing=[None] * len(lengths),
         )
-        self.give(batch, (plan, batch.forward_plan))
+        self._give(batch)
         return batch
 
-    def give(self, batch: PlannedBatch, plans: Sequence[Plan]) -> None:
-        """Give a batch the tokens, columns and routes that this rank packs under any of the plans.
+    def _give(self, batch: PlannedBatch) -> None:
+        """Give a batch the tokens, columns and routes that this rank packs under its plans.
 
         Raises:
             DataError: routes are to be replayed and a sample has none.
         """
         numbers = batch.numbers
+        plans = (batch.plan, batch.forward_plan)
         self.data.give_tokens(batch.samples, numbers, plans, self.dp_rank)
         for name in self.token_columns:
             self._give_column(name, batch, own_samples(plans, self.dp_rank))
@@ -220,131 +212,14 @@ class BatchPlanner:
             batch.routing[sample] = torch.from_numpy(routes.astype(np.int32))
 
     def _give_column(self, name: str, batch: PlannedBatch, own: Iterable[int]) -> None:
-        """Set a column of those samples; the others keep what they have, or get a number."""
+        """Set a column of those samples; the others get a number."""
         samples = batch.samples
-        is_there = name in samples.field_names
-        values = [
-            samples.field(name, i) if is_there else torch.zeros((), dtype=_COLUMN_DTYPES[name])
-            for i in range(len(samples))
-        ]
+        values = [torch.zeros((), dtype=_COLUMN_DTYPES[name])] * len(samples)
         for sample in own:
             stored = self.data.token_column(name, int(batch.numbers[sample]))
             # A copy: what is mapped cannot be written, which torch warns of.
             values[sample] = torch.from_numpy(stored.copy()).to(_COLUMN_DTYPES[name])
         samples.set_field(name, values)
-
-
-def replan_step(planner: BatchPlanner, batch: PlannedBatch, index: int) -> PlannedBatch:
-    """Replan one step with rows of half the size, as a batch with this step alone.
-
-    Args:
-        batch, index: the step that ran out of memory.
-
-    Raises:
-        StepOutOfMemory: every row already holds a single sample, or a single pair.
-        PlanError, ConfigError: there is no plan with such rows.
-    """
-    step = batch.plan.steps[index]
-    samples = batch.samples
-    kept = list(step.kept_samples)
-    fields = {n: [samples.field(n, i) for i in kept] for n in samples.field_names}
-    numbers = batch.numbers[kept]
-    pair_ids = planner.data.pair_ids(numbers)
-    smaller = halved(
-        planner.config,
-        (step,),
-        inseparable=1 if batch.plan.colocate_ids is None else 2,
-        least=_least_budget(planner, np.array(samples.lengths)[kept], pair_ids),
-    )
-    # "pad", not "drop": the step must keep its samples even if splitting rows reaches no legal M.
-    config = dataclasses.replace(
-        smaller,
-        forward_max_tokens_per_gpu=None,
-        unreachable="pad",
-        oversize="alone",
-    )
-    planner = dataclasses.replace(planner, config=config, cost=batch.cost)
-    return planner.plan(numbers, fields)
-
-
-def replan_logprobs(planner: BatchPlanner, batch: PlannedBatch) -> Plan:
-    """Replan the log-prob pass over the whole batch with rows of half the size.
-
-    The batch also gets the tokens that this rank packs under the new plan.
-
-    Raises:
-        StepOutOfMemory, PlanError, ConfigError: as `replan_step` does.
-    """
-    least = _least_budget(planner, np.array(batch.samples.lengths), None)
-    config = halved(planner.config, batch.forward_plan.steps, least=least)
-    prefixes = planner.prefixes(batch.numbers)
-    settings = (config, planner.layout, batch.cost, batch.samples.lengths)
-    plan = plan_logprobs(*settings, prefixes)
-    if plan is None:
-        # Rows are limited by their number of samples: plan all samples as one step.
-        rollout_ids = planner.data.rollout_ids(batch.numbers)
-        plan = plan_steps(*settings, rollout_ids, prefixes=prefixes)
-    planner.give(batch, (plan,))
-    return plan
-
-
-def halved(
-    config: PlanConfig, steps: Sequence[StepPlan], *, inseparable: int = 1, least: int = 1
-) -> PlanConfig:
-    """Settings that plan all samples as one step, with half of these steps' largest row as budget.
-
-    The largest row counts, not the budget: two rows of 30 and 40 tokens under a budget of 1000 give
-    a budget of 20. A row over several DP ranks counts with the tokens of one. Rows limited by
-    `micro_batch_size` get half the number of samples.
-
-    Args:
-        inseparable: samples that stay in one row: 2 for pairs.
-        least: the smallest budget, see `_least_budget`.
-
-    Raises:
-        StepOutOfMemory: rows cannot be smaller: each holds a single sample, or a single pair, on
-            as many ranks as there are. All ranks raise it.
-    """
-    microbatches = [mb for step in steps for mb in step.microbatches]
-    tokens = max(-(-mb.padded_tokens // mb.width) for mb in microbatches)
-    num_samples = max(len(mb.samples) for mb in microbatches)
-    is_counted = config.max_tokens_per_gpu is None
-    budget = max(tokens // 2, least)
-    # Else a row of one sample is as long as before.
-    goes_on = config.context_parallel == "dynamic" or config.split_samples == "auto"
-    if (num_samples < 2 * inseparable and not goes_on) or (budget >= tokens and not is_counted):
-        held = "sample" if inseparable == 1 else "pair"
-        raise StepOutOfMemory(
-            f"a GPU ran out of memory though each row holds one {held}, of up to {tokens} padded "
-            "tokens; set data.max_length, model.recompute, or a layout with more stages"
-        )
-    is_forward_counted = is_counted and config.forward_max_tokens_per_gpu is None
-    return dataclasses.replace(
-        config,
-        global_batch_size=None,
-        num_steps=None,
-        # Half the budget is no length of the run, and a sample over it may be alone in its row.
-        row_shapes=None,
-        micro_batch_size=num_samples // 2 if is_counted else None,
-        max_tokens_per_gpu=None if is_counted else budget,
-        forward_max_tokens_per_gpu=None if is_forward_counted else budget,
-    )
-
-
-def _least_budget(planner: BatchPlanner, lengths: Ints, pair_ids: Sequence[Any] | None) -> int:
-    """The smallest budget for these samples; a sample over it may be alone in its row, or cut.
-
-    Under context_parallel="dynamic" none is alone: the longest one, or pair, must fit on all ranks.
-    """
-    config = planner.config
-    is_cut = config.split_samples == "auto" and pair_ids is None
-    if config.context_parallel == "fixed" or is_cut:
-        return 1
-    width = config.widths(planner.layout)[-1]
-    over = planner.layout.rounding(config.round_row_tokens).over(width)
-    ids = np.arange(lengths.size) if pair_ids is None else np.array(pair_ids)
-    sizes = np.bincount(np.unique(ids, return_inverse=True)[1], over.aligned_sample_tokens(lengths))
-    return -(-over.aligned_row_tokens(int(sizes.max())) // (width * planner.layout.cp))
 
 
 T = TypeVar("T")
@@ -355,13 +230,8 @@ U = TypeVar("U")
 class StepGradients:
     """A step whose gradients are in the model."""
 
-    report: StepReport
-    """Report of the rows that ran, which a replan changes."""
     result: StepResult
     measured_s: float
-    """Seconds of the attempt that succeeded."""
-    failed_s: float
-    """Seconds of an earlier attempt that ran out of memory, and of replanning; else 0."""
 
 
 class BatchPasses:
@@ -375,15 +245,11 @@ class BatchPasses:
         adapter: runs the model. If the config needs a reference policy, the adapter's current
             weights become that.
         optimizer: Megatron's; only its gradients are touched.
-        planner: the planner of the batches.
         device: see `agree`.
-        on_oom: called on every rank with the error of a failed attempt, before the pass is
-            replanned.
 
     Attributes:
         objective: the training objective.
         reference: the reference policy; None if it is not needed.
-        num_oom_replans: number of passes that were replanned.
     """
 
     def __init__(
@@ -391,13 +257,11 @@ class BatchPasses:
         config: ObjectiveConfig,
         adapter: ScheduleAdapter,
         optimizer: Any,
-        planner: BatchPlanner,
         *,
         objective: AnyObjective | None = None,
         routing_replay: RoutingReplay = "none",
         entropy_interval: int,
         device: torch.device,
-        on_oom: Callable[[StepOutOfMemory], None],
     ) -> None:
         self.objective = make_objective(config) if objective is None else objective
         has_reference = objective is None and config.has_reference
@@ -406,16 +270,12 @@ class BatchPasses:
             folder = config.reference_hf_path
             load = functools.partial(load_hf_weights, adapter.chunks, folder or "", device=device)
             self.reference = Reference(adapter.chunks, load if folder is not None else None)
-        self.num_oom_replans = 0
         self._config = config
         self._routing_replay = routing_replay
         self._entropy_interval = entropy_interval
         self._adapter = adapter
         self._optimizer = optimizer
         self._chunks: list[Any] = adapter.chunks
-        self._planner = planner
-        self._device = device
-        self._on_oom = on_oom
 
     @property
     def logprob_fields(self) -> list[str]:
@@ -449,80 +309,8 @@ class BatchPasses:
 
         Returns:
             Per sample one value per token; a single 0 for samples that the plan drops.
-
-        Raises:
-            StepOutOfMemory, PlanError: as `gradients` does.
         """
-        try:
-            return self._outputs_of(batch, batch.forward_plan, name, of_policy)
-        except StepOutOfMemory as error:
-            smaller = self._replanned(error, lambda: replan_logprobs(self._planner, batch))
-        return self._outputs_of(batch, smaller, name, of_policy)
-
-    def gradients(
-        self, batch: PlannedBatch, index: int, report: StepReport, *, num_steps: int
-    ) -> StepGradients:
-        """Zero the gradients, then run forward and backward of a step.
-
-        Args:
-            index: the step within the batch.
-            report: report of this step as planned.
-            num_steps: optimizer steps of the run before this one.
-
-        Raises:
-            StepOutOfMemory, PlanError: the second attempt failed too, or none is possible.
-            ScheduleError, RankError: as `ScheduleAdapter.step` does.
-        """
-        started = time.perf_counter()
-        try:
-            return self._gradients(batch, index, report, num_steps)
-        except StepOutOfMemory as error:
-            smaller = self._replanned(error, lambda: replan_step(self._planner, batch, index))
-        plan = smaller.plan
-        report = step_report(plan, plan.steps[0], batch.cost)
-        failed_s = time.perf_counter() - started
-        return self._gradients(smaller, 0, report, num_steps, failed_s)
-
-    def _reports_entropy(self, num_steps: int) -> bool:
-        interval = self._entropy_interval
-        return interval > 0 and num_steps % interval == 0
-
-    def _gradients(
-        self,
-        batch: PlannedBatch,
-        index: int,
-        report: StepReport,
-        num_steps: int,
-        failed_s: float = 0.0,
-    ) -> StepGradients:
-        started = time.perf_counter()
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        plan = batch.plan
-        result = self._adapter.step(
-            plan,
-            batch.samples,
-            objective=self.objective,
-            step=index,
-            weighting=self._config.loss_weighting,
-            norm_constant=self._config.norm_constant,
-            entropy=self._reports_entropy(num_steps),
-            routing=None if self._routing_replay == "none" else batch.routing,
-            next_step=index + 1 if index + 1 < len(plan.steps) else None,
-            next_entropy=self._reports_entropy(num_steps + 1),
-        )
-        torch.cuda.synchronize()
-        return StepGradients(
-            report=report,
-            result=result,
-            measured_s=time.perf_counter() - started,
-            failed_s=failed_s,
-        )
-
-    def _outputs_of(
-        self, batch: PlannedBatch, plan: Plan, name: str, of_policy: bool
-    ) -> list[torch.Tensor]:
+        plan = batch.forward_plan
         merged = [torch.zeros(())] * len(batch.samples)
         replay = self._routing_replay if of_policy else "none"
         for index in range(len(plan.steps)):
@@ -543,10 +331,39 @@ class BatchPasses:
                 ]
         return merged
 
-    def _replanned(self, error: StepOutOfMemory, replan: Callable[[], T]) -> T:
-        self.num_oom_replans += 1
-        self._on_oom(error)
-        return agree(replan, device=self._device)
+    def gradients(self, batch: PlannedBatch, index: int, *, num_steps: int) -> StepGradients:
+        """Zero the gradients, then run forward and backward of a step.
+
+        Args:
+            index: the step within the batch.
+            num_steps: optimizer steps of the run before this one.
+
+        Raises:
+            ScheduleError, RankError: as `ScheduleAdapter.step` does.
+        """
+        started = time.perf_counter()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        plan = batch.plan
+        result = self._adapter.step(
+            plan,
+            batch.samples,
+            objective=self.objective,
+            step=index,
+            weighting=self._config.loss_weighting,
+            norm_constant=self._config.norm_constant,
+            entropy=self._reports_entropy(num_steps),
+            routing=None if self._routing_replay == "none" else batch.routing,
+            next_step=index + 1 if index + 1 < len(plan.steps) else None,
+            next_entropy=self._reports_entropy(num_steps + 1),
+        )
+        torch.cuda.synchronize()
+        return StepGradients(result=result, measured_s=time.perf_counter() - started)
+
+    def _reports_entropy(self, num_steps: int) -> bool:
+        interval = self._entropy_interval
+        return interval > 0 and num_steps % interval == 0
 
 
 def _pairs(old: Sequence[T], new: Sequence[U]) -> Iterator[tuple[T, U]]:

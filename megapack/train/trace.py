@@ -50,12 +50,6 @@ class StepTracer:
             self._adapter.runner.listeners.append(self._recorder)
         self._is_warm = True
 
-    def drop(self) -> None:
-        """Call when the step failed; its marks are discarded."""
-        if self._recorder is not None:
-            self._adapter.runner.listeners.remove(self._recorder)
-            self._recorder = None
-
     def finish(
         self, plan: Plan, index: int, number: int, folder: RunFolder | None, cost: CostModel
     ) -> None:

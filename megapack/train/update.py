@@ -9,7 +9,6 @@ from typing import Any
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megapack.gpt.optimizer import check_norm
-from megapack.outlook.stats import StepReport
 from megapack.ranks.links import Ranks
 from megapack.train.metrics import training_metrics
 from megapack.train.passes import BatchPasses, PlannedBatch
@@ -22,11 +21,9 @@ class Update:
     updated: bool
     """False if Megatron skipped the update."""
     seconds: float
-    """Of forward, backward and update, with an attempt that ran out of memory."""
+    """Of forward, backward and update."""
     measured_s: float
     """Of forward and backward."""
-    report: StepReport
-    """Of the rows that ran."""
     metrics: dict[str, Any]
 
 
@@ -37,7 +34,6 @@ def take_step(
     ranks: Ranks,
     batch: PlannedBatch,
     index: int,
-    report: StepReport,
     *,
     name: str,
     num_steps: int,
@@ -46,12 +42,12 @@ def take_step(
     """Take a model's optimizer step. A collective.
 
     Args:
-        index, report, num_steps: see `BatchPasses.gradients`.
+        index, num_steps: see `BatchPasses.gradients`.
         name: of the step, for the watchdog.
         predicted_s: seconds that forward and backward should take, or None.
     """
     with ranks.guarded(name, predicted_s):
-        ran = passes.gradients(batch, index, report, num_steps=num_steps)
+        ran = passes.gradients(batch, index, num_steps=num_steps)
         started = time.perf_counter()
         ranks.place.enter("optimizer")
         updated, grad_norm, _ = optimizer.step()
@@ -69,8 +65,7 @@ def take_step(
     }
     return Update(
         updated=bool(updated),
-        seconds=ran.failed_s + ran.measured_s + optimizer_s,
+        seconds=ran.measured_s + optimizer_s,
         measured_s=ran.measured_s,
-        report=ran.report,
         metrics=metrics,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,14 +36,14 @@ SAVING = ["train.save_interval=1", "train.async_save=true", "plan.max_tokens_per
 TIMEOUT_S = 600 if REHEARSED else 60
 
 
-def train(
+def run(
     folder: Path, *overrides: str, env: dict[str, str] | None = None
-) -> tuple[str, list[dict[str, Any]]]:
-    """The output of a run in a folder, and its metrics by step."""
+) -> subprocess.CompletedProcess[str]:
+    """A run in a folder, which has ended."""
     folder.mkdir(exist_ok=True)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "megapack", "train", str(CONFIG), *SETTINGS, *overrides]
-    done = subprocess.run(
+    return subprocess.run(
         command,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, **(env or {})},
@@ -52,9 +53,14 @@ def train(
         timeout=TIMEOUT_S,
         check=False,
     )
+
+
+def train(folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """The metrics of a run in a folder, by step."""
+    done = run(folder, *overrides)
     assert done.returncode == 0, done.stdout[-6000:]
     lines = (folder / "runs/run/metrics.jsonl").read_text().splitlines()
-    return done.stdout, [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +68,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four steps that are saved, timed and fitted while it trains."""
     folder = tmp_path_factory.mktemp("train") / "whole"
     timing = ["train.trace_steps=3", "plan.calibrate=online", "plan.calibrate_interval=2"]
-    _, lines = train(folder, *SAVING, *timing)
+    lines = train(folder, *SAVING, *timing)
     assert len(lines) == 4
     return folder / "runs/run"
 
 
 def test_a_run_saves_while_it_trains_and_resumes(whole: Path, tmp_path: Path) -> None:
     train(tmp_path / "cut", *SAVING, "train.num_batches=1")
-    _, resumed = train(tmp_path / "cut", *SAVING, "train.resume=auto")
+    resumed = train(tmp_path / "cut", *SAVING, "train.resume=auto")
     expected_lines = read_run(whole).metrics
     assert [line["step"] for line in resumed] == [line["step"] for line in expected_lines]
     for line, expected in zip(resumed, expected_lines, strict=True):
@@ -103,12 +109,20 @@ def test_events_time_forwards_and_backwards(whole: Path) -> None:
 
 
 @pytest.mark.skipif(REHEARSED, reason="a CPU does not run out of memory")
-def test_a_step_that_runs_out_of_memory_is_repeated_in_shorter_rows(tmp_path: Path) -> None:
+def test_a_step_that_runs_out_of_memory_ends_with_what_to_set(tmp_path: Path) -> None:
     share = MEMORY_GIB * 2**30 / torch.cuda.get_device_properties(0).total_memory
     env = {"PYTORCH_CUDA_ALLOC_CONF": f"per_process_memory_fraction:{share:.4f}"}
-    output, (line,) = train(tmp_path, *LARGE, "train.on_oom=replan", env=env)
-    assert line["num_oom_replans"] >= 1, output[-3000:]
+    done = run(tmp_path, *LARGE, env=env)
+    assert done.returncode == 1, done.stdout[-6000:]
+    (error,) = [line for line in done.stdout.splitlines() if line.startswith("megapack: ")]
+    found = re.fullmatch(
+        r"megapack: CUDA out of memory\. .*; the step's rows have up to (\d+) tokens on this GPU"
+        r"(, micro-batch \d+ \(samples .*\) has \d+)?; set a lower plan.max_tokens_per_gpu"
+        r".*recompute.*",
+        error,
+    )
+    assert found is not None, error
+    assert 16384 < int(found[1]) <= 32768
+    assert "Traceback" not in done.stdout
+    (line,) = train(tmp_path / "small", *LARGE, "plan.max_tokens_per_gpu=8192")
     assert line["updated"] == 1
-    _, (wanted,) = train(tmp_path / "small", *LARGE, "plan.max_tokens_per_gpu=8192")
-    assert line["loss"] == pytest.approx(wanted["loss"], rel=0.02, abs=1e-3)
-    assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=0.05)

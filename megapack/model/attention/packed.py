@@ -35,7 +35,6 @@ from megapack.errors import ConfigError
 from megapack.model.attention.mixers import refuse_unpacked_mixers, sample_indices
 from megapack.model.attention.row import RowView, layer_row, with_view
 from megapack.model.carried import with_earlier_keys
-from megapack.ranks.meeting import meet, meeting_backward
 from megapack.rows.chain import Link
 from megapack.rows.packed import PackedRow
 
@@ -284,10 +283,8 @@ def gather_rows(key: Tensor, value: Tensor, order_K: Tensor, group: Any) -> tupl
     if group is None or group.size() == 1:
         return key.index_select(0, order_K), value.index_select(0, order_K)
     both = torch.cat([key, value], dim=-1)
-    meet(group, lambda: both.new_empty((len(both) * group.size(), *both.shape[1:])))
     # Megatron's gather for sequence parallelism: its backward reduces and scatters over the group.
     gathered = gather_from_sequence_parallel_region(both, group=group)
-    gathered = meeting_backward(gathered, group)
     key, value = gathered.index_select(0, order_K).split([key.shape[-1], value.shape[-1]], dim=-1)
     return key, value
 

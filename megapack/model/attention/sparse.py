@@ -39,7 +39,6 @@ from megapack.model.attention.paths import Chunk, Paths, query_chunks
 from megapack.model.attention.row import RowView, layer_row
 from megapack.model.carried import with_earlier_keys
 from megapack.model.recurrent.scan import at_least_fp32
-from megapack.ranks.meeting import meet
 from megapack.rows.schedule_pass import SchedulePass
 
 
@@ -326,7 +325,6 @@ def _add_loss(
     """The chunk's sum of copies * KL; adds its gradients to `grads`."""
     target_QK = probs_HQK.sum(0)
     if loss.tp_group is not None and loss.tp_group.size() > 1:
-        meet(loss.tp_group)
         dist.all_reduce(target_QK, group=loss.tp_group)
     # Each head's probabilities sum to 1.
     target_QK = target_QK / target_QK.sum(-1, keepdim=True)

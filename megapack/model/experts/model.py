@@ -116,15 +116,6 @@ class ModelRouting:
             for follower in followers:
                 follower.follow(None)
 
-    def reset_expert_counts(self) -> None:
-        """Set the token counts that update the expert bias to 0, after a discarded pass.
-
-        Megatron resets them when it reduces gradients, which a discarded pass never reaches.
-        """
-        for router in self._routers:
-            if router.enable_expert_bias:
-                router.local_tokens_per_expert.zero_()
-
     def metrics(self, schedule_pass: SchedulePass, device: torch.device) -> dict[str, float]:
         """The pass's auxiliary losses without coefficients, mean over layers. Collective.
 

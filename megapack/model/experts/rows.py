@@ -37,7 +37,6 @@ from torch import Tensor
 from megapack.errors import DataError
 from megapack.plan.plan import StepPlan
 from megapack.prefixes import Branch
-from megapack.ranks.meeting import meet
 from megapack.rows.outputs import Scope, by_sample, only_in_scope, reduced_samples
 from megapack.rows.packed import PackedRow, RoutingRow
 from megapack.rows.slices import indices_in
@@ -247,7 +246,6 @@ def whole_sample_counts(chosen_tE: Tensor, row: RoutingRow, dtype: torch.dtype) 
     counts_SE = sample_counts(chosen_tE, row, dtype)
     for group in row.groups:
         if group.size() > 1:
-            meet(group)
             dist.all_reduce(counts_SE, group=group)
     return counts_SE
 

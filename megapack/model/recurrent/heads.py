@@ -22,7 +22,6 @@ from torch import Tensor
 
 from megapack.errors import ConfigError
 from megapack.model.attention.row import RowView
-from megapack.ranks.meeting import meet, meeting_backward
 
 
 class Section(NamedTuple):
@@ -120,10 +119,7 @@ class HeadExchange:
         return self._exchanged(slices).transpose(0, 1).flatten(1)
 
     def _exchanged(self, sent: Tensor) -> Tensor:
-        group = self._row.cp_group
-        sent = sent.contiguous()
-        meet(group, lambda: torch.empty_like(sent))
-        return meeting_backward(all_to_all(group, sent), group)
+        return all_to_all(self._row.cp_group, sent.contiguous())
 
 
 def _part(values: Tensor, sections: Sequence[Section], rank: int, ranks: int, dim: int) -> Tensor:

@@ -26,9 +26,8 @@ import megapack.schedule.call
 from megapack.checkpoint import state
 from megapack.config import load_config
 from megapack.config.sections import TrainConfig
-from megapack.errors import DataError, StepOutOfMemory
-from megapack.model.attention import packed
-from megapack.ranks import meeting
+from megapack.errors import DataError
+from megapack.model.attention import sdpa
 from megapack.ranks.interrupt import Interrupt
 from megapack.schedule import adapter
 from megapack.schedule.call import StepCall
@@ -54,8 +53,7 @@ WEIGHTS = "weight_gradients"
 CALIBRATION = "calibration"
 """A fit of the cost model, with plan.calibrate=online."""
 LAYER = "layer"
-LAYER_BACKWARD = "layer backward"
-"""Between the layers of a row that ranks share: before they meet for the second time."""
+"""Between the layers of a row that ranks share: before they gather keys for the second time."""
 ELSEWHERE = ("start", "prefetch", "write_plan", "optimizer", "checkpoint", WEIGHTS, CALIBRATION)
 """Phases outside of a step, or not of all steps; they are not in the matrix."""
 ON_RANK_0 = ("write_plan",)
@@ -74,7 +72,6 @@ SIGNALS = {
 AT_STEP = 2
 """The fault happens after this many steps."""
 AT_MICROBATCH = 1
-EVERY_RANK = -1
 NAN = float("nan")
 _NO_GPU_HAS_BYTES = 1 << 50
 
@@ -86,7 +83,7 @@ class Trigger:
         self.folder = folder
         self.fault = fault
         self.is_due = False
-        self.is_own = rank in (int(os.environ["RANK"]), EVERY_RANK)
+        self.is_own = rank == int(os.environ["RANK"])
 
     def fires(self) -> bool:
         """Whether the fault happens now; if so, its time is written."""
@@ -105,8 +102,6 @@ class Trigger:
             return
         if self.fault == "bad_sample":
             raise DataError("sample 3 has no tokens; leave it out of the batch")
-        if self.fault == "replanned":
-            raise StepOutOfMemory("as if a GPU had run out of memory")
         if self.fault == "out_of_memory":
             # A rehearsal believes in a GPU and has none.
             if torch.cuda.is_available() and torch.empty(0, device="cuda").is_cuda:
@@ -116,10 +111,10 @@ class Trigger:
 
 
 def inject(trigger: Trigger, phase: str) -> None:
-    """Put the fault into one phase of the job, into its losses, or before a whole step."""
+    """Put the fault into one phase of the job, or into its losses."""
     _count_steps(trigger)
     is_nan = trigger.fault == "nan"
-    if phase == "none" or trigger.fault == OTHER_SHARERS:
+    if trigger.fault == OTHER_SHARERS:
         return
     if phase in ELSEWHERE and phase != WEIGHTS:
         _inject_elsewhere(trigger, phase)
@@ -142,15 +137,11 @@ def inject(trigger: Trigger, phase: str) -> None:
     elif phase in ("forward", "backward", WEIGHTS, "log-probs"):
         _around(ScheduleRunner, "run", before=lambda *call: _listen(call[0], phase, trigger))
     elif phase == LAYER:
-        _around(packed, "meet", before=_SecondTime(trigger))
-    elif phase == LAYER_BACKWARD:
-        _around(meeting, "meet", before=_SecondTime(trigger))
+        _around(sdpa, "gather_rows", before=_SecondTime(trigger))
     elif phase == "critic":
         _around(job.Critic, "step", before=_listen_to_critic(trigger))
     elif phase == "loss":
         _around(LastStage, "__call__", before=lambda *_: torch.is_grad_enabled() and trigger())
-    elif phase == "step":
-        _around(adapter.ScheduleAdapter, "step", before=trigger)
     elif phase == "reduction" and is_nan:
         _around(FiniteFlags, "check_gradients", before=lambda *a: _poison_buffers(a, trigger))
     elif phase == "reduction":
@@ -250,8 +241,7 @@ class _SecondTime:
         self._calls = 0
 
     def __call__(self, *_: Any) -> None:
-        is_backward = torch._C._current_graph_task_id() != -1
-        if self._trigger.is_due and (torch.is_grad_enabled() or is_backward):
+        if self._trigger.is_due and torch.is_grad_enabled():
             self._calls += 1
             if self._calls == 2:
                 self._trigger()

@@ -24,7 +24,7 @@ LIMIT_S = 20.0
 WORLD = 4
 MESSAGES = {
     "bad_sample": "DataError: sample 3 has no tokens",
-    "out_of_memory": "OutOfMemoryError: CUDA out of memory",
+    "out_of_memory": "CUDA out of memory",
     "user_error": "ValueError: the user's own code failed",
     "nan": ("NaN", "nan"),
     "killed": "is gone: it was killed",

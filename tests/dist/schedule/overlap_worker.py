@@ -40,7 +40,6 @@ class Case:
     distributed: bool = False
     variant: str = "plain"
     policy: Policy = field(default_factory=Policy)
-    retries_oom: bool = False
 
 
 PP2_VPP2 = Layout(dp=2, pp=2, vpp=2)
@@ -53,9 +52,6 @@ CASES = {
     "sharded_dp2_pp2": Case(layout=Layout(dp=2, pp=2), ddp=GATHER, distributed=True),
     "sharded_dp2_pp2_vpp2_aligned": Case(
         layout=PP2_VPP2, ddp={**GATHER, "align_param_gather": True}, distributed=True
-    ),
-    "sharded_dp2_retries": Case(
-        layout=Layout(dp=2), ddp=GATHER, distributed=True, retries_oom=True
     ),
     "dp2_per_rank": Case(layout=Layout(dp=2), ddp=REDUCE, policy=Policy(count_rule="per_rank")),
     # Untied: the head's weight has a gradient of its own.
@@ -87,7 +83,7 @@ def main(out_dir: str, name: str) -> None:
     # A large eps, as in optimizer_worker: Adam divides by the gradient's size.
     optim = OptimConfig(lr=1e-2, clip_grad=0, adam_eps=1e-2, distributed_optimizer=case.distributed)
     optimizer = build_optimizer(optim, chunks, bf16=False)
-    adapter = ScheduleAdapter(chunks, layout=case.layout, retries_oom=case.retries_oom)
+    adapter = ScheduleAdapter(chunks, layout=case.layout)
     reference = Reference(chunks)
     steps = [_step(case, adapter, optimizer, reference, n) for n in STEPS]
     finish_param_gathers(chunks)

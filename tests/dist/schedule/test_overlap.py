@@ -21,7 +21,6 @@ MAX_ERROR = 1e-5
 # Other cases have all of their settings.
 WEEKLY_CASES = (
     *("dp2", "dp2_pp2", "sharded_dp2", "sharded_dp2_pp2", "dp2_pp2_untied", "dp2_per_rank"),
-    "sharded_dp2_retries",
 )
 
 

@@ -349,11 +349,7 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["layout.ep=2"], "num_experts=None does not divide over layout.ep=2"),
     (["layout.etp=0"], "layout.etp is 0; set 1 or more"),
     (["layout.tp=2", "layout.etp=2"], "but model.num_experts is null; set layout.etp=1"),
-    (["train.on_oom=replan", "layout.tp=2"], "cannot run with this layout (tp=2, cp=1, ep=1: "),
-    (
-        [*DYNAMIC, "train.on_oom=replan", "model.attention=te", "model.dtype=bf16"],
-        "plan: context_parallel='dynamic' with on_oom='replan' and attention='te': a rank that",
-    ),
+    (["train.on_oom=replan"], "unknown key train.on_oom; memory that runs out ends the run; leave"),
     (["model.num_experts=4", "layout.tp=2"], "needs layout.sequence_parallel=true"),
     (["layout.sequence_parallel=true"], "layout.sequence_parallel needs layout.tp > 1"),
     (["layout.sequence_paralel=true"], "did you mean layout.sequence_parallel?"),
@@ -434,7 +430,6 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     ([*EXPERTS, "train.routing_replay=rollout"], "generated rollouts have no routed_experts"),
     ([*REPLAY, "objective.kind=sft"], "objective.kind=sft has no pass for old log-probs"),
     ([*REPLAY, "plan.forward_max_tokens_per_gpu=99"], "set plan.forward_max_tokens_per_gpu=null"),
-    ([*REPLAY, "train.on_oom=replan"], "set train.on_oom=error, or train.routing_replay=none"),
     ([*DYNAMIC, "plan.count_rule=per_rank"], "plan: context_parallel='dynamic' with count_rule="),
     ([*DYNAMIC, "plan.row_shape=uniform"], "'dynamic' with row_shape='uniform'"),
     (
@@ -494,10 +489,6 @@ def test_invalid_jobs_are_refused(overrides: list[str], message: str) -> None:
         ),
         (["optim.bucket_size=0"], "optim.bucket_size is 0; set 1 or more"),
         (["train.manual_gc_interval=0"], "train.manual_gc_interval is 0; set 1 or more"),
-        (
-            ["train.on_oom=replan", "optim.overlap_grad_reduce=true"],
-            "train.on_oom=replan cannot run with optim.overlap_grad_reduce=true",
-        ),
     ],
 )
 def test_settings_for_speed_are_checked(overrides: list[str], message: str) -> None:

@@ -165,19 +165,6 @@ def test_reduction_overlaps_where_ranks_share_gradients(
     assert on(reduction_settings(OptimConfig(**optim), layout)) == expected
 
 
-@pytest.mark.usefixtures("cuda")
-def test_steps_that_are_repeated_do_not_overlap() -> None:
-    settings = reduction_settings(SHARDED, DP2, replans=True)
-    assert on(settings) == set()
-    text = describe(settings)
-    assert "not overlap_grad_reduce: train.on_oom=replan repeats" in text
-    asked = OptimConfig(overlap_grad_reduce=True)
-    with pytest.raises(
-        ConfigError, match=r"overlap_grad_reduce=true cannot run here: train\.on_oom"
-    ):
-        reduction_settings(asked, DP2, replans=True)
-
-
 def test_a_key_turns_overlap_on_without_cuda() -> None:
     asked = OptimConfig(
         overlap_grad_reduce=True, overlap_param_gather=True, distributed_optimizer=True

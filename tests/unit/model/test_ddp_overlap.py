@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megapack.model.overlap import dropping_reductions, sync_functions, without_overlap
+from megapack.model.overlap import dropping_reductions, not_counting, sync_functions
 
 pytestmark = pytest.mark.unit
 
@@ -74,7 +74,7 @@ def test_an_error_drops_the_reductions_that_run() -> None:
 def test_ddp_overlaps_again_after_the_block() -> None:
     one = chunk(overlap_grad_reduce=True)
     other = chunk(overlap_grad_reduce=False)
-    with without_overlap([one, other]):
+    with not_counting([one, other]):
         assert not one.ddp_config.overlap_grad_reduce
     assert one.ddp_config.overlap_grad_reduce
     assert not other.ddp_config.overlap_grad_reduce

@@ -76,18 +76,6 @@ def test_moe_layers_follow_moe_layer_freq() -> None:
     assert moe_layers(config(num_moe_experts=None)) == []
 
 
-def test_a_discarded_pass_does_not_change_the_expert_bias() -> None:
-    found = routing(PackedRouter, moe_router_enable_expert_bias=True)
-    (router,) = found._routers
-    router.enable_expert_bias = True
-    router.local_tokens_per_expert = torch.tensor([3.0, 1.0])
-    found.reset_expert_counts()
-    assert router.local_tokens_per_expert.tolist() == [0.0, 0.0]
-    router.enable_expert_bias = False
-    router.local_tokens_per_expert = None
-    found.reset_expert_counts()
-
-
 # In a child process: switching Megatron to the CPU patches torch for the rest of a process.
 ROUTERS = """
 import json, warnings

@@ -20,14 +20,12 @@ from tests.unit.schedule.test_checks_of_prefixes import (
 pytestmark = pytest.mark.unit
 
 
-def check(
-    made: Any, *, shares_prefixes: bool = False, retries_oom: bool = False, **changes: Any
-) -> None:
+def check(made: Any, *, shares_prefixes: bool = False, **changes: Any) -> None:
     sizes = {f"{name}_parallel_size": 1 for name in ("tensor_model", "context", "expert_model")}
     dropouts = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     config = SimpleNamespace(**{"cp_comm_type": None, **sizes, **dropouts, **changes})
     features: list[Feature] = ["prefixes", "wide"] if shares_prefixes else ["wide"]
-    check_rows([made], config, features, is_training=True, retries_oom=retries_oom)
+    check_rows([made], config, features, is_training=True)
 
 
 @pytest.mark.parametrize("core", [packed(), TEDotProductAttention()])
@@ -42,14 +40,6 @@ def test_exchanges_that_divide_heads_are_refused(kinds: object) -> None:
         ConfigError, match=r"cp_comm_type='a2a' with rows over several ranks: .*set 'p2p', or plan"
     ):
         check(chunk(TEDotProductAttention()), cp_comm_type=kinds)
-
-
-def test_a_step_is_not_tried_again_with_transformer_engine_only() -> None:
-    check(chunk(packed()), retries_oom=True)
-    with pytest.raises(
-        ConfigError, match=r"retries_oom=True with rows .* set model.attention=v.*retr"
-    ):
-        check(chunk(TEDotProductAttention()), retries_oom=True)
 
 
 def test_positions_that_follow_from_cu_seqlens_are_refused() -> None:

@@ -1,21 +1,22 @@
-"""NaNs and infinities are refused and located; running out of memory ends the work."""
+"""NaNs and infinities are refused and located; running out of memory names the rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megapack import Layout
-from megapack.errors import ConfigError, ScheduleError, StepOutOfMemory
+from megapack import Layout, MicroBatch
+from megapack.errors import ScheduleError
+from megapack.ranks.place import Place
+from megapack.rows.packed import pack_row
+from megapack.samples import SampleBatch
 from megapack.schedule.faults import (
     FiniteFlags,
-    OutOfMemoryGuard,
     Spot,
-    check_retry,
+    StepOutOfMemory,
     origins,
     samples_text,
 )
@@ -130,41 +131,25 @@ def test_the_error_names_gradients_if_outputs_are_finite() -> None:
         flags.refuse(in_row, device=CPU)
 
 
-@pytest.mark.parametrize("ranks", [{"tp": 2}, {"cp": 2}, {"dp": 2, "ep": 2}])
-def test_no_retry_if_ranks_communicate_inside_layers(ranks: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"communicate inside layers.*set train\.on_oom=error"):
-        check_retry(Layout(**ranks), SimpleNamespace())
-
-
-def test_no_retry_if_ranks_share_fp8_scales() -> None:
-    config = SimpleNamespace(fp8="hybrid", fp8_recipe="delayed", tp_only_amax_red=False)
-    with pytest.raises(ConfigError, match=r"fp8_recipe='delayed'.*set tp_only_amax_red=True"):
-        check_retry(Layout(dp=2), config)
-    check_retry(Layout(), config)
-    config.tp_only_amax_red = True
-    check_retry(Layout(dp=2), config)
-
-
-def test_no_work_runs_after_memory_ran_out() -> None:
-    memory = OutOfMemoryGuard(CPU)
-    calls = []
-
-    def work(number: int) -> int:
-        calls.append(number)
-        if number == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-        return number
-
-    assert [memory.attempt(lambda n=n: work(n)) for n in (1, 2, 3)] == [1, None, None]
-    assert calls == [1, 2]
-    assert memory.agree()
-    with pytest.raises(StepOutOfMemory, match=r"^CUDA out of memory.*2\.00 GiB\.$"):
-        memory.raise_on_all()
-
-
-def test_other_errors_are_raised() -> None:
-    memory = OutOfMemoryGuard(CPU)
-    with pytest.raises(ValueError, match="bad"):
-        memory.attempt(lambda: int("bad"))
-    assert not memory.agree()
-    memory.raise_on_all()
+def test_out_of_memory_names_the_rows_and_what_to_set() -> None:
+    batch = SampleBatch([[5, 6, 7], [8, 9]])
+    rows = [
+        pack_row(batch, MicroBatch((i,), n, n, n * n, n), Layout()) for i, n in enumerate((3, 2))
+    ]
+    place = Place()
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+    found = StepOutOfMemory.of(error, rows, place)
+    assert isinstance(found, ScheduleError)
+    assert isinstance(found, torch.OutOfMemoryError)
+    rest = (
+        "; set a lower max_tokens_per_gpu or micro_batch_size, model.recompute=full, or a layout "
+        "with more stages"
+    )
+    text = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB; the step's rows have up to 3 tokens on "
+        "this GPU"
+    )
+    assert str(found) == text + rest
+    place.enter("backward", 0, 1)
+    found = StepOutOfMemory.of(error, rows, place)
+    assert str(found) == f"{text}, micro-batch 1 (samples 1) has 2{rest}"

@@ -1,4 +1,4 @@
-"""The forward step of a chunk: calls of listeners, and zeros after memory has run out."""
+"""The forward step of a chunk, and its calls of listeners."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from megapack.model.head import deferred_head
 from megapack.rows.packed import PlacedRow, pack_row
 from megapack.rows.schedule_pass import SchedulePass
 from megapack.samples import SampleBatch
-from megapack.schedule.faults import OutOfMemoryGuard
 from megapack.schedule.forward import ForwardStep, LossReport, PassContext
 from megapack.schedule.listeners import Kind, Listener
 from tests.groups import RankOf
@@ -74,12 +73,9 @@ def loss(row: PlacedRow, head: Any, hidden: Tensor) -> LossReport:
     return hidden.sum(), torch.zeros(()), {"a": hidden}
 
 
-def make(modules: list[torch.nn.Module], *listeners: Any, **options: Any) -> ForwardStep:
-    return ForwardStep(
-        modules,
-        loss,
-        PassContext(schedule_pass=SchedulePass(), listeners=listeners, **options),
-    )
+def make(modules: list[torch.nn.Module], *listeners: Any) -> ForwardStep:
+    context = PassContext(schedule_pass=SchedulePass(), listeners=listeners)
+    return ForwardStep(modules, loss, context)
 
 
 def rows(num: int) -> Iterator[tuple[int, PlacedRow]]:
@@ -165,34 +161,6 @@ def test_every_listener_is_called_and_may_raise() -> None:
     with pytest.raises(ValueError, match="no backward"):
         output.backward(torch.ones(3, 1, 2))
     assert recorder.events == refusing.events == ["(F0.0", "[(3, 1, 2)]", "F0.0)", "(B0.0"]
-
-
-def test_zeros_of_the_same_shape_after_memory_ran_out() -> None:
-    modules = chunks(1)
-    memory = OutOfMemoryGuard(torch.device("cpu"))
-    recorder = Recorder()
-    forward = make(modules, recorder, memory=memory)
-    inputs = rows(3)
-    whole, loss_function = forward(inputs, modules[0])
-    assert loss_function is not None
-    modules[0].forward = _out_of_memory  # type: ignore[method-assign]
-    zeros, no_loss = forward(inputs, modules[0])
-    assert no_loss is not None
-    assert zeros.shape == whole.shape
-    assert not zeros.any()
-    total, num_tokens, _ = no_loss(zeros)
-    total.backward()
-    assert total == num_tokens == 0
-    assert zeros.grad is not None
-    assert not zeros.grad.any()
-    # The loss of the row before is not computed any more.
-    assert loss_function(whole)[0] == 0
-    assert recorder.events == ["(F0.0", "(F0.1"]
-    assert memory.agree()
-
-
-def _out_of_memory(**_: Any) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def test_hidden_states_of_a_bf16_model_stay_bf16() -> None:
