@@ -13,11 +13,15 @@ from typing import Any, Literal, Union
 from megapack.config.yaml import Node
 from megapack.errors import ConfigError, brief
 
-# Keys that configs may still have -> what to do now.
-_REMOVED = {
-    "model.head_kernel": "log-probs have one kernel, that of torch; leave it out",
-    "train.on_oom": "memory that runs out ends the run; leave it out, and lower "
-    "plan.max_tokens_per_gpu or set model.recompute",
+# Keys that were removed -> their defaults, which configs of older runs have and which change
+# nothing, and what to do now for another value.
+_REMOVED: dict[str, tuple[Any, str]] = {
+    "model.head_kernel": ("auto", "log-probs have one kernel, that of torch; leave it out"),
+    "train.on_oom": (
+        "error",
+        "memory that runs out ends the run; leave it out, and lower plan.max_tokens_per_gpu or set "
+        "model.recompute",
+    ),
 }
 
 
@@ -43,17 +47,21 @@ class Converter:
                 f"{node.where}: {path or 'this'} is a section, got {shown(node.value)}; "
                 f"set keys of it ({', '.join(names[:4])}, ...) or leave it out"
             )
-        for key, child in node.value.items():
+        given = {
+            key: child
+            for key, child in node.value.items()
+            if key in names or not _changes_nothing(_join(path, key), child.value)
+        }
+        for key, child in given.items():
             if key not in names:
                 meant = self.nearest(path, key, names)
                 raise ConfigError(f"{child.where}: unknown key {_join(path, key):.80}; {meant}")
         hints = typing.get_type_hints(cls)
         values = {
-            key: self.convert(child, hints[key], _join(path, key))
-            for key, child in node.value.items()
+            key: self.convert(child, hints[key], _join(path, key)) for key, child in given.items()
         }
         if hasattr(cls, "resolve"):
-            values = cls.resolve(values, {key: child.where for key, child in node.value.items()})
+            values = cls.resolve(values, {key: child.where for key, child in given.items()})
         for name in names:
             if name not in values and _required(cls, name):
                 raise ConfigError(f"{node.where}: {_join(path, name)} has no default; set it")
@@ -113,7 +121,7 @@ class Converter:
     def nearest(self, path: str, key: str, names: list[str]) -> str:
         """A hint for an unknown key: a similar key of this section, or else of any section."""
         if _join(path, key) in _REMOVED:
-            return _REMOVED[_join(path, key)]
+            return _REMOVED[_join(path, key)][1]
         # 0.7 was chosen by hand: it finds swapped letters, as in "cuont" for "count" (0.8).
         close = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
         if close:
@@ -123,6 +131,11 @@ class Converter:
         if close:
             return f"did you mean {anywhere[close[0]]}?"
         return f"valid keys are {', '.join(names)}"
+
+
+def _changes_nothing(path: str, value: Any) -> bool:
+    """Whether a key that was removed has the value that it would have without it."""
+    return path in _REMOVED and value == _REMOVED[path][0]
 
 
 def _unexpected(node: Node, options: tuple[Any, ...], path: str) -> ConfigError:

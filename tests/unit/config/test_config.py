@@ -262,6 +262,10 @@ def test_every_policy_field_is_a_key_of_the_plan_section() -> None:
     assert dataclasses.replace(plan, search=8).to_policy() == dataclasses.replace(policy, search=8)
 
 
+def test_configs_of_older_runs_are_read() -> None:
+    assert job("train.on_oom=error", "model.head_kernel=auto") == job()
+
+
 def test_to_layout_computes_dp() -> None:
     config = job("layout.tp=2", "layout.pp=2", "layout.vpp=2", "layout.sequence_parallel=true")
     layout = config.layout.to_layout(8)
@@ -350,6 +354,7 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["layout.etp=0"], "layout.etp is 0; set 1 or more"),
     (["layout.tp=2", "layout.etp=2"], "but model.num_experts is null; set layout.etp=1"),
     (["train.on_oom=replan"], "unknown key train.on_oom; memory that runs out ends the run; leave"),
+    (["model.head_kernel=liger"], "unknown key model.head_kernel; log-probs have one kernel"),
     (["model.num_experts=4", "layout.tp=2"], "needs layout.sequence_parallel=true"),
     (["layout.sequence_parallel=true"], "layout.sequence_parallel needs layout.tp > 1"),
     (["layout.sequence_paralel=true"], "did you mean layout.sequence_parallel?"),
