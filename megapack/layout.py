@@ -252,19 +252,16 @@ class Layout(ParallelSizes):
         scatter = self.tp if self.sequence_parallel else 1
         return math.lcm(self.sample_alignment, self.cp * scatter * self.fp8_unit_tokens)
 
-    def chunks_in_flight(self, stage: int = 0, group_size: int | None = None) -> int:
+    def chunks_in_flight(self, stage: int = 0) -> int:
         """Largest number of a stage's forwards whose activations wait for their backward.
 
         One chunk is 1/vpp of the stage. The number is that of the warm-up forwards and one more:
         pp - stage in 1F1B, and 2 * (pp - stage - 1) + (vpp - 1) * G + 1 interleaved. Stage 0 holds
         the most: 4 in 1F1B with pp=4, and 6 + 4 + 1 = 11 with pp=4, vpp=2, G=4.
-
-        Args:
-            group_size: G; None for the layout's.
         """
         if self.vpp == 1:
             return self.pp - stage
-        return 2 * (self.pp - stage - 1) + (self.vpp - 1) * (group_size or self.group_size) + 1
+        return 2 * (self.pp - stage - 1) + (self.vpp - 1) * self.group_size + 1
 
     def aligned_sample_tokens(self, real_tokens: Tokens) -> Tokens:
         """Padded tokens of a sample in a row; an array gives one number per sample.
@@ -318,9 +315,7 @@ class Layout(ParallelSizes):
         tail = num_microbatches % group
         return num_microbatches >= group and (tail == 0 or tail >= self.pp)
 
-    def next_legal_count(
-        self, num_microbatches: int, rule: CountRule = "legal", group_size: int | None = None
-    ) -> int:
+    def next_legal_count(self, num_microbatches: int, rule: CountRule = "legal") -> int:
         """The smallest M >= `num_microbatches` that the rule allows.
 
         "multiple" rounds up to a multiple of G, as other schedulers do. "legal" and "per_rank" use
@@ -329,7 +324,7 @@ class Layout(ParallelSizes):
         count = max(1, num_microbatches)
         if self.vpp == 1:
             return count
-        group = group_size or self.group_size
+        group = self.group_size
         count = max(count, group)
         tail = count % group
         if tail == 0 or (rule != "multiple" and tail >= self.pp):

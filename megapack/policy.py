@@ -14,7 +14,7 @@ Oversize = Literal["alone", "error"]
 RowShape = Literal["planned", "uniform"]
 Balance = Literal["time", "tokens"]
 StepSplit = Literal["contiguous", "balanced"]
-GroupSize = Literal["fixed", "search"]
+GroupSize = Literal["fixed"]
 SharePrefixes = Literal["auto", "off"]
 ContextParallel = Literal["fixed", "dynamic"]
 SplitSamples = Literal["off", "auto"]
@@ -63,9 +63,9 @@ class Policy:
 
     count_rule: CountRule = "legal"
     """Numbers of micro-batches per rank (M) that are allowed. "legal": all that Megatron runs.
-    "multiple": multiples of the group size G only. "per_rank": each DP rank its own legal M;
-    refused if DP ranks exchange tokens of experts in each layer, as they do unless etp * ep divides
-    tp * cp."""
+    "multiple": multiples of the group size G only. "per_rank": another name of "legal" to the
+    planner; in a plan made by hand each DP rank may then have its own legal M. Refused if DP ranks
+    exchange tokens of experts in each layer, as they do unless etp * ep divides tp * cp."""
     unreachable: Unreachable = "pad"
     """When splitting rows reaches no allowed M: add padding micro-batches, drop whole trailing
     rollouts of the step (recorded and logged), or raise an error."""
@@ -94,8 +94,7 @@ class Policy:
     many simulations of all ranks together are added; with split_samples="auto" or
     backward="split", up to six times as many of one rank."""
     group_size: GroupSize = "fixed"
-    """"fixed": the layout's G. "search": other G are tried too; a larger one keeps more activations
-    alive."""
+    """"fixed": the layout's G, which is its `microbatch_group_size`."""
     max_live_tokens_per_gpu: int | None = None
     """Row tokens per GPU whose activations a stage may hold at once. No cap by default; a step in
     an order of its own then holds at most what Megatron's order of full rows would."""
@@ -124,6 +123,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
+            if name == "group_size" and getattr(self, name) == "search":
+                raise ConfigError(
+                    "group_size='search': other G are not tried any more; set group_size='fixed', "
+                    "and G in the layout's microbatch_group_size"
+                )
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={brief(getattr(self, name))}; set one of {choices}")
         _check_int("search", self.search, 0)

@@ -36,7 +36,7 @@ POLICY: dict[str, Sequence[Any]] = {
     "balance": ("time", "time", "tokens"),
     "step_split": ("contiguous", "balanced"),
     "search": (0, 1, 40, 300),
-    "group_size": ("fixed", "search"),
+    "group_size": ("fixed",),
     "max_live_tokens_per_gpu": (None, *range(200, 5001, 200)),
     "share_prefixes": ("auto", "auto", "off"),
     "context_parallel": ("fixed",) * 5 + ("dynamic",),

@@ -53,10 +53,8 @@ LAYOUTS = {
 FEATURES = {
     "plain": Policy(),
     "construction": Policy(search=0),
-    "per rank": Policy(count_rule="per_rank"),
     "uniform": Policy(row_shape="uniform"),
     "tokens": Policy(balance="tokens"),
-    "groups": Policy(group_size="search"),
     "drop": Policy(unreachable="drop"),
     "live cap": Policy(max_live_tokens_per_gpu=28672),
     "no prefixes": Policy(share_prefixes="off"),

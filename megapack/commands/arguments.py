@@ -25,7 +25,7 @@ from megapack.plan.plan import Plan
 from megapack.policy import Policy
 
 # Fields of `Policy` that `megapack tune` sweeps.
-_SWEPT = ("count_rule", "group_size", "context_parallel", "split_samples", "backward")
+_SWEPT = ("count_rule", "context_parallel", "split_samples", "backward")
 
 # 1 PiB, beyond any GPU: a larger number is in other units.
 _MAX_GIB = 2**20

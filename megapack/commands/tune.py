@@ -33,7 +33,7 @@ from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
 from megapack.plan.facts import columns_named, features_of
-from megapack.policy import Backward, ContextParallel, GroupSize, SplitSamples
+from megapack.policy import Backward, ContextParallel, SplitSamples
 
 if TYPE_CHECKING:
     from megapack.outlook.tune import Candidate, Progress, Tuning
@@ -84,8 +84,7 @@ def add_arguments(parser: Parser) -> None:
         help="budgets (the longest sample and doublings of it; for cut samples less)",
     )
     for name, literal, what, tried in (
-        ("count_rule", CountRule, "allowed M", ["legal", "per_rank"]),
-        ("group_size", GroupSize, "G of the layout, or others", ["fixed", "search"]),
+        ("count_rule", CountRule, "allowed M", ["legal"]),
         ("context_parallel", ContextParallel, "rows over DP ranks", ["fixed", "dynamic"]),
         ("split_samples", SplitSamples, "pieces of samples", ["off", "auto"]),
         ("backward", Backward, "weight gradients apart", ["joint", "split"]),
@@ -156,7 +155,6 @@ def run(args: argparse.Namespace) -> int:
         vpp=args.vpp,
         budgets=args.max_tokens_per_gpu,
         count_rules=_flat(args.count_rule_choices),
-        group_sizes=_flat(args.group_size_choices),
         context_parallel=_flat(args.context_parallel_choices),
         split_samples=_flat(args.split_samples_choices),
         backward=_flat(args.backward_choices),
@@ -279,7 +277,6 @@ def _payload(tuning: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str
                 "stage_layers": candidate.stage_layers.num_layers,
                 "max_tokens_per_gpu": candidate.max_tokens_per_gpu,
                 "policy": candidate.policy.to_payload(),
-                "group_size": candidate.group_size,
                 "share": candidate.share,
                 "forecast": candidate.report.totals(),
                 "memory_bytes": asdict(candidate.memory) | {"total": candidate.memory.total},
@@ -342,7 +339,6 @@ def _columns(shown: Sequence[Candidate]) -> list[Column]:
         Column("backward", lambda c: c.policy.backward),
         Column("budget", lambda c: f"{c.max_tokens_per_gpu}"),
         Column("rule", lambda c: c.policy.count_rule),
-        Column("G", lambda c: "-" if c.group_size is None else f"{c.group_size}"),
         *fact_columns([*columns_named("M", "fill"), *shares], report),
         *fact_columns(columns_named("bubble", "seconds"), report),
         Column("GiB", lambda c: f"{c.memory.total / GIB:.1f}"),

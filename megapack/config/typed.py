@@ -23,6 +23,10 @@ _REMOVED: dict[str, tuple[Any, str]] = {
         "model.recompute",
     ),
 }
+# Values of keys that were removed -> what to do now.
+_REMOVED_VALUES = {
+    "plan.group_size=search": "set G in layout.microbatch_group_size, and leave this out",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +147,8 @@ def _unexpected(node: Node, options: tuple[Any, ...], path: str) -> ConfigError:
     words = [word for option in options for word in _words(option)]
     close = difflib.get_close_matches(str(node.value), words, n=1)
     meant = f"; did you mean {close[0]}?" if close else ""
+    if removed := _REMOVED_VALUES.get(f"{path}={node.value}"):
+        meant = f"; {removed}"
     return ConfigError(f"{node.where}: {path} is {shown(node.value)}, expected {expected}{meant}")
 
 

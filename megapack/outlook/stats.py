@@ -163,8 +163,7 @@ def full_rows(plan: Plan, row_tokens: int) -> dict[str, Any]:
     plan.
     """
     layout = plan.layout
-    group = max(step.group_size or 1 for step in plan.steps)
-    live = row_tokens * layout.chunks_in_flight(group_size=group) / layout.vpp
+    live = row_tokens * layout.chunks_in_flight() / layout.vpp
     return {
         "live_tokens": max([live, *(plan.live_cap(step) for step in plan.steps if step.orders)]),
         "row_tokens": row_tokens,
@@ -382,7 +381,7 @@ def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -
     return _Bounds(
         num_rows=-(-num_rank_rows // widest),
         largest_work=largest,
-        seconds=_seconds_bound(plan, step, cost, num_rank_rows, work, largest),
+        seconds=_seconds_bound(plan, cost, num_rank_rows, work, largest),
         # A stage runs its vpp chunks, and a DP rank its share of the samples.
         equal_work_seconds=passes * own_work * layout.vpp / layout.dp,
     )
@@ -437,7 +436,7 @@ def _rows_bound(plan: Plan, aligned: Ints, saved_tokens: int) -> int:
 
 
 def _seconds_bound(
-    plan: Plan, step: StepPlan, cost: CostModel, num_rank_rows: int, work: float, largest: float
+    plan: Plan, cost: CostModel, num_rank_rows: int, work: float, largest: float
 ) -> float:
     """See `Report.seconds_bound`.
 
@@ -451,7 +450,7 @@ def _seconds_bound(
     passes = 1.0 if plan.forward_only else 1.0 + cost.backward_ratio
     rows_per_rank = num_rank_rows / layout.dp
     if plan.policy.count_rule != "per_rank":
-        rows_per_rank = layout.next_legal_count(math.ceil(rows_per_rank), "legal", step.group_size)
+        rows_per_rank = layout.next_legal_count(math.ceil(rows_per_rank))
     share = cost.fixed * rows_per_rank + work / layout.dp
     hops = cost.p2p * (layout.num_chunks - 1) * (1 if plan.forward_only else 2)
     # Pieces of a sample may be on all stages at once, so only one stage's work on it counts.

@@ -69,8 +69,6 @@ class Candidate:
     stage_layers: StageLayers
     max_tokens_per_gpu: int
     policy: Policy
-    group_size: int | None
-    """G of the first step."""
     report: PlanReport
     memory: GpuMemory
     """Memory of the fullest stage when every row in flight is full, as in a later batch."""
@@ -139,7 +137,7 @@ class Workload:
     global_batch_size: int | None
     num_steps: int | None
     policy: Policy
-    """All settings but `count_rule`, `group_size` and the fields of `Kind`, which `Space` has.
+    """All settings but `count_rule` and the fields of `Kind`, which `Space` has.
     Plans with rows over several ranks are searched with at most 256, those with orders with 64."""
     memory: MemoryModel
     memory_bytes: int
@@ -443,19 +441,15 @@ def _budgets(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterat
 
 def _policies(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterator[Policy]:
     search = work.policy.search
-    rules, groups = space.count_rules, space.group_sizes
+    rules = space.count_rules
     if kind.context_parallel == "dynamic":
         search = min(search, _DYNAMIC_SEARCH)
     if kind.has_orders:
         search = min(search, _ORDER_SEARCH)
-        rules, groups = rules[:1], groups[:1]
-    for rule, group in itertools.product(rules, groups):
-        policy = work.policy_of(
-            layout, count_rule=rule, group_size=group, search=search, **kind._asdict()
-        )
-        one_count = rule == "per_rank" and layout.dp == 1
-        one_group = group == "search" and layout.vpp == 1
-        if not one_count and not one_group and _is_allowed(policy, layout):
+        rules = rules[:1]
+    for rule in rules:
+        policy = work.policy_of(layout, count_rule=rule, search=search, **kind._asdict())
+        if _is_allowed(policy, layout):
             yield policy
 
 
@@ -491,7 +485,6 @@ def _candidate(work: Workload, part: Workload, trial: _Trial, plan: Plan) -> Can
         stage_layers=trial.split,
         max_tokens_per_gpu=trial.budget,
         policy=plan.policy,
-        group_size=plan.steps[0].group_size,
         report=plan_report(plan, part.lengths, cost),
         memory=_memory(work, trial.layout, trial.split, trial.budget, trial.kind, plan),
         share=trial.share,

@@ -14,12 +14,7 @@ from megapack.errors import ConfigError
 from megapack.layout import CountRule, Layout
 from megapack.plan.facts import FEATURES
 from megapack.plan.plan import Plan
-from megapack.policy import (
-    Backward,
-    ContextParallel,
-    GroupSize,
-    SplitSamples,
-)
+from megapack.policy import Backward, ContextParallel, SplitSamples
 
 _MAX_VPP = 8
 
@@ -72,12 +67,11 @@ class Space:
     """max_tokens_per_gpu; None: the longest sample's, doubled up to four times while it fits, and
     where rows may lie over several ranks or samples be split a quarter, a half and all of it."""
     count_rules: Sequence[CountRule] = ("legal",)
-    group_sizes: Sequence[GroupSize] = ("fixed",)
     context_parallel: Sequence[ContextParallel] = ("fixed",)
     """"dynamic" is tried with dp > 1, token budgets and one M for all ranks."""
     split_samples: Sequence[SplitSamples] = ("off",)
     """"auto" is tried with fixed context parallelism, pp > 1, planned rows, and experts within DP
-    ranks; and both "auto" and "split" with the first count rule and the first kind of G only."""
+    ranks; and both "auto" and "split" with the first count rule only."""
     backward: Sequence[Backward] = ("joint",)
     sequence_parallel: bool = True
     """Set in layouts with tp > 1."""

@@ -33,7 +33,7 @@ USUAL = (Policy(),)
 """What most jobs plan with."""
 ALL = (
     *USUAL,
-    Policy(count_rule="per_rank", max_live_tokens_per_gpu=_MAX_LIVE),
+    Policy(max_live_tokens_per_gpu=_MAX_LIVE),
     Policy(context_parallel="dynamic"),
     Policy(split_samples="auto", backward="split"),
     Policy(split_samples="auto", backward="split", context_parallel="dynamic"),

@@ -217,8 +217,9 @@ class Runner:
         runner.kinds = np.zeros_like(self.kinds)
         return runner
 
-    def order(self, num_microbatches: int, group: int | None) -> StepOrder:
-        """The operations of a DP rank with this many micro-batches.
+    def order(self, num_microbatches: int, group: int | None = None) -> StepOrder:
+        """The operations of a DP rank with this many micro-batches; `group` is G, the layout's by
+        default.
 
         Raises:
             PlanError: an M that Megatron would not run.
@@ -239,7 +240,7 @@ class Runner:
             )
         return step_order(layout.pp, layout.vpp, num_microbatches, group, self.forward_only)
 
-    def ops(self, num_microbatches: int, group: int | None) -> RankOps:
+    def ops(self, num_microbatches: int, group: int | None = None) -> RankOps:
         """The same operations with this cost model's factors, for the compiled loops."""
         return self.ops_of(self.order(num_microbatches, group))
 

@@ -136,12 +136,9 @@ class _Checker:
     def _check_group_size(self, step: StepPlan, where: str) -> None:
         layout = self.layout
         group = step.group_size
-        searched = self.policy.group_size == "search"
         if (group is None) != (layout.vpp == 1):
             raise _broken(1, f"{where} has group_size={group} with vpp={layout.vpp}")
-        if group is not None and (
-            group < layout.pp or (not searched and group != layout.group_size)
-        ):
+        if group not in (None, layout.group_size):
             raise _broken(1, f"{where} has group_size={group}, the layout has {layout.group_size}")
 
     def _check_sharers(self, step: StepPlan, where: str) -> None:

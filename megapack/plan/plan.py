@@ -184,7 +184,7 @@ class Plan:
 
     def explain(self) -> Explanation:
         """What each freedom of the policy gains: shared prefixes, wide rows, pieces of samples,
-        split backwards, M per rank, other G.
+        split backwards.
 
         The plan is compared with one that has only this freedom changed: turned off if it is on,
         turned on if it is off. Each of them takes as long as planning.

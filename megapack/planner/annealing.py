@@ -78,7 +78,7 @@ def anneal(
     for k in range(rule.order.size):
         place[rule.order[k]] = k
     size = orders.shape[1]
-    end = np.empty((size, 1 if clock.lockstep else board.counts.size))
+    end = np.empty((size, 1 if clock.lockstep else board.rows.shape[0]))
     best = score_shared(board, clock, own, end)
     current = best + _tie(board, end.shape[1])
     path = np.empty((size, 2), dtype=np.int64)
@@ -151,7 +151,7 @@ def _critical_path(board: Board, clock: Clock, orders: Ints, end: Floats, path: 
         high = rank + 1
         owner = rank
         if clock.lockstep:
-            for r in range(board.counts.size):
+            for r in range(board.rows.shape[0]):
                 row, slow = board.rows[r, position], board.rows[owner, position]
                 if board.row_seconds[row] > board.row_seconds[slow]:
                     owner = r

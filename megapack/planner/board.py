@@ -91,8 +91,6 @@ class Board(NamedTuple):
     """[R]: seconds of one chunk's forward of the row."""
     rows: Ints
     """[dp, M]: the row of each cell."""
-    counts: Ints
-    """[dp]: micro-batches of each rank."""
     spare: Ints
     """[R]: rows that no cell shows, because another one lies over their cells."""
     num_spare: Ints
@@ -107,18 +105,17 @@ def empty_board(
     item_tokens_sq: Ints,
     item_samples: Ints,
     pieces: tuple[Ints, Ints, Ints],
-    counts: Ints,
+    shape: tuple[int, int],
 ) -> Board:
     """A board with no item in a row.
 
     Args:
         pieces: begin, end and chain of each item.
-        counts: int64 [dp], micro-batches of each rank.
+        shape: dp and M.
     """
     num_items = item_samples.size
-    num_rows = int(counts.sum())
-    rows = np.full((counts.size, int(counts.max())), -1, dtype=np.int64)
-    rows[np.arange(rows.shape[1]) < counts[:, None]] = np.arange(num_rows)
+    dp, count = shape
+    num_rows = dp * count
     return Board(
         cost,
         item_tokens,
@@ -135,11 +132,10 @@ def empty_board(
         piece_of=np.full(num_rows, -1, dtype=np.int64),
         level=np.zeros(num_rows, dtype=np.int64),
         row_seconds=np.full(num_rows, float(row_seconds(cost, 0, 0, 0, 0))),
-        rows=rows,
-        counts=counts,
+        rows=np.arange(num_rows).reshape(shape),
         spare=np.empty(num_rows, dtype=np.int64),
         num_spare=np.zeros(1, dtype=np.int64),
-        seconds=np.zeros(counts.size),
+        seconds=np.zeros(dp),
     )
 
 
@@ -164,7 +160,7 @@ def copy_board(source: Board, target: Board) -> None:
     copy_into(target.num_items, source.num_items)
     copy_into(target.level, source.level)
     copy_into(target.row_seconds, source.row_seconds)
-    for rank in range(source.counts.size):
+    for rank in range(source.rows.shape[0]):
         copy_into(target.rows[rank], source.rows[rank])
     copy_into(target.spare, source.spare)
     copy_into(target.num_spare, source.num_spare)
@@ -237,7 +233,7 @@ def block_width(board: Board, rank: int) -> int:
     """Ranks of the block that a rank is in. Ranks that share rows are in one: rows lie over aligned
     blocks, so the widest row of each of its ranks is as wide."""
     widest = 0
-    for position in range(board.counts[rank]):
+    for position in range(board.rows.shape[1]):
         widest = max(widest, board.level[board.rows[rank, position]])
     return int(1 << widest)
 
@@ -453,6 +449,6 @@ def unit_end(board: Board, rank: int, position: int) -> int:
     chain = chain_at(board, rank, position)
     last = position + 1
     if chain >= 0:
-        while last < board.counts[rank] and chain_at(board, rank, last) == chain:
+        while last < board.rows.shape[1] and chain_at(board, rank, last) == chain:
             last += 1
     return last

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megapack.base.arrays import Floats, Ints
+from megapack.base.arrays import Floats
 from megapack.base.jit import kernel
 from megapack.pipeline.kernels import RankOps, coupled_seconds, peak_live, rank_seconds
 from megapack.planner.board import (
@@ -23,9 +23,7 @@ class Clock(NamedTuple):
     """How ranks run their micro-batches."""
 
     ops: RankOps
-    """Megatron's operations for each M that occurs, one after the other."""
-    bounds: Ints
-    """int64 [dp, 2]: rank r's operations are those from bounds[r, 0] to bounds[r, 1]."""
+    """Megatron's operations of a rank, the same of each."""
     lockstep: bool
     """Ranks wait for each other at every micro-batch."""
 
@@ -37,7 +35,7 @@ class Clock(NamedTuple):
 @kernel
 def score_all(board: Board, clock: Clock, own: OwnOrders | None) -> float:
     """Simulate every rank and write `board.seconds`; returns the step's seconds."""
-    for rank in range(board.counts.size):
+    for rank in range(board.rows.shape[0]):
         if clock.lockstep and rank > 0:
             board.seconds[rank] = board.seconds[0]
         else:
@@ -54,9 +52,9 @@ def score_rank(board: Board, clock: Clock, own: OwnOrders | None, rank: int) -> 
     if own is not None:
         return _score_own(board, clock, own, rank, np.empty(own.ops.shape[1]))
     cost = board.cost
-    count = board.counts[rank]
+    count = board.rows.shape[1]
     first = 0 if clock.lockstep else rank
-    last = board.counts.size if clock.lockstep else rank + 1
+    last = board.rows.shape[0] if clock.lockstep else rank + 1
     kinds = cost.square_factors.size
     forward = np.zeros(kinds * count)
     for kind in range(kinds):
@@ -65,7 +63,7 @@ def score_rank(board: Board, clock: Clock, own: OwnOrders | None, rank: int) -> 
             for other in range(first, last):
                 seconds = kind_seconds(board, board.rows[other, position], kind)
                 forward[column] = max(forward[column], seconds)
-    ops = _ops_of(clock, rank)
+    ops = clock.ops
     if cost.max_live > 0:
         amounts = np.empty(count)
         for other in range(first, last):
@@ -80,7 +78,7 @@ def score_rank(board: Board, clock: Clock, own: OwnOrders | None, rank: int) -> 
 def _score_own(board: Board, clock: Clock, own: OwnOrders, rank: int, end: Floats) -> float:
     """`score_rank` of a rank that chooses its order, or of all in lockstep; see `choose_order`."""
     if clock.lockstep:
-        return choose_order(board, own, 0, 0, board.counts.size, end)
+        return choose_order(board, own, 0, 0, board.rows.shape[0], end)
     return choose_order(board, own, rank, rank, rank + 1, end)
 
 
@@ -146,8 +144,8 @@ def _set_seconds(board: Board, ops: RankOps, end: Floats) -> None:
 def _score_blocks(board: Board, clock: Clock, own: OwnOrders, end: Floats) -> float:
     """`score_shared` of own orders: a rank that shares no row chooses, and each block of ranks that
     share rows runs the last order."""
-    for rank in range(board.counts.size):
-        for position in range(board.counts[rank]):
+    for rank in range(board.rows.shape[0]):
+        for position in range(board.rows.shape[1]):
             if board.num_items[board.rows[rank, position]] == 0 and not board.cost.allows_padding:
                 return np.inf
     latest = 0.0
@@ -169,21 +167,3 @@ def _score_blocks(board: Board, clock: Clock, own: OwnOrders, end: Floats) -> fl
             board.seconds[rank] = seconds
             rank += 1
     return latest
-
-
-@kernel
-def _ops_of(clock: Clock, rank: int) -> RankOps:
-    """Megatron's operations of one rank."""
-    first = clock.bounds[rank, 0]
-    last = clock.bounds[rank, 1]
-    ops = clock.ops
-    return RankOps(
-        ops.stage[first:last],
-        ops.microbatch[first:last],
-        ops.column[first:last],
-        ops.held[first:last],
-        ops.waits_for[first:last],
-        ops.scale[first:last],
-        ops.pp,
-        ops.p2p,
-    )

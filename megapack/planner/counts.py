@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -18,7 +17,6 @@ from megapack.base.arrays import Floats, Ints, check_count
 from megapack.base.jit import kernel
 from megapack.errors import ConfigError, PlanError
 from megapack.planner.items import Items, members_by_row
-from megapack.planner.step import Step
 from megapack.policy import StepSplit
 
 logger = logging.getLogger(__name__)
@@ -70,43 +68,6 @@ def split_rollouts(
     return [np.flatnonzero(step_of == step) for step in range(num_steps)]
 
 
-def shapes_of(step: Step, counts: Callable[[int], Iterable[int]]) -> list[tuple[int, int]]:
-    """Pairs of G and M to try.
-
-    Args:
-        counts: values of M for a G.
-    """
-    return [(group, count) for group in step.group_sizes for count in counts(group)]
-
-
-def least_count(step: Step, num_rows: int, group: int) -> int:
-    """The smallest M that the count rule allows and that has room for `num_rows` on all ranks.
-
-    With pp=4, vpp=2, G=4 and dp=2, 9 rows need 5 per rank, and the next legal M is 8.
-    """
-    return step.legal_count(-(-num_rows // step.layout.dp), group)
-
-
-def rank_counts(step: Step, num_rows: int, group: int) -> Ints:
-    """Number of micro-batches of each rank, with room for `num_rows` on all: int64 [dp].
-
-    All ranks get one M. Under "per_rank" as many ranks as possible get the next smaller legal
-    count. With dp=4, 1F1B and 14 rows: 4, 4, 3, 3.
-    """
-    layout = step.layout
-    most = least_count(step, num_rows, group)
-    counts = np.full(layout.dp, most, dtype=np.int64)
-    if step.policy.count_rule != "per_rank":
-        return counts
-    below = most - 1
-    while below > 0 and not layout.is_legal_count(below, group):
-        below -= 1
-    if below > 0:
-        spare = min(layout.dp, (layout.dp * most - num_rows) // (most - below))
-        counts[layout.dp - spare :] = below
-    return counts
-
-
 def keep_reachable(items: Items, rollout_ends: Ints) -> tuple[Items, int]:
     """Leave trailing rollouts out if `unreachable` asks for it.
 
@@ -137,7 +98,7 @@ def keep_reachable(items: Items, rollout_ends: Ints) -> tuple[Items, int]:
     least_rows = _least_rows(items)
     for kept in range(num_rollouts - 1, 0, -1):
         size = int(rollout_ends[kept - 1])
-        if size < int(rank_counts(step, least_rows[size - 1], step.least_group).sum()):
+        if size < step.layout.dp * step.least_count(least_rows[size - 1]):
             continue  # Too few items even for a lower bound of the rows: packing is not needed.
         prefix = items.take(np.arange(size))
         if prefix.num_items >= fewest_counts(prefix):
@@ -149,9 +110,10 @@ def keep_reachable(items: Items, rollout_ends: Ints) -> tuple[Items, int]:
                 prefix.samples.size,
             )
             return prefix, kept
+    least = step.layout.dp * step.least_count(1)
     raise PlanError(
         f"{_unreachable(items, wanted)}, and no prefix of its rollouts reaches one "
-        f"(align count {_align_count(step)}); set unreachable='pad' or give more samples"
+        f"(align count {least}); set unreachable='pad' or give more samples"
     )
 
 
@@ -168,14 +130,9 @@ def _least_rows(items: Items) -> list[int]:
 
 
 def fewest_counts(items: Items) -> int:
-    """Micro-batches of all ranks at the smallest legal counts with room for the fewest rows."""
+    """Micro-batches of all ranks at the smallest legal M with room for the fewest rows."""
     _, num_rows = items.fewest_rows
-    return int(rank_counts(items.step, num_rows, items.step.least_group).sum())
-
-
-def _align_count(step: Step) -> int:
-    """Micro-batches of all ranks at the smallest legal count."""
-    return step.layout.dp * least_count(step, 1, step.least_group)
+    return items.step.layout.dp * items.step.least_count(num_rows)
 
 
 def _unreachable(items: Items, wanted: int) -> str:
@@ -216,7 +173,7 @@ def split_heaviest(row_of: Ints, num_rows: int, wanted: int, work: Floats) -> tu
     heapq.heapify(heap)
     while num_rows < wanted and heap:
         _, row = heapq.heappop(heap)
-        members[row], leaving = halves(members[row], item_work)
+        members[row], leaving = _halves(members[row], item_work)
         members.append(leaving)
         row_of[leaving] = num_rows
         for part in (row, num_rows):
@@ -226,7 +183,7 @@ def split_heaviest(row_of: Ints, num_rows: int, wanted: int, work: Floats) -> tu
     return row_of, num_rows
 
 
-def halves(items: Ints, work: list[float]) -> tuple[Ints, Ints]:
+def _halves(items: Ints, work: list[float]) -> tuple[Ints, Ints]:
     """Two non-empty parts of two or more items: heaviest first, each into the lighter part.
 
     Items of work 5, 4, 3, 2 become 5, 2 and 4, 3.

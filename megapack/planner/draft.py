@@ -28,8 +28,6 @@ class Draft:
     rank_rows: tuple[Ints, ...]
     """Per rank int64 [M]: its rows in order; PADDING stands for a padding micro-batch. A row over
     several ranks stands at the same place of each."""
-    group_size: int | None
-    """G; None with vpp=1."""
     widths: Ints | None = None
     """int64 [R]: DP ranks of each row; None: one each."""
     orders: tuple[tuple[str, ...], ...] = ()
@@ -38,14 +36,18 @@ class Draft:
     """Simulated seconds of the step, where the search that made the draft knows them."""
 
     @classmethod
-    def blank(cls, items: Items, count: int, group_size: int | None) -> Draft:
+    def blank(cls, items: Items, count: int) -> Draft:
         """A draft of M micro-batches per rank whose items are in no row yet."""
         return cls(
             items=items,
             row_of=np.zeros(0, dtype=np.int64),
             rank_rows=(np.arange(count),) * items.step.layout.dp,
-            group_size=group_size,
         )
+
+    @property
+    def num_microbatches(self) -> int:
+        """M."""
+        return self.rank_rows[0].size
 
     @cached_property
     def num_rows(self) -> int:
@@ -117,14 +119,15 @@ class Draft:
             longest = max(row.row_tokens for row in rows)
             rows = [replace(row, row_tokens=longest) for row in rows]
             padding = replace(padding, row_tokens=longest)
-        per_rank = step.policy.count_rule == "per_rank"
+        # Under "per_rank" someone may change each rank's M by hand.
+        may_differ = step.policy.count_rule == "per_rank"
         ranks = (rank_rows.tolist() for rank_rows in self.rank_rows)
         return StepPlan(
             ranks=tuple(
                 tuple(padding if row == PADDING else rows[row] for row in own) for own in ranks
             ),
-            num_microbatches=None if per_rank else self.rank_rows[0].size,
-            group_size=self.group_size,
+            num_microbatches=None if may_differ else self.num_microbatches,
+            group_size=step.group_size,
             kept_rollouts=kept,
             dropped_rollouts=dropped,
             orders=self.orders,

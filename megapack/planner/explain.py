@@ -8,28 +8,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, PlanError
 from megapack.pipeline.simulator import simulate_planned
-from megapack.plan import facts
 from megapack.plan.explanation import Explanation, Gain
+from megapack.plan.facts import FEATURES
 from megapack.plan.plan import Plan
 from megapack.policy import Policy
-
-
-class _Freedom(NamedTuple):
-    """A field of the policy with which a plan may do more."""
-
-    name: str
-    setting: str
-    off: str
-    on: str
-    used: Callable[[Plan], str]
-    """How much of it a plan has, for people; "" if it has nothing of it."""
 
 
 class Planner(Protocol):
@@ -51,7 +40,7 @@ def explain(
     """
     own = _times(plan, cost)
     gains = []
-    for freedom in _freedoms():
+    for freedom in FEATURES:
         value = getattr(plan.policy, freedom.setting)
         is_on = value == freedom.on
         refusal = ""
@@ -73,7 +62,7 @@ def explain(
                 value=value,
                 is_on=is_on,
                 on=freedom.on,
-                used=freedom.used(plan),
+                used=freedom.text(plan.counts) if freedom.shown(plan.counts) else "",
                 seconds_with=with_it[0],
                 seconds_without=without[0],
                 live_with=with_it[1],
@@ -96,32 +85,6 @@ def quiet_planner() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _freedoms() -> list[_Freedom]:
-    """What the features of plans allow, and what concerns the number of micro-batches."""
-    return [
-        *(_Freedom(f.name, f.setting, f.off, f.on, _share_of(f)) for f in facts.FEATURES),
-        _Freedom("M per rank", "count_rule", "legal", "per_rank", _counts),
-        _Freedom("other G", "group_size", "fixed", "search", _groups),
-    ]
-
-
-def _share_of(feature: facts.Feature) -> Callable[[Plan], str]:
-    def used(plan: Plan) -> str:
-        return feature.text(plan.counts) if feature.shown(plan.counts) else ""
-
-    return used
-
-
-def _counts(plan: Plan) -> str:
-    spans = {step.counts.microbatch_span for step in plan.steps if step.num_microbatches is None}
-    return f"M={plan.counts.microbatch_span}" if any("-" in span for span in spans) else ""
-
-
-def _groups(plan: Plan) -> str:
-    groups = {step.group_size for step in plan.steps} - {None, plan.layout.group_size}
-    return f"G={', '.join(map(str, sorted(filter(None, groups))))}" if groups else ""
 
 
 _Times = tuple[float | None, float | None]

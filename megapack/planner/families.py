@@ -422,7 +422,7 @@ def _room_of_pieces(items: Items, members: Ints, depth: int, rows: int) -> int:
     step = items.step
     if step.forward_only:
         return step.capacity
-    window = step.layout.chunks_in_flight(group_size=step.least_group)
+    window = step.layout.chunks_in_flight()
     whole = np.minimum(items.aligned[members], step.capacity)
     live = step.max_live or window * (int(whole.sum()) // whole.size)
     prefixes = -(-(window + rows - 1) // rows)

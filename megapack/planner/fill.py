@@ -536,7 +536,7 @@ def _seconds_of_several(board: Board, least: Ints, row: int) -> float:
 @kernel
 def _widen_into(board: Board, rank: int, position: int) -> bool:
     """Make one row of the smallest block around an empty cell that has items; whether it fits."""
-    dp = board.counts.size
+    dp = board.rows.shape[0]
     taken = np.empty(board.row_of.size, dtype=np.int64)
     for k in range(1, board.cost.unit.size):
         width = 1 << k

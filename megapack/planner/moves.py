@@ -82,7 +82,7 @@ def try_moves(board: Board, clock: Clock, own: OwnOrders | None, budget: int, pa
     while used < budget and misses < most_misses:
         slow = slowest(board)
         if clock.lockstep:
-            slow = next_random(random, board.counts.size)
+            slow = next_random(random, board.rows.shape[0])
         kind = next_random(random, _KINDS if own is None else _KINDS_WITH_CUTS)
         if board.cost.fixed_rows:
             kind = 0
@@ -95,7 +95,7 @@ def try_moves(board: Board, clock: Clock, own: OwnOrders | None, budget: int, pa
             if kind > _LAST_OWN_ROWS:
                 other = fastest(board)
                 if kind == _RANDOM_RANK or clock.lockstep or other == slow:
-                    other = next_random(random, board.counts.size)
+                    other = next_random(random, board.rows.shape[0])
             spent = _try_exchange(board, clock, own, random, slow, other, passes)
         used += spent
         misses += 1 if spent == 0 else 0
@@ -121,7 +121,7 @@ def _try_order(board: Board, clock: Clock, own: OwnOrders | None, random: Ints, 
     Returns:
         Simulations spent: 0 or 1.
     """
-    count = board.counts[rank]
+    count = board.rows.shape[1]
     p = next_random(random, count)
     q = next_random(random, count)
     if p == q:
@@ -147,7 +147,7 @@ def _try_order(board: Board, clock: Clock, own: OwnOrders | None, random: Ints, 
 @kernel
 def _move_unit(board: Board, rank: int, p: int, q: int) -> None:
     """Move the unit of position p so that it begins at q, or before the chain that is there."""
-    count = board.counts[rank]
+    count = board.rows.shape[1]
     start = p
     while start > 0 and unit_end(board, rank, start - 1) > p:
         start -= 1
@@ -253,8 +253,8 @@ def _draw_exchange(
     best = (-1, -1, -1, -1)
     nearest = np.inf
     for _ in range(_DRAWS):
-        row_a = board.rows[slow, next_random(random, board.counts[slow])]
-        row_b = board.rows[other, next_random(random, board.counts[other])]
+        row_a = board.rows[slow, next_random(random, board.rows.shape[1])]
+        row_b = board.rows[other, next_random(random, board.rows.shape[1])]
         if board.num_items[row_a] == 0 or board.num_items[row_b] == 0 or row_a == row_b:
             continue
         a = pick(board, random, row_a)
@@ -282,7 +282,7 @@ def _try_cut(board: Board, clock: Clock, own: OwnOrders, random: Ints, rank: int
     Returns:
         Simulations spent: 0 or 1.
     """
-    row = board.rows[rank, next_random(random, board.counts[rank])]
+    row = board.rows[rank, next_random(random, board.rows.shape[1])]
     a = board.piece_of[row]
     b = a + 1
     if a < 0 or b >= board.chain.size or board.chain[b] != board.chain[a]:
@@ -401,12 +401,12 @@ def _best_exchange(board: Board, slow: int, other: int, gap: float) -> tuple[int
 def _items(board: Board, rank: int) -> Ints:
     """Items of a rank, row after row."""
     size = 0
-    for position in range(board.counts[rank]):
+    for position in range(board.rows.shape[1]):
         row = board.rows[rank, position]
         size += board.num_items[row]
     out = np.empty(size, dtype=np.int64)
     k = 0
-    for position in range(board.counts[rank]):
+    for position in range(board.rows.shape[1]):
         item = board.head[board.rows[rank, position]]
         while item >= 0:
             out[k] = item
@@ -428,7 +428,7 @@ def _seconds(board: Board, items: Ints) -> Floats:
 def _roomiest(board: Board, rank: int) -> int:
     """The rank's row with the fewest tokens; -1 if it has only padding."""
     best = -1
-    for position in range(board.counts[rank]):
+    for position in range(board.rows.shape[1]):
         row = board.rows[rank, position]
         if board.num_items[row] > 0 and (best < 0 or board.tokens[row] < board.tokens[best]):
             best = row
@@ -439,6 +439,6 @@ def _roomiest(board: Board, rank: int) -> int:
 def _forward_seconds(board: Board, rank: int) -> float:
     """Seconds of one chunk's forwards of all micro-batches of a rank."""
     seconds = 0.0
-    for position in range(board.counts[rank]):
+    for position in range(board.rows.shape[1]):
         seconds += board.row_seconds[board.rows[rank, position]]
     return seconds

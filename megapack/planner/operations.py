@@ -23,7 +23,6 @@ import numpy as np
 from megapack.base.arrays import Ints
 from megapack.plan.order import deep_warmup, megatron_warmup
 from megapack.planner.board import Board, RowCost, block_width
-from megapack.planner.counts import shapes_of
 from megapack.planner.draft import Draft
 from megapack.planner.fill import FillRule, fill_rule
 from megapack.planner.items import Items
@@ -108,8 +107,6 @@ _LEAST_GAIN = 1e-9
 class _Choice(NamedTuple):
     """How samples are cut, and where their pieces lie."""
 
-    group: int
-    """G."""
     num_microbatches: int
     """M."""
     stretch: float | None
@@ -246,7 +243,7 @@ class _OperationSearch:
         seconds."""
         dp, lockstep, own = self.layout.dp, found.clock.lockstep, found.own
         assert own is not None
-        warmups = self._warmups(found.draft)
+        warmups = self._warmups(found.draft.num_microbatches)
         orders: list[tuple[str, ...]] = []
         slowest = 0.0
         # Ranks that share rows are simulated together; those in lockstep are all alike.
@@ -293,23 +290,23 @@ class _OperationSearch:
 
     def _choices(self) -> list[_Choice]:
         """All values of M, the longest piece and the chains' place, as far as the limit allows."""
-        pairs = shapes_of(self.step, self._counts)
+        counts = self._counts()
         limit = self._most_drafts()
-        whole = [_Choice(*pair, None, 0.0, False) for pair in pairs]
+        whole = [_Choice(count, None, 0.0, False) for count in counts]
         if not self.step.cuts_samples:
             return _some(whole, limit)
         # Where samples over the budget must be cut, those choices are left out.
         choices = _some(whole, limit) if self.split and self.fixed is not None else []
-        choices += _some(_every_choice(pairs, _STRETCHES, False, (math.inf,)), limit)
-        limit = self._most_wide_drafts(max(count for _, count in pairs))
+        choices += _some(_every_choice(counts, _STRETCHES, False, (math.inf,)), limit)
+        limit = self._most_wide_drafts(max(counts))
         if self._mixes():
             stretches = (_STRETCHES[0], None)
-            choices += _some(_every_choice(pairs, stretches, True, (math.inf,)), limit)
+            choices += _some(_every_choice(counts, stretches, True, (math.inf,)), limit)
         shares = [share for share in _SHARES if share < self._heaviest()]
         if self._widest > 1 and shares:
             # A sample over the budget has fewer pieces over several ranks.
-            pairs = shapes_of(self.step, lambda group: self._counts(group, self._widest))
-            choices += _some(_every_choice(pairs, _STRETCHES, False, shares), limit)
+            counts = self._counts(self._widest)
+            choices += _some(_every_choice(counts, _STRETCHES, False, shares), limit)
         return choices
 
     def _most_wide_drafts(self, count: int) -> int:
@@ -337,7 +334,7 @@ class _OperationSearch:
             below = max((count for count in found if count < own), default=own)
             above = min((count for count in found if count > own), default=own)
             for other in (below, own, above):
-                count = self.step.legal_count((own + other) // 2, best.group)
+                count = self.step.legal_count((own + other) // 2)
                 steps: Iterable[tuple[float | None, float]] = [(None, 0.0)]
                 if best.stretch is not None:
                     steps = product(_CLOSER_STRETCHES, _CLOSER_PLACES)
@@ -364,24 +361,23 @@ class _OperationSearch:
             return None
         count = choice.num_microbatches
         place = choice.place if cut.sizes else 0.0
-        shape = choice.group, count, place, choice.widens, cut.sizes, cut.widths
+        shape = count, place, choice.widens, cut.sizes, cut.widths
         # Without wide rows the draft is that of a choice on one rank each.
         is_narrow = not cut.sizes or (max(cut.widths) == 1 and not choice.widens)
         if shape in self.made or (choice.is_wide and is_narrow):
             return None
         self.made.add(shape)
-        group = choice.group if self.layout.vpp > 1 else None
-        cells = chain_cells(cut, count, group, choice.place)
+        cells = chain_cells(cut, count, choice.place)
         if cells is None:
             return None
         if choice.is_wide:
             assert self.costs is not None
             found = fill_around(cut, cells, self.costs, count, widens=choice.widens)
-            blank = Draft.blank(cut.items, count, group)
+            blank = Draft.blank(cut.items, count)
             return None if found is None else self._scored_board(blank, *found)
         if self._must_widen(cut):
             return None
-        draft = pack_around(cut, cells, count, group)
+        draft = pack_around(cut, cells, count)
         return None if draft is None else self._scored(draft)
 
     def _mixes(self) -> bool:
@@ -419,11 +415,11 @@ class _OperationSearch:
         if choice.stretch is None and choice.widens:
             assert self.costs is not None
             room = int(self.costs.alone[-1])
-        most = count if self.layout.vpp == 1 else min(choice.group, count)
+        most = count if self.layout.vpp == 1 else min(self.layout.group_size, count)
         share = choice.share * self.total / self.layout.dp
         return cut_items(self.items, count, longest, most, room, self.unit, share, self._widest)
 
-    def _counts(self, group: int, width: int = 1) -> list[int]:
+    def _counts(self, width: int = 1) -> list[int]:
         """Legal values of M to try, smaller ones closer together.
 
         Args:
@@ -438,8 +434,8 @@ class _OperationSearch:
         # The rows of a sample over the budget hold nothing else.
         held = int(np.where(pieces > 0, pieces * width * capacity, tokens).sum())
         rows = max(-(-held // (capacity * layout.dp)), int(pieces.max()), family_rows(self.items))
-        least = self.step.legal_count(rows, group)
-        top = least + group if layout.pp > 1 else least + 1
+        least = self.step.legal_count(rows)
+        top = least + layout.group_size if layout.pp > 1 else least + 1
         if self.cost.fixed > 0:
             equal = self.total / layout.dp * (layout.pp - 1) / (layout.vpp * self.cost.fixed)
             most = max(_MAX_GROWTH * least, _MANY_ROWS)
@@ -447,7 +443,7 @@ class _OperationSearch:
         else:
             top = max(top, _MAX_GROWTH * least)
         wanted = spread_counts(least, top)
-        return list(dict.fromkeys(self.step.legal_count(m, group) for m in wanted))
+        return list(dict.fromkeys(self.step.legal_count(m) for m in wanted))
 
     def _scored(self, draft: Draft) -> Scored:
         """A simulated draft of rows on one rank each in an order of its own."""
@@ -468,34 +464,34 @@ class _OperationSearch:
     def _scored_board(self, draft: Draft, board: Board, rule: FillRule) -> Scored:
         found = []
         # Ranks that share no row choose for themselves.
-        for warmup in self._warmups(draft)[: 2 if board.level.any() else 1]:
+        for warmup in self._warmups(draft.num_microbatches)[: 2 if board.level.any() else 1]:
             own = self._own_orders(draft)
             dp = self.layout.dp
             set_order(board, own, warmup, dp, 0, dp)
             found.append(score_shared_rows(draft, board, self.runner, rule, own))
         return min(found, key=lambda scored: scored.seconds)
 
-    def _warmups(self, draft: Draft) -> list[Ints]:
+    def _warmups(self, count: int) -> list[Ints]:
         """Forwards that the stages may run ahead, the most first. Where several ranks run one
         order, fewer may be better."""
         layout = self.layout
-        shape = layout.pp, layout.vpp, draft.group_size or 1
+        shape = layout.pp, layout.vpp, self.step.group_size or 1
         if self.step.forward_only:
-            return [np.full(layout.pp, max(rows.size for rows in draft.rank_rows) * layout.vpp)]
+            return [np.full(layout.pp, count * layout.vpp)]
         same = layout.vpp > 1 or layout.pp == 1
         return [deep_warmup(*shape)] if same else [deep_warmup(*shape), megatron_warmup(*shape)]
 
     def _own_orders(self, draft: Draft) -> OwnOrders:
         layout = self.layout
-        counts = [rows.size for rows in draft.rank_rows]
-        num_ops = (1 if self.step.forward_only else 2) * max(counts) * layout.num_chunks
+        count = draft.num_microbatches
+        num_ops = (1 if self.step.forward_only else 2) * count * layout.num_chunks
         return OwnOrders(
             chunk_weights=self.runner.weights,
             chunk_kinds=self.runner.kinds,
             pp=layout.pp,
             vpp=layout.vpp,
-            group=draft.group_size or 1,
-            warmup=self._warmups(draft)[0],
+            group=self.step.group_size or 1,
+            warmup=self._warmups(count)[0],
             p2p=self.runner.p2p,
             cap=self._cap(draft),
             alignment=self.unit,
@@ -515,8 +511,8 @@ class _OperationSearch:
             return float(self.step.max_live)
         if self.step.forward_only:
             return math.inf
-        count = max(rows.size for rows in draft.rank_rows)
-        order = self.runner.order(count, draft.group_size or 1)
+        count = draft.num_microbatches
+        order = self.runner.order(count)
         in_flight = float(order.peak_live(np.ones(count)).max())
         budget = self.step.budget or 0
         # Under context_parallel="dynamic" no row puts more tokens on a rank than the budget.
@@ -530,9 +526,8 @@ class _OperationSearch:
 
     def _improve(self, found: Scored, budget: int) -> None:
         """Improve a draft by moves, if its rows may change and there is something to gain."""
-        counts = found.board.counts
         movable = self.step.prefixes is None and self.step.max_samples is None
-        movable = movable and not self.step.lockstep and int(counts.min()) == counts.max()
+        movable = movable and not self.step.lockstep
         if not movable or self.policy.row_shape == "uniform" or found.seconds == math.inf:
             return
         # With few row lengths moves may make rows shorter.
@@ -550,15 +545,15 @@ class _OperationSearch:
 
 
 def _every_choice(
-    pairs: list[tuple[int, int]],
+    counts: list[int],
     stretches: tuple[float | None, ...],
     widens: bool,
     shares: Sequence[float],
 ) -> list[_Choice]:
-    """The choices of these pairs of G and M, longest pieces and shares, with all places."""
+    """The choices of these values of M, longest pieces and shares, with all places."""
     return [
-        _Choice(*pair, stretch, place, widens, share)
-        for pair, stretch, place, share in product(pairs, stretches, _PLACES, shares)
+        _Choice(count, stretch, place, widens, share)
+        for count, stretch, place, share in product(counts, stretches, _PLACES, shares)
     ]
 
 

@@ -124,7 +124,7 @@ class RanksOfOneOrder(NamedTuple):
         board, own, rank = self.board, self.own, self.rank
         if self.num_ranks > 1:
             yield own.num_ops.size - 1
-        first, last = (0, board.counts.size) if self.lockstep else (rank, rank + self.num_ranks)
+        first, last = (0, board.rows.shape[0]) if self.lockstep else (rank, rank + self.num_ranks)
         # A move that was not kept may have left its own.
         choose_order(board, own, rank, first, last, np.empty(own.ops.shape[1]))
         yield rank
@@ -178,14 +178,14 @@ def run_ranks(
             column says how many these are. [0, 0]: nothing is written, as in the search.
         end: float64 [operations, ranks], written from `first_column` on: when each F and B ends.
     """
-    count = board.counts[rank]
+    count = board.rows.shape[1]
     times = _no_times(board, num_ranks, count)
     first = np.zeros((num_ranks, count), dtype=np.int64)
     for d in range(num_ranks):
         for k in range(count if num_ranks > 1 else 0):
             first[d, k] = d - d % (1 << board.level[board.rows[rank + d, k]])
         low = 0 if lockstep else rank + d
-        high = board.counts.size if lockstep else low + 1
+        high = board.rows.shape[0] if lockstep else low + 1
         _set_times(board, own, low, high, times, d)
     if own.num_ops[order] == 0:
         return np.inf
@@ -383,7 +383,7 @@ def set_order(
     backwards, times = _to_run(board, own, order, first, last)
     if backwards.size == 0:
         return
-    count = board.counts[first]
+    count = board.rows.shape[1]
     stages, ends = stage_lists(
         warmup, own.vpp, count, own.group, own.forward_only, backwards, times.held[0], own.cap
     )
@@ -399,7 +399,7 @@ def _to_run(board: Board, own: OwnOrders, order: int, first: int, last: int) -> 
     """What `_backwards` returns and what micro-batches cost, for a new order of some ranks; there
     is none until it is written."""
     own.num_ops[order] = 0
-    times = _no_times(board, 1, board.counts[first])
+    times = _no_times(board, 1, board.rows.shape[1])
     _set_times(board, own, first, last, times, 0)
     return _backwards(board, own, first, last), times
 
@@ -542,7 +542,7 @@ def _turned_backwards(board: Board, first: int, last: int) -> Ints:
 
     Chains run theirs in reverse. Where those of several ranks overlap, their union does.
     """
-    count = board.counts[first]
+    count = board.rows.shape[1]
     # Whether a micro-batch continues a chain of the one before it.
     continues = np.zeros(count + 1, dtype=np.bool_)
     for rank in range(first, last):

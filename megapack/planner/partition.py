@@ -65,16 +65,15 @@ def karmarkar_karp(sizes: Ints, num_parts: int, *, equal_size: bool = False) -> 
     return parts
 
 
-def rows_to_ranks(row_work: Floats, counts: Ints, *, in_rounds: bool = False) -> list[Ints]:
+def rows_to_ranks(row_work: Floats, num_ranks: int, *, in_rounds: bool = False) -> list[Ints]:
     """Distribute rows over ranks of about equal work.
 
     Karmarkar-Karp if all ranks get equally many rows; otherwise heaviest row first, to the rank of
-    least work that has room. If there are fewer rows than micro-batches, the ranks' numbers of rows
-    differ by at most one, so that no rank has only padding while another has two rows.
+    least work that has room. The ranks' numbers of rows differ by at most one, so that no rank has
+    only padding while another has two rows.
 
     Args:
         row_work: float64 [R].
-        counts: int64 [dp], micro-batches of each rank; at least R in all.
         in_rounds: sort rows by work and give each rank one of every dp rows, so that the k-th rows
             of all ranks have similar work. For ranks that synchronize in every micro-batch.
 
@@ -82,10 +81,11 @@ def rows_to_ranks(row_work: Floats, counts: Ints, *, in_rounds: bool = False) ->
         The rows of each rank, heaviest first.
     """
     order = np.argsort(-row_work, kind="stable")
-    quota = _quotas(counts, row_work.size)
-    if not in_rounds and row_work.size <= _MAX_DIFFERENCED and np.all(quota == quota[0]):
-        return _differenced(row_work, order, counts.size)
-    rank_of = _to_lightest_rank(row_work, order, quota, counts.size if in_rounds else 0)
+    each, more = divmod(row_work.size, num_ranks)
+    if not in_rounds and row_work.size <= _MAX_DIFFERENCED and more == 0:
+        return _differenced(row_work, order, num_ranks)
+    quota = each + (np.arange(num_ranks) < more).astype(np.int64)
+    rank_of = _to_lightest_rank(row_work, order, quota, num_ranks if in_rounds else 0)
     by_rank = order[np.argsort(rank_of[order], kind="stable")]
     return np.split(by_rank, np.cumsum(quota)[:-1])
 
@@ -157,28 +157,6 @@ def _units(work: Floats) -> Ints:
     # With all coefficients 0, a cost model gives work of 0.
     scaled = work / largest if largest > 0 else np.zeros(work.size)
     return np.round(scaled * _LARGEST_UNITS).astype(np.int64)
-
-
-def _quotas(counts: Ints, num_rows: int) -> Ints:
-    """Rows with samples per rank: `counts`, with the largest reduced until the sum is `num_rows`.
-
-    Counts 4, 4, 4 with 8 rows become 3, 3, 2.
-    """
-    quota = counts.copy()
-    missing = int(counts.sum()) - num_rows
-    while missing > 0:
-        # Lower the ranks with the most rows to the next level, or only the last of them by one.
-        most = int(quota.max())
-        top = np.flatnonzero(quota == most)
-        below = quota[quota < most]
-        step = most - int(below.max()) if below.size else most
-        whole = min(step, missing // top.size)
-        if whole == 0:
-            quota[top[top.size - missing :]] -= 1
-            break
-        quota[top] -= whole
-        missing -= whole * top.size
-    return quota
 
 
 @kernel

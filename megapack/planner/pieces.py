@@ -199,18 +199,19 @@ def _ranks_of_chains(
     return tuple(map(tuple, ranks))
 
 
-def chain_cells(cut: CutItems, count: int, group: int | None, place: float) -> Ints | None:
-    """Cells of the pieces if chains stand at one place of each rank's order; None without room.
+def chain_cells(cut: CutItems, count: int, place: float) -> Ints | None:
+    """Cells of the pieces if chains stand at one place of each rank's order, each in one group of
+    G; None without room.
 
     Args:
         count: M.
-        group: G; None with vpp=1. Each chain is in one group.
         place: 0 puts chains first, 1 last; where some lie over several ranks, those of the rank
             that has the most pieces.
 
     Returns:
         int64 [pieces]: rank * M + position, of the first rank of the chain.
     """
+    group = cut.items.step.group_size
     cells = np.empty(sum(cut.sizes), dtype=np.int64)
     firsts = np.cumsum((0, *cut.sizes))
     is_wide = max(cut.widths, default=1) > 1
@@ -230,13 +231,12 @@ def chain_cells(cut: CutItems, count: int, group: int | None, place: float) -> I
     return cells
 
 
-def pack_around(cut: CutItems, cells: Ints, count: int, group: int | None) -> Draft | None:
+def pack_around(cut: CutItems, cells: Ints, count: int) -> Draft | None:
     """A draft of rows on one DP rank each; None if items find no room.
 
     Args:
         cells: of the pieces, see `chain_cells`.
         count: M.
-        group: G; None with vpp=1.
     """
     items = cut.items
     step = items.step
@@ -268,7 +268,6 @@ def pack_around(cut: CutItems, cells: Ints, count: int, group: int | None) -> Dr
         items=items,
         row_of=number[row_of],
         rank_rows=tuple(number.reshape(dp, count)),
-        group_size=group,
     )
 
 
@@ -286,7 +285,7 @@ def fill_around(
     """
     items = cut.items
     dp = items.step.layout.dp
-    board = blank_board(items, costs, np.full(dp, count))
+    board = blank_board(items, costs, count)
     levels = np.repeat([width.bit_length() - 1 for width in cut.widths], cut.sizes)
     put_pieces(board, cut.num_whole, cells, levels.astype(np.int64))
     rule = fill_rule(items, costs, cut.work)

@@ -89,21 +89,19 @@ class Profile:
         return sizes
 
 
-def default_profile(layout: Layout, count: int, group: int, num_huge: int) -> Profile:
+def default_profile(layout: Layout, count: int, num_huge: int) -> Profile:
     """The profile that the search starts with.
 
     Args:
         count: M.
-        group: G.
         num_huge: samples that get a micro-batch each.
     """
-    return Profile(*_classes(layout, count, group, num_huge), np.inf, 0)
+    return Profile(*_classes(layout, count, num_huge), np.inf, 0)
 
 
 def find_profile(
     runner: Runner,
     count: int,
-    group: int,
     *,
     work: float,
     fixed: float,
@@ -115,15 +113,14 @@ def find_profile(
 
     Args:
         count: M.
-        group: G.
         work: seconds of the forward of all of a rank's rows through one chunk, without `fixed`.
         fixed: seconds that each micro-batch adds.
         cap: largest work of one micro-batch: that of a full row.
         huge: work of the samples that get a micro-batch each, in descending order.
         rounds: rounds of the pattern search; each tries every level.
     """
-    classes, levels, huge_order = _classes(runner.layout, count, group, huge.size)
-    ops = runner.ops(count, group)
+    classes, levels, huge_order = _classes(runner.layout, count, huge.size)
+    ops = runner.ops(count)
     floors = _floors(huge_order, huge)
     cap = max(cap, work / count)
     seconds, used = _search(ops, classes, levels, floors, work, cap, fixed, rounds)
@@ -138,7 +135,7 @@ def _floors(huge_order: Ints, huge: Floats) -> Floats:
     return floors
 
 
-def _classes(layout: Layout, count: int, group: int, num_huge: int) -> tuple[Ints, Floats, Ints]:
+def _classes(layout: Layout, count: int, num_huge: int) -> tuple[Ints, Floats, Ints]:
     """Which micro-batches share a level, and the levels that the search starts with.
 
     1F1B: each of the first and last pp micro-batches has its own level, and so have those beside
@@ -152,7 +149,7 @@ def _classes(layout: Layout, count: int, group: int, num_huge: int) -> tuple[Int
         return np.zeros(count, dtype=np.int64), np.ones(1), np.arange(count)
     if layout.vpp == 1:
         return _mountain(layout.pp, count, num_huge)
-    return _grouped(count, group)
+    return _grouped(count, layout.group_size)
 
 
 def _grouped(count: int, group: int) -> tuple[Ints, Floats, Ints]:

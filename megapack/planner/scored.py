@@ -49,7 +49,7 @@ class Scored:
     @property
     def num_microbatches(self) -> int:
         """Micro-batches of all ranks, with padding ones."""
-        return int(self.board.counts.sum())
+        return self.board.rows.size
 
     def mean_work(self, runner: Runner) -> float:
         """Seconds that the busiest stage of a rank works, the mean of all ranks.
@@ -61,7 +61,7 @@ class Scored:
         squares = board.cost.per_token_sq[board.level[rows]] * board.tokens_sq[rows]
         factors = board.cost.square_factors
         work = math.fsum(board.row_seconds[rows]) + (factors - 1.0) * math.fsum(squares)
-        return runner.busiest_stage_seconds(work) / board.counts.size
+        return runner.busiest_stage_seconds(work) / board.seconds.size
 
     def refine(self, runner: Runner, budget: int) -> int:
         """Improve the board and its seconds by up to `budget` simulations; returns those spent."""
@@ -110,12 +110,11 @@ class Scored:
         board = self.board
         used = board.num_items > 0
         number = np.where(used, np.cumsum(used) - 1, PADDING)
-        cells = zip(board.rows, board.counts.tolist(), strict=True)
         is_wide = board.cost.unit.size > 1
         return replace(
             self.draft,
             row_of=number[board.row_of],
-            rank_rows=tuple(number[rows[:count]] for rows, count in cells),
+            rank_rows=tuple(number[board.rows]),
             widths=np.int64(1) << board.level[used] if is_wide else None,
             board_seconds=None,
         )
@@ -132,7 +131,7 @@ def score_shared_rows(
     """
     clock = draft_clock(draft, runner)
     num_ops = clock.ops.stage.size if own is None else own.ops.shape[1]
-    end = np.empty((num_ops, 1 if clock.lockstep else board.counts.size))
+    end = np.empty((num_ops, 1 if clock.lockstep else board.rows.shape[0]))
     seconds = float(score_shared(board, clock, own, end))
     return Scored(draft, board, clock, own, seconds, rule)
 
@@ -175,14 +174,14 @@ def filled_board(
     """
     items = draft.items
     costs = row_cost(items.step, cost, num_levels)
-    board = blank_board(items, costs, np.array([rows.size for rows in draft.rank_rows]))
+    board = blank_board(items, costs, draft.num_microbatches)
     padding = draft.num_rows
     for rank, rows in enumerate(draft.rank_rows):
         own = rows.copy()
         empty = np.flatnonzero(own == PADDING)
         own[empty] = padding + np.arange(empty.size)
         padding += empty.size
-        board.rows[rank, : own.size] = own
+        board.rows[rank] = own
     if draft.widths is not None:
         board.level[: draft.num_rows] = np.frexp(draft.widths)[1] - 1
         spare = np.setdiff1d(np.arange(board.head.size), board.rows)
@@ -201,12 +200,8 @@ def filled_board(
     return board
 
 
-def blank_board(items: Items, costs: RowCost, counts: Ints) -> Board:
-    """A board with no item in a row.
-
-    Args:
-        counts: int64 [dp], micro-batches of each rank.
-    """
+def blank_board(items: Items, costs: RowCost, count: int) -> Board:
+    """A board of M micro-batches per rank with no item in a row."""
     sizes = [items.at_width(1 << level) for level in range(costs.unit.size)]
     tokens, tokens_sq = sizes[0].aligned[None], sizes[0].aligned_sq[None]
     if len(sizes) > 1:
@@ -217,31 +212,13 @@ def blank_board(items: Items, costs: RowCost, counts: Ints) -> Board:
         # Shifts of cuts change them, of this board alone.
         tokens, tokens_sq, begin, end = (a.copy() for a in (tokens, tokens_sq, begin, end))
     pieces = (begin, end, items.chain)
-    return empty_board(costs, tokens, tokens_sq, items.item_samples, pieces, counts)
+    shape = items.step.layout.dp, count
+    return empty_board(costs, tokens, tokens_sq, items.item_samples, pieces, shape)
 
 
 def draft_clock(draft: Draft, runner: Runner) -> Clock:
     """Megatron's operations of a draft's ranks."""
-    return Clock(*_all_ops(runner, draft), draft.items.step.lockstep)
-
-
-def _all_ops(runner: Runner, draft: Draft) -> tuple[RankOps, Ints]:
-    """The operations of each M that occurs, one after the other, and each rank's bounds in them."""
-    counts = [rows.size for rows in draft.rank_rows]
-    distinct = sorted(set(counts))
-    each = [runner.ops(count, draft.group_size) for count in distinct]
-    if len(each) == 1:
-        return each[0], np.array([[0, each[0].stage.size]] * len(counts))
-    ends = np.cumsum([ops.stage.size for ops in each]).tolist()
-    bounds_of = {
-        count: (end - ops.stage.size, end)
-        for count, ops, end in zip(distinct, each, ends, strict=True)
-    }
-    columns = zip(*(ops[:-2] for ops in each), strict=True)
-    stage, microbatch, column, held, waits_for, scale = map(np.concatenate, columns)
-    pp, p2p = each[0][-2:]
-    all_ops = RankOps(stage, microbatch, column, held, waits_for, scale, pp, p2p).read_only()
-    return all_ops, np.array([bounds_of[count] for count in counts])
+    return Clock(runner.ops(draft.num_microbatches), draft.items.step.lockstep)
 
 
 def row_cost(step: Step, cost: CostModel, num_levels: int = 1) -> RowCost:

@@ -1,14 +1,13 @@
 """The search for a step's fastest legal draft.
 
-    candidates for M and G  -> profile of each, for divisible work
-    the best few profiles   -> items packed to their targets, rows assigned to ranks and ordered,
-                               each rank simulated
-    the best draft          -> refined by moves until the evaluations are spent
+    candidates for M       -> profile of each, for divisible work
+    the best few profiles  -> items packed to their targets, rows assigned to ranks and ordered,
+                              each rank simulated
+    the best draft         -> refined by moves until the evaluations are spent
 
 An evaluation simulates one rank; the caller limits their number. With 0 nothing is
 simulated: M comes from the closed form for equal micro-batches, and the profile is the one that the
-search would start with. Ranks of a dense model synchronize only in the gradient reduction, so
-count_rule="per_rank" lets the search change each rank's M separately.
+search would start with.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ import numpy as np
 from megapack.base.arrays import Floats, Ints
 from megapack.errors import PlanError
 from megapack.planner.bins import first_fit, heaviest_first, pack_to_targets
-from megapack.planner.count_adjuster import CountAdjuster
-from megapack.planner.counts import least_count, rank_counts, shapes_of, split_heaviest
+from megapack.planner.counts import split_heaviest
 from megapack.planner.draft import Draft
 from megapack.planner.items import Items, by_row
 from megapack.planner.partition import (
@@ -68,17 +66,14 @@ _MAX_EVENED = 6
 _EVEN = 1.002
 _LEAST_SHARE = 0.01
 # Each of the two best drafts is refined with a quarter of the remaining evaluations, and the better
-# one then gets the rest. Changing M per rank may spend a quarter, too: 400 of 1,600.
+# one then gets the rest.
 _CONTENDER_PART = 4
-_OWN_COUNTS_PART = 4
 
 
 @dataclass(frozen=True)
 class _Target:
     """A profile of M micro-batches, and what it was made for."""
 
-    group: int
-    """G."""
     huge: list[Floats]
     """Per rank the work of the samples that get a micro-batch each, in descending order."""
     profiles: list[Profile]
@@ -128,7 +123,8 @@ class _Search:
         self.runner = self.step.runner(self.cost)
         # Of divisible work, each part has the mean share of squares.
         self.divisible_runner = self.runner.for_shares(items.square_share)
-        self.num_fewest = items.fewest_rows[1]
+        # The smallest legal M with room for the fewest rows.
+        self.least_count = self.step.least_count(items.fewest_rows[1])
 
     def run(self) -> Draft:
         capped = self.policy.max_live_tokens_per_gpu is not None
@@ -139,9 +135,6 @@ class _Search:
         best = self._best(scored)
         if best.seconds == math.inf:
             raise self._over_live_cap()
-        if self.policy.count_rule == "per_rank" and not self.uniform and self.evaluations_left > 0:
-            best = self._with_own_counts(best)
-            scored.append(best)
         return self._refined(best, scored).moved()
 
     def _scored_drafts(self) -> list[Scored]:
@@ -216,13 +209,6 @@ class _Search:
             best = min(best, scored, key=lambda s: s.seconds)
         return best
 
-    def _with_own_counts(self, best: Scored) -> Scored:
-        """Change each rank's M separately; returns the new draft if it is faster, else `best`."""
-        budget = self.evaluations_left // _OWN_COUNTS_PART
-        self.evaluations_left -= budget
-        other = self._score(CountAdjuster(best, self.runner, budget).run())
-        return other if other.seconds < best.seconds else best
-
     def _drafts(self) -> Iterator[tuple[_Target | None, Draft]]:
         """Yield drafts to simulate, at least one, each with its target if it has one."""
         even = np.ones(self.layout.dp)
@@ -238,24 +224,9 @@ class _Search:
         if self.layout.pp == 1 and self.step.max_samples is None:
             # Rows in input order mix long and short samples, so they differ less than sorted ones.
             row_of, num_rows = first_fit(self.items.aligned, self.step.capacity)
-            if num_rows <= int(rank_counts(self.step, self.num_fewest, 1).sum()):
-                yield from self._split_drafts(row_of, num_rows)
-        yield from self._split_drafts(*self.items.fewest_rows)
-
-    def _split_drafts(self, row_of: Ints, num_rows: int) -> Iterator[tuple[None, Draft]]:
-        """Yield one draft per G: the rows, split until their number is legal.
-
-        A G that needs more micro-batches than there are items is tried only if every G does: 6
-        items on pp=2 fill M=6 under G=2, and would need two padding micro-batches under G=4.
-        """
-        groups = self.step.group_sizes
-        filled = [group for group in groups if self._fewest(group).sum() <= self.items.num_items]
-        for group in filled or groups:
-            yield None, self._split(row_of, num_rows, group)
-
-    def _fewest(self, group: int) -> Ints:
-        """The smallest legal counts with room for the fewest rows: int64 [dp]."""
-        return rank_counts(self.step, self.num_fewest, group)
+            if num_rows <= self.layout.dp * self.least_count:
+                yield None, self._split(row_of, num_rows)
+        yield None, self._split(*self.items.fewest_rows)
 
     def _packed_by_rank(self) -> Draft | None:
         """A draft that assigns items to ranks before it makes rows; None if that does not apply.
@@ -265,15 +236,15 @@ class _Search:
         dp = self.layout.dp
         if self.layout.pp > 1 or self.same_targets or self.step.max_samples is not None:
             return None
-        count = least_count(self.step, self.num_fewest, self.layout.group_size)
+        count = self.least_count
         row_of = rows_by_rank(self.items.aligned, self.work, dp, count, self.step.capacity)
         if row_of is None:
             return None
         ranks = np.arange(dp * count).reshape(dp, count)
-        return self._draft(row_of, ranks, self.layout.group_size)
+        return self._draft(row_of, ranks)
 
     def _targets(self) -> list[list[_Target]]:
-        """A target per M and G to try, sorted by simulated seconds if profiles are searched.
+        """A target per M to try, sorted by simulated seconds if profiles are searched.
 
         Returns:
             Targets of equal work; and of unequal work where huge samples are worth it, see
@@ -281,12 +252,12 @@ class _Search:
         """
         if self.step.max_samples is not None:
             return [[]]
-        pairs = shapes_of(self.step, self._counts)
+        counts = self._counts()
         if self.evaluations_left == 0 or self.layout.pp == 1:
-            return [[self._target(count, group, None) for group, count in pairs]]
-        per_round = 2 * max(1, len(pairs)) * 2 * self.layout.pp
+            return [[self._target(count, None) for count in counts]]
+        per_round = 2 * max(1, len(counts)) * 2 * self.layout.pp
         rounds = min(_MAX_ROUNDS, self.evaluations_left // (_PROFILE_PART * per_round))
-        targets = [self._target(count, group, max(1, rounds)) for group, count in pairs]
+        targets = [self._target(count, max(1, rounds)) for count in counts]
         targets.sort(key=lambda t: t.seconds)
         enough = self.evaluations_left >= _UNEVEN_EVALUATIONS * self.layout.dp
         if self.layout.dp == 1 or not enough or not any(t.huge[0].size for t in targets):
@@ -294,7 +265,7 @@ class _Search:
         return [targets, *self._uneven_targets(targets, max(1, rounds // 2))]
 
     def _uneven_targets(self, targets: list[_Target], rounds: int) -> list[list[_Target]]:
-        """The same M and G with less work for ranks that have long samples.
+        """The same M with less work for ranks that have long samples.
 
         Returns:
             Targets with the same huge samples on each rank; and with those together on few ranks.
@@ -315,8 +286,8 @@ class _Search:
                 kinds, (target.huge, together), (known, None), strict=True
             ):
                 uneven = find_uneven(
-                    partial(self._profile, count, target.group, rounds),
-                    self.divisible_runner.ops(count, target.group),
+                    partial(self._profile, count, rounds),
+                    self.divisible_runner.ops(count),
                     [share * own for own in huge],
                     work=share * self.total / layout.dp,
                     fixed=self.cost.fixed,
@@ -329,15 +300,14 @@ class _Search:
                 heavy, light = uneven.profiles
                 num_light = layout.dp - uneven.num_heavy
                 profiles = [heavy] * uneven.num_heavy + [light] * num_light
-                kind.append(_Target(target.group, huge, profiles, uneven.shares, uneven.seconds))
+                kind.append(_Target(huge, profiles, uneven.shares, uneven.seconds))
         return [sorted(kind, key=lambda t: t.seconds) for kind in kinds]
 
-    def _profile(self, count: int, group: int, rounds: int, work: float, huge: Floats) -> Profile:
+    def _profile(self, count: int, rounds: int, work: float, huge: Floats) -> Profile:
         """The profile of a rank with this work and these huge samples, in seconds."""
         return find_profile(
             self.divisible_runner,
             count,
-            group,
             work=work,
             fixed=self.cost.fixed,
             cap=self.cost.share_of_rank(self.layout) * self.cap,
@@ -345,10 +315,10 @@ class _Search:
             rounds=rounds,
         )
 
-    def _counts(self, group: int) -> list[int]:
+    def _counts(self) -> list[int]:
         """Legal values of M to try: from the smallest to where more cannot be faster."""
         layout = self.layout
-        least = least_count(self.step, self.num_fewest, group)
+        least = self.least_count
         most = self.items.num_items // layout.dp
         if least > most:
             return []
@@ -361,7 +331,7 @@ class _Search:
         if layout.pp == 1 or self.step.by_tokens:
             # No bubble is counted, so more micro-batches gain little: from 16 on 16, 17 and 19.
             wanted = [least, least + 1, least + 2 + least // 16]
-        legal = [self.step.legal_count(count, group) for count in wanted]
+        legal = [self.step.legal_count(count) for count in wanted]
         return [count for count in dict.fromkeys(legal) if count <= most]
 
     def _closed_form(self) -> int:
@@ -403,19 +373,19 @@ class _Search:
         mean = self.total / (self.layout.dp * count)
         return self.work[self.order[: int(np.count_nonzero(self.work > mean))]]
 
-    def _target(self, count: int, group: int, rounds: int | None) -> _Target:
-        """The target of one M and G; with `rounds=None` its profile is not searched."""
+    def _target(self, count: int, rounds: int | None) -> _Target:
+        """The target of one M; with `rounds=None` its profile is not searched."""
         layout = self.layout
         huge = self._huge(count)
         if rounds is None or self.uniform or layout.pp == 1:
-            profile = default_profile(layout, count, group, huge[0].size)
+            profile = default_profile(layout, count, huge[0].size)
         else:
             share = self.cost.share_of_rank(layout)
             work = share * self.total / layout.dp
-            profile = self._profile(count, group, rounds, work, share * huge[0])
+            profile = self._profile(count, rounds, work, share * huge[0])
             self.evaluations_left -= profile.evaluations
         even = np.ones(layout.dp)
-        return _Target(group, huge, [profile] * layout.dp, even, profile.seconds)
+        return _Target(huge, [profile] * layout.dp, even, profile.seconds)
 
     def _pack(self, target: _Target, shares: Floats) -> Draft | None:
         """A draft of rows packed to a target; None if the items do not fit.
@@ -447,47 +417,35 @@ class _Search:
         if row_of is None:
             return None
         if self.same_targets:
-            counts = np.full(dp, count, dtype=np.int64)
-            return self._distributed(row_of, dp * count, counts, target.group, targets[0])
+            return self._distributed(row_of, dp * count, targets[0])
         row_work = self._row_work(row_of, dp * count).reshape(dp, count)
         heaviest_first = np.argsort(-row_work, axis=1, kind="stable")
         ranks = heaviest_first + np.arange(dp)[:, None] * count
-        return self._draft(row_of, order_by_target(ranks, targets), target.group)
+        return self._draft(row_of, order_by_target(ranks, targets))
 
-    def _split(self, row_of: Ints, num_rows: int, group: int) -> Draft:
-        """A draft of these rows, split until they fill the smallest legal counts."""
-        counts = self._fewest(group)
-        row_of, num_rows = split_heaviest(row_of, num_rows, int(counts.sum()), self.work)
-        return self._distributed(row_of, num_rows, counts, group, np.ones(int(counts.max())))
+    def _split(self, row_of: Ints, num_rows: int) -> Draft:
+        """A draft of these rows, split until they fill the smallest legal M."""
+        wanted = self.layout.dp * self.least_count
+        row_of, num_rows = split_heaviest(row_of, num_rows, wanted, self.work)
+        return self._distributed(row_of, num_rows, np.ones(self.least_count))
 
-    def _distributed(
-        self, row_of: Ints, num_rows: int, counts: Ints, group: int, targets: Floats
-    ) -> Draft:
+    def _distributed(self, row_of: Ints, num_rows: int, targets: Floats) -> Draft:
         """A draft that assigns rows to ranks so that these have about equal work.
 
         Args:
-            counts: int64 [dp], micro-batches of each rank.
-            targets: float64 [largest M], relative work by position; they order each rank's rows.
+            targets: float64 [M], relative work by position; they order each rank's rows.
         """
-        ranks = rows_to_ranks(self._row_work(row_of, num_rows), counts, in_rounds=self.lockstep)
-        rank_rows = [
-            order_by_target(rows, targets[:count])
-            for rows, count in zip(ranks, counts.tolist(), strict=True)
-        ]
-        return self._draft(row_of, rank_rows, group)
+        row_work = self._row_work(row_of, num_rows)
+        ranks = rows_to_ranks(row_work, self.layout.dp, in_rounds=self.lockstep)
+        return self._draft(row_of, (order_by_target(rows, targets) for rows in ranks))
 
     def _row_work(self, row_of: Ints, num_rows: int) -> Floats:
         """float64 [R]: work of each row."""
         row_work = np.bincount(row_of, weights=self.items.work, minlength=num_rows)
         return row_work.astype(np.float64, copy=False)
 
-    def _draft(self, row_of: Ints, rank_rows: Iterable[Ints], group: int) -> Draft:
-        return Draft(
-            items=self.items,
-            row_of=row_of,
-            rank_rows=tuple(rank_rows),
-            group_size=group if self.layout.vpp > 1 else None,
-        )
+    def _draft(self, row_of: Ints, rank_rows: Iterable[Ints]) -> Draft:
+        return Draft(items=self.items, row_of=row_of, rank_rows=tuple(rank_rows))
 
     def _over_live_cap(self) -> PlanError:
         cap = self.policy.max_live_tokens_per_gpu

@@ -54,7 +54,7 @@ class Step:
         if live is None:
             return self.budget
         layout = self.layout
-        chunks = 1 if self.forward_only else layout.chunks_in_flight(group_size=self.least_group)
+        chunks = 1 if self.forward_only else layout.chunks_in_flight()
         least = layout.aligned_row_tokens(1)
         return min(self.budget, max(layout.longest_row(live // chunks), least))
 
@@ -71,23 +71,20 @@ class Step:
         return self.policy.split_samples == "auto" and self.budget is not None
 
     @property
-    def least_group(self) -> int:
-        """The smallest G that the policy allows: its legal counts are the closest together, and it
-        keeps the fewest activations."""
-        return self.layout.pp if self.policy.group_size == "search" else self.layout.group_size
+    def group_size(self) -> int | None:
+        """G; None with vpp=1."""
+        return self.layout.group_size if self.layout.vpp > 1 else None
 
-    @property
-    def group_sizes(self) -> list[int]:
-        """Values of G to try: the layout's, and pp, 1.5 pp and 2 pp under group_size="search"."""
-        layout = self.layout
-        if self.policy.group_size == "fixed" or layout.vpp == 1:
-            return [layout.group_size]
-        pp = layout.pp
-        return sorted({layout.group_size, pp, pp + pp // 2, 2 * pp})
-
-    def legal_count(self, least: int, group: int) -> int:
+    def legal_count(self, least: int) -> int:
         """The smallest M from `least` on that the count rule allows."""
-        return self.layout.next_legal_count(least, self.policy.count_rule, group)
+        return self.layout.next_legal_count(least, self.policy.count_rule)
+
+    def least_count(self, num_rows: int) -> int:
+        """The smallest M that the count rule allows and that has room for `num_rows` on all ranks.
+
+        With pp=4, vpp=2, G=4 and dp=2, 9 rows need 5 per rank, and the next legal M is 8.
+        """
+        return self.legal_count(-(-num_rows // self.layout.dp))
 
     @property
     def max_live(self) -> int | None:

@@ -23,7 +23,6 @@ import numpy as np
 from megapack.base.arrays import Floats
 from megapack.errors import PlanError
 from megapack.layout import Layout
-from megapack.planner.counts import shapes_of
 from megapack.planner.draft import Draft
 from megapack.planner.fill import fill_all, fill_rule
 from megapack.planner.items import Items
@@ -70,10 +69,9 @@ _LEAST_GAIN = 1e-9
 
 @dataclass(frozen=True)
 class _Shape:
-    """M and G with their profile."""
+    """M with its profile."""
 
     count: int
-    group: int
     profile: Profile
 
 
@@ -159,16 +157,15 @@ class _WideSearch:
         )
 
     def _shapes(self) -> list[_Shape]:
-        """M and G to try, with their profiles; the fastest for divisible work first."""
-        pairs = shapes_of(self.step, self._counts)
-        made = [_Shape(count, group, self._profile(count, group)) for group, count in pairs]
+        """Values of M to try, with their profiles; the fastest for divisible work first."""
+        made = [_Shape(count, self._profile(count)) for count in self._counts()]
         return sorted(made, key=lambda s: s.profile.seconds)
 
-    def _counts(self, group: int) -> list[int]:
+    def _counts(self) -> list[int]:
         """Legal values of M to try, smaller ones closer together."""
         layout = self.layout
         held = self.step.capacity * layout.dp
-        least = self.step.legal_count(-(-int(self.packed.aligned.sum()) // held), group)
+        least = self.step.legal_count(-(-int(self.packed.aligned.sum()) // held))
         if layout.pp == 1:
             top = least + _EXTRA_POSITIONS
         else:
@@ -176,29 +173,27 @@ class _WideSearch:
             if self.cost.fixed > 0:
                 equal = self.rank_work * (layout.pp - 1) / (layout.vpp * self.cost.fixed)
                 best = math.sqrt(equal)
-            top = int(max(least + group, min(2 * best, max(_MAX_GROWTH * least, _MANY_POSITIONS))))
+            most = max(_MAX_GROWTH * least, _MANY_POSITIONS)
+            top = int(max(least + layout.group_size, min(2 * best, most)))
         wanted = spread_counts(least, top)
         if self.policy.search == 0:
             wanted = [wanted[(len(wanted) - 1) // 2]]
-        own = [] if self.fixed is None else [self.fixed.rank_rows[0].size]
-        if self.fixed is not None and group == (self.fixed.group_size or group):
-            wanted += own
-        most = self.step.legal_count(max(self.packed.num_items, *own, 1), group)
-        legal = [min(self.step.legal_count(m, group), most) for m in wanted]
+        own = [] if self.fixed is None else [self.fixed.num_microbatches]
+        most = self.step.legal_count(max(self.packed.num_items, *own, 1))
+        legal = [min(self.step.legal_count(m), most) for m in (*wanted, *own)]
         return sorted(dict.fromkeys(legal))
 
-    def _profile(self, count: int, group: int) -> Profile:
+    def _profile(self, count: int) -> Profile:
         """The profile of M micro-batches for divisible work."""
         none = np.zeros(0)
         if self.policy.search == 0:
-            profile = default_profile(self.layout, count, group, 0)
+            profile = default_profile(self.layout, count, 0)
             equal = self.rank_work / count + float(self.cost.fixed)
             chunks = (count * self.layout.vpp + self.layout.pp - 1) / self.layout.vpp
             return Profile(profile.classes, profile.levels, profile.huge_order, equal * chunks, 0)
         return find_profile(
             self.divisible_runner,
             count,
-            group,
             work=self.rank_work,
             fixed=float(self.cost.fixed),
             cap=self.cap,
@@ -236,7 +231,7 @@ class _WideSearch:
         return shape.profile.targets(work, np.zeros(0), self.cap) + float(self.cost.fixed)
 
     def _filled(self, shapes: list[_Shape], before: Scored | None) -> list[Scored]:
-        """The best board of each M and G and the fixed draft's, fastest first.
+        """The best board of each M and the fixed draft's, fastest first.
 
         A shape is left out if even divisible work would take longer than the fastest board, or, of
         many positions, a little longer than with the best shape that could be filled.
@@ -256,24 +251,21 @@ class _WideSearch:
         count = max(shape.count for shape in shapes)
         while not any(c.seconds < math.inf for c in best) and count < self.packed.num_items:
             # As many positions as items have room for all of them.
-            group = self.step.group_sizes[0]
-            most = self.step.legal_count(self.packed.num_items, group)
-            count = min(self.step.legal_count(2 * count, group), most)
-            best += self._best_fill(_Shape(count, group, self._profile(count, group)))
+            most = self.step.legal_count(self.packed.num_items)
+            count = min(self.step.legal_count(2 * count), most)
+            best += self._best_fill(_Shape(count, self._profile(count)))
         return sorted(best, key=lambda c: c.seconds)
 
     def _best_fill(self, shape: _Shape) -> Iterator[Scored]:
-        """Yield the fastest board of one M and G, if all items find rows."""
+        """Yield the fastest board of one M, if all items find rows."""
         assert self.rule is not None
         rule = self.rule._replace(targets=self._targets(shape))
         many = self.work.size * self.layout.dp * shape.count > _MANY_PLACES
         many = many or self.policy.search == 0
-        group = shape.group if self.layout.vpp > 1 else None
-        draft = Draft.blank(self.packed, shape.count, group)
+        draft = Draft.blank(self.packed, shape.count)
         filled = []
         for stretch in _ONE_STRETCH if many else _STRETCHES:
-            counts = np.full(self.layout.dp, shape.count)
-            board = blank_board(self.packed, self.row_cost, counts)
+            board = blank_board(self.packed, self.row_cost, shape.count)
             if not fill_all(board, rule, stretch):
                 continue
             filled.append(score_shared_rows(draft, board, self.runner, rule))
@@ -302,7 +294,7 @@ class _WideSearch:
         """The fixed draft on a board; None without one."""
         if self.fixed is None or self.rule is None:
             return None
-        count = self.fixed.rank_rows[0].size
+        count = self.fixed.num_microbatches
         board = filled_board(self.fixed, self.cost, num_levels=self.row_cost.unit.size)
         equal = np.full(count, self.rank_work / count + float(self.cost.fixed))
         rule = self.rule._replace(targets=equal)

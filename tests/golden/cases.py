@@ -40,13 +40,12 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
             "policy": Policy(step_split="balanced"),
         },
     ),
-    "dp4_pp2_per_rank_cp2_fp8": (
+    "dp4_pp2_cp2_fp8": (
         spread(30, 900),
         {
             "layout": Layout(dp=4, pp=2, cp=2, fp8=True),
             "max_tokens_per_gpu": 512,
             "cost": COST,
-            "policy": Policy(count_rule="per_rank"),
         },
     ),
     "dp2_experts_uniform_drop": (

@@ -53,11 +53,6 @@ def test_514_singletons_at_dp4() -> None:
     )
     assert dropped.steps[0].num_microbatches == 128
     assert dropped.steps[0].dropped_rollouts == (512, 513)
-    own = planned(
-        lengths, layout=Layout(dp=4), max_tokens_per_gpu=10, policy=Policy(count_rule="per_rank")
-    )
-    assert sorted(map(len, own.steps[0].ranks)) == [128, 128, 129, 129]
-    assert own.steps[0].num_microbatches is None
 
 
 @pytest.mark.parametrize(("sizes", "kept"), [([3, 2, 3, 1, 2], 3), ([2, 1, 1, 3], 3)])
@@ -305,6 +300,11 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any], error: type[Ex
 def test_invalid_lengths_are_refused(lengths: Any) -> None:
     with pytest.raises(DataError):
         build_dp_schedule(lengths, layout=Layout(), max_tokens_per_gpu=8)
+
+
+def test_a_searched_group_size_is_refused_with_what_to_set() -> None:
+    with pytest.raises(ConfigError, match=r"group_size='search'.*microbatch_group_size"):
+        Policy(group_size="search")  # type: ignore[arg-type]
 
 
 def test_per_rank_with_experts_is_refused() -> None:

@@ -113,14 +113,14 @@ class LowerBounds:
         fits = np.concatenate([[0.0], np.cumsum(longest_first)])
         mean = float(fits[-1]) / layout.dp
         best = Bound(beat, 0)
-        count = layout.next_legal_count(max(1, least_count), "legal", self._group)
+        count = layout.next_legal_count(max(1, least_count))
         while self._busiest * (count * self.fixed + mean) < best.seconds:
             # The cheap share of an M shows most of them to be no better than the best one so far.
             if self._is_possible(best.seconds, count, self._cheap_share(count), fits):
                 share = self._even_share(count)
                 if self._is_possible(best.seconds, count, share, fits):
                     best = Bound(self._least(best.seconds, count, share, fits), count)
-            count = layout.next_legal_count(count + 1, "legal", self._group)
+            count = layout.next_legal_count(count + 1)
         return Bound(best.seconds * (1 - _TOLERANCE), best.num_microbatches)
 
     def _least(self, most: float, count: int, share: float, fits: Floats) -> float:

@@ -55,12 +55,11 @@ def ramp_bound(seconds: Floats, layout: Layout, cost: CostModel, least_count: in
     forward_S = weights[0]
     all_S = weights.sum(axis=0) * (1 + cost.backward_ratio)
     mean = float(seconds.sum()) / layout.dp
-    group = layout.group_size if layout.vpp > 1 else 1
     best = math.inf
-    count = layout.next_legal_count(max(1, least_count), "legal", group)
+    count = layout.next_legal_count(max(1, least_count))
     while float(all_S.max()) * (count * cost.fixed + mean) < best:
         best = min(best, _least_seconds(count, forward_S, all_S, cost.fixed, mean))
-        count = layout.next_legal_count(count + 1, "legal", group)
+        count = layout.next_legal_count(count + 1)
     return best * (1 - _TOLERANCE)
 
 

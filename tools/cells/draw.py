@@ -357,7 +357,7 @@ def _plan(dice: _Dice, keys: Keys, own: Keys, longest: int) -> Keys:
         plan |= dice.maybe(0.2, count_rule="per_rank")
     if "count_rule" not in plan:
         plan |= dice.maybe(0.2, count_rule="multiple")
-    plan |= dice.maybe(0.15, group_size="search") | dice.maybe(0.05, unreachable="error")
+    plan |= dice.maybe(0.05, unreachable="error")
     if "balance" not in plan:
         plan |= dice.maybe(0.15, calibrate="online", calibrate_interval=1)
     return {f"plan.{name}": value for name, value in plan.items()}

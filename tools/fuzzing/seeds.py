@@ -43,7 +43,7 @@ def plans() -> tuple[Plan, ...]:
             9,
             Layout(dp=4, pp=2, vpp=2),
             rollout_ids=list("aabbccdde"),
-            policy=Policy(unreachable="drop", row_shape="uniform", group_size="search"),
+            policy=Policy(unreachable="drop", row_shape="uniform"),
         ),
         plan(3, Layout(dp=2, ep=2), policy=Policy(oversize="alone", search=0)),
         plan(4, Layout(cp=2), prefixes=SharedPrefixes((1, 3), (0, 35))),

@@ -66,9 +66,7 @@ def test_layouts_of_experts_are_split_by_ep_and_etp() -> None:
 
 @pytest.fixture(scope="module")
 def found() -> Tuning:
-    space = Space(
-        num_gpus=4, pp=(1, 2, 4), count_rules=("legal", "per_rank"), group_sizes=("fixed", "search")
-    )
+    space = Space(num_gpus=4, pp=(1, 2, 4), count_rules=("legal", "multiple"))
     return tune(work(), space)
 
 
@@ -181,7 +179,6 @@ class TestLargeBatches:
         vpp=(1,),
         budgets=(20_000,),
         count_rules=("legal",),
-        group_sizes=("fixed",),
         split_samples=("off",),
         backward=("joint",),
     )

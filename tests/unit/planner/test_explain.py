@@ -67,27 +67,32 @@ def test_a_freedom_that_is_on_and_unused_gains_nothing() -> None:
 
 
 def test_every_feature_of_the_table_has_a_line() -> None:
-    assert list(gains_of(plan_of()))[: len(FEATURES)] == [f.setting for f in FEATURES]
+    assert list(gains_of(plan_of())) == [f.setting for f in FEATURES]
 
 
 def test_a_refused_combination_has_its_reason() -> None:
-    gain = gains_of(plan_of(context_parallel="dynamic"))["count_rule"]
+    gain = gains_of(plan_of(row_shape="uniform"))["split_samples"]
     assert (gain.seconds_with, gain.gain) == (None, None)
-    assert gain.refusal.endswith("run it at the same place and need one M")
+    assert gain.refusal.endswith("pieces are cut to equal work and so differ in length")
 
 
 def test_a_plan_with_larger_rows_or_other_samples_is_no_comparison() -> None:
     gain = gains_of(plan_of(budget=2500, split_samples="auto"))["split_samples"]
     assert gain.seconds_without is None
     assert gain.refusal == "a row would hold 4000 padded tokens, over the budget of 2500"
+    # Two pairs fit into a row if each shares its prompt; else three pairs cannot fill four rows.
+    pairs = [0, 0, 1, 1, 2, 2]
     plan = build_dp_schedule(
-        [100] * 7,
-        layout=Layout(dp=4),
-        micro_batch_size=1,
+        [100] * 6,
+        layout=Layout(dp=2),
+        max_tokens_per_gpu=222,
+        rollout_ids=pairs,
+        colocate_ids=pairs,
+        prefixes=SharedPrefixes.from_groups(pairs, [90] * 6),
         policy=Policy(unreachable="drop"),
     )
-    refusal = gains_of(plan)["count_rule"].refusal
-    assert refusal == "it would train on 7 samples in place of 4"
+    refusal = gains_of(plan)["share_prefixes"].refusal
+    assert refusal == "it would train on 4 samples in place of 6"
 
 
 def test_prefixes_gain_if_they_are_given() -> None:
@@ -100,30 +105,6 @@ def test_prefixes_gain_if_they_are_given() -> None:
     gain = gains_of(plan)["share_prefixes"]
     assert gain.used.startswith("623 of 800 tokens")
     assert (gain.gain or 0) > 0.5
-
-
-def test_m_per_rank_says_which_counts_the_plan_has() -> None:
-    # One rank has the long sample in one row, the other needs two.
-    plan = build_dp_schedule(
-        [1000, 600, 600],
-        layout=Layout(dp=2),
-        max_tokens_per_gpu=1000,
-        policy=Policy(count_rule="per_rank"),
-    )
-    assert gains_of(plan)["count_rule"].used == "M=1-2"
-
-
-def test_another_group_says_which_the_plan_has() -> None:
-    # Three rows per rank are legal with G=3; with G=2 a fourth one is padding.
-    plan = build_dp_schedule(
-        [100] * 6,
-        layout=Layout(dp=2, pp=2, vpp=2),
-        micro_batch_size=1,
-        policy=Policy(group_size="search"),
-    )
-    gain = gains_of(plan)["group_size"]
-    assert gain.used == "G=3"
-    assert (gain.gain or 0) > 0
 
 
 def test_text_and_payload_agree() -> None:

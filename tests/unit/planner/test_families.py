@@ -177,9 +177,8 @@ def seconds(plan: Plan) -> float:
     [
         {"layout": Layout(dp=4)},
         {"layout": Layout(dp=2, pp=2)},
-        {"layout": Layout(dp=2, pp=2, vpp=2), "policy": Policy(group_size="search")},
+        {"layout": Layout(dp=2, pp=2, vpp=2)},
         {"layout": Layout(dp=2, pp=2, vpp=2), "policy": Policy(count_rule="multiple")},
-        {"layout": Layout(dp=2, pp=2), "policy": Policy(count_rule="per_rank")},
         {"layout": Layout(dp=2, pp=2), "policy": Policy(row_shape="uniform")},
         {"layout": Layout(dp=2, pp=2), "policy": Policy(balance="tokens")},
         {"layout": Layout(dp=2, pp=2), "policy": Policy(unreachable="drop")},
@@ -208,21 +207,6 @@ def test_fewer_families_than_micro_batches_are_cut() -> None:
     assert plan.counts.num_padding_rows == 0
     assert plan.prefixes == prefixes
     assert seconds(plan) < seconds(without)
-
-
-def test_a_larger_g_does_not_pad_what_a_smaller_one_fills() -> None:
-    """Found by random forests: G = 10 won with four parts and padding beside them."""
-    samples = [[0], [3], [3], [7], [8, 9], [8, 9]]
-    plan = build_dp_schedule(
-        [len(ids) for ids in samples],
-        layout=Layout(pp=4, vpp=2, microbatch_group_size=10),
-        micro_batch_size=5,
-        prefixes=SharedPrefixes.from_samples(samples),
-        cost=CostModel(fixed=0.0, per_token=0.0, per_token_sq=1e-3, per_sample=3.0, p2p=2.0),
-        policy=Policy(count_rule="per_rank", search=40, group_size="search"),
-    )
-    (rank,) = plan.steps[0].ranks
-    assert all(mb.samples for mb in rank) or all(len(mb.samples) <= 1 for mb in rank)
 
 
 def test_colocated_sets_that_fit_because_they_share_are_not_oversize() -> None:

@@ -48,7 +48,7 @@ def board_of(tokens: np.ndarray, capacity: int, dp: int = DP, count: int = COUNT
     aligned = -(-tokens // fine) * fine
     ones = np.ones(tokens.size, dtype=np.int64)
     pieces = (0 * ones, 0 * ones, -ones)
-    return empty_board(cost, aligned, aligned * aligned, ones, pieces, np.full(dp, count))
+    return empty_board(cost, aligned, aligned * aligned, ones, pieces, (dp, count))
 
 
 def place_by_looking(

@@ -110,10 +110,10 @@ class TestChoice:
 CASES: list[tuple[Layout, dict[str, Any]]] = [
     (Layout(dp=2), {}),
     (Layout(dp=2, pp=2, vpp=2, cp=2), {"row_shape": "uniform"}),
-    (Layout(dp=2, tp=2, sequence_parallel=True, fp8=True), {"count_rule": "per_rank"}),
+    (Layout(dp=2, tp=2, sequence_parallel=True, fp8=True), {}),
     (Layout(dp=4, pp=2), {"context_parallel": "dynamic"}),
     (Layout(dp=2, pp=4), {"split_samples": "auto"}),
-    (Layout(dp=2, pp=2, vpp=2), {"group_size": "search", "round_row_tokens": 32}),
+    (Layout(dp=2, pp=2, vpp=2), {"round_row_tokens": 32}),
     (Layout(dp=2, pp=2), {"max_live_tokens_per_gpu": 700}),
 ]
 

@@ -76,33 +76,11 @@ def test_more_search_is_faster_and_none_is_acceptable(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:4])
-def test_per_rank_counts_do_not_slow_a_step_down(layout: Layout) -> None:
-    shared = seconds(planned(layout, Policy()))
-    own = planned(layout, Policy(count_rule="per_rank"))
-    assert own.steps[0].num_microbatches is None
-    assert seconds(own) <= shared * 1.02
-
-
-def test_per_rank_counts_save_micro_batches() -> None:
-    lengths = [100] * 9
-    cost = CostModel(fixed=1000.0, per_token=1.0)
-    plan = build_dp_schedule(
-        [*lengths, 5, 5, 5],
-        layout=Layout(dp=2),
-        max_tokens_per_gpu=100,
-        cost=cost,
-        policy=Policy(count_rule="per_rank"),
-    )
-    assert sum(map(len, plan.steps[0].ranks)) == 10
-
-
-def test_a_searched_group_size_is_legal_and_not_slower() -> None:
-    layout = Layout(dp=2, pp=4, vpp=2, microbatch_group_size=7)
-    fixed = planned(layout, Policy(search=4096))
-    free = planned(layout, Policy(search=4096, group_size="search"))
-    assert fixed.steps[0].group_size == 7
-    assert free.steps[0].group_size is not None
-    assert seconds(free) <= seconds(fixed) * 1.01
+def test_per_rank_is_another_name_of_legal(layout: Layout) -> None:
+    (legal,) = planned(layout, Policy()).steps
+    (own,) = planned(layout, Policy(count_rule="per_rank")).steps
+    # A plan made by hand may then have another M on each rank, so the step names none.
+    assert own == dataclasses.replace(legal, num_microbatches=None)
 
 
 def test_ranks_in_lockstep_get_similar_rows() -> None:
@@ -158,34 +136,33 @@ def test_a_profile_beats_equal_micro_batches(pp: int, vpp: int, count: int) -> N
     runner = Runner(layout, CostModel(per_token=1.0))
     equal = 3 * (1 + (pp - 1) / (vpp * count)) * vpp
     profile = find_profile(
-        runner, count, pp, work=1.0, fixed=0.0, cap=2.0 / count, huge=np.zeros(0), rounds=8
+        runner, count, work=1.0, fixed=0.0, cap=2.0 / count, huge=np.zeros(0), rounds=8
     )
     assert profile.seconds < equal * 0.985
     targets = profile.targets(1.0, np.zeros(0), 2.0 / count)
     assert targets.sum() == pytest.approx(1)
     assert targets.max() <= 2.0 / count * (1 + 1e-9)
-    ops = runner.ops(count, pp)
+    ops = runner.ops(count)
     seconds = rank_seconds(ops, targets, np.empty(ops.stage.size))
     assert seconds == pytest.approx(profile.seconds)
 
 
 def test_each_huge_sample_has_a_target() -> None:
-    profile = default_profile(Layout(pp=4), 12, 4, 2)
+    profile = default_profile(Layout(pp=4), 12, 2)
     targets = profile.targets(100.0, np.array([40.0, 30.0]), 50.0)
     assert sorted(targets)[-2:] == [30, 40]
     assert targets.sum() == pytest.approx(100)
     assert abs(int(np.argmax(targets)) - 6) <= 1
 
 
-def test_rows_to_ranks_respects_the_counts() -> None:
+def test_rows_to_ranks_gives_ranks_about_as_many() -> None:
     work = np.random.default_rng(0).random(23)
     for rounds in (False, True):
-        ranks = rows_to_ranks(work, np.array([6, 6, 6, 6]), in_rounds=rounds)
+        ranks = rows_to_ranks(work, 4, in_rounds=rounds)
         assert sorted(np.concatenate(ranks).tolist()) == list(range(23))
-        assert sorted(map(len, ranks)) == [5, 6, 6, 6]
-    ranks = rows_to_ranks(work, np.array([9, 9, 3, 2]))
-    assert list(map(len, ranks)) == [9, 9, 3, 2]
-    assert list(map(len, rows_to_ranks(np.ones(3), np.array([4, 4, 4])))) == [1, 1, 1]
+        assert list(map(len, ranks)) == [6, 6, 6, 5]
+    assert list(map(len, rows_to_ranks(np.ones(3), 3))) == [1, 1, 1]
+    assert list(map(len, rows_to_ranks(np.ones(1), 3))) == [1, 0, 0]
 
 
 def test_rows_are_ordered_by_target() -> None:

@@ -31,7 +31,6 @@ def test_heavy_and_light_ranks_end_together(layout: Layout) -> None:
         return find_profile(
             runner,
             count,
-            layout.group_size,
             work=work,
             fixed=0.05,
             cap=30.0,
@@ -40,7 +39,7 @@ def test_heavy_and_light_ranks_end_together(layout: Layout) -> None:
         )
 
     huge = [np.array([30.0]), np.array([6.0]), np.array([6.0]), np.zeros(0)]
-    ops = runner.ops(count, layout.group_size)
+    ops = runner.ops(count)
     uneven = find_uneven(find, ops, huge, work=100.0, fixed=0.05, cap=30.0)
     assert uneven is not None
     assert uneven.num_heavy == 1

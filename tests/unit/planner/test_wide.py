@@ -161,13 +161,13 @@ def test_no_micro_batch_is_padding_unless_the_policy_allows_it(unreachable: Any)
         assert all(mb.samples for mb in plan.steps[0].microbatches)
 
 
-def test_multiples_of_the_group_and_other_groups() -> None:
-    layout = Layout(dp=4, pp=4, vpp=2)
-    policy = dataclasses.replace(DYNAMIC, count_rule="multiple", group_size="search")
+def test_multiples_of_the_group() -> None:
+    layout = Layout(dp=4, pp=4, vpp=2, microbatch_group_size=6)
+    policy = dataclasses.replace(DYNAMIC, count_rule="multiple")
     step = planned(ONE_LONG, layout, policy).steps[0]
-    assert step.group_size is not None
+    assert step.group_size == 6
     assert step.num_microbatches is not None
-    assert step.num_microbatches % step.group_size == 0
+    assert step.num_microbatches % 6 == 0
 
 
 @pytest.mark.parametrize("cost", [None, COST])
@@ -241,8 +241,8 @@ class TestBoard:
         samples = np.ones(tokens.size, dtype=np.int64)
         none = np.zeros_like(samples)
         whole = (none, none, none - 1)
-        counts = np.full(dp, count)
-        return empty_board(cost or self.cost, aligned, aligned * aligned, samples, whole, counts)
+        shape = dp, count
+        return empty_board(cost or self.cost, aligned, aligned * aligned, samples, whole, shape)
 
     def filled(self, cost: RowCost | None = None) -> tuple[Board, FillRule]:
         board = self.empty(5, 6, cost)
@@ -254,8 +254,7 @@ class TestBoard:
         return board, rule
 
     def clock(self, *, lockstep: bool) -> Clock:
-        ops = Runner(Layout(dp=5, pp=2), CostModel()).ops(6, None)
-        return Clock(ops, np.array([[0, ops.stage.size]] * 5), lockstep)
+        return Clock(Runner(Layout(dp=5, pp=2), CostModel()).ops(6), lockstep)
 
     def by_cell(self, board: Board) -> list[Any]:
         """What each cell shows, whatever its row's number is."""

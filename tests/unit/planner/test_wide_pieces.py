@@ -112,7 +112,7 @@ def test_chains_lie_over_as_few_ranks_as_their_share_allows(
     assert [math.ceil(float(work[i]) / longest / w) for i, w in enumerate(widths)] == list(
         cut.sizes
     )
-    cells = pieces.chain_cells(cut, 24, None, 0.5)
+    cells = pieces.chain_cells(cut, 24, 0.5)
     assert cells is not None
     first = np.cumsum((0, *cut.sizes))
     for chain, width in enumerate(cut.widths):
