@@ -43,7 +43,7 @@ EXPERT_RANKS = (8, 16, 32, 64)
 OPTIONS = (
     *("--recompute", "full", "--search", "16", "--peak-tflops", "989", "--vpp", "1"),
     *("--context-parallel", "fixed", "--backward", "joint", "--split-samples", "off"),
-    *("--count-rule", "legal", "--group-size", "fixed", "--max-tokens-per-gpu", "16384,32768"),
+    *("--max-tokens-per-gpu", "16384,32768"),
 )
 CONFIG = """\
 name: tuned
