@@ -1,11 +1,12 @@
-"""Count what the row features cost the rest of the package: branches, files, lines, options, keys.
+"""Count what features cost the rest of the package: branches, files, lines, options, keys.
 
     python tools/count_features.py
 
-A feature is a way to make rows or orders beside packing whole samples for Megatron's schedules. A
-branch is a condition (if, while, assert, comprehension) that names a feature outside of the
-feature's own modules. The names are matched, not understood: the numbers are for comparing two
-versions, not for their own sake.
+A row feature is a way to make rows or orders beside packing whole samples for Megatron's schedules.
+Other features cut across rooms too, and so does each option of a model: a file knows an option if
+it has the option's name. A branch is a condition (if, while, assert, comprehension) that names a
+feature outside of the feature's own modules. The names are matched, not understood: the numbers are
+for comparing two versions, not for their own sake.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import argparse
 import ast
 import dataclasses
 import importlib
+import re
 import sys
 import typing
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megapack.cli import COMMANDS  # noqa: E402
-from megapack.config.sections import TrainConfig  # noqa: E402
+from megapack.commands.parser import Parser  # noqa: E402
+from megapack.config.sections import ModelConfig, TrainConfig  # noqa: E402
+from tools.code_lines import by_room, code_lines  # noqa: E402
 
 
 class Feature(NamedTuple):
@@ -36,7 +40,7 @@ class Feature(NamedTuple):
     """Beginnings of the paths of its own modules, in the package."""
 
 
-FEATURES = {
+ROW_FEATURES = {
     "shared prefixes": Feature(
         "prefixes prefix_table share_prefixes shares_prefixes shared_tokens shared_fraction "
         "num_shared families",
@@ -57,6 +61,24 @@ FEATURES = {
         "num_ordered_steps",
         "plan/order plan/executor planner/operations planner/own_orders planner/clock "
         "schedule/operations schedule/channels model/weight_gradients",
+    ),
+}
+
+OTHER_FEATURES = {
+    "out of memory": Feature(
+        "on_oom retries_oom out_of_memory OutOfMemoryError StepOutOfMemory num_oom_replans", ""
+    ),
+    "row lengths": Feature(
+        "row_shapes row_shape round_row_tokens RowShapes num_segments shapes",
+        "plan/shapes planner/row_shapes train/row_shapes",
+    ),
+    "critics": Feature("critic has_critic value_head Critic reference_value", "train/critic"),
+    "calibration": Feature(
+        "calibrate calibrator calibration fits online",
+        "cost/online cost/calibration train/calibrator view/calibration",
+    ),
+    "multi-token prediction": Feature(
+        "mtp mtp_num_layers num_mtp_layers mtp_loss_coef", "model/mtp"
     ),
 }
 
@@ -81,30 +103,34 @@ def names_of(node: ast.expr) -> set[str]:
     return found
 
 
-def feature_branches(package: Path) -> dict[str, Counter[str]]:
+def feature_branches(package: Path, features: Mapping[str, Feature]) -> dict[str, Counter[str]]:
     """Per feature the number of branches in each file that is not its own."""
-    found: dict[str, Counter[str]] = {name: Counter() for name in FEATURES}
+    found: dict[str, Counter[str]] = {name: Counter() for name in features}
     for path in sorted(package.rglob("*.py")):
         module = path.relative_to(package).as_posix()
         used = [names_of(node) for node in conditions(ast.parse(path.read_text("utf-8")))]
-        for name, feature in FEATURES.items():
-            if not module.startswith(tuple(feature.own.split())):
+        for name, feature in features.items():
+            own = tuple(feature.own.split())
+            if not (own and module.startswith(own)):
                 wanted = set(feature.names.split())
                 found[name][module] += sum(bool(names & wanted) for names in used)
     return {name: Counter({m: n for m, n in own.items() if n}) for name, own in found.items()}
 
 
-def num_lines(*paths: Path) -> int:
-    """Lines of Python files, those of folders included."""
-    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
-    return sum(len(file.read_text("utf-8").splitlines()) for file in files)
+def files_of_options(package: Path) -> dict[str, int]:
+    """For each key of `ModelConfig` the number of files that have its name."""
+    words = [
+        set(re.findall(r"\w+", path.read_text("utf-8"))) for path in sorted(package.rglob("*.py"))
+    ]
+    names = [field.name for field in dataclasses.fields(ModelConfig)]
+    return {name: sum(name in own for own in words) for name in names}
 
 
 def num_options() -> int:
     """Options of all commands."""
     count = 0
     for name in COMMANDS:
-        parser = argparse.ArgumentParser(add_help=False)
+        parser = Parser(add_help=False)
         importlib.import_module(f"megapack.commands.{name.replace('-', '_')}").add_arguments(parser)
         count += sum(bool(action.option_strings) for action in parser._actions)
     return count
@@ -117,20 +143,32 @@ def num_keys() -> int:
     return sum(len(dataclasses.fields(section)) for section in sections)
 
 
+def print_branches(package: Path, features: Mapping[str, Feature]) -> Counter[str]:
+    """Print the branches of each feature; returns in how many features' counts a file is."""
+    files: Counter[str] = Counter()
+    total = 0
+    for name, own in feature_branches(package, features).items():
+        print(f"{name}: {sum(own.values())} branches in {len(own)} files of others")
+        files.update(own.keys())
+        total += sum(own.values())
+    print(f"together: {total} branches in {len(files)} files")
+    return files
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     package = ROOT / "megapack"
-    branches = feature_branches(package)
-    files: Counter[str] = Counter()
-    for name, own in branches.items():
-        print(f"{name}: {sum(own.values())} branches in {len(own)} files of others")
-        files.update(own.keys())
+    files = print_branches(package, ROW_FEATURES)
     several = sorted(file for file, count in files.items() if count >= 3)
-    total = sum(sum(own.values()) for own in branches.values())
-    print(f"together: {total} branches in {len(files)} files")
-    print(f"files that know three or four features: {len(several)} ({', '.join(several)})")
-    planner = num_lines(package / "planner", package / "dp_schedule.py")
-    print(f"lines: {num_lines(package)} in the package, {planner} in planner and dp_schedule")
+    print(f"files that know three or four of them: {len(several)} ({', '.join(several)})\n")
+    print_branches(package, OTHER_FEATURES)
+    known = Counter(files_of_options(package))
+    most = ", ".join(f"{name} {count}" for name, count in known.most_common(8))
+    mean = sum(known.values()) / len(known)
+    print(f"\nkeys of a model: {len(known)}, each in {mean:.1f} files; {most}")
+    rooms = by_room(package)
+    planner = rooms["planner"] + code_lines(package / "dp_schedule.py")
+    print(f"code lines: {sum(rooms.values())} in the package, {planner} in planner and dp_schedule")
     print(f"interface: {num_options()} options, {num_keys()} keys of the configuration")
 
 

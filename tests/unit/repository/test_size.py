@@ -1,0 +1,71 @@
+"""Each room of the package has a budget of code lines, so that what is added is made up for.
+
+A change that needs more lines in a room takes as many away in another: the budgets' sum only falls.
+A room that has shrunk gets a lower budget in the same change.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.code_lines import by_room, code_lines
+
+pytestmark = pytest.mark.unit
+
+BUDGETS = {
+    "base": 709,
+    "checkpoint": 1166,
+    "commands": 1841,
+    "config": 3637,
+    "cost": 2006,
+    "cpu": 1641,
+    "data": 3735,
+    "doctor": 383,
+    "gpt": 1263,
+    "hf": 1773,
+    "hosts": 3957,
+    "loss": 592,
+    "model": 4667,
+    "modules": 1505,
+    "outlook": 1070,
+    "patching": 478,
+    "pipeline": 434,
+    "plan": 1872,
+    "planner": 5000,
+    "prefixes": 526,
+    "ranks": 924,
+    "rows": 718,
+    "schedule": 3317,
+    "train": 1827,
+    "view": 919,
+}
+TOTAL = 45_960
+"""The sum of the budgets. It is never raised."""
+# Lines that a room may be below its budget before that is lowered.
+_SLACK = 20
+
+
+def test_no_room_is_over_its_budget(repo_root: Path) -> None:
+    rooms = by_room(repo_root / "megapack")
+    assert rooms.keys() == BUDGETS.keys(), "a room is new or gone: give it a budget or take it back"
+    over = {room: (lines, BUDGETS[room]) for room, lines in rooms.items() if lines > BUDGETS[room]}
+    assert not over, f"code lines and budget: {over}; take lines away here, or budget elsewhere"
+
+
+def test_budgets_fall_with_their_rooms(repo_root: Path) -> None:
+    rooms = by_room(repo_root / "megapack")
+    loose = {room: rooms[room] for room, most in BUDGETS.items() if rooms[room] + _SLACK < most}
+    assert not loose, f"lower these budgets, and TOTAL: {loose}"
+    assert sum(BUDGETS.values()) == TOTAL
+
+
+def test_words_cost_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        '"""Two\nlines."""\n\nimport os  # code\n\n# a comment\nCONSTANT = """not\nwords"""\n'
+        '"""Its docstring."""\n\n\ndef function():\n    """Words."""\n    return os\n'
+    )
+    # The import, two lines of the constant, the def and its return.
+    assert code_lines(path) == 5
