@@ -42,7 +42,7 @@ from megapack import (
     simulate,
 )
 from megapack.config.sections import ModelConfig
-from megapack.cost.online import ChunkSeconds, OnlineFit
+from megapack.cost.online import ChunkSeconds, fit_sums, row_sums
 from megapack.cost.sizes import ModelSizes
 from megapack.gpt import build_model, initialize_parallel
 from megapack.loss import SFT
@@ -234,8 +234,7 @@ def operation_cost(adapter: TimedAdapter, layout: Layout, sizes: ModelSizes) -> 
             for stage in range(layout.pp)
             for row in _rows(forward[stage], backward[stage], weight[stage])
         ]
-        fit = OnlineFit(layout, start)
-        return fit.take(fit.window([rows]), 1)
+        return fit_sums(row_sums(rows, start, layout), start, layout)
     means = (seconds.mean(dim=0) for seconds in (forward, backward, weight))
     cost = CostModel.fit(_rows(*means), layout=layout)
     busy = (forward + backward).sum(dim=1)

@@ -44,7 +44,7 @@ REASONS = {
     "megapack/rows/outputs.py:scatter_to_samples": "log-probs, entropies go to the host",
     "megapack/rows/outputs.py:reduce_metrics": "the step's loss and metrics",
     "megapack/schedule/faults.py:_origins_on_all": "is a value of any rank NaN or infinite",
-    "megapack/train/calibrator.py:_from_rank_0": "rank 0's cost model for all",
+    "megapack/train/calibrator.py:_fitted": "rank 0's cost model for all",
     "megapack/train/calibrator.py:_summed": "seconds of all ranks' operations",
     "megapack/train/metrics.py:memory_peaks": "peaks of all ranks' memory, a metric",
     "megapack/train/passes.py:_gradients": "the step's measured seconds",

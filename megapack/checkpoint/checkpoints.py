@@ -56,17 +56,6 @@ _REFERENCE = ("model.hf_path", "objective.reference_hf_path")
 _SHAPED_BY = ("plan.row_shapes", "plan.max_tokens_per_gpu", "plan.round_row_tokens")
 _BATCH_FILE = "batch.pt"
 _ROUTING = "routing-dp"
-_CALIBRATION = "calibration-"
-
-
-@dataclasses.dataclass(frozen=True)
-class CalibrationState:
-    """The state of a run's calibration on one rank."""
-
-    plain: Mapping[str, Any]
-    """For JSON; equal on all ranks."""
-    tensors: dict[str, torch.Tensor]
-    """This rank's."""
 
 
 class Checkpoints:
@@ -207,21 +196,6 @@ class Checkpoints:
                 "progress; resume from a checkpoint at a batch's end"
             )
 
-    def load_calibration(self, checkpoint: Checkpoint) -> CalibrationState | None:
-        """The calibration that `save` got on this rank.
-
-        Returns:
-            None if there was none, or if it was on another layout: that has other chunks.
-
-        Raises:
-            CheckpointError: this rank's file cannot be read.
-        """
-        manifest = checkpoint.manifest
-        if not manifest.calibration or Layout.from_payload(manifest.layout) != self.layout:
-            return None
-        tensors = _read_tensors(checkpoint.path / f"{_CALIBRATION}{_rank_file()}")
-        return CalibrationState(manifest.calibration, tensors)
-
     def load_row_shapes(self, checkpoint: Checkpoint) -> RowShapes | None:
         """The row shapes of the next plan.
 
@@ -271,7 +245,6 @@ class Checkpoints:
         field_names: Sequence[str],
         routing: Sequence[torch.Tensor | None] | None = None,
         dp_rank: int = 0,
-        calibration: CalibrationState | None = None,
     ) -> None:
         """Write a checkpoint, with `train.async_save` on threads. A collective.
 
@@ -285,7 +258,6 @@ class Checkpoints:
             routing: the experts recorded in that pass, of each sample that this rank packs, or None
                 if no pass records them.
             dp_rank: this process's data-parallel rank.
-            calibration: the state of the run's calibration; None without one.
 
         Raises:
             CheckpointError, ScheduleError: the checkpoint cannot be written. If only some ranks
@@ -299,15 +271,13 @@ class Checkpoints:
             return
         started = time.perf_counter()
         path = folders.checkpoint_path(self.folder, position.num_steps)
-        manifest = self._manifest(position, plan, calibration)
+        manifest = self._manifest(position, plan)
         fields = field_names if position.step_in_batch else ()
         with self._removing(path):
             self._write(path, self._on_first_rank, _open, path, self._num_bytes())
             small = _small_files(batch, fields)
             if routing is not None and position.step_in_batch:
                 small |= _routing_file(plan, position.step_in_batch, dp_rank, routing)
-            if calibration is not None:
-                small[f"{_CALIBRATION}{_rank_file()}"] = calibration.tensors
             self._pending = self._start(path, manifest, small)
         self._blocked_s += time.perf_counter() - started
         if not self.config.train.async_save:
@@ -458,9 +428,7 @@ class Checkpoints:
         dist.all_reduce(total)
         return int(total)
 
-    def _manifest(
-        self, position: Position, plan: Plan, calibration: CalibrationState | None
-    ) -> Manifest:
+    def _manifest(self, position: Position, plan: Plan) -> Manifest:
         # The plan of a batch in progress is made again on resume, with its own shapes.
         shapes = plan.row_shapes if position.step_in_batch else plan.next_row_shapes
         return Manifest(
@@ -472,7 +440,6 @@ class Checkpoints:
             data_digest=self._data_digest,
             has_reference=self._has_reference,
             has_critic=self.state.has_critic,
-            calibration={} if calibration is None else calibration.plain,
             row_shapes={} if shapes is None else dataclasses.asdict(shapes),
             megatron_core=importlib.metadata.version("megatron-core"),
         )

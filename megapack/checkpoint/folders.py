@@ -5,8 +5,6 @@
                               rng/rank0.pt      random states of a rank
                               batch.pt          log-probs of the batch in progress, if any; with a
                                                 critic values, advantages and returns
-                              calibration-rank0.pt
-                                                under plan.calibrate=online, measured seconds
                               routing-dp0.pt    experts that the log-prob pass of that batch
                                                 recorded on data-parallel rank 0, if steps replay it
 
@@ -110,8 +108,6 @@ class Manifest:
     """The Megatron-Core version that wrote the checkpoint."""
     has_critic: bool = False
     """Whether the checkpoint has a critic's weights and optimizer."""
-    calibration: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The cost models of a run with plan.calibrate=online; else empty."""
     row_shapes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The `RowShapes` of the next plan under plan.row_shapes; else empty."""
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -155,6 +151,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         values = strict_json(read_text(path / MANIFEST))
         _refuse_format(path, values["format"])
+        # Earlier versions saved the fits of plan.calibrate=online.
+        values.pop("calibration", None)
         manifest = Manifest(**{**values, "position": Position(**values["position"])})
         _check_types(manifest)
         sizes = {path / name: (_size(path / name), size) for name, size in manifest.files.items()}
@@ -188,8 +186,8 @@ def _refuse_format(path: Path, found: Any) -> None:
 
 def _check_types(manifest: Manifest) -> None:
     """Raise ValueError for a value that no run wrote."""
-    kinds: dict[str, type] = dict.fromkeys(("config", "layout", "files"), dict)
-    kinds |= dict.fromkeys(("calibration", "row_shapes"), dict)
+    names = ("config", "layout", "files", "row_shapes")
+    kinds: dict[str, type] = dict.fromkeys(names, dict)
     kinds |= dict.fromkeys(("has_reference", "has_critic"), bool)
     digests = ("plan_digest", "samples_done_digest", "data_digest")
     kinds |= dict.fromkeys((*digests, "megatron_core"), str)

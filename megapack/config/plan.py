@@ -67,9 +67,9 @@ class _BatchSizes:
     directory; must be the same on all ranks. null = from the model's sizes, for a GPU of an assumed
     speed; `balance: tokens` balances by tokens."""
     calibrate: Calibrate = "off"
-    """"online": fit the cost model to the run's own seconds while it trains, and plan with it.
-    Plans then depend on measured times; checkpoints keep the model. "off": one model, which the run
-    begins with."""
+    """"online": fit the cost model to the run's own seconds while it trains, plan with it, and
+    write it to cost.yaml in the run's folder at the end. Plans then depend on measured times; a
+    resumed run fits anew. "off": one model, which the run begins with."""
     calibrate_interval: int = 5
     """Optimizer steps from one fit of `calibrate` to the next."""
 

@@ -5,7 +5,7 @@ Modules:
     assumed: a cost model without measurements, on a GPU of an assumed speed
     fit: measurements -> coefficients (non-negative least squares)
     online: seconds of a run's steps -> CostModel (least squares with forgetting)
-    slowness: ranks that are slow for a while, stages that have more work than the model thought
+    slowness: ranks that are slow for a while
     sizes: ModelSizes: weights and floating-point operations of a transformer
     stages: LayerSplit -> StageLayers: transformer layers of each pipeline chunk
     activations: bytes that autograd keeps of a layer

@@ -10,14 +10,10 @@ and its weight follows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from megapack.base.arrays import Floats
-from megapack.cost.model import CostModel
-from megapack.layout import Layout
 
 # A rank's step is slow if it takes this times the seconds of the stage's other DP ranks. With 5 %
 # noise in each of 16 rows the steps of two ranks differ by less than 3 %; an H200 that throttles
@@ -26,109 +22,55 @@ SLOW_RANK = 1.2
 # A rank's step is a pause if it takes this times the rank's median step: garbage collection, a
 # file system, or the first step, which warms up. Chosen by hand.
 PAUSE = 1.5
-# A stage is named if its weight moves by this, against the stage in the middle. Chosen by hand.
-SLOW_STAGE = 1.3
-# Slow steps of a window after which a rank is named; one alone may be a pause.
+# Slow steps between two fits after which a rank is named; one alone may be a pause.
 _NAMED_AFTER = 2
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What a window of steps shows."""
-
-    left_out: npt.NDArray[np.bool_]
-    """[dp, pp, steps]: steps whose seconds do not count."""
-    messages: tuple[str, ...]
-    """What began or ended, a sentence each."""
-
-
 class SlowRanks:
-    """Finds slow ranks, window by window; deterministic.
+    """Finds slow ranks; deterministic.
 
     Attributes:
-        slow: (DP rank, stage) of the ranks that are slow now, in order.
+        slow: (DP rank, stage) of the ranks that are slow now.
     """
 
     def __init__(self) -> None:
-        self.slow: tuple[tuple[int, int], ...] = ()
+        self.slow: set[tuple[int, int]] = set()
 
-    def judge(self, ratios: Floats) -> Verdict:
-        """Judge a window.
+    def judge(self, ratios: Floats) -> tuple[npt.NDArray[np.bool_], list[str]]:
+        """Judge the steps since the last fit.
 
         Args:
             ratios: float64 [dp, pp, steps], measured over predicted seconds of each rank; 0 where
                 a rank measured nothing.
+
+        Returns:
+            Which steps' seconds do not count, [dp, pp, steps]; and what began or ended, a sentence
+            each.
         """
         known = ratios > 0
         logs = np.log(np.where(known, ratios, 1.0))
-        of_stage = _lower_median(logs, known, axis=0)
-        of_rank = _lower_median(logs, known, axis=2)
-        lags = logs - of_stage
+        lags = logs - _lower_median(logs, known, axis=0)
         is_slow = known & (lags > np.log(SLOW_RANK))
-        is_pause = known & (logs - of_rank > np.log(PAUSE))
+        is_pause = known & (logs - _lower_median(logs, known, axis=2) > np.log(PAUSE))
         messages = []
-        now = []
         num_steps = ratios.shape[2]
         for rank, stage in np.ndindex(ratios.shape[:2]):
-            count = int(is_slow[rank, stage].sum())
-            was = (rank, stage) in self.slow
             name = f"DP rank {rank} of stage {stage}"
-            if count >= min(_NAMED_AFTER, num_steps) or (was and count):
-                now.append((rank, stage))
-                if not was:
-                    factor = float(np.exp(np.median(lags[rank, stage][is_slow[rank, stage]])))
-                    messages.append(
-                        f"{name} took {factor:.2f} times as long as the stage's other ranks in "
-                        f"{count} of {num_steps} steps; its seconds do not count until it is as "
-                        "fast as they are"
-                    )
-            elif was:
+            steps = is_slow[rank, stage]
+            count = int(steps.sum())
+            was_slow = (rank, stage) in self.slow
+            if not was_slow and count >= min(_NAMED_AFTER, num_steps):
+                self.slow.add((rank, stage))
+                factor = float(np.exp(np.median(lags[rank, stage][steps])))
+                messages.append(
+                    f"{name} took {factor:.2f} times as long as the stage's other ranks in "
+                    f"{count} of {num_steps} steps; its seconds do not count until it is as fast "
+                    "as they are"
+                )
+            elif was_slow and not count:
+                self.slow.remove((rank, stage))
                 messages.append(f"{name} is as fast as the stage's other ranks again")
-        self.slow = tuple(now)
-        return Verdict(is_slow | is_pause, tuple(messages))
-
-
-class MovedStages:
-    """Finds pipeline stages that take longer, or less long, than the model had it.
-
-    Args:
-        layout: the layout of the run.
-        start: the model that the run begins with.
-
-    Attributes:
-        weights: float64 [pp], mean weight of each stage's chunks when a stage was last named.
-    """
-
-    def __init__(self, layout: Layout, start: CostModel) -> None:
-        self._layout = layout
-        self.weights = self._stage_weights(start)
-
-    def judge(self, model: CostModel) -> list[str]:
-        """A sentence for each stage whose weight in a newly fitted model differs.
-
-        Stages are compared with the one in the middle, of two with the one that became faster:
-        scaling all of them moves none.
-        """
-        before = self.weights
-        after = self._stage_weights(model)
-        moved = np.divide(after, before, out=np.ones_like(after), where=before > 0)
-        moved /= np.sort(moved)[(self._layout.pp - 1) // 2]
-        messages = [
-            f"stage {stage} takes {factor:.2f} times as long as the cost model had it against the "
-            f"other stages; its weight went from {before[stage]:.2f} to {after[stage]:.2f}"
-            for stage, factor in enumerate(moved.tolist())
-            if not 1 / SLOW_STAGE < factor < SLOW_STAGE
-        ]
-        if messages:
-            self.weights = after
-        return messages
-
-    def _stage_weights(self, model: CostModel) -> Floats:
-        layout = self._layout
-        # Chunks in model order: stage 1 of pp=2, vpp=2 has chunks 1 and 3.
-        chunks = np.array(model.weights_for(layout)).reshape(layout.vpp, layout.pp)
-        weights: Floats = chunks.mean(axis=0)
-        return weights
+        return is_slow | is_pause, messages
 
 
 def _lower_median(logs: Floats, known: npt.NDArray[np.bool_], axis: int) -> Floats:

@@ -6,5 +6,4 @@ Modules:
     tune: layouts, budgets and policies ranked by predicted speed
     tune_space: Space: the layouts, budgets and rules that it tries
     baselines: simple packing strategies to compare a plan with
-    regret: what another cost model's plan would have cost
 """

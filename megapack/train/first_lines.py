@@ -10,23 +10,21 @@ from megapack.gpt.settings import describe, layer_settings
 from megapack.train.folder import SETTINGS_FILE
 
 
-def first_lines(run: Any, *, goes_on: bool) -> Iterator[str]:
+def first_lines(run: Any) -> Iterator[str]:
     """The lines before the first step; also writes those about the machine to settings.txt.
 
     Args:
         run: the `train.job.Trainer`.
-        goes_on: the cost model is the one that the resumed run had fitted.
     """
     config = run.config
     yield f"{len(run.data)} samples, {run.layout.label}"
     if config.data.drop_equal_rewards:
         yield f"{run.data.num_dropped_groups} prompt groups of equal rewards left out"
     settings = layer_settings(config.model, run.kernels.attention)
-    basis = "fitted by the run so far" if goes_on else config.cost_basis
     of_machine = [
         str(run.kernels),
         describe(settings, run.reduction),
-        f"cost model {basis}",
+        f"cost model {config.cost_basis}",
     ]
     if run.folder is not None:
         run.folder.write_text(SETTINGS_FILE, "\n".join([*of_machine, ""]))

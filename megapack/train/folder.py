@@ -20,18 +20,13 @@ from megapack.errors import ConfigError, DataError
 from megapack.plan.plan import Plan
 from megapack.plan.text import COST
 from megapack.train.trackers import Metrics, Tracker
-from megapack.view.records import (
-    CALIBRATION_FILE,
-    LENGTHS_FILE,
-    METRICS_FILE,
-    PLAN_FILE,
-    TRACE_FILE,
-)
+from megapack.view.records import LENGTHS_FILE, METRICS_FILE, PLAN_FILE, TRACE_FILE
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 SETTINGS_FILE = "settings.txt"
+COST_FILE = "cost.yaml"
 # `flock` gives these on file systems without locks, such as Lustre mounted without flock.
 _WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
 
@@ -40,9 +35,9 @@ class RunFolder:
     """`runs/<name>/`, written by one rank.
 
     It holds config.yaml, settings.txt, metrics.jsonl, plan.json and lengths.txt of the last batch,
-    trace.jsonl of traced steps, and calibration.jsonl of fitted cost models. A folder of the same
-    name from an earlier run is kept as `<name>.1`, `<name>.2` and so on; an empty one is used, also
-    if it is a link to another disk.
+    trace.jsonl of traced steps, and at the end cost.yaml of a fitted cost model. A folder of the
+    same name from an earlier run is kept as `<name>.1`, `<name>.2` and so on; an empty one is used,
+    also if it is a link to another disk.
 
     Args:
         continue_after: continue in the existing folder after this many steps: lines of later
@@ -61,7 +56,7 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
             opened.enter_context(lock_folder(self.path))
             if continue_after is not None:
-                for name in (METRICS_FILE, TRACE_FILE, CALIBRATION_FILE):
+                for name in (METRICS_FILE, TRACE_FILE):
                     path = self.path / name
                     if path.exists():
                         self.write_text(path.name, _lines_until(path, continue_after))

@@ -26,6 +26,7 @@ from megapack.checkpoint.state import RunState
 from megapack.config.load import dump_yaml, to_dict
 from megapack.config.model_checks import checked_layout
 from megapack.config.sections import TrainConfig, check_installed
+from megapack.cost.calibration import Calibration
 from megapack.data.batches import (
     all_batches,
     batch_advantages,
@@ -48,7 +49,7 @@ from megapack.outlook.stats import step_report
 from megapack.outlook.warm_up import COMPILE_S, compile_planner
 from megapack.pipeline.simulator import simulate_planned
 from megapack.plan.facts import step_metrics
-from megapack.plan.plan import Plan, StepPlan
+from megapack.plan.plan import Plan
 from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_flags
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
@@ -57,7 +58,7 @@ from megapack.train.ahead import Ahead
 from megapack.train.calibrator import Calibrator
 from megapack.train.critic import FIELDS, REWARDS, Critic
 from megapack.train.first_lines import first_lines, last_line
-from megapack.train.folder import RunFolder
+from megapack.train.folder import COST_FILE, RunFolder
 from megapack.train.garbage import GarbageCollection
 from megapack.train.kernels import agreed_kernels
 from megapack.train.metrics import (
@@ -174,7 +175,9 @@ class Trainer:
             mtp_num_layers=config.model.mtp_num_layers,
             token_columns=config.objective.token_columns,
         )
-        self.calibrator = Calibrator(config.plan, self.adapter, self.layout, cost, device=device)
+        self.calibrator = Calibrator(
+            config.plan, self.adapter, self.layout, cost, ranks=ranks, device=device
+        )
         self.ahead = Ahead(self._prepare)
         self.passes = BatchPasses(
             config.objective,
@@ -198,9 +201,12 @@ class Trainer:
                 device=device,
             )
         self.schedule: OptimizerParamScheduler | None = None
-        measured = self.calibrator.is_start_measured
-        self.clock = StepClock(is_calibrated=measured)
-        self.tracer = StepTracer(self.adapter, config.train.trace_steps, is_calibrated=measured)
+        # Whether the cost model that the run begins with was measured.
+        self.is_measured = config.plan.cost_model is not None
+        self.clock = StepClock(is_calibrated=self.is_measured)
+        self.tracer = StepTracer(
+            self.adapter, config.train.trace_steps, is_calibrated=self.is_measured
+        )
         self.garbage = GarbageCollection(config.train.manual_gc_interval)
         self.position = Position()
         self.resumed: Checkpoint | None = None
@@ -228,11 +234,9 @@ class Trainer:
         """Train on all batches of all epochs and return the run's folder."""
         config = self.config
         self.resumed = self.checkpoints.find()
-        goes_on = False
         # Load before the folder is opened, so that a failed resume changes no file.
         if self.resumed is not None:
             self.position = self.checkpoints.load(self.resumed, self._saved_fields)
-            goes_on = self.calibrator.resume(self.checkpoints, self.resumed)
             self.row_shapes.resume(self.checkpoints, self.resumed, self.device)
         check_replicas(self.chunks, device=self.device)
         if self.critic is not None:
@@ -241,7 +245,7 @@ class Trainer:
         self.progress = Progress(
             active=dist.get_rank() == 0, log_interval=config.train.log_interval
         )
-        for line in first_lines(self, goes_on=goes_on):
+        for line in first_lines(self):
             self.progress.line(line)
         try:
             with self.garbage.manual():
@@ -294,7 +298,6 @@ class Trainer:
         if own is not None:
             drop_after(own.path.parent, self.num_steps)
         folder.write_text("config.yaml", dump_yaml(config))
-        self.calibrator.begin(folder, self.num_steps)
         folder.trackers = open_trackers(
             config.train.trackers, folder.path, to_dict(config), continue_after=done
         )
@@ -303,7 +306,10 @@ class Trainer:
     def _close_folder(self) -> None:
         folder, self.folder = self.folder, None
         if folder is not None:
-            folder.close()
+            with contextlib.closing(folder):
+                if self.calibrator.num_fits:
+                    fitted = Calibration(cost=self.calibrator.cost)
+                    folder.write_text(COST_FILE, dump_yaml(fitted))
 
     def _batches(self) -> Iterator[tuple[SampleNumbers, SampleNumbers | None]]:
         """The run's remaining batches in order, each with the one after it; sets up the learning
@@ -343,7 +349,8 @@ class Trainer:
         self.progress.line(plan_line(batch.plan))
         self.row_shapes.show(batch.plan, self.num_steps + 1, self.progress)
         batch_seconds = {"plan_s": planned - started, "plan_ahead_s": self.ahead.ahead_s}
-        self.calibrator.begin_batch()
+        # A fit may change it while the next batch is planned.
+        self.planner = dataclasses.replace(self.planner, cost=self.calibrator.cost)
         if following is not None:
             self.ahead.begin(following)
         first_step = self.position.step_in_batch
@@ -391,7 +398,6 @@ class Trainer:
                 self._saved_fields,
                 batch.routing if self._records_routing else None,
                 self.adapter.dp_rank,
-                self.calibrator.state(batch.cost if self.position.step_in_batch else None),
             )
 
     def _finish_save(self) -> None:
@@ -432,8 +438,7 @@ class Trainer:
         It may run on a thread while steps change the weights, the run's position and the cost model
         in force, so it reads none of these.
         """
-        planner = dataclasses.replace(self.planner, cost=self.calibrator.next_cost)
-        return self.row_shapes.plan(planner, numbers, self._fields(numbers))
+        return self.row_shapes.plan(self.planner, numbers, self._fields(numbers))
 
     def _fields(self, numbers: SampleNumbers) -> dict[str, Any]:
         """What the objective reads of samples and the data has."""
@@ -481,18 +486,25 @@ class Trainer:
         if self.num_steps >= self.config.critic.warmup_steps:
             assert self.schedule is not None
             self.tracer.start()
-            self.calibrator.begin_step()
-            policy = take_step(
-                *(self.passes, self.optimizer, self.schedule, self.ranks, batch, index),
-                name=f"step {self.num_steps + 1}",
-                num_steps=self.num_steps,
-                predicted_s=predicted_s,
-            )
-            self.clock.record(report.seconds, policy.measured_s)
+            with self.calibrator.step(plan.steps[index], self.num_steps + 1) as messages:
+                policy = take_step(
+                    *(self.passes, self.optimizer, self.schedule, self.ranks, batch, index),
+                    name=f"step {self.num_steps + 1}",
+                    num_steps=self.num_steps,
+                    predicted_s=predicted_s,
+                )
+            for message in messages:
+                self.progress.line(message)
+            simulated = report.seconds
+            if self.calibrator.cost is not cost:
+                # Seconds of the old model say nothing about the scale of the new one's.
+                self.clock = StepClock(is_calibrated=self.is_measured)
+                simulated = simulate_planned(plan, plan.steps[index], self.calibrator.cost).makespan
+            self.clock.record(simulated, policy.measured_s)
             of_policy = {
                 **policy.metrics,
                 "step_predicted_s": predicted_s,
-                **self.calibrator.predictions(plan, plan.steps[index], policy.measured_s),
+                **self.calibrator.metrics,
             }
         total_s = 0.0 if policy is None else policy.seconds
         of_critic: dict[str, Any] = {}
@@ -507,8 +519,6 @@ class Trainer:
         self.position = self.position.after_step(
             index + 1, len(plan.steps), policy is not None and policy.updated, critic_updated
         )
-        if policy is not None:
-            of_policy |= self._calibrate(plan, plan.steps[index], policy.measured_s)
         self._write(
             {
                 "step": self.num_steps,
@@ -530,24 +540,6 @@ class Trainer:
         if policy is not None:
             self.tracer.finish(plan, index, self.num_steps, self.folder, cost)
         self.garbage.after_step(self.num_steps)
-
-    def _calibrate(self, plan: Plan, step: StepPlan, measured_s: float) -> dict[str, float]:
-        """Give the calibrator a step that ran, and show what it finds."""
-        calibrator = self.calibrator
-        if not calibrator.is_on:
-            return {}
-        started = time.perf_counter()
-        before = calibrator.cost
-        with self.ranks.guarded(f"the calibration after step {self.num_steps}"):
-            self.ranks.place.enter("calibration")
-            messages = calibrator.finish_step(step, self.num_steps, self.folder)
-        for message in messages:
-            self.progress.line(message)
-        if calibrator.cost is not before:
-            # Seconds of the old model say nothing about the scale of the new one's.
-            self.clock = StepClock(is_calibrated=calibrator.is_start_measured)
-            self.clock.record(simulate_planned(plan, step, calibrator.cost).makespan, measured_s)
-        return {"calibration_s": time.perf_counter() - started}
 
     def _data_metrics(self) -> dict[str, int]:
         dropped = {"num_dropped_groups": self.data.num_dropped_groups}

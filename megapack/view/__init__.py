@@ -4,5 +4,4 @@ Modules:
     records: a run's folder, read back
     timeline, plot, chrome_trace: simulated and measured timelines, drawn or for Perfetto
     page, page_data, web/: the HTML report
-    calibration: what the report says about a run's fits
 """

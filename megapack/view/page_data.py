@@ -14,7 +14,6 @@ from megapack.outlook.stats import full_row, plan_report, row_fill
 from megapack.plan.facts import FEATURES, features_of, row_facts
 from megapack.plan.order import KINDS
 from megapack.plan.plan import Plan
-from megapack.view.calibration import calibration_facts, calibration_notes, last_batch_facts
 from megapack.view.records import RunRecords, number_or_none
 from megapack.view.timeline import Timeline, planned, traced, typical_ranks
 
@@ -85,15 +84,9 @@ def run_page(records: RunRecords, cost: CostModel | None) -> Page:
     plan = records.plan
     metrics = records.metrics
     page = Page(title=f"run {records.name}", facts=_run_facts(records), unit="s")
-    page.facts += calibration_facts(records)
-    model_facts, model_notes = last_batch_facts(records)
-    facts = [*_plan_facts(plan), *model_facts]
-    page.facts += [(f"last batch: {name}", value) for name, value in facts]
-    step_seconds = {"predicted": "step_predicted_s", "measured": "step_measured_s"}
-    if records.fits:
-        step_seconds["by the first model"] = "step_predicted_at_start_s"
+    page.facts += [(f"last batch: {name}", value) for name, value in _plan_facts(plan)]
     charts: list[tuple[str, str, dict[str, str]]] = [
-        ("step time", "s", step_seconds),
+        ("step time", "s", {"predicted": "step_predicted_s", "measured": "step_measured_s"}),
         ("loss", "", {"loss": "loss"}),
         ("gradient norm", "", {"gradient norm": "grad_norm"}),
         ("tokens per second", "", {"tokens per second": "tokens_per_second"}),
@@ -110,13 +103,11 @@ def run_page(records: RunRecords, cost: CostModel | None) -> Page:
             name: [number_or_none(line.get(key)) for line in metrics] for name, key in keys.items()
         }
         page.curves.append(_curve(title, unit, numbers, series))
-    page.curves[1:1] = _fit_curves(records)
     timelines = traced(records, cost)
     pairs = [timelines[i : i + 2] for i in range(0, len(timelines), 2)]
     _add_timelines(page, iter(pairs), len(pairs))
     if not pairs:
         page.notes.append("no step was traced; train.trace_steps=2 shows measured timelines")
-    page.notes += [*calibration_notes(records), *model_notes]
     page.histograms += _histograms(plan, records.lengths)
     return page
 
@@ -163,23 +154,6 @@ def _run_facts(records: RunRecords) -> Facts:
     if speed:
         facts.append(("tokens per second", f"{np.median(speed):.0f} in the median step"))
     return facts
-
-
-def _fit_curves(records: RunRecords) -> list[dict[str, Any]]:
-    """The errors of the run's fits, if it has some."""
-    fits = [fit for fit in records.fits if fit.number]
-    if not fits:
-        return []
-    series = {
-        "before the fit": [_percent(fit.error_before) for fit in fits],
-        "after it": [_percent(fit.error_after) for fit in fits],
-    }
-    title = "error of the seconds of a row"
-    return [_curve(title, "%", [fit.step for fit in fits], series)]
-
-
-def _percent(fraction: float | None) -> float | None:
-    return None if fraction is None else 100 * fraction
 
 
 def _numbers(records: RunRecords, key: str) -> list[float]:

@@ -13,15 +13,13 @@ from megapack.base.arrays import Ints
 from megapack.base.files import read_text, strict_json
 from megapack.cost.model import CostModel
 from megapack.data.lengths import Columns, read_length_file
-from megapack.errors import ConfigError, DataError, PlanError, first_line
+from megapack.errors import DataError, PlanError, first_line
 from megapack.pipeline.simulator import Event
 from megapack.plan.file import read_plan
 from megapack.plan.plan import Plan
-from megapack.plan.text import COST
 
 METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace.jsonl"
-CALIBRATION_FILE = "calibration.jsonl"
 PLAN_FILE = "plan.json"
 LENGTHS_FILE = "lengths.txt"
 
@@ -45,26 +43,6 @@ class TracedStep:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A cost model that a run with `plan.calibrate=online` put into force."""
-
-    step: int
-    """The step after which it did, from 1; 0 or the step of a checkpoint for a beginning."""
-    number: int
-    """Fits of the run until then; 0 is the model that it began with."""
-    cost: CostModel
-    error_before: float | None
-    """Root mean square of predicted over measured seconds minus 1, of the rows since the last fit,
-    under the model in force before; None without rows."""
-    error_after: float | None
-    """The same under `cost`."""
-    num_left_out: int
-    """Steps of single ranks whose seconds did not count."""
-    messages: tuple[str, ...]
-    """What turned out slow, or is fast again."""
-
-
-@dataclass(frozen=True)
 class RunRecords:
     """The files of a run's folder."""
 
@@ -77,10 +55,6 @@ class RunRecords:
     """Lengths of the last batch; None if the run did not write them."""
     traced: tuple[TracedStep, ...]
     """Steps traced by `train.trace_steps`."""
-    fits: tuple[Fit, ...] = ()
-    """Cost models of a run with `plan.calibrate=online`, in the order of its steps."""
-    plan_cost: CostModel | None = None
-    """The cost model that `plan` was made with; None if the run has no fits."""
 
     def predicted_seconds(self, number: int) -> float | None:
         """Seconds that the run predicted for a step; None if it did not."""
@@ -99,17 +73,15 @@ def read_run(folder: str | Path) -> RunRecords:
     """
     path = Path(folder)
     lengths = path / LENGTHS_FILE
+    trace = path / TRACE_FILE
     metrics = tuple(_lines(path / METRICS_FILE, _metrics))
     plan = read_plan(path / PLAN_FILE)
-    fits = _lines_if_any(path / CALIBRATION_FILE, _fit)
     return RunRecords(
         name=path.resolve().name,
         metrics=metrics,
         plan=plan,
         lengths=read_length_file(str(lengths), Columns()).lengths if lengths.exists() else None,
-        traced=_lines_if_any(path / TRACE_FILE, _traced),
-        fits=fits,
-        plan_cost=_plan_cost(path / PLAN_FILE) if fits else None,
+        traced=tuple(_lines(trace, _traced)) if trace.exists() else (),
     )
 
 
@@ -117,10 +89,6 @@ def number_or_none(value: Any) -> float | None:
     """A value of metrics.jsonl as a finite number; NaN and infinity are text there."""
     known = type(value) in (int, float) and abs(value) <= sys.float_info.max
     return float(value) if known else None
-
-
-def _lines_if_any(path: Path, read: Callable[[dict[str, Any]], T]) -> tuple[T, ...]:
-    return tuple(_lines(path, read)) if path.exists() else ()
 
 
 def _lines(path: Path, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
@@ -171,36 +139,6 @@ def _traced(line: dict[str, Any]) -> TracedStep:
     cost = _cost(line.get("cost"))
     is_calibrated = line.get("is_calibrated", cost is not None)
     return TracedStep(_metrics(line)["step"], plan, cost, is_calibrated is True, events)
-
-
-def _fit(line: dict[str, Any]) -> Fit:
-    number = line["num_fits"]
-    messages = line["messages"]
-    num_left_out = line["num_left_out"]
-    if type(number) is not int or type(num_left_out) is not int:
-        raise ValueError("num_fits or num_left_out is not an integer")
-    if not isinstance(messages, list) or not all(isinstance(text, str) for text in messages):
-        raise ValueError("messages are not a list of texts")
-    return Fit(
-        step=_metrics(line)["step"],
-        number=number,
-        cost=CostModel.from_json(json.dumps(line["cost"])),
-        error_before=number_or_none(line["error_before"]),
-        error_after=number_or_none(line["error_after"]),
-        num_left_out=num_left_out,
-        messages=tuple(messages),
-    )
-
-
-def _plan_cost(path: Path) -> CostModel | None:
-    """The cost model in a plan.json that `read_plan` has read; None if it has none."""
-    text = read_text(path)
-    # A plan in text form has none.
-    payload = strict_json(text) if text.lstrip()[:1] == "{" else {}
-    try:
-        return CostModel.from_json(json.dumps(payload[COST])) if COST in payload else None
-    except ConfigError as error:
-        raise PlanError(f"{path}: {error}") from None
 
 
 def _cost(fields: Any) -> CostModel | None:

@@ -196,7 +196,7 @@ def _inject_elsewhere(trigger: Trigger, phase: str) -> None:
     elif phase == "optimizer":
         _around(job, "build_optimizer", after=with_trigger)
     elif phase == CALIBRATION:
-        _around(Calibrator, "_fit_window", before=trigger)
+        _around(Calibrator, "_fit", before=trigger)
     elif phase == "checkpoint":
         _around(state, "_write_tensors", before=trigger)
     else:

@@ -55,6 +55,18 @@ def test_a_written_checkpoint_is_read_back(tmp_path: Path) -> None:
     assert found.manifest.config == {"seed": 1}
 
 
+def test_the_fits_of_an_earlier_version_are_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path, 12)
+    text = (path / folders.MANIFEST).read_text(encoding="utf-8")
+    (path / "calibration-rank0.pt").write_bytes(b"x" * 5)
+    values = json.loads(text) | {"calibration": {"num_fits": 2, "stage_weights": [1.0]}}
+    values["files"]["calibration-rank0.pt"] = 5
+    (path / folders.MANIFEST).write_text(json.dumps(values), encoding="utf-8")
+    found = folders.read_checkpoint(path)
+    assert found.manifest.position == manifest(12).position
+    assert set(found.manifest.files) == {"state/tensors", "calibration-rank0.pt"}
+
+
 def test_the_next_save_removes_partial_checkpoints(tmp_path: Path) -> None:
     for num_steps in (3, 9):
         folders.open_part(folders.checkpoint_path(tmp_path, num_steps))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,14 +10,8 @@ import pytest
 
 from megapack import CostModel, Layout, Plan, Policy, build_dp_schedule, simulate
 from megapack.base.arrays import Floats
-from megapack.cost.online import (
-    ChunkSeconds,
-    OnlineFit,
-    measured_seconds,
-    predicted_seconds,
-    relative_error,
-)
-from megapack.cost.slowness import MovedStages, SlowRanks
+from megapack.cost.online import KEEP, ChunkSeconds, fit_sums, row_sums, slowness
+from megapack.cost.slowness import SlowRanks
 from tests.made_clock import MadeClock
 
 pytestmark = pytest.mark.unit
@@ -52,24 +45,32 @@ class Run:
     def __init__(self, clock: MadeClock, start: CostModel) -> None:
         self.clock = clock
         self.layout = clock.layout
-        self.fit = OnlineFit(clock.layout, start)
+        self.cost = start
         self.slow_ranks = SlowRanks()
-        self.moved_stages = MovedStages(clock.layout, start)
         self.messages: list[tuple[int, str]] = []
         self.regrets: list[float] = []
         self.num_left_out = 0
+        self._sums = row_sums((), start, clock.layout)
         self._window: Steps = []
         self._number = 0
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self._number += 1
-            lengths = drawn_lengths(self._number)
-            self.regrets.append(self._seconds(lengths, self.fit.model))
-            plan = self._plan(lengths, self.fit.model)
-            self._window.append(self.clock.step(plan.steps[0]))
-            if len(self._window) == INTERVAL:
-                self._take()
+            lengths = drawn_lengths(self._number + 1)
+            self.regrets.append(self._seconds(lengths, self.cost))
+            self._run(self._plan(lengths, self.cost))
+
+    def steps_of_one_plan(self, count: int) -> None:
+        """Faster: the same samples in each step."""
+        plan = self._plan(drawn_lengths(0), self.clock.true)
+        for _ in range(count):
+            self._run(plan)
+
+    def _run(self, plan: Plan) -> None:
+        self._number += 1
+        self._window.append(self.clock.step(plan.steps[0]))
+        if len(self._window) == INTERVAL:
+            self._take()
 
     def _plan(self, lengths: np.ndarray, cost: CostModel) -> Plan:
         return build_dp_schedule(
@@ -87,27 +88,28 @@ class Run:
 
     def _take(self) -> None:
         steps, self._window = self._window, []
-        candidate = self.fit.candidate(self._summed(steps), len(steps))
+        candidate = fit_sums(self._faded(steps), self.cost, self.layout)
         ratios = np.zeros((self.layout.dp, self.layout.pp, len(steps)))
         for number, step in enumerate(steps):
             for cell, rows in step.items():
-                predicted = predicted_seconds(rows, candidate, self.layout)
-                ratios[(*cell, number)] = measured_seconds(rows) / predicted
-        verdict = self.slow_ranks.judge(ratios)
-        self.num_left_out += int(verdict.left_out.sum())
+                ratios[(*cell, number)] = slowness(rows, candidate, self.layout)
+        left_out, messages = self.slow_ranks.judge(ratios)
+        self.num_left_out += int(left_out.sum())
         kept: Steps = [
-            {cell: rows for cell, rows in step.items() if not verdict.left_out[(*cell, number)]}
+            {cell: rows for cell, rows in step.items() if not left_out[(*cell, number)]}
             for number, step in enumerate(steps)
         ]
-        model = self.fit.take(self._summed(kept), len(steps))
-        found = [*verdict.messages, *self.moved_stages.judge(model)]
-        self.messages += [(self._number, message) for message in found]
+        self._sums = self._faded(kept)
+        self.cost = fit_sums(self._sums, self.cost, self.layout)
+        self.messages += [(self._number, message) for message in messages]
 
-    def _summed(self, steps: Steps) -> Floats:
-        cells = np.ndindex(self.layout.dp, self.layout.pp)
-        parts = [self.fit.window([step.get(cell, []) for step in steps]) for cell in cells]
-        total: Floats = np.sum(parts, axis=0)
-        return total
+    def _faded(self, steps: Steps) -> Floats:
+        """The sums so far, with those of these steps of all ranks."""
+        sums = self._sums
+        for step in steps:
+            rows = [row for part in step.values() for row in part]
+            sums = KEEP * sums + row_sums(rows, self.cost, self.layout)
+        return sums
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_constants_three_times_off_converge_within_20_steps(
     # Before the first fit some plan is worse than the oracle's by more than rounding.
     assert max(run.regrets[:INTERVAL]) > 1.01
     assert max(run.regrets[-INTERVAL:]) < 1.05
-    model = run.fit.model
+    model = run.cost
     for name in ("per_token", "per_token_sq", "backward_ratio", "weight_ratio"):
         assert getattr(model, name) == pytest.approx(getattr(true, name), rel=0.1), name
     # `fixed` is a few hundredths of a row's seconds, less than the noise.
@@ -137,23 +139,19 @@ def test_constants_three_times_off_converge_within_20_steps(
 def test_exact_seconds_give_the_true_model() -> None:
     run = Run(MadeClock(LAYOUT, TRUE), WRONG)
     run.steps(3 * INTERVAL)
-    model = run.fit.model
+    model = run.cost
     for name in ("fixed", "per_token", "per_token_sq", "backward_ratio", "weight_ratio"):
         assert getattr(model, name) == pytest.approx(getattr(TRUE, name), rel=0.02), name
-    assert relative_error(run.fit.sums, model, LAYOUT) < 2e-3
 
 
-def test_a_stage_that_becomes_twice_as_slow_is_named_within_10_steps() -> None:
+def test_a_stage_that_becomes_twice_as_slow_gets_its_weight() -> None:
     clock = MadeClock(LAYOUT, TRUE, noise=0.05)
     run = Run(clock, TRUE)
-    run.steps(22)
-    assert run.messages == []
+    run.steps_of_one_plan(50)
     clock.slow = {(0, 1): 2.0, (1, 1): 2.0}
-    run.steps(10)
-    (named,) = run.messages
-    assert named[0] <= 32
-    assert re.match(r"stage 1 takes (1\.9|2\.0)\d times as long", named[1])
-    assert "its weight went from 1.20 to 1.50" in named[1]
+    run.steps_of_one_plan(100)
+    assert run.cost.weights_for(LAYOUT) == pytest.approx((0.5, 1.5), rel=0.05)
+    assert run.messages == []
     assert run.num_left_out == 0
 
 
@@ -165,15 +163,13 @@ def test_a_rank_that_is_slow_for_a_while_leaves_the_model_as_it_is() -> None:
     run.steps(15)
     clock.slow = {}
     run.steps(8)
-    # The first fit moved the weights from 1 and 1 to those of the true model.
-    first, begin, end = run.messages
-    assert first[1].startswith("stage 1 takes 1.")
+    begin, end = run.messages
     assert (begin[0], end[0]) == (15, 35)
     assert begin[1].startswith("DP rank 1 of stage 0 took 1.6")
     assert end[1] == "DP rank 1 of stage 0 is as fast as the stage's other ranks again"
     assert run.num_left_out == 15
-    assert run.fit.model.per_token == pytest.approx(TRUE.per_token, rel=0.03)
-    assert run.fit.model.weights_for(LAYOUT) == pytest.approx((0.8, 1.2), rel=0.02)
+    assert run.cost.per_token == pytest.approx(TRUE.per_token, rel=0.03)
+    assert run.cost.weights_for(LAYOUT) == pytest.approx((0.8, 1.2), rel=0.02)
 
 
 def test_a_wrong_model_names_no_rank() -> None:
@@ -192,17 +188,17 @@ def test_a_pause_of_all_ranks_does_not_count() -> None:
     run.steps(4)
     assert run.num_left_out == 4
     assert run.messages == []
-    assert run.fit.model.per_token == pytest.approx(TRUE.per_token, rel=1e-3)
+    assert run.cost.per_token == pytest.approx(TRUE.per_token, rel=1e-3)
 
 
-def test_a_machine_that_changes_is_followed_at_once() -> None:
+def test_a_machine_that_changes_is_followed_as_seconds_are_forgotten() -> None:
     clock = MadeClock(LAYOUT, TRUE, noise=0.05)
     run = Run(clock, TRUE)
-    run.steps(50)
+    run.steps_of_one_plan(50)
     # As after a clock that went down: everything but the launches.
     clock.true = replace(TRUE, per_token=2e-6, per_token_sq=3e-10)
-    run.steps(INTERVAL)
-    assert run.fit.model.per_token == pytest.approx(2e-6, rel=0.1)
+    run.steps_of_one_plan(100)
+    assert run.cost.per_token == pytest.approx(2e-6, rel=0.1)
 
 
 def test_rows_over_several_ranks_give_their_overhead() -> None:
@@ -219,17 +215,17 @@ def test_rows_over_several_ranks_give_their_overhead() -> None:
     )
     assert any(mb.width == 2 for mb in plan.steps[0].microbatches)
     measured = MadeClock(layout, true).step(plan.steps[0])
-    fit = OnlineFit(layout, replace(true, cp_overhead=0.05))
+    sums = row_sums([row for rows in measured.values() for row in rows], true, layout)
+    model = replace(true, cp_overhead=0.05)
     for _ in range(5):
-        fit.take(np.sum([fit.window([rows]) for rows in measured.values()], axis=0), 1)
-    assert fit.model.cp_overhead == pytest.approx(0.3, abs=0.01)
-    assert fit.model.cp_fixed == pytest.approx(true.cp_fixed, rel=0.05)
+        model = fit_sums(sums, model, layout)
+    assert model.cp_overhead == pytest.approx(0.3, abs=0.01)
+    assert model.cp_fixed == pytest.approx(true.cp_fixed, rel=0.05)
 
 
 def test_without_rows_the_model_stays() -> None:
-    fit = OnlineFit(LAYOUT, WRONG)
-    assert fit.take(fit.window([[], []]), 2) == WRONG
-    assert relative_error(fit.sums, WRONG, LAYOUT) is None
+    assert fit_sums(row_sums((), WRONG, LAYOUT), WRONG, LAYOUT) == WRONG
+    assert slowness((), WRONG, LAYOUT) == 0
 
 
 def test_rows_that_cannot_tell_two_constants_apart_keep_them_as_they_were() -> None:
@@ -239,8 +235,8 @@ def test_rows_that_cannot_tell_two_constants_apart_keep_them_as_they_were() -> N
     plan = build_dp_schedule(
         drawn_lengths(0), layout=Layout(), micro_batch_size=1, cost=start, policy=Policy()
     )
-    fit = OnlineFit(Layout(), start)
-    fit.take(fit.window([clock.step(plan.steps[0])[0, 0]]), 1)
-    assert fit.model.per_token == pytest.approx(1e-6, rel=0.01)
-    assert fit.model.fixed == pytest.approx(3e-4, rel=0.05)
-    assert fit.model.per_sample == pytest.approx(2e-4, rel=0.05)
+    sums = row_sums(clock.step(plan.steps[0])[0, 0], start, Layout())
+    model = fit_sums(sums, start, Layout())
+    assert model.per_token == pytest.approx(1e-6, rel=0.01)
+    assert model.fixed == pytest.approx(3e-4, rel=0.05)
+    assert model.per_sample == pytest.approx(2e-4, rel=0.05)

@@ -10,7 +10,7 @@ import pytest
 
 from megapack import CostModel, Layout, Plan, Policy, build_dp_schedule, check_plan, simulate
 from megapack.cost.fit import Measurement
-from megapack.cost.online import ChunkSeconds, OnlineFit
+from megapack.cost.online import ChunkSeconds, fit_sums, row_sums
 from megapack.errors import ConfigError, PlanError
 from megapack.planner.choose import best_draft
 from megapack.planner.items import Items
@@ -142,8 +142,7 @@ def test_an_online_fit_keeps_the_factors() -> None:
             )
             row = Measurement(tokens, squares, 3, forward, 2 * forward)
             rows.append(ChunkSeconds(chunk, row))
-    fit = OnlineFit(layout, COST)
-    found = fit.take(fit.window([rows]), 1)
+    found = fit_sums(row_sums(rows, COST, layout), COST, layout)
     assert found.square_factors == COST.square_factors
     assert found.stage_weights == pytest.approx(true.stage_weights, rel=1e-2)
     assert found.per_token_sq == pytest.approx(true.per_token_sq, rel=2e-2)

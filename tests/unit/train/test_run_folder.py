@@ -177,10 +177,10 @@ def test_a_resumed_run_cuts_later_and_partial_lines(tmp_path: Path) -> None:
     """A partial line of a trace may end with `}` like a whole one."""
     run = folder(tmp_path)
     lines = [json.dumps({"step": step, "events": {"a": step}}) + "\n" for step in (1, 2, 3)]
-    for name in ("metrics.jsonl", "trace.jsonl", "calibration.jsonl"):
+    for name in ("metrics.jsonl", "trace.jsonl"):
         (run.path / name).write_text("".join(lines)[:-2])
     RunFolder(str(tmp_path), "run", continue_after=2).close()
-    for name in ("metrics.jsonl", "trace.jsonl", "calibration.jsonl"):
+    for name in ("metrics.jsonl", "trace.jsonl"):
         assert (run.path / name).read_text() == "".join(lines[:2])
     (run.path / "metrics.jsonl").write_text(f"{lines[0]}\0\0\n{lines[1]}")
     with pytest.raises(DataError, match=r"metrics.jsonl:2 is not a line of a step"):
