@@ -47,7 +47,7 @@ REASONS = {
     "megapack/train/calibrator.py:_fitted": "rank 0's cost model for all",
     "megapack/train/calibrator.py:_summed": "seconds of all ranks' operations",
     "megapack/train/metrics.py:memory_peaks": "peaks of all ranks' memory, a metric",
-    "megapack/train/passes.py:_gradients": "the step's measured seconds",
+    "megapack/train/passes.py:gradients": "the step's measured seconds",
     "megatron/core/distributed/finalize_model_grads.py:finalize_model_grads": (
         "loss tokens, per model chunk"
     ),
