@@ -46,9 +46,10 @@ def _read_rows(block: Block, file: int, settings: ReadSettings, parser: LinePars
         except BadLine as bad:
             error = f"{number}: {bad}"
             break
-        num_skipped += len(whole) - len(kept)
-        before = {sample.part: sample.num_tokens for sample in whole}
-        num_truncated += sum(sample.num_tokens < before[sample.part] for sample in kept)
+        if kept is not whole:
+            num_skipped += len(whole) - len(kept)
+            before = {sample.part: sample.num_tokens for sample in whole}
+            num_truncated += sum(sample.num_tokens < before[sample.part] for sample in kept)
         samples += [(number, sample) for sample in kept]
     token_block = make_token_block(samples)
     token_block.num_skipped = num_skipped

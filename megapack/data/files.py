@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import zlib
 from collections.abc import Iterator
@@ -198,13 +199,10 @@ class TableRows:
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """See `Block`."""
         table = self.table()
-        # Row by row: as Python lists, the experts of a token take kilobytes.
-        for index in range(table.num_rows):
-            (row,) = table.slice(index, 1).to_pylist()
-            yield (
-                self.first + index,
-                {name: value for name, value in row.items() if value is not None},
-            )
+        # As Python lists, the experts of a token take kilobytes.
+        at_once = 1 if "routed_experts" in table.column_names else _BLOCK_ROWS
+        parts = (part.to_pylist() for part in table.to_batches(at_once))
+        yield from enumerate(itertools.chain.from_iterable(parts), start=self.first)
 
 
 class ParquetFile:

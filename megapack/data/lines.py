@@ -5,9 +5,10 @@ The columns are described in `rollouts`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -87,16 +88,14 @@ class LineParser:
         else:
             row = {key: filled(value) if key in _NESTED else value for key, value in line.items()}
         # null and absent are the same.
-        if any(value is None for value in row.values()):
+        if None in row.values():
             row = {key: value for key, value in row.items() if value is not None}
-        for key in sorted(UNREAD_COLUMNS.keys() & row.keys()):
+        for key, value in row.items():
             # An empty list of images says nothing.
-            if row[key] not in ([], "", {}):
+            if key in UNREAD_COLUMNS and value not in ([], "", {}):
                 raise BadLine(f"has {key}, which is not read; {UNREAD_COLUMNS[key]}")
         form = _form(tuple(row))
         samples = self._readers[form](row)
-        if form != "ids":
-            _refuse_columns_of_ids(row)
         shared: dict[str, Any] = {"group": own_id, "rollout": own_id}
         for key, check in _CHECKS:
             if key in row:
@@ -245,13 +244,15 @@ class LineParser:
         if set(map(type, values)) - {int}:
             odd = next(index for index, value in enumerate(values) if type(value) is not int)
             raise BadLine(f"{key}[{odd}] is {shown(values[odd])}, expected an integer")
-        outside = [i for i in _extremes(values) if not 0 <= values[i] < self.vocab_size]
-        if outside:
-            raise BadLine(
-                f"{key}[{outside[0]}] is {shown(values[outside[0]])}, outside the vocabulary of "
-                f"{self.vocab_size}; set model.vocab_size if the model has more"
-            )
-        return np.array(values, dtype=np.int64)
+        with contextlib.suppress(OverflowError):
+            ids = np.array(values, dtype=np.int64)
+            if ids.size == 0 or 0 <= ids.min() <= ids.max() < self.vocab_size:
+                return ids
+        odd = next(i for i, value in enumerate(values) if not 0 <= value < self.vocab_size)
+        raise BadLine(
+            f"{key}[{odd}] is {shown(values[odd])}, outside the vocabulary of "
+            f"{self.vocab_size}; set model.vocab_size if the model has more"
+        )
 
 
 @lru_cache(maxsize=1024)  # Rows of a file have few different sets of columns.
@@ -268,6 +269,8 @@ def _form(columns: tuple[str, ...]) -> str:
         raise BadLine(f"has both {text[0]} and {ids[0]}; give text or ids")
     for form, names in _FORMS.items():
         if set(names) <= set(given) <= {*names, *_ALSO.get(form, ())}:
+            if form != "ids":
+                _refuse_columns_of_ids(columns)
             return form
     raise BadLine(
         f"has {' and '.join(given) or 'no tokens'}; give prompt and response, prompt_ids and "
@@ -281,9 +284,9 @@ def _refuse_columns_of_chats(row: dict[str, Any]) -> None:
             raise BadLine(f"has {key}, which only a chat has; give messages, or leave it out")
 
 
-def _refuse_columns_of_ids(row: dict[str, Any]) -> None:
+def _refuse_columns_of_ids(columns: tuple[str, ...]) -> None:
     for key in (*_MASKS, "routed_experts", *TOKEN_COLUMNS):
-        if key in row:
+        if key in columns:
             raise BadLine(
                 f"has {key}, which is per token id; give prompt_ids and response_ids with it"
             )
@@ -323,9 +326,13 @@ def _mask(key: str, values: Any, num_response: int) -> Mask | None:
         raise BadLine(
             f"{key} has {len(values)} values for {num_response} response_ids; give one per token"
         )
-    for index, value in enumerate(values):
-        if not isinstance(value, int) or value not in (0, 1):
-            raise BadLine(f"{key}[{index}] is {shown(value)}, expected 0 or 1")
+    types = (int, bool)
+    if {*map(type, values)}.difference(types) or {*values} - {0, 1}:
+        bad = (
+            i for i, value in enumerate(values) if type(value) not in types or value not in (0, 1)
+        )
+        odd = next(bad)
+        raise BadLine(f"{key}[{odd}] is {shown(values[odd])}, expected 0 or 1")
     mask = np.array(values, dtype=np.bool_)
     if not mask.any():
         raise BadLine(f"{key} has no 1, so that no token counts in the loss; leave the line out")
@@ -357,18 +364,11 @@ def _routes(values: Any, num_tokens: int) -> npt.NDArray[np.uint16]:
     return np.concatenate([routes, routes[len(routes) - missing :]]).astype(np.uint16)
 
 
-def _extremes(values: Sequence[int]) -> list[int]:
-    """Positions of the smallest and the largest value, in order."""
-    if not values:
-        return []
-    return sorted({values.index(min(values)), values.index(max(values))})
-
-
 def _json_object(line: bytes) -> dict[str, Any]:
     cut_off = "" if line.endswith(b"\n") else "; the last line is cut off"
     remedy = f"{cut_off}; write it again"
     try:
-        row = strict_json(line.decode("utf-8-sig"))
+        row = strict_json(line.decode().removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         raise BadLine(f"{not_utf8(error)}{cut_off}") from None
     except json.JSONDecodeError as error:

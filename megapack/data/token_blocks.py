@@ -95,6 +95,7 @@ ROW_DTYPE = np.dtype(
 )
 """What is known of a sample without those before it. The columns that the index has too have its
 names."""
+_BITS = {name: 1 << k for k, name in enumerate(TOKEN_COLUMNS)}
 
 
 @dataclass
@@ -141,7 +142,7 @@ def make_token_block(samples: Iterable[tuple[int, Rollout]]) -> TokenBlock:
                 nan if sample.reward is None else sample.reward,
                 nan if sample.advantage is None else sample.advantage,
                 sample.routed_experts is not None,
-                sum(1 << k for k, name in enumerate(TOKEN_COLUMNS) if name in sample.columns),
+                sum(map(_BITS.__getitem__, sample.columns)),
             )
         )
         groups.append(sample.group)

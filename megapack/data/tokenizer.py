@@ -137,23 +137,15 @@ class ByteTokenizer:
         Raises:
             TextError: the text has half of a surrogate pair.
         """
-        return _utf8(text).astype(np.int64)
+        return _ID_OF_BYTE[np.frombuffer(_utf8(text), dtype=np.uint8)]
 
     def encode_prompt(self, text: str) -> Ids:
         """`bos`, then the bytes."""
-        found = _utf8(text)
-        ids = np.empty(found.size + 1, dtype=np.int64)
-        ids[0] = self.bos
-        ids[1:] = found
-        return ids
+        return _ID_OF_BYTE[np.frombuffer(_BOS_BYTE + _utf8(text), dtype=np.uint8)]
 
     def encode_response(self, text: str) -> Ids:
         """The bytes, then `eos`."""
-        found = _utf8(text)
-        ids = np.empty(found.size + 1, dtype=np.int64)
-        ids[:-1] = found
-        ids[-1] = self.eos
-        return ids
+        return _ID_OF_BYTE[np.frombuffer(_utf8(text) + _EOS_BYTE, dtype=np.uint8)]
 
     def encode_texts(self, prompts: Sequence[str], responses: Sequence[str]) -> TextTokens:
         """See `Tokenizer`."""
@@ -168,7 +160,7 @@ class ByteTokenizer:
         parts[2::4] = response_bytes
         parts[3::4] = [_EOS_BYTE] * len(prompts)
         return TextTokens(
-            _ID_OF_BYTE[np.frombuffer(b"".join(parts), dtype=np.uint8)],
+            _ID_OF_BYTE[np.frombuffer(b"".join(parts), dtype=np.uint8)].astype(np.int32),
             np.array(list(map(len, prompt_bytes)), dtype=np.int64) + 1,
             np.array(list(map(len, response_bytes)), dtype=np.int64) + 1,
         )
@@ -193,14 +185,14 @@ class ByteTokenizer:
         return bytes(token for token in map(int, ids) if 0 <= token < 256).decode(errors="replace")
 
 
-def _utf8(text: str) -> npt.NDArray[np.uint8]:
+def _utf8(text: str) -> bytes:
     try:
-        return np.frombuffer(text.encode(), dtype=np.uint8)
+        return text.encode()
     except UnicodeEncodeError:
         raise TextError("has half of a surrogate pair; write it again") from None
 
 
 _BOS_BYTE = b"\xfe"
 _EOS_BYTE = b"\xff"
-_ID_OF_BYTE = np.arange(256, dtype=np.int32)
+_ID_OF_BYTE = np.arange(256, dtype=np.int64)
 _ID_OF_BYTE[[_BOS_BYTE[0], _EOS_BYTE[0]]] = [ByteTokenizer.bos, ByteTokenizer.eos]
