@@ -262,7 +262,7 @@ class ParquetFile:
         return min(max(1, fitting), _BLOCK_ROWS)
 
 
-def unreadable(path: Path, error: Exception) -> DataError:
+def unreadable(path: str | Path, error: Exception, remedy: str = "check data.path") -> DataError:
     """The error for a file that could not be opened or read."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return DataError(f"{path}: cannot be read ({reason}); check data.path")
+    return DataError(f"{path}: cannot be read ({reason}); {remedy}")

@@ -35,7 +35,9 @@ from megapack.base.files import (
     what_it_is,
 )
 from megapack.config.typed import shown
-from megapack.data.files import not_json_lines
+from megapack.data.files import not_json_lines, unreadable
+from megapack.data.lines import json_object
+from megapack.data.messages import BadLine
 from megapack.errors import ConfigError, DataError, brief, first_line
 from megapack.prefixes import SharedPrefixes
 
@@ -63,8 +65,6 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 # As pandas and numpy.savetxt write whole numbers: 1587.0, 1.587e+03.
 _FLOAT = re.compile(r"-?[0-9]{1,18}(\.[0-9]*)?(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
 _THOUSANDS = re.compile(r"(?<=[0-9])[,_' \u00a0\u2009\u202f](?=[0-9]{3})")
-# `str.splitlines` also splits at characters that JSON allows inside a string, such as U+2028.
-_LINE_END = re.compile(r"\r\n?|\n")
 
 Records = Iterator[tuple[str, dict[str, Any]]]
 """Where a row is, such as "line 3", and its cells by column."""
@@ -194,8 +194,7 @@ def read_length_file(path: str, columns: Columns, config: str | None = None) -> 
     except ValueError as error:
         raise DataError(f"{name}: {error}") from None
     except (OSError, EOFError, zlib.error) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise DataError(f"{name}: cannot be read ({reason}); give a file of lengths") from None
+        raise unreadable(name, error, "give a file of lengths") from None
 
 
 def _tokenized(path: str, columns: Columns, config_name: str) -> LengthTable:
@@ -390,7 +389,8 @@ def _listed(names: list[str]) -> str:
 
 
 def _text_rows(text: str) -> Records:
-    lines = _LINE_END.split(text)
+    # `str.splitlines` also splits at characters that JSON allows inside a string, such as U+2028.
+    lines = list(io.StringIO(text, newline=""))
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         return iter(())
@@ -402,20 +402,16 @@ def _text_rows(text: str) -> Records:
     if start.startswith("["):
         return _json_items(text)
     if _FLOAT.fullmatch(start):
-        return ((f"line {number}", {"length": line}) for number, line in numbered)
+        return ((f"line {number}", {"length": line.strip()}) for number, line in numbered)
     return _csv_rows(lines, max(",\t;", key=start.count))
 
 
 def _json_rows(numbered: list[tuple[int, str]]) -> Records:
     for number, line in numbered:
         try:
-            row = strict_json(line)
-        except ValueError as error:
-            cut = " (the last line; is the file cut off?)" if number == numbered[-1][0] else ""
-            raise DataError(f"line {number}: not JSON: {error}{cut}; write it again") from None
-        if not isinstance(row, dict):
-            raise DataError(f"line {number}: is {shown(row)}; give an object per line")
-        yield f"line {number}", row
+            yield f"line {number}", json_object(line.encode(), "an object per line")
+        except BadLine as error:
+            raise DataError(f"line {number}: {error}") from None
 
 
 def _json_items(text: str) -> Records:

@@ -84,7 +84,7 @@ class LineParser:
             BadLine: the line is not such an object.
         """
         if isinstance(line, bytes):
-            row = _json_object(line)
+            row = json_object(line)
         else:
             row = {key: filled(value) if key in _NESTED else value for key, value in line.items()}
         # null and absent are the same.
@@ -364,8 +364,15 @@ def _routes(values: Any, num_tokens: int) -> npt.NDArray[np.uint16]:
     return np.concatenate([routes, routes[len(routes) - missing :]]).astype(np.uint16)
 
 
-def _json_object(line: bytes) -> dict[str, Any]:
-    cut_off = "" if line.endswith(b"\n") else "; the last line is cut off"
+def json_object(
+    line: bytes, expected: str = "an object with prompt and response"
+) -> dict[str, Any]:
+    """The object of one line, with its line break.
+
+    Raises:
+        BadLine: it is something else than what is expected.
+    """
+    cut_off = "" if line.endswith((b"\n", b"\r")) else "; the last line is cut off"
     remedy = f"{cut_off}; write it again"
     try:
         row = strict_json(line.decode().removeprefix("\ufeff"))
@@ -376,7 +383,7 @@ def _json_object(line: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise BadLine(f"not JSON: {error}{remedy}") from None
     if not isinstance(row, dict):
-        raise BadLine(f"is {shown(row)}, expected an object with prompt and response")
+        raise BadLine(f"is {shown(row)}, expected {expected}")
     return row
 
 
