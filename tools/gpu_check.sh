@@ -14,7 +14,7 @@
 #   REHEARSE  1: every process believes in a GPU (tests/rehearsal/gpu.py), Transformer Engine's Python
 #             (tools/te_python.sh) runs on stand-ins, sizes are tiny and limits ten times as long. It
 #             takes about 5 minutes on 2 cores. sample: only varlen attention and one model, a minute.
-#             With --ranks, over gloo: 10 minutes with 2 ranks, and parts as samples
+#             With --ranks, over gloo: 6 minutes with 4 ranks
 set -uo pipefail
 
 # Seconds; together with the benchmark's 40 s of grace they stay below 580. A rehearsal may run beside
