@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, PlanError
 from megapack.pipeline.simulator import simulate_planned
+from megapack.plan import facts
 from megapack.plan.explanation import Explanation, Gain
-from megapack.plan.facts import FEATURES
 from megapack.plan.plan import Plan
 from megapack.policy import Policy
 
@@ -40,7 +40,7 @@ def explain(
     """
     own = _times(plan, cost)
     gains = []
-    for freedom in FEATURES:
+    for freedom in facts.FEATURES:
         value = getattr(plan.policy, freedom.setting)
         is_on = value == freedom.on
         refusal = ""
