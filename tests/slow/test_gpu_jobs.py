@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu import test_gpu_features as features
 from tests.gpu.run import run
 from tests.gpu.test_gpu import (
     check_bf16,
+    check_families,
     check_fp32,
     check_isolation,
     check_overlap,
@@ -18,11 +20,24 @@ from tests.gpu.test_gpu import (
 
 pytestmark = pytest.mark.weekly
 
+FEATURES = (
+    features.test_recorded_experts_are_replayed_in_another_packing,
+    features.test_windows_and_sinks_equal_the_reference,
+    features.test_windows_and_sinks_run_shared_prefixes,
+    features.test_windows_and_sinks_run_samples_in_several_rows,
+)
+"""The checks of the job "features" that SDPA has."""
 
-def test_sdpa_and_pipelines_equal_the_reference_on_a_cpu(tmp_path: Path) -> None:
+
+def test_every_job_equals_the_reference_on_a_cpu(tmp_path: Path) -> None:
     found = run("cpu", tmp_path / "results.json", job_s=300, total_s=600)
     assert json.loads((tmp_path / "results.json").read_text()) == found
-    assert list(found) == ["sdpa", "pipeline_sdpa"]
+    assert list(found) == ["sdpa", "pipeline_sdpa", "features"]
+    for check_feature in FEATURES:
+        check_feature("sdpa", found)
+    assert len(found.pop("features")) == 4
+    for name in ("shared_prefixes", "split_samples"):
+        check_families("sdpa", found["sdpa"].pop(name))
     check_isolation(found["sdpa"].pop("isolation"))
     check_overlap(found["sdpa"].pop("overlap"))
     check_split_backward(found["sdpa"].pop("split_backward"))
