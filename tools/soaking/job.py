@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "tools/launch/torchrun.sh"
 CONFIG = ROOT / "configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
-_STEP = re.compile(r"^step (\d+): ", re.MULTILINE)
+_STEP = re.compile(r"^step (\d+)(?:/\d+)?: ", re.MULTILINE)
 _GROUP_THREAD = "gloo_tcp_loop"
 """Name of a thread that each gloo process group has exactly one of."""
 
