@@ -145,7 +145,7 @@ SPECIAL = {
         is_planned=True,
         policy=_PLANNED,
         kinds=_TWO,
-        expect={"pieces": [2, 3]},
+        expect={"pieces": [2, 2, 3]},
     ),
     "planned_shapes": _case(
         "dp2_pp2",
