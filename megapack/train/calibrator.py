@@ -123,6 +123,10 @@ class Calibrator:
         rows = step.ranks[self._adapter.dp_rank]
         found = []
         for (chunk, microbatch), seconds in seconds_of.items():
+            # A clock may be too coarse for a row of few tokens, and a frozen first chunk has no
+            # backward.
+            if "B" not in seconds or min(seconds.values()) <= 0:
+                continue
             mb = rows[microbatch]
             weights = seconds.get("W")
             row = Measurement(
@@ -134,20 +138,17 @@ class Calibrator:
                 mb.width,
                 weights,
             )
-            # A clock may be too coarse for a row of few tokens.
-            if min(seconds.values()) > 0:
-                found.append(ChunkSeconds(chunk * self._layout.pp + self._stage, row))
+            found.append(ChunkSeconds(chunk * self._layout.pp + self._stage, row))
         return found
 
     def _fit(self) -> list[str]:
         """Put the model of all seconds that count into force, and say who turned out slow."""
-        layout = self._layout
         steps, self._steps = self._steps, []
         sums, cost = self._fitted(steps)
         own = (self._adapter.dp_rank, self._stage)
         # Each number is one rank's, so that adding them up has no rounding.
-        ratios = np.zeros((layout.dp, layout.pp, len(steps)))
-        ratios[own] = [slowness(rows, cost, layout) for rows in steps]
+        ratios = np.zeros((self._layout.dp, self._layout.pp, len(steps)))
+        ratios[own] = [slowness(rows, cost, self._layout) for rows in steps]
         left_out, messages = self._slow_ranks.judge(self._summed(ratios))
         if left_out.any():
             kept = [[] if out else rows for rows, out in zip(steps, left_out[own], strict=True)]
