@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from megapack.base.files import write_whole
 from tests.gpu.rehearsed import REHEARSED
 from tools.bench_gpu import packages
 from tools.nccl.found import NOT_RUN, PASSED, Found
@@ -130,10 +130,7 @@ def _run(
 
 def _write(report: dict[str, Any], out: Path) -> None:
     for suffix, text in (("json", json.dumps(report, indent=1)), ("md", markdown(report))):
-        path = out / f"ranks_report.{suffix}"
-        own = path.with_suffix(".tmp")
-        own.write_text(text, encoding="utf-8")
-        os.replace(own, path)
+        write_whole(out / f"ranks_report.{suffix}", text)
 
 
 def _parser() -> argparse.ArgumentParser:

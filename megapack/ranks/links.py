@@ -34,7 +34,7 @@ T = TypeVar("T")
 # reported or for its process to be gone. Chosen by hand.
 _CAUSE_S = 4.0
 # What NCCL says where it refuses this rank's own call, such as two ranks on one GPU.
-_REFUSED = ("invalid usage", "invalid argument")
+_REFUSED = "invalid usage"
 # Parts of the messages of errors that a collective raises when another rank ends.
 _BROKEN = ("gloo/", "NCCL", "nccl", "Connection closed by peer", "Connection reset by peer")
 
@@ -262,7 +262,7 @@ def _shared_error(watchdog: Watchdog, error: BaseException) -> RankError:
 
 def _is_broken_collective(error: BaseException) -> bool:
     """Whether the error is that of a collective which broke because another rank ended."""
-    if any(text in str(error) for text in _REFUSED):
+    if _REFUSED in str(error):
         return False
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _BROKEN)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from megapack.cost.communicators import BYTES
 from tools.nccl.found import Found
+from tools.nccl.measured import read_results
 from tools.nccl.session import Session
 from tools.nccl.ways import OWN_GPUS
 
@@ -18,9 +17,9 @@ def run(session: Session) -> Found:
     out = session.out / "ranks" / "communicators.json"
     out.unlink(missing_ok=True)
     ended = session.job("job", MODULE, out, session.ranks // session.num_gpus or 1).ended
-    if not ended.is_good or not out.exists():
+    figures = read_results(out)
+    if not ended.is_good or not figures:
         return Found(failures=[ended.reason or "no figures"])
-    figures = json.loads(out.read_text(encoding="utf-8"))
     parts = [
         f"{count}: {one['seconds']:.2f} s, {one['bytes'] / _MIB:.0f} MiB a rank"
         for count, one in figures.items()

@@ -5,12 +5,12 @@ A case that fails, hangs or dies ends its job; the next job begins with the case
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from tools.nccl.found import FAILED, NOT_RUN, PASSED, Found
+from tools.nccl.measured import read_results
 from tools.nccl.problem import FEATURES, cases
 from tools.nccl.session import Session
 
@@ -40,7 +40,7 @@ def run(session: Session) -> Found:
         out = session.out / "ranks" / f"exact{number}.json"
         out.unlink(missing_ok=True)
         ended = session.job(f"job{number}", MODULE, reference, out, *waiting).ended
-        done = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+        done = read_results(out)
         for name, figures in done.items():
             found.cases[name] = judged(figures, FEATURES[known[name].feature].must_hold)
             waiting.remove(name)

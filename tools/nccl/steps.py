@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from tools.nccl.found import Found
+from tools.nccl.measured import read_results
 from tools.nccl.session import Job, Session
 
 MODULE = "tools.nccl.on_ranks.steps"
@@ -19,7 +18,7 @@ def run(session: Session) -> Found:
     wanted = _REHEARSED_STEPS if session.rehearsed else STEPS
     job = run_steps(session, wanted)
     out = session.out / "ranks" / "steps.json"
-    done = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    done = read_results(out)
     found = Found(figures=done)
     found.line = (
         f"{done.get('steps', 0)} of {wanted:,} steps on {done.get('layout', '-')}, "

@@ -5,17 +5,14 @@ python -m tools.nccl.on_ranks.communicators OUT RANKS_PER_GPU
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megapack import launch
-from tools.nccl.on_ranks.progress import note
+from tools.nccl.on_ranks.progress import note, write
 
 COUNTS = (1, 4, 16)
 
@@ -44,8 +41,7 @@ def main(out: str, ranks_per_gpu: str) -> None:
             dist.barrier(group=agreed)
             used = free - torch.cuda.mem_get_info()[0]
             found[count] = {"seconds": seconds, "bytes": used / int(ranks_per_gpu)}
-    if os.environ["RANK"] == "0":
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    write(out, found)
     launch.stop()
 
 

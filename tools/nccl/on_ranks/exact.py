@@ -5,11 +5,8 @@ python -m tools.nccl.on_ranks.exact REFERENCE OUT CASE ...
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +29,7 @@ from tests.dist.groups import end_model_parallel
 from tests.dist.problem import OBJECTIVE, SEED
 from tests.gpu.compare import Samples, build_adapter, one_sample_outputs
 from tools.nccl import problem
-from tools.nccl.on_ranks.progress import note
+from tools.nccl.on_ranks.progress import note, write
 from tools.nccl.on_ranks.reference import ADAM_EPS, LEARNING_RATE, UPDATED
 from tools.nccl.problem import FEATURES, Case
 
@@ -138,8 +135,7 @@ def main(reference: str, out: str, *names: str) -> None:
         found[name] = run_case(known[name], samples, sums)
         end_model_parallel()
         found[name]["seconds"] = round(time.monotonic() - begin, 2)
-        if os.environ["RANK"] == "0":
-            Path(out).write_text(json.dumps(found), encoding="utf-8")
+        write(out, found)
     launch.stop()
 
 

@@ -6,12 +6,10 @@ issued the like of them.
 
 from __future__ import annotations
 
-import json
-import os
+import gc
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -19,6 +17,9 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megapack.gpt import build_model
+from tests.dist.groups import end_model_parallel
+
+T = TypeVar("T")
 
 
 def with_random_weights(seed: int, build: Callable[..., Any] = build_model) -> Callable[..., Any]:
@@ -48,6 +49,17 @@ class Together:
         self.end = end
         self.group = dist.new_group(backend="gloo")
 
+    def in_turn(self, layouts: Iterable[T]) -> Iterator[T]:
+        """Each layout, with an equal share of the time that is left; then its groups end."""
+        end, waiting = self.end, list(layouts)
+        for number, layout in enumerate(waiting):
+            now = time.monotonic()
+            self.end = now + (end - now) / (len(waiting) - number)
+            yield layout
+            gc.collect()
+            torch.cuda.empty_cache()
+            end_model_parallel()
+
     def is_over(self) -> bool:
         """Whether any rank is past the end."""
         return bool(self.largest(float(time.monotonic() > self.end)))
@@ -73,11 +85,3 @@ class Together:
         values = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(values, op=reduction, group=self.group)
         return float(values)
-
-
-def write(out: str, found: dict[str, Any]) -> None:
-    """Write what was found so far, on rank 0."""
-    if os.environ["RANK"] == "0":
-        own = Path(out).with_suffix(".tmp")
-        own.write_text(json.dumps(found), encoding="utf-8")
-        os.replace(own, out)

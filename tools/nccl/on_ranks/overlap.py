@@ -5,13 +5,10 @@ python -m tools.nccl.on_ranks.overlap TASK OUT
 
 from __future__ import annotations
 
-import gc
 import sys
-import time
 from typing import Any
 
 import numpy as np
-import torch
 
 from megapack import Layout, Plan, build_dp_schedule, launch
 from megapack.config.sections import OptimConfig, TrainConfig
@@ -21,13 +18,12 @@ from megapack.gpt.settings import reduction_settings
 from megapack.loss import SFT
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
-from tests.dist.groups import end_model_parallel
 from tests.rehearsal import recorder
 from tools.benching.gpu_ways import make_batch, zero_gradients
 from tools.nccl.layouts import layout_name
 from tools.nccl.measured import read_config, read_task
-from tools.nccl.on_ranks.measured import Together, with_random_weights, write
-from tools.nccl.on_ranks.progress import note
+from tools.nccl.on_ranks.measured import Together, with_random_weights
+from tools.nccl.on_ranks.progress import note, write
 
 
 class Trainer:
@@ -109,14 +105,9 @@ def main(path: str, out: str) -> None:
     config = read_config(task["settings"])
     layouts = [Layout.from_payload(payload) for payload in task["layouts"]]
     found: dict[str, Any] = {}
-    for number, layout in enumerate(layouts):
-        now = time.monotonic()
-        together.end = now + (task["end"] - now) / (len(layouts) - number)
+    for layout in together.in_turn(layouts):
         found[layout_name(layout)] = compare(config, layout, task, together)
         write(out, found)
-        gc.collect()
-        torch.cuda.empty_cache()
-        end_model_parallel()
     launch.stop()
 
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megapack import launch
 from tests.rehearsal import recorder
 from tools.nccl.measured import read_task
-from tools.nccl.on_ranks.measured import Together, write
-from tools.nccl.on_ranks.progress import note
+from tools.nccl.on_ranks.measured import Together
+from tools.nccl.on_ranks.progress import note, write
 
 Operation = Callable[[], None]
 _DTYPE = torch.bfloat16

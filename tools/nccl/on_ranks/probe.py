@@ -8,18 +8,15 @@ and a communicator of half of the ranks. Every number that arrives is checked.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megapack import launch
-from tools.nccl.on_ranks.progress import note
+from tools.nccl.on_ranks.progress import note, write
 
 _NUMEL = 1 << 16
 
@@ -94,10 +91,8 @@ def main(out: str) -> None:
             torch.cuda.synchronize()
             seconds.setdefault(operation.__name__, []).append(time.perf_counter() - begin)
             note(operation.__name__)
-    if os.environ["RANK"] == "0":
-        version = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
-        found = {"seconds": seconds, "nccl": version and ".".join(map(str, version))}
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    version = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    write(out, {"seconds": seconds, "nccl": version and ".".join(map(str, version))})
     launch.stop()
 
 

@@ -1,10 +1,13 @@
-"""What a rank of the check has come to, for whom it would have to hang long to be seen."""
+"""What a rank of the check has come to, and what it has found so far."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
+from megapack.base.files import write_whole
 from tools.nccl.launch import PROGRESS
 
 
@@ -12,3 +15,9 @@ def note(text: str) -> None:
     """Note progress: the job's limit of seconds without any begins again."""
     if PROGRESS in os.environ:
         Path(os.environ[PROGRESS]).write_text(text, encoding="utf-8")
+
+
+def write(out: str, found: dict[str, Any]) -> None:
+    """Write what was found so far, on rank 0: whole or not at all, since a job may be killed."""
+    if os.environ["RANK"] == "0":
+        write_whole(Path(out), json.dumps(found))

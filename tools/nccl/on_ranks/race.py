@@ -5,10 +5,8 @@ python -m tools.nccl.on_ranks.race TASK OUT
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,12 +19,11 @@ from megapack.loss import SFT
 from megapack.model.parameters import global_parameters
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
-from tests.dist.groups import end_model_parallel
 from tests.rehearsal import recorder
 from tools.benching.gpu_ways import make_batch, zero_gradients
 from tools.nccl.measured import read_config, read_task
-from tools.nccl.on_ranks.measured import Together, with_random_weights, write
-from tools.nccl.on_ranks.progress import note
+from tools.nccl.on_ranks.measured import Together, with_random_weights
+from tools.nccl.on_ranks.progress import note, write
 
 
 class Copy:
@@ -107,16 +104,11 @@ def main(path: str, out: str) -> None:
     assert config.model.vocab_size is not None
     batch = make_batch([tuple(sample) for sample in task["samples"]], config.model.vocab_size)
     found: dict[str, Any] = {}
-    for number, (layout, texts) in enumerate(task["plans"].items()):
-        now = time.monotonic()
-        together.end = now + (task["end"] - now) / (len(task["plans"]) - number)
+    for layout, texts in together.in_turn(task["plans"].items()):
         plans = {f"{layout} {way}": Plan.from_json(text) for way, text in texts.items()}
         for figures in run_race(config, plans, batch, task["rounds"], together):
             found |= figures
             write(out, found)
-        gc.collect()
-        torch.cuda.empty_cache()
-        end_model_parallel()
     launch.stop()
 
 

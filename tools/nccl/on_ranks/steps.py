@@ -5,11 +5,9 @@ python -m tools.nccl.on_ranks.steps OUT STEPS SECONDS
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,7 +22,7 @@ from megapack.samples import SampleBatch
 from tests.dist.problem import SEED, VOCAB_SIZE
 from tests.gpu.compare import build_adapter
 from tools.nccl.layouts import busy_layout, layout_name
-from tools.nccl.on_ranks.progress import note
+from tools.nccl.on_ranks.progress import note, write
 
 MODEL = ModelConfig(
     num_layers=4,
@@ -93,7 +91,7 @@ def main(out: str, steps: str, seconds: str) -> None:
             done = {"steps": number, "layout": layout_name(layout), "differences": differences}
             done |= {"fewest": min(counts), "most": max(counts), "loss": loss}
             done["seconds"] = round(time.monotonic() - started, 1)
-            Path(out).write_text(json.dumps(done), encoding="utf-8")
+            write(out, done)
         if is_over:
             break
     launch.stop()

@@ -22,8 +22,8 @@ from tests.rehearsal import recorder
 from tools import calibrate
 from tools.benching.calibration_rows import fit_whole_model, on_one_rank, relative_errors
 from tools.nccl.measured import read_config, read_task
-from tools.nccl.on_ranks.measured import Together, with_random_weights, write
-from tools.nccl.on_ranks.progress import note
+from tools.nccl.on_ranks.measured import Together, with_random_weights
+from tools.nccl.on_ranks.progress import note, write
 
 
 class NotedStep(calibrate.TimedStep):
