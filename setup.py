@@ -36,7 +36,7 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
     packages=find_packages(include=["megapack", "megapack.*"]),
-    package_data={"megapack": ["py.typed", "view/web/*"]},
+    package_data={"megapack": ["py.typed", "job/view/web/*"]},
     cmdclass={"build_py": BuildPy},
     install_requires=[
         "numpy>=1.26",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megapack import te_finder
+from megapack import moved, te_finder
 
 if TYPE_CHECKING:
     from megapack.cost.fit import Measurement
@@ -99,3 +99,4 @@ def __dir__() -> list[str]:
 
 
 te_finder.register()
+moved.register()

@@ -179,7 +179,7 @@ def gated_delta_net(config: Any, groups: Any) -> Any:
     """Megatron's GatedDeltaNet with its own linear layers."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 
-    from megapack.gpt.specs import packed_norm
+    from megapack.job.gpt.specs import packed_norm
 
     submodules = GatedDeltaNetSubmodules(
         in_proj=ColumnParallelLinear, out_norm=packed_norm(config), out_proj=RowParallelLinear

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 from megapack import Layout, launch
-from megapack.checkpoint.state import RunState
-from megapack.config.model import ModelConfig
-from megapack.config.sections import OptimConfig
-from megapack.gpt.build import build_model, initialize_parallel
-from megapack.gpt.optimizer import build_optimizer
+from megapack.job.checkpoint.state import RunState
+from megapack.job.config.model import ModelConfig
+from megapack.job.config.sections import OptimConfig
+from megapack.job.gpt.build import build_model, initialize_parallel
+from megapack.job.gpt.optimizer import build_optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
 

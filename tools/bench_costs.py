@@ -17,10 +17,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megapack.config.load import load_config
-from megapack.config.sections import TrainConfig
 from megapack.cost.model import TOKENS
-from megapack.data.batches import plan_steps
-from megapack.outlook.dry_run import check_start, first_batch
+from megapack.job.config.sections import TrainConfig
+from megapack.job.data.batches import plan_steps
+from megapack.job.dry_run import check_start, first_batch
 from megapack.outlook.stats import PlanReport, plan_report
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

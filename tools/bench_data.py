@@ -78,9 +78,9 @@ def write_rows(path: Path, num_rows: int) -> None:
 
 def read_forms(folder: Path, num_rows: int) -> None:
     """Print the CPU seconds from rows to the index, read together and one by one."""
-    from megapack.data import blocks
-    from megapack.data.dataset import Dataset
-    from megapack.data.token_blocks import ReadSettings
+    from megapack.job.data import blocks
+    from megapack.job.data.dataset import Dataset
+    from megapack.job.data.token_blocks import ReadSettings
 
     read_columns = blocks.read_columns
     for path in write_forms(folder, num_rows):
@@ -129,9 +129,9 @@ def write_forms(folder: Path, num_rows: int) -> list[Path]:
 
 def tokenize_chats(folder: Path, num_rows: int, tokenizer_folder: Path | None) -> None:
     """Print the rows per second of one process and of two."""
-    from megapack.data.dataset import Dataset
-    from megapack.data.hf_tokenizer import HfTokenizer
-    from megapack.data.token_blocks import ReadSettings
+    from megapack.job.data.dataset import Dataset
+    from megapack.job.data.hf_tokenizer import HfTokenizer
+    from megapack.job.data.token_blocks import ReadSettings
 
     path = folder / f"chats_{num_rows}.jsonl"
     if not path.exists():

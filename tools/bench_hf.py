@@ -29,12 +29,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megapack import Layout, launch
-from megapack.config.model import ModelConfig
-from megapack.gpt.build import build_model, initialize_parallel
-from megapack.hf import export_hf, load_hf_weights
-from megapack.hf.export_plan import Target
-from megapack.hf.folder import HfFolder
-from megapack.hf.shards import ShardWriter, file_names, write_index
+from megapack.job.config.model import ModelConfig
+from megapack.job.gpt.build import build_model, initialize_parallel
+from megapack.job.hf import export_hf, load_hf_weights
+from megapack.job.hf.export_plan import Target
+from megapack.job.hf.folder import HfFolder
+from megapack.job.hf.shards import ShardWriter, file_names, write_index
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = {"tp2": Layout(tp=2, sequence_parallel=True), "pp2": Layout(pp=2)}

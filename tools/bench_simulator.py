@@ -41,10 +41,10 @@ from megapack import (
     launch,
     simulate,
 )
-from megapack.config.sections import ModelConfig
 from megapack.cost.online import ChunkSeconds, fit_sums, row_sums
 from megapack.cost.sizes import ModelSizes
-from megapack.gpt import build_model, initialize_parallel
+from megapack.job.config.sections import ModelConfig
+from megapack.job.gpt import build_model, initialize_parallel
 from megapack.loss import SFT
 from megapack.pipeline.simulator import Runner
 from megapack.samples import SampleBatch

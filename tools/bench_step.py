@@ -51,13 +51,13 @@ from megapack import (
     launch,
 )
 from megapack.base.choices import Executor
-from megapack.config.sections import ModelConfig
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
-from megapack.data.dataset import Dataset
-from megapack.data.generated import generate_rollouts
-from megapack.data.token_blocks import ReadSettings
-from megapack.data.tokenizer import ByteTokenizer, Ids
-from megapack.gpt import build_model, initialize_parallel
+from megapack.job.config.sections import ModelConfig
+from megapack.job.data.dataset import Dataset
+from megapack.job.data.generated import generate_rollouts
+from megapack.job.data.token_blocks import ReadSettings
+from megapack.job.data.tokenizer import ByteTokenizer, Ids
+from megapack.job.gpt import build_model, initialize_parallel
 from megapack.loss import SFT
 from megapack.pipeline import simulate_planned
 from megapack.policy import ContextParallel

@@ -43,11 +43,12 @@ from megapack import (
     launch,
 )
 from megapack.config import dump_yaml, find_config, load_config
-from megapack.config.sections import TrainConfig
 from megapack.cost.calibration import Calibration, Origin
-from megapack.data.tokenizer import ByteTokenizer
 from megapack.errors import ConfigError
-from megapack.gpt import build_model, initialize_parallel
+from megapack.job.config.sections import TrainConfig
+from megapack.job.data.tokenizer import ByteTokenizer
+from megapack.job.gpt import build_model, initialize_parallel
+from megapack.job.train.trace import mark, seconds_between
 from megapack.layout import block_ranks
 from megapack.loss import SFT
 from megapack.model import weight_gradients
@@ -57,7 +58,6 @@ from megapack.schedule import ScheduleAdapter
 from megapack.schedule.call import StepCall
 from megapack.schedule.forward import PassContext
 from megapack.schedule.runner import ScheduleRunner
-from megapack.train.trace import mark, seconds_between
 from tools.bench_planner import machine
 from tools.benching.calibration_rows import (
     fit_whole_model,

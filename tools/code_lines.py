@@ -2,8 +2,8 @@
 
     python tools/code_lines.py [FOLDER ...]    # megapack, by room
 
-A good docstring costs nothing. A room is a folder with the folders in it; "modules" are those
-beside the rooms.
+A good docstring costs nothing. A room is a folder with the folders in it, in `job` each
+folder of it; "modules" are those beside the rooms.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = "modules"
+HOSTS_APART = ("hosts.patching", "hosts.startup")
+"""Rooms of hosts/ beside the hosts: they import none of them."""
 
 
 def code_lines(path: Path) -> int:
@@ -32,12 +34,24 @@ def code_lines(path: Path) -> int:
     )
 
 
+def room_of(module: str) -> str:
+    """The room of a module of the package, by dotted names.
+
+    >>> [room_of(module) for module in ("plan.check", "layout", "job.config.model", "hosts.slime")]
+    ['plan', 'layout', 'job.config', 'hosts']
+    """
+    first, *below = module.split(".")
+    child = ".".join((first, *below[:1]))
+    return child if first == "job" or child in HOSTS_APART else first
+
+
 def by_room(package: Path) -> Counter[str]:
-    """The code lines of each room of a package."""
+    """The code lines of each room of a package; modules beside the rooms are one."""
     rooms: Counter[str] = Counter()
     for path in sorted(package.rglob("*.py")):
-        folder, *below = path.relative_to(package).parts
-        rooms[folder if below else MODULES] += code_lines(path)
+        room = room_of(".".join(path.relative_to(package).with_suffix("").parts))
+        is_folder = (package / room.replace(".", "/")).is_dir()
+        rooms[room if is_folder else MODULES] += code_lines(path)
     return rooms
 
 

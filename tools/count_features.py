@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from megapack.cli import COMMANDS  # noqa: E402
 from megapack.commands.parser import Parser  # noqa: E402
-from megapack.config.sections import ModelConfig, TrainConfig  # noqa: E402
+from megapack.job.config.sections import ModelConfig, TrainConfig  # noqa: E402
 from tools.code_lines import by_room, code_lines  # noqa: E402
 
 
@@ -70,12 +70,12 @@ OTHER_FEATURES = {
     ),
     "row lengths": Feature(
         "row_shapes row_shape round_row_tokens RowShapes num_segments shapes",
-        "plan/shapes planner/row_shapes train/row_shapes",
+        "plan/shapes planner/row_shapes job/train/row_shapes",
     ),
-    "critics": Feature("critic has_critic value_head Critic reference_value", "train/critic"),
+    "critics": Feature("critic has_critic value_head Critic reference_value", "job/train/critic"),
     "calibration": Feature(
         "calibrate calibrator calibration fits online",
-        "cost/online cost/calibration train/calibrator view/calibration",
+        "cost/online cost/calibration job/train/calibrator",
     ),
     "multi-token prediction": Feature(
         "mtp mtp_num_layers num_mtp_layers mtp_loss_coef", "model/mtp"

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megapack.config.hf_families import FAMILIES  # noqa: E402
+from megapack.job.config.hf_families import FAMILIES  # noqa: E402
 
 _MOE = r".*?(a\d+(\.\d+)?b|moe)"
 # Pattern in a path of small letters, with - for . and _ -> model_type, or what it is in brackets.

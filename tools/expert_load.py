@@ -112,7 +112,7 @@ def write_text(path: Path, num_groups: int, group_size: int) -> None:
     """
     rng = np.random.default_rng(0)
     texts = []
-    for pattern in ("megapack/**/*.py", "docs/**/*.md", "megapack/view/web/*", "tools/**/*.sh"):
+    for pattern in ("megapack/**/*.py", "docs/**/*.md", "megapack/job/view/web/*", "tools/**/*.sh"):
         found = [p.read_bytes() for p in sorted(ROOT.glob(pattern)) if p.stat().st_size > 2000]
         texts.append(found)
     with open(path, "w", encoding="utf-8") as file:

@@ -27,8 +27,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megapack.patching.files import PatchFile, Replacement, shipped_files
-from megapack.patching.target import accepts
+from megapack.hosts.patching.files import PatchFile, Replacement, shipped_files
+from megapack.hosts.patching.target import accepts
 from tools.hosting.read_signature import signatures
 from tools.hosting.read_source import NotRead, Outside, Sources, package_of
 from tools.hosting.sources import VARIABLE, NoSource, installed, newest

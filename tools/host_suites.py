@@ -25,7 +25,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megapack.patching.files import shipped_hosts
+from megapack.hosts.patching.files import shipped_hosts
 from tools.hosting.sources import NoSource, installed, source
 from tools.hosting.suite_run import REPORT, SUITE, UNPATCHED, SuiteReport
 from tools.hosting.suites import SUITES, Suite, suite_of

@@ -44,10 +44,10 @@ REASONS = {
     "megapack/rows/outputs.py:scatter_to_samples": "log-probs, entropies go to the host",
     "megapack/rows/outputs.py:reduce_metrics": "the step's loss and metrics",
     "megapack/schedule/faults.py:_origins_on_all": "is a value of any rank NaN or infinite",
-    "megapack/train/calibrator.py:_fitted": "rank 0's cost model for all",
-    "megapack/train/calibrator.py:_summed": "seconds of all ranks' operations",
-    "megapack/train/metrics.py:memory_peaks": "peaks of all ranks' memory, a metric",
-    "megapack/train/passes.py:gradients": "the step's measured seconds",
+    "megapack/job/train/calibrator.py:_fitted": "rank 0's cost model for all",
+    "megapack/job/train/calibrator.py:_summed": "seconds of all ranks' operations",
+    "megapack/job/train/metrics.py:memory_peaks": "peaks of all ranks' memory, a metric",
+    "megapack/job/train/passes.py:gradients": "the step's measured seconds",
     "megatron/core/distributed/finalize_model_grads.py:finalize_model_grads": (
         "loss tokens, per model chunk"
     ),

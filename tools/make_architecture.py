@@ -2,9 +2,10 @@
 
     python tools/make_architecture.py
 
-A box is a folder or a module of megapack/; a line is an import between two of them. Lines that
-follow from others are left out: `a` imports `c` is not drawn if `a` imports `b` and `b` imports
-`c`. The floors are those of docs/architecture.md.
+A box is a room: a folder or a module of megapack/, or of megapack/job. A line is an import between
+two of them. Lines that follow from others are left out: `a` imports `c` is not drawn if `a` imports
+`b` and `b` imports `c`. The wings and their floors are those of docs/architecture.md; hosts and job
+do not import each other and stand side by side.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from __future__ import annotations
 import ast
 import html
 import itertools
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.code_lines import room_of  # noqa: E402
+
 PACKAGE = ROOT / "megapack"
 PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = ROOT / "docs" / "images" / "rooms.svg"
@@ -27,6 +33,7 @@ _FLOOR_HEIGHT = 92
 _MARGIN = 14
 # The order within floors settles after about five sweeps; it need not be optimal.
 _NUM_SWEEPS = 12
+_FILLS = {"core": "#e3eef3", "hosts": "#fbe6d5", "job": "#e4f1e1", "commands": "#ececec"}
 _HEAD = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" \
 font-family="sans-serif" text-anchor="middle">
@@ -41,21 +48,38 @@ def main() -> None:
     print(f"{PICTURE.relative_to(ROOT)}: {len(import_order())} floors")
 
 
+def wings() -> dict[str, list[list[str]]]:
+    """The floors of each wing by the architecture page, lowest first; a floor imports only lower
+    ones, of its own wing and of those that it stands on."""
+    _, opened, rest = PAGE.read_text(encoding="utf-8").partition("```text\ncore: ")
+    block, closed, _ = rest.partition("```")
+    if not (opened and closed):
+        raise ValueError(f"{PAGE}: no block that begins with 'core: '; write the order there")
+    found: dict[str, list[list[str]]] = {}
+    for line in f"core: {block}".replace(",\n", ", ").replace(" ->\n", " -> ").splitlines():
+        wing, _, floors = line.partition(": ")
+        found[wing] = [floor.split(", ") for floor in floors.split(" -> ")]
+    return found
+
+
 def import_order() -> list[list[str]]:
-    """The floors of the architecture page, lowest first; a floor imports only lower ones."""
-    _, _, rest = PAGE.read_text(encoding="utf-8").partition("```text\nstartup, ")
-    line, closed, _ = rest.partition("```")
-    if not closed:
-        raise ValueError(f"{PAGE}: no block that begins with 'startup, '; write the order there")
-    return [floor.split(", ") for floor in " ".join(f"startup, {line}".split()).split(" -> ")]
+    """The floors of the whole package, lowest first: core, then hosts beside job, then commands."""
+    core, hosts, job, commands = wings().values()
+    beside = [[*left, *right] for left, right in itertools.zip_longest(hosts, job, fillvalue=[])]
+    return [*core, *beside, *commands]
+
+
+def wing_of() -> dict[str, str]:
+    """The wing of each room."""
+    return {room: wing for wing, floors in wings().items() for floor in floors for room in floor}
 
 
 def room_imports() -> dict[str, set[str]]:
     """Per room the rooms that it imports at import time; functions may import more."""
     found: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        room = path.relative_to(PACKAGE).with_suffix("").parts[0]
-        if room not in ("__init__", "__main__"):
+        room = room_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+        if not room.endswith("__"):
             found.setdefault(room, set()).update(_imported(ast.parse(path.read_text())))
     return {room: (names - {room}) & found.keys() for room, names in found.items()}
 
@@ -64,9 +88,9 @@ def _imported(tree: ast.Module) -> set[str]:
     names = set()
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module is not None:
-            package, _, below = node.module.partition(".")
-            rooms = [below.split(".")[0]] if below else [alias.name for alias in node.names]
-            names.update(rooms if package == "megapack" else [])
+            for alias in node.names:
+                package, _, below = f"{node.module}.{alias.name}".partition(".")
+                names.update([room_of(below)] if package == "megapack" else [])
     return names
 
 
@@ -183,10 +207,10 @@ def _trunk(x: float, floor: int) -> str:
 
 
 def _box(room: str, x: float, y: float) -> str:
-    folder = PACKAGE / room
+    folder = PACKAGE / room.replace(".", "/")
     num_files = len(list(folder.rglob("*.py"))) - len(list(folder.rglob("__init__.py")))
     below = f"{num_files} files" if folder.is_dir() else "one file"
-    fill = "#e3eef3" if folder.is_dir() else "#fdf3dc"
+    fill = _FILLS[wing_of()[room]]
     return (
         f'<rect x="{x - _BOX_WIDTH / 2:.0f}" y="{y:.0f}" width="{_BOX_WIDTH}" '
         f'height="{_BOX_HEIGHT}" rx="6" fill="{fill}" stroke="#546e7a"/>\n'

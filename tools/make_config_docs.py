@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megapack.base.field_docs import field_docs
-from megapack.config.sections import TrainConfig
 from megapack.config.typed import describe
+from megapack.job.config.sections import TrainConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
@@ -43,7 +43,7 @@ From Python:
 
 ```python
 from megapack.config import find_config, load_config
-from megapack.config.sections import TrainConfig
+from megapack.job.config.sections import TrainConfig
 
 path = find_config("configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
 config = load_config(path, ["plan.max_tokens_per_gpu=4096"], TrainConfig)

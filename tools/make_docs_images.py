@@ -17,11 +17,11 @@ import numpy as np
 
 from megapack import CostModel, Layout, Policy, build_dp_schedule
 from megapack.base.files import write_whole
+from megapack.job.view.plot import draw_step, draw_timelines
+from megapack.job.view.timeline import planned
 from megapack.outlook.baselines import naive_plans
 from megapack.outlook.stats import StepReport, step_report
 from megapack.policy import ContextParallel
-from megapack.view.plot import draw_step, draw_timelines
-from megapack.view.timeline import planned
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"
 

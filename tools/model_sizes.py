@@ -2,7 +2,7 @@
 
     python tools/model_sizes.py
 
-The configs are those of `tests/unit/config/published_configs.py` and `hybrid_configs.py`;
+The configs are those of `tests/unit/job/config/published_configs.py` and `hybrid_configs.py`;
 `tests/unit/cost/test_published_models.py` compares the counts with published ones.
 """
 
@@ -17,11 +17,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megapack.config.model import ModelConfig  # noqa: E402
 from megapack.cost.memory import MemoryModel  # noqa: E402
+from megapack.job.config.model import ModelConfig  # noqa: E402
 from megapack.layout import Layout  # noqa: E402
-from tests.unit.config.hybrid_configs import HYBRID  # noqa: E402
-from tests.unit.config.published_configs import CONFIGS  # noqa: E402
+from tests.unit.job.config.hybrid_configs import HYBRID  # noqa: E402
+from tests.unit.job.config.published_configs import CONFIGS  # noqa: E402
 
 HYBRID_NAMES = {
     "qwen3_next": "Qwen3-Next-80B-A3B",

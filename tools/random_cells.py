@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megapack.config.load import load_config  # noqa: E402
-from megapack.config.sections import TrainConfig  # noqa: E402
 from megapack.errors import MegapackError  # noqa: E402
+from megapack.job.config.sections import TrainConfig  # noqa: E402
 from tests.dist.spawn import run_job  # noqa: E402
 from tools.cells.draw import Cell, draw_cell, nested  # noqa: E402
 from tools.cells.judge import ACCEPTED, judge, table  # noqa: E402

@@ -6,7 +6,7 @@ A cell has the fastest of the layouts with the least model parallelism that fit,
 fullest GPU and tokens per second and GPU. Layouts are tried in the order of tp * pp, and of those
 that fit, the first few are compared. What was refused is on stderr.
 
-The configs are those of `tests/unit/config/published_configs.py` and `hybrid_configs.py`.
+The configs are those of `tests/unit/job/config/published_configs.py` and `hybrid_configs.py`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megapack import cli  # noqa: E402
-from megapack.config.model import ModelConfig  # noqa: E402
 from megapack.cost.memory import GIB  # noqa: E402
-from tests.unit.config.hybrid_configs import HYBRID  # noqa: E402
-from tests.unit.config.published_configs import CONFIGS  # noqa: E402
+from megapack.job.config.model import ModelConfig  # noqa: E402
+from tests.unit.job.config.hybrid_configs import HYBRID  # noqa: E402
+from tests.unit.job.config.published_configs import CONFIGS  # noqa: E402
 from tools.model_sizes import HYBRID_NAMES  # noqa: E402
 
 MODELS = CONFIGS | {name: HYBRID[key] for key, name in HYBRID_NAMES.items()}

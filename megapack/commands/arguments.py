@@ -18,8 +18,8 @@ from megapack.base.files import write_output
 from megapack.commands.parser import Parser
 from megapack.config.shipped import shipped_configs
 from megapack.cost.memory import GIB
-from megapack.data.lengths import Columns, LengthTable, read_length_file
 from megapack.errors import ConfigError, PlanError, brief
+from megapack.job.data.lengths import Columns, LengthTable, read_length_file
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
 from megapack.policy import Policy

@@ -21,8 +21,8 @@ from megapack.layout import Layout
 from megapack.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from megapack.config.sections import TrainConfig
-    from megapack.view.records import RunRecords
+    from megapack.job.config.sections import TrainConfig
+    from megapack.job.view.records import RunRecords
 
 # The cost model without options, in tokens: docs/planner.md's for a 7B dense model. A sample of
 # 49,152 tokens costs twice its tokens, and each micro-batch FIXED_TOKENS more.
@@ -179,8 +179,8 @@ def _read_config(name: str | None) -> TrainConfig | None:
     if name is None:
         return None
     from megapack.config.load import load_config
-    from megapack.config.sections import TrainConfig
     from megapack.config.shipped import find_config
+    from megapack.job.config.sections import TrainConfig
 
     return load_config(find_config(name), [], TrainConfig)
 
@@ -188,8 +188,8 @@ def _read_config(name: str | None) -> TrainConfig | None:
 def _config_of(model: str) -> TrainConfig:
     """The config of a run of a model, which is trained in bf16 with a distributed optimizer."""
     from megapack.config.load import parse_config
-    from megapack.config.sections import TrainConfig
     from megapack.config.shipped import shipped_models
+    from megapack.job.config.sections import TrainConfig
 
     folder = model
     if "/" not in model and not os.path.exists(model):

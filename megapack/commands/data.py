@@ -14,15 +14,15 @@ import numpy as np
 
 from megapack.commands.arguments import add_json, add_overrides, integer, print_json
 from megapack.config.load import load_config
-from megapack.config.sections import TrainConfig
 from megapack.config.shipped import find_config
-from megapack.data.batches import open_dataset, read_settings
-from megapack.data.files import list_files
-from megapack.data.toy import write_toy
 from megapack.errors import ConfigError
+from megapack.job.config.sections import TrainConfig
+from megapack.job.data.batches import open_dataset, read_settings
+from megapack.job.data.files import list_files
+from megapack.job.data.toy import write_toy
 
 if TYPE_CHECKING:
-    from megapack.data.dataset import Dataset
+    from megapack.job.data.dataset import Dataset
 
 EXAMPLE = """megapack data show chats.jsonl --config sft.yaml --sample 0
 megapack data toy FOLDER"""

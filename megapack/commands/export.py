@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from megapack.base.known_warnings import quiet_known_warnings
 
     quiet_known_warnings()
-    from megapack.hf.checkpoint import export_checkpoint  # torch and Megatron-Core take seconds
+    from megapack.job.hf.checkpoint import export_checkpoint  # torch and Megatron-Core take seconds
 
     device = launch.start("cpu")
     try:

@@ -132,7 +132,7 @@ def _setting(name: str, value: str | None) -> str:
 
 
 def _config_names() -> Mapping[str, str]:
-    from megapack.config.plan import LayoutConfig, PlanConfig
+    from megapack.job.config.plan import LayoutConfig, PlanConfig
 
     sections = {"layout": LayoutConfig, "plan": PlanConfig}
     return {key.name: f"{name}.{key.name}" for name, cls in sections.items() for key in fields(cls)}

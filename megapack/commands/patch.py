@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from megapack.base.known_warnings import quiet_known_warnings
-from megapack.patching import check
-from megapack.patching.files import PatchFile, load_patches, patch_set, shipped_hosts
-from megapack.startup import VARIABLE
+from megapack.hosts.patching import check
+from megapack.hosts.patching.files import PatchFile, load_patches, patch_set, shipped_hosts
+from megapack.hosts.startup import VARIABLE
 
 EXAMPLE = "megapack patch show slime"
 

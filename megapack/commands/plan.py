@@ -30,8 +30,8 @@ from megapack.commands.costs import Pricing, add_model, in_unit, read_costs
 from megapack.commands.parser import Parser
 from megapack.commands.tables import Column, fact_columns, print_columns
 from megapack.cost.sizes import typical_length
-from megapack.data.lengths import LengthTable
 from megapack.errors import PlanError
+from megapack.job.data.lengths import LengthTable
 from megapack.plan.facts import FEATURES, columns_named, features_of
 from megapack.plan.plan import Plan
 

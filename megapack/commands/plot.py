@@ -41,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
     (number,) = selected_steps(plan, args.step)
     pricing = plan_pricing(args, plan)
     # matplotlib and the simulator's compiler take a second to import: report bad input before.
+    from megapack.job.view.plot import draw_step
+    from megapack.job.view.timeline import planned
     from megapack.outlook.stats import step_report
-    from megapack.view.plot import draw_step
-    from megapack.view.timeline import planned
 
     timeline = planned(plan, number, number, pricing.cost)
     report = step_report(plan, plan.steps[number], pricing.cost)

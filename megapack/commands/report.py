@@ -22,7 +22,7 @@ from megapack.errors import ConfigError, PlanError
 from megapack.plan.file import read_plan
 
 if TYPE_CHECKING:
-    from megapack.view.page_data import Page
+    from megapack.job.view.page_data import Page
 
 EXAMPLE = "megapack report plan.json lengths.csv -o report.html"
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     output = check_output(args, args.target, args.lengths)
     page, basis = _run_page(args) if is_run(args.target) else _plan_page(args)
     page.notes.append(f"planned time {basis}")
-    from megapack.view.page import page_html
+    from megapack.job.view.page import page_html
 
     write_result(args, page_html(page))
     print(f"{output}: {page.title}")
@@ -60,7 +60,7 @@ def _plan_page(args: argparse.Namespace) -> tuple[Page, str]:
             "that were planned"
         )
     # The simulator's compiler takes a third of a second to import: report bad input before.
-    from megapack.view.page_data import plan_page
+    from megapack.job.view.page_data import plan_page
 
     unit = "s" if pricing.in_seconds else "token times"
     page = plan_page(plan, lengths, pricing.cost, unit)
@@ -74,8 +74,8 @@ def _run_page(args: argparse.Namespace) -> tuple[Page, str]:
         raise ConfigError(
             f"{args.target} is a run, which has its own lengths; leave {args.lengths} out"
         )
-    from megapack.view.page_data import run_page
-    from megapack.view.records import read_run
+    from megapack.job.view.page_data import run_page
+    from megapack.job.view.records import read_run
 
     records = read_run(args.target)
     pricing = run_pricing(args, records)

@@ -11,9 +11,9 @@ from types import TracebackType
 
 from megapack.base.known_warnings import quiet_known_warnings
 from megapack.errors import ConfigError
-from megapack.patching import apply
-from megapack.patching.files import shipped_hosts
-from megapack.startup import CPU_VARIABLE, VARIABLE, log_to_stderr
+from megapack.hosts.patching import apply
+from megapack.hosts.patching.files import shipped_hosts
+from megapack.hosts.startup import CPU_VARIABLE, VARIABLE, log_to_stderr
 
 EXAMPLE = """torchrun --nproc-per-node 8 -m megapack run --patch slime train.py ARGS
 torchrun --nproc-per-node 8 -m megapack run --cpu pretrain_gpt.py ARGS"""

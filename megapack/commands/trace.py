@@ -49,8 +49,8 @@ def _plan_trace(args: argparse.Namespace) -> tuple[str, int, str]:
     numbers = selected_steps(plan, args.step)
     pricing = plan_pricing(args, plan)
     # The simulator's compiler takes a third of a second to import: report bad input before.
-    from megapack.view.chrome_trace import chrome_trace
-    from megapack.view.timeline import planned
+    from megapack.job.view.chrome_trace import chrome_trace
+    from megapack.job.view.timeline import planned
 
     timelines = [planned(plan, number, number, pricing.cost) for number in numbers]
     in_seconds = pricing.in_seconds
@@ -59,9 +59,9 @@ def _plan_trace(args: argparse.Namespace) -> tuple[str, int, str]:
 
 
 def _run_trace(args: argparse.Namespace) -> tuple[str, int, str]:
-    from megapack.view.chrome_trace import chrome_trace
-    from megapack.view.records import read_run
-    from megapack.view.timeline import traced
+    from megapack.job.view.chrome_trace import chrome_trace
+    from megapack.job.view.records import read_run
+    from megapack.job.view.timeline import traced
 
     records = read_run(args.target)
     if not records.traced:

@@ -24,18 +24,18 @@ from megapack.commands.arguments import (
 from megapack.commands.costs import Pricing
 from megapack.commands.tables import Column, fact_columns, print_columns
 from megapack.config.load import load_config
-from megapack.config.sections import TrainConfig
 from megapack.config.shipped import find_config
 from megapack.cost.assumed import GpuSpeed
 from megapack.cost.memory import GIB, GpuMemory
 from megapack.errors import ConfigError, brief
+from megapack.job.config.sections import TrainConfig
 from megapack.plan.facts import columns_named
 from megapack.ranks.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from megapack.cost.model import CostModel
+    from megapack.job.dry_run import Batch, Prediction
     from megapack.layout import Layout
-    from megapack.outlook.dry_run import Batch, Prediction
     from megapack.outlook.stats import PlanReport
 
 EXAMPLE = """megapack train qwen3_4b_dp4_tp2_gpu8 --dry-run world=8
@@ -77,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
             quiet_known_warnings()
             warn_of_other_apex()
             refuse_broken_te()
-            from megapack.train.job import train  # torch and Megatron-Core take seconds to import
+            from megapack.job.train.job import (
+                train,  # torch and Megatron-Core take seconds to import
+            )
         train(config, interrupt)
     return 0
 
@@ -86,7 +88,7 @@ def _run_dry(args: argparse.Namespace, config: TrainConfig) -> int:
     """Predict and print; 1 if a stage does not fit into the memory of a GPU."""
     limit = read_memory_limit(args)
     # The planner's compiler takes a third of a second to import.
-    from megapack.outlook.dry_run import check_start, first_batch, predict
+    from megapack.job.dry_run import check_start, first_batch, predict
 
     layout = check_start(config, args.dry_run)
     batch = first_batch(config)

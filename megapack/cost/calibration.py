@@ -31,7 +31,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The content of a cost model's file; `megapack.config.dump_yaml` writes it."""
+    """The content of a cost model's file; `megapack.job.config.dump_yaml` writes it."""
 
     cost: CostModel
     """The cost model."""

@@ -347,9 +347,9 @@ def _recurrent(diagnosis: Diagnosis) -> None:
 
 
 def _patches(diagnosis: Diagnosis) -> None:
-    from megapack import patching
-    from megapack.patching.files import patch_set
-    from megapack.startup import VARIABLE, asked_hosts
+    from megapack.hosts import patching
+    from megapack.hosts.patching.files import patch_set
+    from megapack.hosts.startup import VARIABLE, asked_hosts
 
     if sys.flags.ignore_environment:
         diagnosis.found = f"{VARIABLE} is ignored (-E or -I)"

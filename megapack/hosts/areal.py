@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megapack import patching
 from megapack.base.arrays import Ints
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, HostRuntimeError, PlanError
+from megapack.hosts import patching
 from megapack.hosts.shared.balancing import exact_weights, first_fit_decreasing_pack
 from megapack.hosts.shared.families import (
     callers_tokens,

@@ -71,7 +71,7 @@ class PlannedStep(megatron_lm.PlannedStep):
         """Raise: only Megatron's own schedule calls this, and only if the patch is not applied."""
         raise ScheduleError(
             "a PlannedStep runs under the patched get_forward_backward_func only; call "
-            'megapack.patching.apply("megatron_bridge") above the import of megatron.bridge'
+            'megapack.hosts.patching.apply("megatron_bridge") above the import of megatron.bridge'
         )
 
     def check_call(self, step: Mapping[str, Any]) -> None:

@@ -93,7 +93,7 @@ class PlannedStep:
         """Raise: only Megatron's own schedule calls this, and only if the patch is not applied."""
         raise ScheduleError(
             "a PlannedStep runs under the patched get_forward_backward_func only; call "
-            'megapack.patching.apply("megatron_lm") above the import of megatron.training'
+            'megapack.hosts.patching.apply("megatron_lm") above the import of megatron.training'
         )
 
     def check_call(self, step: Mapping[str, Any]) -> None:

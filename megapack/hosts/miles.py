@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megapack import patching
 from megapack.errors import PlanError
+from megapack.hosts import patching
 from megapack.hosts.shared.families import callers_tokens
 from megapack.hosts.shared.flops import sample_flops
 from megapack.hosts.shared.loss_tokens import without_empty_samples

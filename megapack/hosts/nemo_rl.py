@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megapack import patching
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, HostAssertionError
-from megapack.hosts import megatron_core
+from megapack.hosts import megatron_core, patching
 from megapack.hosts.shared import bin_packers, nemo_rl_shards
 from megapack.hosts.shared.native import NativeSettings
 from megapack.hosts.shared.options import HostOptions, shares_prefixes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megapack import patching
 from megapack.errors import DataError
+from megapack.hosts import patching
 from megapack.hosts.shared.families import callers_tokens
 from megapack.hosts.shared.flops import knows_sizes, sample_flops
 from megapack.hosts.shared.loss_tokens import without_empty_samples

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, get_args
 
-from megapack import patching
 from megapack.base.arrays import check_count
 from megapack.errors import ConfigError, PlanError
+from megapack.hosts import patching
 from megapack.hosts.shared.unirl_bins import MicroCostModel
 from megapack.hosts.shared.unirl_plan import MicroPlan, Range, plan_micro_batches
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from megapack import patching
 from megapack.base.arrays import Floats
 from megapack.cost.model import CostModel
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
+from megapack.hosts import patching
 from megapack.hosts.shared.bin_packers import even_rows
 from megapack.hosts.shared.options import HostOptions
 from megapack.layout import Layout, round_up

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megapack import ConfigError, CostModel, DataError, Layout, Measurement, ModelSizes
-from megapack.data.advantages import SampleReward, group_advantages
+from megapack.job.data.advantages import SampleReward, group_advantages
 from megapack.loss import GRPO, PPO, sample_weights
 from megapack.rows.packed import pack_row
 from megapack.samples import SampleBatch

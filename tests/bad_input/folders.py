@@ -12,18 +12,18 @@ from typing import Any
 
 from megapack import CheckpointError, ConfigError, DataError, PlanError
 from megapack.base.files import write_output
-from megapack.checkpoint.folders import (
+from megapack.config.cost_file import read_cost
+from megapack.job.checkpoint.folders import (
     MANIFEST,
     Manifest,
     Position,
     check_space,
     find_checkpoint,
 )
-from megapack.config.cost_file import read_cost
-from megapack.data.lengths import Columns, read_length_file
+from megapack.job.data.lengths import Columns, read_length_file
+from megapack.job.view.records import read_run
 from megapack.layout import Layout
 from megapack.plan import Plan
-from megapack.view.records import read_run
 from tests.bad_input import Content, Row, row
 from tests.run_folder import make_plan, write_run
 

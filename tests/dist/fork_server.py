@@ -61,7 +61,7 @@ class Job:
 def serve() -> int:
     """Run the jobs that arrive on stdin, one per line; answer each with its exit code."""
     answers = os.fdopen(os.dup(1), "w")
-    import megapack.train  # noqa: F401
+    import megapack.job.train  # noqa: F401
     from megapack.base.jit import compiles
     from megapack.outlook.warm_up import compile_planner
     from tests.rehearsal import nccl_rules, recorder  # noqa: F401

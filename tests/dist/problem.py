@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megapack.config.rope import RopeScaling
-from megapack.config.sections import ModelConfig
+from megapack.job.config.rope import RopeScaling
+from megapack.job.config.sections import ModelConfig
 from megapack.loss import GRPO
 from megapack.samples import SampleBatch
 from tests.toy import few_layers_of, width_of

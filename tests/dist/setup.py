@@ -9,10 +9,10 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallel
 
 from megapack import Layout, MegapackError
-from megapack.config.sections import ModelConfig
 from megapack.cost import LayerSplit
-from megapack.gpt import build_model, initialize_parallel
-from megapack.gpt.settings import Settings
+from megapack.job.config.sections import ModelConfig
+from megapack.job.gpt import build_model, initialize_parallel
+from megapack.job.gpt.settings import Settings
 from tests.dist import problem
 from tests.te_python import runs_te
 

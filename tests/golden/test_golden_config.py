@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from megapack.config.sections import TrainConfig
 from megapack.config.typed import describe
+from megapack.job.config.sections import TrainConfig
 
 pytestmark = pytest.mark.golden
 

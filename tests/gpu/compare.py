@@ -33,7 +33,7 @@ def build_adapter(
     Args:
         options: arguments of `build_model`.
     """
-    from megapack.gpt import build_model
+    from megapack.job.gpt import build_model
 
     options = {"distributed_optimizer": False, **options}
     chunks = build_model(settings, layout, seed=SEED, vocab_size=VOCAB_SIZE, **options)

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megapack import Layout, Plan, launch
-from megapack.config.sections import ModelConfig, OptimConfig
-from megapack.gpt import build, initialize_parallel
-from megapack.gpt.optimizer import build_optimizer
+from megapack.job.config.sections import ModelConfig, OptimConfig
+from megapack.job.gpt import build, initialize_parallel
+from megapack.job.gpt.optimizer import build_optimizer
 from megapack.model.attention.choice import choose_attention
 from megapack.model.attention.varlen import PackedVarlen
 from megapack.model.head import unwrapped

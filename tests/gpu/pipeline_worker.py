@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import param_and_grad_buffer
 
 from megapack import Layout, cpu, launch
-from megapack.gpt import initialize_parallel
+from megapack.job.gpt import initialize_parallel
 from tests.dist.exactness.staged import StagedAdapter
 from tests.dist.problem import SEED
 from tests.gpu import problem

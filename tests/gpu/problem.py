@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from megapack import Layout, Plan, Policy, SharedPrefixes, build_dp_schedule
-from megapack.config.sections import ModelConfig
+from megapack.job.config.sections import ModelConfig
 from megapack.samples import SampleBatch
 from tests.dist import problem
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megapack import Layout, launch
-from megapack.config.sections import ModelConfig
-from megapack.gpt import initialize_parallel
+from megapack.job.config.sections import ModelConfig
+from megapack.job.gpt import initialize_parallel
 from megapack.samples import SampleBatch
 from tests.dist.exactness import reference
 from tests.dist.problem import SEED

@@ -15,7 +15,7 @@ import torch
 
 from megapack import simulate
 from megapack.config.cost_file import read_cost
-from megapack.view.records import read_run
+from megapack.job.view.records import read_run
 from tests.gpu.rehearsed import REHEARSED
 
 pytestmark = [

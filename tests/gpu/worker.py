@@ -15,9 +15,9 @@ from typing import Any, Literal, cast
 import torch
 
 from megapack import Layout, Plan, launch
-from megapack.config.sections import ModelConfig
-from megapack.gpt import initialize_parallel
-from megapack.gpt.settings import Setting
+from megapack.job.config.sections import ModelConfig
+from megapack.job.gpt import initialize_parallel
+from megapack.job.gpt.settings import Setting
 from megapack.model.recurrent.choice import recurrent_kernels
 from megapack.model.weight_gradients import WeightGradients
 from megapack.rows.slices import slice_positions

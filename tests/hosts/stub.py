@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megapack import patching
+from megapack.hosts import patching
 
 PACK = "def pack(lengths, *, budget=None): return 'host'\n"
 ENTRY = """\

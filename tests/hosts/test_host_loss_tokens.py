@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megapack.hosts import miles, slime
-from megapack.patching.files import load_patches
+from megapack.hosts.patching.files import load_patches
 
 pytestmark = pytest.mark.hosts
 

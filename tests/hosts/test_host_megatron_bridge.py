@@ -15,9 +15,9 @@ from megatron.core import parallel_state
 from megapack import CostModel
 from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts import megatron_bridge
+from megapack.hosts.patching import files
 from megapack.hosts.shared.megatron_lm_data import read_item
 from megapack.hosts.shared.offline_bins import even_bins
-from megapack.patching import files
 from megapack.planner.bins import first_fit_decreasing
 
 pytestmark = pytest.mark.hosts

@@ -139,7 +139,7 @@ def test_peft_loads_exported_adapters(results: dict[str, dict[str, Any]], folder
 
 
 def test_what_peft_cannot_express_is_refused(results: dict[str, dict[str, Any]]) -> None:
-    assert "export them by megapack.hf.export_adapters" in results["tp2"]["export_error"]
+    assert "export them by megapack.job.hf.export_adapters" in results["tp2"]["export_error"]
     assert (
         "k_proj.lora_A.weight differ, and Megatron-Bridge's LoRA has one matrix"
         in (results["tp2"]["load_error"])

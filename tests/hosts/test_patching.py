@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from megapack import patching
 from megapack.errors import ConfigError, PatchError
-from megapack.patching.files import (
+from megapack.hosts import patching
+from megapack.hosts.patching.files import (
     PatchFile,
     Replacement,
     load_patches,
     patch_set,
     shipped_hosts,
 )
-from megapack.patching.target import is_like, parse_signature, signature_of
+from megapack.hosts.patching.target import is_like, parse_signature, signature_of
 from tests.hosts.stub import PACK, Host, pack, pack_steps
 
 pytestmark = pytest.mark.hosts
@@ -388,7 +388,7 @@ def test_the_file_for_the_installed_version_is_used(
         path = host.folder / f"stubhost-{since}.yaml"
         path.write_text(f"{text}distribution: stub\nsince: '{since}'\nbefore: '{before}'\n")
         paths.append(path)
-    monkeypatch.setattr("megapack.patching.files._shipped", lambda: paths)
+    monkeypatch.setattr("megapack.hosts.patching.files._shipped", lambda: paths)
     for version in ("1.9", "2.0"):
         monkeypatch.setattr("importlib.metadata.version", lambda name, found=version: found)
         assert load_patches("stubhost").since == version[0]

@@ -18,8 +18,8 @@ import pytest
 
 from megapack.doctor import runner
 from megapack.errors import ConfigError
-from megapack.patching.files import shipped_hosts
-from megapack.startup import VARIABLE, asked_hosts
+from megapack.hosts.patching.files import shipped_hosts
+from megapack.hosts.startup import VARIABLE, asked_hosts
 
 pytestmark = pytest.mark.hosts
 
@@ -66,10 +66,11 @@ def planted(tmp_path: Path) -> Path:
     for name in (
         "__init__",
         "__main__",
-        "startup",
         "errors",
-        "patching/__init__",
-        "patching/files",
+        "hosts/__init__",
+        "hosts/startup",
+        "hosts/patching/__init__",
+        "hosts/patching/files",
     ):
         path = tmp_path / "megapack" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,8 +167,8 @@ def test_doctor_reads_no_file_named_by_the_variable(
 
 FORK_EACH = """\
 import importlib, json, os, sys
-import megapack.patching, megapack.patching.files, wrapt
-from megapack import startup
+import megapack.hosts.patching, megapack.hosts.patching.files, wrapt
+from megapack.hosts import startup
 for value in map(os.fsdecode, map(bytes.fromhex, json.load(sys.stdin))):
     read, write = os.pipe()
     pid = os.fork()
@@ -250,8 +251,8 @@ def test_a_process_with_raised_rights_ignores_the_variable(
     code = (
         f"import os, sys; os.environ[{VARIABLE!r}] = 'megatron_lm'\n"
         f"os.{kind}({NOBODY}, 0, 0)\n"
-        "from megapack import startup\n"
-        f"startup.start(); print('megapack.patching' in sys.modules); {LOOK}"
+        "from megapack.hosts import startup\n"
+        f"startup.start(); print('megapack.hosts.patching' in sys.modules); {LOOK}"
     )
     done = start(python, tmp_path, "-c", code)
     assert (done.returncode, done.stdout) == (0, "False\nmegatron.training.training\n"), done.stderr
@@ -265,7 +266,7 @@ def test_a_setuid_python_is_recognized(setuid: bool) -> None:
         "import sys, types\n"
         "megapack = sys.modules['megapack'] = types.ModuleType('megapack')\n"
         "megapack.__path__ = [sys.argv[1]]\n"
-        "from megapack import startup\n"
+        "from megapack.hosts import startup\n"
         "print(startup._has_more_rights())"
     )
     # The user nobody cannot enter tmp_path.
@@ -273,7 +274,8 @@ def test_a_setuid_python_is_recognized(setuid: bool) -> None:
         folder, binary = Path(name), Path(name, "python")
         folder.chmod(0o755)
         shutil.copy(Path(sys.executable).resolve(), binary)
-        shutil.copy(ROOT / "megapack" / "startup.py", folder)
+        (folder / "hosts").mkdir(mode=0o755)
+        shutil.copy(ROOT / "megapack" / "hosts" / "startup.py", folder / "hosts")
         binary.chmod(0o4755 if setuid else 0o755)
         done = subprocess.run(
             [binary, "-S", "-c", code, folder],

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megapack import patching, startup
 from megapack.cli import main
+from megapack.hosts import patching, startup
 
 pytestmark = pytest.mark.hosts
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack.data.dataset import Dataset
-from megapack.data.token_blocks import ReadSettings
-from megapack.data.tokenizer import ByteTokenizer
+from megapack.job.data.dataset import Dataset
+from megapack.job.data.token_blocks import ReadSettings
+from megapack.job.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.property
 

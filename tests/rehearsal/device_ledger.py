@@ -61,7 +61,7 @@ class Frame(NamedTuple):
     """A line of megapack, Megatron, Transformer Engine or the tests."""
 
     file: str
-    """From the package on: "megapack/train/passes.py"."""
+    """From the package on: "megapack/job/train/passes.py"."""
     line: int
     function: str
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megapack.config import load_config
-from megapack.config.sections import TrainConfig
+from megapack.job.config.sections import TrainConfig
 from megapack.plan import Plan
 
 pytestmark = pytest.mark.weekly

@@ -26,9 +26,9 @@ from pathlib import Path
 import megapack
 from megapack import CostModel, Layout, build_dp_schedule, check_plan
 from megapack.config import find_config, load_config
-from megapack.view.page import page_html
-from megapack.view.page_data import plan_page
-from megapack.config.sections import TrainConfig
+from megapack.job.view.page import page_html
+from megapack.job.view.page_data import plan_page
+from megapack.job.config.sections import TrainConfig
 
 assert Path(megapack.__file__).is_relative_to(sys.argv[1]), megapack.__file__
 lengths = [700, 300, 500, 900, 100, 250, 800, 640]
@@ -85,7 +85,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path, repo_root: Pa
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"megapack"}
     modules = {str(path.relative_to(repo_root)) for path in repo_root.glob("megapack/**/*.py")}
-    web = {f"megapack/view/web/{path.name}" for path in repo_root.glob("megapack/view/web/*")}
+    web = {
+        f"megapack/job/view/web/{path.name}" for path in repo_root.glob("megapack/job/view/web/*")
+    }
     configs = {f"megapack/configs/{path.name}" for path in repo_root.glob("configs/*.yaml")}
     patches = {f"megapack/patches/{path.name}" for path in repo_root.glob("patches/*.yaml")}
     assert modules
@@ -152,7 +154,7 @@ def test_the_startup_file_is_read(
     editable: bool, installed: tuple[Path, Path], source: Path, tmp_path: Path
 ) -> None:
     python, _ = environment(tmp_path, "-e", source) if editable else installed
-    code = "import sys; print('megapack.patching' in sys.modules)"
+    code = "import sys; print('megapack.hosts.patching' in sys.modules)"
     for flags, patch, done in (
         ((), "slime,verl", (0, "True\n", "")),
         (("-I",), "slime,verl", (0, "False\n", "")),

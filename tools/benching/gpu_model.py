@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megapack import Layout, launch
 from megapack.config import load_config
-from megapack.config.sections import ModelConfig, TrainConfig
-from megapack.data.tokenizer import ByteTokenizer
-from megapack.gpt import build_model, initialize_parallel
+from megapack.job.config.sections import ModelConfig, TrainConfig
+from megapack.job.data.tokenizer import ByteTokenizer
+from megapack.job.gpt import build_model, initialize_parallel
 from megapack.model.attention.choice import choose_attention
 from tools.benching.gpu_ways import (
     MODES,
@@ -77,7 +77,7 @@ def build(model: ModelConfig, attention: str) -> list[Any]:
 
     Initialization by parameter names takes minutes for billions of parameters.
     """
-    with mock.patch("megapack.gpt.build.initialize_by_name"):
+    with mock.patch("megapack.job.gpt.build.initialize_by_name"):
         return build_model(
             dataclasses.replace(model, attention=attention),
             Layout(),

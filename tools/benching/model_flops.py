@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megapack import ModelSizes
-from megapack.config.sections import ModelConfig
+from megapack.job.config.sections import ModelConfig
 
 # Dense bf16 TFLOP/s of the SXM boards. PCIe and NVL boards have other peaks.
 PEAK_BF16_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}

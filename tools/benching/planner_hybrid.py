@@ -13,9 +13,9 @@ import numpy as np
 
 from megapack import CostModel, Layout, Policy, build_dp_schedule
 from megapack.config.load import load_config
-from megapack.config.sections import TrainConfig
 from megapack.config.shipped import find_config
 from megapack.cost.sizes import typical_length
+from megapack.job.config.sections import TrainConfig
 from megapack.outlook.stats import plan_report
 
 CONFIGS = {

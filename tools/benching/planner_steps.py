@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megapack import CostModel, Layout, build_dp_schedule, check_plan, simulate
-from megapack.data.rollouts import group_batches
+from megapack.job.data.rollouts import group_batches
 
 # Samples of a step, and the fewest steps of a cell.
 SAMPLES = 128

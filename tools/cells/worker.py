@@ -23,16 +23,16 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-import megapack.train.critic
-import megapack.train.job
+import megapack.job.train.critic
+import megapack.job.train.job
 from megapack.cli import main as megapack_main
-from megapack.gpt.init import local_slice
+from megapack.job.gpt.init import local_slice
+from megapack.job.train.job import Trainer
+from megapack.job.train.metrics import training_metrics
+from megapack.job.train.passes import BatchPasses
 from megapack.model.head import unwrapped
 from megapack.model.overlap import finish_param_gathers
 from megapack.model.parameters import global_parameters, is_expert
-from megapack.train.job import Trainer
-from megapack.train.metrics import training_metrics
-from megapack.train.passes import BatchPasses
 from tools.cells.judge import LEAST_NORM
 
 # Of a rank, beyond what it has at the start. A recomputation without end would take all memory.
@@ -163,13 +163,13 @@ def _number(value: Tensor) -> float:
 
 def _note_groups() -> None:
     """Note when groups are made, after which a setting is refused late."""
-    original = megapack.train.job.initialize_parallel
+    original = megapack.job.train.job.initialize_parallel
 
     def noted(*args: Any) -> Any:
         _PLACE.append("met")
         return original(*args)
 
-    megapack.train.job.initialize_parallel = noted
+    megapack.job.train.job.initialize_parallel = noted
 
 
 def main(config: str, out: str, reference: str | None = None) -> int:
@@ -178,9 +178,9 @@ def main(config: str, out: str, reference: str | None = None) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))
     if reference is not None:
         _EXPECTED.extend(torch.load(reference))
-    for module in (megapack.train.job, megapack.train.critic):
+    for module in (megapack.job.train.job, megapack.job.train.critic):
         module.BatchPasses = NotedPasses
-    megapack.train.job.Trainer = NotedTrainer
+    megapack.job.train.job.Trainer = NotedTrainer
     _note_groups()
     errors = io.StringIO()
     code = 1

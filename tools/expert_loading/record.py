@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from megapack import launch
 from megapack.config.load import load_config
-from megapack.config.sections import TrainConfig
-from megapack.data.dataset import SampleNumbers
+from megapack.job.config.sections import TrainConfig
+from megapack.job.data.dataset import SampleNumbers
+from megapack.job.train.job import Trainer
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
-from megapack.train.job import Trainer
 from tools.expert_loading.loads import expert_counts
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megapack import Layout, Plan, Policy, SharedPrefixes, build_dp_schedule
-from tests.unit.config.hybrid_configs import HYBRID
-from tests.unit.config.published_configs import CONFIGS as CONFIGS_OF_FAMILIES
-from tests.unit.config.published_configs import FAMILY_MODELS
+from tests.unit.job.config.hybrid_configs import HYBRID
+from tests.unit.job.config.published_configs import CONFIGS as CONFIGS_OF_FAMILIES
+from tests.unit.job.config.published_configs import FAMILY_MODELS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

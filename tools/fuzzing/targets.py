@@ -30,16 +30,16 @@ from megapack import (
 )
 from megapack.base.choices import AdvantageNorm
 from megapack.config import dump_yaml, parse_config
-from megapack.config.sections import ModelConfig, TrainConfig
-from megapack.data.advantages import group_advantages
-from megapack.data.chats import ChatText, chat_texts
-from megapack.data.dataset import Dataset
-from megapack.data.lengths import Columns, read_length_file
-from megapack.data.lines import BadLine, LineParser
-from megapack.data.template_server import write_chat
-from megapack.data.templates import ChatRequest, TemplateSource
-from megapack.data.token_blocks import ReadSettings
-from megapack.data.tokenizer import ByteTokenizer, ChatTokens, Message
+from megapack.job.config.sections import ModelConfig, TrainConfig
+from megapack.job.data.advantages import group_advantages
+from megapack.job.data.chats import ChatText, chat_texts
+from megapack.job.data.dataset import Dataset
+from megapack.job.data.lengths import Columns, read_length_file
+from megapack.job.data.lines import BadLine, LineParser
+from megapack.job.data.template_server import write_chat
+from megapack.job.data.templates import ChatRequest, TemplateSource
+from megapack.job.data.token_blocks import ReadSettings
+from megapack.job.data.tokenizer import ByteTokenizer, ChatTokens, Message
 from megapack.plan.show import diff_plans
 from tests import chat_templates, strategies
 from tools.fuzzing import seeds

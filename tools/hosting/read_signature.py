@@ -12,7 +12,7 @@ import ast
 from inspect import Parameter, Signature
 from typing import Any
 
-from megapack.patching.target import parameters_of
+from megapack.hosts.patching.target import parameters_of
 from tools.hosting.read_source import Binding, NotRead, Outside, Sources, bound_in
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -27,8 +27,8 @@ import typing_extensions
 if __name__ in ("__main__", "__mp_main__"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megapack import patching
-from megapack.patching.files import load_patches
+from megapack.hosts import patching
+from megapack.hosts.patching.files import load_patches
 from tools.hosting import import_stubs
 from tools.hosting.suites import suite_of
 

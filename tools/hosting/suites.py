@@ -45,7 +45,7 @@ SUITES = (
     Suite(
         host="nemo_rl",
         tests=(
-            "tests/unit/data/packing/test_algorithms.py",
+            "tests/unit/job/data/packing/test_algorithms.py",
             "tests/unit/distributed/test_batched_data_dict.py",
         ),
         num_tests=99,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megapack.config import load_config
-from megapack.config.sections import TrainConfig
+from megapack.job.config.sections import TrainConfig
 from tools.bench_gpu import TINY
 from tools.benching.gpu_model import pick, trace_lengths
 from tools.benching.gpu_ways import Sample

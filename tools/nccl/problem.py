@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 from megapack import Layout, Plan, Policy, SharedPrefixes, build_dp_schedule
-from megapack.config.sections import ModelConfig
+from megapack.job.config.sections import ModelConfig
 from megapack.samples import SampleBatch
 from tests.gpu import problem
 from tests.hand_made_orders import with_weights_later

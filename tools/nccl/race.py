@@ -22,9 +22,9 @@ from megapack import CostModel, Layout, Plan, Policy, StepPlan, build_dp_schedul
 from megapack.base.arrays import Ints
 from megapack.config.cost_file import read_cost
 from megapack.config.load import load_config
-from megapack.config.sections import TrainConfig
 from megapack.cost.calibration import Calibration
 from megapack.errors import PlanError
+from megapack.job.config.sections import TrainConfig
 from megapack.outlook.stats import carried, gathered_tokens
 from megapack.pipeline.simulator import simulate_planned
 from tests.made_rows import made_row

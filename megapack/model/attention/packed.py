@@ -303,5 +303,5 @@ def refuse_unpacked_attention(model: Any) -> None:
         if type(module).__name__ != "TEDotProductAttention":
             raise ConfigError(
                 f"{name} is {type(module).__name__}, which has no packed (THD) attention; build "
-                "the model with megapack.gpt.specs.local_layer_spec or Transformer Engine's spec"
+                "the model with Transformer Engine's spec, or with megapack.job.gpt's local one"
             )

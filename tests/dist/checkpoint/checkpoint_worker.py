@@ -23,10 +23,10 @@ from torch.distributed.checkpoint import filesystem
 
 from megapack import Layout, build_dp_schedule, launch
 from megapack.base.choices import Dtype
-from megapack.checkpoint.state import RunState, _main_weights
-from megapack.checkpoint.writer import StateWriter
-from megapack.config.sections import OptimConfig
-from megapack.gpt.optimizer import build_optimizer
+from megapack.job.checkpoint.state import RunState, _main_weights
+from megapack.job.checkpoint.writer import StateWriter
+from megapack.job.config.sections import OptimConfig
+from megapack.job.gpt.optimizer import build_optimizer
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.setup import build_chunks

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from megapack import Layout, build_dp_schedule, launch
-from megapack.checkpoint import Checkpoints
-from megapack.checkpoint.folders import Position
-from megapack.checkpoint.state import RunState
 from megapack.config import load_config
-from megapack.config.sections import OptimConfig, TrainConfig
-from megapack.gpt.optimizer import build_optimizer
+from megapack.job.checkpoint import Checkpoints
+from megapack.job.checkpoint.folders import Position
+from megapack.job.checkpoint.state import RunState
+from megapack.job.config.sections import OptimConfig, TrainConfig
+from megapack.job.gpt.optimizer import build_optimizer
 from tests.dist import problem
 from tests.dist.setup import build_chunks, error_of
 from tests.dist.spawn import ROOT

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megapack import Layout, build_dp_schedule, launch
-from megapack.config.sections import OptimConfig
 from megapack.cost import LayerSplit
-from megapack.gpt.optimizer import build_optimizer
+from megapack.job.config.sections import OptimConfig
+from megapack.job.gpt.optimizer import build_optimizer
 from megapack.model.parameters import global_parameters
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from megapack.config.sections import ModelConfig
 from megapack.cost import LayerSplit, StageLayers
 from megapack.dp_schedule import build_dp_schedule
+from megapack.job.config.sections import ModelConfig
 from megapack.layout import Layout
 from megapack.plan import Plan
 from megapack.policy import Policy

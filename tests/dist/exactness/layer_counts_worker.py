@@ -21,11 +21,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapack import Layout, launch
-from megapack.config.model import ModelConfig
 from megapack.cost.assumed import ATTENTION_TOKENS, GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
 from megapack.cost.weights import matches_any
-from megapack.gpt import build, initialize_parallel
+from megapack.job.config.model import ModelConfig
+from megapack.job.gpt import build, initialize_parallel
 from megapack.model.attention import varlen
 from megapack.model.attention.packed import packed_seq_params
 from megapack.model.attention.rotary import gather_rotary_tables

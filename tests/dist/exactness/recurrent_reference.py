@@ -36,7 +36,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from megapack.config.sections import ModelConfig
+from megapack.job.config.sections import ModelConfig
 
 
 class StepwiseGatedDeltaNet(GatedDeltaNet):

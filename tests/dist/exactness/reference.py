@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from megapack import launch
-from megapack.config.sections import ModelConfig
-from megapack.gpt import initialize_parallel, transformer_config
-from megapack.gpt.init import initialize_by_name
+from megapack.job.config.sections import ModelConfig
+from megapack.job.gpt import initialize_parallel, transformer_config
+from megapack.job.gpt.init import initialize_by_name
 from megapack.layout import Layout
 from megapack.model.biases import repair_biases
 from megapack.model.experts.router import moe_layers

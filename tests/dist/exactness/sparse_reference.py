@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megapack.config.sections import ModelConfig
+from megapack.job.config.sections import ModelConfig
 from tests.dist.exactness.two_widths import TwoWidths
 
 

@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megapack import launch
-from megapack.gpt.init import local_slice
+from megapack.job.gpt.init import local_slice
 from megapack.loss import GRPO
 from megapack.model.experts.router import moe_layers
 from megapack.model.head import unwrapped

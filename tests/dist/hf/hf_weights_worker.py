@@ -18,15 +18,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megapack import Layout, launch
-from megapack.config.sections import ModelConfig
 from megapack.cost import LayerSplit
-from megapack.gpt import build_model, initialize_parallel
-from megapack.hf import export_hf, load_hf_weights
-from megapack.hf.blocks import own_blocks
-from megapack.hf.shards import ShardWriter
+from megapack.job.config.sections import ModelConfig
+from megapack.job.gpt import build_model, initialize_parallel
+from megapack.job.hf import export_hf, load_hf_weights
+from megapack.job.hf.blocks import own_blocks
+from megapack.job.hf.shards import ShardWriter
 from tests.dist.groups import end_model_parallel
 from tests.dist.setup import error_of
-from tests.unit.hf.tiny_llama import read_folder
+from tests.unit.job.hf.tiny_llama import read_folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megapack import launch
-from megapack.config.model import ModelConfig
 from megapack.dp_schedule import build_dp_schedule
-from megapack.gpt import build_model, initialize_parallel
-from megapack.hf import export_hf, load_hf_weights
+from megapack.job.config.model import ModelConfig
+from megapack.job.gpt import build_model, initialize_parallel
+from megapack.job.hf import export_hf, load_hf_weights
 from megapack.loss import SFT
 from megapack.prefixes import SharedPrefixes
 from megapack.samples import SampleBatch

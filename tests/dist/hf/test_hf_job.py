@@ -12,7 +12,7 @@ import torch
 from tests.dist.spawn import run_job
 from tests.hf_models import cached_folder, load
 from tests.marks import needs_hybrid
-from tests.unit.hf.tiny_llama import read_folder
+from tests.unit.job.hf.tiny_llama import read_folder
 
 pytestmark = pytest.mark.dist
 

@@ -13,7 +13,7 @@ from tests.dist.spawn import checked_job, rank_reports
 from tests.hf_models import cached_folder
 from tests.marks import needs_hybrid
 from tests.megatron import HAS_HYBRID
-from tests.unit.hf.tiny_llama import read_folder
+from tests.unit.job.hf.tiny_llama import read_folder
 
 pytestmark = pytest.mark.dist
 

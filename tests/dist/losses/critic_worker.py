@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack import launch
-from megapack.config.critic import critic_model
 from megapack.config.load import load_config
-from megapack.config.sections import TrainConfig
-from megapack.data.batches import open_dataset
+from megapack.job.config.critic import critic_model
+from megapack.job.config.sections import TrainConfig
+from megapack.job.data.batches import open_dataset
+from megapack.job.train.job import Trainer
 from megapack.model.parameters import global_parameters
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
-from megapack.train.job import Trainer
 from tests.dist.exactness import reference
 from tests.dist.losses.sequence_reference import Score
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megapack import launch
-from megapack.gpt import initialize_parallel
+from megapack.job.gpt import initialize_parallel
 from megapack.layout import Layout
 from megapack.samples import SampleBatch
 from tests.dist import problem

@@ -14,8 +14,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megapack import launch
-from megapack.config.sections import ModelConfig
-from megapack.gpt import initialize_parallel
+from megapack.job.config.sections import ModelConfig
+from megapack.job.gpt import initialize_parallel
 from megapack.layout import Layout
 from megapack.model.parameters import global_parameters
 from megapack.samples import SampleBatch

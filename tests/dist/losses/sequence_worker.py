@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack import ConfigError, ScheduleError, launch
-from megapack.config.sections import OptimConfig
-from megapack.gpt.optimizer import build_optimizer
+from megapack.job.config.sections import OptimConfig
+from megapack.job.gpt.optimizer import build_optimizer
 from megapack.layout import Layout
 from megapack.loss import GRPO, GSPO, PPO, ValueLoss
 from megapack.model.head import unwrapped

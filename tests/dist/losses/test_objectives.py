@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megapack.config import dump_yaml
-from megapack.config.sections import DataConfig, OptimConfig, PlanConfig, TrainConfig
+from megapack.job.config.sections import DataConfig, OptimConfig, PlanConfig, TrainConfig
 from tests.dist import problem
 from tests.dist.losses.objectives_loop import ADAM_EPS, CASES, LR, NUM_BATCHES, Case
 from tests.dist.spawn import checked_job

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack import Layout, Policy, build_dp_schedule, launch
-from megapack.config.sections import ModelConfig
+from megapack.job.config.sections import ModelConfig
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
 from tests.dist.groups import end_model_parallel

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from megapack import launch
 from megapack.config.load import load_config
-from megapack.config.sections import TrainConfig
+from megapack.job.config.sections import TrainConfig
+from megapack.job.train.job import Trainer
+from megapack.job.train.passes import PlannedBatch
 from megapack.model.parameters import global_parameters
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
-from megapack.train.job import Trainer
-from megapack.train.passes import PlannedBatch
 from tests.dist.exactness import reference
 from tests.dist.losses.critic_worker import Recorder, Weights, fill, relative_error, sample_tokens
 

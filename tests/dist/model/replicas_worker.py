@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from megapack import Layout, launch
 from megapack.config import load_config
-from megapack.config.sections import TrainConfig
+from megapack.job.config.sections import TrainConfig
+from megapack.job.train import job
 from megapack.model import check_replicas
 from megapack.model.parameters import global_parameters
 from megapack.ranks.interrupt import Interrupt
-from megapack.train import job
 from tests.dist import problem
 from tests.dist.groups import end_model_parallel
 from tests.dist.setup import build_chunks, error_of

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack import Layout, SharedPrefixes, build_dp_schedule, launch
-from megapack.config.sections import ModelConfig
+from megapack.job.config.sections import ModelConfig
 from megapack.loss import SFT
 from megapack.model.experts.router import PackedRouter
 from megapack.model.head import unwrapped

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megapack import Layout, launch
 from megapack.base.choices import Attention
-from megapack.config.sections import ModelConfig
+from megapack.job.config.sections import ModelConfig
 from megapack.model.parameters import global_parameters
 from tests.dist import problem
 from tests.dist.groups import end_model_parallel

@@ -17,7 +17,8 @@ from megatron.core.utils import get_model_config
 
 from megapack import Layout, Policy, build_dp_schedule, launch
 from megapack.config import parse_config
-from megapack.config.sections import TrainConfig
+from megapack.job.config.sections import TrainConfig
+from megapack.job.train import Trainer
 from megapack.loss import PPO, SFT
 from megapack.loss.preference import DPO
 from megapack.loss.sequence import ValueLoss
@@ -25,7 +26,6 @@ from megapack.ranks.agree import agree_with_flags
 from megapack.ranks.interrupt import Interrupt
 from megapack.samples import SampleBatch, TensorField
 from megapack.schedule import ScheduleAdapter
-from megapack.train import Trainer
 from tests.dist import problem
 from tests.dist.setup import build_chunks, error_of
 

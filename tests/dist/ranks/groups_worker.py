@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megapack import Layout, launch
-from megapack.gpt.build import initialize_parallel
+from megapack.job.gpt.build import initialize_parallel
 from megapack.schedule.channels import Channels
 from megapack.schedule.row_groups import RowGroups
 from tests.dist.groups import end_model_parallel

@@ -18,10 +18,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megapack.config import load_config
-from megapack.config.sections import TrainConfig
 from megapack.errors import MegapackError
+from megapack.job.config.sections import TrainConfig
+from megapack.job.train import train
 from megapack.ranks.interrupt import Interrupt
-from megapack.train import train
 from tests.dist.ranks.rank_fault_worker import CONFIG, SETTINGS
 
 

@@ -23,10 +23,13 @@ from typing import Any
 import torch
 
 import megapack.schedule.call
-from megapack.checkpoint import state
 from megapack.config import load_config
-from megapack.config.sections import TrainConfig
 from megapack.errors import DataError
+from megapack.job.checkpoint import state
+from megapack.job.config.sections import TrainConfig
+from megapack.job.train import job, passes
+from megapack.job.train.calibrator import Calibrator
+from megapack.job.train.folder import RunFolder
 from megapack.model.attention import sdpa
 from megapack.ranks.interrupt import Interrupt
 from megapack.schedule import adapter
@@ -35,9 +38,6 @@ from megapack.schedule.faults import FiniteFlags
 from megapack.schedule.forward import ForwardStep, LastStage
 from megapack.schedule.listeners import Kind, Listener
 from megapack.schedule.runner import ScheduleRunner
-from megapack.train import job, passes
-from megapack.train.calibrator import Calibrator
-from megapack.train.folder import RunFolder
 from tests.dist.spawn import ROOT
 from tests.made_rows import with_shared_rows
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megapack.config import load_config
-from megapack.config.sections import TrainConfig
 from megapack.cost.communicators import num_communicators
+from megapack.job.config.sections import TrainConfig
 from tests.dist.spawn import checked_job, rank_reports
 
 pytestmark = pytest.mark.dist

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack import Layout, launch
-from megapack.config.sections import PlanConfig
 from megapack.cost import CostModel
-from megapack.data.dataset import Dataset
-from megapack.data.token_blocks import ReadSettings
+from megapack.job.config.sections import PlanConfig
+from megapack.job.data.dataset import Dataset
+from megapack.job.data.token_blocks import ReadSettings
+from megapack.job.train.passes import BatchPlanner
 from megapack.loss import SFT
 from megapack.model.parameters import global_parameters
 from megapack.schedule import ScheduleAdapter
-from megapack.train.passes import BatchPlanner
 from tests.dist import problem
 from tests.dist.exactness import reference
 from tests.dist.setup import build_chunks

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megapack.config.sections import ModelConfig
+from megapack.job.config.sections import ModelConfig
 from megapack.loss.preference import DPO, PairwiseReward
 from megapack.loss.sequence import ValueLoss
 from megapack.loss.token import SFT

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megapack import launch
-from megapack.gpt import initialize_parallel
+from megapack.job.gpt import initialize_parallel
 from megapack.layout import Layout
 from megapack.model.parameters import global_parameters
 from tests.dist.exactness.reference import (

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack import Layout, SharedPrefixes, build_dp_schedule, launch
-from megapack.config.sections import ModelConfig
 from megapack.errors import ConfigError
+from megapack.job.config.sections import ModelConfig
 from megapack.loss import SFT
 from megapack.plan import Plan
 from megapack.samples import SampleBatch

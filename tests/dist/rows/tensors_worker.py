@@ -18,8 +18,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch import Tensor
 
 from megapack import DataError, Layout, build_dp_schedule, launch
-from megapack.gpt import build_model, initialize_parallel, transformer_config
-from megapack.gpt.init import initialize_by_name
+from megapack.job.gpt import build_model, initialize_parallel, transformer_config
+from megapack.job.gpt.init import initialize_by_name
 from megapack.loss import SFT
 from megapack.model.parameters import global_parameters
 from megapack.samples import SampleBatch, TensorField

@@ -16,7 +16,7 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
-from megapack.gpt import specs
+from megapack.job.gpt import specs
 
 
 class WeightGradStore:

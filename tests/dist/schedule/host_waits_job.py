@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from megapack import cpu
 from megapack.config.load import load_config
-from megapack.config.sections import TrainConfig
+from megapack.job.config.sections import TrainConfig
+from megapack.job.train import job
+from megapack.job.train.passes import BatchPasses
 from megapack.ranks.interrupt import Interrupt
-from megapack.train import job
-from megapack.train.passes import BatchPasses
 from tests.dist.schedule.host_waits_worker import varlen_on_cpu, written
 from tests.rehearsal.device_ledger import DeviceLedger
 from tests.rehearsal.pretended_cuda import rehearsed_gpu

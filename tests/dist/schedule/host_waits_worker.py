@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack import Policy, SharedPrefixes, build_dp_schedule, cpu, launch
-from megapack.config.sections import OptimConfig
-from megapack.gpt.optimizer import build_optimizer
-from megapack.gpt.settings import reduction_settings
+from megapack.job.config.sections import OptimConfig
+from megapack.job.gpt.optimizer import build_optimizer
+from megapack.job.gpt.settings import reduction_settings
 from megapack.loss import ValueLoss
 from megapack.model.attention import choice, varlen
 from megapack.model.attention.paths import Paths

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megapack import build_dp_schedule, launch
 from megapack.base.choices import Executor
-from megapack.gpt.settings import Setting
+from megapack.job.gpt.settings import Setting
 from megapack.model.parameters import global_parameters
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem

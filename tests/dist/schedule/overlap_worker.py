@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack import Layout, Policy, build_dp_schedule, launch
-from megapack.config.sections import OptimConfig
-from megapack.gpt.optimizer import build_optimizer
-from megapack.gpt.settings import Setting
+from megapack.job.config.sections import OptimConfig
+from megapack.job.gpt.optimizer import build_optimizer
+from megapack.job.gpt.settings import Setting
+from megapack.job.train.passes import Reference
 from megapack.model.overlap import finish_param_gathers
 from megapack.model.parameters import global_parameters
 from megapack.schedule import ScheduleAdapter
-from megapack.train.passes import Reference
 from tests.dist import problem
 from tests.dist.exactness.cases import move_one
 from tests.dist.setup import build_chunks

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack import Layout, Plan, Policy, build_dp_schedule, launch
-from megapack.config.sections import ModelConfig
-from megapack.gpt.settings import Setting
+from megapack.job.config.sections import ModelConfig
+from megapack.job.gpt.settings import Setting
 from megapack.loss import SFT
 from megapack.model.parameters import global_parameters
 from megapack.plan import check_plan

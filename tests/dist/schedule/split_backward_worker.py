@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack import Layout, build_dp_schedule, launch
-from megapack.gpt.settings import Setting
+from megapack.job.gpt.settings import Setting
 from megapack.loss import SFT
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem

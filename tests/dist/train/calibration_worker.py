@@ -14,9 +14,9 @@ from megapack import CostModel
 from megapack.base.arrays import Floats
 from megapack.cli import main
 from megapack.cost.online import ChunkSeconds
+from megapack.job.train import calibrator
+from megapack.job.train.marks import Recorder
 from megapack.plan.plan import StepPlan
-from megapack.train import calibrator
-from megapack.train.marks import Recorder
 from tests.made_clock import MadeClock
 
 TRUE = CostModel(
@@ -54,7 +54,7 @@ class Calibrator(calibrator.Calibrator):
 
 
 if __name__ == "__main__":
-    from megapack.train import job
+    from megapack.job.train import job
 
     job.Calibrator = Calibrator  # type: ignore[misc]
     sys.exit(main())

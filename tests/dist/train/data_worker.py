@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from megapack import launch
 from megapack.config import load_config
-from megapack.config.sections import TrainConfig
-from megapack.data.dataset import Dataset
-from megapack.data.index import SampleTokens
+from megapack.job.config.sections import TrainConfig
+from megapack.job.data.dataset import Dataset
+from megapack.job.data.index import SampleTokens
+from megapack.job.train import Trainer
+from megapack.job.train.passes import PlannedBatch
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
-from megapack.train import Trainer
-from megapack.train.passes import PlannedBatch
 
 
 class RecordingTrainer(Trainer):

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megapack import Layout, launch
-from megapack.config.sections import OptimConfig
-from megapack.gpt.optimizer import build_optimizer
+from megapack.job.config.sections import OptimConfig
+from megapack.job.gpt.optimizer import build_optimizer
 from megapack.model.parameters import global_parameters
 from megapack.schedule import ScheduleAdapter
 from tests.dist.setup import build_chunks

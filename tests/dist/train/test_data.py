@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megapack.data.generated import generate_rollouts
+from megapack.job.data.generated import generate_rollouts
 from tests.dist.spawn import ROOT, checked_job, rank_reports, run_job
 
 pytestmark = pytest.mark.dist

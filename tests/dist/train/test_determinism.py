@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megapack.view.records import read_run
+from megapack.job.view.records import read_run
 from tests.dist.train.test_train import TINY, metrics, order, run
 
 pytestmark = pytest.mark.dist

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megapack import Plan, check_plan
-from megapack.view.records import read_run
+from megapack.job.view.records import read_run
 from tests.dist.spawn import ROOT, run_job
 
 pytestmark = pytest.mark.dist

@@ -12,9 +12,9 @@ import pytest
 
 from megapack import Layout, Plan, check_plan, simulate
 from megapack.config import load_config
-from megapack.config.sections import TrainConfig
+from megapack.job.config.sections import TrainConfig
+from megapack.job.view.records import read_run
 from megapack.pipeline import Event
-from megapack.view.records import read_run
 from tests.dist.spawn import ROOT, run_job
 from tests.metric_names import documented
 

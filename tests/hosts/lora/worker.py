@@ -18,13 +18,13 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import launch
-from megapack.checkpoint.state import RunState
-from megapack.config.model import ModelConfig
-from megapack.config.sections import OptimConfig
 from megapack.dp_schedule import build_dp_schedule
-from megapack.gpt import build_model, initialize_parallel
-from megapack.gpt.optimizer import build_optimizer
-from megapack.hf import export_adapters, export_hf, load_adapters, load_hf_weights
+from megapack.job.checkpoint.state import RunState
+from megapack.job.config.model import ModelConfig
+from megapack.job.config.sections import OptimConfig
+from megapack.job.gpt import build_model, initialize_parallel
+from megapack.job.gpt.optimizer import build_optimizer
+from megapack.job.hf import export_adapters, export_hf, load_adapters, load_hf_weights
 from megapack.loss import SFT
 from megapack.model.parameters import global_parameters
 from megapack.model.weight_gradients import WeightGradients

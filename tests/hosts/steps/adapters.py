@@ -37,7 +37,7 @@ def draw(chunks: Sequence[Any]) -> None:
     """
     from megatron.core import parallel_state
 
-    from megapack.gpt.init import initialize_by_name
+    from megapack.job.gpt.init import initialize_by_name
     from tests.dist import problem
 
     for chunk in chunks:

@@ -10,8 +10,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer import TransformerConfig
 
 from megapack import Layout
-from megapack.config.sections import ModelConfig
-from megapack.gpt import build
+from megapack.job.config.sections import ModelConfig
+from megapack.job.gpt import build
 from tests.dist import problem
 from tests.dist.setup import on_kernels_of_job
 

@@ -213,7 +213,7 @@ def write(report: Report, folder: Path) -> None:
     """Write this rank's report."""
     import torch.distributed as dist
 
-    from megapack import patching
+    from megapack.hosts import patching
 
     report.patched = [status.target for status in patching.status() if status.state == "applied"]
     text = json.dumps(dataclasses.asdict(report))

@@ -57,8 +57,8 @@ def mamba_model(settings: dict[str, Any]) -> Any:
         TransformerLayerSubmodules,
     )
 
-    from megapack.gpt import build
-    from megapack.gpt.specs import local_layer_spec, packed_norm
+    from megapack.job.gpt import build
+    from megapack.job.gpt.specs import local_layer_spec, packed_norm
     from tests import stock_mixers
     from tests.dist import problem
 

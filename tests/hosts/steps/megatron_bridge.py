@@ -235,7 +235,7 @@ def _spec(crosses: bool) -> Callable[[Any], Any]:
     import torch
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megapack.gpt.specs import local_layer_spec
+    from megapack.job.gpt.specs import local_layer_spec
     from megapack.model.attention.sdpa import PackedSDPA
 
     class CrossingSDPA(PackedSDPA):

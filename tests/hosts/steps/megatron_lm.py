@@ -69,7 +69,7 @@ CASES = {
     "sft": "--sft --no-create-attention-mask-in-dataloader",
     "grouped": "--moe-grouped-gemm --moe-permute-fusion",
     "mtp": "--mtp-num-layers 1",
-    "spec": "--spec megapack.gpt.specs packed_layer",
+    "spec": "--spec megapack.job.gpt.specs packed_layer",
 }
 
 

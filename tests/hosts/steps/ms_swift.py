@@ -161,9 +161,9 @@ def make_models(args: Arguments, report: Report) -> list[Any]:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
-    from megapack.gpt import initialize_parallel, transformer_config
-    from megapack.gpt.init import initialize_by_name
-    from megapack.gpt.specs import block_spec, local_layer_spec
+    from megapack.job.gpt import initialize_parallel, transformer_config
+    from megapack.job.gpt.init import initialize_by_name
+    from megapack.job.gpt.specs import block_spec, local_layer_spec
     from tests.dist import problem
     from tests.dist.setup import on_kernels_of_job
 

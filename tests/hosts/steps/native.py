@@ -17,8 +17,8 @@ import sys
 import typing
 from typing import Any
 
-from megapack import patching
 from megapack.errors import ConfigError
+from megapack.hosts import patching
 from tools.hosting import import_stubs
 from tools.hosting.sources import installed, source
 

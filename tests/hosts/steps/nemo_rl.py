@@ -192,7 +192,7 @@ def make_config(layout: Any) -> dict[str, Any]:
 
 def build_chunk(arguments: job.Arguments) -> Any:
     """The tests' chunk with the settings that NeMo-RL gives to its models."""
-    from megapack.gpt import build
+    from megapack.job.gpt import build
     from tests.dist import problem, setup
 
     own_config = build.transformer_config

@@ -204,9 +204,9 @@ def make_models(layout: Layout, report: Report) -> Any:
     from mcore_adapter.models.model_factory import McaGPTModel, VirtualModels
     from megatron.core import parallel_state
 
-    from megapack.gpt import initialize_parallel
-    from megapack.gpt.init import initialize_by_name
-    from megapack.gpt.specs import local_layer_spec
+    from megapack.job.gpt import initialize_parallel
+    from megapack.job.gpt.init import initialize_by_name
+    from megapack.job.gpt.specs import local_layer_spec
 
     class CpuModel(McaGPTModel):  # type: ignore[misc]
         def _get_transformer_layer_spec(self, config: Any = None) -> Any:

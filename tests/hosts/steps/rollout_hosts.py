@@ -318,7 +318,7 @@ def build_host_chunks(
     arguments: Arguments, before_wrapping: Callable[[list[Any]], object] | None = None
 ) -> list[Any]:
     """This rank's chunks, with the settings that Megatron-LM's arguments give to the hosts."""
-    from megapack.gpt import build
+    from megapack.job.gpt import build
     from tests.dist import problem
     from tests.dist.setup import build_chunks
 

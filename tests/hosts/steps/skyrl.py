@@ -169,8 +169,8 @@ def build_chunks(arguments: job.Arguments, worker: Any) -> list[Any]:
     """The tests' chunks with the settings that SkyRL gives to its models and to DDP."""
     from skyrl.train.config.config import MegatronDDPConfig
 
-    from megapack.gpt import build
-    from megapack.gpt.settings import Setting
+    from megapack.job.gpt import build
+    from megapack.job.gpt.settings import Setting
     from tests.dist import problem, setup
 
     own_config = build.transformer_config

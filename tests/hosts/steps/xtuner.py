@@ -132,8 +132,7 @@ def run_case(arguments: job.Arguments, case: Case, controller: Any) -> job.Repor
     """Some iterations of training on the same samples, from the checkpoint's weights."""
     import ray
 
-    from megapack import patching
-    from megapack.hosts import xtuner
+    from megapack.hosts import patching, xtuner
 
     def reset(worker: Any) -> None:
         worker.begin(case.optimizer_steps)

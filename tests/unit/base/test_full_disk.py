@@ -10,8 +10,8 @@ import pytest
 
 from megapack.cost.model import CostModel
 from megapack.errors import CheckpointError
+from megapack.job.train.folder import RunFolder
 from megapack.plan.plan import Plan
-from megapack.train.folder import RunFolder
 from tests.run_folder import LENGTHS, make_plan, write_run
 from tests.small_disk import PAGE, fill, small_disk
 

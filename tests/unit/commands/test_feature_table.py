@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from megapack import Layout, build_dp_schedule
+from megapack.job.view.page_data import plan_page
 from megapack.outlook.stats import step_report
 from megapack.plan import facts
 from megapack.plan.facts import Fact, Feature, RowFact
-from megapack.view.page_data import plan_page
 from tests.hand_made_orders import split_plan
-from tests.unit.view.test_operation_views import COST, picture
+from tests.unit.job.view.test_operation_views import COST, picture
 
 pytestmark = pytest.mark.unit
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import megapack.config.load
 from megapack.config import dump_yaml, find_config, load_config, parse_config, to_dict
-from megapack.config.sections import TrainConfig
-from megapack.data.toy import write_toy
 from megapack.errors import ConfigError
+from megapack.job.config.sections import TrainConfig
+from megapack.job.data.toy import write_toy
 from megapack.layout import Layout
 from megapack.policy import Policy
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from megapack import ConfigError, CostModel, DataError, Layout, Measurement
 from megapack.config import dump_yaml
 from megapack.config.cost_file import read_cost
-from megapack.config.sections import LayoutConfig, ModelConfig, PlanConfig, TrainConfig
 from megapack.cost import StageLayers
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.calibration import Calibration, Origin
 from megapack.cost.sizes import ModelSizes
+from megapack.job.config.sections import LayoutConfig, ModelConfig, PlanConfig, TrainConfig
 from megapack.plan import check_plan
 from tools.benching.calibration_rows import (
     fit_whole_model,

@@ -8,7 +8,6 @@ import pytest
 
 from megapack.base.choices import Recompute
 from megapack.config.load import load_config
-from megapack.config.sections import TrainConfig
 from megapack.config.shipped import find_config
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import Carried, MemoryModel
@@ -16,6 +15,7 @@ from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
+from megapack.job.config.sections import TrainConfig
 from megapack.layout import Layout
 
 pytestmark = pytest.mark.unit

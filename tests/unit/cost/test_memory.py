@@ -10,11 +10,11 @@ import pytest
 from megapack import CostModel, Layout, ModelSizes
 from megapack.base.choices import Dtype, Recompute
 from megapack.config import load_config
-from megapack.config.model import ModelConfig
-from megapack.config.sections import TrainConfig
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.head import default_chunk_tokens
 from megapack.cost.memory import MemoryModel
+from megapack.job.config.model import ModelConfig
+from megapack.job.config.sections import TrainConfig
 
 pytestmark = pytest.mark.unit
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megapack.config.hf_families import FAMILIES
-from megapack.config.model import ModelConfig
 from megapack.cost.memory import MemoryModel
+from megapack.job.config.hf_families import FAMILIES
+from megapack.job.config.model import ModelConfig
 from megapack.layout import Layout
-from tests.unit.config.hybrid_configs import HYBRID
-from tests.unit.config.published_configs import CONFIGS, FAMILY_MODELS
+from tests.unit.job.config.hybrid_configs import HYBRID
+from tests.unit.job.config.published_configs import CONFIGS, FAMILY_MODELS
 
 pytestmark = pytest.mark.unit
 

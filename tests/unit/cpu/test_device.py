@@ -145,9 +145,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megapack import launch
 from megapack.model.attention.packed import packed_seq_params
 from megapack.layout import Layout
-from megapack.gpt import build_model, initialize_parallel
-from megapack.gpt.optimizer import build_optimizer
-from megapack.config.sections import ModelConfig, OptimConfig
+from megapack.job.gpt import build_model, initialize_parallel
+from megapack.job.gpt.optimizer import build_optimizer
+from megapack.job.config.sections import ModelConfig, OptimConfig
 
 results = {"device": launch.start("cpu").type}
 layout = Layout()

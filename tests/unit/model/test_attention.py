@@ -337,11 +337,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megapack import launch
 from megapack.model.attention.packed import packed_seq_params, refuse_unpacked_attention
 from megapack.errors import ConfigError, ScheduleError
-from megapack.gpt.init import initialize_by_name
+from megapack.job.gpt.init import initialize_by_name
 from megapack.layout import Layout
-from megapack.gpt.specs import local_layer_spec, packed_norm
-from megapack.gpt import initialize_parallel, transformer_config
-from megapack.config.sections import ModelConfig
+from megapack.job.gpt.specs import local_layer_spec, packed_norm
+from megapack.job.gpt import initialize_parallel, transformer_config
+from megapack.job.config.sections import ModelConfig
 
 launch.start("cpu")
 layout = Layout()

@@ -84,9 +84,9 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 vars(moe_utils).pop("te_general_gemm", None)  # as without Transformer Engine
 from megapack import launch
-from megapack.config.sections import ModelConfig
+from megapack.job.config.sections import ModelConfig
 from megapack.layout import Layout
-from megapack.gpt import build_model, initialize_parallel
+from megapack.job.gpt import build_model, initialize_parallel
 from megapack.model.attention.packed import packed_seq_params
 
 launch.start("cpu")

@@ -31,9 +31,9 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megapack import launch
-from megapack.config.sections import ModelConfig
-from megapack.gpt import initialize_parallel, transformer_config
-from megapack.gpt.specs import local_layer_spec, packed_norm
+from megapack.job.config.sections import ModelConfig
+from megapack.job.gpt import initialize_parallel, transformer_config
+from megapack.job.gpt.specs import local_layer_spec, packed_norm
 from megapack.layout import Layout
 from megapack.model.attention.packed import packed_seq_params
 from megapack.model.attention.rotary import gather_rotary_tables

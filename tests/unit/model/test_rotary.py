@@ -31,15 +31,15 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megapack import launch
-from megapack.config.sections import ModelConfig
+from megapack.job.config.sections import ModelConfig
 from megapack.layout import Layout
-from megapack.gpt import initialize_parallel, transformer_config
+from megapack.job.gpt import initialize_parallel, transformer_config
 from megapack.model.attention import rotary
 from megapack.model.attention.packed import packed_seq_params
 from megapack.model.attention.row import RowView, with_view
 from megapack.model.attention.rotary import gather_rotary_tables, gathers
-from megapack.gpt.init import initialize_by_name
-from megapack.gpt.specs import local_layer_spec, packed_norm
+from megapack.job.gpt.init import initialize_by_name
+from megapack.job.gpt.specs import local_layer_spec, packed_norm
 
 launch.start("cpu")
 layout = Layout()

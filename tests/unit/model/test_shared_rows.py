@@ -47,15 +47,15 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megapack import MicroBatch, launch
-from megapack.config.sections import ModelConfig
+from megapack.job.config.sections import ModelConfig
 from megapack.layout import Layout
-from megapack.gpt import initialize_parallel, transformer_config
+from megapack.job.gpt import initialize_parallel, transformer_config
 from megapack.model.attention import packed, sdpa
 from megapack.model.attention.packed import row_params
 from megapack.model.attention.rotary import gather_rotary_tables, position_obstacle
 from megapack.model.attention.te_rows import hook_te_attention
-from megapack.gpt.init import initialize_by_name
-from megapack.gpt.specs import local_layer_spec, packed_norm
+from megapack.job.gpt.init import initialize_by_name
+from megapack.job.gpt.specs import local_layer_spec, packed_norm
 from megapack.prefixes import PrefixTable, SharedPrefixes
 from megapack.rows.packed import PlacedRow, pack_row
 from megapack.samples import SampleBatch

@@ -43,7 +43,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megapack import launch
 from megapack.errors import ConfigError
-from megapack.gpt import initialize_parallel
+from megapack.job.gpt import initialize_parallel
 from megapack.layout import Layout
 from megapack.model.attention.mixers import describing_samples
 from megapack.model.attention.packed import packed_seq_params, refuse_unpacked_attention
@@ -163,7 +163,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
 from megatron.core.transformer import TransformerConfig
-from megapack.gpt import initialize_parallel
+from megapack.job.gpt import initialize_parallel
 from megapack.loss import SFT
 from megapack.model.attention.rotary import gathers
 from megapack.samples import SampleBatch

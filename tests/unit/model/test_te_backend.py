@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megapack.config.sections import ModelConfig
 from megapack.doctor.probes import run_probe
 from megapack.errors import ConfigError
-from megapack.gpt.build import attention_sizes
+from megapack.job.config.sections import ModelConfig
+from megapack.job.gpt.build import attention_sizes
 from megapack.layout import Layout
 from megapack.model.attention import te_backend
 from megapack.model.attention.choice import choose_attention, find_kernels, passed_over

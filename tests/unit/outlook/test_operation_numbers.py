@@ -9,9 +9,9 @@ import pytest
 
 from megapack import CostModel, ModelSizes, plan_report
 from megapack.cost.memory import NOTHING_CARRIED, Carried, MemoryModel
+from megapack.job.train.metrics import plan_line
 from megapack.outlook.stats import carried
 from megapack.plan.facts import step_metrics
-from megapack.train.metrics import plan_line
 from tests.hand_made_orders import LAYOUT, LENGTHS, NUM_SPLIT_BACKWARDS, TOKENS, split_plan
 from tests.hand_made_plan import wide_plan
 

@@ -9,9 +9,9 @@ import pytest
 
 from megapack import CostModel, ModelSizes, build_dp_schedule, check_plan, plan_report
 from megapack.cost.memory import MemoryModel
+from megapack.job.train.metrics import plan_line
 from megapack.outlook.stats import full_row, gathered_tokens, row_fill
 from megapack.plan.facts import step_metrics
-from megapack.train.metrics import plan_line
 from tests.hand_made_plan import BUDGET, LENGTHS, TOKENS, WIDE_TOKENS, wide_plan
 
 pytestmark = pytest.mark.unit

@@ -10,9 +10,9 @@ import pytest
 
 from megapack import CostModel, Layout, ModelSizes, Policy
 from megapack.config.load import load_config
-from megapack.config.sections import TrainConfig
 from megapack.cost.memory import MemoryModel
-from megapack.outlook.dry_run import Batch, check_start, predict
+from megapack.job.config.sections import TrainConfig
+from megapack.job.dry_run import Batch, check_start, predict
 from megapack.outlook.tune import Workload, tune
 from megapack.outlook.tune_space import Space
 

@@ -15,22 +15,26 @@ from pathlib import Path
 
 import pytest
 
-from tools.make_architecture import PICTURE, import_order, picture
+from tools.code_lines import room_of
+from tools.make_architecture import PICTURE, import_order, picture, wing_of
 
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "megapack"
 
-# A room (a folder or a module of megapack/) imports only rooms on lower floors. The floors are in
-# docs/architecture.md.
+# A room (a folder or a module of megapack/, or of megapack/job) imports only rooms on lower floors.
+# The floors are in docs/architecture.md, and so are the wings.
 FLOORS = import_order()
+WING = wing_of()
+# What a room of a wing may import, beside its own wing.
+STANDS_ON = {"core": "", "hosts": "core", "job": "core", "commands": "core hosts job"}
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 
 # Rooms that plan; they do not import torch.
 WITHOUT_TORCH = [
-    "startup",
     "errors",
+    "moved",
     "layout",
     "base",
     "policy",
@@ -41,10 +45,13 @@ WITHOUT_TORCH = [
     "pipeline",
     "planner",
     "dp_schedule",
-    "patching",
-    "data",
     "outlook",
-    "view",
+    "hosts.startup",
+    "hosts.patching",
+    "job.config",
+    "job.data",
+    "job.dry_run",
+    "job.view",
     "commands",
     "cli",
 ]
@@ -53,14 +60,14 @@ WITHOUT_TORCH = [
 MEGATRON = [
     "model",
     "schedule",
-    "gpt",
-    "checkpoint.blocks",
-    "checkpoint.random_states",
-    "checkpoint.state",
-    "checkpoint.writer",
-    "hf.blocks",
     "cpu",
-    "train",
+    "job.gpt",
+    "job.checkpoint.blocks",
+    "job.checkpoint.random_states",
+    "job.checkpoint.state",
+    "job.checkpoint.writer",
+    "job.hf.blocks",
+    "job.train",
     "doctor.probes",
     "hosts.megatron_bridge",
     "hosts.megatron_core",
@@ -72,7 +79,7 @@ MEGATRON = [
 ]
 
 # Modules that read what transformers wrote, with it.
-TRANSFORMERS = ["data.hf_tokenizer"]
+TRANSFORMERS = ["job.data.hf_tokenizer"]
 
 # Only hosts/ imports other frameworks. Megatron-LM's training scripts count as one.
 FRAMEWORKS = (
@@ -102,8 +109,8 @@ def modules() -> dict[str, Path]:
 
 
 def rooms() -> set[str]:
-    """Folders and modules directly in megapack/, except `__init__` and `__main__`."""
-    return {name.split(".")[0] for name in modules()} - {"__init__", "__main__"}
+    """Folders and modules directly in megapack/ and megapack/job, without `__init__`."""
+    return {room for room in map(room_of, modules()) if not room.endswith("__")}
 
 
 def is_within(module: str, names: list[str]) -> bool:
@@ -146,13 +153,16 @@ def imported_module(imported: Import, known: dict[str, Path]) -> str | None:
 
 
 def complaints(module: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
-    room = module.split(".", maxsplit=1)[0]
+    room = room_of(module)
     for found in imports(path):
         where = f"{module}:{found.line} imports {found.name}"
         own = imported_module(found, known)
-        other = own.split(".")[0] if own else room
-        if found.top and other in FLOOR and other != room and FLOOR[other] >= FLOOR[room]:
+        other = room_of(own) if own else room
+        known_rooms = room in FLOOR and other in FLOOR and other != room
+        if known_rooms and found.top and FLOOR[other] >= FLOOR[room]:
             yield f"{where}: {other} is not on a floor below {room}"
+        if known_rooms and WING[other] not in (WING[room], *STANDS_ON[WING[room]].split()):
+            yield f"{where}: {WING[room]} must not know {WING[other]}"
         if room in WITHOUT_TORCH and (found.of("torch") or found.of("megatron")):
             yield f"{where}: {room} must not need torch"
         if found.of("megatron") and not is_within(module, MEGATRON):
@@ -242,7 +252,7 @@ def test_the_reader_sees_every_form_of_import(tmp_path: Path) -> None:
     path.write_text(
         "import torch.nn as nn\nfrom megapack import samples, Layout\n"
         "try:\n    import megatron\nexcept ImportError:\n    import slime\n"
-        "if TYPE_CHECKING:\n    from megapack.train import Trainer\n"
+        "if TYPE_CHECKING:\n    from megapack.job.train import Trainer\n"
         "class A:\n    import ray\n"
         "    def f(self):\n        with x:\n            import verl.trainer\n"
     )
@@ -253,18 +263,18 @@ def test_the_reader_sees_every_form_of_import(tmp_path: Path) -> None:
         ("megapack.Layout", True),
         ("megatron", True),
         ("slime", True),
-        ("megapack.train.Trainer", False),
+        ("megapack.job.train.Trainer", False),
         ("ray", True),
         ("verl.trainer", False),
     ]
-    assert len(list(complaints("plan.plan", path, modules()))) == 7
+    assert len(list(complaints("plan.plan", path, modules()))) == 8
 
 
 def test_planning_does_not_import_torch() -> None:
     """One process imports the modules in turn, and names those after which torch is there."""
     code = """
 import importlib, sys
-for name in ("cli", "commands.train", "outlook.dry_run", "commands.tune"):
+for name in ("cli", "commands.train", "job.dry_run", "commands.tune"):
     importlib.import_module(f"megapack.{name}")
     print(*(f"{name}:{heavy}" for heavy in ("megatron", "torch") if heavy in sys.modules))
 """
@@ -273,12 +283,12 @@ for name in ("cli", "commands.train", "outlook.dry_run", "commands.tune"):
 
 
 def test_the_adapter_loads_nothing_of_the_main_job() -> None:
-    """A loop of one's own needs neither the config's sections nor the GPT that they describe."""
+    """A loop of one's own needs neither the job nor the GPT that it builds."""
     code = "import sys, megapack.schedule; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.split(".")[1] for name in done.stdout.split() if name.startswith("megapack.")}
     assert "rows" in loaded
-    assert loaded & {"config", "gpt", "data", "checkpoint", "hf", "train", "commands"} == set()
+    assert loaded & {"job", "hosts", "commands"} == set()
 
 
 @pytest.mark.parametrize("host", ["slime", "miles", "xtuner", "unirl"])
@@ -331,7 +341,7 @@ def test_every_name_in_the_architecture_tables_exists() -> None:
 
 def test_the_table_of_rooms_lists_every_folder() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`[a-z_`, ]+`) \| \w", page, re.MULTILINE)
-    listed = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
-    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert folders <= listed
+    rows = re.findall(r"^\| (`[a-z_.`, ]+`) \| \w", page, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`([a-z_.]+)`", row)}
+    folders = {room for room in rooms() if (PACKAGE / room.replace(".", "/")).is_dir()}
+    assert folders - {"hosts.startup"} <= listed

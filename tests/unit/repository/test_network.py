@@ -20,12 +20,12 @@ NETWORK = (
 )
 # Imports that are allowed, with their use. Ranks of a job also communicate by torch.distributed.
 ALLOWED_IMPORTS = {
-    ("train.trackers", "mlflow"): "only if train.trackers names it",
-    ("train.trackers", "swanlab"): "only if train.trackers names it",
-    ("train.trackers", "wandb"): "only if train.trackers names it",
+    ("job.train.trackers", "mlflow"): "only if train.trackers names it",
+    ("job.train.trackers", "swanlab"): "only if train.trackers names it",
+    ("job.train.trackers", "wandb"): "only if train.trackers names it",
     ("base.machine_lock", "socket"): "the host's name",
     ("ranks.board", "socket"): "the host's name",
-    ("train.folder", "socket"): "the host's name",
+    ("job.train.folder", "socket"): "the host's name",
     ("ranks.watchdog", "socket"): "the host's name",
     (
         "ranks.interrupt",
@@ -40,8 +40,11 @@ ALLOWED_CALLS = {
     ("commands.run", "runpy.run_module"): "the command line names it",
     ("commands.run", "runpy.run_path"): "the command line names it",
     ("cpu.te.loader", "compile"): "Transformer Engine's own modules, with lines for the CPU",
-    ("data.workers", "subprocess.Popen"): "this Python, with `data.workers.serve`",
-    ("data.templates", "subprocess.Popen"): "this Python, with `data.template_server.serve`",
+    ("job.data.workers", "subprocess.Popen"): "this Python, with `job.data.workers.serve`",
+    (
+        "job.data.templates",
+        "subprocess.Popen",
+    ): "the same, with `template_server.serve`",
     ("doctor.runner", "subprocess.Popen"): "this Python, with the probes of this package",
     (
         "doctor.probes",
@@ -49,11 +52,12 @@ ALLOWED_CALLS = {
     ): "torch, Transformer Engine and apex, by fixed names",
     ("hosts.areal", "importlib.import_module"): "AReaL's engine, by a fixed name",
     (
-        "patching.target",
+        "hosts.patching.target",
         "importlib.import_module",
     ): "modules of megapack.hosts only, which is checked",
-    ("patching.registry", "importlib.import_module"): "`check` of a host that the user named",
+    ("hosts.patching.registry", "importlib.import_module"): "`check` of a host that the user named",
     ("te_finder", "importlib.import_module"): "this package's loader, by a fixed name",
+    ("moved", "importlib.import_module"): "this package's modules, by the new names of a table",
 }
 # Calls that run code by name; a star matches any rest of a name.
 BY_NAME = (

@@ -15,9 +15,9 @@ import json, logging, warnings
 warnings.simplefilter("ignore")
 import torch
 from megapack import Layout, build_dp_schedule, launch
-from megapack.config.sections import ModelConfig
+from megapack.job.config.sections import ModelConfig
 from megapack.errors import ConfigError
-from megapack.gpt import build_model, initialize_parallel
+from megapack.job.gpt import build_model, initialize_parallel
 from megapack.loss import SFT
 from megapack.ranks.links import Ranks
 from megapack.samples import SampleBatch

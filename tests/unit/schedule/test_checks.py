@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, MegapackError
-from megapack.gpt.build import without_cuda_graphs
+from megapack.job.gpt.build import without_cuda_graphs
 from megapack.layout import Layout
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.parameters import mark_experts
@@ -75,8 +75,8 @@ def test_right_settings_pass(layout: Layout) -> None:
 
 
 def test_settings_of_megapacks_models_pass() -> None:
-    from megapack.config.sections import ModelConfig
-    from megapack.gpt import transformer_config
+    from megapack.job.config.sections import ModelConfig
+    from megapack.job.gpt import transformer_config
 
     model = ModelConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
     layouts = [Layout(), Layout(pp=2), INTERLEAVED, Layout(tp=2, sequence_parallel=True)]

@@ -13,7 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megapack import Layout, MicroBatch
-from megapack.gpt.build import without_cuda_graphs
+from megapack.job.gpt.build import without_cuda_graphs
 from megapack.model.head import deferred_head
 from megapack.rows.packed import PlacedRow, pack_row
 from megapack.rows.schedule_pass import SchedulePass

@@ -56,8 +56,8 @@ import json, logging, warnings
 warnings.simplefilter("ignore")
 import megatron.core, torch
 from megapack import Layout, build_dp_schedule, launch
-from megapack.config.sections import ModelConfig
-from megapack.gpt import build_model, initialize_parallel
+from megapack.job.config.sections import ModelConfig
+from megapack.job.gpt import build_model, initialize_parallel
 from megapack.model.attention.packed import packed_seq_params
 from megapack.ranks.links import Ranks
 from megapack.samples import SampleBatch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megapack.config import load_config
-from megapack.config.sections import ModelConfig, TrainConfig
+from megapack.job.config.sections import ModelConfig, TrainConfig
 from tools.benching import gpu_model, gpu_report, gpu_ways
 from tools.benching.model_flops import forward_flops, model_sizes, peak_flops
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megapack.config.model import ModelConfig
-from megapack.hf.folder import HfFolder
+from megapack.job.config.model import ModelConfig
+from megapack.job.hf.folder import HfFolder
 from tools.bench_hf import ROOT, SIZES, compare, make_folder
 
 

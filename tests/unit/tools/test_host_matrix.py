@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megapack.patching.files import PatchFile, Replacement, shipped_files
-from megapack.patching.target import is_like, signature_of
+from megapack.hosts.patching.files import PatchFile, Replacement, shipped_files
+from megapack.hosts.patching.target import is_like, signature_of
 from tools import host_matrix
 from tools.host_matrix import Source, as_markdown, main, rows_of, trees, version_of
 from tools.hosting.read_signature import signatures

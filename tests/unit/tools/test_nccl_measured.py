@@ -11,8 +11,8 @@ import torch
 
 from megapack import CostModel, Layout
 from megapack.config import dump_yaml
-from megapack.config.sections import TrainConfig
 from megapack.cost.calibration import Calibration, Origin
+from megapack.job.config.sections import TrainConfig
 from megapack.plan.check import check_plan
 from tools.nccl import measured, overlap, race
 from tools.nccl.found import FAILED, NOT_RUN, PASSED

@@ -155,7 +155,7 @@ def test_newest_runs_a_sample_without_tested_versions(copied: Path) -> None:
     lines = result.stdout.splitlines()
     assert result.returncode == 0
     assert [line.split(" | ")[1:3] for line in lines] == [["", ".venv-newest"]] * 2
-    assert "tests/unit/hf" in lines[0]
+    assert "tests/unit/job/hf" in lines[0]
     assert "tests/dist/exactness/test_exactness.py -k" in lines[1]
     assert all(line.endswith("-x") for line in lines)
     refused = run(copied, "--sample", "--newest")

@@ -15,11 +15,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import launch
-from megapack.config.sections import OptimConfig
-from megapack.gpt import initialize_parallel
-from megapack.gpt.init import local_slice
-from megapack.gpt.optimizer import build_optimizer
-from megapack.gpt.settings import Setting
+from megapack.job.config.sections import OptimConfig
+from megapack.job.gpt import initialize_parallel
+from megapack.job.gpt.init import local_slice
+from megapack.job.gpt.optimizer import build_optimizer
+from megapack.job.gpt.settings import Setting
 from megapack.model.parameters import global_parameters, is_expert
 from megapack.schedule import ScheduleAdapter
 from tests.dist.exactness.cases import Case as WholeCase

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megapack.gpt import build_model
+from megapack.job.gpt import build_model
 from tests.dist.groups import end_model_parallel
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ def with_random_weights(seed: int, build: Callable[..., Any] = build_model) -> C
     def run(*args: Any, **kwargs: Any) -> Any:
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
-        with mock.patch("megapack.gpt.build.initialize_by_name"):
+        with mock.patch("megapack.job.gpt.build.initialize_by_name"):
             return build(*args, **kwargs)
 
     return run

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from megapack import Layout, Plan, build_dp_schedule, launch
-from megapack.config.sections import OptimConfig, TrainConfig
-from megapack.gpt import initialize_parallel
-from megapack.gpt.optimizer import build_optimizer
-from megapack.gpt.settings import reduction_settings
+from megapack.job.config.sections import OptimConfig, TrainConfig
+from megapack.job.gpt import initialize_parallel
+from megapack.job.gpt.optimizer import build_optimizer
+from megapack.job.gpt.settings import reduction_settings
 from megapack.loss import SFT
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megapack import Layout, Plan, launch
-from megapack.config.sections import TrainConfig
-from megapack.gpt import initialize_parallel
+from megapack.job.config.sections import TrainConfig
+from megapack.job.gpt import initialize_parallel
 from megapack.loss import SFT
 from megapack.model.parameters import global_parameters
 from megapack.samples import SampleBatch

@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megapack import Layout, launch
-from megapack.gpt import initialize_parallel
+from megapack.job.gpt import initialize_parallel
 from megapack.model.parameters import global_parameters
 from megapack.samples import SampleBatch
 from tests.dist.exactness import reference

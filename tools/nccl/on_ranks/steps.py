@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megapack import Policy, build_dp_schedule, launch
-from megapack.config.sections import ModelConfig, OptimConfig
-from megapack.gpt import initialize_parallel
-from megapack.gpt.optimizer import build_optimizer
+from megapack.job.config.sections import ModelConfig, OptimConfig
+from megapack.job.gpt import initialize_parallel
+from megapack.job.gpt.optimizer import build_optimizer
 from megapack.loss import SFT
 from megapack.samples import SampleBatch
 from tests.dist.problem import SEED, VOCAB_SIZE

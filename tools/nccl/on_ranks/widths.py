@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megapack import CostModel, Measurement, launch
 from megapack.config import dump_yaml
 from megapack.cost.calibration import Calibration
-from megapack.gpt import initialize_parallel
+from megapack.job.gpt import initialize_parallel
 from tests.rehearsal import recorder
 from tools import calibrate
 from tools.benching.calibration_rows import fit_whole_model, on_one_rank, relative_errors

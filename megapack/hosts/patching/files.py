@@ -1,0 +1,241 @@
+"""Patch files: which names of a framework are replaced, by what, and which signatures they have.
+
+One file per host, or per host and range of versions: `patches/<host>.yaml`,
+`patches/<host>-<anything>.yaml`. A file names code and contains none: replacements are names below
+`megapack.hosts`, and nothing else is imported because of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from megapack.config.load import load_config
+from megapack.errors import ConfigError
+
+_DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+_TARGET = re.compile(rf"{_DOTTED}:{_DOTTED}")
+_REPLACEMENT = re.compile(rf"megapack\.hosts\.{_DOTTED}:[A-Za-z_]\w*")
+_HOST = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replacement:
+    """One name of the host and its replacement."""
+
+    target: str
+    """`module:name` or `module:Class.name` of the host."""
+    signatures: tuple[str, ...] = ()
+    """Accepted signatures of the target: `(lengths, *, budget=None)`. Names, kinds and defaults are
+    compared, annotations are not; the default `...` matches any default."""
+    argument: str | None = None
+    """In place of signatures, a parameter of the target, such as the host's config: the target
+    stays, and the replacement is called with this argument before each of its calls."""
+    replacement: str
+    """`module:name` below megapack.hosts."""
+    why: str
+    """What the user gains, one line."""
+    rebinds: Literal["host", "everywhere"] = "host"
+    """Copies that are rebound, too: those in the host's own modules, if the target's module defines
+    the name; or every loaded module's global, for a name that a library's package re-exports and
+    other frameworks import. The module that defines the name keeps its own, and so does
+    megapack."""
+
+    def __post_init__(self) -> None:
+        if not _TARGET.fullmatch(self.target):
+            raise ConfigError(f"target={self.target!r}; write module:name or module:Class.name")
+        if not _REPLACEMENT.fullmatch(self.replacement):
+            raise ConfigError(
+                f"replacement={self.replacement!r}; patches load code of megapack.hosts only: "
+                "write megapack.hosts.<host>:<name>"
+            )
+        if bool(self.signatures) == (self.argument is not None):
+            raise ConfigError(
+                f"{self.target} has {len(self.signatures)} signatures and argument="
+                f"{self.argument}; write at least one signature, or the argument to read"
+            )
+
+    @property
+    def expected(self) -> str:
+        """What the target must look like."""
+        if self.argument is not None:
+            return f"a parameter {self.argument}"
+        return " or ".join(self.signatures)
+
+    @property
+    def module(self) -> str:
+        """The module that holds the target."""
+        return self.target.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        """The target inside its module, `name` or `Class.name`."""
+        return self.target.partition(":")[2]
+
+    @property
+    def dotted(self) -> str:
+        """The target as people write it."""
+        return self.target.replace(":", ".")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optional:
+    """Patches that a user must name, because they change more than how samples are packed."""
+
+    host: str
+    """The name that users apply them by."""
+    why: str
+    """What they change, one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchFile:
+    """The patches of one host in a range of versions."""
+
+    host: str
+    """The name that users apply it by."""
+    seen: str
+    """Versions or commits that it was written for."""
+    patches: tuple[Replacement, ...]
+    distribution: str | None = None
+    """The installed package that `since` and `before` are versions of; None: any version."""
+    since: str | None = None
+    """First version that the file is for."""
+    before: str | None = None
+    """First version that the file is no longer for."""
+    brings: tuple[str, ...] = ()
+    """Shipped hosts whose patches are applied with these, because both are proven together."""
+    optional: tuple[Optional, ...] = ()
+    """Patches for this host that stay off."""
+    diff: str = ""
+    """Lines to add to the user's script, as a unified diff, if replacing names is not enough."""
+
+    def __post_init__(self) -> None:
+        if not _HOST.fullmatch(self.host):
+            raise ConfigError(f"host={self.host!r}; write a word like slime or megatron_lm")
+        if not self.patches:
+            raise ConfigError(f"{self.host} has no patches; write at least one")
+        unknown = {*self.brings, *(each.host for each in self.optional)} - set(shipped_hosts())
+        if unknown:
+            raise ConfigError(f"{self.host}: no patches for {', '.join(sorted(unknown))}")
+        if self.distribution is None and (self.since or self.before):
+            raise ConfigError("since and before are versions of a distribution; set distribution")
+
+    @property
+    def version(self) -> str | None:
+        """The host's installed version; None if it is not installed or has no package."""
+        if self.distribution is None:
+            return None
+        try:
+            return metadata.version(self.distribution)
+        except metadata.PackageNotFoundError:
+            return None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the installed version is in range. An unknown version is in every range without
+        an upper end; then the signatures alone decide."""
+        return self.is_for(self.version)
+
+    def is_for(self, version: str | None) -> bool:
+        """Whether a version of the host is in range; None: it is not known."""
+        if version is None:
+            return self.before is None
+        release = _release(version)
+        return (self.since is None or release >= _release(self.since)) and (
+            self.before is None or release < _release(self.before)
+        )
+
+
+def load_patches(host: str) -> PatchFile:
+    """The patch file of a host, or of a path that ends in `.yaml`.
+
+    Raises:
+        ConfigError: no such host, no file for the installed version, or an invalid file.
+    """
+    if host.endswith(".yaml"):
+        return _load(Path(host))
+    refuse_unknown(host)
+    files = [_load(path) for path in _shipped() if _host_of(path) == host]
+    for file in files:
+        if file.fits:
+            return file
+    ranges = ", ".join(f"{file.since or 'any'} to {file.before or 'any'}" for file in files)
+    installed = files[0].version or "(no version)"
+    raise ConfigError(
+        f"{host} {installed} is installed and the patches are for {ranges} "
+        "(upper ends excluded); install a version in these ranges, or another megapack"
+    )
+
+
+def patch_set(names: Iterable[str]) -> tuple[PatchFile, ...]:
+    """The patch files of hosts and of what these bring, each once, in this order.
+
+    Args:
+        names: hosts, or paths that end in `.yaml`. A name after a minus is left out:
+            `["slime", "-megatron_core"]` is slime's planner without the step.
+
+    Raises:
+        ConfigError: as `load_patches`, or a minus before what no other name brings.
+    """
+    names = list(names)
+    left_out = {name[1:] for name in names if name.startswith("-")}
+    files: dict[str, PatchFile] = {}
+    for name in names:
+        if not name.startswith("-"):
+            file = load_patches(name)
+            for each in (file, *map(load_patches, file.brings)):
+                files.setdefault(each.host, each)
+    for name in sorted(left_out - files.keys()):
+        brought = ", ".join(files) or "nothing"
+        raise ConfigError(f"-{name}: nothing to leave out; the other names bring {brought}")
+    return tuple(file for host, file in files.items() if host not in left_out)
+
+
+def refuse_unknown(host: str) -> None:
+    """Refuse a name that is no shipped host; a path is none.
+
+    Raises:
+        ConfigError: with the shipped hosts, and the nearest if one is near.
+    """
+    hosts = shipped_hosts()
+    if host not in hosts:
+        near = difflib.get_close_matches(host, hosts, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"no patches for {host!r:.60}; there are {', '.join(hosts)}{meant}")
+
+
+def shipped_hosts() -> tuple[str, ...]:
+    """Names of the hosts that megapack has patches for."""
+    return tuple(sorted({_host_of(path) for path in _shipped()}))
+
+
+def shipped_files() -> tuple[PatchFile, ...]:
+    """Every patch file of megapack, whatever is installed."""
+    return tuple(_load(path) for path in _shipped())
+
+
+def _shipped() -> list[Path]:
+    package = Path(__file__).resolve().parents[2]
+    # patches/ is inside the package in a wheel, and beside it in a checkout.
+    inside = package / "patches"
+    return sorted((inside if inside.is_dir() else package.parent / "patches").glob("*.yaml"))
+
+
+def _host_of(path: Path) -> str:
+    return path.stem.partition("-")[0]
+
+
+def _load(path: Path) -> PatchFile:
+    return load_config(path, [], PatchFile)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version: 0.9.1.dev3+cu13 is (0, 9, 1)."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in numbers[0].split(".")) if numbers else (0,)

@@ -1,0 +1,19 @@
+"""Checkpoints of a run: written whole or not at all, loaded on any layout.
+
+Modules:
+    checkpoints: save, load, resume
+    pending: a save whose files are being written while training goes on
+    folders: names, completeness, removal
+    state: all tensors of a rank in Megatron's distributed checkpoint format
+    blocks: the distributed optimizer's state in that format, without a gather
+    writer: plans all ranks' files and writes this rank's, on threads
+    index: checks the pickled index before torch reads it
+    random_states: a rank's random states
+"""
+
+from megapack.job.checkpoint.checkpoints import Checkpoints, samples_done_digest
+
+__all__ = [
+    "Checkpoints",
+    "samples_done_digest",
+]

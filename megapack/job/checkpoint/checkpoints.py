@@ -1,0 +1,544 @@
+"""Saving and resuming a run; all ranks do both together.
+
+A checkpoint is written between two optimizer steps. It holds everything that the next step depends
+on: weights, Adam's state, the reference's weights, the critic, random states, the position in the
+data, and the log-probs (and values) of the batch in progress, which were computed with older
+weights. A run that resumes on the same layout takes bitwise the same steps; on another layout they
+agree up to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megapack.base.files import sync
+from megapack.config.load import to_dict
+from megapack.errors import CheckpointError, first_line
+from megapack.job.checkpoint import folders
+from megapack.job.checkpoint.folders import Checkpoint, Manifest, Position
+from megapack.job.checkpoint.index import check_index, read_fault
+from megapack.job.checkpoint.pending import PendingSave
+from megapack.job.checkpoint.random_states import rng_state, set_rng_state
+from megapack.job.checkpoint.state import RunState, is_first_of_data_parallel_rank
+from megapack.job.config.sections import TrainConfig
+from megapack.layout import Layout
+from megapack.plan.plan import Plan
+from megapack.plan.shapes import RowShapes
+from megapack.ranks.agree import agree
+from megapack.samples import SampleBatch
+
+# Settings that must not change on resume: tensors, or the order of the data, would not fit. A
+# section stands for all of its settings, except for those in `_FREE`.
+_FIXED = (
+    *("seed", "model", "data.prompts_per_batch", "data.shuffle", "data.balance_window"),
+    *("optim.name", "optim.distributed_optimizer"),
+)
+_FREE = (
+    *("model.recompute", "model.attention", "model.bias_activation_fusion"),
+    *("model.gradient_accumulation_fusion", "model.moe_grouped_gemm", "model.moe_permute_fusion"),
+    # The folder may have moved; its sizes are keys of their own.
+    "model.hf_path",
+)
+# Folders that the reference's weights may come from.
+_REFERENCE = ("model.hf_path", "objective.reference_hf_path")
+# Settings that row shapes depend on, besides the layout.
+_SHAPED_BY = ("plan.row_shapes", "plan.max_tokens_per_gpu", "plan.round_row_tokens")
+_BATCH_FILE = "batch.pt"
+_ROUTING = "routing-dp"
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        config: the run's config. `train.resume`, `train.save_interval`,
+            `train.keep_checkpoints`, `train.async_save` and `train.save_threads` apply here.
+        layout: the resolved layout.
+        state: this rank's tensors.
+        has_reference: whether the state has reference weights.
+        data_digest: `Dataset.digest`, equal on all ranks.
+        device: see `agree`.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        layout: Layout,
+        state: RunState,
+        *,
+        has_reference: bool,
+        data_digest: str,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.state = state
+        self.device = device
+        self.folder = Path(config.runs_dir) / config.name / "checkpoints"
+        self._has_reference = has_reference
+        self._data_digest = data_digest
+        # Steps at the last complete save; -1 = not saved yet.
+        self._saved_at = -1
+        self._pending: PendingSave | None = None
+        self._blocked_s = 0.0
+        self._write_s = 0.0
+
+    def find(self) -> Checkpoint | None:
+        """The checkpoint that `train.resume` names, checked against the config on every rank.
+
+        Returns:
+            None if the run starts from the beginning.
+
+        Raises:
+            CheckpointError: it does not exist, or belongs to another model or other data.
+        """
+        resume = self.config.train.resume
+        if resume is None:
+            return None
+        found = agree(lambda: folders.find_checkpoint(resume, self.folder), device=self.device)
+        name = {"checkpoint to resume from": str(found and found.path.resolve())}
+        agree(lambda: self._check(found), device=self.device, same=name)
+        return found
+
+    def is_own(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint is in this run's folder, so that the run continues there."""
+        return checkpoint.path.resolve().parent == self.folder.resolve()
+
+    def load(self, checkpoint: Checkpoint, field_names: Sequence[str]) -> Position:
+        """Fill the model, the optimizer, the reference, the critic and the random states.
+
+        A collective.
+
+        Args:
+            checkpoint: returned by `find`.
+            field_names: see `save`. If the checkpoint was saved inside a batch, it must have them.
+
+        Raises:
+            CheckpointError: on every rank; nothing in the run's folder has changed.
+        """
+        manifest = checkpoint.manifest
+        agree(lambda: self._check_batch(checkpoint, field_names), device=self.device)
+        # Check before `load`, in which torch unpickles the index.
+        agree(lambda: check_index(checkpoint.path / "state"), device=self.device)
+        self.state.load(
+            checkpoint.path / "state",
+            num_updates=manifest.position.num_updates,
+            num_critic_updates=manifest.position.num_critic_updates,
+            with_reference=manifest.has_reference and self._has_reference,
+            device=self.device,
+        )
+        agree(lambda: self._load_rng(checkpoint), device=self.device)
+        self._saved_at = manifest.position.num_steps if self.is_own(checkpoint) else -1
+        return manifest.position
+
+    def load_batch(
+        self, checkpoint: Checkpoint, batch: SampleBatch, plan: Plan, field_names: Sequence[str]
+    ) -> None:
+        """Set the saved fields of the batch in progress.
+
+        Raises:
+            CheckpointError: the plan's first steps train on other samples than the steps that were
+                taken, or the checkpoint lacks one of these fields.
+        """
+        manifest = checkpoint.manifest
+        if samples_done_digest(plan, manifest.position.step_in_batch) != (
+            manifest.samples_done_digest
+        ):
+            raise CheckpointError(
+                f"{checkpoint.path} was saved inside a batch whose steps took other samples than "
+                f"the plan for {self.layout} has in them; resume with the layout and the plan "
+                "settings of its config, or from a checkpoint at a batch's end"
+            )
+        fields = self._check_batch(checkpoint, field_names)
+        for name in field_names:
+            batch.set_field(name, list(fields[name].split(batch.lengths)))
+
+    def load_routing(
+        self,
+        checkpoint: Checkpoint,
+        plan: Plan,
+        dp_rank: int,
+        routing: list[torch.Tensor | None],
+    ) -> None:
+        """Set the recorded experts of the samples that this rank has yet to train on.
+
+        Args:
+            plan: the plan of the batch in progress, which may be for another layout than the one
+                that saved.
+            dp_rank: this process's data-parallel rank.
+            routing: see `save`; filled in place.
+
+        Raises:
+            CheckpointError: the checkpoint lacks a sample's experts.
+        """
+        steps = plan.steps[checkpoint.manifest.position.step_in_batch :]
+        missing = {i for step in steps for mb in step.ranks[dp_rank] for i in mb.samples}
+        for name in sorted(checkpoint.manifest.files):
+            if name.startswith(_ROUTING) and missing:
+                found = _read_tensors(checkpoint.path / name)
+                for sample in [i for i in missing if str(i) in found]:
+                    routing[sample] = found[str(sample)]
+                    missing.discard(sample)
+        if missing:
+            raise CheckpointError(
+                f"{checkpoint.path} has no experts of sample {min(missing)} of the batch in "
+                "progress; resume from a checkpoint at a batch's end"
+            )
+
+    def load_row_shapes(self, checkpoint: Checkpoint) -> RowShapes | None:
+        """The row shapes of the next plan.
+
+        Returns:
+            None if there are none, or if the layout or a setting that they depend on is another.
+
+        Raises:
+            CheckpointError: no run has written them.
+        """
+        manifest = checkpoint.manifest
+        moved = folders.differences(manifest.config, to_dict(self.config), _SHAPED_BY)
+        if not manifest.row_shapes or moved or manifest.layout != self.layout.to_payload():
+            return None
+        try:
+            return RowShapes.from_payload(manifest.row_shapes)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the row shapes of {checkpoint.path} cannot be read ({first_line(error)}); resume "
+                "with plan.row_shapes=null, or from another checkpoint"
+            ) from None
+
+    @property
+    def last_saved(self) -> Path | None:
+        """The last complete checkpoint in the run's folder; None if this run has none."""
+        if self._saved_at < 0:
+            return None
+        return folders.checkpoint_path(self.folder, self._saved_at)
+
+    def changes_since(self, checkpoint: Checkpoint) -> list[str]:
+        """Descriptions of the settings that differ from a checkpoint's, where they may."""
+        saved = folders.with_later_keys(checkpoint.manifest.config, to_dict(self.config))
+        now = to_dict(self.config)
+        keys = [key for key in now if key not in ("name", "runs_dir")]
+        found = folders.differences(saved, now, keys)
+        return [text for text in found if not text.startswith("train.resume=")]
+
+    def due(self, num_steps: int) -> bool:
+        """Whether to save after this many steps."""
+        interval = self.config.train.save_interval
+        return interval is not None and num_steps % interval == 0
+
+    def save(
+        self,
+        position: Position,
+        plan: Plan,
+        batch: SampleBatch,
+        field_names: Sequence[str],
+        routing: Sequence[torch.Tensor | None] | None = None,
+        dp_rank: int = 0,
+    ) -> None:
+        """Write a checkpoint, with `train.async_save` on threads. A collective.
+
+        A pending save is finished first.
+
+        Args:
+            position: the position after the step just taken.
+            plan, batch: the plan and the samples of that step's batch.
+            field_names: fields to save inside a batch, such as the log-probs that the weights at
+                the batch's start gave. All ranks have them.
+            routing: the experts recorded in that pass, of each sample that this rank packs, or None
+                if no pass records them.
+            dp_rank: this process's data-parallel rank.
+
+        Raises:
+            CheckpointError, ScheduleError: the checkpoint cannot be written. If only some ranks
+                failed, the message names them. Earlier checkpoints are untouched.
+        """
+        pending = self._pending
+        if pending is not None and pending.manifest.position.num_steps == position.num_steps:
+            return
+        self.finish()
+        if position.num_steps == self._saved_at:
+            return
+        started = time.perf_counter()
+        path = folders.checkpoint_path(self.folder, position.num_steps)
+        manifest = self._manifest(position, plan)
+        fields = field_names if position.step_in_batch else ()
+        with self._removing(path):
+            self._write(path, self._on_first_rank, _open, path, self._num_bytes())
+            small = _small_files(batch, fields)
+            if routing is not None and position.step_in_batch:
+                small |= _routing_file(plan, position.step_in_batch, dp_rank, routing)
+            self._pending = self._start(path, manifest, small)
+        self._blocked_s += time.perf_counter() - started
+        if not self.config.train.async_save:
+            self.finish()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a save waits for `finish`; equal on all ranks."""
+        return self._pending is not None
+
+    @property
+    def status(self) -> tuple[bool, bool]:
+        """Whether this rank still writes, and whether it could not write."""
+        pending = self._pending
+        return (False, False) if pending is None else (pending.is_writing, pending.has_failed)
+
+    def finish(self) -> Path | None:
+        """Complete the pending save and remove the oldest checkpoints. A collective.
+
+        It waits until every rank's files are on the disk. Call it once `status` is
+        (False, anything) on all ranks, or (anything, True) on one.
+
+        Returns:
+            The checkpoint; None if no save is pending.
+
+        Raises:
+            CheckpointError, ScheduleError: as `save` does.
+        """
+        pending = self._pending
+        if pending is None:
+            return None
+        started = time.perf_counter()
+        self._pending = None
+        path = pending.path
+        with self._removing(path):
+            self._write(path, pending.wait)
+            pending.writer.finish()
+            self._write(path, self._on_first_rank, folders.finish, pending.part, pending.manifest)
+        keep = self.config.train.keep_checkpoints
+        self._write(self.folder, self._on_first_rank, folders.thin_out, self.folder, keep)
+        self._blocked_s += time.perf_counter() - started
+        self._write_s += pending.write_s
+        self._saved_at = pending.manifest.position.num_steps
+        return path
+
+    def abandon(self) -> None:
+        """Stop this rank's part of a pending save, which stays incomplete; after an error."""
+        if self._pending is not None:
+            self._pending.abandon()
+            self._pending = None
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds since the last call that training waited for checkpoints, and that this rank's
+        threads wrote the checkpoints completed since then."""
+        taken = {"checkpoint_blocked_s": self._blocked_s, "checkpoint_write_s": self._write_s}
+        self._blocked_s = 0.0
+        self._write_s = 0.0
+        return taken
+
+    def _start(
+        self, path: Path, manifest: Manifest, small: dict[str, dict[str, torch.Tensor]]
+    ) -> PendingSave:
+        """Plan all files, and start to write this rank's."""
+        part = folders.part_path(path)
+        writer = self.state.writer(
+            part / "state", num_threads=self.config.train.save_threads, device=self.device
+        )
+        if self.config.train.async_save:
+            self._write(path, writer.stage)
+        writer.plan()
+
+        def work() -> None:
+            for name, tensors in small.items():
+                _write_tensors(part / name, tensors)
+            writer.write()
+
+        return PendingSave(path, manifest, writer, work)
+
+    @contextlib.contextmanager
+    def _removing(self, path: Path) -> Iterator[None]:
+        """Remove the partial checkpoint after an error within the block."""
+        try:
+            yield
+        except Exception:
+            self._on_first_rank(shutil.rmtree, folders.part_path(path), True)
+            raise
+
+    def _check(self, found: Checkpoint | None) -> None:
+        if found is None:
+            return
+        manifest = found.manifest
+        changed = changed_settings(manifest.config, to_dict(self.config))
+        if changed:
+            raise CheckpointError(
+                f"{found.path} is of a run with other settings: {', '.join(changed)}; set them as "
+                "they were, or train.resume=null"
+            )
+        if self._has_reference and not manifest.has_reference:
+            moved = folders.differences(manifest.config, to_dict(self.config), _REFERENCE)
+            if moved:
+                raise CheckpointError(
+                    f"{found.path} has no reference policy, and the folder of the initial weights "
+                    f"is another one: {moved[0]}; set it as it was, or objective.kl_coef=0"
+                )
+        if self.state.has_critic and not manifest.has_critic:
+            raise CheckpointError(
+                f"{found.path} has no critic; set critic.enabled=false, or train.resume=null"
+            )
+        # Earlier versions saved the digest of lengths and groups alone, which is the first.
+        if manifest.data_digest not in (self._data_digest, self._data_digest.partition(" ")[0]):
+            raise CheckpointError(
+                f"{found.path} is of a run on other samples than data.path="
+                f"{self.config.data.path} gives; set the section data as it was, or "
+                "train.resume=null"
+            )
+
+    def _check_batch(
+        self, checkpoint: Checkpoint, field_names: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """The saved fields of the batch in progress; raises if one of `field_names` is missing."""
+        manifest = checkpoint.manifest
+        # Objectives that need no old log-probs (SFT) save no such file.
+        has_file = _BATCH_FILE in manifest.files
+        fields = _read_tensors(checkpoint.path / _BATCH_FILE) if has_file else {}
+        missing = [name for name in field_names if name not in fields]
+        if manifest.position.step_in_batch and missing:
+            changed = folders.differences(manifest.config, to_dict(self.config), ("objective",))
+            raise CheckpointError(
+                f"{checkpoint.path} was saved inside a batch and has no {', '.join(missing)}, "
+                f"which {', '.join(changed)} needs; set the section objective as it was, or resume "
+                "from a checkpoint at a batch's end"
+            )
+        records = self.config.train.routing_replay == "old_logprobs"
+        if manifest.position.step_in_batch and records and not _has_routing(manifest):
+            raise CheckpointError(
+                f"{checkpoint.path} was saved inside a batch and has no recorded experts; set "
+                "train.routing_replay as it was, or resume from a checkpoint at a batch's end"
+            )
+        return fields
+
+    def _load_rng(self, checkpoint: Checkpoint) -> None:
+        # Another layout has other random streams; they start from the seed.
+        if Layout.from_payload(checkpoint.manifest.layout) == self.layout:
+            set_rng_state(_read_tensors(checkpoint.path / "rng" / _rank_file()))
+
+    def _num_bytes(self) -> int:
+        total = torch.tensor([self.state.num_bytes()], dtype=torch.int64, device=self.device)
+        dist.all_reduce(total)
+        return int(total)
+
+    def _manifest(self, position: Position, plan: Plan) -> Manifest:
+        # The plan of a batch in progress is made again on resume, with its own shapes.
+        shapes = plan.row_shapes if position.step_in_batch else plan.next_row_shapes
+        return Manifest(
+            position=position,
+            config=to_dict(self.config),
+            layout=self.layout.to_payload(),
+            plan_digest=plan.digest(),
+            samples_done_digest=samples_done_digest(plan, position.step_in_batch),
+            data_digest=self._data_digest,
+            has_reference=self._has_reference,
+            has_critic=self.state.has_critic,
+            row_shapes={} if shapes is None else dataclasses.asdict(shapes),
+            megatron_core=importlib.metadata.version("megatron-core"),
+        )
+
+    def _write(self, path: Path, work: Callable[..., object], *args: Any) -> None:
+        """Run this rank's part of writing a checkpoint and agree on its success."""
+
+        def write() -> None:
+            with folders.writing(path):
+                work(*args)
+
+        agree(write, device=self.device)
+
+    def _on_first_rank(self, work: Any, *args: Any) -> None:
+        if dist.get_rank() == 0:
+            work(*args)
+
+
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Descriptions of the settings that differ from a checkpoint's and must not."""
+    saved, now = (_with_later_keys(config) for config in (saved, now))
+    found = folders.differences(saved, now, _FIXED)
+    if now["data"]["balance_window"] > 1:
+        # It decides what the work of a sample is, and so the batches.
+        found += folders.differences(saved, now, ("plan.balance",))
+    kinds = folders.differences(saved, now, ("objective.kind",))
+    # A value head does not fit a model with a vocabulary head.
+    found += [text for text in kinds if '"reward"' in text]
+    return [text for text in found if not text.startswith(_FREE)]
+
+
+def _with_later_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the keys that those of earlier checkpoints lack: from before Muon, and from
+    before batches exchanged prompt groups."""
+    optim = {"name": "adam", **config.get("optim", {})}
+    return {**config, "optim": optim, "data": {"balance_window": 1, **config.get("data", {})}}
+
+
+def samples_done_digest(plan: Plan, num_steps: int) -> str:
+    """A digest of the samples that a plan's first steps train on, step by step."""
+    done = [step.kept_samples for step in plan.steps[:num_steps]]
+    return hashlib.sha256(repr(done).encode()).hexdigest()
+
+
+def _open(path: Path, num_bytes: int) -> None:
+    folders.open_part(path)
+    folders.check_space(path.parent, num_bytes)
+
+
+def _small_files(
+    batch: SampleBatch, field_names: Sequence[str]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The content of the files outside Megatron's format: random states, the batch in progress."""
+    files = {f"rng/{_rank_file()}": rng_state()}
+    if dist.get_rank() == 0 and field_names:
+        files[_BATCH_FILE] = {name: _flat(batch, name) for name in field_names}
+    return files
+
+
+def _routing_file(
+    plan: Plan, num_done: int, dp_rank: int, routing: Sequence[torch.Tensor | None]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The recorded experts of this data-parallel rank's samples in the steps that are left.
+
+    Its first rank writes them; the others have the same.
+    """
+    left = {i for step in plan.steps[num_done:] for i in step.kept_samples}
+    own = {str(i): value for i, value in enumerate(routing) if i in left and value is not None}
+    return {f"{_ROUTING}{dp_rank}.pt": own} if is_first_of_data_parallel_rank() else {}
+
+
+def _has_routing(manifest: Manifest) -> bool:
+    return any(name.startswith(_ROUTING) for name in manifest.files)
+
+
+def _flat(batch: SampleBatch, name: str) -> torch.Tensor:
+    """A field of all samples, one after the other: [total tokens].
+
+    A dropped sample's field is a single number, which is repeated for each of its tokens.
+    """
+    values = [batch.field(name, i).expand(batch.length(i)) for i in range(len(batch))]
+    return torch.cat(values)
+
+
+def _rank_file() -> str:
+    return f"rank{dist.get_rank()}.pt"
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    # Given a path, torch would not say why the system refuses a write.
+    with open(path, "wb") as file:
+        torch.save(tensors, file)
+    sync(path)
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({read_fault(error)}); set train.resume to another checkpoint"
+        ) from None

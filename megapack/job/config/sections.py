@@ -1,0 +1,544 @@
+"""The main job's config, `TrainConfig`. `load_config(path, overrides, TrainConfig)` reads it.
+
+Its sections in YAML are `layout`, `plan`, `model`, `data`, `objective`, `critic`, `optim`,
+`train` and `watchdog`. The docstring under each field gives its meaning, its unit and the meaning
+of null.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Sequence
+
+from megapack.base.choices import (
+    Device,
+    Executor,
+    Kernel,
+)
+from megapack.config.bounds import at_least
+from megapack.config.shipped import absent_weights
+from megapack.cost.assumed import GpuSpeed, cost_from_sizes
+from megapack.cost.memory import MemoryModel
+from megapack.cost.model import CostModel
+from megapack.cost.stages import StageLayers
+from megapack.errors import ConfigError
+from megapack.job.config.critic import CriticConfig, critic_model
+from megapack.job.config.data import DataConfig
+from megapack.job.config.loop import LoopConfig, OptimConfig
+from megapack.job.config.model import BYTE_VOCAB_SIZE, ModelConfig
+from megapack.job.config.objective import ObjectiveConfig
+from megapack.job.config.plan import LayoutConfig, PlanConfig
+from megapack.layout import Layout, ParallelSizes
+from megapack.plan.executor import choose_executor
+from megapack.policy import check_policy
+from megapack.ranks.watchdog_config import WatchdogConfig
+
+__all__ = [
+    "TrainConfig",
+    "LayoutConfig",
+    "PlanConfig",
+    "ModelConfig",
+    "DataConfig",
+    "ObjectiveConfig",
+    "CriticConfig",
+    "OptimConfig",
+    "LoopConfig",
+    "WatchdogConfig",
+]
+
+
+# A token of `generate_lengths` up to 16,384 tokens is on average in a sample of 3,800 tokens.
+_LONGEST_OVER_TYPICAL = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All settings of a run. The run's folder gets them as they were resolved."""
+
+    name: str
+    """The run's name, and the name of its folder under `runs_dir`."""
+    device: Device = "cuda"
+    """cpu redirects Megatron-Core's CUDA calls to the CPU; it is never chosen automatically."""
+    seed: int = 1234
+    """Seed of the weights, dropout, and the order of shuffled data."""
+    runs_dir: str = "runs"
+    """The folder of run folders; relative to the working directory."""
+    layout: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
+    """Parallel groups."""
+    plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
+    """Packing. Set a budget or a micro-batch size: it depends on the GPU's memory."""
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    """The GPT."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    """Rollouts."""
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
+    """The loss."""
+    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
+    """A value model."""
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    """The optimizer."""
+    train: LoopConfig = dataclasses.field(default_factory=LoopConfig)
+    """The loop."""
+    watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
+    """Late steps."""
+
+    def __post_init__(self) -> None:
+        at_least(self, "", 0, "seed")
+        if self.name in ("", ".", "..") or any(c in self.name for c in "/\\\0\n"):
+            raise ConfigError(f"name is {self.name!r}; set a folder's name, without / in it")
+        _check_run(self)
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the steps."""
+        return choose_executor(self.plan, self.train.executor)
+
+    @property
+    def row_plan(self) -> PlanConfig:
+        """`plan`, with what the model allows.
+
+        share_prefixes="off" where Transformer Engine's ring runs over several ranks: shared rows
+        would gather the keys of all ranks, and the memory model counts none for the ring. Its
+        kernel is preferred in bf16 on GPUs. In a hybrid model rows lie over no more ranks than its
+        heads divide over, and pieces are worth the states at their end.
+        """
+        model = self.model
+        memory = self.memory_model()
+        widest, least_piece = memory.sizes.max_width(self.layout), memory.least_piece(self.layout)
+        plan = self.plan.within(widest, least_piece)
+        is_wide = plan.context_parallel == "dynamic" and self.layout.dp != 1
+        preferred = self.device == "cuda" and model.dtype == "bf16" and model.attention == "auto"
+        on_te = preferred or model.attention == "te" or model.fp8 is not None
+        if on_te and (self.layout.cp > 1 or is_wide):
+            plan = dataclasses.replace(plan, share_prefixes="off")
+        return plan
+
+    @property
+    def tokenizer_folder(self) -> str | None:
+        """The folder of the Hugging Face tokenizer; None = text is bytes.
+
+        Raises:
+            ConfigError: data.tokenizer=hf, and no key names a folder.
+        """
+        data = self.data
+        if data.path is None or data.tokenizer == "bytes":
+            return None
+        folder = data.tokenizer_path or self.model.hf_path
+        if folder is None and data.tokenizer == "hf":
+            raise ConfigError(
+                "data.tokenizer=hf needs a folder; set data.tokenizer_path or model.hf_path"
+            )
+        return folder
+
+    @property
+    def absent_models(self) -> dict[str, str]:
+        """Keys whose model is not there but for its sizes, and a line on each for people."""
+        folders = {
+            "model.hf_path": self.model.hf_path,
+            "objective.reference_hf_path": self.objective.reference_hf_path,
+            "critic.hf_path": self.critic.hf_path,
+        }
+        return {key: line for key, path in folders.items() if (line := absent_weights(path))}
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens that a sample may have, prompt and response."""
+        return self.data.max_length or self.model.max_position_embeddings
+
+    @functools.cached_property
+    def critic_model(self) -> ModelConfig:
+        """The critic's model, see `critic.critic_model`."""
+        return critic_model(self.model, self.critic.hf_path)
+
+    @property
+    def stage_layers(self) -> StageLayers:
+        """The number of transformer layers of each pipeline chunk."""
+        return self._split(self.layout)
+
+    def _split(self, layout: ParallelSizes) -> StageLayers:
+        """`stage_layers` on a layout that may have another pp and vpp than this config's."""
+        return self.layout.stage_layers(
+            self.model.num_stage_layers,
+            pp=layout.pp,
+            vpp=layout.vpp,
+            num_mtp_layers=self.model.mtp_num_layers,
+        )
+
+    @property
+    def typical_sample(self) -> int:
+        """Tokens of the sample that a typical token is in, for the share of attention."""
+        return max(1, self.longest_sample // _LONGEST_OVER_TYPICAL)
+
+    @property
+    def assumed_speed(self) -> GpuSpeed:
+        """The speed of a GPU that is assumed without a measured cost model."""
+        return GpuSpeed.of(self.device, self.model.dtype)
+
+    @property
+    def cost_basis(self) -> str:
+        """Where the cost model comes from, in one line."""
+        if self.plan.cost_model is not None:
+            return f"of the cost model {self.plan.cost_model}"
+        return f"from the model's sizes; {self.assumed_speed.basis}"
+
+    def cost_model(self, layout: Layout) -> CostModel:
+        """The cost model of a run: `plan.cost_model`, or of the model's sizes on an assumed GPU.
+
+        Where chunks have different layers and the file has no `stage_weights`, these follow from
+        the sizes.
+
+        Raises:
+            ConfigError: see `cost_file.read_cost`.
+        """
+        measured = self.plan.read_cost(layout)
+        if measured is None:
+            return self.cost_from_sizes(layout)
+        split = self._split(layout)
+        is_even = split.is_even and len(set(self.model.layer_pattern or "")) < 2
+        if is_even or measured.stage_weights is not None:
+            return measured
+        sizes = self.cost_from_sizes(layout)
+        return dataclasses.replace(
+            measured, stage_weights=sizes.stage_weights, square_factors=sizes.square_factors
+        )
+
+    def cost_from_sizes(
+        self, layout: Layout, speed: GpuSpeed | None = None, *, value_head: bool = False
+    ) -> CostModel:
+        """The cost model of the model's sizes.
+
+        Args:
+            speed: of a GPU; None for `assumed_speed`.
+            value_head: of the critic; a value head, of one row, replaces the vocabulary's
+                projection.
+        """
+        model = self.critic_model if value_head and self.critic.hf_path is not None else self.model
+        sizes = model.to_sizes()
+        frozen = () if value_head else self.model.freeze
+        value_head = value_head or self.objective.has_value_head
+        return cost_from_sizes(
+            dataclasses.replace(sizes, vocab_size=1) if value_head else sizes,
+            layout,
+            speed or self.assumed_speed,
+            recompute=self.model.recompute,
+            recompute_modules=self.model.recompute_modules,
+            mean_length=self.typical_sample,
+            stage_layers=self._split(layout) if model is self.model else None,
+            frozen=frozen,
+        )
+
+    def memory_model(self) -> MemoryModel:
+        """The memory model of this config, with the kernels that its device is meant to have."""
+        model = self.model
+        on_gpu = self.device == "cuda"
+        preferred: Kernel = "te" if on_gpu and model.dtype == "bf16" else "sdpa"
+        is_swiglu = model.activation in (None, "silu")
+        fused_swiglu = model.bias_activation_fusion if is_swiglu else False
+        return MemoryModel(
+            sizes=self.model.to_sizes(),
+            # None fits other layouts of the model too.
+            stage_layers=None if self.stage_layers.is_even else self.stage_layers,
+            untied_embeddings=self.model.untie_embeddings,
+            dtype=self.model.dtype,
+            distributed_optimizer=self.optim.distributed_optimizer,
+            muon=self.optim.name == "muon",
+            recompute=self.model.recompute,
+            recompute_modules=self.model.recompute_modules,
+            logprob_chunk_tokens=self.objective.logprob_chunk_tokens,
+            attention=preferred if model.attention == "auto" else model.attention,
+            fused_swiglu=on_gpu if fused_swiglu is None else fused_swiglu,
+            composite_norms=not on_gpu and model.normalization == "RMSNorm",
+            critic=self.critic.enabled,
+            critic_sizes=self.critic_model.to_sizes() if self.critic.hf_path is not None else None,
+            value_head=self.objective.has_value_head,
+            executor=self.executor,
+            freeze=self.model.freeze,
+        )
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise ConfigError for the first tracker whose package, of the same name, is missing."""
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        # W&B leaves a folder `wandb` behind, which Python finds as a package without an origin.
+        if spec is None or spec.origin is None:
+            raise ConfigError(
+                f"train.trackers has {name}, which is not installed; pip install {name}, or leave "
+                "it out"
+            )
+
+
+def _check_run(config: TrainConfig) -> None:
+    """Raise ConfigError for the first settings that do not fit each other."""
+    _check_division(config)
+    _check_critic(config)
+    _check_rewards(config)
+    _check_routing_replay(config)
+    _check_policy(config)
+    _check_operations(config)
+    _check_value_head(config)
+    _check_export(config)
+    _check_fp8(config)
+    _check_data(config)
+
+
+def _check_division(config: TrainConfig) -> None:
+    """Check what the layout has to divide, before a job fails on it on a cluster."""
+    layout = config.layout
+    model = config.model
+    try:
+        _ = config.stage_layers
+    except ConfigError as error:
+        raise ConfigError(f"layout: {error}") from None
+    split = ["num_attention_heads", "num_query_groups"]
+    if any(model.dense_layers):
+        split.append("ffn_hidden_size")
+    if model.moe_shared_ffn_hidden_size is not None:
+        split.append("moe_shared_ffn_hidden_size")
+    for name in split:
+        value = getattr(model, name)
+        if value is not None and value % layout.tp:
+            raise ConfigError(
+                f"model.{name}={value} does not divide over layout.tp={layout.tp}; set a "
+                f"multiple of {layout.tp}"
+            )
+    _check_row_heads(config)
+    if (model.num_experts or 1) % layout.ep:
+        raise ConfigError(
+            f"model.num_experts={model.num_experts} does not divide over layout.ep="
+            f"{layout.ep}; set a multiple of {layout.ep}"
+        )
+    if model.num_experts is None and (layout.etp or 1) > 1:
+        raise ConfigError(
+            f"layout.etp={layout.etp} splits experts, but model.num_experts is null; set "
+            "layout.etp=1"
+        )
+    if model.num_experts and layout.tp > 1 and not layout.sequence_parallel:
+        raise ConfigError(
+            f"model.num_experts={model.num_experts} with layout.tp={layout.tp} needs "
+            "layout.sequence_parallel=true, because Megatron routes each token on one rank; "
+            "set it"
+        )
+    if model.kv_lora_rank is not None and layout.tp > 1 and not layout.sequence_parallel:
+        raise ConfigError(
+            f"model.kv_lora_rank={model.kv_lora_rank} with layout.tp={layout.tp} needs "
+            "layout.sequence_parallel=true, because Megatron-Core sums the gradients of the "
+            "shared rotated keys only with it; set it"
+        )
+    if layout.sequence_parallel and layout.tp == 1:
+        raise ConfigError("layout.sequence_parallel needs layout.tp > 1; set it to false")
+
+
+def _check_row_heads(config: TrainConfig) -> None:
+    """Check the heads of layers G and M, which the GPUs of a row divide."""
+    layout, plan = config.layout, config.plan
+    widest = config.model.to_sizes().max_width(layout)
+    if widest is None:
+        return
+    names = ("linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads")
+    heads = ", ".join(
+        f"model.{name}={value}" for name in names if (value := getattr(config.model, name))
+    )
+    if "M" in (config.model.layer_pattern or ""):
+        heads += f", model.mamba_num_groups={config.model.mamba_num_groups}"
+    if widest == 0:
+        raise ConfigError(
+            f"{heads} do not divide over layout.tp * layout.cp = {layout.tp} * {layout.cp} GPUs; "
+            "set smaller ones"
+        )
+    if plan.context_parallel == "dynamic" and (plan.max_width or 1) > widest:
+        raise ConfigError(
+            f"plan.max_width={plan.max_width} with layout.tp={layout.tp} and layout.cp="
+            f"{layout.cp}: {heads} divide over rows of up to {widest} DP ranks; set {widest}, or "
+            "null"
+        )
+
+
+def _check_critic(config: TrainConfig) -> None:
+    objective = config.objective
+    if objective.reference_hf_path is not None:
+        try:
+            config.model.check_same_sizes(objective.reference_hf_path)
+        except ConfigError as error:
+            raise ConfigError(f"objective.reference_hf_path: {error}") from None
+    if not config.critic.enabled:
+        for name in ("hf_path", "warmup_steps"):
+            if getattr(config.critic, name):
+                raise ConfigError(
+                    f"critic.{name}={getattr(config.critic, name)} has no effect without a critic; "
+                    "set critic.enabled=true, or leave it out"
+                )
+        for name in ("gamma", "gae_lambda", "kl_in_reward_coef"):
+            default = getattr(ObjectiveConfig, name)
+            if getattr(objective, name) != default:
+                raise ConfigError(
+                    f"objective.{name}={getattr(objective, name)} has no effect without a "
+                    f"critic; set critic.enabled=true or objective.{name}={default}"
+                )
+        return
+    if objective.kind not in ("ppo", "grpo"):
+        raise ConfigError(
+            f"critic.enabled=true gives advantages per token, which objective.kind="
+            f"{objective.kind} does not use; set objective.kind=ppo or critic.enabled=false"
+        )
+    if objective.advantage_norm != ObjectiveConfig.advantage_norm:
+        raise ConfigError(
+            f"objective.advantage_norm={objective.advantage_norm} has no effect with a critic, "
+            "whose advantages are not relative to a prompt group; leave it out, or set "
+            "critic.enabled=false"
+        )
+    if config.critic.hf_path is None:
+        if config.model.mtp_num_layers and not config.stage_layers.num_layers[-1]:
+            # With layers of multi-token prediction the final norm is beside the last other layer.
+            raise ConfigError(
+                f"critic.enabled=true with model.mtp_num_layers={config.model.mtp_num_layers} and "
+                "no transformer layer in the last of the layout's chunks, where the critic has the "
+                "final norm that it copies from the policy; give that chunk a layer"
+            )
+        return
+    critic = config.critic_model
+    longest = config.longest_sample
+    if critic.max_position_embeddings < longest:
+        raise ConfigError(
+            f"critic.hf_path: {config.critic.hf_path} supports samples of "
+            f"{critic.max_position_embeddings} tokens, data.max_length is {longest}; set it to "
+            "that, or another folder"
+        )
+
+
+def _check_rewards(config: TrainConfig) -> None:
+    """Refuse what changes rewards where they are not read, or would be read wrongly."""
+    kind = config.objective.kind
+    settings = {
+        "data.drop_equal_rewards=true": config.data.drop_equal_rewards,
+        "objective.overlong_buffer_tokens": config.objective.overlong_buffer_tokens is not None,
+    }
+    for name, is_set in settings.items():
+        if is_set and not config.objective.reads_rewards:
+            raise ConfigError(
+                f"{name} has no effect under objective.kind={kind}, which reads no rewards; "
+                "unset it"
+            )
+    if config.objective.overlong_buffer_tokens is not None and config.data.overlong == "truncate":
+        raise ConfigError(
+            "objective.overlong_buffer_tokens with data.overlong=truncate would read the lengths "
+            "after truncation; set data.overlong=skip or error, or leave the buffer out"
+        )
+    if config.data.drop_equal_rewards:
+        _check_dropped_groups(config)
+
+
+def _check_dropped_groups(config: TrainConfig) -> None:
+    """Refuse to leave out groups whose equal rewards do have a gradient."""
+    settings = {
+        "critic.enabled=true": config.critic.enabled,
+        "objective.advantage_norm=none": config.objective.advantage_norm == "none",
+    }
+    for name, is_set in settings.items():
+        if is_set:
+            raise ConfigError(
+                f"data.drop_equal_rewards=true with {name} would leave out prompt groups that have "
+                "a gradient; set data.drop_equal_rewards=false"
+            )
+
+
+def _check_routing_replay(config: TrainConfig) -> None:
+    replay = config.train.routing_replay
+    if replay == "none":
+        return
+    reasons = {
+        "the model has no experts; set model.num_experts": config.model.num_experts is None,
+    }
+    if replay == "rollout":
+        reasons["generated rollouts have no routed_experts; set data.path"] = (
+            config.data.path is None
+        )
+    else:
+        reasons |= {
+            f"objective.kind={config.objective.kind} has no pass for old log-probs; set grpo": (
+                config.objective.kind not in ("ppo", "grpo", "gspo")
+            ),
+            # Each rank keeps the routes of its own samples only.
+            "that pass must run the rows of the steps; set plan.forward_max_tokens_per_gpu="
+            "null": config.plan.forward_max_tokens_per_gpu is not None,
+        }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(
+                f"train.routing_replay={replay}: {reason}, or train.routing_replay=none"
+            )
+
+
+def _check_policy(config: TrainConfig) -> None:
+    """Refuse settings of the plan that contradict each other, or the layout."""
+    sizes = config.layout
+    # null is any number of data-parallel ranks; the least that the experts may lie over will do.
+    dp = sizes.dp or sizes.ep * (sizes.etp or sizes.tp)
+    layout = sizes.to_layout(dp * sizes.tp * sizes.pp * sizes.cp)
+    model = config.model
+    try:
+        check_policy(
+            config.plan,
+            layout,
+            config.plan.micro_batch_size,
+            mtp_num_layers=model.mtp_num_layers,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"plan: {error}") from None
+
+
+def _check_operations(config: TrainConfig) -> None:
+    """Refuse what steps with an order of their own contradict."""
+    try:
+        _ = config.executor
+    except ConfigError as error:
+        raise ConfigError(f"train: {error}") from None
+
+
+def _check_value_head(config: TrainConfig) -> None:
+    """Refuse layers that predict tokens beside a value head."""
+    if not config.objective.has_value_head:
+        return
+    if config.model.mtp_num_layers:
+        raise ConfigError(
+            f"model.mtp_num_layers={config.model.mtp_num_layers} predicts tokens, which objective"
+            f".kind={config.objective.kind} does not; set model.mtp_num_layers=0"
+        )
+
+
+def _check_export(config: TrainConfig) -> None:
+    if config.train.export_hf is not None and config.model.hf_path is None:
+        raise ConfigError(
+            f"train.export_hf={config.train.export_hf} needs a model of a Hugging Face folder; "
+            "set model.hf_path, or train.export_hf=null"
+        )
+
+
+def _check_fp8(config: TrainConfig) -> None:
+    if config.model.fp8 is not None and config.device == "cpu":
+        raise ConfigError(
+            f"model.fp8={config.model.fp8} needs a GPU; set device=cuda or model.fp8=null"
+        )
+
+
+def _check_data(config: TrainConfig) -> None:
+    vocab_size = config.model.vocab_size
+    if config.data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size} is less than the {BYTE_VOCAB_SIZE} of generated "
+            f"rollouts; set {BYTE_VOCAB_SIZE} or more, or data.path"
+        )
+    if config.tokenizer_folder is not None and vocab_size is None:
+        raise ConfigError(
+            f"the tokenizer of {config.tokenizer_folder} with model.vocab_size=null; set the "
+            "model's vocabulary, or model.hf_path"
+        )
+    longest = config.data.max_length
+    positions = config.model.max_position_embeddings
+    if longest is not None and longest > positions:
+        raise ConfigError(
+            f"data.max_length={longest} is above model.max_position_embeddings={positions}; "
+            f"set it to {positions} or less"
+        )

@@ -1,0 +1,268 @@
+"""Files of samples: readers of JSON Lines, plain or compressed by gzip, and Parquet.
+
+path -> open_file -> SampleFile.blocks -> Block.rows -> lines.LineParser
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megapack.base.files import GZIP, HEAD_BYTES, PARQUET, read_whole, what_it_is
+from megapack.errors import ConfigError, DataError, brief
+from megapack.job.data.rollouts import TOKEN_COLUMNS, UNREAD_COLUMNS
+
+# Keys of a JSON line, and columns of a Parquet file. Other columns are not read.
+COLUMNS = (
+    *("prompt", "response", "prompt_ids", "response_ids", "response_mask", "loss_mask"),
+    *("messages", "tools", "chat_template_kwargs"),
+    *("chosen", "rejected", "chosen_ids", "rejected_ids"),
+    *("group", "rollout", "reward", "advantage", "routed_experts"),
+    *TOKEN_COLUMNS,
+    *UNREAD_COLUMNS,
+)
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+# What is read, and tokenized by one process, at once: about 1000 short chats.
+_BLOCK_BYTES = 1 << 20
+_BLOCK_ROWS = 1024
+
+Row = bytes | dict[str, Any]
+"""One line of JSON Lines, or the cells of a Parquet row by column."""
+
+
+class Block(Protocol):
+    """Consecutive rows of a file; it can be pickled."""
+
+    @property
+    def num_bytes(self) -> int:
+        """About its share of the file's size."""
+        ...
+
+    def rows(self) -> Iterator[tuple[int, Row]]:
+        """Yield line or row number, from 1 in the file, and content of each row."""
+        ...
+
+
+class SampleFile(Protocol):
+    """A file that is read in order."""
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the whole file in order."""
+        ...
+
+
+def list_files(path: str | Path) -> list[Path]:
+    """The files of `data.path`: the file itself, or a folder's files sorted by name.
+
+    Raises:
+        DataError: the folder has neither JSON Lines nor Parquet files, or a file is a pipe or a
+            device.
+    """
+    path = Path(path)
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+    if not files:
+        raise DataError(
+            f"{path}: the folder has no file named *{' or *'.join(SUFFIXES)}; check data.path"
+        )
+    for file in files:
+        if file.exists() and not file.is_file():
+            raise DataError(
+                f"{file}: not a regular file; set data.path to a file or a folder of files"
+            )
+    return files
+
+
+def open_file(path: Path) -> SampleFile:
+    """A reader of the file: of Parquet by its beginning or its name, or else of JSON Lines.
+
+    Raises:
+        ConfigError: pyarrow is needed and not installed.
+        DataError: it cannot be read, or is not Parquet despite its name.
+    """
+    is_parquet = path.suffix == ".parquet" or _head(path).startswith(PARQUET)
+    return ParquetFile(path) if is_parquet else JsonLinesFile(path)
+
+
+def _head(path: Path) -> bytes:
+    try:
+        return read_whole(path, HEAD_BYTES)
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Whole lines of a file of JSON Lines."""
+
+    first: int
+    """Number of the first line, from 1."""
+    data: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Block`."""
+        return len(self.data)
+
+    def rows(self) -> Iterator[tuple[int, bytes]]:
+        """See `Block`; blank lines are left out."""
+        for number, line in enumerate(io.BytesIO(self.data), start=self.first):
+            if line.strip():
+                yield number, line
+
+    def parts(self, num_bytes: int) -> Iterator[Lines]:
+        """Yield the lines in parts of `num_bytes`, up to the end of a line."""
+        first = self.first
+        start = 0
+        while start < len(self.data):
+            # 0 without another end of a line.
+            stop = self.data.find(b"\n", start + num_bytes - 1) + 1 or len(self.data)
+            part = self.data[start:stop]
+            yield Lines(first, part)
+            first += part.count(b"\n")
+            start = stop
+
+
+class JsonLinesFile:
+    """One JSON object per line, blank lines skipped; perhaps compressed by gzip."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def blocks(self) -> Iterator[Lines]:
+        """See `SampleFile`."""
+        first = 1
+        is_gzip = _head(self._path).startswith(GZIP)
+        try:
+            with gzip.GzipFile(self._path) if is_gzip else open(self._path, "rb") as file:
+                while data := file.read(_BLOCK_BYTES):
+                    if first == 1 and (other := not_json_lines(data)):
+                        raise DataError(f"{self._path}: it is {other}")
+                    data += file.readline()
+                    yield Lines(first, data)
+                    first += data.count(b"\n")
+        except (OSError, EOFError, zlib.error) as error:
+            raise unreadable(self._path, error) from None
+
+
+def not_json_lines(data: bytes) -> str | None:
+    """What a file is that begins so, and what to do; None if it may be JSON Lines."""
+    kind = what_it_is(data)
+    if kind is not None:
+        return kind
+    begins = data.strip()
+    if b"\r" in begins and b"\n" not in begins:
+        return "text whose lines end with CR alone; end them with LF (tr '\\r' '\\n')"
+    line, _, rest = begins.partition(b"\n")
+    is_array = line.startswith(b"[")
+    try:
+        json.loads(line)
+        is_array = is_array and not rest
+    except UnicodeDecodeError:
+        return None
+    except json.JSONDecodeError as error:
+        if error.pos == 0 and begins:
+            return f"no JSON Lines ({brief(line.decode())}); give one object per line, or Parquet"
+        is_open = error.pos >= len(line.decode().rstrip()) - 1
+        if not is_array and is_open and rest:
+            return "JSON with an object over several lines; write one per line (jq -c . FILE)"
+    except (ValueError, RecursionError):
+        return None
+    return "a JSON array; write one object per line (jq -c '.[]' FILE)" if is_array else None
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """Rows of a Parquet file, in Arrow's stream format."""
+
+    first: int
+    """Number of the first row, from 1."""
+    data: bytes
+    num_bytes: int
+    """See `Block`."""
+
+    def table(self) -> Any:
+        """The rows as a `pyarrow.Table`."""
+        import pyarrow
+
+        with pyarrow.ipc.open_stream(self.data) as stream:
+            return stream.read_all()
+
+    def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """See `Block`."""
+        table = self.table()
+        # As Python lists, the experts of a token take kilobytes.
+        at_once = 1 if "routed_experts" in table.column_names else _BLOCK_ROWS
+        parts = (part.to_pylist() for part in table.to_batches(at_once))
+        yield from enumerate(itertools.chain.from_iterable(parts), start=self.first)
+
+
+class ParquetFile:
+    """One row per sample with the columns of `COLUMNS`.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        DataError: it is not a Parquet file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            from pyarrow import ArrowException, parquet
+        except ImportError:
+            raise ConfigError(f"{path} needs pyarrow; pip install pyarrow") from None
+        self._errors = (OSError, ArrowException)
+        try:
+            self._file = parquet.ParquetFile(path)
+        except self._errors as error:
+            kind = what_it_is(_head(path))
+            if kind is None or _head(path).startswith(PARQUET):
+                raise unreadable(path, error) from None
+            raise DataError(f"{path}: not Parquet, it is {kind}") from None
+
+    def blocks(self) -> Iterator[TableRows]:
+        """See `SampleFile`."""
+        import pyarrow
+
+        first = 1
+        columns = [name for name in self._file.schema_arrow.names if name in COLUMNS]
+        num_rows = self._file.metadata.num_rows
+        try:
+            for batch in self._file.iter_batches(self._rows_per_block(columns), columns=columns):
+                out = pyarrow.BufferOutputStream()
+                with pyarrow.ipc.new_stream(out, batch.schema) as stream:
+                    stream.write_batch(batch)
+                share = self._path.stat().st_size * batch.num_rows // num_rows
+                yield TableRows(first, out.getvalue().to_pybytes(), share)
+                first += batch.num_rows
+        except self._errors as error:
+            raise unreadable(self._path, error) from None
+
+    def _rows_per_block(self, columns: list[str]) -> int:
+        """So many that a block has about `_BLOCK_BYTES` before compression, as the file says."""
+        metadata = self._file.metadata
+        num_bytes = 0
+        for group in map(metadata.row_group, range(metadata.num_row_groups)):
+            parts = map(group.column, range(group.num_columns))
+            # A nested column has a path: messages.list.element.role.
+            num_bytes += sum(
+                part.total_uncompressed_size
+                for part in parts
+                if part.path_in_schema.split(".")[0] in columns
+            )
+        fitting: int = _BLOCK_BYTES * metadata.num_rows // max(1, num_bytes)
+        return min(max(1, fitting), _BLOCK_ROWS)
+
+
+def unreadable(path: str | Path, error: Exception, remedy: str = "check data.path") -> DataError:
+    """The error for a file that could not be opened or read."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return DataError(f"{path}: cannot be read ({reason}); {remedy}")

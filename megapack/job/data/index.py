@@ -1,0 +1,558 @@
+"""The samples of a data set as they are stored: an index, and all token ids.
+
+    data.jsonl  ->  .data.jsonl.<key>.megapack-index.npy, .megapack-tokens.npy
+                    (and .megapack-routes.npy if samples carry routed experts, and one such
+                    file for each column of values per response token)
+
+A rank needs the lengths, prompt groups and rewards of all samples to plan, but only the tokens of
+the samples that it packs. Samples are tokenized once, when the files are written. The files are
+NumPy arrays without pickled objects. They are memory-mapped, so the ranks of a node share their
+pages. The key in their names is a digest of everything that they depend on: the files' content
+(`content`), the tokenizer, the settings, and the code that reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+import os
+import re
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megapack.base.files import read_text, write_whole
+from megapack.errors import DataError
+from megapack.job.data.content import SUFFIX, Content, remembered
+from megapack.job.data.files import list_files, open_file
+from megapack.job.data.rollouts import TOKEN_COLUMNS, Rollout, TokenColumns
+from megapack.job.data.token_blocks import (
+    ROW_DTYPE,
+    ReadSettings,
+    Routes,
+    TokenBlock,
+    Tokens,
+    make_token_block,
+)
+from megapack.job.data.tokenizer import Ids, Mask
+from megapack.job.data.workers import read_token_blocks
+from megapack.prefixes import SharedPrefixes
+
+logger = logging.getLogger(__name__)
+
+INDEX_DTYPE = np.dtype(
+    [
+        ("file", "<i4"),  # number of the file, from 0 in the order of names
+        ("number", "<i8"),  # line or row, from 1
+        ("part", "<i4"),  # number of the sample within its line, from 0
+        ("start", "<i8"),  # position of its first token among the tokens of all samples
+        ("prompt_tokens", "<i4"),
+        ("response_tokens", "<i4"),
+        ("loss_tokens", "<i4"),  # response tokens that count in the loss
+        ("pair_sign", "<i1"),  # 1 = preferred, -1 = the other, 0 = no pair
+        ("group", "<i8"),  # prompt group, from 0 by first appearance
+        ("rollout", "<i8"),  # from 0 by first appearance in the data set
+        ("reward", "<f8"),  # NaN = not given
+        ("advantage", "<f8"),  # NaN = not given
+        ("route_start", "<i8"),  # position of its first token among the routes; -1 = none
+        ("response_start", "<i8"),  # response tokens of the samples before it
+    ]
+)
+Index = npt.NDArray[np.void]
+# What a token block has already.
+_ROW_COLUMNS = [name for name in ROW_DTYPE.names or () if name in (INDEX_DTYPE.names or ())]
+
+# Columns that say what is trained; the others say where it comes from and where it is stored.
+_TRAINED_COLUMNS = (
+    *("prompt_tokens", "response_tokens", "loss_tokens", "pair_sign", "group", "rollout"),
+    *("reward", "advantage"),
+)
+
+# Hexadecimal digits: 64 bits of the digest.
+_KEY_CHARS = 16
+_INDEX = ".megapack-index.npy"
+_SAMPLES = ".megapack-samples"
+_TOKENS = ".megapack-tokens.npy"
+_ROUTES = ".megapack-routes.npy"
+# A right shift by it leaves the sign bit of an int32.
+_SIGN_BIT = 31
+_COLUMNS = {name: f".megapack-{name}.npy" for name in TOKEN_COLUMNS}
+_SUFFIXES = (_TOKENS, _ROUTES, *_COLUMNS.values(), _SAMPLES, _INDEX)
+
+
+@dataclass(frozen=True, eq=False)
+class SampleTokens:
+    """The token ids of one sample."""
+
+    prompt_ids: Ids
+    response_ids: Ids
+    loss_mask: Mask | None = None
+    """Per token of the response: whether it counts in the loss; None = all do."""
+    routed_experts: Routes | None = None
+    """The experts that each token was routed to, [tokens, MoE layers, k]; None = not given. Mapped:
+    read only where it is used."""
+    columns: TokenColumns = field(default_factory=dict)
+    """Values per token of the response, by column; mapped too."""
+
+    @property
+    def counts(self) -> Mask:
+        """Per token of the sample: whether it counts in the loss; the first one never does."""
+        counts = np.zeros(len(self.prompt_ids) + len(self.response_ids), dtype=np.bool_)
+        counts[len(self.prompt_ids) :] = True if self.loss_mask is None else self.loss_mask
+        counts[:1] = False
+        return counts
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSamples:
+    """Samples by number; the arrays are memory-mapped, or in memory."""
+
+    index: Index
+    all_tokens: Tokens
+    all_routes: Routes | None
+    """[routed tokens of all samples, MoE layers, k]."""
+    digest: str
+    """Of all that is trained: equal samples have equal digests, from any file."""
+    all_columns: TokenColumns = field(default_factory=dict)
+    """[response tokens of all samples, ...] each."""
+
+    def prefixes(
+        self, numbers: npt.NDArray[np.int64], *, mtp_num_layers: int, replays_routes: bool
+    ) -> SharedPrefixes:
+        """What samples have in common at their beginnings, by the order of `numbers`.
+
+        Only tokens that samples have in common are read, and the routes of these.
+
+        Args:
+            mtp_num_layers: layers of multi-token prediction of the model.
+            replays_routes: samples share only tokens that have the same routes.
+        """
+        index = self.index[numbers]
+        starts = index["start"].tolist()
+        lengths = index["prompt_tokens"] + index["response_tokens"]
+        stops = (index["start"] + lengths).tolist()
+
+        def read(sample: int, first: int, last: int) -> Tokens:
+            start = starts[sample]
+            stored = self.all_tokens[start + first : min(start + last, stops[sample])]
+            # ~id is -1 - id, and the sign bit shifts to -1 where it is set.
+            return stored ^ (stored >> _SIGN_BIT)
+
+        routing: list[Routes | None] | None = None
+        if replays_routes:
+            pairs = zip(index["route_start"].tolist(), lengths.tolist(), strict=True)
+            routing = [self._routes(row, length) for row, length in pairs]
+        return SharedPrefixes.from_reader(
+            len(numbers), read, routing=routing, mtp_num_layers=mtp_num_layers
+        )
+
+    def _routes(self, row: int, length: int) -> Routes | None:
+        return None if self.all_routes is None or row < 0 else self.all_routes[row : row + length]
+
+    def tokens(self, number: int) -> SampleTokens:
+        """The tokens of one sample."""
+        entry = self.index[number]
+        start = int(entry["start"])
+        first = start + int(entry["prompt_tokens"])
+        stop = first + int(entry["response_tokens"])
+        response = self.all_tokens[first:stop].astype(np.int64)
+        counts = response >= 0
+        return SampleTokens(
+            prompt_ids=self.all_tokens[start:first].astype(np.int64),
+            response_ids=np.where(counts, response, -1 - response),
+            loss_mask=None if counts.all() else counts,
+            routed_experts=self._routes(int(entry["route_start"]), stop - start),
+            columns={name: self.column(name, number) for name in self.all_columns},
+        )
+
+    def column(self, name: str, number: int) -> npt.NDArray[Any]:
+        """A column's values of one sample, one per response token."""
+        entry = self.index[number]
+        first = int(entry["response_start"])
+        return self.all_columns[name][first : first + int(entry["response_tokens"])]
+
+
+def load_samples(
+    path: str | Path, settings: ReadSettings, spare_folder: Path, num_workers: int | None = 1
+) -> StoredSamples:
+    """Load the stored samples of `data.path`; read and store them first if they are not.
+
+    Args:
+        path: a file, or a folder of files, which count as one file in the order of their names.
+        spare_folder: stores the samples if the data's own folder cannot be written.
+        num_workers: processes that tokenize; None = one per core. It does not change the result.
+
+    Raises:
+        DataError: a file cannot be read or has a bad sample. The message has file, line and reason.
+    """
+    files = list_files(path)
+    folders = (_data_folder(path), spare_folder)
+    content = Content(Path(path), files, folders)
+    key = index_key(content.digest, settings)
+    stems = [folder / (content.name + key) for folder in folders]
+    for stem in stems:
+        with contextlib.suppress(OSError, ValueError, EOFError, IndexError):
+            stored = _read(stem)
+            content.remember(stem.parent)
+            return stored
+    for stem in stems:
+        if _writable(stem.parent):
+
+            def check() -> None:
+                content.check()
+                if index_key(content.digest, settings) != key:
+                    raise DataError(
+                        f"{path}: the tokenizer's files change while they are read; start when "
+                        "they are complete"
+                    )
+
+            _write(stem, files, settings, num_workers, check)
+            content.remember(stem.parent)
+            _remove_outdated(stem, content.digest)
+            return _read(stem)
+    raise DataError(
+        f"the index of {path} can be written neither to {stems[0].parent} nor to "
+        f"{stems[1].parent}; set runs_dir to a folder that can be written"
+    )
+
+
+def index_key(content: str, settings: ReadSettings) -> str:
+    """A digest of everything that an index depends on.
+
+    Args:
+        content: the digest of the files.
+    """
+    rest = [
+        getattr(settings, each.name)
+        for each in dataclasses.fields(settings)
+        if each.name != "tokenizer"
+    ]
+    whole = repr((_sources(), content, settings.tokenizer.digest, rest))
+    return hashlib.sha256(whole.encode()).hexdigest()[:_KEY_CHARS]
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of the code that reads samples: what another version stored is read again."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class _SamplesDigest:
+    """The digest of `StoredSamples`, block by block. The sizes of blocks do not change it."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, Any] = {}
+
+    def add(self, index: Index, token_block: TokenBlock) -> None:
+        """Add a block, with its rows of the index."""
+        arrays = [(name, index[name]) for name in _TRAINED_COLUMNS]
+        arrays.append(("tokens", token_block.tokens))
+        arrays += [("routes", array) for array in token_block.routes]
+        for name, values in token_block.columns.items():
+            arrays += [(name, array.astype(TOKEN_COLUMNS[name])) for array in values]
+        for name, array in arrays:
+            digest = self._digests.setdefault(name, hashlib.sha256())
+            digest.update(np.ascontiguousarray(array).tobytes())
+
+    def hexdigest(self) -> str:
+        """The digest of all blocks so far."""
+        parts = sorted((name, digest.hexdigest()) for name, digest in self._digests.items())
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+class _Builder:
+    """Makes index rows of token blocks; numbers prompt groups and rollouts as they first appear."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int | str, int] = {}
+        # By the number of the prompt group, and the name within it.
+        self._rollouts: dict[tuple[int, int | str], int] = {}
+        self._num_tokens = 0
+        self._num_routes = 0
+        self._num_responses = 0
+        # Bits of `ROW_DTYPE`; -1 before the first sample.
+        self._columns = -1
+        self.column_shapes: dict[str, tuple[int, ...]] = {}
+        self.num_samples = 0
+        self.route_shape: tuple[int, ...] | None = None
+
+    def add(self, file: int, token_block: TokenBlock) -> Index:
+        """The index rows of the next token block.
+
+        Raises:
+            DataError: its routes or columns are others than those before; without the file's name.
+        """
+        rows = token_block.rows
+        index = np.empty(len(rows), dtype=INDEX_DTYPE)
+        for name in _ROW_COLUMNS:
+            index[name] = rows[name]
+        lengths = rows["prompt_tokens"].astype(np.int64) + rows["response_tokens"]
+        stops = self._num_tokens + np.cumsum(lengths)
+        groups = self._groups
+        rollouts = self._rollouts
+        group = [groups.setdefault(each, len(groups)) for each in token_block.groups]
+        keys = zip(group, token_block.rollouts, strict=True)
+        index["file"] = file
+        index["start"] = stops - lengths
+        index["group"] = group
+        index["rollout"] = [rollouts.setdefault(each, len(rollouts)) for each in keys]
+        index["route_start"] = -1
+        routed = np.flatnonzero(rows["has_routes"])
+        for row, routes in zip(routed.tolist(), token_block.routes, strict=True):
+            index["route_start"][row] = self._num_routes
+            self._num_routes += self._checked(int(rows["number"][row]), routes)
+        self._check_columns(token_block)
+        responses = np.cumsum(rows["response_tokens"], dtype=np.int64)
+        index["response_start"] = self._num_responses + responses - rows["response_tokens"]
+        self._num_responses += int(rows["response_tokens"].sum())
+        self.num_samples += len(rows)
+        self._num_tokens += int(lengths.sum())
+        return index
+
+    def _check_columns(self, token_block: TokenBlock) -> None:
+        rows = token_block.rows
+        if self._columns < 0 and len(rows):
+            self._columns = int(rows["columns"][0])
+        other = np.flatnonzero(rows["columns"] != self._columns)
+        if other.size:
+            bits = int(rows["columns"][other[0]]) ^ self._columns
+            name = next(name for k, name in enumerate(TOKEN_COLUMNS) if bits >> k & 1)
+            raise DataError(
+                f"{rows['number'][other[0]]}: {name} is given for some samples only; give it for "
+                "all, or for none"
+            )
+        for name, arrays in token_block.columns.items():
+            for number, values in zip(rows["number"].tolist(), arrays, strict=True):
+                shape = self.column_shapes.setdefault(name, values.shape[1:])
+                if values.shape[1:] != shape:
+                    raise DataError(
+                        f"{number}: {name} has k={values.shape[1]}, samples before it k={shape[0]};"
+                        " give equally many"
+                    )
+
+    def _checked(self, number: int, routes: Routes) -> int:
+        shape = routes.shape[1:]
+        self.route_shape = self.route_shape or shape
+        if shape != self.route_shape:
+            raise DataError(
+                f"{number}: routed_experts has {shape[0]} layers of {shape[1]} experts, samples "
+                f"before it {self.route_shape[0]} of {self.route_shape[1]}; give those of one model"
+            )
+        return len(routes)
+
+
+def store_in_memory(records: Sequence[Rollout]) -> StoredSamples:
+    """Samples that are in memory, as if read from one file."""
+    builder = _Builder()
+    token_block = make_token_block(enumerate(records, start=1))
+    index = builder.add(0, token_block)
+    digest = _SamplesDigest()
+    digest.add(index, token_block)
+    return StoredSamples(
+        index,
+        token_block.tokens,
+        np.concatenate(token_block.routes) if token_block.routes else None,
+        digest.hexdigest(),
+        {name: np.concatenate(arrays) for name, arrays in token_block.columns.items()},
+    )
+
+
+def _write(
+    stem: Path,
+    files: Sequence[Path],
+    settings: ReadSettings,
+    num_workers: int | None,
+    check: Callable[[], None],
+) -> None:
+    """Write the arrays piece by piece under other names, and rename them when they are complete.
+
+    The index is renamed last: where there is an index, there is the rest.
+
+    Args:
+        check: raises if what was read has changed.
+    """
+    blocks = ((n, block) for n, path in enumerate(files) for block in open_file(path).blocks())
+    total = sum(path.stat().st_size for path in files)
+    builder = _Builder()
+    digest = _SamplesDigest()
+    num_skipped = 0
+    num_truncated = 0
+    with contextlib.ExitStack() as stack:
+        index = stack.enter_context(_ArrayFile(_named(stem, _INDEX), INDEX_DTYPE))
+        tokens = stack.enter_context(_ArrayFile(_named(stem, _TOKENS), np.dtype("<i4")))
+        routes: _ArrayFile | None = None
+        columns: dict[str, _ArrayFile] = {}
+        for file, token_block in read_token_blocks(blocks, settings, num_workers, total):
+            try:
+                rows = builder.add(file, token_block)
+            except DataError as error:
+                raise DataError(f"{files[file]}:{error}") from None
+            index.write(rows)
+            digest.add(rows, token_block)
+            if token_block.error:
+                raise DataError(f"{files[file]}:{token_block.error}")
+            tokens.write(token_block.tokens)
+            if token_block.routes and routes is None:
+                shape = builder.route_shape or ()
+                path = _named(stem, _ROUTES)
+                routes = stack.enter_context(_ArrayFile(path, np.dtype("<u2"), shape))
+            for array in token_block.routes:
+                assert routes is not None
+                routes.write(array)
+            for name, arrays in token_block.columns.items():
+                if name not in columns:
+                    path = _named(stem, _COLUMNS[name])
+                    dtype = np.dtype(TOKEN_COLUMNS[name])
+                    shape = builder.column_shapes[name]
+                    columns[name] = stack.enter_context(_ArrayFile(path, dtype, shape))
+                for array in arrays:
+                    columns[name].write(array)
+            num_skipped += token_block.num_skipped
+            num_truncated += token_block.num_truncated
+        path = files[0] if len(files) == 1 else files[0].parent
+        _report(path, settings.max_length, builder.num_samples, num_skipped, num_truncated)
+        check()
+        write_whole(_named(stem, _SAMPLES), digest.hexdigest())
+        for array_file in (tokens, routes, *columns.values(), index):
+            if array_file is not None:
+                array_file.finish()
+
+
+def _report(
+    path: Path, most: int | None, num_samples: int, num_skipped: int, num_truncated: int
+) -> None:
+    """Warn of skipped and truncated samples; raise DataError if no sample is left."""
+    if num_skipped:
+        logger.warning("%s: %d samples above %s tokens skipped", path, num_skipped, most)
+    if num_truncated:
+        logger.warning("%s: %d samples truncated to %s tokens", path, num_truncated, most)
+    if num_samples == 0:
+        raise DataError(
+            f"{path} has no sample ({num_skipped} were above max_length={most}); give at least one"
+        )
+
+
+class _ArrayFile:
+    """Writes a NumPy array piece by piece under another name.
+
+    Without `finish` nothing is left.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], item_shape: tuple[int, ...] = ()) -> None:
+        self._path = path
+        # A process id would not be unique: two nodes may share the folder. tempfile would not do
+        # either: only the owner may read its files.
+        self._part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+        self._dtype = dtype
+        self._item_shape = item_shape
+        self._num_items = 0
+        self._file = open(self._part, "xb")  # noqa: SIM115
+        # The number of items is not known yet; 10**12 stands in for it.
+        self._write_header(10**12)
+        self._start = self._file.tell()
+
+    def __enter__(self) -> _ArrayFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self._part.unlink(missing_ok=True)
+
+    def write(self, array: npt.NDArray[Any]) -> None:
+        """Add items."""
+        self._file.write(np.ascontiguousarray(array, dtype=self._dtype).tobytes())
+        self._num_items += len(array)
+
+    def finish(self) -> None:
+        """Sync the file and give it its name."""
+        # NumPy pads the header to a fixed length, so the true count fits into the same bytes.
+        self._file.seek(0)
+        self._write_header(self._num_items)
+        assert self._file.tell() == self._start, "the header's length depends on the count"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        os.replace(self._part, self._path)
+
+    def _write_header(self, num_items: int) -> None:
+        shape = (num_items, *self._item_shape)
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        header = {"descr": descr, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+def _remove_outdated(stem: Path, content: str) -> None:
+    """Remove what is stored of the same data under other keys, and digests of other content."""
+    same_data = re.compile(re.escape(stem.name[:-_KEY_CHARS]) + f"[0-9a-f]{{{_KEY_CHARS}}}")
+    for other in stem.parent.iterdir():
+        for suffix in (*_SUFFIXES, SUFFIX):
+            name = other.name.removesuffix(suffix)
+            is_kept = name == stem.name or (suffix == SUFFIX and remembered(other) == content)
+            if name != other.name and same_data.fullmatch(name) and not is_kept:
+                other.unlink(missing_ok=True)
+
+
+def _read(stem: Path) -> StoredSamples:
+    """Map the arrays of a data set.
+
+    Raises:
+        OSError, ValueError, EOFError, IndexError: they are missing, damaged, or of another format.
+    """
+    index = _map(stem, _INDEX)
+    if index.dtype != INDEX_DTYPE:
+        raise ValueError(f"{stem} has other columns")
+    tokens = _map(stem, _TOKENS)
+    last = index[-1]
+    if len(tokens) != last["start"] + last["prompt_tokens"] + last["response_tokens"]:
+        raise ValueError(f"{stem} has other tokens than its index")
+    is_routed = bool((index["route_start"] >= 0).any())
+    columns = {
+        name: _map(stem, suffix)
+        for name, suffix in _COLUMNS.items()
+        if _named(stem, suffix).exists()
+    }
+    num_responses = last["response_start"] + last["response_tokens"]
+    if any(len(values) != num_responses for values in columns.values()):
+        raise ValueError(f"{stem} has other columns than its index")
+    routes = _map(stem, _ROUTES) if is_routed else None
+    return StoredSamples(index, tokens, routes, read_text(_named(stem, _SAMPLES)), columns)
+
+
+def _map(stem: Path, suffix: str) -> npt.NDArray[Any]:
+    return np.load(_named(stem, suffix), mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+
+
+def _named(stem: Path, suffix: str) -> Path:
+    return stem.with_name(stem.name + suffix)
+
+
+def _data_folder(path: str | Path) -> Path:
+    path = Path(path)
+    return path if path.is_dir() else path.parent
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(prefix=".megapack-probe-", dir=folder):
+            pass
+    except OSError:
+        return False
+    return True

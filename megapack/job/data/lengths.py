@@ -1,0 +1,485 @@
+"""Files of sample lengths: CSV, JSON, Parquet, arrays of NumPy, or standard input.
+
+A file is read once, row by row, into a `LengthTable`. How it begins decides its format. Of text, an
+object means JSON Lines, a bracket a JSON array, a number alone one length per line, and anything
+else is the header of a CSV whose cells end with commas, tabs or semicolons. A cell is a whole
+number or a list of token ids, whose items are counted. Text and chats are counted by a tokenizer.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import re
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megapack.base.arrays import MAX_LENGTH, Ids, Ints, is_id, read_lengths
+from megapack.base.files import (
+    GZIP,
+    HEAD_BYTES,
+    NPY,
+    PARQUET,
+    ZIP,
+    read_whole,
+    strict_json,
+    text_of,
+    what_it_is,
+)
+from megapack.config.typed import shown
+from megapack.errors import ConfigError, DataError, brief, first_line
+from megapack.job.data.files import not_json_lines, unreadable
+from megapack.job.data.lines import json_object
+from megapack.job.data.messages import BadLine
+from megapack.prefixes import SharedPrefixes
+
+STDIN = "-"
+_BINARY = (".parquet", ".npy", ".npz")
+
+# Columns to look for if the user names none of them: the first of `_LENGTHS` in the file, else the
+# first pair of `_SUMS`, whose sum is the length.
+_LENGTHS = [
+    *("length", "len", "total_len", "total_length", "num_tokens", "tokens", "seq_len", "seqlen"),
+    "input_ids",
+]
+_SUMS = [
+    (first + unit, second + unit)
+    for first, second in (("prompt", "response"), ("prompt", "completion"), ("input", "output"))
+    for unit in ("_len", "_length", "_tokens", "_ids")
+]
+# Columns of text, chats and pairs, see `rollouts`, and what else chats are called.
+_TEXTS = {"messages", "conversations", "prompt", "response", "chosen", "rejected", "text"}
+_TEXTS |= {"chosen_ids", "rejected_ids"}
+# A column of this name has numbers: a list in it is no sample's token ids.
+_COUNTS = ("len", "length", "lengths", "lens", "num_tokens")
+# 18 digits always fit into int64.
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
+# As pandas and numpy.savetxt write whole numbers: 1587.0, 1.587e+03.
+_FLOAT = re.compile(r"-?[0-9]{1,18}(\.[0-9]*)?(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
+_THOUSANDS = re.compile(r"(?<=[0-9])[,_' \u00a0\u2009\u202f](?=[0-9]{3})")
+
+Records = Iterator[tuple[str, dict[str, Any]]]
+"""Where a row is, such as "line 3", and its cells by column."""
+
+
+class _Uncounted(DataError):
+    """The samples have text, which only a tokenizer counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The columns to read.
+
+    Raises:
+        ConfigError: the names contradict each other.
+    """
+
+    length: str | None = None
+    """Tokens of a sample. If prompt and response are None too, the column is found by its name."""
+    prompt: str | None = None
+    response: str | None = None
+    """Tokens of the sample's two parts, instead of `length`."""
+    rollout: str | None = None
+    """Samples with equal values stay in one optimizer step."""
+    colocate: str | None = None
+    """Samples with equal values stay in one micro-batch."""
+    group: str | None = None
+    """Samples with equal values have the same prompt, whose tokens rows may share. Needs columns of
+    prompts and responses."""
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) != (self.response is None):
+            raise ConfigError(
+                f"prompt column {self.prompt!r}, response column {self.response!r}; set both, or "
+                "a length column instead"
+            )
+        if self.length is not None and self.prompt is not None:
+            raise ConfigError(
+                f"length column {self.length!r} and prompt column {self.prompt!r} given; set one "
+                "of them"
+            )
+
+    def summands(self, names: list[str]) -> tuple[str, ...]:
+        """The columns whose sum is a sample's length.
+
+        Raises:
+            DataError: no column of the file is a length. The message lists the columns.
+        """
+        if self.length is not None:
+            return (self.length,)
+        if self.prompt is not None and self.response is not None:
+            return self.prompt, self.response
+        for columns in [*((name,) for name in _LENGTHS), *_SUMS]:
+            if set(columns) <= set(names):
+                return columns
+        if len(names) == 1:
+            return (names[0],)
+        if texts := [name for name in names if name in _TEXTS]:
+            raise _Uncounted(f"has {', '.join(texts)}")
+        raise DataError(
+            f"no column of lengths among {_listed(names)}; set --length-column, or "
+            "--prompt-column and --response-column"
+        )
+
+    def prompts(self, names: list[str]) -> str | None:
+        """The column of prompts; None if the length is one column.
+
+        Raises:
+            DataError: there are groups and no prompts.
+        """
+        summands = self.summands(names)
+        if len(summands) > 1:
+            return summands[0]
+        if self.group is not None:
+            raise DataError(
+                f"groups {_one_line(self.group)!r} and no column of prompts beside "
+                f"{_one_line(summands[0])!r}; set --prompt-column and --response-column"
+            )
+        return None
+
+    def needed(self, names: list[str]) -> list[str]:
+        """The columns to read; all columns if one is missing, so that the error can list them."""
+        ids = (self.rollout, self.colocate, self.group)
+        id_columns = [name for name in ids if name is not None]
+        needed = [*self.summands(names), *id_columns]
+        return needed if set(needed) <= set(names) else names
+
+
+@dataclass(frozen=True)
+class LengthTable:
+    """Lengths and ids of a file's samples."""
+
+    lengths: Ints
+    """int64 [n], each at least 1."""
+    rollout_ids: Ids | None
+    colocate_ids: Ids | None
+    columns: str
+    """The columns that were read as the length, such as `prompt_len + response_len`."""
+    prefixes: SharedPrefixes | None = None
+    """Prompts that samples have in common; None if the file does not say."""
+
+
+def read_length_file(path: str, columns: Columns, config: str | None = None) -> LengthTable:
+    """Read the lengths of a file.
+
+    Args:
+        path: a file, perhaps compressed by gzip; "-" = standard input.
+        columns: the columns to read.
+        config: path or name of a config, which says how text is tokenized; None = text is refused.
+
+    Raises:
+        DataError: the file cannot be read or does not hold lengths. The message has file and line.
+        ConfigError: pyarrow is needed and not installed.
+    """
+    name = "standard input" if path == STDIN else path
+    try:
+        return _read(path, columns)
+    except _Uncounted as error:
+        if config is None or path == STDIN:
+            raise DataError(
+                f"{name}: {error}, which a tokenizer counts; give lengths or token ids, or a file "
+                "of JSON Lines or Parquet and --config with its tokenizer"
+            ) from None
+        return _tokenized(path, columns, config)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{name}: {error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(name, error, "give a file of lengths") from None
+
+
+def _tokenized(path: str, columns: Columns, config_name: str) -> LengthTable:
+    """The samples that a run with this config would train."""
+    from megapack.config.load import load_config
+    from megapack.config.shipped import find_config
+    from megapack.job.config.sections import TrainConfig
+    from megapack.job.data.batches import read_settings
+    from megapack.job.data.dataset import Dataset
+
+    if columns not in (Columns(), Columns(group="group")):
+        raise ConfigError(
+            f"{path} is counted by the tokenizer of --config, which knows its columns; leave the "
+            "--...-column options out, but for --group-column group"
+        )
+    config = load_config(find_config(config_name), [], TrainConfig)
+    spare_folder = Path(config.runs_dir) / ".index"
+    data = Dataset.from_files(path, read_settings(config), spare_folder, config.data.workers)
+    numbers = np.arange(len(data))
+    pairs = data.pair_ids(numbers)
+    return LengthTable(
+        data.lengths,
+        tuple(data.rollout_ids(numbers)),
+        None if pairs is None else tuple(pairs),
+        f"counted by the tokenizer {config.tokenizer_folder or 'of bytes'}",
+        None if columns.group is None else data.prefixes(numbers),
+    )
+
+
+def _read(path: str, columns: Columns) -> LengthTable:
+    data = sys.stdin.buffer.read() if path == STDIN else read_whole(path, HEAD_BYTES)
+    suffix = Path(path).suffix
+    kind = what_it_is(data)
+    if suffix in _BINARY and kind is not None and not data.startswith((PARQUET, NPY, ZIP)):
+        raise DataError(f"not {suffix}, it is {kind}")
+    source: str | io.BytesIO = path
+    if path == STDIN or not (data.startswith(PARQUET) or suffix == ".parquet"):
+        data = data if path == STDIN else read_whole(path)
+        data = gzip.decompress(data) if data.startswith(GZIP) else data
+        source = io.BytesIO(data)
+    if data.startswith(PARQUET) or suffix == ".parquet":
+        return _read_rows(_parquet_rows(source, columns), columns)
+    if data.startswith((NPY, ZIP)) or suffix in _BINARY:
+        return _read_array(data, columns)
+    return _read_rows(_text_rows(text_of(data)), columns)
+
+
+def _read_array(data: bytes, columns: Columns) -> LengthTable:
+    if columns != Columns():
+        raise DataError("an array has no columns; leave the --...-column options out")
+    try:
+        array = np.load(io.BytesIO(data), allow_pickle=False)
+        if isinstance(array, np.lib.npyio.NpzFile):
+            if len(array.files) != 1:
+                raise DataError(f"has {_listed(array.files) or 'no array'}; save one array alone")
+            array = array[array.files[0]]
+        if not isinstance(array, np.ndarray):
+            raise ValueError("an archive of other files")
+    except (ValueError, MemoryError, zipfile.BadZipFile) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"not an array of numbers ({first_line(error)}); save one with numpy.save"
+        ) from None
+    if array.dtype.kind == "f" and (np.rint(array) == array).all() and np.isfinite(array).all():
+        array = array.astype(np.int64)
+    return LengthTable(read_lengths(array), None, None, "array")
+
+
+def _read_rows(rows: Records, columns: Columns) -> LengthTable:
+    first = next(rows, None)
+    if first is None:
+        raise DataError("no samples; give one row per sample")
+    summands = columns.summands(list(first[1]))
+    prompts = columns.prompts(list(first[1]))
+    groups: list[int | str] = []
+    prompt_tokens: list[int] = []
+    lengths: list[int] = []
+    rollouts: list[int | str] = []
+    colocated: list[int | str] = []
+    for place, row in _chain(first, rows):
+        try:
+            lengths.append(_length(row, summands))
+            if columns.rollout is not None:
+                rollouts.append(_identity(row, columns.rollout))
+            if columns.colocate is not None:
+                colocated.append(_identity(row, columns.colocate))
+            if columns.group is not None and prompts is not None:
+                groups.append(_identity(row, columns.group))
+                prompt_tokens.append(_count(row, prompts))
+        except _Uncounted as error:
+            raise _Uncounted(f"{place}: {error}") from None
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from None
+    return LengthTable(
+        np.array(lengths, dtype=np.int64),
+        _ids(rollouts) if columns.rollout is not None else None,
+        _ids(colocated) if columns.colocate is not None else None,
+        _sum(summands),
+        None if columns.group is None else SharedPrefixes.from_groups(groups, prompt_tokens),
+    )
+
+
+def _chain(first: tuple[str, dict[str, Any]], rows: Records) -> Records:
+    yield first
+    yield from rows
+
+
+def _length(row: dict[str, Any], summands: tuple[str, ...]) -> int:
+    counts = [_count(row, column) for column in summands]
+    length = sum(counts)
+    what = _sum(summands)
+    for column, count in zip(summands, counts, strict=True):
+        if count < 0 and len(counts) > 1:
+            raise DataError(f"{_one_line(column)} is {brief(count)}; give 0 or more tokens")
+    if length < 1:
+        raise DataError(f"{what} is {brief(length)}; give at least 1 token per sample")
+    if length > MAX_LENGTH:
+        raise DataError(f"{what} is {brief(length)}; a sample has at most {MAX_LENGTH} tokens")
+    return length
+
+
+def _count(row: dict[str, Any], column: str) -> int:
+    value = _cell(row, column)
+    name = _one_line(column)
+    if isinstance(value, list):
+        if set(map(type, value)) - {int}:
+            raise _Uncounted(f"{name} is a list of other things than token ids")
+        if column.lower().endswith(_COUNTS):
+            raise DataError(f"{name} is a list of {len(value)}; give one number per sample")
+        return len(value)
+    remedy = "give a whole number of tokens"
+    if isinstance(value, str):
+        # `strip` also removes separators such as \x1c, which `int` refuses.
+        text = value.strip()
+        if _WHOLE.fullmatch(text):
+            value = int(text)
+        elif _FLOAT.fullmatch(text):
+            value = float(text)
+        elif _WHOLE.fullmatch(plain := _THOUSANDS.sub("", text)):
+            remedy = f"write {plain}"
+        elif column in _TEXTS:
+            raise _Uncounted(f"{name} is text")
+    if type(value) is float and value.is_integer():
+        value = int(value)
+    if type(value) is not int:
+        raise DataError(f"{name} is {shown(_cell(row, column))}; {remedy}")
+    return value
+
+
+def _identity(row: dict[str, Any], column: str) -> int | str:
+    value = _cell(row, column)
+    if not is_id(value) or value == "":
+        raise DataError(f"{_one_line(column)} is {shown(value)}; give an int64 or a string")
+    return value
+
+
+def _cell(row: dict[str, Any], column: str) -> Any:
+    if column not in row:
+        raise DataError(
+            f"no column {brief(column)} among {_listed(list(row))}; name one that is there"
+        )
+    return row[column]
+
+
+def _ids(values: list[int | str]) -> Ids:
+    """The ids unchanged, except that strings become integers if all of them are whole numbers.
+
+    ("7", "8") becomes (7, 8), but ("7", "07") stays as it is.
+    """
+    if all(isinstance(value, str) and _is_plain_integer(value) for value in values):
+        return tuple(int(value) for value in values)
+    return tuple(values)
+
+
+def _is_plain_integer(text: str) -> bool:
+    """Whether the text is an integer as `str` prints it."""
+    return _WHOLE.fullmatch(text) is not None and str(int(text)) == text
+
+
+def _one_line(name: str) -> str:
+    return (name if name.isprintable() else repr(name))[:40]
+
+
+def _sum(columns: tuple[str, ...]) -> str:
+    return " + ".join(map(_one_line, columns))
+
+
+def _listed(names: list[str]) -> str:
+    shown_names = ", ".join(map(_one_line, names[:12]))
+    return shown_names + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+def _text_rows(text: str) -> Records:
+    # `str.splitlines` also splits at characters that JSON allows inside a string, such as U+2028.
+    lines = list(io.StringIO(text, newline=""))
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        return iter(())
+    start = numbered[0][1].strip()
+    if start.startswith("{"):
+        if kind := not_json_lines(text.encode()):
+            raise DataError(f"it is {kind}")
+        return _json_rows(numbered)
+    if start.startswith("["):
+        return _json_items(text)
+    if _FLOAT.fullmatch(start):
+        return ((f"line {number}", {"length": line.strip()}) for number, line in numbered)
+    return _csv_rows(lines, max(",\t;", key=start.count))
+
+
+def _json_rows(numbered: list[tuple[int, str]]) -> Records:
+    for number, line in numbered:
+        try:
+            yield f"line {number}", json_object(line.encode(), "an object per line")
+        except BadLine as error:
+            raise DataError(f"line {number}: {error}") from None
+
+
+def _json_items(text: str) -> Records:
+    try:
+        items = strict_json(text)
+    except ValueError as error:
+        raise DataError(
+            f"not a JSON array: {error}; give one array, or an object per line"
+        ) from None
+    for number, item in enumerate(items, start=1):
+        row = item
+        if not isinstance(item, dict):
+            row = {"input_ids" if isinstance(item, list) else "length": item}
+        yield f"item {number}", row
+
+
+def _csv_rows(lines: list[str], delimiter: str) -> Records:
+    reader = csv.reader(lines, delimiter=delimiter)
+    names: list[str] = []
+    try:
+        for cells in reader:
+            if not any(cells):
+                continue
+            if not names:
+                names = _header(cells, reader.line_num)
+            elif len(cells) != len(names):
+                raise DataError(
+                    f"line {reader.line_num}: {len(cells)} cells under {len(names)} columns; give "
+                    "one cell per column"
+                )
+            else:
+                yield f"line {reader.line_num}", dict(zip(names, cells, strict=True))
+    except csv.Error as error:
+        raise DataError(f"line {reader.line_num}: not CSV ({error}); write it again") from None
+
+
+def _header(cells: list[str], number: int) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    for name in names:
+        if _is_number(name):
+            raise DataError(
+                f"line {number}: {brief(name)} is not a column name; begin with a header, or give "
+                "one whole number per line"
+            )
+        if names.count(name) > 1:
+            raise DataError(f"line {number}: column {brief(name)} stands twice; keep one of them")
+    return names
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _parquet_rows(source: str | io.BytesIO, columns: Columns) -> Records:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise ConfigError("Parquet needs pyarrow; pip install pyarrow") from None
+    try:
+        with parquet.ParquetFile(source) as file:
+            number = 0
+            for batch in file.iter_batches(columns=columns.needed(file.schema_arrow.names)):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", row
+    except ArrowException as error:
+        raise DataError(f"not Parquet ({first_line(error)}); write it again") from None

@@ -1,0 +1,126 @@
+"""Chat templates run in a process of their own, with limits of time and memory.
+
+A template is a program that came with a model: it may loop without end or fill the memory, and no
+signal ends one multiplication of large numbers. `TemplateProcess` sends chats to a process that
+runs `template_server.serve`, and gets their texts. The process starts with the first chat, in less
+than a second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import pickle
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megapack.base.processes import python_command
+from megapack.errors import ConfigError
+from megapack.job.data.chats import ChatText
+from megapack.job.data.tokenizer import Message, TextError
+
+MAX_SECONDS = 5
+"""CPU time of one rendering. A thousand turns take a tenth of it."""
+
+
+@dataclass(frozen=True)
+class TemplateSource:
+    """A template with what its tokenizer gives it."""
+
+    text: str
+    specials: Mapping[str, Any]
+    """Special tokens by the names that templates read."""
+    special_texts: tuple[str, ...]
+    """See `chats.ChatTemplate`."""
+    end_texts: tuple[str, ...]
+    """See `chats.ChatTemplate`."""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A chat to write as text."""
+
+    source: TemplateSource
+    messages: Sequence[Message]
+    turns: Sequence[int]
+    """See `chats.chat_texts`."""
+    tools: Sequence[Any] | None
+    arguments: Mapping[str, Any]
+    """Of the template, by name."""
+
+
+class TemplateProcess:
+    """The process that runs templates; see the module."""
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("jinja2") is None:
+            raise ConfigError("chat templates need jinja2; pip install jinja2")
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def chat_texts(self, request: ChatRequest) -> list[ChatText]:
+        """The samples of a chat, see `chats.chat_texts`.
+
+        Raises:
+            TextError: the template refuses the chat, leaves out a part of it, or needs more than
+                the limits.
+        """
+        with self._lock:
+            try:
+                if self._process is None:
+                    self._process = _start()
+                answer = _ask(self._process, request)
+            except (OSError, EOFError, pickle.UnpicklingError):
+                raise TextError(self._ending()) from None
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, list)
+        return answer
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _ending(self) -> str:
+        """Why the process ended; the next chat starts another one."""
+        assert self._process is not None
+        code = self._process.wait()
+        self.close()
+        if code == -signal.SIGPROF:
+            return (
+                f"makes the chat template run for more than {MAX_SECONDS} s; correct the template"
+            )
+        return f"ended the process of the chat template (exit code {code}); look at its output"
+
+
+@functools.cache
+def template_process(process_id: int) -> TemplateProcess:
+    """The process of this one: a fork would share its pipes.
+
+    Args:
+        process_id: this process's.
+    """
+    process = TemplateProcess()
+    atexit.register(process.close)
+    return process
+
+
+def _start() -> subprocess.Popen[bytes]:
+    code = "from megapack.job.data.template_server import serve; serve()"
+    return subprocess.Popen(python_command(code), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def _ask(process: subprocess.Popen[bytes], request: ChatRequest) -> Any:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    pickle.dump(request, process.stdin, protocol=5)
+    process.stdin.flush()
+    return pickle.load(process.stdout)

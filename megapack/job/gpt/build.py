@@ -1,0 +1,585 @@
+"""A Megatron-Core GPT for packed rows: its config, model chunks and data parallelism."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import megatron.core
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.activations import squared_relu
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import is_te_min_version
+
+from megapack import cpu
+from megapack.base.choices import Kernel
+from megapack.cost.sizes import FLASH_WIDTH, VOCAB_MULTIPLE
+from megapack.cost.stages import StageLayers, stage_layers_of
+from megapack.errors import ConfigError
+from megapack.job.config.hybrid import SIZES
+from megapack.job.config.model_checks import check_sizes
+from megapack.job.config.sections import ModelConfig, OptimConfig
+from megapack.job.gpt.init import freeze, initialize_by_name
+from megapack.job.gpt.rope import set_rope
+from megapack.job.gpt.settings import FIXED, Settings, layer_settings, reduction_settings, values
+from megapack.job.gpt.specs import Parts, block_spec, mtp_spec, packed_norm
+from megapack.layout import Layout, round_up
+from megapack.model.attention.choice import choose_attention, has_rope_fusion
+from megapack.model.attention.indexer import Indexer
+from megapack.model.attention.own_heads import Heads
+from megapack.model.attention.sdpa import PackedSDPA
+from megapack.model.attention.te_backend import AttentionSizes
+from megapack.model.experts.router import PackedRouter
+from megapack.model.fp32 import in_bf16
+from megapack.model.head import mark_logit_cap, mark_num_ids, replace_output_layer
+from megapack.model.parameters import mark_experts, mark_splits
+
+
+def transformer_config(
+    model: ModelConfig, layout: Layout, stage_layers: StageLayers | None = None
+) -> TransformerConfig:
+    """Megatron's config for a model and a layout, with the settings that packed rows need.
+
+    Args:
+        stage_layers: layers of each pipeline chunk; None = equally many.
+
+    Raises:
+        ConfigError: the attention, FP8 recipe or a setting cannot run on this machine, or layers or
+            sizes do not divide. This needs no process groups.
+    """
+    check_sizes(model, layout)
+    _check_class(model)
+    split = stage_layers_of(model.num_stage_layers, layout, stage_layers)
+    kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
+    dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
+    pipelined = layout.pp > 1
+    latent = model.kv_lora_rank is not None
+    config = (MLATransformerConfig if latent else TransformerConfig)(
+        num_layers=model.num_stage_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups or model.num_attention_heads,
+        kv_channels=model.head_width,
+        ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        qk_layernorm=model.qk_layernorm,
+        rotary_interleaved=model.rotary_interleaved,
+        softmax_scale=model.attention_scale,
+        add_qkv_bias=model.qkv_bias,
+        gated_linear_unit=model.gated_linear_unit,
+        activation_func=_activation(model),
+        layernorm_zero_centered_gamma=model.layernorm_zero_centered_gamma,
+        add_bias_linear=model.linear_bias,
+        activation_func_clamp_value=model.activation_clamp,
+        glu_linear_offset=model.glu_linear_offset,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=model.init_std,
+        # With it Megatron replaces biases of Transformer Engine's layers, which lose what the layer
+        # has marked them with (see `weight_gradients.check`).
+        use_cpu_initialization=kernel != "te" and not cpu.uses_cuda(),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=model.dtype == "bf16",
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        # Any split of Megatron's keys in the one form that can express all of them.
+        pipeline_model_parallel_layout=None
+        if split.is_even or model.layer_pattern
+        else split.to_text(model.mtp_num_layers),
+        microbatch_group_size_per_vp_stage=layout.group_size if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        sequence_parallel=layout.sequence_parallel,
+        # The interleaved schedule is correct only with overlap; see schedule.checks.check_config.
+        overlap_p2p_comm=pipelined and layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
+        # A stage's output is freed once it is sent: pp micro-batches of them would stay otherwise.
+        # Not under interleaving, see schedule.runner.
+        deallocate_pipeline_outputs=pipelined and layout.vpp == 1,
+        calculate_per_token_loss=True,
+        # Megatron's fused kernels of multi-latent attention take yarn only, others have no scale.
+        apply_rope_fusion=has_rope_fusion()
+        and not latent
+        and model.rope_scaling.rotation_scale == 1,
+        transformer_impl="transformer_engine" if kernel == "te" else "local",
+        mtp_num_layers=model.mtp_num_layers or None,
+        mtp_loss_scaling_factor=model.mtp_loss_coef,
+        **values(FIXED),
+        **_latent_attention(model),
+        **_windows_and_sinks(model),
+        **_hybrid(model),
+        **_experts(model),
+        **_fp8(model, kernel),
+        **_faster(model, kernel),
+        **without_cuda_graphs(),
+    )
+    # Megatron refuses a bias of softmax scores, which `PackedRouter` adds.
+    config.moe_router_enable_expert_bias = model.has_expert_bias
+    if kernel != "te":
+        packed_norm(config)
+    return config
+
+
+def attention_sizes(
+    model: ModelConfig, layout: Layout, *, has_wide_rows: bool = False
+) -> AttentionSizes:
+    """The attention of one tensor-parallel rank.
+
+    Args:
+        has_wide_rows: rows may lie over several DP ranks.
+    """
+    groups = model.num_query_groups or model.num_attention_heads
+    is_local = model.local_layers if model.has_global_heads else [True] * model.num_layers
+    windows = dict.fromkeys(zip(is_local, model.windows, strict=True))
+    sizes = AttentionSizes(
+        heads=model.num_attention_heads // layout.tp,
+        groups=max(1, groups // layout.tp),
+        head_width=model.head_width,
+        value_width=model.v_head_dim,
+        cp=layout.cp,
+        most_cp=layout.cp * layout.widths[-1] if has_wide_rows else None,
+        windows=tuple(window for local, window in windows if local),
+        softmax_type=_softmax_type(model),
+        is_sparse=model.indexer_top_k is not None,
+        is_capped=model.attention_score_cap is not None,
+    )
+    width, groups = model.global_heads
+    if not model.has_global_heads or width > FLASH_WIDTH:
+        return sizes
+    own = dataclasses.replace(
+        sizes,
+        head_width=width,
+        groups=max(1, groups // layout.tp),
+        windows=tuple(window for local, window in windows if not local),
+    )
+    return dataclasses.replace(sizes, others=own.kinds)
+
+
+def _windows_and_sinks(model: ModelConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {"softmax_type": _softmax_type(model)}
+    if model.attention_window is not None:
+        # Megatron counts the tokens before a token's own.
+        settings["window_size"] = (model.attention_window - 1, 0)
+        settings["window_attn_skip_freq"] = [int(window is not None) for window in model.windows]
+    return settings
+
+
+def _softmax_type(model: ModelConfig) -> Literal["vanilla", "learnable"]:
+    return "learnable" if model.attention_sinks else "vanilla"
+
+
+def _latent_attention(model: ModelConfig) -> dict[str, Any]:
+    if model.kv_lora_rank is None:
+        return {}
+    rope = model.rope_scaling
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_head_dim": model.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": model.qk_rope_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "rope_type": "yarn" if rope.kind == "yarn" else "rope",
+        "rotary_base": model.rotary_base,
+        # Also without yarn Megatron scales the scores by the logarithm of this factor.
+        "rotary_scaling_factor": rope.factor if rope.kind == "yarn" else 1.0,
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+        # Not Megatron's experimental_attention_variant, whose layers these replace.
+        "dsa_indexer_n_heads": model.indexer_num_heads,
+        "dsa_indexer_head_dim": model.indexer_head_dim,
+        "dsa_indexer_topk": model.indexer_top_k,
+        "dsa_indexer_loss_coeff": model.indexer_loss_coef,
+    }
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    if model.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.moe_top_k,
+        # Softmax over all experts instead of the chosen ones, whose scores then do not sum to 1. A
+        # softmax over a single chosen expert would always be 1.
+        "moe_router_pre_softmax": model.moe_score_function == "softmax"
+        and (model.moe_top_k == 1 or not model.moe_norm_top_k),
+        "moe_layer_freq": _expert_layers(model),
+        "moe_shared_expert_intermediate_size": model.moe_shared_ffn_hidden_size,
+        "moe_shared_expert_gate": model.moe_shared_gate,
+        "moe_router_num_groups": model.moe_num_groups,
+        "moe_router_group_topk": model.moe_group_top_k,
+        "moe_router_topk_scaling_factor": model.moe_route_scale,
+        "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
+        "moe_router_score_function": model.moe_score_function,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": model.moe_balance_loss_coef,
+        "moe_z_loss_coeff": model.moe_z_loss_coef or None,
+        "moe_router_bias_update_rate": model.moe_bias_update_rate,
+        # The default, allgather, needs rows of equal length on all ranks.
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _expert_layers(model: ModelConfig) -> list[int] | int:
+    """Of each layer, 1 if it has experts and 0 if not; 1 for all."""
+    if model.layer_pattern is not None:
+        return [int(letter == "E") for letter in model.layer_pattern]
+    if model.moe_first_dense_layers:
+        return [int(not dense) for dense in model.dense_layers]
+    return 1
+
+
+def _activation(model: ModelConfig) -> Any:
+    if model.activation == "squared_relu":
+        return squared_relu
+    if model.activation == "quick_gelu":
+        return quick_gelu
+    if model.activation == "gelu_tanh":
+        return gelu_tanh
+    if model.activation is not None:
+        return getattr(torch.nn.functional, model.activation)
+    return torch.nn.functional.silu if model.gated_linear_unit else torch.nn.functional.gelu
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU with a tanh in place of the error function."""
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def _hybrid(model: ModelConfig) -> dict[str, Any]:
+    """Sizes of the layers that only hybrid models have."""
+    if model.layer_pattern is None:
+        return {}
+    return {name: getattr(model, name) for name in (*SIZES, "attention_output_gate")}
+
+
+def _fp8(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
+    if model.fp8 is None:
+        return {}
+    if not cpu.uses_cuda():
+        raise ConfigError(f"model.fp8={model.fp8} needs a GPU; set model.fp8=null on a CPU")
+    if kernel != "te":
+        raise ConfigError(
+            f"model.fp8={model.fp8} needs Transformer Engine's layers, but attention is {kernel}; "
+            "set model.attention=te to see what is missing, or model.fp8=null"
+        )
+    if model.fp8 == "nvfp4":
+        if not is_te_min_version("2.7.0.dev0"):
+            raise ConfigError(
+                "model.fp8=nvfp4 needs Transformer Engine 2.7; install a later one, or set another "
+                "recipe"
+            )
+        return {"fp4": "e2m1", "fp4_recipe": "nvfp4"}
+    # Gradients have a wider range than E4M3 covers: E5M2 is used for them, except with scales per
+    # block, which make E4M3 sufficient.
+    by_block = model.fp8 in ("blockwise", "mxfp8")
+    return {"fp8": "e4m3" if by_block else "hybrid", "fp8_recipe": model.fp8}
+
+
+def without_cuda_graphs() -> dict[str, Any]:
+    """An empty scope: Megatron-Core 0.16.1 warns about its own default; 0.19 renamed the field."""
+    names = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for name in ("cuda_graph_modules", "cuda_graph_scope"):
+        if name in names:
+            return {name: []}
+    return {}
+
+
+def _faster(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
+    """The settings that choose faster kernels, and what is recomputed to save memory."""
+    chosen = values(layer_settings(model, kernel))
+    if model.recompute == "none":
+        return chosen
+    if model.recompute == "full":
+        whole = {"recompute_method": "uniform", "recompute_num_layers": 1}
+        return {**chosen, "recompute_granularity": "full", **whole}
+    modules = list(model.recompute_modules)
+    needs_te = [name for name in modules if name in ("layernorm", "moe_act")]
+    if needs_te and kernel != "te":
+        raise ConfigError(
+            f"model.recompute_modules has {needs_te[0]}, which Megatron recomputes only with "
+            f"Transformer Engine's layers, but attention is {kernel}; leave it out"
+        )
+    if "moe_act" in modules and not chosen["moe_grouped_gemm"]:
+        raise ConfigError(
+            "model.recompute_modules has moe_act, which needs moe_grouped_gemm; set it to true, or "
+            "leave moe_act out"
+        )
+    return {**chosen, "recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def initialize_parallel(layout: Layout, seed: int) -> None:
+    """Create Megatron's process groups and random states for a layout."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    model_parallel_cuda_manual_seed(seed)
+
+
+def build_model(
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    vocab_size: int,
+    seed: int,
+    distributed_optimizer: bool,
+    stage_layers: StageLayers | None = None,
+    value_head: bool = False,
+    model_class: type[GPTModel] = GPTModel,
+    reduction: Settings | None = None,
+    draws_weights: bool = True,
+    splits_backward: bool = False,
+    before_wrapping: Callable[[list[Any]], object] | None = None,
+) -> list[DistributedDataParallel]:
+    """This rank's chunks, wrapped in Megatron's DDP; initial weights depend only on the seed.
+
+    Args:
+        vocab_size: number of the tokenizer's ids. The embedding and the output layer are padded to
+            a multiple of 128 rows, which get neither probability nor gradient.
+        stage_layers: layers of each pipeline chunk; None = equally many.
+        value_head: one fp32 value per token instead of logits; needs untied embeddings.
+        model_class: GPTModel or a subclass, for example one whose forward has more inputs.
+        reduction: settings of DDP; None = those that `reduction_settings` chooses by default.
+        draws_weights: False leaves matrices as they were allocated, for weights that are loaded
+            next: drawing 4 billion numbers takes minutes.
+        splits_backward: Transformer Engine's layers put off their weight gradients, which
+            Policy(backward="split") needs and Megatron's own schedules never compute.
+        before_wrapping: called with the chunks before DDP wraps them: it may load weights and add
+            adapters, which freeze the others. DDP gives frozen parameters no gradients, and is
+            to be told of them first.
+
+    Raises:
+        ConfigError: see `transformer_config` and `freeze`, or a value head has tied embeddings.
+    """
+    config = transformer_config(model, layout, stage_layers)
+    # Set later: Megatron refuses it in the constructor without its own schedule that uses it.
+    config.delay_wgrad_compute = splits_backward
+    if not draws_weights:
+        _draw_nothing(config)
+    padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
+    chunks = [
+        _chunk(model_class, model, layout, config, v, padded_vocab, stage_layers)
+        for v in range(layout.vpp)
+    ]
+    for chunk in chunks:
+        mark_num_ids(chunk, vocab_size)
+        mark_logit_cap(chunk, model.logit_cap)
+        if model.latent_norm_epsilon is not None:
+            _set_latent_epsilon(chunk, model.latent_norm_epsilon)
+        for module in chunk.modules():
+            # Megatron's config has no field for these, before 0.19 or at all.
+            if isinstance(module, Indexer):
+                module.turns_pairs = model.indexer_rope_interleaved
+            if isinstance(module, PackedSDPA):
+                module.score_cap = model.attention_score_cap
+            if isinstance(module, PackedRouter):
+                module.group_best = model.moe_group_best
+    if value_head:
+        for chunk in chunks:
+            replace_output_layer(chunk)
+    if draws_weights:
+        initialize_by_name(
+            chunks,
+            seed=seed,
+            std=model.init_std,
+            num_layers=len(model.layer_pattern or "") / 2 or model.num_layers,
+            zero_centered_norms=model.layernorm_zero_centered_gamma,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
+        )
+    if layout.etp != layout.tp:
+        mark_experts(chunks)
+    freeze(chunks, model.freeze)
+    if before_wrapping is not None:
+        before_wrapping(chunks)
+    if reduction is None:
+        # Gathers that overlap leave old values in the weights after an optimizer step, so they
+        # are for loops that know of it; see `overlap.finish_param_gathers`.
+        optim = OptimConfig(distributed_optimizer=distributed_optimizer, overlap_param_gather=False)
+        reduction = reduction_settings(optim, layout)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed_optimizer,
+        delay_wgrad_compute=splits_backward,
+        **values(reduction),
+    )
+    wrapped = [
+        DistributedDataParallel(
+            config,
+            ddp,
+            (in_bf16(config, chunk) if config.bf16 else chunk).cuda(),
+            disable_bucketing=v > 0,
+        )
+        for v, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def _check_class(model: ModelConfig) -> None:
+    if model.layer_pattern is None:
+        return
+    if importlib.util.find_spec("megatron.core.models.hybrid") is None:
+        raise ConfigError(
+            "model.hybrid_layer_pattern needs Megatron-Core 0.18 or later; "
+            f"{megatron.core.__version__} has no HybridModel"
+        )
+
+
+def _set_latent_epsilon(chunk: Any, epsilon: float) -> None:
+    """Set what the norms of compressed queries and keys add; Megatron's config has one for all.
+
+    A norm is a module, or part of Transformer Engine's projection after it.
+    """
+    norms = {"q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"}
+    for name, module in chunk.named_modules():
+        if name.rpartition(".")[2] in norms and hasattr(module, "eps"):
+            module.eps = epsilon
+
+
+def _draw_nothing(config: TransformerConfig) -> None:
+    """Let Megatron's layers allocate their weights without drawing them.
+
+    `perform_initialization=False` would also leave out the marks of tensor-parallel weights.
+    """
+    for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
+        if hasattr(config, name):
+            setattr(config, name, _as_allocated)
+
+
+def _as_allocated(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def _chunk(
+    model_class: type[GPTModel],
+    model: ModelConfig,
+    layout: Layout,
+    config: TransformerConfig,
+    vp: int,
+    vocab_size: int,
+    stage_layers: StageLayers | None = None,
+) -> Any:
+    vp_stage = vp if layout.vpp > 1 else None
+    stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+    kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
+    own = _own_parts(model)
+    arguments = {
+        "config": config,
+        "vocab_size": vocab_size,
+        "max_sequence_length": model.max_position_embeddings,
+        "pre_process": parallel_state.is_pipeline_first_stage(**stage),
+        "post_process": parallel_state.is_pipeline_last_stage(**stage),
+        "share_embeddings_and_output_weights": not model.untie_embeddings,
+        "position_embedding_type": model.position_embedding_type,
+        "rotary_base": model.rotary_base,
+        "rotary_percent": model.rotary_percent,
+        "vp_stage": vp_stage,
+    }
+    if model.layer_pattern is not None:
+        # Not at the top: Megatron-Core before 0.18 has no such model.
+        from megapack.job.gpt.hybrid import hybrid_chunk
+    with _plain_output_layer():
+        if model.layer_pattern is None:
+            chunk = model_class(
+                transformer_layer_spec=block_spec(kernel, config, vp_stage, own),
+                mtp_block_spec=mtp_spec(kernel, config, vp_stage, own),
+                **arguments,
+            )
+        else:
+            split = stage_layers_of(model.num_stage_layers, layout, stage_layers)
+            chunk = hybrid_chunk(
+                kernel, model.layer_pattern, split, arguments, mtp_pattern=model.mtp_pattern
+            )
+    set_rope(chunk, model)
+    if model.scale_embeddings:
+        _scale_embeddings(chunk, model.hidden_size, config.params_dtype)
+    _drop_unused_weight(chunk)
+    mark_splits(chunk, etp=layout.etp, gated=model.gated_linear_unit)
+    return chunk
+
+
+def _own_parts(model: ModelConfig) -> Parts:
+    """What the model's layers have that Megatron's specs do not have."""
+    return Parts(
+        norm_placement=model.norm_placement,
+        norms_over_heads=model.qk_layernorm_over_heads,
+        norms_after_rotation=model.qk_layernorm_after_rotation,
+        norms_values=model.value_layernorm,
+        norms_experts=model.moe_inner_norms,
+        has_scalar=model.layer_scalars,
+        caps_scores=model.attention_score_cap is not None,
+        global_heads=Heads(*model.global_heads, model.global_keys_as_values)
+        if model.has_global_heads
+        else None,
+        global_layers=tuple(not is_local for is_local in model.local_layers)
+        if model.has_global_heads
+        else (),
+    )
+
+
+def _scale_embeddings(chunk: GPTModel, hidden_size: int, dtype: torch.dtype) -> None:
+    embedding = getattr(chunk, "embedding", None)
+    if embedding is None:
+        return
+    scale = float(torch.tensor(hidden_size**0.5, dtype=dtype, device="cpu"))
+    embedding.word_embeddings.register_forward_hook(lambda module, inputs, output: output * scale)
+
+
+@contextlib.contextmanager
+def _plain_output_layer() -> Iterator[None]:
+    """Within the block GPTModel builds its output layer without gradient accumulation fusion.
+
+    That layer is Megatron's own and refuses the fusion without apex, also if all other layers are
+    Transformer Engine's. Its forward never runs: log-probs read its weight (see `head`).
+    """
+    layer = tensor_parallel.ColumnParallelLinear
+
+    def plain(*args: Any, config: TransformerConfig, **kwargs: Any) -> Any:
+        own = copy.copy(config)
+        own.gradient_accumulation_fusion = False
+        return layer(*args, config=own, **kwargs)
+
+    tensor_parallel.ColumnParallelLinear = plain
+    try:
+        yield
+    finally:
+        tensor_parallel.ColumnParallelLinear = layer
+
+
+def _drop_unused_weight(chunk: GPTModel) -> None:
+    """Remove the unused output weight of a last stage with MTP layers and tied weights.
+
+    That stage projects with its own embedding, but Megatron still allocates an output weight. It is
+    never trained and breaks checkpoints.
+    """
+    tied_to_own = chunk.share_embeddings_and_output_weights and hasattr(chunk, "embedding")
+    if tied_to_own and chunk.post_process and chunk.output_layer.weight is not None:
+        chunk.output_layer.register_parameter("weight", None)

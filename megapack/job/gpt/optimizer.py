@@ -1,0 +1,97 @@
+"""Megatron-Core's optimizer and learning-rate schedule from the config of the main job."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megapack.errors import ConfigError, ScheduleError, of_all_ranks
+from megapack.job.config.sections import OptimConfig
+
+
+def check_optimizer(optim: OptimConfig) -> None:
+    """Raise ConfigError if the installed Megatron-Core does not have the optimizer."""
+    if optim.name == "adam":
+        return
+    try:
+        from megatron.core.optimizer import emerging_optimizers as emerging
+    except ImportError:
+        raise ConfigError(
+            f"optim.name={optim.name} needs Megatron-Core 0.18 or later, this is "
+            f"{megatron.core.__version__}; install that, or set optim.name=adam"
+        ) from None
+    if not emerging.HAVE_EMERGING_OPTIMIZERS:
+        raise ConfigError(
+            f"optim.name={optim.name} needs the package emerging-optimizers (Python 3.12 or "
+            "later); pip install emerging-optimizers, or set optim.name=adam"
+        )
+
+
+def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], bf16: bool) -> Any:
+    """Megatron's optimizer with gradient clipping; sharded if `optim.distributed_optimizer`.
+
+    Raises:
+        ConfigError: see `check_optimizer`.
+    """
+    check_optimizer(optim)
+    muon = {}
+    if optim.name == "muon":
+        names = [field.name for field in dataclasses.fields(optim)]
+        muon = {name: getattr(optim, name) for name in names if name.startswith("muon_")}
+    config = OptimizerConfig(
+        optimizer=optim.name,
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.adam_beta1,
+        adam_beta2=optim.adam_beta2,
+        adam_eps=optim.adam_eps,
+        clip_grad=optim.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=optim.distributed_optimizer,
+        overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+        **muon,
+    )
+    return get_megatron_optimizer(config, chunks)
+
+
+def build_lr_schedule(
+    optim: OptimConfig, optimizer: Any, total_steps: int
+) -> OptimizerParamScheduler:
+    """Megatron's learning-rate schedule for a run of `total_steps` optimizer steps."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=optim.lr if optim.decay == "constant" else optim.min_lr,
+        lr_warmup_steps=optim.warmup_steps,
+        lr_decay_steps=max(total_steps, optim.warmup_steps + 1),
+        lr_decay_style=optim.decay,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+def check_norm(grad_norm: float) -> None:
+    """Raise ScheduleError if the gradient norm is not finite.
+
+    The norm is equal on all ranks, so all of them raise. Each rank's own gradients were checked
+    before.
+    """
+    if not math.isfinite(grad_norm):
+        raise of_all_ranks(
+            ScheduleError(
+                f"the gradient norm is {grad_norm}, though every rank's own gradients are finite; "
+                "resume from the last checkpoint, with a lower optim.lr"
+            )
+        )

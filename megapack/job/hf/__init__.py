@@ -1,0 +1,27 @@
+"""Weights from Hugging Face folders, and back into them, on any layout.
+
+Modules:
+    names: of which rows of which Hugging Face tensors each of Megatron's tensors is made
+    blocks: the blocks of tensors that a rank holds
+    folder: a folder of safetensors: its files, checked before any tensor is read
+    load: from a folder into a model's chunks
+    unused: tensors of a folder that a model does not have
+    gather: a small object of each rank, on all ranks
+    adapters: adapters of LoRA, out of a model's chunks and back
+    export, checkpoint: out of a model's chunks, or of a checkpoint, into a folder
+    export_plan, shards, output: which rank writes what; safetensors files; the folder
+"""
+
+from megapack.job.hf.adapters import export_adapters, load_adapters
+from megapack.job.hf.checkpoint import export_checkpoint
+from megapack.job.hf.export import export_hf
+from megapack.job.hf.load import LoadedWeights, load_hf_weights
+
+__all__ = [
+    "LoadedWeights",
+    "export_adapters",
+    "export_checkpoint",
+    "export_hf",
+    "load_adapters",
+    "load_hf_weights",
+]

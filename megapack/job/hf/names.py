@@ -1,0 +1,406 @@
+"""Tables: of which rows of which Hugging Face tensors each of Megatron's tensors is made.
+
+Megatron stacks what belongs together. Query, key and value projections are one tensor, in which
+each group of heads has its queries, its keys and its values; so are a gate and an up projection,
+one above the other. With 2 groups, 4 heads of width 16, the 128 rows of `linear_qkv` are
+
+    q_proj 0-32, k_proj 0-16, v_proj 0-16, q_proj 32-64, k_proj 16-32, v_proj 16-32
+
+The input projection and the convolution of a gated delta net or a Mamba layer have several parts,
+each of which Megatron saves as a tensor of its own, such as `in_proj.weight.query`. A part's rows
+may be in several places: Qwen3-Next stacks the parts of each key head.
+
+A block of attention and an MLP is one layer of a folder and of a GPTModel, and two of a
+HybridModel. Nemotron-H counts layers as a HybridModel does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megapack.errors import ConfigError
+from megapack.job.hf.tables import EMBEDDING, TABLES, Mtp
+from megapack.model.parameters import local_name
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive rows of a Hugging Face tensor; of a vector, its elements."""
+
+    name: str
+    start: int
+    count: int
+    expert: int | None = None
+    """The expert's number, if the tensor stacks those of a layer; its rows are the expert's."""
+    num_stacked: int = 0
+    """Of how many the tensor is a stack."""
+    swaps_halves: bool = False
+    """Whether its columns are the second half of Megatron's, then the first."""
+    step: int = 1
+    """From one row to the next."""
+    is_transposed: bool = False
+    """Whether what is a row of Megatron's is a column there."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the rows of a part are: `repeats` runs of `count` rows, `stride` rows apart."""
+
+    name: str
+    start: int
+    count: int
+    repeats: int = 1
+    stride: int = 0
+
+
+HEAD = "output_layer.weight"
+"""Megatron's name of the output layer."""
+LM_HEAD = "lm_head.weight"
+"""The folder's."""
+ADAPTER = ".adapter."
+"""What names of Megatron-Bridge's adapters have in them."""
+VALUE_HEAD = "score.weight"
+"""The tensor of a value head, whose output layer has one row."""
+
+
+# Folders of embedding models have no beginning.
+_PREFIXES = {
+    "model.language_model.": "model.language_model.",
+    "language_model.model.": "language_model.model.",
+    "backbone.": "backbone.",
+    "layers.": "",
+}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+# The layer of a depth; in a HybridModel a depth has several.
+_DEPTH = re.compile(
+    r"mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer\.layers\.\d+)\.(.*)|(.*)\.weight)"
+)
+
+
+def _parts(key: str, name: str, parts: Mapping[str, int], repeats: int = 1) -> dict[str, Place]:
+    """Places of parts that are one above the other in a tensor, `repeats` times."""
+    found = {}
+    start = 0
+    for part, count in parts.items():
+        found[f"{key}.{part}"] = Place(name, start, count, repeats, sum(parts.values()))
+        start += count
+    return found
+
+
+def _gated_delta_places(values: Mapping[str, Any], *, by_key_head: bool) -> dict[str, Place]:
+    """The parts of a gated delta net's input projection and convolution."""
+    heads = values["linear_num_key_heads"]
+    value_heads = values["linear_num_value_heads"]
+    keys = heads * values["linear_key_head_dim"]
+    width = value_heads * values["linear_value_head_dim"]
+    projection = "self_attention.in_proj.weight"
+    qkv = {"query": keys, "key": keys, "value": width}
+    conv = _parts("self_attention.conv1d.weight", "linear_attn.conv1d.weight", qkv)
+    if not by_key_head:
+        by_tensor = {"qkv": qkv, "z": {"z": width}, "b": {"beta": value_heads}}
+        by_tensor["a"] = {"alpha": value_heads}
+        for tensor, parts in by_tensor.items():
+            conv |= _parts(projection, f"linear_attn.in_proj_{tensor}.weight", parts)
+        return conv
+    # By key head: its query, its key, and what its value heads have.
+    own = {name: count // heads for name, count in (qkv | {"z": width}).items()}
+    gates = dict.fromkeys(("beta", "alpha"), value_heads // heads)
+    return {
+        **conv,
+        **_parts(projection, "linear_attn.in_proj_qkvz.weight", own, heads),
+        **_parts(projection, "linear_attn.in_proj_ba.weight", gates, heads),
+    }
+
+
+def _mamba_places(values: Mapping[str, Any]) -> dict[str, Place]:
+    """The parts of a Mamba mixer's input projection and convolution."""
+    inner = values["mamba_num_heads"] * values["mamba_head_dim"]
+    states = values["mamba_num_groups"] * values["mamba_state_dim"]
+    conv = {"x": inner, "B": states, "C": states}
+    projection = {"z": inner, **conv, "dt": values["mamba_num_heads"]}
+    return {
+        **_parts("mixer.in_proj.weight", "mixer.in_proj.weight", projection),
+        **_parts("mixer.conv1d.weight", "mixer.conv1d.weight", conv),
+        **_parts("mixer.conv1d.bias", "mixer.conv1d.bias", conv),
+    }
+
+
+class TensorNames:
+    """The Hugging Face names of a model's tensors.
+
+    Args:
+        model_type: of config.json.
+        values: the architecture keys of `ModelConfig`, from config.json.
+        stored: the folder's tensors. They say how the names begin, and whether a layer's experts
+            are one tensor.
+        keys: Megatron's tensors, all or those of a rank. They say whether a layer is a block.
+        is_value_model: whether the model has a value head. It has no multi-token prediction.
+        num_mtp_layers: depths of multi-token prediction that config.json counts.
+
+    Attributes:
+        depths: how the names of these depths' layers begin, of those that the folder has.
+        rotary: base and channels of the rotary embedding; a base of 0 if layers have several, or
+            none.
+
+    Raises:
+        ConfigError: there is no table for this kind of model.
+    """
+
+    def __init__(
+        self,
+        model_type: str,
+        values: Mapping[str, Any],
+        stored: Iterable[str] = (),
+        keys: Iterable[str] = (),
+        *,
+        is_value_model: bool = False,
+        num_mtp_layers: int = 0,
+    ) -> None:
+        if model_type not in TABLES:
+            raise ConfigError(
+                f"model_type {model_type!r} has no table of tensors; the known ones are "
+                f"{', '.join(TABLES)}"
+            )
+        self.model_type = model_type
+        self._table = TABLES[model_type]
+        self.vocab_size = int(values["vocab_size"])
+        self._num_experts = values.get("num_experts") or 0
+        self._num_heads = values["num_attention_heads"]
+        self._groups = values.get("num_query_groups") or self._num_heads
+        self._head_width = values.get("kv_channels") or values["hidden_size"] // self._num_heads
+        self._global_heads = (
+            values.get("global_kv_channels") or self._head_width,
+            values.get("global_query_groups") or self._groups,
+        )
+        self._keys_as_values = bool(values.get("global_keys_as_values"))
+        self._rotary_pattern = values.get("rotary_pattern") or "L"
+        self._has_gate = bool(values.get("attention_output_gate"))
+        self._places: dict[str, Place] = {}
+        if values.get("linear_num_key_heads"):
+            self._places |= _gated_delta_places(values, by_key_head=self._table.by_key_head)
+        if values.get("mamba_num_heads"):
+            self._places |= _mamba_places(values)
+        is_split = bool(values.get("hybrid_layer_pattern")) or _has_split_blocks(keys)
+        # Megatron's layers in a layer of the folder.
+        self._split = 2 if is_split and self._table.has_blocks else 1
+        pattern = values.get("hybrid_layer_pattern")
+        self.num_layers = len(pattern) // self._split if pattern else int(values["num_layers"])
+        names = list(stored)
+        self._prefix = next(
+            (
+                prefix
+                for begin, prefix in _PREFIXES.items()
+                if any(name.startswith(begin) for name in names)
+            ),
+            "model.",
+        )
+        self._mtp = self._table.mtp
+        self.rotary = _rotary(values, self._head_width)
+        self._is_value_model = is_value_model
+        self._stored = set(names)
+        # A layer without the projection is one of the model's.
+        self.depths = [
+            self._of_depth(self._mtp.layer, depth)
+            for depth in range(num_mtp_layers)
+            if self._mtp is not None and self._of_depth(self._mtp.eh_proj, depth) in self._stored
+        ]
+        ends = tuple(self._table.stacked.values())
+        self._stacks_experts = any(name.endswith(ends) for name in names)
+
+    def rows(self, key: str, index: Sequence[int], num_rows: int) -> list[Rows]:
+        """The rows that make up one of Megatron's tensors, from its first one on.
+
+        Args:
+            key: its name in the whole model.
+            index: the expert's number, if it is one of a layer's experts; else empty.
+            num_rows: rows of the whole tensor. Those of an embedding may be more than returned:
+                the padded vocabulary's.
+
+        Raises:
+            ConfigError: this kind of model has no such tensor.
+        """
+        if match := _LAYER.fullmatch(key):
+            prefix = f"{self._prefix}layers.{int(match[1]) // self._split}."
+            name = local_name(match[2])
+        elif self._mtp is not None and (match := _DEPTH.fullmatch(key)):
+            if match[2] is None:
+                return [self._mtp_rows(self._mtp, int(match[1]), match[3], key, num_rows)]
+            prefix = self._of_depth(self._mtp.layer, int(match[1]))
+            name = local_name(match[2])
+        else:
+            return [self._outer_rows(key, num_rows)]
+        place = self._places.get(name)
+        if place is not None:
+            return [
+                Rows(prefix + place.name, place.start + i * place.stride, place.count)
+                for i in range(place.repeats)
+            ]
+        expert = index[0] if index else None
+        if expert is not None and (self._stacks_experts or self._table.has_expert_columns):
+            return self._stacked_rows(prefix, name, expert, num_rows)
+        if name not in self._table.layers:
+            raise self._unknown(key)
+        names = [prefix + one.format(expert=expert) for one in self._table.layers[name]]
+        if name in self._table.single_rows:
+            return [Rows(names[0], 0, num_rows, expert=0, num_stacked=1)]
+        if name.startswith("self_attention.linear_qkv."):
+            pattern = self._rotary_pattern
+            is_global = match is not None and pattern[int(match[1]) % len(pattern)] == "G"
+            return self._by_group(names, is_global)
+        count = num_rows // len(names)
+        return [Rows(one, 0, count) for one in names]
+
+    def _stacked_rows(self, prefix: str, name: str, expert: int, num_rows: int) -> list[Rows]:
+        """An expert's rows in the tensor of all."""
+        stacked = prefix + self._table.stacked[name]
+        count = self._num_experts
+        if not self._table.has_expert_columns:
+            return [Rows(stacked, 0, num_rows, expert, count)]
+        step = 2 if "linear_fc1" in name else 1
+        is_matrix = name.endswith("weight")
+        return [
+            Rows(
+                stacked, first, num_rows // step, expert, count, step=step, is_transposed=is_matrix
+            )
+            for first in range(step)
+        ]
+
+    def _outer_rows(self, key: str, num_rows: int) -> Rows:
+        if key == HEAD:
+            name = VALUE_HEAD if num_rows == 1 else LM_HEAD
+        elif key in self._table.outer:
+            name = self._prefix + self._table.outer[key]
+        else:
+            raise self._unknown(key)
+        is_padded = key in (EMBEDDING, HEAD)
+        return Rows(name, 0, min(self.vocab_size, num_rows) if is_padded else num_rows)
+
+    def _of_depth(self, name: str, depth: int) -> str:
+        return name.format(prefix=self._prefix, layer=self.num_layers + depth, depth=depth)
+
+    def _mtp_rows(self, mtp: Mtp, depth: int, part: str, key: str, num_rows: int) -> Rows:
+        name = getattr(mtp, part, None)
+        if not isinstance(name, str):
+            raise self._unknown(key)
+        swaps = part == "eh_proj" and mtp.swaps_halves
+        return Rows(self._of_depth(name, depth), 0, num_rows, swaps_halves=swaps)
+
+    def copies(self, name: str) -> list[str]:
+        """The folder's further tensors with the values of this one: those that depths of
+        multi-token prediction share with the model."""
+        if self._mtp is None or self._is_value_model:
+            return []
+        copy = self._mtp.copies.get(name.removeprefix(self._prefix))
+        if copy is None:
+            return []
+        of_depths = (self._of_depth(copy, depth) for depth in itertools.count())
+        return list(itertools.takewhile(self._stored.__contains__, of_depths))
+
+    def _unknown(self, key: str) -> ConfigError:
+        if ADAPTER in key:
+            return ConfigError(
+                f"the model has adapters, such as {key}; load its weights before they are added, "
+                "export them by megapack.job.hf.export_adapters, and merge both by peft"
+            )
+        return ConfigError(
+            f"the model has a tensor {key}, which a folder of a {self.model_type} model does not "
+            "have; leave out the keys of model that add it, such as mtp_num_layers"
+        )
+
+    def _by_group(self, names: Sequence[str], is_global: bool) -> list[Rows]:
+        """Queries, gates if there are any, keys and values of each group of heads in turn.
+
+        The gate of a head's output is below its queries. Values that are the keys are left out.
+        """
+        queries, *others = names
+        local_heads = (self._head_width, self._groups)
+        width, groups = self._global_heads if is_global else local_heads
+        heads = self._num_heads // groups
+        # Where keys and values begin, if they are below the queries in one tensor.
+        starts = [0] * len(others)
+        if not others:
+            others = [queries] * 2
+            starts = [groups * heads * width, groups * (heads + 1) * width]
+        if is_global and self._keys_as_values:
+            del others[1], starts[1]
+        found = []
+        for group in range(groups):
+            if self._has_gate:
+                own = range(group * heads, (group + 1) * heads)
+                found += [Rows(queries, 2 * head * width, width) for head in own]
+                found += [Rows(queries, (2 * head + 1) * width, width) for head in own]
+            else:
+                found.append(Rows(queries, group * heads * width, heads * width))
+            found += [
+                Rows(name, start + group * width, width)
+                for name, start in zip(others, starts, strict=True)
+            ]
+        return found
+
+    def why_unknown(self, name: str) -> str:
+        """What to do about a tensor that a folder may not have."""
+        layer = re.match(re.escape(self._prefix) + r"layers\.(\d+)\.", name)
+        if (layer and int(layer[1]) >= self.num_layers) or name.removeprefix(
+            self._prefix
+        ).startswith("mtp"):
+            return (
+                f"config.json counts {self.num_layers} layers, and of multi-token prediction "
+                f"{len(self.depths)} that the folder has: correct it (num_hidden_layers, "
+                "num_nextn_predict_layers), or remove the tensors"
+            )
+        return "its config.json is of another model, or keys of model leave them out"
+
+    def is_kept(self, name: str) -> bool:
+        """Whether an export copies a tensor from the folder if the model does not have it: those
+        of the vision model, and of multi-token prediction that is not trained."""
+        if self.depth_of(name) is not None:
+            return not self._is_value_model
+        return name.startswith(self._table.kept)
+
+    def is_rotary_table(self, name: str) -> bool:
+        """Whether it is the rotary angles, which old folders hold, of the model or of a layer."""
+        if not self.rotary[0]:
+            return False
+        layer = re.fullmatch(
+            r"(?:layers\.(\d+)\.self_attn\.)?rotary_emb\.inv_freq", name.removeprefix(self._prefix)
+        )
+        return layer is not None and int(layer[1] or 0) < self.num_layers
+
+    def depth_of(self, name: str) -> str | None:
+        """How the names of a depth of multi-token prediction begin, if config.json counts it and
+        the tensor is of it."""
+        for depth, begin in enumerate(self.depths):
+            assert self._mtp is not None
+            parts = self._mtp.enorm, self._mtp.hnorm, self._mtp.eh_proj, self._mtp.final_layernorm
+            if name.startswith(begin) or name in [self._of_depth(part, depth) for part in parts]:
+                return begin
+        return None
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """Tensors of the folder that are copies of one of the model: copy -> the model's."""
+        embedding = self._prefix + self._table.outer[EMBEDDING]
+        own = (LM_HEAD, embedding)
+        return {LM_HEAD: embedding, **{copy: one for one in own for copy in self.copies(one)}}
+
+
+def _rotary(values: Mapping[str, Any], head_width: int) -> tuple[float, int]:
+    """See `TensorNames`."""
+    if values.get("rotary_pattern") or values.get("position_embedding_type") == "none":
+        return 0.0, 0
+    width = values.get("qk_rope_head_dim") or int(head_width * values.get("rotary_percent", 1.0))
+    return float(values.get("rotary_base") or 0.0), width
+
+
+def _has_split_blocks(keys: Iterable[str]) -> bool:
+    """Whether layers are attention or an MLP alone, as in a HybridModel."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for key in keys:
+        if match := _LAYER.fullmatch(key):
+            found[match[1]].add(match[2].split(".")[0])
+    return any(not {"self_attention", "mlp"} <= names for names in found.values())

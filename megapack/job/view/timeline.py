@@ -1,0 +1,111 @@
+"""Steps as timelines: planned by the simulator, or measured in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megapack.cost.model import CostModel
+from megapack.errors import PlanError
+from megapack.job.view.records import RunRecords
+from megapack.pipeline.simulator import Event, simulate_planned
+from megapack.plan.plan import MicroBatch, Plan, StepPlan
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each operation of one step runs."""
+
+    source: str
+    """"planned" or "measured"."""
+    number: int
+    """The step's number, from 0 in a plan and from 1 in a run."""
+    plan: Plan
+    """The plan that has the step's layout and budget."""
+    step: StepPlan
+    events: tuple[Event, ...]
+
+    def microbatch(self, event: Event) -> MicroBatch:
+        """The micro-batch that an event runs."""
+        return self.step.ranks[event.rank][event.microbatch]
+
+    @property
+    def rank_ends(self) -> list[float]:
+        """End of each DP rank's last operation."""
+        ends = np.zeros(self.plan.layout.dp)
+        for event in self.events:
+            ends[event.rank] = max(ends[event.rank], event.end)
+        return [float(end) for end in ends]
+
+    @property
+    def stage_seconds(self) -> list[float]:
+        """Work of each DP rank's busiest stage."""
+        busy = np.zeros((self.plan.layout.dp, self.plan.layout.pp))
+        for event in self.events:
+            busy[event.rank, event.stage] += event.end - event.start
+        return [float(seconds) for seconds in busy.max(axis=1)]
+
+
+def planned(plan: Plan, index: int, number: int, cost: CostModel | None) -> Timeline:
+    """The timeline of a plan's step as the simulator runs it.
+
+    Args:
+        index: index of the step in the plan.
+        number: the number to show for it.
+        cost: seconds of micro-batches; None: time is in row tokens.
+
+    Raises:
+        PlanError: the step does not have the layout's number of ranks, or an M that Megatron would
+            not run.
+    """
+    step = plan.steps[index]
+    layout = plan.layout
+    if len(step.ranks) != layout.dp:
+        raise PlanError(
+            f"step {number} has {len(step.ranks)} ranks, the layout has dp={layout.dp}; make the "
+            "plan again"
+        )
+    run = simulate_planned(plan, step, cost)
+    return Timeline("planned", number, plan, step, run.events)
+
+
+def traced(records: RunRecords, cost: CostModel | None) -> list[Timeline]:
+    """Two timelines of each traced step of a run: first the planned, then the measured one.
+
+    Args:
+        cost: cost model in seconds; None uses the run's. If the run's was not measured, the planned
+            timeline is scaled to the seconds that the run predicted for the step, or to the
+            measured seconds if it predicted none.
+    """
+    timelines = []
+    for step in records.traced:
+        simulated = planned(step.plan, 0, step.number, cost or step.cost)
+        measured = Timeline("measured", step.number, step.plan, step.plan.steps[0], step.events)
+        if cost is None and not step.is_calibrated:
+            seconds = records.predicted_seconds(step.number) or max(measured.rank_ends)
+            simulated = scaled(simulated, seconds / max(simulated.rank_ends))
+        timelines += [simulated, measured]
+    return timelines
+
+
+def scaled(timeline: Timeline, factor: float) -> Timeline:
+    """The timeline with all times multiplied by a factor."""
+    events = (
+        replace(event, start=event.start * factor, end=event.end * factor)
+        for event in timeline.events
+    )
+    return replace(timeline, events=tuple(events))
+
+
+def typical_ranks(ends: Sequence[float], most: int) -> list[int]:
+    """At most `most` DP ranks: all in order, or evenly spaced ones from the slowest to the fastest.
+
+    With ends [5, 1, 4, 2, 3] and most=3: ranks [0, 4, 1], which end at 5, 3 and 1.
+    """
+    if len(ends) <= most:
+        return list(range(len(ends)))
+    slowest_first = sorted(range(len(ends)), key=lambda rank: (-ends[rank], rank))
+    last = len(ends) - 1
+    return [slowest_first[(i * last + (most - 1) // 2) // max(1, most - 1)] for i in range(most)]

@@ -1,0 +1,260 @@
+"""config.json of hybrid families: their patterns and sizes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapack import ConfigError
+from megapack.job.config.hf_config import read_hf_config
+from megapack.job.config.hf_hybrid import HYBRID_FAMILIES, REFUSED
+from megapack.job.config.model import ModelConfig
+from tests.unit.job.config.hybrid_configs import HYBRID
+
+pytestmark = pytest.mark.unit
+
+GATED_DELTA = {
+    "attention_output_gate": True,
+    "layernorm_zero_centered_gamma": True,
+    "qk_layernorm": True,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "position_embedding_type": "rope",
+    "rotary_base": 10000000,
+    "rotary_percent": 0.25,
+}
+DENSE = {
+    **GATED_DELTA,
+    "hybrid_layer_pattern": 16 * "G-G-G-*-",
+    "num_layers": 128,
+    "num_experts": None,
+    "ffn_hidden_size": 17408,
+    "linear_num_value_heads": 48,
+    "kv_channels": 256,
+}
+EXPERTS = {
+    **GATED_DELTA,
+    "hybrid_layer_pattern": 10 * "GEGEGE*E",
+    "num_layers": 80,
+    "num_experts": 256,
+    "ffn_hidden_size": None,
+    "moe_top_k": 8,
+    "moe_ffn_hidden_size": 512,
+    "moe_shared_ffn_hidden_size": 512,
+    "moe_shared_gate": True,
+    "moe_norm_top_k": True,
+    "moe_score_function": "softmax",
+    "linear_num_value_heads": 32,
+}
+EXPECTED: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        **EXPERTS,
+        "hybrid_layer_pattern": 12 * "GEGEGE*E",
+        "num_layers": 96,
+        "num_experts": 512,
+        "moe_top_k": 10,
+        "ffn_hidden_size": 5120,
+    },
+    "qwen3_5": DENSE,
+    "qwen3_5_text": DENSE,
+    "qwen3_5_moe": EXPERTS,
+    "qwen3_5_moe_text": EXPERTS,
+    "nemotron_h": {
+        "hybrid_layer_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "num_layers": 52,
+        "kv_channels": 128,
+        "num_query_groups": 2,
+        "position_embedding_type": "none",
+        "activation": "squared_relu",
+        "gated_linear_unit": False,
+        "norm_epsilon": 1e-5,
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "mamba_state_dim": 128,
+        "mamba_num_groups": 8,
+        "num_experts": 128,
+        "moe_top_k": 6,
+        "moe_ffn_hidden_size": 1856,
+        "moe_shared_ffn_hidden_size": 3712,
+        "moe_shared_gate": False,
+        "moe_score_function": "sigmoid",
+        "moe_expert_bias": True,
+        "moe_route_scale": 2.5,
+        "moe_num_groups": None,
+    },
+}
+
+
+def folder(path: Path, keys: dict[str, Any]) -> str:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(keys))
+    return str(path)
+
+
+def changed(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """A published config with other values, those of the text part there."""
+    keys = HYBRID[name]
+    text = keys.get("text_config")
+    if text is None or "text_config" in changes:
+        return {**keys, **changes}
+    inner = {key: value for key, value in changes.items() if key not in keys}
+    outer = {key: value for key, value in changes.items() if key in keys}
+    return {**keys, **outer, "text_config": {**text, **inner}}
+
+
+@pytest.mark.parametrize("name", HYBRID_FAMILIES)
+def test_the_published_config_of_a_family(name: str, tmp_path: Path) -> None:
+    path = folder(tmp_path, HYBRID[name])
+    found = read_hf_config(path)
+    assert (found.model_type, [found.architecture]) == (name, HYBRID[name]["architectures"])
+    assert {key: found.values[key] for key in EXPECTED[name]} == EXPECTED[name]
+    model = ModelConfig.from_hf(path, dtype="bf16")
+    assert {key: getattr(model, key) for key in found.values} == dict(found.values)
+    assert model.layer_pattern == EXPECTED[name]["hybrid_layer_pattern"]
+    assert found.num_mtp_layers == (name != "nemotron_h")
+
+
+def test_a_depth_of_multi_token_prediction_is_attention_and_the_last_mlp(tmp_path: Path) -> None:
+    for name, depth in (("qwen3_next", "/*E"), ("qwen3_5", "/*-")):
+        path = folder(tmp_path / name, HYBRID[name])
+        model = ModelConfig.from_hf(path, mtp_num_layers=1)
+        assert model.hybrid_layer_pattern == f"{model.layer_pattern}{depth}"
+        assert model.layer_pattern == EXPECTED[name]["hybrid_layer_pattern"]
+    path = folder(tmp_path / "nemotron_h", HYBRID["nemotron_h"])
+    with pytest.raises(ConfigError, match="has 0 layers of multi-token prediction that megapack"):
+        ModelConfig.from_hf(path, mtp_num_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "pattern"),
+    [
+        ("qwen3_next", {"layer_types": 24 * ["linear_attention", "full_attention"]}, 24 * "GE*E"),
+        ("qwen3_next", {"full_attention_interval": 2}, 24 * "GE*E"),
+        ("qwen3_next", {"mlp_only_layers": [1, 3]}, "GEG-GE*-" + 11 * "GEGEGE*E"),
+        ("qwen3_next", {"decoder_sparse_step": 2}, 12 * "G-GEG-*E"),
+        ("qwen3_next", {"num_experts": 0}, 12 * "G-G-G-*-"),
+        ("qwen3_5_moe", {"layer_types": None}, 10 * "GEGEGE*E"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-M*", "num_hidden_layers": 4}, "M-M*"),
+    ],
+)
+def test_patterns(name: str, changes: dict[str, Any], pattern: str, tmp_path: Path) -> None:
+    model = ModelConfig.from_hf(folder(tmp_path, changed(name, changes)))
+    assert model.hybrid_layer_pattern == pattern
+    assert (model.num_experts is None) == ("E" not in pattern)
+
+
+@pytest.mark.parametrize("key", ["layers_block_type", "layer_types"])
+@pytest.mark.parametrize(
+    "kinds",
+    [["linear_attention", "moe", "full_attention", "mlp"], ["mamba", "moe", "attention", "mlp"]],
+)
+def test_nemotron_as_transformers_5_writes_it(key: str, kinds: list[str], tmp_path: Path) -> None:
+    """Layers by kind and no count of them; infinity as an object."""
+    keys = {**HYBRID["nemotron_h"], key: kinds}
+    del keys["hybrid_override_pattern"], keys["num_hidden_layers"]
+    keys["time_step_limit"] = [0.0, {"__float__": "Infinity"}]
+    assert ModelConfig.from_hf(folder(tmp_path, keys)).layer_pattern == "ME*-"
+    keys["time_step_limit"] = [0.0, float("inf")]
+    assert ModelConfig.from_hf(folder(tmp_path, keys)).num_layers == 4
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_rotary_keys_of_transformers_4_and_5(name: str, tmp_path: Path) -> None:
+    """One object, or keys beside each other; a missing factor is a quarter."""
+    published = read_hf_config(folder(tmp_path / "published", HYBRID[name])).values
+    inside = {"rope_theta": 10000000, "rope_type": "default"}
+    keys = {one: value for one, value in HYBRID[name].items() if "rot" not in one}
+    keys = {one: value for one, value in keys.items() if "rope" not in one}
+    for rope in ({"rope_parameters": inside}, {"rope_theta": 10000000, "rope_scaling": None}):
+        path = folder(tmp_path / "other", {**keys, **rope})
+        assert read_hf_config(path).values == published
+        path = folder(tmp_path / "half", {**keys, **rope, "partial_rotary_factor": 0.5})
+        assert read_hf_config(path).values == {**published, "rotary_percent": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3_next", {"layer_types": ["linear_attention"]}, "num_hidden_layers is 48"),
+        ("qwen3_next", {"layer_types": 48 * ["sliding_attention"]}, "expected a list of"),
+        ("qwen3_next", {"mlp_only_layers": 3}, "mlp_only_layers=3; expected a list of layers"),
+        ("qwen3_next", {"attention_bias": True}, "attention_bias=true"),
+        ("qwen3_next", {"linear_num_key_heads": None}, "linear_num_key_heads=null"),
+        ("qwen3_next", {"hidden_act": "gelu"}, 'hidden_act="gelu"'),
+        ("qwen3_next", {"attn_output_gate": False}, "attn_output_gate=false"),
+        ("qwen3_next", {"linear_conv_bias": True}, "does not know this key"),
+        (
+            "qwen3_next",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling.original",
+        ),
+        ("qwen3_next", {"num_experts_per_tok": 1}, "a normalised score of one expert is 1"),
+        ("qwen3_5", {"text_config": None}, "text_config=null; expected an object of keys"),
+        ("qwen3_5", {"tie_word_embeddings": True}, "text_config says otherwise: make them equal"),
+        ("qwen3_5", {"architectures": ["Qwen3_5ForCausalLM"]}, "megapack trains Qwen3_5ForCond"),
+        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
+        ("qwen3_5_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
+        ("qwen3_5_moe", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
+        ("qwen3_5_moe", {"router_bias": True}, "does not know this key"),
+        ("nemotron_h", {"hybrid_override_pattern": "MX"}, "expected letters of M*-E"),
+        ("nemotron_h", {"hybrid_override_pattern": None}, "it is missing: write it"),
+        ("nemotron_h", {"layers_block_type": ["moe"]}, "layers_block_type says otherwise"),
+        ("nemotron_h", {"layer_types": ["gru"]}, "expected a list of linear_attention, mamba"),
+        ("nemotron_h", {"num_hidden_layers": 51}, "num_hidden_layers=51"),
+        ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, "kernels have no such limit"),
+        ("nemotron_h", {"time_step_limit": [0.01, float("inf")]}, "kernels have no such limit"),
+        ("nemotron_h", {"layer_norm_epsilon": 1e-6}, "inside a Mamba layer has 1e-05 only"),
+        ("nemotron_h", {"conv_kernel": 3}, "conv_kernel=3"),
+        ("nemotron_h", {"mamba_hidden_act": "relu"}, 'mamba_hidden_act="relu"'),
+        ("nemotron_h", {"use_conv_bias": False}, "use_conv_bias=false"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias=true"),
+        ("nemotron_h", {"use_bias": True}, "use_bias=true"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, 'mlp_hidden_act="silu"'),
+        ("nemotron_h", {"moe_latent_size": 1024}, "moe_latent_size=1024"),
+        ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts=2"),
+        ("nemotron_h", {"norm_topk_prob": False}, "Megatron-Core normalises sigmoid scores"),
+        ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32=true"),
+        ("nemotron_h", {"sliding_window": 4096}, "sliding_window=4096"),
+        ("nemotron_h", {"attention_head_dim": 64}, "attention_head_dim=64"),
+    ],
+)
+def test_what_is_not_exact_is_refused(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = folder(tmp_path, changed(name, changes))
+    with pytest.raises(ConfigError) as caught:
+        read_hf_config(path)
+    text = str(caught.value)
+    assert text.startswith(f"{path}: config.json")
+    assert message in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_megatron_cannot_express_is_refused_with_the_reason(
+    name: str, tmp_path: Path
+) -> None:
+    path = folder(tmp_path, {"model_type": name})
+    with pytest.raises(ConfigError) as caught:
+        read_hf_config(path)
+    assert str(caught.value) == f'{path}: config.json has model_type="{name}"; {REFUSED[name]}'
+
+
+@pytest.mark.parametrize("name", HYBRID_FAMILIES)
+def test_a_missing_size_is_not_guessed(name: str, tmp_path: Path) -> None:
+    is_nemotron = name == "nemotron_h"
+    sizes = ("hidden_size", "vocab_size", "max_position_embeddings")
+    own = ("layer_norm_epsilon", "mamba_num_heads") if is_nemotron else ("num_hidden_layers",)
+    for key in (*sizes, *own):
+        keys = dict(HYBRID[name])
+        if "text_config" in keys:
+            text = keys["text_config"]
+            keys["text_config"] = {one: text[one] for one in text if one != key}
+        keys.pop(key, None)
+        with pytest.raises(ConfigError, match=f"has no {key}; transformers would assume a value"):
+            read_hf_config(folder(tmp_path, keys))

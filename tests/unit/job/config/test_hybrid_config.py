@@ -1,0 +1,116 @@
+"""Keys of hybrid models: patterns, and sizes that their layers need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megapack.config.load import load_config
+from megapack.config.shipped import find_config
+from megapack.errors import ConfigError
+from megapack.job.config.model import ModelConfig
+from megapack.job.config.sections import TrainConfig
+
+pytestmark = pytest.mark.unit
+
+GATED_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+def test_each_letter_is_a_layer_of_a_stage() -> None:
+    model = ModelConfig(num_layers=4, hybrid_layer_pattern="G-*-", **GATED_DELTA)
+    assert model.layer_pattern == "G-*-"
+    assert model.num_stage_layers == 4
+
+
+def test_a_gpt_as_a_hybrid_model_has_two_layers_per_block() -> None:
+    model = ModelConfig(
+        num_layers=3, megatron_class="hybrid", num_experts=4, moe_first_dense_layers=1
+    )
+    assert model.layer_pattern == "*-*E*E"
+    assert model.num_stage_layers == 6
+    assert ModelConfig(num_layers=3).layer_pattern is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hybrid_layer_pattern": "*-", "num_layers": 3}, "2 letters and model.num_layers is 3"),
+        ({"hybrid_layer_pattern": "*x", "num_layers": 2}, "has 'x'; set letters of GM"),
+        ({"hybrid_layer_pattern": "", "num_layers": 2}, "is empty"),
+        ({"hybrid_layer_pattern": "*-/*-", "num_layers": 2}, "1 parts after a /, and .* is 0"),
+        (
+            {"hybrid_layer_pattern": "*-/*-/-", "num_layers": 2, "mtp_num_layers": 2},
+            "as many parts, all alike",
+        ),
+        ({"hybrid_layer_pattern": "G-", "num_layers": 2}, "model.linear_num_key_heads must be set"),
+        ({"hybrid_layer_pattern": "*E", "num_layers": 2}, "model.num_experts must be set"),
+        ({"hybrid_layer_pattern": "*-", "num_layers": 2, "megatron_class": "gpt"}, "leave one out"),
+        ({"linear_num_key_heads": 2}, "set model.hybrid_layer_pattern too"),
+        ({"position_embedding_type": "none"}, "set model.hybrid_layer_pattern too"),
+        ({"activation": "squared_relu"}, "silu and gelu_tanh have a gate, the others have none"),
+        (
+            {
+                "hybrid_layer_pattern": "G-",
+                "num_layers": 2,
+                **GATED_DELTA,
+                "linear_num_value_heads": 3,
+            },
+            "is no multiple of model.linear_num_key_heads=2",
+        ),
+        (
+            {"hybrid_layer_pattern": "M-", "num_layers": 2, "mamba_num_heads": 12},
+            "is no multiple of model.mamba_num_groups=8",
+        ),
+    ],
+)
+def test_a_contradiction_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**keys)
+
+
+def nemotron(*overrides: str) -> TrainConfig:
+    path = find_config("configs/nemotron3_nano_30b_a3b_dp8_pp4_ep8_gpu32.yaml")
+    return load_config(path, list(overrides), TrainConfig)
+
+
+def test_stages_share_the_letters() -> None:
+    config = nemotron()
+    assert config.stage_layers.num_layers == (13, 13, 13, 13)
+    assert config.model.to_sizes().layer_pattern == config.model.hybrid_layer_pattern
+    gpt = load_config(
+        find_config("configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml"),
+        ["model.megatron_class=hybrid"],
+        TrainConfig,
+    )
+    assert gpt.stage_layers.total == 2 * gpt.model.num_layers
+    assert gpt.memory_model().sizes.layer_pattern == "*-" * gpt.model.num_layers
+
+
+def test_pieces_are_worth_the_states_at_their_end() -> None:
+    assert nemotron().row_plan.least_piece is None
+    auto = "plan.split_samples=auto"
+    config = nemotron(auto)
+    assert config.row_plan.least_piece == config.memory_model().least_piece(config.layout) == 352
+    assert nemotron(auto, "model.recompute=none").row_plan.least_piece == 23
+    assert nemotron(auto, "plan.least_piece=64").row_plan.least_piece == 64
+    gpt = find_config("configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
+    assert load_config(gpt, [auto], TrainConfig).row_plan.least_piece is None
+
+
+def test_rows_lie_over_as_many_ranks_as_heads_divide() -> None:
+    assert nemotron().row_plan.max_width is None
+    dynamic = "plan.context_parallel=dynamic"
+    assert nemotron(dynamic).row_plan.max_width == 64
+    tp = ("layout.tp=2", "layout.sequence_parallel=true", "layout.cp=2")
+    assert nemotron(dynamic, *tp).row_plan.max_width == 16
+    assert nemotron(dynamic, "plan.max_width=4").row_plan.max_width == 4
+    with pytest.raises(ConfigError, match=r"max_width=128 with layout.tp=1 .* up to 64 DP ranks"):
+        nemotron(dynamic, "plan.max_width=128")
+    with pytest.raises(ConfigError, match=r"mamba_num_heads=64.* do not divide over layout.tp"):
+        nemotron("layout.cp=128")

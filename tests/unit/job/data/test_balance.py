@@ -1,0 +1,165 @@
+"""Batches of a window exchange prompt groups until their work is about equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapack.job.config.sections import DataConfig, LayoutConfig, PlanConfig, TrainConfig
+from megapack.job.data.balance import even_batches
+from megapack.job.data.batches import all_batches, open_dataset
+from megapack.job.data.dataset import Dataset
+from megapack.job.data.rollouts import group_batches
+
+pytestmark = pytest.mark.unit
+
+
+def drawn(num_samples: int, seed: int = 0) -> np.ndarray:
+    """Lengths of a long tail."""
+    lengths = np.random.default_rng(seed).lognormal(7, 1, num_samples)
+    return np.clip(lengths, 1, 32768).astype(np.int64)
+
+
+def batches_of(work: np.ndarray, size: int, window: int, **settings: Any) -> list[np.ndarray]:
+    """Batches of samples that are prompt groups of their own."""
+    return list(group_batches(np.arange(work.size), size, work=work, window=window, **settings))
+
+
+def sums(work: np.ndarray, batches: list[np.ndarray]) -> np.ndarray:
+    return np.array([work[batch].sum() for batch in batches])
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("size", "window"), [(1, 4), (2, 3), (8, 2), (8, 5), (32, 10**9)])
+def test_each_sample_is_once_in_its_window(seed: int, size: int, window: int) -> None:
+    work = drawn(size * 17 + size // 2, seed)
+    settings: dict[str, Any] = {"shuffle": True, "seed": seed, "epoch": 1}
+    before = batches_of(work, size, 1, **settings)
+    after = batches_of(work, size, window, **settings)
+    assert list(map(len, after)) == list(map(len, before))
+    place = np.argsort(np.concatenate(before))
+    num_full = 17
+    # If half a batch is left it is the last one, which stays as it is.
+    assert [b.tolist() for b in after[num_full:]] == [b.tolist() for b in before[num_full:]]
+    for first in range(0, num_full, window):
+        own = slice(first, min(first + window, num_full))
+        old, new = np.array(before[own]), np.array(after[own])
+        assert sorted(new.ravel()) == sorted(old.ravel())
+        assert (np.diff(place[new], axis=1) > 0).all(), "samples of a batch are out of order"
+        squares = [sum(int(w) ** 2 for w in work[each].sum(axis=1)) for each in (old, new)]
+        assert squares[1] <= squares[0]
+
+
+def test_without_a_window_the_order_is_as_it_was() -> None:
+    work = drawn(100)
+    options: tuple[dict[str, Any], ...] = ({}, {"shuffle": True, "seed": 3})
+    for settings in options:
+        plain = list(group_batches(np.arange(100), 8, **settings))
+        for window in (1, 10**9):
+            # Samples of equal work have no reason to change places.
+            even = np.ones(100, dtype=np.int64) if window > 1 else work
+            found = batches_of(even, 8, window, **settings)
+            assert [b.tolist() for b in found] == [b.tolist() for b in plain]
+
+
+def test_the_work_of_batches_is_even() -> None:
+    work = drawn(64 * 128)
+    before = sums(work, batches_of(work, 128, 1, shuffle=True))
+    assert before.std() > 0.08 * before.mean()
+    found = {w: sums(work, batches_of(work, 128, w, shuffle=True)) for w in (4, 16, 64)}
+    # Within a window all batches are even; the means of windows of w batches are not.
+    for window, after in found.items():
+        each = after.reshape(-1, window)
+        assert np.ptp(each, axis=1).max() <= 0.001 * each.max()
+    assert 0.02 * before.mean() < found[16].std() < 0.5 * before.std()
+    assert found[64].std() < 0.001 * before.mean()
+
+
+def test_the_longest_sample_is_among_the_shortest() -> None:
+    """One sample has more work than a batch's share: its batch has no more than it must."""
+    work = np.array([50, 7, 5, 6, 4, 3, 8, 9, 2, 1, 3, 5])
+    totals = sorted(work[even_batches(work.reshape(3, 4))].sum(axis=1).tolist())
+    assert totals == [23, 24, 50 + 1 + 2 + 3]
+
+
+def test_a_long_sample_is_as_likely_in_each_batch() -> None:
+    """The long samples of 200 shuffles: 400 in 8 batches, 50 +- 7 in each."""
+    work = drawn(64)
+    longest = set(np.argsort(work)[-2:].tolist())
+    counts = np.zeros(8, dtype=np.int64)
+    for seed in range(200):
+        for k, batch in enumerate(batches_of(work, 8, 8, shuffle=True, seed=seed)):
+            counts[k] += len(longest & set(batch.tolist()))
+    assert counts.sum() == 400
+    assert counts.min() > 50 - 3 * 7
+    assert counts.max() < 50 + 3 * 7
+
+
+def test_prompt_groups_move_as_a_whole() -> None:
+    group_of = np.repeat(np.arange(12), 3)
+    work = drawn(36)
+    found = list(group_batches(group_of, 4, work=work, window=3))
+    for batch in found:
+        assert np.array_equal(batch.reshape(4, 3), batch.reshape(4, 3)[:, :1] + [0, 1, 2])
+    plain = list(group_batches(group_of, 4))
+    assert np.ptp(sums(work, found)) < 0.2 * np.ptp(sums(work, plain))
+    assert sorted(np.concatenate(found)) == list(range(36))
+
+
+def test_another_numpy_gives_the_same_batches() -> None:
+    work = (np.random.PCG64(0).random_raw(64) % 1000).astype(np.int64)
+    found = batches_of(work, 4, 8, shuffle=True, seed=5)
+    assert [batch.tolist() for batch in found[:2]] == [[7, 21, 52, 5], [4, 62, 11, 12]]
+
+
+def config(tmp_path: Path, window: int, plan: dict[str, Any] | None = None) -> TrainConfig:
+    plan = {"max_tokens_per_gpu": 1024, "global_batch_size": 16, **(plan or {})}
+    return TrainConfig(
+        name="run",
+        runs_dir=str(tmp_path),
+        plan=PlanConfig(**plan),
+        data=DataConfig(
+            num_generated=256, prompts_per_batch=4, shuffle=True, balance_window=window
+        ),
+    )
+
+
+def run_of(config: TrainConfig, data: Dataset) -> list[tuple[int, int, list[int]]]:
+    return [(epoch, index, batch.tolist()) for epoch, index, batch in all_batches(config, data)]
+
+
+def test_batches_do_not_depend_on_what_may_change_on_resume(tmp_path: Path) -> None:
+    first = config(tmp_path, 4)
+    data = open_dataset(first)
+    expected = run_of(first, data)
+    assert expected != run_of(config(tmp_path, 1), data)
+    assert expected == run_of(config(tmp_path, 4), data)
+    cost = tmp_path / "cost.yaml"
+    cost.write_text("per_token: 1.0e-6\nper_token_sq: 1.0e-6\n")
+    others = [
+        config(tmp_path, 4, {"cost_model": str(cost)}),
+        config(tmp_path, 4, {"calibrate": "online"}),
+        replace(first, layout=LayoutConfig(tp=2, pp=2)),
+        replace(first, model=replace(first.model, recompute="full")),
+    ]
+    for other in others:
+        assert run_of(other, data) == expected
+    # Windows do not end where the run ends.
+    short = replace(first, train=replace(first.train, num_batches=3))
+    assert run_of(short, data) == expected[:3]
+
+
+def test_work_is_tokens_where_the_plan_balances_tokens(tmp_path: Path) -> None:
+    by_time = config(tmp_path, 16)
+    by_tokens = config(tmp_path, 16, {"balance": "tokens"})
+    data = open_dataset(by_time)
+    spreads = {}
+    for name, each in {"time": by_time, "tokens": by_tokens, "none": config(tmp_path, 1)}.items():
+        tokens = sums(data.lengths, [np.array(batch) for _, _, batch in run_of(each, data)])
+        spreads[name] = tokens.std() / tokens.mean()
+    assert spreads["tokens"] < 0.005
+    assert spreads["tokens"] < spreads["time"] < 0.2 * spreads["none"]

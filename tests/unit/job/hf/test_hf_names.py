@@ -1,0 +1,324 @@
+"""Which Hugging Face rows Megatron's tensors consist of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megapack.errors import ConfigError
+from megapack.job.hf.blocks import Block, hf_shapes, row_spans
+from megapack.job.hf.names import Rows, TensorNames
+from megapack.job.hf.tables import TABLES
+from megapack.job.hf.unused import LeftOut
+
+pytestmark = pytest.mark.unit
+
+VALUES = {
+    "num_layers": 3,
+    "hidden_size": 64,
+    "vocab_size": 5,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+}
+
+
+def rows(model_type: str, name: str, num_rows: int, *index: int) -> list[Rows]:
+    return TensorNames(model_type, VALUES).rows(f"decoder.layers.2.{name}", index, num_rows)
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_queries_keys_and_values_alternate_by_group(part: str) -> None:
+    """The example of the module's docstring."""
+    attention = "model.layers.2.self_attn"
+    q, k, v = (f"{attention}.{name}_proj.{part}" for name in "qkv")
+    assert rows("qwen2", f"self_attention.linear_qkv.{part}", 128) == [
+        *(Rows(q, 0, 32), Rows(k, 0, 16), Rows(v, 0, 16)),
+        *(Rows(q, 32, 32), Rows(k, 16, 16), Rows(v, 16, 16)),
+    ]
+
+
+def test_stacked_projections_are_rows_of_one_tensor() -> None:
+    """Queries of all groups are above all keys, and those above all values."""
+    qkv = "model.layers.2.self_attn.qkv_proj.weight"
+    assert rows("phi3", "self_attention.linear_qkv.weight", 128) == [
+        *(Rows(qkv, 0, 32), Rows(qkv, 64, 16), Rows(qkv, 96, 16)),
+        *(Rows(qkv, 32, 32), Rows(qkv, 80, 16), Rows(qkv, 112, 16)),
+    ]
+    gate_up = Rows("model.layers.2.mlp.gate_up_proj.weight", 0, 192)
+    assert rows("phi3", "mlp.linear_fc1.weight", 192) == [gate_up]
+
+
+def test_global_layers_have_heads_of_their_own() -> None:
+    """Here with one group of wider heads, whose keys are the values too."""
+    own = {"global_kv_channels": 24, "global_query_groups": 1, "global_keys_as_values": True}
+    values = {**VALUES, **own, "rotary_pattern": "LLG"}
+    names = TensorNames("gemma4_text", values)
+    found = {
+        layer: names.rows(f"decoder.layers.{layer}.self_attention.linear_qkv.weight", (), 0)
+        for layer in (1, 2)
+    }
+    q, k, v = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
+    assert found[1] == [
+        *(Rows(q, 0, 32), Rows(k, 0, 16), Rows(v, 0, 16)),
+        *(Rows(q, 32, 32), Rows(k, 16, 16), Rows(v, 16, 16)),
+    ]
+    q, k = (f"model.layers.2.self_attn.{name}_proj.weight" for name in "qk")
+    assert found[2] == [Rows(q, 0, 96), Rows(k, 0, 24)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "norms"),
+    [
+        (
+            "olmo2",
+            {
+                "post_self_attn_layernorm": "post_attention_layernorm",
+                "post_mlp_layernorm": "post_feedforward_layernorm",
+            },
+        ),
+        (
+            "gemma3_text",
+            {
+                "input_layernorm": "input_layernorm",
+                "post_self_attn_layernorm": "post_attention_layernorm",
+                "pre_mlp_layernorm": "pre_feedforward_layernorm",
+                "post_mlp_layernorm": "post_feedforward_layernorm",
+            },
+        ),
+        (
+            "glm4",
+            {
+                "pre_mlp_layernorm": "post_attention_layernorm",
+                "post_self_attn_layernorm": "post_self_attn_layernorm",
+            },
+        ),
+    ],
+)
+def test_norms_of_a_layer(model_type: str, norms: dict[str, str]) -> None:
+    for own, theirs in norms.items():
+        assert rows(model_type, f"{own}.weight", 64) == [
+            Rows(f"model.layers.2.{theirs}.weight", 0, 64)
+        ]
+
+
+def test_olmo_has_no_norms_of_inputs() -> None:
+    for name in ("input_layernorm", "pre_mlp_layernorm"):
+        with pytest.raises(ConfigError, match="olmo2"):
+            rows("olmo2", f"{name}.weight", 64)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "first", "second"),
+    [
+        ("qwen3_moe", "mlp.experts.7.gate_proj", "mlp.experts.7.up_proj"),
+        ("mixtral", "block_sparse_moe.experts.7.w1", "block_sparse_moe.experts.7.w3"),
+    ],
+)
+def test_an_experts_gate_is_above_its_up_projection(
+    model_type: str, first: str, second: str
+) -> None:
+    assert rows(model_type, "mlp.experts.experts.linear_fc1.weight", 10, 7) == [
+        Rows(f"model.layers.2.{first}.weight", 0, 5),
+        Rows(f"model.layers.2.{second}.weight", 0, 5),
+    ]
+
+
+def test_rows_of_the_padded_vocabulary_have_no_name() -> None:
+    names = TensorNames("llama", VALUES)
+    for key, name in (
+        ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+        ("output_layer.weight", "lm_head.weight"),
+    ):
+        assert names.rows(key, (), 128) == [Rows(name, 0, 5)]
+        second_half = Block(key, (), (64, 0), (64, 8), (128, 8), torch.float32)
+        assert row_spans(second_half, names) == []
+
+
+def test_an_output_layer_of_one_row_is_a_score() -> None:
+    assert TensorNames("llama", VALUES).rows("output_layer.weight", (), 1) == [
+        Rows("score.weight", 0, 1)
+    ]
+
+
+def test_norms_have_one_name_whether_they_are_fused_or_not() -> None:
+    for fused, own in (
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ):
+        assert rows("qwen3", fused, 64) == rows("qwen3", own, 64)
+    up = "self_attention.linear_q_up_proj.layer_norm_weight"
+    assert rows("deepseek_v3", up, 48) == rows(
+        "deepseek_v3", "self_attention.q_layernorm.weight", 48
+    )
+
+
+def test_row_spans_of_a_tensor_parallel_rank() -> None:
+    """The second of two has the second group, and in a row-parallel layer the last columns."""
+    names = TensorNames("llama", VALUES)
+    qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
+    block = Block(qkv, (), (64, 0), (64, 64), (128, 64), torch.float32)
+    found = {span.name.split(".")[-2]: span for span in row_spans(block, names)}
+    assert {name: (p.row, p.block_row, p.count) for name, p in found.items()} == {
+        "q_proj": (32, 0, 32),
+        "k_proj": (16, 32, 16),
+        "v_proj": (16, 48, 16),
+    }
+    proj = "decoder.layers.0.self_attention.linear_proj.weight"
+    (span,) = row_spans(Block(proj, (), (0, 32), (64, 32), (64, 64), torch.float32), names)
+    assert span.place == (slice(0, 64), slice(32, 64))
+    shapes = hf_shapes([block], names)
+    assert {name.split(".")[-2]: shape for name, shape in shapes.items()} == {
+        "q_proj": (64, 64),
+        "k_proj": (32, 64),
+        "v_proj": (32, 64),
+    }
+
+
+def test_a_tensor_that_a_family_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"mtp\.layers\.0.*qwen3.*mtp_num_layers"):
+        TensorNames("qwen3", VALUES).rows("mtp.layers.0.eh_proj.weight", (), 8)
+    with pytest.raises(ConfigError, match=r"router\.expert_bias"):
+        rows("llama", "mlp.router.expert_bias", 8)
+    with pytest.raises(ConfigError, match="'gpt2' has no table"):
+        TensorNames("gpt2", VALUES)
+
+
+def test_every_family_of_the_config_reader_has_a_table() -> None:
+    from megapack.job.config.hf_families import FAMILIES
+
+    assert FAMILIES.keys() <= TABLES.keys()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "begin", "names"),
+    [
+        ("glm4_moe", "model.layers.4.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+        (
+            "mimo",
+            "model.mtp_layers.1.",
+            ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        ),
+    ],
+)
+def test_the_second_depth_of_multi_token_prediction(
+    model_type: str, begin: str, names: tuple[str, ...]
+) -> None:
+    table = TensorNames(model_type, VALUES)
+    parts = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+    for part, name in zip(parts, names, strict=True):
+        (found,) = table.rows(f"mtp.layers.1.{part}.weight", (), 8)
+        swaps = (model_type, part) == ("mimo", "eh_proj")
+        assert found == Rows(f"{begin}{name}.weight", 0, 8, swaps_halves=swaps)
+    for layer in ("transformer_layer", "mtp_model_layer.layers.0"):
+        found = table.rows(f"mtp.layers.1.{layer}.self_attention.linear_proj.weight", (), 8)
+        assert found == [Rows(f"{begin}self_attn.o_proj.weight", 0, 8)]
+    with pytest.raises(ConfigError, match="other_norm"):
+        table.rows("mtp.layers.1.other_norm.weight", (), 8)
+
+
+def test_a_value_model_exports_no_multi_token_prediction() -> None:
+    copied = "model.layers.3.embed_tokens.weight"
+    for is_value_model in (False, True):
+        names = TensorNames(
+            "glm4_moe",
+            VALUES,
+            [copied, "model.layers.3.eh_proj.weight"],
+            is_value_model=is_value_model,
+            num_mtp_layers=1,
+        )
+        expected = [] if is_value_model else [copied]
+        assert names.copies("model.embed_tokens.weight") == expected
+        assert names.copies("model.norm.weight") == []
+        assert names.is_kept("model.layers.3.enorm.weight") is not is_value_model
+        assert LeftOut(names, ()).may_be("model.layers.3.enorm.weight")
+
+
+def test_a_projection_with_swapped_halves() -> None:
+    names = TensorNames("mimo", VALUES)
+    block = Block("mtp.layers.0.eh_proj.weight", (), (4, 0), (4, 6), (8, 6), torch.float32)
+    (span,) = row_spans(block, names)
+    assert span.place == (slice(4, 8), slice(0, 6))
+    assert span.arranged(torch.arange(6)[None]).tolist() == [[3, 4, 5, 0, 1, 2]]
+
+
+def test_folders_whose_names_have_no_beginning() -> None:
+    names = TensorNames("qwen3", VALUES, ["embed_tokens.weight", "layers.0.mlp.up_proj.weight"])
+    for key, name in (
+        ("embedding.word_embeddings.weight", "embed_tokens.weight"),
+        ("decoder.layers.2.self_attention.linear_proj.weight", "layers.2.self_attn.o_proj.weight"),
+    ):
+        assert names.rows(key, (), 5) == [Rows(name, 0, 5)]
+
+
+OF_DEPTH = "model.layers.3.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("stored", [[OF_DEPTH], [OF_DEPTH, "model.layers.3.eh_proj.weight"]])
+def test_a_layer_without_a_projection_is_no_multi_token_prediction(stored: list[str]) -> None:
+    names = TensorNames("deepseek_v3", VALUES, stored, num_mtp_layers=1)
+    assert LeftOut(names, ()).may_be(OF_DEPTH) is (len(stored) == 2)
+
+
+COPIES = [
+    "model.layers.3.embed_tokens.weight",
+    "model.layers.3.shared_head.head.weight",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "may_be"),
+    [
+        ("lm_head.weight", "qwen3", True),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", "llama", True),
+        ("model.rotary_emb.inv_freq", "llama", True),
+        ("model.layers.3.self_attn.rotary_emb.inv_freq", "llama", False),
+        ("vision.rotary_emb.inv_freq", "llama", False),
+        ("model.layers.2.eh_proj.weight", "deepseek_v3", False),
+        ("model.layers.3.eh_proj.weight", "deepseek_v3", True),
+        ("model.layers.4.eh_proj.weight", "deepseek_v3", False),
+        ("model.layers.3.self_attn.q_proj.weight", "llama", False),
+        ("model.mtp_layers.0.input_proj.weight", "mimo", True),
+        ("model.mtp_layers.1.input_proj.weight", "mimo", False),
+        ("model.mtp_layers.0.input_proj.weight", "qwen3", False),
+        ("mtp.layers.0.mlp.up_proj.weight", "qwen3", False),
+        ("mtp.fc.weight", "llama", False),
+        ("model.layers.0.self_attn.q_proj.bias", "qwen3", False),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", "qwen3", False),
+        ("score.weight", "qwen3", False),
+        ("language_model.lm_head.weight", "qwen3", False),
+        ("layers.0.mlp.up_proj.weight", "qwen3", False),
+    ],
+)
+def test_what_a_folder_may_have_in_addition(name: str, family: str, may_be: bool) -> None:
+    values = {**VALUES, "rotary_base": 10000}
+    stored = ["model.layers.3.eh_proj.weight", "model.mtp_layers.0.input_proj.weight"]
+    names = TensorNames(family, values, stored, num_mtp_layers=1)
+    assert LeftOut(names, ()).may_be(name) is may_be
+    assert not names.is_kept(name) or may_be
+
+
+def test_of_a_trained_depth_a_folder_may_have_copies() -> None:
+    stored = [*COPIES, "model.layers.3.eh_proj.weight"]
+    names = TensorNames("deepseek_v3", VALUES, stored, num_mtp_layers=1)
+    model = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.3.enorm.weight")
+    untrained, trained, tied = (
+        LeftOut(names, own) for own in (model[:2], model, (model[0], model[2]))
+    )
+    for copy, own in zip(COPIES, model[:2], strict=True):
+        assert untrained.may_be(copy)
+        assert untrained.original(copy) is None
+        assert trained.original(copy) == own
+        assert tied.original(copy) == model[0]
+    assert untrained.may_be("model.layers.3.self_attn.other.weight")
+    assert not trained.may_be("model.layers.3.self_attn.other.weight")
+
+
+def test_an_indexer_belongs_to_core_attention() -> None:
+    """As in Megatron's DSAttention."""
+    own = "self_attention.core_attention.indexer"
+    found = rows("deepseek_v32", f"{own}.linear_weights_proj.weight", 16)
+    assert found == [Rows("model.layers.2.self_attn.indexer.weights_proj.weight", 0, 16)]
+    assert rows("glm_moe_dsa", f"{own}.k_norm.bias", 24) == [
+        Rows("model.layers.2.self_attn.indexer.k_norm.bias", 0, 24)
+    ]

@@ -1,0 +1,86 @@
+"""Pictures, pages and traces of steps with pieces of samples and weight gradients."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megapack import CostModel, Plan, check_plan
+from megapack.job.view.chrome_trace import chrome_trace
+from megapack.job.view.page import page_html
+from megapack.job.view.page_data import plan_page
+from megapack.job.view.plot import draw_step
+from megapack.job.view.timeline import planned
+from megapack.outlook.stats import step_report
+from tests.hand_made_orders import LENGTHS, split_plan
+from tests.hand_made_plan import wide_plan
+
+pytestmark = pytest.mark.unit
+
+COST = CostModel(fixed=10.0, per_token=1.0, per_token_sq=1e-4)
+
+
+def picture(plan: Plan) -> str:
+    report = step_report(plan, plan.steps[0], COST)
+    return draw_step(planned(plan, 0, 0, COST), report, "token times", "svg").decode()
+
+
+def test_a_picture_has_weight_gradients_and_frames_around_pieces() -> None:
+    check_plan(split_plan(), LENGTHS)
+    svg = picture(split_plan())
+    assert "weight gradients" in svg
+    assert "piece of a sample" in svg
+    # F, B and W of 3 pieces on 2 stages, one frame around their cells, one in the legend.
+    assert len(re.findall(r"stroke: #1a1a1a", svg)) >= 3 * 3 * 2 + 1 + 1
+    plain = picture(wide_plan())
+    assert "weight gradients" not in plain
+    assert "piece of a sample" not in plain
+
+
+def test_a_page_has_the_kinds_and_the_pieces() -> None:
+    page = plan_page(split_plan(), np.array(LENGTHS), COST, "token times")
+    facts = dict(page.facts)
+    assert facts["split samples"] == "1 in 3 pieces (44.6% of the tokens)"
+    assert facts["split backwards"] == "20"
+    first, second = page.steps[0]["tracks"]
+    assert [row[3].get("piece") for row in first["rows"]] == [
+        "sample 0, tokens 0 to 2800",
+        "sample 0, tokens 2800 to 5200",
+        "sample 0, tokens 5200 to 7000",
+        None,
+        None,
+    ]
+    for track in (first, second):
+        assert Counter(event[3] for event in track["events"]) == {0: 10, 1: 10, 2: 10}
+    html = page_html(page)
+    assert "drawPieces" in html
+    assert 'id="weights"' in html
+
+
+def test_a_page_of_megatrons_order_does_not_speak_of_orders() -> None:
+    page = plan_page(wide_plan(), None, COST, "token times")
+    assert not {"split samples", "split backwards"} & dict(page.facts).keys()
+
+
+def test_a_trace_names_the_operations_and_the_pieces() -> None:
+    trace = json.loads(chrome_trace([planned(split_plan(), 0, 0, COST)], 1.0))["traceEvents"]
+    slices = [event for event in trace if event["ph"] == "X"]
+    assert len(slices) == 3 * 5 * 2 * 2
+    names = {event["name"] for event in slices if event["args"].get("piece")}
+    assert names == {
+        f"{kind} {k} (sample 0, tokens {start} to {end})"
+        for kind in ("forward", "backward", "weight gradients")
+        for k, (start, end) in enumerate(((0, 2800), (2800, 5200), (5200, 7000)))
+    }
+    by_lane: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in slices:
+        span = (event["ts"], event["ts"] + event["dur"])
+        by_lane.setdefault((event["pid"], event["tid"]), []).append(span)
+    for spans in by_lane.values():
+        spans.sort()
+        assert all(a[1] <= b[0] + 1e-3 for a, b in itertools.pairwise(spans))

@@ -1,0 +1,78 @@
+"""Timelines of plans and runs, and the choice of typical ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megapack import CostModel, PlanError, simulate
+from megapack.job.view.records import read_run
+from megapack.job.view.timeline import planned, traced, typical_ranks
+from tests.run_folder import LAYOUT, make_plan, write_run
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_planned_step_has_the_simulated_events() -> None:
+    plan = make_plan()
+    timeline = planned(plan, 1, 1, None)
+    run = simulate(plan.steps[1], layout=LAYOUT)
+    assert timeline.events == run.events
+    assert timeline.rank_ends == pytest.approx(run.rank_makespans)
+    slowest = run.rank_makespans.index(run.makespan)
+    assert run.makespan / timeline.stage_seconds[slowest] - 1 == pytest.approx(run.bubble_fraction)
+
+
+def test_a_step_with_too_few_ranks_is_refused() -> None:
+    plan = make_plan(1)
+    cut = replace(plan, steps=(replace(plan.steps[0], ranks=plan.steps[0].ranks[:1]),))
+    with pytest.raises(PlanError, match=r"step 0 has 1 ranks, the layout has dp=2"):
+        planned(cut, 0, 0, None)
+
+
+def test_planned_steps_scale_to_the_predicted_seconds(tmp_path: Path) -> None:
+    records = read_run(write_run(tmp_path / "run"))
+    timelines = traced(records, None)
+    assert [(t.source, t.number) for t in timelines] == [
+        ("planned", 2),
+        ("measured", 2),
+        ("planned", 3),
+        ("measured", 3),
+    ]
+    assert [max(t.rank_ends) for t in timelines] == pytest.approx([2.0, 3.0, 2.0, 3.0])
+    # Without a prediction, planned and measured are equally long.
+    unknown = tuple({**line, "step_predicted_s": None} for line in records.metrics)
+    timelines = traced(replace(records, metrics=unknown), None)
+    assert [max(t.rank_ends) for t in timelines] == pytest.approx([3.0] * 4)
+
+
+def test_times_of_an_assumed_speed_are_scaled(tmp_path: Path) -> None:
+    cost = CostModel(per_token=1e-9, fixed=1e-6)
+    records = read_run(write_run(tmp_path / "run", cost=cost, is_calibrated=False))
+    assert [step.cost for step in records.traced] == [cost, cost]
+    assert [max(t.rank_ends) for t in traced(records, None)[::2]] == pytest.approx([2.0, 2.0])
+
+
+def test_times_of_a_measured_cost_model_are_not_scaled(tmp_path: Path) -> None:
+    own, given = CostModel(per_token=1e-3), CostModel(per_token=2e-3, stage_weights=(1.0,) * 4)
+    records = read_run(write_run(tmp_path / "run", cost=own))
+    step = records.traced[0].plan.steps[0]
+    for cost, used in ((None, own), (given, given)):
+        seconds = simulate(step, layout=LAYOUT, cost=used).makespan
+        assert max(traced(records, cost)[0].rank_ends) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("ends", "most", "ranks"),
+    [
+        ([3.0, 1.0, 2.0], 3, [0, 1, 2]),
+        ([3.0, 1.0, 2.0], 2, [0, 1]),
+        ([5.0, 1.0, 4.0, 2.0, 3.0], 3, [0, 4, 1]),
+        ([1.0, 2.0], 1, [1]),
+        ([1.0, 1.0, 1.0, 1.0], 3, [0, 2, 3]),
+    ],
+)
+def test_typical_ranks(ends: list[float], most: int, ranks: list[int]) -> None:
+    assert typical_ranks(ends, most) == ranks

@@ -1,0 +1,77 @@
+"""Pictures, pages and traces of micro-batches over several DP ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from megapack import CostModel, Layout, Plan, build_dp_schedule
+from megapack.job.view.chrome_trace import chrome_trace
+from megapack.job.view.page import page_html
+from megapack.job.view.page_data import plan_page
+from megapack.job.view.plot import draw_step
+from megapack.job.view.timeline import planned
+from megapack.outlook.stats import step_report
+from tests.hand_made_plan import LENGTHS, wide_plan
+
+pytestmark = pytest.mark.unit
+
+COST = CostModel(per_token=1.0)
+
+
+def narrow_plan() -> Plan:
+    return build_dp_schedule(LENGTHS, layout=Layout(dp=4, pp=2), max_tokens_per_gpu=9000)
+
+
+def picture(plan: Plan) -> str:
+    report = step_report(plan, plan.steps[0])
+    return draw_step(planned(plan, 0, 0, None), report, "token times", "svg").decode()
+
+
+def test_a_picture_frames_what_several_ranks_share() -> None:
+    svg = picture(wide_plan())
+    assert "over several ranks" in svg
+    # 8 operations on each of 4 + 2 ranks, 4 joined begins, 2 frames in the fill, 1 in the legend.
+    assert len(re.findall(r"stroke: #cc0066", svg)) >= 6 * 8 + 4 + 2 + 1
+    assert "#cc0066" not in picture(narrow_plan())
+
+
+def test_a_page_names_the_ranks_of_each_row() -> None:
+    page = plan_page(wide_plan(), np.array(LENGTHS), COST, "token times")
+    facts = dict(page.facts)
+    assert facts["wide micro-batches"] == "1 over 2 ranks, 1 over 4 (60.0% of the tokens)"
+    assert facts["micro-batches"] == "12, 0 of them padding"
+    ranks = [
+        [row[3].get("dp_ranks", "") for row in track["rows"]] for track in page.steps[0]["tracks"]
+    ]
+    assert ranks == [["ranks 0-3", "", "", ""]] * 2 + [["ranks 0-3", "ranks 2-3", "", ""]] * 2
+    assert {track["source"] for track in page.steps[0]["tracks"]} == {"planned"}
+    fills = next(chart for chart in page.histograms if "fill" in chart["title"])
+    assert sum(fills["counts"]) == 12
+    assert fills["high"] == 100
+    assert "drawShared" in page_html(page)
+
+
+def test_a_page_without_wide_rows_does_not_speak_of_them() -> None:
+    page = plan_page(narrow_plan(), np.array(LENGTHS), COST, "token times")
+    assert "wide micro-batches" not in dict(page.facts)
+
+
+def test_a_trace_names_the_ranks_and_they_begin_together() -> None:
+    trace = json.loads(chrome_trace([planned(wide_plan(), 0, 0, None)], 1.0))["traceEvents"]
+    slices = [event for event in trace if event["ph"] == "X"]
+    shared = [event for event in slices if "dp_ranks" in event["args"]]
+    assert {event["name"] for event in shared} == {
+        f"{kind} {k} (ranks {ranks})"
+        for kind in ("forward", "backward")
+        for k, ranks in enumerate(("0-3", "2-3"))
+    }
+    assert len(shared) == 8 * (4 + 2)
+    begins: dict[tuple[object, ...], set[float]] = {}
+    for event in shared:
+        key = (event["name"], event["tid"], event["args"]["chunk"])
+        begins.setdefault(key, set()).add(event["ts"])
+    assert all(len(times) == 1 for times in begins.values())
