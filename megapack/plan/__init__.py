@@ -18,7 +18,8 @@ from megapack.plan.check import check_plan
 from megapack.plan.explanation import Explanation, Gain
 from megapack.plan.facts import Counts
 from megapack.plan.microbatch import MicroBatch, Part
-from megapack.plan.order import Operation, StepOrder, chain_order, read_order, step_order
+from megapack.plan.order import Operation, StepOrder, chain_order, step_order
+from megapack.plan.order_text import read_order
 from megapack.plan.plan import Plan, RolloutId, StepPlan, own_samples
 from megapack.plan.shapes import RowShape, RowShapes
 

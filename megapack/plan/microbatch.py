@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from megapack.layout import block_ranks
+
+# What the cell of a plain row ends without: tokens that samples share, and its width.
+_PLAIN = (0, 1)
 
 
 class Part(NamedTuple):
@@ -48,6 +54,42 @@ class MicroBatch:
     pieces: tuple[Part, ...] = ()
     """What the row has of the samples that it has not whole; these are the first of `samples`, and
     their other pieces are in the neighbouring micro-batches."""
+
+    def cell(self) -> tuple[Any, ...]:
+        """The row in a plan's JSON; `from_cell` is the inverse. What only features need stands at
+        the end, and a row without it has a shorter cell, so that plans without a feature keep their
+        digests.
+
+        >>> MicroBatch((3, 5), 8, 7, 25, 8).cell()
+        ((3, 5), 8, 7, 25, 8)
+        >>> MicroBatch((3,), 8, 4, 16, 8, pieces=(Part(3, 0, 4),)).cell()
+        ((3,), 8, 4, 16, 8, 0, 1, 0, 4)
+        """
+        ends = [end for part in self.pieces for end in (part.begin, part.end)]
+        more = [self.shared_tokens, self.width, *ends]
+        while 0 < len(more) <= len(_PLAIN) and more[-1] == _PLAIN[len(more) - 1]:
+            more.pop()
+        sizes = (self.row_tokens, self.tokens, self.tokens_sq, self.padded_tokens)
+        return (self.samples, *sizes, *more)
+
+    @classmethod
+    def from_cell(cls, rank: int, cell: Sequence[Any]) -> MicroBatch:
+        """The row of a cell whose types were checked. The ranks of a shared row are an aligned
+        block, so one of them and the width say which they are."""
+        samples, row_tokens, tokens, tokens_sq, padded_tokens, *more = cell
+        shared, width = (more[k] if k < len(more) else plain for k, plain in enumerate(_PLAIN))
+        ends = more[len(_PLAIN) :]
+        pieces = [Part(*part) for part in zip(samples, ends[::2], ends[1::2], strict=False)]
+        return cls(
+            tuple(samples),
+            row_tokens,
+            tokens,
+            tokens_sq,
+            padded_tokens,
+            shared,
+            block_ranks(rank, width),
+            tuple(pieces),
+        )
 
     def ranks(self, own: int) -> tuple[int, ...]:
         """The DP ranks that run it, of which `own` is one."""

@@ -19,11 +19,12 @@ import numpy as np
 
 from megapack.base.arrays import Ints, read_budget
 from megapack.errors import PlanError
-from megapack.layout import Layout, block_ranks
+from megapack.layout import Layout
 from megapack.plan.explanation import Explanation
 from megapack.plan.facts import Counts, count_steps
 from megapack.plan.microbatch import MicroBatch, Part
-from megapack.plan.order import StepOrder, read_order, step_order
+from megapack.plan.order import StepOrder, step_order
+from megapack.plan.order_text import read_order
 from megapack.plan.shapes import RowShape, RowShapes
 from megapack.plan.text import format_plan, parse_json, parse_text
 from megapack.policy import Policy
@@ -307,20 +308,9 @@ def _step_payload(step: StepPlan) -> dict[str, Any]:
         "group_size": step.group_size,
         "kept_rollouts": step.kept_rollouts,
         "dropped_rollouts": step.dropped_rollouts,
-        "ranks": [[_cell(mb) for mb in rank] for rank in step.ranks],
+        "ranks": [[mb.cell() for mb in rank] for rank in step.ranks],
         **({"orders": step.orders} if step.orders else {}),
     }
-
-
-def _cell(mb: MicroBatch) -> tuple[Any, ...]:
-    sizes = (mb.samples, mb.row_tokens, mb.tokens, mb.tokens_sq, mb.padded_tokens)
-    if mb.pieces:
-        ends = (end for part in mb.pieces for end in (part.begin, part.end))
-        return (*sizes, mb.shared_tokens, mb.width, *ends)
-    # The ranks of a shared row are an aligned block, so its place and its width say which they are.
-    if mb.width > 1:
-        return (*sizes, mb.shared_tokens, mb.width)
-    return (*sizes, mb.shared_tokens) if mb.shared_tokens else sizes
 
 
 def _build(payload: dict[str, Any]) -> Plan:
@@ -348,27 +338,10 @@ def _build_prefixes(payload: dict[str, Any]) -> SharedPrefixes:
     return SharedPrefixes(tuple(payload["order"]), tuple(payload["common"]), payload["own_tokens"])
 
 
-def _build_microbatch(rank: int, cell: list[Any]) -> MicroBatch:
-    samples, row_tokens, tokens, tokens_sq, padded_tokens, *others = cell
-    shared_tokens = others[0] if others else 0
-    width = others[1] if len(others) > 1 else 1
-    parts = zip(samples, others[2::2], others[3::2], strict=False)
-    return MicroBatch(
-        tuple(samples),
-        row_tokens,
-        tokens,
-        tokens_sq,
-        padded_tokens,
-        shared_tokens,
-        block_ranks(rank, width),
-        tuple(Part(*part) for part in parts),
-    )
-
-
 def _build_step(step: dict[str, Any]) -> StepPlan:
     return StepPlan(
         ranks=tuple(
-            tuple(_build_microbatch(number, cell) for cell in rank)
+            tuple(MicroBatch.from_cell(number, cell) for cell in rank)
             for number, rank in enumerate(step["ranks"])
         ),
         num_microbatches=step["num_microbatches"],

@@ -20,10 +20,10 @@ from megapack.plan.order import (
     group_table,
     interleave,
     megatron_warmup,
-    read_order,
     stage_lists,
     step_order,
 )
+from megapack.plan.order_text import read_order
 
 SHAPES = [
     (pp, vpp, group)

@@ -12,9 +12,9 @@ from megapack.plan.order import (
     group_table,
     interleave,
     order_lines,
-    read_order,
     stage_lists,
 )
+from megapack.plan.order_text import read_order
 from megapack.planner import own_orders
 
 pytestmark = pytest.mark.unit
