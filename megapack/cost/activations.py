@@ -207,7 +207,7 @@ class SavedActivations:
         if not self._recomputes("core_attn"):
             scalars = _FP32_BYTES * self._heads
             if self.attention == "sdpa" or self._is_wide:
-                # `packed_causal_attention` joins the outputs of its runs of samples: a copy.
+                # `path_causal_attention` joins the outputs of its runs of samples: a copy.
                 kept += queries
             if self._is_wide:
                 # Keys and values of each query head, instead of those of each group.

@@ -1,8 +1,8 @@
 """Which prefixes pay: a tree is executed branch by branch, and each level has a price.
 
-Tokens below a branch attend to it in a second call of the attention kernel, whose result is merged
-with that of the first. So samples that begin with the same three tokens by chance, or by a chat
-template, should not become a tree: they save three tokens and make all their other tokens pay.
+Its keys are gathered once for each branch below it, and attention runs more and shorter sequences.
+So samples that begin with the same three tokens by chance, or by a chat template, should not become
+a tree: they save three tokens and make all their other tokens pay.
 """
 
 from __future__ import annotations

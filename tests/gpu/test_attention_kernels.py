@@ -15,16 +15,17 @@ from torch import Tensor
 
 from megapack import Layout, SharedPrefixes
 from megapack.model.attention.choice import obstacle
-from megapack.model.attention.merged import attention_blocks, merged_attention
 from megapack.model.attention.packed import PackedAttention, packed_seq_params
 from megapack.model.attention.paths import key_paths
 from megapack.model.attention.row import RowView, row_view, with_view
-from megapack.model.attention.sdpa import PackedSDPA, packed_causal_attention
+from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.te_rows import gathered_params, hook_te_attention
 from megapack.model.attention.varlen import PackedVarlen, varlen_causal_attention
 from megapack.prefixes import Branch, PrefixTable, row_branches
 from megapack.rows.slices import slice_positions
 from megapack.rows.transfer import moved
+from tests.forests import Forest, masked_attention
+from tests.packed_attention import sample_attention
 from tools.benching.gpu_kernels import te_arguments
 
 pytestmark = [
@@ -48,7 +49,7 @@ def cu_seqlens() -> Tensor:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return packed_causal_attention(q.double(), k.double(), v.double(), LENGTHS, SCALE)
+    return sample_attention(q.double(), k.double(), v.double(), LENGTHS, SCALE)
 
 
 def skip_without(kernel: str) -> None:
@@ -141,22 +142,21 @@ def shared_row() -> tuple[PackedSeqParams, list[Branch], list[Tensor]]:
     return row, branches, [torch.randn(s, generator=generator).cuda().bfloat16() for s in shapes]
 
 
-def merged_on_the_cpu(branches: list[Branch], tensors: list[Tensor]) -> Tensor:
-    blocks = attention_blocks([branch.tokens for branch in branches], branches)
-    return merged_attention(*(x.detach().cpu().double() for x in tensors), blocks, SCALE)
+def masked_on_the_cpu(branches: list[Branch], tensors: list[Tensor]) -> Tensor:
+    row = Forest(tuple(branches), tuple(branch.tokens for branch in branches))
+    return masked_attention(*tensors, row.mask_TT, SCALE)
 
 
-def test_varlen_with_shared_prefixes_equals_merged_calls_with_its_gradients() -> None:
+def test_varlen_with_shared_prefixes_equals_a_mask_with_its_gradients() -> None:
     skip_without("varlen")
     config = SimpleNamespace(attention_dropout=0.0, kv_channels=D, context_parallel_size=1)
     module = PackedVarlen(config, 1, AttnMaskType.causal, "self")
     row, branches, tensors = shared_row()
-    expected = merged_on_the_cpu(branches, tensors)
-    out = module.attend(*(x.requires_grad_() for x in tensors), row_view(row))
-    torch.testing.assert_close(out.cpu().double(), expected, atol=0.02, rtol=0.02)
     wanted = [x.detach().cpu().double().requires_grad_() for x in tensors]
-    blocks = attention_blocks([branch.tokens for branch in branches], branches)
-    merged_attention(*wanted, blocks, SCALE).sum().backward()
+    expected = masked_on_the_cpu(branches, wanted)
+    out = module.attend(*(x.requires_grad_() for x in tensors), row_view(row))
+    torch.testing.assert_close(out.cpu().double(), expected.detach(), atol=0.02, rtol=0.02)
+    expected.sum().backward()
     out.float().sum().backward()
     for x, y in zip(tensors, wanted, strict=True):
         assert x.grad is not None
@@ -207,8 +207,8 @@ def test_te_with_shared_prefixes_equals_merged_calls() -> None:
     order_K = view.paths().order_K
     given = te_arguments(gathered_params(row, view.paths()), "padding_causal_bottom_right")
     out = module(q, k[order_K], v[order_K], **given)
-    expected = merged_on_the_cpu(branches, [q, k, v]).flatten(1)
-    torch.testing.assert_close(out.cpu().double(), expected, atol=0.02, rtol=0.02)
+    expected = masked_on_the_cpu(branches, [x.cpu().double() for x in (q, k, v)]).flatten(1)
+    torch.testing.assert_close(out.cpu().double(), expected.detach(), atol=0.02, rtol=0.02)
 
 
 def test_te_rotates_a_row_by_its_gathered_table_without_synchronization() -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megapack.cpu.te import KernelFault
-from megapack.model.attention.sdpa import packed_causal_attention
 from tests.marks import needs_te
+from tests.packed_attention import sample_attention
 from tests.rehearsal import gpu
 from tests.te_python import te_folder
 
@@ -54,7 +54,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
 def test_varlen_attention_is_that_of_each_sample() -> None:
     given = arguments()
     wide = [given[name].double() for name in ("query", "key", "value")]
-    expected = packed_causal_attention(*wide, LENGTHS, 8**-0.5)
+    expected = sample_attention(*wide, LENGTHS, 8**-0.5)
     out = gpu.varlen_attention(**given)
     torch.testing.assert_close(out.double(), expected, atol=0.01, rtol=0.01)
 

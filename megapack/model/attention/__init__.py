@@ -4,7 +4,8 @@ Modules:
     row: what attention reads of a row, computed once for all layers
     packed: Megatron's description of a row; the base class of the kernels below
     sdpa, varlen: torch's kernels, for machines without Transformer Engine
-    merged, paths: two ways to attend over shared prefixes and earlier pieces
+    paths: the keys of each sequence, for shared prefixes, earlier pieces and context parallelism
+    chunked, capped, sparse: scores in chunks, where no fused kernel computes what is needed
     rotary: rotary embeddings with one table per row
     rotary_tables: several tables in a chunk, for layers or for samples by their length
     own_heads: layers with other heads than the rest, and norms of values

@@ -49,8 +49,6 @@ class Kernels:
     """Whether rotary embeddings run in one kernel."""
     apex: Apex
     """Whether NVIDIA's apex is installed, or another package of that name."""
-    shared_prefixes: str = ""
-    """How samples attend to prefixes that they share; "" if they share none."""
     in_te: str = ""
     """The kernel that runs rows which Transformer Engine's attention does not run, and which rows
     these are; "" if there are none."""
@@ -64,8 +62,7 @@ class Kernels:
             f"attention {self.attention}{self.in_te and f' ({self.in_te})'}, norms {self.norm}, "
             f"Adam {self.optimizer}, gradient norm {self.grad_norm}, "
             f"{'fused' if self.rope_fusion else 'unfused'} rotary embeddings"
-            f"{self.shared_prefixes and f'; shared prefixes: {self.shared_prefixes}'}{reasons}"
-            f"{self.recurrent and f'; {self.recurrent}'}"
+            f"{reasons}{self.recurrent and f'; {self.recurrent}'}"
         )
 
 
@@ -100,15 +97,9 @@ def find_kernels(
         grad_norm=_library(clip_grads.l2_norm_impl),
         rope_fusion=has_rope_fusion(),
         apex=find_apex(),
-        shared_prefixes=_way_to_share(kernel) if shares_prefixes else "",
         in_te=f"{packed_kernel(dtype, sizes)} for {'; '.join(ours)}" if ours else "",
         recurrent=recurrent_kernels(layer_pattern or ""),
     )
-
-
-def _way_to_share(kernel: Kernel) -> str:
-    merges = kernel == "sdpa" and not cpu.uses_cuda()
-    return "one call per prefix, merged" if merges else "keys gathered per sample"
 
 
 def has_rope_fusion() -> bool:

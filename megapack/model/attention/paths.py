@@ -18,18 +18,14 @@ Shape suffix: K gathered keys.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megapack.prefixes import EARLIER, Branch
 from megapack.rows.slices import assembly_order
-
-# Scores of a chunk, over all heads: 64 MiB in fp32. Chosen by hand.
-_CHUNK_SCORES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,34 +114,6 @@ def key_paths(
         query_ends=_cumulative(num_queries),
         key_ends=_cumulative(num_keys),
     )
-
-
-class Chunk(NamedTuple):
-    """Queries of one sequence, against its keys up to the last query's own."""
-
-    queries: slice
-    keys: slice
-
-    def visible_QK(self, device: torch.device, window: int | None = None) -> Tensor:
-        """bool: which keys each query may see; with a window no more than so many."""
-        num_queries = self.queries.stop - self.queries.start
-        num_keys = self.keys.stop - self.keys.start
-        all_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-        seen_QK = all_QK.tril(num_keys - num_queries)
-        return seen_QK if window is None else seen_QK.triu(num_keys - num_queries - window + 1)
-
-
-def query_chunks(paths: Paths, heads: int) -> Iterator[Chunk]:
-    """Chunks of the sequences' queries, for attention that computes scores one chunk at a time."""
-    query = key = 0
-    for num_queries, num_keys in zip(paths.num_queries, paths.num_keys, strict=True):
-        size = max(1, _CHUNK_SCORES // max(1, num_keys * heads))
-        hidden = num_keys - num_queries
-        for first in range(0, num_queries, size):
-            last = min(num_queries, first + size)
-            yield Chunk(slice(query + first, query + last), slice(key, key + hidden + last))
-        query += num_queries
-        key += num_keys
 
 
 def _query_blocks(num_queries: int, end: int, most: int) -> list[tuple[int, int]]:

@@ -16,7 +16,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megapack.errors import ScheduleError
-from megapack.model.attention.merged import Block, attention_blocks
 from megapack.model.attention.paths import Paths, key_paths
 from megapack.model.recurrent.segments import Segments, row_segments
 from megapack.prefixes import Branch
@@ -101,17 +100,6 @@ class RowView:
         values_J = torch.tensor([*values, 0])
         return moved(values_J, self.branch_of_T.device)[self.branch_of_T]
 
-    @cached_property
-    def blocks(self) -> list[Block]:
-        """The calls of `merged_attention`."""
-        return attention_blocks(
-            self.padded_lengths,
-            self.branches,
-            carried=self.carried,
-            cp=self.cp,
-            cp_rank=self.cp_rank,
-        )
-
     def paths(self, window: int | None = None, max_queries: int | None = None) -> Paths:
         """The sequences of this rank's queries, and the keys of each; see `key_paths`."""
         found = self._paths.get((window, max_queries))
@@ -152,12 +140,6 @@ class RowView:
     def slice_order_T(self) -> Tensor:
         """The inverse: index in the whole row of each token of the concatenated slices."""
         return self.whole_order_T.argsort()
-
-    @cached_property
-    def assembly_order_K(self) -> Tensor:
-        """Index of each key in the concatenated slices of all ranks."""
-        order_K = assembly_order([*self.carried, *self.padded_lengths], self.cp)
-        return moved(order_K, self.cu_seqlens_S1.device)
 
 
 def with_view(params: PackedSeqParams, view: RowView) -> PackedSeqParams:

@@ -1,4 +1,4 @@
-"""Per-sample SDPA over packed rows; runs on every device and in every precision."""
+"""SDPA over the sequences of packed rows; runs on every device and in every precision."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from torch import Tensor
 
 from megapack.cost.sizes import FLASH_WIDTH
 from megapack.model.attention.capped import capped_attention
-from megapack.model.attention.merged import merged_attention
 from megapack.model.attention.packed import PackedAttention, gather_rows
-from megapack.model.attention.paths import Paths, chunk_ends
+from megapack.model.attention.paths import Paths
 from megapack.model.attention.row import RowView
 
 _Size = TypeVar("_Size")
 
 
 class PackedSDPA(PackedAttention):
-    """`PackedAttention` with torch's SDPA, one call per run of samples of equal length.
+    """`PackedAttention` with torch's SDPA, one call per run of sequences of equal sizes (`paths`).
 
-    Where samples share prefixes or are in pieces, calls are merged on a CPU (see `merged`). torch
-    has no such kernel in fp32 on other devices, where keys are gathered instead (see `paths`). So
-    they are for layers with a sliding window, sinks or capped scores, on every device.
+    With capped scores it runs in torch's own operations, see `capped`.
     """
 
     score_cap: float | None = None
@@ -33,28 +30,10 @@ class PackedSDPA(PackedAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
         """query [T, heads, d]; key [T, groups, d]; value [T, groups, v] -> [T, heads, v]."""
-        merges = query.device.type == "cpu"
-        is_special = self.window or self.softmax_offset is not None or self.score_cap is not None
-        if is_special or (row.branches and not merges):
-            return self._attend_paths(query, key, value, row)
-        if row.cp > 1:
-            key, value = gather_rows(key, value, row.assembly_order_K, row.cp_group)
-        if row.branches:
-            return merged_attention(query, key, value, row.blocks, self.softmax_scale)
-        return packed_causal_attention(
-            query,
-            key,
-            value,
-            row.padded_lengths,
-            self.softmax_scale,
-            self.dropout if self.training else 0.0,
-            cp=row.cp,
-            cp_rank=row.cp_rank,
-        )
-
-    def _attend_paths(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
         paths = row.paths(self.window, max_queries=self.window)
-        key, value = gather_rows(key, value, paths.order_K, row.cp_group)
+        # Keys of whole samples on one rank are in their places.
+        if row.cp > 1 or row.branches or self.window is not None:
+            key, value = gather_rows(key, value, paths.order_K, row.cp_group)
         if self.score_cap is not None:
             return capped_attention(
                 query,
@@ -113,66 +92,11 @@ def path_causal_attention(
         q = q.unflatten(0, (count, num_queries)).transpose(1, 2)
         k, v = (x.unflatten(0, (count, num_keys)).transpose(1, 2) for x in (k, v))
         if sink_H is None:
-            out = _causal_to_the_end(q, k, v, scale, dropout, window)
+            out = _masked(q, k, v, _causal_mask(q, k, window), scale, dropout)
         else:
             out = _with_sinks(q, k, v, sink_H, scale, dropout, window)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
-
-
-def packed_causal_attention(
-    query_QHD: Tensor,
-    key_TGD: Tensor,
-    value_TGD: Tensor,
-    lengths: list[int],
-    scale: float,
-    dropout: float = 0.0,
-    *,
-    cp: int = 1,
-    cp_rank: int = 0,
-) -> Tensor:
-    """Causal attention inside each sample of a packed row.
-
-    Args:
-        query_QHD: queries of the row, samples one after the other; with cp > 1 those of the rank's
-            slice (`rows.slices.slice_positions`), Q = T / cp.
-        key_TGD: keys of the whole row.
-        value_TGD: values of the whole row.
-        lengths: tokens of each sample; they sum to T. Neighbours of equal length (such as the dummy
-            samples of a row's tail) run as one batch.
-        scale: softmax scale.
-        cp: number of context-parallel ranks.
-        cp_rank: this rank among them.
-
-    Returns:
-        [Q, H, D].
-    """
-    outputs = []
-    start = 0
-    for length, count in _runs(filter(None, lengths)):
-        rows = slice(start, start + length * count)
-        mine = slice(rows.start // cp, rows.stop // cp)
-        q = query_QHD[mine].unflatten(0, (count, length // cp)).transpose(1, 2)
-        k, v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (key_TGD, value_TGD))
-        ends = chunk_ends(length, cp, cp_rank)
-        out = torch.cat(
-            [
-                _causal_to_the_end(q_chunk, k[:, :, :end], v[:, :, :end], scale, dropout)
-                for q_chunk, end in zip(q.chunk(len(ends), 2), ends, strict=True)
-            ],
-            dim=2,
-        )
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-        start = rows.stop
-    return torch.cat(outputs)
-
-
-def _causal_to_the_end(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, window: int | None = None
-) -> Tensor:
-    """Causal attention of the last queries of samples; all are [count, heads, tokens, d]."""
-    mask = _causal_mask(q, k, window)
-    return _masked(q, k, v, mask, scale, dropout)
 
 
 # Channels by which queries and keys get longer for sinks. Kernels on GPUs take multiples of 8.
@@ -188,7 +112,7 @@ def _with_sinks(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    """`_causal_to_the_end` with sinks: a first key of value 0, which all queries see.
+    """Causal attention with sinks: a first key of value 0, which all queries see.
 
     Its score is the sink by further channels, in which all other keys are 0. There are two of them,
     so that a sink has twice the digits of a narrow dtype.

@@ -13,12 +13,10 @@ the main attention's distribution, the mean over heads, and softmax(I), both ove
 (DeepSeek-V3.2, section 2.1, the sparse stage). A step's loss is the sum over the N real tokens of
 its samples, over N, mean over layers in metrics; so packing cannot change it. A token that samples
 share counts once per sample, and padding does not count. It reaches the indexer's weights only,
-whose inputs are detached. Its gradient with respect to I, softmax(I) minus the target, is found in
-the forward, where both are at hand.
+whose inputs are detached.
 
-Scores are computed for a chunk of queries at a time, and again in the backward, so that memory is
-one chunk's times its keys. The code is torch's own operations: right everywhere, slow on a GPU,
-where it computes all scores and masks.
+The code is torch's own operations in chunks of queries (see `chunked`): right everywhere, slow on a
+GPU, where it computes all scores and masks.
 
 Shape suffixes: Q queries and K keys of a chunk, or of the whole row in `sparse_attention`; H heads,
 D channels of queries and keys, V of values; I heads of the indexer, C their channels.
@@ -34,11 +32,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
+from megapack.model.attention.chunked import Chunk, by_chunks
 from megapack.model.attention.packed import PackedAttention, gather_rows
-from megapack.model.attention.paths import Chunk, Paths, query_chunks
+from megapack.model.attention.paths import Paths
 from megapack.model.attention.row import RowView, layer_row
 from megapack.model.carried import with_earlier_keys
-from megapack.model.recurrent.scan import at_least_fp32
 from megapack.rows.schedule_pass import SchedulePass
 
 
@@ -203,16 +201,52 @@ def sparse_attention(
     Returns:
         [Q, H, V], and the sum over queries of copies * KL; None without a loss.
     """
-    call = _Call(paths, top_k, scale, loss)
-    out, loss_sum = _Sparse.apply(query_QHD, key_KHD, value_KHV, *index, call)  # type: ignore[no-untyped-call]
+    if loss is None:
+        index = Index(*(part.detach() for part in index))
+
+    def attend(
+        chunk: Chunk,
+        query_QHD: Tensor,
+        query_QIC: Tensor,
+        weight_QI: Tensor,
+        key_KHD: Tensor,
+        value_KHV: Tensor,
+        key_KC: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        products_QIK = (query_QIC @ key_KC.T).relu()
+        index_QK = (weight_QI[:, None] @ products_QIK).squeeze(1)
+        hidden_QK = chunk.hidden_QK(index_QK.device)
+        hidden_QK = ~chosen_keys(index_QK.detach(), ~hidden_QK, top_k)
+        scores_HQK = query_QHD.transpose(0, 1) @ key_KHD.permute(1, 2, 0) * scale
+        probs_HQK = scores_HQK.masked_fill(hidden_QK, -torch.inf).softmax(-1)
+        out_QHV = (probs_HQK @ value_KHV.transpose(0, 1)).transpose(0, 1)
+        if loss is None:
+            return out_QHV, None
+        target_QK = _mean_over_heads(probs_HQK.detach(), loss.tp_group)
+        log_QK = index_QK.masked_fill(hidden_QK, -torch.inf).log_softmax(-1)
+        log_QK = log_QK.masked_fill(hidden_QK, 0.0)
+        kl_QK = torch.xlogy(target_QK, target_QK) - target_QK * log_QK
+        return out_QHV, (kl_QK * loss.copies_Q[chunk.queries, None]).sum()
+
+    heads = max(query_QHD.shape[1], index.query_QIC.shape[1])
+    out, loss_sum = by_chunks(
+        attend,
+        paths,
+        heads,
+        [query_QHD, index.query_QIC, index.weight_QI],
+        [key_KHD, value_KHV, index.key_KC],
+        0.0 if loss is None else loss.factor,
+    )
     return out, None if loss is None else loss_sum
 
 
-class _Call(NamedTuple):
-    paths: Paths
-    top_k: int
-    scale: float
-    loss: IndexerLoss | None
+def _mean_over_heads(probs_HQK: Tensor, tp_group: Any) -> Tensor:
+    """The mean over the heads of all tensor-parallel ranks."""
+    sum_QK = probs_HQK.sum(0)
+    if tp_group is not None and tp_group.size() > 1:
+        dist.all_reduce(sum_QK, group=tp_group)
+    # Each head's probabilities sum to 1.
+    return sum_QK / sum_QK.sum(-1, keepdim=True)
 
 
 def chosen_keys(scores_QK: Tensor, visible_QK: Tensor, top_k: int) -> Tensor:
@@ -230,111 +264,3 @@ def chosen_keys(scores_QK: Tensor, visible_QK: Tensor, top_k: int) -> Tensor:
     equal_QK = (scores_QK == least_Q1) & visible_QK
     room_Q1 = top_k - above_QK.sum(-1, keepdim=True)
     return above_QK | (equal_QK & (equal_QK.cumsum(-1) <= room_Q1))
-
-
-class _Sparse(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        index_query: Tensor,
-        index_weight: Tensor,
-        index_key: Tensor,
-        call: _Call,
-    ) -> Any:
-        index = Index(index_query, index_weight, index_key)
-        out_QHV = query.new_empty(*query.shape[:2], value.shape[-1])
-        loss_sum = at_least_fp32(query.new_zeros(()))
-        index_grads = None
-        if call.loss is not None:
-            index_grads = Index(*(torch.zeros_like(at_least_fp32(part)) for part in index))
-        for chunk in query_chunks(call.paths, max(query.shape[1], index_query.shape[1])):
-            scored = _Scored.of(chunk, index, call.top_k)
-            probs_HQK = _probabilities(query, key, chunk, scored.chosen_QK, call.scale)
-            values = at_least_fp32(value[chunk.keys]).transpose(0, 1)
-            out_QHV[chunk.queries] = (probs_HQK @ values).transpose(0, 1).to(out_QHV.dtype)
-            if call.loss is not None:
-                assert index_grads is not None
-                loss_sum += _add_loss(probs_HQK, scored, chunk, call.loss, index_grads)
-        ctx.save_for_backward(query, key, value, *index, out_QHV)
-        ctx.call = call
-        ctx.index_grads = index_grads
-        ctx.mark_non_differentiable(loss_sum)
-        return out_QHV, loss_sum
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-        query, key, value, *index, out = ctx.saved_tensors
-        call = ctx.call
-        grads = [torch.zeros_like(at_least_fp32(x)) for x in (query, key, value)]
-        for chunk in query_chunks(call.paths, max(query.shape[1], index[0].shape[1])):
-            scored = _Scored.of(chunk, Index(*index), call.top_k)
-            probs_HQK = _probabilities(query, key, chunk, scored.chosen_QK, call.scale)
-            q, g, o = (at_least_fp32(x[chunk.queries]).transpose(0, 1) for x in (query, grad, out))
-            k, v = (at_least_fp32(x[chunk.keys]).transpose(0, 1) for x in (key, value))
-            # P = softmax(s), D = <dO, O>: dS = P * (dO V^T - D).
-            slopes_HQK = g @ v.transpose(1, 2) - (g * o).sum(-1, keepdim=True)
-            slopes_HQK *= probs_HQK * call.scale
-            grads[0][chunk.queries] = (slopes_HQK @ k).transpose(0, 1)
-            grads[1][chunk.keys] += (slopes_HQK.transpose(1, 2) @ q).transpose(0, 1)
-            grads[2][chunk.keys] += (probs_HQK.transpose(1, 2) @ g).transpose(0, 1)
-        own = [total.to(x.dtype) for total, x in zip(grads, (query, key, value), strict=True)]
-        if ctx.index_grads is None:
-            return (*own, None, None, None, None)
-        pairs = zip(ctx.index_grads, index, strict=True)
-        return (*own, *(total.to(x.dtype) for total, x in pairs), None)
-
-
-class _Scored(NamedTuple):
-    """A chunk's scores by the indexer."""
-
-    query_QIC: Tensor
-    weight_QI: Tensor
-    key_KC: Tensor
-    products_QIK: Tensor
-    """relu(<q, k>)."""
-    scores_QK: Tensor
-    chosen_QK: Tensor
-
-    @classmethod
-    def of(cls, chunk: Chunk, index: Index, top_k: int) -> _Scored:
-        query_QIC = at_least_fp32(index.query_QIC[chunk.queries])
-        weight_QI = at_least_fp32(index.weight_QI[chunk.queries])
-        key_KC = at_least_fp32(index.key_KC[chunk.keys])
-        products_QIK = (query_QIC @ key_KC.T).relu_()
-        scores_QK = (weight_QI[:, None] @ products_QIK).squeeze(1)
-        chosen_QK = chosen_keys(scores_QK, chunk.visible_QK(scores_QK.device), top_k)
-        return cls(query_QIC, weight_QI, key_KC, products_QIK, scores_QK, chosen_QK)
-
-
-def _probabilities(
-    query: Tensor, key: Tensor, chunk: Chunk, chosen_QK: Tensor, scale: float
-) -> Tensor:
-    """The softmax of each head over the chosen keys, [H, Q, K]."""
-    query_HQD = at_least_fp32(query[chunk.queries]).transpose(0, 1)
-    key_HDK = at_least_fp32(key[chunk.keys]).permute(1, 2, 0)
-    scores_HQK = (query_HQD @ key_HDK).mul_(scale)
-    return scores_HQK.masked_fill_(~chosen_QK, -torch.inf).softmax(-1)
-
-
-def _add_loss(
-    probs_HQK: Tensor, scored: _Scored, chunk: Chunk, loss: IndexerLoss, grads: Index
-) -> Tensor:
-    """The chunk's sum of copies * KL; adds its gradients to `grads`."""
-    target_QK = probs_HQK.sum(0)
-    if loss.tp_group is not None and loss.tp_group.size() > 1:
-        dist.all_reduce(target_QK, group=loss.tp_group)
-    # Each head's probabilities sum to 1.
-    target_QK = target_QK / target_QK.sum(-1, keepdim=True)
-    hidden_QK = ~scored.chosen_QK
-    log_QK = scored.scores_QK.masked_fill(hidden_QK, -torch.inf).log_softmax(-1)
-    copies_Q1 = loss.copies_Q[chunk.queries, None].to(log_QK.dtype)
-    slopes_QK = (log_QK.exp() - target_QK) * (copies_Q1 * loss.factor)
-    grads.weight_QI[chunk.queries] = (scored.products_QIK @ slopes_QK[..., None]).squeeze(-1)
-    slopes_QIK = slopes_QK[:, None] * scored.weight_QI[..., None] * (scored.products_QIK > 0)
-    grads.query_QIC[chunk.queries] = slopes_QIK @ scored.key_KC
-    grads.key_KC[chunk.keys] += torch.einsum("qik,qic->kc", slopes_QIK, scored.query_QIC)
-    kl_QK = torch.xlogy(target_QK, target_QK) - target_QK * log_QK.masked_fill(hidden_QK, 0.0)
-    return (kl_QK * copies_Q1).sum()

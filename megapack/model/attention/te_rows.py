@@ -4,9 +4,8 @@ Engine's attention.
 Rows that it does not run (`te_backend.te_runs`) run in one of our kernels, which is called in its
 place with its scale and its sinks. The layer stays as it is: its weights, and other rows.
 
-Prefixes, and earlier pieces of a sample: its attention returns no log-sum-exp, so calls cannot be
-merged. It takes sequences with more keys than queries (see `paths`) if the mask is aligned with the
-last key. So keys are gathered before it.
+Prefixes, and earlier pieces of a sample: its attention takes sequences with more keys than queries
+(see `paths`) if the mask is aligned with the last key. So keys are gathered before it.
 
 Several DP ranks: Megatron's wrapper takes the ranks that share a row from the row's description. It
 keeps them until another row names its own, so from the first such row on each row names them.

@@ -172,10 +172,10 @@ def varlen_sink_attention(
     """`varlen_causal_attention` with one more logit in the softmax of each head, of value 0.
 
     The kernel knows no sinks. With l the log-sum-exp of a query's scores and s the sink, the whole
-    softmax has L = logaddexp(l, s), and the output is exp(l - L) times the kernel's. Its backward
-    reads output and log-sum-exp as those of the whole softmax (see `merged`), so given these it
-    returns exact gradients. The sink's weight is exp(s - L), its value 0, so its gradient is
-    -exp(s - L) <dO, O>, summed over queries.
+    softmax has L = logaddexp(l, s), and the output is exp(l - L) times the kernel's. The backward
+    of flash attention (Dao et al. 2022, arXiv 2205.14135, algorithm 4) reads output and log-sum-exp
+    only as those of the whole softmax, so given these it returns exact gradients. The sink's weight
+    is exp(s - L), its value 0, so its gradient is -exp(s - L) <dO, O>, summed over queries.
 
     Args:
         sink_H: the logits.

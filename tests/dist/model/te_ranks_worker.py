@@ -20,10 +20,10 @@ from torch import Tensor
 from megapack import Layout, Policy, launch
 from megapack.loss import SFT
 from megapack.model.attention.packed import gather_rows
-from megapack.model.attention.sdpa import packed_causal_attention
+from megapack.model.attention.paths import key_paths
+from megapack.model.attention.sdpa import path_causal_attention
 from megapack.model.attention.te_rows import hook_te_attention, te_attentions
 from megapack.plan import Plan, StepPlan, check_plan
-from megapack.rows.slices import assembly_order
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.row_groups import RowGroups
@@ -78,9 +78,9 @@ class TEDotProductAttention(torch.nn.Module):
         cp, rank = 1, 0
         if self.cp_group is not None:
             cp, rank = self.cp_group.size(), self.cp_group.rank()
-            key, value = gather_rows(key, value, assembly_order(lengths, cp), self.cp_group)
-        out = packed_causal_attention(query, key, value, lengths, self.scale, cp=cp, cp_rank=rank)
-        return out.flatten(1)
+        paths = key_paths(lengths, (), cp=cp, cp_rank=rank)
+        key, value = gather_rows(key, value, paths.order_K, self.cp_group)
+        return path_causal_attention(query, key, value, paths, self.scale).flatten(1)
 
 
 def plan_of(slots: Sequence[Slot], policy: Policy) -> Plan:

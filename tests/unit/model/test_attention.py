@@ -25,12 +25,13 @@ from megapack.model.attention.packed import (
     seqlen_bucket,
 )
 from megapack.model.attention.row import row_view
-from megapack.model.attention.sdpa import PackedSDPA, packed_causal_attention
+from megapack.model.attention.sdpa import PackedSDPA
 from megapack.plan import MicroBatch
 from megapack.rows.packed import PackedRow, pack_row
 from megapack.rows.slices import slice_positions, slice_row
 from megapack.samples import SampleBatch
 from tests.dist.spawn import run_code
+from tests.packed_attention import packed_attention
 
 pytestmark = pytest.mark.unit
 
@@ -66,7 +67,7 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
 def test_each_sample_gets_its_own_causal_attention(heads: int, groups: int) -> None:
     q, k, v = qkv(LENGTHS, heads, groups)
-    out = packed_causal_attention(q, k, v, LENGTHS, SCALE)
+    out = packed_attention(q, k, v, LENGTHS, SCALE)
     assert out.shape == q.shape
     for rows in spans(LENGTHS):
         expected = by_hand(q[rows], k[rows], v[rows])
@@ -78,8 +79,8 @@ def test_wide_heads_have_keys_of_their_own() -> None:
     width = FLASH_WIDTH + 8
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(9, heads, width, generator=generator) for heads in (4, 2, 2))
-    found = packed_causal_attention(q, k, v, [5, 4], 0.1)
-    every = [packed_causal_attention(*part, [5, 4], 0.1) for part in _by_query_head(q, k, v)]
+    found = packed_attention(q, k, v, [5, 4], 0.1)
+    every = [packed_attention(*part, [5, 4], 0.1) for part in _by_query_head(q, k, v)]
     torch.testing.assert_close(found, torch.cat(every, dim=1), atol=1e-6, rtol=1e-5)
 
 
@@ -93,11 +94,11 @@ def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
 @pytest.mark.parametrize("changed", range(len(LENGTHS)))
 def test_no_sample_sees_another(changed: int, which: str) -> None:
     row = dict(zip("qkv", qkv(LENGTHS), strict=True))
-    before = packed_causal_attention(*row.values(), LENGTHS, SCALE)
+    before = packed_attention(*row.values(), LENGTHS, SCALE)
     own = spans(LENGTHS)[changed]
     row[which] = row[which].clone()
     row[which][own] = torch.randn(row[which][own].shape, generator=torch.Generator().manual_seed(1))
-    after = packed_causal_attention(*row.values(), LENGTHS, SCALE)
+    after = packed_attention(*row.values(), LENGTHS, SCALE)
     for sample, rows in enumerate(spans(LENGTHS)):
         # A token that attends only to itself does not depend on its query and key.
         equal = sample != changed or (which != "v" and LENGTHS[sample] == 1)
@@ -107,7 +108,7 @@ def test_no_sample_sees_another(changed: int, which: str) -> None:
 def test_no_gradient_flows_between_samples() -> None:
     q, k, v = (x.requires_grad_() for x in qkv(LENGTHS))
     rows = spans(LENGTHS)[2]
-    packed_causal_attention(q, k, v, LENGTHS, SCALE)[rows].square().sum().backward()
+    packed_attention(q, k, v, LENGTHS, SCALE)[rows].square().sum().backward()
     for x in (q, k, v):
         assert x.grad is not None
         outside = x.grad.clone()
@@ -118,11 +119,11 @@ def test_no_gradient_flows_between_samples() -> None:
 
 def test_no_token_sees_a_later_one() -> None:
     q, k, v = qkv(LENGTHS)
-    before = packed_causal_attention(q, k, v, LENGTHS, SCALE)
+    before = packed_attention(q, k, v, LENGTHS, SCALE)
     rows = spans(LENGTHS)[2]
     k[rows.stop - 1] += 3.0
     v[rows.stop - 1] += 3.0
-    after = packed_causal_attention(q, k, v, LENGTHS, SCALE)
+    after = packed_attention(q, k, v, LENGTHS, SCALE)
     assert torch.equal(before[: rows.stop - 1], after[: rows.stop - 1])
     assert not torch.equal(before[rows.stop - 1], after[rows.stop - 1])
 
@@ -131,10 +132,8 @@ def test_no_token_sees_a_later_one() -> None:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_packed_equals_one_sample_at_a_time(lengths: list[int]) -> None:
     q, k, v = qkv(lengths)
-    out = packed_causal_attention(q, k, v, lengths, SCALE)
-    alone = [
-        packed_causal_attention(q[s], k[s], v[s], [s.stop - s.start], SCALE) for s in spans(lengths)
-    ]
+    out = packed_attention(q, k, v, lengths, SCALE)
+    alone = [packed_attention(q[s], k[s], v[s], [s.stop - s.start], SCALE) for s in spans(lengths)]
     torch.testing.assert_close(out, torch.cat(alone), atol=1e-6, rtol=1e-5)
 
 
@@ -144,12 +143,12 @@ def test_slices_attend_as_the_whole_row_does(cp: int, heads: int, groups: int) -
     lengths = [2 * cp * units for units in (1, 3, 2, 2, 1)]
     q, k, v = (x.double().requires_grad_() for x in qkv(lengths, heads, groups))
     weights = torch.linspace(-1, 1, q.numel()).view_as(q)
-    whole = packed_causal_attention(q, k, v, lengths, SCALE)
+    whole = packed_attention(q, k, v, lengths, SCALE)
     wanted = torch.autograd.grad((whole * weights).sum(), (q, k, v))
     parts = []
     for rank in range(cp):
         mine = slice_positions(lengths, cp, rank)
-        out = packed_causal_attention(q[mine], k, v, lengths, SCALE, cp=cp, cp_rank=rank)
+        out = packed_attention(q[mine], k, v, lengths, SCALE, cp=cp, rank=rank)
         torch.testing.assert_close(out, whole[mine])
         parts.append(torch.autograd.grad((out * weights[mine]).sum(), (q, k, v)))
     # The queries of each rank contribute to the gradients of keys and values.
@@ -167,7 +166,7 @@ def test_neighbours_of_equal_length_run_as_one_batch(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", record)
     lengths = [70, 64, 64, 64, 64, 22]
-    packed_causal_attention(*qkv(lengths), lengths, SCALE)
+    packed_attention(*qkv(lengths), lengths, SCALE)
     # (samples, tokens) of each call; equal dummies of the tail are one call.
     assert shapes == [(1, 70), (4, 64), (1, 22)]
 
@@ -197,18 +196,18 @@ def params(lengths: list[int]) -> PackedSeqParams:
 def test_the_module_flattens_heads_and_scales_by_the_head_size() -> None:
     q, k, v = qkv(LENGTHS)
     out = core()(q, k, v, packed_seq_params=params(LENGTHS))
-    assert torch.equal(out, packed_causal_attention(q, k, v, LENGTHS, SCALE).flatten(1))
+    assert torch.equal(out, packed_attention(q, k, v, LENGTHS, SCALE).flatten(1))
     other = PackedSDPA(config(), 1, AttnMaskType.causal, "self", softmax_scale=0.5)
     assert torch.equal(
         other(q, k, v, packed_seq_params=params(LENGTHS)),
-        packed_causal_attention(q, k, v, LENGTHS, 0.5).flatten(1),
+        packed_attention(q, k, v, LENGTHS, 0.5).flatten(1),
     )
 
 
 def test_dropout_only_in_training() -> None:
     q, k, v = qkv([64])
     module = core(attention_dropout=0.5)
-    exact = packed_causal_attention(q, k, v, [64], SCALE).flatten(1)
+    exact = packed_attention(q, k, v, [64], SCALE).flatten(1)
     assert not torch.equal(module(q, k, v, packed_seq_params=params([64])), exact)
     module.eval()
     assert torch.equal(module(q, k, v, packed_seq_params=params([64])), exact)

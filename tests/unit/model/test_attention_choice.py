@@ -135,27 +135,6 @@ def test_the_optimizer_is_the_one_megatron_imported(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("attention", "dtype", "way"),
-    [
-        ("varlen", "bf16", "keys gathered per sample"),
-        ("sdpa", "fp32", "keys gathered per sample"),
-    ],
-)
-def test_the_log_says_how_prefixes_are_shared(
-    gpu: Machine, attention: Any, dtype: Any, way: str
-) -> None:
-    assert "shared prefixes" not in str(find_kernels(attention, dtype))
-    found = find_kernels(attention, dtype, shares_prefixes=True)
-    assert f"; shared prefixes: {way}" in str(found)
-
-
-def test_calls_are_merged_on_a_cpu() -> None:
-    found = str(find_kernels("auto", "fp32", shares_prefixes=True))
-    assert "attention sdpa" in found
-    assert "; shared prefixes: one call per prefix, merged; not te: the device is not" in found
-
-
-@pytest.mark.parametrize(
     ("kind", "ours"),
     [
         ({}, "(varlen for shared prefixes and cp=2)"),

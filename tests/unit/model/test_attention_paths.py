@@ -12,13 +12,19 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from megapack.layout import Layout
 from megapack.model.attention import paths as paths_module
 from megapack.model.attention import sdpa, varlen
+from megapack.model.attention.packed import row_params
 from megapack.model.attention.paths import key_paths
 from megapack.model.attention.row import row_view
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.varlen import PackedVarlen
+from megapack.plan import MicroBatch
+from megapack.prefixes import Branch, PrefixTable, SharedPrefixes
+from megapack.rows.packed import pack_row
 from megapack.rows.slices import slice_positions
+from megapack.samples import SampleBatch
 from tests.forests import (
     Forest,
     error,
@@ -70,8 +76,7 @@ def attend_of(name: str) -> Attend:
     config = SimpleNamespace(attention_dropout=0.0, kv_channels=D, context_parallel_size=1)
     kind = PackedVarlen if name == "varlen" else PackedSDPA
     module = kind(config, 1, AttnMaskType.causal, "self", softmax_scale=SCALE)
-    # What PackedSDPA does on a GPU runs on every device.
-    return module._attend_paths if isinstance(module, PackedSDPA) else module.attend
+    return module.attend
 
 
 @pytest.fixture(autouse=True)
@@ -147,3 +152,18 @@ def test_a_key_is_gathered_once_per_path() -> None:
 def test_layers_share_the_paths_of_a_row() -> None:
     params = random_forest(1).params()
     assert row_view(params).paths() is row_view(params).paths()
+
+
+def test_the_description_of_a_row_has_branches_only_if_samples_share() -> None:
+    batch = SampleBatch([[1, 2, 3, 4], [1, 2, 3, 5, 6]])
+    table = PrefixTable(SharedPrefixes.from_samples([[1, 2, 3, 4], [1, 2, 3, 5, 6]]), 2, Layout())
+
+    def branches(row_tokens: int, prefixes: PrefixTable | None) -> tuple[Branch, ...]:
+        micro_batch = MicroBatch(
+            (0, 1), row_tokens=row_tokens, tokens=9, tokens_sq=41, padded_tokens=row_tokens
+        )
+        row = pack_row(batch, micro_batch, Layout(), prefixes=prefixes)
+        return row_view(row_params(row)).branches
+
+    assert branches(9, None) == ()
+    assert [branch.tokens for branch in branches(7, table)] == [2, 2, 3]

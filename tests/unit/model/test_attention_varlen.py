@@ -18,11 +18,11 @@ from megapack.errors import ConfigError, ScheduleError
 from megapack.model.attention import varlen
 from megapack.model.attention.packed import packed_seq_params
 from megapack.model.attention.row import RowView, row_view
-from megapack.model.attention.sdpa import packed_causal_attention
 from megapack.model.attention.varlen import PackedVarlen
 from megapack.rows.slices import slice_positions
 from megapack.schedule.checks import check_chunks
 from tests.groups import RankOf
+from tests.packed_attention import sample_attention
 
 pytestmark = pytest.mark.unit
 
@@ -150,7 +150,7 @@ def test_each_sample_gets_its_own_causal_attention(kernel: Callable[..., Tensor]
     # In float64, which the real kernel refuses: this test checks only its arguments.
     q, k, v = (x.requires_grad_() for x in qkv())
     out = core().attend(q, k, v, view())
-    wanted = packed_causal_attention(q, k, v, LENGTHS, SCALE)
+    wanted = sample_attention(q, k, v, LENGTHS, SCALE)
     torch.testing.assert_close(out, wanted)
     weights = torch.linspace(-1, 1, q.numel()).view_as(q)
     found = torch.autograd.grad((out * weights).sum(), (q, k, v))
@@ -173,7 +173,7 @@ def test_values_may_be_narrower_than_keys(
     narrow = v[..., : D - 2]
     out = core().attend(q, k, narrow, view())
     assert out.shape == (sum(LENGTHS), HEADS, D - 2)
-    torch.testing.assert_close(out, packed_causal_attention(q, k, narrow, LENGTHS, SCALE))
+    torch.testing.assert_close(out, sample_attention(q, k, narrow, LENGTHS, SCALE))
 
 
 def test_the_width_of_keys_may_be_given() -> None:
@@ -185,7 +185,7 @@ def test_the_module_accepts_bf16_and_flattens_heads(kernel: Callable[..., Tensor
     out = core()(*qkv(torch.bfloat16), packed_seq_params=params())
     assert out.shape == (sum(LENGTHS), HEADS * D)
     assert out.dtype == torch.bfloat16
-    exact = packed_causal_attention(*qkv(), LENGTHS, SCALE).flatten(1)
+    exact = sample_attention(*qkv(), LENGTHS, SCALE).flatten(1)
     torch.testing.assert_close(out.double(), exact, atol=0.03, rtol=0.03)
 
 
@@ -194,7 +194,7 @@ def test_slices_attend_as_the_whole_row_does(
 ) -> None:
     cp = 2
     q, k, v = (x.requires_grad_() for x in qkv())
-    whole = packed_causal_attention(q, k, v, LENGTHS, SCALE)
+    whole = sample_attention(q, k, v, LENGTHS, SCALE)
     weights = torch.linspace(-1, 1, q.numel()).view_as(q)
     wanted = torch.autograd.grad((whole * weights).sum(), (q, k, v))
     slices = [slice_positions(LENGTHS, cp, rank) for rank in range(cp)]

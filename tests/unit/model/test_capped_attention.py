@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapack.model.attention import paths
+from megapack.model.attention import chunked
 from megapack.model.attention.capped import capped_attention
 from megapack.model.attention.paths import key_paths
 
@@ -36,7 +36,7 @@ def whole(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tens
 def test_values_and_gradients(
     window: int | None, chunk_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paths, "_CHUNK_SCORES", chunk_scores)
+    monkeypatch.setattr(chunked, "_CHUNK_SCORES", chunk_scores)
     generator = torch.Generator().manual_seed(2)
     tokens = sum(LENGTHS)
     sizes = ((HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, VALUES), (HEADS, VALUES))

@@ -14,13 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megapack.layout import Layout
 from megapack.model import carried
-from megapack.model.attention.merged import attention_blocks, merged_attention
 from megapack.model.attention.packed import packed_seq_params, row_params
 from megapack.model.attention.paths import key_paths
 from megapack.model.attention.row import RowView, row_view
 from megapack.model.attention.sdpa import (
     PackedSDPA,
-    packed_causal_attention,
     path_causal_attention,
 )
 from megapack.model.attention.te_rows import gathered_params
@@ -30,6 +28,7 @@ from megapack.rows.chain import Chain, Link, Piece, link_rows
 from megapack.rows.packed import PlacedRow, pack_row
 from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch
+from tests.packed_attention import sample_attention
 
 pytestmark = pytest.mark.unit
 
@@ -86,7 +85,7 @@ def row_indices(row: PlacedRow) -> Tensor:
 def whole() -> tuple[Tensor, list[Tensor]]:
     """Outputs of whole samples, and gradients of queries, keys and values."""
     inputs = tensors()
-    out = packed_causal_attention(*inputs, LENGTHS, SCALE)
+    out = sample_attention(*inputs, LENGTHS, SCALE)
     (out * weights()).sum().backward()
     return out.detach(), [x.grad for x in inputs if x.grad is not None]
 
@@ -183,7 +182,7 @@ def piece_branch(tokens: int) -> Branch:
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_both_forms_of_attention_equal_the_whole_sample_on_each_rank(cp: int) -> None:
+def test_gathered_keys_equal_the_whole_sample_on_each_rank(cp: int) -> None:
     before, own, other = [8, 4], 12, 8
     lengths = [sum(before) + own, other]
     generator = torch.Generator().manual_seed(5)
@@ -191,15 +190,12 @@ def test_both_forms_of_attention_equal_the_whole_sample_on_each_rank(cp: int) ->
         torch.randn(sum(lengths), heads, D, generator=generator)
         for heads in (HEADS, GROUPS, GROUPS)
     )
-    expected = packed_causal_attention(q, k, v, lengths, SCALE)[sum(before) :]
+    expected = sample_attention(q, k, v, lengths, SCALE)[sum(before) :]
     row_lengths = [own, other]
     branches = [piece_branch(own)]
     for rank in range(cp):
         mine = slice_positions(row_lengths, cp, rank)
         queries = q[sum(before) :][mine]
-        blocks = attention_blocks(row_lengths, branches, carried=before, cp=cp, cp_rank=rank)
-        merged = merged_attention(queries, k, v, blocks, SCALE)
-        torch.testing.assert_close(merged, expected[mine], atol=2e-6, rtol=1e-5)
         paths = key_paths(row_lengths, branches, carried=before, cp=cp, cp_rank=rank)
         # All ranks' slices of the carried pieces and the row, one rank after the other.
         spans = [*before, *row_lengths]

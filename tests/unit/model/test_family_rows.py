@@ -13,12 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megapack.layout import Layout
-from megapack.model.attention.merged import attention_blocks, merged_attention
 from megapack.model.attention.packed import row_params
 from megapack.model.attention.paths import key_paths
 from megapack.model.attention.sdpa import (
     PackedSDPA,
-    packed_causal_attention,
     path_causal_attention,
 )
 from megapack.model.experts.chains import piece_balance_loss
@@ -29,6 +27,7 @@ from megapack.rows.chain import Piece, link_rows
 from megapack.rows.packed import PackedRow, PlacedRow, pack_row
 from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch
+from tests.packed_attention import sample_attention
 
 pytestmark = pytest.mark.unit
 
@@ -137,7 +136,7 @@ def test_outputs_and_gradients_are_those_of_whole_samples(*, recomputes: bool) -
     )
     core = PackedSDPA(config, 1, AttnMaskType.causal, "self")
     whole = inputs()
-    expected = packed_causal_attention(*(x[canonical()] for x in whole), LENGTHS, SCALE)
+    expected = sample_attention(*(x[canonical()] for x in whole), LENGTHS, SCALE)
     (expected * weights()).sum().backward()
     qkv = inputs()
     losses = []
@@ -166,11 +165,11 @@ def test_outputs_and_gradients_are_those_of_whole_samples(*, recomputes: bool) -
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_both_forms_of_attention_on_each_rank(cp: int) -> None:
+def test_gathered_keys_on_each_rank(cp: int) -> None:
     layout = Layout(cp=cp)
     first, _, row = placed(rows(layout))
     q, k, v = (x.detach() for x in inputs())
-    expected = packed_causal_attention(*(x[canonical()] for x in (q, k, v)), LENGTHS, SCALE)
+    expected = sample_attention(*(x[canonical()] for x in (q, k, v)), LENGTHS, SCALE)
     q, k, v = (
         torch.cat([x[canonical()][FIRSTS[1] : FIRSTS[1] + 8], _in_row(x, row)]) for x in (q, k, v)
     )
@@ -180,18 +179,14 @@ def test_both_forms_of_attention_on_each_rank(cp: int) -> None:
     position, token = tokens_of(row)
     for rank in range(cp):
         mine = slice_positions(row.padded_lengths, cp, rank)
-        args = (row.padded_lengths, row.branches)
-        blocks = attention_blocks(*args, carried=carried, cp=cp, cp_rank=rank)
-        found = [merged_attention(q[8:][mine], k, v, blocks, SCALE)]
-        paths = key_paths(*args, carried=carried, cp=cp, cp_rank=rank)
+        paths = key_paths(row.padded_lengths, row.branches, carried=carried, cp=cp, cp_rank=rank)
         spans = [*carried, *row.padded_lengths]
         order = torch.cat([slice_positions(spans, cp, each) for each in range(cp)])
         keys, values = (x[order][paths.order_K] for x in (k, v))
-        found.append(path_causal_attention(q[8:][mine], keys, values, paths, SCALE))
+        found = path_causal_attention(q[8:][mine], keys, values, paths, SCALE)
         wanted = torch.zeros(row.row_tokens, HEADS, D).index_copy(0, position, expected[token])
         is_token = torch.isin(mine, position)
-        for own in found:
-            torch.testing.assert_close(own[is_token], wanted[mine][is_token], atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(found[is_token], wanted[mine][is_token], atol=2e-6, rtol=1e-5)
 
 
 def _in_row(values: Tensor, row: PackedRow) -> Tensor:

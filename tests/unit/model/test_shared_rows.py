@@ -31,7 +31,7 @@ MODELS = [
         "learned",
         "no_positions",
     ),
-    *("recompute_full", "recompute_selective", "fused", "gathered_keys", "bf16"),
+    *("recompute_full", "recompute_selective", "fused", "bf16"),
     *("te", "te_selective", "te_latent"),
     *("latent", "latent_yarn", "latent_recompute", "latent_selective", "latent_queries"),
 ]
@@ -50,7 +50,7 @@ from megapack import MicroBatch, launch
 from megapack.job.config.sections import ModelConfig
 from megapack.layout import Layout
 from megapack.job.gpt import initialize_parallel, transformer_config
-from megapack.model.attention import packed, sdpa
+from megapack.model.attention import packed
 from megapack.model.attention.packed import row_params
 from megapack.model.attention.rotary import gather_rotary_tables, position_obstacle
 from megapack.model.attention.te_rows import hook_te_attention
@@ -226,9 +226,6 @@ other = gpt()
 other.decoder.layers[1].self_attention.__class__ = Own
 found["own"] = position_obstacle(other)
 
-# What runs on a GPU in fp32.
-sdpa.PackedSDPA.attend = sdpa.PackedSDPA._attend_paths
-found["gathered_keys"] = compare(gpt())
 launch.stop()
 print(json.dumps(found))
 """

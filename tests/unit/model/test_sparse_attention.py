@@ -128,7 +128,7 @@ def errors(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
 def test_output_loss_and_gradients_equal_dense_attention(
     row: str, chunk_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megapack.model.attention.paths._CHUNK_SCORES", chunk_scores)
+    monkeypatch.setattr("megapack.model.attention.chunked._CHUNK_SCORES", chunk_scores)
     got, want = results(row, top_k=3)
     assert errors(got, want) < 1e-12
     assert want[1] > 0.1
@@ -183,7 +183,7 @@ def test_of_equal_scores_the_first_keys_are_chosen() -> None:
 
 def test_memory_of_scores_is_that_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor that autograd keeps grows with queries times keys."""
-    monkeypatch.setattr("megapack.model.attention.paths._CHUNK_SCORES", 1000)
+    monkeypatch.setattr("megapack.model.attention.chunked._CHUNK_SCORES", 1000)
     paths = key_paths([64], [])
     given = inputs(64, 64)
     kept: list[int] = []
