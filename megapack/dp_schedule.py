@@ -14,7 +14,6 @@ from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, PlanError, brief
 from megapack.layout import Layout, round_up
 from megapack.plan.plan import Plan, RolloutId, StepPlan
-from megapack.plan.shapes import RowShapes
 from megapack.planner.choose import best_draft
 from megapack.planner.counts import keep_reachable, split_rollouts
 from megapack.planner.explain import explain
@@ -44,7 +43,6 @@ def build_dp_schedule(
     policy: Policy | None = None,
     forward_only: bool = False,
     prefixes: SharedPrefixes | None = None,
-    row_shapes: RowShapes | None = None,
 ) -> Plan:
     """Plan the micro-batches of a batch of samples.
 
@@ -71,9 +69,6 @@ def build_dp_schedule(
         prefixes: tokens that samples have in common at their beginnings; under
             `Policy(share_prefixes="auto")` a row holds them once, where that pays. None: nothing is
             shared.
-        row_shapes: `Plan.next_row_shapes` of the plan before, so that the rows of a run keep their
-            lengths; or shapes of your own. None: under `Policy(row_shapes=)` they are chosen for
-            this batch, which is planned twice for that.
 
     Raises:
         DataError: invalid lengths, ids or prefixes.
@@ -119,10 +114,9 @@ def build_dp_schedule(
         max_samples=None if micro_batch_size is None else int(micro_batch_size),
         forward_only=forward_only,
     )
-    shapes = _row_shapes(row_shapes, policy, layout, planner, step.capacity)
-    if shapes is not None:
-        planner = partial(planner, row_shapes=shapes)
-        rows = layout.rounding(policy.round_row_tokens, shapes.tokens)
+    row_lengths = policy.row_lengths(layout, step.capacity)
+    if row_lengths:
+        rows = layout.rounding(policy.round_row_tokens, row_lengths)
         budget = read_budget(rows, max_tokens_per_gpu, micro_batch_size)
     explainer = partial(explain, planner=planner, cost=cost, has_prefixes=prefixes is not None)
     table = _prefix_table(prefixes, batch, rows, policy)
@@ -142,7 +136,7 @@ def build_dp_schedule(
     used = None
     if table is not None and any(mb.shared_tokens for p in planned for mb in p.microbatches):
         used = table.prefixes
-    plan = Plan(
+    return Plan(
         steps=tuple(planned),
         layout=layout,
         policy=policy,
@@ -153,36 +147,9 @@ def build_dp_schedule(
         colocate_ids=batch.colocate_ids,
         forward_only=forward_only,
         prefixes=used,
-        row_shapes=shapes,
+        row_lengths=row_lengths,
         _explainer=explainer,
     )
-    if shapes is None:
-        return plan
-    return replace(plan, row_shapes=plan.holding_shapes(shapes, batch.lengths))
-
-
-def _row_shapes(
-    given: RowShapes | None, policy: Policy, layout: Layout, planner: partial[Plan], longest: int
-) -> RowShapes | None:
-    """The shapes that rows get: those given, or new ones after `row_shapes_interval` steps.
-
-    New ones are chosen by the rows of a plan without shapes.
-    """
-    most = policy.row_shapes
-    if most is None:
-        if given is not None:
-            raise ConfigError("row_shapes are given with Policy(row_shapes=None); set their number")
-        return None
-    if given is not None and len(given.shapes) > most:
-        raise ConfigError(
-            f"{len(given.shapes)} row shapes are given with Policy(row_shapes={most}); give at "
-            "most as many"
-        )
-    if given is not None and given.num_steps < policy.row_shapes_interval:
-        given.check(layout, policy)
-        return given
-    free = planner(policy=replace(policy, row_shapes=None))
-    return RowShapes.choose(free.microbatches, layout, policy, most, longest)
 
 
 @dataclass(frozen=True)

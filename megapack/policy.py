@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, Self, get_args
@@ -45,7 +46,6 @@ _LATER_FIELDS = (
     "least_piece",
     "round_row_tokens",
     "row_shapes",
-    "row_shapes_interval",
 )
 
 # Compiled code multiplies these numbers by sizes of the layout (at most 2**20) in int64:
@@ -79,11 +79,9 @@ class Policy:
     and engines whose sums are the same for equal shapes only. The budget holds after rounding. No
     rounding by default, but for the layout's alignment."""
     row_shapes: int | None = None
-    """The most row lengths of a run, for CUDA graphs and kernels that are compiled for a shape: the
-    planner chooses them by the rows that it sees, and rows are padded to them. The longest is the
-    budget, which no sample may exceed then. No limit by default."""
-    row_shapes_interval: int = 100
-    """Optimizer steps after which the lengths of `row_shapes` may be chosen again."""
+    """The most row lengths, for CUDA graphs and kernels that are compiled for a length: equal parts
+    of the budget, to which rows are padded. No sample may exceed the budget then. No limit by
+    default."""
     balance: Balance = "time"
     """What is balanced over ranks and rows: the cost model's seconds, or row tokens."""
     step_split: StepSplit = "contiguous"
@@ -131,7 +129,6 @@ class Policy:
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={brief(getattr(self, name))}; set one of {choices}")
         _check_int("search", self.search, 0)
-        _check_int("row_shapes_interval", self.row_shapes_interval, 1)
         if self.max_live_tokens_per_gpu is not None:
             _check_int("max_live_tokens_per_gpu", self.max_live_tokens_per_gpu, 1)
         for name in ("max_width", "least_piece", "round_row_tokens", "row_shapes"):
@@ -143,6 +140,27 @@ class Policy:
         if self.context_parallel == "fixed":
             return (1,)
         return tuple(w for w in layout.widths if w <= (self.max_width or w))
+
+    def row_lengths(self, layout: Layout, longest: int) -> tuple[int, ...]:
+        """Tokens per GPU that rows may have under `row_shapes`, ascending; () if any.
+
+        Equal parts of the longest row that there may be, rounded up to the alignment of rows over
+        any number of DP ranks.
+
+        Args:
+            longest: tokens per DP rank.
+
+        >>> Policy(row_shapes=3).row_lengths(Layout(cp=2), 2000)
+        (334, 668, 1000)
+        """
+        if self.row_shapes is None:
+            return ()
+        rounded = layout.rounding(self.round_row_tokens)
+        overs = [rounded.over(width) for width in self.widths(layout)]
+        unit = math.lcm(*(over.row_alignment // over.cp for over in overs))
+        most = max(longest // layout.cp // unit, 1)
+        parts = range(1, self.row_shapes + 1)
+        return tuple(sorted({-(-most * part // self.row_shapes) * unit for part in parts}))
 
     def within(self, max_width: int | None, least_piece: int | None) -> Self:
         """The same within a hybrid model's limits of what is allowed; None for no limit.

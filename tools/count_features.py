@@ -69,8 +69,8 @@ OTHER_FEATURES = {
         "on_oom retries_oom out_of_memory OutOfMemoryError StepOutOfMemory num_oom_replans", ""
     ),
     "row lengths": Feature(
-        "row_shapes row_shape round_row_tokens RowShapes num_segments shapes",
-        "plan/shapes planner/row_shapes job/train/row_shapes",
+        "row_shapes row_shape round_row_tokens row_lengths",
+        "",
     ),
     "critics": Feature("critic has_critic value_head Critic reference_value", "job/train/critic"),
     "calibration": Feature(

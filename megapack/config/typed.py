@@ -17,6 +17,10 @@ from megapack.errors import ConfigError, brief
 # nothing, and what to do now for another value.
 _REMOVED: dict[str, tuple[Any, str]] = {
     "model.head_kernel": ("auto", "log-probs have one kernel, that of torch; leave it out"),
+    "plan.row_shapes_interval": (
+        100,
+        "row lengths are equal parts of plan.max_tokens_per_gpu in all steps; leave it out",
+    ),
     "train.on_oom": (
         "error",
         "memory that runs out ends the run; leave it out, and lower plan.max_tokens_per_gpu or set "

@@ -159,7 +159,7 @@ def predict(
     plan = plan_steps(*settings, batch.rollout_ids, batch.pair_ids, batch.prefixes)
     logprobs = critic_steps = values = None
     if config.objective.num_logprob_passes:
-        forward_plan = plan_logprobs(*settings, batch.prefixes, plan.row_shapes)
+        forward_plan = plan_logprobs(*settings, batch.prefixes)
         forward_plan = forward_plan or dataclasses.replace(plan, forward_only=True)
         logprobs = plan_report(forward_plan, batch.lengths, cost)
         if config.critic.enabled:

@@ -5,7 +5,6 @@ Modules:
     plan: Plan and StepPlan; digest
     facts: Counts of steps, and the table of features that everything printed reads
     explanation: Explanation: what each freedom of a plan gains
-    shapes: RowShapes: the few shapes that all rows of a run have
     order: StepOrder: the operations of each stage, Megatron's or planned
     executor: choose_executor: what runs the steps of a policy
     check: check_plan: the invariants, numbered
@@ -21,7 +20,6 @@ from megapack.plan.microbatch import MicroBatch, Part
 from megapack.plan.order import Operation, StepOrder, chain_order, step_order
 from megapack.plan.order_text import read_order
 from megapack.plan.plan import Plan, RolloutId, StepPlan, own_samples
-from megapack.plan.shapes import RowShape, RowShapes
 
 __all__ = [
     "Counts",
@@ -32,8 +30,6 @@ __all__ = [
     "Operation",
     "Plan",
     "RolloutId",
-    "RowShape",
-    "RowShapes",
     "StepOrder",
     "StepPlan",
     "chain_order",

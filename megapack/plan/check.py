@@ -33,9 +33,8 @@
    under backward="split". A training step with pieces has orders, a pass without backwards none.
    Ranks that share rows, or exchange tokens of experts, have their forwards and backwards in one
    order. Weight gradients may be at other places of each.
-12. Under row_shapes each row has one of so many shapes at most, `Plan.row_shapes`: its length, as
-   many segments as it needs, and as long ones. Invariant 5 then says that a row has the shortest
-   length that holds its padded tokens.
+12. Under row_shapes each row has one of so many lengths at most, `Plan.row_lengths`. Invariant 5
+   then says that it is the shortest one that holds the row's padded tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from megapack.plan.checks.orders import check_orders
 from megapack.plan.checks.pieces import check_pieces
 from megapack.plan.checks.prefixes import check_prefixes
 from megapack.plan.checks.reading import Reading, broken
-from megapack.plan.checks.shapes import check_shapes
+from megapack.plan.checks.row_lengths import check_row_lengths
 from megapack.plan.checks.wide import check_wide_rows
 from megapack.prefixes import Spans
 
@@ -185,7 +184,7 @@ CHECKS: tuple[Callable[[Reading], None], ...] = (
     check_rollouts,
     check_rows,
     check_colocated,
-    check_shapes,
+    check_row_lengths,
 )
 """In this order: later ones rely on what earlier ones have checked, such as known samples."""
 

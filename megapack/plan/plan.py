@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megapack.base.arrays import Ints, read_budget
+from megapack.base.arrays import read_budget
 from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.plan.explanation import Explanation
@@ -25,7 +25,6 @@ from megapack.plan.facts import Counts, count_steps
 from megapack.plan.microbatch import MicroBatch, Part
 from megapack.plan.order import StepOrder, step_order
 from megapack.plan.order_text import read_order
-from megapack.plan.shapes import RowShape, RowShapes
 from megapack.plan.text import format_plan, parse_json, parse_text
 from megapack.policy import Policy
 from megapack.prefixes import PrefixTable, SharedPrefixes
@@ -145,8 +144,8 @@ class Plan:
     """Planned for forward passes without a backward."""
     prefixes: SharedPrefixes | None = None
     """What the samples of a row share: each row holds it once. None: nothing is shared."""
-    row_shapes: RowShapes | None = None
-    """The shapes of all rows under `Policy.row_shapes`; None: rows have any length."""
+    row_lengths: tuple[int, ...] = ()
+    """Tokens per GPU that rows have under `Policy.row_shapes`, ascending; (): any."""
     _explainer: Callable[[Plan], Explanation] | None = field(default=None, compare=False)
     """Plans the samples again, under other policies. None in a plan that was read from text."""
 
@@ -247,26 +246,12 @@ class Plan:
     @property
     def row_layout(self) -> Layout:
         """The layout with the lengths that its rows may have."""
-        lengths = () if self.row_shapes is None else self.row_shapes.tokens
-        return self.layout.rounding(self.policy.round_row_tokens, lengths)
+        return self.layout.rounding(self.policy.round_row_tokens, self.row_lengths)
 
     @property
     def microbatches(self) -> Iterator[MicroBatch]:
         """Those of all steps; a shared one once."""
         return (mb for step in self.steps for mb in step.microbatches)
-
-    def holding_shapes(self, shapes: RowShapes, lengths: Ints) -> RowShapes:
-        """`RowShapes.holding` of the plan's rows."""
-        return shapes.holding(self.microbatches, lengths, self.layout, self.prefix_table)
-
-    @property
-    def next_row_shapes(self) -> RowShapes | None:
-        """What `build_dp_schedule(row_shapes=)` takes for the steps after this plan's."""
-        return None if self.row_shapes is None else self.row_shapes.after(len(self.steps))
-
-    def shape_of(self, row: MicroBatch) -> RowShape | None:
-        """The shape of a row of the plan; None: it has its own."""
-        return None if self.row_shapes is None else self.row_shapes.of(row, self.layout)
 
     @cached_property
     def _digest(self) -> str:
@@ -280,8 +265,8 @@ class Plan:
             optional["colocate_ids"] = self.colocate_ids
         if self.prefixes is not None:
             optional["prefixes"] = asdict(self.prefixes)
-        if self.row_shapes is not None:
-            optional["row_shapes"] = asdict(self.row_shapes)
+        if self.row_lengths:
+            optional["row_lengths"] = self.row_lengths
         return {
             "layout": self.layout.to_payload(),
             "policy": self.policy.to_payload(),
@@ -318,7 +303,6 @@ def _build(payload: dict[str, Any]) -> Plan:
     rollout_ids = payload["rollout_ids"]
     colocate_ids = payload.get("colocate_ids")
     prefixes = payload.get("prefixes")
-    shapes = payload.get("row_shapes")
     return Plan(
         steps=tuple(_build_step(step) for step in payload["steps"]),
         layout=Layout.from_payload(payload["layout"]),
@@ -330,7 +314,7 @@ def _build(payload: dict[str, Any]) -> Plan:
         rollout_ids=None if rollout_ids is None else tuple(rollout_ids),
         colocate_ids=None if colocate_ids is None else tuple(colocate_ids),
         prefixes=None if prefixes is None else _build_prefixes(prefixes),
-        row_shapes=None if shapes is None else RowShapes.from_payload(shapes),
+        row_lengths=tuple(payload.get("row_lengths", ())),
     )
 
 

@@ -17,7 +17,7 @@ If the step has orders, a line for each stage of each rank follows:
     order 0 1 | 0F0 0B0 1F0 1B0      what stage 1 of rank 0 runs, see `plan.order`
 
 Consecutive rollout ids are written as a range, `0..2047`. A plan without `colocate_ids` has no such
-line, and neither has one without `prefixes` or `row_shapes`.
+line, and neither has one without `prefixes` or `row_lengths`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _HEADER = (
 )
 _COLOCATE = "colocate_ids"
 _PREFIXES = "prefixes"
-_SHAPES = "row_shapes"
-_OPTIONAL = (_COLOCATE, _PREFIXES, _SHAPES)
+_LENGTHS = "row_lengths"
+_OPTIONAL = (_COLOCATE, _PREFIXES, _LENGTHS)
 # In the JSON that a run writes: the cost model that it planned with. It is not part of the plan.
 COST = "cost"
 _STEP = ("num_microbatches", "group_size", "kept_rollouts", "dropped_rollouts")
@@ -241,8 +241,10 @@ def _check_payload(payload: Any) -> None:
         _check_ids(payload[_COLOCATE], _COLOCATE)
     if _PREFIXES in payload:
         _check_prefixes(payload[_PREFIXES])
-    if _SHAPES in payload:
-        _check_shapes(payload[_SHAPES])
+    if _LENGTHS in payload:
+        lengths = payload[_LENGTHS]
+        good = isinstance(lengths, list) and all(map(_is_count, lengths))
+        _require(good, _LENGTHS, "a list of integers")
     _require(isinstance(payload["steps"], list), "steps", "a list")
     for number, step in enumerate(payload["steps"]):
         _check_step(step, f"steps[{number}]")
@@ -293,15 +295,6 @@ def _check_prefixes(value: Any) -> None:
         good = isinstance(value[key], list) and all(map(_is_count, value[key]))
         _require(good, f"{_PREFIXES}.{key}", "a list of integers")
     _require(_is_count(value["own_tokens"]), f"{_PREFIXES}.own_tokens", "an integer")
-
-
-def _check_shapes(value: Any) -> None:
-    _keys(value, _SHAPES, {"shapes", "num_steps"})
-    shapes = value["shapes"]
-    good = isinstance(shapes, list) and all(isinstance(s, list) and len(s) == 3 for s in shapes)
-    good = good and all(map(_is_count, [n for shape in shapes for n in shape]))
-    _require(good, f"{_SHAPES}.shapes", "a list of [tokens, segments, longest]")
-    _require(_is_count(value["num_steps"]), f"{_SHAPES}.num_steps", "an integer")
 
 
 def _check_ids(ids: Any, where: str) -> None:

@@ -32,7 +32,6 @@ from megapack.base.arrays import Ints
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch
-from megapack.plan.shapes import RowShape
 from megapack.prefixes import Branch, PrefixTable, dummy_spans, row_branches
 from megapack.rows.chain import Link, Piece, has_piece, row_piece, sample_spans
 from megapack.rows.transfer import moved
@@ -210,12 +209,11 @@ class PackedRow(RowTokens):
     set_of_n: Tensor
     """int64 [n]: index of each sample's colocated set among the row's sets."""
     cu_seqlens_S1: Tensor
-    """int32: where each branch begins, with alignment padding; the last is the row's length, and so
-    are those of the empty segments of its shape."""
+    """int32: where each branch begins, with alignment padding; the last is the row's length."""
     padded_lengths: tuple[int, ...] = field(metadata={"moves": False})
     """Tokens of each branch with its alignment padding, dummies included; they sum to the row."""
     max_seqlen: int
-    """Tokens of the longest sample, with its alignment padding; more where the row's shape says."""
+    """Tokens of the longest sample, with its alignment padding."""
     row_tokens: int
     """The whole row's length."""
     row_positions_T: Tensor
@@ -275,7 +273,6 @@ def pack_row(
     vocab_size: int | None = None,
     prefixes: PrefixTable | None = None,
     num_ahead: int = 0,
-    shape: RowShape | None = None,
 ) -> PackedRow:
     """Pack the samples of a micro-batch into one row of `micro_batch.row_tokens` tokens.
 
@@ -292,7 +289,6 @@ def pack_row(
         vocab_size: token ids must be smaller; None: not checked.
         prefixes: those of the plan; None: samples share nothing.
         num_ahead: depths of multi-token prediction.
-        shape: that of the row (`RowShapes.of`); None: of its own.
 
     Raises:
         DataError: the samples differ in length from the plan, share positions although their tokens
@@ -329,11 +325,7 @@ def pack_row(
     spans += dummy_spans(tail, layout.sample_alignment)
     position_ids_T = row_position_ids(branches, spans)
     max_seqlen = int(position_ids_T.max()) + 1
-    empty = 0
-    if shape is not None:
-        max_seqlen = shape.longest * layout.cp
-        empty = shape.segments - len(spans)
-    segments = np.cumsum([0, *spans, *[0] * empty], dtype=np.int32)
+    segments = np.cumsum([0, *spans], dtype=np.int32)
     weights = [1.0 if sample_weights is None else float(sample_weights[i]) for i in samples]
     writer = _RowWriter(batch, samples, weights, branches, micro_batch.row_tokens)
     if vocab_size is not None:

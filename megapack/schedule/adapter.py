@@ -479,7 +479,6 @@ class ScheduleAdapter:
             self.vocab_size,
             plan.prefix_table,
             num_depths(self.config),
-            plan.shape_of(microbatch),
         )
         return slice_row(row, *self.runner.row_groups.slice_of(microbatch, self.dp_rank))
 

@@ -112,7 +112,6 @@ class StepCall:
             "step number": str(self.step),
             # Before the digest of the whole plan, which differs too.
             "shared micro-batches": _shared_rows(ranks),
-            "row shapes": str(plan.row_shapes),
             "plan": plan.digest(),
             "M": str([len(rank) for rank in ranks]),
             "row lengths": _digest(row_tokens),

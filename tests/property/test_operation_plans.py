@@ -62,8 +62,7 @@ def test_pieces_and_orders_keep_the_invariants_and_are_never_slower(
         assert cap is None or simulation.peak_live_tokens <= cap
         if policy.unreachable != "pad":
             assert all(mb.samples for mb in step.microbatches)
-        # The lengths of `row_shapes` follow from other rows.
-        if without is None or _is_over_budget(without) or plan.row_shapes is not None:
+        if without is None or _is_over_budget(without) or plan.row_lengths:
             continue
         fixed = simulate_planned(without, without.steps[number], cost)
         assert simulation.makespan <= fixed.makespan * (1 + 1e-9)

@@ -131,7 +131,7 @@ def check(samples: list[list[int]], options: dict[str, Any]) -> None:
     pairs = zip(plan.steps, alone.steps, seconds(plan, cost), seconds(alone, cost), strict=True)
     for step, other, with_, without in pairs:
         # Rows of few lengths have other lengths with prefixes.
-        if step.kept_rollouts == other.kept_rollouts and plan.row_shapes is None:
+        if step.kept_rollouts == other.kept_rollouts and not plan.row_lengths:
             assert with_ <= without
 
 

@@ -1,8 +1,4 @@
-"""The table of few row lengths: what `Policy.row_shapes` costs, and what a graph must gain for it.
-
-Lengths are chosen by the first half of the samples and measured on the second, as a run would
-choose them by an earlier step.
-"""
+"""The table of few row lengths: what `Policy.row_shapes` costs, and what graphs must gain."""
 
 from __future__ import annotations
 
@@ -12,9 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megapack import CostModel, Plan, Policy, build_dp_schedule, check_plan, simulate
-from megapack.plan import RowShapes
-from tools.benching.planner_cases import Case, mean
+from megapack import CostModel, Plan, Policy, check_plan, simulate
+from tools.benching.planner_cases import Case, mean, plan_of
 
 NUMBERS = (1, 2, 4, 8, 16)
 
@@ -52,14 +47,12 @@ def shapes_table(cases: Iterable[Case]) -> Iterator[str]:
 def _cells(case: Case) -> tuple[float, list[Cell]]:
     """The padding of rows of any length, and the cell of each number."""
     half = case.lengths.size // 2
-    first, second = case.lengths[:half], case.lengths[half : 2 * half]
-    free = _planned(case, second, None)
+    lengths = case.lengths[half : 2 * half]
+    free = _planned(case, lengths, None)
     free_s = _seconds(case, free, case.cost)
     cells = []
     for number in NUMBERS:
-        shapes = _planned(case, first, number).next_row_shapes
-        # The longest length is the budget, so that the second half needs no others.
-        plan = _planned(case, second, number, shapes)
+        plan = _planned(case, lengths, number)
         seconds = _seconds(case, plan, case.cost)
         dearer = replace(case.cost, fixed=2 * case.cost.fixed)
         per_fixed = (_seconds(case, plan, dearer) - seconds) / case.cost.fixed
@@ -68,17 +61,9 @@ def _cells(case: Case) -> tuple[float, list[Cell]]:
     return _padding(free), cells
 
 
-def _planned(
-    case: Case, lengths: np.ndarray, number: int | None, shapes: RowShapes | None = None
-) -> Plan:
-    plan = build_dp_schedule(
-        lengths,
-        layout=case.layout,
-        max_tokens_per_gpu=case.budget,
-        cost=case.cost,
-        policy=Policy(row_shapes=number),
-        row_shapes=shapes,
-    )
+def _planned(case: Case, lengths: np.ndarray, number: int | None) -> Plan:
+    policy = Policy(row_shapes=number)
+    plan = plan_of(replace(case, lengths=lengths), policy)
     check_plan(plan, lengths)
     return plan
 

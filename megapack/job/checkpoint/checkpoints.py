@@ -10,7 +10,6 @@ agree up to rounding.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import importlib.metadata
 import shutil
@@ -24,7 +23,7 @@ import torch.distributed as dist
 
 from megapack.base.files import sync
 from megapack.config.load import to_dict
-from megapack.errors import CheckpointError, first_line
+from megapack.errors import CheckpointError
 from megapack.job.checkpoint import folders
 from megapack.job.checkpoint.folders import Checkpoint, Manifest, Position
 from megapack.job.checkpoint.index import check_index, read_fault
@@ -34,7 +33,6 @@ from megapack.job.checkpoint.state import RunState, is_first_of_data_parallel_ra
 from megapack.job.config.sections import TrainConfig
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
-from megapack.plan.shapes import RowShapes
 from megapack.ranks.agree import agree
 from megapack.samples import SampleBatch
 
@@ -52,8 +50,6 @@ _FREE = (
 )
 # Folders that the reference's weights may come from.
 _REFERENCE = ("model.hf_path", "objective.reference_hf_path")
-# Settings that row shapes depend on, besides the layout.
-_SHAPED_BY = ("plan.row_shapes", "plan.max_tokens_per_gpu", "plan.round_row_tokens")
 _BATCH_FILE = "batch.pt"
 _ROUTING = "routing-dp"
 
@@ -195,27 +191,6 @@ class Checkpoints:
                 f"{checkpoint.path} has no experts of sample {min(missing)} of the batch in "
                 "progress; resume from a checkpoint at a batch's end"
             )
-
-    def load_row_shapes(self, checkpoint: Checkpoint) -> RowShapes | None:
-        """The row shapes of the next plan.
-
-        Returns:
-            None if there are none, or if the layout or a setting that they depend on is another.
-
-        Raises:
-            CheckpointError: no run has written them.
-        """
-        manifest = checkpoint.manifest
-        moved = folders.differences(manifest.config, to_dict(self.config), _SHAPED_BY)
-        if not manifest.row_shapes or moved or manifest.layout != self.layout.to_payload():
-            return None
-        try:
-            return RowShapes.from_payload(manifest.row_shapes)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the row shapes of {checkpoint.path} cannot be read ({first_line(error)}); resume "
-                "with plan.row_shapes=null, or from another checkpoint"
-            ) from None
 
     @property
     def last_saved(self) -> Path | None:
@@ -429,8 +404,6 @@ class Checkpoints:
         return int(total)
 
     def _manifest(self, position: Position, plan: Plan) -> Manifest:
-        # The plan of a batch in progress is made again on resume, with its own shapes.
-        shapes = plan.row_shapes if position.step_in_batch else plan.next_row_shapes
         return Manifest(
             position=position,
             config=to_dict(self.config),
@@ -440,7 +413,6 @@ class Checkpoints:
             data_digest=self._data_digest,
             has_reference=self._has_reference,
             has_critic=self.state.has_critic,
-            row_shapes={} if shapes is None else dataclasses.asdict(shapes),
             megatron_core=importlib.metadata.version("megatron-core"),
         )
 

@@ -108,8 +108,6 @@ class Manifest:
     """The Megatron-Core version that wrote the checkpoint."""
     has_critic: bool = False
     """Whether the checkpoint has a critic's weights and optimizer."""
-    row_shapes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The `RowShapes` of the next plan under plan.row_shapes; else empty."""
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Bytes of every other file, by its path in the folder."""
     format: int = FORMAT
@@ -151,8 +149,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         values = strict_json(read_text(path / MANIFEST))
         _refuse_format(path, values["format"])
-        # Earlier versions saved the fits of plan.calibrate=online.
-        values.pop("calibration", None)
+        # Earlier versions saved fits of plan.calibrate=online, and row lengths that were chosen.
+        for name in ("calibration", "row_shapes"):
+            values.pop(name, None)
         manifest = Manifest(**{**values, "position": Position(**values["position"])})
         _check_types(manifest)
         sizes = {path / name: (_size(path / name), size) for name, size in manifest.files.items()}
@@ -186,7 +185,7 @@ def _refuse_format(path: Path, found: Any) -> None:
 
 def _check_types(manifest: Manifest) -> None:
     """Raise ValueError for a value that no run wrote."""
-    names = ("config", "layout", "files", "row_shapes")
+    names = ("config", "layout", "files")
     kinds: dict[str, type] = dict.fromkeys(names, dict)
     kinds |= dict.fromkeys(("has_reference", "has_critic"), bool)
     digests = ("plan_digest", "samples_done_digest", "data_digest")

@@ -27,7 +27,6 @@ from megapack.job.data.token_blocks import ReadSettings
 from megapack.job.data.tokenizer import ByteTokenizer, Tokenizer
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
-from megapack.plan.shapes import RowShapes
 from megapack.prefixes import SharedPrefixes
 
 
@@ -205,7 +204,6 @@ def plan_steps(
     rollout_ids: Sequence[int],
     pair_ids: Sequence[int] | None = None,
     prefixes: SharedPrefixes | None = None,
-    row_shapes: RowShapes | None = None,
 ) -> Plan:
     """Plan the optimizer steps of a batch; arguments and errors as for `build_dp_schedule`.
 
@@ -225,7 +223,6 @@ def plan_steps(
         cost=cost,
         policy=plan.to_policy(),
         prefixes=prefixes,
-        row_shapes=row_shapes,
     )
 
 
@@ -235,7 +232,6 @@ def plan_logprobs(
     cost: CostModel | None,
     lengths: Sequence[int],
     prefixes: SharedPrefixes | None = None,
-    row_shapes: RowShapes | None = None,
 ) -> Plan | None:
     """Plan one forward pass over all samples with `forward_max_tokens_per_gpu` as the budget.
 
@@ -243,7 +239,6 @@ def plan_logprobs(
 
     Args:
         prefixes: `batch_prefixes`.
-        row_shapes: those of the steps.
     """
     if plan.forward_max_tokens_per_gpu is None:
         return None
@@ -256,5 +251,4 @@ def plan_logprobs(
         policy=dataclasses.replace(plan.to_policy(), unreachable="pad"),
         forward_only=True,
         prefixes=prefixes,
-        row_shapes=row_shapes,
     )

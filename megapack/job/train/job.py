@@ -58,7 +58,6 @@ from megapack.job.train.metrics import (
     reset_memory_peaks,
 )
 from megapack.job.train.passes import BatchPasses, BatchPlanner, PlannedBatch
-from megapack.job.train.row_shapes import KeptShapes
 from megapack.job.train.trace import StepTracer
 from megapack.job.train.trackers import open_trackers
 from megapack.job.train.update import Update, take_step
@@ -211,7 +210,6 @@ class Trainer:
         self.position = Position()
         self.resumed: Checkpoint | None = None
         self._last: PlannedBatch | None = None
-        self.row_shapes = KeptShapes()
         self._stopping = False
         # Steps at the last export; -1 = none yet.
         self._exported_at = -1
@@ -237,7 +235,6 @@ class Trainer:
         # Load before the folder is opened, so that a failed resume changes no file.
         if self.resumed is not None:
             self.position = self.checkpoints.load(self.resumed, self._saved_fields)
-            self.row_shapes.resume(self.checkpoints, self.resumed, self.device)
         check_replicas(self.chunks, device=self.device)
         if self.critic is not None:
             check_replicas(self.critic.chunks, device=self.device)
@@ -347,7 +344,6 @@ class Trainer:
             batch = agree(lambda: self._planned(numbers), device=self.device)
         planned = time.perf_counter()
         self.progress.line(plan_line(batch.plan))
-        self.row_shapes.show(batch.plan, self.num_steps + 1, self.progress)
         batch_seconds = {"plan_s": planned - started, "plan_ahead_s": self.ahead.ahead_s}
         # A fit may change it while the next batch is planned.
         self.planner = dataclasses.replace(self.planner, cost=self.calibrator.cost)
@@ -427,7 +423,7 @@ class Trainer:
         if self._lacks_equal_routes(batch.plan):
             apart = dataclasses.replace(self.planner.config, share_prefixes="off")
             planner = dataclasses.replace(self.planner, config=apart, cost=batch.cost)
-            batch = self.row_shapes.plan(planner, numbers, self._fields(numbers), batch.plan)
+            batch = planner.plan(numbers, self._fields(numbers))
         if self.folder is not None:
             self.folder.write_plan(batch.plan, batch.cost, batch.samples.lengths)
         return batch
@@ -438,7 +434,7 @@ class Trainer:
         It may run on a thread while steps change the weights, the run's position and the cost model
         in force, so it reads none of these.
         """
-        return self.row_shapes.plan(self.planner, numbers, self._fields(numbers))
+        return self.planner.plan(numbers, self._fields(numbers))
 
     def _fields(self, numbers: SampleNumbers) -> dict[str, Any]:
         """What the objective reads of samples and the data has."""

@@ -9,7 +9,6 @@ KL penalty compares with.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +35,6 @@ from megapack.loss.sequence import GSPO, AnyObjective
 from megapack.loss.token import GRPO, PPO, SFT
 from megapack.model.overlap import finish_param_gathers
 from megapack.plan.plan import Plan, own_samples
-from megapack.plan.shapes import RowShapes
 from megapack.rows.transfer import host_copies, host_like
 from megapack.samples import SampleBatch
 from megapack.schedule.adapter import ScheduleAdapter, StepResult
@@ -143,14 +141,12 @@ class BatchPlanner:
         self,
         numbers: SampleNumbers,
         fields: Mapping[str, Sequence[Any]],
-        row_shapes: RowShapes | None = None,
     ) -> PlannedBatch:
         """Plan a batch of these samples and read this rank's tokens; local work.
 
         Args:
             numbers: the samples' numbers in the data set.
             fields: see `SampleBatch`; one value per sample.
-            row_shapes: see `build_dp_schedule`; those that both plans need are in both.
 
         Raises:
             PlanError, ConfigError: there is no legal plan for their lengths.
@@ -172,10 +168,8 @@ class BatchPlanner:
             replays_routes=self.replays_rollouts,
         )
         settings = (self.config, self.layout, self.cost, lengths)
-        plan = plan_steps(*settings, rollout_ids, pair_ids, prefixes, row_shapes)
-        forward_plan = plan_logprobs(*settings, prefixes, plan.row_shapes)
-        if forward_plan is not None:
-            plan = dataclasses.replace(plan, row_shapes=forward_plan.row_shapes)
+        plan = plan_steps(*settings, rollout_ids, pair_ids, prefixes)
+        forward_plan = plan_logprobs(*settings, prefixes)
         batch = PlannedBatch(
             numbers=numbers,
             samples=samples,

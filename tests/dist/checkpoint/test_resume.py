@@ -299,24 +299,6 @@ def test_a_run_that_trains_only_experts_is_resumed(tmp_path: Path) -> None:
 
 
 @WEEKLY
-def test_row_shapes_go_on_and_change_no_step(undisturbed: Path, tmp_path: Path) -> None:
-    """Lengths are chosen before steps 1 and 5; the run resumes inside the batch before that."""
-    settings = [*DP2, "plan.row_shapes=2", "plan.row_shapes_interval=4"]
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    for folder in (whole, again):
-        folder.mkdir()
-    code, output = job(whole, *settings)
-    assert code == 0, output[-6000:]
-    assert [f"row shapes from step {step}:" in output for step in (1, 3, 5, 7)][::2] == [True] * 2
-    lines = metrics(whole)
-    assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
-    copy_of_run(whole, again, until=3)
-    resumed = finished(again, *settings, "train.resume=auto")
-    assert_same_steps(resumed, lines, rel=0.0)
-    assert [line["plan_digest"] for line in resumed] == [line["plan_digest"] for line in lines]
-
-
-@WEEKLY
 def test_batches_of_equal_work_resume_within_their_window(tmp_path: Path) -> None:
     """The run resumes in the second of four batches that exchanged prompt groups, on another layout
     and with a cost model that is measured."""

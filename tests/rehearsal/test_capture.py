@@ -1,41 +1,16 @@
-"""Rows of one shape run as the same operations at the same addresses, as a CUDA graph needs it."""
+"""What stands in for the capture of a CUDA graph."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.dist.spawn import run_code
 from tests.rehearsal.capture import Capture, HostError
 
 pytestmark = pytest.mark.unit
-
-
-@functools.cache
-def found() -> dict[str, str]:
-    """What differs between the runs of two rows, by case."""
-    return run_code("from tests.rehearsal.captured_rows import main; main()")
-
-
-def test_rows_of_one_shape_run_alike() -> None:
-    assert found()["one shape"] == ""
-
-
-@pytest.mark.parametrize(
-    ("case", "difference"),
-    [
-        ("any length", "ValueError: tokens_T of shape"),
-        ("one length", "ValueError: cu_seqlens_q of shape"),
-        ("sdpa", "aten::"),
-        ("megatron's rotation", "Tensor.tolist"),
-    ],
-)
-def test_other_rows_and_layers_do_not(case: str, difference: str) -> None:
-    assert difference in found()[case]
 
 
 @pytest.mark.parametrize(
