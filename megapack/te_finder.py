@@ -36,7 +36,8 @@ class TEFinder:
         """The module on stand-ins; None leaves it to the other finders."""
         if name.partition(".")[0] not in (PACKAGE, COMPILED) or python_alone() is None:
             return None
-        # Imported here: it needs torch, which planning does without.
+        # Only now, and by name: it needs torch, which planning does without, and knows nothing of
+        # this module, which is below all rooms.
         loader = importlib.import_module("megapack.cpu.te.loader")
         spec: importlib.machinery.ModuleSpec | None = loader.find_spec(name, path)
         return spec

@@ -382,28 +382,3 @@ def _groups(tensor: Tensor, like: Tensor) -> Tensor:
     """[heads, n, d] -> [n, groups, d], summed over the heads of a group."""
     groups = like.shape[-2]
     return tensor.view(groups, -1, *tensor.shape[1:]).sum(1).transpose(0, 1)
-
-
-# --------------------------------------------------------------------- rows for unfused attention
-
-
-@kernel
-def convert_thd_to_bshd(
-    thd: Tensor, cu_seqlens: Tensor, batch_size: int, max_seqlen: int
-) -> Tensor:
-    """Packed rows [t, h, d] as [b, max_seqlen, h, d], filled with zeros."""
-    require(thd.is_contiguous(), f"packed rows with strides {thd.stride()}")
-    require(cu_seqlens.dtype == torch.int32, f"cu_seqlens of {cu_seqlens.dtype}")
-    out = thd.new_zeros(batch_size, max_seqlen, *thd.shape[1:])
-    for i, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        out[i, : end - begin] = thd[begin:end]
-    return out
-
-
-@kernel
-def convert_bshd_to_thd(bshd: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """The opposite of `convert_thd_to_bshd`."""
-    out = bshd.new_zeros(int(num_tokens), *bshd.shape[2:])
-    for i, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        out[begin:end] = bshd[i, : end - begin]
-    return out

@@ -21,21 +21,3 @@ def get_cublasLt_version() -> int:
 def get_num_cublas_streams() -> int:
     """Streams of grouped products."""
     return 4
-
-
-@kernel
-def get_stream_priority_range() -> tuple[int, int]:
-    """Lowest and highest priority of a stream."""
-    return 0, -5
-
-
-@kernel
-def device_supports_multicast(device_id: int = -1) -> bool:
-    """Whether user buffers could use NVLink's multicast."""
-    return False
-
-
-@kernel
-def ubuf_built_with_mpi() -> bool:
-    """Whether user buffers start with MPI."""
-    return False

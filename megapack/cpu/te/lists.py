@@ -28,19 +28,7 @@ def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, lists: Lists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The norm of all elements [1], and of each tensor [n] if asked for."""
-    return _norms(lists, 1.0, per_tensor)
-
-
-@kernel
-def multi_tensor_unscale_l2norm(
-    chunk_size: int, noop_flag: Tensor, lists: Lists, inv_scale: Tensor, per_tensor: bool = False
-) -> tuple[Tensor, Tensor]:
-    """`multi_tensor_l2norm` of the tensors times `inv_scale`."""
-    return _norms(lists, inv_scale, per_tensor)
-
-
-def _norms(lists: Lists, scale: Any, per_tensor: bool) -> tuple[Tensor, Tensor]:
-    norms = torch.stack([wide(tensor).norm() for tensor in lists[0]]) * scale
+    norms = torch.stack([wide(tensor).norm() for tensor in lists[0]])
     return norms.norm().view(1), norms if per_tensor else norms.new_empty(0)
 
 

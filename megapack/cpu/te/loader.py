@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from megapack.cpu.te import (  # noqa: F401  (stand-ins register themselves)
-    activations,
     attention,
     enums,
     facts,
@@ -35,13 +34,13 @@ from megapack.cpu.te import (  # noqa: F401  (stand-ins register themselves)
     permutation,
     ring,
     rope,
-    softmax,
 )
 from megapack.cpu.te.calls import KERNELS, set_version, version
 from megapack.cpu.te.permutation import TRITON_NAMES
 from megapack.errors import ConfigError
-from megapack.te_finder import COMPILED, PACKAGE
 
+PACKAGE = "transformer_engine"
+COMPILED = "transformer_engine_torch"
 _PYTORCH = f"{PACKAGE}.pytorch"
 _ATTENTION = f"{_PYTORCH}.attention.dot_product_attention"
 

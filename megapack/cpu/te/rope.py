@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.cpu.te.calls import kernel, require
+from megapack.cpu.te.calls import kernel, refuse, require
 from megapack.cpu.te.enums import NVTE_QKV_Format
 from megapack.cpu.te.precision import wide
 
@@ -49,9 +49,9 @@ def _rope(
         freqs.dim() == 4 and freqs.shape[1:3] == (1, 1) and freqs.shape[-1] <= t.shape[-1],
         f"fused rope with a table {tuple(freqs.shape)} for heads {tuple(t.shape)}",
     )
+    refuse(start_positions is not None, "fused rope with start positions, as in inference")
     if qkv_format == NVTE_QKV_Format.NVTE_THD:
         assert cu_seqlens is not None
-        require(start_positions is None, "fused rope of packed rows with start positions")
         require(cu_seqlens.dim() == 1, f"fused rope with cu_seqlens {tuple(cu_seqlens.shape)}")
         require(cu_seqlens.dtype == torch.int32, f"fused rope with {cu_seqlens.dtype} cu_seqlens")
         out = torch.zeros_like(t)
@@ -60,18 +60,11 @@ def _rope(
             out[begin:end] = _rotated(t[begin:end], angles, interleaved)
         return out
     x = t if qkv_format == NVTE_QKV_Format.NVTE_SBHD else t.transpose(0, 1)
-    if start_positions is None:
-        out = _rotated(x, _angles(freqs, x.shape[0], cp_size, cp_rank), interleaved)
-    else:
-        sequences = [
-            _rotated(x[:, i : i + 1], _angles(freqs, x.shape[0], cp_size, cp_rank, at), interleaved)
-            for i, at in enumerate(start_positions.tolist())
-        ]
-        out = torch.cat(sequences, dim=1)
+    out = _rotated(x, _angles(freqs, x.shape[0], cp_size, cp_rank), interleaved)
     return out if qkv_format == NVTE_QKV_Format.NVTE_SBHD else out.transpose(0, 1)
 
 
-def _angles(freqs: Tensor, length: int, cp_size: int, cp_rank: int, start: int = 0) -> Tensor:
+def _angles(freqs: Tensor, length: int, cp_size: int, cp_rank: int) -> Tensor:
     """The table's lines for a rank's tokens of a sample, which are two chunks of 2 * cp_size.
 
     With cp_size 2 and 8 tokens, chunks of 2: rank 0 has positions 0, 1, 6, 7.
@@ -82,7 +75,6 @@ def _angles(freqs: Tensor, length: int, cp_size: int, cp_rank: int, start: int =
         half = length // 2
         last = length * cp_size - (cp_rank + 1) * half - half
         positions = positions + torch.where(positions >= half, last, cp_rank * half)
-    positions = positions + start
     require(
         not length or int(positions.max()) < len(freqs),
         f"fused rope of {length} tokens reads past a table of {len(freqs)} lines",

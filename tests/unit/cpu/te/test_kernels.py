@@ -1,4 +1,4 @@
-"""Stand-ins of norms, products, activations, rotation, permutation and lists, against torch's."""
+"""Stand-ins of norms, products, rotation, permutation and lists, against torch's."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from torch.nn import functional as F
 from megapack.cpu.te import (
     COUNTS,
     KernelFault,
-    activations,
     around,
     enums,
     gemm,
     lists,
     norms,
     rope,
-    softmax,
 )
 from megapack.cpu.te import permutation as moe
 from megapack.cpu.te.calls import KERNELS, kernel, set_version
@@ -105,48 +103,9 @@ def test_factors_of_two_types_are_a_fault() -> None:
         product(drawn(5, 4), drawn(3, 4).float(), "TN")
 
 
-# ------------------------------------------------------------------------------------- activations
-
-GATED = {"swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh"), "reglu": F.relu}
-
-
-@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "srelu", "qgelu", *GATED])
-def test_activations_and_their_gradients(name: str) -> None:
-    plain = {
-        "gelu": GATED["geglu"],
-        "silu": F.silu,
-        "relu": F.relu,
-        "srelu": lambda x: F.relu(x) ** 2,
-        "qgelu": lambda x: x / (1 + (-1.702 * x).exp()),
-    }
-    x = drawn(5, 6).requires_grad_()
-    want = GATED[name](x[:, :3]) * x[:, 3:] if name in GATED else plain[name](x)
-    grad = drawn(*want.shape)
-    assert name in activations.FUNCTIONS
-    found = KERNELS[name](x, None), KERNELS[f"d{name}"](grad, x, None)
-    compare(found, [want, torch.autograd.grad(want, x, grad)[0]])
-
-
 def test_quantized_outputs_are_refused_by_name() -> None:
-    x, gamma, quantizer = drawn(2, 8), drawn(8), object()
-    with pytest.raises(NotImplementedError, match="swiglu with a quantized output is not rehear"):
-        KERNELS["swiglu"](x, quantizer)
-    with pytest.raises(NotImplementedError, match="dgelu with a quantized output is not rehears"):
-        KERNELS["dgelu"](x, x, quantizer)
     with pytest.raises(NotImplementedError, match="a norm with a quantized output is not rehear"):
-        norms.rmsnorm_fwd(x, gamma, 1e-5, None, quantizer, torch.float64, 0, False)
-
-
-@pytest.mark.parametrize("mask", ["", "masked_", "upper_triang_masked_", "aligned_causal_masked_"])
-def test_softmax_of_unfused_attention(mask: str) -> None:
-    x = drawn(2, 3, 4, 4).requires_grad_()
-    later = torch.ones(4, 4, dtype=torch.bool).triu(1)
-    want = (x * 0.5).masked_fill(later if mask else torch.zeros(4, 4).bool(), -1e9).softmax(-1)
-    extra = (later,) if mask == "masked_" else ()
-    found = getattr(softmax, f"scaled_{mask}softmax_forward")(x, *extra, 0.5)
-    grad = drawn(2, 3, 4, 4)
-    back = KERNELS[f"scaled_{mask}softmax_backward"](grad, found, 0.5)
-    compare([found, back], [want.detach(), torch.autograd.grad(want, x, grad)[0]])
+        norms.rmsnorm_fwd(drawn(2, 8), drawn(8), 1e-5, None, object(), torch.float64, 0, False)
 
 
 # ---------------------------------------------------------------------------------------- rotation
@@ -285,9 +244,9 @@ def test_every_call_is_counted_and_can_be_watched() -> None:
         seen.append(name)
         return run(*args, **kwargs)
 
-    before = COUNTS["relu"]
+    before = COUNTS["get_cudnn_version"]
     with around(watch):
-        KERNELS["relu"](drawn(2), None)
-    KERNELS["relu"](drawn(2), None)
-    assert seen == ["relu"]
-    assert COUNTS["relu"] == before + 2
+        KERNELS["get_cudnn_version"]()
+    KERNELS["get_cudnn_version"]()
+    assert seen == ["get_cudnn_version"]
+    assert COUNTS["get_cudnn_version"] == before + 2
