@@ -82,12 +82,19 @@ class FiniteFlags(Listener):
         replica: the data-parallel rank.
         first_ranks: for each micro-batch the first of the DP ranks that share it. A NaN spreads
             among them in the attention of the next chunk, or of the same one.
+        reads_gradients: not under fp16, where the loss scaler handles an overflow.
     """
 
     def __init__(
-        self, stages: Sequence[int] = (0,), replica: int = 0, first_ranks: Sequence[int] = ()
+        self,
+        stages: Sequence[int] = (0,),
+        replica: int = 0,
+        first_ranks: Sequence[int] = (),
+        *,
+        reads_gradients: bool = True,
     ) -> None:
         self._stages = stages
+        self._reads_gradients = reads_gradients
         self._replica = replica
         self._first_ranks = first_ranks
         self._outputs: dict[tuple[int, int], tuple[Tensor, bool]] = {}
@@ -99,16 +106,17 @@ class FiniteFlags(Listener):
     def of_rank(
         cls,
         num_chunks: int,
-        *,
-        pp_rank: int,
-        pp: int,
+        pp_group: Any,
         replica: int,
         first_ranks: Sequence[int] = (),
+        *,
+        reads_gradients: bool,
     ) -> FiniteFlags:
         """The flags of a pipeline rank with `num_chunks` chunks."""
         # Megatron assigns the model's stages to the pipeline ranks in turn: with pp=2 and vpp=2,
         # rank 1 has stages 1 and 3.
-        return cls([chunk * pp + pp_rank for chunk in range(num_chunks)], replica, first_ranks)
+        stages = [chunk * pp_group.size() + pp_group.rank() for chunk in range(num_chunks)]
+        return cls(stages, replica, first_ranks, reads_gradients=reads_gradients)
 
     def note_losses(self, losses: TokenLosses) -> None:
         """Keep the losses of tokens whose sum is the next output."""
@@ -127,9 +135,10 @@ class FiniteFlags(Listener):
         Args:
             chunks: the gradient buffers of each chunk.
         """
-        self._gradients = [
-            (chunk, _is_finite(buffer)) for chunk, own in enumerate(chunks) for buffer in own
-        ]
+        if self._reads_gradients:
+            self._gradients = [
+                (chunk, _is_finite(buffer)) for chunk, own in enumerate(chunks) for buffer in own
+            ]
 
     def refuse(self, describe: Callable[[int], str], *, device: torch.device) -> None:
         """Raise on all ranks if any rank has a NaN or an infinity. A collective of all ranks.
@@ -206,23 +215,17 @@ class FiniteFlags(Listener):
 
 
 def checking_finalize(
-    finalize: Callable[..., None],
-    check: Callable[[list[list[Tensor]]], None],
-    chunks: Sequence[Any],
-    place: Place,
+    finalize: Callable[..., None], flags: FiniteFlags, chunks: Sequence[Any], place: Place
 ) -> Callable[..., None]:
     """A `finalize_model_grads_func` that first checks this rank's own gradients.
 
     Reductions that overlap with backwards are running by then, so reduced gradients are checked.
-
-    Args:
-        check: is given the gradient buffers of each chunk.
     """
     are_running = any(map(overlaps_reduction, chunks))
 
     def check_buffers() -> None:
         buffers = [checks.gradient_buffers(chunk) for chunk in chunks]
-        check([[buffer.grad_data for buffer in own] for own in buffers])
+        flags.check_gradients([[buffer.grad_data for buffer in own] for own in buffers])
 
     @functools.wraps(finalize)
     def finalize_model_grads(*args: Any, **kwargs: Any) -> None:

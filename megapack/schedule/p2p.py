@@ -27,6 +27,9 @@ class RecordingP2PCommunicator(P2PCommunicator):
 
     place: Place | None = None
 
+    def check_received(self) -> None:
+        """Raise ScheduleError if a planned receive did not happen."""
+
     def _communicate(self, **exchange: Any) -> Any:
         if self.place is not None:
             self.place.exchange = exchange_text(exchange, self.prev_rank, self.next_rank)
@@ -89,6 +92,14 @@ class PlannedP2PCommunicator(RecordingP2PCommunicator):
                 "micro-batches have; the schedule's settings changed under the adapter"
             )
         return [*self._row_shapes[pending.popleft()], self.config.hidden_size]
+
+    def check_received(self) -> None:
+        """As in the base class."""
+        if self.num_pending:
+            raise ScheduleError(
+                f"{self.num_pending} planned receives did not happen; the schedule is not "
+                "Megatron's own: set lengths='exchange'"
+            )
 
     @property
     def num_pending(self) -> int:

@@ -14,12 +14,11 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-import megatron.core
 import torch
 import torch.distributed as dist
+from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -31,16 +30,14 @@ from megapack.errors import ConfigError, ScheduleError
 from megapack.layout import Layout
 from megapack.model.attention.mixers import describing_samples
 from megapack.model.host_rows import SharedRows
-from megapack.model.overlap import dropping_reductions, sync_functions
 from megapack.model.parameters import gather_norm_outputs
 from megapack.prefixes import HostRow
 from megapack.ranks.links import Ranks, process_ranks
 from megapack.schedule import checks
 from megapack.schedule.between_steps import clear_gradients
-from megapack.schedule.faults import FiniteFlags, checking_finalize
+from megapack.schedule.faults import FiniteFlags
 from megapack.schedule.listeners import Listeners, PlaceKeeper
-from megapack.schedule.overrides import config_with, pipeline_settings
-from megapack.schedule.p2p import PlannedP2PCommunicator, RecordingP2PCommunicator
+from megapack.schedule.megatron_call import MegatronCall
 from megapack.schedule.reading import Keeping, RowShape, common_shapes, read_row_shapes
 from megapack.schedule.row_groups import replica_group
 from megapack.schedule.runner import process_groups
@@ -62,21 +59,6 @@ NonFinite = Literal["warn", "error", "ignore"]
 # Settings of Megatron's config under which its schedule takes other forward steps or sends other
 # tensors than these calls can follow.
 _OTHER_SCHEDULES = ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """One call of a host, and what the ranks of a model must agree on."""
-
-    forward_step_func: Callable[..., Any]
-    chunks: list[Any]
-    num_microbatches: int
-    forward_only: bool
-
-    @property
-    def kind(self) -> str:
-        """The call in errors and logs."""
-        return "forward pass" if self.forward_only else "step"
 
 
 class PlannedSchedule:
@@ -125,12 +107,12 @@ class PlannedSchedule:
         keeping: Keeping = contextlib.nullcontext,
     ) -> None:
         check_options(lengths, non_finite)
-        self._schedule = schedule
-        self._lengths = lengths
-        self._non_finite = non_finite
-        self._share_prefixes = share_prefixes
-        self._ranks = ranks
-        self._keeping = keeping
+        self.schedule = schedule
+        self.lengths = lengths
+        self.non_finite = non_finite
+        self.share_prefixes = share_prefixes
+        self.ranks = ranks
+        self.keeping = keeping
 
     def __call__(
         self,
@@ -153,36 +135,31 @@ class PlannedSchedule:
                 cannot be used any more.
         """
         checks.warn_of_newer_version()
-        call = _Call(
-            forward_step_func=forward_step_func,
-            chunks=list(model) if isinstance(model, Sequence) else [model],
-            num_microbatches=num_microbatches,
-            forward_only=forward_only,
-        )
-        schedule = self._schedule or get_forward_backward_func()
-        ranks = process_ranks() if self._ranks is None else self._ranks
+        chunks = list(model) if isinstance(model, Sequence) else [model]
+        schedule = self.schedule or get_forward_backward_func()
+        ranks = process_ranks() if self.ranks is None else self.ranks
+        kind = "forward pass" if forward_only else "step"
         # Frameworks describe rows without what Megatron's Mamba layers read.
-        with ranks.guarded(_next_name(call.kind)), describing_samples():
-            config = get_model_config(call.chunks[0])
+        with ranks.guarded(_next_name(kind)), describing_samples():
+            config = get_model_config(chunks[0])
             if not forward_only:
-                clear_gradients(call.chunks)
+                clear_gradients(chunks)
             # Only there a norm's output is gathered; each step would walk all modules else.
             if getattr(config, "sequence_parallel", False):
-                gather_norm_outputs(call.chunks)
+                gather_norm_outputs(chunks)
             if reason := why_not_planned(config, others):
-                _log_once(f"this {call.kind} runs on Megatron's own schedule: {reason}")
-                return schedule(
-                    forward_step_func=forward_step_func,
-                    data_iterator=data_iterator,
-                    model=model,
-                    num_microbatches=num_microbatches,
-                    forward_only=forward_only,
-                    **others,
-                )
-            run = _Run(
-                call, ranks, self._lengths, self._non_finite, self._share_prefixes, self._keeping
+                _log_once(f"this {kind} runs on Megatron's own schedule: {reason}")
+            else:
+                run = _Run(self, ranks, forward_step_func, chunks, num_microbatches, kind)
+                schedule = functools.partial(run.run, schedule)
+            return schedule(
+                forward_step_func=forward_step_func,
+                data_iterator=data_iterator,
+                model=model,
+                num_microbatches=num_microbatches,
+                forward_only=forward_only,
+                **others,
             )
-            return run.run(schedule, data_iterator, model, **others)
 
 
 class _Report(NamedTuple):
@@ -198,75 +175,112 @@ class _Report(NamedTuple):
 
 
 class _Run:
-    """One call on this rank."""
+    """One call on this rank.
+
+    Args:
+        options: the schedule that is called.
+        kind: the call in errors and logs.
+    """
 
     def __init__(
         self,
-        call: _Call,
+        options: PlannedSchedule,
         ranks: Ranks,
-        lengths: Lengths,
-        non_finite: NonFinite,
-        share_prefixes: bool,
-        keeping: Keeping,
+        forward_step_func: Callable[..., Any],
+        chunks: list[Any],
+        num_microbatches: int,
+        kind: str,
     ) -> None:
-        self._call = call
-        self._keeping = keeping
+        self._options = options
         self._ranks = ranks
-        self._non_finite = non_finite
-        self._config = get_model_config(call.chunks[0])
+        self._forward_step_func = forward_step_func
+        self._chunks = chunks
+        self._num_microbatches = num_microbatches
+        self._kind = kind
+        self._is_training = kind == "step"
+        self._config = config = get_model_config(chunks[0])
         self._pp = parallel_state.get_pipeline_model_parallel_world_size()
         self._tp: int = parallel_state.get_tensor_model_parallel_world_size()
         self._cp: int = parallel_state.get_context_parallel_world_size()
+        self._group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None
         self._device = torch.device(torch.cuda.current_device())
-        self._settings = f"{lengths=!s}, {non_finite=!s}, {share_prefixes=!s}"
-        self._reads = lengths == "read" and self._pp > 1 and bool(self._config.variable_seq_lengths)
+        self._reads = (
+            options.lengths == "read" and self._pp > 1 and bool(config.variable_seq_lengths)
+        )
         self._shapes: list[RowShape] | None = None
         self._sharing: Sharing | None = None
-        if share_prefixes:
-            is_training = not call.forward_only
-            self._sharing = make_sharing(call.chunks, self._config, lengths, is_training)
+        if options.share_prefixes:
+            self._sharing = make_sharing(chunks, config, options.lengths, self._is_training)
         self._shared_rows: SharedRows | None = None
         self._rows: list[HostRow | None] = []
-        self._num_forwards = [0] * len(call.chunks)
+        self._num_forwards = [0] * len(chunks)
+        looks = options.non_finite != "ignore"
         self._flags = FiniteFlags.of_rank(
-            len(call.chunks),
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            pp=self._pp,
-            replica=parallel_state.get_data_parallel_rank(),
+            len(chunks),
+            parallel_state.get_pipeline_model_parallel_group(),
+            parallel_state.get_data_parallel_rank(),
+            reads_gradients=looks and not config.fp16,
         )
         # The flags read every output.
-        looks = [] if non_finite == "ignore" else [self._flags]
-        self._listeners = Listeners([PlaceKeeper(ranks.place), *looks])
+        self._listeners = Listeners([PlaceKeeper(ranks.place), *([self._flags] if looks else [])])
 
     def run(
-        self, schedule: Callable[..., Any], data_iterator: Any, model: Any, **others: Any
+        self,
+        schedule: Callable[..., Any],
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        **arguments: Any,
     ) -> Any:
         """Read, agree, and run Megatron's schedule."""
-        call = self._call
         data_iterator = self._agree(data_iterator)
         self._ranks.place.enter("schedule")
-        communication = self._communication(others)
+        given = arguments.get("p2p_communicator")
+        groups = process_groups() if given is None else arguments["pg_collection"]
+        megatron = MegatronCall(
+            chunks=self._chunks,
+            config=self._config,
+            pp_group=groups.pp if given is None else given.pp_group,
+            place=self._ranks.place,
+            flags=self._flags,
+            is_training=self._is_training,
+            group_size=self._group_size,
+        )
+        communicator = None
+        if self._pp > 1:
+            communicator = megatron.communicator(self._shapes)
+            arguments |= {"p2p_communicator": communicator, "pg_collection": groups}
         with (
-            dropping_reductions(call.chunks),
-            config_with(self._config, self._overrides()),
+            megatron.running(
+                variable=bool(self._config.variable_seq_lengths),
+                # Where the host's setting is safe, keeping outputs would only take memory.
+                keeps_outputs=frees_while_sending(megatron_version),
+                finalize=self._config.finalize_model_grads_func,
+                **self._interleaving(),
+            ),
             self._on_shared_rows(),
         ):
             result = schedule(
-                forward_step_func=self._forward_step(),
-                data_iterator=data_iterator,
-                model=model,
-                num_microbatches=call.num_microbatches,
-                forward_only=call.forward_only,
-                **{**others, **communication},
+                forward_step_func=self._forward_step(), data_iterator=data_iterator, **arguments
             )
         self._ranks.place.enter("output")
-        _check_received(communication.get("p2p_communicator"))
+        if communicator is not None:
+            communicator.check_received()
         self._report_non_finite()
         return result
 
+    def _interleaving(self) -> dict[str, Any]:
+        """Settings without which interleaved stages take one tensor for another, see
+        docs/hosts/megatron_lm.md."""
+        if len(self._chunks) == 1:
+            return {}
+        settings = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        frees = {"deallocate_pipeline_outputs": False}
+        _warn_of(self._config, settings | (frees if frees_while_sending(megatron_version) else {}))
+        return settings
+
     def _agree(self, data_iterator: Any) -> Any:
         """Agree with all ranks on the call, M and row shapes; returns the iterators to run with."""
-        call = self._call
         self._ranks.place.enter("pack")
         read: list[RowShape | None] = []
         error: Exception | None = None
@@ -276,12 +290,12 @@ class _Run:
                 self._sharing.check()
             if self._reads or self._sharing is not None:
                 read, data_iterator = read_row_shapes(
-                    call.forward_step_func,
+                    self._forward_step_func,
                     data_iterator,
-                    call.chunks,
-                    call.num_microbatches,
+                    self._chunks,
+                    self._num_microbatches,
                     sequence_shards=self._sequence_shards,
-                    keeping=self._keeping,
+                    keeping=self._options.keeping,
                     note=None if self._sharing is None else self._sharing.note,
                     watch=None if self._sharing is None else self._sharing.watch,
                 )
@@ -305,9 +319,7 @@ class _Run:
 
     def _check_count(self) -> None:
         """Raise ConfigError for an M that Megatron does not run."""
-        count = self._call.num_microbatches
-        vpp = len(self._call.chunks)
-        group = self._config.microbatch_group_size_per_vp_stage if vpp > 1 else None
+        count, vpp, group = self._num_microbatches, len(self._chunks), self._group_size
         layout = Layout(pp=self._pp, vpp=vpp, microbatch_group_size=group)
         if count < 1 or not layout.is_legal_count(count):
             raise ConfigError(
@@ -322,11 +334,12 @@ class _Run:
 
     def _same(self) -> Mapping[str, str]:
         """Values that must be equal on all ranks."""
-        meets = meets_in_every_microbatch(self._config, self._call.chunks)
+        meets = meets_in_every_microbatch(self._config, self._chunks)
+        names = ("lengths", "non_finite", "share_prefixes")
         return {
-            "call": f"{self._call.kind}, {len(self._call.chunks)} chunk(s)",
-            "M": str(self._call.num_microbatches) if meets else "",
-            "settings": self._settings,
+            "call": f"{self._kind}, {len(self._chunks)} chunk(s)",
+            "M": str(self._num_microbatches) if meets else "",
+            "settings": ", ".join(f"{name}={getattr(self._options, name)}" for name in names),
         }
 
     def _agree_in_replica(
@@ -338,7 +351,7 @@ class _Run:
         sharing = self._sharing
         own = _Report(
             is_fine=error is None,
-            num_microbatches=self._call.num_microbatches,
+            num_microbatches=self._num_microbatches,
             cp_rank=cp_rank,
             shapes=list(read),
             shares=sharing is not None,
@@ -369,61 +382,13 @@ class _Run:
         """Within the block, rows that share prefixes run without the copies of them."""
         if self._sharing is None or not any(self._rows):
             return contextlib.nullcontext()
-        log_sharing(self._call.kind, self._rows)
-        self._shared_rows = SharedRows(self._call.chunks, self._sharing.layout)
-        return self._shared_rows.hooked(is_training=not self._call.forward_only)
-
-    def _communication(self, others: Mapping[str, Any]) -> dict[str, Any]:
-        """The communicator of a pipeline, and the groups that Megatron wants with it."""
-        if self._pp == 1:
-            return {}
-        given = others.get("p2p_communicator")
-        groups = process_groups() if given is None else others["pg_collection"]
-        pp_group = groups.pp if given is None else given.pp_group
-        communicator = RecordingP2PCommunicator(pp_group, self._config)
-        vpp = len(self._call.chunks)
-        if self._shapes is not None:
-            communicator = PlannedP2PCommunicator(
-                pp_group,
-                self._config,
-                row_shapes=self._shapes,
-                vpp=vpp,
-                group_size=self._config.microbatch_group_size_per_vp_stage if vpp > 1 else None,
-                forward_only=self._call.forward_only,
-            )
-        communicator.place = self._ranks.place
-        return {"p2p_communicator": communicator, "pg_collection": groups}
-
-    def _overrides(self) -> dict[str, Any]:
-        config = self._config
-        vpp = len(self._call.chunks)
-        settings = pipeline_settings(
-            pp=self._pp,
-            vpp=vpp,
-            variable=bool(config.variable_seq_lengths),
-            # Where the host's setting is safe, keeping outputs would only take memory.
-            keeps_outputs=frees_while_sending(megatron.core.__version__),
-        )
-        if vpp > 1:
-            # Else interleaved stages take one tensor for another, see docs/hosts/megatron_lm.md.
-            settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-            _warn_of(config, settings)
-        if not self._call.forward_only:
-            settings |= sync_functions(self._call.chunks, config)
-        if (finalize := config.finalize_model_grads_func) is not None:
-            settings["finalize_model_grads_func"] = checking_finalize(
-                finalize, self._check_gradients, self._call.chunks, self._ranks.place
-            )
-        return settings
-
-    def _check_gradients(self, gradients: list[list[Tensor]]) -> None:
-        # Under fp16 the loss scaler handles an overflow.
-        if self._non_finite != "ignore" and not self._config.fp16:
-            self._flags.check_gradients(gradients)
+        log_sharing(self._kind, self._rows)
+        self._shared_rows = SharedRows(self._chunks, self._sharing.layout)
+        return self._shared_rows.hooked(is_training=self._is_training)
 
     def _forward_step(self) -> Callable[..., Any]:
         """The host's forward step, which also calls the listeners."""
-        forward_step_func = self._call.forward_step_func
+        forward_step_func = self._forward_step_func
 
         @functools.wraps(forward_step_func)
         def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -444,18 +409,18 @@ class _Run:
         return forward_step
 
     def _index_of(self, model: Any) -> int:
-        for chunk, own in enumerate(self._call.chunks):
+        for chunk, own in enumerate(self._chunks):
             if own is model:
                 return chunk
         raise ScheduleError(
             f"the schedule runs a {type(model).__name__} that is not one of this call's "
-            f"{len(self._call.chunks)} chunk(s); give it the model that it runs"
+            f"{len(self._chunks)} chunk(s); give it the model that it runs"
         )
 
     def _is_last(self, chunk: int) -> bool:
         """Whether a chunk is the model's last one, for which Megatron calls the loss function."""
         is_last_stage = parallel_state.get_pipeline_model_parallel_rank() == self._pp - 1
-        return is_last_stage and chunk == len(self._call.chunks) - 1
+        return is_last_stage and chunk == len(self._chunks) - 1
 
     def _with_listeners(self, loss_func: Any, chunk: int, microbatch: int) -> Any:
         """The host's loss function; the forward of the last chunk ends with it."""
@@ -485,14 +450,14 @@ class _Run:
             )
 
     def _report_non_finite(self) -> None:
-        if self._non_finite == "ignore":
+        if self._options.non_finite == "ignore":
             return
-        report = self._flags.refuse if self._non_finite == "error" else self._flags.warn
+        report = self._flags.refuse if self._options.non_finite == "error" else self._flags.warn
         report(self._describe, device=self._device)
 
     def _describe(self, microbatch: int) -> str:
         if self._shapes is None:
-            return f"{microbatch + 1} of {self._call.num_microbatches}"
+            return f"{microbatch + 1} of {self._num_microbatches}"
         tokens, batch_size = self._shapes[microbatch]
         return f"{tokens * self._sequence_shards * batch_size} tokens on this GPU"
 
@@ -538,14 +503,6 @@ def meets_in_every_microbatch(config: Any, chunks: Sequence[Any]) -> bool:
         or checks.shares_fp8_scales(config)
         or "global_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds)
     )
-
-
-def _check_received(communicator: Any) -> None:
-    if isinstance(communicator, PlannedP2PCommunicator) and communicator.num_pending:
-        raise ScheduleError(
-            f"{communicator.num_pending} planned receives did not happen; the schedule is not "
-            "Megatron's own: set lengths='exchange'"
-        )
 
 
 def check_options(lengths: str, non_finite: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,12 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
 
 from megapack.layout import Layout
 from megapack.model.attention.packed import row_params
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import token_weight
-from megapack.model.overlap import (
-    apart_from_earlier,
-    dropping_reductions,
-    sync_functions,
-)
+from megapack.model.overlap import apart_from_earlier
 from megapack.model.weight_gradients import WeightGradients
 from megapack.plan.plan import StepPlan
 from megapack.ranks.place import Place
@@ -32,17 +27,12 @@ from megapack.rows.schedule_pass import SchedulePass
 from megapack.schedule import checks
 from megapack.schedule.call import StepCall
 from megapack.schedule.channels import Channels, Exchange, StageOrder
-from megapack.schedule.faults import (
-    FiniteFlags,
-    StepOutOfMemory,
-    checking_finalize,
-    samples_text,
-)
+from megapack.schedule.faults import FiniteFlags, StepOutOfMemory, samples_text
 from megapack.schedule.forward import ForwardStep, HeadOptions, LastStage, PassContext
 from megapack.schedule.listeners import Listener, PlaceKeeper
+from megapack.schedule.megatron_call import MegatronCall
 from megapack.schedule.operations import Operations
-from megapack.schedule.overrides import config_with, pipeline_settings
-from megapack.schedule.p2p import PlannedP2PCommunicator, RecordingP2PCommunicator
+from megapack.schedule.p2p import PlannedP2PCommunicator
 from megapack.schedule.row_groups import RowGroups
 
 
@@ -116,8 +106,7 @@ class ScheduleRunner:
             raise StepOutOfMemory.of(error, rows, self.place) from error
         if call.is_training and not checks.reduces(self.chunks):
             params = [list(chunk.parameters()) for chunk in self.chunks]
-            gradients = [[p.grad for p in own if p.grad is not None] for own in params]
-            self._check_gradients(context, gradients)
+            flags.check_gradients([[p.grad for p in own if p.grad is not None] for own in params])
         self.place.enter("output")
         flags.refuse(lambda k: samples_text(rows[k].samples), device=self.device)
         return context.schedule_pass
@@ -126,21 +115,44 @@ class ScheduleRunner:
         """Call Megatron's schedule, or run the operations of the plan's order."""
         placed = self.placed(call, rows)
         forward_step = self.forward_step(call, context)
+        megatron = MegatronCall(
+            chunks=self.chunks,
+            config=self.config,
+            pp_group=self._groups.pp,
+            place=self.place,
+            flags=context.flags,
+            is_training=call.is_training,
+            group_size=call.step_plan.group_size,
+        )
+        finalize = self.config.finalize_model_grads_func
+        if finalize is None and checks.reduces(self.chunks):
+            finalize = finalize_model_grads
         with (
-            dropping_reductions(self.chunks),
+            megatron.running(
+                variable=call.has_planned_rows,
+                # A list of operations keeps what is being sent.
+                keeps_outputs=call.executor == "megatron",
+                finalize=finalize,
+            ),
             apart_from_earlier(self.chunks) if call.is_training else contextlib.nullcontext(),
-            config_with(self.config, self._overrides(call, context)),
             self.routing.following(context.schedule_pass),
         ):
             if call.executor == "megatron":
-                self._run_megatron(call, placed, forward_step)
+                self._run_megatron(megatron, call, placed, forward_step)
             else:
                 self._run_operations(call, placed, forward_step, context)
 
     def _run_megatron(
-        self, call: StepCall, rows: list[PlacedRow], forward_step: ForwardStep
+        self,
+        megatron: MegatronCall,
+        call: StepCall,
+        rows: list[PlacedRow],
+        forward_step: ForwardStep,
     ) -> None:
-        communicator = self._communicator(call, rows) if self.layout.pp > 1 else None
+        communicator = None
+        if self.layout.pp > 1:
+            shapes = self._row_shapes(rows) if call.has_planned_rows else None
+            communicator = megatron.communicator(shapes, self.communicator_class)
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[enumerate(rows) for _ in self.chunks],
@@ -152,8 +164,8 @@ class ScheduleRunner:
             p2p_communicator=communicator,
             pg_collection=None if communicator is None else self._groups,
         )
-        if isinstance(communicator, PlannedP2PCommunicator):
-            assert communicator.num_pending == 0, "a planned receive is missing"
+        if communicator is not None:
+            communicator.check_received()
 
     def _run_operations(
         self,
@@ -240,68 +252,19 @@ class ScheduleRunner:
         return SchedulePass(token_weight=token_weight(call.step_plan))
 
     def _new_flags(self, call: StepCall) -> FiniteFlags:
-        pp = self._groups.pp
         replica = self._groups.dp.rank()
         return FiniteFlags.of_rank(
             len(self.chunks),
-            pp_rank=pp.rank(),
-            pp=pp.size(),
-            replica=replica,
+            self._groups.pp,
+            replica,
             first_ranks=[mb.ranks(replica)[0] for mb in call.rows(replica)],
+            reads_gradients=not self.config.fp16,
         )
-
-    def _communicator(self, call: StepCall, rows: list[PlacedRow]) -> RecordingP2PCommunicator:
-        layout = self.layout
-        communicator = RecordingP2PCommunicator(self._groups.pp, self.config)
-        if call.has_planned_rows:
-            communicator = self.communicator_class(
-                self._groups.pp,
-                self.config,
-                row_shapes=self._row_shapes(rows),
-                vpp=layout.vpp,
-                group_size=call.step_plan.group_size,
-                forward_only=not call.is_training,
-            )
-        communicator.place = self.place
-        return communicator
 
     def _row_shapes(self, rows: list[PlacedRow]) -> list[tuple[int, int]]:
         """(tokens, batch size) of each row's hidden states on this GPU."""
         shards = self.layout.tp if self.layout.sequence_parallel else 1
         return [(row.tokens_T.numel() // shards, 1) for row in rows]
-
-    def _overrides(self, call: StepCall, context: PassContext) -> dict[str, Any]:
-        layout = self.layout
-        overrides = pipeline_settings(
-            pp=layout.pp,
-            vpp=layout.vpp,
-            variable=call.has_planned_rows,
-            # A list of operations keeps what is being sent.
-            keeps_outputs=call.executor == "megatron",
-        )
-        if call.is_training:
-            overrides |= sync_functions(self.chunks, self.config)
-        if layout.vpp > 1:
-            overrides["microbatch_group_size_per_vp_stage"] = call.step_plan.group_size
-        finalize = self.config.finalize_model_grads_func
-        if finalize is None and checks.reduces(self.chunks):
-            finalize = finalize_model_grads
-        if finalize is not None:
-            overrides["finalize_model_grads_func"] = self._checking(finalize, context)
-        return overrides
-
-    def _checking(self, finalize: Callable[..., None], context: PassContext) -> Callable[..., None]:
-        """A `finalize` that checks gradients."""
-
-        def check(gradients: list[list[Tensor]]) -> None:
-            self._check_gradients(context, gradients)
-
-        return checking_finalize(finalize, check, self.chunks, self.place)
-
-    def _check_gradients(self, context: PassContext, gradients: list[list[Tensor]]) -> None:
-        # Under fp16 the loss scaler handles an overflow.
-        if not self.config.fp16:
-            context.flags.check_gradients(gradients)
 
 
 def process_groups() -> ProcessGroupCollection:

@@ -49,8 +49,8 @@ def test_the_patch_reads_its_options_and_passes_sizes_on(monkeypatch: pytest.Mon
     try:
         megatron_core.configure(lengths="exchange", non_finite="error")
         schedule = megatron_core.get_forward_backward_func(pp_size=2)
-        assert (schedule._lengths, schedule._non_finite) == ("exchange", "error")
-        assert schedule._schedule == {"pp_size": 2}
+        assert (schedule.lengths, schedule.non_finite) == ("exchange", "error")
+        assert schedule.schedule == {"pp_size": 2}
     finally:
         megatron_core.configure()
 
