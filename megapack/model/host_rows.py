@@ -71,7 +71,9 @@ class SharedRows:
             hooks.append(chunk.register_forward_pre_hook(self._enter, with_kwargs=True))
             if chunk.post_process:
                 hooks.append(chunk.decoder.register_forward_hook(self._expand))
-        counting = counting_copies(self._chunks) if is_training else contextlib.nullcontext()
+        counting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if is_training:
+            counting = counting_copies(self._chunks, lambda: self._slices)
         try:
             with counting:
                 yield
@@ -161,7 +163,6 @@ class _Slices:
             lengths=row.spans,
             positions_T=self.positions_T,
             branches=row.branches,
-            host=self,
         )
         return with_view(params, view)
 

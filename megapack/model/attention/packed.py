@@ -182,6 +182,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
     ) -> Tensor:
         """query [T, heads, d]; key [T, groups, d]; value [T, groups, v] -> [T, heads * v].
 

@@ -49,8 +49,6 @@ class RowView:
     """The row's place in its chain, if it has a piece of a sample."""
     copies: tuple[int, ...] = ()
     """Number of samples that each branch belongs to."""
-    host: Any = None
-    """Of a row that another framework has packed: `host_rows.Rows`, for its routers' losses."""
     latent: tuple[PackedSeqParams, Tensor] | None = None
     """Of `rotary.latent_row`, once a layer has asked for it."""
     gathered: PackedSeqParams | None = None

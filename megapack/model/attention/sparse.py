@@ -35,8 +35,7 @@ from megapack.errors import ConfigError, ScheduleError
 from megapack.model.attention.chunked import Chunk, by_chunks
 from megapack.model.attention.packed import PackedAttention, gather_rows
 from megapack.model.attention.paths import Paths
-from megapack.model.attention.row import RowView, layer_row
-from megapack.model.carried import with_earlier_keys
+from megapack.model.attention.row import RowView
 from megapack.rows.schedule_pass import SchedulePass
 
 
@@ -98,23 +97,9 @@ class SparseAttention(PackedAttention):
         """Add the indexer's losses to this pass from now on; None: there are none."""
         self._pass = schedule_pass
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        packed_seq_params: Any = None,
-        **_: Any,
-    ) -> Tensor:
-        """[T, channels, 1] each -> [T, heads * v]; see `joined`."""
-        row = layer_row(self, packed_seq_params, self.cp_group)
-        key, value = with_earlier_keys(row, self, key, value)
-        return self.attend(query, key, value, row)
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
-        """As `forward`, with the keys of a sample's earlier pieces before the row's."""
+        """[T, channels, 1] each -> [T, heads * v], see `joined`; keys of a sample's earlier pieces
+        are before the row's."""
         key, value = (x.transpose(1, 2) for x in (key, value))
         paths = row.paths()
         key, value = gather_rows(key, value, paths.order_K, row.cp_group)

@@ -9,14 +9,14 @@ host's own, and equal logits choose equal experts. Then one of each token's copi
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megapack.model.attention.row import row_view
+from megapack.model.experts.recomputed import RecomputedRows
 from megapack.model.head import unwrapped
 
 
@@ -30,65 +30,41 @@ class Rows(Protocol):
         """The way back."""
 
 
-class _Router:
-    """A router whose losses see the host's rows.
-
-    Each call of its layer tells it the row. If the layer recomputes its experts alone, it is not
-    called again in the backward: rows then come back in the order of the forwards.
-    """
-
-    def __init__(self, router: Any, recomputes: bool) -> None:
-        self._route: Callable[..., tuple[Tensor, Tensor]] = router.routing
-        self._recomputes = recomputes
-        self._told: list[Rows | None] = []
-        self._checkpointed: deque[Rows | None] = deque()
-
-    def tell(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a call of the layer."""
-        params = kwargs.get("packed_seq_params")
-        self._told[:] = [None if params is None else row_view(params).host]
-
-    def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """`TopKRouter.routing`: logits [t, 1, E] -> probabilities and choices, [t, E] each."""
-        rows = self._next_rows()
-        if rows is None:
-            return self._route(logits, *args, **kwargs)
-        probs, chosen = self._route(rows.to_host(logits), *args, **kwargs)
-        # Not every backend gathers bool.
-        return rows.to_shared(probs), rows.to_shared(chosen.to(torch.uint8)).to(chosen.dtype)
-
-    def _next_rows(self) -> Rows | None:
-        if not self._told:
-            return self._checkpointed.popleft()
-        rows = self._told.pop()
-        if self._recomputes and not torch.is_grad_enabled():
-            self._checkpointed.append(rows)
-        return rows
-
-
 @contextlib.contextmanager
-def counting_copies(chunks: Sequence[Any]) -> Iterator[None]:
+def counting_copies(chunks: Sequence[Any], current: Callable[[], Rows | None]) -> Iterator[None]:
     """Within the block, the chunks' routers count each copy of a shared token.
 
     A block is one training step of Megatron's schedule: forwards, each with its backward.
+
+    Args:
+        current: the rows of the forward that runs; None if its row shares nothing.
     """
-    hooks, routers = [], []
-    for layer in (module for chunk in chunks for module in unwrapped(chunk).modules()):
-        router = getattr(getattr(layer, "mlp", None), "router", None)
-        if router is None or not _sees_rows(router):
-            continue
-        recomputes = [(layer, "recompute_mlp"), (layer.mlp, "moe_layer_recompute")]
-        counting = _Router(router, any(getattr(owner, name, False) for owner, name in recomputes))
-        hooks.append(layer.register_forward_pre_hook(counting.tell, with_kwargs=True))
-        routers.append(router)
-        router.routing = counting.routing
+    modules = (module for chunk in chunks for module in unwrapped(chunk).modules())
+    routers = [m for m in modules if hasattr(m, "routing_type") and _sees_rows(m)]
+    for router in routers:
+        router.routing = partial(_routed, router.routing, RecomputedRows(), current)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
         for router in routers:
             del router.routing
+
+
+def _routed(
+    route: Callable[..., tuple[Tensor, Tensor]],
+    recomputed: RecomputedRows,
+    current: Callable[[], Rows | None],
+    logits: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """`TopKRouter.routing`: logits [t, 1, E] -> probabilities and choices, [t, E] each."""
+    rows: Rows | None = recomputed.of_call(current())
+    if rows is None:
+        return route(logits, *args, **kwargs)
+    probs, chosen = route(rows.to_host(logits), *args, **kwargs)
+    # Not every backend gathers bool.
+    return rows.to_shared(probs), rows.to_shared(chosen.to(torch.uint8)).to(chosen.dtype)
 
 
 def _sees_rows(router: Any) -> bool:

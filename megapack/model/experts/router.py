@@ -7,7 +7,6 @@ in `MoESubmodules.router`.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from megapack.errors import ConfigError
 from megapack.model.experts.chains import piece_balance_loss
+from megapack.model.experts.recomputed import RecomputedRows
 from megapack.model.experts.rows import balance_loss, z_loss
 from megapack.rows.packed import RoutingRow
 from megapack.rows.schedule_pass import SchedulePass
@@ -56,7 +56,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
     def _follow_no_pass(self) -> None:
         self._pass: SchedulePass | None = None
         self._row: RoutingRow | None = None
-        self._checkpointed: deque[RoutingRow | None] = deque()
+        self._recomputed = RecomputedRows()
         self._replay: Any = self.router_replay
         self._moe_layers = moe_layers(self.config)
         self._biases_softmax = self.enable_expert_bias and self.score_function == "softmax"
@@ -65,7 +65,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         """Read rows from this pass from now on; None: behave as `TopKRouter` again."""
         self._pass = schedule_pass
         self._row = None
-        self._checkpointed.clear()
+        self._recomputed.clear()
         self.router_replay = self._replay if schedule_pass is None else _ReplayAdapter(self)
 
     def forward(
@@ -84,22 +84,10 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         return super().forward(input, **others)  # type: ignore[no-any-return]
 
     def _next_row(self) -> RoutingRow | None:
-        """The row of this call.
-
-        With recomputation the same row comes again in the backward pass. A checkpointed forward
-        runs without gradients and its recomputation with them. The pass knows which row's backward
-        runs; without it, backward passes of a chunk run in the order of its forward passes.
-        """
         assert self._pass is not None
-        if self._pass.token_weight is not None and not torch.is_grad_enabled():
-            self._checkpointed.append(self._pass.routing)
-        elif self._checkpointed:
-            kept = enumerate(self._checkpointed)
-            index = next((k for k, row in kept if row is self._pass.recomputed), 0)
-            row = self._checkpointed[index]
-            del self._checkpointed[index]
-            return row
-        return self._pass.routing
+        if self._pass.token_weight is None:
+            return self._pass.routing
+        return self._recomputed.of_call(self._pass.routing, self._pass.recomputed)  # type: ignore[no-any-return]
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Attach both auxiliary losses to the logits, before the experts are chosen."""
