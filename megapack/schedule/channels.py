@@ -14,6 +14,7 @@ NCCL communicators of the two ranks of a link, and none of the group.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -25,8 +26,8 @@ from torch import Tensor
 
 from megapack.base.arrays import Ints
 from megapack.base.jit import kernel
-from megapack.errors import ScheduleError
 from megapack.plan.order import KINDS, Operation, StepOrder, chunk_ends
+from megapack.ranks.groups import connecting
 from megapack.ranks.place import Place
 
 Direction = Literal["activations", "gradients"]
@@ -105,22 +106,17 @@ class Channels:
         return self._ranks[(self.stage + (1 if direction == "activations" else -1)) % self.pp]
 
     def _new_group(self) -> Any:
-        try:
+        with _connecting(self._ranks):
             return dist.new_group(group_desc="megapack stages")
-        except RuntimeError as error:
-            raise _cannot(self._ranks, error) from error
 
     def _use(self, direction: Direction, link: int, device: torch.device) -> None:
         ends = (link, (link + 1) % self.pp)
         sender, receiver = ends if direction == "activations" else ends[::-1]
         if self.stage not in ends:
             return
-        tensor = torch.zeros(1, device=device)
-        try:
-            exchange = self.send if self.stage == sender else self.receive
-            exchange(direction, tensor).wait()
-        except RuntimeError as error:
-            raise _cannot([self._ranks[sender], self._ranks[receiver]], error) from error
+        exchange = self.send if self.stage == sender else self.receive
+        with _connecting([self._ranks[sender], self._ranks[receiver]]):
+            exchange(direction, torch.zeros(1, device=device)).wait()
 
 
 def link_sets(pp: int, *, wraps: bool) -> list[list[int]]:
@@ -312,8 +308,5 @@ class Exchange:
             self._going.popleft()
 
 
-def _cannot(ranks: Sequence[int], error: RuntimeError) -> ScheduleError:
-    return ScheduleError(
-        f"the pipeline stages of ranks {list(ranks)} cannot be connected: {error}; check the "
-        "connection between these ranks, or set executor='megatron'"
-    )
+def _connecting(ranks: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+    return connecting(ranks, "the pipeline stages of ranks", "set executor='megatron'")

@@ -45,6 +45,7 @@ from megapack.schedule.sharing import (
     Sharing,
     Spans,
     check_all_share,
+    log_once,
     log_sharing,
     make_sharing,
 )
@@ -148,7 +149,7 @@ class PlannedSchedule:
             if getattr(config, "sequence_parallel", False):
                 gather_norm_outputs(chunks)
             if reason := why_not_planned(config, others):
-                _log_once(f"this {kind} runs on Megatron's own schedule: {reason}")
+                log_once(f"this {kind} runs on Megatron's own schedule: {reason}")
             else:
                 run = _Run(self, ranks, forward_step_func, chunks, num_microbatches, kind)
                 schedule = functools.partial(run.run, schedule)
@@ -311,7 +312,7 @@ class _Run:
         )
         self._shapes, self._rows = agreement.result()
         if self._reads and self._shapes is None:
-            _log_once(
+            log_once(
                 "row lengths are exchanged by Megatron: the host's forward step calls the model "
                 "without input_ids [batch size, tokens]"
             )
@@ -532,11 +533,6 @@ def _next_name(kind: str) -> str:
     """The name of the next call of this kind: "step 3"."""
     _counts[kind] = _counts.get(kind, 0) + 1
     return f"{kind} {_counts[kind]}"
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    logger.info("%s", message)
 
 
 def _warn_of(config: Any, settings: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ DP ranks 2 and 3 are its ranks 4, 5, 6 and 7.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megapack.errors import ConfigError, ScheduleError
+from megapack.errors import ConfigError
 from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch
+from megapack.ranks.groups import connecting
 from megapack.rows.packed import PackedRow
 
 # Groups of a process by Megatron's group over dp and cp and by cp, then by number of slices; None
@@ -81,7 +83,8 @@ class RowGroups:
             new = {size: _make_size(size, every) for size in missing}
             for group in new.values():
                 if group is not None:
-                    _use(group, device)
+                    with _connecting(dist.get_process_group_ranks(group)):
+                        dist.all_reduce(torch.zeros(1, device=device), group=group)
             made |= new
         self._groups |= made
 
@@ -111,31 +114,15 @@ def _make_size(size: int, every: Sequence[Sequence[int]]) -> Any:
     for stage in sorted({tuple(ranks) for ranks in every}):
         for first in range(0, len(stage) - size + 1, size):
             ranks = stage[first : first + size]
-            group = _new_group(ranks)
+            with _connecting(ranks):
+                group = dist.new_group(list(ranks), group_desc="megapack rows")
             if dist.get_rank() in ranks:
                 own = group
     return own
 
 
-def _new_group(ranks: Sequence[int]) -> Any:
-    try:
-        return dist.new_group(list(ranks), group_desc="megapack rows")
-    except RuntimeError as error:
-        raise _cannot(ranks, error) from error
-
-
-def _use(group: Any, device: torch.device) -> None:
-    try:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-    except RuntimeError as error:
-        raise _cannot(dist.get_process_group_ranks(group), error) from error
-
-
-def _cannot(ranks: Sequence[int], error: RuntimeError) -> ScheduleError:
-    return ScheduleError(
-        f"the group of ranks {list(ranks)}, which share rows, cannot be made: {error}; check the "
-        "connection between these ranks, or plan with context_parallel='fixed'"
-    )
+def _connecting(ranks: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+    return connecting(ranks, "the ranks that share rows", "plan with context_parallel='fixed'")
 
 
 _replica_groups: list[tuple[Any, Any, Any]] = []

@@ -134,7 +134,7 @@ class Sharing:
     def note(self, call: Mapping[str, Any]) -> None:
         """Keep what the rows are found by: the arguments of the host's call of its model."""
         if reason := self._why_unshared(call):
-            _log_once(f"a row of the host shares no prefixes: {reason}")
+            log_once(f"a row of the host shares no prefixes: {reason}")
             self._slices.append(_Slice(None, None))
             return
         ids = call["input_ids"][0]
@@ -256,7 +256,7 @@ def make_sharing(
 ) -> Sharing | None:
     """The sharing of a call, None with a line in the log if no row of it may; see `Sharing`."""
     if reason := why_not_shared(chunks, config, lengths):
-        _log_once(f"rows of the host share no prefixes: {reason}")
+        log_once(f"rows of the host share no prefixes: {reason}")
         return None
     return Sharing(chunks, config, is_training=is_training)
 
@@ -302,5 +302,6 @@ def why_not_shared(chunks: Sequence[Any], config: Any, lengths: str) -> str:
 
 
 @functools.cache
-def _log_once(message: str) -> None:
+def log_once(message: str) -> None:
+    """Log a line the first time that it is said."""
     logger.info("%s", message)

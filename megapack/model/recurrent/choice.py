@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
+from typing import Generic, TypeVar
 
 import torch
 from packaging.version import Version
@@ -39,34 +40,29 @@ _DELTA_RULE = ("fla-core",)
 _STATE_SPACE = ("mamba-ssm", "causal-conv1d")
 
 
-@dataclass(frozen=True)
-class DeltaRuleKernels:
-    """The kernels of a gated delta net."""
-
-    convolve: ConvolutionKernel
-    scan: ScanKernel
+Scan = TypeVar("Scan", ScanKernel, StateSpaceKernel)
 
 
 @dataclass(frozen=True)
-class StateSpaceKernels:
-    """The kernels of a Mamba-2 layer."""
+class RecurrentKernels(Generic[Scan]):
+    """The kernels of a layer."""
 
     convolve: ConvolutionKernel
-    scan: StateSpaceKernel
+    scan: Scan
 
 
-def delta_rule_kernels() -> DeltaRuleKernels:
+def delta_rule_kernels() -> RecurrentKernels[ScanKernel]:
     """Those of flash-linear-attention on a GPU that has it, else torch's."""
     if _obstacle(_DELTA_RULE) is None:
-        return DeltaRuleKernels(fla_convolution, fla_delta_rule)
-    return DeltaRuleKernels(torch_convolution, torch_delta_rule)
+        return RecurrentKernels(fla_convolution, fla_delta_rule)
+    return RecurrentKernels(torch_convolution, torch_delta_rule)
 
 
-def state_space_kernels() -> StateSpaceKernels:
+def state_space_kernels() -> RecurrentKernels[StateSpaceKernel]:
     """Those of mamba_ssm and causal_conv1d on a GPU that has both, else torch's."""
     if _obstacle(_STATE_SPACE) is None:
-        return StateSpaceKernels(dao_convolution, mamba_state_space)
-    return StateSpaceKernels(torch_convolution, torch_state_space)
+        return RecurrentKernels(dao_convolution, mamba_state_space)
+    return RecurrentKernels(torch_convolution, torch_state_space)
 
 
 def recurrent_kernels(pattern: str) -> str:

@@ -72,11 +72,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         state, tail = [(None, None), *earlier(row.link, self)][-1]
         weight = exchange.part(self.conv1d.weight, self.convolved).squeeze(1)
         qkv, tail = convolve_row(self.kernels.convolve, qkv, weight, None, row.segments, tail)
-        own = [exchange.own(section) for section in self.convolved]
-        query, key, value = (
-            part.unflatten(-1, section)
-            for part, section in zip(qkv.split(sizes(own), dim=-1), own, strict=True)
-        )
+        query, key, value = exchange.by_head(qkv, self.convolved)
         rate = at_least_fp32(exchange.part(self.A_log, (self.heads,))).exp()
         bias = exchange.part(self.dt_bias, (self.heads,))
         decay = -rate * F.softplus(at_least_fp32(step) + bias)

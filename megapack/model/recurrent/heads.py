@@ -111,6 +111,12 @@ class HeadExchange:
         widths = [sum(sizes(map(self.own, of))) for of in sections]
         return list(received.index_select(0, self._row.whole_order_T).split(widths, dim=1))
 
+    def by_head(self, values_TD: Tensor, sections: Sequence[Section]) -> list[Tensor]:
+        """Values of the whole row in their sections: [T, own heads, width] each."""
+        own = [self.own(section) for section in sections]
+        parts = values_TD.split(sizes(own), dim=-1)
+        return [part.unflatten(-1, section) for part, section in zip(parts, own, strict=True)]
+
     def own_slice(self, values_TD: Tensor) -> Tensor:
         """All heads of this rank's slice: [T, D / ranks] -> [t, D]."""
         if self.ranks == 1:

@@ -71,11 +71,7 @@ class PackedMambaMixer(MambaMixer):
         weight, bias = (exchange.part(own, self.convolved) for own in self._convolution())
         weight = weight.squeeze(1)
         xBC, tail = convolve_row(self.kernels.convolve, xBC, weight, bias, row.segments, tail)
-        own = [exchange.own(section) for section in self.convolved]
-        x, B, C = (
-            part.unflatten(-1, section)
-            for part, section in zip(xBC.split(sizes(own), dim=-1), own, strict=True)
-        )
+        x, B, C = exchange.by_head(xBC, self.convolved)
         dt = F.softplus(at_least_fp32(step) + exchange.part(self.dt_bias, (self.heads,)))
         A_H = -at_least_fp32(exchange.part(self.A_log, (self.heads,))).exp()
         scan = partial(self.kernels.scan, A_H=A_H)

@@ -38,7 +38,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 9, 0, 0]])
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     set_sizes(monkeypatch)
-    sharing._log_once.cache_clear()
+    sharing.log_once.cache_clear()
 
 
 def set_sizes(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
