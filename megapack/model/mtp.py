@@ -18,6 +18,7 @@ from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from megapack.errors import ConfigError
+from megapack.model.settings import refuse_set
 from megapack.rows.packed import PackedRow
 
 
@@ -82,10 +83,9 @@ def check_mtp(config: Any) -> None:
             "recompute_granularity='selective' or None, or mtp_num_layers=None"
         )
     unsupported = {
-        "mtp_detach_heads": "the vocabulary projection would get gradients of the further losses",
+        "mtp_detach_heads": "the vocabulary projection would get gradients of the further losses; "
+        "set it to False",
         "mtp_hsm": "it mixes hidden states at random over the positions of a row, so the gradient "
-        "would depend on the packing",
+        "would depend on the packing; set it to False",
     }
-    for name, why in unsupported.items():
-        if getattr(config, name, False):
-            raise ConfigError(f"config.{name}=True is not supported: {why}; set it to False")
+    refuse_set(config, unsupported)

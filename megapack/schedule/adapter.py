@@ -258,9 +258,9 @@ class ScheduleAdapter:
         with self.ranks.guarded(f"step {step} of plan {plan.digest()[:12]}"):
             rows = self._agreed_rows(call)
             if next_step is not None:
-                if next_entropy is None:
-                    next_entropy = entropy
-                self._announced = self._start(replace(call, step=next_step, entropy=next_entropy))
+                reports = entropy if next_entropy is None else next_entropy
+                following = replace(call, step=next_step, entropy=reports)
+                self._announced = following, self._prepare(following)
             # A training loop may have frozen the embedding, or set recompute, since the last step.
             keep_gradients_through_recompute(self.chunks, self.config)
             schedule_pass = self.runner.run(call, rows)
@@ -371,8 +371,7 @@ class ScheduleAdapter:
     def _agreed_rows(self, call: StepCall) -> list[PackedRow]:
         """This rank's rows, once all ranks have packed theirs for the same call."""
         self.ranks.place.enter("pack")
-        announced = self._announced
-        self._announced = None
+        announced, self._announced = self._announced, None
         error: ConfigError | None = None
         try:
             self._between_steps.check(is_training=call.is_training)
@@ -381,7 +380,7 @@ class ScheduleAdapter:
         if call.is_training:
             self._between_steps.warn_of_dropout(call.field_names)
         if announced is None:
-            rows = self._start(call, error)[1].result()
+            rows = self._prepare(call, error).result()
         elif announced[0].key == call.key:
             rows = announced[1].result()
             if error is not None:
@@ -405,7 +404,7 @@ class ScheduleAdapter:
         watchdog's board reaches them.
         """
         try:
-            return self._start(call, error)[1].result(_OTHER_CALL_S)
+            return self._prepare(call, error).result(_OTHER_CALL_S)
         except Exception as error:
             raise ScheduleError(
                 f"this rank's step {call.step} is not the call that next_step announced (another "
@@ -413,9 +412,9 @@ class ScheduleAdapter:
                 f"on it: {error}; make the same calls on all ranks, or pass next_step=None"
             ) from error
 
-    def _start(
+    def _prepare(
         self, call: StepCall, error: ConfigError | None = None
-    ) -> tuple[StepCall, Agreement[list[PackedRow]]]:
+    ) -> Agreement[list[PackedRow]]:
         """Pack on a thread, and agree with all ranks; they raise `error` if one of them has one."""
 
         def work() -> list[PackedRow]:
@@ -423,7 +422,7 @@ class ScheduleAdapter:
                 raise error
             return self._check_and_pack(call)
 
-        return call, self.ranks.prepare(work, call.same)
+        return self.ranks.prepare(work, call.same)
 
     def _check_and_pack(self, call: StepCall) -> list[PackedRow]:
         plan = call.plan

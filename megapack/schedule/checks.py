@@ -27,6 +27,7 @@ from megapack.model.experts.model import check_experts
 from megapack.model.head import ValueHead, marked_num_ids, unwrapped
 from megapack.model.mtp import check_mtp, num_depths
 from megapack.model.parameters import is_expert
+from megapack.model.settings import refuse_set
 from megapack.plan.plan import Plan
 from megapack.policy import Policy, check_policy
 
@@ -224,9 +225,7 @@ def _check_features(config: Any) -> None:
         "overlap_dispatch_backward_with_experts_wgrad": "weight gradients of experts would run "
         "outside of the backward that the adapter follows; set it to False",
     }
-    for name, advice in unsupported.items():
-        if getattr(config, name, None):
-            raise ConfigError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
+    refuse_set(config, unsupported)
     # Both are 1 without, and Megatron-Core before 0.19 does not have them.
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
         if getattr(config, name, 1) > 1:

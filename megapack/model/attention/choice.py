@@ -16,10 +16,9 @@ import torch
 from megapack import cpu
 from megapack.base.apex import Apex, find_apex
 from megapack.base.choices import Attention, Dtype, Kernel
-from megapack.cost.sizes import FLASH_WIDTH
 from megapack.errors import ConfigError
 from megapack.model.attention.te_backend import AttentionSizes, rows_of_ours, te_obstacle
-from megapack.model.attention.varlen import HEAD_WIDTH_UNIT, has_windows
+from megapack.model.attention.varlen import heads_obstacle
 from megapack.model.recurrent.choice import recurrent_kernels
 
 Library = Literal["te", "apex", "torch"]
@@ -221,18 +220,13 @@ def _varlen_obstacle(sizes: AttentionSizes | None) -> str | None:
         return f"torch {torch.__version__} has no varlen attention, 2.10 and later have"
     if not torch.backends.cuda.is_flash_attention_available():
         return "torch was built without flash attention"
-    widths = [] if sizes is None else [kind.head_width for kind in sizes.kinds]
-    for width in widths:
-        if width > FLASH_WIDTH or width % HEAD_WIDTH_UNIT:
-            return (
-                f"its heads have at most {FLASH_WIDTH} channels, multiples of {HEAD_WIDTH_UNIT}; "
-                f"the model's have {width}"
-            )
     capability = torch.cuda.get_device_capability()
     if capability < _MIN_CAPABILITY:
         return "the GPU has compute capability {}.{}, it needs 8.0".format(*capability)
-    # With sinks torch's flash attention itself is called, which has had windows for longer.
-    needs_windows = sizes is not None and sizes.has_windows and not sizes.has_sinks
-    if needs_windows and not has_windows():
-        return f"varlen attention of torch {torch.__version__} has no windows, 2.11 has"
-    return None
+    if sizes is None:
+        return None
+    return heads_obstacle(
+        [kind.head_width for kind in sizes.kinds],
+        has_windows=sizes.has_windows,
+        has_sinks=sizes.has_sinks,
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,17 +75,24 @@ class PackedVarlen(PackedAttention):
                 f"attention_dropout={config.attention_dropout}: torch's varlen attention has none; "
                 "set it to 0, or use PackedSDPA"
             )
-        if width > MAX_HEAD_WIDTH or width % HEAD_WIDTH_UNIT:
-            raise ConfigError(
-                f"heads of {width} channels: torch's varlen attention takes multiples of "
-                f"{HEAD_WIDTH_UNIT} up to {MAX_HEAD_WIDTH}; use PackedSDPA"
-            )
         has_sinks = getattr(config, "softmax_type", "vanilla") != "vanilla"
-        if getattr(config, "window_size", None) and not (has_sinks or has_windows()):
-            raise ConfigError(
-                f"window_size={config.window_size}: the varlen attention of torch "
-                f"{torch.__version__} has no windows, 2.11 and later have; use PackedSDPA"
+        windows = getattr(config, "window_size", None)
+        if obstacle := heads_obstacle([width], has_windows=bool(windows), has_sinks=has_sinks):
+            raise ConfigError(f"torch's varlen attention: {obstacle}; use PackedSDPA")
+
+
+def heads_obstacle(widths: Sequence[int], *, has_windows: bool, has_sinks: bool) -> str | None:
+    """Why the kernel does not run layers with heads of these channels; None if it does."""
+    for width in widths:
+        if width > MAX_HEAD_WIDTH or width % HEAD_WIDTH_UNIT:
+            return (
+                f"its heads have at most {MAX_HEAD_WIDTH} channels, multiples of "
+                f"{HEAD_WIDTH_UNIT}; the model's have {width}"
             )
+    # With sinks torch's flash attention itself is called, which has had windows for longer.
+    if has_windows and not has_sinks and "window_size" not in _parameters(varlen_kernel()):
+        return f"that of torch {torch.__version__} has no windows, 2.11 and later have"
+    return None
 
 
 def varlen_causal_attention(
@@ -232,11 +239,6 @@ def flash_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """torch's flash attention, which `varlen_attn` calls too: forward and backward."""
     aten = torch.ops.aten
     return aten._flash_attention_forward, aten._flash_attention_backward
-
-
-def has_windows() -> bool:
-    """Whether torch's varlen attention has sliding windows."""
-    return "window_size" in _parameters(varlen_kernel())
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from megapack.model.experts.router import PackedRouter, moe_layers
 from megapack.model.experts.rows import RoutingShape, routing_row
 from megapack.model.head import unwrapped
 from megapack.model.mtp import num_depths
+from megapack.model.settings import refuse_set
 from megapack.rows.packed import PackedRow
 from megapack.rows.schedule_pass import SchedulePass
 
@@ -194,9 +195,7 @@ def check_experts(config: Any, layout: Layout) -> None:
         "moe_enable_routing_replay": "it holds one micro-batch at a time; set it to False and use "
         "forward(record_routing=True) and step(routing=...)",
     }
-    for name, advice in unsupported.items():
-        if getattr(config, name, None):
-            raise ConfigError(f"config.{name}={getattr(config, name)} is not supported: {advice}")
+    refuse_set(config, unsupported)
     for kind in ("sinkhorn", "quantile_balancing"):
         if kind in kinds:
             raise ConfigError(

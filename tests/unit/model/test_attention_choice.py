@@ -27,7 +27,6 @@ class Machine:
             choice.importlib.util, "find_spec", lambda name: name in self.modules or None
         )
         # Whatever torch is installed: windows came with 2.11.
-        monkeypatch.setattr(choice, "has_windows", lambda: True)
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         self.capability((9, 0))
 
