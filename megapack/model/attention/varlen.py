@@ -78,7 +78,7 @@ class PackedVarlen(PackedAttention):
         has_sinks = getattr(config, "softmax_type", "vanilla") != "vanilla"
         windows = getattr(config, "window_size", None)
         if obstacle := heads_obstacle([width], has_windows=bool(windows), has_sinks=has_sinks):
-            raise ConfigError(f"torch's varlen attention: {obstacle}; use PackedSDPA")
+            raise ConfigError(f"{obstacle}; use PackedSDPA")
 
 
 def heads_obstacle(widths: Sequence[int], *, has_windows: bool, has_sinks: bool) -> str | None:
@@ -86,12 +86,12 @@ def heads_obstacle(widths: Sequence[int], *, has_windows: bool, has_sinks: bool)
     for width in widths:
         if width > MAX_HEAD_WIDTH or width % HEAD_WIDTH_UNIT:
             return (
-                f"its heads have at most {MAX_HEAD_WIDTH} channels, multiples of "
-                f"{HEAD_WIDTH_UNIT}; the model's have {width}"
+                f"heads of {width} channels: torch's varlen attention takes multiples of "
+                f"{HEAD_WIDTH_UNIT} up to {MAX_HEAD_WIDTH}"
             )
     # With sinks torch's flash attention itself is called, which has had windows for longer.
     if has_windows and not has_sinks and "window_size" not in _parameters(varlen_kernel()):
-        return f"that of torch {torch.__version__} has no windows, 2.11 and later have"
+        return f"varlen attention of torch {torch.__version__} has no windows, 2.11 and later have"
     return None
 
 

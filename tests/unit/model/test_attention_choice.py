@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megapack.errors import ConfigError
-from megapack.model.attention import choice
+from megapack.model.attention import choice, varlen
 from megapack.model.attention.choice import choose_attention, find_kernels, passed_over
 from megapack.model.attention.te_backend import AttentionSizes
 
@@ -27,6 +27,8 @@ class Machine:
             choice.importlib.util, "find_spec", lambda name: name in self.modules or None
         )
         # Whatever torch is installed: windows came with 2.11.
+        monkeypatch.setattr(varlen, "varlen_kernel", lambda: None)
+        monkeypatch.setattr(varlen, "_parameters", lambda kernel: {"window_size": None})
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         self.capability((9, 0))
 

@@ -213,7 +213,7 @@ def test_heads_of_another_width_are_asked_for_up_to_that_of_fused_attention(
     every = AttentionSizes(heads=8, groups=8, head_width=512)
     engine.answers(UNFUSED)
     assert choose_attention("auto", "bf16", every) == "sdpa"
-    assert "at most 256 channels" in passed_over("sdpa", "bf16", every)["varlen"]
+    assert "multiples of 8 up to 256" in passed_over("sdpa", "bf16", every)["varlen"]
 
 
 def test_it_is_asked_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
