@@ -100,28 +100,10 @@ def add_lengths(parser: argparse.ArgumentParser, *, required: bool = True) -> No
         "of text or chats, which the tokenizer of --config counts",
     )
     group = parser.add_argument_group("columns (by default, found by known names)")
-    group.add_argument("--length-column", metavar="NAME", help="tokens of each sample")
-    group.add_argument(
-        "--prompt-column", metavar="NAME", help="tokens of each prompt; needs --response-column"
-    )
-    group.add_argument(
-        "--response-column", metavar="NAME", help="tokens of each response; needs --prompt-column"
-    )
-    group.add_argument(
-        "--rollout-column",
-        metavar="NAME",
-        help="samples with equal values stay in one optimizer step",
-    )
-    group.add_argument(
-        "--colocate-column",
-        metavar="NAME",
-        help="samples with equal values stay in one micro-batch",
-    )
-    group.add_argument(
-        "--group-column",
-        metavar="NAME",
-        help="samples with equal values have the same prompt, which rows may share",
-    )
+    docs = field_docs(Columns)
+    for field in fields(Columns):
+        what = _help(docs[field.name], None, whole=False)
+        group.add_argument(f"--{field.name}-column", metavar="NAME", help=what)
 
 
 def read_table(args: argparse.Namespace) -> LengthTable:

@@ -1,23 +1,21 @@
-"""Options of the cost model: a model, or its sizes and a GPU's speed; a file; or an assumption."""
+"""Options of the cost model: a model and a GPU's speed; a file; or an assumption."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megapack.base.choices import Recompute
-from megapack.commands.arguments import add_fields, given_fields
+from megapack.commands.arguments import add_fields, given_fields, selected_steps
 from megapack.commands.parser import Parser
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.model import FIXED_TOKENS, CostModel, cost_in_tokens
-from megapack.cost.sizes import ModelSizes
-from megapack.cost.stages import LayerSplit, StageLayers
+from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Layout
+from megapack.plan.file import read_plan
 from megapack.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -69,15 +67,10 @@ def add_costs(parser: Parser, *, one_layout: bool = True) -> None:
 
 
 def add_model(parser: Parser, *, one_layout: bool = True) -> None:
-    """`add_costs`, and sizes, a GPU's speed and layers of stages behind --help-model."""
+    """`add_costs`, and a GPU's speed behind --help-model."""
     add_costs(parser, one_layout=one_layout)
-    parser.add_topic("model", "options for a model's sizes, a GPU's speed and layers on stages")
-    for title, cls in (
-        ("sizes, in place of --model", ModelSizes),
-        ("speed of a GPU", GpuSpeed),
-        ("layers on pipeline stages (those of --config, or equally many)", LayerSplit),
-    ):
-        add_fields(parser.add_topic_group("model", title), cls)
+    parser.add_topic("model", "options for the speed of a GPU that a model is priced with")
+    add_fields(parser.add_topic_group("model", "speed of a GPU"), GpuSpeed)
 
 
 @dataclass(frozen=True)
@@ -86,27 +79,13 @@ class CostOptions:
 
     cost_file: str | None
     config: TrainConfig | None
-    sizes: ModelSizes | None
-    """Of --model, --config or the flags; None if none is given."""
+    """Of --config or --model, with --recompute; None if neither is given."""
     speed: dict[str, Any]
     """The given fields of `GpuSpeed`."""
-    split: dict[str, Any]
-    """The given fields of `LayerSplit`."""
-    recompute: Recompute
-    """--recompute if it is given, otherwise the value of --config."""
 
     def stage_layers(self, layout: Layout) -> StageLayers | None:
-        """The split of the options, or else of --config if it is for this pp and vpp; or None.
-
-        Raises:
-            ConfigError: a split that does not add up.
-        """
+        """The config's split of the layers if it is for this pp and vpp; or None."""
         config = self.config
-        if self.split and self.sizes is not None:
-            mtp = 0 if config is None else config.model.mtp_num_layers
-            return LayerSplit(**self.split).stage_layers(
-                self.sizes.num_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=mtp
-            )
         if config is None or (config.layout.pp, config.layout.vpp) != (layout.pp, layout.vpp):
             return None
         return config.stage_layers
@@ -121,27 +100,27 @@ class CostOptions:
             stage_layers: layers of each chunk; None: see `stage_layers`.
 
         Raises:
-            ConfigError: an invalid cost model file, or a model without a GPU's speed.
+            ConfigError: an invalid cost model file.
         """
         if self.cost_file is not None:
             return _measured(self.cost_file, layout)
-        if self.sizes is None:
-            return _in_tokens(layout)
         config = self.config
-        speed = replace(GpuSpeed() if config is None else config.assumed_speed, **self.speed)
-        if speed.peak_tflops is None:
-            raise ConfigError(
-                "a model without a GPU's speed; set --peak-tflops, 989 for an H100 in bf16"
-            )
+        if config is None:
+            return _in_tokens(layout)
+        speed = replace(config.assumed_speed, **self.speed)
+        sizes = config.model.to_sizes()
+        if config.objective.has_value_head:
+            # Only seconds are priced by these sizes; `memory_model` knows the head itself.
+            sizes = replace(sizes, vocab_size=1)
         cost = cost_from_sizes(
-            self.sizes,
+            sizes,
             layout,
             speed,
-            recompute=self.recompute,
-            recompute_modules=("core_attn",) if config is None else config.model.recompute_modules,
+            recompute=config.model.recompute,
+            recompute_modules=config.model.recompute_modules,
             mean_length=mean_length,
             stage_layers=stage_layers or self.stage_layers(layout),
-            frozen=() if config is None else config.model.freeze,
+            frozen=config.model.freeze,
         )
         return Pricing(cost, True, speed.basis)
 
@@ -150,29 +129,22 @@ def read_costs(args: argparse.Namespace) -> CostOptions:
     """The options of `add_costs` or `add_model`.
 
     Raises:
-        ConfigError: an invalid config, options that exclude each other, or missing sizes.
+        ConfigError: an invalid config, or options that exclude each other.
     """
     if args.config is not None and args.model is not None:
         raise ConfigError("both --config and --model given; set one of them")
     config = _read_config(args.config) if args.model is None else _config_of(args.model)
-    sizes = _read_sizes(args, config)
     speed = given_fields(args, GpuSpeed)
-    split = given_fields(args, LayerSplit)
     cost_file = getattr(args, "cost", None)
-    if cost_file is not None and (sizes is not None or speed):
-        raise ConfigError(f"--cost and {_flags(speed) or 'a model'} given; set one of them")
-    if sizes is None and (speed or split):
-        flags = _flags(speed | split)
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in speed)
+    if cost_file is not None and (config is not None or speed):
+        raise ConfigError(f"--cost and {flags or 'a model'} given; set one of them")
+    if config is None and speed:
         raise ConfigError(f"{flags} given without a model; set --model")
     recompute = getattr(args, "recompute", None)
-    return CostOptions(
-        cost_file,
-        config,
-        sizes,
-        speed,
-        split,
-        recompute or ("none" if config is None else config.model.recompute),
-    )
+    if config is not None and recompute is not None:
+        config = replace(config, model=replace(config.model, recompute=recompute))
+    return CostOptions(cost_file, config, speed)
 
 
 def _read_config(name: str | None) -> TrainConfig | None:
@@ -206,28 +178,6 @@ def _config_of(model: str) -> TrainConfig:
     return parse_config(keys, [], TrainConfig, "--model")
 
 
-def _read_sizes(args: argparse.Namespace, config: TrainConfig | None) -> ModelSizes | None:
-    given = given_fields(args, ModelSizes)
-    if config is not None:
-        if given:
-            name = "--config" if args.model is None else "--model"
-            raise ConfigError(f"{name} and {_flags(given)} given; set {name} or the sizes")
-        sizes = config.model.to_sizes()
-        # Only seconds are priced by these sizes; `memory_model` knows the head itself.
-        return replace(sizes, vocab_size=1) if config.objective.has_value_head else sizes
-    if not given:
-        return None
-    needed = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
-    missing = [name for name in needed if name not in given]
-    if missing:
-        raise ConfigError(f"{_flags(given)} given without {_flags(missing)}; set these too")
-    return ModelSizes(**given)
-
-
-def _flags(names: Iterable[str]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
-
-
 def _measured(path: str, layout: Layout) -> Pricing:
     from megapack.config.cost_file import read_cost
 
@@ -246,21 +196,31 @@ def _in_tokens(layout: Layout) -> Pricing:
     return Pricing(cost, False, basis)
 
 
-def plan_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
-    """The cost model for the samples of a plan."""
+def priced_plan(args: argparse.Namespace, path: str) -> tuple[Plan, range, Pricing]:
+    """A plan, its steps that --step selects, and the cost model of the options for its samples."""
+    plan = read_plan(path)
+    numbers = selected_steps(plan, getattr(args, "step", None))
+    return plan, numbers, _plan_pricing(args, plan)
+
+
+def priced_run(args: argparse.Namespace, path: str) -> tuple[RunRecords, CostModel | None, str]:
+    """A run's records, the cost model of the options, and the basis of planned times.
+
+    Without options for seconds the cost model is None: the run's own is the basis.
+    """
+    from megapack.job.view.records import read_run
+
+    records = read_run(path)
+    pricing = _plan_pricing(args, records.plan)
+    if pricing.in_seconds:
+        return records, pricing.cost, pricing.basis
+    basis = "of the run's cost model"
+    if not (records.traced and records.traced[0].is_calibrated):
+        basis += ", scaled to the seconds that the run had measured before the step"
+    return records, None, basis
+
+
+def _plan_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
     microbatches = (mb for step in plan.steps for mb in step.microbatches)
     typical = sum(mb.tokens_sq for mb in microbatches) / max(1, plan.counts.held_tokens)
     return read_costs(args).pricing(plan.layout, typical)
-
-
-def run_pricing(args: argparse.Namespace, records: RunRecords) -> Pricing:
-    """`plan_pricing` for a run. Without options for seconds, the basis is the run's own."""
-    pricing = plan_pricing(args, records.plan)
-    if pricing.in_seconds:
-        return pricing
-    basis = (
-        "of the run's cost model, scaled to the seconds that the run had measured before the step"
-    )
-    if records.traced and records.traced[0].is_calibrated:
-        basis = "of the run's cost model"
-    return replace(pricing, basis=basis)

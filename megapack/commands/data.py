@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +24,6 @@ if TYPE_CHECKING:
 EXAMPLE = """megapack data show chats.jsonl --config sft.yaml --sample 0
 megapack data toy FOLDER"""
 _WIDTH = 100
-_COLOUR = "\033[32m"
-_PLAIN = "\033[0m"
 _PAIR = {1: "preferred of a pair", -1: "other of a pair", 0: ""}
 
 
@@ -139,31 +134,23 @@ def _print(sample: dict[str, Any], data: Dataset) -> None:
     if sample["routed_experts"] is not None:
         facts.append("experts of {} tokens in {} layers, {} each".format(*sample["routed_experts"]))
     print(f"sample {sample['sample']}: {', '.join(facts)}")
-    in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print(
         f"{sample['prompt_tokens']} tokens of the prompt, {sample['response_tokens']} of the "
-        f"response; {sample['loss_tokens']} count in the loss"
-        f" ({'in colour' if in_colour else 'in brackets'})"
+        f"response; {sample['loss_tokens']} count in the loss (in brackets)"
     )
-    print(_cells(sample["tokens"], in_colour))
+    print(_cells(sample["tokens"]))
 
 
-def _cells(tokens: list[dict[str, Any]], in_colour: bool) -> str:
-    """Each token as text/id, those that count in brackets or in colour, in lines of `_WIDTH`."""
-    before, after = (_COLOUR, _PLAIN) if in_colour else ("[", "]")
-    lines = []
-    line: list[str] = []
-    width = 0
+def _cells(tokens: list[dict[str, Any]]) -> str:
+    """Each token as text/id, those that count in brackets, in lines of `_WIDTH`."""
+    lines = [""]
     for token in tokens:
         cell = f"{_visible(token['text'])}/{token['id']}"
-        if line and width + len(cell) + 3 > _WIDTH:
-            lines.append(" ".join(line))
-            line = []
-            width = 0
-        width += len(cell) + 3
-        line.append(f"{before}{cell}{after}" if token["weight"] else cell)
-    lines.append(" ".join(line))
-    return textwrap.indent("\n".join(lines), "  ")
+        cell = f"[{cell}]" if token["weight"] else cell
+        if lines[-1] and len(lines[-1]) + len(cell) >= _WIDTH:
+            lines.append("")
+        lines[-1] += f"  {cell}" if not lines[-1] else f" {cell}"
+    return "\n".join(lines)
 
 
 def _visible(text: str) -> str:

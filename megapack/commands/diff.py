@@ -36,14 +36,9 @@ def _print(diff: PlanDiff) -> None:
     print(f"digest {diff.digests[0][:12]} -> {diff.digests[1][:12]}")
     for key, (one, two) in diff.settings.items():
         print(f"{key}: {one} -> {two}")
-    for number, (one, two) in list(diff.steps.items())[:_MAX_SHOWN]:
-        print(f"step {number}: {one}\n     -> {two}")
-    if len(diff.steps) > _MAX_SHOWN:
-        print(f"... {len(diff.steps) - _MAX_SHOWN} more steps")
-    for number, difference in list(diff.orders.items())[:_MAX_SHOWN]:
-        print(f"step {number}, order: {difference}")
-    if len(diff.orders) > _MAX_SHOWN:
-        print(f"... {len(diff.orders) - _MAX_SHOWN} more orders")
+    steps = [f"step {n}: {one}\n     -> {two}" for n, (one, two) in diff.steps.items()]
+    _print_first(steps, "steps")
+    _print_first([f"step {n}, order: {found}" for n, found in diff.orders.items()], "orders")
     moved = {
         "in another step": diff.other_step,
         "on another rank": diff.other_rank,
@@ -55,3 +50,10 @@ def _print(diff: PlanDiff) -> None:
             more = "" if len(samples) <= _MAX_SHOWN else ", ..."
             first = ", ".join(map(str, samples[:_MAX_SHOWN]))
             print(f"{len(samples)} samples {where}: {first}{more}")
+
+
+def _print_first(lines: list[str], what: str) -> None:
+    for line in lines[:_MAX_SHOWN]:
+        print(line)
+    if len(lines) > _MAX_SHOWN:
+        print(f"... {len(lines) - _MAX_SHOWN} more {what}")

@@ -15,6 +15,8 @@ from megapack.errors import DataError, MegapackError
 # dotted keys of a config and quoted text are left alone.
 _NAME = re.compile(r"""(?<![\w./'"<*-])([a-z][a-z0-9_]*)(?:=(['"]?)(\w+)\2|(?![\w/'"=-]|\.\w))""")
 
+# Beginnings of options that described a model in earlier versions.
+_OF_MODELS = ("--num-layers", "--hidden-size", "--tied-emb", "--no-distributed-opt", "--pipeline-")
 _YAML = {"None": "null", "True": "true", "False": "false"}
 
 
@@ -31,6 +33,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and one line."""
+        if "unrecognized" in message and any(f" {name}" in message for name in _OF_MODELS):
+            message += "; give --model, or --config with sections model and layout"
         self.exit(2, f"megapack: {message}; see {self.prog} --help\n")
 
     def add_topic(self, topic: str, what: str) -> None:

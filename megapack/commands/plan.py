@@ -124,9 +124,7 @@ def _payload(
     pricing: Pricing,
     reports: dict[str, PlanReport],
 ) -> dict[str, Any]:
-    gains = plan.explain().to_payload() if args.explain else []
-    freedoms = [in_unit(gain, pricing) for gain in gains]
-    return {
+    payload = {
         "plan": output_of(args),
         "digest": plan.digest(),
         "num_samples": plan.num_samples,
@@ -136,8 +134,10 @@ def _payload(
         "time_unit": "seconds" if pricing.in_seconds else "tokens",
         "time_basis": pricing.basis,
         "strategies": {name: in_unit(report.totals(), pricing) for name, report in reports.items()},
-        **({"freedoms": freedoms} if args.explain else {}),
     }
+    if args.explain:
+        payload["freedoms"] = [in_unit(gain, pricing) for gain in plan.explain().to_payload()]
+    return payload
 
 
 def _print(

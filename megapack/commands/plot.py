@@ -1,4 +1,4 @@
-"""Draw a step of a plan: timelines with their bubbles, the fill of each row, the ranks' load."""
+"""Draw a step of a plan: timelines with their bubbles, the fill of its rows, samples per row."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from megapack.commands.arguments import (
     add_plan,
     add_step,
     check_output,
-    selected_steps,
     write_result,
 )
-from megapack.commands.costs import add_costs, plan_pricing
+from megapack.commands.costs import add_costs, priced_plan
 from megapack.commands.parser import Parser
 from megapack.errors import ConfigError
-from megapack.plan.file import read_plan
 
 EXAMPLE = "megapack plot plan.json --step 0 -o step.png"
 _FORMATS = (".png", ".svg", ".pdf")
@@ -37,9 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if suffix not in _FORMATS:
         known = f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"
         raise ConfigError(f"-o {output}: unknown kind of picture; name it {known}")
-    plan = read_plan(args.plan)
-    (number,) = selected_steps(plan, args.step)
-    pricing = plan_pricing(args, plan)
+    plan, (number,), pricing = priced_plan(args, args.plan)
     # matplotlib and the simulator's compiler take a second to import: report bad input before.
     from megapack.job.view.plot import draw_step
     from megapack.job.view.timeline import planned

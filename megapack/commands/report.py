@@ -13,16 +13,14 @@ from megapack.commands.arguments import (
     check_output,
     is_run,
     read_table,
-    selected_steps,
     write_result,
 )
-from megapack.commands.costs import add_costs, plan_pricing, run_pricing
+from megapack.commands.costs import add_costs, priced_plan, priced_run
 from megapack.commands.parser import Parser
 from megapack.errors import ConfigError, PlanError
-from megapack.plan.file import read_plan
 
 if TYPE_CHECKING:
-    from megapack.job.view.page_data import Page
+    from megapack.job.view.page import Page
 
 EXAMPLE = "megapack report plan.json lengths.csv -o report.html"
 
@@ -50,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan_page(args: argparse.Namespace) -> tuple[Page, str]:
-    plan = read_plan(args.target)
-    selected_steps(plan, None)
-    pricing = plan_pricing(args, plan)
+    plan, _, pricing = priced_plan(args, args.target)
     lengths = None if args.lengths is None else read_table(args).lengths
     if lengths is not None and lengths.size != plan.num_samples:
         raise PlanError(
@@ -60,7 +56,7 @@ def _plan_page(args: argparse.Namespace) -> tuple[Page, str]:
             "that were planned"
         )
     # The simulator's compiler takes a third of a second to import: report bad input before.
-    from megapack.job.view.page_data import plan_page
+    from megapack.job.view.page import plan_page
 
     unit = "s" if pricing.in_seconds else "token times"
     page = plan_page(plan, lengths, pricing.cost, unit)
@@ -74,9 +70,7 @@ def _run_page(args: argparse.Namespace) -> tuple[Page, str]:
         raise ConfigError(
             f"{args.target} is a run, which has its own lengths; leave {args.lengths} out"
         )
-    from megapack.job.view.page_data import run_page
-    from megapack.job.view.records import read_run
+    from megapack.job.view.page import run_page
 
-    records = read_run(args.target)
-    pricing = run_pricing(args, records)
-    return run_page(records, pricing.cost if pricing.in_seconds else None), pricing.basis
+    records, cost, basis = priced_run(args, args.target)
+    return run_page(records, cost), basis

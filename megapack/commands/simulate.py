@@ -7,18 +7,11 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from megapack.commands.arguments import (
-    add_json,
-    add_plan,
-    add_step,
-    print_json,
-    selected_steps,
-)
-from megapack.commands.costs import Pricing, add_costs, plan_pricing
+from megapack.commands.arguments import add_json, add_plan, add_step, print_json
+from megapack.commands.costs import Pricing, add_costs, priced_plan
 from megapack.commands.parser import Parser
 from megapack.commands.tables import Column, fact_columns, print_columns
 from megapack.plan.facts import columns_named, feature_columns, feature_numbers, features_of
-from megapack.plan.file import read_plan
 
 if TYPE_CHECKING:
     from megapack.outlook.stats import StepReport
@@ -37,9 +30,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print."""
-    plan = read_plan(args.plan)
-    numbers = selected_steps(plan, args.step)
-    pricing = plan_pricing(args, plan)
+    plan, numbers, pricing = priced_plan(args, args.plan)
     # The simulator's compiler takes a third of a second to import: report bad input before.
     from megapack.outlook.stats import plan_report
 

@@ -11,13 +11,11 @@ from megapack.commands.arguments import (
     add_step,
     check_output,
     is_run,
-    selected_steps,
     write_result,
 )
-from megapack.commands.costs import add_costs, plan_pricing, run_pricing
+from megapack.commands.costs import add_costs, priced_plan, priced_run
 from megapack.commands.parser import Parser
 from megapack.errors import ConfigError, DataError
-from megapack.plan.file import read_plan
 
 EXAMPLE = "megapack trace plan.json -o trace.json"
 
@@ -45,9 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan_trace(args: argparse.Namespace) -> tuple[str, int, str]:
-    plan = read_plan(args.target)
-    numbers = selected_steps(plan, args.step)
-    pricing = plan_pricing(args, plan)
+    plan, numbers, pricing = priced_plan(args, args.target)
     # The simulator's compiler takes a third of a second to import: report bad input before.
     from megapack.job.view.chrome_trace import chrome_trace
     from megapack.job.view.timeline import planned
@@ -60,19 +56,13 @@ def _plan_trace(args: argparse.Namespace) -> tuple[str, int, str]:
 
 def _run_trace(args: argparse.Namespace) -> tuple[str, int, str]:
     from megapack.job.view.chrome_trace import chrome_trace
-    from megapack.job.view.records import read_run
     from megapack.job.view.timeline import traced
 
-    records = read_run(args.target)
+    records, cost, basis = priced_run(args, args.target)
     if not records.traced:
         raise DataError(f"{args.target} has no traced steps; set train.trace_steps=2 in its config")
     numbers = [step.number for step in records.traced]
     if args.step is not None and args.step not in numbers:
         raise ConfigError(f"step {args.step} is not traced; set --step to one of {numbers}")
-    pricing = run_pricing(args, records)
-    timelines = [
-        timeline
-        for timeline in traced(records, pricing.cost if pricing.in_seconds else None)
-        if args.step in (None, timeline.number)
-    ]
-    return chrome_trace(timelines), len({t.number for t in timelines}), pricing.basis
+    timelines = [t for t in traced(records, cost) if args.step in (None, t.number)]
+    return chrome_trace(timelines), len({t.number for t in timelines}), basis

@@ -92,8 +92,7 @@ def _run_dry(args: argparse.Namespace, config: TrainConfig) -> int:
 
     layout = check_start(config, args.dry_run)
     batch = first_batch(config)
-    pricing = _pricing(args, config, layout)
-    critic_cost = _critic_cost(args, config, layout)
+    pricing, critic_cost = _costs(args, config, layout)
     prediction = predict(config, layout, batch, pricing.cost, critic_cost)
     fits = prediction.fullest_stage.total <= limit
     if args.json:
@@ -111,23 +110,19 @@ def _world(text: str) -> int:
     return int(count)
 
 
-def _pricing(args: argparse.Namespace, config: TrainConfig, layout: Layout) -> Pricing:
-    """The run's cost model; without a measured one, on a GPU with the options' speed."""
+def _costs(
+    args: argparse.Namespace, config: TrainConfig, layout: Layout
+) -> tuple[Pricing, CostModel | None]:
+    """The run's cost model, and a critic's, which has no vocabulary head.
+
+    Without a measured one they are of a GPU with the options' speed; beside a measured one a critic
+    has none of its own.
+    """
     if config.plan.cost_model is not None:
-        return Pricing(config.cost_model(layout), True, config.cost_basis)
-    speed = _speed(args, config)
-    return Pricing(config.cost_from_sizes(layout, speed), True, speed.basis)
-
-
-def _critic_cost(args: argparse.Namespace, config: TrainConfig, layout: Layout) -> CostModel | None:
-    """Costs of a critic, which has no vocabulary head; None if the policy's were measured."""
-    if config.plan.cost_model is not None:
-        return None
-    return config.cost_from_sizes(layout, _speed(args, config), value_head=True)
-
-
-def _speed(args: argparse.Namespace, config: TrainConfig) -> GpuSpeed:
-    return replace(config.assumed_speed, **given_fields(args, GpuSpeed))
+        return Pricing(config.cost_model(layout), True, config.cost_basis), None
+    speed = replace(config.assumed_speed, **given_fields(args, GpuSpeed))
+    critic = config.cost_from_sizes(layout, speed, value_head=True)
+    return Pricing(config.cost_from_sizes(layout, speed), True, speed.basis), critic
 
 
 def _payload(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from megapack.base.choices import Recompute
 from megapack.commands.arguments import (
@@ -24,10 +22,10 @@ from megapack.commands.arguments import (
     read_policy,
     read_table,
 )
-from megapack.commands.costs import CostOptions, add_model, read_costs
+from megapack.commands.costs import add_model, read_costs
 from megapack.commands.parser import Parser
 from megapack.commands.tables import Column, fact_columns, print_columns
-from megapack.cost.memory import GIB, MemoryModel
+from megapack.cost.memory import GIB
 from megapack.cost.sizes import typical_length
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError, brief
@@ -36,11 +34,26 @@ from megapack.plan.facts import columns_named, features_of
 from megapack.policy import Backward, ContextParallel, SplitSamples
 
 if TYPE_CHECKING:
+    from megapack.job.config.sections import TrainConfig
     from megapack.outlook.tune import Candidate, Progress, Tuning
 
 EXAMPLE = "megapack tune lengths.csv --gpus 64 --model Qwen3-4B --tp 1,2,4"
-# Without a terminal, lines of progress are so many seconds apart.
-_LINE_EVERY_S = 10.0
+# Sizes to try: field of `Space`, what it is, and the default.
+_SIZES = (
+    ("tp", "tensor-parallel ranks", "1"),
+    ("cp", "context-parallel ranks", "1"),
+    ("ep", "expert-parallel ranks", "1"),
+    ("etp", "tensor-parallel ranks of experts", "1"),
+    ("pp", "pipeline stages", "all that divide"),
+    ("vpp", "model chunks per stage", "all up to 8 that divide"),
+)
+# Settings of the policy to try: field of `Space`, its values, what it is, and the default.
+_RULES = (
+    ("count_rule", CountRule, "allowed M", ["legal"]),
+    ("context_parallel", ContextParallel, "rows over DP ranks", ["fixed", "dynamic"]),
+    ("split_samples", SplitSamples, "pieces of samples", ["off", "auto"]),
+    ("backward", Backward, "weight gradients apart", ["joint", "split"]),
+)
 # What the shell says of a program that an interrupt ended.
 _INTERRUPTED = 130
 
@@ -57,14 +70,7 @@ def add_arguments(parser: Parser) -> None:
     )
     add_json(parser)
     group = parser.add_argument_group("what to try: lists separated by commas")
-    for name, what, default in (
-        ("tp", "tensor-parallel ranks", "1"),
-        ("cp", "context-parallel ranks", "1"),
-        ("ep", "expert-parallel ranks", "1"),
-        ("etp", "tensor-parallel ranks of experts", "1"),
-        ("pp", "pipeline stages", "all that divide"),
-        ("vpp", "model chunks per stage", "all up to 8 that divide"),
-    ):
+    for name, what, default in _SIZES:
         group.add_argument(
             f"--{name}",
             type=_integers,
@@ -83,12 +89,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="N,...",
         help="budgets (the longest sample and doublings of it; for cut samples less)",
     )
-    for name, literal, what, tried in (
-        ("count_rule", CountRule, "allowed M", ["legal"]),
-        ("context_parallel", ContextParallel, "rows over DP ranks", ["fixed", "dynamic"]),
-        ("split_samples", SplitSamples, "pieces of samples", ["off", "auto"]),
-        ("backward", Backward, "weight gradients apart", ["joint", "split"]),
-    ):
+    for name, literal, what, tried in _RULES:
         group.add_argument(
             f"--{name.replace('_', '-')}",
             dest=f"{name}_choices",
@@ -98,37 +99,31 @@ def add_arguments(parser: Parser) -> None:
             metavar="CHOICE,...",
             help=f"{what}: {', '.join(get_args(literal))} ({','.join(tried)})",
         )
-    _add_memory(parser)
+    memory = parser.add_argument_group("memory")
+    add_memory_limit(memory)
+    memory.add_argument(
+        "--recompute", choices=get_args(Recompute), help="activations to recompute (the config's)"
+    )
     add_steps(parser)
     add_policy(parser, swept=True)
     add_model(parser, one_layout=False)
-
-
-def _add_memory(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("memory (these change the values of --config)")
-    add_memory_limit(group)
-    group.add_argument(
-        "--recompute", choices=get_args(Recompute), help="activations to recompute (none)"
-    )
-    group.add_argument(
-        "--no-distributed-optimizer",
-        action="store_true",
-        help="each DP rank holds the whole optimizer state",
-    )
-    group.add_argument(
-        "--tied-embeddings", action="store_true", help="the output matrix is the embedding's"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Sweep, rank and print; 1 if nothing fits, 130 after an interrupt."""
     table = read_table(args)
     costs = read_costs(args)
-    memory = _memory_model(args, costs)
+    if costs.config is None:
+        raise ConfigError(
+            "tune needs a model; set --model to its folder or config.json, or --config"
+        )
+    memory = costs.config.memory_model()
     memory_bytes = read_memory_limit(args)
     if args.top < 1:
         raise ConfigError(f"--top={args.top}; set 1 or more")
     # The planner's compiler takes a third of a second to import: report bad input before.
+    from tqdm import tqdm
+
     from megapack.outlook.tune import Workload, tune
     from megapack.outlook.tune_space import Space
 
@@ -147,25 +142,17 @@ def run(args: argparse.Namespace) -> int:
     )
     space = Space(
         num_gpus=args.gpus,
-        tp=args.tp,
-        cp=args.cp,
-        ep=args.ep,
-        etp=args.etp,
-        pp=args.pp,
-        vpp=args.vpp,
         budgets=args.max_tokens_per_gpu,
-        count_rules=_flat(args.count_rule_choices),
-        context_parallel=_flat(args.context_parallel_choices),
-        split_samples=_flat(args.split_samples_choices),
-        backward=_flat(args.backward_choices),
         uneven=args.uneven,
-        given_split=_given_split(costs),
-        requires_split=bool(costs.split),
+        given_split=partial(_given_split, costs.config),
+        **{name: getattr(args, name) for name, _, _ in _SIZES},
+        **{name: _flat(getattr(args, f"{name}_choices")) for name, _, _, _ in _RULES},
     )
-    even = StageLayers.even(memory.sizes.num_layers, pp=1)
-    basis = costs.pricing(Layout(), typical, even).basis
-    with _ProgressBar() as bar:
-        tuning = tune(work, space, num_whole=None if args.all else args.top, watch=bar.show)
+    basis = costs.pricing(Layout(), typical, StageLayers.even(memory.sizes.num_layers, pp=1)).basis
+    # disable=None: no bar where nobody looks.
+    with tqdm(unit="plan", delay=1.0, leave=False, disable=None) as bar:
+        num_best = None if args.all else args.top
+        tuning = tune(work, space, num_best=num_best, watch=partial(_show, bar))
     shown = (tuning.ranked if args.all else tuning.best_of_layouts)[: args.top]
     if args.json:
         print_json(_payload(tuning, shown, basis))
@@ -176,50 +163,20 @@ def run(args: argparse.Namespace) -> int:
     return 0 if tuning.ranked else 1
 
 
-class _ProgressBar:
-    """A bar with the best plan so far on a terminal, a line now and then elsewhere; on stderr."""
-
-    def __enter__(self) -> Self:
-        from tqdm import tqdm
-
-        # disable=None: no bar where nobody looks.
-        self._bar = tqdm(unit="plan", delay=1.0, leave=False, disable=None)
-        self._next_line = time.monotonic() + _LINE_EVERY_S
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.close()
-
-    def show(self, progress: Progress) -> None:
-        """Show the progress of a sweep, whose passes count from 1 each."""
-        text = _best_text(progress.best)
-        if not self._bar.disable:
-            if progress.num_plans != self._bar.total:
-                self._bar.reset(total=progress.num_plans)
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(progress.done - self._bar.n)
-        elif time.monotonic() > self._next_line:
-            self._next_line = time.monotonic() + _LINE_EVERY_S
-            print(f"{progress.done} of {progress.num_plans} plans, {text}", file=sys.stderr)
+def _show(bar: Any, progress: Progress) -> None:
+    """Show the progress of a sweep in tqdm's bar."""
+    bar.total = progress.num_plans
+    best = progress.best
+    if best is not None:
+        speed = f"{best.tokens_per_gpu_second:.0f} tokens/s/GPU"
+        bar.set_postfix_str(f"best so far {speed}: {best.layout.label}", refresh=False)
+    bar.update(progress.done - bar.n)
 
 
-def _best_text(best: Candidate | None) -> str:
-    if best is None:
-        return "nothing fits yet"
-    return f"best so far {best.tokens_per_gpu_second:.0f} tokens/s/GPU: {best.layout.label}"
-
-
-def _given_split(costs: CostOptions) -> Callable[[Layout], StageLayers] | None:
-    """The split of the options or of --config, by layout; None if neither has one."""
-    has_own = costs.config is not None and not costs.config.stage_layers.is_even
-    return partial(_split_for, costs) if costs.split or has_own else None
-
-
-def _split_for(costs: CostOptions, layout: Layout) -> StageLayers:
-    split = costs.stage_layers(layout)
-    if split is None:
-        raise ConfigError(f"the split of --config is not for pp={layout.pp}, vpp={layout.vpp}")
-    return split
+def _given_split(config: TrainConfig, layout: Layout) -> StageLayers | None:
+    """The uneven split of a config, for its own pp and vpp."""
+    own = (config.layout.pp, config.layout.vpp) == (layout.pp, layout.vpp)
+    return config.stage_layers if own and not config.stage_layers.is_even else None
 
 
 def _integers(text: str) -> tuple[int, ...]:
@@ -244,28 +201,12 @@ def _flat(lists: Sequence[list[Any]]) -> tuple[Any, ...]:
     return tuple(one for found in lists for one in found)
 
 
-def _memory_model(args: argparse.Namespace, costs: CostOptions) -> MemoryModel:
-    if costs.sizes is None:
-        raise ConfigError(
-            "tune needs a model; set --model to its folder or config.json, or --config"
-        )
-    config = costs.config
-    model = MemoryModel(sizes=costs.sizes) if config is None else config.memory_model()
-    if args.tied_embeddings:
-        model = replace(model, untied_embeddings=False)
-    if args.recompute is not None:
-        model = replace(model, recompute=args.recompute)
-    if args.no_distributed_optimizer:
-        model = replace(model, distributed_optimizer=False)
-    return model
-
-
 def _payload(tuning: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str, Any]:
     return {
         "time_basis": basis,
         "num_layouts": tuning.num_layouts,
         "num_plans": tuning.num_plans,
-        "num_fitting": tuning.num_fitting,
+        "num_fitting": len(tuning.ranked),
         "num_passed_over": tuning.num_passed_over,
         "num_left": tuning.num_left,
         "least_memory_bytes": tuning.least_memory.total,
@@ -277,7 +218,6 @@ def _payload(tuning: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str
                 "stage_layers": candidate.stage_layers.num_layers,
                 "max_tokens_per_gpu": candidate.max_tokens_per_gpu,
                 "policy": candidate.policy.to_payload(),
-                "share": candidate.share,
                 "forecast": candidate.report.totals(),
                 "memory_bytes": asdict(candidate.memory) | {"total": candidate.memory.total},
             }
@@ -291,7 +231,7 @@ def _print(
 ) -> None:
     print(
         f"{tuning.num_layouts} layouts of {args.gpus} GPUs, {tuning.num_plans} plans, "
-        f"{tuning.num_fitting} within {args.gpu_memory_gib:g} GiB per GPU"
+        f"{len(tuning.ranked)} within {args.gpu_memory_gib:g} GiB per GPU"
     )
     if tuning.num_passed_over:
         print(
@@ -313,9 +253,6 @@ def _print(
         )
         return
     print_columns(_columns(shown), shown)
-    parts = {candidate.share for candidate in shown} - {1}
-    if parts:
-        print(f"predicted by plans of a part of the samples and DP ranks, at least 1/{max(parts)}")
     for line in shown[0].report.lines():
         print(f"first, {line}")
     print(f"memory of the first: {shown[0].memory}")

@@ -22,7 +22,7 @@ from pathlib import Path
 from megapack.base.apex import OTHER_APEX, find_apex
 from megapack.base.gpu_environment import ALLOCATOR, ALLOCATORS, CONNECTIONS, EXPANDABLE
 from megapack.base.te import refuse_broken_te
-from megapack.doctor.versions import check_version, engine_note, freed_while_sent
+from megapack.doctor.versions import check_version, freed_while_sent
 from megapack.te_finder import python_alone
 
 _ON = ("1", "true", "yes", "y", "on")
@@ -61,14 +61,6 @@ _NOTES: _Rules = {
 # Registers the buffers of captured collectives with NCCL. Recipes of Megatron-Bridge turn it off
 # with segments that grow; Megatron-Core's DDP refuses its own user buffers (nccl_ub) with them.
 _USER_BUFFERS = "NCCL_GRAPH_REGISTER"
-# torch renamed these from NCCL_* to TORCH_NCCL_*; it still reads the old names, with a warning.
-_RENAMED = [
-    "ASYNC_ERROR_HANDLING",
-    "BLOCKING_WAIT",
-    "DESYNC_DEBUG",
-    "DUMP_ON_TIMEOUT",
-    "ENABLE_TIMING",
-]
 
 
 @dataclass(kw_only=True)
@@ -125,11 +117,10 @@ def check_environment(
         environment: the variables.
         num_cores: CPU cores of this node.
     """
-    old = [name for name in _RENAMED if f"NCCL_{name}" in environment]
-    renamed = {f"TORCH_NCCL_{name}": environment[f"NCCL_{name}"] for name in old}
+    # torch still reads the names that these had: NCCL_BLOCKING_WAIT for TORCH_NCCL_BLOCKING_WAIT.
+    renamed = {f"TORCH_{name}": value for name, value in environment.items() if "NCCL_" in name}
     faults = _broken_rules(_FAULTS, {**renamed, **environment})
     notes = _broken_rules(_NOTES, environment)
-    notes += [f"NCCL_{name}: torch has renamed it; set TORCH_NCCL_{name}" for name in old]
     connections = environment.get(CONNECTIONS, "not set")
     if connections != "1":
         notes.append(
@@ -276,7 +267,6 @@ def _transformer_engine(diagnosis: Diagnosis) -> None:
         )
         return
     diagnosis.faults, diagnosis.notes = check_version("transformer-engine", diagnosis.found)
-    diagnosis.notes += engine_note(diagnosis.found)
 
 
 def _apex(diagnosis: Diagnosis) -> None:

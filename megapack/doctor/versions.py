@@ -35,7 +35,7 @@ def check_version(package: str, version: str) -> tuple[list[str], list[str]]:
         return [], [
             f"version {version} is newer than {newest}, the newest that tests have run with"
         ]
-    required = _required("megapack", package)
+    required = _required(package)
     if required is None or required.contains(release):
         return [], []
     return [f"version {version}; install {package}{required}"], []
@@ -52,27 +52,12 @@ def freed_while_sent(version: str) -> list[str]:
     ]
 
 
-def engine_note(version: str) -> list[str]:
-    """A note if megatron-core's metadata does not name this version of Transformer Engine.
-
-    Its range ends at the version that was newest at its release. Later ones have all names that it
-    imports, as far as they have been compared.
-    """
-    from packaging.version import Version
-
-    named = _required("megatron-core", "transformer-engine")
-    if named is None or named.contains(Version(version).base_version):
-        return []
-    core = metadata.version("megatron-core")
-    return [f"megatron-core {core} names transformer-engine{named} in its metadata"]
-
-
-def _required(of: str, package: str) -> SpecifierSet | None:
-    """The range of a package that the installed package `of` requires; None if it has none."""
+def _required(package: str) -> SpecifierSet | None:
+    """The range of a package that megapack requires; None if it has none."""
     from packaging.requirements import Requirement
 
     try:
-        requirements = [Requirement(text) for text in metadata.requires(of) or []]
+        requirements = [Requirement(text) for text in metadata.requires("megapack") or []]
     except metadata.PackageNotFoundError:  # a source tree has no metadata
         return None
     return next((one.specifier for one in requirements if one.name == package), None)

@@ -28,6 +28,9 @@ from megapack.plan.order import StepOrder
 from megapack.plan.plan import Plan, StepPlan
 from megapack.planner.bins import fewest_bins_bound
 
+# Fields of `Report` that need the samples' lengths.
+_NEED_LENGTHS = ("seconds_bound", "equal_work_seconds")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Counts):
@@ -46,9 +49,6 @@ class Report(Counts):
     imbalance: float
     """Work of the busiest DP rank over the mean of the ranks; 1 is even. Work is what a rank's rows
     cost, without the waiting in the pipeline. For several steps, the sums of both are divided."""
-    imbalance_bound: float | None
-    """Lower bound of `imbalance`: the rank with the largest sample has at least its work, or a
-    part of it if rows may lie over several ranks."""
     bubble_fraction: float
     """Seconds over the work of the slowest rank's busiest stage, minus 1."""
     seconds: float
@@ -61,9 +61,6 @@ class Report(Counts):
     equal_work_seconds: float | None
     """The samples' own work spread evenly over all GPUs: no bubble, padding or fixed cost. What
     samples of a step share is counted once."""
-    num_rows_bound: int | None
-    """Lower bound of `num_rows`: the L2 bound of Martello and Toth under the budget, or the samples
-    over `micro_batch_size`. With rows over several ranks: the tokens over the largest budget."""
     peak_live_tokens: float
     """See `Simulation.peak_live_tokens`; the largest of any step."""
     peak_in_flight: float
@@ -99,12 +96,12 @@ class Report(Counts):
     def __str__(self) -> str:
         shares = [feature.share for feature in features_of(self)]
         fill = "" if self.fill is None else f"fill {self.fill:.1%}, "
+        bound = "" if self.seconds_bound is None else f" (bound {self.seconds_bound:.4g})"
         return (
-            f"rows {self.num_rows}{_shown(self.num_rows_bound, 'd')}, "
+            f"rows {self.num_rows}, "
             f"padding rows {self.num_padding_rows}, padding {self.padding_fraction:.1%}, {fill}"
             f"{''.join(f'{share.column} {share.cell(self)}, ' for share in shares)}"
-            f"imbalance {self.imbalance:.3f}{_shown(self.imbalance_bound, '.3f')}, "
-            f"seconds {self.seconds:.4g}{_shown(self.seconds_bound, '.4g')}, "
+            f"imbalance {self.imbalance:.3f}, seconds {self.seconds:.4g}{bound}, "
             f"bubble {self.bubble_fraction:.1%}"
         )
 
@@ -270,41 +267,23 @@ def row_fill(mb: MicroBatch, full: int) -> float:
     return mb.held_tokens / (full * mb.width)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Bounds:
-    """Lower bounds for any packing of a step's samples."""
-
-    num_rows: int
-    largest_work: float
-    """Work of the largest sample in a row by itself, on one of the ranks that may share it."""
-    seconds: float
-    equal_work_seconds: float
-
-
-def _shown(bound: float | None, form: str) -> str:
-    return "" if bound is None else f" (bound {bound:{form}})"
-
-
 @dataclass(frozen=True)
 class _SimulatedStep:
     """A step with its simulation and its bounds."""
 
     step: StepPlan
     run: Simulation
-    bounds: _Bounds | None
-    """None without lengths."""
-
-    @property
-    def mean_work(self) -> float:
-        return math.fsum(self.run.rank_work) / len(self.run.rank_work)
+    bounds: dict[str, float | None]
+    """The fields of `Report` that need lengths; None without them."""
 
 
 def _simulate(
     plan: Plan, step: StepPlan, cost: CostModel | None, lengths: Ints | None
 ) -> _SimulatedStep:
     run = simulate_planned(plan, step, cost)
+    unknown = dict.fromkeys(_NEED_LENGTHS)
     return _SimulatedStep(
-        step, run, None if lengths is None else _bounds(plan, step, lengths, cost)
+        step, run, unknown if lengths is None else _bounds(plan, step, lengths, cost)
     )
 
 
@@ -319,37 +298,25 @@ def _sums(plan: Plan, parts: Sequence[_SimulatedStep]) -> dict[str, Any]:
     """The fields of `Report` for some steps together."""
     counts = count_steps([part.step for part in parts])
     runs = [part.run for part in parts]
-    mean_work = math.fsum(part.mean_work for part in parts)
+    busiest = math.fsum(max(run.rank_work) for run in runs)
+    mean_work = math.fsum(math.fsum(run.rank_work) / len(run.rank_work) for run in runs)
     seconds = math.fsum(run.makespan for run in runs)
     return {
         **vars(counts),
         "num_gpus": plan.layout.world_size,
         **_fill(plan, [mb for part in parts for mb in part.step.microbatches if mb.samples]),
-        "imbalance": _ratio(math.fsum(max(run.rank_work) for run in runs), mean_work),
+        "imbalance": busiest / mean_work if mean_work else 1.0,
         "bubble_fraction": bubble_fraction(seconds, math.fsum(run.busy_seconds for run in runs)),
         "seconds": seconds,
         "peak_live_tokens": max((run.peak_live_tokens for run in runs), default=0.0),
         "peak_in_flight": max((run.peak_in_flight for run in runs), default=0.0),
-        **_sums_of_bounds([(part.mean_work, part.bounds) for part in parts if part.bounds]),
+        **{name: _sum_of([part.bounds[name] for part in parts]) for name in _NEED_LENGTHS},
     }
 
 
-def _sums_of_bounds(parts: Sequence[tuple[float, _Bounds]]) -> dict[str, Any]:
-    """The fields of `Report` that need lengths, from each step's mean work and bounds."""
-    if not parts:
-        names = ("num_rows_bound", "imbalance_bound", "seconds_bound", "equal_work_seconds")
-        return dict.fromkeys(names)
-    least_work = math.fsum(max(mean, bounds.largest_work) for mean, bounds in parts)
-    return {
-        "num_rows_bound": sum(bounds.num_rows for _, bounds in parts),
-        "imbalance_bound": _ratio(least_work, math.fsum(mean for mean, _ in parts)),
-        "seconds_bound": math.fsum(bounds.seconds for _, bounds in parts),
-        "equal_work_seconds": math.fsum(bounds.equal_work_seconds for _, bounds in parts),
-    }
-
-
-def _ratio(busiest_work: float, mean_work: float) -> float:
-    return busiest_work / mean_work if mean_work else 1.0
+def _sum_of(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) if known else None
 
 
 def _fill(plan: Plan, rows: Sequence[MicroBatch]) -> dict[str, Any]:
@@ -363,7 +330,10 @@ def _fill(plan: Plan, rows: Sequence[MicroBatch]) -> dict[str, Any]:
     return {"fill": fill, "num_rows_over": len(rows) - len(within)}
 
 
-def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -> _Bounds:
+def _bounds(
+    plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None
+) -> dict[str, float | None]:
+    """The fields `_NEED_LENGTHS` of a step's report."""
     cost = cost or TOKENS
     layout = plan.layout
     samples = np.array(step.kept_samples, dtype=np.int64)
@@ -373,23 +343,16 @@ def _bounds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None) -
     table = plan.prefix_table
     saved = (0, 0) if table is None else table.saved_in_row(samples)
     num_rank_rows = _rows_bound(plan, aligned, saved[0])
-    widest = row_widths(plan)[-1]
-    largest = min(_largest_work(plan, kept.max(keepdims=True), cost, w) for w in row_widths(plan))
+    widths = plan.policy.widths(layout)
+    largest = min(_largest_work(plan, kept.max(keepdims=True), cost, width) for width in widths)
     work = _work(aligned, layout, cost, saved) - cost.fixed
     passes = 1.0 if plan.forward_only else 1.0 + cost.backward_ratio
     own_work = _work(kept, layout, cost, saved) - cost.fixed
-    return _Bounds(
-        num_rows=-(-num_rank_rows // widest),
-        largest_work=largest,
-        seconds=_seconds_bound(plan, cost, num_rank_rows, work, largest),
+    return {
+        "seconds_bound": _seconds_bound(plan, cost, num_rank_rows, work, largest),
         # A stage runs its vpp chunks, and a DP rank its share of the samples.
-        equal_work_seconds=passes * own_work * layout.vpp / layout.dp,
-    )
-
-
-def row_widths(plan: Plan) -> tuple[int, ...]:
-    """Numbers of DP ranks that a row of this plan may lie over, ascending."""
-    return plan.policy.widths(plan.layout)
+        "equal_work_seconds": passes * own_work * layout.vpp / layout.dp,
+    }
 
 
 def _largest_work(plan: Plan, length: Ints, cost: CostModel, width: int) -> float:
@@ -443,7 +406,7 @@ def _seconds_bound(
     Args:
         num_rank_rows: the fewest possible; a row over several ranks counts for each.
         work: seconds of all samples in one chunk, without the fixed cost of rows.
-        largest: seconds of the largest sample in one chunk, see `_Bounds.largest_work`.
+        largest: seconds of the largest sample in one chunk, on one of the ranks that may share it.
     """
     layout = plan.layout
     busiest, chunks = cost.least_weights(layout)

@@ -2,9 +2,7 @@
 
     layouts of the GPUs -> budgets -> plans under each rule -> simulated, those that fit ranked
 
-Layouts come in the order of their bounds, until a bound is below the fastest plans. Of a large
-batch each plan is first made for a part of the samples on a part of the DP ranks: a rank then has
-as many samples as before, of the same lengths. The fastest are planned whole.
+Layouts come in the order of their bounds, until a bound is below the fastest plans.
 
 The prediction covers the pipeline's bubbles, imbalance and padding, and what the cost model has.
 It leaves out the communication of CP, EP and DP: compare layouts of equal cp and ep, and measure
@@ -14,8 +12,8 @@ the best few.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megapack.base.arrays import Ids, Ints, read_sets
+from megapack.base.arrays import Ids, Ints
 from megapack.base.choices import Executor
 from megapack.cost.memory import GpuMemory, MemoryModel
 from megapack.cost.model import CostModel
@@ -54,38 +52,32 @@ _DYNAMIC_SEARCH = 256
 # That of plans with orders of operations to this: a plan of 1,000 samples takes 0.1 s instead of
 # 0.25 and is up to 3 % slower than with 256 (pp=4, split backwards), mostly 1 %.
 _ORDER_SEARCH = 64
-# A part of a batch has at least so many DP ranks and rollouts.
-_LEAST_RANKS = 16
-_LEAST_ROLLOUTS = 1024
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One layout, budget and policy, planned and simulated."""
+class Trial:
+    """A plan to make."""
 
     layout: Layout
     stage_layers: StageLayers
+    kind: Kind
+    """What the plan may do."""
     max_tokens_per_gpu: int
     policy: Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate(Trial):
+    """One layout, budget and policy, planned and simulated."""
+
     report: PlanReport
     memory: GpuMemory
     """Memory of the fullest stage when every row in flight is full, as in a later batch."""
-    share: int = 1
-    """The report is of one of so many parts of the samples and of the DP ranks."""
-    work_ratio: float = 1.0
-    """Work per token of the samples that were planned, over that of all."""
-
-    @property
-    def kind(self) -> Kind:
-        """What its plan may do."""
-        return Kind(*(getattr(self.policy, name) for name in Kind._fields))
 
     @property
     def tokens_per_gpu_second(self) -> float:
         """Real tokens per second and GPU; candidates are ranked by it."""
-        return self.report.tokens_per_gpu_second * self.work_ratio
+        return self.report.tokens_per_gpu_second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +85,11 @@ class Tuning:
     """Result of a sweep."""
 
     ranked: tuple[Candidate, ...]
-    """Candidates that fit into memory, the fastest first: all of them, or those that were planned
-    whole."""
+    """Candidates that fit into memory, the fastest first."""
     num_layouts: int
     """Layouts, each with every split of its layers."""
     num_plans: int
-    num_fitting: int
-    """Plans that fit into memory."""
+    """Plans that were made and differ."""
     num_passed_over: int
     """Plans of layouts whose busiest stage alone is slower than the last of the fastest."""
     num_left: int
@@ -152,63 +142,12 @@ class Workload:
         policy = replace(self.policy, **changes)
         return policy.within(memory.sizes.max_width(layout), memory.least_piece(layout))
 
-    def part(self, share: int) -> Workload:
-        """One of so many parts of the rollouts: the longest, and others evenly by length."""
-        if share == 1:
-            return self
-        rollout_of, ids, _, colocate_ids = read_sets(
-            self.rollout_ids, self.colocate_ids, self.lengths.size
-        )
-        longest_first = np.argsort(-np.bincount(rollout_of, weights=self.lengths), kind="stable")
-        chosen = longest_first[share // 2 :: share]
-        chosen[0] = longest_first[0]
-        own = np.flatnonzero(np.isin(rollout_of, chosen)).tolist()
-        size = self.global_batch_size
-        return replace(
-            self,
-            lengths=self.lengths[own],
-            rollout_ids=None if ids is None else tuple(ids[k] for k in own),
-            colocate_ids=None if colocate_ids is None else tuple(colocate_ids[k] for k in own),
-            global_batch_size=None if size is None else max(1, size // share),
-        )
-
-    def share_of(self, layout: Layout) -> int:
-        """How many parts may be made of the DP ranks and rollouts; 1 if samples share prefixes."""
-        if self.prefixes is not None:
-            return 1
-        num_rollouts = len(set(self.rollout_ids or self.colocate_ids or range(self.lengths.size)))
-        most = min(layout.dp // _LEAST_RANKS, num_rollouts // _LEAST_ROLLOUTS)
-        experts = layout.ep * layout.etp
-        return max(
-            share
-            for share in range(1, max(1, most) + 1)
-            if layout.dp % share == 0 and layout.dp // share * layout.cp * layout.tp % experts == 0
-        )
-
-
-class _Trial(NamedTuple):
-    """A plan to make."""
-
-    layout: Layout
-    split: StageLayers
-    kind: Kind
-    budget: int
-    policy: Policy
-    share: int = 1
-    """Of one of so many parts of the samples and of the DP ranks."""
-
-    @classmethod
-    def of(cls, candidate: Candidate) -> _Trial:
-        """A candidate's plan, of all samples."""
-        names = ("layout", "stage_layers", "kind", "max_tokens_per_gpu", "policy")
-        return cls(*(getattr(candidate, name) for name in names))
-
 
 def tune(
     work: Workload,
     space: Space,
     *,
-    num_whole: int | None = None,
+    num_best: int | None = None,
     watch: Callable[[Progress], object] = lambda progress: None,
 ) -> Tuning:
     """Plan and simulate every candidate of a space.
@@ -216,15 +155,15 @@ def tune(
     An interrupt (Ctrl-C) ends the sweep, with what it has found.
 
     Args:
-        num_whole: plan parts of a large batch first, and so many of the fastest whole; None: all.
+        num_best: so many of the fastest are asked for: layouts that are slower at best are not
+            planned; None: everything is planned.
         watch: called after each plan.
 
     Raises:
-        ConfigError: no layout fills the GPUs and divides the model, or `given_split` fits none, or
-            nothing that `Kind` has is tried on any of them.
+        ConfigError: no layout fills the GPUs and divides the model, or nothing that `Kind` has is
+            tried on any of them.
     """
     sizes = work.memory.sizes
-    space.check_given_split(sizes)
     layouts = list(space.layouts(sizes, typical_length(work.lengths)))
     if not layouts:
         raise ConfigError(
@@ -241,138 +180,88 @@ def tune(
             f"{len(layouts)} layouts: rows over several ranks need dp > 1, pieces and split "
             "backwards pp > 1; add fixed, off and joint, or other sizes"
         )
-    sweep = _Sweep(work, watch)
-    try:
-        sweep.run([trial for each in kinds for trial in _trials(work, space, *each)], num_whole)
-    except KeyboardInterrupt:
-        sweep.ranked = sorted([*sweep.ranked, *sweep.earlier], key=_slowness)
+    trials = [trial for each in kinds for trial in _trials(work, space, *each)]
+    sweep = _Sweep(work, len(trials), watch)
+    with contextlib.suppress(KeyboardInterrupt):
+        sweep.run(trials, num_best)
     needs = (
-        _memory(work, layout, split, min(_budgets(work, space, layout, kind)), kind)
-        for layout, split, kind in kinds
+        _memory(work, _trial(work, *each, min(_budgets(work, space, each[0], each[2]))))
+        for each in kinds
     )
     return Tuning(
         ranked=tuple(sweep.ranked),
         num_layouts=len(layouts),
-        num_plans=sweep.num_plans,
-        num_fitting=sweep.num_fitting,
+        num_plans=len(sweep.seen),
         num_passed_over=sweep.num_passed_over,
-        num_left=sweep.progress.num_plans - sweep.progress.done,
+        num_left=len(trials) - sweep.num_passed_over - sweep.num_done,
         least_memory=min(needs, key=lambda memory: memory.total),
         refusal=sweep.refusal,
     )
 
 
-class _Made(NamedTuple):
-    """What a trial gives."""
-
-    plan: Plan
-    candidate: Candidate
-
-
 class _Sweep:
-    def __init__(self, work: Workload, watch: Callable[[Progress], object]) -> None:
+    def __init__(
+        self, work: Workload, num_trials: int, watch: Callable[[Progress], object]
+    ) -> None:
         self.work = work
         self.watch = watch
+        self.num_trials = num_trials
         self.ranked: list[Candidate] = []
-        self.earlier: list[Candidate] = []
-        """Those of the pass before."""
-        self.progress = Progress(0, 0, None)
-        self.is_first = True
-        self.num_plans = 0
-        self.num_fitting = 0
+        self.num_done = 0
         self.num_passed_over = 0
         self.refusal: str | None = None
-        self.parts: dict[int, Workload] = {}
         self.seen: set[tuple[Layout, StageLayers, tuple[StepPlan, ...]]] = set()
 
-    def run(self, trials: list[_Trial], num_whole: int | None) -> None:
+    def run(self, trials: list[Trial], num_best: int | None) -> None:
         """Make the plans, which `ranked` then has."""
-        self._begin(len(trials))
-        if num_whole is None:
+        if num_best is None:
             self._plan(trials)
             return
-        own: dict[tuple[Layout, StageLayers], list[_Trial]] = {}
+        own: dict[tuple[Layout, StageLayers], list[Trial]] = {}
         for trial in trials:
-            own.setdefault((trial.layout, trial.split), []).append(trial)
+            own.setdefault((trial.layout, trial.stage_layers), []).append(trial)
         bounds = {key: _bound(self.work, *key) for key in own}
         for key in sorted(own, key=lambda key: -bounds[key]):
-            if bounds[key] < self._slowest_of(num_whole):
-                self.num_passed_over = len(trials) - self.progress.done
+            best = _best_of_layouts(self.ranked)[:num_best]
+            if len(best) == num_best and bounds[key] < best[-1].tokens_per_gpu_second:
+                self.num_passed_over = self.num_trials - self.num_done
                 break
-            share = self.work.share_of(key[0])
-            self._plan([trial._replace(share=share) for trial in own[key]])
-        best = _best_of_layouts(self.ranked)[:num_whole]
-        if all(candidate.share == 1 for candidate in best):
-            self.progress = self.progress._replace(num_plans=self.progress.done)
-            return
-        self._begin(len(best))
-        for part, whole in zip(best, self._plan([_Trial.of(c) for c in best]), strict=True):
-            if whole is None:
-                label = part.layout.label
-                logger.warning("%s: no legal plan of all; its numbers are of a part", label)
-                self._insert(part)
+            self._plan(own[key])
 
-    def _slowest_of(self, num_best: int) -> float:
-        """The speed of the last of so many of the fastest; 0 if there are not so many."""
-        best = _best_of_layouts(self.ranked)[:num_best]
-        return best[-1].tokens_per_gpu_second if len(best) == num_best else 0.0
-
-    def _begin(self, num_plans: int) -> None:
-        """Begin a pass of so many plans; `num_plans` and `num_fitting` are those of the first."""
-        self.is_first = not self.progress.num_plans
-        self.progress = Progress(0, num_plans, None)
-        self.earlier, self.ranked = self.ranked, []
-        self.seen.clear()
-
-    def _plan(self, trials: Sequence[_Trial]) -> list[Candidate | None]:
-        """Plan the trials on all cores, and rank those that fit and differ from earlier ones.
-
-        Returns:
-            What each trial gives; None: no plan is legal.
-        """
-        self.parts |= {share: self.work.part(share) for share in {trial.share for trial in trials}}
-        candidates: list[Candidate | None] = []
+    def _plan(self, trials: Sequence[Trial]) -> None:
+        """Plan the trials on all cores, and rank those that fit and differ from earlier ones."""
         # Kernels run without Python's lock.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             futures = [pool.submit(self._made, trial) for trial in trials]
             try:
                 for trial, future in zip(trials, futures, strict=True):
-                    made = future.result()
-                    if isinstance(made, PlanError):
-                        self.refusal = str(made)
-                        candidates.append(None)
-                    else:
-                        candidates.append(made.candidate)
-                        key = (trial.layout, trial.split, made.plan.steps)
-                        if key not in self.seen and trial.kind.has(made.plan):
-                            self.seen.add(key)
-                            self._insert(made.candidate)
-                    if self.is_first:
-                        self.num_plans, self.num_fitting = len(self.seen), len(self.ranked)
-                    best = self.ranked[0] if self.ranked else None
-                    self.progress = Progress(self.progress.done + 1, self.progress.num_plans, best)
-                    self.watch(self.progress)
+                    self._note(trial, future.result())
             except KeyboardInterrupt:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        return candidates
 
-    def _made(self, trial: _Trial) -> _Made | PlanError:
+    def _made(self, trial: Trial) -> tuple[Plan, Candidate] | PlanError:
         """The trial's plan, simulated, or why it is not legal."""
-        part = self.parts[trial.share]
         try:
-            plan = _plan(part, trial)
+            plan = _plan(self.work, trial)
         except PlanError as error:
             return error
-        return _Made(plan, _candidate(self.work, part, trial, plan))
+        return plan, _candidate(self.work, trial, plan)
 
-    def _insert(self, candidate: Candidate) -> None:
-        if self._fits(candidate):
-            # After equally fast ones, which came before it in the sweep.
-            bisect.insort(self.ranked, candidate, key=_slowness)
-
-    def _fits(self, candidate: Candidate) -> bool:
-        return candidate.memory.total <= self.work.memory_bytes
+    def _note(self, trial: Trial, made: tuple[Plan, Candidate] | PlanError) -> None:
+        self.num_done += 1
+        if isinstance(made, PlanError):
+            self.refusal = str(made)
+        else:
+            plan, candidate = made
+            key = (trial.layout, trial.stage_layers, plan.steps)
+            if key not in self.seen and trial.kind.has(plan):
+                self.seen.add(key)
+                if candidate.memory.total <= self.work.memory_bytes:
+                    # After equally fast ones, which came before it in the sweep.
+                    bisect.insort(self.ranked, candidate, key=_slowness)
+        best = self.ranked[0] if self.ranked else None
+        self.watch(Progress(self.num_done, self.num_trials, best))
 
 
 def _slowness(candidate: Candidate) -> float:
@@ -389,13 +278,24 @@ def _best_of_layouts(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 def _trials(
     work: Workload, space: Space, layout: Layout, split: StageLayers, kind: Kind
-) -> Iterator[_Trial]:
+) -> Iterator[Trial]:
     """Budgets that fit, from the smallest on, under each policy."""
     for budget in _budgets(work, space, layout, kind):
-        if _memory(work, layout, split, budget, kind).total > work.memory_bytes:
+        trial = _trial(work, layout, split, kind, budget)
+        if _memory(work, trial).total > work.memory_bytes:
             break
         for policy in _policies(work, space, layout, kind):
-            yield _Trial(layout, split, kind, budget, policy)
+            yield replace(trial, policy=policy)
+
+
+def _trial(work: Workload, layout: Layout, split: StageLayers, kind: Kind, budget: int) -> Trial:
+    return Trial(
+        layout=layout,
+        stage_layers=split,
+        kind=kind,
+        max_tokens_per_gpu=budget,
+        policy=work.policy,
+    )
 
 
 def _kinds(work: Workload, space: Space, layout: Layout) -> Iterator[Kind]:
@@ -441,7 +341,7 @@ def _budgets(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterat
 
 def _policies(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterator[Policy]:
     search = work.policy.search
-    rules = space.count_rules
+    rules = space.count_rule
     if kind.context_parallel == "dynamic":
         search = min(search, _DYNAMIC_SEARCH)
     if kind.has_orders:
@@ -453,8 +353,8 @@ def _policies(work: Workload, space: Space, layout: Layout, kind: Kind) -> Itera
             yield policy
 
 
-def _plan(part: Workload, trial: _Trial) -> Plan:
-    """Plan the trial's part of the samples.
+def _plan(work: Workload, trial: Trial) -> Plan:
+    """Make the trial's plan.
 
     Raises:
         PlanError: the policy allows no legal plan, or leaves a sample that should be cut into
@@ -463,32 +363,27 @@ def _plan(part: Workload, trial: _Trial) -> Plan:
     policy = trial.policy
     is_cut = policy.split_samples == "auto"
     plan = build_dp_schedule(
-        part.lengths,
-        layout=replace(trial.layout, dp=trial.layout.dp // trial.share),
-        max_tokens_per_gpu=trial.budget,
-        rollout_ids=part.rollout_ids,
-        colocate_ids=part.colocate_ids,
-        global_batch_size=part.global_batch_size,
-        num_steps=part.num_steps,
-        cost=part.cost_of(trial.layout, trial.split),
+        work.lengths,
+        layout=trial.layout,
+        max_tokens_per_gpu=trial.max_tokens_per_gpu,
+        rollout_ids=work.rollout_ids,
+        colocate_ids=work.colocate_ids,
+        global_batch_size=work.global_batch_size,
+        num_steps=work.num_steps,
+        cost=work.cost_of(trial.layout, trial.stage_layers),
         policy=replace(policy, oversize="error") if is_cut else policy,
-        prefixes=part.prefixes,
+        prefixes=work.prefixes,
     )
     return replace(plan, policy=policy)
 
 
-def _candidate(work: Workload, part: Workload, trial: _Trial, plan: Plan) -> Candidate:
-    """A plan of a part of the work, simulated."""
-    cost = work.cost_of(trial.layout, trial.split)
+def _candidate(work: Workload, trial: Trial, plan: Plan) -> Candidate:
+    """A trial's plan, simulated."""
+    cost = work.cost_of(trial.layout, trial.stage_layers)
     return Candidate(
-        layout=trial.layout,
-        stage_layers=trial.split,
-        max_tokens_per_gpu=trial.budget,
-        policy=plan.policy,
-        report=plan_report(plan, part.lengths, cost),
-        memory=_memory(work, trial.layout, trial.split, trial.budget, trial.kind, plan),
-        share=trial.share,
-        work_ratio=_work_per_token(part.lengths, cost) / _work_per_token(work.lengths, cost),
+        **vars(trial),
+        report=plan_report(plan, work.lengths, cost),
+        memory=_memory(work, trial, plan),
     )
 
 
@@ -512,14 +407,7 @@ def _work_per_token(lengths: Ints, cost: CostModel) -> float:
     return float(work.sum() / tokens.sum()) or 1.0
 
 
-def _memory(
-    work: Workload,
-    layout: Layout,
-    split: StageLayers,
-    budget: int,
-    kind: Kind,
-    plan: Plan | None = None,
-) -> GpuMemory:
+def _memory(work: Workload, trial: Trial, plan: Plan | None = None) -> GpuMemory:
     """The fullest stage with full rows in flight.
 
     A sample over the budget is a longer row, or lies over as many ranks as hold it, or is split.
@@ -528,12 +416,15 @@ def _memory(
         plan: decides G, what rows over several ranks gather, and what orders of operations hold;
             None: the layout's G, nothing.
     """
-    row = budget if kind.cuts_samples else max(budget, _longest(work, layout))
+    layout = trial.layout
+    row = trial.max_tokens_per_gpu
+    if not trial.kind.cuts_samples:
+        row = max(row, _longest(work, layout))
     held = {"live_tokens": row * layout.chunks_in_flight() / layout.vpp, "row_tokens": row}
     if plan is not None:
         held = full_rows(plan, row)
-    executor: Executor = "operations" if kind.has_orders else "megatron"
-    memory = replace(work.memory, stage_layers=split, executor=executor)
+    executor: Executor = "operations" if trial.kind.has_orders else "megatron"
+    memory = replace(work.memory, stage_layers=trial.stage_layers, executor=executor)
     return memory.fullest_stage(layout, **held)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,22 +65,19 @@ class Space:
     budgets: Sequence[int] | None = None
     """max_tokens_per_gpu; None: the longest sample's, doubled up to four times while it fits, and
     where rows may lie over several ranks or samples be split a quarter, a half and all of it."""
-    count_rules: Sequence[CountRule] = ("legal",)
+    count_rule: Sequence[CountRule] = ("legal",)
     context_parallel: Sequence[ContextParallel] = ("fixed",)
     """"dynamic" is tried with dp > 1, token budgets and one M for all ranks."""
     split_samples: Sequence[SplitSamples] = ("off",)
-    """"auto" is tried with fixed context parallelism, pp > 1, planned rows, and experts within DP
-    ranks; and both "auto" and "split" with the first count rule only."""
+    """"auto" is tried with pp > 1 and planned rows."""
     backward: Sequence[Backward] = ("joint",)
-    sequence_parallel: bool = True
-    """Set in layouts with tp > 1."""
+    """"split" is tried with pp > 1. Where steps may have orders of their own, by "split" or "auto",
+    the first count rule alone is tried."""
     uneven: bool = False
     """For each layout, also try the split of layers over chunks that balances the embedding and the
     head."""
-    given_split: Callable[[Layout], StageLayers] | None = None
-    """The only split to try on the layouts that it fits; on others it raises ConfigError."""
-    requires_split: bool = False
-    """Refuse a space in which `given_split` fits no layout."""
+    given_split: Callable[[Layout], StageLayers | None] = lambda layout: None
+    """The only split to try on a layout; None: it has none for that."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "ep", "etp", "pp", "vpp", "budgets"):
@@ -103,29 +99,13 @@ class Space:
             for split in self._splits(sizes, layout, mean_length):
                 yield layout, split
 
-    def check_given_split(self, sizes: ModelSizes) -> None:
-        """Raise ConfigError if the given split fits none of the layouts."""
-        if self.given_split is None or not self.requires_split:
-            return
-        refused = None
-        for layout in self._layouts(sizes):
-            try:
-                self.given_split(layout)
-            except ConfigError as error:
-                # With vpp=1 the message is about the split, not about too many chunks.
-                refused = error if refused is None or layout.vpp == 1 else refused
-            else:
-                return
-        if refused is not None:
-            raise refused
-
     def _splits(
         self, sizes: ModelSizes, layout: Layout, mean_length: float
     ) -> Iterator[StageLayers]:
-        if self.given_split is not None:
-            with contextlib.suppress(ConfigError):
-                yield self.given_split(layout)
-                return
+        given = self.given_split(layout)
+        if given is not None:
+            yield given
+            return
         divides = sizes.num_layers % layout.num_chunks == 0
         if divides:
             yield StageLayers.even(sizes.num_layers, pp=layout.pp, vpp=layout.vpp)
@@ -147,7 +127,6 @@ class Space:
                 continue
             for vpp in self.vpp or range(1, _MAX_VPP + 1):
                 if pp > 1 or vpp == 1:
-                    sequence = self.sequence_parallel and tp > 1
                     yield Layout(
                         dp=dp,
                         tp=tp,
@@ -156,7 +135,7 @@ class Space:
                         cp=cp,
                         ep=ep,
                         etp=etp,
-                        sequence_parallel=sequence,
+                        sequence_parallel=tp > 1,
                     )
 
 

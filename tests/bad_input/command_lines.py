@@ -141,7 +141,10 @@ PLAN_LINES = [
     _plan("--max-tokens-per-gpu 8 --cost c.yaml", "c.yaml", "No such file", "give"),
     _plan(
         "--max-tokens-per-gpu 8 --pipeline-model-parallel-layout EtL",
-        *("--pipeline-model-parallel-layout given without a model", "set --model"),
+        *(
+            "unrecognized arguments: --pipeline-model",
+            "give --model, or --config",
+        ),
     ),
     _plan("--max-tokens-per-gpu 8 --rollout-column id", "'id'", "length", "name one"),
     line("plan none.csv --max-tokens-per-gpu 8", "none.csv", "No such file", "give"),

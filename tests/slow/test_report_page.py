@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from megapack import CostModel, Layout, build_dp_schedule
-from megapack.job.view.page import page_html
-from megapack.job.view.page_data import plan_page, run_page
+from megapack.job.view.page import page_html, plan_page, run_page
 from megapack.job.view.records import read_run
 from tests.run_folder import write_run
 

@@ -27,7 +27,7 @@ import megapack
 from megapack import CostModel, Layout, build_dp_schedule, check_plan
 from megapack.config import find_config, load_config
 from megapack.job.view.page import page_html
-from megapack.job.view.page_data import plan_page
+from megapack.job.view.page import plan_page
 from megapack.job.config.sections import TrainConfig
 
 assert Path(megapack.__file__).is_relative_to(sys.argv[1]), megapack.__file__

@@ -132,7 +132,7 @@ def test_a_topic_shows_only_its_own_options(topic: str, capsys: pytest.CaptureFi
         cli.main(["plan", f"--help-{topic}"])
     out = capsys.readouterr().out
     assert exit_.value.code == 0
-    shown = {"model": "--num-query-groups", "policy": "--split-samples {off,auto}"}
+    shown = {"model": "--peak-tflops", "policy": "--split-samples {off,auto}"}
     assert [name for name, option in shown.items() if option in out] == [topic]
     assert "--length-column" not in out
 

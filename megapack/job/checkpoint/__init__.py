@@ -2,11 +2,10 @@
 
 Modules:
     checkpoints: save, load, resume
-    pending: a save whose files are being written while training goes on
     folders: names, completeness, removal
     state: all tensors of a rank in Megatron's distributed checkpoint format
     blocks: the distributed optimizer's state in that format, without a gather
-    writer: plans all ranks' files and writes this rank's, on threads
+    writer: plans all ranks' files and writes this rank's, on threads, while training goes on
     index: checks the pickled index before torch reads it
     random_states: a rank's random states
 """

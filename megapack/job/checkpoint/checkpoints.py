@@ -27,9 +27,9 @@ from megapack.errors import CheckpointError
 from megapack.job.checkpoint import folders
 from megapack.job.checkpoint.folders import Checkpoint, Manifest, Position
 from megapack.job.checkpoint.index import check_index, read_fault
-from megapack.job.checkpoint.pending import PendingSave
 from megapack.job.checkpoint.random_states import rng_state, set_rng_state
 from megapack.job.checkpoint.state import RunState, is_first_of_data_parallel_rank
+from megapack.job.checkpoint.writer import PendingSave
 from megapack.job.config.sections import TrainConfig
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
@@ -446,8 +446,8 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 def _with_later_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config with the keys that those of earlier checkpoints lack: from before Muon, and from
     before batches exchanged prompt groups."""
-    optim = {"name": "adam", **config.get("optim", {})}
-    return {**config, "optim": optim, "data": {"balance_window": 1, **config.get("data", {})}}
+    later = {"optim": {"name": "adam"}, "data": {"balance_window": 1}}
+    return dict(folders.with_later_keys(config, later))
 
 
 def samples_done_digest(plan: Plan, num_steps: int) -> str:

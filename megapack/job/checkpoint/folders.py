@@ -342,14 +342,19 @@ def _remove(path: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
 
 
-def check_space(folder: Path, num_bytes: int) -> None:
-    """Raise CheckpointError if a checkpoint of `num_bytes` does not fit on the disk."""
+def check_space(
+    folder: Path,
+    num_bytes: int,
+    what: str = "a checkpoint",
+    else_do: str = "lower train.keep_checkpoints, and resume with train.resume=auto",
+) -> None:
+    """Raise CheckpointError if a checkpoint, or `what` is named, does not fit on the disk."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise CheckpointError(
-            f"a checkpoint of {num_bytes / 2**20:.0f} MiB does not fit into the "
-            f"{free / 2**20:.0f} MiB that are free at {folder}; make room, or lower "
-            "train.keep_checkpoints, and resume with train.resume=auto"
+            f"{what} of {num_bytes / 2**20:.0f} MiB does not fit into the "
+            f"{free / 2**20:.0f} MiB that are free at {folder}; make room, or "
+            f"{else_do}"
         )
 
 

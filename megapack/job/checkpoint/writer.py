@@ -15,7 +15,8 @@ import dataclasses
 import heapq
 import math
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import nullcontext
 from functools import partial
@@ -39,7 +40,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megapack.errors import CheckpointError
-from megapack.job.checkpoint.folders import writing
+from megapack.job.checkpoint.folders import Manifest, part_path, writing
 from megapack.ranks.agree import agree
 from megapack.ranks.threads import run_on_daemon
 from megapack.rows.transfer import host_copies
@@ -47,6 +48,9 @@ from megapack.rows.transfer import host_copies
 # Bytes that each thread copies from the GPU ahead of writing them, and one tensor more: with four
 # threads 256 MiB and four tensors. At 25 GB/s 64 MiB take 3 ms, much less than a disk.
 _AHEAD_BYTES = 64 * 2**20
+# Seconds that a run which ends with an error waits for the tensor that is being written. At 1 GB/s
+# a tensor of 4 GB takes 4. Chosen by hand.
+_ABANDON_S = 8.0
 
 
 class StateWriter:
@@ -183,6 +187,56 @@ class StateWriter:
             self._files.finish(self._index, results)
             torch.save({}, self._folder / COMMON_STATE_FNAME)
             save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
+
+
+class PendingSave:
+    """This rank's part of a save in progress; its thread ends with the work.
+
+    Args:
+        path: the checkpoint's final folder.
+        manifest: what its manifest will say.
+        writer: the tensors' writer.
+        work: writes this rank's files, without communication.
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, writer: StateWriter, work: Callable[[], None]
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.writer = writer
+        self.write_s = 0.0
+        self._done = run_on_daemon("megapack-checkpoint", lambda: self._timed(work))
+
+    @property
+    def part(self) -> Path:
+        """The folder that the files are written into."""
+        return part_path(self.path)
+
+    @property
+    def is_writing(self) -> bool:
+        return not self._done.done()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._done.done() and self._done.exception() is not None
+
+    def wait(self) -> None:
+        """Wait until this rank's files are on the disk; raises the error of writing them."""
+        self._done.result()
+
+    def abandon(self) -> None:
+        """Stop writing after the tensor in progress."""
+        self.writer.abandon()
+        # On a file system that hangs, the thread is left behind.
+        wait([self._done], timeout=_ABANDON_S)
+
+    def _timed(self, work: Callable[[], None]) -> None:
+        started = time.perf_counter()
+        try:
+            work()
+        finally:
+            self.write_s = time.perf_counter() - started
 
 
 class _Planner(MCoreSavePlanner):  # type: ignore[misc]

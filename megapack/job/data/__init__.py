@@ -8,6 +8,7 @@ Modules:
     advantages: rewards of rollouts -> advantages
     columns: rows of one simple form, read together
     token_blocks, blocks, workers: tokenization, by several processes
+    processes: a process that answers messages
     index, dataset: random access to any sample
     lengths: lengths alone, for the planner's commands
     generated: toy rollouts

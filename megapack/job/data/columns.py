@@ -130,7 +130,7 @@ def _token_block(
         rows[name] = _floats(columns[name]) if name in columns else np.nan
     own_ids = [f"{file} line-{number}" for number in range(first, first + len(rows))]
     groups, rollouts = (_filled(columns.get(name, own_ids), own_ids) for name in _IDENTITIES)
-    return TokenBlock(rows, groups, rollouts, tokens.ids, [])
+    return TokenBlock(rows, groups, rollouts, tokens.ids)
 
 
 def _of_text(columns: dict[str, Column], settings: ReadSettings) -> TextTokens | None:

@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,18 +15,11 @@ import numpy.typing as npt
 from megapack.base.arrays import Ints
 from megapack.errors import DataError
 from megapack.job.data.advantages import SampleReward
-from megapack.job.data.index import (
-    Index,
-    SampleTokens,
-    StoredSamples,
-    load_samples,
-    store_in_memory,
-)
+from megapack.job.data.index import Index, StoredSamples, load_samples, store_in_memory
 from megapack.job.data.rollouts import Rollout, group_batches
 from megapack.job.data.token_blocks import ReadSettings
 from megapack.job.data.tokenizer import Ids, Mask
 from megapack.plan.plan import Plan, own_samples
-from megapack.prefixes import SharedPrefixes
 
 SampleNumbers = npt.NDArray[np.int64]
 """Numbers of samples in a data set, from 0, in the order of its files."""
@@ -42,17 +35,15 @@ class TokenSink(Protocol):
         ...
 
 
-class Dataset:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dataset(StoredSamples):
     """Samples by number, in the order of their files; see `data.index`."""
 
-    def __init__(self, samples: StoredSamples) -> None:
-        self._samples = samples
-        self._index = samples.index
-        self.num_dropped_groups = 0
-        """Prompt groups that `without_equal_rewards` left out."""
+    num_dropped_groups: int = 0
+    """Prompt groups that `without_equal_rewards` left out."""
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self.index)
 
     @classmethod
     def from_files(
@@ -63,12 +54,12 @@ class Dataset:
         num_workers: int | None = 1,
     ) -> Dataset:
         """The samples of `data.path`; arguments and errors are those of `load_samples`."""
-        return cls(load_samples(path, settings, spare_folder, num_workers))
+        return cls(**vars(load_samples(path, settings, spare_folder, num_workers)))
 
     @classmethod
     def from_rollouts(cls, records: Sequence[Rollout]) -> Dataset:
         """A data set of samples that are in memory."""
-        return cls(store_in_memory(records))
+        return cls(**vars(store_in_memory(records)))
 
     def without_equal_rewards(self) -> Dataset:
         """The prompt groups whose samples do not all have the same reward, in the same order.
@@ -78,8 +69,8 @@ class Dataset:
         Raises:
             DataError: no group is left.
         """
-        group = self._index["group"]
-        rows = self._index[~_with_equal_rewards(self._index)[group]]
+        group = self.index["group"]
+        rows = self.index[~_with_equal_rewards(self.index)[group]]
         num_groups = len(np.unique(group))
         if len(rows) == 0:
             raise DataError(
@@ -89,9 +80,8 @@ class Dataset:
         for name in ("group", "rollout"):
             # The numbers of those that are left, by first appearance as before.
             rows[name] = np.unique(rows[name], return_inverse=True)[1]
-        data = Dataset(dataclasses.replace(self._samples, index=rows))
-        data.num_dropped_groups = num_groups - len(np.unique(rows["group"]))
-        return data
+        num_dropped = num_groups - len(np.unique(rows["group"]))
+        return dataclasses.replace(self, index=rows, num_dropped_groups=num_dropped)
 
     def digest(self) -> str:
         """A digest of the samples' lengths, loss tokens, pairs, prompt groups and rollouts, which
@@ -101,19 +91,19 @@ class Dataset:
         """
         digest = hashlib.sha256()
         names = ["prompt_tokens", "response_tokens", "group", "rollout"]
-        index = self._index
+        index = self.index
         all_count = index["response_tokens"] - (index["prompt_tokens"] == 0)
         # Plain data keeps the digest that checkpoints of earlier versions hold.
         if index["pair_sign"].any() or (index["loss_tokens"] != np.maximum(all_count, 0)).any():
             names += ["loss_tokens", "pair_sign"]
         for name in names:
             digest.update(index[name].tobytes())
-        return f"{digest.hexdigest()} {self._samples.digest}"
+        return f"{digest.hexdigest()} {self.samples_digest}"
 
     @property
     def lengths(self) -> Ints:
         """Tokens of each sample, prompt and response: int64 [samples]."""
-        index = self._index
+        index = self.index
         lengths: Ints = index["prompt_tokens"].astype(np.int64) + index["response_tokens"]
         return lengths
 
@@ -129,7 +119,7 @@ class Dataset:
     ) -> Iterator[SampleNumbers]:
         """Sample numbers in batches of whole prompt groups, see `rollouts.group_batches`."""
         return group_batches(
-            self._index["group"],
+            self.index["group"],
             prompts_per_batch,
             shuffle=shuffle,
             seed=seed,
@@ -140,22 +130,22 @@ class Dataset:
 
     def prompt_tokens(self, numbers: SampleNumbers) -> list[int]:
         """Tokens of each sample's prompt."""
-        return self._index["prompt_tokens"][numbers].tolist()  # type: ignore[no-any-return]
+        return self.index["prompt_tokens"][numbers].tolist()  # type: ignore[no-any-return]
 
     def response_tokens(self, numbers: SampleNumbers) -> list[int]:
         """Tokens of each sample's response."""
-        return self._index["response_tokens"][numbers].tolist()  # type: ignore[no-any-return]
+        return self.index["response_tokens"][numbers].tolist()  # type: ignore[no-any-return]
 
     def loss_tokens(self, numbers: SampleNumbers) -> list[int]:
         """Response tokens of each sample that count in the loss; its first token never does."""
-        return self._index["loss_tokens"][numbers].tolist()  # type: ignore[no-any-return]
+        return self.index["loss_tokens"][numbers].tolist()  # type: ignore[no-any-return]
 
     def pair_signs(self, numbers: SampleNumbers) -> list[int]:
         """1 for the preferred sample of a pair, -1 for the other one, 0 for all others.
 
         Both samples of a pair have the same rollout.
         """
-        return self._index["pair_sign"][numbers].tolist()  # type: ignore[no-any-return]
+        return self.index["pair_sign"][numbers].tolist()  # type: ignore[no-any-return]
 
     def pair_ids(self, numbers: SampleNumbers) -> list[int] | None:
         """Each sample's pair, numbered from 0 by first appearance among these samples.
@@ -163,7 +153,7 @@ class Dataset:
         None if the samples are in no pairs. A pair's preferred sample comes right before the other
         one in the data set.
         """
-        signs = self._index["pair_sign"][numbers]
+        signs = self.index["pair_sign"][numbers]
         if not signs.any():
             return None
         ids: dict[int, int] = {}
@@ -173,52 +163,31 @@ class Dataset:
     def lines(self, numbers: SampleNumbers) -> list[tuple[int, int, int]]:
         """Where each sample comes from: number of the file from 0, line or row from 1, and number
         of the sample within it from 0."""
-        columns = [self._index[name][numbers].tolist() for name in ("file", "number", "part")]
+        columns = [self.index[name][numbers].tolist() for name in ("file", "number", "part")]
         return list(zip(*columns, strict=True))
 
     def rollout_ids(self, numbers: SampleNumbers) -> list[int]:
         """Each sample's rollout, numbered from 0 by first appearance among these samples."""
         ids: dict[int, int] = {}
-        rollouts = self._index["rollout"][numbers].tolist()
+        rollouts = self.index["rollout"][numbers].tolist()
         return [ids.setdefault(rollout, len(ids)) for rollout in rollouts]
 
     def num_groups(self, numbers: SampleNumbers) -> int:
         """Number of prompt groups among these samples."""
-        return len(np.unique(self._index["group"][numbers]))
+        return len(np.unique(self.index["group"][numbers]))
 
     def num_rollouts(self, numbers: SampleNumbers) -> int:
         """Number of rollouts among these samples."""
-        return len(np.unique(self._index["rollout"][numbers]))
+        return len(np.unique(self.index["rollout"][numbers]))
 
     def rewards(self, numbers: SampleNumbers) -> list[SampleReward]:
         """Prompt group, rollout, reward and advantage of each sample."""
         names = ("group", "rollout", "reward", "advantage")
-        columns = [self._index[name][numbers].tolist() for name in names]
+        columns = [self.index[name][numbers].tolist() for name in names]
         return [
             SampleReward(group, rollout, _none_if_nan(reward), _none_if_nan(advantage))
             for group, rollout, reward, advantage in zip(*columns, strict=True)
         ]
-
-    def prefixes(
-        self, numbers: SampleNumbers, *, mtp_num_layers: int = 0, replays_routes: bool = False
-    ) -> SharedPrefixes:
-        """What these samples have in common at their beginnings, see `StoredSamples.prefixes`."""
-        return self._samples.prefixes(
-            numbers, mtp_num_layers=mtp_num_layers, replays_routes=replays_routes
-        )
-
-    def tokens(self, number: int) -> SampleTokens:
-        """The tokens of one sample."""
-        return self._samples.tokens(number)
-
-    @property
-    def token_columns(self) -> set[str]:
-        """Names of `rollouts.TOKEN_COLUMNS` that the samples have."""
-        return set(self._samples.all_columns)
-
-    def token_column(self, name: str, number: int) -> npt.NDArray[Any]:
-        """A column's values of one sample, [response tokens, ...]; mapped."""
-        return self._samples.column(name, number)
 
     def give_tokens(
         self, batch: TokenSink, numbers: SampleNumbers, plans: Sequence[Plan], dp_rank: int

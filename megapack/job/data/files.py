@@ -1,6 +1,6 @@
 """Files of samples: readers of JSON Lines, plain or compressed by gzip, and Parquet.
 
-path -> open_file -> SampleFile.blocks -> Block.rows -> lines.LineParser
+path -> open_file -> blocks -> Block.rows -> lines.LineParser
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megapack.base.files import GZIP, HEAD_BYTES, PARQUET, read_whole, what_it_is
 from megapack.errors import ConfigError, DataError, brief
@@ -35,27 +35,6 @@ _BLOCK_ROWS = 1024
 
 Row = bytes | dict[str, Any]
 """One line of JSON Lines, or the cells of a Parquet row by column."""
-
-
-class Block(Protocol):
-    """Consecutive rows of a file; it can be pickled."""
-
-    @property
-    def num_bytes(self) -> int:
-        """About its share of the file's size."""
-        ...
-
-    def rows(self) -> Iterator[tuple[int, Row]]:
-        """Yield line or row number, from 1 in the file, and content of each row."""
-        ...
-
-
-class SampleFile(Protocol):
-    """A file that is read in order."""
-
-    def blocks(self) -> Iterator[Block]:
-        """Yield the whole file in order."""
-        ...
 
 
 def list_files(path: str | Path) -> list[Path]:
@@ -81,7 +60,7 @@ def list_files(path: str | Path) -> list[Path]:
     return files
 
 
-def open_file(path: Path) -> SampleFile:
+def open_file(path: Path) -> JsonLinesFile | ParquetFile:
     """A reader of the file: of Parquet by its beginning or its name, or else of JSON Lines.
 
     Raises:
@@ -109,11 +88,11 @@ class Lines:
 
     @property
     def num_bytes(self) -> int:
-        """See `Block`."""
+        """About its share of the file's size."""
         return len(self.data)
 
     def rows(self) -> Iterator[tuple[int, bytes]]:
-        """See `Block`; blank lines are left out."""
+        """Yield number, from 1 in the file, and content of each line that is not blank."""
         for number, line in enumerate(io.BytesIO(self.data), start=self.first):
             if line.strip():
                 yield number, line
@@ -138,7 +117,7 @@ class JsonLinesFile:
         self._path = path
 
     def blocks(self) -> Iterator[Lines]:
-        """See `SampleFile`."""
+        """Yield the whole file in order."""
         first = 1
         is_gzip = _head(self._path).startswith(GZIP)
         try:
@@ -187,7 +166,7 @@ class TableRows:
     """Number of the first row, from 1."""
     data: bytes
     num_bytes: int
-    """See `Block`."""
+    """About its share of the file's size."""
 
     def table(self) -> Any:
         """The rows as a `pyarrow.Table`."""
@@ -197,12 +176,16 @@ class TableRows:
             return stream.read_all()
 
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """See `Block`."""
+        """Yield number, from 1 in the file, and cells of each row."""
         table = self.table()
         # As Python lists, the experts of a token take kilobytes.
         at_once = 1 if "routed_experts" in table.column_names else _BLOCK_ROWS
         parts = (part.to_pylist() for part in table.to_batches(at_once))
         yield from enumerate(itertools.chain.from_iterable(parts), start=self.first)
+
+
+Block = Lines | TableRows
+"""Consecutive rows of a file; it can be pickled."""
 
 
 class ParquetFile:
@@ -229,7 +212,7 @@ class ParquetFile:
             raise DataError(f"{path}: not Parquet, it is {kind}") from None
 
     def blocks(self) -> Iterator[TableRows]:
-        """See `SampleFile`."""
+        """Yield the whole file in order."""
         import pyarrow
 
         first = 1

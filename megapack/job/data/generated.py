@@ -23,6 +23,7 @@ from megapack.errors import ConfigError
 from megapack.job.data.rollouts import Rollout
 from megapack.job.data.tokenizer import ByteTokenizer, Ids
 
+_TOKENIZER = ByteTokenizer()
 # Chosen by hand. A prompt has about 20 tokens, so a sample has about 120, and 600 at most.
 _MEAN_RESPONSE = 100.0
 _MAX_TOKENS = 600
@@ -46,7 +47,6 @@ def generate_rollouts(
     num_groups: int,
     group_size: int,
     seed: int,
-    tokenizer: ByteTokenizer | None = None,
     columns: Sequence[str] = (),
 ) -> list[Rollout]:
     """`group_size` rollouts for each of `num_groups` prompts; equal arguments, equal rollouts.
@@ -58,7 +58,7 @@ def generate_rollouts(
     """
     rng = random.Random(seed)
     records = []
-    for prompt in _prompts(rng, num_groups, group_size, tokenizer or ByteTokenizer()):
+    for prompt in _prompts(rng, num_groups, group_size):
         for rollout in range(group_size):
             num_bytes = prompt.draw_bytes(rng)
             right = rng.random() >= _SLIP_SHARE
@@ -77,16 +77,14 @@ def generate_rollouts(
     return records
 
 
-def generate_pairs(
-    num_groups: int, group_size: int, seed: int, tokenizer: ByteTokenizer | None = None
-) -> list[Rollout]:
+def generate_pairs(num_groups: int, group_size: int, seed: int) -> list[Rollout]:
     """`group_size` preference pairs for each of `num_groups` prompts, the preferred sample first.
 
     Equal arguments, equal pairs.
     """
     rng = random.Random(seed)
     records = []
-    for prompt in _prompts(rng, num_groups, group_size, tokenizer or ByteTokenizer()):
+    for prompt in _prompts(rng, num_groups, group_size):
         for pair in range(group_size):
             num_bytes = prompt.draw_bytes(rng)
             for part, sign in enumerate((1, -1)):
@@ -111,7 +109,7 @@ def _columns(
     size = len(response_ids)
     # Numbers after a slip may have more digits, and the answer more tokens.
     right_ids = np.resize(right_ids, size)
-    vocab_size = prompt.tokenizer.vocab_size
+    vocab_size = _TOKENIZER.vocab_size
     others = np.array([np.arange(1, _TOPK) + token for token in right_ids]) % vocab_size
     topk_ids = np.concatenate([right_ids[:, None], others.reshape(size, _TOPK - 1)], axis=1)
     rest = math.log((1 - _SURE) / (vocab_size - 1))
@@ -135,7 +133,6 @@ class _Prompt:
     start: int
     step: int
     ids: Ids
-    tokenizer: ByteTokenizer
 
     def draw_bytes(self, rng: random.Random) -> int:
         """The most bytes of an answer."""
@@ -144,19 +141,17 @@ class _Prompt:
     def answer(self, rng: random.Random, num_bytes: int, right: bool) -> Ids:
         """Token ids of an answer, with one slip unless `right`."""
         text = _count(rng, self.start, self.step, num_bytes, right)
-        return self.tokenizer.encode_response(text)
+        return _TOKENIZER.encode_response(text)
 
 
-def _prompts(
-    rng: random.Random, num_groups: int, group_size: int, tokenizer: ByteTokenizer
-) -> Iterator[_Prompt]:
+def _prompts(rng: random.Random, num_groups: int, group_size: int) -> Iterator[_Prompt]:
     if num_groups < 1 or group_size < 1:
         raise ConfigError(f"{num_groups} groups of {group_size} rollouts; set both to 1 or more")
     for group in range(num_groups):
         start = rng.randrange(100)
         step = rng.randrange(1, 10)
-        ids = tokenizer.encode_prompt(f"Count from {start} by {step}:")
-        yield _Prompt(group, start, step, ids, tokenizer)
+        ids = _TOKENIZER.encode_prompt(f"Count from {start} by {step}:")
+        yield _Prompt(group, start, step, ids)
 
 
 def generate_lengths(num_samples: int, longest: int, seed: int) -> list[int]:

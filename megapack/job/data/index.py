@@ -23,7 +23,7 @@ import re
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,8 +35,10 @@ from megapack.base.files import read_text, write_whole
 from megapack.errors import DataError
 from megapack.job.data.content import SUFFIX, Content, remembered
 from megapack.job.data.files import list_files, open_file
-from megapack.job.data.rollouts import TOKEN_COLUMNS, Rollout, TokenColumns
+from megapack.job.data.rollouts import ROUTES, Rollout, TokenColumns
 from megapack.job.data.token_blocks import (
+    ARRAYS,
+    BITS,
     ROW_DTYPE,
     ReadSettings,
     Routes,
@@ -83,11 +85,12 @@ _KEY_CHARS = 16
 _INDEX = ".megapack-index.npy"
 _SAMPLES = ".megapack-samples"
 _TOKENS = ".megapack-tokens.npy"
-_ROUTES = ".megapack-routes.npy"
 # A right shift by it leaves the sign bit of an int32.
 _SIGN_BIT = 31
-_COLUMNS = {name: f".megapack-{name}.npy" for name in TOKEN_COLUMNS}
-_SUFFIXES = (_TOKENS, _ROUTES, *_COLUMNS.values(), _SAMPLES, _INDEX)
+# Names of arrays in files and in the digest of the samples, which checkpoints hold.
+_STORED = {name: "routes" if name == ROUTES else name for name in ARRAYS}
+_ARRAYS = {name: f".megapack-{stored}.npy" for name, stored in _STORED.items()}
+_SUFFIXES = (_TOKENS, *_ARRAYS.values(), _SAMPLES, _INDEX)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +104,6 @@ class SampleTokens:
     routed_experts: Routes | None = None
     """The experts that each token was routed to, [tokens, MoE layers, k]; None = not given. Mapped:
     read only where it is used."""
-    columns: TokenColumns = field(default_factory=dict)
-    """Values per token of the response, by column; mapped too."""
 
     @property
     def counts(self) -> Mask:
@@ -119,15 +120,18 @@ class StoredSamples:
 
     index: Index
     all_tokens: Tokens
-    all_routes: Routes | None
-    """[routed tokens of all samples, MoE layers, k]."""
-    digest: str
+    samples_digest: str
     """Of all that is trained: equal samples have equal digests, from any file."""
-    all_columns: TokenColumns = field(default_factory=dict)
-    """[response tokens of all samples, ...] each."""
+    arrays: TokenColumns
+    """Columns [response tokens of all samples, ...], and routes [routed tokens of all samples, MoE
+    layers, k], of those that the samples have."""
 
     def prefixes(
-        self, numbers: npt.NDArray[np.int64], *, mtp_num_layers: int, replays_routes: bool
+        self,
+        numbers: npt.NDArray[np.int64],
+        *,
+        mtp_num_layers: int = 0,
+        replays_routes: bool = False,
     ) -> SharedPrefixes:
         """What samples have in common at their beginnings, by the order of `numbers`.
 
@@ -157,7 +161,7 @@ class StoredSamples:
         )
 
     def _routes(self, row: int, length: int) -> Routes | None:
-        return None if self.all_routes is None or row < 0 else self.all_routes[row : row + length]
+        return None if row < 0 else self.arrays[ROUTES][row : row + length]
 
     def tokens(self, number: int) -> SampleTokens:
         """The tokens of one sample."""
@@ -172,14 +176,18 @@ class StoredSamples:
             response_ids=np.where(counts, response, -1 - response),
             loss_mask=None if counts.all() else counts,
             routed_experts=self._routes(int(entry["route_start"]), stop - start),
-            columns={name: self.column(name, number) for name in self.all_columns},
         )
 
-    def column(self, name: str, number: int) -> npt.NDArray[Any]:
-        """A column's values of one sample, one per response token."""
+    @property
+    def token_columns(self) -> set[str]:
+        """Names of `rollouts.TOKEN_COLUMNS` that the samples have."""
+        return self.arrays.keys() - {ROUTES}
+
+    def token_column(self, name: str, number: int) -> npt.NDArray[Any]:
+        """A column's values of one sample, [response tokens, ...]; mapped."""
         entry = self.index[number]
         first = int(entry["response_start"])
-        return self.all_columns[name][first : first + int(entry["response_tokens"])]
+        return self.arrays[name][first : first + int(entry["response_tokens"])]
 
 
 def load_samples(
@@ -260,9 +268,8 @@ class _SamplesDigest:
         """Add a block, with its rows of the index."""
         arrays = [(name, index[name]) for name in _TRAINED_COLUMNS]
         arrays.append(("tokens", token_block.tokens))
-        arrays += [("routes", array) for array in token_block.routes]
-        for name, values in token_block.columns.items():
-            arrays += [(name, array.astype(TOKEN_COLUMNS[name])) for array in values]
+        for name, values in token_block.arrays.items():
+            arrays += [(_STORED[name], array.astype(ARRAYS[name])) for array in values]
         for name, array in arrays:
             digest = self._digests.setdefault(name, hashlib.sha256())
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -283,11 +290,11 @@ class _Builder:
         self._num_tokens = 0
         self._num_routes = 0
         self._num_responses = 0
-        # Bits of `ROW_DTYPE`; -1 before the first sample.
+        # Bits of the columns that all samples have; -1 before the first sample.
         self._columns = -1
-        self.column_shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Of a token's values, by array."""
         self.num_samples = 0
-        self.route_shape: tuple[int, ...] | None = None
 
     def add(self, file: int, token_block: TokenBlock) -> Index:
         """The index rows of the next token block.
@@ -310,11 +317,11 @@ class _Builder:
         index["group"] = group
         index["rollout"] = [rollouts.setdefault(each, len(rollouts)) for each in keys]
         index["route_start"] = -1
-        routed = np.flatnonzero(rows["has_routes"])
-        for row, routes in zip(routed.tolist(), token_block.routes, strict=True):
-            index["route_start"][row] = self._num_routes
-            self._num_routes += self._checked(int(rows["number"][row]), routes)
-        self._check_columns(token_block)
+        is_routed = (rows["arrays"] & BITS[ROUTES]) > 0
+        routed = np.cumsum(lengths * is_routed)
+        index["route_start"][is_routed] = (self._num_routes + routed - lengths)[is_routed]
+        self._num_routes += int((lengths * is_routed).sum())
+        self._check_arrays(token_block)
         responses = np.cumsum(rows["response_tokens"], dtype=np.int64)
         index["response_start"] = self._num_responses + responses - rows["response_tokens"]
         self._num_responses += int(rows["response_tokens"].sum())
@@ -322,36 +329,35 @@ class _Builder:
         self._num_tokens += int(lengths.sum())
         return index
 
-    def _check_columns(self, token_block: TokenBlock) -> None:
+    def _check_arrays(self, token_block: TokenBlock) -> None:
         rows = token_block.rows
+        # Routes may be given for some samples only.
+        given = rows["arrays"] & ~BITS[ROUTES]
         if self._columns < 0 and len(rows):
-            self._columns = int(rows["columns"][0])
-        other = np.flatnonzero(rows["columns"] != self._columns)
+            self._columns = int(given[0])
+        other = np.flatnonzero(given != self._columns)
         if other.size:
-            bits = int(rows["columns"][other[0]]) ^ self._columns
-            name = next(name for k, name in enumerate(TOKEN_COLUMNS) if bits >> k & 1)
+            bits = int(given[other[0]]) ^ self._columns
+            name = next(name for name, bit in BITS.items() if bits & bit)
             raise DataError(
                 f"{rows['number'][other[0]]}: {name} is given for some samples only; give it for "
                 "all, or for none"
             )
-        for name, arrays in token_block.columns.items():
-            for number, values in zip(rows["number"].tolist(), arrays, strict=True):
-                shape = self.column_shapes.setdefault(name, values.shape[1:])
+        for name, arrays in token_block.arrays.items():
+            numbers = rows["number"][(rows["arrays"] & BITS[name]) > 0]
+            for number, values in zip(numbers.tolist(), arrays, strict=True):
+                shape = self.shapes.setdefault(name, values.shape[1:])
                 if values.shape[1:] != shape:
                     raise DataError(
-                        f"{number}: {name} has k={values.shape[1]}, samples before it k={shape[0]};"
-                        " give equally many"
+                        f"{number}: {name} has {_sizes(values.shape[1:])}, samples before it "
+                        f"{_sizes(shape)}; give equally many"
                     )
 
-    def _checked(self, number: int, routes: Routes) -> int:
-        shape = routes.shape[1:]
-        self.route_shape = self.route_shape or shape
-        if shape != self.route_shape:
-            raise DataError(
-                f"{number}: routed_experts has {shape[0]} layers of {shape[1]} experts, samples "
-                f"before it {self.route_shape[0]} of {self.route_shape[1]}; give those of one model"
-            )
-        return len(routes)
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    """Those of a token's values: "k=8", or "layers=48, k=8"."""
+    names = ("layers", "k")[-len(shape) :]
+    return ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
 
 
 def store_in_memory(records: Sequence[Rollout]) -> StoredSamples:
@@ -361,13 +367,8 @@ def store_in_memory(records: Sequence[Rollout]) -> StoredSamples:
     index = builder.add(0, token_block)
     digest = _SamplesDigest()
     digest.add(index, token_block)
-    return StoredSamples(
-        index,
-        token_block.tokens,
-        np.concatenate(token_block.routes) if token_block.routes else None,
-        digest.hexdigest(),
-        {name: np.concatenate(arrays) for name, arrays in token_block.columns.items()},
-    )
+    arrays = {name: np.concatenate(values) for name, values in token_block.arrays.items()}
+    return StoredSamples(index, token_block.tokens, digest.hexdigest(), arrays)
 
 
 def _write(
@@ -393,8 +394,7 @@ def _write(
     with contextlib.ExitStack() as stack:
         index = stack.enter_context(_ArrayFile(_named(stem, _INDEX), INDEX_DTYPE))
         tokens = stack.enter_context(_ArrayFile(_named(stem, _TOKENS), np.dtype("<i4")))
-        routes: _ArrayFile | None = None
-        columns: dict[str, _ArrayFile] = {}
+        others: dict[str, _ArrayFile] = {}
         for file, token_block in read_token_blocks(blocks, settings, num_workers, total):
             try:
                 rows = builder.add(file, token_block)
@@ -405,30 +405,21 @@ def _write(
             if token_block.error:
                 raise DataError(f"{files[file]}:{token_block.error}")
             tokens.write(token_block.tokens)
-            if token_block.routes and routes is None:
-                shape = builder.route_shape or ()
-                path = _named(stem, _ROUTES)
-                routes = stack.enter_context(_ArrayFile(path, np.dtype("<u2"), shape))
-            for array in token_block.routes:
-                assert routes is not None
-                routes.write(array)
-            for name, arrays in token_block.columns.items():
-                if name not in columns:
-                    path = _named(stem, _COLUMNS[name])
-                    dtype = np.dtype(TOKEN_COLUMNS[name])
-                    shape = builder.column_shapes[name]
-                    columns[name] = stack.enter_context(_ArrayFile(path, dtype, shape))
+            for name, arrays in token_block.arrays.items():
+                if name not in others:
+                    path = _named(stem, _ARRAYS[name])
+                    file_of = _ArrayFile(path, np.dtype(ARRAYS[name]), builder.shapes[name])
+                    others[name] = stack.enter_context(file_of)
                 for array in arrays:
-                    columns[name].write(array)
+                    others[name].write(array)
             num_skipped += token_block.num_skipped
             num_truncated += token_block.num_truncated
         path = files[0] if len(files) == 1 else files[0].parent
         _report(path, settings.max_length, builder.num_samples, num_skipped, num_truncated)
         check()
         write_whole(_named(stem, _SAMPLES), digest.hexdigest())
-        for array_file in (tokens, routes, *columns.values(), index):
-            if array_file is not None:
-                array_file.finish()
+        for array_file in (tokens, *others.values(), index):
+            array_file.finish()
 
 
 def _report(
@@ -522,17 +513,20 @@ def _read(stem: Path) -> StoredSamples:
     last = index[-1]
     if len(tokens) != last["start"] + last["prompt_tokens"] + last["response_tokens"]:
         raise ValueError(f"{stem} has other tokens than its index")
-    is_routed = bool((index["route_start"] >= 0).any())
-    columns = {
+    arrays = {
         name: _map(stem, suffix)
-        for name, suffix in _COLUMNS.items()
+        for name, suffix in _ARRAYS.items()
         if _named(stem, suffix).exists()
     }
-    num_responses = last["response_start"] + last["response_tokens"]
-    if any(len(values) != num_responses for values in columns.values()):
+    routed = index[index["route_start"] >= 0]
+    num_tokens = dict.fromkeys(arrays, last["response_start"] + last["response_tokens"])
+    if len(routed):
+        num_tokens[ROUTES] = (routed["prompt_tokens"] + routed["response_tokens"]).sum(
+            dtype=np.int64
+        )
+    if any(len(arrays.get(name, ())) != count for name, count in num_tokens.items()):
         raise ValueError(f"{stem} has other columns than its index")
-    routes = _map(stem, _ROUTES) if is_routed else None
-    return StoredSamples(index, tokens, routes, read_text(_named(stem, _SAMPLES)), columns)
+    return StoredSamples(index, tokens, read_text(_named(stem, _SAMPLES)), arrays)
 
 
 def _map(stem: Path, suffix: str) -> npt.NDArray[Any]:

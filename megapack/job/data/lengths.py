@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import itertools
 import re
 import sys
 import zipfile
@@ -83,10 +84,12 @@ class Columns:
     """
 
     length: str | None = None
-    """Tokens of a sample. If prompt and response are None too, the column is found by its name."""
+    """Tokens of each sample. If prompt and response are None too, the column is found by its
+    name."""
     prompt: str | None = None
+    """Tokens of each prompt, in place of `length`; needs --response-column."""
     response: str | None = None
-    """Tokens of the sample's two parts, instead of `length`."""
+    """Tokens of each response, in place of `length`; needs --prompt-column."""
     rollout: str | None = None
     """Samples with equal values stay in one optimizer step."""
     colocate: str | None = None
@@ -129,28 +132,16 @@ class Columns:
             "--prompt-column and --response-column"
         )
 
-    def prompts(self, names: list[str]) -> str | None:
-        """The column of prompts; None if the length is one column.
-
-        Raises:
-            DataError: there are groups and no prompts.
-        """
-        summands = self.summands(names)
-        if len(summands) > 1:
-            return summands[0]
-        if self.group is not None:
-            raise DataError(
-                f"groups {_one_line(self.group)!r} and no column of prompts beside "
-                f"{_one_line(summands[0])!r}; set --prompt-column and --response-column"
-            )
-        return None
-
     def needed(self, names: list[str]) -> list[str]:
         """The columns to read; all columns if one is missing, so that the error can list them."""
-        ids = (self.rollout, self.colocate, self.group)
-        id_columns = [name for name in ids if name is not None]
-        needed = [*self.summands(names), *id_columns]
+        needed = [*self.summands(names), *self.ids.values()]
         return needed if set(needed) <= set(names) else names
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """The columns of ids that are given, by field."""
+        given = {name: getattr(self, name) for name in ("rollout", "colocate", "group")}
+        return {name: column for name, column in given.items() if column is not None}
 
 
 @dataclass(frozen=True)
@@ -269,42 +260,34 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
     if first is None:
         raise DataError("no samples; give one row per sample")
     summands = columns.summands(list(first[1]))
-    prompts = columns.prompts(list(first[1]))
-    groups: list[int | str] = []
-    prompt_tokens: list[int] = []
+    if columns.group is not None and len(summands) == 1:
+        raise DataError(
+            f"groups {_one_line(columns.group)!r} and no column of prompts beside "
+            f"{_one_line(summands[0])!r}; set --prompt-column and --response-column"
+        )
     lengths: list[int] = []
-    rollouts: list[int | str] = []
-    colocated: list[int | str] = []
-    for place, row in _chain(first, rows):
+    prompt_tokens: list[int] = []
+    ids: dict[str, list[int | str]] = {name: [] for name in columns.ids}
+    for place, row in itertools.chain([first], rows):
         try:
-            lengths.append(_length(row, summands))
-            if columns.rollout is not None:
-                rollouts.append(_identity(row, columns.rollout))
-            if columns.colocate is not None:
-                colocated.append(_identity(row, columns.colocate))
-            if columns.group is not None and prompts is not None:
-                groups.append(_identity(row, columns.group))
-                prompt_tokens.append(_count(row, prompts))
-        except _Uncounted as error:
-            raise _Uncounted(f"{place}: {error}") from None
+            counts = [_count(row, column) for column in summands]
+            lengths.append(_length(counts, summands))
+            prompt_tokens.append(counts[0])
+            for name, column in columns.ids.items():
+                ids[name].append(_identity(row, column))
         except DataError as error:
-            raise DataError(f"{place}: {error}") from None
+            raise type(error)(f"{place}: {error}") from None
+    groups = ids.get("group")
     return LengthTable(
         np.array(lengths, dtype=np.int64),
-        _ids(rollouts) if columns.rollout is not None else None,
-        _ids(colocated) if columns.colocate is not None else None,
+        _ids(ids.get("rollout")),
+        _ids(ids.get("colocate")),
         _sum(summands),
-        None if columns.group is None else SharedPrefixes.from_groups(groups, prompt_tokens),
+        None if groups is None else SharedPrefixes.from_groups(groups, prompt_tokens),
     )
 
 
-def _chain(first: tuple[str, dict[str, Any]], rows: Records) -> Records:
-    yield first
-    yield from rows
-
-
-def _length(row: dict[str, Any], summands: tuple[str, ...]) -> int:
-    counts = [_count(row, column) for column in summands]
+def _length(counts: list[int], summands: tuple[str, ...]) -> int:
     length = sum(counts)
     what = _sum(summands)
     for column, count in zip(summands, counts, strict=True):
@@ -360,11 +343,13 @@ def _cell(row: dict[str, Any], column: str) -> Any:
     return row[column]
 
 
-def _ids(values: list[int | str]) -> Ids:
+def _ids(values: list[int | str] | None) -> Ids | None:
     """The ids unchanged, except that strings become integers if all of them are whole numbers.
 
     ("7", "8") becomes (7, 8), but ("7", "07") stays as it is.
     """
+    if values is None:
+        return None
     if all(isinstance(value, str) and _is_plain_integer(value) for value in values):
         return tuple(int(value) for value in values)
     return tuple(values)

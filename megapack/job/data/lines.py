@@ -59,17 +59,6 @@ class LineParser:
     """Token ids must be below it."""
 
     @cached_property
-    def _readers(self) -> dict[str, Callable[[dict[str, Any]], list[dict[str, Any]]]]:
-        """What reads the samples of a row of each form."""
-        return {
-            "text": self._text,
-            "ids": self._ids,
-            "chat": self._chat,
-            "pair": self._pair,
-            "pair_ids": self._pair_ids,
-        }
-
-    @cached_property
     def _checks_text(self) -> bool:
         """Whether the tokenizer has token ids that the model has not."""
         return self.tokenizer.vocab_size > self.vocab_size
@@ -94,8 +83,8 @@ class LineParser:
             # An empty list of images says nothing.
             if key in UNREAD_COLUMNS and value not in ([], "", {}):
                 raise BadLine(f"has {key}, which is not read; {UNREAD_COLUMNS[key]}")
-        form = _form(tuple(row))
-        samples = self._readers[form](row)
+        # The method has the name of the form.
+        samples: list[dict[str, Any]] = getattr(self, f"_{_form(tuple(row))}")(row)
         shared: dict[str, Any] = {"group": own_id, "rollout": own_id}
         for key, check in _CHECKS:
             if key in row:

@@ -60,6 +60,8 @@ TOKEN_COLUMNS: dict[str, npt.DTypeLike] = {
     "teacher_topk_logprobs": "<f4",
 }
 """Columns of values per response token, and the type that they are stored with."""
+ROUTES = "routed_experts"
+"""The column of a value per token of prompt and response."""
 UNREAD_COLUMNS: dict[str, str] = {
     **dict.fromkeys(
         ("weight", "loss", "train", "loss_weight", "sample_weight", "loss_scale"),
@@ -121,6 +123,12 @@ class Rollout:
         if self.loss_mask is None:
             return max(len(self.response_ids) - first, 0)
         return int(self.loss_mask[first:].sum())
+
+    @property
+    def arrays(self) -> TokenColumns:
+        """All arrays of values per token that are given: the columns and the routes."""
+        routes = self.routed_experts
+        return self.columns if routes is None else {**self.columns, ROUTES: routes}
 
     def cut(self, most: int) -> Rollout:
         """The first `most` tokens, with their mask, routes and columns."""

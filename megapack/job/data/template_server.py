@@ -6,10 +6,8 @@ import contextlib
 import datetime
 import functools
 import json
-import pickle
 import resource
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +23,7 @@ from jinja2.utils import Namespace
 from megapack.errors import first_line
 from megapack.job.data.chats import ChatText, chat_texts
 from megapack.job.data.forms import Forms
+from megapack.job.data.processes import answer_messages
 from megapack.job.data.templates import MAX_SECONDS, ChatRequest, TemplateSource
 from megapack.job.data.tokenizer import Message, TextError
 
@@ -39,26 +38,13 @@ _OWN = {"messages", "tools", "documents", "add_generation_prompt", "continue_fin
 
 def serve() -> None:
     """Answer requests until the input ends."""
-    # Ctrl-C reaches this process too; the parent ends it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Nothing of Python has to run for it to end the process.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with open("/proc/self/statm", encoding="ascii") as file:
         num_pages = int(file.read().split()[0])
     limit = num_pages * resource.getpagesize() + (_MAX_GIB << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    while True:
-        try:
-            request: ChatRequest = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        answer: list[ChatText] | Exception
-        try:
-            answer = write_chat(request)
-        except Exception as error:  # raised in the parent
-            answer = error
-        pickle.dump(answer, sys.stdout.buffer, protocol=5)
-        sys.stdout.buffer.flush()
+    answer_messages(write_chat)
 
 
 def write_chat(request: ChatRequest) -> list[ChatText]:

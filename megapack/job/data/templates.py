@@ -11,19 +11,18 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
-import pickle
 import signal
-import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megapack.base.processes import python_command
 from megapack.errors import ConfigError
 from megapack.job.data.chats import ChatText
+from megapack.job.data.processes import AnsweringProcess, ProcessEnded
 from megapack.job.data.tokenizer import Message, TextError
 
+_CODE = "from megapack.job.data.template_server import serve; serve()"
 MAX_SECONDS = 5
 """CPU time of one rendering. A thousand turns take a tenth of it."""
 
@@ -61,7 +60,7 @@ class TemplateProcess:
         if importlib.util.find_spec("jinja2") is None:
             raise ConfigError("chat templates need jinja2; pip install jinja2")
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: AnsweringProcess | None = None
 
     def chat_texts(self, request: ChatRequest) -> list[ChatText]:
         """The samples of a chat, see `chats.chat_texts`.
@@ -71,34 +70,27 @@ class TemplateProcess:
                 the limits.
         """
         with self._lock:
+            self._process = self._process or AnsweringProcess(_CODE)
             try:
-                if self._process is None:
-                    self._process = _start()
-                answer = _ask(self._process, request)
-            except (OSError, EOFError, pickle.UnpicklingError):
-                raise TextError(self._ending()) from None
-        if isinstance(answer, Exception):
-            raise answer
-        assert isinstance(answer, list)
-        return answer
+                self._process.send(request)
+                texts: list[ChatText] = self._process.receive()
+            except ProcessEnded as ended:
+                # The next chat starts another one.
+                self.close()
+                raise TextError(_ending(ended.code)) from None
+        return texts
 
     def close(self) -> None:
         """End the process, whatever it does."""
         if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+            self._process.end()
             self._process = None
 
-    def _ending(self) -> str:
-        """Why the process ended; the next chat starts another one."""
-        assert self._process is not None
-        code = self._process.wait()
-        self.close()
-        if code == -signal.SIGPROF:
-            return (
-                f"makes the chat template run for more than {MAX_SECONDS} s; correct the template"
-            )
-        return f"ended the process of the chat template (exit code {code}); look at its output"
+
+def _ending(code: int) -> str:
+    if code == -signal.SIGPROF:
+        return f"makes the chat template run for more than {MAX_SECONDS} s; correct the template"
+    return f"ended the process of the chat template (exit code {code}); look at its output"
 
 
 @functools.cache
@@ -111,16 +103,3 @@ def template_process(process_id: int) -> TemplateProcess:
     process = TemplateProcess()
     atexit.register(process.close)
     return process
-
-
-def _start() -> subprocess.Popen[bytes]:
-    code = "from megapack.job.data.template_server import serve; serve()"
-    return subprocess.Popen(python_command(code), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
-def _ask(process: subprocess.Popen[bytes], request: ChatRequest) -> Any:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    pickle.dump(request, process.stdin, protocol=5)
-    process.stdin.flush()
-    return pickle.load(process.stdout)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megapack.base.choices import Overlong
 from megapack.job.data.lines import LineParser
 from megapack.job.data.messages import BadLine
-from megapack.job.data.rollouts import TOKEN_COLUMNS, Rollout
+from megapack.job.data.rollouts import ROUTES, TOKEN_COLUMNS, Rollout
 from megapack.job.data.tokenizer import ByteTokenizer, Tokenizer
 
 Tokens = npt.NDArray[np.int32]
@@ -89,13 +89,14 @@ ROW_DTYPE = np.dtype(
         ("pair_sign", np.int8),  # 1 = preferred, -1 = the other, 0 = no pair
         ("reward", np.float64),  # NaN = not given
         ("advantage", np.float64),  # NaN = not given
-        ("has_routes", np.bool_),
-        ("columns", np.int8),  # bit k: the k-th of TOKEN_COLUMNS is given
+        ("arrays", np.int8),  # bit k: the k-th of ARRAYS is given
     ]
 )
 """What is known of a sample without those before it. The columns that the index has too have its
 names."""
-_BITS = {name: 1 << k for k, name in enumerate(TOKEN_COLUMNS)}
+ARRAYS: dict[str, npt.DTypeLike] = {ROUTES: "<u2", **TOKEN_COLUMNS}
+"""Arrays of values per token, and the type that they are stored with."""
+BITS = {name: 1 << k for k, name in enumerate(ARRAYS)}
 
 
 @dataclass
@@ -110,10 +111,8 @@ class TokenBlock:
     """Each sample's rollout within its prompt group, as the file names it."""
     tokens: Tokens
     """Of all samples, one after another: prompt, then response."""
-    routes: list[Routes]
-    """Of the samples that have them, each [tokens, MoE layers, k]."""
-    columns: dict[str, list[npt.NDArray[Any]]] = dataclasses.field(default_factory=dict)
-    """Of each column of values per response token, those of the samples that have it."""
+    arrays: dict[str, list[npt.NDArray[Any]]] = dataclasses.field(default_factory=dict)
+    """By name in `ARRAYS`, those of the samples that have one: [tokens or response tokens, ...]."""
     num_skipped: int = 0
     num_truncated: int = 0
     error: str = ""
@@ -127,29 +126,25 @@ def make_token_block(samples: Iterable[tuple[int, Rollout]]) -> TokenBlock:
     groups: list[int | str] = []
     rollouts: list[int | str] = []
     tokens: list[npt.NDArray[np.int64]] = []
-    routes: list[Routes] = []
-    columns: dict[str, list[npt.NDArray[Any]]] = {}
+    arrays: dict[str, list[npt.NDArray[Any]]] = {}
     for number, sample in samples:
         tokens += [sample.prompt_ids, _signed(sample)]
-        if sample.routed_experts is not None:
-            routes.append(sample.routed_experts)
-        for name, values in sample.columns.items():
-            columns.setdefault(name, []).append(values)
+        for name, values in sample.arrays.items():
+            arrays.setdefault(name, []).append(values)
         rows.append(
             (
                 *(number, sample.part, len(sample.prompt_ids), len(sample.response_ids)),
                 *(sample.num_loss_tokens, sample.pair_sign),
                 nan if sample.reward is None else sample.reward,
                 nan if sample.advantage is None else sample.advantage,
-                sample.routed_experts is not None,
-                sum(map(_BITS.__getitem__, sample.columns)),
+                sum(map(BITS.__getitem__, sample.arrays)),
             )
         )
         groups.append(sample.group)
         rollouts.append(sample.rollout)
     joined = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int64)
     return TokenBlock(
-        np.array(rows, dtype=ROW_DTYPE), groups, rollouts, joined.astype(np.int32), routes, columns
+        np.array(rows, dtype=ROW_DTYPE), groups, rollouts, joined.astype(np.int32), arrays
     )
 
 
@@ -163,11 +158,10 @@ def join(blocks: Sequence[TokenBlock]) -> TokenBlock:
         groups=list(chain(block.groups for block in blocks)),
         rollouts=list(chain(block.rollouts for block in blocks)),
         tokens=np.concatenate([block.tokens for block in blocks]),
-        routes=list(chain(block.routes for block in blocks)),
-        columns={
-            name: list(chain(block.columns.get(name, []) for block in blocks))
-            for name in TOKEN_COLUMNS
-            if any(name in block.columns for block in blocks)
+        arrays={
+            name: list(chain(block.arrays.get(name, []) for block in blocks))
+            for name in ARRAYS
+            if any(name in block.arrays for block in blocks)
         },
         num_skipped=sum(block.num_skipped for block in blocks),
         num_truncated=sum(block.num_truncated for block in blocks),

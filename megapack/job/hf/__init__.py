@@ -2,11 +2,10 @@
 
 Modules:
     names: of which rows of which Hugging Face tensors each of Megatron's tensors is made
-    blocks: the blocks of tensors that a rank holds
+    blocks: the blocks of tensors that a rank holds, and what all ranks hold
     folder: a folder of safetensors: its files, checked before any tensor is read
     load: from a folder into a model's chunks
     unused: tensors of a folder that a model does not have
-    gather: a small object of each rank, on all ranks
     adapters: adapters of LoRA, out of a model's chunks and back
     export, checkpoint: out of a model's chunks, or of a checkpoint, into a folder
     export_plan, shards, output: which rank writes what; safetensors files; the folder

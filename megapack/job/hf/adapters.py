@@ -21,12 +21,12 @@ from torch import Tensor
 
 from megapack.base.files import read_text, strict_json
 from megapack.errors import ConfigError, first_line
+from megapack.job.checkpoint.folders import part_path
 from megapack.job.hf import output
-from megapack.job.hf.blocks import Block, hf_shapes, own_blocks
+from megapack.job.hf.blocks import Block, gather_distinct, hf_shapes, own_blocks
 from megapack.job.hf.export import Exported, Exporter, in_memory
 from megapack.job.hf.export_plan import ExportPlan, plan_export
 from megapack.job.hf.folder import HfFolder
-from megapack.job.hf.gather import gather_distinct
 from megapack.job.hf.load import names_of, read_blocks
 from megapack.job.hf.names import ADAPTER, Rows, TensorNames
 from megapack.model.overlap import finish_param_gathers
@@ -166,7 +166,7 @@ class _AdapterExporter(Exporter):
             "target_modules": sorted({name.split(".")[-3] for name in plan.weight_map}),
         }
         text = json.dumps(config, indent=2) + "\n"
-        (output.part_path(self.folder) / _CONFIG).write_text(text, encoding="utf-8")
+        (part_path(self.folder) / _CONFIG).write_text(text, encoding="utf-8")
         output.finish(self.folder, replace=replace)
 
 

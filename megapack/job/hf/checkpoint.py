@@ -183,17 +183,11 @@ class _Into(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         pass
 
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+    def _never(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError
+    load_bytes = _never
+    set_up_planner = _never
+    create_local_plan = _never
+    create_global_plan = _never
+    finish_plan = _never

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megapack.job.checkpoint.folders import part_path
 from megapack.job.hf import output
-from megapack.job.hf.blocks import Block, is_value_head, own_blocks
+from megapack.job.hf.blocks import Block, gather_distinct, is_value_head, own_blocks
 from megapack.job.hf.export_plan import ExportPlan, Part, Target, plan_export
 from megapack.job.hf.folder import HfFolder
-from megapack.job.hf.gather import gather_distinct
 from megapack.job.hf.load import check_tensors, names_of
 from megapack.job.hf.names import VALUE_HEAD
 from megapack.job.hf.shards import DTYPES, ShardWriter, write_index
@@ -185,7 +185,8 @@ class Exporter:
         After an error this rank goes on to send and receive: the others would wait for it.
         """
         error: Exception | None = None
-        with contextlib.closing(OwnFiles(plan, output.part_path(self.folder))) as files:
+        file: ShardWriter | None = None
+        try:
             for one in plan.targets:
                 values = self._collect(one, sources)
                 if values is None or error is not None:
@@ -194,9 +195,17 @@ class Exporter:
                     if not one.parts:
                         values.copy_(stored.read(one.name))
                     with output.writing(self.folder):
-                        files.write(one, values)
+                        path = part_path(self.folder) / one.file
+                        # A rank's files come one after another; each is closed when it is whole.
+                        if file is None or file.path != path:
+                            file = ShardWriter(path, plan.of_file(one.file))
+                        file.write(one.name, values)
                 except Exception as caught:  # raised below, after the last tensor
                     error = caught
+        finally:
+            with contextlib.suppress(OSError):
+                if file is not None:
+                    file.close()
         if error is not None:
             raise error
 
@@ -226,34 +235,10 @@ class Exporter:
 
     def _finish(self, plan: ExportPlan, replace: bool) -> None:
         """Write the small files and give the folder its name."""
-        part = output.part_path(self.folder)
+        part = part_path(self.folder)
         write_index(part, plan.weight_map, plan.num_bytes)
         output.copy_small_files(self.like, self.folder)
         dtype = None if self.dtype is None else str(_TORCH[self.dtype]).removeprefix("torch.")
         is_value_model = VALUE_HEAD in plan.weight_map
         output.write_config(self.like, self.folder, dtype=dtype, is_value_model=is_value_model)
         output.finish(self.folder, replace=replace)
-
-
-class OwnFiles:
-    """The files that this rank writes, one after another."""
-
-    def __init__(self, plan: ExportPlan, folder: Path) -> None:
-        self._plan = plan
-        self._folder = folder
-        self._open: ShardWriter | None = None
-
-    def write(self, one: Target, values: Tensor) -> None:
-        """Write a tensor into its file."""
-        path = self._folder / one.file
-        if self._open is None or self._open.path != path:
-            self.close()
-            self._open = ShardWriter(path, self._plan.of_file(one.file))
-        self._open.write(one.name, values)
-
-    def close(self) -> None:
-        """Close the file that is open."""
-        if self._open is not None:
-            with contextlib.suppress(OSError):
-                self._open.close()
-            self._open = None

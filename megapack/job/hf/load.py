@@ -18,9 +18,15 @@ from torch import Tensor
 
 from megapack.errors import ConfigError
 from megapack.job.config.hf_config import read_hf_config
-from megapack.job.hf.blocks import Block, RowSpan, hf_shapes, own_blocks, row_spans
+from megapack.job.hf.blocks import (
+    Block,
+    RowSpan,
+    gather_distinct,
+    hf_shapes,
+    own_blocks,
+    row_spans,
+)
 from megapack.job.hf.folder import HfFolder
-from megapack.job.hf.gather import gather_distinct
 from megapack.job.hf.names import VALUE_HEAD, TensorNames
 from megapack.job.hf.unused import LeftOut, check_values
 from megapack.ranks.agree import agree

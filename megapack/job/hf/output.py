@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megapack.base.files import read_text, strict_json, sync
-from megapack.errors import CheckpointError, ConfigError
+from megapack.errors import ConfigError
 from megapack.job.checkpoint import folders
+from megapack.job.checkpoint.folders import part_path
 from megapack.job.config.hf_config import MTP_KEYS, read_hf_config, value_architecture
 
 # What readers want of a model's folder besides weights and config.json. Nothing else is copied:
@@ -62,11 +63,6 @@ def check_apart(folder: Path, like: Path) -> None:
         raise ConfigError(f"{folder} has {like} within, which the export reads; set another folder")
 
 
-def part_path(folder: Path) -> Path:
-    """The name under which a folder is written."""
-    return folder.with_name(f"{folder.name}.part")
-
-
 def open_part(folder: Path) -> None:
     """Make an empty folder to write into; what a killed export left there is removed."""
     part = part_path(folder)
@@ -105,12 +101,7 @@ def writing(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 def check_space(folder: Path, num_bytes: int) -> None:
     """Raise CheckpointError if the disk of a folder has less room than this."""
-    free = shutil.disk_usage(part_path(folder)).free
-    if free < num_bytes:
-        raise CheckpointError(
-            f"an export of {num_bytes / 2**30:.1f} GiB does not fit into the "
-            f"{free / 2**30:.1f} GiB that are free at {folder}; make room, or set another folder"
-        )
+    folders.check_space(part_path(folder), num_bytes, "an export", "set another folder")
 
 
 def small_files(like: Path) -> list[str]:

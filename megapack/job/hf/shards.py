@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,30 +23,14 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Described(Protocol):
-    """A tensor whose values may not be known yet."""
-
-    @property
-    def name(self) -> str:
-        """Its name in the file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its type in the file."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its values in the file."""
-
-
 class ShardWriter:
-    """A file of tensors that come in the order of `tensors`."""
+    """A file of tensors that come in the order of `tensors`.
 
-    def __init__(self, path: Path, tensors: Sequence[Described]) -> None:
+    Args:
+        tensors: each with its name, shape, dtype and num_bytes; values may not be known yet.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[Any]) -> None:
         self.path = path
         self._waiting = [tensor.name for tensor in tensors]
         self._file = open(path, "wb")  # noqa: SIM115 - closed by `write` and `close`
@@ -68,7 +52,7 @@ class ShardWriter:
         self._file.close()
 
 
-def _header(tensors: Sequence[Described]) -> bytes:
+def _header(tensors: Sequence[Any]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:

@@ -4,6 +4,7 @@ Modules:
     job: Trainer: batches -> passes -> optimizer -> checkpoint
     ahead: the next batch's plan and tokens, made while the steps of this one run
     kernels: what computes the model, equal on all ranks
+    models: the policy and the critic, built from one config
     passes: log-probs and gradients of a batch
     calibrator: the run's own seconds -> the cost model of its next plans
     garbage: Python's garbage collection at the same steps on all ranks

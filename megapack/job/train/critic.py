@@ -19,10 +19,10 @@ from torch import Tensor
 
 from megapack.job.config.sections import OptimConfig, TrainConfig
 from megapack.job.data.gae import Floats, explained_variance, gae, token_rewards, whitened
-from megapack.job.gpt.build import build_model
 from megapack.job.gpt.optimizer import build_lr_schedule, build_optimizer
 from megapack.job.gpt.settings import Settings
 from megapack.job.hf.load import LoadedWeights, load_hf_weights
+from megapack.job.train.models import build_run_model
 from megapack.job.train.passes import BatchPasses, BatchPlanner, PlannedBatch
 from megapack.job.train.update import Update, take_step
 from megapack.layout import Layout
@@ -49,7 +49,6 @@ class Critic:
         policy: the policy's chunks with their initial weights, which become the critic's, unless
             `critic.hf_path` has its own.
         planner: the planner of the batches.
-        vocab_size: as the policy's.
         reduction: as the policy's, see `build_model`.
         device: see `agree`.
 
@@ -67,7 +66,6 @@ class Critic:
         policy: Sequence[Any],
         planner: BatchPlanner,
         *,
-        vocab_size: int,
         reduction: Settings,
         ranks: Ranks,
         device: torch.device,
@@ -77,20 +75,14 @@ class Critic:
         self._data = planner.data
         self._optim = critic_optim(config)
         folder = config.critic.hf_path
-        model = config.critic_model
-        has_same_layers = model.num_stage_layers == config.model.num_stage_layers
-        self.chunks = build_model(
-            model,
+        self.chunks = build_run_model(
+            config,
+            config.critic_model,
             layout,
-            vocab_size=vocab_size,
-            seed=config.seed,
-            distributed_optimizer=config.optim.distributed_optimizer,
-            reduction=reduction,
-            stage_layers=config.stage_layers if has_same_layers else None,
+            reduction,
+            value_head=True,
             # The policy's folder comes with the copy, and its value head begins with zeros.
             draws_weights=config.model.hf_path is None and folder is None,
-            value_head=True,
-            splits_backward=config.plan.backward == "split",
         )
         self.loaded: LoadedWeights | None = None
         if folder is None:

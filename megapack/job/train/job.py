@@ -37,8 +37,7 @@ from megapack.job.data.batches import (
 )
 from megapack.job.data.dataset import SampleNumbers
 from megapack.job.data.gae import checked_rewards
-from megapack.job.data.tokenizer import ByteTokenizer
-from megapack.job.gpt import build_model, initialize_parallel
+from megapack.job.gpt import initialize_parallel
 from megapack.job.gpt.optimizer import build_lr_schedule, build_optimizer, check_optimizer
 from megapack.job.gpt.settings import reduction_settings
 from megapack.job.hf import LoadedWeights, export_hf, load_hf_weights
@@ -57,6 +56,7 @@ from megapack.job.train.metrics import (
     plan_line,
     reset_memory_peaks,
 )
+from megapack.job.train.models import build_run_model
 from megapack.job.train.passes import BatchPasses, BatchPlanner, PlannedBatch
 from megapack.job.train.trace import StepTracer
 from megapack.job.train.trackers import open_trackers
@@ -132,20 +132,15 @@ class Trainer:
         # All models of the run are built with the kernel that was agreed on.
         model = dataclasses.replace(config.model, attention=self.kernels.attention)
         initialize_parallel(self.layout, config.seed)
-        vocab_size = config.model.vocab_size or ByteTokenizer().vocab_size
         hf_path = config.model.hf_path
         has_value_head = config.objective.has_value_head
-        self.chunks = build_model(
+        self.chunks = build_run_model(
+            config,
             model.with_value_head() if has_value_head else model,
             self.layout,
-            vocab_size=vocab_size,
-            seed=config.seed,
-            distributed_optimizer=config.optim.distributed_optimizer,
-            reduction=self.reduction,
-            stage_layers=config.stage_layers,
-            draws_weights=hf_path is None,
+            self.reduction,
             value_head=has_value_head,
-            splits_backward=config.plan.backward == "split",
+            draws_weights=hf_path is None,
         )
         # Before the optimizer and the reference copy the weights. A resumed run does so too: what
         # follows from the initial weights, such as the head's kernel, must be as it was.
@@ -194,7 +189,6 @@ class Trainer:
                 self.layout,
                 self.chunks,
                 self.planner,
-                vocab_size=vocab_size,
                 reduction=self.reduction,
                 ranks=ranks,
                 device=device,
@@ -481,11 +475,12 @@ class Trainer:
         of_policy: dict[str, Any] = {"updated": 0}
         if self.num_steps >= self.config.critic.warmup_steps:
             assert self.schedule is not None
-            self.tracer.start()
-            with self.calibrator.step(plan.steps[index], self.num_steps + 1) as messages:
+            number = self.num_steps + 1
+            tracing = self.tracer.step(plan, index, number, self.folder, cost)
+            with tracing, self.calibrator.step(plan.steps[index], number) as messages:
                 policy = take_step(
                     *(self.passes, self.optimizer, self.schedule, self.ranks, batch, index),
-                    name=f"step {self.num_steps + 1}",
+                    name=f"step {number}",
                     num_steps=self.num_steps,
                     predicted_s=predicted_s,
                 )
@@ -533,8 +528,6 @@ class Trainer:
                 ),
             }
         )
-        if policy is not None:
-            self.tracer.finish(plan, index, self.num_steps, self.folder, cost)
         self.garbage.after_step(self.num_steps)
 
     def _data_metrics(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ KL penalty compares with.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -220,14 +221,6 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepGradients:
-    """A step whose gradients are in the model."""
-
-    result: StepResult
-    measured_s: float
-
-
 class BatchPasses:
     """Runs the passes that the objective needs. All methods that run passes are collectives.
 
@@ -325,12 +318,17 @@ class BatchPasses:
                 ]
         return merged
 
-    def gradients(self, batch: PlannedBatch, index: int, *, num_steps: int) -> StepGradients:
+    def gradients(
+        self, batch: PlannedBatch, index: int, *, num_steps: int
+    ) -> tuple[StepResult, float]:
         """Zero the gradients, then run forward and backward of a step.
 
         Args:
             index: the step within the batch.
             num_steps: optimizer steps of the run before this one.
+
+        Returns:
+            The result, and the seconds that both took.
 
         Raises:
             ScheduleError, RankError: as `ScheduleAdapter.step` does.
@@ -353,7 +351,7 @@ class BatchPasses:
             next_entropy=self._reports_entropy(num_steps + 1),
         )
         torch.cuda.synchronize()
-        return StepGradients(result=result, measured_s=time.perf_counter() - started)
+        return result, time.perf_counter() - started
 
     def _reports_entropy(self, num_steps: int) -> bool:
         interval = self._entropy_interval
@@ -364,40 +362,35 @@ def _pairs(old: Sequence[T], new: Sequence[U]) -> Iterator[tuple[T, U]]:
     return zip(old, new, strict=True)
 
 
+_OBJECTIVES: dict[str, Any] = {
+    "sft": SFT,
+    "dpo": DPO,
+    "reward": PairwiseReward,
+    "distill": Distillation,
+    "ppo": PPO,
+    "grpo": GRPO,
+    "gspo": GSPO,
+}
+
+
 def make_objective(config: ObjectiveConfig) -> AnyObjective:
     """The objective that a config names."""
-    if config.kind == "sft":
-        return SFT()
-    if config.kind == "dpo":
-        return DPO(beta=config.dpo_beta, label_smoothing=config.dpo_label_smoothing)
-    if config.kind == "reward":
-        return PairwiseReward()
-    if config.kind == "distill":
-        return Distillation(
-            reverse_weight=config.distill_reverse_weight,
-            tail=config.distill_tail,
-            sft_coef=config.distill_sft_coef,
-        )
-    correction = None
-    if config.correction is not None:
-        correction = Correction(
-            kind=config.correction,
-            level=config.correction_level,
-            low=config.correction_low,
-            high=config.correction_high,
-            weight_level=config.correction_weight_level,
-        )
-    clip: dict[str, Any] = {
-        "clip_low": config.clip_low,
-        "clip_high": config.clip_high,
-        "dual_clip": config.dual_clip,
-        "entropy_coef": config.entropy_coef,
-        "correction": correction,
-        "teacher_kl_coef": config.teacher_kl_coef,
-    }
-    if config.kind == "ppo":
-        return PPO(**clip)
-    penalty: dict[str, Any] = {"kl_coef": config.kl_coef, "kl_kind": config.kl_kind}
-    if config.kind == "gspo":
-        return GSPO(**clip, **penalty, kl_level=config.kl_level)
-    return GRPO(**clip, **penalty)
+    cls = _OBJECTIVES[config.kind]
+    given: dict[str, Any] = {}
+    if issubclass(cls, PPO):
+        kind = config.correction
+        given["correction"] = kind and _filled(Correction, config, "correction_", kind=kind)
+    objective: AnyObjective = _filled(cls, config, f"{config.kind}_", **given)
+    return objective
+
+
+def _filled(cls: Any, config: ObjectiveConfig, prefix: str, **given: Any) -> Any:
+    """A dataclass with a config's values: its field `beta` has that of `dpo_beta`, or of `beta`.
+
+    Fields without such a key keep their defaults.
+    """
+    for field in dataclasses.fields(cls):
+        keys = [key for key in (prefix + field.name, field.name) if hasattr(config, key)]
+        if keys:
+            given.setdefault(field.name, getattr(config, keys[0]))
+    return cls(**given)

@@ -7,7 +7,9 @@ Steps that are not traced run without these marks.
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -27,8 +29,7 @@ from megapack.schedule.adapter import ScheduleAdapter
 class StepTracer:
     """Traces a run's first steps into trace.jsonl, except for the very first, which warms up.
 
-    All ranks make one with the same arguments: `start` and `finish` of a traced step are
-    collectives.
+    All ranks make one with the same arguments: a traced step is a collective.
 
     Args:
         num_steps: number of steps to trace.
@@ -40,32 +41,31 @@ class StepTracer:
         self._is_calibrated = is_calibrated
         self._steps_left = num_steps
         self._is_warm = False
-        self._recorder: _TraceRecorder | None = None
 
-    def start(self) -> None:
-        """Call right before a step."""
-        if self._is_warm and self._steps_left > 0:
-            self._steps_left -= 1
-            self._recorder = _TraceRecorder()
-            self._adapter.runner.listeners.append(self._recorder)
-        self._is_warm = True
-
-    def finish(
+    @contextlib.contextmanager
+    def step(
         self, plan: Plan, index: int, number: int, folder: RunFolder | None, cost: CostModel
-    ) -> None:
-        """Call after the step; writes its line.
+    ) -> Iterator[None]:
+        """Trace the step that runs within the block, if it is to be traced, and write its line.
 
         Args:
-            plan, index: the plan, and the step within it that ran.
+            plan, index: the plan, and the step within it that runs.
             number: the step's number in the run, from 1.
             folder: the run folder on the rank that writes; None on all others.
-            cost: the cost model that was in force.
+            cost: the cost model that is in force.
         """
-        if self._recorder is None:
+        is_traced = self._is_warm and self._steps_left > 0
+        self._is_warm = True
+        if not is_traced:
+            yield
             return
-        recorder = self._recorder
-        self._recorder = None
-        self._adapter.runner.listeners.remove(recorder)
+        self._steps_left -= 1
+        recorder = _TraceRecorder()
+        self._adapter.runner.listeners.append(recorder)
+        try:
+            yield
+        finally:
+            self._adapter.runner.listeners.remove(recorder)
         events = _gather(recorder.events(self._adapter.dp_rank))
 
         def write() -> None:

@@ -47,7 +47,7 @@ def take_step(
         predicted_s: seconds that forward and backward should take, or None.
     """
     with ranks.guarded(name, predicted_s):
-        ran = passes.gradients(batch, index, num_steps=num_steps)
+        result, measured_s = passes.gradients(batch, index, num_steps=num_steps)
         started = time.perf_counter()
         ranks.place.enter("optimizer")
         updated, grad_norm, _ = optimizer.step()
@@ -56,16 +56,16 @@ def take_step(
     schedule.step(increment=1)
     optimizer_s = time.perf_counter() - started
     metrics = {
-        **training_metrics(ran.result),
+        **training_metrics(result),
         "grad_norm": float(grad_norm),
         "updated": int(updated),
         "lr": lr,
-        "step_measured_s": ran.measured_s,
+        "step_measured_s": measured_s,
         "optimizer_s": optimizer_s,
     }
     return Update(
         updated=bool(updated),
-        seconds=ran.measured_s + optimizer_s,
-        measured_s=ran.measured_s,
+        seconds=measured_s + optimizer_s,
+        measured_s=measured_s,
         metrics=metrics,
     )

@@ -3,5 +3,5 @@
 Modules:
     records: a run's folder, read back
     timeline, plot, chrome_trace: simulated and measured timelines, drawn or for Perfetto
-    page, page_data, web/: the HTML report
+    page, web/: the HTML report; `plot` draws its steps and charts
 """

@@ -7,6 +7,7 @@ planned and the measured timeline of a step begin together. Format: "Trace Event
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,7 +25,8 @@ def chrome_trace(timelines: Sequence[Timeline], microseconds: float = 1e6) -> st
     Args:
         microseconds: microseconds in the timelines' unit of time.
     """
-    events = [*_processes(timelines), *_slices(timelines, microseconds)]
+    sources = list(dict.fromkeys(timeline.source for timeline in timelines))
+    events = [*_processes(timelines, sources), *_slices(timelines, sources, microseconds)]
     # One event per line: readable, and quick to search.
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
@@ -35,13 +37,8 @@ def _process(timeline: Timeline, rank: int, sources: list[str]) -> int:
     return 1 + sources.index(timeline.source) * timeline.plan.layout.dp + rank
 
 
-def _sources(timelines: Sequence[Timeline]) -> list[str]:
-    return list(dict.fromkeys(timeline.source for timeline in timelines))
-
-
-def _processes(timelines: Sequence[Timeline]) -> Iterator[dict[str, Any]]:
+def _processes(timelines: Sequence[Timeline], sources: list[str]) -> Iterator[dict[str, Any]]:
     """Names of processes and threads, and their order on screen."""
-    sources = _sources(timelines)
     for timeline in {timeline.source: timeline for timeline in timelines}.values():
         for rank in range(timeline.plan.layout.dp):
             pid = _process(timeline, rank, sources)
@@ -56,8 +53,9 @@ def _meta(pid: int, tid: int, name: str, args: dict[str, str | int]) -> dict[str
     return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": args}
 
 
-def _slices(timelines: Sequence[Timeline], microseconds: float) -> Iterator[dict[str, Any]]:
-    sources = _sources(timelines)
+def _slices(
+    timelines: Sequence[Timeline], sources: list[str], microseconds: float
+) -> Iterator[dict[str, Any]]:
     begins = _begins(timelines)
     for timeline in timelines:
         begin = begins[timeline.number]
@@ -99,9 +97,5 @@ def _begins(timelines: Sequence[Timeline]) -> dict[int, float]:
     for timeline in timelines:
         seconds = max(timeline.rank_ends, default=0.0)
         longest[timeline.number] = max(seconds, longest.get(timeline.number, 0.0))
-    begins = {}
-    begin = 0.0
-    for number, seconds in longest.items():
-        begins[number] = begin
-        begin += seconds
-    return begins
+    ends = itertools.accumulate(longest.values(), initial=0.0)
+    return dict(zip(longest, ends, strict=False))

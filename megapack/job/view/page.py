@@ -1,16 +1,125 @@
-"""A page as one HTML file that needs no network: it contains its style, script and numbers."""
+"""A page about a plan or a run: one HTML file that needs no network.
+
+    plan or run -> Page: its facts and the capped data of its charts -> page_html
+
+It contains its style, script and numbers. `plot` draws the same steps and charts.
+"""
 
 from __future__ import annotations
 
 import html
 import json
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from typing import Any
 
-from megapack.job.view.page_data import Page
+import numpy as np
+
+from megapack.base.arrays import Floats, Ints
+from megapack.cost.model import CostModel
+from megapack.job.view.records import RunRecords, number_or_none
+from megapack.job.view.timeline import Timeline, planned, traced, typical_ranks
+from megapack.outlook.stats import full_row, plan_report, row_fill
+from megapack.plan.facts import FEATURES, features_of, row_facts
+from megapack.plan.order import KINDS
+from megapack.plan.plan import Plan, StepPlan
+
+# Limits of a page, chosen by hand; a full one stays below 2 MB (tests/unit/job/view/test_page.py).
+_MAX_EVENTS = 20_000
+_MAX_STEPS = 32
+_MAX_RANKS = 8
+# Lanes of one step: 8 ranks of 4 stages, planned and measured, are 64.
+_MAX_LANES = 64
+_MAX_POINTS = 2_000
+_NUM_BINS = 40
 
 _CHARTS = ("unit", "steps", "curves", "histograms")
+
+Facts = list[tuple[str, str]]
+
+
+@dataclass(kw_only=True)
+class Page:
+    """One page. Texts are not escaped; `page_html` does that."""
+
+    title: str
+    facts: Facts
+    unit: str
+    """Unit of the timelines' times."""
+    notes: list[str] = field(default_factory=list)
+    """What was left out, and what the times are based on."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """Timelines, see `step_data`."""
+    curves: list[dict[str, Any]] = field(default_factory=list)
+    """Lines over steps: title, unit, x, and series of name and y."""
+    histograms: list[dict[str, Any]] = field(default_factory=list)
+    """Histograms: title, unit, what is counted, low and high edge, counts."""
+
+
+def plan_page(plan: Plan, lengths: Ints | None, cost: CostModel, unit: str) -> Page:
+    """A page about a plan.
+
+    Args:
+        lengths: real tokens of each sample, as they were planned; None leaves their histogram out.
+        cost: time of micro-batches, in `unit`.
+    """
+    report = plan_report(plan, cost=cost)
+    page = Page(title=f"plan {plan.digest()[:12]}", facts=_plan_facts(plan), unit=unit)
+    total = report.seconds
+    page.facts += [
+        ("predicted", f"{total:.4g} s" if unit == "s" else f"{total:.0f} {unit}"),
+        ("bubble", f"{report.bubble_fraction:.1%}"),
+    ]
+    numbers = list(range(report.num_steps))
+    seconds = [step.seconds for step in report.steps]
+    if report.num_steps > 1:
+        bubbles = [100 * step.bubble_fraction for step in report.steps]
+        page.curves += [
+            _curve("predicted time", unit, numbers, {"step": seconds}),
+            _curve("bubble", "%", numbers, {"step": bubbles}),
+        ]
+    slowest = sorted(numbers, key=lambda number: (-seconds[number], number))
+    _add_timelines(page, ([planned(plan, n, n, cost)] for n in slowest), report.num_steps)
+    page.histograms += _histograms(plan, lengths)
+    return page
+
+
+def run_page(records: RunRecords, cost: CostModel | None) -> Page:
+    """A page about a run.
+
+    Args:
+        cost: see `timeline.traced`.
+    """
+    plan = records.plan
+    metrics = records.metrics
+    page = Page(title=f"run {records.name}", facts=_run_facts(records), unit="s")
+    page.facts += [(f"last batch: {name}", value) for name, value in _plan_facts(plan)]
+    charts: list[tuple[str, str, dict[str, str]]] = [
+        ("step time", "s", {"predicted": "step_predicted_s", "measured": "step_measured_s"}),
+        ("loss", "", {"loss": "loss"}),
+        ("gradient norm", "", {"gradient norm": "grad_norm"}),
+        ("tokens per second", "", {"tokens per second": "tokens_per_second"}),
+        ("fill of rows", "", {"fill": "fill"}),
+    ]
+    for feature in FEATURES:
+        share = feature.share
+        if share.metric and any(line.get(share.metric) for line in metrics):
+            what = "of the tokens" if share.form else "number"
+            charts.append((feature.name, "", {what: share.metric}))
+    numbers = [line["step"] for line in metrics]
+    for title, unit, keys in charts:
+        series = {
+            name: [number_or_none(line.get(key)) for line in metrics] for name, key in keys.items()
+        }
+        page.curves.append(_curve(title, unit, numbers, series))
+    timelines = traced(records, cost)
+    pairs = [timelines[i : i + 2] for i in range(0, len(timelines), 2)]
+    _add_timelines(page, iter(pairs), len(pairs))
+    if not pairs:
+        page.notes.append("no step was traced; train.trace_steps=2 shows measured timelines")
+    page.histograms += _histograms(plan, records.lengths)
+    return page
 
 
 def page_html(page: Page) -> str:
@@ -42,3 +151,169 @@ def _inline_json(value: Any) -> str:
 
 def _resource(name: str) -> str:
     return (resources.files("megapack.job.view") / "web" / name).read_text(encoding="utf-8")
+
+
+def _plan_facts(plan: Plan) -> Facts:
+    layout = plan.layout
+    counts = plan.counts
+    num_microbatches = counts.num_rows + counts.num_padding_rows
+    budget = f"{plan.max_tokens_per_gpu} tokens per GPU"
+    if plan.max_tokens_per_gpu is None:
+        budget = f"{plan.micro_batch_size} samples per micro-batch"
+    return [
+        ("layout", f"{layout.label}, {layout.world_size} GPUs"),
+        ("budget", budget),
+        ("samples", f"{plan.num_samples}"),
+        ("optimizer steps", f"{counts.num_steps}"),
+        ("M", counts.microbatch_span),
+        ("micro-batches", f"{num_microbatches}, {counts.num_padding_rows} of them padding"),
+        ("tokens", f"{counts.tokens}"),
+        *((feature.name, feature.text(counts)) for feature in features_of(counts)),
+        ("padding", f"{counts.padding_fraction:.2%} of row tokens"),
+        ("dropped rollouts", f"{counts.num_dropped_rollouts}"),
+    ]
+
+
+def _run_facts(records: RunRecords) -> Facts:
+    metrics = records.metrics
+    if not metrics:
+        return [("steps", "0")]
+    last = metrics[-1]
+    seconds = _numbers(records, "step_measured_s")
+    error = [
+        abs(predicted / measured - 1)
+        for line in metrics
+        if (predicted := number_or_none(line.get("step_predicted_s"))) is not None
+        and (measured := number_or_none(line.get("step_measured_s")))
+    ]
+    facts = [("steps", f"{last['step']}"), ("last loss", _shown(last.get("loss")))]
+    if seconds:
+        facts.append(("median step", f"{np.median(seconds):.4g} s"))
+    if error:
+        facts.append(("prediction off by", f"{np.median(error):.1%} in the median step"))
+    speed = _numbers(records, "tokens_per_second")
+    if speed:
+        facts.append(("tokens per second", f"{np.median(speed):.0f} in the median step"))
+    return facts
+
+
+def _numbers(records: RunRecords, key: str) -> list[float]:
+    values = (number_or_none(line.get(key)) for line in records.metrics)
+    return [value for value in values if value is not None]
+
+
+def _shown(value: Any) -> str:
+    number = number_or_none(value)
+    return f"{value}" if number is None else f"{number:.5g}"
+
+
+def _curve(title: str, unit: str, x: list[int], series: dict[str, list[Any]]) -> dict[str, Any]:
+    stride = -(-len(x) // _MAX_POINTS) or 1
+    lines = [{"name": name, "y": y[::stride]} for name, y in series.items()]
+    shown = title if stride == 1 else f"{title} (every {stride}th step)"
+    return {"title": shown, "unit": unit, "x": x[::stride], "series": lines}
+
+
+def _add_timelines(page: Page, groups: Iterator[list[Timeline]], num_groups: int) -> None:
+    """Add as many steps as fit, in the order of `groups`, and a note about the others."""
+    num_events = 0
+    for group in groups:
+        step = typical_step(group)
+        num_events += sum(len(track["events"]) for track in step["tracks"])
+        if page.steps and (num_events > _MAX_EVENTS or len(page.steps) == _MAX_STEPS):
+            break
+        page.steps.append(step)
+    page.steps.sort(key=lambda step: int(step["number"]))
+    if len(page.steps) < num_groups:
+        page.notes.append(f"timelines of {len(page.steps)} of {num_groups} steps are shown")
+
+
+def typical_step(group: Sequence[Timeline]) -> dict[str, Any]:
+    """`step_data` of as many ranks as are to be drawn: typical ones, if the step has more."""
+    layout = group[0].plan.layout
+    per_rank = sum(len(timeline.events) for timeline in group) / layout.dp
+    lanes = _MAX_LANES // (layout.pp * len(group))
+    most = max(1, min(_MAX_RANKS, lanes, int(_MAX_EVENTS / per_rank)))
+    return step_data(group, typical_ranks(group[-1].rank_ends, most))
+
+
+def step_data(group: Sequence[Timeline], ranks: Sequence[int]) -> dict[str, Any]:
+    """What is drawn of a step: its number, label and end, and a track for each of these ranks in
+    each timeline, such as the planned and the measured one."""
+    dp = group[0].plan.layout.dp
+    label = f"step {group[0].number}"
+    if len(ranks) < dp:
+        label += f": {len(ranks)} of {dp} DP ranks, from the slowest to the fastest"
+    return {
+        "number": group[0].number,
+        "label": label,
+        "end": max(max(timeline.rank_ends) for timeline in group),
+        "tracks": [_track(timeline, rank) for rank in ranks for timeline in group],
+    }
+
+
+def _track(timeline: Timeline, rank: int) -> dict[str, Any]:
+    return {
+        "label": f"{timeline.source}, rank {rank}",
+        "source": timeline.source,
+        "stages": timeline.plan.layout.pp,
+        "chunks": timeline.plan.layout.vpp,
+        "rows": [
+            (
+                len(mb.samples),
+                mb.tokens,
+                mb.row_tokens,
+                {fact.key: fact.text(mb) for fact in row_facts(mb)},
+            )
+            for mb in timeline.step.ranks[rank]
+        ],
+        "events": [
+            (e.stage, e.chunk, e.microbatch, KINDS.index(e.kind), _short(e.start), _short(e.end))
+            for e in timeline.events
+            if e.rank == rank
+        ],
+    }
+
+
+def _short(value: float) -> float:
+    """The value in seven digits; more would not be visible on a screen."""
+    return float(f"{value:.7g}")
+
+
+def _histograms(plan: Plan, lengths: Ints | None) -> list[dict[str, Any]]:
+    charts = row_charts(plan, plan.steps)
+    if lengths is None:
+        return charts
+    return [_histogram("sample lengths", "tokens", "samples", lengths.astype(float)), *charts]
+
+
+def row_charts(plan: Plan, steps: Sequence[StepPlan]) -> list[dict[str, Any]]:
+    """Histograms of the fill and the samples of the rows of some of a plan's steps."""
+    rows = [mb for step in steps for mb in step.microbatches if mb.samples]
+    full, name = full_row(plan, steps)
+    fills = np.array([100 * row_fill(mb, full) for mb in rows])
+    num_over = int((fills > 100).sum())
+    over = f"; {num_over} rows over it, in the last bar" if num_over else ""
+    fills = np.minimum(fills, 100.0)
+    samples = np.array([float(len(mb.samples)) for mb in rows])
+    return [
+        _histogram(f"row fill: real tokens over {name}{over}", "%", "rows", fills, high=100.0),
+        _histogram("samples per row", "samples", "rows", samples),
+    ]
+
+
+def _histogram(
+    title: str, unit: str, what: str, values: Floats, *, high: float | None = None
+) -> dict[str, Any]:
+    """A chart's bars; `high` is the end of its axis, the largest value by default."""
+    low = 0.0
+    high = float(values.max(initial=1.0)) if high is None else high
+    bins = _NUM_BINS
+    if unit == "samples" and high < _NUM_BINS:
+        # One bar per number of samples, centred on it: 0 to 3 samples are 4 bars from -0.5 to 3.5.
+        bins = int(high) + 1
+        low = -0.5
+        high += 0.5
+    counts, _ = np.histogram(values, bins=bins, range=(low, high))
+    sizes = {"low": low, "high": high, "counts": counts.tolist()}
+    return {"title": title, "unit": unit, "what": what, **sizes}

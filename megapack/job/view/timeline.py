@@ -39,14 +39,6 @@ class Timeline:
             ends[event.rank] = max(ends[event.rank], event.end)
         return [float(end) for end in ends]
 
-    @property
-    def stage_seconds(self) -> list[float]:
-        """Work of each DP rank's busiest stage."""
-        busy = np.zeros((self.plan.layout.dp, self.plan.layout.pp))
-        for event in self.events:
-            busy[event.rank, event.stage] += event.end - event.start
-        return [float(seconds) for seconds in busy.max(axis=1)]
-
 
 def planned(plan: Plan, index: int, number: int, cost: CostModel | None) -> Timeline:
     """The timeline of a plan's step as the simulator runs it.

@@ -24,15 +24,13 @@ ROOT = Path(__file__).resolve().parents[3]
 CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 ALONE = ["layout.dp=1", "layout.pp=1", "layout.vpp=1", "train.trace_steps=1", "name=run"]
 SMALL = ["data.num_generated=16", "data.prompts_per_batch=2", "train.save_interval=1"]
-MODEL = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 256 --num-attention-heads 4"
-MODEL += " --vocab-size 256"
 COMMANDS = {
     "plan": "plan lengths.txt --pp 2 --vpp 2 --max-tokens-per-gpu 1024 -o plan.json",
     "check": "check plan.json lengths.txt",
     "show": "show plan.json",
     "simulate": "simulate plan.json",
     "diff": "diff plan.json plan.json",
-    "tune": f"tune lengths.txt --gpus 2 --gpu-memory-gib 80 --peak-tflops 100 {MODEL}",
+    "tune": f"tune lengths.txt --gpus 2 --gpu-memory-gib 80 --config {CONFIG}",
     "trace": "trace plan.json -o trace.json",
     "plot": "plot plan.json -o plan.svg",
     "report": "report plan.json lengths.txt -o plan.html",

@@ -36,7 +36,7 @@ class RecordingTrainer(Trainer):
             self.read.append(row)
             return tokens(row)
 
-        self.data.tokens = recorded  # type: ignore[method-assign]
+        object.__setattr__(self.data, "tokens", recorded)
         return super().run()
 
     def _prepare(self, rows: np.ndarray) -> PlannedBatch:

@@ -22,9 +22,7 @@ SAFE_WITH = {
 }
 UNPICKLES = {
     "job.checkpoint.index": "reads torch's pickled index; allows only names of a list",
-    "job.data.workers": "pipes between a process and the processes that it started itself",
-    "job.data.templates": "the same",
-    "job.data.template_server": "the same",
+    "job.data.processes": "pipes between a process and the processes that it started itself",
 }
 
 # Files are written by `files.write_whole`. The exceptions, each with its reason.
@@ -41,10 +39,8 @@ WRITERS = {
     ("job.data.index", "open"): "written in pieces; synced and renamed when complete",
     ("job.data.index", "os.replace"): "the same",
     ("job.data.index", "tempfile.TemporaryFile"): "checks that a folder is writable; has no name",
-    ("job.data.workers", "os.fdopen"): "a pipe to the parent",
-    ("job.data.workers", "pickle.dump"): "into that pipe",
-    ("job.data.templates", "pickle.dump"): "into a pipe to the process of templates",
-    ("job.data.template_server", "pickle.dump"): "into a pipe to its parent",
+    ("job.data.processes", "os.fdopen"): "a pipe to the parent",
+    ("job.data.processes", "pickle.dump"): "into that pipe, or into one to a process of its own",
     ("job.hf.folder", "self.open"): "reads safetensors",
     ("job.hf.load", "stored.open"): "reads safetensors",
     ("job.hf.unused", "stored.open"): "the same",
@@ -55,10 +51,7 @@ WRITERS = {
     ("job.hf.adapters", "write_text"): "the same",
     ("job.hf.output", "os.rename"): "renames a complete folder, or one to be removed",
     ("job.checkpoint.checkpoints", "open"): "in a folder that is renamed when all is on the disk",
-    (
-        "job.checkpoint.checkpoints",
-        "torch.save",
-    ): "in a folder that is renamed when all is on the disk",
+    ("job.checkpoint.checkpoints", "torch.save"): "the same",
     ("job.checkpoint.folders", "write_text"): "the same",
     ("job.checkpoint.folders", "os.rename"): "renames a complete folder, or one to be removed",
     ("job.checkpoint.writer", "torch.save"): "the same as job.checkpoint.checkpoints",

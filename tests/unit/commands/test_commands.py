@@ -15,17 +15,18 @@ import pytest
 from megapack import Layout, Plan, Policy, build_dp_schedule, check_plan
 from megapack.config import load
 from megapack.config.shipped import shipped_models
-from megapack.cost.sizes import ModelSizes
 
 pytestmark = pytest.mark.unit
 
 LENGTHS = [5, 9, 3, 7, 2, 8, 4, 6]
 LAYOUT = ("--dp", "2", "--pp", "2", "--vpp", "2")
 BUDGET = ("--max-tokens-per-gpu", "16")
-MODEL = (
-    *("--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "256"),
-    *("--num-attention-heads", "4", "--vocab-size", "512"),
-)
+TINY = {
+    **{"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512},
+    **{"intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4},
+    **{"max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 1e4},
+}
+MODEL = ("--model", "./tiny.json")
 SPEED = ("--peak-tflops", "1")
 TUNE = ("tune", "a.csv", "--gpus", "4", *MODEL, *SPEED)
 
@@ -35,6 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a file of lengths."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.csv").write_text("length,id\n" + "".join(f"{n},{n % 3}\n" for n in LENGTHS))
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
     return tmp_path
 
 
@@ -231,27 +233,29 @@ def test_tune_ranks_what_fits(call: Call) -> None:
 
 
 def test_stages_may_have_different_numbers_of_layers(call: Call) -> None:
-    """The options' split, or else that of the config on its own pp and vpp, decides the seconds."""
-    Path("a.yaml").write_text(
+    """The config's split, on its own pp and vpp, decides the seconds."""
+    text = (
         "name: a\nplan: {max_tokens_per_gpu: 16}\nmodel: {num_layers: 4, vocab_size: 512}\n"
-        "layout: {pp: 2, num_layers_in_first_pipeline_stage: 1}\n"
+        "layout: {pp: 2, %s}\n"
     )
     plan = ("plan", "a.csv", "--pp", "2", *BUDGET, "--config", "a.yaml", *SPEED, "--json")
 
-    def seconds(*args: str) -> float:
-        out = call(*plan, *args)[1]
+    def seconds(split: str) -> float:
+        Path("a.yaml").write_text(text % split)
+        out = call(*plan)[1]
         return float(json.loads(out)["strategies"]["one sample"]["seconds"])
 
-    even = seconds("--pipeline-model-parallel-layout", "Et*2|t*2L")
-    uneven = seconds()
+    even = seconds("pipeline_model_parallel_layout: Et*2|t*2L")
+    uneven = seconds("num_layers_in_first_pipeline_stage: 1")
     # The costlier stage has 3 of 4 layers instead of 2, and an eighth of the work is warm-up.
     assert 1.3 < uneven / even < 1.5
-    assert uneven == seconds("--num-layers-in-last-pipeline-stage", "3")
+    assert uneven == seconds("num_layers_in_last_pipeline_stage: 3")
     tune = ("tune", "a.csv", "--gpus", "4", *SPEED, "--search", "16", "--vpp", "1")
     ranked = json.loads(call(*tune, "--config", "a.yaml", "--all", "--json")[1])["ranked"]
     splits = {c["layout"]["pp"]: c["stage_layers"] for c in ranked}
     assert splits == {1: [4], 2: [1, 3], 4: [1, 1, 1, 1]}
-    three = ("--num-layers", "5", *MODEL[2:], "--pp", "2", "--uneven")
+    Path("five.json").write_text(json.dumps(TINY | {"num_hidden_layers": 5}))
+    three = ("--model", "./five.json", "--pp", "2", "--uneven")
     code, out, _ = call(*tune, *three)
     assert code == 0
     assert re.search(r"layers\n.* Et\*3\|t\*2L\n", out)
@@ -321,12 +325,10 @@ BAD = [
     ((*PLAN, "--cost", "none.yaml"), ["none.yaml", "cannot be read"]),
     ((*PLAN, "--cost", "a.csv"), ["a.csv"]),
     ((*PLAN, "--config", "none.yaml"), ["none.yaml", "no such file"]),
-    ((*PLAN, *MODEL), ["--peak-tflops"]),
     ((*PLAN, *SPEED), ["--peak-tflops given without a model"]),
-    ((*PLAN, "--num-layers", "4", *SPEED), ["--num-layers given without --hidden-size"]),
     ((*PLAN, *MODEL, "--peak-tflops", "nan"), ["--peak-tflops=nan", "above 0"]),
     ((*PLAN, *MODEL, *SPEED, "--utilisation", "40"), ["--utilisation=40", "at most 1"]),
-    ((*PLAN, *MODEL, *SPEED, "--pp", "3"), ["--num-layers=4", "pp * vpp = 3"]),
+    ((*PLAN, *MODEL, *SPEED, "--pp", "3"), ["num_layers=4", "pp * vpp = 3"]),
     ((*PLAN, *MODEL, *SPEED, "--cost", "c.yaml"), ["--cost", "set one"]),
     (("check", "none.json", "a.csv"), ["none.json", "cannot be read"]),
     (("check", "a.csv", "a.csv"), ["a.csv", "not a plan"]),
@@ -345,9 +347,8 @@ BAD = [
     (("tune", "a.csv", "--gpus", "4"), ["needs a model", "--config"]),
     (("tune", "a.csv", "--gpus", "0", *MODEL, *SPEED), ["0 GPUs"]),
     ((*TUNE, "--tp", "3"), ["tp [3]", "4 GPUs"]),
-    ((*TUNE, "--num-layers-in-last-pipeline-stage", "9"), ["9", "--num-layers=4 remain"]),
-    ((*PLAN, "--num-layers-in-last-pipeline-stage", "1"), ["without a model", "--model"]),
     ((*TUNE, "--tp", "1,x"), ["'1,x'", "commas"]),
+    ((*PLAN, "--num-layers", "4"), ["unrecognized", "--num-layers", "give --model, or --config"]),
     (
         (*TUNE, "--gpu-memory-gib", "-1"),
         ["--gpu-memory-gib=-1"],
@@ -359,7 +360,6 @@ BAD = [
     ((*TUNE, "--ep", "2"), ["ep [2]", "no experts"]),
     ((*TUNE, "--backward", "joint,both"), ["--backward", "'both'; set some of joint, split"]),
     ((*PLAN, "--model", "Qwen9"), ["no such folder or file; megapack knows", "Qwen3-4B"]),
-    ((*PLAN, "--model", "Qwen3-4B", *MODEL), ["--model and --num-layers", "set --model or the"]),
     ((*PLAN, "--model", "a", "--config", "b"), ["both --config and --model given"]),
     (
         (*PLAN, "--split-samples", "auto", "--row-shape", "uniform"),
@@ -386,7 +386,7 @@ def test_bad_input_prints_one_line_and_writes_no_file(
     assert line.startswith("megapack: ")
     assert all(word in line for word in words), line
     # An error names options as they are typed, never as Python has them.
-    names = [field.name for cls in (Layout, Policy, ModelSizes) for field in fields(cls)]
+    names = [field.name for cls in (Layout, Policy) for field in fields(cls)]
     names += list(signature(build_dp_schedule).parameters)
     assert [name for name in names if "_" in name and name in line] == []
     assert {path: path.read_bytes() for path in folder.iterdir()} == before

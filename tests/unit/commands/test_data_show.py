@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +64,6 @@ def test_overrides_are_those_of_a_run(call: Any, data: str) -> None:
     code, out, _ = call("data", "show", data, "--config", CONFIG, *settings)
     assert code == 0
     assert out.splitlines()[-1] == r"  <bos>/256 a/97 [b/98] [\n/10]"
-
-
-def test_tokens_that_count_are_in_colour_on_a_terminal(
-    call: Any, data: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    _, out, _ = call("data", "show", data, "--config", CONFIG)
-    assert "a/97 \033[32mb/98\033[0m" in out
-    monkeypatch.setenv("NO_COLOR", "1")
-    _, out, _ = call("data", "show", data, "--config", CONFIG)
-    assert "a/97 [b/98]" in out
 
 
 def test_json_has_all_of_it(call: Any, data: str) -> None:

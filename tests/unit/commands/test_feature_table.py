@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megapack import Layout, build_dp_schedule
-from megapack.job.view.page_data import plan_page
+from megapack.job.view.page import plan_page
 from megapack.outlook.stats import step_report
 from megapack.plan import facts
 from megapack.plan.facts import Fact, Feature, RowFact

@@ -76,9 +76,8 @@ def test_a_rank_shows_what_its_rows_share(call: Call) -> None:
 
 
 def test_tune_plans_with_groups(call: Call) -> None:
-    model = ("--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "256")
-    sizes = (*model, "--num-attention-heads", "4", "--vocab-size", "512", "--peak-tflops", "1")
-    tune = ("tune", "groups.csv", "--gpus", "4", *sizes)
+    Path("a.yaml").write_text("name: a\nplan: {max_tokens_per_gpu: 16}\nmodel: {vocab_size: 512}\n")
+    tune = ("tune", "groups.csv", "--gpus", "4", "--config", "a.yaml", "--peak-tflops", "1")
     assert "first, shared prefixes: " in call(*tune, *GROUPS)[1]
     assert "shared" not in call(*tune)[1]
 

@@ -188,20 +188,6 @@ def test_a_lock_that_a_killed_process_left_is_a_fault(
     assert fault.startswith(f"{lock} was left 60 minutes ago")
 
 
-def test_the_range_of_megatron_core_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-Core 0.16.1 names Transformer Engine below 2.12; containers have newer ones."""
-    text = 'transformer-engine[core_cu13,pytorch]<2.12.0,>=2.9.0a0; extra == "dev"'
-    monkeypatch.setattr(versions.metadata, "requires", lambda name: [text])
-    (note,) = versions.engine_note("2.17.1")
-    assert re.fullmatch(
-        r"megatron-core [\d.]+ names transformer-engine<2.12.0,>=2.9.0a0 in .*", note
-    )
-    assert versions.engine_note("2.11.0") == []
-    # Later releases name no range.
-    monkeypatch.setattr(versions.metadata, "requires", lambda name: ["transformer-engine"])
-    assert versions.engine_note("2.17.1") == []
-
-
 def test_the_tested_versions_include_those_of_the_constraints(repo_root: Path) -> None:
     text = (repo_root / "tools" / "constraints.txt").read_text(encoding="utf-8")
     # The last line of a package is that of the newest Python.
@@ -235,7 +221,6 @@ def test_versions_are_not_checked_without_metadata(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(versions.metadata, "requires", missing)
     assert check_version("torch", "2.5.1") == ([], [])
-    assert versions.engine_note("2.17.1") == []
 
 
 @pytest.mark.parametrize(
@@ -370,10 +355,6 @@ RIGHT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expanda
         ),
         ({"NCCL_GRAPH_REGISTER": "0"}, None),
         ({"NCCL_GRAPH_REGISTER": "1"}, "NCCL_GRAPH_REGISTER=1: NCCL's user buffers do not work"),
-        (
-            {"NCCL_ASYNC_ERROR_HANDLING": "1"},
-            "NCCL_ASYNC_ERROR_HANDLING: torch has renamed it; set TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        ),
     ],
 )
 def test_settings_that_some_runs_need_are_notes(

@@ -29,12 +29,8 @@ def test_no_plan_that_shares_is_below_its_bounds(layout: Layout, forward_only: b
     )
     report = plan_report(plan, LENGTHS, COST)
     assert report.shared_tokens > 0
-    assert report.num_rows_bound is not None
-    assert report.num_rows >= report.num_rows_bound
     assert report.seconds_bound is not None
     assert report.seconds >= report.seconds_bound
-    assert report.imbalance_bound is not None
-    assert report.imbalance >= report.imbalance_bound - 1e-9
     assert report.time_over_equal_work is not None
     assert report.time_over_equal_work >= 1
 

@@ -49,8 +49,6 @@ def test_totals_are_json() -> None:
 
 def test_bounds_know_that_a_sample_may_lie_over_several_ranks() -> None:
     report = plan_report(wide_plan(), LENGTHS, COST)
-    assert report.num_rows_bound == -(-TOKENS // BUDGET // 4)
-    assert report.imbalance >= report.imbalance_bound >= 1
     assert report.seconds >= report.seconds_bound >= report.equal_work_seconds
     # The longest sample alone on one rank would take longer than the whole step.
     alone = COST.forward_seconds(

@@ -37,7 +37,7 @@ WORK = Workload(
 SPACE = Space(
     num_gpus=4,
     pp=(1,),
-    count_rules=("legal", "per_rank"),
+    count_rule=("legal", "per_rank"),
     context_parallel=("fixed", "dynamic"),
 )
 

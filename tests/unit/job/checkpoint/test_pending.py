@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megapack.job.checkpoint.pending import PendingSave
-from megapack.job.checkpoint.writer import StateWriter, _Planner, _split
+from megapack.job.checkpoint.writer import PendingSave, StateWriter, _Planner, _split
 from tests.unit.job.checkpoint.test_checkpoint_folders import manifest
 
 pytestmark = pytest.mark.unit

@@ -217,7 +217,7 @@ def test_a_bad_line_names_file_line_and_reason(
 
 def test_routes_of_two_models_are_refused(tmp_path: Path) -> None:
     other = [[[0, 1]]] * 5
-    with pytest.raises(DataError, match=r"data\.jsonl:2: routed_experts has 1 layers of 2 experts"):
+    with pytest.raises(DataError, match=r"data\.jsonl:2: routed_experts has layers=1, k=2"):
         read(
             tmp_path / "data.jsonl",
             {**IDS, "routed_experts": ROUTES},

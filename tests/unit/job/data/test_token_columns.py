@@ -61,7 +61,6 @@ def test_columns_are_stored_per_response_token(tmp_path: Path, suffix: str) -> N
         for number, row in enumerate(rows):
             for name in data.token_columns:
                 assert data.token_column(name, number).tolist() == row[name]
-                assert data.tokens(number).columns[name].tolist() == row[name]
     assert len(list(tmp_path.glob(".data*teacher_topk_ids.npy"))) == 1
 
 

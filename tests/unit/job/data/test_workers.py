@@ -59,13 +59,13 @@ def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path: Path) -
     one = load(path, 1)
     index = np.array(one.index)
     tokens = np.array(one.all_tokens)
-    routes = np.array(one.all_routes)
+    routes = np.array(one.arrays["routed_experts"])
     assert len(index) == 400
     assert len(routes) == 2 * 2 * 66
     for num_workers in (2, 3, None):
         again = load(path, num_workers)
         np.testing.assert_array_equal(again.all_tokens, tokens)
-        np.testing.assert_array_equal(again.all_routes, routes)
+        np.testing.assert_array_equal(again.arrays["routed_experts"], routes)
         for name in index.dtype.names or ():
             np.testing.assert_array_equal(again.index[name], index[name])
 
@@ -114,7 +114,7 @@ def test_few_blocks_are_read_without_processes(
     def refused(*args: Any) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(workers, "_Process", refused)
+    monkeypatch.setattr(workers, "_start", refused)
     assert len(load(path, 2).index) == 12
 
 

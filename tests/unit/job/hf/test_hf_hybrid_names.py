@@ -179,7 +179,7 @@ def test_a_tensor_of_several_parts_has_the_shape_of_all() -> None:
     # The second of two tensor-parallel ranks has the second key head's rows.
     half = Block(f"decoder.layers.0.{PROJECTION}.z", (), (10, 0), (10, 32), (20, 32), torch.float32)
     (span,) = row_spans(half, names)
-    assert (span.row, span.block_row, span.count) == (42, 0, 10)
+    assert (span.start, span.block_row, span.count) == (42, 0, 10)
 
 
 def test_what_a_folder_may_have_in_addition() -> None:

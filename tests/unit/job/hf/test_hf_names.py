@@ -159,7 +159,7 @@ def test_row_spans_of_a_tensor_parallel_rank() -> None:
     qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
     block = Block(qkv, (), (64, 0), (64, 64), (128, 64), torch.float32)
     found = {span.name.split(".")[-2]: span for span in row_spans(block, names)}
-    assert {name: (p.row, p.block_row, p.count) for name, p in found.items()} == {
+    assert {name: (p.start, p.block_row, p.count) for name, p in found.items()} == {
         "q_proj": (32, 0, 32),
         "k_proj": (16, 32, 16),
         "v_proj": (16, 48, 16),

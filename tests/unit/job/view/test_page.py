@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from megapack import CostModel, Layout, build_dp_schedule
-from megapack.job.view.page import page_html
-from megapack.job.view.page_data import Page, plan_page, run_page
+from megapack.job.view.page import Page, page_html, plan_page, run_page
 from megapack.job.view.records import read_run
 from tests.run_folder import LENGTHS, make_plan, write_run
 
