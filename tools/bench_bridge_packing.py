@@ -36,23 +36,22 @@ def main() -> None:
     """Print a line per way."""
     args = _arguments()
     import_bridge()
-    from megatron.bridge.data.datasets import packing_utils
+    from megatron.bridge.data.packing import algorithms
 
     lengths = _read(args.file, args.pack_size)
     cost = CostModel(per_token=1.0, per_token_sq=args.square)
     batch = args.global_batch_size
     megatron_bridge.first_fit_shuffle([1, 2], 4)  # compiles
-    own = _timed("Bridge", packing_utils.first_fit_shuffle, lengths, args.pack_size)
+    own = _timed("Bridge", algorithms.first_fit_shuffle, lengths, args.pack_size)
     _simulate("  its steps", own, args, cost)
     _simulate("  planned steps on its packs", own, args, cost, planned=True)
     megatron_bridge.configure(cost=cost)
     packs = _timed("megapack", megatron_bridge.first_fit_shuffle, lengths, args.pack_size)
     _simulate("  Bridge's steps", packs, args, cost)
-    for options in ({"data_parallel_size": args.layout.dp}, {"global_batch_size": batch}):
-        megatron_bridge.configure(**options)
-        name = f"megapack, also {options}"
-        packs = _timed(name, megatron_bridge.first_fit_shuffle, lengths, args.pack_size)
-        _simulate("  Bridge's steps", packs, args, cost)
+    megatron_bridge.configure(global_batch_size=batch)
+    name = f"megapack, also global_batch_size={batch}"
+    packs = _timed(name, megatron_bridge.first_fit_shuffle, lengths, args.pack_size)
+    _simulate("  Bridge's steps", packs, args, cost)
 
 
 def _arguments() -> argparse.Namespace:

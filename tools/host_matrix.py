@@ -40,7 +40,7 @@ RELEASES = {
     "ms-swift": ("4.6.0",),
     "mcore-bridge": ("1.6.5",),
     "skyrl": ("0.3.0", "0.4.0"),
-    "megatron-bridge": ("0.3.1", "0.6.2"),
+    "megatron-bridge": ("0.6.2",),
     "megatron-core": ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
 }
 # Megatron-Core's newer wheels are for it; a wheel for every Python is found as well.
@@ -86,14 +86,16 @@ def rows_of(source: Source, files: Sequence[PatchFile]) -> list[Row]:
         if not own:
             rows += _without_package(source, [file for file in files if file.host == host])
             continue
-        fitting = [file for file in own if file.is_for(source.version)]
-        if fitting:
-            entries = fitting[0].patches
+        (file,) = own
+        if file.is_for(source.version):
             rows += [
-                _row(source, host, entry, *_verdict(code, source, host, entry)) for entry in entries
+                _row(source, host, entry, *_verdict(code, source, host, entry))
+                for entry in file.patches
             ]
         else:
-            rows.append(_row(source, host, own[0].patches[0], *_out_of_range(source, own)))
+            # An old version has not moved.
+            text = f"the patches are for versions from {file.since}"
+            rows.append(_row(source, host, file.patches[0], text, False))
     return rows
 
 
@@ -108,13 +110,6 @@ def _without_package(source: Source, files: Sequence[PatchFile]) -> list[Row]:
             text = f"`{source.label}` has no package {package_of(entry.module)}"
             return [_row(source, file.host, entry, text, True)]
     return []
-
-
-def _out_of_range(source: Source, own: Sequence[PatchFile]) -> tuple[str, bool]:
-    """What the table says of a version that no patch file is for; an old one has not moved."""
-    ranges = [f"from {f.since or 'any'}{f' to before {f.before}' if f.before else ''}" for f in own]
-    old = all(file.since and _numbers(source.version) < _numbers(file.since) for file in own)
-    return f"the patches are for versions {' and '.join(ranges)}", not old
 
 
 def _is_in(code: Sources, file: PatchFile) -> bool:

@@ -11,7 +11,6 @@ of a step's rows again and plans them over all ranks. Any other forward step run
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from megapack.base.arrays import check_count
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts import megatron_lm
-from megapack.hosts.shared.offline_bins import even_bins
+from megapack.hosts.shared.bins import even_bins
 from megapack.hosts.shared.options import HostOptions
 
 logger = logging.getLogger(__name__)
@@ -30,29 +30,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class BridgeOptions:
-    """Options of the packer, read where the data set is packed, and of the middle stages."""
+    """Options of the packer, read where the data set is packed."""
 
     cost: CostModel | None = None
     """Seconds of a row; None evens out the squares of the samples' lengths: full bins have about
     equally many tokens, and attention is what they differ in."""
     global_batch_size: int = 1
     """The number of bins is a multiple of it. Bridge leaves the last, incomplete batch of bins out
-    in every epoch; in 0.3 it does so to the same bins each time."""
-    data_parallel_size: int = 1
-    """Ranks that run neighbouring bins at the same time; such bins get about equal work. Bridge 0.6
-    shuffles the bins in every epoch, so there it changes nothing."""
-    middle_stages: bool = False
-    """Give pipeline stages that are neither first nor last their rows' sample bounds, which Bridge
-    0.3 does not: their attention crosses from sample to sample."""
+    in every epoch."""
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "data_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be positive")
+        check_count("global_batch_size", self.global_batch_size)
 
 
-# Where a row's samples start. In 0.6 the names are Megatron-Core's, and `cu_seqlens_q` leaves out
-# what `pad_seq_to_mult` added to each sample: then the first one has the places in the row.
+# Where a row's samples start. `cu_seqlens_q` leaves out what `pad_seq_to_mult` added to samples, so
+# the first one has the places in the row.
 _BOUNDS = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens")
 
 _OPTIONS = HostOptions(BridgeOptions())
@@ -137,8 +129,7 @@ def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
 def first_fit_shuffle(seqlens: list[int], pack_size: int) -> list[list[int]]:
     """Pack a data set's samples into bins, as few as Bridge's packer or fewer, of more even cost.
 
-    Their order is shuffled by numpy's global random state, as Bridge shuffles samples. It keeps
-    together groups of `data_parallel_size` bins of about equal work.
+    Their order is shuffled by numpy's global random state, as Bridge shuffles samples.
 
     Args:
         seqlens: tokens of each sample, before its last one (which is only a label).
@@ -161,11 +152,7 @@ def first_fit_shuffle(seqlens: list[int], pack_size: int) -> list[list[int]]:
         )
     work = _work(sizes, options.cost)
     bins = even_bins(sizes, work, pack_size, multiple=options.global_batch_size)
-    rising = sorted(bins, key=lambda members: float(work[members].sum()))
-    width = options.data_parallel_size
-    groups = [rising[start : start + width] for start in range(0, len(rising), width)]
-    order = np.random.permutation(len(groups))
-    return [sizes[members].tolist() for group in order for members in groups[group]]
+    return [sizes[bins[number]].tolist() for number in np.random.permutation(len(bins))]
 
 
 def _work(sizes: np.ndarray[Any, np.dtype[np.int64]], cost: CostModel | None) -> Any:
@@ -175,28 +162,3 @@ def _work(sizes: np.ndarray[Any, np.dtype[np.int64]], cost: CostModel | None) ->
         # One more per sample, so that samples without tokens count too.
         return squares + 1.0
     return cost.per_token * sizes + cost.per_token_sq * squares + cost.per_sample
-
-
-def is_pp_first_stage(pp_group: Any) -> bool:
-    """Whether a pipeline stage reads its batch as the first one does.
-
-    Bridge 0.3's `get_batch` asks it for nothing else. With `middle_stages` all stages but the last
-    read; their model gets tokens, which it does not use, and `packed_seq_params`, which it needs.
-    """
-    from megatron.core.pipeline_parallel.utils import is_pp_first_stage as is_first
-    from megatron.core.pipeline_parallel.utils import is_pp_last_stage as is_last
-
-    if is_first(pp_group) or is_last(pp_group):
-        return bool(is_first(pp_group))
-    if not _OPTIONS.current.middle_stages:
-        _warn_of_middle_stages(pp_group.size())
-    return _OPTIONS.current.middle_stages
-
-
-@functools.cache
-def _warn_of_middle_stages(pp: int) -> None:
-    logger.warning(
-        "pp=%d: this Bridge gives middle stages no sample bounds, so with packed rows their "
-        "attention crosses samples; call megatron_bridge.configure(middle_stages=True)",
-        pp,
-    )

@@ -8,8 +8,6 @@ from typing import Any
 
 from megapack.errors import PlanError
 from megapack.hosts import patching
-from megapack.hosts.shared.families import callers_tokens
-from megapack.hosts.shared.flops import sample_flops
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.native import Provider
 from megapack.hosts.shared.rollout_schedule import (
@@ -17,9 +15,7 @@ from megapack.hosts.shared.rollout_schedule import (
     SETTINGS,
     Rollouts,
     Schedule,
-    layout_of,
     plan_dynamic,
-    plan_static,
     read_settings,
 )
 
@@ -56,8 +52,7 @@ def build_dp_schedule(
 
     `vpp_size` and the VPP group size may be None. With `args.allow_partial_train_step` and dynamic
     batches, rollouts that do not fill a step make a smaller last step, which is left out if its
-    samples cannot fill a row on every rank. Static micro-batches are balanced over ranks by FLOPs
-    with `balance_by_flops` and by tokens with `balance_data`; with neither, ranks get them in turn.
+    samples cannot fill a row on every rank. Without dynamic batches the schedule is miles' own.
 
     Returns:
         partitions, micro_batch_indices, num_microbatches: as slime's.
@@ -68,29 +63,19 @@ def build_dp_schedule(
             refusals, is an AssertionError too.
     """
     read_settings(args)
-    layout = layout_of(args, train_parallel_config)
-    token_ids = None
-    if OPTIONS.current.share_prefixes:
-        token_ids = callers_tokens(total_lengths, lambda data: data.get("tokens"))
-    by_flops = bool(getattr(args, "balance_by_flops", False))
-    by_tokens = bool(getattr(args, "balance_data", False))
     if not args.use_dynamic_batch_size:
-        weights: Sequence[float] | None = total_lengths if by_tokens else None
-        if by_flops:
-            weights = sample_flops(args, total_lengths)
-        return plan_static(args, layout, Rollouts.read(rollout_indices, global_batch_size), weights)
+        own = patching.original("miles.utils.dp_schedule.build_dp_schedule")
+        schedule: Schedule = own(
+            args,
+            train_parallel_config,
+            total_lengths,
+            global_batch_size=global_batch_size,
+            rollout_indices=rollout_indices,
+        )
+        return schedule
 
     def plan(rollouts: Rollouts) -> Schedule:
-        return plan_dynamic(
-            args,
-            layout,
-            total_lengths,
-            rollouts,
-            balanced=by_flops or by_tokens,
-            options=OPTIONS.current,
-            host="miles",
-            token_ids=token_ids,
-        )
+        return plan_dynamic(args, train_parallel_config, total_lengths, rollouts, host="miles")
 
     partial = bool(getattr(args, "allow_partial_train_step", False))
     rollouts = Rollouts.read(rollout_indices, global_batch_size, partial=partial)
@@ -104,7 +89,7 @@ def build_dp_schedule(
         logger.info(
             "partial step skipped: its %d samples fill no row on every rank (dp=%d)",
             len(rollouts.samples) - len(whole.samples),
-            layout.dp,
+            train_parallel_config["dp_size"],
         )
         return schedule
 

@@ -1,34 +1,48 @@
 """NeMo-RL: packers, `BatchedDataDict.shard_by_batch_size`, and the padding of its pipeline's rows.
 
-The packers keep NeMo-RL's rules; if it requires more bins than a rule makes, the heaviest bins are
-split. With a layout configured, batches are planned for its pipeline instead. Written for NeMo-RL's
+All of these call NeMo-RL's own. If it requires more bins than a packer makes, the heaviest bins are
+split. With a layout configured, the bins of a step are a plan for its pipeline: NeMo-RL deals bins
+out to the shards in turn, so they are listed as `[micro-batch][shard]`. Written for NeMo-RL's
 commit 7ea279a.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import logging
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from megapack.cost.model import CostModel
-from megapack.errors import ConfigError, HostAssertionError
+import numpy as np
+
+from megapack.base.arrays import Ints
+from megapack.cost.model import cost_in_tokens
+from megapack.dp_schedule import build_dp_schedule
+from megapack.errors import ConfigError
 from megapack.hosts import megatron_core, patching
-from megapack.hosts.shared import bin_packers, nemo_rl_shards
+from megapack.hosts.shared.bins import with_heaviest_split
+from megapack.hosts.shared.families import (
+    family_parts,
+    has_lengths,
+    members_of,
+    plan_families,
+    shared_ids,
+)
 from megapack.hosts.shared.native import NativeSettings
-from megapack.hosts.shared.options import HostOptions, shares_prefixes
+from megapack.hosts.shared.options import HostOptions, PlannerOptions
 from megapack.hosts.shared.rank_rows import Rows, log_budget
 from megapack.layout import Layout
+from megapack.policy import Policy
 
 logger = logging.getLogger(__name__)
 
 __all__ = [
     "NemoRLOptions",
-    "PackingMetrics",
     "configure",
     "get_packer",
     "megatron_forward_backward",
@@ -37,39 +51,15 @@ __all__ = [
     "shard_by_batch_size",
 ]
 
-_RULES: dict[str, bin_packers.Rule] = {
-    "CONCATENATIVE": bin_packers.next_fit,
-    "FIRST_FIT_DECREASING": bin_packers.first_fit_decreasing,
-    "FIRST_FIT_SHUFFLE": bin_packers.first_fit_shuffle,
-    "MODIFIED_FIRST_FIT_DECREASING": bin_packers.modified_first_fit_decreasing,
-}
 _WORKER_MODULES = "nemo_rl.models.megatron"
-_HOST_MODULE = "nemo_rl.data.packing.algorithms"
-_HOST_CLASSES = {
-    "CONCATENATIVE": "ConcatenativePacker",
-    "FIRST_FIT_DECREASING": "FirstFitDecreasingPacker",
-    "FIRST_FIT_SHUFFLE": "FirstFitShufflePacker",
-    "MODIFIED_FIRST_FIT_DECREASING": "ModifiedFirstFitDecreasingPacker",
-}
 
 
-@dataclass(frozen=True, kw_only=True)
-class NemoRLOptions:
-    """Where the replacements may differ from NeMo-RL's own behaviour."""
+class NemoRLOptions(PlannerOptions):
+    """Where the replacements may differ from NeMo-RL's own behaviour.
 
-    layout: Layout | None = None
-    """The job's layout; its dp is the number of shards. Sequences are distributed over shards and
-    packed for its pipeline, and every M is one that its interleaved schedule runs. None: shards get
-    the packer's bins in turn, without regard to the pipeline."""
-    cost: CostModel | None = None
-    """Seconds of a micro-batch, for planning with a layout; None counts its tokens and 256 more."""
-    share_prefixes: bool = field(default_factory=shares_prefixes)
-    """Sequences of a step with common beginnings are packed into one micro-batch, in which
-    `megatron_core` lets them share these. The budget counts every copy."""
-
-    def __post_init__(self) -> None:
-        if self.cost is not None and self.layout is None:
-            raise ConfigError("cost is used with a layout only; set both")
+    The layout's dp is the number of shards: sequences are distributed over shards and packed for
+    its pipeline. Without a layout, shards get the packer's bins in turn.
+    """
 
 
 _OPTIONS = HostOptions(NemoRLOptions())
@@ -89,110 +79,25 @@ def read_settings(config: Any) -> None:
     _SETTINGS.take(config.get("megapack"), "policy.megapack")
 
 
-class PackingMetrics:
-    """Metrics over all packings, under NeMo-RL's names."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self._packings: list[dict[str, float]] = []
-
-    def update(
-        self, sequence_lengths: Sequence[int], bins: Rows, bin_capacity: int
-    ) -> dict[str, float]:
-        """Add one packing; returns its own metrics."""
-        stats = packing_stats(sequence_lengths, bins, bin_capacity)
-        self._packings.append(stats)
-        return stats
-
-    def get_aggregated_stats(self) -> dict[str, float]:
-        """Totals, and the mean, least and largest utilization; {} before the first packing."""
-        if not self._packings:
-            return {}
-        names = self._packings[0]
-        total = {name: sum(stats[name] for stats in self._packings) for name in names}
-        used = [stats["average_utilization"] for stats in self._packings]
-        wasted = [stats["waste_ratio"] for stats in self._packings]
-        capacity = total["total_bin_capacity"]
-        bins = total["num_bins"]
-        # The fewest bins that could hold all tokens at the mean capacity, rounded up.
-        fewest = -(-total["total_sequence_length"] * bins // capacity) if capacity else 0
-        return {
-            "total_sequences": total["num_sequences"],
-            "total_bins": bins,
-            "average_utilization": total["total_sequence_length"] / capacity if capacity else 0.0,
-            "min_utilization": min(used),
-            "max_utilization": max(used),
-            "average_waste_ratio": total["total_waste"] / capacity if capacity else 0.0,
-            "min_waste_ratio": min(wasted),
-            "max_waste_ratio": max(wasted),
-            "average_bin_count": bins / len(self._packings),
-            "bin_efficiency": fewest / bins if bins else 0.0,
-        }
-
-
-class Packer(bin_packers.SequencePacker):
-    """A packer that can keep metrics of its packings."""
-
-    metrics: PackingMetrics | None = None
-
-    def pack(self, sequence_lengths: Sequence[int]) -> Rows:
-        bins = super().pack(sequence_lengths)
-        if self.metrics is not None:
-            self.metrics.update(sequence_lengths, bins, self.bin_capacity)
-        return bins
-
-    @property
-    def collect_metrics(self) -> bool:
-        return self.metrics is not None
-
-    def compute_metrics(self, sequence_lengths: Sequence[int], bins: Rows) -> dict[str, float]:
-        """Metrics of one packing, not added to the kept ones."""
-        return packing_stats(sequence_lengths, bins, self.bin_capacity)
-
-    def get_aggregated_metrics(self) -> dict[str, float]:
-        """Metrics of all packings since the last reset; {} if the packer keeps no metrics."""
-        return {} if self.metrics is None else self.metrics.get_aggregated_stats()
-
-    def reset_metrics(self) -> None:
-        if self.metrics is not None:
-            self.metrics.reset()
-
-    def print_metrics(self) -> None:
-        """Log the aggregated metrics."""
-        logger.info("packing: %s", self.get_aggregated_metrics() or "no metrics are kept")
-
-
 def get_packer(
     algorithm: enum.Enum | str,
     bin_capacity: int,
     collect_metrics: bool = False,
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
-) -> Packer:
-    """Make a packer by name or by the host's enum member.
+) -> Any:
+    """NeMo-RL's own packer, which makes missing bins by splitting the heaviest ones.
 
-    Args:
-        algorithm: "concatenative", "first_fit_decreasing", "first_fit_shuffle" (here always the
-            same order) or "modified_first_fit_decreasing".
-        bin_capacity: padded tokens of a bin.
-        collect_metrics: keep metrics of the packings.
-        min_bin_count: least number of bins, none of them empty.
-        bin_count_multiple: the number of bins is a multiple of it.
-
-    Returns:
-        a packer; where NeMo-RL is loaded, an instance of its class for the algorithm too.
+    Inside `shard_by_batch_size` it is one that packs as the options say.
 
     Raises:
-        ConfigError: an unknown name, or a number out of range.
+        ValueError: NeMo-RL's own, on an unknown name or a number out of range.
     """
-    name, rule = bin_packers.find_rule(algorithm, _RULES)
-    packer_class = bin_packers.class_for_host(Packer, _HOST_MODULE, _HOST_CLASSES[name])
-    packer = packer_class(rule, bin_capacity, min_bin_count, bin_count_multiple)
-    if collect_metrics:
-        packer.metrics = PackingMetrics()
-    return packer
+    own = patching.original("nemo_rl.data.packing.algorithms.get_packer")
+    packer = own(algorithm, bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
+    plan_with = _PLANNED.get()
+    packer = with_heaviest_split(packer)
+    return packer if plan_with is None else plan_with(packer)
 
 
 def shard_by_batch_size(
@@ -205,58 +110,109 @@ def shard_by_batch_size(
 ) -> list[Any] | tuple[list[Any], list[int]]:
     """Split a BatchedDataDict into shards for the DP ranks; in NeMo-RL a method of `data`.
 
-    `batch_size` consecutive rows (sequences) are one optimizer step, distributed over all shards.
-    Sequence packing counts lengths padded to `sequence_length_pad_multiple` against
-    `max_tokens_per_microbatch`.
-
-    Args:
-        data: has `select_indices`, `slice` and `data`, a dict of fields.
-        shards: number of DP ranks.
-        batch_size: rows of a step over all shards; None: all rows.
-        allow_uneven_shards: the last shards may get fewer rows; without packing and steps only.
-        dynamic_batching_args: as NeMo-RL's; not with `sequence_packing_args`.
-        sequence_packing_args: as NeMo-RL's.
+    NeMo-RL's own method with its own checks. With sequence packing, and a layout or shared
+    prefixes, the bins that it asks its packer for are planned.
 
     Returns:
-        shards: rows step after step. With packing or dynamic batching they have
-            `micro_batch_indices` and `micro_batch_lengths`, with packing `elem_counts_per_gb` too.
-        indices: only with packing or dynamic batching: the row of `data` of each row of the shards;
-            shard after shard with packing, step after step with dynamic batching.
+        shards: rows step after step; with packing they have the boundaries of micro-batches.
+        indices: only with packing or dynamic batching: the row of `data` of each row of the shards.
 
     Raises:
-        HostAssertionError: rows that do not divide, or packing and dynamic batching together.
         PlanError: a sequence over the budget, or too few rows in a step for the least M.
     """
-    if allow_uneven_shards and batch_size is not None:
-        raise HostAssertionError("batch_size must be None if allow_uneven_shards is True")
-    if dynamic_batching_args is not None and sequence_packing_args is not None:
-        raise HostAssertionError(
-            "dynamic_batching_args and sequence_packing_args cannot be passed together; leave one"
-        )
-    steps = nemo_rl_shards.step_rows(data, shards, batch_size, allow_uneven_shards)
+    own = patching.original(
+        "nemo_rl.distributed.batched_data_dict.BatchedDataDict.shard_by_batch_size"
+    )
+    settings = (allow_uneven_shards, dynamic_batching_args, sequence_packing_args)
+    options = _OPTIONS.current
+    layout = options.layout
+    plan_with = None
     if sequence_packing_args is not None:
-        layout = _OPTIONS.current.layout
-        packing = nemo_rl_shards.PackingArgs.read(
-            data, sequence_packing_args, with_ids=_OPTIONS.current.share_prefixes
-        )
-        log_budget("NeMo-RL", packing.max_tokens, layout and layout.cp)
-        if layout is None:
-            packer = get_packer(
-                sequence_packing_args["algorithm"],
-                packing.max_tokens,
-                min_bin_count=shards,
-                bin_count_multiple=shards,
-            )
-            plan = [nemo_rl_shards.pack_step(packer, packing, rows, shards) for rows in steps]
-        else:
-            cost = _OPTIONS.current.cost
-            if layout.pp > 1 and not any(s.host == "nemo_rl_rows" for s in patching.status()):
-                _warn_of_padding()
-            plan = nemo_rl_shards.plan_steps(packing, steps, shards, layout, cost)
-        return nemo_rl_shards.packed_shards(data, packing, plan, shards)
-    if dynamic_batching_args is not None:
-        return nemo_rl_shards.dynamic_shards(data, steps, shards, dynamic_batching_args)
-    return nemo_rl_shards.plain_shards(data, steps, shards)
+        max_tokens = int(sequence_packing_args["max_tokens_per_microbatch"])
+        log_budget("NeMo-RL", max_tokens, layout and layout.cp)
+        token_ids = shared_ids(options, lambda: _token_ids(data, sequence_packing_args))
+        if layout is not None or token_ids is not None:
+            _check_layout(layout, shards)
+            plan_with = functools.partial(_StepPacker, shards, options, token_ids)
+    before = _PLANNED.set(plan_with)
+    try:
+        return own(data, shards, batch_size, *settings)  # type: ignore[no-any-return]
+    finally:
+        _PLANNED.reset(before)
+
+
+def _token_ids(data: Any, args: dict[str, Any]) -> list[Ints] | None:
+    """The token ids of each row; None where the driver has placeholders of other lengths."""
+    lengths = [int(length) for length in data.data[args["input_lengths_key"]]]
+    ids = data.data[args["input_key"]].cpu().numpy()
+    rows = [row[:length] for row, length in zip(ids, lengths, strict=True)]
+    return rows if has_lengths(rows, lengths) else None
+
+
+def _check_layout(layout: Layout | None, shards: int) -> None:
+    if layout is None:
+        return
+    if layout.dp != shards:
+        raise ConfigError(f"the configured layout has dp={layout.dp}, the batch {shards} shards")
+    if layout.pp > 1 and not any(s.host == "nemo_rl_rows" for s in patching.status()):
+        _warn_of_padding()
+
+
+@dataclass
+class _StepPacker:
+    """Packs the sequences of one step after the other, which NeMo-RL's method gives it in turn."""
+
+    shards: int
+    options: NemoRLOptions
+    token_ids: list[Ints] | None
+    """Of all rows, to pack rows with common beginnings together."""
+    packer: Any
+    """NeMo-RL's own."""
+    start: int = 0
+    """The first row of the step."""
+
+    def pack(self, sequence_lengths: Sequence[int]) -> Rows:
+        """Bins of one step: micro-batch 0 of each shard, then micro-batch 1 of each, ..."""
+        padded = np.array(sequence_lengths, dtype=np.int64)
+        ids = None
+        if self.token_ids is not None:
+            ids = self.token_ids[self.start : self.start + padded.size]
+        self.start += padded.size
+        if self.options.layout is None:
+            rows: Rows = self._pack_families(padded, ids) or self.packer.pack(sequence_lengths)
+            return rows
+        return self._plan(padded, ids, self.options.layout)
+
+    def _pack_families(self, padded: Ints, ids: list[Ints] | None) -> Rows | None:
+        """Bins of whole parts of families; None if there are none, or they do not fill the bins."""
+        if ids is None:
+            return None
+        part_of = family_parts(ids, padded, None, self.packer.bin_capacity, num_rows=self.shards)
+        if part_of is None:
+            return None
+        parts = members_of(part_of)
+        with contextlib.suppress(ValueError):
+            bins = self.packer.pack([int(padded[part].sum()) for part in parts])
+            return [sorted(chain.from_iterable(parts[p] for p in row)) for row in bins]
+        return None
+
+    def _plan(self, padded: Ints, ids: list[Ints] | None, layout: Layout) -> Rows:
+        settings: dict[str, Any] = {
+            "layout": layout,
+            "max_tokens_per_gpu": self.packer.bin_capacity // layout.cp,
+            "cost": self.options.cost or cost_in_tokens(layout),
+            # A shard cannot express a micro-batch without rows.
+            "policy": Policy(oversize="error", unreachable="error"),
+        }
+        plan = None if ids is None else plan_families(ids, padded, [0] * padded.size, **settings)
+        plan = plan or build_dp_schedule(padded, **settings)
+        (step,) = plan.steps
+        micro_batches = chain.from_iterable(zip(*step.ranks, strict=True))
+        return [list(micro_batch.samples) for micro_batch in micro_batches]
+
+
+_PLANNED: ContextVar[Callable[[Any], _StepPacker] | None] = ContextVar("planned", default=None)
+"""What `get_packer` makes its packer into, inside of `shard_by_batch_size`."""
 
 
 @functools.cache
@@ -324,29 +280,3 @@ def _refuse_fixed_lengths(config: Any) -> None:
             f"CUDA graphs (cuda_graph_impl={graphs}) need rows of one length; turn them off, or "
             "leave out the patch nemo_rl_rows"
         )
-
-
-def packing_stats(
-    sequence_lengths: Sequence[int], bins: Rows, bin_capacity: int
-) -> dict[str, float]:
-    """Metrics of one packing; all 0 without bins.
-
-    `bin_balance` is 1 minus the standard deviation (n - 1) of the bins' tokens over their mean.
-    """
-    loads = [sum(int(sequence_lengths[i]) for i in row) for row in bins]
-    total = sum(loads)
-    capacity = len(bins) * bin_capacity
-    fewest = -(-total // bin_capacity)
-    spread = statistics.stdev(loads) / statistics.fmean(loads) if len(bins) > 1 else 0.0
-    return {
-        "num_sequences": sum(map(len, bins)),
-        "num_bins": len(bins),
-        "total_sequence_length": total,
-        "total_bin_capacity": capacity,
-        "total_waste": capacity - total,
-        "average_utilization": total / capacity if bins else 0.0,
-        "waste_ratio": (capacity - total) / capacity if bins else 0.0,
-        "bin_balance": 1.0 - spread if bins else 0.0,
-        "theoretical_min_bins": fewest,
-        "bin_efficiency": fewest / len(bins) if bins else 0.0,
-    }

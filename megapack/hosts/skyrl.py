@@ -9,19 +9,18 @@ interleaved schedule runs; SkyRL does not check that. Written for SkyRL's commit
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megapack.base.arrays import Ints
-from megapack.cost.model import CostModel
-from megapack.errors import ConfigError, DataError
-from megapack.hosts.shared import bin_packers
-from megapack.hosts.shared.families import family_parts, real_tokens
-from megapack.hosts.shared.options import HostOptions, shares_prefixes
+from megapack.errors import DataError
+from megapack.hosts import patching
+from megapack.hosts.shared.bins import with_heaviest_split
+from megapack.hosts.shared.families import family_parts, real_tokens, shared_ids
+from megapack.hosts.shared.options import HostOptions, PlannerOptions
 from megapack.hosts.shared.rank_rows import (
     Need,
     Rows,
@@ -32,10 +31,9 @@ from megapack.hosts.shared.rank_rows import (
     split_rows,
 )
 from megapack.hosts.shared.tensor_rows import collect, take
-from megapack.layout import Layout
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 __all__ = [
     "SkyRLOptions",
@@ -44,35 +42,15 @@ __all__ = [
     "make_seq_packer",
 ]
 
-_RULES: dict[str, bin_packers.Rule] = {
-    "FIRST_FIT_DECREASING": bin_packers.first_fit_decreasing,
-    "BALANCED": bin_packers.least_loaded,
-}
-_HOST_MODULE = "skyrl.train.dataset.bin_packing"
-_HOST_CLASSES = {"FIRST_FIT_DECREASING": "FirstFitDecreasing", "BALANCED": "Balanced"}
+
+class SkyRLOptions(PlannerOptions):
+    """Where the replacements may differ from SkyRL's own behaviour.
+
+    Without a layout, micro-batches are the fewest within the budget, without regard to a pipeline.
+    """
 
 
-@dataclass(frozen=True, kw_only=True)
-class SkyRLOptions:
-    """Where the replacements may differ from SkyRL's own behaviour."""
-
-    layout: Layout | None = None
-    """The job's layout: rows are planned and ordered for its pipeline, alignment counts against the
-    budget, and M is a count that Megatron runs. None: the fewest micro-batches within the budget,
-    without regard to the pipeline."""
-    cost: CostModel | None = None
-    """Seconds of a micro-batch, for planning with a layout; None counts its tokens and 256 more."""
-    uniform_micro_batch_size: bool = False
-    """Add padding samples so that a rank's micro-batches have the same number of samples, which
-    Megatron's schedules require of batches that are not packed."""
-    share_prefixes: bool = field(default_factory=shares_prefixes)
-    """A rank's samples with common beginnings are packed into one micro-batch, in which
-    `megatron_core` lets them share these. The budget counts every copy."""
-
-    def __post_init__(self) -> None:
-        if self.cost is not None and self.layout is None:
-            raise ConfigError("cost is used with a layout only; set both")
-
+_ITERATOR = "skyrl.backends.skyrl_train.workers.worker_utils.TokenBasedBatchIterator"
 
 _OPTIONS = HostOptions(SkyRLOptions())
 configure = _OPTIONS.configure
@@ -109,16 +87,15 @@ class TokenBasedBatchIterator:
         self._num_padding_microbatches = max(count - len(rows), 0)
         self._max_tokens_per_microbatch = max_tokens
         self._token_counts = rank.lengths.tolist()
-        self._micro_batch_size = max(map(len, rows)) if options.uniform_micro_batch_size else 0
 
     def __len__(self) -> int:
         return len(self._microbatches) + self._num_padding_microbatches
 
     def __iter__(self) -> Iterator[Any]:
         for row in self._microbatches:
-            yield self._fill_up(_select(self.data, row))
+            yield _select(self.data, row)
         for _ in range(self._num_padding_microbatches):
-            yield self._fill_up(self._create_padding_microbatch())
+            yield self._create_padding_microbatch()
 
     @property
     def num_padding_microbatches(self) -> int:
@@ -159,15 +136,8 @@ class TokenBasedBatchIterator:
         return [items[i] for i in range(num)]
 
     def _create_padding_microbatch(self) -> Any:
-        """One sample without a loss, as wide as the real ones."""
-        return _padding_samples(self.data, 1)
-
-    def _fill_up(self, batch: Any) -> Any:
-        """Append padding samples up to the uniform micro-batch size, if one is set."""
-        missing = self._micro_batch_size - len(batch["sequences"])
-        if missing <= 0:
-            return batch
-        return _append(batch, _padding_samples(self.data, missing, like=batch))
+        """SkyRL's own: one sample without a loss, as wide as the real ones."""
+        return patching.original(_ITERATOR)._create_padding_microbatch(self)
 
 
 def make_seq_packer(
@@ -175,25 +145,14 @@ def make_seq_packer(
     bin_capacity: int,
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
-) -> bin_packers.SequencePacker:
-    """Make a packer by name or by the host's enum member.
-
-    "first_fit_decreasing" refuses a sequence over the capacity; "balanced" fills the emptiest bin
-    and puts such a sequence alone into a bin. If more bins are required, the heaviest are split.
-
-    Returns:
-        a packer; where SkyRL is loaded, an instance of its class for the algorithm too.
+) -> Any:
+    """SkyRL's own packer, which makes missing bins by splitting the heaviest ones.
 
     Raises:
-        ConfigError: an unknown name, or a number out of range.
+        ValueError: SkyRL's own, on an unknown name or a number out of range.
     """
-    name, rule = bin_packers.find_rule(algorithm, _RULES)
-    packer_class = bin_packers.class_for_host(
-        bin_packers.SequencePacker, _HOST_MODULE, _HOST_CLASSES[name]
-    )
-    return packer_class(
-        rule, bin_capacity, min_bin_count, bin_count_multiple, oversize_alone=name == "BALANCED"
-    )
+    own = patching.original("skyrl.train.dataset.bin_packing.make_seq_packer")
+    return with_heaviest_split(own(algorithm, bin_capacity, min_bin_count, bin_count_multiple))
 
 
 class _RankRows:
@@ -204,8 +163,10 @@ class _RankRows:
         if not self.lengths.size:
             raise DataError("a rank has no samples; give every rank one or more")
         parts = None
-        if options.share_prefixes:
-            token_ids = real_tokens(data["sequences"], data["attention_mask"])
+        token_ids = shared_ids(
+            options, lambda: real_tokens(data["sequences"], data["attention_mask"])
+        )
+        if token_ids is not None:
             least = 1 if options.layout is None else options.layout.next_legal_count(1)
             parts = family_parts(
                 token_ids, self.lengths, options.layout, max_tokens, num_rows=least
@@ -230,56 +191,6 @@ def _select(data: Any, row: list[int]) -> Any:
     """Select the samples of a row, with the batch's metadata."""
     batch = type(data)({name: take(value, row) for name, value in data.items()})
     batch.metadata = data.metadata
-    return batch
-
-
-def _padding_samples(data: Any, num: int, *, like: Any = None) -> Any:
-    """Samples without a loss, as wide as those of `data`; attention sees one token of each.
-
-    Args:
-        like: the batch that they are appended to. Their response masks are 0, so that its means
-            over responses leave them out; fields of tensors of unequal shapes repeat its first one.
-            None: they are a separate batch. Their response masks are 1, so that no mean divides by
-            zero, and it has no fields of tensors of unequal shapes.
-    """
-    import torch
-
-    fields: dict[str, Any] = {}
-    for name, value in data.items():
-        if isinstance(value, torch.Tensor):
-            zeros = value.new_zeros((num, *value.shape[1:]))
-            is_filled = name in _FILL and (like is None or name != "response_mask")
-            fields[name] = _FILL[name](zeros) if is_filled else zeros
-        elif value is None:
-            fields[name] = None
-        elif _is_packed(value):
-            fields[name] = collect(type(value), [_packed_padding(name, value)] * num)
-        elif like is not None:
-            fields[name] = type(value)([like[name][0]] * num)
-    batch = type(data)(fields)
-    batch.metadata = {**(data.metadata or {}), "is_padding_batch": True}
-    return batch
-
-
-def _is_packed(value: Any) -> bool:
-    return hasattr(type(value), "from_segments")
-
-
-def _packed_padding(name: str, field: Any) -> torch.Tensor:
-    """Rows of one padding sample: of its one token, or of its response, which has none."""
-    if name not in _PACKED_ROWS:
-        raise DataError(
-            f"padding samples have no value for the packed field {name}; known are "
-            f"{', '.join(_PACKED_ROWS)}"
-        )
-    zeros: torch.Tensor = field.values.new_zeros((_PACKED_ROWS[name], *field.values.shape[1:]))
-    return _FILL[name](zeros) if name in _FILL else zeros
-
-
-def _append(first: Any, second: Any) -> Any:
-    """The samples of both batches, with the fields and the metadata of the first."""
-    batch = type(first)({name: _concat([value, second[name]]) for name, value in first.items()})
-    batch.metadata = first.metadata
     return batch
 
 
@@ -313,31 +224,3 @@ def _concat(values: list[Any]) -> Any:
     if isinstance(values[0], torch.Tensor):
         return torch.cat(values)
     return collect(type(values[0]), [value[i] for value in values for i in range(len(value))])
-
-
-def _ones(zeros: torch.Tensor) -> torch.Tensor:
-    return zeros.fill_(1)
-
-
-def _first_token(zeros: torch.Tensor) -> torch.Tensor:
-    """A mask of the first token: attention over no token would divide by zero."""
-    zeros[:, 0] = 1
-    return zeros
-
-
-def _distinct_experts(zeros: torch.Tensor) -> torch.Tensor:
-    """Experts 0, 1, ... for each token: a router never selects an expert twice for one token."""
-    import torch
-
-    return zeros + torch.arange(zeros.shape[-1], dtype=zeros.dtype, device=zeros.device)
-
-
-_FILL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "attention_mask": _first_token,
-    "response_mask": _ones,
-    "router_padding_mask": _ones,
-    "rollout_expert_indices": _distinct_experts,
-}
-
-# Packed field -> rows of a padding sample.
-_PACKED_ROWS = {"rollout_expert_indices": 1, "rollout_sample_support": 0}

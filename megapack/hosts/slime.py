@@ -7,8 +7,6 @@ from typing import Any
 
 from megapack.errors import DataError
 from megapack.hosts import patching
-from megapack.hosts.shared.families import callers_tokens
-from megapack.hosts.shared.flops import knows_sizes, sample_flops
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.native import Provider
 from megapack.hosts.shared.rollout_schedule import (
@@ -16,9 +14,7 @@ from megapack.hosts.shared.rollout_schedule import (
     SETTINGS,
     Rollouts,
     Schedule,
-    layout_of,
     plan_dynamic,
-    plan_static,
     read_settings,
 )
 
@@ -56,9 +52,8 @@ def build_dp_schedule(
     trailing rollouts, with a warning. Ranks are always balanced by FLOPs; `balance_data` or
     `balance_by_flops` let the search take longer, and neither allows a row over the budget.
 
-    Without dynamic batches, micro-batches have `micro_batch_size` samples; `balance_data` balances
-    them over ranks by FLOPs, otherwise ranks get them in turn. Without the model's sizes in `args`,
-    tokens stand for FLOPs.
+    Without dynamic batches the schedule is slime's own. Without the model's sizes in `args`, tokens
+    stand for FLOPs.
 
     Args:
         args: slime's arguments: the flags above, and the model sizes for FLOPs.
@@ -82,47 +77,27 @@ def build_dp_schedule(
             refusals, is an AssertionError too.
     """
     read_settings(args)
-    layout = layout_of(args, train_parallel_config)
-    token_ids = None
-    if OPTIONS.current.share_prefixes:
-        token_ids = callers_tokens(total_lengths, lambda data: data.get("tokens"))
-    rollouts = _rollouts(rollout_indices, group_indices, global_batch_size)
-    if not args.use_dynamic_batch_size:
-        weights = _weights(args, total_lengths) if _flag(args, "balance_data") else None
-        return plan_static(args, layout, rollouts, weights)
-    return plan_dynamic(
-        args,
-        layout,
-        total_lengths,
-        rollouts,
-        balanced=_flag(args, "balance_data") or _flag(args, "balance_by_flops"),
-        options=OPTIONS.current,
-        host="slime",
-        token_ids=token_ids,
-    )
-
-
-def _rollouts(
-    rollout_indices: Sequence[Any] | None,
-    group_indices: Sequence[Any] | None,
-    global_batch_size: int,
-) -> Rollouts:
-    given = [ids for ids in (rollout_indices, group_indices) if ids is not None]
+    ids = {"rollout_indices": rollout_indices, "group_indices": group_indices}
+    given = {name: values for name, values in ids.items() if values is not None}
     if len(given) != 1:
         raise DataError(
             f"{len(given)} of rollout_indices and group_indices were given; pass one, "
             "the rollout of each sample"
         )
-    noun = "rollouts" if group_indices is None else "groups"
-    return Rollouts.read(given[0], global_batch_size, noun=noun)
-
-
-def _weights(args: Any, lengths: Sequence[int]) -> Sequence[float]:
-    return sample_flops(args, lengths) if knows_sizes(args) else list(lengths)
-
-
-def _flag(args: Any, name: str) -> bool:
-    return bool(getattr(args, name, False))
+    if not args.use_dynamic_batch_size:
+        own = patching.original("slime.utils.dp_schedule.build_dp_schedule")
+        schedule: Schedule = own(
+            args,
+            train_parallel_config,
+            total_lengths,
+            global_batch_size=global_batch_size,
+            **given,
+        )
+        return schedule
+    ((name, values),) = given.items()
+    noun = name.replace("_indices", "s")
+    rollouts = Rollouts.read(values, global_batch_size, noun=noun)
+    return plan_dynamic(args, train_parallel_config, total_lengths, rollouts, host="slime")
 
 
 def loss_function(

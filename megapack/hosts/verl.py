@@ -8,30 +8,21 @@ against verl 0.9.1.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megapack.base.arrays import Ints
-from megapack.errors import DataError, HostAssertionError
-from megapack.hosts import megatron_core
-from megapack.hosts.shared.balancing import get_seqlen_balanced_partitions
-from megapack.hosts.shared.families import real_tokens
+from megapack.errors import ConfigError, HostAssertionError
+from megapack.hosts import megatron_core, patching
+from megapack.hosts.shared.families import real_tokens, shared_ids
 from megapack.hosts.shared.native import NativeSettings
-from megapack.hosts.shared.options import HostOptions
-from megapack.hosts.shared.rank_rows import (
-    Rows,
-    agree_on_need,
-    log_budget,
-    small_at_ends,
-)
+from megapack.hosts.shared.options import HostOptions, PlannerOptions
+from megapack.hosts.shared.rank_items import RankItems
+from megapack.hosts.shared.rank_rows import Rows, agree_on_need, log_budget, small_at_ends
 from megapack.hosts.shared.tensor_rows import take, take_rows
-from megapack.hosts.shared.verl_items import (
-    RankItems,
-    VerlOptions,
-    calculate_workload,
-)
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +37,26 @@ __all__ = [
     "restore_dynamic_batch",
 ]
 
+_MODULE = "verl.utils.seqlen_balancing"
+
 # Fields that are set to zero in padding copies: which tokens have a loss.
 _LOSS_MASKS = ("loss_mask", "response_mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerlOptions(PlannerOptions):
+    """Where the replacements may differ from verl's own behaviour."""
+
+    light_rank: Literal["error", "pad"] = "error"
+    """If a rank has fewer samples than M: "error" raises on all ranks, as verl does; "pad" runs
+    copies of the rank's shortest sample (or smallest item) with zero loss masks. A copy has the
+    indices of the samples that it copies."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.light_rank not in ("error", "pad"):
+            raise ConfigError(f'light_rank={self.light_rank!r}; set "error" or "pad"')
+
 
 _OPTIONS = HostOptions(VerlOptions())
 configure = _OPTIONS.configure
@@ -71,24 +80,22 @@ def get_group_balanced_partitions(
 ) -> Rows:
     """Partition samples by work; samples with the same uid stay together, wherever they are.
 
-    Every part gets the same number of uids.
+    verl's own function, which expects them side by side, gets them side by side. Every part gets
+    the same number of uids.
 
     Raises:
-        HostAssertionError: not one uid per sample, or the uids do not divide into k parts.
+        HostAssertionError: not one uid per sample.
+        AssertionError: verl's own, if the uids do not divide into k parts.
     """
     if len(seqlen_list) != len(uid_list):
         raise HostAssertionError(
             f"{len(uid_list)} uids for {len(seqlen_list)} samples; give one per sample"
         )
-    work = calculate_workload(_read_integers(seqlen_list)).tolist()
-    samples_of: dict[Hashable, list[int]] = {}
-    for sample, uid in enumerate(uid_list):
-        samples_of.setdefault(uid, []).append(sample)
-    groups = list(samples_of.values())
-    parts = get_seqlen_balanced_partitions(
-        [sum(work[i] for i in group) for group in groups], k_partitions, equal_size=True
-    )
-    return [sorted(chain.from_iterable(groups[g] for g in part)) for part in parts]
+    number_of = {uid: number for number, uid in enumerate(dict.fromkeys(uid_list))}
+    order = sorted(range(len(uid_list)), key=lambda i: number_of[uid_list[i]])
+    own = patching.original(f"{_MODULE}.get_group_balanced_partitions")
+    parts = own([int(seqlen_list[i]) for i in order], [uid_list[i] for i in order], k_partitions)
+    return [sorted(order[i] for i in part) for part in parts]
 
 
 def rearrange_micro_batches(
@@ -128,22 +135,31 @@ def rearrange_micro_batches(
         ScheduleError: on every rank, if one rank's batch or settings cannot be used.
     """
     options = _OPTIONS.current
-    settings = (force_group_size, num_batches_divided_by or 1, options)
+    step = num_batches_divided_by or 1
 
     def read() -> RankItems:
         # Converted inside `read`, so that a rank with wrong arguments does not raise alone.
-        budget = int(max_token_len)
-        least = min_num_micro_batch or 1
-        token_ids = _token_ids(batch) if options.share_prefixes else None
-        lengths = _token_counts(batch)
-        return RankItems(lengths, budget, *settings, least=least, token_ids=token_ids)
+        _check_step(step, options)
+        return RankItems(
+            lengths=_token_counts(batch),
+            max_tokens=int(max_token_len),
+            budget="max_token_len",
+            partition=_partition,
+            options=options,
+            group_size=force_group_size,
+            step=step,
+            least=min_num_micro_batch or 1,
+            token_ids=shared_ids(options, lambda: _token_ids(batch)),
+        )
 
     if dp_group is not None and same_micro_num_in_dp:
-        rank, need = agree_on_need(read, f"{max_token_len} {settings}", dp_group)
+        settings = f"{max_token_len} {force_group_size} {step} {options}"
+        rank, need = agree_on_need(read, settings, dp_group)
     else:
         rank = read()
         need = rank.need
-    count = rank.shared_count(need)
+    pads = options.light_rank == "pad"
+    count = rank.shared_count(need, pads=pads, remedy=", or configure(light_rank='pad')")
     log_budget("verl", int(max_token_len), options.layout and options.layout.cp)
     rows = rank.rows(count)
     # The planner's own rows are already in the order of the pipeline.
@@ -181,11 +197,21 @@ def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Rows) -> torch.Ten
     return restored
 
 
-def _read_integers(values: Any) -> Ints:
-    array = np.asarray(values.tolist() if hasattr(values, "tolist") else list(values))
-    if array.size and array.dtype.kind not in "iub" and not np.array_equal(array, array.round()):
-        raise DataError(f"values are {array.dtype}; give integers")
-    return array.astype(np.int64)
+def _partition(work: list[int], count: int) -> Rows:
+    """verl's own partition of its samples into micro-batches."""
+    from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+    rows: Rows = get_seqlen_balanced_partitions(work, count, equal_size=False)
+    return rows
+
+
+def _check_step(step: int, options: VerlOptions) -> None:
+    layout = options.layout
+    if layout is not None and step not in (1, layout.group_size):
+        raise ConfigError(
+            f"num_batches_divided_by={step}, but the configured layout has G={layout.group_size}; "
+            "configure the layout of the job"
+        )
 
 
 def _token_counts(batch: Any) -> Ints:

@@ -3,7 +3,7 @@
     samples -> `optimizer_steps` steps of even tokens -> even ranks in each -> packs of each rank
 
 The host packs first and cuts packs into steps afterwards: 44 packs for 16 steps, 3 packs each, make
-15 steps. Its supervised data is packed by `pack_soft` and `pack_expanded`.
+15 steps.
 """
 
 from __future__ import annotations
@@ -12,18 +12,14 @@ import copy
 import logging
 import operator
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from megapack.base.arrays import Floats
 from megapack.cost.model import CostModel
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
 from megapack.hosts import patching
-from megapack.hosts.shared.bin_packers import even_rows
 from megapack.hosts.shared.options import HostOptions
 from megapack.layout import Layout, round_up
 from megapack.plan.plan import Plan
@@ -33,9 +29,7 @@ __all__ = [
     "RLDataPacker",
     "XtunerOptions",
     "configure",
-    "pack_expanded",
     "pack_rollout",
-    "pack_soft",
 ]
 
 logger = logging.getLogger(__name__)
@@ -49,13 +43,6 @@ _PACKING = "xtuner.v1.rl.trainer.controller.TrainingController._packing"
 
 _PADDING_PACK = 128
 """Tokens of a pack without samples. The host's have `pack_max_length`, and are computed in full."""
-
-_PORTION = 10_000
-"""Samples that `pack_soft` packs at a time, the host's `pack_chunk_size`."""
-
-_SPARE = 0.01
-"""Share of supervised packs that may be added for packs of more even work: workers wait for the
-slowest of a step, which costs more than a hundredth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,83 +277,3 @@ def _filled(
     planned._get_pack_infos = lambda *args, **kwargs: [{"indices": pack}]
     (filled,) = patching.original(_PACKING)(planned, data_batches, tokens, language_cfg)
     return dict(filled)
-
-
-def pack_soft(
-    inds: Sequence[int], dataset_id: int, num_tokens: Any, pack_max_length: int
-) -> list[dict[str, Any]]:
-    """Packs of whole samples for supervised training: about the fewest, and of even tokens.
-
-    The host's `get_pack_infos_by_soft_split` fills one pack after another in order.
-
-    Args:
-        inds: samples, in the shuffled order.
-        dataset_id: goes into each pack.
-        num_tokens: [samples]; a sample over `pack_max_length` is alone, and cut by the host.
-        pack_max_length: tokens of a pack.
-
-    Returns:
-        Packs in the shuffled order of their first samples: `dataset_id`, `indices`, and `longest`,
-        the tokens of the longest sample.
-    """
-    lengths = np.asarray(num_tokens)
-    packs = _portions(inds, lengths, lengths.astype(float), pack_max_length, _PORTION)
-    return _host_packs(packs, dataset_id, (lengths[pack].max() for pack in packs))
-
-
-def pack_expanded(
-    inds: list[int],
-    dataset_id: int,
-    num_tokens: Any,
-    proxy_attn_flops: Any,
-    pack_max_length: int,
-    pack_workers: int = 8,
-    pack_chunk_size: int = 10_000,
-    pack_extra_buffer_size: int = 1_000,
-) -> list[dict[str, Any]]:
-    """`pack_soft` with packs of even attention FLOPs, for `get_pack_infos_by_expand_soft_split`.
-
-    Args:
-        proxy_attn_flops: [samples], the host's.
-        pack_workers: ignored: packing needs no processes of its own.
-        pack_chunk_size: samples that are packed at a time.
-        pack_extra_buffer_size: ignored: a pack is completed from its whole portion.
-
-    Returns:
-        As `pack_soft`, but `longest` is the pack's sum of `proxy_attn_flops`, as in the host.
-    """
-    flops = np.asarray(proxy_attn_flops)
-    packs = _portions(inds, num_tokens, flops.astype(float), pack_max_length, pack_chunk_size)
-    return _host_packs(packs, dataset_id, (flops[pack].sum() for pack in packs))
-
-
-def _host_packs(
-    packs: list[list[int]], dataset_id: int, longest: Iterable[int]
-) -> list[dict[str, Any]]:
-    return [
-        {"dataset_id": dataset_id, "indices": pack, "longest": int(value)}
-        for pack, value in zip(packs, longest, strict=True)
-    ]
-
-
-def _portions(
-    inds: Sequence[int], num_tokens: Any, work: Floats, capacity: int, portion: int
-) -> list[list[int]]:
-    """Packs of each portion of samples, in the order of their first samples."""
-    start = time.perf_counter()
-    order = np.asarray(inds, dtype=np.int64)
-    lengths = np.asarray(num_tokens, dtype=np.int64)[order]
-    packs: list[list[int]] = []
-    for begin in range(0, order.size, portion):
-        part = slice(begin, begin + portion)
-        rows = even_rows(lengths[part], work[order[part]], capacity, spare=_SPARE)
-        packs += [order[part][row].tolist() for row in sorted(map(sorted, rows))]
-    logger.info(
-        "%d samples in %d packs of at most %d tokens, %.1f%% of them padding, packed in %.4f s",
-        order.size,
-        len(packs),
-        capacity,
-        100 * (1 - int(np.minimum(lengths, capacity).sum()) / max(1, len(packs) * capacity)),
-        time.perf_counter() - start,
-    )
-    return packs

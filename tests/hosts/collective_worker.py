@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megapack import Layout
+from megapack import Layout, patching
 from megapack.hosts import megatron_core, skyrl, verl
+from tests.hosts.partitions import evenly
 
 WIDTH = 64
 
@@ -112,6 +113,13 @@ class Cases:
         return skyrl_rows([8, 8] if self.rank == 0 else [])
 
 
+class HostIterator:
+    """SkyRL's own class, whose method makes a padding micro-batch."""
+
+    def _create_padding_microbatch(self) -> Batch:
+        return batch_of([0])
+
+
 CASES = [name for name in vars(Cases) if not name.startswith("_")]
 
 
@@ -127,6 +135,8 @@ def outcome(case: Callable[[], Any]) -> Any:
 
 def main() -> None:
     # A rank that waits alone fails after a minute.
+    verl._partition = evenly
+    patching.original = lambda name: HostIterator  # type: ignore[attr-defined]
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     cases = Cases()
     outcomes = {name: outcome(getattr(cases, name)) for name in CASES}

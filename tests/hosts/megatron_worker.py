@@ -20,7 +20,7 @@ from torch import Tensor
 from megapack import Layout, Policy, SharedPrefixes, build_dp_schedule, launch, patching
 from megapack.errors import MegapackError, RankError
 from megapack.hosts import megatron_lm
-from megapack.hosts.shared import megatron_lm_data
+from megapack.hosts.megatron_lm import data as megatron_lm_data
 from megapack.loss import GRPO, SFT
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter

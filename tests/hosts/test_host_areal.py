@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack import ConfigError, CostModel, Layout, PlanError, patching
+from megapack import ConfigError, CostModel, Layout, patching
 from megapack.hosts import areal
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures("partitions")]
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -44,58 +44,23 @@ def test_the_import_loads_neither_torch_nor_areal() -> None:
     assert done.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("allocate", [areal.ffd_allocate, areal.kk_allocate])
 @given(values=LENGTHS, capacity=st.integers(60, 200), least=st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_groups_hold_every_sequence_once_within_the_capacity(
-    allocate: Any, values: list[int], capacity: int, least: int
+def test_micro_batches_hold_every_sequence_once_within_the_budget(
+    values: list[int], capacity: int, least: int
 ) -> None:
     least = min(least, len(values))
-    groups = allocate(values, capacity, least)
-    assert sorted(i for group in groups for i in group) == list(range(len(values)))
-    assert max(sums(values, groups)) <= capacity
-    assert len(groups) >= least
-    assert all(groups)
-
-
-def test_a_number_of_groups_that_first_fit_misses() -> None:
-    # By hand: 6 + 4, 5 + 5, 4 + 3 + 3 fill three groups of 10; first-fit-decreasing needs four.
-    values = [6, 5, 5, 4, 4, 3, 3]
-    assert len(areal.ffd_allocate(values, 10, 1)) == 3
+    rows = areal.allocate_balanced_mbs_synced(spec(capacity, least), values)
+    assert sorted(i for row in rows for i in row) == list(range(len(values)))
+    assert max(sums(values, rows)) <= capacity
+    assert len(rows) >= least
+    assert all(rows)
 
 
 def test_counts_are_multiples() -> None:
-    assert len(areal.ffd_allocate([10] * 9, 30, 1, n_groups_divisor=4)) == 4
-    with pytest.raises(RuntimeError, match="multiple of n_mbs_divisor=4"):
-        areal.ffd_allocate([10] * 5, 10, 1, n_groups_divisor=4)
-
-
-def test_kk_puts_each_sequence_alone_where_a_multiple_needs_more() -> None:
-    assert areal.kk_allocate([100] * 10, 120, 1, n_groups_divisor=8) == [[i] for i in range(10)]
-
-
-def test_equal_sizes() -> None:
-    groups = areal.kk_allocate([1, 2, 3, 4], 100, 2, equal_size=True)
-    assert sorted(map(sorted, groups)) == [[0, 3], [1, 2]]
-    with pytest.raises(RuntimeError, match="equal size"):
-        areal.kk_allocate([1, 2, 3], 100, 2, equal_size=True)
-
-
-def test_what_areal_refuses_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="larger than capacity 50"):
-        areal.ffd_allocate([60], 50, 1)
-    with pytest.raises(RuntimeError, match="smaller than min_groups=3"):
-        areal.kk_allocate([1, 2], 50, 3)
-    with pytest.raises(PlanError):
-        areal.ffd_allocate([60], 50, 1)
-
-
-def test_balanced_partition_has_equal_sizes() -> None:
-    assert sorted(map(sorted, areal.balanced_greedy_partition([1, 2, 3, 4], 2))) == [[0, 3], [1, 2]]
-    with pytest.raises(ValueError, match="must be >= K"):
-        areal.balanced_greedy_partition([1], 2)
-    with pytest.raises(ValueError, match="must be divisible by K"):
-        areal.balanced_greedy_partition([1, 2, 3], 2)
+    assert len(areal.allocate_balanced_mbs_synced(spec(30, divisor=4), [10] * 9)) == 4
+    with pytest.raises(RuntimeError, match=r"8 micro-batches .*in multiples of 4.* can fill 5"):
+        areal.allocate_balanced_mbs_synced(spec(10, divisor=4), [10] * 5)
 
 
 def test_micro_batches_are_ordered_by_their_first_sequence() -> None:
@@ -115,7 +80,7 @@ def test_with_a_layout_m_is_one_that_megatron_runs() -> None:
 def test_too_long_and_too_few_are_refused_together() -> None:
     with pytest.raises(RuntimeError, match="over max_tokens_per_mb=10"):
         areal.allocate_balanced_mbs_synced(spec(10), [11, 1])
-    with pytest.raises(RuntimeError, match="a rank has 2 sequences"):
+    with pytest.raises(RuntimeError, match="a rank can fill 2"):
         areal.allocate_balanced_mbs_synced(spec(10, n_mbs=4), [5, 5])
 
 

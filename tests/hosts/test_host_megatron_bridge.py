@@ -12,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state
 
-from megapack import CostModel
 from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts import megatron_bridge
-from megapack.hosts.patching import files
-from megapack.hosts.shared.megatron_lm_data import read_item
-from megapack.hosts.shared.offline_bins import even_bins
+from megapack.hosts.megatron_lm.data import read_item
+from megapack.hosts.shared.bins import even_bins
 from megapack.planner.bins import first_fit_decreasing
 
 pytestmark = pytest.mark.hosts
@@ -68,21 +66,6 @@ def test_packs_have_even_squares() -> None:
     assert squares == [3000, 3000]
 
 
-def test_neighbouring_packs_have_about_equal_work() -> None:
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 90, 400).tolist()
-    cost = CostModel(per_token=1.0, per_token_sq=1.0)
-
-    def spread(width: int) -> float:
-        np.random.seed(0)
-        megatron_bridge.configure(data_parallel_size=width, global_batch_size=4, cost=cost)
-        packs = megatron_bridge.first_fit_shuffle(lengths, PACK)
-        work = np.array([sum(x + x * x for x in pack) for pack in packs]).reshape(-1, 4)
-        return float((work.max(1) / work.mean(1)).mean())
-
-    assert spread(4) < 1.03 < spread(1)
-
-
 def test_the_order_is_numpys_global_one() -> None:
     lengths = list(range(1, 90))
 
@@ -126,7 +109,7 @@ def test_a_row_is_cut_into_its_samples_without_padding() -> None:
     assert masks == [[False, False, True, True], [False, False, True]]
 
 
-def test_bounds_of_newer_bridges_are_read() -> None:
+def test_bounds_of_megatron_core_are_read() -> None:
     """0.6 fills up with the last bound; `cu_seqlens_q` is not the samples' places if they have
     padding of their own."""
     row = packed_row()
@@ -189,45 +172,3 @@ def test_what_a_planned_step_cannot_do_is_refused(
             num_microbatches=1,
             **argument,
         )
-
-
-class Group:
-    """A pipeline group of three ranks."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return 3
-
-
-@pytest.mark.parametrize(("option", "expected"), [(False, "100"), (True, "110")])
-def test_middle_stages_read_their_rows_with_the_option(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, option: bool, expected: str
-) -> None:
-    # Without a job Megatron takes every rank for the first one.
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    megatron_bridge._warn_of_middle_stages.cache_clear()
-    megatron_bridge.configure(middle_stages=option)
-    reads = [megatron_bridge.is_pp_first_stage(Group(rank)) for rank in range(3)]
-    assert "".join(str(int(value)) for value in reads) == expected
-    assert ("configure(middle_stages=True)" in caplog.text) is not option
-
-
-@pytest.mark.parametrize(
-    ("version", "module"),
-    [
-        ("0.3.1", "megatron.bridge.data.datasets.packing_utils"),
-        ("0.7.0", "megatron.bridge.data.packing.algorithms"),
-        (None, "megatron.bridge.data.packing.algorithms"),
-    ],
-)
-def test_the_patch_file_follows_the_version(
-    monkeypatch: pytest.MonkeyPatch, version: str | None, module: str
-) -> None:
-    monkeypatch.setattr(files.PatchFile, "version", property(lambda self: version))
-    modules = {entry.module for entry in files.load_patches("megatron_bridge").patches}
-    assert module in modules

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megapack.errors import ConfigError, DataError, PlanError, ScheduleError
 from megapack.hosts import megatron_lm
-from megapack.hosts.shared.megatron_lm_data import read_item
-from megapack.hosts.shared.megatron_lm_model import per_sequence
+from megapack.hosts.megatron_lm.data import read_item
+from megapack.hosts.megatron_lm.model import per_sequence
 from tests.dist.spawn import checked_job, rank_reports
 
 pytestmark = pytest.mark.hosts
@@ -218,6 +218,16 @@ def test_the_balance_of_experts_can_be_that_of_each_sample() -> None:
         megatron_lm.PlannedStep(max_tokens_per_gpu=64, aux_loss="each")  # type: ignore[arg-type]
 
 
+def scheduler_of(cp: int, dp: int, group: int | None) -> Any:
+    """What Megatron-LM's scheduler has been made with, 64 tokens per GPU."""
+    return types.SimpleNamespace(
+        max_seqlen_per_dp_cp_rank=64,
+        cp_size=cp,
+        dp_size=dp,
+        microbatch_group_size_per_vp_stage=group,
+    )
+
+
 @settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 16).map(lambda n: 4 * n), min_size=1, max_size=40),
@@ -228,13 +238,13 @@ def test_the_balance_of_experts_can_be_that_of_each_sample() -> None:
 def test_packs_have_every_sample_within_the_budget(
     lengths: list[int], dp: int, cp: int, group: int | None
 ) -> None:
-    scheduler = megatron_lm.DpBalancedScheduler(64, cp, dp, group)
+    scheduler = scheduler_of(cp, dp, group)
     ids = [(100 + i, length) for i, length in enumerate(lengths)]
     multiple = dp * (group or 1)
     reachable = len(lengths) // multiple * multiple
     if num_packs_first_fit(lengths, 64 * cp) > reachable:
         return
-    groups = scheduler.get_groups_and_subsamples(ids)
+    groups = megatron_lm.get_groups_and_subsamples(scheduler, ids)
     assert len(groups) % (group or 1) == 0
     for ranks in groups:
         assert len(ranks) == dp * cp
@@ -258,14 +268,14 @@ def num_packs_first_fit(lengths: list[int], capacity: int) -> int:
 
 
 def test_too_few_samples_are_refused() -> None:
-    scheduler = megatron_lm.DpBalancedScheduler(64, 1, 4, 2)
+    scheduler = scheduler_of(1, 4, 2)
     with pytest.raises(PlanError, match="7"):
-        scheduler.get_groups_and_subsamples([(i, 4) for i in range(7)])
+        megatron_lm.get_groups_and_subsamples(scheduler, [(i, 4) for i in range(7)])
 
 
 def test_an_oversized_first_sample_makes_no_empty_pack() -> None:
-    scheduler = megatron_lm.DpBalancedScheduler(64, 1, 2, None)
-    groups = scheduler.get_groups_and_subsamples([(0, 100), (1, 10), (2, 10), (3, 10)])
+    scheduler = scheduler_of(1, 2, None)
+    groups = megatron_lm.get_groups_and_subsamples(scheduler, [(0, 100), (1, 10), (2, 10), (3, 10)])
     assert all(pack for ranks in groups for pack in ranks)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -82,22 +83,14 @@ def test_rows_are_packed_as_by_first_fit_decreasing() -> None:
     assert schedule[2] == [2]
 
 
-def test_static_micro_batches_are_balanced_by_flags() -> None:
-    """In turn, ranks get 9 + 5 and 8 + 1 tokens; by tokens or FLOPs, 9 + 1 and 8 + 5."""
-    lengths = [9, 8, 5, 1]
-    for flags, loads in (
-        ({}, [9, 14]),
-        ({"balance_data": True}, [10, 13]),
-        ({"balance_by_flops": True}, [10, 13]),
-    ):
-        schedule = miles.build_dp_schedule(
-            make_args(use_dynamic_batch_size=False, **flags),
-            make_config(dp=2),
-            lengths,
-            global_batch_size=4,
-            rollout_indices=range(4),
-        )
-        assert sorted(sum(lengths[i] for i in rank) for rank in schedule[0]) == loads
+def test_static_schedules_are_miles_own(originals: dict[str, Any]) -> None:
+    args = make_args(use_dynamic_batch_size=False)
+    originals["miles.utils.dp_schedule.build_dp_schedule"] = lambda *given, **named: (given, named)
+    found = miles.build_dp_schedule(
+        args, make_config(), [5], global_batch_size=1, rollout_indices=[0]
+    )
+    named = {"global_batch_size": 1, "rollout_indices": [0]}
+    assert found == ((args, make_config(), [5]), named)  # type: ignore[comparison-overlap]
 
 
 @settings(max_examples=30)

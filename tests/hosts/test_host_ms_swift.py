@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapack import ConfigError
 from megapack.hosts import ms_swift
 
 pytestmark = pytest.mark.hosts
@@ -49,25 +50,12 @@ def test_the_lightest_pack_waits_for_the_next_portion(lengths: list[int]) -> Non
     assert rest
 
 
-SEQUENTIAL = [
-    ([20, 20, 20, 50, 1], False, [[20, 20], [20], [50]], [1]),
-    ([20, 20, 20, 50], False, [[20, 20], [20], [50]], []),
-    ([20, 20, 20], False, [[20, 20]], [20]),
-    ([20, 20, 20], True, [[20, 20], [20]], []),
-    ([60, 1], True, [[60], [1]], []),
-]
+def test_other_strategies_are_ms_swifts_own(originals: dict[str, Any]) -> None:
+    originals["swift.dataset.packing.calculate_matched_group"] = lambda *given: given
+    found = ms_swift.calculate_matched_group(items([20, 30]), CAPACITY, False, "sequential")
+    assert found == (items([20, 30]), CAPACITY, False, "sequential")  # type: ignore[comparison-overlap]
 
 
-@pytest.mark.parametrize(("lengths", "finished", "packs", "rest"), SEQUENTIAL)
-def test_sequential_keeps_the_input_order(
-    lengths: list[int], finished: bool, packs: list[list[int]], rest: list[int]
-) -> None:
-    found = ms_swift.calculate_matched_group(items(lengths), CAPACITY, finished, "sequential")
-    assert [[length for _, length in pack] for pack in found[0]] == packs
-    assert [length for _, length in found[1]] == rest
-
-
-def test_no_sequences_and_an_unknown_strategy() -> None:
+def test_no_sequences_make_no_packs() -> None:
     assert ms_swift.calculate_matched_group([], CAPACITY) == ([], [])
-    with pytest.raises(ConfigError, match="packing_strategy='best'"):
-        ms_swift.calculate_matched_group(items([1]), CAPACITY, strategy="best")
+    assert ms_swift.calculate_matched_group([], CAPACITY, is_finished=False) == ([], [])

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from megapack import ConfigError, PlanError, patching
 from megapack.hosts import unirl
-from megapack.hosts.shared.unirl_bins import change_count, pack_bins, read_sizes
-from megapack.hosts.unirl import CountPlanner, MicroPlan, TokenBudgetPlanner, plan_micro_batches
+from megapack.hosts.unirl import MicroPlan, TokenBudgetPlanner, plan_micro_batches
 from tests.dist.spawn import checked_job
 
 pytestmark = pytest.mark.hosts
@@ -42,7 +41,7 @@ def test_budgets_of_sums_and_of_rectangles() -> None:
     """Samples of 50 and 10 tokens: a sum of 120 has all four, a mixed rectangle wastes 40."""
     lengths = [50, 10, 50, 10]
     assert micros(planned(lengths, micro_token_budget=120, micro_cost_model="sum")) == [
-        [[0, 2, 1, 3]]
+        [[0, 1, 2, 3]]
     ]
     plan = planned(lengths, micro_token_budget=120)
     assert micros(plan) == [[[0, 2], [1, 3]]]
@@ -112,28 +111,6 @@ def test_micro_batches_of_any_track(
     assert 0 < plan.efficiency <= 1
 
 
-@settings(max_examples=40)
-@given(
-    response=st.lists(st.integers(1, 60), min_size=1, max_size=20),
-    budget=st.integers(10, 150),
-    model=st.sampled_from(["sum", "dense"]),
-    data=st.data(),
-)
-def test_bins_are_changed_to_a_given_count(
-    response: list[int], budget: int, model: Any, data: st.DataObject
-) -> None:
-    sizes = read_sizes(response, None, len(response), model)
-    assert sizes is not None
-    update = range(len(response))
-    fewest = pack_bins(sizes, update, budget)
-    count = data.draw(st.integers(len(fewest), len(response)))
-    bins = change_count(sizes, update, fewest, count, budget)
-    assert len(bins) == count
-    assert sorted(i for members in bins for i in members) == list(update)
-    assert all(members for members in bins)
-    assert all(sizes.cost(members) <= budget or len(members) == 1 for members in bins)
-
-
 def test_ranks_agree_or_raise_together() -> None:
     """Two gloo processes; a rank that waited for the other would time out."""
     output = checked_job(2, "tests.hosts.unirl_worker", [], timeout_s=120)
@@ -150,7 +127,7 @@ def test_ranks_agree_or_raise_together() -> None:
     for rank in ranks:
         assert "1 of 2 ranks failed: rank 1: PlanError: 7 samples" in rank["rank 1 cannot divide"]
         assert "rank 1: ValueError" in rank["rank 1 has garbage"]
-        assert "ranks [1] differ from the other 1 in micro-batch settings" in rank["budgets differ"]
+        assert "ranks [1] differ from the other 1 in batching options" in rank["budgets differ"]
         assert "rank 1: ConfigError: micro_token_budget=0" in rank["no budget of rank 1"]
         assert "needs 4 micro-batches in an update, another has 1" in rank["too few on rank 0"]
 
@@ -173,9 +150,6 @@ class Part:
 
 def test_planners_have_the_hosts_interface() -> None:
     part = Part([0, 1, 2, 3], SimpleNamespace(lengths=np.array([5, 60, 5, 60])))
-    same, plan = CountPlanner().arrange(part, num_updates=1, micro_batch_size=3)
-    assert same is part
-    assert plan == [[(0, 3), (3, 4)]]
     planner = TokenBudgetPlanner(token_budget=120)
     arranged, plan = planner.arrange(part, num_updates=1, micro_batch_size=1)
     assert arranged.rows == [1, 3, 0, 2]
@@ -206,7 +180,6 @@ def test_a_track_without_lengths_is_planned_by_count(caplog: pytest.LogCaptureFi
     ],
 )
 def test_losses_that_depend_on_the_split_are_refused(algorithm: Any, good: bool) -> None:
-    CountPlanner().validate(algorithm)
     planner = TokenBudgetPlanner(token_budget=9)
     if good:
         planner.validate(algorithm)

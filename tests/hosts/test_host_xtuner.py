@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from megapack import ConfigError, patching
 from megapack.hosts import xtuner
-from megapack.hosts.shared.balancing import first_fit_decreasing_pack
 from megapack.hosts.xtuner import PackedIndices, RLDataPacker
+from tests.hosts.rollouts import first_fit_count
 
 pytestmark = pytest.mark.hosts
 
@@ -169,38 +169,6 @@ def test_options_are_checked(change: dict[str, Any]) -> None:
         xtuner.configure(**change)
 
 
-@given(
-    lengths=st.lists(st.integers(1, 120), min_size=1, max_size=60),
-    portion=st.sampled_from([7, 10_000]),
-    shuffle=st.randoms(use_true_random=False),
-)
-def test_supervised_packs_hold_each_sample_once(
-    lengths: list[int], portion: int, shuffle: Any
-) -> None:
-    inds = list(range(len(lengths)))
-    shuffle.shuffle(inds)
-    flops = np.array(lengths) ** 2
-    soft = xtuner.pack_soft(inds, 3, np.array(lengths), 100)
-    expanded = xtuner.pack_expanded(
-        list(inds), 3, np.array(lengths), flops, 100, pack_chunk_size=portion
-    )
-    for infos in (soft, expanded):
-        assert sorted(i for info in infos for i in info["indices"]) == sorted(inds)
-        for info in infos:
-            pack = info["indices"]
-            assert info["dataset_id"] == 3
-            assert sum(lengths[i] for i in pack) <= 100 or len(pack) == 1
-            assert all(isinstance(i, int) for i in pack)
-    assert [info["longest"] for info in soft] == [
-        max(lengths[i] for i in info["indices"]) for info in soft
-    ]
-    assert [info["longest"] for info in expanded] == [
-        sum(int(flops[i]) for i in info["indices"]) for info in expanded
-    ]
-    firsts = [inds.index(info["indices"][0]) for info in expanded]
-    assert [at // portion for at in firsts] == sorted(at // portion for at in firsts)
-
-
 def checked(
     lengths: list[int], *, pack_max_length: int, dp: int, steps: int, **fields: Any
 ) -> PackedIndices:
@@ -295,7 +263,7 @@ def test_packs_of_any_lengths(lengths: list[int], dp: int, steps: int, strategy:
     assert packs == checked(lengths, **fields)
     for step in range(steps):
         samples = [lengths[i] for rank in packs for pack in rank[step] for i in pack]
-        fewest = len(first_fit_decreasing_pack(samples, 64))
+        fewest = first_fit_count(sorted(samples, reverse=True), 64)
         assert len(packs[0][step]) == -(-fewest // dp)
     if strategy == "balance":
         tokens = [

@@ -348,53 +348,32 @@ def test_bad_patch_files_are_refused(tmp_path: Path, text: str, says: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("installed", "since", "before", "fits"),
+    ("installed", "since", "fits"),
     [
-        ("0.9.1", None, None, True),
-        ("0.9.1", "0.9", "0.10", True),
-        ("0.10.0rc1+cu13", "0.9", "0.10", False),
-        ("0.8.9", "0.9", None, False),
-        (None, "0.9", None, True),
-        (None, None, "0.9", False),
+        ("0.9.1", None, True),
+        ("0.10.0rc1+cu13", "0.9", True),
+        ("0.8.9", "0.9", False),
+        (None, "0.9", True),
     ],
 )
-def test_a_patch_file_fits_a_range_of_versions(
-    installed: str | None,
-    since: str | None,
-    before: str | None,
-    fits: bool,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_patch_file_is_for_versions_from_one_on(
+    installed: str | None, since: str | None, fits: bool
 ) -> None:
-    if installed is not None:
-        monkeypatch.setattr("importlib.metadata.version", lambda name: installed)
     file = PatchFile(
         host="a",
         seen="b",
         patches=(Replacement(**GOOD),),  # type: ignore[arg-type]
         distribution="no-such-distribution-is-installed",
         since=since,
-        before=before,
     )
-    assert file.fits is fits
+    assert file.version is None
+    assert file.is_for(installed) is fits
 
 
-def test_the_file_for_the_installed_version_is_used(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One host has two files, as in patches/."""
-    paths = []
-    for since, before in ((1, 2), (2, 3)):
-        text = Path(host.patches).read_text()
-        path = host.folder / f"stubhost-{since}.yaml"
-        path.write_text(f"{text}distribution: stub\nsince: '{since}'\nbefore: '{before}'\n")
-        paths.append(path)
-    monkeypatch.setattr("megapack.hosts.patching.files._shipped", lambda: paths)
-    for version in ("1.9", "2.0"):
-        monkeypatch.setattr("importlib.metadata.version", lambda name, found=version: found)
-        assert load_patches("stubhost").since == version[0]
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.1")
-    with pytest.raises(ConfigError, match=r"stubhost 3.1 is installed and .* 1 to 2, 2 to 3 "):
-        load_patches("stubhost")
+def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.3.1")
+    with pytest.raises(ConfigError, match=r"megatron_bridge 0.3.1 is installed .* 0.4 and newer"):
+        load_patches("megatron_bridge")
 
 
 def test_an_unknown_host_error_lists_the_known_ones() -> None:

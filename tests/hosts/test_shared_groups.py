@@ -15,8 +15,9 @@ import torch
 
 from megapack import Layout
 from megapack.hosts import areal, nemo_rl, roll, skyrl, verl
+from tests.hosts.partitions import HostPacker, sharded
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures("partitions")]
 
 PROMPT, ANSWER = 30, 20
 WIDTH = PROMPT + ANSWER + 4
@@ -119,6 +120,14 @@ def areal_rows(data: Any, budget: int, multiple: int = 1) -> Rows:
     return areal.allocate_balanced_mbs_synced(spec, lens)
 
 
+@pytest.fixture(autouse=True)
+def _own_packer(originals: dict[str, Any]) -> None:
+    originals["nemo_rl.data.packing.algorithms.get_packer"] = (
+        lambda _, capacity, __, least, multiple: HostPacker(capacity, least, multiple)
+    )
+    originals["nemo_rl.distributed.batched_data_dict.BatchedDataDict.shard_by_batch_size"] = sharded
+
+
 def nemo_rows(batch: Batch, budget: int, multiple: int = 1) -> Rows:
     """With as many shards as `multiple`, each of which has at least one row."""
     batch = Batch({**batch.data, "input_lengths": batch["attention_mask"].sum(1)})
@@ -180,7 +189,9 @@ def test_groups_meet_in_a_row_where_prefixes_are_shared(
 ) -> None:
     host = HOSTS[rows_of]
     batch = batch_for(host, 4, 16)
-    assert any(len(groups) > 1 for groups in groups_of(rows_of(batch, 200), 4))
+    # Without sharing and without a layout, NeMo-RL's rows are its own.
+    if rows_of is not nemo_rows:
+        assert any(len(groups) > 1 for groups in groups_of(rows_of(batch, 200), 4))
     share(host)
     rows = rows_of(batch, 200)
     assert sorted(sample for row in rows for sample in row) == list(range(16))
@@ -206,9 +217,8 @@ def test_placeholders_of_nemo_rl_are_not_taken_for_tokens() -> None:
     batch = padded(4, 16)
     batch["input_ids"] = torch.zeros(16, 1, dtype=torch.long)
     nemo_rl.configure(share_prefixes=True)
-    without = nemo_rows(batch, 200)
-    nemo_rl.configure()
-    assert without == nemo_rows(batch, 200)
+    own = HostPacker(200, None, None)
+    assert nemo_rows(batch, 200) == own.pack([PROMPT + ANSWER] * 16)
 
 
 def test_areal_reads_the_tokens_of_its_own_caller_only() -> None:

@@ -20,13 +20,13 @@ pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
 PATCHES = "megatron_bridge,megatron_core"
 GLOBAL_BATCH = 4
-READS_MIDDLE_STAGES = Version(sources.release("megatron_bridge").partition("==")[2]) >= Version(
-    "0.4"
-)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    release = sources.release("megatron_bridge")
+    if Version(release.partition("==")[2]) < Version("0.4"):
+        pytest.skip(f"the patches are for 0.4 and newer, not for {release}; use Python 3.12")
     try:
         sources.installed(sources.release("megatron_bridge"))
     except sources.NoSource as error:
@@ -56,9 +56,7 @@ def assert_same(got: list[Report], want: list[Report]) -> None:
 def first_packs(folder: Path) -> list[dict[str, list[int]]]:
     """The packs of the first step, as Bridge wrote them."""
     (path,) = folder.glob("packed/*/training_*")
-    if path.suffix == ".npy":
-        return list(np.load(path, allow_pickle=True)[:GLOBAL_BATCH])
-    # 0.6 writes another format, and shuffles the packs of each epoch: here by its default seed.
+    # Bridge shuffles the packs of each epoch: here by its default seed.
     from pyarrow import parquet
 
     packs = parquet.read_table(path).to_pylist()
@@ -125,15 +123,9 @@ def test_planned_interleaved_stages_are_right_with_bridges_overlap(run: Runs) ->
     assert_same(run("pp=2,vpp=2", PATCHES, "overlap,planned,hostpacks"), run("dp=2"))
 
 
-def test_middle_stages_need_their_samples_bounds(run: Runs) -> None:
-    unpatched = run("pp=4", case="crossing")
-    if READS_MIDDLE_STAGES:
-        assert_same(unpatched, run("dp=2"))
-    else:
-        right = seen(run("dp=2"))
-        assert seen(unpatched)["losses"][0] != pytest.approx(right["losses"][0], rel=5e-4)
-    patched = run("pp=4", PATCHES, "crossing,middle,hostpacks")
-    assert_same(patched, run("dp=2"))
+def test_middle_stages_keep_samples_apart(run: Runs) -> None:
+    assert_same(run("pp=4", case="crossing"), run("dp=2"))
+    assert_same(run("pp=4", PATCHES, "crossing,hostpacks"), run("dp=2"))
 
 
 def test_finetune_from_an_imported_checkpoint_trains_as_the_folder_does(run: Runs) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megapack import ConfigError, patching
 from megapack.hosts import unirl
-from megapack.hosts.shared import unirl_replay
-from megapack.hosts.shared.step_meter import StepMeter
-from megapack.hosts.shared.unirl_replay import (
+from megapack.hosts.unirl import rows as unirl_rows
+from megapack.hosts.unirl.meter import StepMeter
+from megapack.hosts.unirl.rows import (
     PackedRow,
     attention_arguments,
     pack_row,
@@ -128,7 +128,7 @@ def single_logprobs(model: Any, micro_batch: tuple[Tensor, ...]) -> Tensor:
 def test_log_probs_and_gradients_are_those_of_one_sample_at_a_time(
     model: Any, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unirl_replay, "_CHUNK_ROWS", chunk_rows)
+    monkeypatch.setattr(unirl_rows, "_CHUNK_ROWS", chunk_rows)
     micro_batch = make_micro_batch()
     weights = torch.linspace(-1, 1, 8)
     gradients = []
@@ -203,9 +203,9 @@ def test_other_replays_are_unirls_own(change: Any, monkeypatch: pytest.MonkeyPat
 def test_padded_calls_of_sdpa_are_as_before(model: Any) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    unirl_replay._attend_within_samples()
+    unirl_rows._attend_within_samples()
     attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    unirl_replay._attend_within_samples()
+    unirl_rows._attend_within_samples()
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is attend
     ids, mask, *_ = make_micro_batch()
     mask[[2, 4], 0] = 1

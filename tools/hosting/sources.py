@@ -25,7 +25,8 @@ RELEASES = {
     "areal": "areal==1.0.4",
     "ms_swift": "ms-swift==4.6.0",
     "mcore_bridge": "mcore-bridge==1.6.5",
-    # 0.6 wants Python 3.12, and a Megatron-Core that has wheels for it only.
+    # 0.6 wants Python 3.12, and a Megatron-Core that has wheels for it only. Of 0.3 the adapters
+    # are used, which other hosts train; the patches refuse it.
     "megatron_bridge": f"megatron-bridge=={'0.6.2' if sys.version_info >= (3, 12) else '0.3.1'}",
     "skyrl": "skyrl==0.4.0",
 }

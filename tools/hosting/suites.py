@@ -74,21 +74,6 @@ SUITES = (
         python_312=True,
     ),
     Suite(
-        host="areal",
-        tests=("tests/test_seqpack.py", "tests/test_kk_allocate.py"),
-        num_tests=286,
-        requirements=("lark==1.3.1",),
-        stubs=(
-            *("aiofiles", "aiohttp", "aiohttp_retry", "anthropic", "cloudpickle", "colorlog"),
-            *("datasets", "einops", "fastapi", "flask", "httpx", "hydra", "litellm", "mbridge"),
-            *("megatron.bridge", "nltk", "nvtx", "omegaconf", "openai", "orjson", "pandas"),
-            *("peft", "PIL", "psutil", "pyarrow", "pybase64", "pydantic", "pynvml", "ray"),
-            *("redis", "requests", "rich", "setproctitle", "sglang", "starlette", "swanlab"),
-            *("tenacity", "tensorboardX", "torchdata", "torchvision", "trackio", "uvicorn"),
-            *("uvloop", "vllm", "wandb", "werkzeug", "zmq"),
-        ),
-    ),
-    Suite(
         host="megatron_bridge",
         tests=("tests/functional_tests/test_groups/data/packing/test_algorithms.py",),
         num_tests=17,
@@ -126,16 +111,6 @@ SUITES = (
             "orjson==3.11.4",
             "cloudpickle==3.1.2",
         ),
-    ),
-    Suite(
-        host="xtuner",
-        # The other tests of this file start processes with NCCL.
-        tests=(
-            "tests/datasets/test_dataloader.py::test_consistant",
-            "tests/datasets/test_dataloader.py::test_dataloader_resume_single_process",
-        ),
-        num_tests=9,
-        stubs=("imageio", "mmengine", "more_itertools", "tensorboard", "torchvision"),
     ),
 )
 

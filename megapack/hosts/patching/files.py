@@ -1,8 +1,7 @@
 """Patch files: which names of a framework are replaced, by what, and which signatures they have.
 
-One file per host, or per host and range of versions: `patches/<host>.yaml`,
-`patches/<host>-<anything>.yaml`. A file names code and contains none: replacements are names below
-`megapack.hosts`, and nothing else is imported because of it.
+One file per host: `patches/<host>.yaml`. A file names code and contains none: replacements are
+names below `megapack.hosts`, and nothing else is imported because of it.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class Optional:
 
 @dataclass(frozen=True, kw_only=True)
 class PatchFile:
-    """The patches of one host in a range of versions."""
+    """The patches of one host."""
 
     host: str
     """The name that users apply it by."""
@@ -103,11 +102,9 @@ class PatchFile:
     """Versions or commits that it was written for."""
     patches: tuple[Replacement, ...]
     distribution: str | None = None
-    """The installed package that `since` and `before` are versions of; None: any version."""
+    """The installed package that `since` is a version of."""
     since: str | None = None
-    """First version that the file is for."""
-    before: str | None = None
-    """First version that the file is no longer for."""
+    """First version that the file is for; None: the signatures alone decide."""
     brings: tuple[str, ...] = ()
     """Shipped hosts whose patches are applied with these, because both are proven together."""
     optional: tuple[Optional, ...] = ()
@@ -123,8 +120,8 @@ class PatchFile:
         unknown = {*self.brings, *(each.host for each in self.optional)} - set(shipped_hosts())
         if unknown:
             raise ConfigError(f"{self.host}: no patches for {', '.join(sorted(unknown))}")
-        if self.distribution is None and (self.since or self.before):
-            raise ConfigError("since and before are versions of a distribution; set distribution")
+        if self.distribution is None and self.since is not None:
+            raise ConfigError("since is a version of a distribution; set distribution")
 
     @property
     def version(self) -> str | None:
@@ -136,41 +133,30 @@ class PatchFile:
         except metadata.PackageNotFoundError:
             return None
 
-    @property
-    def fits(self) -> bool:
-        """Whether the installed version is in range. An unknown version is in every range without
-        an upper end; then the signatures alone decide."""
-        return self.is_for(self.version)
-
     def is_for(self, version: str | None) -> bool:
-        """Whether a version of the host is in range; None: it is not known."""
-        if version is None:
-            return self.before is None
-        release = _release(version)
-        return (self.since is None or release >= _release(self.since)) and (
-            self.before is None or release < _release(self.before)
-        )
+        """Whether the file is for a version of the host; None: it is not known, so it may be."""
+        if version is None or self.since is None:
+            return True
+        return _release(version) >= _release(self.since)
 
 
 def load_patches(host: str) -> PatchFile:
     """The patch file of a host, or of a path that ends in `.yaml`.
 
     Raises:
-        ConfigError: no such host, no file for the installed version, or an invalid file.
+        ConfigError: no such host, a file for newer versions than the installed one, or an invalid
+            file.
     """
     if host.endswith(".yaml"):
         return _load(Path(host))
     refuse_unknown(host)
-    files = [_load(path) for path in _shipped() if _host_of(path) == host]
-    for file in files:
-        if file.fits:
-            return file
-    ranges = ", ".join(f"{file.since or 'any'} to {file.before or 'any'}" for file in files)
-    installed = files[0].version or "(no version)"
-    raise ConfigError(
-        f"{host} {installed} is installed and the patches are for {ranges} "
-        "(upper ends excluded); install a version in these ranges, or another megapack"
-    )
+    file = _load(_folder() / f"{host}.yaml")
+    if not file.is_for(file.version):
+        raise ConfigError(
+            f"{host} {file.version} is installed and the patches are for {file.since} and newer; "
+            "install such a version, or an older megapack"
+        )
+    return file
 
 
 def patch_set(names: Iterable[str]) -> tuple[PatchFile, ...]:
@@ -212,23 +198,19 @@ def refuse_unknown(host: str) -> None:
 
 def shipped_hosts() -> tuple[str, ...]:
     """Names of the hosts that megapack has patches for."""
-    return tuple(sorted({_host_of(path) for path in _shipped()}))
+    return tuple(sorted(path.stem for path in _folder().glob("*.yaml")))
 
 
 def shipped_files() -> tuple[PatchFile, ...]:
     """Every patch file of megapack, whatever is installed."""
-    return tuple(_load(path) for path in _shipped())
+    return tuple(_load(_folder() / f"{host}.yaml") for host in shipped_hosts())
 
 
-def _shipped() -> list[Path]:
+def _folder() -> Path:
+    """patches/, which is inside the package in a wheel and beside it in a checkout."""
     package = Path(__file__).resolve().parents[2]
-    # patches/ is inside the package in a wheel, and beside it in a checkout.
     inside = package / "patches"
-    return sorted((inside if inside.is_dir() else package.parent / "patches").glob("*.yaml"))
-
-
-def _host_of(path: Path) -> str:
-    return path.stem.partition("-")[0]
+    return inside if inside.is_dir() else package.parent / "patches"
 
 
 def _load(path: Path) -> PatchFile:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,20 @@ from megapack.prefixes import SharedPrefixes, worthwhile
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
+
+class SharesPrefixes(Protocol):
+    """Options of a host."""
+
+    @property
+    def share_prefixes(self) -> bool: ...
+
+
+def shared_ids(options: SharesPrefixes, read: Callable[[], T]) -> T | None:
+    """What `read` gives, the token ids of samples, if the options ask for shared prefixes."""
+    return read() if options.share_prefixes else None
+
 
 def callers_tokens(
     lengths: Sequence[int], read: Callable[[dict[str, Any]], Sequence[Any] | None]
@@ -40,7 +55,10 @@ def callers_tokens(
         lengths: those that the planner got; ids of other lengths are not taken.
         read: finds the ids of each sample in the host's dict.
     """
-    data = sys._getframe(2).f_locals.get("data")
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("megapack."):
+        frame = frame.f_back
+    data = None if frame is None else frame.f_locals.get("data")
     tokens = read(data) if isinstance(data, dict) else None
     return tokens if has_lengths(tokens, lengths) else None
 

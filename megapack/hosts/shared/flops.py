@@ -1,8 +1,7 @@
-"""Cost of a sample in FLOPs, from the model sizes in a host's Megatron arguments."""
+"""FLOPs of tokens and of squared tokens, from the model sizes in a host's Megatron arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,35 +10,17 @@ from megapack.cost.sizes import ModelSizes
 _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 
 
-def knows_sizes(args: Any) -> bool:
-    """Whether the arguments have the sizes that FLOPs are computed from."""
-    return all(getattr(args, name, None) is not None for name in _NEEDED)
-
-
-def sample_flops(args: Any, lengths: Sequence[int]) -> list[float]:
-    """Forward FLOPs of each sample, with attention inside the sample only.
+def model_flops(args: Any) -> tuple[float, float] | None:
+    """Forward FLOPs per token, and per squared token of a sample; None without the model's sizes.
 
     Args:
-        args: Megatron's argument namespace; the fields are those of `model_flops`.
-        lengths: tokens per sample.
+        args: Megatron's argument namespace. Reads `num_layers`, `hidden_size`, `ffn_hidden_size`,
+            `num_attention_heads` and `vocab_size`; if present, also `num_query_groups`,
+            `kv_channels`, `swiglu`, `num_experts` with `moe_*`, and the head widths of multi-latent
+            attention.
     """
-    per_token, per_token_sq = model_flops(args)
-    return [per_token * length + per_token_sq * length * length for length in lengths]
-
-
-def squares_in_tokens(args: Any) -> float:
-    """Forward FLOPs of a squared token of a sample over those of a token."""
-    per_token, per_token_sq = model_flops(args)
-    return per_token_sq / per_token
-
-
-def model_flops(args: Any) -> tuple[float, float]:
-    """Forward FLOPs per token, and per squared token of a sample.
-
-    Reads `num_layers`, `hidden_size`, `ffn_hidden_size`, `num_attention_heads` and `vocab_size`;
-    if present, also `num_query_groups`, `kv_channels`, `swiglu`, `num_experts` with `moe_*`, and
-    the head widths of multi-latent attention.
-    """
+    if any(getattr(args, name, None) is None for name in _NEEDED):
+        return None
     dense = ModelSizes(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from megapack.cost.model import CostModel
 from megapack.errors import ConfigError
+from megapack.layout import Layout
 
 T = TypeVar("T")
 
@@ -24,6 +27,24 @@ def shares_prefixes() -> bool:
     if value not in ("", "0", "1"):
         raise ConfigError(f"{SHARE_PREFIXES}={value!r}; set 1 (on) or 0 (off)")
     return value == "1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerOptions:
+    """What most hosts' modules have; a host's page says what its own counts and order are."""
+
+    layout: Layout | None = None
+    """The job's layout: rows are planned and ordered for its pipeline, alignment counts against the
+    budget, and M is any count that Megatron runs. None: the host's own packing."""
+    cost: CostModel | None = None
+    """Seconds of a micro-batch, for planning with a layout; None counts its tokens and 256 more."""
+    share_prefixes: bool = field(default_factory=shares_prefixes)
+    """Samples with common beginnings are packed into one row, in which `megatron_core` lets them
+    share these. The budget counts every copy."""
+
+    def __post_init__(self) -> None:
+        if self.cost is not None and self.layout is None:
+            raise ConfigError("cost is used with a layout only; set both")
 
 
 class HostOptions(Generic[T]):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from functools import cache
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -50,6 +52,7 @@ class HasNeed(Protocol):
 
 
 R = TypeVar("R", bound=HasNeed)
+S = TypeVar("S")
 
 
 def agree_on_need(
@@ -57,37 +60,58 @@ def agree_on_need(
 ) -> tuple[R, Need]:
     """Read this rank's samples, and combine the needs of all ranks of the group.
 
-    Collective if torch.distributed is initialized: every rank of the group calls it.
-
-    Args:
-        read: reads and packs this rank's samples, without collectives.
-        settings: equal on all ranks.
-        group: None for all ranks.
-
     Returns:
         rank: what `read` returned.
         need: the largest count, the least room and the longest item of any rank.
 
     Raises:
+        ScheduleError: on every rank; see `agree_on_numbers`.
+    """
+    rank, numbers = agree_on_numbers(read, lambda rank: astuple(rank.need), settings, group)
+    return rank, Need(*map(int, (numbers[:, 0].max(), numbers[:, 1].min(), numbers[:, 2].max())))
+
+
+def agree_on_numbers(
+    read: Callable[[], S],
+    numbers_of: Callable[[S], Sequence[int]],
+    settings: str,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[S, Ints]:
+    """Read this rank's samples, and learn some numbers of all ranks of the group.
+
+    Collective if torch.distributed is initialized: every rank of the group calls it.
+
+    Args:
+        read: reads and packs this rank's samples, without collectives.
+        numbers_of: this rank's numbers, equally many on all ranks.
+        settings: equal on all ranks.
+        group: None for all ranks.
+
+    Returns:
+        rank: what `read` returned.
+        numbers: int64 [ranks, numbers].
+
+    Raises:
         ScheduleError: on every rank, if `read` failed on one or settings differ; see
             `ranks.agree.agree`.
     """
+    # If torch.distributed was never imported, no process group can exist.
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        rank = read()
+        return rank, np.array([numbers_of(rank)], dtype=np.int64)
     import torch
-    import torch.distributed as dist
 
     from megapack.ranks.agree import agree, group_device
 
-    if not dist.is_initialized():
-        rank = read()
-        return rank, rank.need
     device = group_device(group)
     rank = agree(read, device=device, same={"batching options": settings}, group=group)
-    # The largest -room is the least room, so that one MAX does for all three.
-    numbers = [rank.need.count, -rank.need.room, rank.need.longest]
-    tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-    count, minus_room, longest = tensor.tolist()
-    return rank, Need(count, -minus_room, longest)
+    own = torch.tensor(numbers_of(rank), dtype=torch.int64, device=device)
+    # One all-reduce: each rank adds its row to rows of zeros.
+    rows = own.new_zeros((dist.get_world_size(group), len(own)))
+    rows[dist.get_rank(group)] = own
+    dist.all_reduce(rows, group=group)
+    return rank, np.array(rows.tolist(), dtype=np.int64)
 
 
 def plan_rank(
@@ -151,8 +175,14 @@ def split_rows(rows: Rows, count: int, work: Ints | Floats) -> Rows:
     row_of = np.empty(work.size, dtype=np.int64)
     for number, row in enumerate(rows):
         row_of[row] = number
-    row_of, num_rows = split_heaviest(row_of, len(rows), count, work.astype(float))
-    return [np.flatnonzero(row_of == number).tolist() for number in range(num_rows)]
+    return rows_of(*split_heaviest(row_of, len(rows), count, work.astype(float)))
+
+
+def rows_of(row_of: Ints, num_rows: int) -> Rows:
+    """The items of each row, from the row of each item; [0, 1, 0] becomes [0, 2] and [1]."""
+    order = np.argsort(row_of, kind="stable")
+    ends = np.cumsum(np.bincount(row_of, minlength=num_rows))[:-1]
+    return [part.tolist() for part in np.split(order, ends)]
 
 
 def small_at_ends(rows: Rows, work: Ints | Floats) -> Rows:

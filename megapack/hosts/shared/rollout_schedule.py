@@ -18,13 +18,12 @@ from megapack.cost.model import FIXED_TOKENS, CostModel, cost_in_tokens
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, HostAssertionError, PlanError
 from megapack.hosts import megatron_core
-from megapack.hosts.shared.balancing import get_seqlen_balanced_partitions
-from megapack.hosts.shared.families import plan_families
-from megapack.hosts.shared.flops import knows_sizes, squares_in_tokens
+from megapack.hosts.shared.families import callers_tokens, plan_families, shared_ids
+from megapack.hosts.shared.flops import model_flops
 from megapack.hosts.shared.native import NativeSettings
 from megapack.hosts.shared.options import HostOptions, shares_prefixes
 from megapack.layout import Layout
-from megapack.plan.plan import Plan, StepPlan
+from megapack.plan.plan import Plan
 from megapack.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -150,14 +149,6 @@ class Rollouts:
             [self.samples[k] for k in kept], [self.rollout_of[k] for k in kept], per_step
         )
 
-    def step_samples(self) -> list[list[int]]:
-        """The host's sample indices of each step, rollout after rollout."""
-        steps: list[list[int]] = [[] for _ in self.per_step]
-        order = sorted(range(len(self.samples)), key=self.rollout_of.__getitem__)
-        for k in order:
-            steps[self.rollout_of[k] // self.per_step[0]].append(self.samples[k])
-        return steps
-
 
 def layout_of(args: Any, config: Mapping[str, Any]) -> Layout:
     """The layout in the host's parallel config and Megatron's arguments.
@@ -192,40 +183,39 @@ def layout_of(args: Any, config: Mapping[str, Any]) -> Layout:
     )
 
 
-def align_to(layout: Layout) -> int:
-    """The number of a step's micro-batches over all ranks is a multiple of this."""
-    return layout.dp * (layout.group_size if layout.vpp > 1 else 1)
-
-
 def plan_dynamic(
     args: Any,
-    layout: Layout,
+    config: Mapping[str, Any],
     lengths: Sequence[int],
     rollouts: Rollouts,
     *,
-    balanced: bool,
-    options: RolloutOptions,
     host: str,
-    token_ids: Sequence[Any] | None = None,
 ) -> Schedule:
     """Plan rows of at most `args.max_tokens_per_gpu`.
 
-    Ranks are balanced by FLOPs if the arguments have the model's sizes, otherwise by tokens.
+    Ranks are balanced by FLOPs if the arguments have the model's sizes, otherwise by tokens. The
+    search may take longer if the host's flags ask for balance.
 
     Args:
-        balanced: the host's flags ask for balance, so the search may take longer.
-        token_ids: of the host's samples, for `options.share_prefixes`; None: they are not known.
+        config: see `layout_of`.
+        lengths: tokens of each of the host's samples.
 
     Raises:
         HostAssertionError: no budget, or a step that no allowed M fits; it is a ValueError too.
     """
     if args.max_tokens_per_gpu is None:
         raise HostAssertionError("use_dynamic_batch_size without max_tokens_per_gpu; set it")
+    options = OPTIONS.current
+    layout = layout_of(args, config)
     _log_budget(host, args.max_tokens_per_gpu, layout)
     own_lengths = [lengths[i] for i in rollouts.samples]
     budget = _row_budget(args, options)
     cost = _cost(args, layout, options)
-    policy = options.policy(layout.dp, balanced=balanced)
+    balanced = any(getattr(args, flag, False) for flag in ("balance_data", "balance_by_flops"))
+    policy = options.policy(layout.dp, balanced=bool(balanced))
+    token_ids = shared_ids(
+        options, lambda: callers_tokens(lengths, lambda data: data.get("tokens"))
+    )
     if token_ids is not None:
         plan = plan_families(
             [token_ids[i] for i in rollouts.samples],
@@ -250,56 +240,20 @@ def plan_dynamic(
         )
     except PlanError as error:
         problem = str(error).partition(";")[0]
+        align_to = layout.dp * (layout.group_size if layout.vpp > 1 else 1)
         raise HostAssertionError(
-            f"cannot align micro-batches to align_to={align_to(layout)}: {problem}; set another "
+            f"cannot align micro-batches to align_to={align_to}: {problem}; set another "
             "global_batch_size, n_samples_per_prompt or max_tokens_per_gpu"
         ) from error
     kept = [len(step.kept_rollouts) for step in plan.steps]
     return _lists_of(plan, rollouts.samples, kept)
 
 
-def plan_static(
-    args: Any,
-    layout: Layout,
-    rollouts: Rollouts,
-    weights: Sequence[float] | None,
-) -> Schedule:
-    """Cut micro-batches of `args.micro_batch_size` samples in the host's order; drop nothing.
-
-    Args:
-        weights: weight of each of the host's samples, to balance ranks by; None gives micro-batches
-            to ranks in turn.
-
-    Raises:
-        HostAssertionError: the number of micro-batches is not a multiple of DP ranks times G.
-    """
-    size = args.micro_batch_size
-    if size is None or size < 1:
-        raise HostAssertionError(f"static path: micro_batch_size={size!r}; set 1 or more")
-    dp = layout.dp
-    schedule: Schedule = ([[] for _ in range(dp)], [[] for _ in range(dp)], [], [])
-    for number, samples in enumerate(rollouts.step_samples()):
-        chunks = [samples[k : k + size] for k in range(0, len(samples), size)]
-        if len(chunks) % align_to(layout):
-            raise HostAssertionError(
-                f"static path: step {number} has {len(samples)} samples, {len(chunks)} "
-                f"micro-batches of micro_batch_size={size}, not a multiple of dp_size * mb_group="
-                f"{align_to(layout)}; set sizes that divide"
-            )
-        if weights is None:
-            ranks = [chunks[rank::dp] for rank in range(dp)]
-        else:
-            sums = [sum(weights[i] for i in chunk) for chunk in chunks]
-            parts = get_seqlen_balanced_partitions(sums, dp, equal_size=True)
-            ranks = [[chunks[k] for k in part] for part in parts]
-        _append(schedule, ranks, rollouts.per_step[number])
-    return schedule
-
-
 def _cost(args: Any, layout: Layout, options: RolloutOptions) -> CostModel | None:
-    if not knows_sizes(args):
+    flops = model_flops(args)
+    if flops is None:
         return None
-    squares = squares_in_tokens(args)
+    squares = flops[1] / flops[0]
     return cost_in_tokens(layout, per_token_sq=squares, fixed_tokens=options.fixed_tokens)
 
 
@@ -335,23 +289,13 @@ def _log_budget(host: str, max_tokens_per_gpu: int, layout: Layout) -> None:
 
 def _lists_of(plan: Plan, samples: list[int], kept: Sequence[int]) -> Schedule:
     dp = plan.layout.dp
-    schedule: Schedule = ([[] for _ in range(dp)], [[] for _ in range(dp)], [], [])
-    for step, num_rollouts in zip(plan.steps, kept, strict=True):
-        _append(schedule, _host_rows(step, samples), num_rollouts)
-    return schedule
-
-
-def _host_rows(step: StepPlan, samples: list[int]) -> list[list[list[int]]]:
-    return [[[samples[i] for i in mb.samples] for mb in rank] for rank in step.ranks]
-
-
-def _append(schedule: Schedule, ranks: list[list[list[int]]], num_rollouts: int) -> None:
-    """Append one step to a schedule."""
-    partitions, micro_batch_indices, num_microbatches, kept = schedule
-    for rank, rows in enumerate(ranks):
-        for row in rows:
-            start = len(partitions[rank])
-            partitions[rank].extend(row)
-            micro_batch_indices[rank].append(list(range(start, start + len(row))))
-    num_microbatches.append(len(ranks[0]))
-    kept.append(num_rollouts)
+    partitions: list[list[int]] = [[] for _ in range(dp)]
+    micro_batch_indices: list[list[list[int]]] = [[] for _ in range(dp)]
+    for step in plan.steps:
+        for rank, rows in enumerate(step.ranks):
+            for row in rows:
+                start = len(partitions[rank])
+                partitions[rank] += [samples[i] for i in row.samples]
+                micro_batch_indices[rank].append(list(range(start, len(partitions[rank]))))
+    counts = [len(step.ranks[0]) for step in plan.steps]
+    return partitions, micro_batch_indices, counts, list(kept)

@@ -12,7 +12,6 @@ What only this host has, in `--case`, separated by commas:
     mean        a mean of the rows' means, as in the recipe; else of all tokens of a step
     finetune    `finetune` from a checkpoint that Bridge imports from the folder, and save another
     crossing    rows without sample bounds are attended to as one sample, as on a GPU
-    middle      the option `middle_stages`
     overlap     Bridge's own setting for interleaved stages, `overlap_p2p_comm`
 """
 
@@ -199,20 +198,14 @@ def dataset(folder: Path, case: set[str]) -> Any:
     """The folder's questions and answers as Bridge's data set."""
     packs = {"packed_sequence_size": SEQ_LENGTH, "tokenizer_model_name": "tiny"}
     specs: dict[str, Any]
-    if has_packing_package():
-        from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig as DatasetConfig
-        from megatron.bridge.data.packing.config import PackedSequenceSpecs
+    from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
+    from megatron.bridge.data.packing.config import PackedSequenceSpecs
 
-        specs = {
-            "enable_offline_packing": True,
-            "offline_packing_specs": PackedSequenceSpecs(**packs),
-        }
-    else:
-        from megatron.bridge.data.datasets.packed_sequence import PackedSequenceSpecs
-        from megatron.bridge.training.config import FinetuningDatasetConfig as DatasetConfig
-
-        specs = {"packed_sequence_specs": PackedSequenceSpecs(**packs)}
-    return DatasetConfig(
+    specs = {
+        "enable_offline_packing": True,
+        "offline_packing_specs": PackedSequenceSpecs(**packs),
+    }
+    return GPTSFTDatasetConfig(
         dataset_root=str(folder),
         seq_length=SEQ_LENGTH,
         dataset_kwargs={} if "short" in case else {"pad_to_max_length": True},
@@ -223,11 +216,6 @@ def dataset(folder: Path, case: set[str]) -> Any:
         memmap_workers=1,
         **({} if "unpacked" in case else specs),
     )
-
-
-def has_packing_package() -> bool:
-    """Whether this Bridge has `megatron.bridge.data.packing`, as 0.6 does, and 0.3 does not."""
-    return importlib.util.find_spec("megatron.bridge.data.packing") is not None
 
 
 def _spec(crosses: bool) -> Callable[[Any], Any]:
@@ -305,8 +293,7 @@ def record(report: job.Report) -> None:
 def apply(hosts: list[str], *, keeps_packer: bool) -> None:
     """Apply the patches; with Bridge's own packer a run sees the same packs as without them."""
     if keeps_packer:
-        name = "packing.algorithms" if has_packing_package() else "datasets.packing_utils"
-        packing: Any = importlib.import_module(f"megatron.bridge.data.{name}")
+        packing: Any = importlib.import_module("megatron.bridge.data.packing.algorithms")
         packer = packing.first_fit_shuffle
     patching.apply(*hosts)
     if keeps_packer:
@@ -329,7 +316,6 @@ def main() -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    megatron_bridge.configure(middle_stages="middle" in case)
     folder = arguments.folder
     if "import" in case:
         import_checkpoint(folder)

@@ -74,8 +74,6 @@ MEGATRON = [
     "hosts.megatron_lm",
     "hosts.nemo_rl",
     "hosts.roll",
-    "hosts.shared.megatron_lm_data",
-    "hosts.shared.megatron_lm_model",
 ]
 
 # Modules that read what transformers wrote, with it.
@@ -195,9 +193,20 @@ def test_listed_modules_import_megatron(name: str) -> None:
     assert any(found.of("megatron") for path in paths for found in imports(path))
 
 
-@pytest.mark.parametrize("init", sorted(name for name in modules() if name.endswith(".__init__")))
+@pytest.mark.parametrize(
+    "init",
+    sorted(
+        name
+        for name in modules()
+        if name.endswith(".__init__")
+        and not re.fullmatch(r"hosts\.(?!shared|patching)\w+\.__init__", name)
+    ),
+)
 def test_room_inits_only_re_export(init: str) -> None:
-    """Only a docstring and explicit re-exports of own modules; other code could hide a cycle."""
+    """Only a docstring and explicit re-exports of own modules; other code could hide a cycle.
+
+    The folder of one host is its module, whose functions patches name, with parts below it.
+    """
     path = modules()[init]
     docstring, *rest = ast.parse(path.read_text()).body
     assert isinstance(docstring, ast.Expr)
@@ -296,7 +305,7 @@ def test_planning_hosts_do_not_import_torch(host: str) -> None:
     """Neither they nor the modules that they import, at import time."""
     known = modules()
     seen = set()
-    waiting = [f"hosts.{host}"]
+    waiting = [next(m for m in (f"hosts.{host}", f"hosts.{host}.__init__") if m in known)]
     while waiting:
         module = waiting.pop()
         seen.add(module)

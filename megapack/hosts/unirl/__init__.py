@@ -1,13 +1,18 @@
 """UniRL: micro-batches of one data-parallel rank under a token budget, and packed replays.
 
-    lengths -> equal updates in track order -> bins under the budget -> K bins, as many as the rank
+    lengths -> equal updates in track order -> rows under the budget -> K rows, as many as the rank
     that needs most -> an order of the track, and ranges of it
 
 Ranks run collectives in every micro-batch (FSDP), so they need equal counts. They agree on the
 counts of all updates at once; either all ranks go on or all raise.
 
-`plan_micro_batches` and the planners are for a stack of one's own. The patch `unirl` puts them into
-UniRL's `TrainStack`, and replaces the replay of its AR stage.
+The patch puts this into UniRL's `TrainStack` and its AR stage; `plan_micro_batches` and
+`TokenBudgetPlanner` are for a stack of one's own.
+
+Modules:
+    plan: micro-batches of a track, as many on every rank
+    rows: the replay of an AR model on one packed row
+    meter: seconds and memory of a step
 """
 
 from __future__ import annotations
@@ -16,19 +21,17 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megapack.base.arrays import check_count
 from megapack.errors import ConfigError, PlanError
 from megapack.hosts import patching
-from megapack.hosts.shared.unirl_bins import MicroCostModel
-from megapack.hosts.shared.unirl_plan import MicroPlan, Range, plan_micro_batches
+from megapack.hosts.unirl.plan import MicroCostModel, MicroPlan, Range, plan_micro_batches
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "CountPlanner",
     "MicroPlan",
     "TokenBudgetPlanner",
     "init_stack",
@@ -44,25 +47,6 @@ logger = logging.getLogger(__name__)
 
 _STACK = "unirl.train.stack.TrainStack"
 _AR = "unirl.models.qwen3.ar"
-
-
-class CountPlanner:
-    """UniRL's micro planner by count: `micro_batch_size` samples each, in track order."""
-
-    def arrange(
-        self, part: Any, *, num_updates: int, micro_batch_size: int
-    ) -> tuple[Any, list[list[Range]]]:
-        """The unchanged part, and the micro-batches of each update as ranges of it."""
-        plan = plan_micro_batches(
-            None,
-            num_samples=int(part.batch_size),
-            num_updates=num_updates,
-            micro_batch_size=micro_batch_size,
-        )
-        return part, plan.updates
-
-    def validate(self, algorithm: Any) -> None:
-        """Accept every loss."""
 
 
 class TokenBudgetPlanner:
@@ -116,11 +100,10 @@ class TokenBudgetPlanner:
         """
         if getattr(algorithm, "loss_weighting", "sample") == "token":
             return
-        mode = getattr(algorithm, "loss_agg_mode", None)
-        if not str(mode).startswith("seq-mean"):
+        if mean_over(algorithm) == "tokens":
             raise ConfigError(
-                f"loss_agg_mode={mode!r} is not a mean over sequences, so micro-batches weighted "
-                "by their share of samples change the gradient; set a 'seq-mean' mode, or no budget"
+                "loss_agg_mode='token-mean' is not a mean over sequences, by whose number "
+                "micro-batches are weighted; set a 'seq-mean' mode, or no budget"
             )
 
 
@@ -154,8 +137,6 @@ def init_stack(
         max_grad_norm=max_grad_norm,
         num_updates_per_batch=num_updates_per_batch,
     )
-    from megapack.hosts.shared.unirl_micro import mean_over
-
     self.micro_plan = None
     self.micro_planner = None
     if micro_token_budget is not None:
@@ -204,8 +185,6 @@ def prepare_segment(self: Any, resp_track: Any) -> None:
         return
     import torch
 
-    from megapack.hosts.shared.unirl_micro import replayed_anchors, with_response
-
     names = replayed_anchors(self.algorithm, resp_track.segment)
     if not names:
         self.algorithm.prepare_segment(conditions=resp_track.conditions, segment=resp_track.segment)
@@ -240,7 +219,7 @@ def train(
         `backward_seconds` (loss and backward), `num_micro_batches`, and on CUDA
         `max_allocated_gib` and `max_reserved_gib`. `packing_efficiency` with a budget.
     """
-    from megapack.hosts.shared.step_meter import StepMeter
+    from megapack.hosts.unirl.meter import StepMeter
 
     plan = getattr(self, "micro_plan", None)
     step = patching.original(f"{_STACK}.train") if plan is None else _train_planned
@@ -277,7 +256,7 @@ def replay(self: Any, conditions: Any, *, segment: Any, temperature: float = 1.0
     """
     import torch
 
-    from megapack.hosts.shared.unirl_replay import attention_arguments, pack_row
+    from megapack.hosts.unirl.rows import attention_arguments, pack_row
 
     own: Callable[..., torch.Tensor] = patching.original(f"{_AR}.Qwen3ARStage.replay")
     prompt = conditions.prompt
@@ -337,7 +316,7 @@ def replay_forward(
             autocast_dtype=autocast_dtype,
             **kw,
         )
-    from megapack.hosts.shared.unirl_replay import row_logprobs
+    from megapack.hosts.unirl.rows import row_logprobs
 
     return row_logprobs(
         self,
@@ -371,8 +350,6 @@ def _train_planned(
 ) -> Any:
     """One optimizer step on the plan's micro-batches; a TrainStepResult."""
     from unirl.train.stack import TrainStepResult, aggregate_numeric_metrics
-
-    from megapack.hosts.shared.unirl_micro import mean_over, with_response
 
     if track.advantages is None:
         raise PlanError("the track has no advantages; compute them before train_track")
@@ -414,6 +391,63 @@ def _train_planned(
         micros=results,
         metrics=aggregate_numeric_metrics(metrics),
     )
+
+
+def mean_over(algorithm: Any) -> Literal["samples", "tokens"]:
+    """What a micro-batch's loss is the mean of.
+
+    Raises:
+        ConfigError: neither.
+    """
+    name = type(algorithm).__name__
+    mode = str(getattr(algorithm, "loss_agg_mode", None))
+    if mode == "token-mean":
+        return "tokens"
+    if name == "DRPO" and mode != "seq-mean-token-sum-norm":
+        raise ConfigError(
+            f"loss_agg_mode={mode!r}: DRPO does not know it and takes the mean over tokens; set "
+            "token-mean or seq-mean-token-sum-norm"
+        )
+    if mode.startswith("seq-mean"):
+        return "samples"
+    raise ConfigError(
+        f"loss_agg_mode={mode!r} of {name} is no mean over sequences or tokens, so its gradient "
+        "would change with the micro-batches; set token-mean or a seq-mean mode, or "
+        "micro_token_budget=null"
+    )
+
+
+def replayed_anchors(algorithm: Any, segment: Any) -> tuple[str, ...]:
+    """Fields of the segment that the algorithm's `prepare_segment` replays."""
+    if algorithm.recomputes_anchor():
+        return tuple(algorithm.anchor_fields)
+    # DRPO replays the whole track at once and declares no field.
+    replays = getattr(algorithm, "old_logp_source", None) == "replay"
+    return ("log_probs",) if replays and segment.log_probs is not None else ()
+
+
+def with_response(micro: Any) -> tuple[Any, bool]:
+    """The micro-batch; one without any response token with a token of no advantage, and True.
+
+    UniRL skips forward and backward of micro-batches without tokens, and the other ranks would wait
+    in FSDP's collectives. With an advantage of 0 the loss and its gradient are exactly 0.
+    """
+    import torch
+
+    segment = micro.segment
+    if segment.tokens is None or len(segment.tokens):
+        return micro, False
+    num_empty = int(micro.batch_size) - 1
+
+    def one_value(packed: Any) -> Any:
+        return None if packed is None else [packed.new_zeros(1), *[packed[:0]] * num_empty]
+
+    packed = {name: one_value(getattr(segment, name)) for name in ("tokens", "log_probs")}
+    filled = type(segment).pack(**packed, loss_mask=one_value(segment.loss_mask))
+    advantages = (
+        micro.advantages if micro.advantages is None else torch.zeros_like(micro.advantages)
+    )
+    return dataclasses.replace(micro, segment=filled, advantages=advantages), True
 
 
 def _segment_lengths(part: Any, num_samples: int) -> list[int] | None:

@@ -1,10 +1,14 @@
-"""Bins of a whole data set, packed once before training: as few as can be, of even cost."""
+"""Packs of a data set: as few as can be, of even cost; and the split of a host's own packs."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from megapack.base.arrays import Floats, Ints
+from megapack.hosts.shared.rank_rows import Rows, rows_of, split_rows
 from megapack.layout import round_up
 from megapack.planner.bins import fewest_bins_bound, first_fit_decreasing, pack_to_targets
 
@@ -14,7 +18,7 @@ _SLACK = 0.005
 _MAX_TRIES = 8
 
 
-def even_bins(sizes: Ints, work: Floats, capacity: int, *, multiple: int = 1) -> list[list[int]]:
+def even_bins(sizes: Ints, work: Floats, capacity: int, *, multiple: int = 1) -> Rows:
     """Pack items into few bins of about equal work.
 
     Sizes 6, 6, 4, 4 with capacity 10 become two bins of 6 and 4. With `multiple=4` they become four
@@ -42,8 +46,8 @@ def even_bins(sizes: Ints, work: Floats, capacity: int, *, multiple: int = 1) ->
     for count in _counts(fewest, most, multiple, sizes.size):
         bin_of = pack_to_targets(sizes, work, np.full(count, work.sum() / count), capacity)
         if bin_of is not None:
-            return _bins(bin_of, count)
-    return _bins(fallback, most)
+            return rows_of(bin_of, count)
+    return rows_of(fallback, most)
 
 
 def _counts(fewest: int, most: int, multiple: int, num_items: int) -> list[int]:
@@ -55,7 +59,21 @@ def _counts(fewest: int, most: int, multiple: int, num_items: int) -> list[int]:
     return [count for count in counts if count <= num_items]
 
 
-def _bins(bin_of: Ints, num_bins: int) -> list[list[int]]:
-    order = np.argsort(bin_of, kind="stable")
-    ends = np.cumsum(np.bincount(bin_of, minlength=num_bins))[:-1]
-    return [part.tolist() for part in np.split(order, ends)]
+def with_heaviest_split(packer: Any) -> Any:
+    """A packer of NeMo-RL or SkyRL that makes missing bins from the heaviest ones.
+
+    Both hosts fill a required number of bins by moving one sequence each out of the bins with the
+    most sequences: one bin of 100 sequences for four ranks becomes bins of 97, 1, 1 and 1. What
+    `_pack_implementation` returns in the required number, the hosts leave as it is; where there are
+    too few sequences, they raise.
+    """
+    own = packer._pack_implementation
+
+    def pack(sequence_lengths: Sequence[int]) -> Rows:
+        bins: Rows = own(sequence_lengths)
+        count = round_up(max(len(bins), packer.min_bin_count or 0), packer.bin_count_multiple or 1)
+        return split_rows(bins, count, np.asarray(sequence_lengths, dtype=np.int64))
+
+    # In the instance's own attributes, which hide the method of its class.
+    packer._pack_implementation = pack
+    return packer

@@ -1,31 +1,27 @@
-"""A plan of UniRL's micro-batches: bins under a token budget, as many on every rank."""
+"""A plan of UniRL's micro-batches: rows under a token budget, as many on every rank."""
 
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import TypeVar, get_args
+from itertools import accumulate, chain, pairwise
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
-from megapack.base.arrays import check_count
+from megapack.base.arrays import Ints, check_count
+from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
-from megapack.hosts.shared.unirl_bins import (
-    Bins,
-    MicroCostModel,
-    SampleSizes,
-    change_count,
-    pack_bins,
-    read_sizes,
-)
+from megapack.hosts.shared.rank_rows import Rows, agree_on_numbers, for_step, split_rows
+from megapack.layout import Layout
+from megapack.policy import Policy
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Range = tuple[int, int]
+MicroCostModel = Literal["sum", "dense"]
 
 
 @dataclass(frozen=True)
@@ -89,27 +85,66 @@ class MicroPlan:
 
 
 @dataclass(frozen=True)
+class _Sizes:
+    """Tokens of a rank's samples."""
+
+    prompt: Ints
+    response: Ints
+    """An empty response counts as one token, so that every sample has a size."""
+    cost_model: MicroCostModel
+
+    @classmethod
+    def read(
+        cls,
+        response: Sequence[int],
+        prompt: Sequence[int] | None,
+        num_samples: int,
+        cost_model: MicroCostModel,
+    ) -> _Sizes:
+        """Raise PlanError if the number of lengths is not the number of samples."""
+        prompt = [0] * num_samples if prompt is None else prompt
+        for name, values in (("response", response), ("prompt", prompt)):
+            if len(values) != num_samples:
+                raise PlanError(f"{len(values)} {name} lengths for {num_samples} samples")
+        prompts, responses = (
+            np.array([max(least, int(value)) for value in values], dtype=np.int64)
+            for least, values in ((0, prompt), (1, response))
+        )
+        return cls(prompts, responses, cost_model)
+
+    @property
+    def total(self) -> Ints:
+        """int64 [samples]: real tokens."""
+        return self.prompt + self.response
+
+    def cost(self, samples: Sequence[int]) -> int:
+        """Tokens that a micro-batch computes.
+
+        "sum" counts real tokens. Under "dense", prompts are padded to the longest prompt and
+        responses to the longest response: (2, 5) and (3, 1) compute 2 * (3 + 5) = 16 tokens.
+        """
+        members = list(samples)
+        if self.cost_model == "sum":
+            return int(self.total[members].sum())
+        return int(self.prompt[members].max() + self.response[members].max()) * len(members)
+
+
+@dataclass(frozen=True)
 class _Rank:
     updates: list[range]
-    sizes: SampleSizes | None
-    bins: list[Bins]
-    """The bins of each update, as first-fit-decreasing packs them; empty without sizes."""
+    sizes: _Sizes | None
+    rows: list[Rows]
+    """The rows of each update, as few as are found; no rows without sizes."""
     response_tokens: list[int]
     """Of each sample; empty without sizes."""
 
     @property
-    def update_tokens(self) -> list[int]:
-        """Response tokens of each update."""
-        tokens = self.response_tokens
-        return [sum(tokens[update.start : update.stop]) for update in self.updates]
-
-
-@dataclass(frozen=True)
-class _AllRanks:
-    bins: list[int]
-    """Bins of each update, the most that any rank needs."""
-    mean_tokens: list[float]
-    """Response tokens of a rank in each update, the mean over all ranks."""
+    def numbers(self) -> list[int]:
+        """What ranks tell each other: samples, whether there are no lengths, and of each update the
+        rows and the response tokens."""
+        tokens = [sum(self.response_tokens[own.start : own.stop]) for own in self.updates]
+        num_samples = self.updates[-1].stop
+        return [num_samples, int(self.sizes is None), *map(len, self.rows), *tokens]
 
 
 def plan_micro_batches(
@@ -139,7 +174,7 @@ def plan_micro_batches(
 
     Raises:
         ConfigError: settings that no rank can run.
-        PlanError: all ranks fail equally, or one has fewer samples than another has bins.
+        PlanError: all ranks fail equally, or one has fewer samples than another has micro-batches.
         ScheduleError: on all ranks, if one fails; it names the rank and its error.
     """
 
@@ -154,23 +189,31 @@ def plan_micro_batches(
         return _updates(num_samples, num_updates)
 
     if micro_token_budget is None:
-        return _count_plan(check(), micro_batch_size, num_samples)
+        return _count_plan(check(), micro_batch_size)
 
     def read() -> _Rank:
         # Checked inside `read`, so that a rank with wrong arguments does not raise alone.
         updates = check()
-        sizes = read_sizes(response_lengths, prompt_lengths, num_samples, micro_cost_model)
-        if sizes is None:
+        if response_lengths is None:
             return _Rank(updates, None, [[] for _ in updates], [])
-        bins = [pack_bins(sizes, update, micro_token_budget) for update in updates]
-        return _Rank(updates, sizes, bins, [max(0, int(n)) for n in response_lengths or ()])
+        sizes = _Sizes.read(response_lengths, prompt_lengths, num_samples, micro_cost_model)
+        rows = _pack(sizes, updates, micro_token_budget)
+        return _Rank(updates, sizes, rows, [max(0, int(n)) for n in response_lengths])
 
     settings = f"{num_updates} {micro_batch_size} {micro_token_budget} {micro_cost_model}"
-    rank, ranks = _agree(read, settings, num_samples)
-    if ranks is None:
+    rank, numbers = agree_on_numbers(read, lambda rank: rank.numbers, settings)
+    if numbers[:, 1].any():
         logger.warning("a rank has no lengths per sample; all ranks plan by micro_batch_size")
-        return _count_plan(rank.updates, micro_batch_size, num_samples)
-    return _budget_plan(rank, ranks, micro_token_budget)
+        return _count_plan(rank.updates, micro_batch_size)
+    counts, tokens = np.split(numbers[:, 2:], 2, axis=1)
+    fewest_samples = int(numbers[:, 0].min()) // num_updates
+    if counts.max() > fewest_samples:
+        raise PlanError(
+            f"a rank needs {counts.max()} micro-batches in an update, another has {fewest_samples} "
+            "samples in it; raise micro_token_budget or give all ranks that many samples"
+        )
+    means = tokens.mean(axis=0).tolist()
+    return _budget_plan(rank, counts.max(axis=0).tolist(), means, micro_token_budget)
 
 
 def _updates(num_samples: int, num_updates: int) -> list[range]:
@@ -183,7 +226,7 @@ def _updates(num_samples: int, num_updates: int) -> list[range]:
     return [range(k, k + size) for k in range(0, num_samples, size)]
 
 
-def _count_plan(updates: list[range], micro_batch_size: int, num_samples: int) -> MicroPlan:
+def _count_plan(updates: list[range], micro_batch_size: int) -> MicroPlan:
     ranges = [
         [
             (start, min(start + micro_batch_size, update.stop))
@@ -191,78 +234,67 @@ def _count_plan(updates: list[range], micro_batch_size: int, num_samples: int) -
         ]
         for update in updates
     ]
-    return MicroPlan(list(range(num_samples)), ranges, tokens=0, computed_tokens=0)
+    return MicroPlan(list(range(updates[-1].stop)), ranges, tokens=0, computed_tokens=0)
 
 
-def _agree(
-    read: Callable[[], _Rank], settings: str, num_samples: int
-) -> tuple[_Rank, _AllRanks | None]:
-    """Read this rank, and learn of all ranks by one all-reduce; None if a rank has no lengths.
-
-    An error of one rank is raised on all.
-    """
-    # If torch.distributed was never imported, no process group can exist.
-    dist = sys.modules.get("torch.distributed")
-    alone = dist is None or not dist.is_available() or not dist.is_initialized()
-    rank = read() if alone else _read_together(read, settings)
-    numbers = [num_samples, int(rank.sizes is None), *map(len, rank.bins), *rank.update_tokens]
-    rows = np.array([numbers] if alone else _of_all_ranks(numbers))
-    if rows[:, 1].any():
-        return rank, None
-    bins, tokens = np.split(rows[:, 2:], 2, axis=1)
-    fewest_samples = int(rows[:, 0].min()) // len(rank.updates)
-    if bins.max() > fewest_samples:
-        raise PlanError(
-            f"a rank needs {bins.max()} micro-batches in an update, another has {fewest_samples} "
-            "samples in it; raise micro_token_budget or give all ranks that many samples"
-        )
-    return rank, _AllRanks(bins.max(axis=0).tolist(), tokens.mean(axis=0).tolist())
+def _pack(sizes: _Sizes, updates: list[range], budget: int) -> list[Rows]:
+    """Few rows of each update; a sample over the budget is alone."""
+    if sizes.cost_model == "dense":
+        return [_rectangles(sizes, update, budget) for update in updates]
+    # Of one rank, whose steps are the updates: an update is one rollout, which is planned whole.
+    plan = build_dp_schedule(
+        sizes.total,
+        layout=Layout(),
+        max_tokens_per_gpu=budget,
+        rollout_ids=[number for number, update in enumerate(updates) for _ in update],
+        global_batch_size=1,
+        policy=for_step(Policy(oversize="alone"), len(updates[0])),
+    )
+    return [[list(row.samples) for row in step.ranks[0]] for step in plan.steps]
 
 
-def _read_together(read: Callable[[], _Rank], settings: str) -> _Rank:
-    from megapack.ranks.agree import agree, group_device
-
-    return agree(read, device=group_device(), same={"micro-batch settings": settings})
-
-
-def _of_all_ranks(numbers: list[int]) -> list[list[int]]:
-    """The numbers of every rank, by one all-reduce: each rank adds its row to rows of zeros."""
-    import torch
-    import torch.distributed as dist
-
-    from megapack.ranks.agree import group_device
-
-    shape = (dist.get_world_size(), len(numbers))
-    rows = torch.zeros(shape, dtype=torch.int64, device=group_device())
-    rows[dist.get_rank()] = rows.new_tensor(numbers)
-    dist.all_reduce(rows)
-    gathered: list[list[int]] = rows.tolist()
-    return gathered
+def _rectangles(sizes: _Sizes, update: range, budget: int) -> Rows:
+    """First-fit, the longest sample first, of rows whose tokens are not a sum of their samples'."""
+    rows: Rows = []
+    for i in sorted(update, key=lambda i: -int(sizes.total[i])):
+        with_room = (row for row in rows if sizes.cost([*row, i]) <= budget)
+        row = next(with_room, None)
+        if row is None:
+            rows.append([i])
+        else:
+            row.append(i)
+    return rows
 
 
-def _budget_plan(rank: _Rank, ranks: _AllRanks, budget: int) -> MicroPlan:
+def _budget_plan(
+    rank: _Rank, counts: list[int], mean_tokens: list[float], budget: int
+) -> MicroPlan:
+    """`counts` micro-batches in each update, the most that any rank needs."""
     sizes = rank.sizes
     assert sizes is not None
     order: list[int] = []
     ranges: list[list[Range]] = []
     computed = 0
-    for update, fewest, count in zip(rank.updates, rank.bins, ranks.bins, strict=True):
-        bins = change_count(sizes, update, fewest, count, budget)
+    for update, own, count in zip(rank.updates, rank.rows, counts, strict=True):
+        # A part of a row computes no more tokens than the row, so the budget still holds.
+        inside = [[i - update.start for i in row] for row in own]
+        split = split_rows(inside, count, sizes.total[update.start : update.stop])
+        rows = [[i + update.start for i in row] for row in split]
         # Heaviest first on every rank, so that micro-batches which run together cost about as much.
-        bins.sort(key=lambda members: (-sizes.cost(members), members))
-        ranges.append(list(pairwise(accumulate(map(len, bins), initial=len(order)))))
-        order.extend(i for members in bins for i in members)
-        computed += sum(sizes.cost(members) for members in bins)
-    tokens = sum(sizes.total(i) for i in order)
-    plan = MicroPlan(order, ranges, tokens, computed, rank.response_tokens, ranks.mean_tokens)
+        rows.sort(key=lambda row: (-sizes.cost(row), row))
+        ranges.append(list(pairwise(accumulate(map(len, rows), initial=len(order)))))
+        order.extend(chain.from_iterable(rows))
+        computed += sum(map(sizes.cost, rows))
+    tokens = int(sizes.total.sum())
+    plan = MicroPlan(order, ranges, tokens, computed, rank.response_tokens, mean_tokens)
     logger.info(
         "%d samples in %s micro-batches per update of at most %d tokens, efficiency %.3f (%d real "
         "of %d computed tokens)",
         len(order),
-        ranks.bins,
+        counts,
         budget,
         plan.efficiency,
-        plan.tokens,
+        tokens,
         computed,
     )
     return plan

@@ -1,52 +1,36 @@
-"""Rows of one verl rank: verl's own if they are within the budget, otherwise megapack's."""
+"""One rank's samples, packed within the host's budget, and an M that all ranks can run.
+
+verl, ROLL and AReaL give each rank its samples first. Without a layout a rank's rows are those of
+the host's own partition where these are within the budget; with one, megapack's planner makes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from megapack.base.arrays import Ints
 from megapack.cost.model import CostModel
-from megapack.errors import ConfigError, DataError, HostAssertionError
+from megapack.errors import DataError, HostAssertionError, PlanError
 from megapack.hosts.shared.families import family_parts, members_of
-from megapack.hosts.shared.options import shares_prefixes
+from megapack.hosts.shared.options import PlannerOptions
 from megapack.hosts.shared.rank_rows import Need, Rows, plan_rank, split_rows
-from megapack.layout import Layout, round_up
+from megapack.layout import round_up
 from megapack.planner.bins import fewest_bins_bound
-from megapack.planner.partition import karmarkar_karp
 
-# Work of L tokens is 24576 * L + L^2. 24576 is 6 * 4096, the hidden size of 7B that verl assumes.
+# Work of L tokens is 24576 * L + L^2. 24576 is 6 * 4096, the hidden size of 7B that verl and ROLL
+# assume.
 _WORK_PER_TOKEN = 24576
 _COST = CostModel(per_token=float(_WORK_PER_TOKEN), per_token_sq=1.0)
 
-
-@dataclass(frozen=True, kw_only=True)
-class VerlOptions:
-    """Where the replacements may differ from verl's own behaviour."""
-
-    light_rank: Literal["error", "pad"] = "error"
-    """If a rank has fewer samples than M: "error" raises on all ranks, as verl does; "pad" runs
-    copies of the rank's shortest sample (or smallest item) with zero loss masks. A copy has the
-    indices of the samples that it copies."""
-    layout: Layout | None = None
-    """The job's layout: rows are planned and ordered for its pipeline, alignment counts against the
-    budget, and M is any count that Megatron runs. None: verl's own rows, order and counts."""
-    cost: CostModel | None = None
-    """Seconds of a micro-batch, for planning with a layout; None counts its tokens and 256 more."""
-    share_prefixes: bool = field(default_factory=shares_prefixes)
-    """A rank's samples with common beginnings are packed into one row, in which `megatron_core`
-    lets them share these. The budget counts every copy."""
-
-    def __post_init__(self) -> None:
-        if self.light_rank not in ("error", "pad"):
-            raise ConfigError(f'light_rank={self.light_rank!r}; set "error" or "pad"')
-        if self.cost is not None and self.layout is None:
-            raise ConfigError("cost is used with a layout only; set both")
+Partition = Callable[[list[int], int], Rows]
+"""A host's own partition: the work of items and a number of parts -> the items of each part. Parts
+may be more, or none if the host finds none."""
 
 
 def calculate_workload(lengths: Ints) -> Ints:
@@ -55,7 +39,7 @@ def calculate_workload(lengths: Ints) -> Ints:
     return work
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RankItems:
     """One rank's samples as items: `group_size` consecutive samples that stay together."""
 
@@ -63,24 +47,40 @@ class RankItems:
     """int64 [samples]: real tokens."""
     max_tokens: int
     """Budget of a row, in real tokens."""
-    group_size: int
+    budget: str
+    """What the host calls the budget, for errors."""
+    partition: Partition
+    """The host's own; used without a layout."""
+    options: PlannerOptions
+    group_size: int = 1
     """Samples of an item; verl's force_group_size, not the G of the pipeline."""
-    step: int
+    step: int = 1
     """M is a multiple of it."""
-    options: VerlOptions
     least: int = 1
     """The caller's lower bound of M."""
     token_ids: Sequence[Any] | None = None
     """Of the samples, to pack those with common beginnings as one. Items of several samples, which
     the host keeps together, are packed without."""
+    work_of: Callable[[Ints], Ints] = calculate_workload
+    """Work of samples by their tokens, by which rows are even."""
+    error: type[PlanError] = HostAssertionError
+    """What the host raises where samples cannot be packed."""
     need: Need = field(init=False)
     own: Rows = field(init=False, default_factory=list)
     """Rows of items within the budget; no rows if an item is over it."""
 
     def __post_init__(self) -> None:
-        self._check()
+        num_samples = self.lengths.size
+        if num_samples == 0:
+            raise DataError("a rank has no samples; give every rank of the group one or more")
+        if self.group_size < 1 or num_samples % self.group_size:
+            raise self.error(
+                f"{num_samples} samples in groups of force_group_size={self.group_size}; give a "
+                "multiple"
+            )
         longest = int(self.tokens.max())
         count = 1
+        # An item over the budget is refused on all ranks, once all know of it.
         if longest <= self.max_tokens:
             self.own, count = self._pack()
         self.need = Need(max(count, self.least), self.tokens.size, longest)
@@ -88,12 +88,12 @@ class RankItems:
     @cached_property
     def tokens(self) -> Ints:
         """int64 [items]: real tokens of each item."""
-        return _sums(self.lengths, self.group_size)
+        return self._sums(self.lengths)
 
     @cached_property
     def work(self) -> Ints:
-        """int64 [items]: work of each item, see `calculate_workload`."""
-        return _sums(calculate_workload(self.lengths), self.group_size)
+        """int64 [items]: work of each item."""
+        return self._sums(self.work_of(self.lengths))
 
     @cached_property
     def parts(self) -> Rows:
@@ -109,41 +109,45 @@ class RankItems:
             )
         return members_of(range(self.tokens.size) if part_of is None else part_of)
 
-    @cached_property
-    def _work_of_parts(self) -> Ints:
-        return np.array([self.work[part].sum() for part in self.parts])
-
     @property
     def shortest(self) -> int:
         """The item with the fewest tokens."""
         return int(self.tokens.argmin())
 
-    def shared_count(self, need: Need) -> int:
-        """M of all ranks, from their combined need."""
+    def shared_count(self, need: Need, *, pads: bool = False, remedy: str = "") -> int:
+        """M of all ranks, from their combined need.
+
+        Args:
+            pads: a rank with fewer items than M is filled up by the host.
+            remedy: what else the user may set.
+
+        Raises:
+            PlanError: an item over the budget, or fewer items than M, on any rank.
+        """
         if need.longest > self.max_tokens:
             kind = "group of samples" if self.group_size > 1 else "sample"
-            raise HostAssertionError(
-                f"a {kind} of {need.longest} tokens is over max_token_len={self.max_tokens}; "
-                f"set it to {need.longest} or more"
+            raise self.error(
+                f"a {kind} of {need.longest} tokens is over {self.budget}={self.max_tokens}; set "
+                f"it to {need.longest} or more"
             )
         layout = self.options.layout
         if layout is not None:
             count = layout.next_legal_count(need.count)
         else:
             count = round_up(need.count, self.step)
-        if count > need.room and self.options.light_rank == "error":
-            raise HostAssertionError(
+        if count > need.room and not pads:
+            raise self.error(
                 f"{count} micro-batches (in multiples of {self.step}) are needed, and a rank can "
-                f"fill {need.room}; give it more samples, raise max_token_len={self.max_tokens}, "
-                "or configure(light_rank='pad')"
+                f"fill {need.room}; give it more samples, or raise {self.budget}={self.max_tokens}"
+                f"{remedy}"
             )
         return count
 
     def rows(self, count: int) -> Rows:
         """`count` rows of items, or one row per item if there are fewer items."""
         if count != len(self.own) and self.options.layout is None and count <= len(self.parts):
-            rows = self._balanced(count)
-            if self._fits(rows):
+            rows = self._partitioned(count)
+            if len(rows) == count and self._fits(rows):
                 return rows
         return split_rows(self.own, count, self.work)
 
@@ -152,39 +156,24 @@ class RankItems:
         size = self.group_size
         return [[i for item in row for i in range(item * size, (item + 1) * size)] for row in rows]
 
-    def _check(self) -> None:
-        num_samples = self.lengths.size
-        layout = self.options.layout
-        if num_samples == 0:
-            raise DataError("a rank has no samples; give every rank of dp_group one or more")
-        if self.group_size < 1 or num_samples % self.group_size:
-            raise HostAssertionError(
-                f"{num_samples} samples in groups of force_group_size={self.group_size}; give a "
-                "multiple"
-            )
-        if layout is not None and self.step not in (1, layout.group_size):
-            raise ConfigError(
-                f"num_batches_divided_by={self.step}, but the configured layout has G="
-                f"{layout.group_size}; configure the layout of the job"
-            )
-
     def _pack(self) -> tuple[Rows, int]:
         """Rows, and the M that they need.
 
-        As in verl: Karmarkar-Karp by work, with `step` more rows until all are within the budget.
-        megapack's planner packs if no number of rows is enough, or if a layout is set.
+        The host's partition, with `step` more rows until all are within the budget. megapack's
+        planner packs if no number of rows is enough, or if a layout is set.
         """
         if self.options.layout is None:
             fewest = max(self.least, fewest_bins_bound(self.tokens, self.max_tokens))
             first = round_up(fewest, self.step)
             for count in range(first, len(self.parts) + 1, self.step):
-                rows = self._balanced(count)
-                if self._fits(rows):
-                    return rows, count
+                rows = self._partitioned(count)
+                if len(rows) >= count and self._fits(rows):
+                    return rows, len(rows)
         return self._plan()
 
-    def _balanced(self, count: int) -> Rows:
-        rows = karmarkar_karp(self._work_of_parts, count)
+    def _partitioned(self, count: int) -> Rows:
+        work = [int(self.work[part].sum()) for part in self.parts]
+        rows = self.partition(work, count)
         return [sorted(chain.from_iterable(self.parts[p] for p in row)) for row in rows]
 
     def _fits(self, rows: Rows) -> bool:
@@ -206,8 +195,7 @@ class RankItems:
         )
         return [sorted({i // self.group_size for i in row}) for row in rows], count
 
-
-def _sums(values: Ints, size: int) -> Ints:
-    """Sums of each `size` consecutive values."""
-    sums: Ints = values.reshape(-1, size).sum(axis=1)
-    return sums
+    def _sums(self, values: Ints) -> Ints:
+        """Sums of each `group_size` consecutive values."""
+        sums: Ints = values.reshape(-1, self.group_size).sum(axis=1)
+        return sums

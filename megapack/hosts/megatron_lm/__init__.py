@@ -8,6 +8,10 @@
 reads it as the number of data set items that each data-parallel rank draws, so consumed samples and
 learning rates stay right; M, iterators and row lengths are the plan's. Any other forward step runs
 unchanged.
+
+Modules:
+    data: samples of Megatron-LM's data sets
+    model: its attention and routers on packed rows
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from megapack.prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
     from megapack.cost.model import CostModel
-    from megapack.hosts.shared.megatron_lm_model import AuxLoss
+    from megapack.hosts.megatron_lm.model import AuxLoss
 from megapack.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -138,7 +142,7 @@ class PlannedStep:
         """Draw, plan and run; returns the metrics to log."""
         import torch
 
-        from megapack.hosts.shared.megatron_lm_data import draw_batch
+        from megapack.hosts.megatron_lm.data import draw_batch
         from megapack.loss.token import SFT
         from megapack.ranks.agree import agree
 
@@ -205,7 +209,7 @@ class PlannedStep:
         return not on_any_rank([refused], device=device)[0]
 
     def _adapter_of(self, model: Any) -> Any:
-        from megapack.hosts.shared.megatron_lm_model import use_packed_parts
+        from megapack.hosts.megatron_lm.model import use_packed_parts
         from megapack.schedule.adapter import ScheduleAdapter
 
         chunks = list(model) if isinstance(model, Sequence) else [model]
@@ -260,35 +264,6 @@ def megatron_layout(chunk: Any) -> Layout:
     )
 
 
-class DpBalancedScheduler:
-    """Plans micro-batches with the interface of Megatron-LM's packing scheduler.
-
-    Args:
-        max_seqlen_per_dp_cp_rank: tokens per GPU, after CP.
-        cp_size: context-parallel ranks.
-        dp_size: data-parallel ranks.
-        microbatch_group_size_per_vp_stage: G; None without VPP.
-    """
-
-    def __init__(
-        self,
-        max_seqlen_per_dp_cp_rank: int,
-        cp_size: int,
-        dp_size: int,
-        microbatch_group_size_per_vp_stage: int | None,
-    ) -> None:
-        self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
-        self.cp_size = cp_size
-        self.dp_size = dp_size
-        self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
-
-    def get_groups_and_subsamples(
-        self, sample_id_seqlens: Sequence[tuple[int, int]]
-    ) -> list[list[list[int]]]:
-        """See the module's function of this name."""
-        return get_groups_and_subsamples(self, sample_id_seqlens)
-
-
 def get_groups_and_subsamples(
     self: Any, sample_id_seqlens: Sequence[tuple[int, int]]
 ) -> list[list[list[int]]]:
@@ -298,7 +273,7 @@ def get_groups_and_subsamples(
     last G micro-batches.
 
     Args:
-        self: a scheduler, megapack's or Megatron's.
+        self: Megatron's scheduler.
         sample_id_seqlens: (id, padded tokens) of each sample.
 
     Returns:
