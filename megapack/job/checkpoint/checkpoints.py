@@ -14,7 +14,7 @@ import hashlib
 import importlib.metadata
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from megapack.base.files import sync
 from megapack.config.load import to_dict
 from megapack.errors import CheckpointError
 from megapack.job.checkpoint import folders
+from megapack.job.checkpoint.changes import changed_settings
 from megapack.job.checkpoint.folders import Checkpoint, Manifest, Position
 from megapack.job.checkpoint.index import check_index, read_fault
 from megapack.job.checkpoint.random_states import rng_state, set_rng_state
@@ -36,18 +37,6 @@ from megapack.plan.plan import Plan
 from megapack.ranks.agree import agree
 from megapack.samples import SampleBatch
 
-# Settings that must not change on resume: tensors, or the order of the data, would not fit. A
-# section stands for all of its settings, except for those in `_FREE`.
-_FIXED = (
-    *("seed", "model", "data.prompts_per_batch", "data.shuffle", "data.balance_window"),
-    *("optim.name", "optim.distributed_optimizer"),
-)
-_FREE = (
-    *("model.recompute", "model.attention", "model.bias_activation_fusion"),
-    *("model.gradient_accumulation_fusion", "model.moe_grouped_gemm", "model.moe_permute_fusion"),
-    # The folder may have moved; its sizes are keys of their own.
-    "model.hf_path",
-)
 # Folders that the reference's weights may come from.
 _REFERENCE = ("model.hf_path", "objective.reference_hf_path")
 _BATCH_FILE = "batch.pt"
@@ -428,26 +417,6 @@ class Checkpoints:
     def _on_first_rank(self, work: Any, *args: Any) -> None:
         if dist.get_rank() == 0:
             work(*args)
-
-
-def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Descriptions of the settings that differ from a checkpoint's and must not."""
-    saved, now = (_with_later_keys(config) for config in (saved, now))
-    found = folders.differences(saved, now, _FIXED)
-    if now["data"]["balance_window"] > 1:
-        # It decides what the work of a sample is, and so the batches.
-        found += folders.differences(saved, now, ("plan.balance",))
-    kinds = folders.differences(saved, now, ("objective.kind",))
-    # A value head does not fit a model with a vocabulary head.
-    found += [text for text in kinds if '"reward"' in text]
-    return [text for text in found if not text.startswith(_FREE)]
-
-
-def _with_later_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the keys that those of earlier checkpoints lack: from before Muon, and from
-    before batches exchanged prompt groups."""
-    later = {"optim": {"name": "adam"}, "data": {"balance_window": 1}}
-    return dict(folders.with_later_keys(config, later))
 
 
 def samples_done_digest(plan: Plan, num_steps: int) -> str:

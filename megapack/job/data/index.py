@@ -18,14 +18,11 @@ import dataclasses
 import functools
 import hashlib
 import logging
-import os
 import re
 import tempfile
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -33,6 +30,7 @@ import numpy.typing as npt
 
 from megapack.base.files import read_text, write_whole
 from megapack.errors import DataError
+from megapack.job.data.array_file import ArrayFile
 from megapack.job.data.content import SUFFIX, Content, remembered
 from megapack.job.data.files import list_files, open_file
 from megapack.job.data.rollouts import ROUTES, Rollout, TokenColumns
@@ -392,9 +390,9 @@ def _write(
     num_skipped = 0
     num_truncated = 0
     with contextlib.ExitStack() as stack:
-        index = stack.enter_context(_ArrayFile(_named(stem, _INDEX), INDEX_DTYPE))
-        tokens = stack.enter_context(_ArrayFile(_named(stem, _TOKENS), np.dtype("<i4")))
-        others: dict[str, _ArrayFile] = {}
+        index = stack.enter_context(ArrayFile(_named(stem, _INDEX), INDEX_DTYPE))
+        tokens = stack.enter_context(ArrayFile(_named(stem, _TOKENS), np.dtype("<i4")))
+        others: dict[str, ArrayFile] = {}
         for file, token_block in read_token_blocks(blocks, settings, num_workers, total):
             try:
                 rows = builder.add(file, token_block)
@@ -408,7 +406,7 @@ def _write(
             for name, arrays in token_block.arrays.items():
                 if name not in others:
                     path = _named(stem, _ARRAYS[name])
-                    file_of = _ArrayFile(path, np.dtype(ARRAYS[name]), builder.shapes[name])
+                    file_of = ArrayFile(path, np.dtype(ARRAYS[name]), builder.shapes[name])
                     others[name] = stack.enter_context(file_of)
                 for array in arrays:
                     others[name].write(array)
@@ -434,59 +432,6 @@ def _report(
         raise DataError(
             f"{path} has no sample ({num_skipped} were above max_length={most}); give at least one"
         )
-
-
-class _ArrayFile:
-    """Writes a NumPy array piece by piece under another name.
-
-    Without `finish` nothing is left.
-    """
-
-    def __init__(self, path: Path, dtype: np.dtype[Any], item_shape: tuple[int, ...] = ()) -> None:
-        self._path = path
-        # A process id would not be unique: two nodes may share the folder. tempfile would not do
-        # either: only the owner may read its files.
-        self._part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-        self._dtype = dtype
-        self._item_shape = item_shape
-        self._num_items = 0
-        self._file = open(self._part, "xb")  # noqa: SIM115
-        # The number of items is not known yet; 10**12 stands in for it.
-        self._write_header(10**12)
-        self._start = self._file.tell()
-
-    def __enter__(self) -> _ArrayFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.close()
-        self._part.unlink(missing_ok=True)
-
-    def write(self, array: npt.NDArray[Any]) -> None:
-        """Add items."""
-        self._file.write(np.ascontiguousarray(array, dtype=self._dtype).tobytes())
-        self._num_items += len(array)
-
-    def finish(self) -> None:
-        """Sync the file and give it its name."""
-        # NumPy pads the header to a fixed length, so the true count fits into the same bytes.
-        self._file.seek(0)
-        self._write_header(self._num_items)
-        assert self._file.tell() == self._start, "the header's length depends on the count"
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        os.replace(self._part, self._path)
-
-    def _write_header(self, num_items: int) -> None:
-        shape = (num_items, *self._item_shape)
-        descr = np.lib.format.dtype_to_descr(self._dtype)
-        header = {"descr": descr, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(self._file, header)
 
 
 def _remove_outdated(stem: Path, content: str) -> None:

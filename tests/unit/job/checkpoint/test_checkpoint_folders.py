@@ -14,7 +14,7 @@ import pytest
 from megapack.config.load import to_dict
 from megapack.errors import CheckpointError
 from megapack.job.checkpoint import folders
-from megapack.job.checkpoint.checkpoints import changed_settings
+from megapack.job.checkpoint.changes import changed_settings
 from megapack.job.checkpoint.folders import Manifest, Position
 from megapack.job.config.sections import PlanConfig, TrainConfig
 
