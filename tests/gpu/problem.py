@@ -125,7 +125,7 @@ def make_plan(layout: Layout, budget: int = BUDGET) -> Plan:
 
 
 def one_length_plan(layout: Layout) -> Plan:
-    """One step whose rows have one length, and one number of segments in `cu_seqlens`."""
+    """One step whose rows have one length."""
     lengths = make_batch().lengths
     policy = Policy(row_shapes=1)
     return build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=BUDGET, policy=policy)

@@ -14,7 +14,7 @@ import torch
 import megapack.rows.packed
 from megapack.errors import DataError
 from megapack.layout import Layout
-from megapack.plan import MicroBatch, Part, RowShape
+from megapack.plan import MicroBatch, Part
 from megapack.prefixes import DUMMY_TOKENS, Branch, PrefixTable, SharedPrefixes, row_branches
 from megapack.rows.packed import PackedRow, pack_row, unpack_row
 from megapack.samples import SampleBatch
@@ -138,16 +138,6 @@ def test_alignment_pads_inside_each_sample() -> None:
     assert row.losses.positions_R.tolist() == [0, 1, 4]
     assert row.cu_seqlens_S1.tolist() == [0, 4, 8, 12]
     assert row.max_seqlen == 4
-
-
-def test_a_shape_gives_empty_segments_and_a_longest_one() -> None:
-    layout = Layout(cp=2)
-    row = row_of((0, 1, 2), 12, layout, shape=RowShape(6, segments=5, longest=3))
-    assert row.cu_seqlens_S1.tolist() == [0, 4, 8, 12, 12, 12]
-    assert row.max_seqlen == 6
-    plain = row_of((0, 1, 2), 12, layout)
-    assert row.padded_lengths == plain.padded_lengths == (4, 4, 4)
-    assert torch.equal(row.position_ids_T, plain.position_ids_T)
 
 
 def test_response_tokens_have_the_weight_of_their_sample() -> None:
