@@ -227,6 +227,6 @@ def _varlen_obstacle(sizes: AttentionSizes | None) -> str | None:
         return None
     return heads_obstacle(
         [kind.head_width for kind in sizes.kinds],
-        has_windows=sizes.has_windows,
+        window=sizes.windows if sizes.has_windows else None,
         has_sinks=sizes.has_sinks,
     )

@@ -76,13 +76,17 @@ class PackedVarlen(PackedAttention):
                 "set it to 0, or use PackedSDPA"
             )
         has_sinks = getattr(config, "softmax_type", "vanilla") != "vanilla"
-        windows = getattr(config, "window_size", None)
-        if obstacle := heads_obstacle([width], has_windows=bool(windows), has_sinks=has_sinks):
+        window = getattr(config, "window_size", None)
+        if obstacle := heads_obstacle([width], window=window, has_sinks=has_sinks):
             raise ConfigError(f"{obstacle}; use PackedSDPA")
 
 
-def heads_obstacle(widths: Sequence[int], *, has_windows: bool, has_sinks: bool) -> str | None:
-    """Why the kernel does not run layers with heads of these channels; None if it does."""
+def heads_obstacle(widths: Sequence[int], *, window: Any, has_sinks: bool) -> str | None:
+    """Why the kernel does not run layers with heads of these channels; None if it does.
+
+    Args:
+        window: their windows, for the message; None = they have none.
+    """
     for width in widths:
         if width > MAX_HEAD_WIDTH or width % HEAD_WIDTH_UNIT:
             return (
@@ -90,8 +94,11 @@ def heads_obstacle(widths: Sequence[int], *, has_windows: bool, has_sinks: bool)
                 f"{HEAD_WIDTH_UNIT} up to {MAX_HEAD_WIDTH}"
             )
     # With sinks torch's flash attention itself is called, which has had windows for longer.
-    if has_windows and not has_sinks and "window_size" not in _parameters(varlen_kernel()):
-        return f"varlen attention of torch {torch.__version__} has no windows, 2.11 and later have"
+    if window and not has_sinks and "window_size" not in _parameters(varlen_kernel()):
+        return (
+            f"window_size={window}: varlen attention of torch {torch.__version__} has no windows, "
+            "2.11 and later have"
+        )
     return None
 
 
