@@ -10,7 +10,6 @@ log-probs in sample order.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -53,6 +52,7 @@ from megapack.samples import SampleBatch
 from megapack.schedule import checks
 from megapack.schedule.between_steps import BetweenSteps
 from megapack.schedule.call import StepCall
+from megapack.schedule.faults import check_loss
 from megapack.schedule.forward import HeadOptions, accepted_inputs
 from megapack.schedule.row_rules import Feature, check_rows
 from megapack.schedule.runner import ScheduleRunner, evaluating, process_groups
@@ -273,7 +273,7 @@ class ScheduleAdapter:
                 device=self._device,
             )
             sums |= self._routing.metrics(schedule_pass, self._device)
-            _check_loss(sums["loss"])
+            check_loss(sums["loss"])
         return StepResult(loss=sums.pop("loss"), metrics=sums)
 
     def forward(
@@ -496,11 +496,3 @@ class ScheduleAdapter:
                     )
                 )
         self._checked_inputs.add(names)
-
-
-def _check_loss(loss: float) -> None:
-    if not math.isfinite(loss):
-        raise ScheduleError(
-            f"the step's loss is {loss}, though every micro-batch's is finite; discard the "
-            "gradients, and check the weights of the samples"
-        )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -212,6 +213,15 @@ class FiniteFlags(Listener):
                 f"the gradients hold a NaN or an infinity, though the losses do not{token}; "
                 "discard them, and check the model's precision and the learning rate"
             )
+
+
+def check_loss(loss: float) -> None:
+    """Raise ScheduleError if the sum of finite losses is not finite."""
+    if not math.isfinite(loss):
+        raise ScheduleError(
+            f"the step's loss is {loss}, though every micro-batch's is finite; discard the "
+            "gradients, and check the weights of the samples"
+        )
 
 
 def checking_finalize(

@@ -13,7 +13,8 @@ from megapack.layout import Layout
 from megapack.pipeline import simulate
 from megapack.pipeline.simulator import Runner
 from megapack.plan import MicroBatch, StepPlan
-from megapack.plan.order import chain_order, read_order
+from megapack.plan.order import chain_order
+from megapack.plan.order_text import read_order
 
 COST = CostModel(per_token=1.0, cp_overhead=0.0)
 

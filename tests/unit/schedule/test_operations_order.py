@@ -13,7 +13,8 @@ import pytest
 
 import megapack.schedule.channels
 from megapack.errors import ConfigError, PlanError
-from megapack.plan.order import StepOrder, read_order, step_order
+from megapack.plan.order import StepOrder, step_order
+from megapack.plan.order_text import read_order
 from megapack.schedule.channels import DIRECTIONS, Direction, StageOrder, link_sets
 from megapack.schedule.checks import check_operations
 from megapack.schedule.operations import _Communication

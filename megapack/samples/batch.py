@@ -11,49 +11,20 @@ model's forward receives them as keyword arguments.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megapack.base.arrays import MAX_LENGTH
-from megapack.errors import ConfigError, DataError, brief, first_line
-
-Combine = Literal["concat", "list"]
-RowTensor = Tensor | tuple[Tensor, ...]
+from megapack.errors import DataError, brief
+from megapack.samples.padded import padded_spans, ragged
+from megapack.samples.tensor_fields import RaggedTensor, RowTensor, TensorField, as_tensor
 
 RESPONSE_MASK = "response_mask"
 """Field that marks the tokens that count in the loss."""
-
-# Inputs that every model gets; tensor fields must have other names.
-_RESERVED = ("input_ids", "position_ids", "attention_mask", "packed_seq_params", "labels")
-
-
-@dataclass(frozen=True)
-class TensorField:
-    """One tensor per sample, and how a micro-batch combines them."""
-
-    values: Sequence[Any]
-    """Per sample a tensor or array. With "concat" its shape is [k, *rest]: any k, the same `rest`
-    for all samples; None means k = 0."""
-    combine: Combine = "concat"
-    """"concat": one tensor, joined along dimension 0 in row order; [0, *rest] in a padding
-    micro-batch. "list": a tuple in row order, with shapes unchanged; () in a padding
-    micro-batch."""
-    of_prefix: bool = False
-    """The tensors belong to tokens that samples have in common, such as the images of a prompt.
-    Samples of a row that share a beginning must have equal tensors, and the row gets them once. If
-    this is not set, such samples must not have any. A row repeats the last common token for each
-    sample (with context parallelism the last 2 * cp or fewer), so the tensors' tokens must come
-    before that."""
-
-    def __post_init__(self) -> None:
-        if self.combine not in get_args(Combine):
-            raise ConfigError(f"combine={self.combine!r}; set one of {get_args(Combine)}")
 
 
 class SampleBatch:
@@ -93,7 +64,7 @@ class SampleBatch:
         for name, values in (fields or {}).items():
             self.set_field(name, values)
         self._tensors = {
-            name: _RaggedTensor(name, values, len(self)) for name, values in (tensors or {}).items()
+            name: RaggedTensor(name, values, len(self)) for name, values in (tensors or {}).items()
         }
 
     def __len__(self) -> int:
@@ -150,7 +121,7 @@ class SampleBatch:
     def _set_mask(self, sample: int, prompt: Tensor, response: Tensor, loss_mask: Any) -> None:
         mask = torch.ones(response.numel(), dtype=torch.bool)
         if loss_mask is not None:
-            mask = _tensor(f"sample {sample}: loss_mask", loss_mask) != 0
+            mask = as_tensor(f"sample {sample}: loss_mask", loss_mask) != 0
         if mask.shape != response.shape:
             raise DataError(
                 f"sample {sample}: loss_mask has shape {tuple(mask.shape)} for a response of "
@@ -248,7 +219,7 @@ class SampleBatch:
             self._unmasked.clear()
 
     def _field_tensor(self, name: str, sample: int, value: Any) -> Tensor:
-        tensor = _tensor(f"sample {sample}: field {name!r}", value)
+        tensor = as_tensor(f"sample {sample}: field {name!r}", value)
         length = self.length(sample)
         if tensor.dtype == torch.float64:
             tensor = tensor.float()
@@ -380,161 +351,15 @@ class SampleBatch:
             )
         spans = padded_spans(attention_mask_BS)
         ragged = {
-            name: _ragged(name, value, spans, input_ids_BS.shape[1])
+            name: ragged(name, value, spans, input_ids_BS.shape[1])
             for name, value in (fields or {}).items()
         }
         rows = zip(input_ids_BS, spans, strict=True)
         return cls([ids[start:stop] for ids, (start, stop) in rows], ragged)
 
 
-def padded_spans(attention_mask_BS: Tensor) -> list[tuple[int, int]]:
-    """Columns [start, stop) of each sample's real tokens."""
-    spans = []
-    for b, mask in enumerate(attention_mask_BS != 0):
-        columns = mask.nonzero().squeeze(1)
-        if columns.numel() == 0:
-            raise DataError(f"row {b} of the attention mask is empty; leave the row out")
-        start, stop = int(columns[0]), int(columns[-1]) + 1
-        if stop - start != columns.numel():
-            raise DataError(
-                f"row {b} of the attention mask has a hole between {start} and {stop}; give one "
-                "unbroken run of real tokens"
-            )
-        spans.append((start, stop))
-    return spans
-
-
-def to_padded(values: Sequence[Tensor], attention_mask_BS: Tensor, fill: float = 0.0) -> Tensor:
-    """Pad ragged per-token values to [B, S]; the inverse of `SampleBatch.from_padded`.
-
-    >>> to_padded([torch.tensor([1.0, 2.0])], torch.tensor([[0, 1, 1]]))
-    tensor([[0., 1., 2.]])
-    """
-    if len(values) != len(attention_mask_BS):
-        raise DataError(
-            f"{len(values)} samples for {len(attention_mask_BS)} rows of the mask; give one per row"
-        )
-    out_BS = values[0].new_full(tuple(attention_mask_BS.shape), fill)
-    for b, (start, stop) in enumerate(padded_spans(attention_mask_BS)):
-        if values[b].numel() != stop - start:
-            raise DataError(
-                f"row {b}: {values[b].numel()} values for {stop - start} tokens; give one per token"
-            )
-        out_BS[b, start:stop] = values[b]
-    return out_BS
-
-
-class _RaggedTensor:
-    """A checked `TensorField`.
-
-    Raises:
-        DataError: naming field, sample and shapes.
-    """
-
-    def __init__(self, name: str, field: TensorField, num_samples: int) -> None:
-        if name in _RESERVED:
-            raise DataError(f"tensor field {name!r} is an input of every model; set another name")
-        if len(field.values) != num_samples:
-            raise DataError(
-                f"tensor field {name!r} has {len(field.values)} values for {num_samples} samples"
-            )
-        self.name = name
-        self.combine = field.combine
-        self.of_prefix = field.of_prefix
-        given = [None if v is None else self._tensor(i, v) for i, v in enumerate(field.values)]
-        known = [tensor for tensor in given if tensor is not None]
-        if not known or (self.combine == "list" and len(known) < num_samples):
-            raise DataError(
-                f"tensor field {name!r}: {num_samples - len(known)} samples have None; give one "
-                "tensor per sample, or with combine='concat' to at least one sample"
-            )
-        self.dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in known))
-        self._empty = torch.zeros((0, *known[0].shape[1:]), dtype=self.dtype)
-        self.values = [self._empty if t is None else t.to(self.dtype) for t in given]
-        if self.combine == "concat":
-            self._check_rest()
-
-    def row(self, samples: Sequence[int], trees: Sequence[Sequence[int]]) -> RowTensor:
-        """The combined tensor of the micro-batch with these samples; see `row_tensors`."""
-        repeated: set[int] = set()
-        for first, *others in trees:
-            for other in others:
-                self._check_shared(samples[first], samples[other])
-            repeated.update(others)
-        chosen = [self.values[i] for k, i in enumerate(samples) if k not in repeated]
-        return torch.cat([self._empty, *chosen]) if self.combine == "concat" else tuple(chosen)
-
-    def _check_shared(self, first: int, other: int) -> None:
-        pair = (self.values[first], self.values[other])
-        if self.of_prefix and not torch.equal(*pair):
-            raise DataError(
-                f"samples {first} and {other} share their first tokens, and their tensors in field "
-                f"{self.name!r} differ; give equal tensors, or plan without prefixes"
-            )
-        if not self.of_prefix and any(value.numel() for value in pair):
-            raise DataError(
-                f"samples {first} and {other} share their first tokens and have tensors in field "
-                f"{self.name!r}; set TensorField(of_prefix=True) if these belong to the shared "
-                "tokens, or plan without prefixes"
-            )
-
-    @property
-    def signature(self) -> str:
-        """Name, combination, dtype and a digest of all shapes; must be equal on all ranks."""
-        shapes = str([tuple(value.shape) for value in self.values])
-        digest = hashlib.sha256(shapes.encode()).hexdigest()
-        of = " of prefixes" if self.of_prefix else ""
-        return f"{self.name} {self.combine}{of} {self.dtype} {digest}"
-
-    def _tensor(self, sample: int, value: Any) -> Tensor:
-        tensor = _tensor(f"sample {sample}: tensor field {self.name!r}", value)
-        if self.combine == "concat" and tensor.dim() == 0:
-            raise DataError(
-                f"sample {sample}: tensor field {self.name!r} is one number, which does not "
-                "concatenate; give shape [k, ...], or set combine='list'"
-            )
-        return tensor.float() if tensor.dtype == torch.float64 else tensor
-
-    def _check_rest(self) -> None:
-        rest = self._empty.shape[1:]
-        for i, value in enumerate(self.values):
-            if value.shape[1:] != rest:
-                raise DataError(
-                    f"sample {i}: tensor field {self.name!r} has shape {tuple(value.shape)}, not "
-                    f"[k, {', '.join(map(str, rest))}] like the samples before it; set "
-                    "combine='list' for different shapes"
-                )
-
-
-def _ragged(
-    name: str, value: Tensor, spans: list[tuple[int, int]], num_columns: int
-) -> list[Tensor]:
-    if (
-        value.dim() == 0
-        or value.shape[0] != len(spans)
-        or value.dim() > 2
-        or value.shape[-1] > max(num_columns, len(spans) if value.dim() == 1 else 0)
-    ):
-        raise DataError(
-            f"field {name!r} has shape {tuple(value.shape)} for {len(spans)} samples of "
-            f"{num_columns} columns; give [B, S], [B, R] for the last R columns, or [B]"
-        )
-    if value.dim() == 1:
-        return list(value)
-    offset = num_columns - value.shape[1]
-    full = torch.nn.functional.pad(value, (offset, 0))
-    return [full[b, start:stop] for b, (start, stop) in enumerate(spans)]
-
-
-def _tensor(what: str, value: Any) -> Tensor:
-    try:
-        return torch.as_tensor(value).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{what} cannot be a tensor ({first_line(error)}); give numbers") from None
-
-
 def _token_tensor(sample: int, ids: Any) -> Tensor:
-    tensor = _tensor(f"sample {sample}", ids)
+    tensor = as_tensor(f"sample {sample}", ids)
     if tensor.numel() == 0 and tensor.dim() == 1:
         raise DataError(f"sample {sample} has no tokens; leave it out of the batch")
     integers = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
@@ -570,7 +395,7 @@ def _check_counts(sample: int, prompt: int, response: int) -> None:
 
 def _part(sample: int, ids: Any) -> Tensor:
     """Token ids of a prompt or response; unlike a sample it may be empty."""
-    tensor = _tensor(f"sample {sample}", ids)
+    tensor = as_tensor(f"sample {sample}", ids)
     return (
         tensor.new_zeros(0, dtype=torch.int64)
         if tensor.numel() == 0
