@@ -62,9 +62,9 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "Layout": "layout",
-    "CostModel": "cost",
-    "ModelSizes": "cost",
-    "Measurement": "cost",
+    "CostModel": "cost.model",
+    "ModelSizes": "cost.sizes",
+    "Measurement": "cost.fit",
     "Policy": "policy",
     "build_dp_schedule": "dp_schedule",
     "SharedPrefixes": "prefixes",

@@ -39,7 +39,7 @@ SIZES = ModelSizes(
     kv_channels=128,
     vocab_size=1,
     num_experts=128,
-    experts_per_token=8,
+    moe_top_k=8,
 )
 FLAT_OVERHEAD = 0.05
 LEAST_TOKENS = 512

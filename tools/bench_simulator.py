@@ -335,7 +335,7 @@ def main() -> None:
     )
     say = print if dist.get_rank() == 0 else lambda *_: None
     if options.operations:
-        compare_operations(chunks, layout, model.to_sizes(), say)
+        compare_operations(chunks, layout, model, say)
     else:
         compare_steps(chunks, layout, say)
     dist.destroy_process_group()

@@ -310,7 +310,7 @@ def width_ways(options: argparse.Namespace, chunks: list, layout: Layout) -> lis
 def width_cost(options: argparse.Namespace, layout: Layout) -> CostModel:
     """The cost model that a run on CPUs without a measured one takes."""
     return cost_from_sizes(
-        replace(GROUPS_MODEL, vocab_size=ByteTokenizer.vocab_size).to_sizes(),
+        replace(GROUPS_MODEL, vocab_size=ByteTokenizer.vocab_size),
         layout,
         GpuSpeed.of("cpu", "fp32"),
         recompute="none",

@@ -4,9 +4,9 @@
 
 A row feature is a way to make rows or orders beside packing whole samples for Megatron's schedules.
 Other features cut across rooms too, and so does each option of a model: a file knows an option if
-it has the option's name. A branch is a condition (if, while, assert, comprehension) that names a
-feature outside of the feature's own modules. The names are matched, not understood: the numbers are
-for comparing two versions, not for their own sake.
+its code has the option's name. A branch is a condition (if, while, assert, comprehension) that
+names a feature outside of its own modules. The names are matched, not understood: the numbers
+are for comparing two versions, not for their own sake.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import ast
 import dataclasses
 import importlib
-import re
+import statistics
 import sys
 import typing
 from collections import Counter
@@ -118,12 +118,23 @@ def feature_branches(package: Path, features: Mapping[str, Feature]) -> dict[str
 
 
 def files_of_options(package: Path) -> dict[str, int]:
-    """For each key of `ModelConfig` the number of files that have its name."""
-    words = [
-        set(re.findall(r"\w+", path.read_text("utf-8"))) for path in sorted(package.rglob("*.py"))
-    ]
+    """For each key of `ModelConfig` the number of files whose code has its name; prose that
+    mentions it does not count."""
+    words = [code_names(ast.parse(path.read_text("utf-8"))) for path in package.rglob("*.py")]
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     return {name: sum(name in own for own in words) for name in names}
+
+
+def code_names(tree: ast.AST) -> set[str]:
+    """Names, attributes, arguments and strings of a module."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                found.add(name)
+            case ast.keyword(arg=str(name)) | ast.Constant(value=str(name)):
+                found.add(name)
+    return found
 
 
 def num_options() -> int:
@@ -165,7 +176,8 @@ def main() -> None:
     known = Counter(files_of_options(package))
     most = ", ".join(f"{name} {count}" for name, count in known.most_common(8))
     mean = sum(known.values()) / len(known)
-    print(f"\nkeys of a model: {len(known)}, each in {mean:.1f} files; {most}")
+    median = statistics.median(known.values())
+    print(f"\nkeys of a model: {len(known)}, each in {mean:.1f} files (median {median:g}); {most}")
     rooms = by_room(package)
     planner = rooms["planner"] + code_lines(package / "dp_schedule.py")
     print(f"code lines: {sum(rooms.values())} in the package, {planner} in planner and dp_schedule")

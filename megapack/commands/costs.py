@@ -108,10 +108,10 @@ class CostOptions:
         if config is None:
             return _in_tokens(layout)
         speed = replace(config.assumed_speed, **self.speed)
-        sizes = config.model.to_sizes()
+        sizes = config.model
         if config.objective.has_value_head:
             # Only seconds are priced by these sizes; `memory_model` knows the head itself.
-            sizes = replace(sizes, vocab_size=1)
+            sizes = replace(sizes.with_value_head(), vocab_size=1)
         cost = cost_from_sizes(
             sizes,
             layout,

@@ -2,7 +2,8 @@
 
 Modules:
     yaml, typed, load: text -> plain values -> typed dataclasses, and back
-    plan, model, rope, data, objective, critic, loop: the dataclasses of the sections
+    plan, model, data, objective, critic, loop: the dataclasses of the sections (the options of a
+        model are those of `megapack.cost.options`)
     sections: TrainConfig, which has all of them, and what their keys must fulfil together
     bounds, architecture, model_checks: least values of keys; what they must fulfil together, and a
         model's sizes on a layout

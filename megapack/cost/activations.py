@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps from a forward for its backward, tensor by tensor.
+"""Bytes that autograd keeps from a forward for its backward: a table of tensors per kind of layer.
 
 What a layer keeps was counted with `torch.autograd.graph.saved_tensors_hooks` over Megatron-Core's
 layers (0.16.1 and 0.19.2), and read in Transformer Engine 2.11 for its kernels. Layers G and M are
@@ -8,17 +8,21 @@ keeps some inputs in both.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megapack.base.choices import Dtype, Kernel, Recompute, RecomputeModule
-from megapack.cost.sizes import DELTA_CHUNK, FLASH_WIDTH, ModelSizes
-from megapack.cost.weights import MAMBA_CONV_TOKENS
+from megapack.cost.layers import DELTA_CHUNK, LayerKind
+from megapack.cost.sizes import FLASH_WIDTH
 from megapack.layout import Layout
 
 # A statistic per normalised vector, or per query and head of attention.
 _FP32_BYTES = 4
 # Token ids, indices of experts.
 _INT64_BYTES = 8
+
+Table = Mapping[str, float]
+"""Name of a tensor -> its channels per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +33,7 @@ class SavedActivations:
     and MLP; sequence parallelism does.
     """
 
-    sizes: ModelSizes
+    kind: LayerKind
     layout: Layout
     dtype: Dtype = "bf16"
     attention: Kernel = "te"
@@ -41,15 +45,158 @@ class SavedActivations:
     @property
     def layer(self) -> float:
         """One layer, without recomputation of the whole layer."""
-        parts = self.sizes.sublayers
+        tables = {
+            "*": self._latent_attention if self.kind.model.uses_mla else self._attention,
+            "-": self._mlp,
+            "E": self._experts,
+            "G": self._recurrent,
+            "M": self._recurrent,
+        }
+        norms = 2 if self.kind.model.norm_placement == "sandwich" else 1
         # The outputs of norms are the inputs of the matrices after them.
-        outputs = 0.0 if self._recomputes("layernorm") else len(parts) * self._width * self._hidden
-        kept = len(parts) * self.sizes.norms_per_part * self._norm + outputs
-        for letter in parts:
-            kept += self._part(letter)
-        if self.sizes.expert_inner_norms:
-            kept += self._inner_norms
-        return kept
+        outputs = 0.0 if self._recomputes("layernorm") else self.layer_input
+        each = norms * self._norm + outputs
+        return sum(each + tables[letter]() for letter in self.kind.parts)
+
+    def _attention(self) -> float:
+        """Rotated queries and keys, values, the output and the softmax statistic."""
+        model, head = self.kind.model, self.kind.head_width
+        queries, keys, runs = self._heads * head, self._groups * head, self._runs_attention
+        channels = {
+            "rotated queries, output": 2 * queries,
+            "rotated keys, values": self._gathered_rows * 2 * keys,
+            "output of linear_qkv": self._whole_qkv(queries, keys),
+            # `packed_causal_attention` joins the outputs of its runs of samples: a copy.
+            "joined outputs": runs * (self.attention == "sdpa" or self._is_wide) * queries,
+            # Keys and values of each query head, instead of those of each group.
+            "repeated keys, values": runs
+            * self._is_wide
+            * self._gathered_rows
+            * 2
+            * (queries - keys),
+            "cosines, sines": (self.attention != "te") * 4 * head,
+            "gate, sigmoid, output before it": model.attention_output_gate * 3 * queries,
+        }
+        fp32 = {
+            "softmax": runs * self._heads,
+            "norms of values": model.value_layernorm * (self._groups + self._is_upcast * keys),
+        }
+        if model.qk_layernorm:
+            # Their inputs are views of linear_qkv's output, unless several groups of several
+            # queries are reshaped to one dimension of heads. Transformer Engine's norm copies its
+            # input (`input_.contiguous()` in ops/basic/rmsnorm.py), and so does the change of a
+            # bf16 input to fp32.
+            copied = queries if 1 < self._groups < self._heads else 0.0
+            if self.attention == "te" or self._is_upcast:
+                copied = queries + keys
+            (fp32 if self.composite_norms else channels)["inputs of norms"] = copied
+            fp32["normalised"] = self.composite_norms * (queries + keys)
+            fp32["norms"] = self._heads + self._groups
+        return self._bytes(channels, fp32)
+
+    def _whole_qkv(self, queries: float, keys: float) -> float:
+        """Channels of linear_qkv's output that are kept because something is a view into it.
+
+        `Attention.get_query_key_value_tensors` splits that output into views, and values are one.
+        Transformer Engine's attention copies the values, because their strides differ from those of
+        the rotated keys (`get_qkv_layout` in dot_product_attention/utils.py). With core attention
+        recomputed, the checkpoint keeps its inputs, and these are the views.
+        """
+        model = self.kind.model
+        if self._gathers:
+            return queries + 2 * keys if model.qk_layernorm else 0.0
+        if model.value_layernorm:
+            # The norm's input is such a view, and its output is kept too.
+            return 0.0 if self._is_upcast else queries + 2 * keys
+        return 0.0 if self.attention == "te" and self._runs_attention else queries + keys
+
+    def _latent_attention(self) -> float:
+        """The same of multi-latent attention, and the latents.
+
+        `MLASelfAttention` joins both parts of queries and of keys, and copies values: all three are
+        kept as they enter core attention, and what the up projections made of them is not. The
+        latent of keys and values is a view into the output of a down projection, which also has the
+        keys to be rotated.
+        """
+        kind, model = self.kind, self.kind.model
+        queries, values = self._heads * kind.head_width, self._heads * kind.value_width
+        index_key, index_queries = kind.indexer_widths
+        latents = self._scatter * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0))
+        runs, has_norms = self._runs_attention, model.qk_layernorm
+        channels = {
+            "queries, output": queries + values,
+            "keys, values": self._gathered_rows * (queries + values + index_key),
+            # And their gradients, which the forward finds.
+            "queries of the indexer": 2 * index_queries,
+            "joined outputs": runs * (self.attention == "sdpa") * values,
+            "cosines, sines": (self.attention != "te") * 4 * kind.rotary_width,
+            "latents": latents * (1 + (has_norms and not self.composite_norms)),
+            "keys to be rotated": (not self._is_upcast) * self._scatter * kind.rotary_width,
+        }
+        fp32 = {
+            "softmax": runs * self._heads,
+            "normalised latents": has_norms * self.composite_norms * 2 * latents,
+            "norms": has_norms * self._scatter * (1 if model.q_lora_rank is None else 2),
+        }
+        return self._bytes(channels, fp32)
+
+    def _recurrent(self) -> float:
+        """The output of the first projection, and what a scan keeps; in fp32 two numbers per head.
+
+        Of a gated delta net the convolution and the gated norm keep views of that output; queries
+        and keys are kept before and after their norm, repeated to the heads of values. Of Mamba it
+        is the output of the convolution, and that of the scan before and after the norm.
+        """
+        part = self.kind.recurrent()
+        channels = {"output of in_proj": part.inner}
+        if "G" in self.kind.parts:
+            channels["queries, keys"] = 2 * part.keys
+            repeated = part.heads * (self.kind.model.linear_key_head_dim or 0)
+            channels["repeated queries, keys"] = 2 * repeated
+            channels["values, output around its norm"] = 3 * part.outputs
+            channels["inverse of a chunk, a row"] = DELTA_CHUNK * part.heads
+        else:
+            channels["output of the convolution"] = part.convolved
+            channels["output around its norm"] = 2 * part.outputs
+        return self._bytes(channels, {"steps, decays": 2 * part.heads}) / self.layout.tp
+
+    def _mlp(self) -> float:
+        if self._recomputes("mlp"):
+            return 0.0
+        return self._width * self._mlp_channels * self.kind.width / self.layout.tp
+
+    def _experts(self) -> float:
+        """The router, the permuted tokens and the experts, with even routing.
+
+        A token is routed on one TP rank. Each chosen expert keeps the token as fc1's input. It
+        scales the activation by the router's probability: unfused, the product before scaling is
+        kept too.
+        """
+        model, kind = self.kind.model, self.kind
+        around = self._inner_norms if model.moe_inner_norms else 0.0
+        if self._recomputes("moe"):
+            return around
+        has_gate = model.gated_linear_unit
+        channels = self._mlp_channels + (0 if has_gate and self.fused_swiglu else 1)
+        if self._recomputes("moe_act"):
+            # fc1's output stays, for the activation.
+            channels = 2 if has_gate else 1
+        # Chosen experts as int64, and their fp32 scores. The permutation as int64 and in fp32 with
+        # a mask over all experts, or in Transformer Engine's kernel a map of two int32 per expert
+        # (`make_row_id_map` in triton/permutation.py).
+        router = (_INT64_BYTES + _FP32_BYTES) * model.moe_top_k
+        if self.attention == "te":
+            router += 8 * kind.num_experts + 4
+        else:
+            router += 5 * kind.num_experts + _INT64_BYTES * model.moe_top_k
+        routed = {"inputs": model.hidden_size, "inside": channels * kind.width / self.layout.etp}
+        shared = {
+            "inside": self._mlp_channels * kind.shared_width / self.layout.tp,
+            # It multiplies the shared expert's output.
+            "gate": model.moe_shared_gate * (self._hidden + self._scatter),
+        }
+        expert = self._bytes(routed, {"score": 1})
+        return self._scatter * router + self._routes * expert + self._bytes(shared) + around
 
     @property
     def _inner_norms(self) -> float:
@@ -60,21 +207,8 @@ class SavedActivations:
         multiplied, and its scores.
         """
         again = _FP32_BYTES if self._is_upcast else -self._width
-        scores = _FP32_BYTES * self._scatter * (1 + (self.sizes.num_experts or 0))
+        scores = _FP32_BYTES * self._scatter * (1 + self.kind.num_experts)
         return 3 * self._norm + (2 * self._width + again) * self._hidden + scores
-
-    def _part(self, letter: str) -> float:
-        """One part of a layer, without the norm before it."""
-        if letter == "*":
-            return self._attention
-        if letter == "-":
-            return self._dense_mlp
-        if letter == "E":
-            return self._experts
-        return self._delta_net if letter == "G" else self._mamba
-
-    def _recomputes(self, module: RecomputeModule) -> bool:
-        return self.recompute == "selective" and module in self.recompute_modules
 
     @property
     def layer_input(self) -> float:
@@ -103,7 +237,7 @@ class SavedActivations:
         position the label, its place in the row, log Z and the entropy.
         """
         positions = 2 * _INT64_BYTES + 2 * _FP32_BYTES
-        return self._norm + self._width * self.sizes.hidden_size + positions
+        return self._norm + self._width * self.kind.model.hidden_size + positions
 
     @property
     def rotary_table(self) -> float:
@@ -112,10 +246,10 @@ class SavedActivations:
         Without Transformer Engine's kernel a layer keeps its own cosines and sines instead. Layers
         with MLA have tables of their own, which no checkpoint keeps.
         """
-        keeps = self.attention == "te" or self.recompute == "full"
-        keeps = keeps and not self.sizes.uses_mla
-        width = self.sizes.rotary_width + (self.sizes.global_kv_channels or 0)
-        return _FP32_BYTES * width if keeps else 0.0
+        model = self.kind.model
+        if model.uses_mla or not (self.attention == "te" or self.recompute == "full"):
+            return 0.0
+        return _FP32_BYTES * (model.head_width + (model.global_kv_channels or 0))
 
     @property
     def embedding(self) -> float:
@@ -123,30 +257,119 @@ class SavedActivations:
         return _INT64_BYTES
 
     @property
+    def gathered_token(self) -> float:
+        """Keys and values that a layer keeps of a token of another context-parallel rank.
+
+        Transformer Engine's ring keeps none, and attention that is recomputed gathers again.
+        """
+        if (self.attention == "te" and not self._is_wide) or not self._runs_attention:
+            return 0.0
+        return self.carried_token
+
+    @property
+    def carried_token(self) -> float:
+        """Keys and values of a token in a layer, which later pieces of its sample read."""
+        kind = self.kind
+        if "*" not in kind.parts:
+            return 0.0
+        if kind.model.uses_mla:
+            heads = self._heads * (kind.head_width + kind.value_width)
+            return self._width * (heads + kind.indexer_widths[0])
+        return self._width * 2 * self._groups * kind.head_width
+
+    @property
+    def carried_state(self) -> float:
+        """What a layer G or M hands from a piece to the next one: the state in fp32, and the last
+        inputs of the convolution."""
+        if not set(self.kind.parts) & set("GM"):
+            return 0.0
+        part = self.kind.recurrent()
+        tail = {"inputs of the convolution": (part.conv_tokens - 1) * part.convolved}
+        return self._bytes(tail, {"state": part.state}) / self.layout.tp
+
+    @property
+    def put_off_token(self) -> float:
+        """What a layer keeps of a token from its backward to its weight gradients: the inputs of
+        its matrices, and the gradients of their outputs.
+
+        Experts have those of each chosen one. Multi-latent attention is counted as attention whose
+        matrices make queries, keys and values from hidden states.
+        """
+        kind, model, tp, channels = self.kind, self.kind.model, self.layout.tp, 0.0
+        matrices = 3 if model.gated_linear_unit else 2
+        for letter in kind.parts:
+            if letter == "*":
+                heads = (2 + model.attention_output_gate) * self._heads * kind.head_width
+                channels += 2 * self._hidden + heads + self.carried_token / self._width
+            elif letter == "-":
+                channels += 2 * self._hidden + matrices * kind.width / tp
+            elif letter == "E":
+                ffn = matrices * kind.width / self.layout.etp
+                channels += self._routes * (2 * model.hidden_size + ffn)
+                if kind.shared_width:
+                    channels += 2 * self._hidden + matrices * kind.shared_width / tp
+            else:
+                part = kind.recurrent()
+                channels += 2 * self._hidden + (part.inner + part.outputs) / tp
+        return self._width * channels
+
+    def _bytes(self, channels: Table, fp32: Table | None = None) -> float:
+        """Bytes of a table, and of one of fp32 numbers."""
+        return self._width * sum(channels.values()) + _FP32_BYTES * sum((fp32 or {}).values())
+
+    def _recomputes(self, module: RecomputeModule) -> bool:
+        return self.recompute == "selective" and module in self.recompute_modules
+
+    @property
+    def _runs_attention(self) -> bool:
+        """Whether the backward does not run core attention again."""
+        return not self._recomputes("core_attn")
+
+    @property
     def _width(self) -> int:
         return 2 if self.dtype == "bf16" else 4
 
     @property
-    def _hidden(self) -> float:
-        """Channels of the residual stream times the share of tokens on one TP rank."""
-        return self.sizes.hidden_size * self._scatter
+    def _scatter(self) -> float:
+        """The share of a row's tokens that a TP rank has outside of attention and MLP."""
+        return 1 / self.layout.tp if self.layout.sequence_parallel else 1.0
 
     @property
-    def _scatter(self) -> float:
-        return 1 / self.layout.tp if self.layout.sequence_parallel else 1.0
+    def _hidden(self) -> float:
+        """Channels of the residual stream times the share of tokens on one TP rank."""
+        return self.kind.model.hidden_size * self._scatter
+
+    @property
+    def _heads(self) -> float:
+        return self.kind.model.num_attention_heads / self.layout.tp
+
+    @property
+    def _groups(self) -> float:
+        return self.kind.groups / self.layout.tp
+
+    @property
+    def _routes(self) -> float:
+        """Chosen experts of a token, per TP rank."""
+        return self.kind.model.moe_top_k * self.layout.etp / self.layout.tp
 
     @property
     def _is_wide(self) -> bool:
         """Whether core attention is torch's whatever the kernel of the other layers."""
-        return not self.sizes.uses_mla and self.sizes.head_width > FLASH_WIDTH
+        return not self.kind.model.uses_mla and self.kind.head_width > FLASH_WIDTH
 
     @property
-    def _heads(self) -> float:
-        return self.sizes.num_attention_heads / self.layout.tp
+    def _gathers(self) -> bool:
+        """Whether attention keeps the keys and values of the whole row."""
+        return self.layout.cp > 1 and self.gathered_token > 0
 
     @property
-    def _groups(self) -> float:
-        return (self.sizes.num_query_groups or self.sizes.num_attention_heads) / self.layout.tp
+    def _gathered_rows(self) -> float:
+        """Keys that attention keeps over the tokens of this rank; 1 without context parallelism.
+
+        A rank's two parts of a sample attend to (r + 1) / (2 cp) and (2 cp - r) / (2 cp) of it,
+        which is 1 + 1 / (2 cp) in all.
+        """
+        return self.layout.cp + 0.5 if self._gathers else 1.0
 
     @property
     def _norm(self) -> float:
@@ -164,229 +387,6 @@ class SavedActivations:
         return self.composite_norms and self.dtype == "bf16"
 
     @property
-    def _delta_net(self) -> float:
-        """The output of the first projection, of which the convolution and the gated norm keep
-        views; queries and keys before and after their norm, repeated to the heads of values;
-        values; the output before and after the gated norm. In fp32 beta and the decay per head; and
-        of each head a row of its chunk's inverse."""
-        keys, values = self.sizes.delta_widths
-        heads = self.sizes.linear_num_value_heads or 0
-        repeated = heads * (self.sizes.linear_key_head_dim or 0)
-        kept = 2 * keys + 2 * values + 2 * heads + 2 * keys + 2 * repeated + 3 * values
-        kept += DELTA_CHUNK * heads
-        return (self._width * kept + 2 * _FP32_BYTES * heads) / self.layout.tp
-
-    @property
-    def _mamba(self) -> float:
-        """The output of the first projection, that of the convolution, and that of the scan before
-        and after the norm; in fp32 the steps and their sums per head."""
-        inner, states = self.sizes.mamba_widths
-        heads = self.sizes.mamba_num_heads or 0
-        kept = 2 * inner + 2 * states + heads + inner + 2 * states + 2 * inner
-        return (self._width * kept + 2 * _FP32_BYTES * heads) / self.layout.tp
-
-    @property
-    def _attention(self) -> float:
-        """Rotated queries and keys, values, the output and the softmax statistic."""
-        if self.sizes.uses_mla:
-            return self._latent_attention
-        head = self.sizes.head_width
-        queries = self._heads * head
-        keys = self._groups * head
-        if self._gathers:
-            kept = 2 * queries + self._gathered_rows * 2 * keys
-            kept += queries + 2 * keys if self.sizes.qk_layernorm else 0.0
-        elif self.sizes.value_layernorm and not self._is_upcast:
-            # The norm's input is a view into the output of linear_qkv, and its output is kept too.
-            kept = 3 * queries + 4 * keys
-        elif self._keeps_qkv and not self.sizes.value_layernorm:
-            kept = 3 * queries + 3 * keys
-        else:
-            kept = 2 * queries + 2 * keys
-        scalars = 0.0
-        if not self._recomputes("core_attn"):
-            scalars = _FP32_BYTES * self._heads
-            if self.attention == "sdpa" or self._is_wide:
-                # `path_causal_attention` joins the outputs of its runs of samples: a copy.
-                kept += queries
-            if self._is_wide:
-                # Keys and values of each query head, instead of those of each group.
-                kept += self._gathered_rows * 2 * (queries - keys)
-        rotary = 0.0 if self.attention == "te" else 4 * self._width * head
-        if self.sizes.value_layernorm:
-            scalars += _FP32_BYTES * (self._groups + (keys if self._is_upcast else 0.0))
-        if self.sizes.attention_output_gate:
-            # The gate, its sigmoid, and the output before the product.
-            kept += 3 * queries
-        return self._width * kept + scalars + rotary + self._qk_norms(queries, keys)
-
-    @property
-    def _latent_attention(self) -> float:
-        """The same of multi-latent attention, and the latents.
-
-        `MLASelfAttention` joins both parts of queries and of keys, and copies values: all three are
-        kept as they enter core attention, and what the up projections made of them is not.
-        """
-        queries = self._heads * self.sizes.head_width
-        values = self._heads * self.sizes.value_width
-        kept = queries + values + self._gathered_rows * (queries + values + self._index_keys)
-        if self._index_keys:
-            # The indexer's queries and weights; and their gradients, which the forward finds.
-            kept += 2 * (self.sizes.index_width - self._index_keys)
-        scalars = 0.0
-        if not self._recomputes("core_attn"):
-            scalars = _FP32_BYTES * self._heads
-            kept += values if self.attention == "sdpa" else 0.0
-        rotary = 0.0 if self.attention == "te" else 4 * self._width * self.sizes.rotary_width
-        return self._width * kept + scalars + rotary + self._scatter * self._latents
-
-    @property
-    def _index_keys(self) -> int:
-        """Channels of an indexer's key, which all tensor-parallel ranks have."""
-        return self.sizes.indexer_head_dim or 0
-
-    @property
-    def _latents(self) -> float:
-        """Inputs of the up projections, and what the norms before them keep.
-
-        The latent of keys and values is a view into the output of a down projection, which also has
-        the keys to be rotated.
-        """
-        sizes = self.sizes
-        latents = (sizes.q_lora_rank or 0) + (sizes.kv_lora_rank or 0)
-        outputs = self._width * latents
-        beside = 0.0 if self._is_upcast else self._width * sizes.rotary_width
-        if not sizes.qk_layernorm:
-            return outputs + beside
-        norms = 1 if sizes.q_lora_rank is None else 2
-        width = 2 * _FP32_BYTES if self.composite_norms else self._width
-        return outputs + beside + width * latents + _FP32_BYTES * norms
-
-    @property
-    def gathered_token(self) -> float:
-        """Keys and values that a layer keeps of a token of another context-parallel rank.
-
-        Transformer Engine's ring keeps none, and attention that is recomputed gathers again.
-        """
-        if (self.attention == "te" and not self._is_wide) or self._recomputes("core_attn"):
-            return 0.0
-        return self.carried_token
-
-    @property
-    def carried_token(self) -> float:
-        """Keys and values of a token in a layer, which later pieces of its sample read."""
-        sizes = self.sizes
-        if "*" not in sizes.sublayers:
-            return 0.0
-        if sizes.uses_mla:
-            heads = self._heads * (sizes.head_width + sizes.value_width)
-            return self._width * (heads + self._index_keys)
-        return self._width * 2 * self._groups * sizes.head_width
-
-    @property
-    def carried_state(self) -> float:
-        """What a layer G or M hands from a piece to the next one: the state in fp32, and the last
-        inputs of the convolution."""
-        sizes = self.sizes
-        state = tail = 0
-        if "G" in sizes.sublayers:
-            keys, values = sizes.delta_widths
-            state = values * (sizes.linear_key_head_dim or 0)
-            tail = (sizes.linear_conv_kernel_dim - 1) * (2 * keys + values)
-        elif "M" in sizes.sublayers:
-            inner, states = sizes.mamba_widths
-            state = inner * sizes.mamba_state_dim
-            tail = (MAMBA_CONV_TOKENS - 1) * (inner + 2 * states)
-        return (_FP32_BYTES * state + self._width * tail) / self.layout.tp
-
-    @property
-    def put_off_token(self) -> float:
-        """What a layer keeps of a token from its backward to its weight gradients: the inputs of
-        its matrices, and the gradients of their outputs.
-
-        Experts have those of each chosen one. Multi-latent attention is counted as attention whose
-        matrices make queries, keys and values from hidden states.
-        """
-        sizes = self.sizes
-        mixers = sum(self._put_off_mixer(letter) for letter in sizes.sublayers)
-        matrices = 2 if sizes.gated else 1
-        if not set(sizes.sublayers) & set("-E"):
-            mlp = 0.0
-        elif sizes.num_experts is None:
-            mlp = 2 * self._hidden + (1 + matrices) * sizes.ffn_hidden_size / self.layout.tp
-        else:
-            routes = sizes.experts_per_token * self.layout.etp / self.layout.tp
-            ffn = (1 + matrices) * sizes.ffn_hidden_size / self.layout.etp
-            mlp = routes * (2 * sizes.hidden_size + ffn)
-            shared = sizes.shared_expert_ffn_hidden_size
-            mlp += 2 * self._hidden + (1 + matrices) * shared / self.layout.tp if shared else 0.0
-        return self._width * (mixers + mlp)
-
-    def _put_off_mixer(self, letter: str) -> float:
-        """Channels of `put_off_token` of a part that mixes tokens."""
-        sizes = self.sizes
-        if letter == "*":
-            heads = self._heads * sizes.head_width
-            gates = heads if sizes.attention_output_gate else 0.0
-            return 2 * self._hidden + 2 * heads + gates + self.carried_token / self._width
-        if letter == "G":
-            keys, out = sizes.delta_widths
-            inner = 2 * keys + 2 * out + 2 * (sizes.linear_num_value_heads or 0)
-        elif letter == "M":
-            out, states = sizes.mamba_widths
-            inner = 2 * out + 2 * states + (sizes.mamba_num_heads or 0)
-        else:
-            return 0.0
-        return 2 * self._hidden + (inner + out) / self.layout.tp
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether attention keeps the keys and values of the whole row."""
-        return self.layout.cp > 1 and self.gathered_token > 0
-
-    @property
-    def _gathered_rows(self) -> float:
-        """Keys that attention keeps over the tokens of this rank; 1 without context parallelism.
-
-        A rank's two parts of a sample attend to (r + 1) / (2 cp) and (2 cp - r) / (2 cp) of it,
-        which is 1 + 1 / (2 cp) in all.
-        """
-        return self.layout.cp + 0.5 if self._gathers else 1.0
-
-    @property
-    def _keeps_qkv(self) -> bool:
-        """Whether values are a view into the output of linear_qkv, which is then kept as a whole.
-
-        `Attention.get_query_key_value_tensors` splits that output into views. Transformer Engine's
-        attention copies the values, because their strides differ from those of the rotated keys
-        (`get_qkv_layout` in dot_product_attention/utils.py). With core attention recomputed, the
-        checkpoint keeps its inputs, and these are the views.
-        """
-        return self.attention != "te" or self._recomputes("core_attn")
-
-    def _qk_norms(self, queries: float, keys: float) -> float:
-        """What the norms of queries and keys keep in addition to linear_qkv's output.
-
-        Their inputs are views of that output, unless several groups of several queries are reshaped
-        to one dimension of heads. Transformer Engine's norm copies its input (`input_.contiguous()`
-        in ops/basic/rmsnorm.py), and so does the change of a bf16 input to fp32.
-        """
-        if not self.sizes.qk_layernorm:
-            return 0.0
-        copied = queries if 1 < self._groups < self._heads else 0.0
-        if self.attention == "te" or self._is_upcast:
-            copied = queries + keys
-        width = _FP32_BYTES if self.composite_norms else self._width
-        normalised = _FP32_BYTES * (queries + keys) if self.composite_norms else 0.0
-        return width * copied + normalised + _FP32_BYTES * (self._heads + self._groups)
-
-    @property
-    def _dense_mlp(self) -> float:
-        if self._recomputes("mlp"):
-            return 0.0
-        return self._width * self._mlp_channels * self.sizes.ffn_hidden_size / self.layout.tp
-
-    @property
     def _mlp_channels(self) -> int:
         """Tensors of the MLP's width: outputs of fc1, inside the activation, inputs of fc2.
 
@@ -394,47 +394,6 @@ class SavedActivations:
         (`glu` in transformer/mlp.py), it also keeps silu(gate) and the copy that `x_linear +
         glu_linear_offset` makes: 5.
         """
-        if not self.sizes.gated:
+        if not self.kind.model.gated_linear_unit:
             return 2
         return 3 if self.fused_swiglu else 5
-
-    @property
-    def _experts(self) -> float:
-        """The router, the permuted tokens and the experts, with even routing.
-
-        A token is routed on one TP rank. Each chosen expert keeps the token as fc1's input. It
-        scales the activation by the router's probability: unfused, the product before scaling is
-        kept too.
-        """
-        if self._recomputes("moe"):
-            return 0.0
-        sizes = self.sizes
-        fused = sizes.gated and self.fused_swiglu
-        channels = self._mlp_channels + (0 if fused else 1)
-        if self._recomputes("moe_act"):
-            # fc1's output stays, for the activation.
-            channels = 2 if sizes.gated else 1
-        ffn = channels * sizes.ffn_hidden_size / self.layout.etp
-        expert = self._width * (sizes.hidden_size + ffn)
-        routes = sizes.experts_per_token * self.layout.etp / self.layout.tp
-        shared = self._mlp_channels * sizes.shared_expert_ffn_hidden_size / self.layout.tp
-        # The gate multiplies the shared expert's output.
-        shared += self._hidden + self._scatter if sizes.shared_expert_gate else 0.0
-        return self._router + routes * (expert + _FP32_BYTES) + self._width * shared
-
-    @property
-    def _router(self) -> float:
-        """Scores and permutation of a token; its normed hidden states are counted in `layer`.
-
-        Chosen experts as int64, their fp32 scores; the permutation as int64 and in fp32 with a mask
-        over all experts, or in Transformer Engine's kernel a map of two int32 per expert
-        (`make_row_id_map` in triton/permutation.py).
-        """
-        sizes = self.sizes
-        chosen = (_INT64_BYTES + _FP32_BYTES) * sizes.experts_per_token
-        experts = sizes.num_experts or 0
-        if self.attention == "te":
-            permutation = 8 * experts + 4
-        else:
-            permutation = 5 * experts + _INT64_BYTES * sizes.experts_per_token
-        return self._scatter * (chosen + permutation)

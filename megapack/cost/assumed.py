@@ -94,12 +94,12 @@ def cost_from_sizes(
     peak = _checked_peak(speed)
     num_forwards = 1 + _recomputed_share(sizes, recompute, recompute_modules, mean_length)
     trained = _trained_share(sizes, frozen)
-    kinds = list(sizes.at_length(mean_length).layer_kinds())
+    kinds = list(sizes.layer_kinds(mean_length=mean_length))
     matrices = sum(n * kind.layer_flops_per_token() for kind, n in kinds)
     matrices /= sum(n * kind.layer_cost(mean_length) for kind, n in kinds)
     backward_ratio = 1.0 + num_forwards - (1.0 - trained) * matrices
     # A layer of a hybrid model is half of a transformer layer.
-    num_blocks = sum(n * len(kind.sublayers) / 2 for kind, n in sizes.layer_kinds())
+    num_blocks = sum(n * len(kind.parts) / 2 for kind, n in sizes.layer_kinds())
     cost = CostModel.from_model(
         sizes,
         layout=layout,
@@ -138,9 +138,9 @@ def _trained_share(sizes: ModelSizes, frozen: Sequence[str]) -> float:
     """The share of the layers' weights, of experts those that a token meets, that are trained."""
     if not frozen:
         return 1.0
-    met = sizes.experts_per_token / (sizes.num_experts or 1)
+    met = sizes.moe_top_k / (sizes.num_experts or 1)
     shares = [0.0, 0.0]
-    for layer in range(sizes.num_layers):
+    for layer in range(sizes.num_stage_layers):
         for kind, _ in sizes.layer_kinds(layer, 1):
             for i, globs in enumerate(((), frozen)):
                 counts = kind.layer_parameters(layer, globs)
@@ -156,11 +156,11 @@ def _recomputed_share(
         return 1.0
     if mode == "none":
         return 0.0
-    kinds = list(sizes.at_length(mean_length).layer_kinds())
+    kinds = list(sizes.layer_kinds(mean_length=mean_length))
     again = sum(
         n * kind.mlp_flops_per_token()
         for kind, n in kinds
-        if ("mlp" if kind.num_experts is None else "moe") in modules
+        if ("moe" if kind.num_experts else "mlp") in modules
     )
     return again / sum(n * kind.layer_cost(mean_length) for kind, n in kinds)
 

@@ -17,6 +17,7 @@ from megapack.base.choices import Dtype, Executor, Kernel, Recompute, RecomputeM
 from megapack.cost import communicators
 from megapack.cost.activations import SavedActivations
 from megapack.cost.head import default_chunk_tokens
+from megapack.cost.layers import LayerKind
 from megapack.cost.sizes import ModelSizes
 from megapack.cost.stages import StageLayers, stage_layers_of
 from megapack.cost.weights import NOT_IN_MUON, matches_any
@@ -129,7 +130,7 @@ class MemoryModel:
     executor: Executor = "megatron"
     """What runs the steps; it decides the connections between stages."""
     freeze: tuple[str, ...] = ()
-    """Parameters that are not trained, as in `ModelConfig.freeze`; a critic has none. They have
+    """Parameters that are not trained, as in `ModelOptions.freeze`; a critic has none. They have
     neither gradients nor optimizer state."""
 
     def stage(
@@ -224,14 +225,14 @@ class MemoryModel:
             state -= 4 * sum(self._parameters(layout, stage, value_head=value_head, frozen=others))
         return 4 * (dense + experts), state
 
-    def saved(self, layout: Layout, sizes: ModelSizes | None = None) -> SavedActivations:
+    def saved(self, layout: Layout, kind: LayerKind | None = None) -> SavedActivations:
         """What autograd keeps per row token of a GPU.
 
         Args:
-            sizes: one of `ModelSizes.layer_kinds`; None = the layers after first dense ones.
+            kind: one of `ModelSizes.layer_kinds`; None = that of the last layer.
         """
         return SavedActivations(
-            sizes=sizes or self.sizes,
+            kind=kind or self.sizes.last_kind,
             layout=layout,
             dtype=self.dtype,
             attention=self.attention,
@@ -312,24 +313,24 @@ class MemoryModel:
         # A chunk counts 1/vpp in the peaks, and a layer 1 over the layers of its chunk.
         keys = carried.tokens * 2 + (0.0 if full else carried.earlier_tokens)
         total = 0.0
-        for sizes, count in kinds:
-            saved = self.saved(layout, sizes)
+        for kind, count in kinds:
+            saved = self.saved(layout, kind)
             total += count * keys * saved.carried_token
             total += count * 2 * carried.states * saved.carried_state
             total += count * carried.put_off_tokens * max(0.0, saved.put_off_token - saved.held)
         if full:
-            one_layer = (self.saved(layout, sizes).carried_token for sizes, _ in kinds)
+            one_layer = (self.saved(layout, kind).carried_token for kind, _ in kinds)
             total += carried.earlier_tokens * layout.vpp * max(one_layer, default=0.0)
         return int(total)
 
-    def _layers(self, layout: Layout, stage: int) -> list[list[tuple[ModelSizes, int]]]:
+    def _layers(self, layout: Layout, stage: int) -> list[list[tuple[LayerKind, int]]]:
         """The kinds of layers of each chunk of a stage, each with its number."""
         chunks = self._chunks(layout, stage)
         return [list(self.sizes.layer_kinds(first, count)) for first, count in chunks]
 
     def _chunks(self, layout: Layout, stage: int) -> list[tuple[int, int]]:
         """The first layer of each chunk of a stage, and how many it has."""
-        split = stage_layers_of(self.sizes.num_layers, layout, self.stage_layers)
+        split = stage_layers_of(self.sizes.num_stage_layers, layout, self.stage_layers)
         return list(zip(split.offsets, split.num_layers, strict=True))[stage :: split.pp]
 
     def _parameters(
@@ -351,7 +352,7 @@ class MemoryModel:
             for first, length in runs
             for kind, n in sizes.layer_kinds(first, length)
         ]
-        vocabulary = sizes.vocab_size * sizes.hidden_size // layout.tp
+        vocabulary = sizes.num_ids * sizes.hidden_size // layout.tp
         output = sizes.hidden_size if value_head else vocabulary
         others = {"embedding.word_embeddings.weight": vocabulary} if stage == 0 else {}
         if stage == layout.pp - 1:
@@ -374,9 +375,9 @@ class MemoryModel:
            in a bf16 model, else 4H.
         """
         sizes = self.sizes
-        chunk = self.logprob_chunk_tokens or default_chunk_tokens(sizes.vocab_size, layout.tp)
+        chunk = self.logprob_chunk_tokens or default_chunk_tokens(sizes.num_ids, layout.tp)
         chunk_tokens = min(chunk, row_tokens)
         is_bf16 = self.dtype == "bf16"
-        columns = sizes.vocab_size / layout.tp
+        columns = sizes.num_ids / layout.tp
         logits = (6 if is_bf16 else 4) * chunk_tokens
         return int(columns * max(logits, (2 if is_bf16 else 4) * sizes.hidden_size))

@@ -6,16 +6,18 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megapack.base.files import strict_json
-from megapack.cost.fit import Measurement, fit_coefficients
-from megapack.cost.sizes import ModelSizes
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError, brief
 from megapack.layout import Layout
+
+if TYPE_CHECKING:
+    from megapack.cost.fit import Measurement
+    from megapack.cost.sizes import ModelSizes
 
 _NUMBERS = (
     "fixed",
@@ -83,29 +85,22 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             _check_number(name, getattr(self, name))
-        if self.stage_weights is not None:
-            if not isinstance(self.stage_weights, Iterable):
-                raise ConfigError(
-                    f"stage_weights={brief(self.stage_weights)}; set one number per chunk"
-                )
-            weights = tuple(self.stage_weights)
-            for weight in weights:
-                _check_number("stage_weights", weight)
-            # Loose enough for weights that were rounded to six decimals.
-            if not weights or abs(sum(weights) / len(weights) - 1) > 1e-6:
-                raise ConfigError(
-                    f"stage_weights={brief(weights)} must have mean 1; divide them by their mean"
-                )
-            object.__setattr__(self, "stage_weights", weights)
-        if self.square_factors is not None:
-            if not isinstance(self.square_factors, Iterable):
-                raise ConfigError(
-                    f"square_factors={brief(self.square_factors)}; set one number per chunk"
-                )
-            factors = tuple(self.square_factors)
-            for factor in factors:
-                _check_number("square_factors", factor)
-            object.__setattr__(self, "square_factors", factors)
+        for name in ("stage_weights", "square_factors"):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            if not isinstance(given, Iterable):
+                raise ConfigError(f"{name}={brief(given)}; set one number per chunk")
+            numbers = tuple(given)
+            for number in numbers:
+                _check_number(name, number)
+            object.__setattr__(self, name, numbers)
+        weights = self.stage_weights
+        # Loose enough for weights that were rounded to six decimals.
+        if weights is not None and not (weights and abs(sum(weights) / len(weights) - 1) <= 1e-6):
+            raise ConfigError(
+                f"stage_weights={brief(weights)} must have mean 1; divide them by their mean"
+            )
 
     def forward_seconds(
         self,
@@ -166,14 +161,7 @@ class CostModel:
         Raises:
             ConfigError: the number of weights is not pp*vpp.
         """
-        if self.stage_weights is None:
-            return (1.0,) * layout.num_chunks
-        if len(self.stage_weights) != layout.num_chunks:
-            raise ConfigError(
-                f"{len(self.stage_weights)} stage_weights for pp*vpp={layout.num_chunks} chunks; "
-                "give one per chunk"
-            )
-        return self.stage_weights
+        return self._of_chunks("stage_weights", layout)
 
     def factors_for(self, layout: Layout) -> tuple[float, ...]:
         """`square_factors`, or ones if None, checked against the layout's number of chunks.
@@ -181,14 +169,17 @@ class CostModel:
         Raises:
             ConfigError: the number of factors is not pp*vpp.
         """
-        if self.square_factors is None:
+        return self._of_chunks("square_factors", layout)
+
+    def _of_chunks(self, name: str, layout: Layout) -> tuple[float, ...]:
+        numbers: tuple[float, ...] | None = getattr(self, name)
+        if numbers is None:
             return (1.0,) * layout.num_chunks
-        if len(self.square_factors) != layout.num_chunks:
+        if len(numbers) != layout.num_chunks:
             raise ConfigError(
-                f"{len(self.square_factors)} square_factors for pp*vpp={layout.num_chunks} chunks; "
-                "give one per chunk"
+                f"{len(numbers)} {name} for pp*vpp={layout.num_chunks} chunks; give one per chunk"
             )
-        return self.square_factors
+        return numbers
 
     @property
     def distinct_factors(self) -> tuple[float, ...]:
@@ -271,11 +262,11 @@ class CostModel:
         _check_number("flops_per_gpu", flops_per_gpu)
         if flops_per_gpu == 0:
             raise ConfigError("flops_per_gpu=0; set the achieved operations per second")
-        sizes = sizes.at_length(mean_length)
         speed = flops_per_gpu * layout.tp
-        per_token = sum(n * kind.layer_flops_per_token() for kind, n in sizes.layer_kinds())
+        kinds = list(sizes.layer_kinds(mean_length=mean_length))
+        per_token = sum(n * kind.layer_flops_per_token() for kind, n in kinds)
         per_token += head_factor * sizes.head_flops_per_token()
-        per_token_sq = sum(n * kind.layer_flops_per_token_sq() for kind, n in sizes.layer_kinds())
+        per_token_sq = sum(n * kind.layer_flops_per_token_sq() for kind, n in kinds)
         return cls(
             fixed=fixed,
             per_token=(per_token + sizes.embedding_flops_per_token()) / speed,
@@ -284,7 +275,7 @@ class CostModel:
                 layout, mean_length, head_factor=head_factor, stage_layers=stage_layers
             ),
             square_factors=sizes.square_factors(
-                layout, head_factor=head_factor, stage_layers=stage_layers
+                layout, mean_length, head_factor=head_factor, stage_layers=stage_layers
             ),
         )
 
@@ -306,20 +297,14 @@ class CostModel:
         Raises:
             DataError: no measurements of rows of one rank, or seconds that are not positive.
         """
-        fitted = fit_coefficients(measurements, layout or Layout())
-        overhead = fitted.cp_overhead
-        weight_ratio = fitted.weight_ratio
-        return cls(
-            fixed=fitted.fixed,
-            per_token=fitted.per_token,
-            per_token_sq=fitted.per_token_sq,
-            per_sample=fitted.per_sample,
-            backward_ratio=fitted.backward_ratio,
-            cp_overhead=cls.cp_overhead if overhead is None else overhead,
-            cp_fixed=fitted.cp_fixed,
-            weight_ratio=cls.weight_ratio if weight_ratio is None else weight_ratio,
-            fit_error=fitted.relative_error,
-        )
+        # Here, so that the planner needs no least squares.
+        from megapack.cost.fit import fit_coefficients
+
+        fitted = fit_coefficients(measurements, layout or Layout())._asdict()
+        error = fitted.pop("relative_error")
+        # What the measurements do not tell keeps its default.
+        known = {name: value for name, value in fitted.items() if value is not None}
+        return cls(**known, fit_error=error)
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -15,7 +15,6 @@ import numpy as np
 from megapack.base.arrays import Ints
 from megapack.cost.memory import GpuMemory
 from megapack.cost.model import CostModel
-from megapack.job.config.model_checks import checked_layout
 from megapack.job.config.sections import TrainConfig, check_installed
 from megapack.job.data.batches import (
     all_batches,
@@ -88,10 +87,10 @@ def check_start(config: TrainConfig, world_size: int) -> Layout:
     """Make the checks of a run's start; returns its layout on this many ranks.
 
     Raises:
-        ConfigError: a tracker is not installed; see `checked_layout`.
+        ConfigError: a tracker is not installed; see `TrainConfig.checked_layout`.
     """
     check_installed(config.train.trackers)
-    return checked_layout(config, world_size)
+    return config.checked_layout(world_size)
 
 
 def first_batch(config: TrainConfig) -> Batch:

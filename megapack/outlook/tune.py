@@ -168,9 +168,9 @@ def tune(
     if not layouts:
         raise ConfigError(
             f"no layout of tp {list(space.tp)}, cp {list(space.cp)}, ep {list(space.ep)}, etp "
-            f"{list(space.etp)} fills {space.num_gpus} GPUs and divides {sizes.num_layers} layers, "
-            f"{sizes.num_attention_heads} heads and {sizes.num_experts or 'no'} experts; set other "
-            "sizes"
+            f"{list(space.etp)} fills {space.num_gpus} GPUs and divides {sizes.num_stage_layers} "
+            f"layers, {sizes.num_attention_heads} heads and {sizes.num_experts or 'no'} experts; "
+            "set other sizes"
         )
     kinds = [(*each, kind) for each in layouts for kind in _kinds(work, space, each[0])]
     if not kinds:

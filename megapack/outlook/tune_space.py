@@ -106,17 +106,18 @@ class Space:
         if given is not None:
             yield given
             return
-        divides = sizes.num_layers % layout.num_chunks == 0
+        num_layers = sizes.num_stage_layers
+        divides = num_layers % layout.num_chunks == 0
         if divides:
-            yield StageLayers.even(sizes.num_layers, pp=layout.pp, vpp=layout.vpp)
-        if self.uneven and sizes.num_layers >= layout.num_chunks:
+            yield StageLayers.even(num_layers, pp=layout.pp, vpp=layout.vpp)
+        if self.uneven and num_layers >= layout.num_chunks:
             balanced = sizes.balanced_stage_layers(layout, mean_length)
             if not (divides and balanced.is_even):
                 yield balanced
 
     def _layouts(self, sizes: ModelSizes) -> Iterator[Layout]:
         """Every layout that fills the GPUs and divides the model but for its layers."""
-        num_layers = sizes.num_layers
+        num_layers = sizes.num_stage_layers
         stages = self.pp or range(1, min(self.num_gpus, num_layers) + 1)
         for tp, cp, ep, etp, pp in itertools.product(self.tp, self.cp, self.ep, self.etp, stages):
             ranks = tp * cp * pp
@@ -141,10 +142,6 @@ class Space:
 
 def _divides(sizes: ModelSizes, tp: int, ep: int, etp: int) -> bool:
     """Whether TP divides the widths that it splits, EP the experts, and expert TP their width."""
-    widths = [sizes.num_attention_heads, sizes.num_query_groups or sizes.num_attention_heads]
-    widths.append(sizes.global_query_groups or 0)
-    if sizes.num_experts is None:
-        return not any(width % tp for width in (*widths, sizes.ffn_hidden_size)) and ep * etp == 1
-    widths += [sizes.shared_expert_ffn_hidden_size, sizes.dense_ffn_hidden_size or 0]
-    split = sizes.num_experts % ep == 0 and sizes.ffn_hidden_size % etp == 0
-    return split and not any(width % tp for width in widths)
+    ranks = {"tp": tp, "ep": ep, "etp": etp}
+    has_experts = sizes.num_experts is not None or etp == 1
+    return has_experts and all(size % ranks[by] == 0 for size, by in sizes.divided().values())

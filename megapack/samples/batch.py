@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megapack.base.arrays import MAX_LENGTH
 from megapack.errors import DataError, brief
-from megapack.samples.padded import padded_spans, ragged
+from megapack.samples.padded import padded_spans, ragged_values
 from megapack.samples.tensor_fields import RaggedTensor, RowTensor, TensorField, as_tensor
 
 RESPONSE_MASK = "response_mask"
@@ -351,7 +351,7 @@ class SampleBatch:
             )
         spans = padded_spans(attention_mask_BS)
         ragged = {
-            name: ragged(name, value, spans, input_ids_BS.shape[1])
+            name: ragged_values(name, value, spans, input_ids_BS.shape[1])
             for name, value in (fields or {}).items()
         }
         rows = zip(input_ids_BS, spans, strict=True)

@@ -47,7 +47,7 @@ def to_padded(values: Sequence[Tensor], attention_mask_BS: Tensor, fill: float =
     return out_BS
 
 
-def ragged(
+def ragged_values(
     name: str, value: Tensor, spans: list[tuple[int, int]], num_columns: int
 ) -> list[Tensor]:
     """The values of each sample's real tokens, from one tensor of all; see `from_padded`."""

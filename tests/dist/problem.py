@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megapack.job.config.rope import RopeScaling
+from megapack.cost.rope import RopeScaling
 from megapack.job.config.sections import ModelConfig
 from megapack.loss import GRPO
 from megapack.samples import SampleBatch

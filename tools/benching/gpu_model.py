@@ -41,7 +41,7 @@ from tools.benching.gpu_ways import (
     padded_batches,
     seconds_of,
 )
-from tools.benching.model_flops import forward_flops, model_sizes, peak_flops
+from tools.benching.model_flops import forward_flops, peak_flops
 
 logger = logging.getLogger("bench_gpu")
 Way = PackedWay | DenseWay
@@ -192,7 +192,7 @@ def run_trace(
 ) -> dict[str, Any]:
     """Results of all ways over one trace."""
     samples = pick(trace_lengths(trace), tokens, config.data.max_length or tokens)
-    sizes = model_sizes(config.model)
+    sizes = config.model
     ways = Ways(config, models, samples)
     ways.warm_up()
     ways.measure(until, rounds)

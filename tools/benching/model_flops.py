@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megapack import ModelSizes
-from megapack.job.config.sections import ModelConfig
 
 # Dense bf16 TFLOP/s of the SXM boards. PCIe and NVL boards have other peaks.
 PEAK_BF16_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
@@ -25,21 +24,6 @@ def peak_flops(device_name: str) -> float | None:
     """The device's peak FLOP/s in bf16; None for an unknown device."""
     tflops = PEAK_BF16_TFLOPS.get(device_name)
     return None if tflops is None else tflops * 1e12
-
-
-def model_sizes(model: ModelConfig) -> ModelSizes:
-    """The sizes of a dense model, for `forward_flops`; `vocab_size` must be set."""
-    assert model.vocab_size is not None
-    return ModelSizes(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
-        gated=model.gated_linear_unit,
-        vocab_size=model.vocab_size,
-    )
 
 
 def forward_flops(sizes: ModelSizes, samples: Iterable[tuple[int, int]]) -> float:

@@ -42,7 +42,7 @@ MODELS = {
         kv_channels=128,
         vocab_size=151936,
         num_experts=128,
-        experts_per_token=8,
+        moe_top_k=8,
     ),
 }
 

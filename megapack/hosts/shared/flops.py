@@ -29,7 +29,7 @@ def model_flops(args: Any) -> tuple[float, float] | None:
         vocab_size=args.vocab_size,
         num_query_groups=getattr(args, "num_query_groups", None),
         kv_channels=_head_width(args),
-        gated=getattr(args, "swiglu", True),
+        gated_linear_unit=getattr(args, "swiglu", True),
     )
     num_moe = _num_moe_layers(args)
     per_token = dense.head_flops_per_token()
@@ -37,11 +37,10 @@ def model_flops(args: Any) -> tuple[float, float] | None:
     if num_moe:
         experts = replace(
             dense,
-            ffn_hidden_size=getattr(args, "moe_ffn_hidden_size", None) or args.ffn_hidden_size,
+            moe_ffn_hidden_size=getattr(args, "moe_ffn_hidden_size", None),
             num_experts=args.num_experts,
-            experts_per_token=getattr(args, "moe_router_topk", 1),
-            shared_expert_ffn_hidden_size=getattr(args, "moe_shared_expert_intermediate_size", None)
-            or 0,
+            moe_top_k=getattr(args, "moe_router_topk", 1),
+            moe_shared_ffn_hidden_size=getattr(args, "moe_shared_expert_intermediate_size", None),
         )
         per_token += num_moe * experts.layer_flops_per_token()
     return per_token, args.num_layers * dense.layer_flops_per_token_sq()

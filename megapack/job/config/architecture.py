@@ -1,366 +1,423 @@
-"""What the keys of an architecture must fulfil together: experts, attention, norms, activations."""
+"""What the options of a model must fulfil together.
+
+Three tables: options that need another one, options that do not run with a part of the model, and
+other contradictions. Ranges of single numbers are checked by `cost.options`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
-from megapack.config.bounds import at_least
+from megapack.cost.options import NEEDED, ModelOptions
 from megapack.errors import ConfigError
 
+_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_INDEXER = ("indexer_top_k", "indexer_num_heads", "indexer_head_dim")
+_GLOBAL = ("global_kv_channels", "global_query_groups", "global_keys_as_values")
+RECURRENT = (
+    *(*NEEDED["G"], *NEEDED["M"]),
+    *("linear_conv_kernel_dim", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
+)
+"""Sizes of the layers that only hybrid models have."""
 
-def check_architecture(model: Any) -> None:
-    """Raise ConfigError for the first keys of a `ModelConfig` that contradict each other."""
-    _check_experts(model)
-    _check_routing(model)
-    _check_latent_attention(model)
-    _check_indexer(model)
-    _check_rope(model)
-    _check_global_heads(model)
-    _check_norms(model)
-    _check_caps(model)
-    _check_windows(model)
-    _check_activation(model)
-
-
-def _check_experts(model: Any) -> None:
-    coefficients = ("moe_balance_loss_coef", "moe_z_loss_coef", "moe_bias_update_rate")
-    at_least(model, "model", 1, "num_experts", "moe_top_k", "moe_ffn_hidden_size")
-    at_least(model, "model", 0, *coefficients)
-    if model.num_experts is not None and model.moe_top_k > model.num_experts:
-        raise ConfigError(
-            f"model.moe_top_k={model.moe_top_k} is above model.num_experts={model.num_experts}; "
-            f"set {model.num_experts} or less"
+# Options, what they are nothing without, and what the error says of it. {key} is an option with
+# its value.
+_NEEDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        (
+            *("moe_first_dense_layers", "moe_shared_ffn_hidden_size", "moe_num_groups"),
+            *("moe_expert_bias", "moe_bias_update_rate"),
+        ),
+        "num_experts",
+        "{key} needs experts; set model.num_experts, or leave {name} out",
+    ),
+    (
+        ("moe_shared_gate",),
+        "moe_shared_ffn_hidden_size",
+        "model.moe_shared_gate=true without a shared expert; set "
+        "model.moe_shared_ffn_hidden_size, or moe_shared_gate=false",
+    ),
+    (
+        ("moe_group_best",),
+        "moe_num_groups",
+        "{key} needs groups of experts; set model.moe_num_groups, or leave it out",
+    ),
+    (
+        ("q_lora_rank", *_LATENT, "latent_norm_epsilon"),
+        "kv_lora_rank",
+        "{key} needs model.kv_lora_rank; set it for multi-latent attention, or {name}=null",
+    ),
+    (
+        ("indexer_loss_coef", "indexer_rope_interleaved"),
+        "indexer_top_k",
+        "{key} needs an indexer; set model.indexer_top_k, or leave {name} out",
+    ),
+    *(
+        (
+            _INDEXER,
+            other,
+            "{key} without model.{other}; set it too, or leave out the keys of the indexer",
         )
-    at_least(model, "model", 0, "moe_first_dense_layers")
-    at_least(model, "model", 1, "moe_shared_ffn_hidden_size")
-    if model.num_experts is None:
-        parts = ("moe_first_dense_layers", "moe_shared_ffn_hidden_size", "moe_num_groups")
-        for name in (*parts, "moe_expert_bias", "moe_bias_update_rate"):
-            if getattr(model, name):
-                raise ConfigError(
-                    f"model.{name}={getattr(model, name)} needs experts; set model.num_experts, "
-                    f"or leave {name} out"
-                )
-    elif model.moe_first_dense_layers >= model.num_layers:
-        raise ConfigError(
-            f"model.moe_first_dense_layers={model.moe_first_dense_layers} leaves no layer of "
-            f"model.num_layers={model.num_layers} with experts; set less, or num_experts=null"
-        )
-    if model.moe_shared_gate and model.moe_shared_ffn_hidden_size is None:
-        raise ConfigError(
-            "model.moe_shared_gate=true without a shared expert; set "
-            "model.moe_shared_ffn_hidden_size, or moe_shared_gate=false"
-        )
-    if model.linear_bias and model.moe_shared_ffn_hidden_size is not None:
-        raise ConfigError(
-            f"model.linear_bias=true with model.moe_shared_ffn_hidden_size="
-            f"{model.moe_shared_ffn_hidden_size}: Megatron-Core's shared experts have no biases; "
-            "leave one out"
-        )
-
-
-def _check_routing(model: Any) -> None:
-    """Check the groups of experts and the scores of those that are chosen."""
-    at_least(model, "model", 1, "moe_num_groups", "moe_group_top_k", "moe_group_best")
-    if model.moe_route_scale is not None and not model.moe_route_scale > 0:
-        raise ConfigError(
-            f"model.moe_route_scale is {model.moe_route_scale}; set a number above 0, or null"
-        )
-    if not model.moe_norm_top_k and model.moe_score_function == "sigmoid":
-        raise ConfigError(
-            "model.moe_norm_top_k=false needs model.moe_score_function=softmax: Megatron-Core "
-            "always normalises sigmoids; set one of them otherwise"
-        )
-    groups = model.moe_num_groups
-    chosen = model.moe_group_top_k
-    best = model.moe_group_best
-    if groups is None and best is not None:
-        raise ConfigError(
-            f"model.moe_group_best={best} needs groups of experts; set model.moe_num_groups, or "
-            "leave it out"
-        )
-    if groups is None and chosen is None:
-        return
-    if groups is None or chosen is None:
-        raise ConfigError(
-            f"model.moe_num_groups={groups} and model.moe_group_top_k={chosen}; set both, or "
-            "neither"
-        )
-    experts = model.num_experts or 0
-    if experts % groups or chosen > groups:
-        raise ConfigError(
-            f"model.moe_num_groups={groups} with model.num_experts={experts} and "
-            f"model.moe_group_top_k={chosen}; set a divisor of {experts} that is at least "
-            f"{chosen}"
-        )
-    size = experts // groups
-    if best is not None and best > size:
-        raise ConfigError(
-            f"model.moe_group_best={best} is above the {size} experts of a group; set {size} or "
-            "less"
-        )
-    if (best is None and model.moe_top_k % chosen) or model.moe_top_k > chosen * size:
-        raise ConfigError(
-            f"model.moe_top_k={model.moe_top_k} is not a multiple of model.moe_group_top_k="
-            f"{chosen} of at most {chosen * size}; set one"
-        )
+        for other in (*_INDEXER, "q_lora_rank")
+    ),
+    (
+        _GLOBAL,
+        "rotary_pattern",
+        "{key} without model.rotary_pattern, which says what layers are global; set it, or leave "
+        "the key out",
+    ),
+    (
+        ("attention_window_pattern",),
+        "attention_window",
+        "{key} without a window; set model.attention_window, or attention_window_pattern=null",
+    ),
+    (
+        (*NEEDED["G"], *NEEDED["M"]),
+        "hybrid_layer_pattern",
+        "model.{name} is set, which is for hybrid models; set model.hybrid_layer_pattern too",
+    ),
+)
 
 
-def _check_latent_attention(model: Any) -> None:
-    widths = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    names = ("q_lora_rank", *widths, "latent_norm_epsilon")
-    at_least(model, "model", 1, "kv_lora_rank", "q_lora_rank", *widths)
-    at_least(model, "model", 0, "latent_norm_epsilon")
-    if model.kv_lora_rank is None:
+def check_architecture(model: ModelOptions) -> None:
+    """Raise ConfigError for the first options that contradict each other."""
+    for names, other, text in _NEEDS:
         for name in names:
-            if getattr(model, name) is not None:
-                raise ConfigError(
-                    f"model.{name}={getattr(model, name)} needs model.kv_lora_rank; set it for "
-                    f"multi-latent attention, or {name}=null"
-                )
+            value = getattr(model, name)
+            if value and getattr(model, other) is None:
+                key = f"model.{name}={value}"
+                raise ConfigError(text.format(key=key, name=name, other=other))
+    for table in (_experts, _attention, _refused_parts, _norms, _hybrid, _sizes, _kernels):
+        for is_wrong, text in table(model):
+            if is_wrong:
+                raise ConfigError(f"model.{text}")
+
+
+_Table = Iterator[tuple[object, str]]
+"""Whether something is wrong, and what: without `model.` at the beginning."""
+
+
+def _experts(model: ModelOptions) -> _Table:
+    experts, top_k, dense = model.num_experts, model.moe_top_k, model.moe_first_dense_layers
+    if experts is not None:
+        yield (
+            top_k > experts,
+            f"moe_top_k={top_k} is above model.num_experts={experts}; set {experts} or less",
+        )
+        yield (
+            dense >= model.num_layers,
+            f"moe_first_dense_layers={dense} leaves no layer of model.num_layers="
+            f"{model.num_layers} with experts; set less, or num_experts=null",
+        )
+    yield (
+        model.linear_bias and model.moe_shared_ffn_hidden_size is not None,
+        f"linear_bias=true with model.moe_shared_ffn_hidden_size={model.moe_shared_ffn_hidden_size}"
+        ": Megatron-Core's shared experts have no biases; leave one out",
+    )
+    yield (
+        not model.moe_norm_top_k and model.moe_score_function == "sigmoid",
+        "moe_norm_top_k=false needs model.moe_score_function=softmax: Megatron-Core always "
+        "normalises sigmoids; set one of them otherwise",
+    )
+    groups, chosen, best = model.moe_num_groups, model.moe_group_top_k, model.moe_group_best
+    if groups is None or chosen is None:
+        yield (
+            (groups, chosen) != (None, None),
+            f"moe_num_groups={groups} and model.moe_group_top_k={chosen}; set both, or neither",
+        )
         return
-    for name in widths:
-        if getattr(model, name) is None:
-            raise ConfigError(f"model.kv_lora_rank is set, so model.{name} must be; set it")
-    refused = {
-        f"rope_scaling.kind={model.rope_scaling.kind}": model.rope_scaling.kind
-        not in ("none", "yarn"),
-        f"local_rotary_base={model.local_rotary_base}": model.local_rotary_base is not None,
-        f"kv_channels={model.kv_channels}": model.kv_channels is not None,
-        f"num_query_groups={model.num_query_groups}": model.num_query_groups
-        not in (None, model.num_attention_heads),
-        "qkv_bias=true": model.qkv_bias,
-        f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1,
-        "rotary_interleaved=true": model.rotary_interleaved,
-        f"qk_rope_head_dim={model.qk_rope_head_dim}": (model.qk_rope_head_dim or 0) % 2 == 1,
-    }
-    for key, is_set in refused.items():
-        if is_set:
-            raise ConfigError(
-                f"model.{key} does not run with multi-latent attention (model.kv_lora_rank="
-                f"{model.kv_lora_rank}); leave it out"
+    yield (
+        (experts or 0) % groups or chosen > groups,
+        f"moe_num_groups={groups} with model.num_experts={experts} and model.moe_group_top_k="
+        f"{chosen}; set a divisor of {experts} that is at least {chosen}",
+    )
+    size = (experts or 0) // groups
+    yield (
+        best is not None and best > size,
+        f"moe_group_best={best} is above the {size} experts of a group; set {size} or less",
+    )
+    yield (
+        (best is None and top_k % chosen) or top_k > chosen * size,
+        f"moe_top_k={top_k} is not a multiple of model.moe_group_top_k={chosen} of at most "
+        f"{chosen * size}; set one",
+    )
+
+
+def _attention(model: ModelOptions) -> _Table:
+    """Multi-latent attention, indexers, rotary embeddings, windows and caps."""
+    rope, pattern = model.rope_scaling, model.rotary_pattern
+    if model.kv_lora_rank is not None:
+        unlike = {
+            f"rope_scaling.kind={rope.kind}": rope.kind not in ("none", "yarn"),
+            f"local_rotary_base={model.local_rotary_base}": model.local_rotary_base,
+            f"kv_channels={model.kv_channels}": model.kv_channels,
+            f"num_query_groups={model.num_query_groups}": model.query_groups
+            != model.num_attention_heads,
+            "qkv_bias=true": model.qkv_bias,
+            f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1,
+            "rotary_interleaved=true": model.rotary_interleaved,
+            f"qk_rope_head_dim={model.qk_rope_head_dim}": (model.qk_rope_head_dim or 0) % 2,
+        }
+        for key, is_set in unlike.items():
+            yield (
+                is_set,
+                f"{key} does not run with multi-latent attention (model.kv_lora_rank="
+                f"{model.kv_lora_rank}); leave it out",
             )
-
-
-def _check_indexer(model: Any) -> None:
-    sizes = ("indexer_top_k", "indexer_num_heads", "indexer_head_dim")
-    at_least(model, "model", 1, *sizes)
-    at_least(model, "model", 0, "indexer_loss_coef")
-    given = [name for name in sizes if getattr(model, name) is not None]
-    if not given:
-        for name in ("indexer_loss_coef", "indexer_rope_interleaved"):
-            if getattr(model, name):
-                raise ConfigError(
-                    f"model.{name}={getattr(model, name)} needs an indexer; set "
-                    f"model.indexer_top_k, or leave {name} out"
-                )
-        return
-    for name in (*sizes, "q_lora_rank"):
-        if getattr(model, name) is None:
-            raise ConfigError(
-                f"model.{given[0]}={getattr(model, given[0])} without model.{name}; set it too, or "
-                "leave out the keys of the indexer"
+    if model.indexer_top_k is not None:
+        yield (
+            (model.indexer_head_dim or 0) < (model.qk_rope_head_dim or 0),
+            f"indexer_head_dim={model.indexer_head_dim} is below model.qk_rope_head_dim="
+            f"{model.qk_rope_head_dim}, the channels that are rotated; set at least that",
+        )
+        refused = {
+            "attention": (
+                model.attention in ("te", "varlen"),
+                "it has no sparse attention; set auto",
+            ),
+            "qk_layernorm": (
+                not model.qk_layernorm,
+                "the indexer reads normalised latents; set true",
+            ),
+            "megatron_class": (
+                model.layer_pattern,
+                "layers of a HybridModel have no indexer here; set gpt",
+            ),
+            "mtp_num_layers": (
+                model.mtp_num_layers,
+                "layers of multi-token prediction have no indexer here; set 0",
+            ),
+        }
+        for name, (is_refused, why) in refused.items():
+            yield (
+                is_refused,
+                f"{name}={getattr(model, name)} with model.indexer_top_k={model.indexer_top_k}: "
+                f"{why}",
             )
-    if (model.indexer_head_dim or 0) < (model.qk_rope_head_dim or 0):
-        raise ConfigError(
-            f"model.indexer_head_dim={model.indexer_head_dim} is below model.qk_rope_head_dim="
-            f"{model.qk_rope_head_dim}, the channels that are rotated; set at least that"
+    yield (
+        (pattern is None) is not (model.local_rotary_base is None),
+        f"rotary_pattern={pattern} and model.local_rotary_base={model.local_rotary_base}; set "
+        "both, or neither",
+    )
+    for name in ("rotary_pattern", "attention_window_pattern"):
+        letters = getattr(model, name)
+        yield (
+            letters is not None and (not letters or set(letters) - {"L", "G"}),
+            f"{name} is {letters!r}; set letters L and G, such as LG",
         )
-    refused = {
-        "attention": (model.attention in ("te", "varlen"), "it has no sparse attention; set auto"),
-        "qk_layernorm": (not model.qk_layernorm, "the indexer reads normalised latents; set true"),
-        "megatron_class": (
-            model.layer_pattern is not None,
-            "layers of a HybridModel have no indexer here; set gpt",
-        ),
-        "mtp_num_layers": (
-            model.mtp_num_layers > 0,
-            "layers of multi-token prediction have no indexer here; set 0",
-        ),
-    }
-    for name, (is_refused, why) in refused.items():
-        if is_refused:
-            raise ConfigError(
-                f"model.{name}={getattr(model, name)} with model.indexer_top_k="
-                f"{model.indexer_top_k}: {why}"
-            )
-
-
-def _check_rope(model: Any) -> None:
-    """Check the layers with a local rotary embedding, and the numbers of LongRoPE."""
-    pattern = model.rotary_pattern
-    if (pattern is None) is not (model.local_rotary_base is None):
-        raise ConfigError(
-            f"model.rotary_pattern={pattern} and model.local_rotary_base="
-            f"{model.local_rotary_base}; set both, or neither"
-        )
-    if pattern is not None:
-        _check_letters("rotary_pattern", pattern)
-        setting = f"model.rotary_pattern={pattern} does not run"
-        _refuse(model, setting, "hybrid", "mtp", "longrope")
-    if model.rotary_interleaved and (pattern or model.rope_scaling.depends_on_length):
-        raise ConfigError(
-            "model.rotary_interleaved=true does not run with several rotary embeddings "
-            "(rotary_pattern, rope_scaling.kind=longrope); set false"
-        )
-    pairs = int(model.head_width * model.rotary_percent) // 2
-    count = len(model.rope_scaling.short_factor)
-    if model.rope_scaling.kind == "longrope" and count != pairs:
-        raise ConfigError(
-            f"model.rope_scaling has {count} numbers in short_factor for {pairs} pairs of rotated "
-            f"channels; set {pairs}"
-        )
-
-
-def _check_global_heads(model: Any) -> None:
-    """Check what only global layers have, and what is computed in values of attention."""
-    keys = ("global_kv_channels", "global_query_groups", "global_keys_as_values")
-    given = [name for name in keys if getattr(model, name)]
-    if given and model.rotary_pattern is None:
-        raise ConfigError(
-            f"model.{given[0]}={getattr(model, given[0])} without model.rotary_pattern, which says "
-            "what layers are global; set it, or leave the key out"
-        )
-    for name in (*given, *(["value_layernorm"] if model.value_layernorm else [])):
-        _refuse(
-            model, f"model.{name}={getattr(model, name)} does not run", "hybrid", "latent", "mtp"
-        )
-    if model.global_keys_as_values and (model.qkv_bias or model.linear_bias):
-        raise ConfigError(
-            "model.global_keys_as_values=true does not run with qkv_bias or linear_bias; leave one "
-            "out"
-        )
-    if given and (model.qk_layernorm_over_heads or model.qk_layernorm_after_rotation):
-        raise ConfigError(
-            f"model.{given[0]}={getattr(model, given[0])} does not run with "
-            "qk_layernorm_over_heads or qk_layernorm_after_rotation; leave one out"
-        )
-
-
-def _check_norms(model: Any) -> None:
-    if model.attention_scale is not None and not model.attention_scale > 0:
-        raise ConfigError(
-            f"model.attention_scale is {model.attention_scale}; set a number above 0, or null"
-        )
-    after = model.qk_layernorm_after_rotation
-    if after and (not model.qk_layernorm or model.qk_layernorm_over_heads):
-        raise ConfigError(
-            "model.qk_layernorm_after_rotation=true needs qk_layernorm=true and "
-            "qk_layernorm_over_heads=false; set them, or leave it out"
-        )
-    if after:
-        _refuse(model, "model.qk_layernorm_after_rotation=true does not run", "hybrid", "latent")
-    if model.qk_layernorm_over_heads and (
-        not model.qk_layernorm
-        or model.kv_lora_rank is not None
-        or model.layernorm_zero_centered_gamma
-        or model.normalization != "RMSNorm"
-    ):
-        raise ConfigError(
-            "model.qk_layernorm_over_heads=true needs qk_layernorm=true, normalization=RMSNorm, "
-            "layernorm_zero_centered_gamma=false and no multi-latent attention; set them, or leave "
-            "it out"
-        )
-    has_inner = model.moe_inner_norms
-    if has_inner and (
-        model.norm_placement != "sandwich"
-        or model.moe_shared_ffn_hidden_size is None
-        or model.moe_shared_gate
-        or model.moe_first_dense_layers
-        or model.moe_score_function != "softmax"
-        or model.has_expert_bias
-        or model.layernorm_zero_centered_gamma
-    ):
-        raise ConfigError(
-            "model.moe_inner_norms=true needs norm_placement=sandwich, "
-            "layernorm_zero_centered_gamma=false and experts in every layer, with a shared expert "
-            "without a gate, softmax scores and no expert bias; set them, or leave it out"
-        )
-    if model.norm_placement == "pre":
-        if model.layer_scalars:
-            raise ConfigError(
-                "model.layer_scalars=true needs model.norm_placement=post or sandwich; set one"
-            )
-        return
-    setting = f"model.norm_placement={model.norm_placement} does not run"
-    others = ("mtp", "hybrid", "latent") if has_inner else ("experts", "mtp", "hybrid", "latent")
-    _refuse(model, setting, *others, advice="set pre")
-
-
-def _check_caps(model: Any) -> None:
-    for name in ("attention_score_cap", "logit_cap"):
-        cap = getattr(model, name)
-        if cap is not None and not cap > 0:
-            raise ConfigError(f"model.{name} is {cap}; set a number above 0, or null")
+    yield (
+        model.rotary_interleaved and (pattern or rope.depends_on_length),
+        "rotary_interleaved=true does not run with several rotary embeddings (rotary_pattern, "
+        "rope_scaling.kind=longrope); set false",
+    )
+    pairs, count = int(model.head_width * model.rotary_percent) // 2, len(rope.short_factor)
+    yield (
+        rope.kind == "longrope" and count != pairs,
+        f"rope_scaling has {count} numbers in short_factor for {pairs} pairs of rotated channels; "
+        f"set {pairs}",
+    )
+    yield (
+        model.global_keys_as_values and (model.qkv_bias or model.linear_bias),
+        "global_keys_as_values=true does not run with qkv_bias or linear_bias; leave one out",
+    )
     cap = model.attention_score_cap
-    if cap is None:
-        return
-    if model.attention_sinks or model.attention == "varlen":
-        raise ConfigError(
-            f"model.attention_score_cap={cap} does not run with attention={model.attention} and "
-            f"attention_sinks={str(model.attention_sinks).lower()}: no fused kernel caps scores; "
-            "set attention=auto and attention_sinks=false"
-        )
-    _refuse(model, f"model.attention_score_cap={cap} does not run", "hybrid", "latent")
+    yield (
+        cap is not None and (model.attention_sinks or model.attention == "varlen"),
+        f"attention_score_cap={cap} does not run with attention={model.attention} and "
+        f"attention_sinks={str(model.attention_sinks).lower()}: no fused kernel caps scores; set "
+        "attention=auto and attention_sinks=false",
+    )
 
 
-def _check_windows(model: Any) -> None:
-    at_least(model, "model", 1, "attention_window")
-    pattern = model.attention_window_pattern
-    if pattern is not None and model.attention_window is None:
-        raise ConfigError(
-            f"model.attention_window_pattern={pattern} without a window; set "
-            "model.attention_window, or attention_window_pattern=null"
-        )
-    if pattern is not None:
-        _check_letters("attention_window_pattern", pattern)
-    if model.attention_window is None and not model.attention_sinks:
-        return
+def _refused_parts(model: ModelOptions) -> _Table:
+    """Options that do not run with a part of the model."""
+    parts = {
+        "experts": (model.num_experts is not None, f"num_experts={model.num_experts}"),
+        "fp8": (model.fp8 is not None, f"fp8={model.fp8}"),
+        "hybrid": (
+            model.layer_pattern is not None,
+            "a HybridModel (megatron_class, hybrid_layer_pattern)",
+        ),
+        "latent": (model.uses_mla, "multi-latent attention (kv_lora_rank)"),
+        "longrope": (model.rope_scaling.kind == "longrope", "rope_scaling.kind=longrope"),
+        "mtp": (model.mtp_num_layers > 0, f"mtp_num_layers={model.mtp_num_layers}"),
+    }
+    placement = model.norm_placement
+    with_experts = "" if model.moe_inner_norms else "experts "
     # Megatron numbers layers anew within a depth of multi-token prediction, and letters of a
     # pattern are layers.
-    setting = (
-        f"model.attention_window={model.attention_window} and model.attention_sinks="
-        f"{str(model.attention_sinks).lower()} do not run"
-    )
-    _refuse(model, setting, "mtp", "hybrid", "latent")
-
-
-def _check_activation(model: Any) -> None:
-    limit = model.activation_clamp
-    if limit is not None and not limit > 0:
-        raise ConfigError(f"model.activation_clamp is {limit}; set a number above 0, or null")
-    if (limit is not None or model.glu_linear_offset) and model.activation != "quick_gelu":
-        raise ConfigError(
-            f"model.activation_clamp={limit} and model.glu_linear_offset={model.glu_linear_offset} "
-            "need model.activation=quick_gelu; set it, or null and 0"
-        )
-    if model.linear_bias:
-        _refuse(model, "model.linear_bias=true does not run", "hybrid", "latent", "fp8")
-
-
-def _check_letters(name: str, pattern: str) -> None:
-    if not pattern or set(pattern) - {"L", "G"}:
-        raise ConfigError(f"model.{name} is {pattern!r}; set letters L and G, such as LG")
-
-
-def _refuse(model: Any, setting: str, *others: str, advice: str = "leave one out") -> None:
-    """Raise ConfigError if the model has one of the parts that a setting does not run with.
-
-    Args:
-        setting: the key and its value, with the verb.
-        others: the parts.
-    """
-    parts = {
-        "experts": (f"num_experts={model.num_experts}", model.num_experts is not None),
-        "fp8": (f"fp8={model.fp8}", model.fp8 is not None),
-        "hybrid": (
-            "a HybridModel (megatron_class, hybrid_layer_pattern)",
-            model.layer_pattern is not None,
-        ),
-        "latent": ("multi-latent attention (kv_lora_rank)", model.kv_lora_rank is not None),
-        "longrope": ("rope_scaling.kind=longrope", model.rope_scaling.kind == "longrope"),
-        "mtp": (f"mtp_num_layers={model.mtp_num_layers}", model.mtp_num_layers > 0),
+    refused = {
+        "rotary_pattern": "hybrid mtp longrope",
+        **dict.fromkeys((*_GLOBAL, "value_layernorm"), "hybrid latent mtp"),
+        "qk_layernorm_after_rotation": "hybrid latent",
+        "norm_placement": "" if placement == "pre" else f"{with_experts}mtp hybrid latent",
+        "attention_score_cap": "hybrid latent",
+        **dict.fromkeys(("attention_window", "attention_sinks"), "mtp hybrid latent"),
+        "linear_bias": "hybrid latent fp8",
     }
-    for name, is_set in map(parts.__getitem__, others):
-        if is_set:
-            raise ConfigError(f"{setting} with {name}; {advice}")
+    for name, others in refused.items():
+        for is_set, part in map(parts.__getitem__, others.split()):
+            value = getattr(model, name)
+            yield value and is_set, f"{name}={value} does not run with {part}; leave one out"
+
+
+def _norms(model: ModelOptions) -> _Table:
+    over_heads, after = model.qk_layernorm_over_heads, model.qk_layernorm_after_rotation
+    yield (
+        after and (not model.qk_layernorm or over_heads),
+        "qk_layernorm_after_rotation=true needs qk_layernorm=true and "
+        "qk_layernorm_over_heads=false; set them, or leave it out",
+    )
+    yield (
+        over_heads
+        and (
+            not model.qk_layernorm
+            or model.uses_mla
+            or model.layernorm_zero_centered_gamma
+            or model.normalization != "RMSNorm"
+        ),
+        "qk_layernorm_over_heads=true needs qk_layernorm=true, normalization=RMSNorm, "
+        "layernorm_zero_centered_gamma=false and no multi-latent attention; set them, or leave it "
+        "out",
+    )
+    yield (
+        model.has_global_heads and (over_heads or after),
+        "rotary_pattern with heads of global layers does not run with qk_layernorm_over_heads or "
+        "qk_layernorm_after_rotation; leave one out",
+    )
+    yield (
+        model.moe_inner_norms
+        and (
+            model.norm_placement != "sandwich"
+            or model.moe_shared_ffn_hidden_size is None
+            or model.moe_shared_gate
+            or model.moe_first_dense_layers
+            or model.moe_score_function != "softmax"
+            or model.has_expert_bias
+            or model.layernorm_zero_centered_gamma
+        ),
+        "moe_inner_norms=true needs norm_placement=sandwich, layernorm_zero_centered_gamma=false "
+        "and experts in every layer, with a shared expert without a gate, softmax scores and no "
+        "expert bias; set them, or leave it out",
+    )
+    yield (
+        model.layer_scalars and model.norm_placement == "pre",
+        "layer_scalars=true needs model.norm_placement=post or sandwich; set one",
+    )
+
+
+def _hybrid(model: ModelOptions) -> _Table:
+    """Patterns of hybrid models, and what models without one do not have."""
+    pattern = model.hybrid_layer_pattern
+    if model.layer_pattern is None:
+        for name, is_set in (
+            ("attention_output_gate", model.attention_output_gate),
+            ("position_embedding_type", model.position_embedding_type != "rope"),
+        ):
+            yield (
+                is_set,
+                f"{name} is set, which is for hybrid models; set model.hybrid_layer_pattern too",
+            )
+    if pattern is None:
+        return
+    yield (
+        model.megatron_class == "gpt",
+        "hybrid_layer_pattern is set and model.megatron_class is gpt; leave one out",
+    )
+    _, *depths = pattern.split("/")
+    yield (
+        len(depths) != model.mtp_num_layers or len(set(depths)) > 1,
+        f"hybrid_layer_pattern={pattern!r} has {len(depths)} parts after a /, and "
+        f"model.mtp_num_layers is {model.mtp_num_layers}; set as many parts, all alike",
+    )
+    for name, divisor in (
+        ("linear_num_value_heads", "linear_num_key_heads"),
+        ("mamba_num_heads", "mamba_num_groups"),
+    ):
+        heads, number = getattr(model, name), getattr(model, divisor)
+        yield (
+            heads is not None and heads % number,
+            f"{name}={heads} is no multiple of model.{divisor}={number}; set one",
+        )
+
+
+def _sizes(model: ModelOptions) -> _Table:
+    """Widths of heads, and the MLP's activation."""
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    yield (
+        model.kv_channels is None and not model.uses_mla and hidden % (2 * heads),
+        f"hidden_size={hidden} does not give model.num_attention_heads={heads} heads of an even "
+        f"width; set a multiple of {2 * heads}, or model.kv_channels",
+    )
+    for name in ("kv_channels", "global_kv_channels"):
+        width = getattr(model, name) or 0
+        yield (
+            width % 2,
+            f"{name}={width} is odd; rotary embeddings rotate pairs of channels: set {width + 1}",
+        )
+    percent = model.rotary_percent
+    yield (
+        not 0 < percent <= 1 or int(model.head_width * percent) % 2,
+        f"rotary_percent={percent} of {model.head_width} channels is not an even number in (0, 1]; "
+        "set 1 or 0.5",
+    )
+    for name in ("num_query_groups", "global_query_groups"):
+        groups = getattr(model, name) or 1
+        yield (
+            heads % groups,
+            f"num_attention_heads={heads} does not divide over model.{name}={groups}; set a "
+            f"divisor of {heads}",
+        )
+    activation, has_gate = model.activation, model.gated_linear_unit
+    yield (
+        activation is not None and (activation in ("silu", "gelu_tanh", "quick_gelu")) != has_gate,
+        f"activation={activation} with model.gated_linear_unit={str(has_gate).lower()}; silu and "
+        "gelu_tanh have a gate, the others have none",
+    )
+    limit, offset = model.activation_clamp, model.glu_linear_offset
+    yield (
+        (limit is not None or offset) and activation != "quick_gelu",
+        f"activation_clamp={limit} and model.glu_linear_offset={offset} need model.activation="
+        "quick_gelu; set it, or null and 0",
+    )
+
+
+def _kernels(model: ModelOptions) -> _Table:
+    """What is recomputed, kernels that no machine has for this model, and FP8."""
+    modules, shown = set(model.recompute_modules), list(model.recompute_modules)
+    yield (
+        len(modules) < len(shown) or not modules,
+        f"recompute_modules is {shown}; name one or more, each once",
+    )
+    of_experts = next((name for name in shown if name in ("moe_act", "moe")), None)
+    yield (
+        of_experts and model.num_experts is None,
+        f"recompute_modules has {of_experts}, but the model has no experts; leave it out or "
+        "set model.num_experts",
+    )
+    of_te = {"moe_act", "layernorm"} & modules
+    yield (
+        of_te and model.fp8 == "delayed",
+        f"recompute_modules={shown} does not run with model.fp8=delayed; leave moe_act and "
+        "layernorm out, or set model.fp8=tensorwise",
+    )
+    for key, is_set in (
+        ("moe_grouped_gemm=true", model.moe_grouped_gemm),
+        ("moe_permute_fusion=true", model.moe_permute_fusion),
+        (f"recompute_modules={shown}", of_te),
+    ):
+        yield (
+            is_set and model.attention in ("varlen", "sdpa"),
+            f"{key} needs Transformer Engine's layers, model.attention is {model.attention}; set "
+            "model.attention=auto or te",
+        )
+    yield (
+        model.mtp_num_layers and model.recompute == "full",
+        f"mtp_num_layers={model.mtp_num_layers} does not run with model.recompute=full; set "
+        "model.recompute=selective",
+    )
+    yield (
+        model.fp8 is not None and (model.attention not in ("auto", "te") or model.dtype != "bf16"),
+        f"fp8={model.fp8} with model.attention={model.attention} and model.dtype={model.dtype}; "
+        "set model.attention=te and model.dtype=bf16",
+    )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from megapack.config.bounds import at_least
+from megapack.cost.options import BYTE_VOCAB_SIZE
 from megapack.errors import ConfigError
 from megapack.job.config.hf_config import read_hf_config
-from megapack.job.config.model import BYTE_VOCAB_SIZE, ModelConfig
+from megapack.job.config.model import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from typing import Any
 
 from megapack.base.files import read_whole, text_of
 from megapack.config.shipped import download_hint, shipped_model
+from megapack.cost.options import NOT_IN_FOLDERS, ModelOptions
 from megapack.errors import ConfigError, first_line
 from megapack.job.config import hf_parts as parts
 from megapack.job.config.hf_families import FAMILIES, REFUSED
@@ -100,8 +101,9 @@ def read_hf_config(folder: str | Path) -> HfConfig:
         values[own] = reader.flag(key)
     for own_part in family.parts:
         values |= own_part(reader)
-    for key, only in family.only.items():
-        reader.require(key, *only)
+    switches = {**dict.fromkeys(family.off, (False,)), **dict.fromkeys(family.on, (True,))}
+    for key, values_of_key in {**switches, **family.only}.items():
+        reader.require(key, *values_of_key)
     num_mtp_layers = _num_mtp_layers(reader)
     _check_all_known(reader)
     return HfConfig(
@@ -197,72 +199,11 @@ def _check_class(reader: Reader) -> None:
 
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys that count layers of multi-token prediction."""
-# Values of `ModelConfig` where a family says nothing else.
+# The architecture where a family says nothing else.
 _DEFAULTS: Values = {
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "qk_layernorm": False,
-    "qk_layernorm_over_heads": False,
-    "qk_layernorm_after_rotation": False,
-    "value_layernorm": False,
-    "global_kv_channels": None,
-    "global_query_groups": None,
-    "global_keys_as_values": False,
-    "norm_placement": "pre",
-    "scale_embeddings": False,
-    "layer_scalars": False,
-    "attention_scale": None,
-    "attention_score_cap": None,
-    "logit_cap": None,
-    "qkv_bias": False,
-    "kv_lora_rank": None,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": None,
-    "qk_rope_head_dim": None,
-    "indexer_top_k": None,
-    "indexer_num_heads": None,
-    "indexer_head_dim": None,
-    "indexer_rope_interleaved": False,
-    "v_head_dim": None,
-    "latent_norm_epsilon": None,
-    "num_experts": None,
-    # Without experts it has no effect; this is its default.
-    "moe_top_k": 2,
-    "moe_ffn_hidden_size": None,
-    "moe_first_dense_layers": 0,
-    "moe_shared_ffn_hidden_size": None,
-    "moe_shared_gate": False,
-    "moe_inner_norms": False,
-    "moe_score_function": "softmax",
-    "moe_norm_top_k": True,
-    "moe_num_groups": None,
-    "moe_group_top_k": None,
-    "moe_group_best": None,
-    "moe_route_scale": None,
-    "moe_expert_bias": False,
-    "hybrid_layer_pattern": None,
-    "position_embedding_type": "rope",
-    "rotary_interleaved": False,
-    "local_rotary_base": None,
-    "rotary_pattern": None,
-    "attention_window": None,
-    "attention_window_pattern": None,
-    "attention_sinks": False,
-    "attention_output_gate": False,
-    "layernorm_zero_centered_gamma": False,
-    "activation": None,
-    "activation_clamp": None,
-    "glu_linear_offset": 0.0,
-    "linear_bias": False,
-    "linear_num_key_heads": None,
-    "linear_num_value_heads": None,
-    "linear_key_head_dim": None,
-    "linear_value_head_dim": None,
-    "linear_conv_kernel_dim": 4,
-    "mamba_num_heads": None,
-    "mamba_head_dim": 64,
-    "mamba_state_dim": 128,
-    "mamba_num_groups": 8,
+    field.name: field.default
+    for field in dataclasses.fields(ModelOptions)
+    if field.name not in (*NOT_IN_FOLDERS, "rope_scaling")
 }
 # Keys that have no effect on training, in all families.
 _UNUSED = (

@@ -17,7 +17,7 @@ from megapack.job.config.hf_reader import Family, Values
 _LLAMA = Family(
     architecture="LlamaForCausalLM",
     defaults={"num_key_value_heads": None, "rope_theta": 10000.0},
-    only={"attention_bias": (False,), "mlp_bias": (False,)},
+    off=("attention_bias", "mlp_bias"),
     unused=("pretraining_tp",),
 )
 _MISTRAL = Family(architecture="MistralForCausalLM", parts=(parts.window,))
@@ -29,61 +29,52 @@ _MIXTRAL = Family(
 )
 _QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
-    only={"use_mrope": (False,)},
+    off=("use_mrope",),
     values={"qkv_bias": True},
     parts=(parts.switched_window,),
 )
 _QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
-    only={"qkv_bias": (True,), "use_mrope": (False,)},
+    off=("use_mrope",),
+    on=("qkv_bias",),
     values={"qkv_bias": True},
     parts=(parts.no_window, experts.qwen_experts, experts.gated_shared_expert),
 )
 _QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     defaults={"head_dim": 128},
-    only={"attention_bias": (False,)},
+    off=("attention_bias",),
     values={"qk_layernorm": True},
     parts=(parts.switched_window, parts.own_head_width),
 )
 _QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
-    only={"attention_bias": (False,)},
+    off=("attention_bias",),
     values={"qk_layernorm": True},
     parts=(parts.no_window, experts.qwen_experts),
 )
 _DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
-    only={
-        "attention_bias": (False,),
-        "scoring_func": ("sigmoid",),
-        "topk_method": ("noaux_tc",),
-        "moe_layer_freq": (1,),
-        "rope_interleave": (True,),
-    },
+    off=("attention_bias",),
+    on=("rope_interleave",),
+    only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
     unused=("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "auto_map"),
     parts=(experts.deepseek_experts, parts.latent_attention),
     num_mtp_layers=0,
 )
 _DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
-    only={
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "scoring_func": ("softmax",),
-        "moe_layer_freq": (1,),
-    },
+    off=("attention_bias", "mlp_bias"),
+    only={"scoring_func": ("softmax",), "moe_layer_freq": (1,)},
     unused=_DEEPSEEK_V3.unused,
     parts=(experts.unnormed_experts, parts.latent_attention),
 )
 _GLM4_MOE_LITE = Family(
     architecture="Glm4MoeLiteForCausalLM",
     defaults={"first_k_dense_replace": 1},
-    only={
-        "attention_bias": (False,),
-        "topk_method": ("noaux_tc",),
-        "rope_interleave": (True,),
-    },
+    off=("attention_bias",),
+    on=("rope_interleave",),
+    only={"topk_method": ("noaux_tc",)},
     unused=("pretraining_tp",),
     parts=(experts.deepseek_experts, experts.dense_first, parts.latent_attention),
     num_mtp_layers=0,
@@ -91,26 +82,22 @@ _GLM4_MOE_LITE = Family(
 _SEED_OSS = Family(
     architecture="SeedOssForCausalLM",
     flags={"attention_bias": "qkv_bias"},
-    only={"attention_out_bias": (False,), "mlp_bias": (False,)},
+    off=("attention_out_bias", "mlp_bias"),
     # Published with rates of 0.1; megapack trains without dropout, as the model is evaluated.
     unused=("pretraining_tp", "attention_dropout", "residual_dropout"),
 )
 _ERNIE4_5 = Family(
     architecture="Ernie4_5ForCausalLM",
     defaults={"tie_word_embeddings": True, "head_dim": 128, "rope_theta": 500000.0},
-    only={"use_bias": (False,)},
+    off=("use_bias",),
     values={"rotary_interleaved": True},
 )
 _ERNIE4_5_MOE = Family(
     architecture="Ernie4_5_MoeForCausalLM",
     defaults={"tie_word_embeddings": True, "rope_theta": 500000.0},
-    only={
-        "moe_gate": ("topk",),
-        "moe_layer_interval": (1,),
-        "moe_norm_min": (1e-12,),
-        "use_bias": (False,),
-        "use_rmsnorm": (True,),
-    },
+    off=("use_bias",),
+    on=("use_rmsnorm",),
+    only={"moe_gate": ("topk",), "moe_layer_interval": (1,), "moe_norm_min": (1e-12,)},
     unused=(
         *("auto_map", "is_quantized", "moe_capacity", "moe_use_aux_free"),
         "num_nextn_predict_layers",
@@ -121,16 +108,9 @@ _ERNIE4_5_MOE = Family(
 _HUNYUAN = Family(
     architecture="HunYuanDenseV1ForCausalLM",
     defaults={"num_key_value_heads": None},
-    only={
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "norm_type": ("rms",),
-        "position_embedding_xdrope": (False,),
-        "use_cla": (False,),
-        "use_mla": (False,),
-        "use_qk_norm": (True,),
-        "use_rotary_pos_emb": (True,),
-    },
+    off=("attention_bias", "mlp_bias", "position_embedding_xdrope", "use_cla", "use_mla"),
+    on=("use_qk_norm", "use_rotary_pos_emb"),
+    only={"norm_type": ("rms",)},
     unused=(
         *("add_classification_head", "attention_dropout", "auto_map", "cla_share_factor"),
         *("class_num", "dense_list", "eod_token_id", "org_vocab_size", "pad_id", "pool_type"),
@@ -151,12 +131,8 @@ _HUNYUAN = Family(
 _HUNYUAN_MOE = dataclasses.replace(
     _HUNYUAN,
     architecture="HunYuanMoEV1ForCausalLM",
-    only={
-        **_HUNYUAN.only,
-        "moe_layer_num_skipped": (0,),
-        "norm_topk_prob": (True,),
-        "use_mixed_mlp_moe": (True,),
-    },
+    on=(*_HUNYUAN.on, "norm_topk_prob", "use_mixed_mlp_moe"),
+    only={**_HUNYUAN.only, "moe_layer_num_skipped": (0,)},
     parts=(experts.hunyuan_experts,),
 )
 _GLM4 = Family(
@@ -169,14 +145,13 @@ _GLM4 = Family(
 _MINIMAX_M2 = Family(
     architecture="MiniMaxM2ForCausalLM",
     defaults={"rope_theta": 5e6},
+    on=("use_qk_norm", "use_routing_bias"),
     only={
         "qk_norm_type": ("per_layer",),
         "router_jitter_noise": (0.0, 0),
         "scoring_func": ("sigmoid",),
         "shared_intermediate_size": (0,),
         "sliding_window": (None,),
-        "use_qk_norm": (True,),
-        "use_routing_bias": (True,),
     },
     # Published folders have no weights of multi-token prediction.
     unused=("auto_map", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp"),
@@ -187,7 +162,7 @@ _MINIMAX_M2 = Family(
 # Qwen2 with layers of multi-token prediction, as remote code.
 _MIMO = Family(
     architecture="MiMoForCausalLM",
-    only={"attention_bias": (True,)},
+    on=("attention_bias",),
     unused=("auto_map",),
     values={"qkv_bias": True},
     num_mtp_layers=0,
@@ -195,14 +170,18 @@ _MIMO = Family(
 )
 _DEEPSEEK_V32 = Family(
     architecture="DeepseekV32ForCausalLM",
-    only={**_DEEPSEEK_V3.only, "mlp_bias": (False,)},
+    off=(*_DEEPSEEK_V3.off, "mlp_bias"),
+    on=_DEEPSEEK_V3.on,
+    only=_DEEPSEEK_V3.only,
     unused=_DEEPSEEK_V3.unused,
     parts=(*_DEEPSEEK_V3.parts, parts.indexer),
     num_mtp_layers=0,
 )
 _GLM_MOE_DSA = Family(
     architecture="GlmMoeDsaForCausalLM",
-    only={**_DEEPSEEK_V32.only, "indexer_rope_interleave": (True,)},
+    off=_DEEPSEEK_V32.off,
+    on=(*_DEEPSEEK_V32.on, "indexer_rope_interleave"),
+    only=_DEEPSEEK_V32.only,
     unused=(*_DEEPSEEK_V32.unused, "index_skip_topk_offset"),
     values={"indexer_rope_interleaved": True},
     parts=(*_DEEPSEEK_V32.parts, parts.own_indexers),
@@ -224,13 +203,15 @@ _OLMO_NORMS: Values = {
 _OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     defaults={"num_key_value_heads": None},
-    only={"attention_bias": (False,), "clip_qkv": (None,)},
+    off=("attention_bias",),
+    only={"clip_qkv": (None,)},
     values=_OLMO_NORMS,
 )
 _OLMO3 = Family(
     architecture="Olmo3ForCausalLM",
     defaults={"num_key_value_heads": None, "rope_theta": 5e5, "sliding_window_pattern": 4},
-    only={"attention_bias": (False,), "clip_qkv": (None,)},
+    off=("attention_bias",),
+    only={"clip_qkv": (None,)},
     values=_OLMO_NORMS,
     common=parts.layered,
     parts=(parts.layered_window,),
@@ -238,10 +219,8 @@ _OLMO3 = Family(
 _PHI3 = Family(
     architecture="Phi3ForCausalLM",
     defaults={"num_key_value_heads": None, "rope_theta": 10000.0, "sliding_window": None},
+    off=("attention_bias", "lm_head_bias", "mlp_bias"),
     only={
-        "attention_bias": (False,),
-        "lm_head_bias": (False,),
-        "mlp_bias": (False,),
         "resid_pdrop": (0.0, 0),
         "embd_pdrop": (0.0, 0),
         "full_attn_mod": (1,),
@@ -255,6 +234,11 @@ _PHI3 = Family(
 )
 
 
+_GEMMA: Values = {
+    "activation": "gelu_tanh",
+    "norm_placement": "sandwich",
+    "scale_embeddings": True,
+}
 _GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     defaults={
@@ -266,18 +250,13 @@ _GEMMA2 = Family(
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
     },
+    off=("attention_bias",),
     only={
-        "attention_bias": (False,),
         "hidden_activation": ("gelu_pytorch_tanh", None),
         "use_bidirectional_attention": (False, None),
     },
     unused=("cache_implementation", "sliding_window_size"),
-    values={
-        "activation": "gelu_tanh",
-        "layernorm_zero_centered_gamma": True,
-        "norm_placement": "sandwich",
-        "scale_embeddings": True,
-    },
+    values={**_GEMMA, "layernorm_zero_centered_gamma": True},
     parts=(
         *(parts.own_head_width, parts.alternating_window, parts.attention_scale),
         parts.caps,
@@ -286,21 +265,15 @@ _GEMMA2 = Family(
 _GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     defaults={"query_pre_attn_scalar": 256, "sliding_window_pattern": 6},
+    off=("attention_bias",),
     only={
-        "attention_bias": (False,),
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
         "hidden_activation": ("gelu_pytorch_tanh",),
         "use_bidirectional_attention": (False, None),
     },
     unused=("cache_implementation", "_sliding_window_pattern"),
-    values={
-        "activation": "gelu_tanh",
-        "layernorm_zero_centered_gamma": True,
-        "norm_placement": "sandwich",
-        "qk_layernorm": True,
-        "scale_embeddings": True,
-    },
+    values={**_GEMMA, "layernorm_zero_centered_gamma": True, "qk_layernorm": True},
     common=parts.layered,
     parts=(parts.layered_window, parts.attention_scale),
 )
@@ -342,8 +315,8 @@ _GEMMA4 = Family(
         "sliding_window_pattern": 6,
         "tie_word_embeddings": True,
     },
+    off=("attention_bias",),
     only={
-        "attention_bias": (False,),
         "hidden_activation": ("gelu_pytorch_tanh",),
         # Of images; text is causal.
         "use_bidirectional_attention": (None, "vision"),
@@ -354,12 +327,10 @@ _GEMMA4 = Family(
         "cache_implementation",
     ),
     values={
-        "activation": "gelu_tanh",
+        **_GEMMA,
         "attention_scale": 1.0,
         "layer_scalars": True,
-        "norm_placement": "sandwich",
         "qk_layernorm": True,
-        "scale_embeddings": True,
         "value_layernorm": True,
     },
     rope_names={"proportional": "proportional"},
@@ -383,7 +354,8 @@ _GEMMA4_VISION = dataclasses.replace(
 _GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     defaults={"swiglu_limit": 7.0},
-    only={"attention_bias": (True,), "swiglu_alpha": (1.702,)},
+    on=("attention_bias",),
+    only={"swiglu_alpha": (1.702,)},
     # The second name of num_experts_per_tok, and the length before yarn.
     unused=("experts_per_token", "initial_context_length"),
     values={

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megapack.cost.options import NEEDED
+from megapack.cost.rope import RopeScaling
 from megapack.job.config import hf_experts as experts
 from megapack.job.config import hf_parts as parts
 from megapack.job.config.hf_reader import Family, Reader, Values
-from megapack.job.config.rope import RopeScaling
 
 # The kinds of layers that transformers 4 and remote code name otherwise than transformers 5.
 _NEMOTRON_LETTERS = {
@@ -37,11 +38,7 @@ def _qwen_sizes(reader: Reader) -> Values:
         **parts.sizes(reader),
         "norm_epsilon": reader.number("rms_norm_eps"),
         **parts.rope(reader),
-        "linear_num_key_heads": reader.count("linear_num_key_heads", 1),
-        "linear_num_value_heads": reader.count("linear_num_value_heads", 1),
-        "linear_key_head_dim": reader.count("linear_key_head_dim", 1),
-        "linear_value_head_dim": reader.count("linear_value_head_dim", 1),
-        "linear_conv_kernel_dim": reader.count("linear_conv_kernel_dim", 1),
+        **reader.counts(*NEEDED["G"], "linear_conv_kernel_dim"),
     }
 
 
@@ -108,7 +105,8 @@ _QWEN_EXPERT_KEYS = (
 _QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
     defaults={"partial_rotary_factor": 0.25, "head_dim": 256},
-    only={"attention_bias": (False,), "use_sliding_window": (False,), "attn_output_gate": (True,)},
+    off=("attention_bias", "use_sliding_window"),
+    on=("attn_output_gate",),
     # Without experts those of experts have no effect.
     unused=_QWEN_EXPERT_KEYS,
     # The published file does not count it.
@@ -129,14 +127,9 @@ def _qwen3_5(architecture: str, layers: Any, *, multimodal: bool) -> Family:
     return Family(
         architecture=architecture,
         defaults={"partial_rotary_factor": 0.25, "head_dim": 256, "norm_topk_prob": True},
-        only={
-            "attention_bias": (False,),
-            "attn_output_gate": (True,),
-            "mlp_only_layers": ([], None),
-            "decoder_sparse_step": (1,),
-            "norm_topk_prob": (True,),
-            "mtp_use_dedicated_embeddings": (False,),
-        },
+        off=("attention_bias", "mtp_use_dedicated_embeddings"),
+        on=("attn_output_gate", "norm_topk_prob"),
+        only={"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)},
         # `mamba_ssm_dtype` is of the states of an inference engine. With experts in every layer
         # `intermediate_size` has no effect.
         unused=(
@@ -191,8 +184,7 @@ def _nemotron_sizes(reader: Reader) -> Values:
         "rotary_base": 10000,
         "rotary_percent": 1.0,
         "rope_scaling": RopeScaling(),
-        "mamba_num_heads": reader.count("mamba_num_heads", 1),
-        "mamba_head_dim": reader.count("mamba_head_dim", 1),
+        **reader.counts("mamba_num_heads", "mamba_head_dim"),
         "mamba_state_dim": reader.count("ssm_state_size", 1),
         "mamba_num_groups": reader.count("n_groups", 1),
     }
@@ -221,18 +213,14 @@ def _check_mamba(reader: Reader, epsilon: float) -> None:
 _NEMOTRON_H = Family(
     architecture="NemotronHForCausalLM",
     defaults={"head_dim": 128},
+    off=("attention_bias", "mamba_proj_bias", "mlp_bias", "residual_in_fp32", "use_bias"),
+    on=("use_conv_bias",),
     only={
-        "attention_bias": (False,),
         "hidden_dropout": (0.0, 0),
         "mamba_hidden_act": ("silu",),
-        "mamba_proj_bias": (False,),
-        "mlp_bias": (False,),
         "mlp_hidden_act": ("relu2",),
         "moe_latent_size": (None,),
-        "residual_in_fp32": (False,),
         "sliding_window": (None,),
-        "use_bias": (False,),
-        "use_conv_bias": (True,),
     },
     unused=(
         # How layers are computed, or their first weights drawn.

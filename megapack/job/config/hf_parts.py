@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megapack.cost.rope import RopeScaling
 from megapack.errors import ConfigError
 from megapack.job.config.hf_reader import FILE, MISSING, Reader, Values, is_number
-from megapack.job.config.rope import RopeScaling
 
 
 def sizes(reader: Reader) -> Values:
     """The keys of all families but those of layers, norms and rotary embeddings."""
-    hidden = reader.count("hidden_size", 1)
-    heads = reader.count("num_attention_heads", 1)
+    found = reader.counts("hidden_size", "num_attention_heads", "vocab_size")
+    heads = found["num_attention_heads"]
     reader.require("hidden_act", reader.family.defaults.get("hidden_act", "silu"))
     if "attention_dropout" not in reader.family.unused:
         reader.require("attention_dropout", 0.0, 0, None)
@@ -21,12 +21,10 @@ def sizes(reader: Reader) -> Values:
     head_dim = reader.optional_count("head_dim")
     groups = reader.optional_count("num_key_value_heads")
     return {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
+        **found,
+        **reader.counts("max_position_embeddings"),
         "num_query_groups": groups or heads,
-        "kv_channels": head_dim or hidden // heads,
-        "vocab_size": reader.count("vocab_size", 1),
-        "max_position_embeddings": reader.count("max_position_embeddings", 1),
+        "kv_channels": head_dim or found["hidden_size"] // heads,
         "untie_embeddings": not reader.flag("tie_word_embeddings"),
     }
 
@@ -441,19 +439,16 @@ def own_head_width(reader: Reader) -> Values:
 
 
 def latent_attention(reader: Reader) -> Values:
-    nope = reader.count("qk_nope_head_dim", 1)
-    rope = reader.count("qk_rope_head_dim", 1)
-    rank = reader.get("q_lora_rank")
+    widths = reader.counts("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+    nope, rope = widths["qk_nope_head_dim"], widths["qk_rope_head_dim"]
     reader.require("head_dim", None, rope)
     reader.require("qk_head_dim", nope + rope)
     reader.require("num_key_value_heads", reader.count("num_attention_heads", 1), None)
+    has_queries = reader.get("q_lora_rank") is not None
     return {
+        **widths,
         "kv_channels": None,
-        "kv_lora_rank": reader.count("kv_lora_rank", 1),
-        "q_lora_rank": None if rank is None else reader.count("q_lora_rank", 1),
-        "qk_nope_head_dim": nope,
-        "qk_rope_head_dim": rope,
-        "v_head_dim": reader.count("v_head_dim", 1),
+        "q_lora_rank": reader.count("q_lora_rank", 1) if has_queries else None,
         "qk_layernorm": True,
         # transformers normalises the compressed ones with 1e-6 whatever the other norms have.
         "latent_norm_epsilon": None if reader.number("rms_norm_eps") == 1e-6 else 1e-6,

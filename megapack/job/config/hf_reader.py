@@ -50,6 +50,10 @@ class Family:
     """Key of config.json -> what transformers assumes if the key is missing."""
     only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     """Key of config.json -> its only values; it may be missing."""
+    off: tuple[str, ...] = ()
+    """Keys whose only value is false; they may be missing."""
+    on: tuple[str, ...] = ()
+    """Keys whose only value is true; they may be missing."""
     unused: tuple[str, ...] = ()
     """Keys without effect on training, in addition to `_UNUSED`."""
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -101,6 +105,10 @@ class Reader:
         if value > most:
             raise self.error(key, value, f"expected at most {most}")
         return value
+
+    def counts(self, *keys: str) -> dict[str, int]:
+        """Whole numbers of at least 1, of keys that options are called by, too."""
+        return {key: self.count(key, 1) for key in keys}
 
     def optional_count(self, key: str, default: Any = MISSING) -> int | None:
         """A whole number of at least 1, or null."""

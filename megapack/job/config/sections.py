@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megapack.base.choices import (
     Device,
@@ -22,12 +22,14 @@ from megapack.config.shipped import absent_weights
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
 from megapack.cost.model import CostModel
+from megapack.cost.options import BYTE_VOCAB_SIZE
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
 from megapack.job.config.critic import CriticConfig, critic_model
 from megapack.job.config.data import DataConfig
 from megapack.job.config.loop import LoopConfig, OptimConfig
-from megapack.job.config.model import BYTE_VOCAB_SIZE, ModelConfig
+from megapack.job.config.model import ModelConfig
+from megapack.job.config.model_checks import check_division, check_sizes
 from megapack.job.config.objective import ObjectiveConfig
 from megapack.job.config.plan import LayoutConfig, PlanConfig
 from megapack.layout import Layout, ParallelSizes
@@ -89,6 +91,21 @@ class TrainConfig:
         if self.name in ("", ".", "..") or any(c in self.name for c in "/\\\0\n"):
             raise ConfigError(f"name is {self.name!r}; set a folder's name, without / in it")
         _check_run(self)
+
+    def checked_layout(self, world_size: int) -> Layout:
+        """The layout of a job on this many ranks, once all has been checked that the config says.
+
+        Raises:
+            ConfigError: the layout does not fit the number of ranks or the model, or
+                count_rule="per_rank" is on ranks that meet in every micro-batch.
+        """
+        layout = self.layout.to_layout(world_size, self.model.fp8_rows)
+        check_sizes(self.model, layout)
+        if self.critic.hf_path is not None:
+            check_sizes(self.critic_model, layout)
+        shares_scales = self.model.fp8 == "delayed"
+        check_policy(self.plan, layout, self.plan.micro_batch_size, shares_fp8_scales=shares_scales)
+        return layout
 
     @property
     def executor(self) -> Executor:
@@ -215,11 +232,10 @@ class TrainConfig:
                 projection.
         """
         model = self.critic_model if value_head and self.critic.hf_path is not None else self.model
-        sizes = model.to_sizes()
         frozen = () if value_head else self.model.freeze
-        value_head = value_head or self.objective.has_value_head
+        has_value_head = value_head or self.objective.has_value_head
         return cost_from_sizes(
-            dataclasses.replace(sizes, vocab_size=1) if value_head else sizes,
+            dataclasses.replace(model.with_value_head(), vocab_size=1) if has_value_head else model,
             layout,
             speed or self.assumed_speed,
             recompute=self.model.recompute,
@@ -237,7 +253,7 @@ class TrainConfig:
         is_swiglu = model.activation in (None, "silu")
         fused_swiglu = model.bias_activation_fusion if is_swiglu else False
         return MemoryModel(
-            sizes=self.model.to_sizes(),
+            sizes=self.model,
             # None fits other layouts of the model too.
             stage_layers=None if self.stage_layers.is_even else self.stage_layers,
             untied_embeddings=self.model.untie_embeddings,
@@ -251,7 +267,7 @@ class TrainConfig:
             fused_swiglu=on_gpu if fused_swiglu is None else fused_swiglu,
             composite_norms=not on_gpu and model.normalization == "RMSNorm",
             critic=self.critic.enabled,
-            critic_sizes=self.critic_model.to_sizes() if self.critic.hf_path is not None else None,
+            critic_sizes=self.critic_model if self.critic.hf_path is not None else None,
             value_head=self.objective.has_value_head,
             executor=self.executor,
             freeze=self.model.freeze,
@@ -273,76 +289,53 @@ def check_installed(names: Sequence[str]) -> None:
 def _check_run(config: TrainConfig) -> None:
     """Raise ConfigError for the first settings that do not fit each other."""
     _check_division(config)
-    _check_critic(config)
-    _check_rewards(config)
-    _check_routing_replay(config)
-    _check_policy(config)
-    _check_operations(config)
-    _check_value_head(config)
-    _check_export(config)
-    _check_fp8(config)
-    _check_data(config)
+    _check_folders(config)
+    for table in (_critic, _rewards, _routing_replay, _others):
+        for is_wrong, text in table(config):
+            if is_wrong:
+                raise ConfigError(text)
 
 
 def _check_division(config: TrainConfig) -> None:
     """Check what the layout has to divide, before a job fails on it on a cluster."""
-    layout = config.layout
-    model = config.model
+    layout, model, plan = config.layout, config.model, config.plan
     try:
         _ = config.stage_layers
     except ConfigError as error:
         raise ConfigError(f"layout: {error}") from None
-    split = ["num_attention_heads", "num_query_groups"]
-    if any(model.dense_layers):
-        split.append("ffn_hidden_size")
-    if model.moe_shared_ffn_hidden_size is not None:
-        split.append("moe_shared_ffn_hidden_size")
-    for name in split:
-        value = getattr(model, name)
-        if value is not None and value % layout.tp:
-            raise ConfigError(
-                f"model.{name}={value} does not divide over layout.tp={layout.tp}; set a "
-                f"multiple of {layout.tp}"
-            )
+    check_division(model, layout)
     _check_row_heads(config)
-    if (model.num_experts or 1) % layout.ep:
-        raise ConfigError(
-            f"model.num_experts={model.num_experts} does not divide over layout.ep="
-            f"{layout.ep}; set a multiple of {layout.ep}"
-        )
     if model.num_experts is None and (layout.etp or 1) > 1:
         raise ConfigError(
             f"layout.etp={layout.etp} splits experts, but model.num_experts is null; set "
             "layout.etp=1"
         )
-    if model.num_experts and layout.tp > 1 and not layout.sequence_parallel:
-        raise ConfigError(
-            f"model.num_experts={model.num_experts} with layout.tp={layout.tp} needs "
-            "layout.sequence_parallel=true, because Megatron routes each token on one rank; "
-            "set it"
-        )
-    if model.kv_lora_rank is not None and layout.tp > 1 and not layout.sequence_parallel:
-        raise ConfigError(
-            f"model.kv_lora_rank={model.kv_lora_rank} with layout.tp={layout.tp} needs "
-            "layout.sequence_parallel=true, because Megatron-Core sums the gradients of the "
-            "shared rotated keys only with it; set it"
-        )
     if layout.sequence_parallel and layout.tp == 1:
         raise ConfigError("layout.sequence_parallel needs layout.tp > 1; set it to false")
+    # null is any number of data-parallel ranks; the least that the experts may lie over will do.
+    dp = layout.dp or layout.ep * (layout.etp or layout.tp)
+    whole = layout.to_layout(dp * layout.tp * layout.pp * layout.cp)
+    try:
+        check_policy(plan, whole, plan.micro_batch_size, mtp_num_layers=model.mtp_num_layers)
+    except ConfigError as error:
+        raise ConfigError(f"plan: {error}") from None
+    try:
+        _ = config.executor
+    except ConfigError as error:
+        raise ConfigError(f"train: {error}") from None
 
 
 def _check_row_heads(config: TrainConfig) -> None:
     """Check the heads of layers G and M, which the GPUs of a row divide."""
     layout, plan = config.layout, config.plan
-    widest = config.model.to_sizes().max_width(layout)
+    widest = config.model.max_width(layout)
     if widest is None:
         return
-    names = ("linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads")
+    names = ["linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads"]
+    names += ["mamba_num_groups"] if "M" in (config.model.layer_pattern or "") else []
     heads = ", ".join(
         f"model.{name}={value}" for name in names if (value := getattr(config.model, name))
     )
-    if "M" in (config.model.layer_pattern or ""):
-        heads += f", model.mamba_num_groups={config.model.mamba_num_groups}"
     if widest == 0:
         raise ConfigError(
             f"{heads} do not divide over layout.tp * layout.cp = {layout.tp} * {layout.cp} GPUs; "
@@ -356,189 +349,141 @@ def _check_row_heads(config: TrainConfig) -> None:
         )
 
 
-def _check_critic(config: TrainConfig) -> None:
-    objective = config.objective
-    if objective.reference_hf_path is not None:
+def _check_folders(config: TrainConfig) -> None:
+    """Check the folders of other models than the policy's."""
+    reference = config.objective.reference_hf_path
+    if reference is not None:
         try:
-            config.model.check_same_sizes(objective.reference_hf_path)
+            config.model.check_same_sizes(reference)
         except ConfigError as error:
             raise ConfigError(f"objective.reference_hf_path: {error}") from None
-    if not config.critic.enabled:
+    if config.critic.enabled and config.critic.hf_path is not None:
+        positions, longest = config.critic_model.max_position_embeddings, config.longest_sample
+        if positions < longest:
+            raise ConfigError(
+                f"critic.hf_path: {config.critic.hf_path} supports samples of {positions} tokens, "
+                f"data.max_length is {longest}; set it to that, or another folder"
+            )
+
+
+_Table = Iterator[tuple[object, str]]
+"""Whether something is wrong, and what."""
+
+
+def _critic(config: TrainConfig) -> _Table:
+    objective, critic, mtp = config.objective, config.critic, config.model.mtp_num_layers
+    if not critic.enabled:
         for name in ("hf_path", "warmup_steps"):
-            if getattr(config.critic, name):
-                raise ConfigError(
-                    f"critic.{name}={getattr(config.critic, name)} has no effect without a critic; "
-                    "set critic.enabled=true, or leave it out"
-                )
+            value = getattr(critic, name)
+            yield (
+                value,
+                f"critic.{name}={value} has no effect without a critic; set critic.enabled=true, "
+                "or leave it out",
+            )
         for name in ("gamma", "gae_lambda", "kl_in_reward_coef"):
-            default = getattr(ObjectiveConfig, name)
-            if getattr(objective, name) != default:
-                raise ConfigError(
-                    f"objective.{name}={getattr(objective, name)} has no effect without a "
-                    f"critic; set critic.enabled=true or objective.{name}={default}"
-                )
-        return
-    if objective.kind not in ("ppo", "grpo"):
-        raise ConfigError(
-            f"critic.enabled=true gives advantages per token, which objective.kind="
-            f"{objective.kind} does not use; set objective.kind=ppo or critic.enabled=false"
-        )
-    if objective.advantage_norm != ObjectiveConfig.advantage_norm:
-        raise ConfigError(
-            f"objective.advantage_norm={objective.advantage_norm} has no effect with a critic, "
-            "whose advantages are not relative to a prompt group; leave it out, or set "
-            "critic.enabled=false"
-        )
-    if config.critic.hf_path is None:
-        if config.model.mtp_num_layers and not config.stage_layers.num_layers[-1]:
-            # With layers of multi-token prediction the final norm is beside the last other layer.
-            raise ConfigError(
-                f"critic.enabled=true with model.mtp_num_layers={config.model.mtp_num_layers} and "
-                "no transformer layer in the last of the layout's chunks, where the critic has the "
-                "final norm that it copies from the policy; give that chunk a layer"
+            value, default = getattr(objective, name), getattr(ObjectiveConfig, name)
+            yield (
+                value != default,
+                f"objective.{name}={value} has no effect without a critic; set critic.enabled=true "
+                f"or objective.{name}={default}",
             )
         return
-    critic = config.critic_model
-    longest = config.longest_sample
-    if critic.max_position_embeddings < longest:
-        raise ConfigError(
-            f"critic.hf_path: {config.critic.hf_path} supports samples of "
-            f"{critic.max_position_embeddings} tokens, data.max_length is {longest}; set it to "
-            "that, or another folder"
+    yield (
+        objective.kind not in ("ppo", "grpo"),
+        f"critic.enabled=true gives advantages per token, which objective.kind={objective.kind} "
+        "does not use; set objective.kind=ppo or critic.enabled=false",
+    )
+    yield (
+        objective.advantage_norm != ObjectiveConfig.advantage_norm,
+        f"objective.advantage_norm={objective.advantage_norm} has no effect with a critic, whose "
+        "advantages are not relative to a prompt group; leave it out, or set critic.enabled=false",
+    )
+    # With layers of multi-token prediction the final norm is beside the last other layer.
+    yield (
+        critic.hf_path is None and mtp and not config.stage_layers.num_layers[-1],
+        f"critic.enabled=true with model.mtp_num_layers={mtp} and no transformer layer in the last "
+        "of the layout's chunks, where the critic has the final norm that it copies from the "
+        "policy; give that chunk a layer",
+    )
+
+
+def _rewards(config: TrainConfig) -> _Table:
+    """What changes rewards where they are not read, or would be read wrongly."""
+    objective, data = config.objective, config.data
+    has_buffer = objective.overlong_buffer_tokens is not None
+    for name, is_set in (
+        ("data.drop_equal_rewards=true", data.drop_equal_rewards),
+        ("objective.overlong_buffer_tokens", has_buffer),
+    ):
+        yield (
+            is_set and not objective.reads_rewards,
+            f"{name} has no effect under objective.kind={objective.kind}, which reads no rewards; "
+            "unset it",
+        )
+    yield (
+        has_buffer and data.overlong == "truncate",
+        "objective.overlong_buffer_tokens with data.overlong=truncate would read the lengths after "
+        "truncation; set data.overlong=skip or error, or leave the buffer out",
+    )
+    for name, is_set in (
+        ("critic.enabled=true", config.critic.enabled),
+        ("objective.advantage_norm=none", objective.advantage_norm == "none"),
+    ):
+        yield (
+            is_set and data.drop_equal_rewards,
+            f"data.drop_equal_rewards=true with {name} would leave out prompt groups that have a "
+            "gradient; set data.drop_equal_rewards=false",
         )
 
 
-def _check_rewards(config: TrainConfig) -> None:
-    """Refuse what changes rewards where they are not read, or would be read wrongly."""
-    kind = config.objective.kind
-    settings = {
-        "data.drop_equal_rewards=true": config.data.drop_equal_rewards,
-        "objective.overlong_buffer_tokens": config.objective.overlong_buffer_tokens is not None,
-    }
-    for name, is_set in settings.items():
-        if is_set and not config.objective.reads_rewards:
-            raise ConfigError(
-                f"{name} has no effect under objective.kind={kind}, which reads no rewards; "
-                "unset it"
-            )
-    if config.objective.overlong_buffer_tokens is not None and config.data.overlong == "truncate":
-        raise ConfigError(
-            "objective.overlong_buffer_tokens with data.overlong=truncate would read the lengths "
-            "after truncation; set data.overlong=skip or error, or leave the buffer out"
-        )
-    if config.data.drop_equal_rewards:
-        _check_dropped_groups(config)
-
-
-def _check_dropped_groups(config: TrainConfig) -> None:
-    """Refuse to leave out groups whose equal rewards do have a gradient."""
-    settings = {
-        "critic.enabled=true": config.critic.enabled,
-        "objective.advantage_norm=none": config.objective.advantage_norm == "none",
-    }
-    for name, is_set in settings.items():
-        if is_set:
-            raise ConfigError(
-                f"data.drop_equal_rewards=true with {name} would leave out prompt groups that have "
-                "a gradient; set data.drop_equal_rewards=false"
-            )
-
-
-def _check_routing_replay(config: TrainConfig) -> None:
-    replay = config.train.routing_replay
-    if replay == "none":
-        return
+def _routing_replay(config: TrainConfig) -> _Table:
+    replay, kind = config.train.routing_replay, config.objective.kind
+    of_rollout, of_pass = replay == "rollout", replay not in ("none", "rollout")
     reasons = {
-        "the model has no experts; set model.num_experts": config.model.num_experts is None,
+        "the model has no experts; set model.num_experts": replay != "none"
+        and config.model.num_experts is None,
+        "generated rollouts have no routed_experts; set data.path": of_rollout
+        and config.data.path is None,
+        f"objective.kind={kind} has no pass for old log-probs; set grpo": of_pass
+        and kind not in ("ppo", "grpo", "gspo"),
+        # Each rank keeps the routes of its own samples only.
+        "that pass must run the rows of the steps; set plan.forward_max_tokens_per_gpu=null": (
+            of_pass and config.plan.forward_max_tokens_per_gpu is not None
+        ),
     }
-    if replay == "rollout":
-        reasons["generated rollouts have no routed_experts; set data.path"] = (
-            config.data.path is None
-        )
-    else:
-        reasons |= {
-            f"objective.kind={config.objective.kind} has no pass for old log-probs; set grpo": (
-                config.objective.kind not in ("ppo", "grpo", "gspo")
-            ),
-            # Each rank keeps the routes of its own samples only.
-            "that pass must run the rows of the steps; set plan.forward_max_tokens_per_gpu="
-            "null": config.plan.forward_max_tokens_per_gpu is not None,
-        }
     for reason, holds in reasons.items():
-        if holds:
-            raise ConfigError(
-                f"train.routing_replay={replay}: {reason}, or train.routing_replay=none"
-            )
+        yield holds, f"train.routing_replay={replay}: {reason}, or train.routing_replay=none"
 
 
-def _check_policy(config: TrainConfig) -> None:
-    """Refuse settings of the plan that contradict each other, or the layout."""
-    sizes = config.layout
-    # null is any number of data-parallel ranks; the least that the experts may lie over will do.
-    dp = sizes.dp or sizes.ep * (sizes.etp or sizes.tp)
-    layout = sizes.to_layout(dp * sizes.tp * sizes.pp * sizes.cp)
-    model = config.model
-    try:
-        check_policy(
-            config.plan,
-            layout,
-            config.plan.micro_batch_size,
-            mtp_num_layers=model.mtp_num_layers,
-        )
-    except ConfigError as error:
-        raise ConfigError(f"plan: {error}") from None
-
-
-def _check_operations(config: TrainConfig) -> None:
-    """Refuse what steps with an order of their own contradict."""
-    try:
-        _ = config.executor
-    except ConfigError as error:
-        raise ConfigError(f"train: {error}") from None
-
-
-def _check_value_head(config: TrainConfig) -> None:
-    """Refuse layers that predict tokens beside a value head."""
-    if not config.objective.has_value_head:
-        return
-    if config.model.mtp_num_layers:
-        raise ConfigError(
-            f"model.mtp_num_layers={config.model.mtp_num_layers} predicts tokens, which objective"
-            f".kind={config.objective.kind} does not; set model.mtp_num_layers=0"
-        )
-
-
-def _check_export(config: TrainConfig) -> None:
-    if config.train.export_hf is not None and config.model.hf_path is None:
-        raise ConfigError(
-            f"train.export_hf={config.train.export_hf} needs a model of a Hugging Face folder; "
-            "set model.hf_path, or train.export_hf=null"
-        )
-
-
-def _check_fp8(config: TrainConfig) -> None:
-    if config.model.fp8 is not None and config.device == "cpu":
-        raise ConfigError(
-            f"model.fp8={config.model.fp8} needs a GPU; set device=cuda or model.fp8=null"
-        )
-
-
-def _check_data(config: TrainConfig) -> None:
-    vocab_size = config.model.vocab_size
-    if config.data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE:
-        raise ConfigError(
-            f"model.vocab_size={vocab_size} is less than the {BYTE_VOCAB_SIZE} of generated "
-            f"rollouts; set {BYTE_VOCAB_SIZE} or more, or data.path"
-        )
-    if config.tokenizer_folder is not None and vocab_size is None:
-        raise ConfigError(
-            f"the tokenizer of {config.tokenizer_folder} with model.vocab_size=null; set the "
-            "model's vocabulary, or model.hf_path"
-        )
-    longest = config.data.max_length
-    positions = config.model.max_position_embeddings
-    if longest is not None and longest > positions:
-        raise ConfigError(
-            f"data.max_length={longest} is above model.max_position_embeddings={positions}; "
-            f"set it to {positions} or less"
-        )
+def _others(config: TrainConfig) -> _Table:
+    model, data, kind = config.model, config.data, config.objective.kind
+    vocab_size, positions = model.vocab_size, model.max_position_embeddings
+    yield (
+        config.objective.has_value_head and model.mtp_num_layers,
+        f"model.mtp_num_layers={model.mtp_num_layers} predicts tokens, which objective.kind={kind} "
+        "does not; set model.mtp_num_layers=0",
+    )
+    yield (
+        config.train.export_hf is not None and model.hf_path is None,
+        f"train.export_hf={config.train.export_hf} needs a model of a Hugging Face folder; set "
+        "model.hf_path, or train.export_hf=null",
+    )
+    yield (
+        model.fp8 is not None and config.device == "cpu",
+        f"model.fp8={model.fp8} needs a GPU; set device=cuda or model.fp8=null",
+    )
+    yield (
+        data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE,
+        f"model.vocab_size={vocab_size} is less than the {BYTE_VOCAB_SIZE} of generated rollouts; "
+        f"set {BYTE_VOCAB_SIZE} or more, or data.path",
+    )
+    yield (
+        config.tokenizer_folder is not None and vocab_size is None,
+        f"the tokenizer of {config.tokenizer_folder} with model.vocab_size=null; set the model's "
+        "vocabulary, or model.hf_path",
+    )
+    yield (
+        (data.max_length or 0) > positions,
+        f"data.max_length={data.max_length} is above model.max_position_embeddings={positions}; "
+        f"set it to {positions} or less",
+    )

@@ -125,7 +125,7 @@ def _work(config: TrainConfig, lengths: Ints) -> Ints:
     if config.plan.balance == "tokens":
         return lengths
     cost = cost_from_sizes(
-        config.model.to_sizes(),
+        config.model,
         Layout(),
         GpuSpeed.of("cuda", "bf16"),
         recompute="none",

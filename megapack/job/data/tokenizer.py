@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megapack.job.config.model import BYTE_VOCAB_SIZE
+from megapack.cost.options import BYTE_VOCAB_SIZE
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]

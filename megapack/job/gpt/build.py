@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import megatron.core
@@ -29,23 +29,86 @@ from megapack.base.choices import Kernel
 from megapack.cost.sizes import FLASH_WIDTH, VOCAB_MULTIPLE
 from megapack.cost.stages import StageLayers, stage_layers_of
 from megapack.errors import ConfigError
-from megapack.job.config.hybrid import SIZES
+from megapack.job.config.architecture import RECURRENT
 from megapack.job.config.model_checks import check_sizes
 from megapack.job.config.sections import ModelConfig, OptimConfig
 from megapack.job.gpt.init import freeze, initialize_by_name
 from megapack.job.gpt.rope import set_rope
 from megapack.job.gpt.settings import FIXED, Settings, layer_settings, reduction_settings, values
-from megapack.job.gpt.specs import Parts, block_spec, mtp_spec, packed_norm
+from megapack.job.gpt.specs import block_spec, mtp_spec, packed_norm
 from megapack.layout import Layout, round_up
 from megapack.model.attention.choice import choose_attention, has_rope_fusion
 from megapack.model.attention.indexer import Indexer
-from megapack.model.attention.own_heads import Heads
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.te_backend import AttentionSizes
 from megapack.model.experts.router import PackedRouter
 from megapack.model.fp32 import in_bf16
 from megapack.model.head import mark_logit_cap, mark_num_ids, replace_output_layer
 from megapack.model.parameters import mark_experts, mark_splits
+
+
+def _same(*names: str) -> dict[str, str]:
+    return dict(zip(names, names, strict=True))
+
+
+# Fields of Megatron's TransformerConfig -> the option, or property, of a model that gives each.
+_FIELDS: Mapping[str, str] = {
+    **_same("hidden_size", "num_attention_heads", "normalization", "qk_layernorm"),
+    **_same("rotary_interleaved", "gated_linear_unit", "glu_linear_offset"),
+    **_same("layernorm_zero_centered_gamma"),
+    "num_layers": "num_stage_layers",
+    "num_query_groups": "query_groups",
+    "kv_channels": "head_width",
+    "ffn_hidden_size": "dense_width",
+    "layernorm_epsilon": "norm_epsilon",
+    "softmax_scale": "attention_scale",
+    "add_qkv_bias": "qkv_bias",
+    "add_bias_linear": "linear_bias",
+    "activation_func_clamp_value": "activation_clamp",
+    "init_method_std": "init_std",
+    "mtp_loss_scaling_factor": "mtp_loss_coef",
+}
+_EXPERT_FIELDS: Mapping[str, str] = {
+    "num_moe_experts": "num_experts",
+    "moe_router_topk": "moe_top_k",
+    "moe_ffn_hidden_size": "expert_width",
+    "moe_shared_expert_intermediate_size": "moe_shared_ffn_hidden_size",
+    "moe_shared_expert_gate": "moe_shared_gate",
+    "moe_router_num_groups": "moe_num_groups",
+    "moe_router_group_topk": "moe_group_top_k",
+    "moe_router_topk_scaling_factor": "moe_route_scale",
+    "moe_router_score_function": "moe_score_function",
+    "moe_aux_loss_coeff": "moe_balance_loss_coef",
+    "moe_router_bias_update_rate": "moe_bias_update_rate",
+}
+_LATENT_FIELDS: Mapping[str, str] = {
+    **_same("q_lora_rank", "kv_lora_rank", "v_head_dim", "rotary_base"),
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    # Not Megatron's experimental_attention_variant, whose layers these replace.
+    "dsa_indexer_n_heads": "indexer_num_heads",
+    "dsa_indexer_head_dim": "indexer_head_dim",
+    "dsa_indexer_topk": "indexer_top_k",
+    "dsa_indexer_loss_coeff": "indexer_loss_coef",
+}
+_HYBRID_FIELDS = _same(*RECURRENT, "attention_output_gate")
+# The same from a model's `rope_scaling`, for multi-latent attention, and from a layout.
+_ROPE_FIELDS = {
+    **_same("original_max_position_embeddings", "beta_fast", "beta_slow"),
+    **_same("mscale", "mscale_all_dim"),
+}
+_LAYOUT_FIELDS: Mapping[str, str] = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
+
+
+def _read(source: object, table: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of a table, with their values in a model, a layout or a scaling."""
+    return {field: getattr(source, name) for field, name in table.items()}
 
 
 def transformer_config(
@@ -65,30 +128,13 @@ def transformer_config(
     split = stage_layers_of(model.num_stage_layers, layout, stage_layers)
     kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
-    pipelined = layout.pp > 1
-    latent = model.kv_lora_rank is not None
-    config = (MLATransformerConfig if latent else TransformerConfig)(
-        num_layers=model.num_stage_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups or model.num_attention_heads,
-        kv_channels=model.head_width,
-        ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
-        normalization=model.normalization,
-        layernorm_epsilon=model.norm_epsilon,
-        qk_layernorm=model.qk_layernorm,
-        rotary_interleaved=model.rotary_interleaved,
-        softmax_scale=model.attention_scale,
-        add_qkv_bias=model.qkv_bias,
-        gated_linear_unit=model.gated_linear_unit,
+    pipelined, interleaved = layout.pp > 1, layout.vpp > 1
+    config = (MLATransformerConfig if model.uses_mla else TransformerConfig)(
+        **_read(model, _FIELDS),
+        **_read(layout, _LAYOUT_FIELDS),
         activation_func=_activation(model),
-        layernorm_zero_centered_gamma=model.layernorm_zero_centered_gamma,
-        add_bias_linear=model.linear_bias,
-        activation_func_clamp_value=model.activation_clamp,
-        glu_linear_offset=model.glu_linear_offset,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        init_method_std=model.init_std,
         # With it Megatron replaces biases of Transformer Engine's layers, which lose what the layer
         # has marked them with (see `weight_gradients.check`).
         use_cpu_initialization=kernel != "te" and not cpu.uses_cuda(),
@@ -96,36 +142,30 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=model.dtype == "bf16",
         attention_softmax_in_fp32=True,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
         # Any split of Megatron's keys in the one form that can express all of them.
         pipeline_model_parallel_layout=None
         if split.is_even or model.layer_pattern
         else split.to_text(model.mtp_num_layers),
-        microbatch_group_size_per_vp_stage=layout.group_size if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
+        microbatch_group_size_per_vp_stage=layout.group_size if interleaved else None,
         sequence_parallel=layout.sequence_parallel,
         # The interleaved schedule is correct only with overlap; see schedule.checks.check_config.
-        overlap_p2p_comm=pipelined and layout.vpp > 1,
-        batch_p2p_comm=layout.vpp == 1,
+        overlap_p2p_comm=pipelined and interleaved,
+        batch_p2p_comm=not interleaved,
         # A stage's output is freed once it is sent: pp micro-batches of them would stay otherwise.
         # Not under interleaving, see schedule.runner.
-        deallocate_pipeline_outputs=pipelined and layout.vpp == 1,
+        deallocate_pipeline_outputs=pipelined and not interleaved,
         calculate_per_token_loss=True,
         # Megatron's fused kernels of multi-latent attention take yarn only, others have no scale.
         apply_rope_fusion=has_rope_fusion()
-        and not latent
+        and not model.uses_mla
         and model.rope_scaling.rotation_scale == 1,
         transformer_impl="transformer_engine" if kernel == "te" else "local",
         mtp_num_layers=model.mtp_num_layers or None,
-        mtp_loss_scaling_factor=model.mtp_loss_coef,
         **values(FIXED),
         **_latent_attention(model),
         **_windows_and_sinks(model),
-        **_hybrid(model),
+        **(_read(model, _HYBRID_FIELDS) if model.layer_pattern is not None else {}),
         **_experts(model),
         **_fp8(model, kernel),
         **_faster(model, kernel),
@@ -146,12 +186,11 @@ def attention_sizes(
     Args:
         has_wide_rows: rows may lie over several DP ranks.
     """
-    groups = model.num_query_groups or model.num_attention_heads
     is_local = model.local_layers if model.has_global_heads else [True] * model.num_layers
     windows = dict.fromkeys(zip(is_local, model.windows, strict=True))
     sizes = AttentionSizes(
         heads=model.num_attention_heads // layout.tp,
-        groups=max(1, groups // layout.tp),
+        groups=max(1, model.query_groups // layout.tp),
         head_width=model.head_width,
         value_width=model.v_head_dim,
         cp=layout.cp,
@@ -187,30 +226,16 @@ def _softmax_type(model: ModelConfig) -> Literal["vanilla", "learnable"]:
 
 
 def _latent_attention(model: ModelConfig) -> dict[str, Any]:
-    if model.kv_lora_rank is None:
+    if not model.uses_mla:
         return {}
     rope = model.rope_scaling
     return {
+        **_read(model, _LATENT_FIELDS),
+        **_read(rope, _ROPE_FIELDS),
         "multi_latent_attention": True,
-        "q_lora_rank": model.q_lora_rank,
-        "kv_lora_rank": model.kv_lora_rank,
-        "qk_head_dim": model.qk_nope_head_dim,
-        "qk_pos_emb_head_dim": model.qk_rope_head_dim,
-        "v_head_dim": model.v_head_dim,
         "rope_type": "yarn" if rope.kind == "yarn" else "rope",
-        "rotary_base": model.rotary_base,
         # Also without yarn Megatron scales the scores by the logarithm of this factor.
         "rotary_scaling_factor": rope.factor if rope.kind == "yarn" else 1.0,
-        "original_max_position_embeddings": rope.original_max_position_embeddings,
-        "beta_fast": rope.beta_fast,
-        "beta_slow": rope.beta_slow,
-        "mscale": rope.mscale,
-        "mscale_all_dim": rope.mscale_all_dim,
-        # Not Megatron's experimental_attention_variant, whose layers these replace.
-        "dsa_indexer_n_heads": model.indexer_num_heads,
-        "dsa_indexer_head_dim": model.indexer_head_dim,
-        "dsa_indexer_topk": model.indexer_top_k,
-        "dsa_indexer_loss_coeff": model.indexer_loss_coef,
     }
 
 
@@ -218,25 +243,15 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     if model.num_experts is None:
         return {}
     return {
-        "num_moe_experts": model.num_experts,
-        "moe_router_topk": model.moe_top_k,
+        **_read(model, _EXPERT_FIELDS),
         # Softmax over all experts instead of the chosen ones, whose scores then do not sum to 1. A
         # softmax over a single chosen expert would always be 1.
         "moe_router_pre_softmax": model.moe_score_function == "softmax"
         and (model.moe_top_k == 1 or not model.moe_norm_top_k),
         "moe_layer_freq": _expert_layers(model),
-        "moe_shared_expert_intermediate_size": model.moe_shared_ffn_hidden_size,
-        "moe_shared_expert_gate": model.moe_shared_gate,
-        "moe_router_num_groups": model.moe_num_groups,
-        "moe_router_group_topk": model.moe_group_top_k,
-        "moe_router_topk_scaling_factor": model.moe_route_scale,
-        "moe_ffn_hidden_size": model.expert_ffn_hidden_size,
-        "moe_router_score_function": model.moe_score_function,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_aux_loss_coeff": model.moe_balance_loss_coef,
         "moe_z_loss_coeff": model.moe_z_loss_coef or None,
-        "moe_router_bias_update_rate": model.moe_bias_update_rate,
         # The default, allgather, needs rows of equal length on all ranks.
         "moe_token_dispatcher_type": "alltoall",
     }
@@ -252,27 +267,20 @@ def _expert_layers(model: ModelConfig) -> list[int] | int:
 
 
 def _activation(model: ModelConfig) -> Any:
-    if model.activation == "squared_relu":
-        return squared_relu
-    if model.activation == "quick_gelu":
-        return quick_gelu
-    if model.activation == "gelu_tanh":
-        return gelu_tanh
-    if model.activation is not None:
-        return getattr(torch.nn.functional, model.activation)
-    return torch.nn.functional.silu if model.gated_linear_unit else torch.nn.functional.gelu
+    functional = torch.nn.functional
+    functions = {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "gelu_tanh": gelu_tanh,
+        "squared_relu": squared_relu,
+        "quick_gelu": quick_gelu,
+    }
+    return functions[model.activation or ("silu" if model.gated_linear_unit else "gelu")]
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     """GELU with a tanh in place of the error function."""
     return torch.nn.functional.gelu(x, approximate="tanh")
-
-
-def _hybrid(model: ModelConfig) -> dict[str, Any]:
-    """Sizes of the layers that only hybrid models have."""
-    if model.layer_pattern is None:
-        return {}
-    return {name: getattr(model, name) for name in (*SIZES, "attention_output_gate")}
 
 
 def _fp8(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
@@ -409,7 +417,7 @@ def build_model(
             chunks,
             seed=seed,
             std=model.init_std,
-            num_layers=len(model.layer_pattern or "") / 2 or model.num_layers,
+            num_layers=model.num_blocks,
             zero_centered_norms=model.layernorm_zero_centered_gamma,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
@@ -490,7 +498,6 @@ def _chunk(
     vp_stage = vp if layout.vpp > 1 else None
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
-    own = _own_parts(model)
     arguments = {
         "config": config,
         "vocab_size": vocab_size,
@@ -509,8 +516,8 @@ def _chunk(
     with _plain_output_layer():
         if model.layer_pattern is None:
             chunk = model_class(
-                transformer_layer_spec=block_spec(kernel, config, vp_stage, own),
-                mtp_block_spec=mtp_spec(kernel, config, vp_stage, own),
+                transformer_layer_spec=block_spec(kernel, config, vp_stage, model),
+                mtp_block_spec=mtp_spec(kernel, config, vp_stage, model),
                 **arguments,
             )
         else:
@@ -524,25 +531,6 @@ def _chunk(
     _drop_unused_weight(chunk)
     mark_splits(chunk, etp=layout.etp, gated=model.gated_linear_unit)
     return chunk
-
-
-def _own_parts(model: ModelConfig) -> Parts:
-    """What the model's layers have that Megatron's specs do not have."""
-    return Parts(
-        norm_placement=model.norm_placement,
-        norms_over_heads=model.qk_layernorm_over_heads,
-        norms_after_rotation=model.qk_layernorm_after_rotation,
-        norms_values=model.value_layernorm,
-        norms_experts=model.moe_inner_norms,
-        has_scalar=model.layer_scalars,
-        caps_scores=model.attention_score_cap is not None,
-        global_heads=Heads(*model.global_heads, model.global_keys_as_values)
-        if model.has_global_heads
-        else None,
-        global_layers=tuple(not is_local for is_local in model.local_layers)
-        if model.has_global_heads
-        else (),
-    )
 
 
 def _scale_embeddings(chunk: GPTModel, hidden_size: int, dtype: torch.dtype) -> None:

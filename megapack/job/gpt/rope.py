@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.job.config.rope import RopeScaling
+from megapack.cost.rope import RopeScaling
 from megapack.job.config.sections import ModelConfig
 from megapack.model.attention.rotary_tables import RotaryTable, use_tables
 

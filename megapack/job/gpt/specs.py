@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megapack.base.choices import Kernel
+from megapack.cost.options import ModelOptions
 from megapack.cost.sizes import FLASH_WIDTH
 from megapack.errors import ConfigError
 from megapack.model.attention.choice import choose_attention
@@ -46,8 +47,8 @@ from megapack.model.experts.router import moe_layers, use_packed_router
 from megapack.model.recurrent.scan import at_least_fp32
 
 
-class PackedLayerNorm(torch.nn.LayerNorm):
-    """torch's LayerNorm for the local spec, with support for sequence parallelism.
+class _NormByConfig:
+    """Makes torch's norm of the class beside it, as Megatron's layers ask for one.
 
     Megatron's own torch norm refuses sequence parallelism. With marked parameters Megatron sums
     their gradients over the tensor-parallel ranks, which see different tokens.
@@ -58,24 +59,20 @@ class PackedLayerNorm(torch.nn.LayerNorm):
     ) -> None:
         # Megatron-Core 0.18 gives none to the norms of Mamba layers.
         eps = config.layernorm_epsilon if eps is None else eps
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        _mark_sequence_parallel(self, config)
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)  # type: ignore[call-arg]
+        self._is_zero_centered = config.layernorm_zero_centered_gamma
+        _mark_sequence_parallel(self, config)  # type: ignore[arg-type]
 
 
-class PackedRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm for the local spec; see `PackedLayerNorm`.
+class PackedLayerNorm(_NormByConfig, torch.nn.LayerNorm):
+    """torch's LayerNorm for the local spec."""
+
+
+class PackedRMSNorm(_NormByConfig, torch.nn.RMSNorm):
+    """torch's RMSNorm for the local spec.
 
     With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in fp32 as transformers does.
     """
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: Any
-    ) -> None:
-        # Megatron-Core 0.18 gives none to the norms of Mamba layers.
-        eps = config.layernorm_epsilon if eps is None else eps
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self._is_zero_centered = config.layernorm_zero_centered_gamma
-        _mark_sequence_parallel(self, config)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
@@ -216,24 +213,8 @@ def _normed(norm: torch.nn.Module, scaled: Any, add: Any, training: bool, fused:
     return run
 
 
-class Parts(NamedTuple):
-    """What layers have that Megatron's specs do not have; see the keys of `ModelConfig`."""
-
-    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    norms_over_heads: bool = False
-    norms_after_rotation: bool = False
-    norms_values: bool = False
-    norms_experts: bool = False
-    has_scalar: bool = False
-    caps_scores: bool = False
-    global_heads: Heads | None = None
-    """Of the layers in `global_layers`; None = as the others."""
-    global_layers: tuple[bool, ...] = ()
-    """Of each layer of the whole model, whether it has them."""
-
-
-PLAIN = Parts()
-"""Those of Llama and Qwen."""
+PLAIN = ModelOptions()
+"""A model whose layers have nothing that Megatron's specs do not have, as Llama's and Qwen's."""
 
 
 def packed_norm(config: TransformerConfig) -> type[PackedLayerNorm] | type[PackedRMSNorm]:
@@ -296,33 +277,34 @@ def layer_spec(
     kernel: Kernel,
     config: TransformerConfig,
     experts: bool,
-    own: Parts = PLAIN,
+    model: ModelOptions = PLAIN,
     *,
     is_global: bool = False,
 ) -> ModuleSpec:
     """One layer with this attention kernel.
 
     Args:
-        is_global: whether it has `own.global_heads`.
+        model: gives what Megatron's specs do not have.
+        is_global: whether it has the heads of global layers.
     """
     spec = _pre_norm_spec(kernel, config, experts)
     parts = spec.submodules
     attention = parts.self_attention
-    if own.norms_over_heads:
+    if model.qk_layernorm_over_heads:
         attention.submodules.q_layernorm = QueryNorm
         attention.submodules.k_layernorm = KeyNorm
-    if own.norms_after_rotation:
+    if model.qk_layernorm_after_rotation:
         attention.module = LateNorms
-    heads = own.global_heads if is_global else None
-    if heads is not None or own.norms_values:
+    heads = Heads(*model.global_heads, model.global_keys_as_values) if is_global else None
+    if heads is not None or model.value_layernorm:
         attention.module = OwnHeads
-        own_params = {"heads": heads, "norms_values": own.norms_values}
+        own_params = {"heads": heads, "norms_values": model.value_layernorm}
         attention.params = {**(attention.params or {}), **own_params}
-    if own.caps_scores or (heads is not None and heads.width > FLASH_WIDTH):
+    if model.attention_score_cap is not None or (heads is not None and heads.width > FLASH_WIDTH):
         attention.submodules.core_attention = PackedSDPA
-    if own.norm_placement == "pre":
+    if model.norm_placement == "pre":
         return spec
-    if own.norm_placement == "post":
+    if model.norm_placement == "post":
         parts.input_layernorm = IdentityOp
         parts.pre_mlp_layernorm = IdentityOp
         if kernel == "te":
@@ -331,14 +313,14 @@ def layer_spec(
 
             attention.submodules.linear_qkv = TEColumnParallelLinear
             parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
-    norms_experts = own.norms_experts and experts
+    norms_experts = model.moe_inner_norms and experts
     if norms_experts:
         parts.pre_mlp_layernorm = IdentityOp
         use_packed_router(parts.mlp, NormedRouter)
     params = {
         "norm": final_norm(kernel, config),
         "norms_experts": norms_experts,
-        "has_scalar": own.has_scalar,
+        "has_scalar": model.layer_scalars,
     }
     return ModuleSpec(PostNormLayer, params=params, submodules=parts)
 
@@ -362,14 +344,16 @@ def _pre_norm_spec(kernel: Kernel, config: TransformerConfig, experts: bool) -> 
 
 
 def block_spec(
-    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, own: Parts = PLAIN
+    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, model: ModelOptions = PLAIN
 ) -> Any:
     """The layers of a chunk with this attention kernel, as GPTModel expects them."""
     # One spec for each kind of layer: the first ones may be dense, the others have experts.
-    is_global = own.global_layers or [False] * config.num_layers
+    is_global = [False] * config.num_layers
+    if model.has_global_heads:
+        is_global = [not is_local for is_local in model.local_layers]
     kind_of = list(zip(_has_experts(config), is_global, strict=True))
     kinds = {
-        kind: layer_spec(kernel, config, kind[0], own, is_global=kind[1]) for kind in set(kind_of)
+        kind: layer_spec(kernel, config, kind[0], model, is_global=kind[1]) for kind in set(kind_of)
     }
     layers = [kinds[kind_of[layer]] for layer in _layers(config, vp_stage)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm(kernel, config))
@@ -427,14 +411,14 @@ def final_norm(kernel: Kernel, config: TransformerConfig) -> Any:
 
 
 def mtp_spec(
-    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, own: Parts = PLAIN
+    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, model: ModelOptions = PLAIN
 ) -> Any:
     """The layers of multi-token prediction; None if the model or the chunk has none."""
     if not config.mtp_num_layers:
         return None
     uses_te = kernel == "te"
     # The spec of a layer, not of the block: the last chunk may have no transformer layers.
-    last_layer = layer_spec(kernel, config, _has_experts(config)[-1], own)
+    last_layer = layer_spec(kernel, config, _has_experts(config)[-1], model)
     block = get_gpt_mtp_block_spec(
         config, last_layer, use_transformer_engine=uses_te, vp_stage=vp_stage
     )

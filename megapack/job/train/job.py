@@ -26,7 +26,6 @@ from megapack.errors import RunInterrupted
 from megapack.job.checkpoint.checkpoints import Checkpoints
 from megapack.job.checkpoint.folders import Checkpoint, Position, drop_after
 from megapack.job.checkpoint.state import RunState
-from megapack.job.config.model_checks import checked_layout
 from megapack.job.config.sections import TrainConfig, check_installed
 from megapack.job.data.batches import (
     all_batches,
@@ -90,7 +89,7 @@ def train(config: TrainConfig, interrupt: Interrupt) -> Path:
         KeyboardInterrupt: on Ctrl-C. The message names the last checkpoint.
     """
     # What the config alone says is refused before the ranks meet.
-    checked_layout(config, launch.world_size())
+    config.checked_layout(launch.world_size())
     device = launch.start(config.device)
     ranks = trainer = None
     try:
@@ -112,7 +111,7 @@ class Trainer:
         self, config: TrainConfig, device: torch.device, interrupt: Interrupt, ranks: Ranks
     ) -> None:
         self.config = config
-        self.layout = checked_layout(config, launch.world_size())
+        self.layout = config.checked_layout(launch.world_size())
         self.device = device
         self.interrupt = interrupt
         self.ranks = ranks

@@ -63,7 +63,7 @@ class Case:
     def memory_model(self) -> MemoryModel:
         config = self.config
         return MemoryModel(
-            sizes=dataclasses.replace(config.to_sizes(), vocab_size=VOCAB_SIZE),
+            sizes=dataclasses.replace(config, vocab_size=VOCAB_SIZE),
             untied_embeddings=config.untie_embeddings,
             dtype=config.dtype,
             recompute=config.recompute,

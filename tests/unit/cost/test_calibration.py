@@ -95,7 +95,7 @@ def test_without_a_file_the_cost_model_comes_from_the_sizes() -> None:
     assert cost == config.cost_from_sizes(layout, GpuSpeed.of("cuda", "bf16"))
     assert config.cost_basis.startswith("from the model's sizes; assumed: 40% of 989.4 TFLOPS")
     # Two of four layers on each stage; the head on the last costs 4/3 of its operations.
-    sizes = config.model.to_sizes()
+    sizes = config.model
     layers = 2 * (sizes.layer_flops_per_token() + 1024 * sizes.layer_flops_per_token_sq())
     head = 4 / 3 * 2 * 128 * 1000
     assert cost.weights_for(layout)[1] / cost.weights_for(layout)[0] == pytest.approx(
@@ -230,7 +230,7 @@ def test_sizes_give_what_rows_over_several_ranks_cost_more() -> None:
     # Without attention nothing is exchanged.
     mamba = replace(
         sizes,
-        layer_pattern="M-M-",
+        hybrid_layer_pattern="M-M-",
         num_layers=4,
         mamba_num_heads=8,
         mamba_head_dim=64,

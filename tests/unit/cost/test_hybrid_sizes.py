@@ -27,7 +27,7 @@ NEMOTRON3 = "nemotron3_nano_30b_a3b_dp8_pp4_ep8_gpu32"
 # Each stage of pp=2 has other layers: attention is on the first one only.
 UNEVEN = ModelSizes(
     num_layers=4,
-    layer_pattern="*-M-",
+    hybrid_layer_pattern="*-M-",
     hidden_size=64,
     ffn_hidden_size=128,
     num_attention_heads=4,
@@ -39,7 +39,7 @@ UNEVEN = ModelSizes(
 )
 GATED_DELTA = replace(
     UNEVEN,
-    layer_pattern="G-*-",
+    hybrid_layer_pattern="G-*-",
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     linear_key_head_dim=16,
@@ -65,14 +65,14 @@ def config_of(name: str) -> TrainConfig:
     ],
 )
 def test_published_parameters(name: str, total: float, active: float) -> None:
-    sizes = config_of(name).model.to_sizes()
+    sizes = config_of(name).model
     vocabulary = 2 * sizes.vocab_size * sizes.hidden_size
     whole = vocabulary + sizes.hidden_size
     used = 0
     for kind, count in sizes.layer_kinds():
         weights = kind.layer_parameters()
         whole += count * sum(weights)
-        experts = weights.experts * kind.experts_per_token // (kind.num_experts or 1)
+        experts = weights.experts * sizes.moe_top_k // (kind.num_experts or 1)
         used += count * (weights.split + weights.whole + experts)
     assert whole / 1e9 == pytest.approx(total, abs=0.05)
     assert used / 1e9 == pytest.approx(active, abs=0.01)
@@ -83,12 +83,12 @@ def test_published_parameters(name: str, total: float, active: float) -> None:
 
 def test_nemotron_with_embeddings_is_as_its_report_says() -> None:
     """3.2B active parameters, and 3.6B with both matrices of the vocabulary (arXiv 2512.20848)."""
-    sizes = config_of(NEMOTRON3).model.to_sizes()
+    sizes = config_of(NEMOTRON3).model
     vocabulary = sizes.vocab_size * sizes.hidden_size
     active = sizes.head_flops_per_token() / 2
     for kind, count in sizes.layer_kinds():
         weights = kind.layer_parameters()
-        experts = weights.experts * kind.experts_per_token // (kind.num_experts or 1)
+        experts = weights.experts * sizes.moe_top_k // (kind.num_experts or 1)
         active += count * (weights.split + weights.whole + experts)
     assert active / 1e9 == pytest.approx(3.2, abs=0.05)
     assert (active + vocabulary) / 1e9 == pytest.approx(3.6, abs=0.05)
@@ -99,21 +99,20 @@ def test_a_gpt_as_a_hybrid_model_costs_the_same(experts: bool) -> None:
     gpt = ModelSizes(
         num_layers=4,
         hidden_size=64,
-        ffn_hidden_size=96,
+        ffn_hidden_size=128 if experts else 96,
         num_attention_heads=4,
         num_query_groups=2,
         vocab_size=100,
         qk_layernorm=True,
         qkv_bias=True,
         num_experts=4 if experts else None,
-        experts_per_token=2 if experts else 1,
-        shared_expert_ffn_hidden_size=32 if experts else 0,
-        shared_expert_gate=experts,
-        first_dense_layers=1 if experts else 0,
-        dense_ffn_hidden_size=128 if experts else None,
+        moe_ffn_hidden_size=96,
+        moe_shared_ffn_hidden_size=32 if experts else None,
+        moe_shared_gate=experts,
+        moe_first_dense_layers=1 if experts else 0,
     )
     pattern = "*-*E*E*E" if experts else "*-" * 4
-    hybrid = replace(gpt, num_layers=8, layer_pattern=pattern, first_dense_layers=0)
+    hybrid = replace(gpt, num_layers=8, hybrid_layer_pattern=pattern, moe_first_dense_layers=0)
     layout = Layout(tp=2, sequence_parallel=True)
     speed = GpuSpeed(peak_tflops=1.0)
     costs = [
@@ -136,7 +135,7 @@ def test_weights_of_a_gated_delta_net() -> None:
     (kind, count), *_ = GATED_DELTA.layer_kinds()
     queries, values, heads = 2 * 16, 4 * 32, 4
     weights = kind.layer_parameters()
-    assert (kind.sublayers, count) == ("G", 1)
+    assert (kind.parts, count) == ("G", 1)
     inner = 64 * (2 * queries + 2 * values + 2 * heads) + values * 64
     assert weights.split == inner + 4 * (2 * queries + values) + 2 * heads
     assert weights.whole == 64 + 32
@@ -146,7 +145,7 @@ def test_weights_of_a_gated_delta_net() -> None:
 def test_weights_of_mamba() -> None:
     """in_proj, conv1d with biases, A_log, D and dt_bias, norm, out_proj; the norm of the layer."""
     kind = list(UNEVEN.layer_kinds())[-1][0]
-    assert kind.sublayers == "M"
+    assert kind.parts == "M"
     inner, states, heads = 8 * 16, 2 * 32, 8
     weights = kind.layer_parameters()
     matrices = 64 * (2 * inner + 2 * states + heads) + inner * 64
@@ -157,9 +156,7 @@ def test_weights_of_mamba() -> None:
 def test_work_of_linear_layers_of_qwen3_next() -> None:
     """67 MFLOP per token in projections and 5.8 in the scan; the state is as large as the keys of
     1,048 tokens."""
-    kinds = {
-        kind.sublayers: kind for kind, _ in config_of(QWEN3_NEXT).model.to_sizes().layer_kinds()
-    }
+    kinds = {kind.parts: kind for kind, _ in config_of(QWEN3_NEXT).model.layer_kinds()}
     scan = 32 * (2 * 64 * (2 * 128 + 2 * 128 + 128) + 6 * 128 * 128)
     convolution = 2 * 4 * (2 * 2048 + 4096)
     projections = 2 * 2048 * (2 * 2048 + 2 * 4096 + 64 + 4096)
@@ -169,13 +166,14 @@ def test_work_of_linear_layers_of_qwen3_next() -> None:
     # Queries are projected with a gate each.
     attention = 2 * 2048 * (2 * 4096 + 4096 + 2 * 512)
     assert kinds["*"].layer_flops_per_token() == attention
-    memory = MemoryModel(sizes=kinds["G"])
-    saved = memory.saved(Layout())
+    memory = MemoryModel(sizes=config_of(QWEN3_NEXT).model)
+    saved = memory.saved(Layout(), kinds["G"])
     assert saved.carried_state == 32 * 128 * 128 * 4 + 3 * 8192 * 2
-    keys = MemoryModel(sizes=kinds["*"]).saved(Layout()).carried_token
+    attention_saved = memory.saved(Layout(), kinds["*"])
+    keys = attention_saved.carried_token
     assert saved.carried_state / keys == pytest.approx(1048, abs=0.5)
     assert saved.carried_token == 0
-    assert MemoryModel(sizes=kinds["*"]).saved(Layout()).carried_state == 0
+    assert attention_saved.carried_state == 0
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -203,8 +201,8 @@ def test_the_shortest_piece_holds_as_much_as_its_states(
 
 
 def test_models_without_recurrent_layers_have_no_shortest_piece() -> None:
-    gpt = replace(UNEVEN, layer_pattern="*-*-")
-    for sizes in (gpt, replace(gpt, layer_pattern=None)):
+    gpt = replace(UNEVEN, hybrid_layer_pattern="*-*-")
+    for sizes in (gpt, replace(gpt, hybrid_layer_pattern=None)):
         assert MemoryModel(sizes=sizes).least_piece(Layout()) is None
 
 
@@ -231,7 +229,7 @@ def test_stages_with_other_shares_of_attention_have_two_weights() -> None:
 
 
 def test_alike_stages_have_one_weight() -> None:
-    twice = replace(UNEVEN, num_layers=8, layer_pattern="*-M-*-M-")
+    twice = replace(UNEVEN, num_layers=8, hybrid_layer_pattern="*-M-*-M-")
     assert twice.square_factors(PP2) is None
     assert twice.square_factors(Layout(pp=4)) is not None
     nemotron = config_of(NEMOTRON3)
@@ -288,8 +286,8 @@ def test_pieces_keep_a_state_each() -> None:
         (GATED_DELTA, Layout(), 2),
         (GATED_DELTA, Layout(cp=2), 1),
         (GATED_DELTA, Layout(tp=2, cp=2), 0),
-        (replace(UNEVEN, layer_pattern="*-*-"), Layout(cp=8), None),
-        (replace(UNEVEN, layer_pattern=None), Layout(cp=8), None),
+        (replace(UNEVEN, hybrid_layer_pattern="*-*-"), Layout(cp=8), None),
+        (replace(UNEVEN, hybrid_layer_pattern=None), Layout(cp=8), None),
     ],
 )
 def test_widths_of_rows(sizes: ModelSizes, layout: Layout, widest: int | None) -> None:
@@ -299,11 +297,11 @@ def test_widths_of_rows(sizes: ModelSizes, layout: Layout, widest: int | None) -
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"layer_pattern": "*-"}, "layer_pattern='\\*-' with num_layers=4"),
-        ({"layer_pattern": "*-x-"}, "set as many letters of GM"),
-        ({"layer_pattern": "G-*-"}, "has layers G, but no linear_num_key_heads"),
-        ({"layer_pattern": "*EM-"}, "has layers E, but no num_experts"),
-        ({"mamba_num_heads": None}, "has layers M, but no mamba_num_heads"),
+        ({"hybrid_layer_pattern": "*-"}, "has 2 letters and num_layers is 4"),
+        ({"hybrid_layer_pattern": "*-x-"}, "has 'x'; set letters of GM"),
+        ({"hybrid_layer_pattern": "G-*-"}, "has layers G, so linear_num_key_heads must be set"),
+        ({"hybrid_layer_pattern": "*EM-"}, "has layers E, so num_experts must be set"),
+        ({"mamba_num_heads": None}, "has layers M, so mamba_num_heads must be set"),
     ],
 )
 def test_patterns_that_do_not_fit(keys: dict[str, object], message: str) -> None:

@@ -17,21 +17,21 @@ pytestmark = pytest.mark.unit
 SIZES = ModelSizes(
     num_layers=8,
     hidden_size=256,
-    ffn_hidden_size=1024,
+    ffn_hidden_size=64,
+    moe_ffn_hidden_size=1024,
     num_attention_heads=4,
     vocab_size=128,
     num_experts=8,
-    experts_per_token=4,
-    shared_expert_ffn_hidden_size=512,
-    first_dense_layers=4,
-    dense_ffn_hidden_size=64,
+    moe_top_k=4,
+    moe_shared_ffn_hidden_size=512,
+    moe_first_dense_layers=4,
 )
 PP2 = Layout(pp=2)
 
 
 def test_cheap_dense_layers_move_the_split() -> None:
     assert SIZES.balanced_stage_layers(PP2, 100.0).num_layers == (6, 2)
-    alike = replace(SIZES, first_dense_layers=0)
+    alike = replace(SIZES, moe_first_dense_layers=0)
     assert alike.balanced_stage_layers(PP2, 100.0).num_layers == (4, 4)
 
 
@@ -73,9 +73,9 @@ def test_recomputed_experts_cost_only_where_there_are_experts() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"kv_lora_rank": 8}, "kv_lora_rank=8 without qk_nope_head_dim"),
-        ({"dense_ffn_hidden_size": None}, "first_dense_layers=4 needs num_experts and dense_ffn"),
-        ({"first_dense_layers": -1}, "first_dense_layers=-1; set an integer of at least 0"),
+        ({"kv_lora_rank": 8}, "kv_lora_rank is set, so qk_nope_head_dim must be"),
+        ({"moe_first_dense_layers": -1}, "moe_first_dense_layers=-1; set an integer of at least 0"),
+        ({"num_experts": 0}, "num_experts=0; set an integer of at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit_together(keys: dict[str, int | None], message: str) -> None:
@@ -87,18 +87,18 @@ def test_global_layers_have_heads_of_their_own() -> None:
     """Wider ones, in layers that are not spread evenly over the stages."""
     sizes = replace(
         SIZES,
-        first_dense_layers=0,
+        moe_first_dense_layers=0,
         num_query_groups=2,
         kv_channels=64,
         global_kv_channels=128,
         global_query_groups=1,
         global_keys_as_values=True,
-        global_pattern="LLLLLLGG",
+        rotary_pattern="LLLLLLGG",
     )
     (local, num_local), (wide, num_wide) = sizes.layer_kinds()
     assert (num_local, num_wide) == (6, 2)
     assert (local.head_width, local.keys_as_values) == (64, False)
-    assert (wide.head_width, wide.num_query_groups, wide.keys_as_values) == (128, 1, True)
+    assert (wide.head_width, wide.groups, wide.keys_as_values) == (128, 1, True)
     # Queries and the output, and keys that are the values too.
     assert wide.layer_parameters().split - local.layer_parameters().split == 256 * (
         2 * 4 * (128 - 64) + 128 - 2 * 2 * 64

@@ -25,10 +25,10 @@ GPT = ModelSizes(
     ffn_hidden_size=4 * H,
     num_attention_heads=16,
     vocab_size=32000,
-    gated=False,
+    gated_linear_unit=False,
 )
 DENSE = 8 * (12 * H * H + 2 * H) + 2 * 32000 * H + H
-EXPERTS = replace(GPT, num_experts=16, experts_per_token=2, gated=True)
+EXPERTS = replace(GPT, num_experts=16, moe_top_k=2, gated_linear_unit=True)
 
 
 def bare(model: MemoryModel, layout: Layout) -> list[int]:
@@ -109,7 +109,7 @@ def test_activations_match_the_published_formula(tp: int, sequence_parallel: boo
 
 
 def test_grouped_queries_and_gates_count_with_their_widths() -> None:
-    sizes = replace(GPT, num_query_groups=4, gated=True)
+    sizes = replace(GPT, num_query_groups=4, gated_linear_unit=True)
     found = MemoryModel(sizes=sizes).saved(Layout()).layer
     # Inputs 4h; queries and attention's output 2h; keys and values h/2; MLP 3 * 4h; 2 bytes each.
     scalars = 2 * 4 + 4 * 16
@@ -209,12 +209,12 @@ def test_the_default_chunk_of_the_head_is_the_one_that_runs() -> None:
         assert head == 32000 // tp * 6 * chunk
 
 
-def test_sizes_follow_from_the_model_config() -> None:
+def test_the_model_config_is_the_sizes() -> None:
     model = ModelConfig(hidden_size=64, num_experts=4, moe_ffn_hidden_size=32, moe_top_k=3)
-    sizes = model.to_sizes()
-    assert (sizes.ffn_hidden_size, sizes.num_experts, sizes.experts_per_token) == (32, 4, 3)
-    dense = ModelConfig(hidden_size=64, vocab_size=999).to_sizes()
-    assert (dense.ffn_hidden_size, dense.num_experts, dense.vocab_size) == (256, None, 999)
+    kind = model.last_kind
+    assert (kind.width, kind.num_experts, model.moe_top_k, model.num_ids) == (32, 4, 3, 259)
+    dense = ModelConfig(hidden_size=64, vocab_size=999)
+    assert (dense.last_kind.width, dense.last_kind.num_experts, dense.num_ids) == (256, 0, 999)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_shipped_models_have_the_published_parameter_counts(
     monkeypatch.chdir(tmp_path)
     path = Path(__file__).parents[3] / "configs" / f"{config}.yaml"
     model = load_config(path, [], TrainConfig).model
-    memory = MemoryModel(sizes=model.to_sizes(), untied_embeddings=model.untie_embeddings)
+    memory = MemoryModel(sizes=model, untied_embeddings=model.untie_embeddings)
     stage = memory.stage(Layout(), 0, live_tokens=0, row_tokens=0)
     assert stage.parameters / 2e9 == pytest.approx(billions, abs=0.01)
 

@@ -30,7 +30,7 @@ def model_of(config: dict[str, Any], folder: Path) -> ModelConfig:
 
 def num_parameters(model: ModelConfig, layout: Layout) -> list[int]:
     """Parameters on a GPU of each stage."""
-    memory = MemoryModel(sizes=model.to_sizes(), untied_embeddings=model.untie_embeddings)
+    memory = MemoryModel(sizes=model, untied_embeddings=model.untie_embeddings)
     stages = (
         memory.stage(layout, stage, live_tokens=0.0, row_tokens=0.0) for stage in range(layout.pp)
     )
@@ -97,7 +97,7 @@ def test_parameters(name: str, tmp_path: Path) -> None:
 def test_parameters_of_layers(name: str, tmp_path: Path) -> None:
     model = model_of(CONFIGS[name], tmp_path)
     (total,) = num_parameters(model, Layout())
-    kind, _ = list(model.to_sizes().layer_kinds())[-1]
+    kind, _ = list(model.layer_kinds())[-1]
     mtp = sum(kind.layer_parameters()) + 2 * model.hidden_size**2
     assert model.vocab_size is not None
     layers = total - 2 * model.vocab_size * model.hidden_size
@@ -121,7 +121,7 @@ def test_parameters_that_a_token_uses(
     config: dict[str, Any], billions: float, tmp_path: Path
 ) -> None:
     """A multiply and an add per weight; the authors count the embedding, which has neither."""
-    sizes = model_of(config, tmp_path).to_sizes()
+    sizes = model_of(config, tmp_path)
     flops = sum(kind.layer_flops_per_token() * n for kind, n in sizes.layer_kinds())
     flops += sizes.head_flops_per_token()
     embedding = sizes.vocab_size * sizes.hidden_size
@@ -135,7 +135,7 @@ def test_stages_hold_the_layers_that_they_have(tmp_path: Path) -> None:
     stages = num_parameters(model, Layout(pp=4))
     assert sum(stages) == num_parameters(model, Layout())[0]
     assert stages[1] == stages[2]
-    dense, experts = (kind.layer_parameters() for kind, _ in model.to_sizes().layer_kinds())
+    dense, experts = (kind.layer_parameters() for kind, _ in model.layer_kinds())
     embedding = 129280 * 7168
     assert stages[1] == 15 * sum(experts)
     assert stages[0] == 3 * sum(dense) + 12 * sum(experts) + embedding
@@ -143,7 +143,7 @@ def test_stages_hold_the_layers_that_they_have(tmp_path: Path) -> None:
 
 def test_dense_and_expert_layers_of_deepseek_cost_alike(tmp_path: Path) -> None:
     """A dense layer is as wide as 8 chosen experts and the shared one: chunks stay balanced."""
-    sizes = model_of(DEEPSEEK_V3, tmp_path).to_sizes()
+    sizes = model_of(DEEPSEEK_V3, tmp_path)
     (dense, num_dense), (experts, num_experts) = sizes.layer_kinds()
     assert (num_dense, num_experts) == (3, 58)
     assert dense.layer_cost(4096) == pytest.approx(experts.layer_cost(4096), rel=0.01)

@@ -45,7 +45,7 @@ def test_operations_are_those_of_the_pairs_that_meet(length: int) -> None:
 
 def test_layers_are_of_two_kinds() -> None:
     kinds = list(SIZES.layer_kinds())
-    assert [(kind.attention_window, count) for kind, count in kinds] == [(WINDOW, 4), (None, 4)]
+    assert [(kind.window, count) for kind, count in kinds] == [(WINDOW, 4), (None, 4)]
     windowed, full = (kind for kind, _ in kinds)
     assert windowed.layer_flops_per_token_sq() == 0 < full.layer_flops_per_token_sq()
     assert sum(n * sum(kind.layer_parameters()) for kind, n in kinds) == 8 * sum(
@@ -54,12 +54,9 @@ def test_layers_are_of_two_kinds() -> None:
 
 
 def test_first_dense_layers_have_windows_too() -> None:
-    experts = replace(SIZES, num_experts=4, first_dense_layers=2, dense_ffn_hidden_size=64)
-    found = [
-        (kind.num_experts, kind.attention_window, count)
-        for kind, count in experts.layer_kinds(1, 4)
-    ]
-    assert found == [(None, None, 1), (4, WINDOW, 2), (4, None, 1)]
+    experts = replace(SIZES, num_experts=4, moe_first_dense_layers=2)
+    found = [(kind.num_experts, kind.window, count) for kind, count in experts.layer_kinds(1, 4)]
+    assert found == [(0, None, 1), (4, WINDOW, 2), (4, None, 1)]
 
 
 def test_chunks_with_more_windows_have_less_squares() -> None:

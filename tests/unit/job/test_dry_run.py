@@ -111,7 +111,7 @@ def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> No
                 *("layout.sequence_parallel=true", "model.num_experts=4"),
                 "model.moe_ffn_hidden_size=771",
             ],
-            ["771", "does not divide by layout.etp=2"],
+            ["771", "does not divide over layout.etp=2"],
         ),
         (
             EXPERTS,

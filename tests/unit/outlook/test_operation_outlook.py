@@ -74,7 +74,7 @@ def test_a_sweep_without_plans_says_why() -> None:
 
 
 def test_pieces_are_tried_where_ranks_exchange_tokens_of_experts() -> None:
-    sizes = replace(SIZES, num_experts=4, experts_per_token=1)
+    sizes = replace(SIZES, num_experts=4, moe_top_k=1)
     work = replace(WORK, memory=MemoryModel(sizes=sizes), policy=Policy(search=0))
     tuning = tune(work, replace(SPACE, ep=(2,), context_parallel=("fixed",)))
     assert {candidate.policy.split_samples for candidate in tuning.ranked} == {"auto", "off"}

@@ -291,6 +291,16 @@ for name in ("cli", "commands.train", "job.dry_run", "commands.tune"):
     assert done.stdout.split() == []
 
 
+def test_the_planner_loads_no_sizes_of_a_model_and_no_fit() -> None:
+    """It needs seconds of rows, whatever they come from; a model and a fit are asked for."""
+    code = "import sys, megapack.dp_schedule; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "megapack.cost.model" in loaded
+    others = {f"megapack.cost.{name}" for name in ("options", "sizes", "layers", "fit", "memory")}
+    assert loaded & {"torch", *others} == set()
+
+
 def test_the_adapter_loads_nothing_of_the_main_job() -> None:
     """A loop of one's own needs neither the job nor the GPT that it builds."""
     code = "import sys, megapack.schedule; print(*sys.modules)"

@@ -12,7 +12,7 @@ import torch
 from megapack.config import load_config
 from megapack.job.config.sections import ModelConfig, TrainConfig
 from tools.benching import gpu_model, gpu_report, gpu_ways
-from tools.benching.model_flops import forward_flops, model_sizes, peak_flops
+from tools.benching.model_flops import forward_flops, peak_flops
 
 pytestmark = pytest.mark.unit
 
@@ -32,7 +32,7 @@ def test_flops_by_hand() -> None:
     head = 2 * 8 * 100
     # One sample of 5 + 3 tokens; 8^2 / 2 pairs, each two products of 4 heads of 4, twice.
     attention = 8**2 / 2 * 2 * 2 * 4 * 4
-    sizes = model_sizes(model)
+    sizes = model
     assert forward_flops(sizes, [(5, 3)]) == 3 * (8 * matrices + attention) + 3 * head
     # Samples do not attend to each other: twice the samples, twice the work.
     assert forward_flops(sizes, [(5, 3)] * 2) == 2 * forward_flops(sizes, [(5, 3)])
@@ -48,7 +48,7 @@ def test_config_names_give_their_parameter_counts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(repo_root / "configs" / f"{name}.yaml", [], TrainConfig)
-    sizes = model_sizes(config.model)
+    sizes = config.model
     weights = sizes.num_layers * sizes.layer_flops_per_token() + sizes.head_flops_per_token()
     assert weights / 2e9 == pytest.approx(billions, rel=0.005)
 

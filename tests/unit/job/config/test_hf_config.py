@@ -13,10 +13,10 @@ import pytest
 from megapack import ConfigError
 from megapack.config import dump_yaml, parse_config
 from megapack.config.shipped import absent_weights
+from megapack.cost.rope import RopeScaling
 from megapack.job.config.hf_config import read_hf_config
 from megapack.job.config.hf_families import FAMILIES
 from megapack.job.config.hf_hybrid import HYBRID_FAMILIES
-from megapack.job.config.rope import RopeScaling
 from megapack.job.config.sections import ModelConfig, TrainConfig
 from tests.unit.job.config.hybrid_configs import HYBRID
 from tests.unit.job.config.published_configs import CONFIGS, FAMILY_MODELS

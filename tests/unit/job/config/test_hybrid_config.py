@@ -82,7 +82,7 @@ def nemotron(*overrides: str) -> TrainConfig:
 def test_stages_share_the_letters() -> None:
     config = nemotron()
     assert config.stage_layers.num_layers == (13, 13, 13, 13)
-    assert config.model.to_sizes().layer_pattern == config.model.hybrid_layer_pattern
+    assert config.model.layer_pattern == config.model.hybrid_layer_pattern
     gpt = load_config(
         find_config("configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml"),
         ["model.megatron_class=hybrid"],

@@ -9,8 +9,8 @@ import pytest
 
 from megapack import ConfigError, Layout
 from megapack.config import parse_config
+from megapack.cost.rope import RopeScaling
 from megapack.job.config.model_checks import check_sizes
-from megapack.job.config.rope import RopeScaling
 from megapack.job.config.sections import ModelConfig, TrainConfig
 
 pytestmark = pytest.mark.unit

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megapack.cost.rope import RopeScaling
 from megapack.errors import ConfigError
 from megapack.job.config.model import ModelConfig
-from megapack.job.config.rope import RopeScaling
 from megapack.job.gpt.rope import inverse_frequencies
 
 pytestmark = pytest.mark.unit

@@ -12,7 +12,7 @@ from megapack.cli import main
 
 pytestmark = pytest.mark.unit
 
-CONFIG = str(Path(__file__).resolve().parents[3] / "configs" / "dapo_tiny_cpu.yaml")
+CONFIG = str(Path(__file__).resolve().parents[4] / "configs" / "dapo_tiny_cpu.yaml")
 SP = "layout.tp=2 layout.sequence_parallel=true"
 EXPERTS = "model.num_experts=4 model.moe_ffn_hidden_size=32"
 HEADS_3 = "model.hidden_size=48 model.num_attention_heads=3 model.num_query_groups=3"
@@ -23,9 +23,8 @@ LATENT = (
 OF_RANKS = {
     "layout.tp=3 does not divide the padded vocabulary, a multiple of 128; set layout.tp to a power"
     " of two": f"layout.tp=3 {HEADS_3}",
-    "the experts' width 33 does not divide by layout.etp=2; set layout.etp to a divisor of 33": (
-        f"{SP} layout.etp=2 model.num_experts=4 model.moe_ffn_hidden_size=33"
-    ),
+    "the experts' width 33 does not divide over layout.etp=2; set a multiple of 2, or layout.etp "
+    "to a divisor of 33": (f"{SP} layout.etp=2 model.num_experts=4 model.moe_ffn_hidden_size=33"),
     "model.linear_bias=true with layout.etp=2: each rank": (
         f"{SP} layout.etp=2 {EXPERTS} model.linear_bias=true"
     ),
