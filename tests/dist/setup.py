@@ -1,19 +1,23 @@
-"""What workers share: the problem's model on a layout, and the error of an attempt."""
+"""What workers share: the problem's model on a layout, the error of an attempt, the report."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 
-from megapack import Layout, MegapackError
+from megapack import Layout, MegapackError, launch
 from megapack.cost import LayerSplit
 from megapack.job.config.sections import ModelConfig
 from megapack.job.gpt import build_model, initialize_parallel
 from megapack.job.gpt.settings import Settings
 from tests.dist import problem
+from tests.dist.groups import end_model_parallel
 from tests.te_python import runs_te
 
 
@@ -68,3 +72,20 @@ def error_of(attempt: Callable[[], None]) -> str:
     except MegapackError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def write_report(out_dir: str, found: Any) -> None:
+    """Write what this rank found into `OUT_DIR/rank<r>.json`, which `spawn.rank_reports` reads."""
+    path = Path(out_dir) / f"rank{os.environ.get('RANK', '0')}.json"
+    path.write_text(json.dumps(found), encoding="utf-8")
+
+
+def report_cases(out_dir: str, run: Callable[[str], Any], names: Iterable[str]) -> None:
+    """The job of a worker: run the cases one after the other, and write what this rank found."""
+    launch.start("cpu")
+    found = {}
+    for name in names:
+        found[name] = run(name)
+        end_model_parallel()
+    write_report(out_dir, found)
+    launch.stop()

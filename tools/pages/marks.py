@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Marks = tuple[str, str]
-"""The lines before and after a part, such as `<!-- waits -->` and `<!-- end of waits -->`."""
+"""The lines before and after a part, such as `<!-- claims -->` and `<!-- end of claims -->`."""
 
 
 def put_between(page: str, marks: Marks, body: str) -> str:

@@ -6,16 +6,13 @@ torchrun --nproc-per-node N -m tests.dist.schedule.split_backward_worker OUT_DIR
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from megapack import Layout, build_dp_schedule, launch
+from megapack import Layout, build_dp_schedule
 from megapack.job.gpt.settings import Setting
 from megapack.loss import SFT
 from megapack.schedule import ScheduleAdapter
@@ -23,7 +20,7 @@ from tests.dist import problem
 from tests.dist.groups import end_model_parallel
 from tests.dist.losses.sequence_problem import KINDS
 from tests.dist.schedule.delayed_linear import linear_layers
-from tests.dist.setup import build_chunks
+from tests.dist.setup import build_chunks, report_cases
 from tests.hand_made_orders import with_weights_later
 from tests.te_python import runs_te
 
@@ -159,40 +156,10 @@ TE_CASES = (
 )
 """Those that CI also runs with Transformer Engine's own layers."""
 
-_GRID = {
-    "pp1": Layout(),
-    "pp2": PP2,
-    "pp2_vpp2": PP2_VPP2,
-    "pp4": Layout(pp=4),
-    "dp2_pp2": DP2_PP2,
-    "tp2_sp_pp2": TP2_SP_PP2,
-}
-MORE_CASES = {
-    "tp2_sp": Case(layout=TP2_SP),
-    "cp2": Case(layout=Layout(cp=2)),
-    "single_moe": Case(layout=Layout(), variant="moe"),
-    "single_mla_full": Case(layout=Layout(), variant="mla", recompute="full"),
-} | {
-    f"{name}-{objective}-{recompute}": Case(
-        layout=layout, objective=objective, recompute=recompute, lag=lag
-    )
-    for name, layout in _GRID.items()
-    for objective in OBJECTIVES
-    for recompute, lag in (("none", 2), ("full", 5))
-}
-"""Every layout with every objective. These are not in CI: `tools/split_backward.py` runs them."""
-
 
 def main(out_dir: str, *names: str) -> None:
     """Run the cases and write `OUT_DIR/rank<r>.json`."""
-    launch.start("cpu")
-    results = {}
-    for name in names:
-        results[name] = run_case({**CASES, **MORE_CASES}[name])
-        end_model_parallel()
-    path = Path(out_dir) / f"rank{dist.get_rank()}.json"
-    path.write_text(json.dumps(results), encoding="utf-8")
-    launch.stop()
+    report_cases(out_dir, lambda name: run_case(CASES[name]), names)
 
 
 if __name__ == "__main__":

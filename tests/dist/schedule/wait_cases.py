@@ -30,8 +30,6 @@ class WaitCase:
     """A layout, a feature and an attention kernel."""
 
     layout: Layout
-    feature: str = "plain"
-    """For the table of docs/gpu.md."""
     attention: Kernel = "te"
     """Fused kernels run in bf16, "sdpa" in fp32."""
     model: str = "plain"
@@ -70,56 +68,40 @@ _PLAIN = {
     if name not in ("dp2_ep2", "tp2_sp_etp2")
 }
 _FEATURES = {
-    "dp2_sharded": WaitCase(
-        layout=_DP2, feature="distributed optimizer", distributed_optimizer=True
-    ),
-    "moe": WaitCase(layout=_ONE, feature="experts", model="moe"),
-    "moe_pp2": WaitCase(layout=_PP2, feature="experts", model="moe"),
-    "moe_dp2_ep2": WaitCase(layout=LAYOUTS["dp2_ep2"], feature="experts", model="moe_bias"),
-    "moe_tp2_sp_etp2": WaitCase(layout=LAYOUTS["tp2_sp_etp2"], feature="experts", model="moe"),
-    "moe_replay": WaitCase(layout=_ONE, feature="replay of routing", model="moe_replay"),
-    "moe_replay_dp2_ep2": WaitCase(
-        layout=LAYOUTS["dp2_ep2"], feature="replay of routing", model="moe_replay"
-    ),
-    "mla": WaitCase(layout=_ONE, feature="multi-latent attention", model="mla"),
-    "mla_tp2_sp": WaitCase(layout=LAYOUTS["tp2_sp"], feature="multi-latent attention", model="mla"),
-    "mla_cp2": WaitCase(layout=LAYOUTS["cp2"], feature="multi-latent attention", model="mla"),
-    "mtp": WaitCase(layout=_ONE, feature="multi-token prediction", model="mtp"),
-    "mtp_pp2": WaitCase(layout=_PP2, feature="multi-token prediction", model="mtp"),
-    "mtp_cp2": WaitCase(layout=LAYOUTS["cp2"], feature="multi-token prediction", model="mtp"),
-    "full": WaitCase(layout=_ONE, feature="recompute full", recompute="full"),
-    "selective_pp2": WaitCase(layout=_PP2, feature="recompute selective", recompute="selective"),
-    "value": WaitCase(layout=_ONE, feature="value head", value_head=True),
-    "value_pp2": WaitCase(layout=_PP2, feature="value head", value_head=True),
-    "shared": WaitCase(layout=_ONE, feature="shared prefixes", rows="shared"),
-    "shared_pp2_vpp2": WaitCase(
-        layout=LAYOUTS["pp2_vpp2"], feature="shared prefixes", rows="shared"
-    ),
-    "shared_cp2": WaitCase(
-        layout=LAYOUTS["cp2"], feature="shared prefixes", rows="shared", attention="varlen"
-    ),
-    "shared_mla": WaitCase(
-        layout=_ONE, feature="shared prefixes, multi-latent attention", rows="shared", model="mla"
-    ),
-    "pieces": WaitCase(layout=_ONE, feature="split samples", rows="pieces", executor="operations"),
-    "pieces_pp2": WaitCase(
-        layout=_PP2, feature="split samples", rows="pieces", executor="operations"
-    ),
+    "dp2_sharded": WaitCase(layout=_DP2, distributed_optimizer=True),
+    "moe": WaitCase(layout=_ONE, model="moe"),
+    "moe_pp2": WaitCase(layout=_PP2, model="moe"),
+    "moe_dp2_ep2": WaitCase(layout=LAYOUTS["dp2_ep2"], model="moe_bias"),
+    "moe_tp2_sp_etp2": WaitCase(layout=LAYOUTS["tp2_sp_etp2"], model="moe"),
+    "moe_replay": WaitCase(layout=_ONE, model="moe_replay"),
+    "moe_replay_dp2_ep2": WaitCase(layout=LAYOUTS["dp2_ep2"], model="moe_replay"),
+    "mla": WaitCase(layout=_ONE, model="mla"),
+    "mla_tp2_sp": WaitCase(layout=LAYOUTS["tp2_sp"], model="mla"),
+    "mla_cp2": WaitCase(layout=LAYOUTS["cp2"], model="mla"),
+    "mtp": WaitCase(layout=_ONE, model="mtp"),
+    "mtp_pp2": WaitCase(layout=_PP2, model="mtp"),
+    "mtp_cp2": WaitCase(layout=LAYOUTS["cp2"], model="mtp"),
+    "full": WaitCase(layout=_ONE, recompute="full"),
+    "selective_pp2": WaitCase(layout=_PP2, recompute="selective"),
+    "value": WaitCase(layout=_ONE, value_head=True),
+    "value_pp2": WaitCase(layout=_PP2, value_head=True),
+    "shared": WaitCase(layout=_ONE, rows="shared"),
+    "shared_pp2_vpp2": WaitCase(layout=LAYOUTS["pp2_vpp2"], rows="shared"),
+    "shared_cp2": WaitCase(layout=LAYOUTS["cp2"], rows="shared", attention="varlen"),
+    "shared_mla": WaitCase(layout=_ONE, rows="shared", model="mla"),
+    "pieces": WaitCase(layout=_ONE, rows="pieces", executor="operations"),
+    "pieces_pp2": WaitCase(layout=_PP2, rows="pieces", executor="operations"),
     "pieces_cp2": WaitCase(
         layout=LAYOUTS["cp2"],
-        feature="split samples",
         rows="pieces",
         executor="operations",
         attention="varlen",
     ),
-    "wide_dp2": WaitCase(layout=_DP2, feature="rows over DP ranks", rows="wide"),
-    "operations_pp2": WaitCase(layout=_PP2, feature="operations executor", executor="operations"),
-    "split_backward_pp2": WaitCase(
-        layout=_PP2, feature="split backward", executor="operations", splits_backward=True
-    ),
+    "wide_dp2": WaitCase(layout=_DP2, rows="wide"),
+    "operations_pp2": WaitCase(layout=_PP2, executor="operations"),
+    "split_backward_pp2": WaitCase(layout=_PP2, executor="operations", splits_backward=True),
     "split_backward_moe_pp2": WaitCase(
         layout=_PP2,
-        feature="split backward, experts",
         model="moe",
         executor="operations",
         splits_backward=True,
@@ -128,26 +110,17 @@ _FEATURES = {
 _TE = _PLAIN | _FEATURES
 _hybrid = functools.partial(WaitCase, model="hybrid", attention="varlen")
 _HYBRID = {
-    "hybrid": _hybrid(layout=_ONE, feature="recurrent layers"),
-    "hybrid_pp2_full": _hybrid(
-        layout=_PP2, feature="recurrent layers, recompute full", recompute="full"
-    ),
-    "hybrid_cp2": _hybrid(layout=LAYOUTS["cp2"], feature="recurrent layers"),
-    "hybrid_shared": _hybrid(
-        layout=_ONE, feature="shared prefixes, recurrent layers", rows="shared"
-    ),
-    "hybrid_shared_cp2": _hybrid(
-        layout=LAYOUTS["cp2"], feature="shared prefixes, recurrent layers", rows="shared"
-    ),
+    "hybrid": _hybrid(layout=_ONE),
+    "hybrid_pp2_full": _hybrid(layout=_PP2, recompute="full"),
+    "hybrid_cp2": _hybrid(layout=LAYOUTS["cp2"]),
+    "hybrid_shared": _hybrid(layout=_ONE, rows="shared"),
+    "hybrid_shared_cp2": _hybrid(layout=LAYOUTS["cp2"], rows="shared"),
     "hybrid_pieces_pp2": _hybrid(
         layout=_PP2,
-        feature="split samples, recurrent layers",
         rows="pieces",
         executor="operations",
     ),
-    "hybrid_wide_dp2": _hybrid(
-        layout=_DP2, feature="rows over DP ranks, recurrent layers", rows="wide"
-    ),
+    "hybrid_wide_dp2": _hybrid(layout=_DP2, rows="wide"),
 }
 
 
@@ -165,7 +138,7 @@ ALL_CASES: dict[str, WaitCase] = {
     **_with("sdpa", *_LOCAL),
     **(_HYBRID if HAS_HYBRID else {}),
 }
-"""`tools/host_waits.py` runs all that the installed Megatron-Core has."""
+"""All that the installed Megatron-Core has."""
 
 CASES = (
     *("single", "moe", "cp2"),

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.hosts.steps.job import Report, Turns, parse_layout, workers
-from tools import bench_bridge_packing, bench_host_step
+from tests.hosts.steps.job import parse_layout, workers
+from tools import bench_host_step
 
 pytestmark = pytest.mark.unit
 
@@ -54,34 +50,6 @@ def test_the_benchmark_of_a_step_refuses(
     with pytest.raises(SystemExit):
         bench_host_step.main()
     assert says in capsys.readouterr().err.splitlines()[-1]
-
-
-def steps_in_turns(folder: Path, *, turns: Sequence[str], steps: int) -> list[Report]:
-    """What a job's first rank does; it reports when each of its steps began."""
-    own = Turns(*turns)
-    report = Report()
-    for _ in range(steps):
-        own.wait()
-        report.step_seconds.append(time.monotonic())
-    return [report]
-
-
-def test_steps_of_two_jobs_take_turns_as_long_as_both_run(tmp_path: Path) -> None:
-    jobs = [partial(steps_in_turns, steps=steps) for steps in (3, 5)]
-    ((second,), (first,)) = bench_host_step.in_turns(tmp_path, *jobs)
-    began = zip(first.step_seconds, second.step_seconds, strict=False)
-    in_turns = [*itertools.chain(*began), *first.step_seconds[3:]]
-    assert in_turns == sorted(in_turns)
-    assert len(in_turns) == 8
-
-
-def test_the_benchmark_of_packing_refuses_an_absent_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.py", "/absent", "--pack-size", "4"])
-    with pytest.raises(SystemExit):
-        bench_bridge_packing.main()
-    assert capsys.readouterr().err.endswith("there is no file /absent\n")
 
 
 @pytest.mark.parametrize(
