@@ -1,4 +1,4 @@
-"""The fuzz targets of tools/fuzz.py under hypothesis: bad inputs give their documented errors."""
+"""The targets of tools/fuzzing under hypothesis: bad inputs give their documented errors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tools.fuzzing.targets import DOCUMENTS, hold_schedule
+from tools.fuzzing.targets import DOCUMENTS
 
 pytestmark = pytest.mark.property
 
-# atheris runs many more; here test time is limited.
 MANY = int(os.environ.get("MEGAPACK_EXAMPLES", "10000")) // 3
 
 
@@ -53,22 +52,9 @@ def test_documents(target: str, data: st.DataObject) -> None:
     DOCUMENTS[target].hold(data.draw(documents(target)))
 
 
-@given(data=st.data())
-@examples(100)
-def test_schedules(data: st.DataObject) -> None:
-    hold_schedule(lambda low, high: data.draw(st.integers(low, high)))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("target", DOCUMENTS)
 @given(data=st.data())
 @examples(MANY)
 def test_many_documents(target: str, data: st.DataObject) -> None:
     DOCUMENTS[target].hold(data.draw(documents(target)))
-
-
-@pytest.mark.slow
-@given(data=st.data())
-@examples(MANY)
-def test_many_schedules(data: st.DataObject) -> None:
-    hold_schedule(lambda low, high: data.draw(st.integers(low, high)))

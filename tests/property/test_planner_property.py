@@ -29,11 +29,12 @@ pytestmark = pytest.mark.property
 @st.composite
 def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
     choose = strategies.chooser(draw)
-    longest = draw(st.sampled_from([1, 17, 300]))
+    longest = draw(st.sampled_from([1, 17, 300, 300, 2**28]))
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=60))
-    rollouts = st.integers(0, max(1, len(lengths) // 2)) | st.sampled_from(["a", "b"])
+    names = st.sampled_from(["a", "b", "0", 10**20, "\n", "\ud800"])
+    rollouts = st.integers(0, max(1, len(lengths) // 2)) | names
     ids = st.lists(rollouts, min_size=len(lengths), max_size=len(lengths))
-    budget = draw(st.none() | st.integers(1, 600))
+    budget = draw(st.none() | st.integers(1, 600) | st.sampled_from([2**28, 2**40]))
     rollout_ids = draw(st.none() | ids)
     colocate_ids = draw(st.none() | st.just("pairs") | st.just("torn"))
     if colocate_ids is not None:
@@ -61,7 +62,9 @@ def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
         "colocate_ids": colocate_ids,
         "global_batch_size": draw(st.integers(1, 20)) if steps == "size" else None,
         "num_steps": draw(st.integers(1, 5)) if steps == "count" else None,
-        "cost": strategies.cost(choose, per_token=(0.0, 1.0, 1e-6), backward_ratio=(0.0, 2.0, 2.5)),
+        "cost": strategies.cost(
+            choose, per_token=(0.0, 1.0, 1e-6, 1e-300, 1e300), backward_ratio=(0.0, 2.0, 2.5)
+        ),
         "policy": strategies.policy(choose),
         "forward_only": draw(st.booleans()),
     }

@@ -1,8 +1,7 @@
 """Fuzz targets: functions that accept any input, and the properties that must hold for it.
 
 Each returns whether the input was accepted. Inputs may be refused with a documented one-line error;
-any other exception is a finding. `tools/fuzz.py` runs the targets under atheris,
-`tests/property/test_fuzz_targets.py` under hypothesis.
+any other exception is a finding. `tests/property/test_fuzz_targets.py` runs them under hypothesis.
 """
 
 from __future__ import annotations
@@ -18,13 +17,10 @@ import numpy as np
 
 from megapack import (
     ConfigError,
-    CostModel,
     DataError,
-    Layout,
     MegapackError,
     Plan,
     PlanError,
-    build_dp_schedule,
     check_plan,
     simulate,
 )
@@ -41,7 +37,7 @@ from megapack.job.data.templates import ChatRequest, TemplateSource
 from megapack.job.data.token_blocks import ReadSettings
 from megapack.job.data.tokenizer import ByteTokenizer, ChatTokens, Message
 from megapack.plan.show import diff_plans
-from tests import chat_templates, strategies
+from tests import chat_templates
 from tools.fuzzing import seeds
 
 T = TypeVar("T")
@@ -257,88 +253,6 @@ def _hold_rollouts(path: Path, settings: ReadSettings) -> bool:
     return True
 
 
-def hold_schedule(integer: Integer) -> bool:
-    """`build_dp_schedule` on small arguments, chosen by drawn integers."""
-    lengths, settings = _arguments(integer)
-    plan = refused(
-        lambda: build_dp_schedule(lengths, **settings), DataError, ConfigError, PlanError
-    )
-    again = refused(
-        lambda: build_dp_schedule(list(lengths), **settings), DataError, ConfigError, PlanError
-    )
-    if plan is None or again is None:
-        require(plan is again, "equal inputs are once planned and once refused")
-        return False
-    require(plan.digest() == again.digest(), "equal inputs give two plans")
-    check_plan(plan, lengths)
-    _hold_round_trips(plan)
-    for step in plan.steps:
-        simulation = simulate(step, layout=plan.layout, forward_only=plan.forward_only)
-        cap = plan.policy.max_live_tokens_per_gpu
-        require(
-            cap is None or simulation.peak_live_tokens <= cap, "the cap on live tokens is exceeded"
-        )
-    return True
-
-
-def _arguments(integer: Integer) -> tuple[list[int], dict[str, Any]]:
-    def one_of(options: Sequence[Any]) -> Any:
-        return options[integer(0, len(options) - 1)]
-
-    longest = one_of((1, 9, 40, 300, 2**28))
-    lengths = [integer(1, longest) for _ in range(integer(1, 16))]
-    for _ in range(integer(0, 12) // 12):
-        lengths[integer(0, len(lengths) - 1)] = one_of((0, -1, 2**28 + 1, 2**63, 2**64))
-    num_samples = len(lengths) + one_of((0, 0, 0, 0, 0, 0, 0, 1, -1))
-    layout = strategies.layout(
-        one_of, vpp=(1, 2, 3), cp=(1, 1, 2, 3), fp8=(False, False, True, "mxfp8", "blockwise")
-    )
-    budget = one_of((None, integer(1, 400), integer(1, 400), 2**40, 2**28))
-    settings: dict[str, Any] = {
-        "layout": layout,
-        "max_tokens_per_gpu": budget,
-        "micro_batch_size": integer(1, 5) if budget is None else one_of((None, None, None, 1)),
-        "global_batch_size": one_of((None, None, integer(1, 12), 0)),
-        "num_steps": one_of((None, None, integer(1, 5), 30)),
-        "rollout_ids": _ids(integer, num_samples),
-        "colocate_ids": _ids(integer, num_samples),
-        "cost": _cost(integer, layout),
-        "policy": strategies.policy(
-            one_of,
-            count_rule=("legal", "legal", "multiple", "per_rank"),
-            search=(0, 0, 1, 8, 8, 8, 8, 40),
-            max_live_tokens_per_gpu=(None, None, None, 30, 500, 2**40),
-        ),
-        "forward_only": one_of((False, False, True)),
-    }
-    return lengths, settings
-
-
-def _ids(integer: Integer, num_samples: int) -> list[int | str] | None:
-    kinds = [None, ("a", "b", "c"), (0, 1, 2, 3, 4, 5), (0, 10**20, "0", "\n", "\ud800")]
-    kind: Sequence[int | str] | None = kinds[integer(0, 5) % len(kinds)]  # type: ignore[assignment]
-    if kind is None:
-        return None
-    return [kind[integer(0, len(kind) - 1)] for _ in range(num_samples)]
-
-
-def _cost(integer: Integer, layout: Layout) -> CostModel | None:
-    kind = integer(0, 4)
-    if kind == 0:
-        return None
-    small = [integer(0, 3) * scale for scale in (1.0, 1e-3, 1e-6, 0.5)]
-    weights = None
-    if kind == 2:
-        weights = tuple(0.5 + (chunk % 2) for chunk in range(2 * (layout.num_chunks // 2)))
-    scale = {3: 1e-300, 4: 1e300}.get(kind, 1.0)
-    return CostModel(
-        *(number * scale for number in small),
-        backward_ratio=integer(0, 2),
-        stage_weights=weights or None,
-        p2p=integer(0, 1),
-    )
-
-
 @dataclass(frozen=True)
 class Documents:
     """A target that reads documents."""
@@ -356,4 +270,3 @@ DOCUMENTS = {
     "rollouts": Documents(hold_rollouts, seeds.rollouts),
     "chats": Documents(hold_chats, seeds.chats),
 }
-TARGETS = (*DOCUMENTS, "schedule")

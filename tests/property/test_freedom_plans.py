@@ -1,4 +1,7 @@
-"""Random steps with rows over several ranks keep the invariants, and are not slower."""
+"""Random steps with the planner's freedoms keep the invariants, and are not slower than without.
+
+The freedoms are rows over several ranks, pieces of samples, and split backwards.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megapack import (
-    CostModel,
-    Layout,
-    Plan,
-    PlanError,
-    Policy,
-    build_dp_schedule,
-    check_plan,
-)
+from megapack import CostModel, Layout, Plan, PlanError, Policy, build_dp_schedule, check_plan
 from megapack.pipeline.simulator import simulate_planned
 from tests import strategies
 from tests.strategies import planned, replanned
 
 pytestmark = pytest.mark.property
 
+Drawn = tuple[list[int], dict[str, Any]]
+
 
 @st.composite
-def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
+def wide(draw: st.DrawFn) -> Drawn:
+    """Steps whose rows may lie over several ranks."""
     choose = strategies.chooser(draw)
     lengths, arguments = strategies.long_and_short(draw)
     return lengths, {
@@ -45,21 +43,41 @@ def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
     }
 
 
-@given(inputs())
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-def test_wide_rows_keep_the_invariants_and_are_never_slower(
-    drawn: tuple[list[int], dict[str, Any]],
-) -> None:
+@st.composite
+def in_pieces(draw: st.DrawFn) -> Drawn:
+    """Steps whose samples may be in pieces, and whose backwards may be split."""
+    choose = strategies.chooser(draw)
+    lengths, arguments = strategies.long_and_short(draw)
+    return lengths, {
+        **arguments,
+        "layout": strategies.layout(choose, pp=(1, 2, 2, 3), vpp=(1, 1, 2)),
+        "cost": strategies.cost(choose, weight_ratio=(0.0, 1.0, 1.3)),
+        "policy": strategies.policy(
+            choose,
+            split_samples=("auto", "auto", "off"),
+            backward=("split", "split", "joint"),
+            context_parallel=("fixed", "fixed", "fixed", "dynamic"),
+            count_rule=("legal", "legal", "multiple", "per_rank"),
+            row_shape=("planned", "planned", "planned", "uniform"),
+            unreachable=("pad", "pad", "drop", "error"),
+            max_live_tokens_per_gpu=(None, *range(200, 3001, 100)),
+        ),
+    }
+
+
+def check(drawn: Drawn, **without: str) -> None:
+    """Hold the invariants, and that the plan without the freedoms is not faster."""
     lengths, arguments = drawn
     policy = arguments["policy"]
     cost = arguments["cost"]
     assert isinstance(policy, Policy)
     assert cost is None or isinstance(cost, CostModel)
-    narrow = planned(
-        lengths, {**arguments, "policy": dataclasses.replace(policy, context_parallel="fixed")}
-    )
     plan = planned(lengths, arguments)
+    other = {**arguments, "policy": dataclasses.replace(policy, **without)}  # type: ignore[arg-type]
+    plain = planned(lengths, other)
     if plan is None:
+        # What is cut or lies over several ranks is nowhere alone over the budget.
+        assert plain is None or policy.split_samples == "auto" or "context_parallel" in without
         return
     check_plan(plan, lengths)
     replanned(plan, lengths, arguments)
@@ -69,23 +87,34 @@ def test_wide_rows_keep_the_invariants_and_are_never_slower(
         assert cap is None or simulation.peak_live_tokens <= cap
         if policy.unreachable != "pad":
             assert all(mb.samples for mb in step.microbatches)
-        if narrow is None or _is_over_budget(narrow) or plan.row_lengths:
+        # The lengths of `row_shapes` follow from other rows.
+        if plain is None or _is_over_budget(plain) or plan.row_lengths:
             continue
-        fixed = simulate_planned(narrow, narrow.steps[number], cost)
+        fixed = simulate_planned(plain, plain.steps[number], cost)
         assert simulation.makespan <= fixed.makespan * (1 + 1e-9)
 
 
 def _is_over_budget(plan: Plan) -> bool:
-    """Whether a row of one rank is over the budget, which context_parallel="dynamic" forbids."""
+    """Whether a row is over the budget, which both kinds of freedom forbid."""
     rows = (mb for step in plan.steps for mb in step.microbatches)
-    return any(mb.padded_tokens > plan.capacity for mb in rows)
+    return any(mb.padded_tokens > plan.capacity * mb.width for mb in rows)
 
 
-@given(inputs())
+@given(wide())
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+def test_wide_rows_keep_the_invariants_and_are_never_slower(drawn: Drawn) -> None:
+    check(drawn, context_parallel="fixed")
+
+
+@given(in_pieces())
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_pieces_and_orders_keep_the_invariants_and_are_never_slower(drawn: Drawn) -> None:
+    check(drawn, split_samples="off", backward="joint")
+
+
+@given(wide())
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_sample_that_fits_on_no_group_is_an_error_and_others_are_planned(
-    drawn: tuple[list[int], dict[str, Any]],
-) -> None:
+def test_a_sample_that_fits_on_no_group_is_an_error_and_others_are_planned(drawn: Drawn) -> None:
     lengths, arguments = drawn
     layout = arguments["layout"]
     budget = arguments["max_tokens_per_gpu"]
