@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import Layout, Plan
-from megapack.model.parameters import global_parameters
+from megapack.job.gpt.init import local_slice
+from megapack.model.parameters import global_parameters, is_expert
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from tests.dist.exactness.cases import Case
@@ -50,7 +52,9 @@ def exactness(
     plan: Plan | None = None,
     batch: SampleBatch | None = None,
     routing: Sequence[Tensor | None] | None = None,
-) -> dict[str, float]:
+    has_gradients: bool = True,
+    sums: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
     """Errors of a forward and a step on all ranks together.
 
     Args:
@@ -60,6 +64,8 @@ def exactness(
         plan: another plan than one with this budget.
         batch: its samples, if these are not the problem's.
         routing: the experts to use, see `ScheduleAdapter.step`.
+        has_gradients: no for a distributed optimizer, whose ranks have sums of their own part.
+        sums: a group over gloo for the errors of all ranks, which may be on GPUs of their own.
     """
     batch = batch or problem.make_batch()
     plan = plan or problem.make_plan(adapter.layout, budget)
@@ -70,7 +76,7 @@ def exactness(
     found = {
         "loss": result.loss,
         "expected_loss": loss,
-        **gradient_errors(adapter.chunks, grads),
+        **(gradient_errors(adapter.chunks, grads, sums) if has_gradients else {}),
         **logprob_errors(outputs, plan, batch, exact),
         "num_microbatches": plan.steps[0].num_microbatches,
         "most_samples_in_a_row": max(len(mb.samples) for mb in plan.steps[0].ranks[0]),
@@ -82,13 +88,21 @@ def exactness(
     return found
 
 
-def gradient_errors(chunks: Sequence[Any], grads: dict[str, Tensor]) -> dict[str, float]:
-    """The gradient's norm over all ranks' parameters, and its relative error in that norm."""
+def gradient_errors(
+    chunks: Sequence[Any], grads: dict[str, Tensor], group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
+    """The gradient's norm over all ranks' parts, and its relative error in that norm."""
     sums = torch.zeros(2, dtype=torch.float64)
-    for name, grad in main_gradients(chunks):
-        sums += torch.stack([(grad - grads[name]).norm() ** 2, grads[name].norm() ** 2])
+    dense = parallel_state.get_tensor_model_parallel_group()
+    experts = parallel_state.get_expert_tensor_parallel_group()
+    for chunk in chunks:
+        for name, param in global_parameters(chunk):
+            tp = experts if is_expert(name) else dense
+            want = local_slice(grads[name].cpu(), param, tp.rank(), tp.size())
+            have = param.main_grad.double().cpu()
+            sums += torch.stack([(have - want).norm() ** 2, want.norm() ** 2])
     if dist.get_world_size() > 1:
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=group)
     error, norm = sums.sqrt().tolist()
     return {"gradient_error": error / norm, "gradient_norm": norm}
 

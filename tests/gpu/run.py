@@ -16,12 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.launch import launch_job
 from tests.gpu.rehearsed import REHEARSED, SAMPLED
+from tools.nccl.launch import run_ranks
 
 # Transformer Engine asks cuBLAS for TF32 in fp32 products, but these tests need true fp32. gloo
 # uses the loopback interface, so that it does not look up the machine's name.
-_ENVIRONMENT = {"NVIDIA_TF32_OVERRIDE": "0", "GLOO_SOCKET_IFNAME": "lo"}
+_ENVIRONMENT = {"NVIDIA_TF32_OVERRIDE": "0", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 # Read when CUDA and NCCL start: cuBLAS adds up in one order, and graphs run beside expandable
 # segments.
 _FEATURES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_GRAPH_REGISTER": "0"}
@@ -31,6 +31,8 @@ _FEATURES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_GRAPH_REGISTER": "0"}
 _PATIENCE = 10 if REHEARSED else 1
 JOB_S = 90 * _PATIENCE
 TOTAL_S = 180 * _PATIENCE
+# When a rank has failed, so long the other one may write its own error.
+_GRACE_S = 5
 
 Results = dict[str, dict[str, dict[str, Any]]]
 """Results by job and part; a part that failed has an "error"."""
@@ -100,11 +102,21 @@ def _job(
     limit = min(job_s, end - time.monotonic())
     if limit <= 0:
         return "not run: earlier jobs used up the time limit"
-    try:
-        done = launch_job(world, module, args, timeout_s=limit, env={**_ENVIRONMENT, **(env or {})})
-    except TimeoutError as error:
-        return f"ran past {limit:.0f} s: {str(error)[-1000:]}"
-    return None if done.returncode == 0 else f"exit {done.returncode}: {done.stdout[-2000:]}"
+    with tempfile.TemporaryDirectory() as folder:
+        ended = run_ranks(
+            ["-m", module, *args],
+            world=world,
+            environment=lambda _: {**_ENVIRONMENT, **(env or {})},
+            folder=Path(folder),
+            limit_s=limit,
+            stall_s=limit,
+            grace_s=_GRACE_S,
+        )
+        if ended.is_good:
+            return None
+        failed = next((rank for rank in range(world) if ended.codes[rank]), 0)
+        how = ended.limit or f"exit {ended.codes[failed]}"
+        return f"{how}: {ended.text(failed)[-2000:]}"
 
 
 def main(out: str, device: str = "cuda") -> None:

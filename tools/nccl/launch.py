@@ -1,5 +1,7 @@
 """Starts the ranks of a job as processes of their own, and ends them by limits of their own.
 
+`tests.dist.spawn` forks its ranks instead, but CUDA does not work after a fork.
+
 A job has three limits: seconds in all, seconds without progress (a rank notes progress in a file),
 and seconds that the other ranks have after one failed. Ranks that are still there then print where
 they stand and are killed. Each rank's output is a file, so that a job that fails can be read.
@@ -85,7 +87,7 @@ def run_ranks(
     stall_s: float,
     grace_s: float,
 ) -> Ended:
-    """Run a command of Python on `world` ranks of this machine.
+    """Run a command of Python on `world` ranks of this machine; a rank alone is told of no others.
 
     Args:
         command: arguments of the interpreter.
@@ -94,25 +96,22 @@ def run_ranks(
         grace_s: seconds that the others have after a rank failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    wait = datetime.timedelta(seconds=_STORE_S)
-    # Port 0: the system chooses one, and it is this process's while the job runs.
-    store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False, timeout=wait)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    meeting |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    meeting |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    store = _store(world) if world > 1 else None
     logs = tuple(folder / f"rank{rank}.log" for rank in range(world))
     notes = tuple(folder / f"rank{rank}.progress" for rank in range(world))
     started = time.monotonic()
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), PROGRESS: str(notes[rank])}
+            own = {PROGRESS: str(notes[rank])}
+            if store is not None:
+                own |= _meeting(store.port, rank, world)
             notes[rank].unlink(missing_ok=True)
             with open(logs[rank], "wb") as log:
                 process = subprocess.Popen(
                     [sys.executable, *command],
                     cwd=ROOT,
-                    env={**os.environ, **meeting, **own, **environment(rank)},
+                    env={**os.environ, **own, **environment(rank)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -130,6 +129,22 @@ def run_ranks(
         killed=killed,
         logs=logs,
     )
+
+
+def _store(world: int) -> TCPStore:
+    # Port 0: the system chooses one, and it is this process's while the job runs.
+    wait = datetime.timedelta(seconds=_STORE_S)
+    return TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False, timeout=wait)
+
+
+def _meeting(port: int, rank: int, world: int) -> dict[str, str]:
+    """The variables by which a rank finds the others, as torchrun sets them."""
+    return {
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        **{"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)},
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def error_line(text: str) -> str:

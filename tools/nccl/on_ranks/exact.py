@@ -11,23 +11,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megapack import launch
 from megapack.job.config.sections import OptimConfig
 from megapack.job.gpt import initialize_parallel
-from megapack.job.gpt.init import local_slice
 from megapack.job.gpt.optimizer import build_optimizer
 from megapack.job.gpt.settings import Setting
-from megapack.model.parameters import global_parameters, is_expert
 from megapack.schedule import ScheduleAdapter
-from tests.dist.exactness.cases import Case as WholeCase
-from tests.dist.exactness.expected import expected_step
-from tests.dist.exactness.worker import logprob_errors, own_errors
 from tests.dist.groups import end_model_parallel
-from tests.dist.problem import OBJECTIVE, SEED
-from tests.gpu.compare import Samples, build_adapter, one_sample_outputs
+from tests.dist.problem import SEED
+from tests.gpu.compare import Samples, build_adapter, exactness, one_sample_outputs
 from tools.nccl import problem
 from tools.nccl.on_ranks.progress import note, write
 from tools.nccl.on_ranks.reference import ADAM_EPS, LEARNING_RATE, UPDATED
@@ -51,26 +45,19 @@ def run_case(case: Case, reference: dict[str, Samples], sums: dist.ProcessGroup)
     plan, batch = feature.plan(case.layout), case.batch()
     exact = reference[f"{case.samples} fp32"]
     own = reference[f"{case.samples} bf16"] if case.dtype == "bf16" else None
-    outputs = adapter.forward(plan, batch, entropy=True)
-    result = adapter.step(plan, batch, objective=OBJECTIVE)
-    whole = WholeCase(layout=case.layout)
-    loss, grads = expected_step(whole, plan, exact)
-    found = {
-        "loss": result.loss,
-        "expected_loss": loss,
-        **logprob_errors(outputs, plan, batch, exact),
-        "num_microbatches": plan.steps[0].num_microbatches,
-        "rows_over_ranks": sum(row.width > 1 for row in plan.steps[0].microbatches),
-        "pieces": sum(len(row.pieces) for row in plan.steps[0].microbatches),
-        "own_orders": sum("W" in line for rank in plan.steps[0].orders for line in rank),
-    }
-    if own is not None:
-        alone = logprob_errors(one_sample_outputs(own, batch), plan, batch, exact)
-        found["one_sample_logprob_mean_error"] = alone["logprob_mean_error"]
-        found |= own_errors(expected_step(whole, plan, own)[1], grads)
+    found = exactness(
+        *(adapter, exact, own),
+        plan=plan,
+        batch=batch,
+        has_gradients=not feature.overlaps,
+        sums=sums,
+    )
+    step = plan.steps[0]
+    found["rows_over_ranks"] = sum(row.width > 1 for row in step.microbatches)
+    found["pieces"] = sum(len(row.pieces) for row in step.microbatches)
+    found["own_orders"] = sum("W" in line for rank in step.orders for line in rank)
     if not feature.overlaps:
-        # A rank of a distributed optimizer has the sums of its own part alone.
-        return found | gradient_errors(adapter.chunks, grads, sums)
+        return found
     update(adapter.chunks, case.dtype)
     after = adapter.forward(plan, batch, entropy=True)["logprobs"]
     found["updated_logprob_error"] = _worst(after, reference[f"{UPDATED} fp32"], batch)
@@ -82,24 +69,6 @@ def run_case(case: Case, reference: dict[str, Samples], sums: dist.ProcessGroup)
             alone_after, reference[f"{UPDATED} fp32"], batch
         )
     return found
-
-
-def gradient_errors(
-    chunks: list[Any], grads: dict[str, Tensor], group: dist.ProcessGroup
-) -> dict[str, float]:
-    """The gradient's norm over all ranks' parts, and its relative error in that norm."""
-    parts = torch.zeros(2, dtype=torch.float64)
-    dense = parallel_state.get_tensor_model_parallel_group()
-    experts = parallel_state.get_expert_tensor_parallel_group()
-    for chunk in chunks:
-        for name, param in global_parameters(chunk):
-            tp = experts if is_expert(name) else dense
-            want = local_slice(grads[name].cpu(), param, tp.rank(), tp.size())
-            have = param.main_grad.double().cpu()
-            parts += torch.stack([(have - want).norm() ** 2, want.norm() ** 2])
-    dist.all_reduce(parts, group=group)
-    error, norm = parts.sqrt().tolist()
-    return {"gradient_error": error / norm, "gradient_norm": norm}
 
 
 def update(chunks: list[Any], dtype: str) -> None:

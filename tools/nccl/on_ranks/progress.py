@@ -19,5 +19,5 @@ def note(text: str) -> None:
 
 def write(out: str, found: dict[str, Any]) -> None:
     """Write what was found so far, on rank 0: whole or not at all, since a job may be killed."""
-    if os.environ["RANK"] == "0":
+    if os.environ.get("RANK", "0") == "0":
         write_whole(Path(out), json.dumps(found))

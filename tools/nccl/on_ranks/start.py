@@ -27,7 +27,7 @@ def main(module: str, *arguments: str) -> None:
     # Not SIGUSR1, on which a job saves itself and ends.
     faulthandler.register(signal.SIGUSR2)
     if NOTES in os.environ:
-        recorder.install(Path(os.environ[NOTES]), int(os.environ["RANK"]))
+        recorder.install(Path(os.environ[NOTES]), int(os.environ.get("RANK", "0")))
     faked.install(os.environ.get(faked.FAULT, ""))
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
