@@ -9,7 +9,6 @@ OPTIMIZER is adam, distributed (Adam) or muon.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,7 @@ from megapack.job.config.sections import OptimConfig
 from megapack.job.gpt.optimizer import build_optimizer
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.setup import build_chunks
+from tests.dist.setup import build_chunks, write_report
 
 CPU = torch.device("cpu")
 
@@ -184,7 +183,7 @@ def main(out_dir: str, tp: int, ep: int, variant: str, dtype: Dtype, optimizer: 
         "trained": sum(p.requires_grad for p in case._parameters()),
         "moved": case.num_moved,
     }
-    Path(out_dir, f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    write_report(out_dir, found)
     launch.stop()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import builtins
 import errno
 import io
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from megapack.job.checkpoint.state import RunState
 from megapack.job.config.sections import OptimConfig, TrainConfig
 from megapack.job.gpt.optimizer import build_optimizer
 from tests.dist import problem
-from tests.dist.setup import build_chunks, error_of
+from tests.dist.setup import build_chunks, error_of, write_report
 from tests.dist.spawn import ROOT
 
 LAYOUT = Layout(pp=2)
@@ -118,7 +117,7 @@ def main(out_dir: str, async_save: str) -> None:
     assert checkpoint is not None
     position = checkpoints.load(checkpoint, FIELDS)
     results.append({"error": "", "left": [position.num_steps]})
-    Path(out_dir, f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    write_report(out_dir, results)
     launch.stop()
 
 

@@ -463,47 +463,27 @@ ALL_CASES = _FEW_PROCESSES | {
 }
 """The cases of tools/exactness.py, on 1 to 8 processes."""
 
-# Each of these combines what other cases of the tests have.
-_ONLY_OF_THE_TOOL = {
-    *("window", "window_tp2_sp", "window_cp2"),
-    *("mla", "mla_pp2_vpp2", "mla_tp2_sp_recompute", "mla_cp2_recompute", "moe_shared"),
-    *("moe_shared_cp2", "moe_shared_pp2_vpp2", "moe_shared_tp2_sp_ep2_recompute"),
-    *("dsa", "dsa_cp2_tp2_sp", "gpt_oss", "gpt_oss_dp2_tp2_sp_ep4"),
-    *("pp2_vpp2_uniform", "pp2_vpp2_staged", "pp2_vpp2_pad_uniform", "pp2_vpp2_frozen_chunks"),
-    *("tp2", "tp2_other_model", "tp2_sp_recompute", "cp2_uniform", "cp2_recompute", "cp2_tp2"),
-    *("dp2_cp2", "dp2_pp2", "dp2_pp2_uniform_pad", "pp4_vpp2_uniform", "tp2_pp2_vpp2"),
-    *("tp2_sp_pp2_recompute_selective", "cp2_pp2_vpp2", "cp2_pp2_vpp2_uniform"),
-    *("dp2_frozen_embedding", "pp2_embedding_alone", "pp2_vpp2_uneven_ends"),
-    *("cp2_pp2_vpp2_uneven", "moe_dp2", "moe_dp2_ep2_uniform", "moe_pp2", "moe_cp2"),
-    *("moe_pp2_vpp2_recompute", "moe_tp2_sp", "moe_replay_dp2_ep2", "moe_replay_tp2_sp"),
-    *("moe_dp2_cp2_ep2", "moe_dp2_pp2_ep2", "moe_dp2_tp2_sp", "moe_dp2_tp2_sp_ep2"),
-    *("moe_dp2_tp2_sp_ep4", "moe_tp2_sp_pp2_ep2", "moe_tp2_sp_pp2_etp2"),
-    *("moe_bias_pp2_loss_alone", "mtp_dp2", "mtp_pp2_uniform", "mtp_tp2_sp", "mtp_pp2_vpp2"),
-    *("mtp_pp2_layers_alone", "mtp_cp2_pp2_vpp2", "mtp_pp2_untied"),
-    *("pp4", "cp4", "cp2_tp2_sp", "dp2_pp2_vpp2_bf16", "pp2_bf16", "pp2_other_model"),
-    *("tp2_sp_recompute_full", "seq-mean-token-sum", "pp2_uneven", "moe_pp2_uneven_recompute"),
-    *("moe_replay_cp2", "moe_replay_tp2_sp_ep2", "moe_bias_pp2_recompute"),
-    *("moe_shared", "moe_shared_cp2", "moe_shared_tp2_sp_ep2_recompute", "moe_shared_pp2_vpp2"),
-    *("mla", "mla_pp2_vpp2", "mla_tp2_sp_recompute", "mla_cp2_recompute", "dp2", "mtp_pp2"),
-    *("seq-mean-token-mean", "tp2_sp_other_model", "cp2_recompute_attention", "pp2_recompute"),
-    *("moe_tp2_sp_ep2", "pp2_vpp2_pad", "dp2_pp2_vpp2_pad", "moe_dp2_tp2_sp_ep2_etp2"),
-    *("moe_replay_tp2_sp_cp2", "tp2_sp_pp2_loss_alone"),
-    *("moe_bias_tp2_sp_ep2_recompute", "moe_replay_pp2_vpp2_uneven", "dp2_pp2_per_rank"),
-    *("pp3_uneven_loss_counts", "moe_dp2_pp2_vpp2_ep2_pad"),
-    # Plans, weights and frozen parts on pp2, of which pp2_uniform, dp2_pp2_vpp2 (rollout-mean),
-    # pp2_vpp2_forward_plan and pp2_embedding_alone_frozen have the code.
-    *("pp2_count_based", "rollout-mean", "pp2_forward_plan", "pp2_frozen_stage"),
-    # Ways to divide a model one at a time, which the cases on 4 processes combine:
-    # cp2_pp2_vpp2_pad, tp2_sp_pp2_recompute, mtp_moe_dp2_pp2_vpp2_ep2, moe_cp2_pp2_vpp2 and
-    # moe_dp2_pp2_vpp2_ep2_uneven, whose loss has a stage of its own.
-    *("cp2", "cp2_pp2", "tp2_sp", "tp2_sp_pp2", "mtp_moe_dp2_ep2", "moe_dp2_ep2"),
-    *("moe_pp2_vpp2", "pp2_vpp2_loss_alone", "moe_replay"),
-}
-CASES = {
-    name: case
-    for name, case in ALL_CASES.items()
-    if case.world <= 4 and name not in _ONLY_OF_THE_TOOL
-}
+# Each way to divide a model, its samples and its steps once, on up to 4 processes. The other cases
+# combine these: of plans, weights and frozen parts on pp2, pp2_uniform, dp2_pp2_vpp2 (with
+# rollout-mean), pp2_vpp2_forward_plan and pp2_embedding_alone_frozen have the code. Ways to divide
+# a model are combined by cp2_pp2_vpp2_pad, tp2_sp_pp2_recompute, mtp_moe_dp2_pp2_vpp2_ep2,
+# moe_cp2_pp2_vpp2 and moe_dp2_pp2_vpp2_ep2_uneven, whose loss has a stage of its own.
+_TESTED = (
+    *("single", "pp2", "pp2_uniform", "pp2_staged", "pp2_vpp2", "pp2_vpp2_deallocating"),
+    *("pp2_vpp2_remainder", "pp2_frozen_head_recompute", "pp2_vpp2_forward_plan"),
+    *("tp2_sp_bf16_recompute", "dp2_drop", "seq-mean-token-sum-norm", "dp2_per_rank", "moe"),
+    *("moe_bias_cp2_recompute", "moe_bias_dp2_ep2", "moe_replay_pp2_vpp2_recompute"),
+    *("moe_cp2_pp2_vpp2", "moe_tp2_sp_etp2", "moe_dp2_tp2_sp_ep2_per_rank"),
+    *("moe_tp2_sp_pp2_vpp2_ep2", "moe_shared_dp2_ep2", "moe_shared_pp2_vpp2_uneven", "mla_tp2_sp"),
+    *("mla_plain_tp2_sp", "mla_cp2", "window_pp2_vpp2_recompute", "gpt_oss_tp2_sp"),
+    *("gpt_oss_tp2_sp_ep2", "dsa_dp2_pp2_vpp2", "dsa_tp2_sp_recompute", "dsa_cp2_recompute"),
+    *("mtp", "mtp_cp2", "mtp_moe_dp2_pp2_vpp2_ep2", "pp4_vpp2", "dp2_pp2_vpp2"),
+    *("tp2_sp_pp2_recompute", "cp2_pp2_vpp2_pad", "shapes_cp2", "shapes_pp2_vpp2", "shapes_tp2_sp"),
+    *("shapes_mla_cp2", "shapes_mtp_pp2", "shapes_moe_dp2_ep2", "shapes_dp2_pad"),
+    *("pp2_vpp2_embedding_alone_recompute", "pp2_embedding_alone_frozen"),
+    *("moe_dp2_pp2_vpp2_ep2_uneven", "mtp_pp2_vpp2_uneven_untied"),
+)
+CASES = {name: ALL_CASES[name] for name in _TESTED}
 """The cases of the tests, on 1, 2 and 4 processes."""
 
 

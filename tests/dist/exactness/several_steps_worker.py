@@ -5,22 +5,18 @@ torchrun --nproc-per-node 2 -m tests.dist.exactness.several_steps_worker OUT_DIR
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from megapack import Layout, build_dp_schedule, launch
+from megapack import Layout, build_dp_schedule
 from megapack.job.gpt.settings import Setting
 from megapack.loss import SFT
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.groups import end_model_parallel
-from tests.dist.setup import build_chunks
+from tests.dist.setup import build_chunks, report_cases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +95,7 @@ def _own_gradients(chunks: list[Any]) -> dict[str, Tensor]:
 
 def main(out_dir: str, *names: str) -> None:
     """Run the cases and write `OUT_DIR/rank<r>.json`."""
-    launch.start("cpu")
-    results = {}
-    for name in names:
-        results[name] = run_case(CASES[name])
-        end_model_parallel()
-    path = Path(out_dir) / f"rank{dist.get_rank()}.json"
-    path.write_text(json.dumps(results), encoding="utf-8")
-    launch.stop()
+    report_cases(out_dir, lambda name: run_case(CASES[name]), names)
 
 
 if __name__ == "__main__":

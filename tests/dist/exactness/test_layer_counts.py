@@ -16,14 +16,7 @@ pytestmark = pytest.mark.dist
 
 PADS_VALUES = hasattr(multi_latent_attention, "_prepare_mla_core_attention_value")
 NAMES = [name for cases in CASES.values() for name in cases]
-# Others have the same parts.
-WEEKLY_CASES = {
-    *("dense_bf16", "experts_bf16", "full_bf16", "gqa_bf16", "mla_bf16", "selective_bf16"),
-    *("gqa_layer_norm_bf16", "mla_layer_norm_bf16", "dense_gelu", "experts_gelu", "dense_fused"),
-    *("experts_fused_bf16", "full_experts", "mla_full", "mla_direct_queries", "selective_experts"),
-    *("tp2", "tp2_sp_fused", "tp2_sp_full", "tp2_sp_mla", "tp2_sp_experts", "cp2_full", "cp2_mla"),
-    *("cp2_varlen_plain", "qkv_bias", "gemma4", "shared_experts", "selective_mlp"),
-}
+WEEKLY_CASES = {"dense_gelu", "qkv_bias", "mla_direct_queries", "cp2_mla", "tp2_sp_fused"}
 WITH_NORM_BIASES = [
     name
     for cases in CASES.values()

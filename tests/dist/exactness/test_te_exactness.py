@@ -19,11 +19,13 @@ from tests.te_python import VARIABLE, VERSION
 pytestmark = [pytest.mark.dist, needs_te]
 
 # Fused attention, its ring, sequence parallelism, grouped experts with fused permutation, latent
-# attention with whole projections; rows that share prefixes or samples. Layers with windows,
+# attention with whole projections; rows that share prefixes or samples, and rows of one and of two
+# ranks in turn. Layers with windows,
 # sinks and caps, and rows with more keys than queries over ranks, run in our attention.
 SAMPLE = {
     "layouts and models": ["cp2", "moe_dp2_ep2", "mla_tp2_sp"],
     "shared prefixes": ["prefixes/window_cp2"],
+    "rows over several ranks": ["wide/dp2-none"],
     "samples in pieces": ["split/family_selective", "split/local_cp2"],
     "Hugging Face folders": [
         f"{family}-{layout}"

@@ -1,4 +1,4 @@
-"""The problem of the sequence-level cases: samples in pairs, and one objective of each kind."""
+"""Samples in pairs, and one objective of each kind that reads whole samples or what others said."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megapack.cost import LayerSplit
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
 from megapack.loss import GRPO, Correction, Distillation
@@ -37,8 +36,6 @@ class Kind:
     objective: Any
     weighting: str = "seq-mean-token-mean"
     value_head: bool = False
-    few_layouts: bool = False
-    """Run on one rank, and with tensor, pipeline and context parallelism; not on each layout."""
 
 
 KINDS = {
@@ -57,13 +54,11 @@ KINDS = {
     "tis": Kind(
         objective=GRPO(correction=Correction(high=1.2), kl_coef=0.1, entropy_coef=0.03),
         weighting="token-mean",
-        few_layouts=True,
     ),
     "tis_sequence": Kind(
         objective=GSPO(
             clip_low=0.6, clip_high=1.0, correction=Correction(level="sequence", high=1.5)
         ),
-        few_layouts=True,
     ),
     "seq_mask_tis": Kind(
         objective=GRPO(
@@ -73,41 +68,13 @@ KINDS = {
             teacher_kl_coef=0.5,
         ),
         weighting="token-mean",
-        few_layouts=True,
     ),
-    "teacher_kl": Kind(
-        objective=GRPO(teacher_kl_coef=0.5), weighting="token-mean", few_layouts=True
-    ),
-    "distill_forward": Kind(
-        objective=Distillation(sft_coef=0.2), weighting="token-mean", few_layouts=True
-    ),
-    "distill_reverse": Kind(
-        objective=Distillation(reverse_weight=1.0, tail="renormalize"), few_layouts=True
-    ),
+    "teacher_kl": Kind(objective=GRPO(teacher_kl_coef=0.5), weighting="token-mean"),
+    "distill_forward": Kind(objective=Distillation(sft_coef=0.2), weighting="token-mean"),
+    "distill_reverse": Kind(objective=Distillation(reverse_weight=1.0, tail="renormalize")),
     "value": Kind(objective=ValueLoss(clip=0.4), weighting="token-mean", value_head=True),
     "reward": Kind(objective=PairwiseReward(), value_head=True),
 }
-
-LAYOUTS = {
-    "single": Layout(),
-    "pp2_vpp2": Layout(pp=2, vpp=2),
-    "pp2_vpp2_pad": Layout(pp=2, vpp=2, microbatch_group_size=12),
-    "cp2_pp2_vpp2": Layout(cp=2, pp=2, vpp=2),
-    "dp2_pp2_vpp2": Layout(dp=2, pp=2, vpp=2),
-    "tp2_sp_pp2": Layout(tp=2, pp=2, sequence_parallel=True),
-    "pp2_head_alone": Layout(pp=2),
-}
-FEW_LAYOUTS = ("single", "cp2_pp2_vpp2", "tp2_sp_pp2")
-SPLITS = {"pp2_head_alone": LayerSplit(pipeline_model_parallel_layout=f"Et*{problem.FEW_LAYERS}|L")}
-"""Layers that are split unevenly, by name of the layout."""
-
-CASES = [
-    (place, name)
-    for place in LAYOUTS
-    for name, kind in KINDS.items()
-    if place in FEW_LAYOUTS or not kind.few_layouts
-]
-"""Layout and objective of each step that is run."""
 
 
 def make_batch() -> SampleBatch:

@@ -5,7 +5,6 @@ Losses are written as in their papers: as means over samples or pairs, without p
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +12,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megapack import launch
 from megapack.job.config.sections import ModelConfig
-from megapack.job.gpt import initialize_parallel
-from megapack.layout import Layout
-from megapack.model.parameters import global_parameters
 from megapack.samples import SampleBatch
 from tests.dist import problem
 from tests.dist.exactness.reference import (
@@ -26,7 +21,7 @@ from tests.dist.exactness.reference import (
     log_distributions,
     logprobs_and_entropy,
 )
-from tests.dist.losses.sequence_problem import KINDS, PAIRS, make_batch
+from tests.dist.losses.sequence_problem import PAIRS, make_batch
 
 
 class Score(torch.nn.Linear):
@@ -101,7 +96,7 @@ class SequenceReference:
     def gspo_token(self) -> Tensor:
         """GSPO's loss: with one advantage per sample, the token-level gradient is the same."""
         losses = []
-        for i in range(len(self.batch)):
+        for i in self.trained:
             logp, _ = self.logprobs(i)
             a = self.response("advantages", i)
             s = (logp - self.response("old_logprobs", i)).mean().exp()
@@ -208,25 +203,3 @@ class SequenceReference:
     def reward(self) -> Tensor:
         margins = [self.values(i)[-1] - self.values(k)[-1] for i, k in self.pairs]
         return -torch.sigmoid(torch.stack(margins)).log().mean()
-
-
-def main(path: str) -> None:
-    """Write the loss and gradient of every objective, and a value head's outputs."""
-    launch.start("cpu")
-    initialize_parallel(Layout(), problem.SEED)
-    results: dict[str, Any] = {}
-    for name, kind in KINDS.items():
-        reference = SequenceReference(kind.value_head)
-        loss = getattr(reference, name)()
-        loss.backward()
-        grads = {n: p.grad.double().clone() for n, p in global_parameters(reference.model)}
-        results[name] = {"loss": float(loss.detach()), "grads": grads}
-        if kind.value_head:
-            with torch.no_grad():
-                results[name]["values"] = [reference.values(i) for i in range(len(reference.batch))]
-    torch.save(results, path)
-    launch.stop()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,21 +1,17 @@
-"""Runs sequence-level objectives on one layout, or trains critics.
+"""Trains critics, and runs objectives on log-probs that are far apart.
 
-torchrun --nproc-per-node 2 -m tests.dist.losses.sequence_worker REFERENCE OUT LAYOUT KINDS...
-
-LAYOUT is critics for these, and extremes for log-probs that are far apart.
+torchrun --nproc-per-node 2 -m tests.dist.losses.sequence_worker OUT_DIR
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megapack import ConfigError, ScheduleError, launch
 from megapack.job.config.sections import OptimConfig
@@ -25,45 +21,9 @@ from megapack.loss import GRPO, GSPO, PPO, ValueLoss
 from megapack.model.head import unwrapped
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.exactness.worker import gradient_errors
 from tests.dist.groups import end_model_parallel
-from tests.dist.losses.sequence_problem import (
-    CASES,
-    KINDS,
-    LAYOUTS,
-    SPLITS,
-    SPOT,
-    Kind,
-    make_batch,
-    make_plan,
-)
-from tests.dist.setup import build_chunks
-
-
-def run_kind(place: str, kind: Kind, reference: dict[str, Any]) -> dict[str, Any]:
-    """Run one step; returns its errors against the reference."""
-    layout = LAYOUTS[place]
-    model = problem.shallow(problem.OTHER_MODEL if kind.value_head else problem.MODEL)
-    chunks = build_chunks(layout, model=model, split=SPLITS.get(place), value_head=kind.value_head)
-    head = "value" if kind.value_head else "vocabulary"
-    adapter = ScheduleAdapter(chunks, layout=layout, logprob_chunk_tokens=16, head=head)
-    batch = make_batch()
-    plan = make_plan(layout)
-    result = adapter.step(plan, batch, objective=kind.objective, weighting=kind.weighting)
-    worst = 0.0
-    if kind.value_head:
-        worst = output_error(adapter.forward(plan, batch), reference["values"], batch)
-    rows = [row for rank in plan.steps[0].ranks for row in rank]
-    return {
-        "loss": result.loss,
-        "expected_loss": reference["loss"],
-        "metrics": result.metrics,
-        "output_error": worst,
-        "sets_packed": max(len(row.samples) for row in rows) // 2,
-        "num_rows": len(rows),
-        "num_padding_rows": sum(not row.samples for row in rows),
-        **gradient_errors(chunks, reference["grads"]),
-    }
+from tests.dist.losses.sequence_problem import SPOT, make_batch, make_plan
+from tests.dist.setup import build_chunks, write_report
 
 
 def train_critic(layout: Layout, dtype: Any, distributed_optimizer: bool) -> dict[str, Any]:
@@ -154,45 +114,13 @@ def _critics(layout: Layout) -> dict[str, Any]:
     return results
 
 
-def output_error(outputs: dict[str, Any], values: list[Tensor], batch: Any) -> float:
-    worst = 0.0
-    for i, value in enumerate(values):
-        mask = batch.response_mask(i)[1:]
-        own = outputs["values"][i]
-        assert not own[1:][~mask].any()
-        assert outputs["scores"][i].shape == (1,)
-        score = outputs["scores"][i] - value[-1]
-        errors = torch.cat([(own[1:] - value[:-1])[mask], score])
-        worst = max(worst, float(errors.abs().max()))
-    return worst
-
-
-def main(reference: str, out: str, layout: str, *kinds: str) -> None:
-    """Run objectives on one layout, or critics on all ranks; rank 0 writes."""
+def main(out_dir: str) -> None:
+    """Train critics and run the steps of extremes on all ranks; each rank writes what it found."""
     launch.start("cpu")
-    results: dict[str, Any] = {}
-    if layout == "extremes":
-        world = dist.get_world_size()
-        results[f"extremes {world}"] = extremes(Layout(cp=world))
-    elif layout == "critics":
-        results[f"critics {dist.get_world_size()}"] = _critics(Layout(dp=dist.get_world_size()))
-    else:
-        expected = torch.load(reference)
-        for name in (name for place, name in CASES if place == layout and name in kinds):
-            result = run_kind(layout, KINDS[name], expected[name])
-            results[f"{layout} {name}"] = _worst_of_ranks(result)
-            end_model_parallel()
-    if dist.get_rank() == 0:
-        with open(out, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+    world = dist.get_world_size()
+    found = _critics(Layout(dp=world)) | {"extremes": extremes(Layout(cp=world))}
+    write_report(out_dir, found)
     launch.stop()
-
-
-def _worst_of_ranks(result: dict[str, Any]) -> dict[str, Any]:
-    names = ("worst_parameter", "output_error")
-    worst = torch.tensor([result[name] for name in names])
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return result | dict(zip(names, worst.tolist(), strict=True))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,7 @@ torchrun --nproc-per-node N -m tests.dist.model.norms_worker OUT_DIR MODEL/LAYOU
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
-
-import torch.distributed as dist
 
 from megapack import build_dp_schedule, launch
 from megapack.model.head import unwrapped
@@ -18,7 +14,7 @@ from tests.dist import problem
 from tests.dist.exactness.worker import optimizer_norm
 from tests.dist.groups import end_model_parallel
 from tests.dist.rows.row_case import layout_of
-from tests.dist.setup import build_chunks
+from tests.dist.setup import build_chunks, write_report
 
 
 def norm_of(model: str, place: str, *, distributed: bool, marked: bool) -> float:
@@ -58,8 +54,7 @@ def main(out_dir: str, *names: str) -> None:
             found[name][kind] = norm
             # Not in `norm_of`: threads of groups end with the last reference to them.
             end_model_parallel()
-    path = Path(out_dir) / f"rank{dist.get_rank()}.json"
-    path.write_text(json.dumps(found), encoding="utf-8")
+    write_report(out_dir, found)
     launch.stop()
 
 

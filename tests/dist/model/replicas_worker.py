@@ -27,7 +27,7 @@ from megapack.model.parameters import global_parameters
 from megapack.ranks.interrupt import Interrupt
 from tests.dist import problem
 from tests.dist.groups import end_model_parallel
-from tests.dist.setup import build_chunks, error_of
+from tests.dist.setup import build_chunks, error_of, write_report
 from tests.dist.spawn import ROOT
 
 CONFIG = ROOT / "configs" / "gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
@@ -73,7 +73,7 @@ def main(out_dir: str, *names: str) -> None:
         after = error_of(lambda chunks=chunks: check_replicas(chunks, device=device))
         found[name] = [before, after]
         end_model_parallel()
-    Path(out_dir, f"rank{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    write_report(out_dir, found)
     launch.stop()
 
 

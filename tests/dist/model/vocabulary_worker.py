@@ -6,10 +6,7 @@ torchrun --nproc-per-node 4 -m tests.dist.model.vocabulary_worker OUT_DIR
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +18,7 @@ from megapack.model.head import unwrapped
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.setup import build_chunks, error_of
+from tests.dist.setup import build_chunks, error_of, write_report
 
 R, H, V = 12, 8, 20
 IDS = 45
@@ -84,8 +81,7 @@ def main(out_dir: str) -> None:
     """Write what this rank found."""
     launch.start("cpu")
     report = {"errors": head_errors(), **adapter_facts()}
-    path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
-    path.write_text(json.dumps(report), encoding="utf-8")
+    write_report(out_dir, report)
     launch.stop()
 
 

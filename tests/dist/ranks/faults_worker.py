@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 -m tests.dist.ranks.faults_worker OUT_DIR
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -27,7 +26,7 @@ from megapack.ranks.interrupt import Interrupt
 from megapack.samples import SampleBatch, TensorField
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.setup import build_chunks, error_of
+from tests.dist.setup import build_chunks, error_of, write_report
 
 LAYOUT = Layout(pp=2, vpp=2)
 
@@ -142,8 +141,7 @@ def main(out_dir: str) -> None:
     launch.start("cpu")
     faults = Faults(build_chunks(LAYOUT))
     errors = {name: error_of(getattr(faults, name)) for name in [*FAULTS, "nothing"]}
-    path = Path(out_dir) / f"rank{dist.get_rank()}.json"
-    path.write_text(json.dumps(errors), encoding="utf-8")
+    write_report(out_dir, errors)
     launch.stop()
 
 

@@ -5,9 +5,7 @@ torchrun --nproc-per-node 4 -m tests.dist.ranks.groups_worker OUT_DIR
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from megapack.job.gpt.build import initialize_parallel
 from megapack.schedule.channels import Channels
 from megapack.schedule.row_groups import RowGroups
 from tests.dist.groups import end_model_parallel
+from tests.dist.setup import write_report
 
 PIPELINES = {
     "pp2": Layout(dp=2, pp=2),
@@ -104,8 +103,7 @@ def main(out_dir: str) -> None:
         found |= {name: channels_of(layout, asked) for name, layout in PIPELINES.items()}
     else:
         found["pp3_vpp2"] = channels_of(Layout(pp=3, vpp=2), asked)
-    path = Path(out_dir) / f"rank{dist.get_rank()}.json"
-    path.write_text(json.dumps(found), encoding="utf-8")
+    write_report(out_dir, found)
     launch.stop()
 
 

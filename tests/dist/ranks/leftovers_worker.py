@@ -6,13 +6,10 @@ torchrun --nproc-per-node 2 -m tests.dist.ranks.leftovers_worker OUT_DIR [overri
 from __future__ import annotations
 
 import gc
-import json
-import os
 import signal
 import sys
 import threading
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +20,7 @@ from megapack.job.config.sections import TrainConfig
 from megapack.job.train import train
 from megapack.ranks.interrupt import Interrupt
 from tests.dist.ranks.rank_fault_worker import CONFIG, SETTINGS
+from tests.dist.setup import write_report
 
 
 def state() -> dict[str, Any]:
@@ -51,8 +49,7 @@ def main(out_dir: str, *overrides: str) -> None:
     # Python warns of unclosed sockets and files when it frees them.
     gc.collect()
     results["after"] = state()
-    path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
-    path.write_text(json.dumps(results), encoding="utf-8")
+    write_report(out_dir, results)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 from megapack.policy import Policy
 from tests.dist.rows.row_case import ENDS_ALONE, RowCase
-from tests.dist.rows.row_problem import FROZEN, TAUGHT
+from tests.dist.rows.row_problem import CORRECTED, FROZEN, TAUGHT
 
 _TOKENS = ("sft", "grpo", "gspo")
 _TWO = ("sft", "grpo")
@@ -39,6 +39,7 @@ SPECIAL = {
     "teacher_pp2_vpp2_full": _taught("pp2_vpp2", recompute="full"),
     "teacher_tp2_sp": _taught("tp2_sp"),
     "teacher_cp2": _taught("cp2"),
+    "corrected_cp2_pp2_vpp2": _case("cp2_pp2_vpp2", title="all shapes", kinds=CORRECTED),
     "sft_all": _case("pp2", title="losses on prompts", kinds=("sft_all",)),
     "sft_all_cp2": _case("cp2", title="losses on prompts", kinds=("sft_all",)),
     "reward": _case("pp2", title="pairs", kinds=("reward",)),
@@ -90,13 +91,14 @@ SPECIAL = {
 """Shapes of samples and features of models."""
 
 # With and without recompute, and each way to divide a model that has code for branches: chunks,
-# context, tensors, experts. The others of the grid differ in the number of stages, or divide
-# nothing. The shape "mixed" has what the other shapes have, so of the special cases only those
-# whose model or plan needs code for branches are here. Context parallelism with multi-token
-# prediction and other objectives is among those of `wide_cases`.
+# context, tensors, experts, with each objective. The others of the grid differ in the number of
+# stages, or divide nothing. The shape "mixed" has what the other shapes have, so of the special
+# cases only those whose model or plan needs code for branches are here. Context parallelism with
+# multi-token prediction and other objectives is among those of `wide_cases`.
 TESTED = (
-    *("pp2_vpp2-full", "tp2_sp-none", "dp2_ep2-full"),
+    *("pp2_vpp2-full", "tp2_sp-none", "dp2_ep2-full", "cp2-none"),
     *("moe_replay_pp2", "reward_cp2", "sft_all", "padding", "bf16"),
-    *("window_tp2_sp", "no windows", "no sinks", "dsa_cp2", "teacher", "mla_ends_alone"),
+    *("window_tp2_sp", "no windows", "no sinks", "dsa_cp2", "teacher", "mla_ends_alone", "mla_cp2"),
+    "corrected_cp2_pp2_vpp2",
 )
 """The cases of the tests. tools/exactness.py runs all."""

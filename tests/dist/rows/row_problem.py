@@ -16,8 +16,6 @@ from typing import Any
 import torch
 
 from megapack.job.config.sections import ModelConfig
-from megapack.loss.preference import DPO, PairwiseReward
-from megapack.loss.sequence import ValueLoss
 from megapack.loss.token import SFT
 from megapack.samples import SampleBatch
 from tests.dist import problem
@@ -35,18 +33,15 @@ KINDS = {
     "sft": Kind(objective=SFT(), weighting="token-mean"),
     "sft_all": Kind(objective=SFT(), weighting="token-mean"),
     "grpo": Kind(objective=problem.OBJECTIVE, weighting="token-mean"),
-    "gspo": SEQUENCE_KINDS["gspo"],
-    "tis_sequence": SEQUENCE_KINDS["tis_sequence"],
-    **{name: SEQUENCE_KINDS[name] for name in ("distill_forward", "distill_reverse", "teacher_kl")},
-    "dpo": Kind(objective=DPO(beta=0.2, label_smoothing=0.1)),
-    "value": Kind(objective=ValueLoss(clip=0.4), weighting="token-mean", value_head=True),
-    "reward": Kind(objective=PairwiseReward(), value_head=True),
+    **SEQUENCE_KINDS,
 }
 """`sft_all` trains on all tokens, also those of prompts."""
 PAIRED = ("dpo", "reward")
 """Objectives of pairs, which run on a shape of their own."""
 TAUGHT = ("tis_sequence", "distill_forward", "distill_reverse", "teacher_kl")
 """Objectives that read what an engine or a teacher says of each token."""
+CORRECTED = ("gspo_token", "tis", "seq_mask_tis")
+"""Further ones of tokens, and corrections for an engine."""
 
 FROZEN = ("embedding.*", f"decoder.layers.[0-{problem.FEW_LAYERS // 2 - 1}].*")
 """The first half of a model."""

@@ -39,7 +39,6 @@ from tests.dist.exactness.worker import (
 )
 from tests.dist.executor import executor
 from tests.dist.groups import end_model_parallel
-from tests.dist.losses.sequence_worker import output_error
 from tests.dist.rows.row_case import RowCase, row_facts
 from tests.dist.rows.row_cases import ALL_CASES
 from tests.dist.rows.row_problem import KINDS, MODELS, PRECISE, Samples, result_name
@@ -274,6 +273,20 @@ def _worst_of_ranks(result: dict[str, Any]) -> dict[str, Any]:
     worst = torch.tensor([float(result[name]) for name in names])
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return result | dict(zip(names, worst.tolist(), strict=True))
+
+
+def output_error(outputs: dict[str, Any], values: list[Tensor], batch: Any) -> float:
+    """The largest error of values and of scores."""
+    worst = 0.0
+    for i, value in enumerate(values):
+        mask = batch.response_mask(i)[1:]
+        own = outputs["values"][i]
+        assert not own[1:][~mask].any()
+        assert outputs["scores"][i].shape == (1,)
+        score = outputs["scores"][i] - value[-1]
+        errors = torch.cat([(own[1:] - value[:-1])[mask], score])
+        worst = max(worst, float(errors.abs().max()))
+    return worst
 
 
 def main(reference: str, out: str, *names: str) -> None:

@@ -19,7 +19,10 @@ Results = dict[str, dict[str, dict[str, Any]]]
 TESTED = [name for name in row_cases.TESTED if name not in HYBRID]
 # Of each freedom some layouts, and one case that must fail, run before a change is taken.
 WEEKLY_CASES = {
-    *("prefixes/tp2_sp-none", "prefixes/moe_replay_pp2", "prefixes/reward_cp2"),
+    *(f"prefixes/tp2_sp-none-{kind}" for kind in ("sft", "grpo", "gspo")),
+    *(f"prefixes/cp2-none-{kind}" for kind in ("sft", "grpo")),
+    "prefixes/mla_cp2-grpo",
+    "prefixes/moe_replay_pp2",
     *("prefixes/sft_all", "prefixes/padding", "prefixes/no windows", "prefixes/no sinks"),
     *("wide/mla", "wide/prefixes_mtp_cp2", "wide/prefixes_dsa_full"),
     *("split/pp2_vpp2-none", "split/tp2_sp_pp2-none", "split/mla_full", "split/value"),

@@ -5,12 +5,9 @@ torchrun --nproc-per-node 4 -m tests.dist.schedule.own_loop_worker OUT_DIR FAILS
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +17,7 @@ from megapack.errors import MegapackError
 from megapack.loss import SFT
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.setup import build_chunks
+from tests.dist.setup import build_chunks, write_report
 
 LAYOUT = Layout(dp=2, pp=2)
 # With dp=2, the first stage has ranks 0 and 1, the last stage ranks 2 and 3.
@@ -74,8 +71,7 @@ def main(out_dir: str, fails: str) -> None:
         adapter.step(plan, batch, objective=objective)
 
     outcomes = [outcome_of(step) for _ in range(3)]
-    path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
-    path.write_text(json.dumps(outcomes), encoding="utf-8")
+    write_report(out_dir, outcomes)
     launch.stop(broken=True)
 
 

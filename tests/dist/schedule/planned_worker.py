@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from megapack.rows.packed import PackedRow, pack_row
 from megapack.rows.slices import slice_row
 from megapack.schedule import PlannedSchedule, ScheduleAdapter
 from tests.dist import problem
-from tests.dist.setup import build_chunks, error_of
+from tests.dist.setup import build_chunks, error_of, write_report
 from tests.hosts.steps.job import Report, count_shape_exchanges
 
 BUDGET = 64
@@ -185,8 +184,7 @@ def main(folder: str, layout_text: str, fault: str) -> None:
         report["costs"] = costs
         report["num_microbatches"] = len(plan.steps[0].ranks[adapter.dp_rank])
     report["exchanges"] = counter.num_shape_exchanges
-    path = Path(folder) / f"rank{dist.get_rank()}.json"
-    path.write_text(json.dumps(report), encoding="utf-8")
+    write_report(folder, report)
     launch.stop(broken=bool(fault))
 
 

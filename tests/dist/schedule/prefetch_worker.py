@@ -5,11 +5,9 @@ torchrun --nproc-per-node 2 -m tests.dist.schedule.prefetch_worker OUT_DIR [sile
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +17,7 @@ from megapack.loss import SFT
 from megapack.rows.packed import pack_row
 from megapack.schedule import ScheduleAdapter, adapter
 from tests.dist import problem
-from tests.dist.setup import build_chunks
+from tests.dist.setup import build_chunks, write_report
 
 LAYOUT = Layout(pp=2)
 
@@ -104,8 +102,7 @@ def main(out_dir: str, one_rank_changes: str = "") -> None:
     run = Run()
     if one_rank_changes:
         outcome = changed_on_one_rank(run, {"silent": None, "announcing": 0}[one_rank_changes])
-        path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
-        path.write_text(json.dumps(outcome), encoding="utf-8")
+        write_report(out_dir, outcome)
         return
     results = {"unannounced": run(next_step=None), "announced": run()}
     results["announced entropy"] = run.with_entropy(True)
@@ -113,8 +110,7 @@ def main(out_dir: str, one_rank_changes: str = "") -> None:
     for name, change in CHANGES.items():
         results[name] = run(change)
         results[f"{name}, unannounced"] = run(change, None)
-    path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
-    path.write_text(json.dumps(results), encoding="utf-8")
+    write_report(out_dir, results)
     launch.stop()
 
 

@@ -17,12 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -39,7 +37,7 @@ from megapack.schedule import PlannedSchedule
 from tests.dist import problem
 from tests.dist.groups import end_model_parallel
 from tests.dist.schedule.planned_worker import distance, gradients
-from tests.dist.setup import build_chunks, error_of
+from tests.dist.setup import build_chunks, error_of, write_report
 
 MODELS = {
     "dense": problem.MODEL,
@@ -335,8 +333,7 @@ def main(folder: str, layout_text: str, cases: str) -> None:
         if fault := error_of(run):
             reports[name] = {"fault": fault}
         end_model_parallel()
-    path = Path(folder) / f"rank{dist.get_rank()}.json"
-    path.write_text(json.dumps(reports), encoding="utf-8")
+    write_report(folder, reports)
     launch.stop()
 
 

@@ -5,12 +5,10 @@ torchrun -m tests.dist.train.data_worker CONFIG OUT_DIR [overrides]
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
 
 from megapack import launch
 from megapack.config import load_config
@@ -21,6 +19,7 @@ from megapack.job.train import Trainer
 from megapack.job.train.passes import PlannedBatch
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
+from tests.dist.setup import write_report
 
 
 class RecordingTrainer(Trainer):
@@ -63,8 +62,7 @@ def main(config_path: str, out_dir: str, *overrides: str) -> None:
     assert isinstance(trainer.data, Dataset)
     trainer.run()
     results = {"read": trainer.read, "planned": trainer.planned, "num_samples": len(trainer.data)}
-    path = Path(out_dir) / f"rank{dist.get_rank()}.json"
-    path.write_text(json.dumps(results), encoding="utf-8")
+    write_report(out_dir, results)
     launch.stop()
 
 

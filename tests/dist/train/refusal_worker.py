@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-import os
 import sys
 from pathlib import Path
 
 from megatron.core import parallel_state
 
 from megapack.cli import main as megapack
+from tests.dist.setup import write_report
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "dapo_tiny_cpu.yaml"
 
@@ -26,8 +25,7 @@ def main(out_dir: str, *overrides: str) -> None:
         code = megapack(["train", str(CONFIG), *overrides, f"runs_dir={out_dir}"])
     had_groups = parallel_state.model_parallel_is_initialized()
     found = {"code": code, "text": stderr.getvalue(), "had_groups": had_groups}
-    path = Path(out_dir) / f"rank{os.environ['RANK']}.json"
-    path.write_text(json.dumps(found), encoding="utf-8")
+    write_report(out_dir, found)
 
 
 if __name__ == "__main__":

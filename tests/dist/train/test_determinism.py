@@ -12,18 +12,10 @@ from tests.dist.train.test_train import TINY, metrics, order, run
 
 pytestmark = pytest.mark.dist
 
-# Others have the same parts.
-WEEKLY_CASES = {"tp2", "pp2_vpp2_uniform"}
-
 # dp, pp, vpp, tp, cp, and other settings that must not change the numbers.
 LAYOUTS: dict[str, tuple[tuple[int, int, int, int, int], list[str]]] = {
     "one": ((1, 1, 1, 1, 1), []),
     "dp2": ((2, 1, 1, 1, 1), []),
-    "tp2": ((1, 1, 1, 2, 1), []),
-    "pp2_vpp2_uniform": (
-        (1, 2, 2, 1, 1),
-        ["plan.row_shape=uniform", "plan.forward_max_tokens_per_gpu=4096"],
-    ),
     "cp2": ((1, 1, 1, 1, 2), ["train.trace_steps=1"]),
     "dp2_pp2_vpp2": ((2, 2, 2, 1, 1), []),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,6 @@ from tests.dist.spawn import ROOT, run_job
 
 pytestmark = pytest.mark.dist
 
-# Others have the same parts.
-WEEKLY_CASES = {"gspo_with_own_rows_for_log_probs", "ppo_with_a_critic"}
-
 CONFIGS = ROOT / "configs"
 # Batches of two steps each; the second one is packed while the first one runs.
 TINY = ["name=run", "train.entropy_interval=1", "data.max_length=700", "data.overlong=skip"]
@@ -27,20 +23,9 @@ GRPO = [
 ]
 JOBS = {
     "grpo_with_a_reference_on_pp2_vpp2": GRPO,
-    # Groups are in several rows, and the passes for log-probs have other rows.
-    "gspo_with_own_rows_for_log_probs": [
-        *("gpt_tiny_dp2_pp2_vpp2_cpu", "layout.pp=1", "layout.vpp=1", "data.num_generated=64"),
-        *("data.prompts_per_batch=4", "plan.global_batch_size=8", "objective.kind=gspo"),
-        *("plan.max_tokens_per_gpu=512", "plan.forward_max_tokens_per_gpu=1024"),
-    ],
     "dpo_pairs": [
         *("dpo_tiny_cpu", "layout.dp=2", "data.num_generated=64", "plan.global_batch_size=16"),
         "train.entropy_interval=0",
-    ],
-    "ppo_with_a_critic": [
-        *("ppo_critic_tiny_dp2_cpu", "data.num_generated=64", "data.generated_group_size=4"),
-        *("data.prompts_per_batch=8", "plan.global_batch_size=16"),
-        "objective.kl_in_reward_coef=0.05",
     ],
     # Each depth of multi-token prediction keeps one more common token in each sample.
     "sft_with_experts_and_multi_token_prediction": [
@@ -89,21 +74,6 @@ def test_losses_and_gradients_are_those_without_sharing(name: str, tmp_path: Pat
     lengths = read_run(folder).lengths
     assert lengths is not None
     check_plan(plan, lengths)
-
-
-@pytest.mark.weekly
-def test_a_run_that_shares_is_resumed_inside_a_batch_bit_by_bit(tmp_path: Path) -> None:
-    saving = ("plan.share_prefixes=auto", "train.save_interval=3", "train.keep_checkpoints=null")
-    whole = steps(tmp_path / "whole", GRPO, *saving)
-    assert len(whole) == 8
-    for number in (6, 8):
-        shutil.rmtree(tmp_path / f"whole/runs/run/checkpoints/step-{number:08d}")
-    resumed = steps(tmp_path / "whole", GRPO, *saving, "train.resume=auto")
-    times = ("_s", "_per_second", "_per_gpu")
-    for one, other in zip(resumed, whole, strict=True):
-        assert {key: value for key, value in one.items() if not key.endswith(times)} == {
-            key: value for key, value in other.items() if not key.endswith(times)
-        }
 
 
 def test_the_log_tells_what_is_shared(tmp_path: Path) -> None:

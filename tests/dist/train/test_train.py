@@ -128,19 +128,6 @@ def test_sft_reduces_the_loss(tmp_path: Path) -> None:
         assert set(line) == (expected if has_entropy else expected - {"entropy_nats"})
 
 
-def test_gspo_on_generated_rollouts(tmp_path: Path) -> None:
-    gspo = ["objective.kind=gspo", "objective.kl_level=sequence", "objective.kl_coef=0.01"]
-    code, output = run(
-        tmp_path, *TINY, *PP2_VPP2, *gspo, "objective.loss_weighting=seq-mean-token-mean"
-    )
-    assert code == 0, output
-    lines = metrics(tmp_path)
-    assert len(lines) == 4
-    assert lines[0]["ratio"] == pytest.approx(1.0, abs=1e-5)
-    assert lines[0]["kl_ref_nats"] == pytest.approx(0.0, abs=1e-6)
-    assert all(line["grad_norm"] > 0 for line in lines)
-
-
 def test_real_rollouts(tmp_path: Path, shared_dir: Path) -> None:
     path = shared_dir / "rollouts" / "skythought_math500_128x4.jsonl"
     if not path.is_file():
