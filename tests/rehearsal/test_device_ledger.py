@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -172,37 +169,6 @@ def test_an_entry_has_the_line_that_waits(ledger: DeviceLedger) -> None:
     assert not ledger.of("wait", "another phase")
 
 
-def test_memory_at_a_used_address_begins_on_the_host(ledger: DeviceLedger) -> None:
-    gone = [torch.zeros(5, device="cuda") for _ in range(1000)]
-    used = {t.untyped_storage()._cdata for t in gone}
-    gone.clear()
-    later = [torch.from_numpy(numpy.zeros(5)) for _ in range(1000)]
-    again = [t for t in later if t.untyped_storage()._cdata in used]
-    assert again
-    assert not any(map(is_on_gpu, again))
-
-
-def test_the_ledger_keeps_no_memory(ledger: DeviceLedger) -> None:
-    tensor = torch.zeros(5, device="cuda")
-    storage = weakref.ref(tensor.untyped_storage())
-    tensor = (tensor + 1).sum()
-    gc.collect()
-    assert storage() is None
-
-
-def test_views_share_the_place_and_in_place_operations_keep_it(ledger: DeviceLedger) -> None:
-    base = torch.zeros(4, device="cuda")
-    param = torch.nn.Parameter(torch.zeros(2))
-    param.data = base[:2]
-    base.add_(1).mul_(2)
-    assert is_on_gpu(param)
-    assert is_on_gpu(base)
-    assert is_on_gpu(torch.empty(0).set_(base.untyped_storage(), 2, (2,), (1,)))
-    buffer = torch.zeros(8, pin_memory=True)
-    view = torch.empty(0, device="cuda").set_(buffer.untyped_storage(), 0, (2,), (1,))
-    assert place_of(view) is Place.PINNED
-
-
 class Reads(torch.autograd.Function):
     """Reads its input's gradient in the backward."""
 
@@ -236,29 +202,6 @@ def test_recomputation_counts_again(ledger: DeviceLedger) -> None:
     with torch.no_grad():
         layer(weight)
     assert whats(ledger, "wait") == {"item": 3}
-
-
-def test_the_zeros_of_a_missing_gradient_are_on_the_gpu(ledger: DeviceLedger) -> None:
-    class Two(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x * 2, x * 3
-
-        @staticmethod
-        def backward(ctx: Any, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-            return one + other
-
-    weight = torch.ones(3, device="cuda", requires_grad=True)
-    Two.apply(weight)[0].sum().backward()
-    assert not ledger.entries
-
-
-def test_the_backward_of_a_filled_mask_does_not_wait(ledger: DeviceLedger) -> None:
-    weight = torch.ones(3, device="cuda", requires_grad=True)
-    masked = weight * 2
-    masked[torch.ones(3, dtype=torch.bool, device="cuda")] = 0.0
-    masked.sum().backward()
-    assert not ledger.entries
 
 
 @pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor. is deprecated:FutureWarning")

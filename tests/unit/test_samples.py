@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import megapack.samples.padded
 from megapack.errors import DataError
 from megapack.samples import SampleBatch, padded_spans, to_padded
 
@@ -33,12 +31,6 @@ def padded(mask: torch.Tensor, *rows: list[float]) -> torch.Tensor:
 
 def batch_of(**fields: list[Any]) -> SampleBatch:
     return SampleBatch([[5, 6, 7], [8, 9]], fields)
-
-
-def test_doctests_of_the_module() -> None:
-    result = doctest.testmod(megapack.samples.padded)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])

@@ -24,8 +24,8 @@ def even_batches(work: Ints) -> Ints:
     so equal on every rank and machine.
 
     >>> even_batches(np.array([[9, 8], [1, 2]]))
-    array([[1, 2],
-           [0, 3]])
+    array([[1, 3],
+           [0, 2]])
 
     Args:
         work: int64 [batches, groups], of the prompt groups of each batch.

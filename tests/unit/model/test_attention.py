@@ -105,29 +105,6 @@ def test_no_sample_sees_another(changed: int, which: str) -> None:
         assert torch.equal(before[rows], after[rows]) == equal
 
 
-def test_no_gradient_flows_between_samples() -> None:
-    q, k, v = (x.requires_grad_() for x in qkv(LENGTHS))
-    rows = spans(LENGTHS)[2]
-    packed_attention(q, k, v, LENGTHS, SCALE)[rows].square().sum().backward()
-    for x in (q, k, v):
-        assert x.grad is not None
-        outside = x.grad.clone()
-        outside[rows] = 0
-        assert not outside.any()
-        assert x.grad[rows].any()
-
-
-def test_no_token_sees_a_later_one() -> None:
-    q, k, v = qkv(LENGTHS)
-    before = packed_attention(q, k, v, LENGTHS, SCALE)
-    rows = spans(LENGTHS)[2]
-    k[rows.stop - 1] += 3.0
-    v[rows.stop - 1] += 3.0
-    after = packed_attention(q, k, v, LENGTHS, SCALE)
-    assert torch.equal(before[: rows.stop - 1], after[: rows.stop - 1])
-    assert not torch.equal(before[rows.stop - 1], after[rows.stop - 1])
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_packed_equals_one_sample_at_a_time(lengths: list[int]) -> None:
@@ -326,30 +303,27 @@ def packed_row(layout: Layout) -> PackedRow:
     return pack_row(batch, micro_batch, layout)
 
 
-# A whole Megatron GPT in a child process: switching Megatron to the CPU patches torch for the rest
-# of the process.
+# Whole Megatron GPTs on a rank: switching Megatron to the CPU patches torch for the rest of a
+# process. `tests/dist/exactness` compares one with single samples.
 CHILD = """
 import json, torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megapack import launch
-from megapack.model.attention.packed import packed_seq_params, refuse_unpacked_attention
-from megapack.errors import ConfigError, ScheduleError
-from megapack.job.gpt.init import initialize_by_name
+from megapack.model.attention.packed import refuse_unpacked_attention
 from megapack.layout import Layout
 from megapack.job.gpt.specs import local_layer_spec, packed_norm
 from megapack.job.gpt import initialize_parallel, transformer_config
 from megapack.job.config.sections import ModelConfig
+from tests.dist.setup import error_of
 
 launch.start("cpu")
-layout = Layout()
-initialize_parallel(layout, 1)
+initialize_parallel(Layout(), 1)
 model_config = ModelConfig(
-    num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
-    ffn_hidden_size=48, init_std=0.2,
+    num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
 )
-config = transformer_config(model_config, layout)
+config = transformer_config(model_config, Layout())
 
 def gpt(spec):
     return GPTModel(
@@ -360,84 +334,26 @@ def gpt(spec):
 # Megatron's default final norm would be Transformer Engine's if that is installed.
 norm = packed_norm(config)
 model = gpt(TransformerBlockSubmodules([local_layer_spec(config)] * 2, layer_norm=norm))
-group = torch.distributed.group.WORLD
-initialize_by_name([model], seed=1, std=0.2, num_layers=2, tp_group=group)
-found = {}
-
-def logits(tokens, lengths):
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    params = packed_seq_params(cu_seqlens, max(lengths), sum(lengths))
-    with torch.no_grad():
-        return model(tokens[None], positions[None], None, packed_seq_params=params)[0]
-
-# 64 tokens: a row as long as the smallest rotary table.
-for name, lengths in {"mixed": [20, 1, 9, 9, 5], "table": [30, 34], "alone": [64]}.items():
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(0, 128, (sum(lengths),), generator=generator)
-    row, starts = logits(tokens, lengths), [sum(lengths[:i]) for i in range(len(lengths))]
-    spans = [slice(s, s + n) for s, n in zip(starts, lengths)]
-    alone = torch.cat([logits(tokens[s], [s.stop - s.start]) for s in spans])
-    other = tokens.clone()
-    other[spans[0]] = (other[spans[0]] + 1) % 128
-    changed = logits(other, lengths)
-    found[name] = {
-        "largest": float(row.abs().max()),
-        "error": float((row - alone).abs().max()),
-        "others_equal": torch.equal(row[lengths[0]:], changed[lengths[0]:]),
-        "own_changed": not torch.equal(row[:lengths[0]], changed[:lengths[0]]),
-    }
-
-refuse_unpacked_attention(model)
 stock = gpt(get_gpt_layer_local_spec())
-try:
-    refuse_unpacked_attention(stock)
-    found["refused"] = None
-except ConfigError as error:
-    found["refused"] = str(error)
-try:
-    model(tokens[None], torch.arange(64)[None], None)
-    found["unpacked"] = None
-except ScheduleError as error:
-    found["unpacked"] = str(error)
+tokens = torch.arange(64)[None]
+found = {
+    "packed": error_of(lambda: refuse_unpacked_attention(model)),
+    "refused": error_of(lambda: refuse_unpacked_attention(stock)),
+    "unpacked": error_of(lambda: model(tokens, tokens, None)),
+}
 config.layernorm_zero_centered_gamma = True
 config.normalization = "LayerNorm"
-try:
-    local_layer_spec(config)
-    found["zero_centered"] = None
-except ConfigError as error:
-    found["zero_centered"] = str(error)
+found["zero_centered"] = error_of(lambda: local_layer_spec(config))
 launch.stop()
 print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def gpt() -> dict[str, Any]:
-    """Results of the child with a two-layer GPT."""
-    return run_code(CHILD)
-
-
-@pytest.mark.parametrize("row", ["mixed", "table", "alone"])
-def test_a_gpt_gives_the_same_packed_and_alone(gpt: dict[str, Any], row: str) -> None:
-    assert gpt[row]["largest"] > 1
-    assert gpt[row]["error"] < 1e-5 * gpt[row]["largest"]
-
-
-@pytest.mark.parametrize("row", ["mixed", "table"])
-def test_no_sample_sees_another_in_a_gpt(gpt: dict[str, Any], row: str) -> None:
-    assert gpt[row]["others_equal"]
-    assert gpt[row]["own_changed"]
-
-
-def test_megatrons_local_attention_is_refused_by_name(gpt: dict[str, Any]) -> None:
-    assert "self_attention.core_attention is DotProductAttention" in gpt["refused"]
-    assert "local_layer_spec" in gpt["refused"]
-
-
-def test_a_gpt_without_packed_params_raises(gpt: dict[str, Any]) -> None:
-    assert "without packed_seq_params" in gpt["unpacked"]
-
-
-def test_layer_norms_with_weights_around_zero_are_refused(gpt: dict[str, Any]) -> None:
-    assert gpt["zero_centered"].startswith("layernorm_zero_centered_gamma=True: torch's LayerNorm")
+def test_models_and_calls_without_packed_attention_are_refused() -> None:
+    found = run_code(CHILD)
+    assert found["packed"] == ""
+    assert "self_attention.core_attention is DotProductAttention" in found["refused"]
+    assert "or with megapack.job.gpt's local one" in found["refused"]
+    assert "without packed_seq_params" in found["unpacked"]
+    message = "ConfigError: layernorm_zero_centered_gamma=True: torch's LayerNorm"
+    assert found["zero_centered"].startswith(message)

@@ -1,7 +1,9 @@
-"""Layers with sliding windows and sinks equal attention that is written out with a mask."""
+"""Attention over samples, shared prefixes and slices equals attention that is written out with a
+mask, in each kernel, with sliding windows and sinks or without."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +42,8 @@ HEADS, GROUPS, D = 4, 2, 8
 SCALE = 0.3
 WINDOWS = [None, 2, 3, 8, 1000]
 KERNELS = ["sdpa", "varlen"]
+PLAIN = ("sdpa", "vanilla", None)
+"""PackedSDPA without windows and sinks."""
 
 
 def varlen_kernel(
@@ -105,37 +109,45 @@ def compared(module: PackedAttention, row: Forest, inputs: tuple[Tensor, ...]) -
     return error(found, with_gradients(wanted, (*inputs, *learned)))
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("sinks", ["vanilla", "learnable"])
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(
+    ("name", "sinks", "window"),
+    [*itertools.product(KERNELS, ("vanilla", "learnable"), WINDOWS)],
+)
 def test_samples_and_prefixes_equal_a_mask(name: str, sinks: str, window: int | None) -> None:
-    for seed, depth in enumerate((0, 1, 3)):
+    for seed, depth in enumerate((0, 1, 3, 4)):
         row = random_forest(seed, depth=depth)
         inputs = row_tensors(row.tokens, HEADS, GROUPS, D, seed=seed)
         assert compared(core(name, window, sinks), row, inputs) < 1e-12
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("name", "sinks", "window"), [*((name, "learnable", 4) for name in KERNELS), PLAIN]
+)
 @pytest.mark.parametrize(("heads", "groups", "value_width"), [(4, 4, 8), (4, 1, 8), (4, 2, 5)])
-def test_heads_may_differ(name: str, heads: int, groups: int, value_width: int) -> None:
+def test_heads_may_differ(
+    name: str, sinks: str, window: int | None, heads: int, groups: int, value_width: int
+) -> None:
     row = random_forest(3)
     inputs = row_tensors(row.tokens, heads, groups, D, value_width)
-    assert compared(core(name, 4, "learnable"), row, inputs) < 1e-12
+    assert compared(core(name, window, sinks), row, inputs) < 1e-12
 
 
-@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize("window", [3, None])
+@pytest.mark.parametrize(
+    ("name", "sinks", "window"),
+    [*itertools.product(KERNELS, ("learnable",), (3, None)), PLAIN],
+)
 def test_slices_attend_as_the_whole_row_does(
-    name: str, cp: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    name: str, sinks: str, window: int | None, cp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = random_forest(5, cp, depth=3)
     q, k, v = row_tensors(row.tokens, HEADS, GROUPS, D)
-    module = core(name, window, "learnable")
+    module = core(name, window, sinks)
     sink = module.softmax_offset
+    inputs = (q, k, v) if sink is None else (q, k, v, sink)
     whole = masked_attention(q, k, v, row.windowed_TT(window), SCALE, sink)
     weights = torch.linspace(-1, 1, q.numel(), dtype=q.dtype).view_as(q).sin()
-    wanted = torch.autograd.grad((whole * weights).sum(), (q, k, v, sink))
+    wanted = torch.autograd.grad((whole * weights).sum(), inputs)
     slices = [slice_positions(row.spans, cp, rank) for rank in range(cp)]
 
     def gather(key: Tensor, value: Tensor, order_K: Tensor, group: Any) -> tuple[Tensor, Tensor]:
@@ -144,11 +156,11 @@ def test_slices_attend_as_the_whole_row_does(
 
     monkeypatch.setattr(sdpa, "gather_rows", gather)
     monkeypatch.setattr(varlen, "gather_rows", gather)
-    total = [torch.zeros_like(x) for x in (q, k, v, sink)]
+    total = [torch.zeros_like(x) for x in inputs]
     for rank, mine in enumerate(slices):
         out = module.attend(q[mine], k[mine], v[mine], row.view(rank, cp))
         assert error([out.detach()], [whole[mine].detach()]) < 1e-12
-        grads = torch.autograd.grad((out * weights[mine]).sum(), (q, k, v, sink))
+        grads = torch.autograd.grad((out * weights[mine]).sum(), inputs)
         total = [a + b for a, b in zip(total, grads, strict=True)]
     assert error(total, list(wanted)) < 1e-12
 

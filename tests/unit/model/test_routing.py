@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import megapack.model.experts.rows
 from megapack import Layout, MicroBatch, build_dp_schedule
 from megapack.errors import DataError
 from megapack.model.experts.rows import (
@@ -53,12 +51,6 @@ def routed(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     chosen.scatter_(1, scores.topk(2).indices, True)
     return logits, scores, chosen
-
-
-def test_doctests_of_the_module() -> None:
-    result = doctest.testmod(megapack.model.experts.rows)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_a_row_knows_samples_offsets_and_padding() -> None:

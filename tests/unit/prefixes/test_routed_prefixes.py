@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import megapack.prefixes.shared
 from megapack import SharedPrefixes
 from megapack.errors import DataError
 
@@ -47,12 +45,6 @@ def test_the_last_token_may_lack_experts() -> None:
         [PROMPT, SAMPLES[0]], routing=[torch.tensor(some_routes(3)), torch.tensor(some_routes(5))]
     )
     assert found == SharedPrefixes((0, 1), (0, 4))
-
-
-def test_doctests_of_the_module() -> None:
-    result = doctest.testmod(megapack.prefixes.shared)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_samples_without_routes_share_nothing() -> None:

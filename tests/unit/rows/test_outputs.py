@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import doctest
 from typing import Any
 
 import pytest
 import torch
 
-import megapack.rows.outputs
 from megapack import MicroBatch
 from megapack.plan import StepPlan
 from megapack.rows.outputs import reduce_metrics, scatter_to_samples
 from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
-
-
-def test_doctests_of_the_module() -> None:
-    result = doctest.testmod(megapack.rows.outputs)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_the_docstring_example_is_correct(monkeypatch: pytest.MonkeyPatch) -> None:

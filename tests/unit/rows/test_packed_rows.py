@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import inspect
 import re
 from operator import attrgetter
@@ -11,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import megapack.rows.packed
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan import MicroBatch, Part
-from megapack.prefixes import DUMMY_TOKENS, Branch, PrefixTable, SharedPrefixes, row_branches
+from megapack.prefixes import Branch, PrefixTable, SharedPrefixes, row_branches
 from megapack.rows.packed import PackedRow, pack_row, unpack_row
 from megapack.samples import SampleBatch
 
@@ -68,12 +66,6 @@ def branches_of(
     samples: tuple[int, ...], tokens: list[list[int]], layout: Layout, table: PrefixTable
 ) -> list[Branch]:
     return row_branches(samples, [len(tokens[i]) for i in samples], layout, table)
-
-
-def test_doctests_of_the_module() -> None:
-    result = doctest.testmod(megapack.rows.packed)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_the_docstring_example_is_correct() -> None:
@@ -161,13 +153,6 @@ def test_fields_have_the_values_of_the_labels() -> None:
     assert row.losses.fields["advantage"].tolist() == [1, 1, -2]
 
 
-def test_unpacking_undoes_the_shift() -> None:
-    data = batch(old=[[0, 1.5, 2.5], [0, 3.5], [0], [0, 4, 5, 6]])
-    row = row_of((3, 2, 0, 1), 16, Layout(cp=2), data)
-    for sample, value in zip(row.samples, unpack_row(row, row.losses.fields["old"]), strict=True):
-        assert torch.equal(value, data.field("old", sample))
-
-
 def test_a_row_has_only_the_requested_fields() -> None:
     data = batch(old=[1, 2, 3, 4], ref=[1, 2, 3, 4])
     assert set(row_of((0,), 3, data=data).losses.fields) == {"old", "ref"}
@@ -213,21 +198,6 @@ def test_a_tail_is_divided_into_short_dummies(
     assert row.losses.positions_R.tolist() == [0, 1]
     assert (row.branch_of_T[3:] == -1).all()
     assert not row.labels_T[3:].any()
-
-
-def test_attention_cost_is_linear_in_the_tail() -> None:
-    sizes = [1_000, 10_000, 100_000]
-    sums = [torch.diff(row_of((2,), n).cu_seqlens_S1).square().sum().item() for n in sizes]
-    for size, total in zip(sizes, sums, strict=True):
-        assert total <= DUMMY_TOKENS * size
-    # One dummy for the whole tail would cost 100 times as much for 10 times the tokens.
-    assert sums[2] / sums[1] == pytest.approx(10, rel=0.02)
-
-
-def test_lengths_that_differ_from_the_plan_are_refused() -> None:
-    micro_batch = MicroBatch((0, 1), 8, 6, 18, 6)
-    with pytest.raises(DataError, match=r"samples \(0, 1\) hold 5 tokens.*6; plan with the length"):
-        pack_row(batch(), micro_batch, Layout())
 
 
 @pytest.mark.parametrize(("layout", "padded"), [(Layout(), 5), (Layout(cp=2), 8)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import doctest
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.model.experts.rows import RoutingShape, routing_row
 from megapack.plan import MicroBatch, Part
-from megapack.rows import chain
 from megapack.rows.chain import Piece, link_rows
 from megapack.rows.packed import PackedRow, pack_row, unpack_row
 from megapack.rows.slices import slice_row
@@ -47,12 +45,6 @@ def piece_row(
 def rows(layout: Layout | None = None) -> list[PackedRow]:
     """The first piece alone, the last one with another sample."""
     return [piece_row((0,), PIECES[0], layout=layout), piece_row((0, 1), PIECES[1], layout=layout)]
-
-
-def test_doctests_of_chains() -> None:
-    result = doctest.testmod(chain)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_two_chains_in_turn_keep_what_is_theirs() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import doctest
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import spawn
 
-import megapack.rows.segments
 from megapack import Layout, MicroBatch
 from megapack.rows.packed import PlacedRow, pack_row
 from megapack.rows.segments import Segments, row_segments, sum_by_sample
@@ -23,12 +21,6 @@ VALUES = torch.tensor([1.0, 2.0, -0.5, 0.25, 3.0, 0.7])
 
 def segments() -> Segments:
     return Segments(sample_of_R=SAMPLE_OF, set_of_n=torch.tensor([0, 1, 0, 1]))
-
-
-def test_doctests_of_the_module() -> None:
-    result = doctest.testmod(megapack.rows.segments)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_a_sample_without_response_tokens_sums_to_zero() -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 
-import megapack.rows.slices
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan import MicroBatch
@@ -27,12 +24,6 @@ def row(layout: Layout) -> PackedRow:
     )
     tokens = layout.padded_tokens([5, 3])
     return pack_row(batch, MicroBatch((0, 1), tokens, 8, 0, tokens), layout)
-
-
-def test_doctests_of_the_module() -> None:
-    result = doctest.testmod(megapack.rows.slices)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_a_rank_holds_an_early_and_a_late_part_of_each_sample() -> None:

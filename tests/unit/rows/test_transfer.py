@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import megapack.rows.transfer
 from megapack import Layout, build_dp_schedule
 from megapack.model.experts.rows import RoutingShape, collect_routing, routing_row
 from megapack.rows.packed import PackedRow, pack_row
@@ -45,10 +43,6 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors(item)
-
-
-def test_doctests_of_the_module() -> None:
-    assert doctest.testmod(megapack.rows.transfer).failed == 0
 
 
 def test_a_row_moves_whole_in_one_buffer() -> None:

@@ -376,7 +376,9 @@ def test_packed_attention_in_every_layer_passes() -> None:
 
 def test_the_error_names_a_layer_with_unpacked_attention() -> None:
     wrong = chunk(packed(), DotProductAttention())
-    message = r"layers.1.self_attention.core_attention is DotProductAttention.*local_layer_spec"
+    message = (
+        r"layers.1.self_attention.core_attention is DotProductAttention.*megapack.job.gpt's local"
+    )
     with pytest.raises(ConfigError, match=message):
         check_chunks([chunk(packed()), wrong])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import doctest
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import megapack.schedule.channels
 from megapack.errors import ConfigError, PlanError
 from megapack.plan.order import StepOrder, step_order
 from megapack.plan.order_text import read_order
@@ -31,12 +29,6 @@ def drawn(seed: int) -> tuple[StepOrder, int]:
     count = rng.randint(1, 7)
     lines = random_order(rng, pp=pp, vpp=vpp, num_microbatches=count, split=rng.random())
     return read_order(lines, vpp=vpp, num_microbatches=count), vpp
-
-
-def test_doctests() -> None:
-    results = doctest.testmod(megapack.schedule.channels)
-    assert results.attempted > 0
-    assert results.failed == 0
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 5, 8])

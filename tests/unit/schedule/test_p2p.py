@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megapack.schedule.p2p
 from megapack.errors import ConfigError, ScheduleError
 from megapack.schedule.p2p import PlannedP2PCommunicator, receive_order
 from tests.groups import RankOf
@@ -63,12 +61,6 @@ def _length(wanted: list[int], other: list[int]) -> int:
     assert other == NOTHING
     assert wanted[1:] == [1, HIDDEN]
     return wanted[0]
-
-
-def test_doctests_of_the_module() -> None:
-    result = doctest.testmod(megapack.schedule.p2p)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_1f1b_runs_micro_batches_in_order() -> None:

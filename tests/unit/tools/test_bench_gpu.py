@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import doctest
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megapack.config import load_config
-from megapack.job.config.sections import ModelConfig, TrainConfig
-from tools.benching import gpu_model, gpu_report, gpu_ways
-from tools.benching.model_flops import forward_flops, peak_flops
+from megapack.job.config.sections import ModelConfig
+from tools.benching import gpu_report, gpu_ways
+from tools.benching.model_flops import forward_flops
 
 pytestmark = pytest.mark.unit
 
@@ -36,38 +33,6 @@ def test_flops_by_hand() -> None:
     assert forward_flops(sizes, [(5, 3)]) == 3 * (8 * matrices + attention) + 3 * head
     # Samples do not attend to each other: twice the samples, twice the work.
     assert forward_flops(sizes, [(5, 3)] * 2) == 2 * forward_flops(sizes, [(5, 3)])
-
-
-@pytest.mark.parametrize(("name", "billions"), [("qwen3_1p7b_gpu1", 1.72), ("qwen3_4b_gpu1", 4.02)])
-def test_config_names_give_their_parameter_counts(
-    name: str,
-    billions: float,
-    repo_root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = load_config(repo_root / "configs" / f"{name}.yaml", [], TrainConfig)
-    sizes = config.model
-    weights = sizes.num_layers * sizes.layer_flops_per_token() + sizes.head_flops_per_token()
-    assert weights / 2e9 == pytest.approx(billions, rel=0.005)
-
-
-def test_unknown_devices_have_no_peak_flops() -> None:
-    assert peak_flops("NVIDIA H200") == 989.4e12
-    assert peak_flops("NVIDIA H100 PCIe") is None
-
-
-def test_doctests_of_gpu_ways() -> None:
-    result = doctest.testmod(gpu_ways)
-    assert result.attempted > 1
-    assert result.failed == 0
-
-
-def test_picked_samples_are_cut_to_max_length() -> None:
-    pick = gpu_model.pick
-    assert pick([(10, 20), (80, 500), (5, 0), (1, 1)], 131, 100) == [(10, 20), (50, 50), (5, 1)]
-    assert pick([(10, 20), (80, 500), (5, 0), (1, 1)], 130, 100) == [(10, 20), (50, 50)]
 
 
 def test_dense_batches_predict_only_response_tokens() -> None:

@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 
-from megapack.errors import ConfigError
-from tests.gpu.run import job_names
 from tools import make_gpu_claims
 from tools.make_gpu_claims import (
-    Claim,
-    cell,
     claims_text,
     one_gpu_parts,
     rank_parts,
@@ -157,12 +153,6 @@ def test_a_rehearsed_report_changes_nothing(
     assert "mine.json: rehearsed, so it shows nothing" in capsys.readouterr().err
 
 
-def test_figures_that_no_test_has_judged_are_no_evidence(folder: Path) -> None:
-    found = cells(folder, mine=one_gpu_report(tests={"te": PASSED}))
-    assert found["exact"][0] == "yes, at first"
-    assert found["memory"][0] == "measured: NVIDIA H200"
-
-
 def test_a_benchmark_that_failed_is_no_evidence(folder: Path) -> None:
     ways = {"padded": {}, "packed, te": {"error": "Traceback\nOutOfMemoryError: 3 GiB"}}
     model = {"model": "qwen3_4b_gpu1", "device": "NVIDIA H200", "cells": [{"ways": ways}]}
@@ -187,26 +177,6 @@ def test_names_that_no_check_has_are_refused(folder: Path, old: str, new: str, s
     (folder / "claims.yaml").write_text(CLAIMS.replace(old, new))
     with pytest.raises(ValueError, match=says):
         cells(folder)
-
-
-def test_unknown_keys_are_refused(folder: Path) -> None:
-    (folder / "claims.yaml").write_text(CLAIMS.replace("seen:", "scene:"))
-    with pytest.raises(ConfigError, match="unknown key"):
-        cells(folder)
-
-
-def test_every_job_that_runs_here_is_known() -> None:
-    jobs = {name.partition("/")[0] for name in one_gpu_parts()}
-    assert {*job_names("cuda"), *job_names("cpu")} <= jobs
-
-
-def test_a_test_of_several_parameters_is_one_part(folder: Path) -> None:
-    name = "test_gpu.py::test_fp32_equals_the_one_sample_reference"
-    claim = Claim(id="a", claim="a", read="-", rehearsed="-", one_gpu=(f"pytest/{name}",))
-    outcomes = {f"{name}[te]": {}, f"{name}[sdpa]": {"error": "AssertionError: 2e-5"}}
-    (folder / "mine.json").write_text(json.dumps(one_gpu_report(pytest=outcomes)))
-    found = cell(claim.one_gpu, read_reports(folder), claim.verdict)
-    assert found == f"failed: pytest/{name}[sdpa]: AssertionError: 2e-5"
 
 
 def test_check_compares_without_writing(

@@ -5,19 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
-import sys
 import sysconfig
 import textwrap
 from collections.abc import Callable
-from inspect import Parameter, Signature
 from pathlib import Path
 
 import pytest
 
 from megapack.hosts.patching.files import PatchFile, Replacement, shipped_files
-from megapack.hosts.patching.target import is_like, signature_of
 from tools import host_matrix
-from tools.host_matrix import Source, as_markdown, main, rows_of, trees, version_of
+from tools.host_matrix import Source, as_markdown, main, rows_of, version_of
 from tools.hosting.read_signature import signatures
 from tools.hosting.read_source import NotRead, Sources
 from tools.hosting.sources import NoSource
@@ -25,7 +22,6 @@ from tools.hosting.sources import NoSource
 pytestmark = pytest.mark.unit
 
 Write = Callable[[str, str], None]
-STDLIB = Sources([Path(sysconfig.get_path("stdlib"))])
 
 
 @pytest.fixture
@@ -139,28 +135,6 @@ def test_an_installed_release_does_not_stand_in_for_what_moved(
         signatures(sources, "lib.a", "f")
 
 
-def comparable(signature: Signature) -> list[tuple[str, object, bool]]:
-    return [(p.name, p.kind, p.default is Parameter.empty) for p in signature.parameters.values()]
-
-
-@pytest.mark.parametrize(
-    ("module", "least"),
-    [("argparse", 10), ("subprocess", 6), ("logging", 20), ("tempfile", 8), ("asyncio", 60)],
-)
-def test_the_standard_library_is_read_as_inspect_shows_it(module: str, least: int) -> None:
-    """Real code: re-exports, `import *`, `try`, constructors, decorators."""
-    compared = 0
-    for name, value in vars(importlib.import_module(module)).items():
-        try:
-            shown = signature_of(value)
-            found = signatures(STDLIB, module, name)
-        except (NotRead, TypeError, ValueError):
-            continue
-        assert comparable(shown) in [comparable(signature) for signature in found], name
-        compared += 1
-    assert compared >= least
-
-
 def patch_file(
     *targets: str, signature: str = "(lengths, *, budget=None)", **more: str
 ) -> PatchFile:
@@ -271,16 +245,6 @@ def test_the_version_of_a_tree_is_found(path: str, write: Write, tmp_path: Path)
     assert str(version_of(tmp_path)).startswith("1.2")
 
 
-def test_trees_have_packages_at_the_top_or_below_src(write: Write, tmp_path: Path) -> None:
-    write("one/lib/a.py", "def pack(lengths, *, budget=None): pass")
-    write("two/src/lib/a.py", "def pack(lengths): pass")
-    rows = [row for tree in trees(tmp_path) for row in rows_of(tree, [patch_file("lib.a:pack")])]
-    assert [(row.source, row.moved) for row in rows] == [("one", False), ("two", True)]
-    table = as_markdown(rows)
-    assert "| `lib` | fits | source one |" in table
-    assert "| `lib` | `lib.a.pack`: expected (lengths, *, budget=None), found (lengths) |" in table
-
-
 def test_the_table_lists_the_sources_of_a_result(write: Write, tmp_path: Path) -> None:
     folder = tmp_path / "lib"
     write("lib/lib/a.py", "def pack(lengths, *, budget=None): pass")
@@ -328,9 +292,3 @@ def test_the_patches_fit_the_installed_megatron_core() -> None:
     rows = rows_of(source, shipped_files())
     assert any(row.target.startswith("megatron.core.") for row in rows)
     assert [row for row in rows if row.moved] == []
-
-
-def test_a_signature_that_is_read_is_compared_like_one_that_is_imported() -> None:
-    (read_one,) = signatures(STDLIB, "textwrap", "wrap")
-    assert is_like(read_one, signature_of(textwrap.wrap))
-    assert "slime" not in sys.modules

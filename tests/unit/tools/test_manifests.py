@@ -1,9 +1,7 @@
-"""Manifests for SkyPilot and Kubernetes fit their schemas, and their commands start torchrun."""
+"""The commands of the manifests for SkyPilot and Kubernetes start torchrun."""
 
 from __future__ import annotations
 
-import importlib
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -78,57 +76,3 @@ def test_a_pod_starts_torchrun(repo_root: Path, tmp_path: Path, rank: int, role:
     )
     rendezvous = "--rdzv-endpoint megapack-master-0:23456 --rdzv-id megapack"
     assert output == torchrun(rendezvous, "true" if rank == 0 else "false", "10.0.0.7")
-
-
-def test_skypilot_takes_the_task(repo_root: Path) -> None:
-    pytest.importorskip("sky", reason="skypilot is not installed; pip install skypilot")
-    import jsonschema
-    from sky.utils import schemas
-
-    task = manifest(repo_root, "train.sky.yaml")
-    jsonschema.validate(task, schemas.get_task_schema())
-    jsonschema.validate(task["resources"], schemas.get_resources_schema())
-    with pytest.raises(jsonschema.ValidationError, match="num_node"):
-        jsonschema.validate({**task, "num_node": 2}, schemas.get_task_schema())
-
-
-def unknown_fields(value: Any, kind: str, models: Any, path: str = "") -> list[str]:
-    """Fields that a model of the Kubernetes API does not have, or that have another type."""
-    if found := re.fullmatch(r"(?:list\[(\w+)\]|dict\(\w+, (\w+)\))", kind):
-        items = value if found[1] else list(value.values())
-        return [
-            line
-            for number, item in enumerate(items)
-            for line in unknown_fields(item, found[1] or found[2], models, f"{path}[{number}]")
-        ]
-    if (model := getattr(models, kind, None)) is None:
-        # Quantities and times are objects there.
-        fits = kind == "object" or isinstance(value, {"int": int, "bool": bool}.get(kind, str))
-        return [] if fits else [f"{path}: {value!r} is no {kind}"]
-    names = {json: name for name, json in model.attribute_map.items()}
-    return [
-        line
-        for key, item in value.items()
-        for line in (
-            unknown_fields(item, model.openapi_types[names[key]], models, f"{path}.{key}")
-            if key in names
-            else [f"{path}.{key} is unknown"]
-        )
-    ]
-
-
-def test_kubernetes_takes_the_job(repo_root: Path) -> None:
-    training = pytest.importorskip(
-        "kubeflow.training", reason="not installed; pip install kubeflow-training"
-    )
-    kubernetes = importlib.import_module("kubernetes.client")
-
-    class Models:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(training, name, None) or getattr(kubernetes, name)
-
-    job = manifest(repo_root, "train.k8s.yaml")
-    kind = "KubeflowOrgV1PyTorchJob"
-    assert unknown_fields(job, kind, Models()) == []
-    job["spec"]["runPolicy"]["backoffLimits"] = 3
-    assert unknown_fields(job, kind, Models()) == [".spec.runPolicy.backoffLimits is unknown"]

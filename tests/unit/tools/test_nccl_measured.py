@@ -7,14 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from megapack import CostModel, Layout
-from megapack.config import dump_yaml
-from megapack.cost.calibration import Calibration, Origin
+from megapack import Layout
 from megapack.job.config.sections import TrainConfig
 from megapack.plan.check import check_plan
-from tools.nccl import measured, overlap, race
+from tools.nccl import measured, race
 from tools.nccl.found import FAILED, NOT_RUN, PASSED
 from tools.nccl.session import Session
 
@@ -59,36 +56,6 @@ def test_every_way_of_every_layout_is_a_legal_plan_of_all_samples_with_a_predict
             assert way.bytes > weights.parameters + weights.gradients
 
 
-def test_a_soft_budget_is_as_large_as_the_largest_row_of_several_samples() -> None:
-    lengths = np.array([60, 50, 30, 200])
-    plan = race.plan_of([[[0, 1]], [[2], [3]][:1]], lengths[:3], Layout(dp=2), 100)
-    assert plan.max_tokens_per_gpu == 110
-    check_plan(plan, lengths[:3].tolist())
-    alone = race.plan_of([[[0], [3]], [[1, 2], []]], lengths, Layout(dp=2), 100)
-    assert alone.max_tokens_per_gpu == 100
-    check_plan(alone, lengths.tolist())
-
-
-def test_a_measured_cost_model_counts_on_the_gpu_that_it_was_measured_on(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "this GPU")
-    whole = CostModel(fixed=8e-3, per_token=1e-6, cp_fixed=4e-3, cp_overhead=0.1)
-    path = tmp_path / "cost.yaml"
-    layout = Layout(pp=2, vpp=2)
-    for device, fixed in (("this GPU", 2e-3), ("another", config.cost_from_sizes(layout).fixed)):
-        origin = Origin(
-            command="", date="", device=device, versions="", num_rows=1, worst_fit_error=0.0
-        )
-        path.write_text(dump_yaml(Calibration(cost=whole, origin=origin)), encoding="utf-8")
-        cost = race.cost_of(config, layout, path)
-        assert cost.fixed == pytest.approx(fixed)
-        # The head is on the last chunk, which one stage does not show.
-        assert cost.stage_weights == config.cost_from_sizes(layout).stage_weights
-    path.write_text(dump_yaml(Calibration(cost=whole)), encoding="utf-8")
-    assert not race.is_measured(path)
-
-
 def test_a_way_with_another_gradient_fails_and_one_without_seconds_has_not_run(
     config: TrainConfig, tmp_path: Path
 ) -> None:
@@ -110,10 +77,3 @@ def test_a_way_with_another_gradient_fails_and_one_without_seconds_has_not_run(
     assert "1.1" in cases[WAYS[2]]["line"]
     assert cases["megapack"]["line"] == "rank 0: CUDA out of memory"
     assert all(case["predicted_s"] > 0 for case in cases.values())
-
-
-def test_overlap_must_not_change_the_gradient() -> None:
-    assert overlap.judged({})["status"] == NOT_RUN
-    assert overlap.judged({"norm_difference": 1e-5})["status"] == PASSED
-    assert overlap.judged({"norm_difference": 0.1})["status"] == FAILED
-    assert overlap.judged({"norm_difference": float("nan")})["status"] == FAILED

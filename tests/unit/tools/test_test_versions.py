@@ -109,12 +109,6 @@ def test_a_source_tree_is_first_on_the_path(copied: Path, requires: str, python:
     assert call[2:] == [f".venv-{python}", "-m pytest -p tests.progress tests/dist"]
 
 
-def test_the_options_combine_in_both_orders(copied: Path) -> None:
-    for options in (["--sample", "--megatron", "0.17.1"], ["--megatron", "0.17.1", "--sample"]):
-        first, second = calls(run(copied, *options, "-x"))
-        assert first[1] == second[1] == f"{copied}/.megatron/0.17.1"
-
-
 def test_a_failing_release_fails_the_run_and_the_others_still_run(copied: Path) -> None:
     done = run(copied, CODE="1")
     assert done.returncode == 1
@@ -148,16 +142,3 @@ def test_a_missing_python_is_named(copied: Path, options: list[str]) -> None:
     done = run(copied, *options, "--megatron", "0.18.2", **variables)
     assert done.returncode == 3
     assert done.stderr == ("tools/test_versions.sh: no Python 3.12; set PYTHON312 to its path\n")
-
-
-def test_newest_runs_a_sample_without_tested_versions(copied: Path) -> None:
-    result = run(copied, "--newest", "-x")
-    lines = result.stdout.splitlines()
-    assert result.returncode == 0
-    assert [line.split(" | ")[1:3] for line in lines] == [["", ".venv-newest"]] * 2
-    assert "tests/unit/job/hf" in lines[0]
-    assert "tests/dist/exactness/test_exactness.py -k" in lines[1]
-    assert all(line.endswith("-x") for line in lines)
-    refused = run(copied, "--sample", "--newest")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert run(copied, "--newest", CODE="1").returncode == 1

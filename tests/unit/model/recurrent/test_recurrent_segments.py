@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 
-import megapack.model.recurrent.segments
 from megapack.prefixes import EARLIER
 from tests.recurrent_rows import segments_of
 
 pytestmark = pytest.mark.unit
 
 CPU = torch.device("cpu")
-
-
-def test_doctests_of_the_module() -> None:
-    result = doctest.testmod(megapack.model.recurrent.segments)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 def test_whole_samples_are_one_level() -> None:
