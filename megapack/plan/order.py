@@ -275,28 +275,6 @@ def order_of(columns: Ints, pp: int) -> StepOrder:
     return StepOrder(stage, microbatch, chunk, kind, waits_for, pp)
 
 
-def order_lines(ops: Ints, ran: Ints, num_ran: Ints) -> tuple[str, ...]:
-    """What each stage runs, as `StepOrder.lines`.
-
-    Args:
-        ops: int64 [operations, 5], forwards and backwards: stage, micro-batch, chunk in the model,
-            kind, and what it waits for.
-        ran: int64 [pp, operations], what each stage runs: the index of an F or B, or -1 - index
-            for the W of this B.
-        num_ran: int64 [pp], how many these are.
-    """
-    pp = num_ran.size
-    num_microbatches, vpp = int(ops[:, 1].max()) + 1, int(ops[:, 2].max()) // pp + 1
-    texts, _ = operation_texts(num_microbatches, vpp)
-    lines = []
-    for own, size in zip(ran, num_ran, strict=True):
-        index = own[:size]
-        op = ops[np.where(index >= 0, index, -1 - index)]
-        kind = np.where(index >= 0, op[:, 3], KINDS.index("W"))
-        lines.append(" ".join(texts[kind, op[:, 2] // pp, op[:, 1]]))
-    return tuple(lines)
-
-
 @kernel
 def stage_lists(
     warmup: Ints,

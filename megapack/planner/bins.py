@@ -11,13 +11,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from megapack.base.arrays import Bools, Floats, Ints
-from megapack.base.jit import kernel
+from megapack.base.arrays import Floats, Ints
+from megapack.base.jit import inner, kernel
 from megapack.base.loops import copy_into
 
-# Heap nodes that `_near_top` checks before the emptiest row is taken: the top 4 levels, 1 + 2 + 4 +
-# 8. Chosen by hand.
-_TOP_NODES = 15
+# Nodes that wait during a search: at most one for each level of a tree, and one more. Once a leaf
+# is found, a search ends after so many nodes: where most leaves have no room, hundreds may differ
+# by less than a token.
+_MOST_WAITING = 64
+_MOST_VISITED = 512
 
 Tree = TypeVar("Tree", Ints, Floats)
 
@@ -84,7 +86,6 @@ def pack_to_targets(
     work: Floats,
     targets: Floats,
     capacity: int,
-    taken: Ints | None = None,
     order: Ints | None = None,
 ) -> Ints | None:
     """Fill rows towards their targets.
@@ -96,18 +97,14 @@ def pack_to_targets(
         work: float64 [n], the work that the targets count.
         targets: float64 [R], work that each row should get.
         capacity: tokens per row. A larger item is alone in its row.
-        taken: int64 [R], tokens that rows hold already; None: all rows are empty.
         order: `heaviest_first` of the items, if it is known.
 
     Returns:
         row_of: int64 [n]; None if this rule finds no row for an item.
     """
     order = heaviest_first(sizes, work) if order is None else order
-    # A max-heap of rows by missing work: a descending list is one.
-    heap = np.argsort(-targets, kind="stable")
-    taken = np.zeros(targets.size, dtype=np.int64) if taken is None else taken
     rows = np.empty(sizes.size, dtype=np.int64)
-    if not _pack(sizes[order], work[order], targets.copy(), heap, taken, capacity, rows):
+    if not _pack(sizes[order], work[order], targets, capacity, rows):
         return None
     row_of = np.empty(sizes.size, dtype=np.int64)
     row_of[order] = rows
@@ -154,7 +151,7 @@ def _first_fit(sizes: Ints, order: Ints, capacity: int) -> tuple[Ints, int]:
     return bin_of, num_bins
 
 
-@kernel
+@inner
 def set_leaf(tree: Tree, leaf: int, value: float) -> None:
     """Change a leaf of a max-tree; the children of node k are 2 k and 2 k + 1, its root is 1."""
     node = leaf + tree.size // 2
@@ -168,79 +165,70 @@ def set_leaf(tree: Tree, leaf: int, value: float) -> None:
 
 
 @kernel
-def _pack(
-    sizes: Ints,
-    work: Floats,
-    missing: Floats,
-    heap: Ints,
-    taken: Ints,
-    capacity: int,
-    row_of: Ints,
-) -> bool:
+def _pack(sizes: Ints, work: Floats, targets: Floats, capacity: int, row_of: Ints) -> bool:
     """Write each item's row to `row_of`; returns whether all items found one.
 
     Args:
         sizes, work: of the items, most work first.
-        missing: float64 [R], work that each row's target still lacks; changed in place.
-        heap: a max-heap of rows by `missing`; changed in place.
-        taken: int64 [R], tokens that rows hold already.
+        targets: float64 [R], work that each row should get.
     """
-    num_rows = missing.size
-    free = capacity - taken
-    # A max-tree over `free`, made when it is first needed. Rows that do not exist have -1.
-    room = np.empty(0, dtype=np.int64)
-    used = taken > 0
-    num_empty = 0
-    for row in range(num_rows):
-        if not used[row]:
-            num_empty += 1
-    # The heap node of each row.
-    node_of = np.empty(num_rows, dtype=np.int64)
-    for node in range(num_rows):
-        node_of[heap[node]] = node
+    num_rows = targets.size
+    missing = max_tree(targets, -np.inf)
+    # Rows that do not exist have -1.
+    room = max_tree(np.full(num_rows, capacity), -1)
+    used = np.zeros(num_rows, dtype=np.bool_)
+    num_empty = num_rows
     for item in range(sizes.size):
-        # As many items left as empty rows: each must go into an empty one.
-        must_open = sizes.size - item <= num_empty
-        row = -1
-        if not must_open:
-            row = _near_top(sizes[item], heap, missing, free, used, capacity)
+        # As many items left as empty rows: each must go into an empty one, as must an item over the
+        # capacity. Only empty rows have the whole capacity.
+        alone = sizes.size - item <= num_empty or sizes[item] > capacity
+        row = best_leaf(missing, room, capacity if alone else sizes[item])
         if row < 0:
-            if room.size == 0:
-                room = max_tree(free, -1)
-            # An unused row has the whole capacity, every other row less, so one is found first.
-            row = largest_leaf(room)
-            alone = must_open or sizes[item] > capacity
-            if used[row] if alone else free[row] < sizes[item]:
-                return False
+            return False
         row_of[item] = row
         if not used[row]:
             used[row] = True
             num_empty -= 1
-        free[row] = free[row] - sizes[item] if sizes[item] <= capacity else 0
-        if room.size > 0:
-            set_leaf(room, row, free[row])
-        missing[row] -= work[item]
-        sift_down(heap, node_of, missing, node_of[row])
+        leaf = row + room.size // 2
+        # An item takes a token at least, so that its row is no longer empty.
+        set_leaf(room, row, max(room[leaf] - max(sizes[item], 1), -1))
+        set_leaf(missing, row, missing[leaf] - work[item])
     return True
 
 
-@kernel
-def _near_top(
-    size: int, heap: Ints, missing: Floats, free: Ints, used: Bools, capacity: int
-) -> int:
-    """The row near the top of the heap with room and the most missing work; -1 if none has room."""
-    best = -1
-    for node in range(min(_TOP_NODES, heap.size)):
-        row = heap[node]
-        fits = free[row] >= size if size <= capacity else not used[row]
-        if fits and (best < 0 or missing[row] > missing[best]):
-            best = row
-            if node == 0:
-                break  # No row misses more than the top of the heap.
-    return best
+@inner
+def best_leaf(key: Floats, room: Ints, size: int) -> int:
+    """The leaf with the largest key among those with so much room, the first of several; -1: none.
+
+    Args:
+        key, room: max-trees of as many leaves, see `set_leaf`; -inf: no leaf.
+    """
+    leaves = key.size // 2
+    best = -np.inf
+    leaf = -1
+    waiting = np.empty(_MOST_WAITING, dtype=np.int64)
+    waiting[0] = 1
+    num = 1
+    visited = 0
+    while num > 0 and (visited < _MOST_VISITED or leaf < 0):
+        visited += 1
+        num -= 1
+        node = waiting[num]
+        if room[node] < size or key[node] <= best:
+            continue
+        if node >= leaves:
+            best = key[node]
+            leaf = node - leaves
+            continue
+        # The better child is searched first, and of equal ones the first.
+        better = 2 * node + (1 if key[2 * node + 1] > key[2 * node] else 0)
+        waiting[num] = better ^ 1
+        waiting[num + 1] = better
+        num += 2
+    return leaf
 
 
-@kernel
+@inner
 def max_tree(values: Tree, least: float) -> Tree:
     """A max-tree over the values, see `set_leaf`; leaves without a value have the least one."""
     leaves = 1
@@ -251,33 +239,3 @@ def max_tree(values: Tree, least: float) -> Tree:
     for node in range(leaves - 1, 0, -1):
         tree[node] = max(tree[2 * node], tree[2 * node + 1])
     return tree
-
-
-@kernel
-def largest_leaf(tree: Tree) -> int:
-    """The leaf of a max-tree with the largest value, the first of several."""
-    node = 1
-    while 2 * node < tree.size:
-        node *= 2
-        if tree[node] < tree[node // 2]:
-            node += 1
-    return node - tree.size // 2
-
-
-@kernel
-def sift_down(heap: Ints, node_of: Ints, key: Floats, node: int) -> None:
-    """Sift the row at a heap node down after its key has decreased."""
-    row = heap[node]
-    while True:
-        child = 2 * node + 1
-        if child >= heap.size:
-            break
-        if child + 1 < heap.size and key[heap[child + 1]] > key[heap[child]]:
-            child += 1
-        if key[heap[child]] <= key[row]:
-            break
-        heap[node] = heap[child]
-        node_of[heap[node]] = node
-        node = child
-    heap[node] = row
-    node_of[row] = node

@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megapack.base.arrays import Floats, Ints
-from megapack.base.jit import kernel
+from megapack.base.jit import inner, kernel
 from megapack.base.loops import copy_into
+
+RANDOM_PARTS = 4096
+"""Random numbers between 0 and 1 are multiples of 1/4096."""
 
 
 class RowCost(NamedTuple):
@@ -148,9 +151,9 @@ def clone(board: Board) -> Board:
     return board._replace(**arrays)
 
 
-@kernel
+@inner
 def copy_board(source: Board, target: Board) -> None:
-    """Write all that moves of items and cells change."""
+    """Write all that moves of items and cells change, and what they took."""
     copy_into(target.row_of, source.row_of)
     copy_into(target.next, source.next)
     copy_into(target.head, source.head)
@@ -164,9 +167,22 @@ def copy_board(source: Board, target: Board) -> None:
         copy_into(target.rows[rank], source.rows[rank])
     copy_into(target.spare, source.spare)
     copy_into(target.num_spare, source.num_spare)
+    copy_into(target.seconds, source.seconds)
 
 
-@kernel
+@inner
+def next_random(random: Ints, limit: int) -> int:
+    """The next number below `limit` of the linear congruential sequence of drand48.
+
+    It is scaled from the upper 32 bits, as the lower bits repeat after few numbers.
+    """
+    # As plain Python, the product of ints has all its bits; compiled, it wraps, which changes bits
+    # above the mask only.
+    random[0] = (int(random[0]) * 25214903917 + 11) & 0xFFFFFFFFFFFF
+    return int(((random[0] >> 16) * limit) >> 32)
+
+
+@inner
 def row_tokens(cost: RowCost, level: int, tokens: int) -> int:
     """Length of a row, as in `Layout.aligned_row_tokens`; a padding micro-batch has one unit."""
     if cost.uniform_tokens > 0:
@@ -178,7 +194,7 @@ def row_tokens(cost: RowCost, level: int, tokens: int) -> int:
     return int(max(-(-tokens // unit) * unit, unit))
 
 
-@kernel
+@inner
 def row_seconds(cost: RowCost, level: int, tokens: int, tokens_sq: int, num_samples: int) -> float:
     """Seconds of one chunk's forward of a row; a padding micro-batch has 0, 0, 0."""
     work = cost.per_token[level] * row_tokens(cost, level, tokens)
@@ -186,7 +202,7 @@ def row_seconds(cost: RowCost, level: int, tokens: int, tokens_sq: int, num_samp
     return float(cost.fixed[level] + work + cost.per_sample[level] * num_samples)
 
 
-@kernel
+@inner
 def kind_seconds(board: Board, row: int, kind: int) -> float:
     """Seconds of the forward of a row through one chunk of a kind."""
     cost = board.cost
@@ -194,15 +210,7 @@ def kind_seconds(board: Board, row: int, kind: int) -> float:
     return float(board.row_seconds[row] + (cost.square_factors[kind] - 1.0) * squares)
 
 
-@kernel
-def item_seconds(board: Board, item: int) -> float:
-    """Seconds that an item adds to a row of one rank, without the row's alignment."""
-    work = board.cost.per_token[0] * board.item_tokens[0, item]
-    work += board.cost.per_token_sq[0] * board.item_tokens_sq[0, item]
-    return float(work + board.cost.per_sample[0] * board.item_samples[item])
-
-
-@kernel
+@inner
 def add_up(board: Board, row: int) -> None:
     """Write the seconds of a row whose sums have changed."""
     board.row_seconds[row] = row_seconds(
@@ -214,14 +222,14 @@ def add_up(board: Board, row: int) -> None:
     )
 
 
-@kernel
+@inner
 def microbatch_tokens(board: Board, rank: int, position: int) -> int:
     """Length of a rank's micro-batch, over all ranks that share it."""
     row = board.rows[rank, position]
     return row_tokens(board.cost, board.level[row], board.tokens[row])
 
 
-@kernel
+@inner
 def first_rank(board: Board, rank: int, position: int) -> int:
     """The first of the ranks that share a micro-batch."""
     width = 1 << board.level[board.rows[rank, position]]
@@ -238,7 +246,7 @@ def block_width(board: Board, rank: int) -> int:
     return int(1 << widest)
 
 
-@kernel
+@inner
 def slowest(board: Board) -> int:
     """The rank with the most simulated seconds; the first one if ranks are equal."""
     worst = 0
@@ -248,7 +256,7 @@ def slowest(board: Board) -> int:
     return worst
 
 
-@kernel
+@inner
 def fastest(board: Board) -> int:
     """The rank with the fewest simulated seconds; the first one if ranks are equal."""
     best = 0
@@ -279,7 +287,7 @@ def add_up_rows(board: Board) -> None:
         add_up(board, row)
 
 
-@kernel
+@inner
 def _link(board: Board, item: int, row: int) -> None:
     """Put an item at the head of a row, without the row's seconds."""
     k = board.level[row]
@@ -292,7 +300,7 @@ def _link(board: Board, item: int, row: int) -> None:
     board.num_items[row] += 1
 
 
-@kernel
+@inner
 def _unlink(board: Board, item: int) -> None:
     """Take an item out of its row, without the row's seconds."""
     row = board.row_of[item]
@@ -310,7 +318,7 @@ def _unlink(board: Board, item: int) -> None:
     board.num_items[row] -= 1
 
 
-@kernel
+@inner
 def put(board: Board, item: int, rank: int, position: int, level: int) -> None:
     """Put an item into the row of a cell; cells without items become a row of that level."""
     row = board.rows[rank, position]
@@ -339,7 +347,7 @@ def put_pieces(board: Board, first: int, cells: Ints, levels: Ints) -> None:
         board.piece_of[board.rows[rank, position]] = first + k
 
 
-@kernel
+@inner
 def take(board: Board, item: int) -> None:
     """Take an item out of its row."""
     row = board.row_of[item]
@@ -348,7 +356,7 @@ def take(board: Board, item: int) -> None:
     add_up(board, row)
 
 
-@kernel
+@inner
 def clear_row(board: Board, rank: int, position: int, taken: Ints, size: int) -> int:
     """Take all whole items out of a row; without items, each of its cells is a row of its own.
 
@@ -377,7 +385,7 @@ def clear_row(board: Board, rank: int, position: int, taken: Ints, size: int) ->
     return size
 
 
-@kernel
+@inner
 def fits(board: Board, row: int, level: int, leaving: int, coming: int) -> bool:
     """Whether a row of this level stays within its limit, and keeps an item, after one item leaves
     and another one comes; -1 means no item."""
@@ -396,7 +404,7 @@ def fits(board: Board, row: int, level: int, leaving: int, coming: int) -> bool:
     return bool(num_items >= 1 and tokens <= limit)
 
 
-@kernel
+@inner
 def exchange(board: Board, a: int, b: int, row_a: int, row_b: int) -> None:
     """Move item a to row_b, and item b to row_a; b = -1 means that no item comes back."""
     _unlink(board, a)
@@ -408,7 +416,7 @@ def exchange(board: Board, a: int, b: int, row_a: int, row_b: int) -> None:
     add_up(board, row_b)
 
 
-@kernel
+@inner
 def swap_blocks(
     board: Board, rank: int, position: int, other: int, other_position: int, width: int
 ) -> None:
@@ -419,7 +427,7 @@ def swap_blocks(
         board.rows[other + r, other_position] = row
 
 
-@kernel
+@inner
 def shift_cut(board: Board, piece: int, tokens: int) -> None:
     """Give so many tokens of the next piece of a chain to a piece; negative ones to the next."""
     before = board.end[piece]
@@ -436,14 +444,14 @@ def shift_cut(board: Board, piece: int, tokens: int) -> None:
         add_up(board, row)
 
 
-@kernel
+@inner
 def chain_at(board: Board, rank: int, position: int) -> int:
     """The chain of a rank's micro-batch; -1 without one."""
     piece = board.piece_of[board.rows[rank, position]]
     return int(board.chain[piece]) if piece >= 0 else -1
 
 
-@kernel
+@inner
 def unit_end(board: Board, rank: int, position: int) -> int:
     """The position after the unit of a position: its chain, or it alone."""
     chain = chain_at(board, rank, position)

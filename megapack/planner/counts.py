@@ -14,7 +14,6 @@ import math
 import numpy as np
 
 from megapack.base.arrays import Floats, Ints, check_count
-from megapack.base.jit import kernel
 from megapack.errors import ConfigError, PlanError
 from megapack.planner.items import Items, members_by_row
 from megapack.policy import StepSplit
@@ -64,8 +63,7 @@ def split_rollouts(
         return [np.arange(num_rollouts)]
     if step_split == "contiguous":
         return _contiguous(tokens, num_steps)
-    step_of = _lightest_first(tokens, np.argsort(-tokens, kind="stable"), num_steps, limit)
-    return [np.flatnonzero(step_of == step) for step in range(num_steps)]
+    return _lightest_first(tokens, num_steps, limit)
 
 
 def keep_reachable(items: Items, rollout_ends: Ints) -> tuple[Items, int]:
@@ -163,7 +161,6 @@ def split_heaviest(row_of: Ints, num_rows: int, wanted: int, work: Floats) -> tu
         return row_of, num_rows
     row_of = row_of.copy()
     members = members_by_row(row_of, num_rows)
-    item_work = work.tolist()
 
     def key(row: int) -> float:
         """heapq pops the smallest, so the heaviest row has the smallest key."""
@@ -173,7 +170,7 @@ def split_heaviest(row_of: Ints, num_rows: int, wanted: int, work: Floats) -> tu
     heapq.heapify(heap)
     while num_rows < wanted and heap:
         _, row = heapq.heappop(heap)
-        members[row], leaving = _halves(members[row], item_work)
+        members[row], leaving = _halves(members[row], work)
         members.append(leaving)
         row_of[leaving] = num_rows
         for part in (row, num_rows):
@@ -183,18 +180,14 @@ def split_heaviest(row_of: Ints, num_rows: int, wanted: int, work: Floats) -> tu
     return row_of, num_rows
 
 
-def _halves(items: Ints, work: list[float]) -> tuple[Ints, Ints]:
-    """Two non-empty parts of two or more items: heaviest first, each into the lighter part.
+def _halves(items: Ints, work: Floats) -> tuple[Ints, Ints]:
+    """Two non-empty parts of two or more items of about equal work.
 
     Items of work 5, 4, 3, 2 become 5, 2 and 4, 3.
     """
-    parts: tuple[list[int], list[int]] = ([], [])
-    load = [0.0, 0.0]
-    for i in sorted(items.tolist(), key=lambda i: (-work[i], i)):
-        side = 0 if not parts[0] or (parts[1] and load[0] <= load[1]) else 1
-        parts[side].append(i)
-        load[side] += work[i]
-    return np.array(parts[0]), np.array(parts[1])
+    falling = items[np.argsort(-work[items], kind="stable")]
+    is_first = np.isin(np.arange(items.size) % 4, (0, 3))
+    return falling[is_first], falling[~is_first]
 
 
 def _contiguous(tokens: Ints, num_steps: int) -> list[Ints]:
@@ -218,32 +211,18 @@ def _contiguous(tokens: Ints, num_steps: int) -> list[Ints]:
     return np.split(np.arange(num_rollouts), cuts)
 
 
-@kernel
-def _lightest_first(tokens: Ints, order: Ints, num_steps: int, limit: int) -> Ints:
-    """Step of each rollout: longest first, into the step with the fewest tokens that has room.
+def _lightest_first(tokens: Ints, num_steps: int, limit: int) -> list[Ints]:
+    """The rollouts of each step: longest first, into the step with the fewest tokens that has room.
 
     Args:
-        order: rollouts, longest first.
         limit: rollouts that a step has room for.
     """
-    step_of = np.empty(tokens.size, dtype=np.int64)
-    load = np.zeros(num_steps, dtype=np.int64)
-    count = np.zeros(num_steps, dtype=np.int64)
-    for position in range(order.size):
-        rollout = order[position]
-        left = order.size - position
-        empty = 0
-        for step in range(num_steps):
-            if count[step] == 0:
-                empty += 1
-        best = -1
-        for step in range(num_steps):
-            # The last rollouts go to steps that are still empty.
-            if count[step] >= limit or (left <= empty and count[step] > 0):
-                continue
-            if best < 0 or load[step] < load[best]:
-                best = step
-        step_of[rollout] = best
-        load[best] += tokens[rollout]
-        count[best] += 1
-    return step_of
+    steps: list[list[int]] = [[] for _ in range(num_steps)]
+    # A min-heap of steps by tokens, then by number; empty ones come first.
+    open_steps = [(0, step) for step in range(num_steps)]
+    for rollout in np.argsort(-tokens, kind="stable").tolist():
+        load, step = heapq.heappop(open_steps)
+        steps[step].append(rollout)
+        if len(steps[step]) < limit:
+            heapq.heappush(open_steps, (load + int(tokens[rollout]), step))
+    return [np.array(sorted(own)) for own in steps]

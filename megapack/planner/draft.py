@@ -12,7 +12,7 @@ from megapack.layout import block_ranks
 from megapack.pipeline.simulator import simulate
 from megapack.plan.microbatch import MicroBatch, Part
 from megapack.plan.plan import RolloutId, StepPlan
-from megapack.planner.items import Items, by_row, row_sums
+from megapack.planner.items import Items, row_sums
 
 PADDING = -1
 """The row number of a padding micro-batch, which has no row."""
@@ -142,7 +142,7 @@ def _micro_batches(draft: Draft) -> list[MicroBatch]:
     sample_row = row_of[items.sample_items]
     pieces = _row_pieces(draft)
     order = np.lexsort((items.samples, ~items.is_piece[items.sample_items]))
-    order = order[by_row(sample_row[order], num_rows)]
+    order = order[np.argsort(sample_row[order], kind="stable")]
     tokens = row_sums(items.lengths, row_of, num_rows)
     _, tokens_sq, shared = draft.sizes
     padded = draft.row_tokens()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megapack.base.arrays import Bools, Floats, Ints
-from megapack.base.jit import kernel
+from megapack.base.jit import inner, kernel
 from megapack.planner.counts import fewest_counts
 from megapack.planner.items import Items, row_sums
 from megapack.planner.step import UNLIMITED
@@ -174,179 +174,177 @@ def _part_starts(items: Items, families: Families, most_work: float) -> Bools:
     """Where the parts of `cut_families` start: bool [f]."""
     step = items.step
     members = families.items
-    starts: Bools = _cut(
-        items.aligned[members],
-        items.work[members],
-        items.item_samples[members],
-        families.link,
-        float(step.balanced_cost.per_token),
-        float(step.balanced_cost.per_token_sq),
+    limits = _Limits(
         step.capacity,
         UNLIMITED if step.max_samples is None else step.max_samples,
         most_work,
+        float(step.balanced_cost.per_token),
+        float(step.balanced_cost.per_token_sq),
+    )
+    starts: Bools = _cut(
+        _units(items.aligned[members], items.item_samples[members], items.work[members]),
+        families.link,
+        limits,
     )
     return starts
 
 
+class _Limits(NamedTuple):
+    """Limits of a part, and what a shared position counts in its work."""
+
+    tokens: int
+    samples: int
+    work: float
+    per_token: float
+    per_token_sq: float
+
+
+class _Units(NamedTuple):
+    """What continues a branch: items, and smaller branches that fit. Arrays are [units]."""
+
+    start: Ints
+    """The first item."""
+    tokens: Ints
+    samples: Ints
+    work: Floats
+    is_cut: Bools
+    """Branches that are in parts already."""
+
+
+def _units(tokens: Ints, samples: Ints, work: Floats) -> _Units:
+    """Items as units."""
+    is_cut = np.zeros(tokens.size, dtype=np.bool_)
+    return _Units(np.arange(tokens.size), tokens, samples, work, is_cut)
+
+
 @kernel
-def _cut(
-    tokens: Ints,
-    work: Floats,
-    samples: Ints,
-    link: Ints,
-    per_token: float,
-    per_token_sq: float,
-    most_tokens: int,
-    most_samples: int,
-    most_work: float,
-) -> Bools:
+def _cut(items: _Units, link: Ints, limits: _Limits) -> Bools:
     """Where parts start: bool [f].
 
-    Branches are visited in the order in which they end. The units of a branch are what continues
-    it: items, and smaller branches that fit. A branch that fits becomes one unit of the branch
-    above it. Else its units are grouped into parts, and what is left of it fits nothing.
+    Branches are visited in the order in which they end. A branch that fits becomes one unit of the
+    branch above it. Else its units are grouped into parts, and what is left of it fits nothing.
 
     Args:
-        tokens, work, samples, link: of each item, int64 or float64 [f].
-        per_token, per_token_sq: work of a shared position, and of its square.
+        items: of the families.
+        link: int64 [f], see `Families`.
     """
-    size = tokens.size
+    size = link.size
     starts = np.zeros(size, dtype=np.bool_)
-    unit_start = np.empty(size + 1, dtype=np.int64)
-    unit_tokens = np.empty(size + 1, dtype=np.int64)
-    unit_samples = np.empty(size + 1, dtype=np.int64)
-    unit_work = np.empty(size + 1)
-    # Whether a unit is already cut.
-    unit_cut = np.zeros(size + 1, dtype=np.bool_)
+    # The units of branches that have not ended, and of each of these its depth and first unit.
+    units = _Units(
+        np.empty(size + 1, dtype=np.int64),
+        np.empty(size + 1, dtype=np.int64),
+        np.empty(size + 1, dtype=np.int64),
+        np.empty(size + 1),
+        np.zeros(size + 1, dtype=np.bool_),
+    )
     num_units = 0
     open_depth = np.empty(size + 1, dtype=np.int64)
     open_unit = np.empty(size + 1, dtype=np.int64)
     num_open = 0
     for k in range(size + 1):
         here = link[k] if k < size else 0
+        # 1. Branches that end before this item.
         while num_open > 0 and open_depth[num_open - 1] > here:
             num_open -= 1
-            depth = open_depth[num_open]
-            base = open_unit[num_open]
-            saved = per_token * depth + per_token_sq * depth * depth
-            all_tokens = unit_tokens[base]
-            all_samples = unit_samples[base]
-            all_work = unit_work[base]
-            is_cut = unit_cut[base]
-            for u in range(base + 1, num_units):
-                all_tokens += unit_tokens[u] - depth
-                all_samples += unit_samples[u]
-                all_work += unit_work[u] - saved
-                is_cut = is_cut or unit_cut[u]
-            over = all_tokens > most_tokens or all_samples > most_samples or all_work > most_work
-            if is_cut or over:
-                first = base
-                for u in range(base, num_units + 1):
-                    if u == num_units or unit_cut[u]:
-                        if u > first:
-                            group_units(
-                                starts,
-                                unit_start[first:u],
-                                unit_tokens[first:u],
-                                unit_samples[first:u],
-                                unit_work[first:u],
-                                depth,
-                                saved,
-                                most_tokens,
-                                most_samples,
-                                most_work,
-                            )
-                        first = u + 1
-                is_cut = True
-            unit_tokens[base] = all_tokens
-            unit_samples[base] = all_samples
-            unit_work[base] = all_work
-            unit_cut[base] = is_cut
-            num_units = base + 1
+            _close(starts, units, open_unit[num_open], num_units, open_depth[num_open], limits)
+            num_units = open_unit[num_open] + 1
+        # 2. The branch that it continues, which may begin here.
         if here == 0:
             if num_units > 0:
-                starts[unit_start[0]] = True
+                starts[units.start[0]] = True
             num_units = 0
         elif num_open == 0 or open_depth[num_open - 1] < here:
             open_depth[num_open] = here
             open_unit[num_open] = num_units - 1
             num_open += 1
+        # 3. The item itself.
         if k < size:
-            unit_start[num_units] = k
-            unit_tokens[num_units] = tokens[k]
-            unit_samples[num_units] = samples[k]
-            unit_work[num_units] = work[k]
-            unit_cut[num_units] = False
+            units.start[num_units] = k
+            units.tokens[num_units] = items.tokens[k]
+            units.samples[num_units] = items.samples[k]
+            units.work[num_units] = items.work[k]
+            units.is_cut[num_units] = False
             num_units += 1
     return starts
 
 
+@inner
+def _close(
+    starts: Bools, units: _Units, first: int, last: int, depth: int, limits: _Limits
+) -> None:
+    """Make one unit, in place of the first, of the units of a branch of so many positions; mark
+    where its parts start if it does not fit."""
+    saved = limits.per_token * depth + limits.per_token_sq * depth * depth
+    tokens, samples, work = depth, 0, saved
+    is_cut = False
+    for u in range(first, last):
+        tokens += units.tokens[u] - depth
+        samples += units.samples[u]
+        work += units.work[u] - saved
+        is_cut = is_cut or units.is_cut[u]
+    if is_cut or tokens > limits.tokens or samples > limits.samples or work > limits.work:
+        # Runs of units between those that are cut already.
+        begin = first
+        for u in range(first, last + 1):
+            if u == last or units.is_cut[u]:
+                if u > begin:
+                    group_units(starts, units, begin, u, depth, limits)
+                begin = u + 1
+        is_cut = True
+    units.tokens[first] = tokens
+    units.samples[first] = samples
+    units.work[first] = work
+    units.is_cut[first] = is_cut
+
+
 @kernel
 def group_units(
-    starts: Bools,
-    unit_start: Ints,
-    tokens: Ints,
-    samples: Ints,
-    work: Floats,
-    depth: int,
-    saved: float,
-    most_tokens: int,
-    most_samples: int,
-    most_work: float,
+    starts: Bools, units: _Units, first: int, last: int, depth: int, limits: _Limits
 ) -> None:
     """Group neighbouring units of one branch: as few parts as needed, the largest one small."""
-    none = np.zeros(0, dtype=np.bool_)
-    limits = (depth, saved, most_tokens, most_samples)
-    fewest = _num_groups(none, unit_start, tokens, samples, work, limits, most_work)
+    fewest = _num_groups(starts, units, first, last, depth, limits, limits.work, False)
     high = 0.0
-    for u in range(tokens.size):
-        high += work[u]
-    high = min(high, most_work)
+    for u in range(first, last):
+        high += units.work[u]
+    high = min(high, limits.work)
     low = 0.0
-    for _ in range(_BISECTIONS if fewest < tokens.size else 0):
+    for _ in range(_BISECTIONS if fewest < last - first else 0):
         middle = (low + high) / 2
-        if _num_groups(none, unit_start, tokens, samples, work, limits, middle) <= fewest:
+        if _num_groups(starts, units, first, last, depth, limits, middle, False) <= fewest:
             high = middle
         else:
             low = middle
-    _num_groups(starts, unit_start, tokens, samples, work, limits, high)
+    _num_groups(starts, units, first, last, depth, limits, high, True)
 
 
-@kernel
+@inner
 def _num_groups(
     starts: Bools,
-    unit_start: Ints,
-    tokens: Ints,
-    samples: Ints,
-    work: Floats,
-    limits: tuple[int, float, int, int],
+    units: _Units,
+    first: int,
+    last: int,
+    depth: int,
+    limits: _Limits,
     most_work: float,
+    marks: bool,
 ) -> int:
-    """Number of groups if each takes units as long as they fit; marks their starts in `starts`,
-    unless that is empty."""
-    depth, saved, most_tokens, most_samples = limits
-    groups = 0
-    group_tokens = 0
-    group_samples = 0
-    group_work = 0.0
-    for u in range(tokens.size):
-        new = (
-            groups == 0
-            or group_tokens + tokens[u] - depth > most_tokens
-            or group_samples + samples[u] > most_samples
-            or group_work + work[u] - saved > most_work
-        )
-        if new:
+    """Number of groups if each takes units as long as they fit.
+
+    Args:
+        marks: mark their starts.
+    """
+    saved = limits.per_token * depth + limits.per_token_sq * depth * depth
+    groups, tokens, samples, work = 0, 0, 0, 0.0
+    for u in range(first, last):
+        tokens += units.tokens[u] - depth
+        samples += units.samples[u]
+        work += units.work[u] - saved
+        if groups == 0 or tokens > limits.tokens or samples > limits.samples or work > most_work:
             groups += 1
-            group_tokens = tokens[u]
-            group_samples = samples[u]
-            group_work = work[u]
-            if starts.size > 0:
-                starts[unit_start[u]] = True
-        else:
-            group_tokens += tokens[u] - depth
-            group_samples += samples[u]
-            group_work += work[u] - saved
+            tokens, samples, work = units.tokens[u], units.samples[u], units.work[u]
+            if marks:
+                starts[units.start[u]] = True
     return groups
 
 
@@ -437,18 +435,9 @@ def _rows_of_pieces(items: Items, samples: Ints, depth: int, room: int) -> list[
     work = float(cost.per_token) * (aligned - depth).astype(np.float64)
     work += float(cost.per_token_sq) * (aligned * aligned - depth * depth).astype(np.float64)
     starts = np.zeros(samples.size, dtype=np.bool_)
-    group_units(
-        starts,
-        np.arange(samples.size),
-        aligned - depth,
-        np.ones_like(samples),
-        work,
-        0,
-        0.0,
-        room,
-        UNLIMITED,
-        math.inf,
-    )
+    units = _units(aligned - depth, np.ones_like(samples), work)
+    limits = _Limits(room, UNLIMITED, math.inf, 0.0, 0.0)
+    group_units(starts, units, 0, samples.size, 0, limits)
     return np.split(samples, np.flatnonzero(starts)[1:])
 
 

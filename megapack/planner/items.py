@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megapack.base.arrays import Bools, Floats, Ints
-from megapack.base.jit import kernel
 from megapack.cost.model import CostModel
 from megapack.planner.bins import first_fit, first_fit_decreasing
 from megapack.planner.step import Step
@@ -243,25 +242,9 @@ _SPANS = ("begin", "end", "chain")
 _PER_ITEM = (*_SIZES, *_SPANS)
 
 
-@kernel
-def by_row(row_of: Ints, num_rows: int) -> Ints:
-    """Items row after row, int64 [I]; those of one row keep their order."""
-    begin = np.zeros(num_rows + 1, dtype=np.int64)
-    for row in row_of:
-        begin[row + 1] += 1
-    for row in range(num_rows):
-        begin[row + 1] += begin[row]
-    order = np.empty(row_of.size, dtype=np.int64)
-    for item in range(row_of.size):
-        row = row_of[item]
-        order[begin[row]] = item
-        begin[row] += 1
-    return order
-
-
 def members_by_row(row_of: Ints, num_rows: int) -> list[Ints]:
     """The items of each row, ascending."""
-    order = by_row(row_of, num_rows)
+    order = np.argsort(row_of, kind="stable")
     ends = np.cumsum(np.bincount(row_of, minlength=num_rows)).tolist()
     return [order[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 

@@ -1,478 +1,312 @@
-"""Samples into pieces: where they are cut, over which ranks a chain lies, and at which place.
+"""The search for steps whose stages run other operations than Megatron's schedules.
 
-A long sample alone in its row keeps the stages behind it waiting. Cut into pieces of equal work it
-goes through the pipeline as rows of usual size do. A chain is on one DP rank, or over as many as
-its work needs: a sample with the work of a whole rank would leave that rank nothing beside it. The
-pieces' rows have room for whole items, too. Families come in pieces already (`families`).
+    M, the longest piece, chains' place   -> boards packed anew, then more close to the best
+    the drafts of whole samples           -> their seconds in orders of their own
+    the best few of each kind             -> moves; a board that is far behind gets none
+
+Under context_parallel="dynamic" this is done for rows on one rank each and for rows over several.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
-from megapack.base.arrays import Bools, Floats, Ints
-from megapack.base.jit import kernel
-from megapack.layout import round_up
-from megapack.planner.bins import pack_to_targets
-from megapack.planner.board import Board, RowCost, put_pieces
-from megapack.planner.draft import PADDING, Draft
-from megapack.planner.fill import FillRule, fill_all, fill_rule
+from megapack.planner.cuts import CutItems, families_of, is_alone
+from megapack.planner.draft import Draft
 from megapack.planner.items import Items
-from megapack.planner.profile import ramp_levels
-from megapack.planner.scored import blank_board
+from megapack.planner.scored import Scored, Way, real_seconds
+from megapack.planner.starts import Choice, counts_to_try, cut_for, cut_start, loosened
+from megapack.planner.step import UNLIMITED
 
 # All constants of this module were chosen by hand. docs/planner.md measures the whole search.
 
-# Limit on passes of `_targets`.
-_FILL_PASSES = 8
-# A whole item may take this many times its position's target before it goes over more ranks.
-_STRETCH = 1.15
-# A sample whose work is this little above a whole number of pieces gets that number.
-_ROUNDING = 1e-9
+# The longest piece, in parts of a mean row's work.
+_STRETCHES = (1.0, 1.5)
+# The most work of a chain on a rank, in parts of a mean rank's. With 128 samples on dp=8 one sample
+# may have the work of a rank; in pieces on one rank it would leave that rank nothing beside it.
+_SHARES = (0.15, 0.3, 0.6)
+# Places of chains in a rank's order.
+_PLACES = (0.0, 0.25, 0.5, 0.75, 1.0)
+# Then boards are made that are close to the best three: with values of M halfway to those tried
+# before, other longest pieces, and the next places.
+_CLOSER_TO = 3
+_CLOSER_STRETCHES = (1.0, 1.25, 1.5)
+_CLOSER_PLACES = (-0.25, 0.0, 0.25)
+# This part of the limit at most: 128 boards of 1,024 on dp=4.
+_CLOSER_PART = 8
+# Simulations of ranks for boards, as a multiple of the policy's evaluations: 4,096, which are 1,024
+# boards on dp=4.
+_BOARDS_GROWTH = 2
+# Boards that have both pieces and rows over several ranks, of each kind: those that try 2**23 cells
+# for items in all, and 16 at least. 2,048 items in 8 x 32 cells are 2**19.
+_WIDE_PLACES = 2**23
+_WIDE_BOARDS = 16
+# At least so many where samples hardly fit under the cap on live tokens.
+_TIGHT_BOARDS = 128
+# Simulations for the moves of each kind of board: 8,192 of up to 512 operations, fewer of longer
+# orders. The kinds: whole samples, pieces, and rows over several ranks.
+_MOVES_GROWTH = 4
+_OPERATIONS = 512
+_CONTENDERS = 3
+# Places that moves try for items of rows over several ranks, for each simulation: fewer than in the
+# search for these rows, which has been there before.
+_MOST_PLACES = 2000
+# Contenders' values of M differ by this part from those of faster ones: from 20 these are 18 or
+# less, or 22 or more.
+_APART = 0.1
+# A board that is so much slower than the fastest gets no moves: of rows over several ranks, and of
+# rows on one rank each with many items per rank. With fewer, moves made up for more than 10 %.
+_WIDE_REACH = 0.05
+_REACH = 0.1
+_MANY_ITEMS = 32
+# A step that takes so little more than the mean work of its ranks is not improved.
+_NEAR = 0.003
+# An order of its own has to be this much faster than Megatron's, 0.999 s for 1 s.
+_LEAST_GAIN = 1e-3
+
+# The fastest board of each M, and how its samples are cut.
+_ByCount = dict[int, tuple[Scored, Choice]]
 
 
-@dataclass(frozen=True)
-class CutItems:
-    """Items of which some are pieces, and the rank of each chain."""
-
-    items: Items
-    """The whole items are first; the pieces follow, chain after chain."""
-    num_whole: int
-    """Whole items."""
-    sizes: tuple[int, ...]
-    """Pieces of each chain."""
-    widths: tuple[int, ...]
-    """DP ranks of each chain, an aligned block."""
-    ranks: tuple[tuple[int, ...], ...]
-    """The chains of each DP rank: those of most ranks first, and of these the one with the most
-    work."""
-    work: Floats
-    """float64 [I]: seconds of each item's forward through one chunk."""
-
-
-def item_seconds(items: Items) -> Floats:
-    """float64 [I]: seconds of each item's forward through one chunk, without `fixed`."""
-    cost = items.step.real_cost
-    return np.asarray(items.work_by(cost) * cost.share_of_rank(items.step.layout))
-
-
-def is_alone(items: Items) -> Bools:
-    """bool [I]: items of one sample that shares nothing with others, or is over the capacity. Only
-    these are cut by themselves."""
-    alone: Bools = items.item_samples == 1
-    table = items.step.prefixes
-    if table is None:
-        return alone
-    shares = table.place[items.samples[items.first_samples]] >= 0
-    return alone & ((items.aligned > items.step.capacity) | ~shares)
-
-
-def cut_items(
-    items: Items,
-    count: int,
-    longest: float,
-    most: int,
-    room: int,
-    unit: int,
-    share: float = math.inf,
-    widest: int = 1,
-) -> CutItems | None:
-    """Cut samples into pieces; None if a chain finds no rank with room.
-
-    Chains go to ranks with the most work first, each to the rank with the least.
+def plan_pieces(
+    items: Items, fixed: Draft | None, wide: Draft | None, *, is_tight: bool = False
+) -> Draft | None:
+    """The best draft with an order of its own; None if none is faster than `fixed`.
 
     Args:
-        items: families may be in pieces, see `families_in_pieces`.
-        count: M.
-        longest: seconds of a piece's forward through one chunk at most, as far as `most` allows.
-        most: pieces of a sample.
-        room: padded tokens of the longest sample that need not be cut.
-        unit: cuts are at multiples of so many tokens.
-        share: the most seconds of a chain on a rank, as far as `widest` allows.
-        widest: the most DP ranks of a chain.
+        fixed: the best draft in Megatron's order, of rows on one DP rank each; None if there is
+            none that the policy allows.
+        wide: the best one with rows over several ranks, the same.
+        is_tight: samples hardly fit under the cap on live tokens, so more boards are made, of
+            whole units of a row.
     """
-    work = item_seconds(items)
-    single = is_alone(items)
-    widths = np.ones(work.size, dtype=np.int64)
-    while widths.max(initial=1) < widest and (single & (work > share * widths)).any():
-        widths[single & (work > share * widths)] *= 2
-    wanted = np.ones(work.size)
-    if longest > 0:
-        wanted = np.minimum(np.ceil(work / (longest * widths) - _ROUNDING), most)
-    over = single & (items.aligned > room)
-    chosen = np.flatnonzero(single & ((wanted > 1) | over))
-    chosen = chosen[np.lexsort((-work[chosen], -widths[chosen]))]
-    found = []
-    for width in np.unique(widths[chosen])[::-1].tolist():
-        own = chosen[widths[chosen] == width]
-        rule = _cut_rule(items, most, unit, width)
-        found.append(_all_ends(items.aligned[own], wanted[own].astype(np.int64), rule))
-    num = np.concatenate([np.zeros(0, dtype=np.int64), *(own for own, _ in found)])
-    ends = np.concatenate([np.zeros(0, dtype=np.int64), *(own for _, own in found)])
-    if not num.all():
+    best = _Search(items, fixed, wide, is_tight).run()
+    seconds = math.inf if fixed is None else real_seconds(fixed)
+    if best is None or best.seconds >= seconds * (1 - _LEAST_GAIN):
         return None
-    # With a coarse alignment a sample may be one piece, which is no cut.
-    ends = ends[np.repeat(num > 1, num)]
-    chosen, num = chosen[num > 1], num[num > 1]
-    families = _families(items)
-    sizes = [*map(len, families), *num.tolist()]
-    loads = [math.fsum(work[own].tolist()) for own in families] + work[chosen].tolist()
-    over_ranks = [1] * len(families) + widths[chosen].tolist()
-    ranks = _ranks_of_chains(sizes, loads, over_ranks, items.step.layout.dp, count)
-    if ranks is None or max(sizes, default=0) > most:
-        return None
-    in_families = np.concatenate([np.zeros(0, dtype=np.int64), *families])
-    whole = np.setdiff1d(np.arange(work.size), np.concatenate([chosen, in_families]))
-    cut = _with_pieces(items, whole, in_families, np.repeat(chosen, num), num, ends)
-    return CutItems(
-        items=cut,
-        num_whole=whole.size,
-        sizes=tuple(sizes),
-        widths=tuple(over_ranks),
-        ranks=ranks,
-        work=item_seconds(cut),
-    )
+    draft = best.draft()
+    return replace(draft, board_seconds=draft.seconds())
 
 
-def _families(items: Items) -> list[Ints]:
-    """The items of each family in pieces, in their order."""
-    own = np.flatnonzero(items.is_piece)
-    chains = np.split(own, np.flatnonzero(np.diff(items.chain[own])) + 1)
-    return chains if own.size else []
+class _Search:
+    def __init__(
+        self, items: Items, fixed: Draft | None, wide: Draft | None, is_tight: bool
+    ) -> None:
+        step, layout = items.step, items.step.layout
+        self.items = items
+        self.step = step
+        self.layout = layout
+        self.policy = step.policy
+        self.is_tight = is_tight
+        self.split = self.policy.backward == "split" and not step.forward_only
+        # Pieces of whole units of a row add no padding to the sample.
+        unit = layout.row_alignment if is_tight else layout.sample_alignment
+        self.way = Way(items, step.real_cost, own_order=True, is_real=True, unit=unit)
+        single = self.way.work[is_alone(items)]
+        # The work of the sample that has most, in mean ranks.
+        self.heaviest = float(single.max(initial=0.0)) / (self.way.rank_work or 1.0)
+        # Rows may lie over so many ranks as those of the wide draft, or else over any.
+        self.wide_way: Way | None = None
+        if self.policy.context_parallel == "dynamic" and step.budget is not None:
+            widths = self.policy.widths(layout)
+            widest = widths[-1] if wide is None else int(wide.row_widths.max())
+            wanted = 2 * max(self.heaviest / _SHARES[0], 1.0)
+            widest = max(widest, *(width for width in widths if width < wanted))
+            self.wide_way = replace(self.way, num_levels=widest.bit_length())
+        self.fixed = fixed
+        self.wide = wide
+        # Whatever the place, the samples are cut in the same way.
+        self.cuts: dict[Choice, tuple[CutItems, Way] | None] = {}
+        # What was made: choices may cut samples alike.
+        self.made: set[tuple[object, ...]] = set()
 
+    def run(self) -> Scored | None:
+        """The best board; None if none respects the cap on live tokens."""
+        kinds = self._new_boards() if self._may_pack() else ([], [], [])
+        if self.fixed is not None:
+            kinds[0].insert(0, self.way.score_draft(self.fixed))
+        if self.wide is not None and self.split and self.wide_way is not None:
+            kinds[2].insert(0, loosened(self.wide_way, self.wide))
+        every = [scored for kind in kinds for scored in kind]
+        fastest = min((scored.seconds for scored in every), default=math.inf)
+        is_many = self.items.num_items >= _MANY_ITEMS * self.layout.dp
+        for kind in kinds:
+            for scored in kind:
+                reach = _WIDE_REACH if scored.rule else _REACH if is_many else math.inf
+                if scored.seconds <= fastest * (1 + reach):
+                    self._improve(scored, _MOVES_GROWTH * self.policy.search // len(kind))
+                fastest = min(fastest, scored.seconds)
+        best = min(every, key=lambda scored: scored.seconds, default=None)
+        return None if best is None or best.seconds == math.inf else best
 
-def family_rows(items: Items) -> int:
-    """Micro-batches of the rank that has most for families in pieces; 0 without any."""
-    families = _families(items)
-    sizes = list(map(len, families))
-    work = item_seconds(items)
-    loads = [math.fsum(work[own].tolist()) for own in families]
-    ranks = _ranks_of_chains(sizes, loads, [1] * len(sizes), items.step.layout.dp, sum(sizes))
-    return max(sum(sizes[chain] for chain in chains) for chains in ranks or ((),))
+    def _improve(self, scored: Scored, budget: int) -> None:
+        """Improve a board by moves, if its rows may change and there is something to gain."""
+        movable = self.step.prefixes is None and self.step.max_samples is None
+        movable = movable and not self.step.lockstep
+        if not movable or self.policy.row_shape == "uniform" or scored.seconds == math.inf:
+            return
+        # With few row lengths moves may make rows shorter.
+        if scored.seconds <= scored.mean_work() * (1 + _NEAR) and not self.layout.row_lengths:
+            return
+        budget = min(budget, budget * _OPERATIONS // scored.num_ops)
+        if scored.rule is not None:
+            # A simulation of the step is one of each rank.
+            budget = scored.affordable(budget // self.layout.dp, _MOST_PLACES)
+        scored.improve(budget)
 
+    def _may_pack(self) -> bool:
+        """Whether items may be in other rows than those of the drafts of whole samples."""
+        if self.step.cuts_samples or not self.split:
+            return self.step.cuts_samples
+        is_uniform = self.policy.row_shape == "uniform"
+        return self.layout.pp > 1 and self.step.budget is not None and not is_uniform
 
-def _ranks_of_chains(
-    sizes: Sequence[int], loads: Sequence[float], widths: Sequence[int], dp: int, count: int
-) -> tuple[tuple[int, ...], ...] | None:
-    """The chains of each rank; None if one finds no rank with room.
+    def _new_boards(self) -> tuple[list[Scored], list[Scored], list[Scored]]:
+        """The fastest boards that are packed anew, each of another M: those of whole samples, those
+        with pieces, both with rows on one rank each, and those with rows over several."""
+        pools: tuple[_ByCount, _ByCount, _ByCount] = ({}, {}, {})
+        for choice in self._choices():
+            self._try(choice, pools[2 if choice.is_wide else int(choice.stretch is not None)])
+        for pool in pools:
+            closer = list(self._closer_choices(pool))
+            limit = self._most_boards(max(pool, default=1) if pool is pools[2] else 0)
+            for choice in _some(closer, limit // _CLOSER_PART):
+                self._try(choice, pool)
+        uncut, cut, wide = map(_contenders, pools)
+        return uncut, cut, wide
 
-    Args:
-        sizes, loads, widths: micro-batches, work and DP ranks of each chain.
-        count: M.
-    """
-    ranks: list[list[int]] = [[] for _ in range(dp)]
-    rows = [0] * dp
-    held = [0.0] * dp
-    order = sorted(range(len(sizes)), key=lambda chain: (-widths[chain], -loads[chain]))
-    num_wide = sum(width > 1 for width in widths)
-    for chain in order[:num_wide]:
-        width, size = widths[chain], sizes[chain]
-        blocks = [range(rank, rank + width) for rank in range(0, dp - width + 1, width)]
-        blocks = [block for block in blocks if max(rows[r] for r in block) + size <= count]
-        if not blocks:
+    def _most_boards(self, wide_count: int = 0) -> int:
+        """Boards of one kind that may be made.
+
+        Args:
+            wide_count: M of those with rows over several ranks; 0 for others.
+        """
+        limit = max(1, _BOARDS_GROWTH * self.policy.search // self.layout.dp)
+        limit = max(limit, _TIGHT_BOARDS) if self.is_tight else limit
+        places = self.items.num_items * self.layout.dp * wide_count
+        return min(limit, max(_WIDE_PLACES // places, _WIDE_BOARDS)) if places else limit
+
+    def _choices(self) -> list[Choice]:
+        """All values of M, the longest piece and the chains' place, as far as the limit allows."""
+        counts = self._counts(1)
+        limit = self._most_boards()
+        choices = []
+        # Where samples over the budget must be cut, whole ones are left out.
+        if not self.step.cuts_samples or (self.split and self.fixed is not None):
+            choices = _some([Choice(count, None) for count in counts], limit)
+        if self.step.cuts_samples:
+            choices += _some(_every_choice(counts, _STRETCHES), limit)
+        if self.wide_way is None or not self.step.cuts_samples:
+            return choices
+        limit = self._most_boards(max(counts))
+        if self._mixes(self.wide_way):
+            every = _every_choice(counts, (_STRETCHES[0], None))
+            choices += _some([replace(choice, is_wide=True) for choice in every], limit)
+        widest = 1 << (self.wide_way.num_levels - 1)
+        shares = [share for share in _SHARES if share < self.heaviest]
+        if widest > 1 and shares:
+            # A sample over the budget has fewer pieces over several ranks.
+            every = _every_choice(self._counts(widest), _STRETCHES, shares)
+            choices += _some([replace(choice, is_wide=True) for choice in every], limit)
+        return choices
+
+    def _closer_choices(self, found: _ByCount) -> Iterable[Choice]:
+        """Choices that are close to those of the fastest boards."""
+        legal = [pair for pair in found.values() if pair[0].seconds < math.inf]
+        ranked = sorted(legal, key=lambda pair: pair[0].seconds)
+        closer: dict[Choice, None] = {}
+        for _, best in ranked[:_CLOSER_TO]:
+            below = max((count for count in found if count < best.count), default=best.count)
+            above = min((count for count in found if count > best.count), default=best.count)
+            for other in (below, best.count, above):
+                count = self.step.legal_count((best.count + other) // 2)
+                stretches = (None,) if best.stretch is None else _CLOSER_STRETCHES
+                for stretch, step in product(stretches, _CLOSER_PLACES):
+                    place = min(max(best.place + step, 0.0), 1.0)
+                    closer[replace(best, count=count, stretch=stretch, place=place)] = None
+        return closer
+
+    def _try(self, choice: Choice, found: _ByCount) -> None:
+        """Keep the board of a choice if it is the fastest of its M."""
+        scored = self._start(choice)
+        best = found.get(choice.count)
+        if scored is not None and (best is None or scored.seconds < best[0].seconds):
+            found[choice.count] = scored, choice
+
+    def _start(self, choice: Choice) -> Scored | None:
+        """The board of a choice; None if items find no rows, or another choice has the same one."""
+        key = replace(choice, place=0.0)
+        if key not in self.cuts:
+            way = self.wide_way if choice.is_wide else self.way
+            assert way is not None
+            cut = cut_for(way, choice)
+            self.cuts[key] = None if cut is None else (cut, replace(way, items=cut.items))
+        found = self.cuts[key]
+        if found is None:
             return None
-        for rank in min(blocks, key=lambda block: (max(held[r] for r in block), block[0])):
-            ranks[rank].append(chain)
-            rows[rank] += size
-            held[rank] += loads[chain] / width
-    # A min-heap of ranks by work, then by number.
-    lightest = [(held[rank], rank) for rank in range(dp) if rows[rank] < count]
-    heapq.heapify(lightest)
-    for chain in order[num_wide:]:
-        full = []
-        while lightest and rows[lightest[0][1]] + sizes[chain] > count:
-            full.append(heapq.heappop(lightest))
-        if not lightest:
+        cut, way = found
+        place = choice.place if cut.sizes.size else 0.0
+        shape = choice.count, place, choice.is_wide, cut.sizes.tobytes(), cut.widths.tobytes()
+        if shape in self.made:
             return None
-        work, rank = heapq.heappop(lightest)
-        ranks[rank].append(chain)
-        rows[rank] += sizes[chain]
-        for entry in (*full, (work + loads[chain], rank)):
-            if rows[entry[1]] < count:
-                heapq.heappush(lightest, entry)
-    return tuple(map(tuple, ranks))
+        self.made.add(shape)
+        return cut_start(way, cut, choice)
+
+    def _mixes(self, way: Way) -> bool:
+        """Whether pieces and whole items over several ranks may have to be in one step: families
+        are in pieces, samples are that no width holds, or sets go over several ranks."""
+        held = np.where(is_alone(self.items), way.row_cost.alone[-1], way.row_cost.alone[0])
+        return bool(self.items.num_pieces or (self.items.aligned > held).any())
+
+    def _counts(self, width: int) -> list[int]:
+        """Legal values of M to try.
+
+        Args:
+            width: DP ranks that pieces may lie over.
+        """
+        dp = self.layout.dp
+        capacity = self.step.capacity
+        tokens = self.items.aligned
+        pieces = np.where(tokens > capacity, -(-tokens // (width * capacity)), 0)
+        if not self.step.cuts_samples:
+            pieces = np.minimum(pieces, 1)
+        # The rows of a sample over the budget hold nothing else.
+        held = int(np.where(pieces > 0, pieces * width * capacity, tokens).sum())
+        families = families_of(self.items)[1]
+        in_families = max(int(families.max(initial=0)), -(-int(families.sum()) // dp))
+        rows = max(-(-held // (capacity * dp)), int(pieces.max()), in_families)
+        return counts_to_try(self.way, self.step.legal_count(rows), UNLIMITED)
 
 
-def chain_cells(cut: CutItems, count: int, place: float) -> Ints | None:
-    """Cells of the pieces if chains stand at one place of each rank's order, each in one group of
-    G; None without room.
-
-    Args:
-        count: M.
-        place: 0 puts chains first, 1 last; where some lie over several ranks, those of the rank
-            that has the most pieces.
-
-    Returns:
-        int64 [pieces]: rank * M + position, of the first rank of the chain.
-    """
-    group = cut.items.step.group_size
-    cells = np.empty(sum(cut.sizes), dtype=np.int64)
-    firsts = np.cumsum((0, *cut.sizes))
-    is_wide = max(cut.widths, default=1) > 1
-    most = max(sum(cut.sizes[c] for c in chains) for chains in cut.ranks)
-    for rank, chains in enumerate(cut.ranks):
-        sizes = [cut.sizes[c] for c in chains]
-        # A chain of several ranks begins at the same place on each.
-        starts = _starts(sizes, count, group, place, most if is_wide else sum(sizes))
-        if starts is None:
-            return None
-        for chain, start in zip(chains, starts, strict=True):
-            if rank % cut.widths[chain]:
-                continue
-            size = cut.sizes[chain]
-            cell = rank * count + start
-            cells[firsts[chain] : firsts[chain] + size] = np.arange(cell, cell + size)
-    return cells
+def _every_choice(
+    counts: list[int],
+    stretches: tuple[float | None, ...],
+    shares: Sequence[float] = (math.inf,),
+) -> list[Choice]:
+    """The choices of these values of M, longest pieces and shares, with all places."""
+    return [
+        Choice(count, stretch, place, share)
+        for count, stretch, place, share in product(counts, stretches, _PLACES, shares)
+    ]
 
 
-def pack_around(cut: CutItems, cells: Ints, count: int) -> Draft | None:
-    """A draft of rows on one DP rank each; None if items find no room.
-
-    Args:
-        cells: of the pieces, see `chain_cells`.
-        count: M.
-    """
-    items = cut.items
-    step = items.step
-    dp = step.layout.dp
-    taken = np.zeros(dp * count, dtype=np.int64)
-    taken[cells] = items.aligned[cut.num_whole :]
-    # All rows of a chain are live at once: those of a sample over the budget get nothing else.
-    sample_tokens = np.zeros(len(cut.sizes), dtype=np.int64)
-    chain_of = items.chain[cut.num_whole :]
-    np.maximum.at(sample_tokens, chain_of, items.end[cut.num_whole :])
-    taken[cells[sample_tokens[chain_of] > step.capacity]] = step.capacity
-    held = np.zeros(dp * count)
-    held[cells] = cut.work[cut.num_whole :]
-    rank_work = math.fsum(cut.work.tolist()) / dp
-    levels = _levels(items, count)
-    targets = [_targets(own, rank_work, levels) for own in held.reshape(dp, count)]
-    missing = np.concatenate(targets) - held
-    whole = slice(cut.num_whole)
-    found = pack_to_targets(items.aligned[whole], cut.work[whole], missing, step.capacity, taken)
-    if found is None:
-        return None
-    row_of = np.concatenate([found, cells])
-    used = np.unique(row_of)
-    if used.size < dp * count and step.policy.unreachable != "pad":
-        return None
-    number = np.full(dp * count, PADDING, dtype=np.int64)
-    number[used] = np.arange(used.size)
-    return Draft(
-        items=items,
-        row_of=number[row_of],
-        rank_rows=tuple(number.reshape(dp, count)),
-    )
+def _contenders(found: _ByCount) -> list[Scored]:
+    """The fastest boards within the cap on live tokens, the fastest first, of values of M that are
+    apart."""
+    chosen: dict[int, Scored] = {}
+    for scored, _ in sorted(found.values(), key=lambda pair: pair[0].seconds):
+        is_apart = all(abs(scored.count - other) >= _APART * other for other in chosen)
+        if is_apart and scored.seconds < math.inf:
+            chosen[scored.count] = scored
+    return list(chosen.values())[:_CONTENDERS]
 
 
-def fill_around(
-    cut: CutItems, cells: Ints, costs: RowCost, count: int, *, widens: bool
-) -> tuple[Board, FillRule] | None:
-    """A board whose whole items may lie over several DP ranks, and its rule; None if items find no
-    room.
-
-    Args:
-        cells: of the pieces, see `chain_cells`.
-        costs: of rows of all widths that are allowed.
-        count: M.
-        widens: whether items may lie over more ranks than they need.
-    """
-    items = cut.items
-    dp = items.step.layout.dp
-    board = blank_board(items, costs, count)
-    levels = np.repeat([width.bit_length() - 1 for width in cut.widths], cut.sizes)
-    put_pieces(board, cut.num_whole, cells, levels.astype(np.int64))
-    rule = fill_rule(items, costs, cut.work)
-    if rule is None:
-        return None
-    rank_work = math.fsum(cut.work.tolist()) / dp
-    rule = FillRule(
-        order=rule.order[rule.order < cut.num_whole],
-        least=rule.least,
-        targets=_targets(np.zeros(count), rank_work, _levels(items, count)) + costs.fixed[0],
-        most=rule.most if widens else rule.least,
-    )
-    return (board, rule) if fill_all(board, rule, _STRETCH) else None
-
-
-class _CutRule(NamedTuple):
-    """Where samples may be cut."""
-
-    per_token: float
-    per_token_sq: float
-    most: int
-    """Pieces of a sample."""
-    unit: int
-    """Cuts are at multiples of so many tokens."""
-    least: int
-    """Padded tokens of a piece, at least."""
-    room: int
-    """And at most."""
-
-
-def _cut_rule(items: Items, most: int, unit: int, width: int) -> _CutRule:
-    step = items.step
-    cost = step.real_cost
-    unit = math.lcm(unit, step.layout.over(width).sample_alignment)
-    least = round_up(step.least_piece, unit)
-    room = step.capacity * width // unit * unit
-    return _CutRule(float(cost.per_token), float(cost.per_token_sq), most, unit, least, room)
-
-
-@kernel
-def _all_ends(lengths: Ints, wanted: Ints, rule: _CutRule) -> tuple[Ints, Ints]:
-    """Where the pieces of samples end, in padded tokens: int64 [n], pieces of each sample, and
-    int64 [their sum], their ends. 0 pieces: more than `most` are needed.
-
-    Args:
-        lengths: int64 [n], padded tokens.
-        wanted: int64 [n], pieces of equal work; there are more where the capacity makes them
-            shorter, and fewer where they would be too short.
-    """
-    # Twice, first for the numbers: `most` ends for each sample could be gigabytes.
-    num = np.empty(lengths.size, np.int64)
-    own = np.empty(rule.most, np.int64)
-    for i in range(lengths.size):
-        num[i] = _ends(lengths[i], wanted[i], rule, own)
-    ends = np.empty(num.sum(), np.int64)
-    start = 0
-    for i in range(lengths.size):
-        if num[i] > 0:
-            _ends(lengths[i], wanted[i], rule, own)
-            ends[start : start + num[i]] = own[: num[i]]
-            start += num[i]
-    return num, ends
-
-
-@kernel
-def _ends(length: int, wanted: int, rule: _CutRule, ends: Ints) -> int:
-    """Write the ends of a sample's pieces to `ends`, int64 [most]; returns how many, see
-    `_all_ends`."""
-    unit = rule.unit
-    num = 0
-    start = 0
-    while start < length and num < rule.most and rule.room > 0:
-        part = _part_at(rule, length, start) + 1 / wanted
-        end = length
-        # Half a piece more is not worth a piece.
-        if part < 1 - 0.5 / wanted:
-            end = int(np.rint(_cut_at(rule, length, part) / unit)) * unit
-        end = min(max(end, start + rule.least), start + rule.room)
-        if length - end < rule.least:
-            # The rest is no piece of its own: it goes to this one, or gets some of its tokens.
-            end = length if length - start <= rule.room else (length - rule.least) // unit * unit
-        start = end
-        ends[num] = start
-        num += 1
-    return num if start == length else 0
-
-
-@kernel
-def _part_at(rule: _CutRule, length: int, tokens: int) -> float:
-    """The part of a sample's work that its first tokens have; the inverse of `_cut_at`."""
-    a = rule.per_token
-    b = rule.per_token_sq
-    whole = a * length + b * length * length
-    return (a * tokens + b * tokens * tokens) / whole if whole > 0 else tokens / length
-
-
-@kernel
-def _cut_at(rule: _CutRule, length: int, part: float) -> float:
-    """The tokens that have this part of a sample's work: the root of a*x + b*x^2 = part * work."""
-    a = rule.per_token
-    b = rule.per_token_sq
-    work = part * (a * length + b * length * length)
-    root = math.sqrt(a * a + 4 * b * work)
-    return 2 * work / (a + root) if a + root > 0 else part * length
-
-
-def _with_pieces(
-    items: Items, whole: Ints, families: Ints, cut: Ints, num: Ints, ends: Ints
-) -> Items:
-    """The whole items, those of families in pieces, and the pieces of samples.
-
-    Args:
-        cut, ends: int64 [P], the item of each piece and where it ends.
-        num: int64 [chains], pieces of each sample that is cut.
-    """
-    item_of = np.concatenate([whole, families, cut])
-    kept = whole.size + families.size
-    taken = items.take(item_of)
-    begin, end, chain = taken.begin.copy(), taken.end.copy(), taken.chain.copy()
-    first = int(items.chain.max()) + 1
-    chain[kept:] = np.repeat(first + np.arange(num.size), num)
-    end[kept:] = ends
-    # A piece begins where the one before it ends, and the first piece of a sample at 0.
-    begin[kept + 1 :] = ends[:-1]
-    begin[kept + np.cumsum(num) - num] = 0
-    is_cut = np.arange(item_of.size) >= kept
-    real_end = np.minimum(end, taken.lengths)
-    return replace(
-        taken,
-        lengths=np.where(is_cut, real_end - begin, taken.lengths),
-        aligned=np.where(is_cut, end - begin, taken.aligned),
-        aligned_sq=np.where(is_cut, end * end - begin * begin, taken.aligned_sq),
-        begin=begin,
-        end=end,
-        chain=chain,
-    )
-
-
-def _starts(
-    sizes: Sequence[int], count: int, group: int | None, place: float, most: int
-) -> list[int] | None:
-    """Where the chains of a rank begin; None if they do not fit.
-
-    With 1F1B they follow each other. In groups, each goes to the one nearest to the place that has
-    room.
-
-    Args:
-        most: micro-batches that chains take on the rank with the most of them.
-    """
-    if group is None:
-        first = round(place * (count - most))
-        return [first + sum(sizes[:k]) for k in range(len(sizes))]
-    room = [min(group, count - first) for first in range(0, count, group)]
-    wanted = place * (len(room) - 1)
-    starts = []
-    for size in sizes:
-        fitting = [g for g, free in enumerate(room) if free >= size]
-        if not fitting:
-            return None
-        best = min(fitting, key=lambda g: (abs(g - wanted), g))
-        starts.append(min((best + 1) * group, count) - room[best])
-        room[best] -= size
-    return starts
-
-
-def _levels(items: Items, count: int) -> Floats:
-    """Levels of a rank's M rows."""
-    step = items.step
-    drains = step.policy.backward == "joint" or step.forward_only
-    return ramp_levels(count, step.layout.pp, drains=drains)
-
-
-def _targets(held: Floats, work: float, levels: Floats) -> Floats:
-    """Work that each row of a rank should have by its level, at least what it holds.
-
-    With 5 rows of level 1, 10 s of work and a piece of 4 s in the third one, the others share 6 s.
-    """
-    count = held.size
-    over = np.zeros(count, dtype=np.bool_)
-    targets = held.copy()
-    for _ in range(_FILL_PASSES):
-        rest = work - float(held[over].sum())
-        if rest <= 0 or over.all():
-            break
-        targets = np.where(over, held, levels * (rest / float(levels[~over].sum())))
-        more = ~over & (held > targets)
-        if not more.any():
-            break
-        over |= more
-    return np.maximum(targets, held)
+def _some(choices: list[Choice], limit: int) -> list[Choice]:
+    """At most so many choices, evenly spread."""
+    every = max(1, -(-len(choices) // max(limit, 1)))
+    return choices[every // 2 :: every][:limit]

@@ -1,43 +1,210 @@
-"""From a draft to the board of the compiled search, and back."""
+"""`Way` and `Scored`: how a step is searched, and the boards that are simulated on the way."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import CostModel
 from megapack.layout import Layout
-from megapack.pipeline.kernels import RankOps
 from megapack.pipeline.simulator import Runner
-from megapack.planner.annealing import anneal
-from megapack.planner.board import Board, RowCost, add_up_rows, clone, empty_board, fill_rows
+from megapack.plan.order import deep_warmup
+from megapack.planner.bins import heaviest_first
+from megapack.planner.board import (
+    Board,
+    RowCost,
+    add_up_rows,
+    block_width,
+    clone,
+    empty_board,
+    fill_rows,
+)
 from megapack.planner.clock import Clock, score_all, score_shared
 from megapack.planner.draft import PADDING, Draft
 from megapack.planner.fill import FillRule
+from megapack.planner.improve import improve_blocks, improve_ranks
 from megapack.planner.items import Items
-from megapack.planner.moves import even_ranks, try_moves
-from megapack.planner.own_orders import OwnOrders
+from megapack.planner.orders import OwnOrders, order_lines
 from megapack.planner.step import UNLIMITED, Step
 
-# As in planner/annealing.py: in 3 of 8 moves the items of some blocks of 1 to 8 ranks choose again,
-# on average of 2 blocks, and about 64 items at most.
-_RUINS = 3 / 8
-_RUINED_BLOCKS = 2
-_RUINED_LEVELS = 4
-_RUINED_ITEMS = 64
+
+@dataclass(frozen=True)
+class Way:
+    """The items of a step, what is counted of them, and which freedoms their rows have."""
+
+    items: Items
+    cost: CostModel
+    """Of rows: what is balanced, or in an order of its own what a step takes."""
+    num_levels: int = 1
+    """Rows may lie over up to 2**(num_levels - 1) DP ranks."""
+    own_order: bool = False
+    """Stages choose their order; else they run in Megatron's."""
+    is_real: bool = False
+    """Rows are as long as they will be. Else what the samples of different items share counts as
+    often as they have it, so that items can be moved one by one."""
+    unit: int = 1
+    """Cuts between pieces are at multiples of so many tokens."""
+
+    @property
+    def step(self) -> Step:
+        """The step."""
+        return self.items.step
+
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return self.items.step.layout
+
+    @cached_property
+    def runner(self) -> Runner:
+        """The simulator of the step's ranks."""
+        return self.step.runner(self.cost)
+
+    @cached_property
+    def work(self) -> Floats:
+        """float64 [I]: seconds of each item's forward through one chunk on one rank, without
+        `fixed`; tokens if all rows are as long as the longest one, so that tokens decide."""
+        if self.step.policy.row_shape == "uniform":
+            return self.items.aligned.astype(np.float64)
+        return np.asarray(self.items.work_by(self.cost) * self.cost.share_of_rank(self.layout))
+
+    @cached_property
+    def order(self) -> Ints:
+        """int64 [I]: the items in the order in which they are packed to targets."""
+        return heaviest_first(self.items.aligned, self.work)
+
+    @cached_property
+    def rank_work(self) -> float:
+        """Work of a mean rank."""
+        return math.fsum(self.work.tolist()) / self.layout.dp
+
+    @cached_property
+    def cap(self) -> float:
+        """Work of a full row with average samples."""
+        tokens = int(self.items.aligned.sum())
+        return self.rank_work * self.layout.dp * self.step.capacity / tokens
+
+    @cached_property
+    def row_cost(self) -> RowCost:
+        """Costs and limits of rows."""
+        return row_cost(self.step, self.cost, self.num_levels)
+
+    def blank(self, count: int) -> Board:
+        """A board of M micro-batches per rank with no item in a row."""
+        items = self.items
+        sizes = [items.at_width(1 << level) for level in range(self.num_levels)]
+        tokens = np.stack([size.aligned for size in sizes])
+        tokens_sq = np.stack([size.aligned_sq for size in sizes])
+        # Shifts of cuts change where pieces begin and end, of this board alone.
+        pieces = items.begin.copy(), items.end.copy(), items.chain
+        shape = self.layout.dp, count
+        return empty_board(self.row_cost, tokens, tokens_sq, items.item_samples, pieces, shape)
+
+    def board_of(self, draft: Draft) -> Board:
+        """A draft in arrays."""
+        board = self.blank(draft.num_microbatches)
+        padding = draft.num_rows
+        for rank, rows in enumerate(draft.rank_rows):
+            own = rows.copy()
+            empty = np.flatnonzero(own == PADDING)
+            own[empty] = padding + np.arange(empty.size)
+            padding += empty.size
+            board.rows[rank] = own
+        if draft.widths is not None:
+            board.level[: draft.num_rows] = np.frexp(draft.widths)[1] - 1
+            spare = np.setdiff1d(np.arange(board.head.size), board.rows)
+            board.spare[: spare.size] = spare
+            board.num_spare[0] = spare.size
+        fill_rows(board, draft.row_of)
+        if self.is_real and self.step.prefixes is not None:
+            tokens, tokens_sq, _ = draft.sizes
+            board.tokens[: draft.num_rows] = tokens
+            board.tokens_sq[: draft.num_rows] = tokens_sq
+            add_up_rows(board)
+        return board
+
+    def score(self, board: Board, rule: FillRule | None = None) -> Scored:
+        """Simulate all ranks of a board.
+
+        Args:
+            rule: how items choose rows over several ranks.
+        """
+        if self.step.policy.row_shape == "uniform":
+            longest = self.layout.aligned_row_tokens(int(board.tokens.max()))
+            board = board._replace(cost=self.row_cost._replace(uniform_tokens=longest))
+            add_up_rows(board)
+        own = self._own_orders(board) if self.own_order else None
+        clock = Clock(self.runner.ops(board.rows.shape[1]), self.step.lockstep)
+        score = score_all if self.num_levels == 1 else score_shared
+        return Scored(self, board, clock, own, float(score(board, clock, own)), rule)
+
+    def draft_of(self, board: Board) -> Draft:
+        """The rows of a board."""
+        used = board.num_items > 0
+        number = np.where(used, np.cumsum(used) - 1, PADDING)
+        return Draft(
+            items=self.items,
+            row_of=number[board.row_of],
+            rank_rows=tuple(number[board.rows]),
+            widths=np.int64(1) << board.level[used] if self.num_levels > 1 else None,
+        )
+
+    def score_draft(self, draft: Draft, rule: FillRule | None = None) -> Scored:
+        """Simulate all ranks of a draft, which may be of other items."""
+        way = self if draft.items is self.items else replace(self, items=draft.items)
+        return way.score(way.board_of(draft), rule)
+
+    def _own_orders(self, board: Board) -> OwnOrders:
+        layout, step, cost = self.layout, self.step, self.cost
+        split = step.policy.backward == "split" and not step.forward_only
+        warmup = deep_warmup(layout.pp, layout.vpp, step.group_size or 1)
+        if step.forward_only:
+            warmup = np.full(layout.pp, board.rows.shape[1] * layout.vpp)
+        return OwnOrders(
+            chunk_weights=self.runner.weights,
+            chunk_kinds=self.runner.kinds,
+            pp=layout.pp,
+            vpp=layout.vpp,
+            group=step.group_size or 1,
+            warmup=warmup,
+            p2p=self.runner.p2p,
+            cap=self._most_live(board),
+            alignment=self.unit,
+            least_piece=step.least_piece,
+            forward_only=step.forward_only,
+            backward_ratio=float(cost.backward_ratio),
+            weight_ratio=float(cost.weight_ratio) if split else 0.0,
+            split=split,
+        )
+
+    def _most_live(self, board: Board) -> float:
+        """Tokens that a stage may hold, each chunk counted whole: at most `Plan.live_cap`."""
+        layout, step = self.layout, self.step
+        if step.max_live is not None:
+            return float(step.max_live)
+        if step.forward_only:
+            return math.inf
+        count = board.rows.shape[1]
+        in_flight = float(self.runner.order(count).peak_live(np.ones(count)).max())
+        budget = step.budget or 0
+        longest = layout.aligned_row_tokens(int((board.tokens >> board.level).max()))
+        over = 0
+        if step.policy.oversize == "alone":
+            ends = self.items.end
+            over = int(ends[ends > budget].max(initial=0)) * layout.vpp
+        return in_flight * max(longest, budget) + over
 
 
 @dataclass
 class Scored:
-    """A simulated draft."""
+    """A simulated board."""
 
-    draft: Draft
+    way: Way
     board: Board
-    """The draft in arrays."""
     clock: Clock
     own: OwnOrders | None
     """Orders other than Megatron's; None: ranks run in Megatron's."""
@@ -47,178 +214,99 @@ class Scored:
     """How items choose rows over several ranks; None if rows are on one rank each."""
 
     @property
-    def num_microbatches(self) -> int:
-        """Micro-batches of all ranks, with padding ones."""
-        return self.board.rows.size
+    def count(self) -> int:
+        """M."""
+        return int(self.board.rows.shape[1])
 
-    def mean_work(self, runner: Runner) -> float:
+    @property
+    def num_ops(self) -> int:
+        """Forwards and backwards of a rank."""
+        return int(self.clock.ops.stage.size)
+
+    def mean_work(self) -> float:
         """Seconds that the busiest stage of a rank works, the mean of all ranks.
 
         Moves of rows on one rank each change it by rows' alignment only.
         """
         board = self.board
-        rows = board.rows[board.rows >= 0]
-        squares = board.cost.per_token_sq[board.level[rows]] * board.tokens_sq[rows]
+        squares = board.cost.per_token_sq[board.level[board.rows]] * board.tokens_sq[board.rows]
         factors = board.cost.square_factors
-        work = math.fsum(board.row_seconds[rows]) + (factors - 1.0) * math.fsum(squares)
-        return runner.busiest_stage_seconds(work) / board.seconds.size
+        work = math.fsum(board.row_seconds[board.rows].ravel())
+        works = work + (factors - 1.0) * math.fsum(squares.ravel())
+        return self.way.runner.busiest_stage_seconds(works) / board.seconds.size
 
-    def refine(self, runner: Runner, budget: int) -> int:
-        """Improve the board and its seconds by up to `budget` simulations; returns those spent."""
-        if self.rule is not None:
-            self.anneal(budget, 0.0)
-            return budget
-        passes = runner.busiest_stage_seconds(np.ones(len(runner.factors)))
-        any_order = runner.layout.pp == 1 and self.own is None
-        if any_order and not self.clock.lockstep and not self.board.cost.fixed_rows:
-            used = even_ranks(self.board, budget, passes)
-        else:
-            used = try_moves(self.board, self.clock, self.own, budget, passes)
-        self.seconds = float(self.board.seconds.max())
-        return int(used)
-
-    def anneal(self, budget: int, goal: float) -> None:
-        """Improve rows over several ranks by up to so many simulations of the step.
+    def improve(self, budget: int, goal: float = 0.0) -> None:
+        """Improve the board and its seconds.
 
         Args:
+            budget: simulations of a rank; of rows over several ranks, of the step.
             goal: seconds that are fast enough.
         """
-        assert self.rule is not None
-        clones = clone(self.board), clone(self.board)
-        orders = orders_of(self.clock.ops) if self.own is None else self.own.ops
-        args = (self.board, *clones, self.clock, self.own, orders, self.rule, budget, goal)
-        self.seconds = float(anneal(*args))
+        if budget <= 0 or self.seconds == math.inf:
+            return
+        if self.rule is None:
+            runner = self.way.runner
+            passes = runner.busiest_stage_seconds(np.ones(len(runner.factors)))
+            improve_ranks(self.board, self.clock, self.own, budget, passes)
+        else:
+            clones = clone(self.board), clone(self.board)
+            improve_blocks(self.board, *clones, self.clock, self.own, self.rule, budget, goal)
+        self.seconds = float(self.board.seconds.max())
 
     def affordable(self, budget: int, most_places: int) -> int:
-        """The part of a budget with which moves of rows over several ranks try no more places for
-        items than `most_places` for each simulation.
+        """The part of a budget with which moves of rows over several ranks look at no more than
+        `most_places` for each simulation: a ruin looks at all places of the board.
 
-        8,192 items in 64 x 74 cells, rows over up to 64 ranks: 13 items of a move choose among
-        9,400 places each, those of all widths, in 3 of 8 moves. These are 46,000 places; at most
-        16,000 leave a third of the budget.
+        In 64 x 74 cells, rows over up to 64 ranks have 9,400 places; at most 4,000 leave 0.43 of
+        the budget.
         """
-        cells = self.board.rows.size
-        levels = range(self.board.cost.unit.size)
-        widths = [1 << level for level in levels[:_RUINED_LEVELS]]
-        taken = _RUINED_BLOCKS * sum(widths) / len(widths)
-        items = min(_RUINED_ITEMS, taken * self.board.row_of.size / cells)
-        places = _RUINS * items * sum(cells >> level for level in levels)
-        return min(budget, max(1, int(budget * most_places / places)))
+        places = sum(self.board.rows.size >> level for level in range(self.way.num_levels))
+        return min(budget, max(1, budget * most_places // places))
 
-    def moved(self) -> Draft:
-        """The draft after the moves."""
-        board = self.board
-        used = board.num_items > 0
-        number = np.where(used, np.cumsum(used) - 1, PADDING)
-        is_wide = board.cost.unit.size > 1
+    def draft(self) -> Draft:
+        """The board as a draft, with its orders."""
+        draft = replace(self.way.draft_of(self.board), items=self._items())
+        if self.own is not None and not self.way.step.forward_only:
+            draft = replace(draft, orders=self._orders(self.own))
+        is_joined = self.own is not None and bool(self.board.level.any())
+        is_known = self.way.cost is self.way.step.real_cost and not is_joined
+        if is_known and self.way.step.prefixes is None:
+            draft = replace(draft, board_seconds=self.seconds)
+        return draft
+
+    def _items(self) -> Items:
+        """The items, with pieces as shifts of their cuts have left them."""
+        items, board = self.way.items, self.board
+        if not items.num_pieces or not self.way.own_order:
+            return items
+        real_end = np.minimum(board.end, items.sample_lengths[items.first_samples])
+        is_cut = items.is_piece & (items.item_samples == 1)
         return replace(
-            self.draft,
-            row_of=number[board.row_of],
-            rank_rows=tuple(number[board.rows]),
-            widths=np.int64(1) << board.level[used] if is_wide else None,
-            board_seconds=None,
+            items,
+            lengths=np.where(is_cut, real_end - board.begin, items.lengths),
+            aligned=board.item_tokens[0],
+            aligned_sq=board.item_tokens_sq[0],
+            begin=board.begin,
+            end=board.end,
         )
 
-
-def score_shared_rows(
-    draft: Draft, board: Board, runner: Runner, rule: FillRule, own: OwnOrders | None = None
-) -> Scored:
-    """Simulate all ranks of a board with rows over several of them.
-
-    Args:
-        draft: gives the items, M and G.
-        own: orders other than Megatron's, with that of blocks of ranks that share rows.
-    """
-    clock = draft_clock(draft, runner)
-    num_ops = clock.ops.stage.size if own is None else own.ops.shape[1]
-    end = np.empty((num_ops, 1 if clock.lockstep else board.rows.shape[0]))
-    seconds = float(score_shared(board, clock, own, end))
-    return Scored(draft, board, clock, own, seconds, rule)
-
-
-def score_draft(
-    draft: Draft,
-    cost: CostModel,
-    runner: Runner,
-    own: OwnOrders | None = None,
-    *,
-    is_real: bool = False,
-) -> Scored:
-    """Simulate every rank of a draft under a cost model: dp evaluations.
-
-    Args:
-        own: orders other than Megatron's.
-        is_real: rows are as long as they will be. Else what the samples of different items share
-            counts as often as they have it, so that items can be moved one by one.
-    """
-    board = filled_board(draft, cost, is_real=is_real)
-    clock = draft_clock(draft, runner)
-    return Scored(draft, board, clock, own, float(score_all(board, clock, own)))
+    def _orders(self, own: OwnOrders) -> tuple[tuple[str, ...], ...]:
+        """What each rank's stages run."""
+        dp = self.way.layout.dp
+        orders: list[tuple[str, ...]] = []
+        # Ranks that share rows run one order, and so do those in lockstep.
+        while len(orders) < dp:
+            rank = len(orders)
+            width = dp if self.clock.lockstep else int(block_width(self.board, rank))
+            orders += [order_lines(self.board, own, rank, rank + width)] * width
+        return tuple(orders)
 
 
 def real_seconds(draft: Draft) -> float:
     """Simulated seconds of a draft of rows on one rank each, in Megatron's order, by the cost
     model; inf if a rank breaks the cap on live tokens."""
-    cost = draft.items.step.real_cost
-    return score_draft(draft, cost, draft.items.step.runner(cost), is_real=True).seconds
-
-
-def filled_board(
-    draft: Draft, cost: CostModel, *, num_levels: int = 1, is_real: bool = False
-) -> Board:
-    """A draft in arrays.
-
-    Args:
-        num_levels: rows may lie over up to 2**(num_levels - 1) DP ranks.
-        is_real: see `score_draft`.
-    """
-    items = draft.items
-    costs = row_cost(items.step, cost, num_levels)
-    board = blank_board(items, costs, draft.num_microbatches)
-    padding = draft.num_rows
-    for rank, rows in enumerate(draft.rank_rows):
-        own = rows.copy()
-        empty = np.flatnonzero(own == PADDING)
-        own[empty] = padding + np.arange(empty.size)
-        padding += empty.size
-        board.rows[rank] = own
-    if draft.widths is not None:
-        board.level[: draft.num_rows] = np.frexp(draft.widths)[1] - 1
-        spare = np.setdiff1d(np.arange(board.head.size), board.rows)
-        board.spare[: spare.size] = spare
-        board.num_spare[0] = spare.size
-    fill_rows(board, draft.row_of)
-    if is_real and items.step.prefixes is not None:
-        tokens, tokens_sq, _ = draft.sizes
-        board.tokens[: draft.num_rows] = tokens
-        board.tokens_sq[: draft.num_rows] = tokens_sq
-        add_up_rows(board)
-    if items.step.policy.row_shape == "uniform":
-        longest = items.step.layout.aligned_row_tokens(int(board.tokens.max()))
-        board = board._replace(cost=costs._replace(uniform_tokens=longest))
-        add_up_rows(board)
-    return board
-
-
-def blank_board(items: Items, costs: RowCost, count: int) -> Board:
-    """A board of M micro-batches per rank with no item in a row."""
-    sizes = [items.at_width(1 << level) for level in range(costs.unit.size)]
-    tokens, tokens_sq = sizes[0].aligned[None], sizes[0].aligned_sq[None]
-    if len(sizes) > 1:
-        tokens = np.stack([size.aligned for size in sizes])
-        tokens_sq = np.stack([size.aligned_sq for size in sizes])
-    begin, end = items.begin, items.end
-    if items.num_pieces:
-        # Shifts of cuts change them, of this board alone.
-        tokens, tokens_sq, begin, end = (a.copy() for a in (tokens, tokens_sq, begin, end))
-    pieces = (begin, end, items.chain)
-    shape = items.step.layout.dp, count
-    return empty_board(costs, tokens, tokens_sq, items.item_samples, pieces, shape)
-
-
-def draft_clock(draft: Draft, runner: Runner) -> Clock:
-    """Megatron's operations of a draft's ranks."""
-    return Clock(runner.ops(draft.num_microbatches), draft.items.step.lockstep)
+    way = Way(draft.items, draft.items.step.real_cost, is_real=True)
+    return way.score_draft(draft).seconds
 
 
 def row_cost(step: Step, cost: CostModel, num_levels: int = 1) -> RowCost:
@@ -258,9 +346,3 @@ def _rates(
     rates = (fixed, cost.per_token * factor * share, cost.per_token_sq * share)
     unit = np.array([layout.over(width).row_alignment for width in widths])
     return (*rates, cost.per_sample * share), np.array(widths), unit
-
-
-def orders_of(ops: RankOps) -> Ints:
-    """Megatron's operations, as in `OwnOrders.ops`; chunks and kinds are left out."""
-    none = np.zeros_like(ops.stage)
-    return np.stack([ops.stage, ops.microbatch, none, none, ops.waits_for], axis=1)[None]

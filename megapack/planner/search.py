@@ -1,457 +1,252 @@
-"""The search for a step's fastest legal draft.
+"""The search for a step's fastest legal draft: pack, order, improve.
 
-    candidates for M       -> profile of each, for divisible work
-    the best few profiles  -> items packed to their targets, rows assigned to ranks and ordered,
-                              each rank simulated
-    the best draft         -> refined by moves until the evaluations are spent
+    1. Start    values of M and targets of their rows; items packed to them; boards simulated
+    2. Improve  the best few boards, by moves
+    3. Finish   the fastest board as a draft, with the order of each rank
 
-An evaluation simulates one rank; the caller limits their number. With 0 nothing is
-simulated: M comes from the closed form for equal micro-batches, and the profile is the one that the
-search would start with.
+This is done for each way in which the policy allows a step to be packed:
+
+    whole items in rows on one DP rank each            always, unless one must be cut or widened
+    parts of families as items                         with shared prefixes
+    rows over several DP ranks                         under context_parallel="dynamic"
+    pieces of samples and families, stages that choose
+    their order, weight gradients in their waits       split_samples="auto" or backward="split"
+
+Each way starts from the draft of the ones before it, too, and gives a draft only if that is faster.
+So no freedom makes a plan slower in the simulator than whole items on one rank each. The search
+counts simulations, never time: every rank finds the same plan.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from collections.abc import Iterable
 
 import numpy as np
 
-from megapack.base.arrays import Floats, Ints
+from megapack.base.arrays import Bools
 from megapack.errors import PlanError
-from megapack.planner.bins import first_fit, heaviest_first, pack_to_targets
-from megapack.planner.counts import split_heaviest
+from megapack.planner.counts import fewest_counts
+from megapack.planner.cuts import is_alone
 from megapack.planner.draft import Draft
-from megapack.planner.items import Items, by_row
-from megapack.planner.partition import (
-    lightest_ranks,
-    order_by_target,
-    rows_by_rank,
-    rows_to_ranks,
-)
-from megapack.planner.profile import Profile, default_profile, find_profile
-from megapack.planner.scored import Scored, score_draft
-from megapack.planner.step import Step, spread_counts
-from megapack.planner.uneven import concentrated, find_uneven
+from megapack.planner.families import Families, families_in_pieces, parts_of_families
+from megapack.planner.items import Items
+from megapack.planner.pieces import plan_pieces
+from megapack.planner.refusals import no_pieces, no_whole_rows
+from megapack.planner.scored import Scored, Way, real_seconds
+from megapack.planner.starts import narrow_starts
+from megapack.planner.step import UNLIMITED
+from megapack.planner.wide import plan_wide
 
-# All constants of this module were chosen by hand. docs/planner.md measures the whole search, with
-# 2,048 evaluations and with none.
+logger = logging.getLogger(__name__)
 
-# Largest M that is tried, as a multiple of the smallest one.
-_MAX_GROWTH = 6
-# Values of M that are tried: from 8 to 6 * 8 they are 8, 11, 15, 21, 28, 37, 48.
-_MAX_COUNTS = 8
-# Limit on rounds of the profile search, which may spend a quarter of the evaluations. A
-# round costs up to 2 evaluations for each of about 2 * pp levels, so that 2,048 evaluations for 8
-# values of M on pp=4 allow 2048 / (4 * 8 * 2 * 8) = 4 rounds.
-_MAX_ROUNDS = 8
-_PROFILE_PART = 4
-# Profiles that samples are packed to, best first. Simulating such a draft costs dp evaluations.
-_MAX_PACKED = 4
-# The same if there are profiles of unequal work, too: of equal work, of unequal work, and of
-# unequal work with the huge samples together. Chosen on the traces of docs/planner.md.
-_MAX_PACKED_EACH = (3, 2, 2)
-# Profiles of unequal work are searched only if that many evaluations per rank are left, as many as
-# their drafts need: 2,048 are enough for dp=40.
-_UNEVEN_EVALUATIONS = 40
+# All constants of this module were chosen by hand. docs/planner.md measures the whole search.
+
 # Without a bubble a draft with more micro-batches than the fewest must be this much faster: M=11
 # must take less than 0.998 s if M=10 takes 1 s.
 _LEAST_GAIN = 0.002
-# A draft is packed again with less work for slow ranks, at most 6 times, until the slowest rank is
-# within 0.2 % of the mean. A rank keeps at least 1 % of a mean rank's work.
-_MAX_EVENED = 6
-_EVEN = 1.002
-_LEAST_SHARE = 0.01
-# Each of the two best drafts is refined with a quarter of the remaining evaluations, and the better
-# one then gets the rest.
-_CONTENDER_PART = 4
+# The best boards get a quarter of the remaining evaluations each; the fastest then gets the rest.
+# Without a pipeline only the sums of ranks matter, and a half is enough for the same seconds.
+_CONTENDERS = 2
+_CONTENDERS_PART = 4
+_SUMS_PART = 2
+# Of the policy's evaluations, each cut of families gets a sixteenth, and the best one half of them
+# again. The draft without sharing gets all of them, as it would without prefixes; if none is made,
+# the best cut gets them.
+_TRIAL_PART = 16
+_FINAL_PART = 2
+# A draft is faster than another one if it is so by this part: rounding in fp64 never decides.
+_MARGIN = 1e-9
 
 
-@dataclass(frozen=True)
-class _Target:
-    """A profile of M micro-batches, and what it was made for."""
+def best_draft(items: Items) -> Draft:
+    """The fastest draft that the policy allows.
 
-    huge: list[Floats]
-    """Per rank the work of the samples that get a micro-batch each, in descending order."""
-    profiles: list[Profile]
-    """Per rank."""
-    shares: Floats
-    """float64 [dp]: each rank's share of the work; their mean is 1."""
-    seconds: float
-    """Simulated seconds for divisible work; inf if not simulated."""
+    Args:
+        items: colocated sets with the tokens that they share inside.
 
-    @property
-    def num_microbatches(self) -> int:
-        """M."""
-        return self.profiles[0].num_microbatches
+    Raises:
+        PlanError: no draft respects the policy; the message says what to set.
+    """
+    step = items.step
+    widens = step.policy.context_parallel == "dynamic" and step.layout.dp > 1
+    cuts = step.cuts_samples
+    # A sample over the budget is cut, or goes over several ranks, where that is allowed.
+    over = _over(items)
+    must_cut = cuts and bool((over & is_alone(items)).any())
+    # What families share may make items of narrow rows, which wide ones then have.
+    must_widen = widens and step.prefixes is None and bool(over.any())
+    narrow = wide = refused = None
+    try:
+        if not must_widen and (widens or not must_cut):
+            narrow = _plan_narrow(items)
+    except PlanError as error:
+        # Whole rows of one rank are over the cap on live tokens; shorter ones may not be.
+        if not (widens or cuts):
+            raise
+        logger.info("%s; trying rows over several ranks, or pieces of samples", error)
+        refused = error
+    pieces = items
+    if must_cut and step.prefixes is not None:
+        pieces = _with_parts(items)
+    if narrow is not None:
+        items = narrow.items
+        pieces = pieces if must_cut else items
+    if widens:
+        narrow = None if _over(items).any() else narrow
+        wide = plan_wide(items, narrow)
+        if wide is None and narrow is None:
+            none = no_whole_rows(items)
+            if not cuts:
+                raise none
+            logger.info("%s; trying pieces of samples", none)
+            refused = None if must_cut else none
+    best = wide or narrow
+    if cuts or (step.policy.backward == "split" and not step.forward_only):
+        ways = (pieces, *families_in_pieces(pieces))
+        found = [plan_pieces(own, narrow, wide) for own in ways]
+        if cuts and best is None and not any(found):
+            found = [plan_pieces(own, None, None, is_tight=True) for own in ways]
+        best = _fastest([best, *found])
+    if best is not None:
+        return best
+    if refused is not None:
+        raise refused
+    # Neither whole samples in rows within the budget nor pieces are possible.
+    logger.warning("%s; it is alone in its row", no_pieces(items))
+    narrow = _plan_narrow(items)
+    return plan_pieces(narrow.items, narrow, None) or narrow
 
 
-def plan_rows(items: Items, evaluations: int) -> Draft:
-    """The best draft that the search finds by so many evaluations.
+def _fastest(drafts: Iterable[Draft | None]) -> Draft | None:
+    """The fastest draft, the first of several as fast."""
+    made = [draft for draft in drafts if draft is not None]
+    best = next(iter(made), None)
+    for draft in made[1:]:
+        if best is not None and draft.seconds() < best.seconds() * (1 - _MARGIN):
+            best = draft
+    return best
+
+
+def _over(items: Items) -> Bools:
+    """bool [I]: items over the budget of a row of one DP rank."""
+    budget = items.step.budget
+    return items.aligned > (UNLIMITED if budget is None else budget)
+
+
+def _with_parts(items: Items) -> Items:
+    """The items, those within the budget as parts of families: the parts that are best for a step
+    of these items alone."""
+    over = _over(items)
+    within = items.take(np.flatnonzero(~over))
+    if not within.num_items:
+        return items
+    try:
+        parts = _plan_narrow(within).items
+    except PlanError:
+        parts = within
+    return parts.joined(items.take(np.flatnonzero(over)))
+
+
+def _plan_narrow(items: Items) -> Draft:
+    """The best draft of rows on one DP rank each; its items may be parts of families.
+
+    With prefixes, families are cut into parts in several ways, each planned with few evaluations,
+    and the best one again with many. It is compared with the draft without sharing, whose rows save
+    by chance: so prefixes never make a plan slower. If the best cut is below what any draft without
+    sharing takes, that one is not made.
 
     Raises:
         PlanError: no draft respects the cap on live tokens.
     """
-    return _Search(items, evaluations).run()
+    search = items.step.policy.search
+    if items.step.prefixes is None:
+        return plan_rows(items, search)
+    loose = items.loose()
+    families = Families.find(items)
+    bound = least_seconds(loose) * (1 - _MARGIN)
+    best: tuple[float, Draft] | None = None
+    # Items that share nothing are the loose ones.
+    shares = bool(families.items.size or items.shared.any())
+    for parts in parts_of_families(items, families) if shares else ():
+        # No draft of these parts can be faster.
+        if best is None or least_seconds(parts) < best[0]:
+            best = _faster(best, parts, search // _TRIAL_PART)
+    if best is None:
+        return plan_rows(loose, search)
+    again = search if best[0] < bound else search // _FINAL_PART
+    if again > search // _TRIAL_PART:
+        best = _faster(best, best[1].items, again)
+    # Colocated sets that share are smaller than the same sets without sharing, so fewer rows may
+    # have been enough to keep the step's rollouts.
+    allowed = items.step.policy.unreachable == "pad" or loose.num_items >= fewest_counts(loose)
+    if best is not None and best[0] >= bound and allowed:
+        best = _faster(best, loose, search)
+    assert best is not None
+    return best[1]
 
 
-class _Search:
-    def __init__(self, items: Items, evaluations: int) -> None:
-        self.items = items
-        self.step: Step = items.step
-        self.layout = items.step.layout
-        self.policy = items.step.policy
-        self.evaluations = evaluations
-        self.evaluations_left = evaluations
-        self.cost = items.step.balanced_cost
-        self.uniform = self.policy.row_shape == "uniform"
-        self.lockstep = items.step.lockstep
-        self.work = items.work
-        if self.uniform:
-            # Every row is as long as the longest one, so tokens must be balanced.
-            self.work = items.aligned.astype(np.float64)
-        # Ranks in lockstep, or rows of one length: all ranks have the same targets.
-        self.same_targets = self.lockstep or self.uniform
-        # The longest items first, as all packing to targets takes them.
-        self.order = heaviest_first(items.aligned, self.work)
-        self.total = float(np.cumsum(self.work)[-1])
-        # Work of a full row with average samples.
-        self.cap = self.total * self.step.capacity / int(items.aligned.sum())
-        self.runner = self.step.runner(self.cost)
-        # Of divisible work, each part has the mean share of squares.
-        self.divisible_runner = self.runner.for_shares(items.square_share)
-        # The smallest legal M with room for the fewest rows.
-        self.least_count = self.step.least_count(items.fewest_rows[1])
-
-    def run(self) -> Draft:
-        capped = self.policy.max_live_tokens_per_gpu is not None
-        if self.evaluations_left < 2 * self.layout.dp and not capped:
-            # Too few evaluations to compare two drafts.
-            return next(self._drafts())[1]
-        scored = self._scored_drafts()
-        best = self._best(scored)
-        if best.seconds == math.inf:
-            raise self._over_live_cap()
-        return self._refined(best, scored).moved()
-
-    def _scored_drafts(self) -> list[Scored]:
-        """Simulate drafts until the evaluations are spent and one respects the cap."""
-        scored: list[Scored] = []
-        for target, draft in self._drafts():
-            candidate = self._score(draft)
-            if target is not None and not self.same_targets:
-                candidate = self._evened(target, candidate)
-            scored.append(candidate)
-            if self.evaluations_left < 2 * self.layout.dp and self._best(scored).seconds < math.inf:
-                break
-        return scored
-
-    def _best(self, scored: list[Scored]) -> Scored:
-        """The fastest draft; without a bubble, more micro-batches must gain _LEAST_GAIN."""
-        if self.layout.pp > 1 and not self.step.by_tokens:
-            return min(scored, key=lambda s: s.seconds)
-        fewest = min(s.num_microbatches for s in scored)
-
-        def seconds(draft: Scored) -> float:
-            penalty = 1 + _LEAST_GAIN if draft.num_microbatches > fewest else 1.0
-            return draft.seconds * penalty
-
-        return min(scored, key=seconds)
-
-    def _refined(self, best: Scored, scored: list[Scored]) -> Scored:
-        """Refine the best draft and the fastest of those with the fewest micro-batches.
-
-        The better of the two is then refined with the remaining evaluations.
-        """
-        fewest = min(s.num_microbatches for s in scored)
-        other = min((s for s in scored if s.num_microbatches == fewest), key=lambda s: s.seconds)
-        if other is not best and other.seconds < math.inf:
-            for contender in (best, other):
-                self._refine(contender, self.evaluations_left // _CONTENDER_PART)
-            best = self._best([best, other])
-        self._refine(best, self.evaluations_left)
+def _faster(
+    best: tuple[float, Draft] | None, items: Items, evaluations: int
+) -> tuple[float, Draft] | None:
+    """The faster one of a draft and the best draft of items, with its seconds."""
+    try:
+        draft = plan_rows(items, evaluations)
+    except PlanError:
         return best
+    seconds = real_seconds(draft)
+    return (seconds, draft) if best is None or seconds < best[0] else best
 
-    def _refine(self, scored: Scored, budget: int) -> None:
-        if budget > 0:
-            self.evaluations_left -= scored.refine(self.runner, budget)
 
-    def _score(self, draft: Draft) -> Scored:
-        self.evaluations_left -= self.layout.dp
-        return score_draft(draft, self.cost, self.runner)
+def least_seconds(items: Items) -> float:
+    """Seconds that no draft can undercut, unless its rows share more than its items do.
 
-    def _evened(self, target: _Target, best: Scored) -> Scored:
-        """Pack again with less work for slow ranks as long as that helps.
+    Either the mean of the ranks' work on the busiest stage, with the fewest rows that hold the
+    tokens, or the longest item on its way through all chunks and back.
+    """
+    step = items.step
+    cost = step.real_cost
+    dp = step.layout.dp
+    busiest, chunks = cost.least_weights(step.layout)
+    seconds = cost.share_of_rank(step.layout) * items.work_by(cost)
+    held = int(np.minimum(items.aligned, step.capacity).sum())
+    num_rows = max(dp, -(-held // step.capacity))
+    mean = (cost.fixed * num_rows + math.fsum(seconds.tolist())) / dp
+    passes = 1.0 if step.forward_only else 1.0 + cost.backward_ratio
+    longest = (cost.fixed + float(seconds.max())) * chunks * passes
+    return max(busiest * passes * mean, longest)
 
-        Two ranks of 1.2 s and 1.0 s have a mean of 1.1 s; their shares of the work become
-        1 - 0.1 / 1.2 = 0.917 and 1.083.
-        """
-        shares = np.ones(self.layout.dp)
-        scored = best
-        misses = 0
-        for _ in range(_MAX_EVENED):
-            seconds = scored.board.seconds
-            if not np.isfinite(seconds).all() or not seconds.max() > 0:
-                break
-            mean = float(np.cumsum(seconds)[-1]) / seconds.size
-            even = float(seconds.max()) < mean * _EVEN
-            if even or misses > 1 or self.evaluations_left < 2 * self.layout.dp:
-                break
-            shares = np.maximum(shares * (1 - (seconds - mean) / seconds.max()), _LEAST_SHARE)
-            draft = self._pack(target, shares * (shares.size / float(np.cumsum(shares)[-1])))
-            if draft is None:
-                break
-            scored = self._score(draft)
-            misses += scored.seconds >= best.seconds
-            best = min(best, scored, key=lambda s: s.seconds)
-        return best
 
-    def _drafts(self) -> Iterator[tuple[_Target | None, Draft]]:
-        """Yield drafts to simulate, at least one, each with its target if it has one."""
-        even = np.ones(self.layout.dp)
-        targets = self._targets()
-        most = [_MAX_PACKED] if len(targets) == 1 else _MAX_PACKED_EACH
-        for own, limit in zip(targets, most, strict=True):
-            pairs = ((target, self._pack(target, even)) for target in own)
-            packed = ((target, draft) for target, draft in pairs if draft is not None)
-            yield from islice(packed, limit)
-        by_rank = self._packed_by_rank()
-        if by_rank is not None:
-            yield None, by_rank
-        if self.layout.pp == 1 and self.step.max_samples is None:
-            # Rows in input order mix long and short samples, so they differ less than sorted ones.
-            row_of, num_rows = first_fit(self.items.aligned, self.step.capacity)
-            if num_rows <= self.layout.dp * self.least_count:
-                yield None, self._split(row_of, num_rows)
-        yield None, self._split(*self.items.fewest_rows)
+def plan_rows(items: Items, evaluations: int) -> Draft:
+    """The best draft of whole items in rows on one DP rank each, by so many evaluations: an
+    evaluation simulates one rank. With 0, the first board is taken.
 
-    def _packed_by_rank(self) -> Draft | None:
-        """A draft that assigns items to ranks before it makes rows; None if that does not apply.
+    Raises:
+        PlanError: no draft respects the cap on live tokens.
+    """
+    way = Way(items, items.step.balanced_cost)
+    found = []
+    for scored, spent in narrow_starts(way, evaluations):
+        found.append(scored)
+        evaluations -= spent
+        if evaluations < 2 * way.layout.dp and min(s.seconds for s in found) < math.inf:
+            break
+    fewest = min(scored.count for scored in found)
+    has_bubble = way.layout.pp > 1 and not items.step.by_tokens
 
-        Without a pipeline only the sum of each rank's rows matters.
-        """
-        dp = self.layout.dp
-        if self.layout.pp > 1 or self.same_targets or self.step.max_samples is not None:
-            return None
-        count = self.least_count
-        row_of = rows_by_rank(self.items.aligned, self.work, dp, count, self.step.capacity)
-        if row_of is None:
-            return None
-        ranks = np.arange(dp * count).reshape(dp, count)
-        return self._draft(row_of, ranks)
+    def seconds(scored: Scored) -> float:
+        more = scored.count > fewest and not has_bubble
+        return scored.seconds * (1 + _LEAST_GAIN if more else 1.0)
 
-    def _targets(self) -> list[list[_Target]]:
-        """A target per M to try, sorted by simulated seconds if profiles are searched.
-
-        Returns:
-            Targets of equal work; and of unequal work where huge samples are worth it, see
-            `_uneven_targets`.
-        """
-        if self.step.max_samples is not None:
-            return [[]]
-        counts = self._counts()
-        if self.evaluations_left == 0 or self.layout.pp == 1:
-            return [[self._target(count, None) for count in counts]]
-        per_round = 2 * max(1, len(counts)) * 2 * self.layout.pp
-        rounds = min(_MAX_ROUNDS, self.evaluations_left // (_PROFILE_PART * per_round))
-        targets = [self._target(count, max(1, rounds)) for count in counts]
-        targets.sort(key=lambda t: t.seconds)
-        enough = self.evaluations_left >= _UNEVEN_EVALUATIONS * self.layout.dp
-        if self.layout.dp == 1 or not enough or not any(t.huge[0].size for t in targets):
-            return [targets]
-        return [targets, *self._uneven_targets(targets, max(1, rounds // 2))]
-
-    def _uneven_targets(self, targets: list[_Target], rounds: int) -> list[list[_Target]]:
-        """The same M with less work for ranks that have long samples.
-
-        Returns:
-            Targets with the same huge samples on each rank; and with those together on few ranks.
-        """
-        layout = self.layout
-        share = self.cost.share_of_rank(layout)
-        kinds: list[list[_Target]] = [[], []]
-        # Packing and refining get about two thirds of what is left.
-        least = self.evaluations_left * 2 // 3
-        for target in targets:
-            if self.evaluations_left < least:
-                break
-            count = target.num_microbatches
-            # As many as `_huge` leaves to a rank.
-            together = concentrated(self._heavy(count), layout.dp, max(count - 2, 0))
-            known = target.profiles[0]
-            for kind, huge, profile in zip(
-                kinds, (target.huge, together), (known, None), strict=True
-            ):
-                uneven = find_uneven(
-                    partial(self._profile, count, rounds),
-                    self.divisible_runner.ops(count),
-                    [share * own for own in huge],
-                    work=share * self.total / layout.dp,
-                    fixed=self.cost.fixed,
-                    cap=share * self.cap,
-                    heavy_profile=profile,
-                )
-                if uneven is None:
-                    continue
-                self.evaluations_left -= uneven.evaluations
-                heavy, light = uneven.profiles
-                num_light = layout.dp - uneven.num_heavy
-                profiles = [heavy] * uneven.num_heavy + [light] * num_light
-                kind.append(_Target(huge, profiles, uneven.shares, uneven.seconds))
-        return [sorted(kind, key=lambda t: t.seconds) for kind in kinds]
-
-    def _profile(self, count: int, rounds: int, work: float, huge: Floats) -> Profile:
-        """The profile of a rank with this work and these huge samples, in seconds."""
-        return find_profile(
-            self.divisible_runner,
-            count,
-            work=work,
-            fixed=self.cost.fixed,
-            cap=self.cost.share_of_rank(self.layout) * self.cap,
-            huge=huge,
-            rounds=rounds,
-        )
-
-    def _counts(self) -> list[int]:
-        """Legal values of M to try: from the smallest to where more cannot be faster."""
-        layout = self.layout
-        least = self.least_count
-        most = self.items.num_items // layout.dp
-        if least > most:
-            return []
-        best = least if self.step.by_tokens or layout.pp == 1 else self._closed_form()
-        if self.evaluations == 0:
-            wanted = [max(least, min(best, most, 2 * least)), least]
-        else:
-            top = max(least, min(most, 2 * best, _MAX_GROWTH * least))
-            wanted = spread_counts(least, top, _MAX_COUNTS)
-        if layout.pp == 1 or self.step.by_tokens:
-            # No bubble is counted, so more micro-batches gain little: from 16 on 16, 17 and 19.
-            wanted = [least, least + 1, least + 2 + least // 16]
-        legal = [self.step.legal_count(count) for count in wanted]
-        return [count for count in dict.fromkeys(legal) if count <= most]
-
-    def _closed_form(self) -> int:
-        """The fastest M for equal micro-batches: sqrt(work * (pp - 1) / (vpp * fixed)).
-
-        `work` is the forward of all of a rank's rows through one chunk. On pp=4 and vpp=1, 0.3 s of
-        work and 1 ms of fixed cost give sqrt(0.3 * 3 / 0.001) = 30.
-        """
-        layout = self.layout
-        overhead = self.cost.fixed * layout.vpp
-        if overhead <= 0:
-            return self.items.num_items
-        work = self.total / (layout.num_chunks * layout.cp * layout.dp)
-        best = math.sqrt(work * (layout.pp - 1) / overhead)
-        # At most one row per item: a tiny overhead gives infinity.
-        return max(1, round(min(best, float(self.items.num_items))))
-
-    def _huge(self, count: int) -> list[Floats]:
-        """Assign items of more work than a mean row to ranks, heaviest first, to the least loaded.
-
-        Returns:
-            The work of each rank's items, in descending order; empty if all ranks have the same
-            targets.
-        """
-        dp = self.layout.dp
-        if self.same_targets:
-            return [np.zeros(0)] * dp
-        heavy = self._heavy(count)
-        rank_of = lightest_ranks(heavy, dp)
-        by_rank = heavy[by_row(rank_of, dp)]
-        ends = np.cumsum(np.bincount(rank_of, minlength=dp)).tolist()
-        # Two micro-batches are left for the other items.
-        most = max(count - 2, 0)
-        begins = [0, *ends[:-1]]
-        return [by_rank[a : min(b, a + most)] for a, b in zip(begins, ends, strict=True)]
-
-    def _heavy(self, count: int) -> Floats:
-        """Work of the items that have more than a mean row, in descending order."""
-        mean = self.total / (self.layout.dp * count)
-        return self.work[self.order[: int(np.count_nonzero(self.work > mean))]]
-
-    def _target(self, count: int, rounds: int | None) -> _Target:
-        """The target of one M; with `rounds=None` its profile is not searched."""
-        layout = self.layout
-        huge = self._huge(count)
-        if rounds is None or self.uniform or layout.pp == 1:
-            profile = default_profile(layout, count, huge[0].size)
-        else:
-            share = self.cost.share_of_rank(layout)
-            work = share * self.total / layout.dp
-            profile = self._profile(count, rounds, work, share * huge[0])
-            self.evaluations_left -= profile.evaluations
-        even = np.ones(layout.dp)
-        return _Target(huge, [profile] * layout.dp, even, profile.seconds)
-
-    def _pack(self, target: _Target, shares: Floats) -> Draft | None:
-        """A draft of rows packed to a target; None if the items do not fit.
-
-        Args:
-            shares: float64 [dp], factors on the target's shares of the work; their mean is 1.
-        """
-        dp = self.layout.dp
-        count = target.num_microbatches
-        shares = target.shares * shares
-        shares = shares * (dp / float(np.cumsum(shares)[-1]))
-        targets = np.array(
-            [
-                profile.targets(share * self.total / dp, huge, self.cap)
-                for profile, share, huge in zip(
-                    target.profiles, shares.tolist(), target.huge, strict=True
-                )
-            ]
-        )
-        if self.uniform:
-            targets[:] = self.total / (dp * count)
-        row_of = pack_to_targets(
-            self.items.aligned,
-            self.work,
-            targets.ravel(),
-            self.step.capacity,
-            order=self.order,
-        )
-        if row_of is None:
-            return None
-        if self.same_targets:
-            return self._distributed(row_of, dp * count, targets[0])
-        row_work = self._row_work(row_of, dp * count).reshape(dp, count)
-        heaviest_first = np.argsort(-row_work, axis=1, kind="stable")
-        ranks = heaviest_first + np.arange(dp)[:, None] * count
-        return self._draft(row_of, order_by_target(ranks, targets))
-
-    def _split(self, row_of: Ints, num_rows: int) -> Draft:
-        """A draft of these rows, split until they fill the smallest legal M."""
-        wanted = self.layout.dp * self.least_count
-        row_of, num_rows = split_heaviest(row_of, num_rows, wanted, self.work)
-        return self._distributed(row_of, num_rows, np.ones(self.least_count))
-
-    def _distributed(self, row_of: Ints, num_rows: int, targets: Floats) -> Draft:
-        """A draft that assigns rows to ranks so that these have about equal work.
-
-        Args:
-            targets: float64 [M], relative work by position; they order each rank's rows.
-        """
-        row_work = self._row_work(row_of, num_rows)
-        ranks = rows_to_ranks(row_work, self.layout.dp, in_rounds=self.lockstep)
-        return self._draft(row_of, (order_by_target(rows, targets) for rows in ranks))
-
-    def _row_work(self, row_of: Ints, num_rows: int) -> Floats:
-        """float64 [R]: work of each row."""
-        row_work = np.bincount(row_of, weights=self.items.work, minlength=num_rows)
-        return row_work.astype(np.float64, copy=False)
-
-    def _draft(self, row_of: Ints, rank_rows: Iterable[Ints]) -> Draft:
-        return Draft(items=self.items, row_of=row_of, rank_rows=tuple(rank_rows))
-
-    def _over_live_cap(self) -> PlanError:
-        cap = self.policy.max_live_tokens_per_gpu
-        layout = self.layout
-        return PlanError(
-            f"step {self.step.number}: no plan found stays within max_live_tokens_per_gpu={cap} "
-            f"with samples of up to {int(self.items.aligned.max())} padded tokens on "
-            f"pp={layout.pp}, vpp={layout.vpp}, cp={layout.cp}; raise it or set a larger cp"
-        )
+    found = sorted(found, key=seconds)[:_CONTENDERS]
+    if found[0].seconds == math.inf:
+        raise no_whole_rows(items)
+    if way.layout.pp == 1:
+        evaluations //= _SUMS_PART
+    each = evaluations // _CONTENDERS_PART
+    for scored in found:
+        scored.improve(each)
+    best = min(found, key=seconds)
+    best.improve(evaluations - each * len(found))
+    return best.draft()

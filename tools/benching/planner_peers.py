@@ -14,7 +14,7 @@ import numpy as np
 from megapack import Layout
 from megapack.outlook import baselines
 from megapack.outlook.baselines import Ranks, Rows, aligned_rows, in_turn
-from megapack.planner.partition import karmarkar_karp
+from tools.benching.karmarkar_karp import karmarkar_karp
 
 
 def next_fit(lengths: np.ndarray, work: np.ndarray, layout: Layout, budget: int) -> Ranks:

@@ -8,24 +8,23 @@ import pytest
 from megapack import Layout
 from megapack.base.arrays import Floats, Ints
 from megapack.plan.order import (
+    StepOrder,
     deep_warmup,
     group_table,
     interleave,
-    order_lines,
+    operation_texts,
     stage_lists,
 )
 from megapack.plan.order_text import read_order
-from megapack.planner import own_orders
+from megapack.planner import orders
 
 pytestmark = pytest.mark.unit
 
 SHAPES = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 2), (2, 2, 3), (4, 2, 5)]
 
 
-def orders_of(
-    pp: int, vpp: int, group: int, size: int, *, cap: float, split: bool
-) -> own_orders.OwnOrders:
-    return own_orders.OwnOrders(
+def orders_of(pp: int, vpp: int, group: int, *, cap: float, split: bool) -> orders.OwnOrders:
+    return orders.OwnOrders(
         chunk_weights=np.ones(pp * vpp),
         chunk_kinds=np.zeros(pp * vpp, dtype=np.int64),
         pp=pp,
@@ -40,8 +39,6 @@ def orders_of(
         backward_ratio=2.0,
         weight_ratio=0.5,
         split=split,
-        ops=np.empty((2, size, 5), dtype=np.int64),
-        num_ops=np.zeros(2, dtype=np.int64),
     )
 
 
@@ -52,6 +49,19 @@ def least_cap(pp: int, vpp: int, count: int, group: int, backwards: Ints, held: 
     stage, microbatch, _, kind, _ = columns
     amounts = np.where(kind == 0, 1.0, -1.0) * held[microbatch]
     return float(max(np.cumsum(amounts[stage == s]).max() for s in range(pp)))
+
+
+def seconds_of(order: StepOrder, times: orders._Times, own: orders.OwnOrders) -> float:
+    """When the last operation ends: each begins once its stage and its input are ready."""
+    free = np.zeros(own.pp)
+    end = np.zeros(order.stage.size + 1)
+    for op, (stage, microbatch, kind, source) in enumerate(
+        zip(order.stage, order.microbatch, order.kind, order.waits_for, strict=True)
+    ):
+        ready = end[source] + own.p2p if source < order.stage.size else 0.0
+        end[op] = max(free[stage], ready) + times.seconds[kind, microbatch]
+        free[stage] = end[op]
+    return float(free.max())
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -70,22 +80,18 @@ def test_stages_end_within_the_cap_and_as_they_promised(
             turned[chain.start : chain.stop] = turned[chain.start : chain.stop][::-1]
         table = group_table(count, vpp, group)
         backwards = np.arange(count * vpp) + turned[table[0]] - table[0]
-        forward = held[None] / 10 + 0.1
+        forward = held / 10 + 0.1
         weights = forward * (0.7 if split else 0.0)
-        times = own_orders._Times(forward, 2 * forward - weights, weights, held[None])
+        times = orders._Times(np.stack([forward, 2 * forward - weights, weights]), held)
         least = least_cap(pp, vpp, count, group, backwards, held)
         for cap in (least, 1.3 * least, np.inf):
-            size = 2 * count * pp * vpp
-            own = orders_of(pp, vpp, group, size, cap=float(cap), split=split)
-            ops = np.empty((size, 5), dtype=np.int64)
-            seconds, num_ops = own_orders._choose(own, times, backwards, ops, np.empty(size))
-            assert num_ops == size
-            ran = np.empty((pp, 2 * size // pp + 1), dtype=np.int64)
-            end = np.empty((size, 1))
-            first = np.zeros((1, count), dtype=np.int64)
-            # As long as when the same order is given, and W's begin in any wait.
-            given = own_orders._filled_seconds(own, ops, times, first, 1.0, ran, end, 0)
-            assert given == seconds
-            lines = order_lines(ops, ran[:, :-1], ran[:, -1])
+            own = orders_of(pp, vpp, group, cap=float(cap), split=split)
+            ran = np.empty((pp, (2 + split) * count * vpp, 3), dtype=np.int64)
+            seconds = orders._choose(own, times, backwards, ran)
+            assert seconds == orders._choose(own, times, backwards, ran[:0])
+            texts, _ = operation_texts(count, vpp)
+            kind, microbatch, chunk = np.moveaxis(ran, -1, 0)
+            lines = [" ".join(line) for line in texts[kind, chunk // pp, microbatch]]
             order = read_order(lines, vpp=vpp, num_microbatches=count, chains=chains)
             assert order.peak_live(held).max() <= cap
+            assert seconds == pytest.approx(seconds_of(order, times, own))

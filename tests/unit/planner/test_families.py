@@ -22,7 +22,7 @@ from megapack import (
 from megapack.base.arrays import Ints
 from megapack.planner.families import Families, cut_families, parts_of_families
 from megapack.planner.items import Items
-from megapack.planner.sharing import least_seconds
+from megapack.planner.search import least_seconds
 from megapack.planner.step import Step
 from megapack.prefixes import PrefixTable
 

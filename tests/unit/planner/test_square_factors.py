@@ -12,9 +12,9 @@ from megapack import CostModel, Layout, Plan, Policy, build_dp_schedule, check_p
 from megapack.cost.fit import Measurement
 from megapack.cost.online import ChunkSeconds, fit_sums, row_sums
 from megapack.errors import ConfigError, PlanError
-from megapack.planner.choose import best_draft
 from megapack.planner.items import Items
-from megapack.planner.scored import score_draft
+from megapack.planner.scored import Way
+from megapack.planner.search import best_draft
 from megapack.planner.step import Step
 from megapack.policy import Backward
 
@@ -93,7 +93,7 @@ def test_the_search_times_what_the_simulator_does(
     draft = best_draft(Items.whole(step, samples, samples))
     simulated = simulate(plan.steps[0], layout=layout, cost=COST, lockstep=layout.ep_spans_dp)
     if draft.widths is None and not plan.steps[0].orders:
-        scored = score_draft(draft, COST, step.runner(COST), is_real=True)
+        scored = Way(draft.items, COST, is_real=True).score_draft(draft)
         assert scored.seconds == pytest.approx(simulated.makespan)
     assert draft.seconds() == pytest.approx(simulated.makespan)
 

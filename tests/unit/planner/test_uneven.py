@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from megapack import CostModel, Layout, build_dp_schedule, check_plan, simulate
-from megapack.pipeline.simulator import Runner
-from megapack.planner.profile import Profile, find_profile
-from megapack.planner.uneven import concentrated, find_uneven
+from megapack import CostModel, Layout, Policy, build_dp_schedule, check_plan, simulate
+from megapack.planner.items import Items
+from megapack.planner.scored import Way
+from megapack.planner.step import Step
+from megapack.planner.targets import equal_target, uneven_target
 
 pytestmark = pytest.mark.unit
 
 
-def test_concentrated_samples_have_about_equal_sums_in_descending_order() -> None:
-    heavy = np.array([9.0, 6.0, 5.0, 4.0, 4.0, 2.0])
-    parts = concentrated(heavy, 3, 9)
-    assert [part.tolist() for part in parts] == [[9.0], [6.0, 5.0], [4.0, 4.0, 2.0]]
-    assert [part.size for part in concentrated(heavy, 3, 2)] == [1, 2, 2]
-    assert [part.size for part in concentrated(heavy, 8, 9)] == [1, 0, 1, 1, 1, 1, 1, 0]
-    assert [part.size for part in concentrated(np.zeros(0), 2, 9)] == [0, 0]
-
-
 @pytest.mark.parametrize("layout", [Layout(dp=4, pp=4), Layout(dp=4, pp=4, vpp=2)], ids=str)
 def test_heavy_and_light_ranks_end_together(layout: Layout) -> None:
-    runner = Runner(layout, CostModel(fixed=0.05, per_token=1.0))
-    count = 20
-
-    def find(work: float, huge: np.ndarray) -> Profile:
-        return find_profile(
-            runner,
-            count,
-            work=work,
-            fixed=0.05,
-            cap=30.0,
-            huge=huge,
-            rounds=2,
-        )
-
-    huge = [np.array([30.0]), np.array([6.0]), np.array([6.0]), np.zeros(0)]
-    ops = runner.ops(count)
-    uneven = find_uneven(find, ops, huge, work=100.0, fixed=0.05, cap=30.0)
+    # One sample has over a third of a rank's work, and no other one has more than a mean row.
+    lengths = np.array([15000, *[300] * 400])
+    step = Step(
+        number=0,
+        lengths=lengths,
+        layout=layout,
+        policy=Policy(),
+        cost=CostModel(fixed=1.0, per_token=1.0),
+        budget=32768,
+    )
+    samples = np.arange(lengths.size)
+    way = Way(Items.whole(step, samples, samples), step.balanced_cost)
+    equal = equal_target(way, 20, rounds=2)
+    uneven = uneven_target(way, equal, rounds=2)
     assert uneven is not None
     assert uneven.num_heavy == 1
-    assert uneven.shares.mean() == pytest.approx(1)
+    assert uneven.shares[0] + 3 * uneven.shares[1] == pytest.approx(4)
     assert uneven.shares[0] < 0.95 * uneven.shares[1]
-    assert uneven.seconds < 0.95 * find(100.0, huge[0]).seconds
-    equal = [np.array([6.0])] * 4
-    assert find_uneven(find, ops, equal, work=100.0, fixed=0.05, cap=30.0) is None
+    assert uneven.seconds < equal.seconds
+    rows = uneven.rows(way)
+    assert rows.shape == (4, 20)
+    assert rows.sum() == pytest.approx(4 * way.rank_work, rel=0.05)
+    alike = replace(step, lengths=np.full(401, 300))
+    same = Way(Items.whole(alike, samples, samples), step.balanced_cost)
+    assert uneven_target(same, equal_target(same, 20, rounds=1), rounds=1) is None
 
 
 def test_a_long_sample_leaves_its_rank_less_work() -> None:

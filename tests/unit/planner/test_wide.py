@@ -20,7 +20,6 @@ from megapack import (
     simulate,
 )
 from megapack.pipeline.simulator import Runner, simulate_planned
-from megapack.planner.annealing import anneal
 from megapack.planner.board import (
     Board,
     RowCost,
@@ -31,8 +30,8 @@ from megapack.planner.board import (
     put,
 )
 from megapack.planner.clock import Clock, score_shared
-from megapack.planner.fill import FillRule, close_gaps, fill_board
-from megapack.planner.scored import orders_of
+from megapack.planner.fill import FillRule, fill_board
+from megapack.planner.improve import improve_blocks
 
 pytestmark = pytest.mark.unit
 
@@ -234,7 +233,7 @@ class TestBoard:
         allows_padding=True,
     )
 
-    def empty(self, dp: int, count: int, cost: RowCost | None = None) -> Board:
+    def empty(self, dp: int, count: int) -> Board:
         tokens = np.array([350, 180, 90, 70, 60, 50, 40, 30, 20, 10, 9, 8, 7, 6])
         unit = np.array([1, 4, 8])[:, None]
         aligned = -(-tokens // unit) * unit
@@ -242,15 +241,14 @@ class TestBoard:
         none = np.zeros_like(samples)
         whole = (none, none, none - 1)
         shape = dp, count
-        return empty_board(cost or self.cost, aligned, aligned * aligned, samples, whole, shape)
+        return empty_board(self.cost, aligned, aligned * aligned, samples, whole, shape)
 
-    def filled(self, cost: RowCost | None = None) -> tuple[Board, FillRule]:
-        board = self.empty(5, 6, cost)
+    def filled(self) -> tuple[Board, FillRule]:
+        board = self.empty(5, 6)
         num_items = board.row_of.size
         least = np.array([2, 1] + [0] * (num_items - 2))
-        rule = FillRule(np.arange(num_items), least, np.full(6, 60.0), np.full_like(least, 2))
-        none = np.zeros(1, dtype=np.int64)
-        assert fill_board(board, rule, rule.order, 1.15, none, 0.0)
+        rule = FillRule(np.arange(num_items), least, np.full((5, 6), 60.0))
+        assert fill_board(board, rule, 1.15)
         return board, rule
 
     def clock(self, *, lockstep: bool) -> Clock:
@@ -265,10 +263,10 @@ class TestBoard:
     def test_moves_keep_the_sums(self, lockstep: bool) -> None:
         board, rule = self.filled()
         clock = self.clock(lockstep=lockstep)
-        end = np.empty((clock.ops.stage.size, 1 if lockstep else 5))
-        before = score_shared(board, clock, None, end)
+        before = score_shared(board, clock, None)
         clones = (clone(board), clone(board))
-        after = anneal(board, *clones, clock, None, orders_of(clock.ops), rule, 3000, 0.0)
+        improve_blocks(board, *clones, clock, None, rule, 3000, 0.0)
+        after = board.seconds.max()
         assert after < before
         fresh = self.empty(5, 6)
         for rank, position in np.ndindex(board.rows.shape):
@@ -276,7 +274,7 @@ class TestBoard:
             if first_rank(board, rank, position) == rank:
                 for item in np.flatnonzero(board.row_of == row):
                     put(fresh, int(item), rank, position, int(board.level[row]))
-        assert score_shared(fresh, clock, None, end) == pytest.approx(after)
+        assert score_shared(fresh, clock, None) == pytest.approx(after)
         assert self.by_cell(fresh) == self.by_cell(board)
         seconds = [own.row_seconds[own.rows] for own in (fresh, board)]
         assert np.allclose(*seconds)
@@ -297,19 +295,8 @@ class TestBoard:
         for name in ("tokens", "tokens_sq", "num_items", "level", "row_seconds", "head", "row_of"):
             assert np.array_equal(getattr(empty, name), getattr(board, name)), name
 
-    def test_gaps_are_closed_by_items_of_other_rows_and_by_wider_rows(self) -> None:
-        board = self.empty(4, 2)
-        put(board, 5, 0, 0, 0)
-        put(board, 6, 0, 0, 0)
-        put(board, 7, 0, 1, 0)
-        assert close_gaps(board, np.zeros(board.row_of.size, dtype=np.int64))
-        # Position 0 becomes one row over four ranks, which gives an item to position 1: two rows
-        # over two.
-        first = [[first_rank(board, rank, k) for k in range(2)] for rank in range(4)]
-        assert first == [[0, 0], [0, 0], [0, 2], [0, 2]]
-        assert sorted(board.level[board.num_items > 0].tolist()) == [1, 1, 2]
-
     def test_padding_that_is_forbidden_takes_forever(self) -> None:
-        board, _ = self.filled(self.cost._replace(allows_padding=False))
+        board, _ = self.filled()
+        board = board._replace(cost=self.cost._replace(allows_padding=False))
         clock = self.clock(lockstep=False)
-        assert score_shared(board, clock, None, np.empty((clock.ops.stage.size, 5))) == np.inf
+        assert score_shared(board, clock, None) == np.inf

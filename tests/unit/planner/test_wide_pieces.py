@@ -11,9 +11,10 @@ import pytest
 from megapack import CostModel, Layout, Plan, Policy, build_dp_schedule, check_plan
 from megapack.errors import PlanError
 from megapack.pipeline.simulator import simulate_planned
-from megapack.planner import pieces
-from megapack.planner.choose import best_draft
+from megapack.planner.cuts import _place_chains, cut_items
 from megapack.planner.items import Items
+from megapack.planner.scored import Way
+from megapack.planner.search import best_draft
 from megapack.planner.step import Step
 
 pytestmark = pytest.mark.unit
@@ -103,25 +104,27 @@ def test_chains_lie_over_as_few_ranks_as_their_share_allows(
     # 1, 0.5 and 0.2 of the first sample's work; the others are too short to be cut.
     lengths = [16384, 10922, 6826] + [64] * 40
     items = items_of(lengths, LAYOUT)
-    work = pieces.item_seconds(items)
+    way = Way(items, COST)
+    work = way.work
     longest = float(work[0]) / 16
-    cut = pieces.cut_items(items, 24, longest, 24, 16384, 1, share * float(work[0]), 8)
+    cut = cut_items(way, longest, 24, 16384, share * float(work[0]), 8)
     assert cut is not None
-    assert cut.widths == widths
+    assert tuple(cut.widths) == widths
     # A piece takes each of its ranks as long as one on one rank.
     assert [math.ceil(float(work[i]) / longest / w) for i, w in enumerate(widths)] == list(
         cut.sizes
     )
-    cells = pieces.chain_cells(cut, 24, 0.5)
+    cells = cut.cells(24, 0.5)
     assert cells is not None
     first = np.cumsum((0, *cut.sizes))
+    taken: list[np.ndarray] = []
     for chain, width in enumerate(cut.widths):
         own = cells[first[chain] : first[chain + 1]]
         assert (np.diff(own) == 1).all()
         assert (own[0] // 24) % width == 0
-        # The block has the chain at the same place on all of its ranks, and no two overlap.
-        ranks = [rank for rank, chains in enumerate(cut.ranks) if chain in chains]
-        assert ranks == list(range(own[0] // 24, own[0] // 24 + width))
+        # All ranks of the block have the chain there, and no two chains overlap.
+        taken += [rank * 24 + own % 24 for rank in range(own[0] // 24, own[0] // 24 + width)]
+    assert np.unique(np.concatenate(taken)).size == np.concatenate(taken).size
 
 
 def test_pieces_are_as_long_as_their_rows_alignment_asks() -> None:
@@ -141,10 +144,13 @@ def test_pieces_are_as_long_as_their_rows_alignment_asks() -> None:
 
 
 def test_a_chain_goes_to_ranks_that_have_room() -> None:
-    # The second chain fills the ranks 0 and 1, and leaves the others with less work but one row.
-    ranks = pieces._ranks_of_chains([4, 1, 2], [1.0, 10.0, 0.5], [2, 2, 2], 4, 4)
-    assert ranks == ((1, 2), (1, 2), (0,), (0,))
-    assert pieces._ranks_of_chains([4, 3, 2], [1.0, 10.0, 0.5], [2, 2, 2], 4, 4) is None
+    # The second chain goes first, to ranks 0 and 1; the third one finds no room beside the first.
+    loads = np.array([1.0, 10.0, 0.5])
+    order = np.array([1, 0, 2])
+    for size, cells in ((2, [8, 0, 1]), (4, [-1, -1, -1])):
+        sizes = np.array([4, 1, size])
+        found = _place_chains(sizes, np.full(3, 2), loads, order, (4, 4), 4, 0.0)
+        assert found.tolist() == cells
 
 
 def test_a_sample_over_the_budget_needs_fewer_rows_over_several_ranks() -> None:

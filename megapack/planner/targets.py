@@ -1,9 +1,16 @@
-"""How large each micro-batch of a rank should be: the target profile.
+"""How long each row should take: targets of every rank's micro-batches, float64 [dp, M].
 
 Equal micro-batches are not the best: stages wait for the first ones while the pipeline fills, and
 for the last ones while it drains. Small micro-batches at both ends shorten both waits. A pattern
-search finds the sizes in the simulator, for one rank and divisible work; samples are packed to them
-afterwards.
+search finds the profile, the sizes of a rank's micro-batches, in the simulator, for divisible work;
+samples are packed to them afterwards.
+
+A huge sample slows its rank down: no row beside it can be as long, so stages wait. With equal work
+that rank is the last to end, and more micro-batches help it little. With less work for it, the
+others take more, at an M that suits them. On pp=4, a sample of a quarter of a rank's work leaves
+0.7 of the work to its rank at M=18, and 1.1 to three others. So there are two kinds of ranks: heavy
+ones, whose largest sample is at least half of the largest of all, and light ones. Each kind has a
+profile, and shares of the work with which both end at once.
 
 The first levels below were chosen by hand, for medium-sized steps. docs/planner.md measures what
 they give: the column search=0 uses them as they are, and the default search starts from them.
@@ -11,7 +18,8 @@ they give: the column search=0 uses them as they are, and the default search sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +28,7 @@ from megapack.base.jit import kernel
 from megapack.layout import Layout
 from megapack.pipeline.kernels import RankOps, rank_seconds
 from megapack.pipeline.simulator import Runner
+from megapack.planner.scored import Way
 
 # 1F1B: levels of the first two and of the last two micro-batches, relative to the middle ones. M=12
 # on pp=4 starts at 0.4, 0.65, 1 (eight times), 0.85, 0.65.
@@ -48,8 +57,15 @@ _MAX_GROUP_LEVELS = 8
 _FIRST_STEP = 0.25
 # Relative gain that a trial must reach: more than the rounding of fp64 (1e-16 per operation).
 _LEAST_GAIN = 1e-9
-# Limit on passes of `_fill`. Chosen by hand.
+# Limit on passes of `spread`. Chosen by hand.
 _FILL_PASSES = 8
+
+
+# Times that the shares of heavy and light ranks are changed towards equal seconds: 1.4 s and 1.0 s
+# become 1.13 s and 1.10 s after the first, and differ by less than 1 % after the third. A rank
+# keeps at least 1 % of a mean rank's work. Chosen by hand.
+_SHARE_STEPS = 4
+_LEAST_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -67,13 +83,8 @@ class Profile:
     evaluations: int
     """Simulations spent."""
 
-    @property
-    def num_microbatches(self) -> int:
-        """M."""
-        return self.classes.size
-
-    def targets(self, work: float, huge: Floats, cap: float) -> Floats:
-        """Target work of each micro-batch.
+    def sizes(self, work: float, huge: Floats, cap: float) -> Floats:
+        """Work of each micro-batch.
 
         Args:
             work: of all micro-batches together, in any unit.
@@ -85,8 +96,170 @@ class Profile:
         """
         sizes = np.empty(self.classes.size)
         floors = _floors(self.huge_order, huge)
-        _fill(self.classes, self.levels, floors, work, max(cap, work / sizes.size), sizes)
+        spread(self.classes, self.levels, floors, work, max(cap, work / sizes.size), sizes)
         return sizes
+
+
+@dataclass(frozen=True)
+class Target:
+    """A profile for each rank, and what it was made for."""
+
+    huge: list[Floats]
+    """Per rank the work of the samples that get a micro-batch each, in descending order."""
+    heavy: Profile
+    """Of the first `num_heavy` ranks."""
+    light: Profile
+    num_heavy: int
+    shares: tuple[float, float]
+    """Shares of the work of heavy and light ranks; the mean of all ranks is 1."""
+    seconds: float
+    """Simulated seconds of the slower kind, for divisible work; inf if not simulated."""
+    evaluations: int
+    """Simulations spent."""
+
+    @property
+    def count(self) -> int:
+        """M."""
+        return int(self.heavy.classes.size)
+
+    def rows(self, way: Way, factors: Floats | None = None) -> Floats:
+        """float64 [dp, M]: work that each row should have.
+
+        Args:
+            factors: float64 [dp], on the shares of the ranks; None: ones.
+        """
+        dp = len(self.huge)
+        shares = np.repeat(self.shares, (self.num_heavy, dp - self.num_heavy))
+        shares = shares if factors is None else shares * factors
+        shares = shares * (dp / math.fsum(shares))
+        profiles = [self.heavy] * self.num_heavy + [self.light] * (dp - self.num_heavy)
+        columns = zip(profiles, shares.tolist(), self.huge, strict=True)
+        return np.stack(
+            [own.sizes(share * way.rank_work, huge, way.cap) for own, share, huge in columns]
+        )
+
+
+def equal_target(way: Way, count: int, rounds: int, *, together: bool = False) -> Target:
+    """The target of M with equal work for all ranks.
+
+    Args:
+        rounds: see `find_profile`; 0: the profile is not searched.
+        together: huge samples are on few ranks, so that these rise and fall beside each other.
+    """
+    dp = way.layout.dp
+    huge = _huge_samples(way, count, together)
+    profile = _profile(way, count, rounds, huge[0])
+    return Target(huge, profile, profile, dp, (1.0, 1.0), profile.seconds, profile.evaluations)
+
+
+def uneven_target(way: Way, equal: Target, rounds: int) -> Target | None:
+    """The same M with less work for ranks that have huge samples, so that heavy and light ranks end
+    together; None if all are alike."""
+    dp = way.layout.dp
+    huge = equal.huge
+    largest = np.array([own[0] if own.size else 0.0 for own in huge])
+    num_heavy = int(np.count_nonzero(2 * largest >= largest[0]))
+    if num_heavy == dp:
+        return None
+    profiles = equal.heavy, _profile(way, equal.count, rounds, huge[-1])
+    kinds = tuple(zip(profiles, (huge[0], huge[-1]), strict=True))
+    ops = _divisible(way).ops(equal.count)
+    counts = num_heavy, dp - num_heavy
+    end = np.empty(ops.stage.size)
+    shares = best = 1.0, 1.0
+    fewest = np.inf
+    for _ in range(_SHARE_STEPS):
+        heavy, light = (
+            float(
+                rank_seconds(
+                    ops, profile.sizes(share * way.rank_work, own, way.cap) + way.cost.fixed, end
+                )
+            )
+            for share, (profile, own) in zip(shares, kinds, strict=True)
+        )
+        slowest = max(heavy, light)
+        if slowest < fewest:
+            best, fewest = shares, slowest
+        mean = (counts[0] * heavy + counts[1] * light) / dp
+        changed = [
+            max(share * (1 - (own - mean) / slowest), _LEAST_SHARE)
+            for share, own in zip(shares, (heavy, light), strict=True)
+        ]
+        # The mean of all ranks is 1 again.
+        factor = dp / (counts[0] * changed[0] + counts[1] * changed[1])
+        shares = factor * changed[0], factor * changed[1]
+    used = profiles[1].evaluations + 2 * _SHARE_STEPS
+    return Target(huge, *profiles, num_heavy, best, fewest, used)
+
+
+def ramp_targets(way: Way, held: Floats) -> Floats:
+    """float64 [dp, M]: work that each row should have where stages run forwards ahead, at least
+    what it holds already.
+
+    With 5 rows of level 1, 10 s of work and a piece of 4 s in the third one, the others share 6 s.
+    """
+    count = held.shape[1]
+    drains = way.step.policy.backward == "joint" or way.step.forward_only
+    levels = ramp_levels(count, way.layout.pp, drains=drains)
+    targets = np.empty_like(held)
+    for own, floors in zip(targets, held, strict=True):
+        spread(np.arange(count), levels, floors, way.rank_work, np.inf, own)
+    return targets
+
+
+def snake(size: int, num_ranks: int) -> Ints:
+    """int64 [size]: ranks of things in descending order, so that all get about equal sums: one
+    each, and then one each in reverse.
+
+    >>> snake(8, 3)
+    array([0, 1, 2, 2, 1, 0, 0, 1])
+    """
+    turn = np.arange(size) % (2 * num_ranks)
+    return np.minimum(turn, 2 * num_ranks - 1 - turn)
+
+
+def _huge_samples(way: Way, count: int, together: bool) -> list[Floats]:
+    """Per rank the work of its items of more than a mean row, in descending order.
+
+    All ranks have none if they have the same targets: ranks in lockstep, or rows of one length.
+    Rows over several ranks hold huge samples without being long.
+    """
+    dp = way.layout.dp
+    is_uniform = way.step.policy.row_shape == "uniform"
+    if way.step.lockstep or is_uniform or way.num_levels > 1:
+        return [np.zeros(0)] * dp
+    heavy = -np.sort(-way.work[way.work > way.rank_work / count])
+    rank_of = snake(heavy.size, dp)
+    if together and heavy.size:
+        # The largest on the first rank, the next on the second, with equal sums of work.
+        ends = np.cumsum(heavy)
+        rank_of = ((ends - heavy / 2) * dp / ends[-1]).astype(np.int64)
+        # The first one is on the first rank, even if it has more than a rank's part.
+        rank_of -= rank_of[0]
+    by_rank = heavy[np.argsort(rank_of, kind="stable")]
+    own = np.split(by_rank, np.cumsum(np.bincount(rank_of, minlength=dp))[:-1])
+    # Two micro-batches are left for the other items.
+    return [work[: max(count - 2, 0)] for work in own]
+
+
+def _divisible(way: Way) -> Runner:
+    """The simulator of divisible work, of which each part has the mean share of squares."""
+    return way.runner.for_shares(way.items.square_share)
+
+
+def _profile(way: Way, count: int, rounds: int, huge: Floats) -> Profile:
+    """The profile of a rank with the mean work and these huge samples."""
+    if rounds == 0 or way.layout.pp == 1 or way.step.policy.row_shape == "uniform":
+        return default_profile(way.layout, count, huge.size)
+    return find_profile(
+        _divisible(way),
+        count,
+        work=way.rank_work,
+        fixed=float(way.cost.fixed),
+        cap=way.cap,
+        huge=huge,
+        rounds=rounds,
+    )
 
 
 def default_profile(layout: Layout, count: int, num_huge: int) -> Profile:
@@ -119,12 +292,12 @@ def find_profile(
         huge: work of the samples that get a micro-batch each, in descending order.
         rounds: rounds of the pattern search; each tries every level.
     """
-    classes, levels, huge_order = _classes(runner.layout, count, huge.size)
-    ops = runner.ops(count)
-    floors = _floors(huge_order, huge)
+    profile = default_profile(runner.layout, count, huge.size)
+    floors = _floors(profile.huge_order, huge)
     cap = max(cap, work / count)
-    seconds, used = _search(ops, classes, levels, floors, work, cap, fixed, rounds)
-    return Profile(classes, levels, huge_order, float(seconds), int(used))
+    ops = runner.ops(count)
+    seconds, used = _search(ops, profile.classes, profile.levels, floors, work, cap, fixed, rounds)
+    return replace(profile, seconds=float(seconds), evaluations=int(used))
 
 
 def _floors(huge_order: Ints, huge: Floats) -> Floats:
@@ -244,7 +417,7 @@ def _search(
     """
     sizes = np.empty(classes.size)
     end = np.empty(ops.stage.size)
-    _fill(classes, levels, floors, work, cap, sizes)
+    spread(classes, levels, floors, work, cap, sizes)
     best = rank_seconds(ops, sizes + fixed, end)
     used = 1
     step = _FIRST_STEP
@@ -254,7 +427,7 @@ def _search(
             old = levels[c]
             for factor in (1 + step, 1 / (1 + step)):
                 levels[c] = old * factor
-                _fill(classes, levels, floors, work, cap, sizes)
+                spread(classes, levels, floors, work, cap, sizes)
                 seconds = rank_seconds(ops, sizes + fixed, end)
                 used += 1
                 if seconds < best * (1 - _LEAST_GAIN):
@@ -268,7 +441,7 @@ def _search(
 
 
 @kernel
-def _fill(
+def spread(
     classes: Ints, levels: Floats, floors: Floats, work: float, cap: float, sizes: Floats
 ) -> None:
     """Spread `work` by level over `sizes`, each between its floor and `cap` or its floor if larger.
