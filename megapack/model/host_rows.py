@@ -32,7 +32,7 @@ from megapack.model.attention.te_rows import hook_te_attention
 from megapack.model.experts.host_rows import counting_copies
 from megapack.model.head import unwrapped
 from megapack.prefixes import HostRow
-from megapack.rows.packed import row_position_ids
+from megapack.rows.packing import row_position_ids
 from megapack.rows.slices import assembly_order, slice_positions
 from megapack.rows.transfer import moved
 

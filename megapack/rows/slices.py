@@ -93,7 +93,7 @@ def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
 
     >>> from megapack import Layout, MicroBatch
     >>> from megapack.samples import SampleBatch
-    >>> from megapack.rows.packed import pack_row
+    >>> from megapack.rows.packing import pack_row
     >>> batch = SampleBatch([[5, 6, 7, 8, 9]])
     >>> micro_batch = MicroBatch((0,), row_tokens=8, tokens=5, tokens_sq=25, padded_tokens=8)
     >>> part = slice_row(pack_row(batch, micro_batch, Layout(cp=2)), cp=2, rank=1)

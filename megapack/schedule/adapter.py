@@ -45,7 +45,8 @@ from megapack.ranks.agree import Agreement, agree, on_any_rank
 from megapack.ranks.links import Ranks, process_ranks
 from megapack.rows.chain import has_piece
 from megapack.rows.outputs import Scope, reduce_metrics, scatter_to_samples
-from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.packed import PackedRow
+from megapack.rows.packing import pack_row
 from megapack.rows.schedule_pass import SchedulePass
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch

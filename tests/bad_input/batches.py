@@ -11,7 +11,7 @@ import torch
 from megapack import ConfigError, CostModel, DataError, Layout, Measurement, ModelSizes
 from megapack.job.data.advantages import SampleReward, group_advantages
 from megapack.loss import GRPO, PPO, sample_weights
-from megapack.rows.packed import pack_row
+from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch
 from tests.bad_input import Row, row
 from tests.bad_input.calls import plan

@@ -17,7 +17,8 @@ from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan import MicroBatch
 from megapack.prefixes import PrefixTable, SharedPrefixes, row_branches
-from megapack.rows.packed import PackedRow, RowTokens, pack_row, unpack_row
+from megapack.rows.packed import PackedRow, RowTokens, unpack_row
+from megapack.rows.packing import pack_row
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from megapack.layout import Layout
 from megapack.plan import MicroBatch
 from megapack.prefixes import DUMMY_TOKENS
-from megapack.rows.packed import PackedRow, pack_row, unpack_row
+from megapack.rows.packed import PackedRow, unpack_row
+from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch, TensorField, to_padded
 
 pytestmark = pytest.mark.property

@@ -76,7 +76,7 @@ def routing_row(
         DataError: the choices do not fit the model, or samples share tokens and not their choices.
 
     >>> from megapack import Layout, MicroBatch
-    >>> from megapack.rows.packed import pack_row
+    >>> from megapack.rows.packing import pack_row
     >>> from megapack.samples import SampleBatch
     >>> batch = SampleBatch([[5, 6, 7], [8]])
     >>> micro_batch = MicroBatch((1, 0), row_tokens=6, tokens=4, tokens_sq=10, padded_tokens=4)

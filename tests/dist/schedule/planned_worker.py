@@ -30,7 +30,8 @@ from megapack import Layout, build_dp_schedule, launch
 from megapack.loss import SFT
 from megapack.model.attention.packed import row_params
 from megapack.model.head import unwrapped
-from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.packed import PackedRow
+from megapack.rows.packing import pack_row
 from megapack.rows.slices import slice_row
 from megapack.schedule import PlannedSchedule, ScheduleAdapter
 from tests.dist import problem

@@ -14,7 +14,7 @@ from unittest import mock
 from megapack import Layout, build_dp_schedule, launch
 from megapack.errors import RankError
 from megapack.loss import SFT
-from megapack.rows.packed import pack_row
+from megapack.rows.packing import pack_row
 from megapack.schedule import ScheduleAdapter, adapter
 from tests.dist import problem
 from tests.dist.setup import build_chunks, write_report

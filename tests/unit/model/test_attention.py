@@ -27,7 +27,8 @@ from megapack.model.attention.packed import (
 from megapack.model.attention.row import row_view
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.plan import MicroBatch
-from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.packed import PackedRow
+from megapack.rows.packing import pack_row
 from megapack.rows.slices import slice_positions, slice_row
 from megapack.samples import SampleBatch
 from tests.dist.spawn import run_code

@@ -10,7 +10,7 @@ from megapack.model.attention.paths import key_paths
 from megapack.model.attention.row import row_view
 from megapack.plan import MicroBatch
 from megapack.prefixes import Branch, PrefixTable, SharedPrefixes
-from megapack.rows.packed import pack_row
+from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch
 from tests.forests import forest, random_forest
 

@@ -22,7 +22,7 @@ from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.varlen import PackedVarlen
 from megapack.plan import MicroBatch, Part
 from megapack.rows.chain import link_rows
-from megapack.rows.packed import pack_row
+from megapack.rows.packing import pack_row
 from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch
 from tests.forests import (

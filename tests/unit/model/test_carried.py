@@ -25,7 +25,8 @@ from megapack.model.attention.te_rows import gathered_params
 from megapack.plan import MicroBatch, Part
 from megapack.prefixes import EARLIER, Branch
 from megapack.rows.chain import Chain, Link, Piece, link_rows
-from megapack.rows.packed import PlacedRow, pack_row
+from megapack.rows.packed import PlacedRow
+from megapack.rows.packing import pack_row
 from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch
 from tests.packed_attention import sample_attention

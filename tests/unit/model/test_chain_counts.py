@@ -14,7 +14,8 @@ from megapack.model.experts.chains import piece_balance_loss
 from megapack.model.experts.rows import RoutingShape, balance_loss, routing_row
 from megapack.plan import MicroBatch, Part
 from megapack.rows.chain import link_rows
-from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.packed import PackedRow
+from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch
 
 pytestmark = pytest.mark.unit

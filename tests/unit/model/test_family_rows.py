@@ -24,7 +24,8 @@ from megapack.model.experts.rows import RoutingShape, balance_loss, routing_row
 from megapack.plan import MicroBatch, Part
 from megapack.prefixes import EARLIER, PrefixTable, SharedPrefixes, row_branches
 from megapack.rows.chain import Piece, link_rows
-from megapack.rows.packed import PackedRow, PlacedRow, pack_row
+from megapack.rows.packed import PackedRow, PlacedRow
+from megapack.rows.packing import pack_row
 from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch
 from tests.packed_attention import sample_attention

@@ -10,7 +10,8 @@ import torch
 from megapack import Layout, MicroBatch
 from megapack.errors import ConfigError
 from megapack.model.mtp import check_mtp, loss_coefs, loss_names
-from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.packed import PackedRow
+from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch
 
 pytestmark = pytest.mark.unit

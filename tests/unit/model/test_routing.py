@@ -19,7 +19,8 @@ from megapack.model.experts.rows import (
     token_weight,
     z_loss,
 )
-from megapack.rows.packed import PackedRow, RoutingRow, pack_row
+from megapack.rows.packed import PackedRow, RoutingRow
+from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch
 from tests.groups import RankOf
 

@@ -29,7 +29,8 @@ from megapack.model.experts.rows import (
     z_loss,
 )
 from megapack.prefixes import PrefixTable
-from megapack.rows.packed import PackedRow, RoutingRow, pack_row
+from megapack.rows.packed import PackedRow, RoutingRow
+from megapack.rows.packing import pack_row
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch
 from tests.groups import RankOf

@@ -57,7 +57,8 @@ from megapack.model.attention.te_rows import hook_te_attention
 from megapack.job.gpt.init import initialize_by_name
 from megapack.job.gpt.specs import local_layer_spec, packed_norm
 from megapack.prefixes import PrefixTable, SharedPrefixes
-from megapack.rows.packed import PlacedRow, pack_row
+from megapack.rows.packed import PlacedRow
+from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch
 
 launch.start("cpu")

@@ -14,7 +14,8 @@ from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan import MicroBatch, Part
 from megapack.prefixes import Branch, PrefixTable, SharedPrefixes, row_branches
-from megapack.rows.packed import PackedRow, pack_row, unpack_row
+from megapack.rows.packed import PackedRow, unpack_row
+from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch
 
 pytestmark = pytest.mark.unit

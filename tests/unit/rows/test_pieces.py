@@ -13,7 +13,8 @@ from megapack.layout import Layout
 from megapack.model.experts.rows import RoutingShape, routing_row
 from megapack.plan import MicroBatch, Part
 from megapack.rows.chain import Piece, link_rows
-from megapack.rows.packed import PackedRow, pack_row, unpack_row
+from megapack.rows.packed import PackedRow, unpack_row
+from megapack.rows.packing import pack_row
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch, TensorField
 

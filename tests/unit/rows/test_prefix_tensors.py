@@ -10,7 +10,8 @@ import torch
 from megapack import Layout, MicroBatch, SharedPrefixes
 from megapack.errors import DataError
 from megapack.prefixes import PrefixTable
-from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.packed import PackedRow
+from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch, TensorField
 
 pytestmark = pytest.mark.unit

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.multiprocessing import spawn
 
 from megapack import Layout, MicroBatch
-from megapack.rows.packed import PlacedRow, pack_row
+from megapack.rows.packed import PlacedRow
+from megapack.rows.packing import pack_row
 from megapack.rows.segments import Segments, row_segments, sum_by_sample
 from megapack.samples import SampleBatch
 

@@ -8,7 +8,8 @@ import torch
 from megapack.errors import DataError
 from megapack.layout import Layout
 from megapack.plan import MicroBatch
-from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.packed import PackedRow
+from megapack.rows.packing import pack_row
 from megapack.rows.slices import assembly_order, slice_positions, slice_row
 from megapack.samples import SampleBatch
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megapack import ConfigError, DataError, Layout, MicroBatch
-from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.packed import PackedRow
+from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch, TensorField
 from megapack.schedule.forward import accepted_inputs
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megapack import Layout, build_dp_schedule
 from megapack.model.experts.rows import RoutingShape, collect_routing, routing_row
-from megapack.rows.packed import PackedRow, pack_row
+from megapack.rows.packed import PackedRow
+from megapack.rows.packing import pack_row
 from megapack.rows.transfer import host_copies, host_like, moved
 from megapack.samples import SampleBatch
 from tests.groups import RankOf

@@ -14,7 +14,8 @@ from megapack.loss.sequence import GSPO, AnyObjective, ValueLoss, call_objective
 from megapack.loss.token import GRPO, SFT
 from megapack.plan import MicroBatch, Part
 from megapack.rows.chain import Chain, Link, link_rows
-from megapack.rows.packed import PackedRow, PlacedRow, pack_row
+from megapack.rows.packed import PackedRow, PlacedRow
+from megapack.rows.packing import pack_row
 from megapack.rows.segments import Segments, chain_segments, row_segments
 from megapack.samples import SampleBatch
 from megapack.schedule.chains import ChainLosses, LossInputs, joined

@@ -11,7 +11,7 @@ import torch
 from megapack import Layout, MicroBatch
 from megapack.errors import ScheduleError
 from megapack.ranks.place import Place
-from megapack.rows.packed import pack_row
+from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch
 from megapack.schedule.faults import (
     FiniteFlags,

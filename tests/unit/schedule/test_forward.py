@@ -15,7 +15,8 @@ from torch import Tensor
 from megapack import Layout, MicroBatch
 from megapack.job.gpt.build import without_cuda_graphs
 from megapack.model.head import deferred_head
-from megapack.rows.packed import PlacedRow, pack_row
+from megapack.rows.packed import PlacedRow
+from megapack.rows.packing import pack_row
 from megapack.rows.schedule_pass import SchedulePass
 from megapack.samples import SampleBatch
 from megapack.schedule.forward import ForwardStep, LossReport, PassContext

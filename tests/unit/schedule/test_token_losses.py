@@ -13,7 +13,8 @@ from megapack.errors import ScheduleError
 from megapack.plan import Part
 from megapack.prefixes import PrefixTable
 from megapack.rows.chain import link_rows
-from megapack.rows.packed import PlacedRow, pack_row
+from megapack.rows.packed import PlacedRow
+from megapack.rows.packing import pack_row
 from megapack.rows.segments import row_segments
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch
