@@ -44,22 +44,23 @@ ROW_FEATURES = {
     "shared prefixes": Feature(
         "prefixes prefix_table share_prefixes shares_prefixes shared_tokens shared_fraction "
         "num_shared families",
-        "prefixes/ planner/families",
+        "prefixes/ planner/families plan/checks/prefixes",
     ),
     "wide rows": Feature(
         "context_parallel dp_ranks width widths wide is_wide wide_rows num_wide_rows widest "
         "wide_fraction shares_rows",
-        "planner/wide planner/fill schedule/row_groups",
+        "planner/wide planner/fill plan/checks/wide schedule/row_groups",
     ),
     "pieces": Feature(
         "piece pieces split_samples chain chains link carried has_piece num_pieces "
         "piece_fraction num_carried earlier cuts",
-        "planner/pieces planner/cuts rows/chain model/carried model/experts/chains schedule/chains",
+        "planner/pieces planner/cuts plan/checks/pieces rows/chain model/carried "
+        "model/experts/chains schedule/chains",
     ),
     "orders": Feature(
         "orders has_orders is_ordered backward has_weights num_split_backwards executor "
         "num_ordered_steps",
-        "plan/order plan/executor planner/orders planner/clock "
+        "plan/order plan/executor plan/checks/orders planner/orders planner/clock "
         "schedule/operations schedule/channels model/weight_gradients",
     ),
 }

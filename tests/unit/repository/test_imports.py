@@ -224,13 +224,18 @@ def test_room_inits_only_re_export(init: str) -> None:
     assert sorted(exported) == sorted(names)  # type: ignore[call-overload]
 
 
+# Files above 500 lines: tables of Megatron's fields, and the state of a run.
+LONG = {"job.gpt.build", "job.train.job"}
+
+
 def test_no_folder_is_crowded() -> None:
-    """At most 12 modules at the top, 25 files in a room and 600 lines in a file."""
+    """At most 12 modules at the top, 25 files in a room, 500 lines in a file but for tables."""
     counts = Counter(path.parent for path in modules().values())
     assert counts.pop(PACKAGE) <= 12
     assert {str(folder): count for folder, count in counts.items() if count > 25} == {}
-    long = {name for name, path in modules().items() if len(path.read_text().splitlines()) > 600}
-    assert long == set()
+    long = {name for name, path in modules().items() if len(path.read_text().splitlines()) > 500}
+    assert long <= LONG, f"divide {sorted(long - LONG)}"
+    assert long == LONG, f"take {sorted(LONG - long)} out of LONG"
 
 
 def test_test_files_have_unique_names() -> None:
