@@ -30,7 +30,12 @@ from megapack.errors import PlanError
 from megapack.planner.counts import fewest_counts
 from megapack.planner.cuts import is_alone
 from megapack.planner.draft import Draft
-from megapack.planner.families import Families, families_in_pieces, parts_of_families
+from megapack.planner.families import (
+    Families,
+    cut_families,
+    families_in_pieces,
+    parts_of_families,
+)
 from megapack.planner.items import Items
 from megapack.planner.pieces import plan_pieces
 from megapack.planner.refusals import no_pieces, no_whole_rows
@@ -87,7 +92,7 @@ def best_draft(items: Items) -> Draft:
             raise
         logger.info("%s; trying rows over several ranks, or pieces of samples", error)
         refused = error
-    pieces = items
+    pieces = whole = items
     if must_cut and step.prefixes is not None:
         pieces = _with_parts(items)
     if narrow is not None:
@@ -96,6 +101,10 @@ def best_draft(items: Items) -> Draft:
     if widens:
         narrow = None if _over(items).any() else narrow
         wide = plan_wide(items, narrow)
+        if step.prefixes is not None:
+            # Rows over several ranks may hold families whole that a rank's rows have in parts.
+            coarse = cut_families(whole, Families.find(whole), math.inf)
+            wide = _fastest([wide, plan_wide(coarse, narrow)])
         if wide is None and narrow is None:
             none = no_whole_rows(items)
             if not cuts:
