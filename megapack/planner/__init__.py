@@ -1,14 +1,15 @@
 """The search for a step's fastest legal plan; `megapack.build_dp_schedule` calls it.
 
-    Step, Items -> counts -> choose -> Draft -> StepPlan
+Read `search` first: pack, order, improve. What it calls, in the order of the data:
 
-    choose   search    rows on one DP rank each: profile, uneven -> bins, partition -> scored
-             sharing   the same for parts of families, and for loose samples: families
-             wide      rows over several DP ranks: board, clock -> fill, annealing
-             operations   pieces of samples, split backwards: pieces, own_orders
-    scored   board, clock -> moves
-    explain  plans of the same samples with one freedom changed, for `Plan.explain`
-
-Each step is planned alone. `search` tries drafts in a fixed order and simulates a fixed number of
-ranks, so that every rank of a job finds the same plan.
+    batch, step, items     the samples, what stays the same in a step, what is packed whole
+    counts, refusals       which rollouts train when, how many rows; what cannot be planned
+    families, cuts         items as parts of families, samples and families in pieces
+    targets                how long each row should take
+    starts: bins, fill     items into rows, on one rank or several
+    board, clock, orders   the draft in arrays, its seconds, orders that stages choose
+    improve                moves while they make the step faster
+    wide, pieces           the same for rows over several ranks, and for pieces and own orders
+    scored, draft          a simulated board, and the draft that becomes a `StepPlan`
+    explain                what each freedom gains
 """
