@@ -62,8 +62,9 @@ class Proto:
 
 
 def group_of(sample: int, num_groups: int) -> int:
-    """Samples of all groups in turn, as a rollout hands them out at worst."""
-    return sample % num_groups
+    """Samples of all groups in turns that begin with another group each, so that neither equal
+    strides nor neighbours are of one group."""
+    return (sample + sample // num_groups) % num_groups
 
 
 def padded(num_groups: int, num_samples: int, *, left: bool = False) -> Batch:

@@ -205,17 +205,19 @@ def test_rows_over_several_ranks_give_their_overhead() -> None:
     layout = Layout(dp=2)
     true = replace(TRUE, stage_weights=None, cp_overhead=0.3, cp_fixed=TRUE.fixed / 2)
     # Of several lengths and widths, or a part per token could not be told from a fixed one.
-    lengths = np.concatenate([drawn_lengths(0), [k * BUDGET // 4 for k in (2, 3, 5, 7)]])
-    plan = build_dp_schedule(
-        lengths,
-        layout=layout,
-        max_tokens_per_gpu=BUDGET,
-        cost=true,
-        policy=Policy(context_parallel="dynamic"),
-    )
-    assert any(mb.width == 2 for mb in plan.steps[0].microbatches)
-    measured = MadeClock(layout, true).step(plan.steps[0])
-    sums = row_sums([row for rows in measured.values() for row in rows], true, layout)
+    rows = []
+    for seed in range(3):
+        plan = build_dp_schedule(
+            np.concatenate([drawn_lengths(seed), [k * BUDGET // 4 for k in (2, 3, 5, 7)]]),
+            layout=layout,
+            max_tokens_per_gpu=BUDGET,
+            cost=true,
+            policy=Policy(context_parallel="dynamic"),
+        )
+        assert any(mb.width == 2 for mb in plan.steps[0].microbatches)
+        measured = MadeClock(layout, true).step(plan.steps[0])
+        rows += [row for own in measured.values() for row in own]
+    sums = row_sums(rows, true, layout)
     model = replace(true, cp_overhead=0.05)
     for _ in range(5):
         model = fit_sums(sums, model, layout)
