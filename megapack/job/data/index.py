@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megapack.base.array_file import ArrayFile
 from megapack.base.files import read_text, write_whole
 from megapack.errors import DataError
-from megapack.job.data.array_file import ArrayFile
 from megapack.job.data.content import SUFFIX, Content, remembered
 from megapack.job.data.files import list_files, open_file
 from megapack.job.data.rollouts import ROUTES, Rollout, TokenColumns

@@ -40,7 +40,12 @@ SPECIAL = {
     "others_pp2_vpp2": _case("dp2_pp2_vpp2", title="pairs and values", kinds=_OTHERS),
     "others_cp2": _case("dp2_cp2", title="pairs and values", kinds=_OTHERS),
     "planned_weights": _planned(
-        "dp2_pp2_ep2", shape="g1", model="moe", policy=_ALL, kinds=_TWO, expect={"rows_2": 2}
+        "dp2_pp2_ep2",
+        shape="g1",
+        model="moe",
+        policy=_ALL,
+        kinds=_TWO,
+        expect={"rows_2": 2, "gpus": [2]},
     ),
     "untied": _case("dp2_pp2", model="other", kinds=_TWO),
     "selective": _case("dp2_tp2_sp", recompute="selective", kinds=_TWO),

@@ -64,7 +64,9 @@ def test_pairs_stay_together(layout: Layout, policy: Policy, ids: list[int]) -> 
     )
     check_plan(plan, LENGTHS)
     assert together(plan)
-    assert any(len(mb.samples) > 2 for rank in plan.steps[0].ranks for mb in rank)
+    # Without a fixed cost of a row, as under "tokens", a row may be a pair.
+    rows = [len(mb.samples) for rank in plan.steps[0].ranks for mb in rank]
+    assert max(rows) > 2 or policy.balance == "tokens"
 
 
 def test_count_based_plans_count_the_samples_of_a_set() -> None:

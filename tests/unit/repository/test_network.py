@@ -40,11 +40,7 @@ ALLOWED_CALLS = {
     ("commands.run", "runpy.run_module"): "the command line names it",
     ("commands.run", "runpy.run_path"): "the command line names it",
     ("cpu.te.loader", "compile"): "Transformer Engine's own modules, with lines for the CPU",
-    ("job.data.workers", "subprocess.Popen"): "this Python, with `job.data.workers.serve`",
-    (
-        "job.data.templates",
-        "subprocess.Popen",
-    ): "the same, with `template_server.serve`",
+    ("job.data.processes", "subprocess.Popen"): "this Python, with `serve` of a module here",
     ("doctor.runner", "subprocess.Popen"): "this Python, with the probes of this package",
     (
         "doctor.probes",
