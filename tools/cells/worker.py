@@ -53,7 +53,7 @@ class NotedPasses(BatchPasses):
         note = {
             "kind": f"step {type(self.objective).__name__}",
             "samples": sorted(map(int, batch.numbers[list(batch.plan.steps[index].kept_samples)])),
-            "metrics": training_metrics(ran.result),
+            "metrics": training_metrics(ran[0]),
         }
         _add(note, gradients=dict(_gradients(self._chunks)), weights=dict(_weights(self._chunks)))
         return ran
