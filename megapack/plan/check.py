@@ -108,7 +108,7 @@ def check_counts(read: Reading) -> None:
 def check_partition(read: Reading) -> None:
     """Invariant 2: every sample is planned once, or dropped once."""
     times = np.zeros(read.lengths.size, dtype=np.int64)
-    numbers = _numbers(read)
+    numbers = read.rollout_numbers
     dropped = np.zeros(len(numbers), dtype=np.int64)
     for where, step in read.steps:
         samples = np.array(step.kept_samples, dtype=np.int64)
@@ -129,7 +129,7 @@ def check_partition(read: Reading) -> None:
 
 def check_rollouts(read: Reading) -> None:
     """Invariant 3: rollouts are kept whole or dropped whole."""
-    numbers = _numbers(read)
+    numbers = read.rollout_numbers
     for where, step in read.steps:
         if any(rollout not in numbers for rollout in step.kept_rollouts):
             raise broken(3, f"{where} keeps a rollout that is not in the input")
@@ -187,10 +187,6 @@ CHECKS: tuple[Callable[[Reading], None], ...] = (
     check_row_lengths,
 )
 """In this order: later ones rely on what earlier ones have checked, such as known samples."""
-
-
-def _numbers(read: Reading) -> dict[RolloutId, int]:
-    return {rollout: k for k, rollout in enumerate(read.rollouts)}
 
 
 def _check_row(read: Reading, mb: MicroBatch, where: str) -> None:

@@ -58,6 +58,11 @@ class Reading:
         return tuple(range(self.lengths.size)) if ids is None else tuple(dict.fromkeys(ids))
 
     @cached_property
+    def rollout_numbers(self) -> dict[RolloutId, int]:
+        """Each id's place in `rollouts`."""
+        return {rollout: k for k, rollout in enumerate(self.rollouts)}
+
+    @cached_property
     def set_of(self) -> Ints:
         """int64 [samples], each one's colocated set."""
         return self._sets[2]
@@ -65,10 +70,7 @@ class Reading:
     @cached_property
     def _sets(self) -> tuple[Ints, tuple[RolloutId, ...] | None, Ints]:
         plan = self.plan
-        rollout_of, ids, set_of, _ = read_sets(
-            plan.rollout_ids, plan.colocate_ids, plan.num_samples
-        )
-        return rollout_of, ids, set_of
+        return read_sets(plan.rollout_ids, plan.colocate_ids, plan.num_samples)[:3]
 
     def saved(self, samples: list[int], width: int, spans: Spans) -> tuple[int, int]:
         """Tokens and squared tokens that a row of these samples saves."""
