@@ -109,7 +109,7 @@ newest() {
         grep -E '^(torch|megatron-core|transformers|tokenizers|numpy|numba|scipy|pyarrow) ' || true
     cd "$root"
     OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -p tests.progress \
-        tests/unit/{hf,data,model,schedule,gpt,base,cpu} tests/golden "$@" || return
+        tests/unit/{job/hf,job/data,job/gpt,model,schedule,base,cpu} tests/golden "$@" || return
     OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -p tests.progress \
         tests/dist/exactness/test_exactness.py -k "$SAMPLE" "$@"
 }
