@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megapack.model.head import unwrapped
 
@@ -40,6 +42,29 @@ def saved_blocks(chunk: Any) -> Iterator[ShardedTensor]:
             yield value
         else:
             yield from nested_values({"parts": value.build()})
+
+
+def own_sharded_tensors(
+    module: Any, split: dict[str, int], prefix: str, sharded_offsets: Any, metadata: Any
+) -> dict[str, Any]:
+    """Megatron's `sharded_state_dict` of a module that is ours.
+
+    Args:
+        split: parameter -> the dimension that tensor-parallel ranks split; all have others whole.
+        prefix, sharded_offsets, metadata: those of `sharded_state_dict`.
+    """
+    groups = {"dp_cp_group": metadata["dp_cp_group"]} if metadata else {}
+    if split:
+        # Megatron-Core sets the group of its modules since 0.19.
+        own = getattr(module, "tp_group", None)
+        groups["tp_group"] = own or get_tensor_model_parallel_group()
+    return make_sharded_tensors_for_checkpoint(  # type: ignore[no-any-return]
+        module.state_dict(prefix="", keep_vars=True),
+        prefix,
+        split,
+        sharded_offsets,
+        **groups,
+    )
 
 
 def is_tensor(value: Any) -> bool:

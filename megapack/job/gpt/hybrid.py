@@ -40,7 +40,7 @@ from megapack.cost.stages import StageLayers
 from megapack.job.gpt.specs import final_norm, layer_spec, packed_norm
 from megapack.model.recurrent.gated_delta import PackedGatedDeltaNet
 from megapack.model.recurrent.mamba import PackedMambaMixer
-from megapack.model.recurrent.replaced import replaced
+from megapack.model.replaced import replaced
 
 
 def hybrid_chunk(

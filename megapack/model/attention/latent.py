@@ -22,8 +22,9 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+
+from megapack.model.sharded import own_sharded_tensors
 
 if not transformer_engine.HAVE_TE:
     # Megatron-Core 0.16.1 takes the import of its wrappers for Transformer Engine itself.
@@ -109,10 +110,4 @@ class WholeLinear(torch.nn.Linear):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
         """The weight as Megatron's checkpoints have it: the same on all tensor-parallel ranks."""
-        groups = {"dp_cp_group": metadata["dp_cp_group"]} if metadata else {}
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            sharded_offsets=sharded_offsets,
-            **groups,
-        )
+        return own_sharded_tensors(self, {}, prefix, sharded_offsets, metadata)

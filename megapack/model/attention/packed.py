@@ -25,16 +25,14 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import (
-    is_layer_window_attention,
-    make_sharded_tensors_for_checkpoint,
-)
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megapack.errors import ConfigError
 from megapack.model.attention.mixers import refuse_unpacked_mixers, sample_indices
 from megapack.model.attention.row import RowView, layer_row, with_view
 from megapack.model.carried import with_earlier_keys
+from megapack.model.sharded import own_sharded_tensors
 from megapack.rows.chain import Link
 from megapack.rows.packed import PackedRow
 
@@ -197,16 +195,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
         """The sinks as Megatron's checkpoints have them: split by heads."""
-        groups = {"dp_cp_group": metadata["dp_cp_group"]} if metadata else {}
-        tp_group = self.tp_group or parallel_state.get_tensor_model_parallel_group()
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=tp_group,
-            **groups,
-        )
+        return own_sharded_tensors(self, {"softmax_offset": 0}, prefix, sharded_offsets, metadata)
 
     def _make_sinks(self, config: Any) -> None:
         """`softmax_offset`: a logit of each of this rank's heads, or None."""

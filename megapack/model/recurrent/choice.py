@@ -6,11 +6,10 @@ are slow on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Generic, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from packaging.version import Version
@@ -23,12 +22,7 @@ from megapack.model.recurrent.convolution import (
     torch_convolution,
 )
 from megapack.model.recurrent.delta_rule import fla_delta_rule, torch_delta_rule
-from megapack.model.recurrent.scan import ScanKernel
-from megapack.model.recurrent.state_space import (
-    StateSpaceKernel,
-    mamba_state_space,
-    torch_state_space,
-)
+from megapack.model.recurrent.state_space import mamba_state_space, torch_state_space
 
 _LEAST_VERSIONS = {"fla-core": "0.5.0", "mamba-ssm": "2.2.2", "causal-conv1d": "1.4.0"}
 """Distributions of the kernels' packages -> the first version that can run packed rows here.
@@ -40,25 +34,22 @@ _DELTA_RULE = ("fla-core",)
 _STATE_SPACE = ("mamba-ssm", "causal-conv1d")
 
 
-Scan = TypeVar("Scan", ScanKernel, StateSpaceKernel)
-
-
-@dataclass(frozen=True)
-class RecurrentKernels(Generic[Scan]):
+class RecurrentKernels(NamedTuple):
     """The kernels of a layer."""
 
     convolve: ConvolutionKernel
-    scan: Scan
+    scan: Callable[..., Any]
+    """A `ScanKernel`; that of Mamba-2 once it has `A_H`: [heads], below 0."""
 
 
-def delta_rule_kernels() -> RecurrentKernels[ScanKernel]:
+def delta_rule_kernels() -> RecurrentKernels:
     """Those of flash-linear-attention on a GPU that has it, else torch's."""
     if _obstacle(_DELTA_RULE) is None:
         return RecurrentKernels(fla_convolution, fla_delta_rule)
     return RecurrentKernels(torch_convolution, torch_delta_rule)
 
 
-def state_space_kernels() -> RecurrentKernels[StateSpaceKernel]:
+def state_space_kernels() -> RecurrentKernels:
     """Those of mamba_ssm and causal_conv1d on a GPU that has both, else torch's."""
     if _obstacle(_STATE_SPACE) is None:
         return RecurrentKernels(dao_convolution, mamba_state_space)

@@ -6,7 +6,7 @@ W tokens that an output sees.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,8 @@ from torch import Tensor
 
 from megapack.model.recurrent.segments import Segments
 
-
-class ConvolutionKernel(Protocol):
-    """Convolves one sequence: [C, D], [D, W], [D] -> [C, D], or without the first W - 1."""
-
-    def __call__(self, x_CD: Tensor, weight_DW: Tensor, bias_D: Tensor | None) -> Tensor: ...
+ConvolutionKernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Convolves one sequence: [C, D], [D, W], [D] -> [C, D], or without the first W - 1."""
 
 
 def convolve_row(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -18,8 +16,8 @@ from megapack.model.fp32 import mark_fp32
 from megapack.model.recurrent.choice import delta_rule_kernels
 from megapack.model.recurrent.convolution import convolve_row
 from megapack.model.recurrent.heads import HeadExchange, Section, sizes
-from megapack.model.recurrent.replaced import replaced
 from megapack.model.recurrent.scan import at_least_fp32, scan_row
+from megapack.model.replaced import replaced
 
 
 class PackedGatedDeltaNet(GatedDeltaNet):
@@ -32,7 +30,8 @@ class PackedGatedDeltaNet(GatedDeltaNet):
     runs_packed_rows = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with _without_fla():
+        # Megatron builds the layer without flash-linear-attention, too; 0.18 has one module.
+        with replaced(getattr(gated_delta_net, "common", gated_delta_net), HAVE_FLA=True):
             super().__init__(*args, **kwargs)
         self.kernels = delta_rule_kernels()
         cp = self.pg_collection.cp
@@ -93,12 +92,3 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         total = grad.clone()
         dist.all_reduce(total, group=self.pg_collection.tp)
         return total
-
-
-@contextlib.contextmanager
-def _without_fla() -> Iterator[None]:
-    """Within the block Megatron builds the layer without flash-linear-attention, too."""
-    # Megatron-Core 0.18 has one module.
-    module = getattr(gated_delta_net, "common", gated_delta_net)
-    with replaced(module, HAVE_FLA=True):
-        yield

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megapack.model.attention.row import layer_row
@@ -21,8 +19,9 @@ from megapack.model.fp32 import mark_fp32
 from megapack.model.recurrent.choice import state_space_kernels
 from megapack.model.recurrent.convolution import convolve_row
 from megapack.model.recurrent.heads import HeadExchange, Section, sizes
-from megapack.model.recurrent.replaced import replaced
 from megapack.model.recurrent.scan import at_least_fp32, scan_row
+from megapack.model.replaced import replaced
+from megapack.model.sharded import own_sharded_tensors
 
 
 class PackedMambaMixer(MambaMixer):
@@ -113,16 +112,7 @@ class GatedGroupNorm(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
         """As Megatron's subclass of mamba_ssm's norm: split over tensor-parallel ranks."""
-        # Megatron-Core sets the group since 0.19.
-        tp_group = getattr(self, "tp_group", None) or get_tensor_model_parallel_group()
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return own_sharded_tensors(self, {"weight": 0}, prefix, sharded_offsets, metadata)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,22 +19,13 @@ CHUNK_TOKENS = 64
 """Tokens that torch's scans treat at a time, as flash-linear-attention does."""
 
 
-class ScanKernel(Protocol):
-    """Scans segments that do not depend on each other."""
+ScanKernel = Callable[[Sequence[Tensor], Level, Tensor | None], tuple[Tensor, Tensor | None]]
+"""Scans segments that do not depend on each other.
 
-    def __call__(
-        self, inputs: Sequence[Tensor], level: Level, initial: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """
-        Args:
-            inputs: [L, ...] each, see the kernel.
-            initial: [N, ...], the state that each segment begins with; None = zeros.
-
-        Returns:
-            [L, heads, channels]; and the states at the segments' ends as `initial`, which may be
-            None if the level hands nothing on.
-        """
-        ...
+Of inputs [L, ...] each, a level and the states [N, ...] that its segments begin with (None = zeros)
+it makes [L, heads, channels] and the states at the segments' ends, which may be None if the level
+hands nothing on.
+"""
 
 
 def scan_row(

@@ -89,11 +89,6 @@ class Segments:
     """Its level and its index there."""
     _convolutions: dict[int, Convolution] = field(default_factory=dict)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the segments are whole samples."""
-        return len(self.levels) == 1 and self.levels[0].parents_N is None and self.kept is None
-
     def convolution(self, width: int, device: torch.device) -> Convolution:
         """How a convolution sees the row; made once."""
         if width not in self._convolutions:

@@ -15,7 +15,6 @@ Shape suffixes: L tokens, N segments, H heads, C tokens of a chunk.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -24,14 +23,6 @@ from megapack.model.recurrent.segments import Level
 
 # Megatron's default.
 _MAMBA_CHUNK_TOKENS = 128
-
-
-class StateSpaceKernel(Protocol):
-    """A `ScanKernel` once it has A: [heads], below 0."""
-
-    def __call__(
-        self, inputs: Sequence[Tensor], level: Level, initial: Tensor | None, *, A_H: Tensor
-    ) -> tuple[Tensor, Tensor | None]: ...
 
 
 def torch_state_space(

@@ -16,7 +16,6 @@ CPU = torch.device("cpu")
 def test_whole_samples_are_one_level() -> None:
     segments = segments_of([3, 2, 4], [-1, -1])
     (level,) = segments.levels
-    assert segments.is_plain
     assert segments.order_T is None
     assert level.positions_L is None
     assert level.parents_N is None
@@ -31,7 +30,6 @@ def test_a_tree_has_a_level_per_depth() -> None:
     #   1 (1)  3 (2)
     #   2 (3)
     segments = segments_of([2, 1, 3, 2, 1], [-1, 0, 1, 0, -1])
-    assert not segments.is_plain
     assert [level.lengths for level in segments.levels] == [(2, 1), (1, 2), (3,)]
     assert [level.hands_on for level in segments.levels] == [True, True, False]
     roots, middle, leaves = segments.levels
@@ -54,14 +52,12 @@ def test_a_piece_begins_with_what_is_earlier_and_the_next_one_with_its_end() -> 
     assert first.parents_N.tolist() == [1, 0]
     assert segments.kept_place == (1, 0)
     assert second.hands_on
-    assert not segments.is_plain
 
 
-def test_a_whole_row_that_leaves_something_is_not_plain() -> None:
+def test_a_whole_row_leaves_what_its_last_segment_ends_with() -> None:
     segments = segments_of([2, 3], [-1, -1], kept=1)
     assert segments.levels[0].hands_on
     assert segments.kept_place == (0, 1)
-    assert not segments.is_plain
 
 
 def test_padding_of_a_level_and_back() -> None:
