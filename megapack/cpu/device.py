@@ -78,8 +78,11 @@ def enable(capability: tuple[int, int] | None = None) -> None:
     _redirect_cuda_module()
     _redirect_device_facts(capability or _DEFAULT_CAPABILITY)
     _compile_nothing()
+    from wrapt import register_post_import_hook
+
+    # Right after the module's import; at once if it is imported.
     for module, redirect in AFTER_IMPORT.items():
-        _after_import(module, redirect)
+        register_post_import_hook(redirect, module)
     if importlib.util.find_spec("triton") is None:
         sys.meta_path.insert(0, WithoutTriton())
     setattr(torch.cuda, _MARKER, True)
@@ -157,13 +160,6 @@ def _redirect_device_facts(capability: tuple[int, int]) -> None:
     facts["device_memory_used"] = lambda device=None: 0
     for name, fact in facts.items():
         setattr(torch.cuda, name, fact)
-
-
-def _after_import(name: str, redirect: Callable[[Any], None]) -> None:
-    """Call `redirect(module)` right after the module's import; at once if it is imported."""
-    from wrapt import register_post_import_hook
-
-    register_post_import_hook(redirect, name)
 
 
 def _identity(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,13 @@
 """Fused attention (cuDNN's), sample by sample.
 
-Rows come as [t, h, d] with `cu_seqlens` (THD), or as [s, b, h, d] or [b, s, h, d]. The forward
+Rows come as [t, h, d] with `cu_seqlens` (THD), or as [s, b, h, d] (SBHD). The forward
 keeps the log of each query's sum of exponents; the backward computes with what it is given, so that
 a context-parallel ring can give it those over all keys.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -81,7 +82,7 @@ def _backend(
         q_dtype == kv_dtype
         and num_attn_heads % num_gqa_groups == 0
         and (fits_width or not is_half)
-        and "Paged" not in enums.NVTE_QKV_Layout(int(qkv_layout)).name
+        and _form(qkv_layout) is not None
         and int(bias_type) == enums.NVTE_Bias_Type.NVTE_NO_BIAS
         and int(softmax_type) == enums.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
     )
@@ -90,27 +91,13 @@ def _backend(
 
 # ------------------------------------------------------------------------------------------ kernels
 
-_CALL = "cu_seqlens_q cu_seqlens_kv q k v {}cu_seqlens_q_padded cu_seqlens_kv_padded {}s_quantizer "
-_FORWARD = (
-    "max_seqlen_q max_seqlen_kv is_training scale dropout set_zero layout {0}bias_type mask "
-    "softmax window {1}"
-    + _CALL.format("fake_dtype ", "page_table_k page_table_v ")
-    + "o_quantizer bias softmax_offset rng_gen rng_elts return_max_logit cuda_graph"
-)
-_BACKWARD = (
-    "max_seqlen_q max_seqlen_kv scale dropout set_zero layout {0}bias_type mask softmax window {1}"
-    "deterministic "
-    + _CALL.format("o d_o fake_dtype {2}aux ", "")
-    + "dp_quantizer dqkv_quantizer cuda_graph"
-)
-
 
 @kernel(
-    orders={
-        (2, 9): _FORWARD.format("", ""),
-        (2, 12): _FORWARD.format("", "bottom_right "),
-        (2, 15): _FORWARD.format("o_format scale_inv_format ", "bottom_right "),
-    }
+    "max_seqlen_q max_seqlen_kv is_training scale dropout set_zero layout o_format@2.15 "
+    "scale_inv_format@2.15 bias_type mask softmax window bottom_right@2.12 cu_seqlens_q "
+    "cu_seqlens_kv q k v fake_dtype cu_seqlens_q_padded cu_seqlens_kv_padded page_table_k "
+    "page_table_v s_quantizer o_quantizer bias softmax_offset rng_gen rng_elts return_max_logit "
+    "cuda_graph"
 )
 def fused_attn_fwd(
     *, o_quantizer: Any = None, return_max_logit: bool = False, **arguments: Any
@@ -124,7 +111,7 @@ def fused_attn_fwd(
     call = _Call.of(arguments)
     q, v = call.q, call.v
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    statistics = call.form.empty_statistics(q)
+    statistics = call.empty_statistics()
     seed = torch.randint(1 << 62, (1,)) if call.dropout else torch.zeros(1, dtype=torch.int64)
     for sample in call.samples():
         scores = call.scores(sample)
@@ -141,15 +128,11 @@ def fused_attn_fwd(
 
 
 @kernel(
-    orders={
-        (2, 9): _BACKWARD.format("", "", "dqkv_dtype "),
-        (2, 12): _BACKWARD.format("", "bottom_right ", "dqkv_dtype "),
-        (2, 15): _BACKWARD.format(
-            "o_format do_format dqkv_layout scale_inv_format do_scale_inv_format ",
-            "bottom_right ",
-            "",
-        ),
-    }
+    "max_seqlen_q max_seqlen_kv scale dropout set_zero layout o_format@2.15 do_format@2.15 "
+    "dqkv_layout@2.15 scale_inv_format@2.15 do_scale_inv_format@2.15 bias_type mask softmax window "
+    "bottom_right@2.12 deterministic cu_seqlens_q cu_seqlens_kv q k v o d_o fake_dtype "
+    "dqkv_dtype@<2.15 aux cu_seqlens_q_padded cu_seqlens_kv_padded s_quantizer dp_quantizer "
+    "dqkv_quantizer cuda_graph"
 )
 def fused_attn_bwd(
     *, o: Tensor, d_o: Tensor, aux: list[Tensor], **arguments: Any
@@ -159,7 +142,7 @@ def fused_attn_bwd(
     q, k, v = call.q, call.k, call.v
     statistics = aux[0]
     require(o.shape == d_o.shape, f"outputs {tuple(o.shape)}, gradients {tuple(d_o.shape)}")
-    expected = call.form.empty_statistics(q).shape
+    expected = call.empty_statistics().shape
     require(
         statistics.shape == expected,
         f"softmax statistics {tuple(statistics.shape)} for queries {tuple(q.shape)}, "
@@ -180,59 +163,42 @@ def fused_attn_bwd(
     return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None]
 
 
-@dataclass(frozen=True)
-class _Form:
-    """The form of queries and of keys: "THD", "SBHD" or "BSHD"."""
+def _form(layout: Any) -> str | None:
+    """The form of queries, keys and values: "THD" or "SBHD"; None: it has no stand-in.
 
-    q: str
-    kv: str
-
-    @classmethod
-    def of(cls, layout: Any) -> _Form:
-        """From a layout such as NVTE_SBHD_SB2HD; digits say which tensors share memory."""
-        name = enums.NVTE_QKV_Layout(int(layout)).name.removeprefix("NVTE_")
-        forms = name.replace("2", "").replace("3", "").split("_")
-        return cls(forms[0], forms[-1])
-
-    def empty_statistics(self, q: Tensor) -> Tensor:
-        """Statistics of no query yet; those of tokens of no sample stay NaN."""
-        if self.q == "THD":
-            shape: tuple[int, ...] = (*q.shape[:-1], 1)
-        else:
-            s, b, h = q.shape[:3] if self.q == "SBHD" else (q.shape[1], q.shape[0], q.shape[2])
-            shape = (b, h, s, 1)
-        return wide(q).new_full(shape, float("nan"))
+    Of a layout such as NVTE_SBHD_SB2HD; digits say which tensors share memory.
+    """
+    _, *forms = re.sub(r"\d", "", enums.NVTE_QKV_Layout(int(layout)).name).split("_")
+    return forms[0] if {*forms} in ({"THD"}, {"SBHD"}) else None
 
 
 @dataclass(frozen=True)
 class _Sample:
     """Where the queries and keys of a sample are."""
 
-    form: _Form
+    is_packed: bool
     number: int
     first_query: int
-    first_key: int
     num_queries: int
+    first_key: int
     num_keys: int
 
     def queries(self, tensor: Tensor) -> Tensor:
         """[queries, heads, width], a view."""
-        return self._view(tensor, self.form.q, self.first_query, self.num_queries)
+        return self._view(tensor, self.first_query, self.num_queries)
 
     def keys(self, tensor: Tensor) -> Tensor:
         """[keys, groups, width], a view."""
-        return self._view(tensor, self.form.kv, self.first_key, self.num_keys)
+        return self._view(tensor, self.first_key, self.num_keys)
 
     def statistics(self, tensor: Tensor) -> Tensor:
-        """[queries, heads, 1], a view of what `_Form.empty_statistics` made."""
-        if self.form.q == "THD":
+        """[queries, heads, 1], a view of what `_Call.empty_statistics` made."""
+        if self.is_packed:
             return self.queries(tensor)
-        return tensor[self.number].transpose(0, 1)[: self.num_queries]
+        return tensor[self.number].transpose(0, 1)
 
-    def _view(self, tensor: Tensor, form: str, first: int, length: int) -> Tensor:
-        if form == "THD":
-            return tensor[first : first + length]
-        return (tensor[:, self.number] if form == "SBHD" else tensor[self.number])[:length]
+    def _view(self, tensor: Tensor, first: int, length: int) -> Tensor:
+        return tensor[first : first + length] if self.is_packed else tensor[:, self.number]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,9 +228,15 @@ class _Call:
         return cls(**{name: value for name, value in arguments.items() if name in names})
 
     @property
-    def form(self) -> _Form:
-        """The form of the tensors."""
-        return _Form.of(self.layout)
+    def is_packed(self) -> bool:
+        """Whether rows are packed."""
+        return _form(self.layout) == "THD"
+
+    def empty_statistics(self) -> Tensor:
+        """Statistics of no query yet; those of tokens of no sample stay NaN."""
+        first, second, *others = self.q.shape[:-1]
+        shape = (first, second) if self.is_packed else (second, *others, first)
+        return wide(self.q).new_full((*shape, 1), float("nan"))
 
     def samples(self) -> Iterator[_Sample]:
         """The samples with queries.
@@ -272,20 +244,21 @@ class _Call:
         Raises:
             KernelFault: tables that the kernels would read wrongly.
         """
-        form = self.form
         cu_seqlens = self.cu_seqlens_q, self.cu_seqlens_kv
         padded = self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded
-        _check(self.q, self.k, self.v, cu_seqlens, padded, {form.q, form.kv} == {"THD"})
+        _check(self.q, self.k, self.v, cu_seqlens, padded, self.is_packed)
+        if not self.is_packed:
+            refuse("PADDING" in self.mask.name, "fused attention of padded samples")
+            for number in range(self.q.shape[1]):
+                yield _Sample(False, number, 0, len(self.q), 0, len(self.k))
+            return
         most = self.max_seqlen_q, self.max_seqlen_kv
-        is_padded = "PADDING" in self.mask.name
-        sides = zip((form.q, form.kv), (self.q, self.k), cu_seqlens, padded, most, strict=True)
-        spans = [list(_spans(*side, is_padded=is_padded)) for side in sides]
-        for number, ((first_query, queries), (first_key, keys)) in enumerate(
-            zip(*spans, strict=True)
-        ):
+        sides = zip((self.q, self.k), cu_seqlens, padded, most, strict=True)
+        spans = zip(*(_spans(*side) for side in sides), strict=True)
+        for number, ((first_query, queries), (first_key, keys)) in enumerate(spans):
             if queries:
                 require(keys > 0, f"sample {number} has {queries} queries and no keys")
-                yield _Sample(form, number, first_query, first_key, queries, keys)
+                yield _Sample(True, number, first_query, queries, first_key, keys)
 
     def scores(self, sample: _Sample) -> Tensor:
         """[heads, queries, keys], with -inf where a query must not look."""
@@ -316,32 +289,19 @@ class _Call:
 
 
 def _spans(
-    form: str,
-    tensor: Tensor,
-    cu_seqlens: Tensor,
-    padded: Tensor | None,
-    max_seqlen: int,
-    *,
-    is_padded: bool,
-) -> Iterator[tuple[int, int]]:
-    """First token and length of each sample."""
-    if form != "THD" and not is_padded:
-        batch, length = (1, 0) if form == "SBHD" else (0, 1)
-        yield from ((0, tensor.shape[length]) for _ in range(tensor.shape[batch]))
-        return
+    tensor: Tensor, cu_seqlens: Tensor, padded: Tensor | None, max_seqlen: int
+) -> list[tuple[int, int]]:
+    """First token and length of each packed sample."""
     ends = cu_seqlens.tolist()
     starts = ends if padded is None else padded.tolist()
     lengths = [end - begin for begin, end in pairwise(ends)]
+    longest = max(lengths, default=0)
+    require(longest <= max_seqlen, f"max_seqlen={max_seqlen}, but a sample of {longest} tokens")
     require(
-        max(lengths, default=0) <= max_seqlen,
-        f"max_seqlen={max_seqlen}, but a sample of {max(lengths, default=0)} tokens",
+        starts[-1] <= len(tensor),
+        f"cu_seqlens end at {starts[-1]}, the row has {len(tensor)} tokens",
     )
-    if form == "THD":
-        require(
-            starts[-1] <= len(tensor),
-            f"cu_seqlens end at {starts[-1]}, the row has {len(tensor)} tokens",
-        )
-    yield from zip(starts, lengths, strict=False)
+    return list(zip(starts, lengths, strict=False))
 
 
 def _check(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,26 +69,26 @@ def version() -> tuple[int, ...]:
     return _version[0]
 
 
-def kernel(
-    function: Kernel | None = None, *, orders: Mapping[tuple[int, ...], str] | None = None
-) -> Any:
+def kernel(given: Kernel | str) -> Any:
     """Register a stand-in under its function's name.
 
     Args:
-        orders: first release of Transformer Engine -> names of positional arguments, where their
-            order is not that of the function.
+        given: the function, or the order of its positional arguments, where that is not the
+            function's: names, of which "name@2.12" exists since a release and "name@<2.15" before.
     """
-    if function is None:
-        return functools.partial(kernel, orders=orders)
-    stand_in = function
-    name = function.__name__
+    if isinstance(given, str):
+        return functools.partial(_registered, given)
+    return _registered("", given)
 
-    @functools.wraps(function)
+
+def _registered(order: str, stand_in: Kernel) -> Kernel:
+    name = stand_in.__name__
+
+    @functools.wraps(stand_in)
     def call(*args: Any, **kwargs: Any) -> Any:
         COUNTS[name] += 1
-        names = _names(orders or {})
-        if names:
-            kwargs |= dict(zip(names, args, strict=False))
+        if order:
+            kwargs |= dict(zip(_names(order), args, strict=False))
             args = ()
         # Kernels know nothing of autograd.
         with torch.no_grad():
@@ -101,6 +101,12 @@ def kernel(
     return call
 
 
-def _names(orders: Mapping[tuple[int, ...], str]) -> list[str]:
-    first = max((release for release in orders if release <= _version[0]), default=None)
-    return [] if first is None else orders[first].split()
+def _names(order: str) -> list[str]:
+    """The arguments that the release has."""
+    names = []
+    for word in order.split():
+        name, _, release = word.partition("@")
+        bound = tuple(map(int, release.lstrip("<").split("."))) if release else (0,)
+        if (_version[0] < bound) == release.startswith("<"):
+            names.append(name)
+    return names

@@ -13,8 +13,12 @@ from megapack.cpu.te.enums import torch_dtype
 from megapack.cpu.te.precision import rows
 
 
-@kernel
+@kernel(
+    "A transa B transb out quantizer out_dtype bias bias_dtype gelu gelu_in grad workspace "
+    "workspace_size accumulate use_split_accumulator"
+)
 def generic_gemm(
+    *,
     A: Any,
     transa: bool,
     B: Any,
@@ -25,19 +29,12 @@ def generic_gemm(
     bias: Tensor | None,
     bias_dtype: Any,
     gelu: bool,
-    gelu_in: Any,
     grad: bool,
-    workspace: Any,
-    workspace_size: int,
     accumulate: bool,
-    use_split_accumulator: bool,
-    *,
     comm_overlap: Any = None,
-    comm_type: Any = None,
     extra_output: Any = None,
-    bulk_overlap: bool = False,
     alpha: float = 1.0,
-    beta: float | None = None,
+    **_: Any,
 ) -> tuple[Any, Tensor | None, Any, Any]:
     """opB(B) @ opA(A), added to `out` or to a new tensor; with `grad` also the bias's gradient.
 
@@ -62,8 +59,12 @@ def generic_gemm(
     return out, bias_grad, None, extra_output
 
 
-@kernel
+@kernel(
+    "A transa B transb D D_type m_splits bias bias_type single_output pre_gelu_out grad workspace "
+    "workspace_size accumulate use_split_accumulator math_sm_count"
+)
 def te_general_grouped_gemm(
+    *,
     A: Sequence[Any],
     transa: bool,
     B: Sequence[Any],
@@ -72,15 +73,10 @@ def te_general_grouped_gemm(
     D_type: Any,
     m_splits: Sequence[int],
     bias: Sequence[Tensor],
-    bias_type: Any,
     single_output: bool,
-    pre_gelu_out: Any,
     grad: bool,
-    workspace: Any,
-    workspace_size: int,
     accumulate: bool,
-    use_split_accumulator: bool,
-    math_sm_count: int,
+    **_: Any,
 ) -> Sequence[Tensor]:
     """`generic_gemm` of each pair; `single_output`: the results are rows of one tensor."""
     if single_output:

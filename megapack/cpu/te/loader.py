@@ -110,16 +110,8 @@ class _Made(importlib.abc.Loader):
         vars(module).update(self._names())
 
 
-class CommOverlapHelper:
-    """User buffers, which need CUDA. Transformer Engine subclasses it at import."""
-
-
-class CommOverlap:
-    """User buffers, which need CUDA."""
-
-
-class CommOverlapP2P:
-    """User buffers, which need CUDA."""
+# User buffers, which need CUDA. Transformer Engine subclasses the first at import.
+_USER_BUFFERS = ("CommOverlapHelper", "CommOverlap", "CommOverlapP2P")
 
 
 def _compiled_module() -> dict[str, Any]:
@@ -128,7 +120,7 @@ def _compiled_module() -> dict[str, Any]:
         for name, value in vars(enums).items()
         if isinstance(value, type) and hasattr(value, "__members__")
     }
-    names |= {c.__name__: c for c in (CommOverlapHelper, CommOverlap, CommOverlapP2P)}
+    names |= {name: type(name, (), {}) for name in _USER_BUFFERS}
     names |= {name: call for name, call in KERNELS.items() if name not in TRITON_NAMES}
     names["NVTE_Fused_Attn_Backend"] = enums.attention_backends(version())
     names["WaitedOnce"] = ring.WaitedOnce

@@ -14,23 +14,16 @@ from megapack.cpu.te.precision import rows, wide
 Forward = tuple[Any, Tensor | None, Tensor]
 
 
-@kernel
+@kernel("x weight eps out quantizer otype sm_margin zero_centered_gamma")
 def rmsnorm_fwd(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    out: Any,
-    quantizer: Any,
-    otype: Any,
-    sm_margin: int,
-    zero_centered_gamma: bool,
+    *, x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool, **stored: Any
 ) -> Forward:
     """The normed rows, no mean, and 1 / rms of each row."""
     _check(x, weight)
     v = rows(x)
     rsigma = torch.rsqrt(v.square().mean(-1) + eps)
     y = v * rsigma[:, None] * _gamma(weight, zero_centered_gamma)
-    return _stored(y, x, out, quantizer, otype), None, rsigma
+    return _stored(y, x, **stored), None, rsigma
 
 
 @kernel
@@ -50,17 +43,9 @@ def rmsnorm_bwd(
     return dx.to(x.dtype).view(x.shape), (g * unit).sum(0).to(weight.dtype)
 
 
-@kernel
+@kernel("x weight bias eps out quantizer otype sm_margin zero_centered_gamma")
 def layernorm_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    out: Any,
-    quantizer: Any,
-    otype: Any,
-    sm_margin: int,
-    zero_centered_gamma: bool,
+    *, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered_gamma: bool, **stored: Any
 ) -> Forward:
     """The normed rows, and mean and 1 / standard deviation of each row."""
     _check(x, weight)
@@ -68,7 +53,7 @@ def layernorm_fwd(
     mu = v.mean(-1)
     rsigma = torch.rsqrt((v - mu[:, None]).square().mean(-1) + eps)
     y = (v - mu[:, None]) * rsigma[:, None] * _gamma(weight, zero_centered_gamma) + wide(bias)
-    return _stored(y, x, out, quantizer, otype), mu, rsigma
+    return _stored(y, x, **stored), mu, rsigma
 
 
 @kernel
@@ -102,7 +87,7 @@ def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     return wide(weight) + 1 if zero_centered else wide(weight)
 
 
-def _stored(y: Tensor, x: Tensor, out: Any, quantizer: Any, otype: Any) -> Any:
+def _stored(y: Tensor, x: Tensor, *, out: Any, quantizer: Any, otype: Any, **_: Any) -> Any:
     refuse(quantizer is not None, "a norm with a quantized output")
     y = y.to(torch_dtype(otype)).view(x.shape)
     return y if out is None else out.copy_(y)

@@ -29,26 +29,22 @@ def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> T
 
 
 _PADS = "permutation that also pads experts"
-_FORWARD = "inp row_id_map probs scale {}num_tokens num_experts num_out_tokens hidden_size {}"
 
 
 @kernel(
-    orders={
-        (2, 9): _FORWARD.format("", "scale_hidden_dim"),
-        (2, 12): _FORWARD.format("pad_offsets ", "scale_hidden_dim"),
-    }
+    "inp row_id_map probs scale pad_offsets@2.12 num_tokens num_experts num_out_tokens hidden_size "
+    "scale_hidden_dim"
 )
 def permute_with_mask_map(
+    *,
     inp: Tensor,
     row_id_map: Tensor,
     probs: Tensor | None,
     scale: Tensor | None,
-    num_tokens: int,
-    num_experts: int,
     num_out_tokens: int,
     hidden_size: int,
-    scale_hidden_dim: int,
     pad_offsets: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None, Tensor | None]:
     """Copies of tokens [num_out_tokens, h] by expert, no scales, and copies of probabilities."""
     refuse(pad_offsets is not None, _PADS)
@@ -67,10 +63,10 @@ def permute_with_mask_map(
     return out, None, permuted
 
 
-_BACK = "inp row_id_map merging_probs permuted_probs {}num_tokens num_experts hidden_size"
-
-
-@kernel(orders={(2, 9): _BACK.format(""), (2, 12): _BACK.format("pad_offsets ")})
+@kernel(
+    "inp row_id_map merging_probs permuted_probs pad_offsets@2.12 num_tokens num_experts "
+    "hidden_size"
+)
 def unpermute_with_mask_map(
     inp: Tensor,
     row_id_map: Tensor,
@@ -95,23 +91,20 @@ def unpermute_with_mask_map(
     return out.to(inp.dtype), probs
 
 
-_BACKWARD = (
-    "fwd_output_grad row_id_map fwd_input merging_probs {}num_tokens num_experts num_out_tokens "
-    "hidden_size"
+@kernel(
+    "fwd_output_grad row_id_map fwd_input merging_probs pad_offsets@2.12 num_tokens num_experts "
+    "num_out_tokens hidden_size"
 )
-
-
-@kernel(orders={(2, 9): _BACKWARD.format(""), (2, 12): _BACKWARD.format("pad_offsets ")})
 def unpermute_with_mask_map_bwd_with_merging_probs(
+    *,
     fwd_output_grad: Tensor,
     row_id_map: Tensor,
     fwd_input: Tensor,
     merging_probs: Tensor,
-    num_tokens: int,
-    num_experts: int,
     num_out_tokens: int,
     hidden_size: int,
     pad_offsets: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the copies and of `merging_probs`."""
     refuse(pad_offsets is not None, _PADS)
@@ -120,7 +113,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     copies = fwd_output_grad.new_zeros(num_out_tokens, hidden_size)
     weighted = grad * wide(merging_probs[token, expert])[:, None]
     copies[rows] = weighted.to(copies.dtype)
-    probs = merging_probs.new_zeros(num_tokens, num_experts)
+    probs = torch.zeros_like(merging_probs)
     probs[token, expert] = (grad * wide(fwd_input[rows])).sum(-1).to(probs.dtype)
     return copies, probs
 
@@ -150,16 +143,8 @@ def sort_chunks_by_map(
 ) -> tuple[Tensor, Tensor | None]:
     """Rows, and their probabilities, in the map's order; backward, in the order before it."""
     rows = row_id_map.long()
-
-    def moved(values: Any) -> Tensor:
-        out = torch.empty_like(values)
-        if is_forward:
-            out[rows] = values
-        else:
-            out.copy_(values[rows])
-        return out
-
-    return moved(inp), None if probs is None else moved(probs)
+    rows = rows.argsort() if is_forward else rows
+    return inp[rows], None if probs is None else probs[rows]
 
 
 def _copies(row_id_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from megapack.cpu.te.precision import wide
 _ROW = "qkv_format interleaved cu_seqlens cp_size cp_rank"
 
 
-@kernel(orders={(2, 9): f"t freqs start_positions {_ROW}"})
+@kernel(f"t freqs start_positions {_ROW}")
 def fused_rope_forward(*, t: Tensor, freqs: Tensor, **rest: Any) -> Tensor:
     """Rotate the first d2 elements of each head.
 
@@ -27,7 +27,7 @@ def fused_rope_forward(*, t: Tensor, freqs: Tensor, **rest: Any) -> Tensor:
     return _rope(t, freqs, **rest)
 
 
-@kernel(orders={(2, 9): f"grad freqs {_ROW}", (2, 10): f"grad freqs start_positions {_ROW}"})
+@kernel(f"grad freqs start_positions@2.10 {_ROW}")
 def fused_rope_backward(*, grad: Tensor, freqs: Tensor, **rest: Any) -> Tensor:
     """The gradient of `fused_rope_forward`: the opposite rotation."""
     return _rope(grad, -freqs, **rest)

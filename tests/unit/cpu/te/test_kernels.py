@@ -227,7 +227,7 @@ def test_arguments_follow_the_order_of_the_release() -> None:
     def permuted(a: int, b: int) -> tuple[int, int]:
         return a, b
 
-    call = kernel(permuted, orders={(2, 9): "a b", (2, 15): "b a"})
+    call = kernel("a@<2.15 b a@2.15")(permuted)
     try:
         for release, want in (((2, 11), (1, 2)), ((2, 15), (2, 1)), ((2, 20), (2, 1))):
             set_version(release)
