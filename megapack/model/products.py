@@ -3,7 +3,7 @@
 A 16-bit product rounds each element: bf16 keeps 8 bits, so a logit of 20 is rounded to a multiple
 of 0.125. Both functions multiply exactly and add in fp32:
 
-- CUDA, torch 2.8 and later: the product writes fp32 (`out_dtype`).
+- CUDA, torch 2.10 and later: the product writes fp32 (`out_dtype`), or adds to fp32.
 - Elsewhere (a CPU, older torch): both factors are widened to fp32, a block of the large one at a
   time. On CUDA this product runs in TF32, which represents every widened number exactly.
 - fp32 factors: torch's product.
@@ -43,11 +43,8 @@ def add_mm_fp32(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
     """Add the product to an fp32 matrix in place; no second [M, N] is allocated."""
     if a_MK.dtype == torch.float32:
         sum_MN.addmm_(a_MK, b_KN)
-    elif has_fp32_sums(a_MK.device, a_MK.dtype):
-        torch.addmm(sum_MN, a_MK, b_KN, out_dtype=torch.float32, out=sum_MN)
     elif has_fp32_products(a_MK.device, a_MK.dtype):
-        for block in _blocks(sum_MN.shape[0]):
-            sum_MN[block].add_(mm_fp32(a_MK[block], b_KN))
+        torch.addmm(sum_MN, a_MK, b_KN, out_dtype=torch.float32, out=sum_MN)
     else:
         wide_KN = b_KN.float()
         with _tf32(a_MK.device):
@@ -57,24 +54,10 @@ def add_mm_fp32(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
 
 @functools.cache
 def has_fp32_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch writes the product of two matrices of this 16-bit dtype in fp32.
+    """Whether torch's kernels add the product of two matrices of this 16-bit dtype to an fp32 one.
 
-    torch 2.8 and later do on CUDA. Asked by trying, because a torch that has the argument may lack
-    the kernel of a device.
-    """
-    ones = torch.ones(16, 16, device=device, dtype=dtype)
-    try:
-        product = torch.mm(ones, ones, out_dtype=torch.float32)
-    except (TypeError, RuntimeError):
-        return False
-    return product.dtype == torch.float32 and bool((product == 16).all())
-
-
-@functools.cache
-def has_fp32_sums(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch adds such a product to an fp32 matrix in its kernel.
-
-    torch 2.8 and 2.9 have the argument and refuse a sum of another dtype than the factors'.
+    torch 2.10 and later do on CUDA; 2.8 and 2.9 have the argument and refuse the sum. Asked by
+    trying, because a torch that has the argument may lack the kernel of a device.
     """
     ones = torch.ones(16, 16, device=device, dtype=dtype)
     total = torch.ones(16, 16, device=device, dtype=torch.float32)
