@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -54,13 +54,35 @@ def scatter_to_samples(
         Per sample of the batch a CPU tensor of its length; None for samples that are not in the
         step (dropped, or in another step) or not in the scope.
     """
-    out: list[Tensor | None] = [None] * len(lengths)
-    for samples, is_spread in reduced_samples(step, dp_rank, scope):
+
+    def collect(samples: Sequence[int], is_spread: bool) -> Tensor:
         flat = _concatenated(local, samples, lengths, device)
         _reduce_on_all_stages(flat, dp_cp_group if is_spread else cp_group, pp_group)
-        for i, value in zip(samples, by_sample(flat.cpu(), samples, lengths), strict=True):
-            out[i] = value
-    return only_in_scope(out, step, dp_rank, scope)
+        return flat
+
+    return in_sample_order(collect, lengths, step, dp_rank, scope)
+
+
+def in_sample_order(
+    collect: Callable[[Sequence[int], bool], Tensor],
+    lengths: Sequence[int],
+    step: StepPlan,
+    dp_rank: int,
+    scope: Scope,
+) -> list[Tensor | None]:
+    """Per sample of the batch its values; None for samples that are not in the scope.
+
+    Args:
+        collect: the values of some samples, one after the other, and whether they are added over
+            all DP ranks; a collective.
+    """
+    out: list[Tensor | None] = [None] * len(lengths)
+    members = set(samples_in_scope(step, dp_rank, scope))
+    for samples, is_spread in _reduced_samples(step, dp_rank, scope):
+        values = collect(samples, is_spread).cpu()
+        for i, value in zip(samples, _by_sample(values, samples, lengths), strict=True):
+            out[i] = value if i in members else None
+    return out
 
 
 def reduce_metrics(
@@ -113,7 +135,7 @@ def samples_in_scope(step: StepPlan, dp_rank: int, scope: Scope) -> tuple[int, .
     )
 
 
-def reduced_samples(
+def _reduced_samples(
     step: StepPlan, dp_rank: int, scope: Scope
 ) -> list[tuple[tuple[int, ...], bool]]:
     """The samples whose values are added over ranks for a scope, and whether over all DP ranks.
@@ -128,14 +150,6 @@ def reduced_samples(
     spread = [i for mb in step.microbatches if mb.width > 1 for i in mb.begun_samples]
     groups = [(tuple(sorted(own)), False)]
     return [*groups, (tuple(sorted(spread)), True)] if spread else groups
-
-
-def only_in_scope(
-    values: list[Tensor | None], step: StepPlan, dp_rank: int, scope: Scope
-) -> list[Tensor | None]:
-    """The values, with None for samples that are not in the scope."""
-    samples = set(samples_in_scope(step, dp_rank, scope))
-    return [value if i in samples else None for i, value in enumerate(values)]
 
 
 def _concatenated(
@@ -160,10 +174,10 @@ def _concatenated(
     return torch.cat(pieces)
 
 
-def by_sample(flat: Tensor, samples: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
+def _by_sample(flat: Tensor, samples: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
     """The inverse of `_concatenated`: the values of each of `samples`.
 
-    >>> by_sample(torch.tensor([1.0, 2.0, 3.0, 5.0, 6.0]), [0, 2], [3, 1, 2])
+    >>> _by_sample(torch.tensor([1.0, 2.0, 3.0, 5.0, 6.0]), [0, 2], [3, 1, 2])
     [tensor([1., 2., 3.]), tensor([5., 6.])]
     """
     pieces = flat.split([lengths[i] for i in samples]) if samples else ()

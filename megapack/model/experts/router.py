@@ -7,6 +7,7 @@ in `MoESubmodules.router`.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,7 +67,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         self._pass = schedule_pass
         self._row = None
         self._recomputed.clear()
-        self.router_replay = self._replay if schedule_pass is None else _ReplayAdapter(self)
+        self.router_replay = self._replay if schedule_pass is None else self._own_replay()
 
     def forward(
         self, input: Tensor, padding_mask: Tensor | None = None, **others: Any
@@ -78,7 +79,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         """
         if self._pass is None:
             if self._chooses_otherwise:
-                self.router_replay = _ReplayAdapter(self)
+                self.router_replay = self._own_replay()
             return super().forward(input, padding_mask, **others)  # type: ignore[no-any-return]
         self._row = self._next_row()
         return super().forward(input, **others)  # type: ignore[no-any-return]
@@ -143,15 +144,10 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         """Whether Megatron's choice would be another."""
         return self._biases_softmax or self.group_best is not None
 
-    def own_choice(
+    def _own_choice(
         self, scores: Tensor, top_k: int, groups: int | None, group_top_k: int | None, usual: TopK
     ) -> tuple[Tensor, Tensor]:
-        """Scores and experts [t, K] that the router chooses, also where Megatron's cannot.
-
-        Args:
-            scores: [t, E]; logits if Megatron takes the softmax of the chosen ones.
-            usual: Megatron's choice.
-        """
+        """Scores and experts [t, K] that the router chooses, also where Megatron's cannot."""
         if not self._chooses_otherwise:
             return usual(scores, top_k, groups, group_top_k)
         ranked = scores.detach()
@@ -164,14 +160,32 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             experts = experts_of_groups(ranked, top_k, groups, group_top_k, self.group_best)
         return scores.gather(1, experts), experts
 
-    def choose(self, scores: Tensor, own_choice: Callable[[], tuple[Tensor, Tensor]]) -> Any:
-        """Scores and experts [t, K]: the row's choices if it has some, else the router's own."""
+    def _own_replay(self) -> Any:
+        """Replaces Megatron's RouterReplay, which holds one micro-batch at a time."""
+        return types.SimpleNamespace(get_replay_topk=self._choose)
+
+    def _choose(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and experts [t, K]: the row's choices if it has some, else the router's own.
+
+        Args:
+            scores: [t, E]; logits if Megatron takes the softmax of the chosen ones.
+            default_compute_topk: Megatron's choice.
+        """
+        assert default_compute_topk is not None
+        given = (scores, topk, num_groups, group_topk, default_compute_topk)
         row = self._row
         layer = self._layer()
         if row is None or self._pass is None or layer is None:
-            return own_choice()
+            return self._own_choice(*given)
         if row.choices_tLK is None:
-            chosen_tK, experts_tK = own_choice()
+            chosen_tK, experts_tK = self._own_choice(*given)
         else:
             experts_tK = row.choices_tLK[:, layer].long()
             chosen_tK = scores.gather(1, experts_tK)
@@ -189,30 +203,6 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         if getattr(self, "is_mtp_layer", False) or layer not in self._moe_layers:
             return None
         return self._moe_layers.index(layer)
-
-
-class _ReplayAdapter:
-    """Replaces Megatron's RouterReplay, which holds one micro-batch at a time."""
-
-    def __init__(self, router: PackedRouter) -> None:
-        self._router = router
-
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: TopK | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `PackedRouter.choose`."""
-        assert default_compute_topk is not None
-        return self._router.choose(  # type: ignore[no-any-return]
-            scores,
-            lambda: self._router.own_choice(
-                scores, topk, num_groups, group_topk, default_compute_topk
-            ),
-        )
 
 
 def experts_of_groups(

@@ -37,7 +37,7 @@ from torch import Tensor
 from megapack.errors import DataError
 from megapack.plan.plan import StepPlan
 from megapack.prefixes import Branch
-from megapack.rows.outputs import Scope, by_sample, only_in_scope, reduced_samples
+from megapack.rows.outputs import Scope, in_sample_order
 from megapack.rows.packed import PackedRow, RoutingRow
 from megapack.rows.slices import indices_in
 from megapack.rows.transfer import moved
@@ -149,32 +149,22 @@ def _check_shared_choices(row: PackedRow, choices: Sequence[Tensor | None]) -> N
     The order of a token's experts does not matter, because the layer adds up their outputs.
     """
     for branch in row.branches:
-        first, *others = branch.samples
+        first, *others = (row.samples[k] for k in branch.samples)
+        own = _of_branch(choices[first], branch)
         for other in others:
-            pair = (row.samples[first], row.samples[other])
-            at = _first_difference(choices[pair[0]], choices[pair[1]], branch)
-            if at is None:
-                continue
-            shared = [own for own in row.branches if {first, other} <= {*own.samples}]
-            raise DataError(
-                f"samples {pair[0]} and {pair[1]} share {shared[-1].offset + shared[-1].tokens} "
-                f"tokens, and their routing differs at token {at}; plan with "
-                "SharedPrefixes.from_samples(..., routing=...)"
-            )
+            differs = (own != _of_branch(choices[other], branch)).flatten(1).any(1)
+            if differs.any():
+                raise DataError(
+                    f"samples {first} and {other} share token "
+                    f"{branch.offset + int(differs.int().argmax())}, and their routing differs "
+                    "there; plan with SharedPrefixes.from_samples(..., routing=...)"
+                )
 
 
-def _first_difference(first: Tensor | None, second: Tensor | None, branch: Branch) -> int | None:
-    """The first token of a branch that two samples route to different experts."""
-    assert first is not None
-    assert second is not None
-    span = slice(branch.offset, branch.offset + branch.tokens)
-    one = first[span]
-    two = second[span]
-    unequal = (one != two).flatten(1).any(1).nonzero().squeeze(1)
-    # Sorting is slow, and few tokens need it.
-    differs = one[unequal].sort(-1).values != two[unequal].sort(-1).values
-    found = unequal[differs.flatten(1).any(1)]
-    return branch.offset + int(found[0]) if found.numel() else None
+def _of_branch(value: Tensor | None, branch: Branch) -> Tensor:
+    """A sample's choices in a branch, the experts of each token in order."""
+    assert value is not None
+    return value[branch.offset : branch.offset + branch.tokens].sort(-1).values
 
 
 def check_choices(value: Tensor | None, sample: int, length: int, shape: RoutingShape) -> None:
@@ -316,8 +306,8 @@ def collect_routing(
         Per sample of the batch [tokens, L, K] on the CPU, uint8 up to 256 experts and int32 beyond;
         None for samples that are not in the step or not in the scope.
     """
-    out: list[Tensor | None] = [None] * len(lengths)
-    for samples, is_spread in reduced_samples(step, dp_rank, scope):
+
+    def collect(samples: Sequence[int], is_spread: bool) -> Tensor:
         *firsts, num_tokens = itertools.accumulate((lengths[i] for i in samples), initial=0)
         starts = dict(zip(samples, firsts, strict=True))
         sizes = (num_tokens, shape.num_layers, shape.top_k)
@@ -328,9 +318,9 @@ def collect_routing(
         for group in [*groups, dp_group] if is_spread else groups:
             if group.size() > 1:
                 dist.all_reduce(flat, group=group)
-        for i, value in zip(samples, by_sample(flat.cpu(), samples, lengths), strict=True):
-            out[i] = value
-    return only_in_scope(out, step, dp_rank, scope)
+        return flat
+
+    return in_sample_order(collect, lengths, step, dp_rank, scope)
 
 
 def _write_recorded(rows: Sequence[RoutingRow], starts: Mapping[int, int], flat: Tensor) -> None:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megapack import Layout, MicroBatch, build_dp_schedule
+from megapack import Layout, MicroBatch
 from megapack.errors import DataError
 from megapack.model.experts.rows import (
     RoutingShape,
     balance_loss,
-    collect_routing,
     routing_row,
-    token_weight,
     z_loss,
 )
 from megapack.rows.packed import PackedRow, RoutingRow
 from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch
-from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
 
@@ -52,16 +48,6 @@ def routed(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     chosen.scatter_(1, scores.topk(2).indices, True)
     return logits, scores, chosen
-
-
-def test_a_row_knows_samples_offsets_and_padding() -> None:
-    row = whole(packed((2, 0), 10))
-    assert row.branches_t.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert row.copies_t.tolist() == [1] * 7 + [0] * 3
-    assert row.tokens_O.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert row.samples_O.tolist() == [0, 0, 0, 0, 1, 1, 1]
-    assert row.offsets_O.tolist() == [0, 1, 2, 3, 0, 1, 2]
-    assert row.lengths_S.tolist() == [4.0, 3.0]
 
 
 def test_the_balance_loss_is_the_sum_over_samples() -> None:
@@ -137,36 +123,3 @@ def test_a_slice_has_the_choices_of_its_tokens() -> None:
 def test_choices_that_do_not_fit_are_refused(broken: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         whole(packed((0,), 3), [broken, None, None])
-
-
-def test_recorded_choices_come_back_in_sample_order() -> None:
-    """Choices that are packed, recorded in slices and collected are unchanged."""
-    plan = build_dp_schedule(BATCH.lengths, layout=Layout(), max_tokens_per_gpu=5)
-    choices = some_choices()
-    rows = []
-    for micro_batch in plan.steps[0].ranks[0]:
-        row = pack_row(BATCH, micro_batch, Layout())
-        for positions in torch.arange(row.row_tokens).tensor_split(2):
-            seen = routing_row(row, positions, choices, SHAPE)
-            assert seen.choices_tLK is not None
-            rows.append(replace(seen, recorded={n: seen.choices_tLK[:, n] for n in range(2)}))
-    found = collect_routing(
-        rows,
-        BATCH.lengths,
-        plan.steps[0],
-        SHAPE,
-        dp_rank=0,
-        scope="all",
-        groups=[],
-        dp_group=RankOf(0, 1),
-        device=torch.device("cpu"),
-    )
-    for value, expected in zip(found, choices, strict=True):
-        assert value is not None
-        assert value.dtype == torch.uint8
-        assert torch.equal(value.long(), expected)
-
-
-def test_all_tokens_of_a_step_have_the_same_weight() -> None:
-    plan = build_dp_schedule(BATCH.lengths, layout=Layout(dp=2), max_tokens_per_gpu=5)
-    assert token_weight(plan.steps[0]) == 1 / 8
