@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
@@ -142,42 +141,16 @@ def _raise_difference(names: list[str], keys: Tensor, digests: Tensor, differing
     num_rows = len(keys) // world
     holder, row = divmod(int(torch.isin(keys, differing).nonzero()[0]), num_rows)
     name = names[row] if dist.get_rank() == holder else ""
-    reports: list[Any] = [None] * world
-    dist.all_gather_object(reports, (name, _places()))
+    reported: list[Any] = [name]
+    dist.broadcast_object_list(reported, src=holder)
     rows = (keys == keys[holder * num_rows + row]).nonzero().flatten().tolist()
     copies = [(row // num_rows, int(digests[row])) for row in rows]
     ((common, count), *_) = Counter(digest for _, digest in copies).most_common()
     others = [rank for rank, digest in copies if digest != common]
-    odd = others[0]
-    places = [places for _, places in reports]
-    # The nearest of those that most ranks agree with: it says over which kind of rank they differ.
-    near = min(
-        (rank for rank, digest in copies if digest == common),
-        key=lambda rank: sum(a != b for a, b in zip(places[rank], places[odd], strict=True)),
-    )
-    kinds = [
-        f"{kind} ranks {b} and {a}"
-        for kind, a, b in zip(_KINDS, places[odd], places[near], strict=True)
-        if a != b
-    ]
     raise of_all_ranks(
         ScheduleError(
-            f"{reports[holder][0]} must be equal on {len(copies)} ranks, but ranks "
-            f"{brief(others)} differ from the other {count} (ranks {near} and {odd} are "
-            f"{' and '.join(kinds)}); {len(differing)} of the shared tensors differ. Draw weights "
+            f"{reported[0]} must be equal on {len(copies)} ranks, but ranks {brief(others)} differ "
+            f"from the other {count}; {len(differing)} of the shared tensors differ. Draw weights "
             "from one seed, or load them from one checkpoint, on all ranks"
         )
-    )
-
-
-_KINDS = ("data-parallel", "context-parallel", "tensor-parallel", "pipeline")
-
-
-def _places() -> tuple[int, ...]:
-    """This rank's place among each of `_KINDS`."""
-    return (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
     )
