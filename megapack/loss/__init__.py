@@ -11,11 +11,12 @@ Modules:
 from megapack.loss.correction import Correction
 from megapack.loss.distillation import Distillation
 from megapack.loss.preference import DPO, PairwiseReward, pair_signs
-from megapack.loss.sequence import GSPO, AnyObjective, SequenceObjective, ValueLoss
+from megapack.loss.sequence import GSPO, ValueLoss
 from megapack.loss.token import (
     GRPO,
     PPO,
     SFT,
+    AnyObjective,
     LossWeighting,
     Objective,
     kl_estimate,
@@ -34,7 +35,6 @@ __all__ = [
     "Distillation",
     "AnyObjective",
     "Objective",
-    "SequenceObjective",
     "LossWeighting",
     "kl_estimate",
     "pair_signs",

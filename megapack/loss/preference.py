@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -36,7 +35,7 @@ _ROUNDING = 1e-5
 class _Pairs:
     """What both losses share: the need for segments, and the check of pairs."""
 
-    needs_segments: ClassVar[Literal[True]] = True
+    needs_segments = True
     needs_entropy = False
 
     def check(self, batch: SampleBatch, plan: Plan, step: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,41 +18,8 @@ from torch import Tensor
 from megapack.base.choices import KlLevel
 from megapack.errors import ConfigError
 from megapack.loss.distillation import TOPK_LOGPROBS
-from megapack.loss.token import GRPO, Objective, kl_estimate
+from megapack.loss.token import GRPO, AnyObjective, kl_estimate
 from megapack.rows.segments import Segments, no_segments
-
-
-class SequenceObjective(Protocol):
-    """An `Objective` that also gets the samples of its positions."""
-
-    @property
-    def required_fields(self) -> tuple[str, ...]:
-        """See `Objective`."""
-        ...
-
-    @property
-    def needs_entropy(self) -> bool:
-        """See `Objective`."""
-        ...
-
-    @property
-    def needs_segments(self) -> Literal[True]:
-        """Marks an objective that is called with segments."""
-        ...
-
-    def __call__(
-        self,
-        logprobs_R: Tensor,
-        entropy_R: Tensor | None,
-        fields: Mapping[str, Tensor],
-        segments: Segments,
-        /,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective`."""
-        ...
-
-
-AnyObjective = Objective | SequenceObjective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +47,8 @@ class GSPO(GRPO):
             raise ConfigError(f"unknown kl_level {self.kl_level!r}; set one of token, sequence")
 
     @property
-    def needs_segments(self) -> Literal[True]:
-        """See `SequenceObjective`."""
+    def needs_segments(self) -> bool:
+        """See `Objective`."""
         return True
 
     def __call__(

@@ -141,7 +141,13 @@ class Objective(Protocol):
         ...
 
     def __call__(
-        self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor], /
+        self,
+        logprobs_R: Tensor,
+        entropy_R: Tensor | None,
+        fields: Mapping[str, Tensor],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Losses [R] and metrics (name -> [R], with the weights of the loss) at response positions.
 
@@ -149,6 +155,9 @@ class Objective(Protocol):
         the weights of the loss.
         """
         ...
+
+
+AnyObjective = Objective
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,15 +34,6 @@ class Piece(NamedTuple):
     kept_tokens: int
     """Such tokens with alignment padding, over all ranks that share the row; 0 if the samples end
     in the row."""
-
-
-class ChainRow(Protocol):
-    """What `link_rows` reads of a packed row."""
-
-    @property
-    def samples(self) -> tuple[int, ...]: ...
-    @property
-    def piece(self) -> Piece | None: ...
 
 
 def has_piece(micro_batch: MicroBatch) -> bool:
@@ -136,12 +127,12 @@ class Link:
 
 
 def link_rows(
-    rows: Sequence[ChainRow], *, keeps_gradients: bool, device: torch.device | str = "cpu"
+    rows: Sequence[Any], *, keeps_gradients: bool, device: torch.device | str = "cpu"
 ) -> list[Link | None]:
     """The place of each row in its chain; None for a row of whole samples.
 
     Args:
-        rows: those of a rank, in the order of the plan.
+        rows: the packed rows of a rank, in the order of the plan.
         device: that of `Link.samples_n`.
     """
     chains: list[list[int]] = []

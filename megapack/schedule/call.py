@@ -13,8 +13,7 @@ from torch import Tensor
 
 from megapack.base.choices import Executor, ExecutorChoice
 from megapack.errors import DataError
-from megapack.loss.sequence import AnyObjective
-from megapack.loss.token import LossWeighting, sample_weights
+from megapack.loss.token import AnyObjective, LossWeighting, sample_weights
 from megapack.plan.executor import choose_executor
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
 from megapack.rows.outputs import Scope

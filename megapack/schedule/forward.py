@@ -14,7 +14,8 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megapack.loss.distillation import TEACHER_IDS
-from megapack.loss.sequence import AnyObjective, call_objective, reads_topk
+from megapack.loss.sequence import call_objective, reads_topk
+from megapack.loss.token import AnyObjective
 from megapack.model.head import DeferredHead, ValueHead, deferred_head, row_scores, unwrapped
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.model.mtp import inputs_ahead, loss_name

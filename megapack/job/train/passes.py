@@ -32,8 +32,8 @@ from megapack.layout import Layout
 from megapack.loss.correction import Correction
 from megapack.loss.distillation import Distillation
 from megapack.loss.preference import DPO, PairwiseReward
-from megapack.loss.sequence import GSPO, AnyObjective
-from megapack.loss.token import GRPO, PPO, SFT
+from megapack.loss.sequence import GSPO
+from megapack.loss.token import GRPO, PPO, SFT, AnyObjective
 from megapack.model.overlap import finish_param_gathers
 from megapack.plan.plan import Plan, own_samples
 from megapack.rows.transfer import host_copies, host_like

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megapack.layout import Layout
-from megapack.loss.sequence import GSPO, AnyObjective, ValueLoss, call_objective
-from megapack.loss.token import GRPO, SFT
+from megapack.loss.sequence import GSPO, ValueLoss, call_objective
+from megapack.loss.token import GRPO, SFT, AnyObjective
 from megapack.plan import MicroBatch, Part
 from megapack.rows.chain import Chain, Link, link_rows
 from megapack.rows.packed import PackedRow, PlacedRow
