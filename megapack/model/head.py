@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megapack.errors import ConfigError, ScheduleError
 from megapack.model.fp32 import mark_fp32
+from megapack.model.replaced import replaced
 from megapack.rows.packed import PlacedRow
 from megapack.rows.segments import sum_by_sample
 
@@ -63,34 +64,14 @@ def deferred_head(model: Any) -> Iterator[DeferredHead]:
     """
     layer = find_output_layer(model)
     head = DeferredHead(layer)
-    patched = vars(layer).get("forward")
-    layer.forward = head.capture
-    try:
-        with _without_mtp_losses(unwrapped(model)):
-            yield head
-    finally:
-        if patched is None:
-            del layer.forward
-        else:
-            layer.forward = patched
-
-
-@contextlib.contextmanager
-def _without_mtp_losses(gpt: Any) -> Iterator[None]:
-    """Hide the MTP layers from the model's config within the block, so that it needs no labels.
-
-    The MTP block still runs; its hidden states follow those of the model.
-    """
-    config = getattr(gpt, "config", None)
-    if not getattr(config, "mtp_num_layers", None):
-        yield
-        return
-    gpt.config = copy.copy(config)
-    gpt.config.mtp_num_layers = None
-    try:
-        yield
-    finally:
-        gpt.config = config
+    gpt = unwrapped(model)
+    hidden: dict[str, Any] = {}
+    if getattr(getattr(gpt, "config", None), "mtp_num_layers", None):
+        # The MTP block still runs, and the model asks for no labels of its losses.
+        hidden["config"] = copy.copy(gpt.config)
+        hidden["config"].mtp_num_layers = None
+    with replaced(layer, forward=head.capture), replaced(gpt, **hidden):
+        yield head
 
 
 def unwrapped(model: Any) -> Any:
@@ -113,24 +94,15 @@ def find_output_layer(model: Any) -> Any:
     return layer
 
 
-def mark_num_ids(chunk: Any, num_ids: int) -> None:
-    """Note on a model chunk how many rows of its vocabulary are ids; the rest is padding."""
-    unwrapped(chunk).num_ids = num_ids
+def mark_head(chunk: Any, *, num_ids: int, logit_cap: float | None) -> None:
+    """Note on a model chunk `VocabHead.num_ids`, the rows of its vocabulary that are no padding,
+    and `VocabHead.logit_cap`."""
+    vars(unwrapped(chunk)).update(num_ids=num_ids, logit_cap=logit_cap)
 
 
-def marked_num_ids(chunk: Any) -> int | None:
-    """The number that `mark_num_ids` noted; None on other models."""
-    return getattr(unwrapped(chunk), "num_ids", None)
-
-
-def mark_logit_cap(chunk: Any, cap: float | None) -> None:
-    """Note on a model chunk `VocabHead.logit_cap`."""
-    unwrapped(chunk).logit_cap = cap
-
-
-def marked_logit_cap(chunk: Any) -> float | None:
-    """What `mark_logit_cap` noted; None on other models."""
-    return getattr(unwrapped(chunk), "logit_cap", None)
+def marked(chunk: Any, name: str) -> Any:
+    """What `mark_head` noted; None on other models."""
+    return getattr(unwrapped(chunk), name, None)
 
 
 class ValueHead(torch.nn.Module):

@@ -3,7 +3,8 @@
 The host packs an ordinary row and calls its model. On the way in the copies of prefixes are left
 out, and all layers run on the shared row; behind the last layer the hidden states of the host's row
 are gathered from it, and the backward of the gather adds up the gradients of the copies. The head,
-the host's logits and its loss see the row that the host made.
+the host's logits and its loss see the row that the host made, and so do routers whose losses or
+counts depend on how often a row has a token.
 
     first stage      before the chunk: its tokens, position ids, and the shared row's description
     all stages       the shared row's description; hidden states of the shared row between stages
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +31,9 @@ from megapack.model.attention.packed import packed_seq_params
 from megapack.model.attention.rotary import gather_rotary_tables
 from megapack.model.attention.row import RowView, with_view
 from megapack.model.attention.te_rows import hook_te_attention
-from megapack.model.experts.host_rows import counting_copies
+from megapack.model.experts.recomputed import RecomputedRows
 from megapack.model.head import unwrapped
+from megapack.model.replaced import replaced
 from megapack.prefixes import HostRow
 from megapack.rows.packing import row_position_ids
 from megapack.rows.slices import assembly_order, slice_positions
@@ -66,20 +69,17 @@ class SharedRows:
         """Within the block the chunks run the rows of `begin`. It is one call of a schedule."""
         gather_rotary_tables(self._chunks)
         hook_te_attention(self._chunks)
-        hooks = []
-        for chunk in map(unwrapped, self._chunks):
-            hooks.append(chunk.register_forward_pre_hook(self._enter, with_kwargs=True))
-            if chunk.post_process:
-                hooks.append(chunk.decoder.register_forward_hook(self._expand))
-        counting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if is_training:
-            counting = counting_copies(self._chunks, lambda: self._slices)
-        try:
-            with counting:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with contextlib.ExitStack() as stack:
+            for chunk in map(unwrapped, self._chunks):
+                hooks = [chunk.register_forward_pre_hook(self._enter, with_kwargs=True)]
+                if chunk.post_process:
+                    hooks.append(chunk.decoder.register_forward_hook(self._expand))
+                for hook in hooks:
+                    stack.callback(hook.remove)
+                for router in _routers_of_rows(chunk) if is_training else ():
+                    routed = partial(self._routed, router.routing, RecomputedRows())
+                    stack.enter_context(replaced(router, routing=routed))
+            yield
 
     def begin(self, row: HostRow | None, microbatch: int) -> None:
         """The next call of a chunk is that of this row; None: it runs as it is."""
@@ -119,6 +119,43 @@ class SharedRows:
             hidden, *others = output
             return self._slices.to_host(hidden), *others
         return self._slices.to_host(output)
+
+    def _routed(
+        self,
+        route: Callable[..., tuple[Tensor, Tensor]],
+        recomputed: RecomputedRows,
+        logits: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """`TopKRouter.routing` on the host's row: logits [t, 1, E] -> probabilities and choices,
+        [t, E] each.
+
+        Megatron's balancing losses, its z-loss and its counts for the expert bias treat a row's
+        tokens as one set. So the losses are the host's own, and equal logits choose equal experts.
+        Then one of each token's copies is taken.
+        """
+        rows = recomputed.of_call(self._slices)
+        if rows is None:
+            return route(logits, *args, **kwargs)
+        probs, chosen = route(rows.to_host(logits), *args, **kwargs)
+        # Not every backend gathers bool.
+        return rows.to_shared(probs), rows.to_shared(chosen.to(torch.uint8)).to(chosen.dtype)
+
+
+def _routers_of_rows(chunk: Any) -> list[Any]:
+    """The routers for which it matters how often a row has a token."""
+    return [
+        router
+        for router in chunk.modules()
+        if hasattr(router, "routing_type")
+        and (
+            router.is_aux_loss_enabled()
+            or router.config.moe_z_loss_coeff
+            or router.enable_expert_bias
+            or router.routing_type == "sinkhorn"
+        )
+    ]
 
 
 class _Slices:

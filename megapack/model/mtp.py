@@ -18,6 +18,7 @@ from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from megapack.errors import ConfigError
+from megapack.model.replaced import replaced
 from megapack.model.settings import refuse_set
 from megapack.rows.packed import PackedRow
 
@@ -44,11 +45,8 @@ def inputs_ahead(row: PackedRow, tokens_1T: Tensor, position_ids_1T: Tensor) -> 
             return original(tensor, *args, **kwargs)  # type: ignore[no-any-return]
         return ahead, ahead.sum()
 
-    multi_token_prediction._roll_tensor_packed_seq = roll
-    try:
+    with replaced(multi_token_prediction, _roll_tensor_packed_seq=roll):
         yield
-    finally:
-        multi_token_prediction._roll_tensor_packed_seq = original
 
 
 def num_depths(config: Any) -> int:

@@ -19,6 +19,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megapack.model.replaced import replaced
+
 
 def overlaps_reduction(chunk: Any) -> bool:
     """Whether a chunk's DDP reduces gradients inside backwards."""
@@ -44,19 +46,15 @@ def sync_functions(chunks: Sequence[Any], config: Any) -> dict[str, Any]:
     if any(map(overlaps_reduction, chunks)):
         functions["no_sync_func"] = [chunk.no_sync for chunk in chunks]
     # Only the interleaved schedule calls it; without interleaving each forward starts its gathers.
-    if (
-        len(chunks) > 1
-        and any(map(overlaps_gather, chunks))
-        and _asks(chunks, "align_param_gather")
-    ):
+    if len(chunks) > 1 and any(map(overlaps_gather, chunks)) and _aligns_gathers(chunks):
         functions["param_sync_func"] = [chunk.start_param_sync for chunk in chunks]
     if len(chunks) == 1:
         functions = {name: values[0] for name, values in functions.items()}
     return {name: value for name, value in functions.items() if getattr(config, name) is None}
 
 
-def _asks(chunks: Sequence[Any], name: str) -> bool:
-    return all(getattr(chunk.ddp_config, name, False) for chunk in chunks)
+def _aligns_gathers(chunks: Sequence[Any]) -> bool:
+    return all(getattr(chunk.ddp_config, "align_param_gather", False) for chunk in chunks)
 
 
 def _bucket_groups(chunk: Any) -> list[Any]:
@@ -153,11 +151,7 @@ def dropping_reductions(chunks: Sequence[Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def not_counting(chunks: Sequence[Any]) -> Iterator[None]:
     """Within the block, DDP adds gradients and does not count which ones of a bucket are there."""
-    overlapping = [chunk for chunk in chunks if overlaps_reduction(chunk)]
-    for chunk in overlapping:
-        chunk.ddp_config.overlap_grad_reduce = False
-    try:
+    with contextlib.ExitStack() as stack:
+        for chunk in filter(overlaps_reduction, chunks):
+            stack.enter_context(replaced(chunk.ddp_config, overlap_grad_reduce=False))
         yield
-    finally:
-        for chunk in overlapping:
-            chunk.ddp_config.overlap_grad_reduce = True

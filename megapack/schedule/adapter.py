@@ -21,8 +21,8 @@ from torch import Tensor
 from megapack.base.choices import ExecutorChoice
 from megapack.errors import ConfigError, DataError, ScheduleError, of_all_ranks
 from megapack.layout import Layout
-from megapack.loss.sequence import AnyObjective, metric_names
-from megapack.loss.token import LossWeighting
+from megapack.loss.sequence import metric_names
+from megapack.loss.token import AnyObjective, LossWeighting
 from megapack.model import weight_gradients
 from megapack.model.attention.latent import close_gaps
 from megapack.model.attention.rotary import gather_rotary_tables
@@ -30,7 +30,7 @@ from megapack.model.attention.te_rows import hook_te_attention
 from megapack.model.biases import repair_biases
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import collect_routing
-from megapack.model.head import marked_logit_cap, unwrapped
+from megapack.model.head import marked, unwrapped
 from megapack.model.mtp import loss_coefs, loss_names, num_depths
 from megapack.model.overlap import gathering_again
 from megapack.model.parameters import (
@@ -162,7 +162,7 @@ class ScheduleAdapter:
                 num_ids=self.vocab_size,
                 chunk_tokens=logprob_chunk_tokens,
                 temperature=temperature,
-                logit_cap=marked_logit_cap(self.chunks[-1]),
+                logit_cap=marked(self.chunks[-1], "logit_cap"),
                 mtp_coefs=loss_coefs(self.config),
             ),
             device=self._device,

@@ -24,7 +24,7 @@ from megapack.layout import Layout, config_rows
 from megapack.loss.distillation import TOPK_LOGPROBS
 from megapack.model.attention.packed import refuse_unpacked_attention
 from megapack.model.experts.model import check_experts
-from megapack.model.head import ValueHead, marked_num_ids, unwrapped
+from megapack.model.head import ValueHead, marked, unwrapped
 from megapack.model.mtp import check_mtp, num_depths
 from megapack.model.parameters import is_expert
 from megapack.model.settings import refuse_set
@@ -379,8 +379,8 @@ def checked_vocab_size(chunks: Sequence[Any], vocab_size: int | None) -> int | N
     """
     rows: int | None = getattr(unwrapped(chunks[0]), "vocab_size", None)
     if vocab_size is None:
-        marked = marked_num_ids(chunks[0])
-        return rows if marked is None else marked
+        num_ids: int | None = marked(chunks[0], "num_ids")
+        return rows if num_ids is None else num_ids
     if not 1 <= vocab_size <= (rows or vocab_size):
         raise ConfigError(
             f"vocab_size={vocab_size}, the model's vocabulary has {rows} rows; pass the number of "

@@ -43,7 +43,7 @@ from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.te_backend import AttentionSizes
 from megapack.model.experts.router import PackedRouter
 from megapack.model.fp32 import in_bf16
-from megapack.model.head import mark_logit_cap, mark_num_ids, replace_output_layer
+from megapack.model.head import mark_head, replace_output_layer
 from megapack.model.parameters import mark_experts, mark_splits
 
 
@@ -397,8 +397,7 @@ def build_model(
         for v in range(layout.vpp)
     ]
     for chunk in chunks:
-        mark_num_ids(chunk, vocab_size)
-        mark_logit_cap(chunk, model.logit_cap)
+        mark_head(chunk, num_ids=vocab_size, logit_cap=model.logit_cap)
         if model.latent_norm_epsilon is not None:
             _set_latent_epsilon(chunk, model.latent_norm_epsilon)
         for module in chunk.modules():

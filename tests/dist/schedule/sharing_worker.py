@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megapack import Layout, launch
 from megapack.layout import round_up
-from megapack.model.experts import host_rows as experts
+from megapack.model import host_rows
 from megapack.model.head import unwrapped
 from megapack.rows.slices import slice_positions
 from megapack.schedule import PlannedSchedule
@@ -266,7 +266,7 @@ class Job:
         host_tokens = sum(self.tokens)
         self.reset_biases()
         mutation = (
-            mock.patch.object(experts, "_sees_rows", return_value=False)
+            mock.patch.object(host_rows, "_routers_of_rows", return_value=())
             if self.case.without_counts
             else nullcontext()
         )
