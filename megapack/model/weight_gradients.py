@@ -34,6 +34,7 @@ from torch import Tensor
 from megapack.errors import ConfigError, ScheduleError
 from megapack.model.overlap import not_counting
 from megapack.model.parameters import has_hooks
+from megapack.model.replaced import replaced
 
 
 class WeightGradients:
@@ -119,11 +120,6 @@ def check(chunks: Sequence[Any], config: Any) -> None:
                 f"{advice}"
             )
     for layer in filter(_puts_off, layers):
-        if not hasattr(layer, "wgrad_accumulation_and_reduce_hooks"):
-            raise ConfigError(
-                f"{type(layer).__name__} does not tell DDP of the weight gradients that it puts "
-                f"off; install Transformer Engine 2.7 or later, {advice}"
-            )
         # Of a layer with a fused norm, the norm's gradients are in the backward.
         for name, param in layer.named_parameters(recurse=False):
             if name.startswith(("weight", "bias")) and not _waits(param):
@@ -196,7 +192,6 @@ class _Kept(NamedTuple):
 def _keeping(products: list[_Product]) -> Iterator[None]:
     """Within the block, backwards of Megatron's linear layers append to `products`."""
     linear = megatron_layers.LinearWithGradAccumulationAndAsyncCommunication
-    descriptor = vars(linear)["backward"]
     joint = linear.backward
 
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -205,11 +200,8 @@ def _keeping(products: list[_Product]) -> Iterator[None]:
             return joint(ctx, grad_output)
         return _input_gradients(joint, ctx, grad_output, products)
 
-    linear.backward = staticmethod(backward)
-    try:
+    with replaced(linear, backward=staticmethod(backward)):
         yield
-    finally:
-        linear.backward = descriptor
 
 
 def _can_wait(ctx: Any, weight: Tensor) -> bool:

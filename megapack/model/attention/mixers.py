@@ -18,17 +18,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 from collections.abc import Iterator
-from inspect import signature
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import mamba_context_parallel
 from torch import Tensor
 
 from megapack.errors import ConfigError
+from megapack.model.replaced import replaced
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +71,8 @@ def refuse_unpacked_mixers(chunk: Any) -> None:
 
 
 def _obstacle(mixer: Any) -> str:
-    """Why plain packed rows would be wrong in this layer, and what to set; "" if they are right."""
+    """Why plain packed rows would be wrong in this layer, and what to set; "" if they are right,
+    or Megatron's layer refuses them itself."""
     kind = type(mixer)
     check = {"GatedDeltaNet": _delta_net_obstacle, "MambaMixer": _mamba_obstacle}.get(kind.__name__)
     if check is None or not kind.__module__.startswith("megatron.core."):
@@ -85,12 +84,7 @@ def _obstacle(mixer: Any) -> str:
 
 
 def _delta_net_obstacle(mixer: Any) -> str:
-    # The method that reads `cu_seqlens`.
-    if not hasattr(mixer, "_resolve_cu_seqlens"):
-        return "which refuses packed rows before Megatron-Core 0.18; update it"
     config = mixer.config
-    if config.deterministic_mode:
-        return "which refuses packed rows with deterministic_mode=True; set it to False"
     # Each tensor-parallel rank sees its heads only, and Megatron adds up what it marks.
     is_added = config.sequence_parallel and getattr(
         mixer.out_norm.weight, "sequence_parallel", False
@@ -105,15 +99,11 @@ def _delta_net_obstacle(mixer: Any) -> str:
 
 
 def _mamba_obstacle(mixer: Any) -> str:
-    if "packed_seq_params" not in signature(type(mixer).forward).parameters:
-        return "which runs packed samples as one before Megatron-Core 0.16; update it"
-    config = mixer.config
-    if not config.use_mamba_mem_eff_path:
-        return "which refuses packed rows with use_mamba_mem_eff_path=False; set it to True"
-    if config.context_parallel_size > 1 and mamba_context_parallel.tex is None:
+    ranks = mixer.config.context_parallel_size
+    if ranks > 1 and mamba_context_parallel.tex is None:
         return (
-            f"which puts rows of cp={config.context_parallel_size} ranks together with Transformer "
-            "Engine; install it, set cp=1"
+            f"which puts rows of cp={ranks} ranks together with Transformer Engine; install it, "
+            "set cp=1"
         )
     return ""
 
@@ -126,23 +116,17 @@ def describing_samples() -> Iterator[None]:
     a warning says so. The class has another forward meanwhile, so no model is searched for its
     layers in each step.
     """
-    module: Any = sys.modules.get("megatron.core.ssm.mamba_mixer")
-    if module is None:
-        yield
-        return
-    kind = module.MambaMixer
-    forward = kind.forward
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    forward = MambaMixer.forward
 
     @functools.wraps(forward)
     def described(mixer: Any, *args: Any, **kwargs: Any) -> Any:
         _describe(mixer, args, kwargs)
         return forward(mixer, *args, **kwargs)
 
-    kind.forward = described
-    try:
+    with replaced(MambaMixer, forward=described):
         yield
-    finally:
-        kind.forward = forward
 
 
 def _describe(mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -156,17 +140,14 @@ def _describe(mixer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     config = mixer.config
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     row_tokens = len(hidden) * shards * mixer.cp.cp_size
-    params.seq_idx = sample_indices(_padded_ends(params), row_tokens).to(hidden.device)
+    padded = params.cu_seqlens_q_padded
+    ends = params.cu_seqlens_q if padded is None else padded
+    params.seq_idx = sample_indices(ends, row_tokens).to(hidden.device)
     _warn_once(
         f"packed rows came to {type(mixer).__name__} without seq_idx: its state and its "
         "convolution would have run from each sample into the next; megapack sets seq_idx in "
         "every row of this step"
     )
-
-
-def _padded_ends(params: PackedSeqParams) -> Tensor:
-    padded: Tensor | None = params.cu_seqlens_q_padded
-    return params.cu_seqlens_q if padded is None else padded
 
 
 @functools.cache
