@@ -39,17 +39,6 @@ from megapack.model.attention.row import RowView
 from megapack.rows.schedule_pass import SchedulePass
 
 
-@dataclass(frozen=True, kw_only=True)
-class IndexerSizes:
-    """The sizes of a layer's indexer."""
-
-    heads: int
-    width: int
-    """Channels of a head's queries, and of the keys, which all heads share."""
-    top_k: int
-    """Keys that a query attends to."""
-
-
 class Index(NamedTuple):
     """What the indexer makes of a row's tokens."""
 
@@ -77,18 +66,10 @@ class SparseAttention(PackedAttention):
     Queries, keys and values come from `SparseLatentAttention`, as [T, channels, 1] with what its
     indexer makes of them: so they are recomputed, gathered and carried as any keys. Outside of the
     adapter's passes there is no indexer loss.
-
-    Args:
-        sizes: of the indexer.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.sizes = IndexerSizes(
-            heads=config.dsa_indexer_n_heads,
-            width=config.dsa_indexer_head_dim,
-            top_k=config.dsa_indexer_topk,
-        )
         self.heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.loss_coef = config.dsa_indexer_loss_coeff or 0.0
         self._pass: SchedulePass | None = None
@@ -103,19 +84,19 @@ class SparseAttention(PackedAttention):
         key, value = (x.transpose(1, 2) for x in (key, value))
         paths = row.paths()
         key, value = gather_rows(key, value, paths.order_K, row.cp_group)
-        sizes = self.sizes
+        index_heads, index_width = self.config.dsa_indexer_n_heads, self.config.dsa_indexer_head_dim
         width = self.heads * self.head_width
-        of_heads = [width, sizes.heads * sizes.width, sizes.heads]
+        of_heads = [width, index_heads * index_width, index_heads]
         own_query, index_query, weight_QI = torch.split(query.squeeze(-1), of_heads, dim=-1)
-        own_key, index_KC = torch.split(key.squeeze(1), [width, sizes.width], dim=-1)
-        index_QIC = torch.unflatten(index_query, -1, (sizes.heads, -1))
+        own_key, index_KC = torch.split(key.squeeze(1), [width, index_width], dim=-1)
+        index_QIC = torch.unflatten(index_query, -1, (index_heads, -1))
         out, loss_sum = sparse_attention(
             torch.unflatten(own_query, -1, (self.heads, -1)),
             torch.unflatten(own_key, -1, (self.heads, -1)),
             torch.unflatten(value.squeeze(1), -1, (self.heads, -1)),
             Index(index_QIC, weight_QI, index_KC),
             paths,
-            top_k=sizes.top_k,
+            top_k=self.config.dsa_indexer_topk,
             scale=self.softmax_scale,
             loss=self._loss(row),
         )
