@@ -210,7 +210,7 @@ class ModelOptions:
     """Weight of the indexer's loss, see `model.attention.sparse`; 0 = the indexer is frozen."""
     attention: Attention = "auto"
     """Attention over packed rows: te (Transformer Engine), varlen (torch's varlen attention; bf16,
-    torch 2.10 or later), sdpa (torch's SDPA per sample), or auto: the first of these that can run.
+    torch 2.11 or later), sdpa (torch's SDPA per sample), or auto: the first of these that can run.
     Any other choice that cannot run is an error."""
     dtype: Dtype = "fp32"
     """Type of weights and activations; bf16 keeps main weights and gradients in fp32."""

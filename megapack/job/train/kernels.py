@@ -29,14 +29,13 @@ def agreed_kernels(config: TrainConfig, layout: Layout, *, device: torch.device)
         ScheduleError: ranks found different ones; the message names the ranks.
     """
     model = config.model
-    plan = config.row_plan
-    sizes = attention_sizes(model, layout, has_wide_rows=plan.context_parallel == "dynamic")
+    is_dynamic = config.row_plan.context_parallel == "dynamic"
+    sizes = attention_sizes(model, layout, has_wide_rows=is_dynamic)
     kernels = agree(
         lambda: find_kernels(
             model.attention,
             model.dtype,
             sizes,
-            shares_prefixes=plan.share_prefixes == "auto",
             layer_pattern=model.layer_pattern,
         ),
         device=device,

@@ -14,14 +14,11 @@ from typing import Literal, get_args
 import torch
 
 from megapack import cpu
-from megapack.base.apex import Apex, find_apex
 from megapack.base.choices import Attention, Dtype, Kernel
 from megapack.errors import ConfigError
-from megapack.model.attention.te_backend import AttentionSizes, rows_of_ours, te_obstacle
-from megapack.model.attention.varlen import heads_obstacle
+from megapack.model.attention.te_backend import AttentionSizes, te_obstacle
+from megapack.model.attention.varlen import has_varlen, heads_obstacle
 from megapack.model.recurrent.choice import recurrent_kernels
-
-Library = Literal["te", "apex", "torch"]
 
 # Compute capability of Ampere (A100: 8.0), the first with flash attention kernels in torch.
 _MIN_CAPABILITY = (8, 0)
@@ -31,38 +28,16 @@ _NO_TE_ON_CPU = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kernels:
     """The kernels that run a model."""
 
     attention: Kernel
-    passed_over: dict[str, str]
-    """Preferred attention kernels -> why each cannot run here."""
-    norm: Library
-    """Library of the layers' norms."""
-    optimizer: Library
-    """Library of Adam."""
-    grad_norm: Library
-    """Library of gradient norms and clipping."""
-    rope_fusion: bool
-    """Whether rotary embeddings run in one kernel."""
-    apex: Apex
-    """Whether NVIDIA's apex is installed, or another package of that name."""
-    in_te: str = ""
-    """The kernel that runs rows which Transformer Engine's attention does not run, and which rows
-    these are; "" if there are none."""
-    recurrent: str = ""
-    """What runs recurrent layers, and why not faster kernels; "" if the model has none."""
+    text: str
+    """One line for the log at the start of a run."""
 
     def __str__(self) -> str:
-        """One line for the log at the start of a run."""
-        reasons = "".join(f"; not {name}: {why}" for name, why in self.passed_over.items())
-        return (
-            f"attention {self.attention}{self.in_te and f' ({self.in_te})'}, norms {self.norm}, "
-            f"Adam {self.optimizer}, gradient norm {self.grad_norm}, "
-            f"{'fused' if self.rope_fusion else 'unfused'} rotary embeddings"
-            f"{reasons}{self.recurrent and f'; {self.recurrent}'}"
-        )
+        return self.text
 
 
 def find_kernels(
@@ -70,14 +45,12 @@ def find_kernels(
     dtype: Dtype = "bf16",
     sizes: AttentionSizes | None = None,
     *,
-    shares_prefixes: bool = False,
     layer_pattern: str | None = None,
 ) -> Kernels:
     """The kernels of a model with this `ModelConfig.attention` and `dtype` on this machine.
 
     Args:
         attention, dtype, sizes: see `choose_attention`.
-        shares_prefixes: whether samples of a row may share prefixes.
         layer_pattern: see `ModelConfig`.
 
     Raises:
@@ -86,19 +59,16 @@ def find_kernels(
     from megatron.core.optimizer import Adam, clip_grads
 
     kernel = choose_attention(attention, dtype, sizes)
-    others = passed_over(kernel, dtype, sizes)
-    ours = rows_of_ours(sizes, shares_prefixes) if kernel == "te" and sizes is not None else []
-    return Kernels(
-        attention=kernel,
-        passed_over=others if attention == "auto" else {},
-        norm="te" if kernel == "te" else "torch",
-        optimizer=_library(Adam),
-        grad_norm=_library(clip_grads.l2_norm_impl),
-        rope_fusion=has_rope_fusion(),
-        apex=find_apex(),
-        in_te=f"{packed_kernel(dtype, sizes)} for {'; '.join(ours)}" if ours else "",
-        recurrent=recurrent_kernels(layer_pattern or ""),
+    others = passed_over(kernel, dtype, sizes) if attention == "auto" else {}
+    reasons = "".join(f"; not {name}: {why}" for name, why in others.items())
+    recurrent = recurrent_kernels(layer_pattern or "")
+    text = (
+        f"attention {kernel}, norms {'te' if kernel == 'te' else 'torch'}, "
+        f"Adam {_library(Adam)}, gradient norm {_library(clip_grads.l2_norm_impl)}, "
+        f"{'fused' if has_rope_fusion() else 'unfused'} rotary embeddings"
+        f"{reasons}{recurrent and f'; {recurrent}'}"
     )
+    return Kernels(kernel, text)
 
 
 def has_rope_fusion() -> bool:
@@ -191,9 +161,10 @@ def obstacle(
     return reason
 
 
-def _library(function: object) -> Library:
+def _library(function: object) -> str:
+    """Whose a function is: te, apex or torch."""
     root = str(getattr(function, "__module__", "")).partition(".")[0]
-    libraries: dict[str, Library] = {
+    libraries = {
         "transformer_engine": "te",
         "transformer_engine_torch": "te",
         "apex": "apex",
@@ -216,17 +187,11 @@ def _te_missing() -> str | None:
 
 
 def _varlen_obstacle(sizes: AttentionSizes | None) -> str | None:
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return f"torch {torch.__version__} has no varlen attention, 2.10 and later have"
+    if not has_varlen():
+        return f"torch {torch.__version__} has no such varlen attention, 2.11 and later have"
     if not torch.backends.cuda.is_flash_attention_available():
         return "torch was built without flash attention"
     capability = torch.cuda.get_device_capability()
     if capability < _MIN_CAPABILITY:
         return "the GPU has compute capability {}.{}, it needs 8.0".format(*capability)
-    if sizes is None:
-        return None
-    return heads_obstacle(
-        [kind.head_width for kind in sizes.kinds],
-        window=sizes.windows if sizes.has_windows else None,
-        has_sinks=sizes.has_sinks,
-    )
+    return heads_obstacle([kind.head_width for kind in sizes.kinds] if sizes else [])

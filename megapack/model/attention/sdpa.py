@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +13,6 @@ from megapack.model.attention.capped import capped_attention
 from megapack.model.attention.packed import PackedAttention, gather_rows
 from megapack.model.attention.paths import Paths
 from megapack.model.attention.row import RowView
-
-_Size = TypeVar("_Size")
 
 
 class PackedSDPA(PackedAttention):
@@ -82,9 +78,9 @@ def path_causal_attention(
     """
     outputs = []
     query = key = 0
-    for (num_queries, num_keys), count in _runs(
-        zip(paths.num_queries, paths.num_keys, strict=True)
-    ):
+    sizes = zip(paths.num_queries, paths.num_keys, strict=True)
+    for (num_queries, num_keys), run in itertools.groupby(sizes):
+        count = len(list(run))
         q = query_QHD[query : query + count * num_queries]
         k, v = (x[key : key + count * num_keys] for x in (key_KGD, value_KGD))
         query += len(q)
@@ -171,8 +167,3 @@ def _masked(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-
-
-def _runs(sizes: Iterable[_Size]) -> list[tuple[_Size, int]]:
-    """Runs of equal sizes, each with its count: [5, 3, 3] -> [(5, 1), (3, 2)]."""
-    return [(size, len(list(group))) for size, group in itertools.groupby(sizes)]

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import os
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -66,16 +65,12 @@ class AttentionSizes:
 
     def __str__(self) -> str:
         """For messages, such as "32 heads (8 of keys) of 128 channels, cp=1"."""
+        special = "".join(f", windows of {window}" for window in self.windows if window)
+        special += ", sinks" if self.has_sinks else ""
         return (
             f"{self.heads} heads ({self.groups} of keys) of {self.head_width} channels, "
-            f"cp={self.cp}{self._special}"
+            f"cp={self.cp}{special}"
         )
-
-    @property
-    def _special(self) -> str:
-        """Windows and sinks, for messages."""
-        sizes = "".join(f", windows of {window}" for window in self.windows if window)
-        return sizes + (", sinks" if self.has_sinks else "")
 
     @property
     def has_windows(self) -> bool:
@@ -192,28 +187,6 @@ def te_runs(
     # It runs samples alone in any way that is left to it.
     is_asked = more_keys or has_sinks
     return not is_asked or te_backend(sizes, is_deterministic(), more_keys, dtype) != "unfused"
-
-
-def rows_of_ours(sizes: AttentionSizes, shares_prefixes: bool) -> list[str]:
-    """The rows that Transformer Engine's attention does not run, such as "windows and cp=2".
-
-    Args:
-        shares_prefixes: whether samples of a row share prefixes.
-    """
-    found = []
-    for kind, cp, more_keys in itertools.product(
-        sizes.kinds, (sizes.cp, sizes.widest.cp), (False, True) if shares_prefixes else (False,)
-    ):
-        if not te_runs(dataclasses.replace(kind, cp=cp), more_keys=more_keys):
-            names = {
-                "windows": kind.has_windows,
-                "sinks": kind.has_sinks,
-                "capped scores": kind.is_capped,
-                "shared prefixes": more_keys,
-                f"cp={cp}": cp > 1,
-            }
-            found.append(" and ".join(name for name, is_so in names.items() if is_so))
-    return list(dict.fromkeys(found))
 
 
 def te_obstacle(sizes: AttentionSizes) -> str | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -48,14 +49,8 @@ _SWITCHED = "_follows_rows"
 _OURS = "_packed_attention"
 
 
-@dataclasses.dataclass(frozen=True)
-class _MaskType:
-    """Megatron's AttnMaskType lacks this one; its wrapper passes on the name alone."""
-
-    name: str
-
-
-_BOTTOM_RIGHT = _MaskType("padding_causal_bottom_right")
+# Megatron's AttnMaskType lacks this one; its wrapper passes on the name alone.
+_BOTTOM_RIGHT = types.SimpleNamespace(name="padding_causal_bottom_right")
 
 
 def te_attentions(chunk: Any) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """torch's varlen attention over packed rows: one flash kernel for all samples of a row.
 
-`torch.nn.attention.varlen` exists since torch 2.10. It needs CUDA, bf16 or fp16, and heads of at
-most 256 channels. Its arguments differ between versions, see `varlen_options`.
+`torch.nn.attention.varlen` has scale and windows since torch 2.11. It needs CUDA, bf16 or fp16, and
+heads of at most 256 channels.
 
 Shape suffixes: Q queries, K keys, H heads, G groups of key and value heads, D channels, S1
 sequences plus one.
@@ -9,10 +9,9 @@ sequences plus one.
 
 from __future__ import annotations
 
-import functools
+import importlib.util
 import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +20,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapack.errors import ConfigError
-from megapack.model.attention.packed import PackedAttention, gather_rows
+from megapack.model.attention.packed import gather_rows
 from megapack.model.attention.row import RowView
+from megapack.model.attention.sdpa import PackedSDPA
 
 # Flash attention's kernels are compiled for head widths that are multiples of 8, up to 256.
 MAX_HEAD_WIDTH = 256
 HEAD_WIDTH_UNIT = 8
 
 
-class PackedVarlen(PackedAttention):
-    """`PackedAttention` with torch's varlen kernel.
+class PackedVarlen(PackedSDPA):
+    """`PackedAttention` with torch's varlen kernel; with sinks, which it does not know, SDPA.
 
     The kernel aligns the last query of a sequence with its last key. So with context parallelism
     each part of a rank's queries is passed as a separate sequence, with the keys up to the part's
@@ -52,6 +52,8 @@ class PackedVarlen(PackedAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
         """query [T, heads, d]; key [T, groups, d]; value [T, groups, v] -> [T, heads, v]."""
+        if self.softmax_offset is not None:
+            return super().attend(query, key, value, row)
         ends = (row.cu_seqlens_S1, row.cu_seqlens_S1, row.max_seqlen, row.max_seqlen)
         if row.cp > 1 or row.branches:
             paths = row.paths(self.window)
@@ -61,44 +63,28 @@ class PackedVarlen(PackedAttention):
         if width < key.shape[-1]:
             # The kernel takes one width. Further channels of zeros are zeros in the result.
             value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
-        attend = varlen_causal_attention
-        if self.softmax_offset is not None:
-            attend = functools.partial(varlen_sink_attention, self.softmax_offset)
-        out = attend(query, key, value, *ends, self.softmax_scale, self.window)
+        out = varlen_causal_attention(query, key, value, *ends, self.softmax_scale, self.window)
         return out[..., :width]
 
     def _refuse_unsupported(self, config: Any, mask: AttnMaskType, attention_type: str) -> None:
         super()._refuse_unsupported(config, mask, attention_type)
-        width = self.head_width
         if config.attention_dropout:
             raise ConfigError(
                 f"attention_dropout={config.attention_dropout}: torch's varlen attention has none; "
                 "set it to 0, or use PackedSDPA"
             )
-        has_sinks = getattr(config, "softmax_type", "vanilla") != "vanilla"
-        window = getattr(config, "window_size", None)
-        if obstacle := heads_obstacle([width], window=window, has_sinks=has_sinks):
+        if obstacle := heads_obstacle([self.head_width]):
             raise ConfigError(f"{obstacle}; use PackedSDPA")
 
 
-def heads_obstacle(widths: Sequence[int], *, window: Any, has_sinks: bool) -> str | None:
-    """Why the kernel does not run layers with heads of these channels; None if it does.
-
-    Args:
-        window: their windows, for the message; None = they have none.
-    """
+def heads_obstacle(widths: Sequence[int]) -> str | None:
+    """Why the kernel does not run layers with heads of these channels; None if it does."""
     for width in widths:
         if width > MAX_HEAD_WIDTH or width % HEAD_WIDTH_UNIT:
             return (
                 f"heads of {width} channels: torch's varlen attention takes multiples of "
                 f"{HEAD_WIDTH_UNIT} up to {MAX_HEAD_WIDTH}"
             )
-    # With sinks torch's flash attention itself is called, which has had windows for longer.
-    if window and not has_sinks and "window_size" not in _parameters(varlen_kernel()):
-        return (
-            f"window_size={window}: varlen attention of torch {torch.__version__} has no windows, "
-            "2.11 and later have"
-        )
     return None
 
 
@@ -128,15 +114,10 @@ def varlen_causal_attention(
         [Q, H, D].
     """
     kernel = varlen_kernel()
-    heads = query_QHD.shape[1]
-    groups = key_KGD.shape[1]
-    known = _parameters(kernel)
-    # 2.11 takes fewer heads of keys as they are, 2.12 with enable_gqa.
-    if heads != groups and "window_size" not in known:
-        key_KGD = key_KGD.repeat_interleave(heads // groups, dim=1)
-        value_KGD = value_KGD.repeat_interleave(heads // groups, dim=1)
-    if "scale" not in known:
-        query_QHD = query_QHD * (scale * math.sqrt(query_QHD.shape[-1]))
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    # 2.11 takes fewer heads of keys as they are.
+    if "enable_gqa" in inspect.signature(kernel).parameters:
+        options["enable_gqa"] = query_QHD.shape[1] != key_KGD.shape[1]
     # torch 2.15 would take cuDNN for causal rows, which builds a graph for each shape of a row (in
     # 42 ms, torch's pull request 191576) and never drops one. Earlier versions have flash only.
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -148,110 +129,17 @@ def varlen_causal_attention(
             key_ends_S1,
             max_queries,
             max_keys,
-            **varlen_options(known, scale=scale, gqa=heads != groups, window=window),
+            scale=scale,
+            **options,
         )
     return out
 
 
-def varlen_options(
-    known: Mapping[str, Any], *, scale: float, gqa: bool, window: int | None = None
-) -> dict[str, Any]:
-    """Arguments that make the kernel causal and scaled, for the installed version of torch.
-
-    torch 2.10 has `is_causal` and no scale, 2.11 has `window_size` and `scale` instead, 2.12 also
-    has `enable_gqa`.
-
-    Args:
-        known: names of the kernel's parameters.
-    """
-    before = -1 if window is None else window - 1
-    options = {"window_size": (before, 0), "scale": scale, "enable_gqa": gqa}
-    if "window_size" not in known:
-        options["is_causal"] = True
-    return {name: value for name, value in options.items() if name in known}
-
-
-def varlen_sink_attention(
-    sink_H: Tensor,
-    query_QHD: Tensor,
-    key_KGD: Tensor,
-    value_KGD: Tensor,
-    query_ends_S1: Tensor,
-    key_ends_S1: Tensor,
-    max_queries: int,
-    max_keys: int,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """`varlen_causal_attention` with one more logit in the softmax of each head, of value 0.
-
-    The kernel knows no sinks. With l the log-sum-exp of a query's scores and s the sink, the whole
-    softmax has L = logaddexp(l, s), and the output is exp(l - L) times the kernel's. The backward
-    of flash attention (Dao et al. 2022, arXiv 2205.14135, algorithm 4) reads output and log-sum-exp
-    only as those of the whole softmax, so given these it returns exact gradients. The sink's weight
-    is exp(s - L), its value 0, so its gradient is -exp(s - L) <dO, O>, summed over queries.
-
-    Args:
-        sink_H: the logits.
-    """
-    ends = (query_ends_S1, key_ends_S1, max_queries, max_keys)
-    out: Tensor = _WithSinks.apply(  # type: ignore[no-untyped-call]
-        query_QHD, key_KGD, value_KGD, sink_H, ends, scale, window
-    )
-    return out
-
-
-class _WithSinks(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink_H: Tensor,
-        ends: tuple[Tensor, Tensor, int, int],
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        ctx.options = {
-            "scale": scale,
-            "window_size_left": -1 if window is None else window - 1,
-            "window_size_right": 0,
-        }
-        ctx.is_causal = window is None
-        forward = flash_kernels()[0]
-        out, lse_HQ, ctx.rng_state, ctx.unused, _ = forward(
-            query, key, value, *ends, 0.0, ctx.is_causal, False, **ctx.options
-        )
-        total_HQ = torch.logaddexp(lse_HQ, sink_H.to(lse_HQ.dtype)[:, None])
-        out = (out * (lse_HQ - total_HQ).exp().t()[..., None]).to(out.dtype)
-        ctx.save_for_backward(query, key, value, sink_H, out, total_HQ, *ends[:2])
-        ctx.most = ends[2:]
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sink_H, out, total_HQ, *ends = ctx.saved_tensors
-        call = (*ends, *ctx.most, 0.0, ctx.is_causal, ctx.rng_state, ctx.unused)
-        grads = flash_kernels()[1](
-            grad.contiguous(), query, key, value, out, total_HQ, *call, **ctx.options
-        )
-        weights_HQ = (sink_H.to(total_HQ.dtype)[:, None] - total_HQ).exp()
-        products_HQ = (grad.to(total_HQ.dtype) * out).sum(-1).t()
-        grad_sink = -(weights_HQ * products_HQ).sum(1)
-        return *grads, grad_sink.to(sink_H.dtype), None, None, None
-
-
-def flash_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """torch's flash attention, which `varlen_attn` calls too: forward and backward."""
-    aten = torch.ops.aten
-    return aten._flash_attention_forward, aten._flash_attention_backward
-
-
-@functools.cache
-def _parameters(kernel: Callable[..., Any]) -> Mapping[str, Any]:
-    """Cached, because each layer needs it for each row."""
-    return inspect.signature(kernel).parameters
+def has_varlen() -> bool:
+    """Whether torch has the kernel, with scale and windows."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    return "window_size" in inspect.signature(varlen_kernel()).parameters
 
 
 def varlen_kernel() -> Callable[..., Any]:

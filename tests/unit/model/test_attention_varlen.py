@@ -19,7 +19,6 @@ from megapack.model.attention import varlen
 from megapack.model.attention.packed import packed_seq_params
 from megapack.model.attention.row import RowView, row_view
 from megapack.model.attention.varlen import PackedVarlen
-from megapack.rows.slices import slice_positions
 from megapack.schedule.checks import check_chunks
 from tests.groups import RankOf
 from tests.packed_attention import sample_attention
@@ -56,22 +55,6 @@ def causal(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: f
 def same_heads(q: Tensor, k: Tensor) -> None:
     if q.shape[1] != k.shape[1]:
         raise ValueError("Expect query and key/value to have the same number of heads")
-
-
-def kernel_2_10(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    return_aux: Any = None,
-) -> Tensor:
-    assert is_causal
-    same_heads(query, key)
-    return causal(query, key, value, cu_seq_q, cu_seq_k, 1 / math.sqrt(query.shape[-1]))
 
 
 def kernel_2_11(
@@ -116,10 +99,10 @@ def kernel_2_12(
     return kernel_2_11(*args, scale=scale, window_size=window_size)
 
 
-VERSIONS = [kernel_2_10, kernel_2_11, kernel_2_12]
+VERSIONS = [kernel_2_11, kernel_2_12]
 
 
-@pytest.fixture(params=VERSIONS, ids=["2.10", "2.11", "2.12"])
+@pytest.fixture(params=VERSIONS, ids=["2.11", "2.12"])
 def kernel(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Tensor]:
@@ -189,31 +172,6 @@ def test_the_module_accepts_bf16_and_flattens_heads(kernel: Callable[..., Tensor
     torch.testing.assert_close(out.double(), exact, atol=0.03, rtol=0.03)
 
 
-def test_slices_attend_as_the_whole_row_does(
-    kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cp = 2
-    q, k, v = (x.requires_grad_() for x in qkv())
-    whole = sample_attention(q, k, v, LENGTHS, SCALE)
-    weights = torch.linspace(-1, 1, q.numel()).view_as(q)
-    wanted = torch.autograd.grad((whole * weights).sum(), (q, k, v))
-    slices = [slice_positions(LENGTHS, cp, rank) for rank in range(cp)]
-
-    def gather(key: Tensor, value: Tensor, order_K: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-        """Concatenated slices of all ranks, as the collective returns them."""
-        return k[torch.cat(slices)][order_K], v[torch.cat(slices)][order_K]
-
-    monkeypatch.setattr(varlen, "gather_rows", gather)
-    total = [torch.zeros_like(x) for x in (q, k, v)]
-    for rank, mine in enumerate(slices):
-        out = core().attend(q[mine], k[mine], v[mine], view(rank, cp))
-        torch.testing.assert_close(out, whole[mine])
-        grads = torch.autograd.grad((out * weights[mine]).sum(), (q, k, v))
-        total = [a + b for a, b in zip(total, grads, strict=True)]
-    # The queries of each rank contribute to the gradients of keys and values.
-    torch.testing.assert_close(total, list(wanted))
-
-
 def test_sequences_of_a_slice_and_their_keys() -> None:
     paths = view(1, 2).paths()
     assert paths.query_ends.diff().tolist() == paths.num_queries == [2, 2, 1, 1, 3, 3, 1, 1]
@@ -275,10 +233,9 @@ def test_a_model_with_varlen_attention_is_accepted() -> None:
 
 def test_the_installed_torch_has_the_arguments_that_are_used() -> None:
     """Only the signature is tested, because the kernel needs CUDA."""
-    torch_varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch before 2.10")
-    known = inspect.signature(torch_varlen.varlen_attn).parameters
-    options = varlen.varlen_options(known, scale=SCALE, gqa=True)
-    assert set(options) <= set(known)
-    assert options.get("is_causal") or options["window_size"] == (-1, 0)
+    if not varlen.has_varlen():
+        pytest.skip("torch before 2.11")
+    known = inspect.signature(varlen.varlen_kernel()).parameters
+    assert {"scale", "window_size"} <= set(known)
     names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
     assert list(known)[:7] == names

@@ -13,7 +13,6 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from megapack.errors import ConfigError
 from megapack.layout import Layout
 from megapack.model.attention import sdpa, varlen
 from megapack.model.attention.packed import PackedAttention, layer_window, row_params
@@ -34,7 +33,7 @@ from tests.forests import (
     row_tensors,
     with_gradients,
 )
-from tests.rehearsal.flash import band, flash_backward, flash_forward, sequences
+from tests.rehearsal.flash import band, sequences
 
 pytestmark = pytest.mark.unit
 
@@ -72,7 +71,6 @@ def varlen_kernel(
 def replaced_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's kernels need CUDA."""
     monkeypatch.setattr(varlen, "varlen_kernel", lambda: varlen_kernel)
-    monkeypatch.setattr(varlen, "flash_kernels", lambda: (flash_forward, flash_backward))
 
 
 def core(
@@ -111,7 +109,12 @@ def compared(module: PackedAttention, row: Forest, inputs: tuple[Tensor, ...]) -
 
 @pytest.mark.parametrize(
     ("name", "sinks", "window"),
-    [*itertools.product(KERNELS, ("vanilla", "learnable"), WINDOWS)],
+    [
+        *itertools.product(KERNELS, ("vanilla",), WINDOWS),
+        *itertools.product(("sdpa",), ("learnable",), WINDOWS),
+        # SDPA runs sinks.
+        ("varlen", "learnable", 3),
+    ],
 )
 def test_samples_and_prefixes_equal_a_mask(name: str, sinks: str, window: int | None) -> None:
     for seed, depth in enumerate((0, 1, 3, 4)):
@@ -121,7 +124,7 @@ def test_samples_and_prefixes_equal_a_mask(name: str, sinks: str, window: int | 
 
 
 @pytest.mark.parametrize(
-    ("name", "sinks", "window"), [*((name, "learnable", 4) for name in KERNELS), PLAIN]
+    ("name", "sinks", "window"), [("sdpa", "learnable", 4), ("varlen", "vanilla", 4), PLAIN]
 )
 @pytest.mark.parametrize(("heads", "groups", "value_width"), [(4, 4, 8), (4, 1, 8), (4, 2, 5)])
 def test_heads_may_differ(
@@ -135,7 +138,7 @@ def test_heads_may_differ(
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize(
     ("name", "sinks", "window"),
-    [*itertools.product(KERNELS, ("learnable",), (3, None)), PLAIN],
+    [("sdpa", "learnable", 3), ("sdpa", "learnable", None), ("varlen", "vanilla", 3), PLAIN],
 )
 def test_slices_attend_as_the_whole_row_does(
     name: str, sinks: str, window: int | None, cp: int, monkeypatch: pytest.MonkeyPatch
@@ -177,13 +180,14 @@ def test_pieces_attend_as_the_whole_sample_does(
 ) -> None:
     # In float64, which the real varlen kernel refuses.
     monkeypatch.setattr(PackedVarlen, "forward", PackedAttention.forward)
-    module = core(name, window, "learnable")
+    module = core(name, window, "learnable" if name == "sdpa" else "vanilla")
     row = Forest((), tuple(LENGTHS))
     inputs = row_tensors(sum(LENGTHS), HEADS, GROUPS, D)
     sink = module.softmax_offset
+    leaves = inputs if sink is None else (*inputs, sink)
     whole = masked_attention(*inputs, row.windowed_TT(window), SCALE, sink)
     weights = torch.linspace(-1, 1, whole.numel(), dtype=whole.dtype).view_as(whole).sin()
-    wanted = torch.autograd.grad((whole * weights).sum(), (*inputs, sink))
+    wanted = torch.autograd.grad((whole * weights).sum(), leaves)
 
     batch = SampleBatch([list(range(n)) for n in LENGTHS])
     rows = []
@@ -205,7 +209,7 @@ def test_pieces_attend_as_the_whole_sample_does(
         losses.append((out * weights[indices]).sum())
     for loss in reversed(losses):
         loss.backward()
-    found = [x.grad for x in (*inputs, sink) if x.grad is not None]
+    found = [x.grad for x in leaves if x.grad is not None]
     assert error(found, list(wanted)) < 1e-12
 
 
@@ -284,17 +288,6 @@ def test_ranks_split_sinks_by_heads() -> None:
     # So that the gradient norm counts each rank's.
     assert offset.tensor_model_parallel
     assert offset.partition_dim == 0
-
-
-def kernel_without_windows(query: Tensor, is_causal: bool = False) -> Tensor:
-    raise AssertionError
-
-
-def test_windows_need_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "varlen_kernel", lambda: kernel_without_windows)
-    core("varlen")
-    with pytest.raises(ConfigError, match=r"window_size=\(3, 0\).*2.11 and later.*PackedSDPA"):
-        core("varlen", 4)
 
 
 Change = Callable[[pytest.MonkeyPatch], None]
