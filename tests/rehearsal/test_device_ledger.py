@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 from tests.job_in_process import job_of_one
 from tests.rehearsal.device_ledger import DeviceLedger, Kind
@@ -189,29 +188,6 @@ def test_backwards_are_seen_and_gradients_are_on_the_gpu(ledger: DeviceLedger) -
     assert entry.frame.function == "backward"
     assert weight.grad is not None
     assert is_on_gpu(weight.grad)
-
-
-def test_recomputation_counts_again(ledger: DeviceLedger) -> None:
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        total = x.sum().item()
-        return x * x * total
-
-    weight = torch.ones(3, device="cuda", requires_grad=True)
-    checkpoint(layer, weight, use_reentrant=False).sum().backward()
-    assert whats(ledger, "wait") == {"item": 2}
-    with torch.no_grad():
-        layer(weight)
-    assert whats(ledger, "wait") == {"item": 3}
-
-
-@pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor. is deprecated:FutureWarning")
-def test_the_wait_of_a_collective_is_not_the_hosts(ledger: DeviceLedger) -> None:
-    with job_of_one():
-        group = dist.new_group()
-        ledger.host_groups.clear()
-        out, whole = torch.ones(2, device="cuda"), torch.ones(2, device="cuda")
-        dist.reduce_scatter_tensor(out, whole, group=group)
-    assert not ledger.entries
 
 
 def test_a_kernel_takes_tensors_of_the_gpu_alone(ledger: DeviceLedger) -> None:

@@ -89,11 +89,6 @@ def test_one_sample_with_fractions_makes_the_field_float() -> None:
     assert batch.field_dtype("advantages") == torch.float32
 
 
-def test_float64_fields_become_float32() -> None:
-    batch = batch_of(old=[np.array([0.5, 1.0]), np.array([2.0])])
-    assert batch.field_dtype("old") == torch.float32
-
-
 def test_integer_fields_stay_integers() -> None:
     batch = batch_of(kind=[[1, 2], [3]])
     assert batch.field_dtype("kind") == torch.int64
@@ -103,13 +98,6 @@ def test_integer_fields_stay_integers() -> None:
 def test_fields_are_detached() -> None:
     values = torch.ones(3, requires_grad=True) * 2
     assert not batch_of(old=[values, [1.0]]).field("old", 0).requires_grad
-
-
-def test_set_field_replaces_a_field() -> None:
-    batch = batch_of(old=[[1.0], [1.0]])
-    batch.set_field("old", [[2.0], [3.0]])
-    assert batch.field("old", 0).tolist() == [0.0, 0.0, 2.0]
-    assert batch.field_names == ("old",)
 
 
 @MASKS
@@ -151,11 +139,6 @@ def test_one_number_each_for_more_samples_than_columns() -> None:
     reward_B = torch.arange(6.0)
     batch = SampleBatch.from_padded(torch.ones(6, 2).long(), torch.ones(6, 2), {"r": reward_B})
     assert [batch.field("r", i).item() for i in range(6)] == reward_B.tolist()
-
-
-def test_padded_spans_of_a_mask() -> None:
-    assert padded_spans(LEFT_MASK) == [(2, 5), (3, 5)]
-    assert padded_spans(RIGHT_MASK.bool()) == [(0, 3), (0, 2)]
 
 
 FIELD_ERRORS: dict[str, tuple[Any, str]] = {

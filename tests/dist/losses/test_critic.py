@@ -93,6 +93,7 @@ def test_resumed_on_two_stages(whole: tuple[Path, list[dict[str, Any]]], tmp_pat
             assert one[name] == pytest.approx(other[name], rel=2e-5, abs=1e-6), name
 
 
+@pytest.mark.weekly
 def test_a_checkpoint_without_a_critic_is_refused(tmp_path: Path) -> None:
     without = ("critic.enabled=false", "objective.gae_lambda=1.0", "objective.kl_in_reward_coef=0")
     finished(tmp_path, *without)

@@ -18,7 +18,7 @@ from torch import Tensor
 from megapack.cost.sizes import FLASH_WIDTH
 from megapack.errors import ConfigError, ScheduleError
 from megapack.layout import Layout
-from megapack.model.attention import packed, sdpa
+from megapack.model.attention import packed
 from megapack.model.attention.packed import (
     packed_seq_params,
     row_params,
@@ -29,7 +29,7 @@ from megapack.model.attention.sdpa import PackedSDPA
 from megapack.plan import MicroBatch
 from megapack.rows.packed import PackedRow
 from megapack.rows.packing import pack_row
-from megapack.rows.slices import slice_positions, slice_row
+from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch
 from tests.dist.spawn import run_code
 from tests.packed_attention import packed_attention
@@ -51,28 +51,6 @@ def qkv(lengths: list[int], heads: int = HEADS, groups: int = GROUPS) -> tuple[T
 def spans(lengths: list[int]) -> list[slice]:
     stops = torch.tensor(lengths).cumsum(0).tolist()
     return [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
-
-
-def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one sample, written out in double precision."""
-    q, k, v = (x.double() for x in (q, k, v))
-    out = torch.zeros_like(q)
-    for head in range(q.shape[1]):
-        group = head // (q.shape[1] // k.shape[1])
-        for t in range(q.shape[0]):
-            p = ((k[: t + 1, group] @ q[t, head]) * SCALE).softmax(0)
-            out[t, head] = p @ v[: t + 1, group]
-    return out
-
-
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
-def test_each_sample_gets_its_own_causal_attention(heads: int, groups: int) -> None:
-    q, k, v = qkv(LENGTHS, heads, groups)
-    out = packed_attention(q, k, v, LENGTHS, SCALE)
-    assert out.shape == q.shape
-    for rows in spans(LENGTHS):
-        expected = by_hand(q[rows], k[rows], v[rows])
-        torch.testing.assert_close(out[rows].double(), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_wide_heads_have_keys_of_their_own() -> None:
@@ -104,49 +82,6 @@ def test_no_sample_sees_another(changed: int, which: str) -> None:
         # A token that attends only to itself does not depend on its query and key.
         equal = sample != changed or (which != "v" and LENGTHS[sample] == 1)
         assert torch.equal(before[rows], after[rows]) == equal
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
-def test_packed_equals_one_sample_at_a_time(lengths: list[int]) -> None:
-    q, k, v = qkv(lengths)
-    out = packed_attention(q, k, v, lengths, SCALE)
-    alone = [packed_attention(q[s], k[s], v[s], [s.stop - s.start], SCALE) for s in spans(lengths)]
-    torch.testing.assert_close(out, torch.cat(alone), atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])
-def test_slices_attend_as_the_whole_row_does(cp: int, heads: int, groups: int) -> None:
-    lengths = [2 * cp * units for units in (1, 3, 2, 2, 1)]
-    q, k, v = (x.double().requires_grad_() for x in qkv(lengths, heads, groups))
-    weights = torch.linspace(-1, 1, q.numel()).view_as(q)
-    whole = packed_attention(q, k, v, lengths, SCALE)
-    wanted = torch.autograd.grad((whole * weights).sum(), (q, k, v))
-    parts = []
-    for rank in range(cp):
-        mine = slice_positions(lengths, cp, rank)
-        out = packed_attention(q[mine], k, v, lengths, SCALE, cp=cp, rank=rank)
-        torch.testing.assert_close(out, whole[mine])
-        parts.append(torch.autograd.grad((out * weights[mine]).sum(), (q, k, v)))
-    # The queries of each rank contribute to the gradients of keys and values.
-    for of_ranks, want in zip(zip(*parts, strict=True), wanted, strict=True):
-        torch.testing.assert_close(torch.stack(of_ranks).sum(0), want)
-
-
-def test_neighbours_of_equal_length_run_as_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes: list[tuple[int, ...]] = []
-    torch_sdpa = sdpa.F.scaled_dot_product_attention
-
-    def record(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        shapes.append(tuple(q.shape[::2]))
-        return torch_sdpa(q, *args, **kwargs)
-
-    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", record)
-    lengths = [70, 64, 64, 64, 64, 22]
-    packed_attention(*qkv(lengths), lengths, SCALE)
-    # (samples, tokens) of each call; equal dummies of the tail are one call.
-    assert shapes == [(1, 70), (4, 64), (1, 22)]
 
 
 def config(**changes: Any) -> SimpleNamespace:
@@ -234,12 +169,6 @@ def test_a_bucket_covers_the_sample_but_is_not_the_row(max_seqlen: int, extra: i
 def test_there_are_few_buckets() -> None:
     assert len({seqlen_bucket(n, 1_000_003) for n in range(1, 131_073)}) <= 24
     assert [seqlen_bucket(n, 1) for n in (1, 64, 65, 96, 97, 129)] == [64, 64, 96, 96, 128, 192]
-
-
-@pytest.mark.parametrize("row_tokens", [64, 96, 128, 192, 4096])
-def test_a_bucket_of_the_rows_length_is_skipped(row_tokens: int) -> None:
-    bucket = seqlen_bucket(row_tokens, row_tokens)
-    assert row_tokens < bucket <= row_tokens * 3 // 2
 
 
 def test_params_have_the_fields_of_the_installed_version() -> None:

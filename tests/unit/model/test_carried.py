@@ -15,11 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from megapack.layout import Layout
 from megapack.model import carried
 from megapack.model.attention.packed import packed_seq_params, row_params
-from megapack.model.attention.paths import key_paths
 from megapack.model.attention.row import RowView, row_view
 from megapack.model.attention.sdpa import (
     PackedSDPA,
-    path_causal_attention,
 )
 from megapack.model.attention.te_rows import gathered_params
 from megapack.plan import MicroBatch, Part
@@ -27,7 +25,6 @@ from megapack.prefixes import EARLIER, Branch
 from megapack.rows.chain import Chain, Link, Piece, link_rows
 from megapack.rows.packed import PlacedRow
 from megapack.rows.packing import pack_row
-from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch
 from tests.packed_attention import sample_attention
 
@@ -180,30 +177,6 @@ def test_positions_of_a_row_begin_at_its_piece() -> None:
 
 def piece_branch(tokens: int) -> Branch:
     return Branch(start=0, tokens=tokens, offset=9, parent=EARLIER, samples=(0,), end=tokens)
-
-
-@pytest.mark.parametrize("cp", [1, 2])
-def test_gathered_keys_equal_the_whole_sample_on_each_rank(cp: int) -> None:
-    before, own, other = [8, 4], 12, 8
-    lengths = [sum(before) + own, other]
-    generator = torch.Generator().manual_seed(5)
-    q, k, v = (
-        torch.randn(sum(lengths), heads, D, generator=generator)
-        for heads in (HEADS, GROUPS, GROUPS)
-    )
-    expected = sample_attention(q, k, v, lengths, SCALE)[sum(before) :]
-    row_lengths = [own, other]
-    branches = [piece_branch(own)]
-    for rank in range(cp):
-        mine = slice_positions(row_lengths, cp, rank)
-        queries = q[sum(before) :][mine]
-        paths = key_paths(row_lengths, branches, carried=before, cp=cp, cp_rank=rank)
-        # All ranks' slices of the carried pieces and the row, one rank after the other.
-        spans = [*before, *row_lengths]
-        order = torch.cat([slice_positions(spans, cp, each) for each in range(cp)])
-        keys, values = (x[order][paths.order_K] for x in (k, v))
-        gathered = path_causal_attention(queries, keys, values, paths, SCALE)
-        torch.testing.assert_close(gathered, expected[mine], atol=2e-6, rtol=1e-5)
 
 
 def test_transformer_engine_gets_the_lengths_of_queries_and_keys() -> None:

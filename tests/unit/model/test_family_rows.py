@@ -14,10 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megapack.layout import Layout
 from megapack.model.attention.packed import row_params
-from megapack.model.attention.paths import key_paths
 from megapack.model.attention.sdpa import (
     PackedSDPA,
-    path_causal_attention,
 )
 from megapack.model.experts.chains import piece_balance_loss
 from megapack.model.experts.rows import RoutingShape, balance_loss, routing_row
@@ -26,7 +24,6 @@ from megapack.prefixes import EARLIER, PrefixTable, SharedPrefixes, row_branches
 from megapack.rows.chain import Piece, link_rows
 from megapack.rows.packed import PackedRow, PlacedRow
 from megapack.rows.packing import pack_row
-from megapack.rows.slices import slice_positions
 from megapack.samples import SampleBatch
 from tests.packed_attention import sample_attention
 
@@ -163,31 +160,6 @@ def test_outputs_and_gradients_are_those_of_whole_samples(*, recomputes: bool) -
         torch.testing.assert_close(one.grad, other.grad, atol=5e-6, rtol=1e-5)
     assert made[0].link is not None
     assert not any(made[0].link.chain.kept.values())
-
-
-@pytest.mark.parametrize("cp", [1, 2])
-def test_gathered_keys_on_each_rank(cp: int) -> None:
-    layout = Layout(cp=cp)
-    first, _, row = placed(rows(layout))
-    q, k, v = (x.detach() for x in inputs())
-    expected = sample_attention(*(x[canonical()] for x in (q, k, v)), LENGTHS, SCALE)
-    q, k, v = (
-        torch.cat([x[canonical()][FIRSTS[1] : FIRSTS[1] + 8], _in_row(x, row)]) for x in (q, k, v)
-    )
-    assert row.link is not None
-    assert first.padded_lengths[0] == 8
-    carried = row.link.earlier
-    position, token = tokens_of(row)
-    for rank in range(cp):
-        mine = slice_positions(row.padded_lengths, cp, rank)
-        paths = key_paths(row.padded_lengths, row.branches, carried=carried, cp=cp, cp_rank=rank)
-        spans = [*carried, *row.padded_lengths]
-        order = torch.cat([slice_positions(spans, cp, each) for each in range(cp)])
-        keys, values = (x[order][paths.order_K] for x in (k, v))
-        found = path_causal_attention(q[8:][mine], keys, values, paths, SCALE)
-        wanted = torch.zeros(row.row_tokens, HEADS, D).index_copy(0, position, expected[token])
-        is_token = torch.isin(mine, position)
-        torch.testing.assert_close(found[is_token], wanted[mine][is_token], atol=2e-6, rtol=1e-5)
 
 
 def _in_row(values: Tensor, row: PackedRow) -> Tensor:

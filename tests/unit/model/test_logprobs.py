@@ -124,33 +124,6 @@ def test_rows_of_padding_have_no_gradient_under_a_cap() -> None:
     assert torch.equal(grad_VH[V:], torch.zeros(3, H))
 
 
-def test_the_gradient_equals_finite_differences() -> None:
-    hidden_RH, weight_VH, labels_R = problem(4)
-    head = VocabHead(weight_VH=weight_VH, chunk_tokens=3, with_entropy=True)
-
-    def loss(hidden: Tensor) -> Tensor:
-        logprobs_R, entropy_R = vocab_parallel_logprobs(hidden, labels_R, head)
-        assert entropy_R is not None
-        return (logprobs_R + 2 * entropy_R).sum()
-
-    (grad_RH,) = gradients(loss(hidden_RH), hidden_RH)
-    direction_RH = torch.randn(4, H, generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        slope = (
-            loss(hidden_RH + 1e-2 * direction_RH) - loss(hidden_RH - 1e-2 * direction_RH)
-        ) / 2e-2
-    torch.testing.assert_close((grad_RH * direction_RH).sum(), slope, atol=2e-3, rtol=2e-3)
-
-
-def test_entropy_is_none_unless_requested() -> None:
-    hidden_RH, weight_VH, labels_R = problem()
-    logprobs_R, entropy_R = vocab_parallel_logprobs(
-        hidden_RH, labels_R, VocabHead(weight_VH=weight_VH, chunk_tokens=3)
-    )
-    assert entropy_R is None
-    torch.testing.assert_close(logprobs_R, whole(hidden_RH, weight_VH, labels_R)[0])
-
-
 def test_no_positions_give_no_values_and_zero_gradients() -> None:
     hidden_RH, weight_VH, labels_R = problem(0)
     head = VocabHead(weight_VH=weight_VH, with_entropy=True)
@@ -253,17 +226,6 @@ def test_logprobs_do_not_depend_on_the_chunk(dtype: torch.dtype) -> None:
         assert torch.equal(of_chunks(chunk_tokens), of_chunks(None))
 
 
-def test_the_entropy_does_not_change_logprobs() -> None:
-    hidden_RH, weight_VH, labels_R = problem()
-    plain, with_entropy = (
-        vocab_parallel_logprobs(
-            hidden_RH, labels_R, VocabHead(weight_VH=weight_VH, with_entropy=entropy)
-        )[0]
-        for entropy in (False, True)
-    )
-    assert torch.equal(plain, with_entropy)
-
-
 def test_the_default_chunk_follows_the_vocabulary() -> None:
     weight_VH = torch.zeros(151_936 // 2, 1)
     head = VocabHead(weight_VH=weight_VH, tp_group=RankOf(0, 2))
@@ -316,13 +278,6 @@ def test_two_numbers_per_position_are_saved_for_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         vocab_parallel_logprobs(hidden_RH, labels_R, head)
     assert kept == [R, R]
-
-
-def test_first_token_of_a_rank() -> None:
-    weight_VH = torch.zeros(V, H)
-    assert VocabHead(weight_VH=weight_VH).first_token == 0
-    assert VocabHead(weight_VH=weight_VH, tp_group=RankOf(0, 2)).first_token == 0
-    assert VocabHead(weight_VH=weight_VH, tp_group=RankOf(1, 2)).first_token == V
 
 
 def padded(weight_VH: Tensor, rows: int) -> Tensor:
@@ -386,24 +341,13 @@ def test_rows_of_each_rank_that_are_ids() -> None:
     assert VocabHead(weight_VH=weight_VH).num_rows == 96
 
 
-@pytest.mark.parametrize("label", [V, V + 4, V + 5])
-def test_a_label_that_is_padding_has_no_logprob(label: int) -> None:
+@pytest.mark.parametrize("label", [-1, V, V + 4, V + 1000])
+def test_a_label_that_is_no_id_has_no_logprob(label: int) -> None:
+    """Ids end before five rows of padding."""
     hidden_RH, ids_VH, labels_R = problem(3)
     labels_R[1] = label
     head = VocabHead(weight_VH=padded(ids_VH, 5), num_ids=V)
     logprobs_R, _ = vocab_parallel_logprobs(hidden_RH, labels_R, head)
-    assert torch.isfinite(logprobs_R).tolist() == [True, False, True]
-
-
-@pytest.mark.parametrize("label", [-1, V, V + 1000])
-def test_a_label_outside_the_vocabulary_has_no_logprob(label: int) -> None:
-    hidden_RH, weight_VH, labels_R = problem(3)
-    labels_R[1] = label
-    # An error or a NaN, which shows in the loss; -log Z would be wrong without notice.
-    try:
-        logprobs_R, _ = vocab_parallel_logprobs(hidden_RH, labels_R, VocabHead(weight_VH=weight_VH))
-    except (ValueError, IndexError):
-        return
     assert torch.isfinite(logprobs_R).tolist() == [True, False, True]
 
 

@@ -141,35 +141,6 @@ def test_without_a_loss_the_index_has_no_gradient() -> None:
     assert all(gradient.norm() == 0 for gradient in got[5:])
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_samples_up_to_top_k_are_dense(row: str) -> None:
-    lengths, branches, carried = ROWS[row]
-    paths = key_paths(lengths, branches, carried=carried)
-    given = inputs(sum(lengths), len(paths.order_K))
-    index = Index(given.index_query, given.index_weight, given.index_key)
-    out, _ = sparse_attention(
-        given.query, given.key, given.value, index, paths, top_k=max(paths.num_keys), scale=SCALE
-    )
-    parts = zip(
-        given.query.split(paths.num_queries),
-        given.key.split(paths.num_keys),
-        given.value.split(paths.num_keys),
-        strict=True,
-    )
-    for own, (query, key, value) in zip(out.split(paths.num_queries), parts, strict=True):
-        mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
-        heads = (x.transpose(0, 1) for x in (query, key, value))
-        full = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=SCALE)
-        torch.testing.assert_close(own, full.transpose(0, 1), rtol=1e-12, atol=1e-12)
-
-
-def test_fewer_keys_give_other_outputs() -> None:
-    """So that the tests above see which keys are chosen."""
-    few, _ = results("samples", top_k=3)
-    more, _ = results("samples", top_k=4)
-    assert (few[0] - more[0]).norm() / few[0].norm() > 0.05
-
-
 def test_of_equal_scores_the_first_keys_are_chosen() -> None:
     scores = torch.tensor([[0.0, 2.0, 0.0, 0.0, 1.0], [0.0] * 5, [-1.0, -torch.inf, 0.0, 3.0, 3.0]])
     visible = torch.tensor([[True] * 5, [True, True, False, False, False], [True] * 4 + [False]])

@@ -108,19 +108,6 @@ def test_the_other_attributes_of_the_example() -> None:
     assert row.losses.weights_R.dtype == torch.float32
 
 
-def test_unpacking_the_example() -> None:
-    found = unpack_row(row_of((0, 1), 6), torch.tensor([1.0, 2.0, 3.0]))
-    assert [x.tolist() for x in found] == [[0, 1, 2], [0, 3]]
-
-
-def test_a_row_keeps_the_order_of_the_micro_batch() -> None:
-    row = row_of((3, 0), 7)
-    assert row.tokens_T.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert row.labels_T.tolist() == [2, 3, 4, 0, 6, 7, 0]
-    assert [branch.start for branch in row.branches] == [0, 4]
-    assert row.lengths == (4, 3)
-
-
 def test_alignment_pads_inside_each_sample() -> None:
     # cp=2: each sample is padded to a multiple of 4 tokens.
     row = row_of((0, 1, 2), 12, Layout(cp=2))
@@ -159,11 +146,6 @@ def test_a_row_has_only_the_requested_fields() -> None:
     assert set(row_of((0,), 3, data=data).losses.fields) == {"old", "ref"}
     assert set(row_of((0,), 3, data=data, field_names=["ref"]).losses.fields) == {"ref"}
     assert not row_of((0,), 3, data=data, field_names=()).losses.fields
-
-
-def test_integer_fields_stay_integers() -> None:
-    row = row_of((0,), 3, data=batch(kind=[[1, 2, 3], [1, 2], [1], [1, 2, 3, 4]]))
-    assert row.losses.fields["kind"].dtype == torch.int64
 
 
 def test_a_padding_micro_batch_is_all_dummies() -> None:

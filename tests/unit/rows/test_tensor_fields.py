@@ -102,10 +102,3 @@ def test_a_chunk_gets_the_tensors_its_forward_accepts() -> None:
     assert accepted_inputs(ModelWithPixels(), names) == ("pixels",)
     assert accepted_inputs(torch.nn.Sequential(ModelWithPixels()), names) == ()
     assert accepted_inputs(torch.nn.Linear(1, 1), names) == ()
-
-
-def test_from_prompt_response_accepts_tensors() -> None:
-    data = SampleBatch.from_prompt_response(
-        [[1], [2]], [[3], [4]], tensors={"pixels": TensorField(PIXELS[:2])}
-    )
-    assert data.tensor_names == ("pixels",)
