@@ -71,14 +71,10 @@ def installed_at() -> Path | None:
 @functools.cache
 def _is_release_without_compiled_part(folder: Path) -> bool:
     # What has no metadata is no release, such as a folder of that name in the working directory.
-    return _is_installed(PACKAGE) and not _has_compiled_part(folder)
-
-
-def _has_compiled_part(folder: Path) -> bool:
+    if not _is_installed(PACKAGE) or any(map(_is_installed, _COMPILED_PACKAGES)):
+        return False
     places = (folder, folder / "wheel_lib", folder.parent)
-    if any(next(place.glob(name), None) for place in places for name in _LIBRARIES):
-        return True
-    return any(_is_installed(name) for name in _COMPILED_PACKAGES)
+    return not any(next(place.glob(name), None) for place in places for name in _LIBRARIES)
 
 
 def _is_installed(distribution: str) -> bool:

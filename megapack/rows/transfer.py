@@ -69,13 +69,9 @@ def _copied(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     # torch gives a pinned buffer to somebody else only after the copies from it have run.
     is_pinned = device.type == "cuda"
     buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=is_pinned)
-    _write(tensors, starts, buffer)
-    return _views(tensors, starts, buffer.to(device, non_blocking=True))
-
-
-def _write(tensors: list[Tensor], starts: list[int], buffer: Tensor) -> None:
     for tensor, view in zip(tensors, _views(tensors, starts, buffer), strict=True):
         view.copy_(tensor)
+    return _views(tensors, starts, buffer.to(device, non_blocking=True))
 
 
 def _views(tensors: list[Tensor], starts: list[int], buffer: Tensor) -> list[Tensor]:

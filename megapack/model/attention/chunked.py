@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megapack.model.attention.paths import Paths
+from megapack.model.attention.paths import Paths, seen_QK
 from megapack.model.recurrent.scan import at_least_fp32
 
 # Scores of a chunk, over all heads: 64 MiB in fp32. Chosen by hand.
@@ -38,11 +38,7 @@ class Chunk(NamedTuple):
         """bool: which keys each query may not see; with a window it sees no more than so many."""
         num_queries = self.queries.stop - self.queries.start
         num_keys = self.keys.stop - self.keys.start
-        all_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-        seen_QK = all_QK.tril(num_keys - num_queries)
-        if window is not None:
-            seen_QK = seen_QK.triu(num_keys - num_queries - window + 1)
-        return ~seen_QK
+        return ~seen_QK(num_queries, num_keys, window, device)
 
 
 Attend = Callable[..., tuple[Tensor, Tensor | None]]

@@ -132,6 +132,14 @@ def _cumulative(counts: Sequence[int]) -> Tensor:
     return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
 
 
+def seen_QK(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """bool: the keys that the last queries of a sequence see, with a window at most so many."""
+    all_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    last = num_keys - num_queries
+    causal_QK = all_QK.tril(last)
+    return causal_QK if window is None else causal_QK.triu(last - window + 1)
+
+
 def chunk_ends(length: int, cp: int, cp_rank: int) -> list[int]:
     """Where each part of a rank's queries ends in a sample, which is also the number of its keys.
 

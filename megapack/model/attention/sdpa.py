@@ -11,7 +11,7 @@ from torch import Tensor
 from megapack.cost.sizes import FLASH_WIDTH
 from megapack.model.attention.capped import capped_attention
 from megapack.model.attention.packed import PackedAttention, gather_rows
-from megapack.model.attention.paths import Paths
+from megapack.model.attention.paths import Paths, seen_QK
 from megapack.model.attention.row import RowView
 
 
@@ -145,9 +145,7 @@ def _causal_mask(q: Tensor, k: Tensor, window: int | None) -> Tensor | None:
     # `is_causal` aligns the first query with the first key; here the last ones are aligned. The
     # mask has at most L^2 / (2 * cp) bytes for a sample of L tokens: 256 MiB for 32768 at cp=2.
     # With a window w it has at most 2 w^2.
-    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
-    mask = mask.tril(num_keys - num_queries)
-    return mask if window is None else mask.triu(num_keys - num_queries - window + 1)
+    return seen_QK(num_queries, num_keys, window, q.device)
 
 
 def _masked(

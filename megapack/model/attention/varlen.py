@@ -9,6 +9,7 @@ sequences plus one.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
@@ -115,8 +116,7 @@ def varlen_causal_attention(
     """
     kernel = varlen_kernel()
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
-    # 2.11 takes fewer heads of keys as they are.
-    if "enable_gqa" in inspect.signature(kernel).parameters:
+    if _takes_gqa(kernel):
         options["enable_gqa"] = query_QHD.shape[1] != key_KGD.shape[1]
     # torch 2.15 would take cuDNN for causal rows, which builds a graph for each shape of a row (in
     # 42 ms, torch's pull request 191576) and never drops one. Earlier versions have flash only.
@@ -133,6 +133,15 @@ def varlen_causal_attention(
             **options,
         )
     return out
+
+
+@functools.cache
+def _takes_gqa(kernel: Callable[..., Any]) -> bool:
+    """Whether the kernel must be told of fewer heads of keys; torch 2.11 takes them as they are.
+
+    Cached, because each layer needs it for each row.
+    """
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def has_varlen() -> bool:

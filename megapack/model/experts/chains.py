@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.model.experts.rows import branch_shares, whole_sample_counts
+from megapack.model.experts.rows import branch_shares, sample_counts
 from megapack.rows.packed import RoutingRow
 
 
@@ -51,7 +51,7 @@ def piece_balance_loss(
     assert link is not None
     rows = link.kept(layer)
     if link.index not in rows:
-        counts_SE = whole_sample_counts(chosen_tE, row, scores_tE.dtype)
+        counts_SE = sample_counts(chosen_tE, row, scores_tE.dtype)
         rows[link.index] = _Counted(replace(row, link=None), link.samples_n, counts_SE)
     own = rows[link.index]
     is_complete = len(rows) == link.chain.num_rows

@@ -225,25 +225,16 @@ def balance_loss(scores_tE: Tensor, chosen_tE: Tensor, row: RoutingRow, top_k: i
     >>> balance_loss(scores, torch.tensor([[True, False], [True, False]]), row, top_k=1)
     tensor(2.5000)
     """
-    counts_SE = whole_sample_counts(chosen_tE, row, scores_tE.dtype)
+    counts_SE = sample_counts(chosen_tE, row, scores_tE.dtype)
     share_SE = counts_SE * (scores_tE.shape[1] / top_k) / row.lengths_S[:, None]
     return (scores_tE * branch_shares(share_SE, row)[row.branches_t]).sum()
 
 
-def whole_sample_counts(chosen_tE: Tensor, row: RoutingRow, dtype: torch.dtype) -> Tensor:
-    """How often each sample's tokens in the whole row choose each expert, [S, E]; collective in the
-    row's groups."""
-    counts_SE = sample_counts(chosen_tE, row, dtype)
-    for group in row.groups:
-        if group.size() > 1:
-            dist.all_reduce(counts_SE, group=group)
-    return counts_SE
-
-
 def sample_counts(chosen_tE: Tensor, row: RoutingRow, dtype: torch.dtype) -> Tensor:
-    """How often each sample's tokens on this rank choose each expert, [S, E].
+    """How often each sample's tokens in the whole row choose each expert, [S, E].
 
-    These are what ranks exchange, since a row has at least as many branches as samples.
+    The ranks of the row's groups exchange their counts: of samples, since a row has at least as
+    many branches.
     """
     num_experts = chosen_tE.shape[1]
     device = chosen_tE.device
@@ -251,7 +242,11 @@ def sample_counts(chosen_tE: Tensor, row: RoutingRow, dtype: torch.dtype) -> Ten
     counts_JE = torch.zeros(row.num_branches + 1, num_experts, dtype=dtype, device=device)
     counts_JE.index_add_(0, row.branches_t, chosen_tE.to(dtype))
     counts_SE = torch.zeros(len(row.samples), num_experts, dtype=dtype, device=device)
-    return counts_SE.index_add_(0, row.sample_of_P, counts_JE[row.branch_of_P])
+    counts_SE.index_add_(0, row.sample_of_P, counts_JE[row.branch_of_P])
+    for group in row.groups:
+        if group.size() > 1:
+            dist.all_reduce(counts_SE, group=group)
+    return counts_SE
 
 
 def branch_shares(share_SE: Tensor, row: RoutingRow) -> Tensor:

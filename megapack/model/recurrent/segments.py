@@ -147,7 +147,7 @@ def row_segments(
                 lengths=tuple(own),
                 ends_N1=ends_N1,
                 host_ends_N1=ends_N1,
-                numbers_1L=_numbers(own)[None],
+                numbers_1L=torch.arange(len(own)).int().repeat_interleave(torch.tensor(own))[None],
                 positions_L=positions[depth] if last else None,
                 parents_N=torch.tensor(before) if depth or any(before) else None,
                 hands_on=depth < last or kept in level,
@@ -164,11 +164,6 @@ def row_segments(
         ),
         device,
     )
-
-
-def _numbers(lengths: Sequence[int]) -> Tensor:
-    numbers_N = torch.arange(len(lengths), dtype=torch.int32)
-    return numbers_N.repeat_interleave(torch.tensor(lengths))
 
 
 def _convolution(segments: Segments, width: int) -> Convolution:
