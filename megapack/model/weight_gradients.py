@@ -110,30 +110,36 @@ def check(chunks: Sequence[Any], config: Any) -> None:
             "overlap_moe_expert_parallel_comm=True puts off weight gradients itself; set it to "
             f"False, {advice}"
         )
-    layers = [layer for chunk in chunks for layer in chunk.modules() if _has_weight_store(layer)]
-    for layer in layers:
-        if not _puts_off(layer):
-            raise ConfigError(
-                f"{type(layer).__name__} was built without delay_wgrad_compute, so its weight "
-                "gradients cannot wait; build the model with build_model(splits_backward=True), or "
-                "set delay_wgrad_compute=True in its config and in DDP's before they are used, "
-                f"{advice}"
+    for layer in (layer for chunk in chunks for layer in chunk.modules()):
+        if _has_weight_store(layer) and (fault := _fault(layer)):
+            raise ConfigError(f"{fault}, {advice}")
+
+
+def _fault(layer: Any) -> str:
+    """Why a layer of Transformer Engine loses what it puts off, or adds it twice; "" if it does
+    not."""
+    name = type(layer).__name__
+    if not _puts_off(layer):
+        return (
+            f"{name} was built without delay_wgrad_compute, so its weight gradients cannot wait; "
+            "build the model with build_model(splits_backward=True), or set "
+            "delay_wgrad_compute=True in its config and in DDP's before they are used"
+        )
+    # Of a layer with a fused norm, the norm's gradients are in the backward.
+    for param_name, param in layer.named_parameters(recurse=False):
+        if param_name.startswith(("weight", "bias")) and not _waits(param):
+            return (
+                f"{name} puts off gradients of {param_name}, which DDP would add a micro-batch "
+                "late: use_cpu_initialization=True replaces the parameter that says so; set it to "
+                "False"
             )
-    for layer in filter(_puts_off, layers):
-        # Of a layer with a fused norm, the norm's gradients are in the backward.
-        for name, param in layer.named_parameters(recurse=False):
-            if name.startswith(("weight", "bias")) and not _waits(param):
-                raise ConfigError(
-                    f"{type(layer).__name__} puts off gradients of {name}, which DDP would add a "
-                    "micro-batch late: use_cpu_initialization=True replaces the parameter that "
-                    f"says so; set it to False, {advice}"
-                )
-        waiting = [param for param in _waiting_params(layer) if param.requires_grad]
-        if len(layer.wgrad_accumulation_and_reduce_hooks) < len(waiting):
-            raise ConfigError(
-                f"DDP does not add the weight gradients that {type(layer).__name__} puts off; set "
-                f"DistributedDataParallelConfig(delay_wgrad_compute=True), {advice}"
-            )
+    waiting = [param for param in _waiting_params(layer) if param.requires_grad]
+    if len(layer.wgrad_accumulation_and_reduce_hooks) < len(waiting):
+        return (
+            f"DDP does not add the weight gradients that {name} puts off; set "
+            "DistributedDataParallelConfig(delay_wgrad_compute=True)"
+        )
+    return ""
 
 
 def check_none_puts_off(chunks: Sequence[Any]) -> None:
