@@ -136,20 +136,58 @@ def _layers(*counts: int) -> list[list[int]]:
     return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
 
 
+def named(name: str) -> Case:
+    """The case of a name that says all of it: a variant, the sizes of a layout, and words.
+
+    >>> named("moe_pp2_vpp2_recompute").layout
+    Layout(pp=2, vpp=2)
+    """
+    begins = [v for v in problem.MODELS if f"{name}_".startswith(f"{v}_")]
+    variant = max(begins, key=len, default="")
+    words = name.removeprefix(variant).split("_")
+    variant = "bf16" if "bf16" in words else variant or "plain"
+    sizes = {w[:-1]: int(w[-1]) for w in words if w[:-1].isalpha() and w[-1].isdigit()}
+    layout = Layout(**sizes, sequence_parallel="sp" in words)
+    expect = {"chunks": layout.vpp} if layout.vpp > 1 else {}
+    case = Case(layout=layout, variant=variant, expect=expect)
+    if "uniform" in words:
+        case = replace(case, policy=UNIFORM, expect={**expect, "dummies": True})
+    recompute = {"selective": "selective", "recompute": "full"}
+    kinds = [kind for word, kind in recompute.items() if word in words]
+    return replace(case, recompute=(*kinds, "none")[0], staged="staged" in words)
+
+
+_NAMED = (
+    *("single", "pp2", "pp2_uniform", "pp2_recompute", "pp2_staged", "pp2_vpp2", "pp2_vpp2_staged"),
+    *("pp2_vpp2_uniform", "pp2_bf16", "tp2_sp_bf16_recompute", "tp2", "tp2_sp", "dp2", "moe"),
+    *("moe_dp2", "moe_dp2_ep2", "moe_dp2_ep2_uniform", "moe_pp2", "moe_pp2_vpp2"),
+    *("moe_pp2_vpp2_recompute", "moe_cp2", "moe_replay_cp2", "moe_bias_cp2_recompute"),
+    *("moe_tp2_sp", "moe_bias_dp2_ep2", "moe_bias_pp2_recompute", "moe_replay"),
+    *("moe_replay_dp2_ep2", "moe_replay_tp2_sp", "moe_replay_pp2_vpp2_recompute"),
+    *("moe_cp2_pp2_vpp2", "moe_dp2_cp2_ep2", "moe_replay_tp2_sp_cp2", "moe_dp2_pp2_ep2"),
+    *("moe_tp2_sp_etp2", "moe_tp2_sp_ep2", "moe_replay_tp2_sp_ep2"),
+    *("moe_bias_tp2_sp_ep2_recompute", "moe_dp2_tp2_sp", "moe_dp2_tp2_sp_ep2"),
+    *("moe_dp2_tp2_sp_ep2_etp2", "moe_dp2_tp2_sp_ep4", "moe_tp2_sp_pp2_ep2", "moe_tp2_sp_pp2_etp2"),
+    *("moe_tp2_sp_pp2_vpp2_ep2", "moe_shared", "moe_shared_dp2_ep2"),
+    *("moe_shared_tp2_sp_ep2_recompute", "moe_shared_cp2", "moe_shared_pp2_vpp2", "mla"),
+    *("mla_pp2_vpp2", "mla_tp2_sp", "mla_cp2", "mla_cp2_recompute", "window", "window_tp2_sp"),
+    *("window_cp2", "window_pp2_vpp2_recompute", "gpt_oss", "gpt_oss_tp2_sp", "gpt_oss_tp2_sp_ep2"),
+    *("gpt_oss_dp2_tp2_sp_ep4", "dsa", "dsa_cp2_recompute", "dsa_cp2_tp2_sp", "mtp", "mtp_pp2"),
+    *("mtp_pp2_uniform", "mtp_pp2_vpp2", "mtp_tp2_sp", "mtp_cp2", "mtp_cp2_pp2_vpp2"),
+    *("mtp_moe_dp2_ep2", "mtp_moe_dp2_pp2_vpp2_ep2", "pp4", "pp4_vpp2", "dp2_pp2", "tp2_sp_pp2"),
+    *("tp2_sp_pp2_recompute", "tp2_sp_pp2_recompute_selective", "dp2_pp2_vpp2_bf16", "cp2"),
+    *("cp2_uniform", "cp2_recompute", "cp2_pp2", "cp2_pp2_vpp2", "cp2_pp2_vpp2_uniform", "cp2_tp2"),
+    *("cp2_tp2_sp", "cp4", "tp2_pp2_vpp2", "moe_dp2_tp2_sp_pp2_vpp2_ep2_etp1"),
+    *("moe_dp2_tp2_sp_pp2_vpp2_ep2_etp2",),
+)
+
 _FEW_PROCESSES: dict[str, Case] = {
-    "single": Case(layout=Layout()),
-    "pp2": Case(layout=PP2),
+    **{name: named(name) for name in _NAMED},
     "pp2_count_based": Case(layout=PP2, budget=None, micro_batch_size=3),
     "pp2_other_model": Case(layout=PP2, variant="other"),
-    "pp2_uniform": Case(layout=PP2, policy=UNIFORM, expect={"dummies": True}),
-    "pp2_recompute": Case(layout=PP2, recompute="full"),
-    "pp2_staged": Case(layout=PP2, staged=True),
-    "pp2_vpp2": Case(layout=PP2_VPP2, expect={"chunks": 2}),
-    "pp2_vpp2_staged": Case(layout=PP2_VPP2, staged=True, expect={"chunks": 2}),
     "pp2_vpp2_deallocating": Case(
         layout=PP2_VPP2, config={"deallocate_pipeline_outputs": True}, expect={"chunks": 2}
     ),
-    "pp2_vpp2_uniform": Case(layout=PP2_VPP2, policy=UNIFORM, expect={"dummies": True}),
     "pp2_vpp2_remainder": Case(
         layout=Layout(pp=2, vpp=2, microbatch_group_size=3),
         num_samples=9,
@@ -182,15 +220,10 @@ _FEW_PROCESSES: dict[str, Case] = {
     ),
     "pp2_forward_plan": Case(layout=PP2, forward_budget=128),
     "pp2_vpp2_forward_plan": Case(layout=PP2_VPP2, forward_budget=128),
-    "pp2_bf16": Case(layout=PP2, variant="bf16"),
-    "tp2_sp_bf16_recompute": Case(layout=TP2_SP, variant="bf16", recompute="full"),
-    "tp2": Case(layout=TP2),
     "tp2_other_model": Case(layout=TP2, variant="other"),
-    "tp2_sp": Case(layout=TP2_SP),
     "tp2_sp_other_model": Case(layout=TP2_SP, variant="other"),
     "tp2_sp_recompute": Case(layout=TP2_SP, recompute="selective"),
     "tp2_sp_recompute_full": Case(layout=TP2_SP, recompute="full"),
-    "dp2": Case(layout=Layout(dp=2)),
     "dp2_drop": Case(
         layout=Layout(dp=2),
         budget=16,
@@ -207,47 +240,12 @@ _FEW_PROCESSES: dict[str, Case] = {
     "dp2_per_rank": Case(
         layout=Layout(dp=2), policy=PER_RANK, unequal_counts=True, expect={"unequal": True}
     ),
-    "moe": Case(layout=Layout(), variant="moe"),
-    "moe_dp2": Case(layout=Layout(dp=2), variant="moe"),
-    "moe_dp2_ep2": Case(layout=DP2_EP2, variant="moe"),
-    "moe_dp2_ep2_uniform": Case(
-        layout=DP2_EP2, variant="moe", policy=UNIFORM, expect={"dummies": True}
-    ),
-    "moe_pp2": Case(layout=PP2, variant="moe"),
-    "moe_pp2_vpp2": Case(layout=PP2_VPP2, variant="moe", expect={"chunks": 2}),
-    "moe_pp2_vpp2_recompute": Case(layout=PP2_VPP2, variant="moe", recompute="full"),
-    "moe_cp2": Case(layout=Layout(cp=2), variant="moe"),
-    "moe_replay_cp2": Case(layout=Layout(cp=2), variant="moe_replay"),
-    "moe_bias_cp2_recompute": Case(layout=Layout(cp=2), variant="moe_bias", recompute="full"),
-    "moe_tp2_sp": Case(layout=TP2_SP, variant="moe"),
-    "moe_bias_dp2_ep2": Case(layout=DP2_EP2, variant="moe_bias"),
-    "moe_bias_pp2_recompute": Case(layout=PP2, variant="moe_bias", recompute="full"),
-    "moe_replay": Case(layout=Layout(), variant="moe_replay"),
-    "moe_replay_dp2_ep2": Case(layout=DP2_EP2, variant="moe_replay"),
-    "moe_replay_tp2_sp": Case(layout=TP2_SP, variant="moe_replay"),
-    "moe_replay_pp2_vpp2_recompute": Case(
-        layout=PP2_VPP2, variant="moe_replay", recompute="full", expect={"chunks": 2}
-    ),
-    "moe_cp2_pp2_vpp2": Case(layout=Layout(cp=2, pp=2, vpp=2), variant="moe", expect={"chunks": 2}),
-    "moe_dp2_cp2_ep2": Case(layout=Layout(dp=2, cp=2, ep=2), variant="moe"),
-    "moe_replay_tp2_sp_cp2": Case(
-        layout=Layout(tp=2, cp=2, sequence_parallel=True), variant="moe_replay"
-    ),
-    "moe_dp2_pp2_ep2": Case(layout=Layout(dp=2, pp=2, ep=2), variant="moe"),
     "moe_dp2_pp2_vpp2_ep2_pad": Case(
         layout=Layout(dp=2, pp=2, vpp=2, ep=2),
         variant="moe",
         num_samples=3,
         expect={"chunks": 2, "padding": True},
     ),
-    "moe_tp2_sp_etp2": Case(layout=replace(TP2_SP, etp=2), variant="moe"),
-    "moe_tp2_sp_ep2": Case(layout=replace(TP2_SP, ep=2), variant="moe"),
-    "moe_replay_tp2_sp_ep2": Case(layout=replace(TP2_SP, ep=2), variant="moe_replay"),
-    "moe_bias_tp2_sp_ep2_recompute": Case(
-        layout=replace(TP2_SP, ep=2), variant="moe_bias", recompute="full"
-    ),
-    "moe_dp2_tp2_sp": Case(layout=DP2_TP2_SP, variant="moe"),
-    "moe_dp2_tp2_sp_ep2": Case(layout=replace(DP2_TP2_SP, ep=2), variant="moe"),
     "moe_dp2_tp2_sp_ep2_per_rank": Case(
         layout=replace(DP2_TP2_SP, ep=2),
         variant="moe",
@@ -255,65 +253,21 @@ _FEW_PROCESSES: dict[str, Case] = {
         unequal_counts=True,
         expect={"unequal": True},
     ),
-    "moe_dp2_tp2_sp_ep2_etp2": Case(layout=replace(DP2_TP2_SP, ep=2, etp=2), variant="moe"),
-    "moe_dp2_tp2_sp_ep4": Case(layout=replace(DP2_TP2_SP, ep=4), variant="moe"),
-    "moe_tp2_sp_pp2_ep2": Case(layout=replace(TP2_SP, pp=2, ep=2), variant="moe"),
-    "moe_tp2_sp_pp2_etp2": Case(layout=replace(TP2_SP, pp=2, etp=2), variant="moe"),
-    "moe_tp2_sp_pp2_vpp2_ep2": Case(
-        layout=replace(TP2_SP, pp=2, vpp=2, ep=2), variant="moe", expect={"chunks": 2}
-    ),
-    "moe_shared": Case(layout=Layout(), variant="moe_shared"),
-    "moe_shared_dp2_ep2": Case(layout=DP2_EP2, variant="moe_shared"),
-    "moe_shared_tp2_sp_ep2_recompute": Case(
-        layout=replace(TP2_SP, ep=2), variant="moe_shared", recompute="full"
-    ),
-    "moe_shared_cp2": Case(layout=Layout(cp=2), variant="moe_shared"),
-    "moe_shared_pp2_vpp2": Case(layout=PP2_VPP2, variant="moe_shared", expect={"chunks": 2}),
     "moe_shared_pp2_vpp2_uneven": Case(
         layout=PP2_VPP2,
         split=_split("Et|t*4|t*2|tL"),
         variant="moe_shared",
         expect={"layers": _layers(1, 4, 2, 1)},
     ),
-    "mla": Case(layout=Layout(), variant="mla"),
-    "mla_pp2_vpp2": Case(layout=PP2_VPP2, variant="mla", expect={"chunks": 2}),
-    "mla_tp2_sp": Case(layout=TP2_SP, variant="mla"),
     "mla_tp2_sp_recompute": Case(layout=TP2_SP, variant="mla", recompute="selective"),
     "mla_plain_tp2_sp": Case(layout=TP2_SP, variant="mla_plain", recompute="selective"),
-    "mla_cp2": Case(layout=Layout(cp=2), variant="mla"),
-    "mla_cp2_recompute": Case(layout=Layout(cp=2), variant="mla", recompute="full"),
-    "window": Case(layout=Layout(), variant="window"),
-    "window_tp2_sp": Case(layout=TP2_SP, variant="window"),
-    "window_cp2": Case(layout=Layout(cp=2), variant="window"),
-    "window_pp2_vpp2_recompute": Case(layout=PP2_VPP2, variant="window", recompute="full"),
-    "gpt_oss": Case(layout=Layout(), variant="gpt_oss"),
-    "gpt_oss_tp2_sp": Case(layout=TP2_SP, variant="gpt_oss"),
-    "gpt_oss_tp2_sp_ep2": Case(layout=replace(TP2_SP, ep=2), variant="gpt_oss"),
-    "gpt_oss_dp2_tp2_sp_ep4": Case(layout=replace(DP2_TP2_SP, ep=4), variant="gpt_oss"),
-    "dsa": Case(layout=Layout(), variant="dsa"),
     "dsa_dp2_pp2_vpp2": Case(
         layout=replace(PP2_VPP2, dp=2), variant="dsa", expect={"chunks": 2, "packed": True}
     ),
     "dsa_tp2_sp_recompute": Case(layout=TP2_SP, variant="dsa", recompute="selective"),
-    "dsa_cp2_recompute": Case(layout=Layout(cp=2), variant="dsa", recompute="full"),
-    "dsa_cp2_tp2_sp": Case(layout=replace(TP2_SP, cp=2), variant="dsa"),
-    "mtp": Case(layout=Layout(), variant="mtp"),
     "mtp_dp2": Case(layout=Layout(dp=2), variant="mtp", weighting="seq-mean-token-mean"),
-    "mtp_pp2": Case(layout=PP2, variant="mtp"),
-    "mtp_pp2_uniform": Case(layout=PP2, variant="mtp", policy=UNIFORM, expect={"dummies": True}),
-    "mtp_pp2_vpp2": Case(layout=PP2_VPP2, variant="mtp", expect={"chunks": 2}),
     "mtp_pp2_untied": Case(layout=PP2, variant="mtp_other"),
-    "mtp_tp2_sp": Case(layout=TP2_SP, variant="mtp"),
-    "mtp_cp2": Case(layout=Layout(cp=2), variant="mtp"),
-    "mtp_cp2_pp2_vpp2": Case(layout=Layout(cp=2, pp=2, vpp=2), variant="mtp", expect={"chunks": 2}),
-    "mtp_moe_dp2_ep2": Case(layout=DP2_EP2, variant="mtp_moe"),
-    "mtp_moe_dp2_pp2_vpp2_ep2": Case(
-        layout=Layout(dp=2, pp=2, vpp=2, ep=2), variant="mtp_moe", expect={"chunks": 2}
-    ),
-    "pp4": Case(layout=PP4),
-    "pp4_vpp2": Case(layout=PP4_VPP2, expect={"chunks": 2}),
     "pp4_vpp2_uniform": Case(layout=PP4_VPP2, policy=UNIFORM, expect={"chunks": 2}),
-    "dp2_pp2": Case(layout=DP2_PP2),
     "dp2_pp2_uniform_pad": Case(
         layout=DP2_PP2, policy=UNIFORM, num_samples=1, expect={"padding": True}
     ),
@@ -324,33 +278,14 @@ _FEW_PROCESSES: dict[str, Case] = {
     "dp2_pp2_vpp2_pad": Case(
         layout=DP2_PP2_VPP2, num_samples=3, expect={"chunks": 2, "padding": True}
     ),
-    "tp2_sp_pp2": Case(layout=Layout(tp=2, pp=2, sequence_parallel=True)),
-    "tp2_sp_pp2_recompute": Case(
-        layout=Layout(tp=2, pp=2, sequence_parallel=True), recompute="full"
-    ),
-    "tp2_sp_pp2_recompute_selective": Case(
-        layout=Layout(tp=2, pp=2, sequence_parallel=True), recompute="selective"
-    ),
     "dp2_frozen_embedding": Case(layout=Layout(dp=2), recompute="full", frozen=("embedding.*",)),
-    "dp2_pp2_vpp2_bf16": Case(layout=DP2_PP2_VPP2, variant="bf16", expect={"chunks": 2}),
-    "cp2": Case(layout=Layout(cp=2)),
-    "cp2_uniform": Case(layout=Layout(cp=2), policy=UNIFORM, expect={"dummies": True}),
-    "cp2_recompute": Case(layout=Layout(cp=2), recompute="full"),
     "cp2_recompute_attention": Case(layout=Layout(cp=2), recompute="selective"),
-    "cp2_pp2": Case(layout=Layout(cp=2, pp=2)),
-    "cp2_pp2_vpp2": Case(layout=Layout(cp=2, pp=2, vpp=2), expect={"chunks": 2}),
-    "cp2_pp2_vpp2_uniform": Case(
-        layout=Layout(cp=2, pp=2, vpp=2), policy=UNIFORM, expect={"chunks": 2, "dummies": True}
-    ),
     "cp2_pp2_vpp2_pad": Case(
         layout=Layout(cp=2, pp=2, vpp=2, microbatch_group_size=8),
         num_samples=6,
         expect={"padding": True},
     ),
-    "cp2_tp2": Case(layout=Layout(cp=2, tp=2)),
-    "cp2_tp2_sp": Case(layout=Layout(cp=2, tp=2, sequence_parallel=True)),
     "dp2_cp2": Case(layout=Layout(dp=2, cp=2), weighting="rollout-mean"),
-    "cp4": Case(layout=Layout(cp=4)),
     "shapes_cp2": Case(layout=Layout(cp=2), policy=Policy(row_shapes=3), expect={"row_lengths": 2}),
     "shapes_pp2_vpp2": Case(
         layout=PP2_VPP2, policy=Policy(row_shapes=2), expect={"chunks": 2, "row_lengths": 2}
@@ -452,7 +387,6 @@ _FEW_PROCESSES: dict[str, Case] = {
         variant="mtp_other",
         expect={"layers": _layers(0, 3, 2, 3)},
     ),
-    "tp2_pp2_vpp2": Case(layout=Layout(tp=2, pp=2, vpp=2), expect={"chunks": 2}),
 }
 
 _DP2_TP2_PP2_VPP2_EP2 = replace(DP2_TP2_SP, pp=2, vpp=2, ep=2)
@@ -488,10 +422,22 @@ CASES = {name: ALL_CASES[name] for name in _TESTED}
 """The cases of the tests, on 1, 2 and 4 processes."""
 
 
+_OF_HYBRIDS = (
+    *(
+        "single",
+        "pp2",
+        "pp2_recompute",
+        "pp2_vpp2",
+        "pp2_uniform",
+        "tp2_sp",
+        "tp2_sp_pp2_recompute",
+    ),
+    *("tp2_sp_pp2_recompute_selective", "cp2", "cp2_pp2_vpp2_recompute", "cp2_tp2_sp", "cp4"),
+)
+
+
 def _hybrid(variant: str) -> dict[str, Case]:
     """The layouts that a hybrid model of the problem runs on."""
-    tp2_sp_pp2 = Layout(tp=2, pp=2, sequence_parallel=True)
-    cp2_pp2_vpp2 = Layout(cp=2, pp=2, vpp=2)
 
     def uneven(*counts: int) -> Case:
         # A layer of the GPT is two letters.
@@ -499,54 +445,25 @@ def _hybrid(variant: str) -> dict[str, Case]:
         split = _split(StageLayers(tuple(own), pp=2).to_text())
         return Case(layout=PP2_VPP2, split=split, expect={"layers": _layers(*own)})
 
-    cases = {
-        "single": Case(layout=Layout()),
-        "pp2": Case(layout=PP2),
-        "pp2_recompute": Case(layout=PP2, recompute="full"),
-        "pp2_vpp2": Case(layout=PP2_VPP2, expect={"chunks": 2}),
+    others = ("tp2",) if variant == "hybrid" else ("dp2_ep2", "dp2_tp2_sp_ep2")
+    cases = {name: named(f"{variant}_{name}") for name in (*_OF_HYBRIDS, *others)} | {
         "pp2_vpp2_uneven": uneven(1, 4, 2, 1),
         "pp2_vpp2_ends_alone_recompute": replace(uneven(0, 3, 5, 0), recompute="full"),
-        "pp2_uniform": Case(layout=PP2, policy=UNIFORM, expect={"dummies": True}),
         "pp2_frozen": Case(layout=PP2, frozen=("embedding.*", "decoder.layers.[0-3].*")),
-        "tp2_sp": Case(layout=TP2_SP),
-        "tp2_sp_pp2_recompute": Case(layout=tp2_sp_pp2, recompute="full"),
-        "tp2_sp_pp2_recompute_selective": Case(layout=tp2_sp_pp2, recompute="selective"),
-        "cp2": Case(layout=Layout(cp=2)),
-        "cp2_pp2_vpp2_recompute": Case(layout=cp2_pp2_vpp2, recompute="full"),
-        "cp2_tp2_sp": Case(layout=Layout(cp=2, tp=2, sequence_parallel=True)),
-        "cp4": Case(layout=Layout(cp=4)),
         "dp2_pp2_per_rank": Case(
             layout=DP2_PP2, policy=PER_RANK, unequal_counts=True, expect={"unequal": True}
         ),
     }
-    if variant == "hybrid":
-        cases["tp2"] = Case(layout=TP2)
-    else:
-        cases["dp2_ep2"] = Case(layout=DP2_EP2)
-        cases["dp2_tp2_sp_ep2"] = Case(layout=replace(DP2_TP2_SP, ep=2))
     return {f"{variant}_{name}": replace(case, variant=variant) for name, case in cases.items()}
 
 
-HYBRID_CASES = (
-    {
-        name: case
-        for variant in ("gated_delta", "mamba", "hybrid", "gpt_as_hybrid")
-        for name, case in _hybrid(variant).items()
-    }
-    | {
-        "mla_as_hybrid": Case(layout=Layout(), variant="mla_as_hybrid"),
-        "mla_as_hybrid_tp2_sp_pp2": Case(
-            layout=Layout(tp=2, pp=2, sequence_parallel=True), variant="mla_as_hybrid"
-        ),
-    }
-    | {
-        f"mtp_hybrid_{name}": Case(layout=layout, variant="mtp_hybrid")
-        for name, layout in {
-            "single": Layout(),
-            "cp2_pp2_vpp2": Layout(cp=2, pp=2, vpp=2),
-            "tp2_sp_ep2": replace(TP2_SP, ep=2),
-            "pp2": PP2,
-        }.items()
-    }
+_OTHER_HYBRIDS = (
+    *("mla_as_hybrid", "mla_as_hybrid_tp2_sp_pp2", "mtp_hybrid_single", "mtp_hybrid_cp2_pp2_vpp2"),
+    *("mtp_hybrid_tp2_sp_ep2", "mtp_hybrid_pp2"),
 )
+HYBRID_CASES = {
+    name: case
+    for variant in ("gated_delta", "mamba", "hybrid", "gpt_as_hybrid")
+    for name, case in _hybrid(variant).items()
+} | {name: named(name) for name in _OTHER_HYBRIDS}
 """Hybrid models, which need Megatron-Core 0.18 or later."""
