@@ -10,17 +10,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal, cast
 from unittest import mock
 
 import torch
-from megatron.core.num_microbatches_calculator import (
-    destroy_num_microbatches_calculator,
-    init_num_microbatches_calculator,
-)
-from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -30,7 +24,6 @@ from megapack.job.gpt import build, initialize_parallel
 from megapack.job.gpt.optimizer import build_optimizer
 from megapack.model.attention.choice import choose_attention
 from megapack.model.attention.varlen import PackedVarlen
-from megapack.model.head import unwrapped
 from megapack.model.recurrent.choice import recurrent_kernels
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
@@ -136,70 +129,6 @@ def mamba(attention: str) -> Found:
     return {**found, "kernels": recurrent_kernels("M")}
 
 
-def graphs(attention: str) -> Found:
-    """Differences of a step with CUDA graphs of the MLPs from one without, in rows of one length.
-
-    Also those of a second step without, whose attention may add up in another order, and the
-    errors against one sample at a time.
-    """
-    plan, batch = problem.one_length_plan(Layout()), problem.make_batch()
-    settings = problem.model(attention, "bf16")
-    plain = build_adapter(settings, Layout())
-    first, again = (_step(plain, plan, batch) for _ in range(2))
-    graphed = _graphed_adapter(settings)
-    row_tokens = {row.row_tokens for row in plan.steps[0].ranks[0]}
-    with _captured(graphed, *row_tokens) as replays:
-        _, gradients = _step(graphed, plan, batch)
-        num_replays = len(replays)
-        for chunk in graphed.chunks:
-            chunk.zero_grad_buffer()
-        errors = exactness(graphed, samples("plain_fp32"), samples("plain_bf16"), plan=plan)
-    return {
-        **errors,
-        "loss_without": first[0],
-        "difference": _difference(gradients, first[1]),
-        "repeated_difference": _difference(again[1], first[1]),
-        "row_lengths": len(row_tokens),
-        "replays": num_replays,
-    }
-
-
-def _graphed_adapter(settings: ModelConfig) -> ScheduleAdapter:
-    """An adapter whose layers have room for graphs of their MLPs, by Transformer Engine.
-
-    No key of the configuration asks for it: it is for models that a loop of one's own builds.
-    """
-    (modules,) = build.without_cuda_graphs()
-    wanted = {"cuda_graph_impl": "transformer_engine", modules: ["mlp"]}
-    with mock.patch.object(build, "without_cuda_graphs", return_value=wanted):
-        return build_adapter(settings, Layout())
-
-
-@contextmanager
-def _captured(adapter: ScheduleAdapter, row_tokens: int) -> Iterator[list[int]]:
-    """Graphs of each layer's MLP, captured as Megatron-LM's loop does; the layers replayed."""
-    init_num_microbatches_calculator(0, None, 1, 1, 1)
-    helper = TECudaGraphHelper(adapter.chunks, adapter.config, row_tokens, 1)
-    helper.create_cudagraphs()
-    replays: list[int] = []
-
-    def counted(graph: Any, number: int) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            replays.append(number)
-            return graph(*args, **kwargs)
-
-        call.reset = graph.reset  # type: ignore[attr-defined]
-        return call
-
-    for layer in unwrapped(adapter.chunks[0]).decoder.layers:
-        layer.cuda_graphs = [counted(graph, layer.layer_number) for graph in layer.cuda_graphs]
-    try:
-        yield replays
-    finally:
-        helper.delete_cuda_graphs()
-        destroy_num_microbatches_calculator()
-
-
 def _step(
     adapter: ScheduleAdapter, plan: Plan, batch: SampleBatch
 ) -> tuple[float, dict[str, Tensor]]:
@@ -208,15 +137,6 @@ def _step(
         chunk.zero_grad_buffer()
     loss = adapter.step(plan, batch, objective=OBJECTIVE).loss
     return loss, dict(main_gradients(adapter.chunks))
-
-
-def _difference(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
-    """The norm of the difference over that of the others."""
-    norms = [
-        torch.stack([values.norm() for values in part]).norm()
-        for part in ([some[name] - others[name] for name in others], list(others.values()))
-    ]
-    return float(norms[0] / norms[1])
 
 
 def deterministic(attention: str) -> Found:
@@ -270,7 +190,6 @@ def parts(attentions: list[str]) -> dict[str, Callable[[], Found]]:
         (windows_split, ("te", "varlen", "sdpa")),
         (windows_alone, ("te",)),
         (mamba, ("te", "varlen")),
-        (graphs, ("te",)),
         (deterministic, ("varlen",)),
     ]
     return {

@@ -124,13 +124,6 @@ def make_plan(layout: Layout, budget: int = BUDGET) -> Plan:
     return build_dp_schedule(make_batch().lengths, layout=layout, max_tokens_per_gpu=budget)
 
 
-def one_length_plan(layout: Layout) -> Plan:
-    """One step whose rows have one length."""
-    lengths = make_batch().lengths
-    policy = Policy(row_shapes=1)
-    return build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=BUDGET, policy=policy)
-
-
 def family_plan(layout: Layout) -> Plan:
     """One step of the families' answers, each with a prompt of its own in the row."""
     lengths = make_family_batch().lengths

@@ -16,12 +16,14 @@ from torch import Tensor
 from megapack import Layout, SharedPrefixes
 from megapack.model.attention.choice import obstacle
 from megapack.model.attention.packed import PackedAttention, packed_seq_params
+from megapack.model.attention.paths import key_paths
 from megapack.model.attention.row import RowView, row_view, with_view
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.te_rows import gathered_params, hook_te_attention
-from megapack.model.attention.varlen import PackedVarlen
+from megapack.model.attention.varlen import PackedVarlen, varlen_causal_attention
 from megapack.prefixes import Branch, PrefixTable, row_branches
 from megapack.rows.slices import slice_positions
+from megapack.rows.transfer import moved
 from tests.forests import Forest, masked_attention
 from tests.packed_attention import sample_attention
 from tools.benching.gpu_kernels import te_arguments
@@ -54,6 +56,40 @@ def skip_without(kernel: str) -> None:
     reason = obstacle(kernel)  # type: ignore[arg-type]
     if reason is not None:
         pytest.skip(reason)
+
+
+def test_varlen_equals_sdpa_with_its_gradients() -> None:
+    skip_without("varlen")
+    config = SimpleNamespace(attention_dropout=0.0, kv_channels=D, context_parallel_size=1)
+    module = PackedVarlen(config, 1, AttnMaskType.causal, "self")
+    row = packed_seq_params(cu_seqlens(), max(LENGTHS), sum(LENGTHS))
+    found, wanted = [x.requires_grad_() for x in qkv()], [x.requires_grad_() for x in qkv()]
+    out, expected = module.attend(*found, row_view(row)), reference(*wanted)
+    torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
+    weights = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)
+    for one, total in ((out, weights), (expected, weights)):
+        (one.double() * total).sum().backward()
+    for x, y in zip(found, wanted, strict=True):
+        assert x.grad is not None
+        assert y.grad is not None
+        assert (x.grad - y.grad).norm() < 0.02 * y.grad.norm()
+
+
+def test_causal_varlen_aligns_queries_to_the_end_of_keys() -> None:
+    """Slices of context parallelism rely on this alignment."""
+    skip_without("varlen")
+    q, k, v = qkv()
+    whole = reference(q, k, v)
+    cp = 2
+    slices = [slice_positions(LENGTHS, cp, rank).cuda() for rank in range(cp)]
+    all_slices = torch.cat(slices)
+    for rank, mine in enumerate(slices):
+        paths = moved(key_paths(LENGTHS, (), cp=cp, cp_rank=rank), "cuda")
+        keys = all_slices[paths.order_K]
+        longest = max(paths.num_queries), max(paths.num_keys)
+        ends = (paths.query_ends, paths.key_ends, *longest)
+        out = varlen_causal_attention(q[mine], k[keys], v[keys], *ends, SCALE)
+        torch.testing.assert_close(out.double(), whole[mine], atol=0.02, rtol=0.02)
 
 
 def test_te_equals_sdpa_without_device_synchronization() -> None:
@@ -129,8 +165,8 @@ def test_varlen_with_shared_prefixes_equals_a_mask_with_its_gradients() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 16])
-def test_varlen_with_windows_equals_sdpa_with_its_gradients(window: int | None) -> None:
-    skip_without("varlen")
+@pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
+def test_varlen_with_windows_and_sinks_equals_sdpa(window: int | None, softmax_type: str) -> None:
     config = SimpleNamespace(
         attention_dropout=0.0,
         kv_channels=D,
@@ -138,13 +174,20 @@ def test_varlen_with_windows_equals_sdpa_with_its_gradients(window: int | None) 
         context_parallel_size=1,
         tensor_model_parallel_size=1,
         window_size=None if window is None else (window - 1, 0),
+        softmax_type=softmax_type,
+        params_dtype=torch.float32,
+        use_cpu_initialization=False,
     )
     grads = []
     for kind, cast in ((PackedVarlen, torch.Tensor.bfloat16), (PackedSDPA, torch.Tensor.double)):
         module = kind(config, 1, AttnMaskType.causal, "self")
         inputs = [cast(x).requires_grad_() for x in qkv()]
+        if module.softmax_offset is not None:
+            with torch.no_grad():
+                module.softmax_offset.copy_(torch.linspace(-2, 2, HEADS))
+            inputs.append(module.softmax_offset)
         row = packed_seq_params(cu_seqlens(), max(LENGTHS), sum(LENGTHS))
-        out = module.attend(*inputs, row_view(row))
+        out = module.attend(*inputs[:3], row_view(row))
         weights = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out).sin()
         found = torch.autograd.grad((out * weights).sum(), inputs)
         grads.append([out.detach().double(), *(x.double() for x in found)])
@@ -258,7 +301,7 @@ def te_core(**settings: Any) -> tuple[Any, TransformerConfig]:
 
 @pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
 def test_a_te_layer_with_windows_shares_prefixes_as_sdpa_does(softmax_type: str) -> None:
-    """In another kernel, which the layer calls."""
+    """In varlen attention, which the layer calls."""
     skip_without("te")
     skip_without("varlen")
     core, config = te_core(window_size=(15, 0), softmax_type=softmax_type)

@@ -5,10 +5,9 @@
 puts `startup` and Transformer Engine's Python on PYTHONPATH, so that every Python process calls
 `pretend` right after its import of torch. Everything then runs on the CPU: megapack's branches for
 CUDA, Megatron-Core by `megapack.cpu`, Transformer Engine's Python on stand-ins of its kernels
-(`megapack.cpu.te`), NCCL's groups over gloo, torch's varlen attention by `varlen_attention`, and
-Transformer Engine's CUDA graphs by
-`tests.rehearsal.graphed_layers`. Events are the host's clock, and the device's memory is the
-process's: neither says anything of a GPU.
+(`megapack.cpu.te`), NCCL's groups over gloo, and torch's varlen attention by `varlen_attention`.
+Events are the host's clock, and the device's memory is the process's: neither says anything of a
+GPU.
 
 A tensor's own device stays the CPU, so code that asks a tensor takes its CPU branch. Reads that
 would make the host wait for a GPU pass: `set_sync_debug_mode` takes its modes and does nothing.
@@ -30,7 +29,6 @@ from wrapt import register_post_import_hook
 
 from megapack import te_finder
 from tests.rehearsal.flash import band
-from tests.rehearsal.graphed_layers import graphed_layers
 
 NAME = "a CPU that rehearses a Hopper GPU"
 CAPABILITY = (9, 0)
@@ -64,7 +62,6 @@ def pretend() -> None:
     Tensor.pin_memory = lambda self, device=None: self
     torch.backends.cuda.is_flash_attention_available = lambda: True
     register_post_import_hook(_replace_varlen, "torch.nn.attention.varlen")
-    register_post_import_hook(_replace_graphs, "megatron.core.transformer.cuda_graphs")
     others = torch.cuda.current_device
     torch.cuda.current_device = lambda: _current_device(others)
 
@@ -95,12 +92,6 @@ def _current_device(others: Callable[[], Any]) -> Any:
 def _replace_varlen(varlen: ModuleType) -> None:
     # Under its own signature, which callers read.
     varlen.varlen_attn = functools.wraps(varlen.varlen_attn)(varlen_attention)
-
-
-def _replace_graphs(cuda_graphs: ModuleType) -> None:
-    # Only there if it has found Transformer Engine.
-    if cuda_graphs.HAVE_TE_GRAPHS:
-        cuda_graphs.make_graphed_callables = graphed_layers
 
 
 def varlen_attention(
