@@ -39,17 +39,6 @@ def test_a_rank_holds_an_early_and_a_late_part_of_each_sample() -> None:
     assert last.losses.fields["old"].tolist() == [3, 4, 6]
 
 
-def test_loss_positions_index_the_slice() -> None:
-    for rank, expected in enumerate(([0, 1, 4], [0, 1, 4])):
-        part = slice_row(row(Layout(cp=2)), 2, rank)
-        assert part.losses.positions_R.tolist() == expected
-        assert part.losses.head_positions_U is part.losses.positions_R
-        assert part.labels_T[part.losses.positions_R].all()
-        assert part.losses.weights_R.tolist() == [1, 1, 1]
-        assert part.losses.sample_of_R.tolist() == [0, 0, 1]
-        assert part.losses.label_index_R.tolist() == ([1, 2, 6] if rank == 0 else [3, 4, 7])
-
-
 def test_attributes_of_the_whole_row_are_not_sliced() -> None:
     whole = row(Layout(cp=2))
     part = slice_row(whole, 2, 1)
