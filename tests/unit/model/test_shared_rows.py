@@ -20,20 +20,11 @@ from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
 
+# Other rotations are those of `test_rotary`: here positions matter.
 MODELS = [
-    *(
-        "plain",
-        "interleaved",
-        "partial",
-        "llama3",
-        "yarn",
-        "some_layers",
-        "learned",
-        "no_positions",
-    ),
-    *("recompute_full", "recompute_selective", "fused", "bf16"),
-    *("te", "te_selective", "te_latent"),
-    *("latent", "latent_yarn", "latent_recompute", "latent_selective", "latent_queries"),
+    *("plain", "yarn", "some_layers", "learned", "no_positions"),
+    *("recompute_full", "recompute_selective", "fused", "te", "te_selective", "te_latent"),
+    *("latent", "latent_yarn", "latent_selective", "latent_queries"),
 ]
 
 CHILD = """
@@ -151,8 +142,6 @@ def gpt(sizes={}, fields={}, te=False, **options):
         config=config, transformer_layer_spec=spec, vocab_size=128, max_sequence_length=512,
         **{"position_embedding_type": "rope", **options},
     )
-    if config.bf16:
-        model = model.bfloat16()
     group = torch.distributed.group.WORLD
     initialize_by_name([model], seed=1, std=0.2, num_layers=2, tp_group=group)
     for layer in model.decoder.layers if te else ():
@@ -188,9 +177,6 @@ def fused(t, freqs, interleaved=False):
 
 found = {name: compare(gpt(**options)) for name, options in {
     "plain": {},
-    "interleaved": {"fields": {"rotary_interleaved": True}},
-    "partial": {"rotary_percent": 0.5},
-    "llama3": {"rope_scaling": True, "rotary_base": 500},
     "yarn": {"position_embedding_type": "yarn", "fields": YARN},
     "some_layers": {"fields": {"no_rope_freq": [0, 1]}},
     "learned": {"position_embedding_type": "learned_absolute"},
@@ -199,11 +185,9 @@ found = {name: compare(gpt(**options)) for name, options in {
     "recompute_selective": {"sizes": {"recompute": "selective"}},
     "latent": {"sizes": LATENT},
     "latent_yarn": {"sizes": LATENT, "fields": {"rope_type": "yarn"}},
-    "latent_recompute": {"sizes": {**LATENT, "recompute": "full"}},
     "latent_selective": {"sizes": {**LATENT, "recompute": "selective"},
                          "fields": {"recompute_modules": ["mla_up_proj", "core_attn"]}},
     "latent_queries": {"sizes": {**LATENT, "q_lora_rank": 12}},
-    "bf16": {"sizes": {"dtype": "bf16"}},
     "te": {"te": True},
     "te_selective": {"te": True, "sizes": {"recompute": "selective"}},
     "te_latent": {"te": True, "sizes": LATENT},
@@ -242,8 +226,8 @@ def found() -> dict[str, Any]:
 def test_a_row_of_branches_gives_what_samples_alone_give(found: dict[str, Any], model: str) -> None:
     assert found[model]["shared"] > 80
     assert found[model]["obstacle"] is None
-    # bf16 has 8 bits; fp32 adds up gradients in another order.
-    assert found[model]["error"] < (0.03 if model == "bf16" else 5e-6)
+    # fp32 adds up gradients in another order.
+    assert found[model]["error"] < 5e-6
 
 
 def test_transformer_engine_gets_another_mask_for_shared_prefixes_only(
