@@ -6,8 +6,7 @@ Modules:
     rollouts: the format of a line; batches of whole prompt groups
     balance: batches of about equal work
     advantages: rewards of rollouts -> advantages
-    columns: rows of one simple form, read together
-    token_blocks, blocks, workers: tokenization, by several processes
+    token_blocks, workers: tokenization, by several processes
     processes: a process that answers messages
     index, dataset: random access to any sample
     lengths: lengths alone, for the planner's commands

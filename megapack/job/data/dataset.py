@@ -15,9 +15,9 @@ import numpy.typing as npt
 from megapack.base.arrays import Ints
 from megapack.errors import DataError
 from megapack.job.data.advantages import SampleReward
-from megapack.job.data.index import Index, StoredSamples, load_samples, store_in_memory
+from megapack.job.data.index import StoredSamples, load_samples, store_in_memory
 from megapack.job.data.rollouts import Rollout, group_batches
-from megapack.job.data.token_blocks import ReadSettings
+from megapack.job.data.token_blocks import Index, ReadSettings
 from megapack.job.data.tokenizer import Ids, Mask
 from megapack.plan.plan import Plan, own_samples
 

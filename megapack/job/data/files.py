@@ -97,18 +97,6 @@ class Lines:
             if line.strip():
                 yield number, line
 
-    def parts(self, num_bytes: int) -> Iterator[Lines]:
-        """Yield the lines in parts of `num_bytes`, up to the end of a line."""
-        first = self.first
-        start = 0
-        while start < len(self.data):
-            # 0 without another end of a line.
-            stop = self.data.find(b"\n", start + num_bytes - 1) + 1 or len(self.data)
-            part = self.data[start:stop]
-            yield Lines(first, part)
-            first += part.count(b"\n")
-            start = stop
-
 
 class JsonLinesFile:
     """One JSON object per line, blank lines skipped; perhaps compressed by gzip."""
@@ -168,16 +156,12 @@ class TableRows:
     num_bytes: int
     """About its share of the file's size."""
 
-    def table(self) -> Any:
-        """The rows as a `pyarrow.Table`."""
+    def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield number, from 1 in the file, and cells of each row."""
         import pyarrow
 
         with pyarrow.ipc.open_stream(self.data) as stream:
-            return stream.read_all()
-
-    def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield number, from 1 in the file, and cells of each row."""
-        table = self.table()
+            table = stream.read_all()
         # As Python lists, the experts of a token take kilobytes.
         at_once = 1 if "routed_experts" in table.column_names else _BLOCK_ROWS
         parts = (part.to_pylist() for part in table.to_batches(at_once))

@@ -26,7 +26,7 @@ from megapack.config.shipped import download_hint
 from megapack.errors import ConfigError, first_line
 from megapack.job.data.chats import ChatText
 from megapack.job.data.templates import ChatRequest, TemplateSource, template_process
-from megapack.job.data.tokenizer import ChatTokens, Ids, Message, TextError, TextTokens
+from megapack.job.data.tokenizer import ChatTokens, Ids, Message, TextError
 
 _MAIN_FILE = "tokenizer.json"
 # What decides ids and chats, in the folder and in `additional_chat_templates`.
@@ -102,17 +102,6 @@ class HfTokenizer:
             )
         ids = self._encode(text)
         return ids if ids[-1:].tolist() == [eos] else np.concatenate([ids, np.array([eos])])
-
-    def encode_texts(self, prompts: Sequence[str], responses: Sequence[str]) -> TextTokens:
-        """See `Tokenizer`."""
-        prompt_ids = list(map(self.encode_prompt, prompts))
-        response_ids = list(map(self.encode_response, responses))
-        pairs = zip(prompt_ids, response_ids, strict=True)
-        return TextTokens(
-            np.concatenate(list(itertools.chain.from_iterable(pairs))).astype(np.int32),
-            np.array(list(map(len, prompt_ids)), dtype=np.int64),
-            np.array(list(map(len, response_ids)), dtype=np.int64),
-        )
 
     def encode_chat(
         self,

@@ -37,7 +37,8 @@ from megapack.job.data.rollouts import ROUTES, Rollout, TokenColumns
 from megapack.job.data.token_blocks import (
     ARRAYS,
     BITS,
-    ROW_DTYPE,
+    INDEX_DTYPE,
+    Index,
     ReadSettings,
     Routes,
     TokenBlock,
@@ -49,28 +50,6 @@ from megapack.job.data.workers import read_token_blocks
 from megapack.prefixes import SharedPrefixes
 
 logger = logging.getLogger(__name__)
-
-INDEX_DTYPE = np.dtype(
-    [
-        ("file", "<i4"),  # number of the file, from 0 in the order of names
-        ("number", "<i8"),  # line or row, from 1
-        ("part", "<i4"),  # number of the sample within its line, from 0
-        ("start", "<i8"),  # position of its first token among the tokens of all samples
-        ("prompt_tokens", "<i4"),
-        ("response_tokens", "<i4"),
-        ("loss_tokens", "<i4"),  # response tokens that count in the loss
-        ("pair_sign", "<i1"),  # 1 = preferred, -1 = the other, 0 = no pair
-        ("group", "<i8"),  # prompt group, from 0 by first appearance
-        ("rollout", "<i8"),  # from 0 by first appearance in the data set
-        ("reward", "<f8"),  # NaN = not given
-        ("advantage", "<f8"),  # NaN = not given
-        ("route_start", "<i8"),  # position of its first token among the routes; -1 = none
-        ("response_start", "<i8"),  # response tokens of the samples before it
-    ]
-)
-Index = npt.NDArray[np.void]
-# What a token block has already.
-_ROW_COLUMNS = [name for name in ROW_DTYPE.names or () if name in (INDEX_DTYPE.names or ())]
 
 # Columns that say what is trained; the others say where it comes from and where it is stored.
 _TRAINED_COLUMNS = (
@@ -256,100 +235,87 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-class _SamplesDigest:
-    """The digest of `StoredSamples`, block by block. The sizes of blocks do not change it."""
-
-    def __init__(self) -> None:
-        self._digests: dict[str, Any] = {}
-
-    def add(self, index: Index, token_block: TokenBlock) -> None:
-        """Add a block, with its rows of the index."""
-        arrays = [(name, index[name]) for name in _TRAINED_COLUMNS]
-        arrays.append(("tokens", token_block.tokens))
-        for name, values in token_block.arrays.items():
-            arrays += [(_STORED[name], array.astype(ARRAYS[name])) for array in values]
-        for name, array in arrays:
-            digest = self._digests.setdefault(name, hashlib.sha256())
-            digest.update(np.ascontiguousarray(array).tobytes())
-
-    def hexdigest(self) -> str:
-        """The digest of all blocks so far."""
-        parts = sorted((name, digest.hexdigest()) for name, digest in self._digests.items())
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+def _samples_digest(index: Index, tokens: Tokens, arrays: TokenColumns) -> str:
+    """`StoredSamples.samples_digest`."""
+    trained: dict[str, npt.NDArray[Any]] = {name: index[name] for name in _TRAINED_COLUMNS}
+    trained["tokens"] = tokens
+    for name, array in arrays.items():
+        trained[_STORED[name]] = array.astype(ARRAYS[name], copy=False)
+    parts = sorted(
+        (name, hashlib.sha256(np.ascontiguousarray(array)).hexdigest())
+        for name, array in trained.items()
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 class _Builder:
-    """Makes index rows of token blocks; numbers prompt groups and rollouts as they first appear."""
+    """Makes the index of token blocks; numbers prompt groups and rollouts as they first appear."""
 
     def __init__(self) -> None:
         self._groups: dict[int | str, int] = {}
         # By the number of the prompt group, and the name within it.
         self._rollouts: dict[tuple[int, int | str], int] = {}
-        self._num_tokens = 0
-        self._num_routes = 0
-        self._num_responses = 0
-        # Bits of the columns that all samples have; -1 before the first sample.
-        self._columns = -1
+        self._rows: list[Index] = [np.zeros(0, INDEX_DTYPE)]
+        self._given: list[npt.NDArray[np.int8]] = [np.zeros(0, np.int8)]
+        # Bits of the columns that all samples have; None before the first sample.
+        self._columns: int | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Of a token's values, by array."""
-        self.num_samples = 0
 
-    def add(self, file: int, token_block: TokenBlock) -> Index:
-        """The index rows of the next token block.
+    def add(self, token_block: TokenBlock) -> None:
+        """Add the next token block.
 
         Raises:
             DataError: its routes or columns are others than those before; without the file's name.
         """
         rows = token_block.rows
-        index = np.empty(len(rows), dtype=INDEX_DTYPE)
-        for name in _ROW_COLUMNS:
-            index[name] = rows[name]
-        lengths = rows["prompt_tokens"].astype(np.int64) + rows["response_tokens"]
-        stops = self._num_tokens + np.cumsum(lengths)
         groups = self._groups
         rollouts = self._rollouts
         group = [groups.setdefault(each, len(groups)) for each in token_block.groups]
         keys = zip(group, token_block.rollouts, strict=True)
-        index["file"] = file
-        index["start"] = stops - lengths
-        index["group"] = group
-        index["rollout"] = [rollouts.setdefault(each, len(rollouts)) for each in keys]
-        index["route_start"] = -1
-        is_routed = (rows["arrays"] & BITS[ROUTES]) > 0
-        routed = np.cumsum(lengths * is_routed)
-        index["route_start"][is_routed] = (self._num_routes + routed - lengths)[is_routed]
-        self._num_routes += int((lengths * is_routed).sum())
+        rows["group"] = group
+        rows["rollout"] = [rollouts.setdefault(each, len(rollouts)) for each in keys]
         self._check_arrays(token_block)
-        responses = np.cumsum(rows["response_tokens"], dtype=np.int64)
-        index["response_start"] = self._num_responses + responses - rows["response_tokens"]
-        self._num_responses += int(rows["response_tokens"].sum())
-        self.num_samples += len(rows)
-        self._num_tokens += int(lengths.sum())
+        self._rows.append(rows)
+        self._given.append(token_block.given)
+
+    def index(self) -> Index:
+        """The index of all blocks."""
+        index = np.concatenate(self._rows)
+        lengths = index["prompt_tokens"].astype(np.int64) + index["response_tokens"]
+        is_routed = (np.concatenate(self._given) & BITS[ROUTES]) > 0
+        index["start"] = _starts(lengths)
+        index["route_start"] = np.where(is_routed, _starts(lengths * is_routed), -1)
+        index["response_start"] = _starts(index["response_tokens"])
         return index
 
     def _check_arrays(self, token_block: TokenBlock) -> None:
-        rows = token_block.rows
+        numbers = token_block.rows["number"]
         # Routes may be given for some samples only.
-        given = rows["arrays"] & ~BITS[ROUTES]
-        if self._columns < 0 and len(rows):
+        given = token_block.given & ~BITS[ROUTES]
+        if self._columns is None and len(given):
             self._columns = int(given[0])
-        other = np.flatnonzero(given != self._columns)
-        if other.size:
-            bits = int(given[other[0]]) ^ self._columns
-            name = next(name for name, bit in BITS.items() if bits & bit)
+        for other in np.flatnonzero(given != self._columns)[:1]:
+            name = next(name for name, bit in BITS.items() if bit & (given[other] ^ self._columns))
             raise DataError(
-                f"{rows['number'][other[0]]}: {name} is given for some samples only; give it for "
-                "all, or for none"
+                f"{numbers[other]}: {name} is given for some samples only; give it for all, or for "
+                "none"
             )
         for name, arrays in token_block.arrays.items():
-            numbers = rows["number"][(rows["arrays"] & BITS[name]) > 0]
-            for number, values in zip(numbers.tolist(), arrays, strict=True):
+            with_it = numbers[(token_block.given & BITS[name]) > 0]
+            for number, values in zip(with_it.tolist(), arrays, strict=True):
                 shape = self.shapes.setdefault(name, values.shape[1:])
                 if values.shape[1:] != shape:
                     raise DataError(
                         f"{number}: {name} has {_sizes(values.shape[1:])}, samples before it "
                         f"{_sizes(shape)}; give equally many"
                     )
+
+
+def _starts(sizes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Where each of consecutive parts begins."""
+    ends: npt.NDArray[np.int64] = np.cumsum(sizes, dtype=np.int64)
+    return ends - sizes
 
 
 def _sizes(shape: tuple[int, ...]) -> str:
@@ -362,11 +328,11 @@ def store_in_memory(records: Sequence[Rollout]) -> StoredSamples:
     """Samples that are in memory, as if read from one file."""
     builder = _Builder()
     token_block = make_token_block(enumerate(records, start=1))
-    index = builder.add(0, token_block)
-    digest = _SamplesDigest()
-    digest.add(index, token_block)
+    builder.add(token_block)
+    index = builder.index()
     arrays = {name: np.concatenate(values) for name, values in token_block.arrays.items()}
-    return StoredSamples(index, token_block.tokens, digest.hexdigest(), arrays)
+    digest = _samples_digest(index, token_block.tokens, arrays)
+    return StoredSamples(index, token_block.tokens, digest, arrays)
 
 
 def _write(
@@ -378,7 +344,7 @@ def _write(
 ) -> None:
     """Write the arrays piece by piece under other names, and rename them when they are complete.
 
-    The index is renamed last: where there is an index, there is the rest.
+    The index is written last: where there is an index, there is the rest.
 
     Args:
         check: raises if what was read has changed.
@@ -386,20 +352,16 @@ def _write(
     blocks = ((n, block) for n, path in enumerate(files) for block in open_file(path).blocks())
     total = sum(path.stat().st_size for path in files)
     builder = _Builder()
-    digest = _SamplesDigest()
     num_skipped = 0
     num_truncated = 0
     with contextlib.ExitStack() as stack:
-        index = stack.enter_context(ArrayFile(_named(stem, _INDEX), INDEX_DTYPE))
         tokens = stack.enter_context(ArrayFile(_named(stem, _TOKENS), np.dtype("<i4")))
         others: dict[str, ArrayFile] = {}
         for file, token_block in read_token_blocks(blocks, settings, num_workers, total):
             try:
-                rows = builder.add(file, token_block)
+                builder.add(token_block)
             except DataError as error:
                 raise DataError(f"{files[file]}:{error}") from None
-            index.write(rows)
-            digest.add(rows, token_block)
             if token_block.error:
                 raise DataError(f"{files[file]}:{token_block.error}")
             tokens.write(token_block.tokens)
@@ -412,26 +374,26 @@ def _write(
                     others[name].write(array)
             num_skipped += token_block.num_skipped
             num_truncated += token_block.num_truncated
+        index = builder.index()
         path = files[0] if len(files) == 1 else files[0].parent
-        _report(path, settings.max_length, builder.num_samples, num_skipped, num_truncated)
+        most = settings.max_length
+        if num_skipped:
+            logger.warning("%s: %d samples above %s tokens skipped", path, num_skipped, most)
+        if num_truncated:
+            logger.warning("%s: %d samples truncated to %s tokens", path, num_truncated, most)
+        if len(index) == 0:
+            raise DataError(
+                f"{path} has no sample ({num_skipped} were above max_length={most}); give at least "
+                "one"
+            )
         check()
-        write_whole(_named(stem, _SAMPLES), digest.hexdigest())
-        for array_file in (tokens, *others.values(), index):
+        for array_file in (tokens, *others.values()):
             array_file.finish()
-
-
-def _report(
-    path: Path, most: int | None, num_samples: int, num_skipped: int, num_truncated: int
-) -> None:
-    """Warn of skipped and truncated samples; raise DataError if no sample is left."""
-    if num_skipped:
-        logger.warning("%s: %d samples above %s tokens skipped", path, num_skipped, most)
-    if num_truncated:
-        logger.warning("%s: %d samples truncated to %s tokens", path, num_truncated, most)
-    if num_samples == 0:
-        raise DataError(
-            f"{path} has no sample ({num_skipped} were above max_length={most}); give at least one"
-        )
+        mapped = {name: _map(stem, _ARRAYS[name]) for name in others}
+        write_whole(_named(stem, _SAMPLES), _samples_digest(index, _map(stem, _TOKENS), mapped))
+        index_file = stack.enter_context(ArrayFile(_named(stem, _INDEX), INDEX_DTYPE))
+        index_file.write(index)
+        index_file.finish()
 
 
 def _remove_outdated(stem: Path, content: str) -> None:
@@ -455,22 +417,19 @@ def _read(stem: Path) -> StoredSamples:
     if index.dtype != INDEX_DTYPE:
         raise ValueError(f"{stem} has other columns")
     tokens = _map(stem, _TOKENS)
-    last = index[-1]
-    if len(tokens) != last["start"] + last["prompt_tokens"] + last["response_tokens"]:
-        raise ValueError(f"{stem} has other tokens than its index")
     arrays = {
         name: _map(stem, suffix)
         for name, suffix in _ARRAYS.items()
         if _named(stem, suffix).exists()
     }
+    last = index[-1]
+    sizes = dict.fromkeys(arrays, last["response_start"] + last["response_tokens"])
     routed = index[index["route_start"] >= 0]
-    num_tokens = dict.fromkeys(arrays, last["response_start"] + last["response_tokens"])
     if len(routed):
-        num_tokens[ROUTES] = (routed["prompt_tokens"] + routed["response_tokens"]).sum(
-            dtype=np.int64
-        )
-    if any(len(arrays.get(name, ())) != count for name, count in num_tokens.items()):
-        raise ValueError(f"{stem} has other columns than its index")
+        sizes[ROUTES] = routed["prompt_tokens"].sum() + routed["response_tokens"].sum()
+    is_whole = len(tokens) == last["start"] + last["prompt_tokens"] + last["response_tokens"]
+    if not is_whole or any(len(arrays.get(name, ())) != size for name, size in sizes.items()):
+        raise ValueError(f"{stem} has other tokens or columns than its index")
     return StoredSamples(index, tokens, read_text(_named(stem, _SAMPLES)), arrays)
 
 

@@ -1,4 +1,4 @@
-"""A token block: the token ids of a block's samples, and what the index keeps of them.
+"""A block of a data file -> its token block: the token ids of its samples, and their index rows.
 
 Token blocks are made one by one, in any process. Each depends on its block and the settings alone.
 """
@@ -6,8 +6,7 @@ Token blocks are made one by one, in any process. Each depends on its block and 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapack.base.choices import Overlong
+from megapack.job.data.files import Block
 from megapack.job.data.lines import LineParser
 from megapack.job.data.messages import BadLine
 from megapack.job.data.rollouts import ROUTES, TOKEN_COLUMNS, Rollout
@@ -24,6 +24,29 @@ Tokens = npt.NDArray[np.int32]
 """Token ids of samples one after another. A response token that does not count in the loss is
 stored as -1 - id: 7 becomes -8, and 0 becomes -1."""
 Routes = npt.NDArray[np.uint16]
+
+INDEX_DTYPE = np.dtype(
+    [
+        ("file", "<i4"),  # number of the file, from 0 in the order of names
+        ("number", "<i8"),  # line or row, from 1
+        ("part", "<i4"),  # number of the sample within its line, from 0
+        ("start", "<i8"),  # position of its first token among the tokens of all samples
+        ("prompt_tokens", "<i4"),
+        ("response_tokens", "<i4"),
+        ("loss_tokens", "<i4"),  # response tokens that count in the loss
+        ("pair_sign", "<i1"),  # 1 = preferred, -1 = the other, 0 = no pair
+        ("group", "<i8"),  # prompt group, from 0 by first appearance
+        ("rollout", "<i8"),  # from 0 by first appearance in the data set
+        ("reward", "<f8"),  # NaN = not given
+        ("advantage", "<f8"),  # NaN = not given
+        ("route_start", "<i8"),  # position of its first token among the routes; -1 = none
+        ("response_start", "<i8"),  # response tokens of the samples before it
+    ]
+)
+Index = npt.NDArray[np.void]
+ARRAYS: dict[str, npt.DTypeLike] = {ROUTES: "<u2", **TOKEN_COLUMNS}
+"""Arrays of values per token, and the type that they are stored with."""
+BITS = {name: 1 << k for k, name in enumerate(ARRAYS)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +64,10 @@ class ReadSettings:
     counts in the loss. Of a preference pair both samples are left out. A warning says how many were
     truncated or skipped."""
 
-    @property
-    def num_ids(self) -> int:
-        """Token ids are below it."""
-        return self.tokenizer.vocab_size if self.vocab_size is None else self.vocab_size
-
     def parser(self) -> LineParser:
         """A parser with this tokenizer and vocabulary."""
-        return LineParser(self.tokenizer, self.num_ids)
+        size = self.tokenizer.vocab_size if self.vocab_size is None else self.vocab_size
+        return LineParser(self.tokenizer, size)
 
     def fit(self, samples: list[Rollout]) -> list[Rollout]:
         """Apply `overlong` to the samples of one line: those that are kept, perhaps shorter.
@@ -79,39 +98,22 @@ class ReadSettings:
         return [] if is_pair and len(kept) < len(samples) else kept
 
 
-ROW_DTYPE = np.dtype(
-    [
-        ("number", np.int64),  # line or row, from 1
-        ("part", np.int32),  # number of the sample within its line, from 0
-        ("prompt_tokens", np.int32),
-        ("response_tokens", np.int32),
-        ("loss_tokens", np.int32),  # response tokens that count in the loss
-        ("pair_sign", np.int8),  # 1 = preferred, -1 = the other, 0 = no pair
-        ("reward", np.float64),  # NaN = not given
-        ("advantage", np.float64),  # NaN = not given
-        ("arrays", np.int8),  # bit k: the k-th of ARRAYS is given
-    ]
-)
-"""What is known of a sample without those before it. The columns that the index has too have its
-names."""
-ARRAYS: dict[str, npt.DTypeLike] = {ROUTES: "<u2", **TOKEN_COLUMNS}
-"""Arrays of values per token, and the type that they are stored with."""
-BITS = {name: 1 << k for k, name in enumerate(ARRAYS)}
-
-
 @dataclass
 class TokenBlock:
     """The samples of a block in order."""
 
-    rows: npt.NDArray[np.void]
-    """`ROW_DTYPE` [samples]."""
+    rows: Index
+    """Their index rows, but for what depends on the samples before the block: the starts, and the
+    numbers of `groups` and `rollouts`."""
     groups: list[int | str]
     """Each sample's prompt group, as the file names it."""
     rollouts: list[int | str]
     """Each sample's rollout within its prompt group, as the file names it."""
     tokens: Tokens
     """Of all samples, one after another: prompt, then response."""
-    arrays: dict[str, list[npt.NDArray[Any]]] = dataclasses.field(default_factory=dict)
+    given: npt.NDArray[np.int8]
+    """Of each sample; bit k: it has the k-th of `ARRAYS`."""
+    arrays: dict[str, list[npt.NDArray[Any]]]
     """By name in `ARRAYS`, those of the samples that have one: [tokens or response tokens, ...]."""
     num_skipped: int = 0
     num_truncated: int = 0
@@ -119,53 +121,69 @@ class TokenBlock:
     """Line number and reason of the first line that is refused; "" without one."""
 
 
-def make_token_block(samples: Iterable[tuple[int, Rollout]]) -> TokenBlock:
+def read_block(block: Block, file: int, settings: ReadSettings, parser: LineParser) -> TokenBlock:
+    """Parse and tokenize the rows of a block.
+
+    Args:
+        file: the file's number; it and the row's number identify a sample without `group`.
+        parser: of the settings; made once, because a tokenizer may take seconds to load.
+    """
+    samples: list[tuple[int, Rollout]] = []
+    num_skipped = 0
+    num_truncated = 0
+    error = ""
+    for number, row in block.rows():
+        try:
+            whole = parser.parse(row, f"{file} line-{number}")
+            kept = settings.fit(whole)
+        except BadLine as bad:
+            error = f"{number}: {bad}"
+            break
+        if kept is not whole:
+            num_skipped += len(whole) - len(kept)
+            before = {sample.part: sample.num_tokens for sample in whole}
+            num_truncated += sum(sample.num_tokens < before[sample.part] for sample in kept)
+        samples += [(number, sample) for sample in kept]
+    token_block = make_token_block(samples, file)
+    token_block.num_skipped = num_skipped
+    token_block.num_truncated = num_truncated
+    token_block.error = error
+    return token_block
+
+
+def make_token_block(samples: Iterable[tuple[int, Rollout]], file: int = 0) -> TokenBlock:
     """The token block of these samples, each with the number of its line."""
     nan = float("nan")
     rows = []
     groups: list[int | str] = []
     rollouts: list[int | str] = []
-    tokens: list[npt.NDArray[np.int64]] = []
+    tokens: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
+    given: list[int] = []
     arrays: dict[str, list[npt.NDArray[Any]]] = {}
     for number, sample in samples:
         tokens += [sample.prompt_ids, _signed(sample)]
         for name, values in sample.arrays.items():
             arrays.setdefault(name, []).append(values)
+        given.append(sum(map(BITS.__getitem__, sample.arrays)))
         rows.append(
             (
-                *(number, sample.part, len(sample.prompt_ids), len(sample.response_ids)),
-                *(sample.num_loss_tokens, sample.pair_sign),
+                *(file, number, sample.part, 0),
+                *(len(sample.prompt_ids), len(sample.response_ids)),
+                *(sample.num_loss_tokens, sample.pair_sign, 0, 0),
                 nan if sample.reward is None else sample.reward,
                 nan if sample.advantage is None else sample.advantage,
-                sum(map(BITS.__getitem__, sample.arrays)),
+                *(-1, 0),
             )
         )
         groups.append(sample.group)
         rollouts.append(sample.rollout)
-    joined = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int64)
     return TokenBlock(
-        np.array(rows, dtype=ROW_DTYPE), groups, rollouts, joined.astype(np.int32), arrays
-    )
-
-
-def join(blocks: Sequence[TokenBlock]) -> TokenBlock:
-    """Those of consecutive rows, at least one, as one; only the last may have an error."""
-    if len(blocks) == 1:
-        return blocks[0]
-    chain = itertools.chain.from_iterable
-    return TokenBlock(
-        rows=np.concatenate([block.rows for block in blocks]),
-        groups=list(chain(block.groups for block in blocks)),
-        rollouts=list(chain(block.rollouts for block in blocks)),
-        tokens=np.concatenate([block.tokens for block in blocks]),
-        arrays={
-            name: list(chain(block.arrays.get(name, []) for block in blocks))
-            for name in ARRAYS
-            if any(name in block.arrays for block in blocks)
-        },
-        num_skipped=sum(block.num_skipped for block in blocks),
-        num_truncated=sum(block.num_truncated for block in blocks),
-        error=blocks[-1].error,
+        np.array(rows, dtype=INDEX_DTYPE),
+        groups,
+        rollouts,
+        np.concatenate(tokens).astype(np.int32),
+        np.array(given, dtype=np.int8),
+        arrays,
     )
 
 

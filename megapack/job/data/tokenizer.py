@@ -42,18 +42,6 @@ class ChatTokens:
     """Per token: whether it counts in the loss."""
 
 
-@dataclass(frozen=True, eq=False)
-class TextTokens:
-    """The ids of many samples."""
-
-    ids: npt.NDArray[np.int32]
-    """Of all samples, one after another: prompt, then response."""
-    prompt_tokens: Ids
-    """[samples]."""
-    response_tokens: Ids
-    """[samples]."""
-
-
 class Tokenizer(Protocol):
     """Turns text into token ids, equally on every machine. It can be pickled."""
 
@@ -76,14 +64,6 @@ class Tokenizer(Protocol):
 
         Raises:
             TextError: the tokenizer cannot encode it.
-        """
-        ...
-
-    def encode_texts(self, prompts: Sequence[str], responses: Sequence[str]) -> TextTokens:
-        """The ids of `encode_prompt` and `encode_response`, of many samples at once.
-
-        Raises:
-            TextError: the tokenizer cannot encode one of them.
         """
         ...
 
@@ -146,24 +126,6 @@ class ByteTokenizer:
     def encode_response(self, text: str) -> Ids:
         """The bytes, then `eos`."""
         return _ID_OF_BYTE[np.frombuffer(_utf8(text) + _EOS_BYTE, dtype=np.uint8)]
-
-    def encode_texts(self, prompts: Sequence[str], responses: Sequence[str]) -> TextTokens:
-        """See `Tokenizer`."""
-        try:
-            prompt_bytes = list(map(str.encode, prompts))
-            response_bytes = list(map(str.encode, responses))
-        except UnicodeEncodeError:
-            raise TextError("has half of a surrogate pair; write it again") from None
-        # One join for all: two bytes that UTF-8 does not have stand for the special tokens.
-        parts = [_BOS_BYTE] * (4 * len(prompts))
-        parts[1::4] = prompt_bytes
-        parts[2::4] = response_bytes
-        parts[3::4] = [_EOS_BYTE] * len(prompts)
-        return TextTokens(
-            _ID_OF_BYTE[np.frombuffer(b"".join(parts), dtype=np.uint8)].astype(np.int32),
-            np.array(list(map(len, prompt_bytes)), dtype=np.int64) + 1,
-            np.array(list(map(len, response_bytes)), dtype=np.int64) + 1,
-        )
 
     def encode_chat(
         self,

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Iterator
 
 from megapack.base.garbage import rare_collections
 from megapack.errors import DataError
-from megapack.job.data.blocks import read_block
 from megapack.job.data.files import Block
 from megapack.job.data.lines import LineParser
 from megapack.job.data.processes import AnsweringProcess, ProcessEnded, answer_messages
-from megapack.job.data.token_blocks import ReadSettings, TokenBlock
+from megapack.job.data.token_blocks import ReadSettings, TokenBlock, read_block
 
 Blocks = Iterable[tuple[int, Block]]
 """The number of a file, and a block of it."""
@@ -73,25 +72,20 @@ def _read_here(
 def _read_by_processes(
     blocks: Blocks, settings: ReadSettings, num_workers: int
 ) -> Iterator[tuple[int, int, TokenBlock]]:
+    # By file and size of its block; the oldest block's process is the next to be free.
     waiting: collections.deque[tuple[int, int, AnsweringProcess]] = collections.deque()
     processes: list[AnsweringProcess] = []
     try:
         for file, block in blocks:
-            done = None
             if len(processes) < num_workers:
                 processes.append(process := _start())
             else:
-                # The oldest block's process has read all that was sent to it, so that neither side
-                # waits for the other to read.
-                done_file, done_bytes, process = waiting.popleft()
-                done = done_file, done_bytes, process.receive()
+                done_file, num_bytes, process = waiting.popleft()
+                yield done_file, num_bytes, process.receive()
             process.send((settings, file, block))
             waiting.append((file, block.num_bytes, process))
-            if done is not None:
-                yield done
-        while waiting:
-            done_file, done_bytes, process = waiting.popleft()
-            yield done_file, done_bytes, process.receive()
+        for file, num_bytes, process in waiting:
+            yield file, num_bytes, process.receive()
     except ProcessEnded as ended:
         raise DataError(
             f"a process that tokenizes ended with exit code {ended.code}; look at its output, or "
