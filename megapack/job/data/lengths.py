@@ -14,7 +14,6 @@ import io
 import itertools
 import re
 import sys
-import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from megapack.base.files import (
     HEAD_BYTES,
     NPY,
     PARQUET,
-    ZIP,
     read_whole,
     strict_json,
     text_of,
@@ -37,13 +35,13 @@ from megapack.base.files import (
 )
 from megapack.config.typed import shown
 from megapack.errors import ConfigError, DataError, brief, first_line
-from megapack.job.data.files import not_json_lines, unreadable
+from megapack.job.data.files import Lines, not_json_lines, unreadable
 from megapack.job.data.lines import json_object
 from megapack.job.data.messages import BadLine
 from megapack.prefixes import SharedPrefixes
 
 STDIN = "-"
-_BINARY = (".parquet", ".npy", ".npz")
+_BINARY = (".parquet", ".npy")
 
 # Columns to look for if the user names none of them: the first of `_LENGTHS` in the file, else the
 # first pair of `_SUMS`, whose sum is the length.
@@ -63,9 +61,8 @@ _TEXTS |= {"chosen_ids", "rejected_ids"}
 _COUNTS = ("len", "length", "lengths", "lens", "num_tokens")
 # 18 digits always fit into int64.
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
-# As pandas and numpy.savetxt write whole numbers: 1587.0, 1.587e+03.
-_FLOAT = re.compile(r"-?[0-9]{1,18}(\.[0-9]*)?(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
-_THOUSANDS = re.compile(r"(?<=[0-9])[,_' \u00a0\u2009\u202f](?=[0-9]{3})")
+# As pandas and numpy.savetxt write whole numbers too: 1587.0, 1.587e+03.
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
 
 Records = Iterator[tuple[str, dict[str, Any]]]
 """Where a row is, such as "line 3", and its cells by column."""
@@ -216,21 +213,19 @@ def _tokenized(path: str, columns: Columns, config_name: str) -> LengthTable:
 
 
 def _read(path: str, columns: Columns) -> LengthTable:
-    data = sys.stdin.buffer.read() if path == STDIN else read_whole(path, HEAD_BYTES)
+    is_file = path != STDIN
+    data = read_whole(path, HEAD_BYTES) if is_file else sys.stdin.buffer.read()
     suffix = Path(path).suffix
     kind = what_it_is(data)
-    if suffix in _BINARY and kind is not None and not data.startswith((PARQUET, NPY, ZIP)):
+    if suffix in _BINARY and kind is not None and not data.startswith((PARQUET, NPY)):
         raise DataError(f"not {suffix}, it is {kind}")
-    source: str | io.BytesIO = path
-    if path == STDIN or not (data.startswith(PARQUET) or suffix == ".parquet"):
-        data = data if path == STDIN else read_whole(path)
-        data = gzip.decompress(data) if data.startswith(GZIP) else data
-        source = io.BytesIO(data)
-    if data.startswith(PARQUET) or suffix == ".parquet":
-        return _read_rows(_parquet_rows(source, columns), columns)
-    if data.startswith((NPY, ZIP)) or suffix in _BINARY:
+    if is_file and (data.startswith(PARQUET) or suffix == ".parquet"):
+        return _read_rows(_parquet_rows(path, columns), columns)
+    data = read_whole(path) if is_file else data
+    data = gzip.decompress(data) if data.startswith(GZIP) else data
+    if data.startswith(NPY) or suffix == ".npy":
         return _read_array(data, columns)
-    return _read_rows(_text_rows(text_of(data)), columns)
+    return _read_rows(_text_rows(data), columns)
 
 
 def _read_array(data: bytes, columns: Columns) -> LengthTable:
@@ -238,15 +233,7 @@ def _read_array(data: bytes, columns: Columns) -> LengthTable:
         raise DataError("an array has no columns; leave the --...-column options out")
     try:
         array = np.load(io.BytesIO(data), allow_pickle=False)
-        if isinstance(array, np.lib.npyio.NpzFile):
-            if len(array.files) != 1:
-                raise DataError(f"has {_listed(array.files) or 'no array'}; save one array alone")
-            array = array[array.files[0]]
-        if not isinstance(array, np.ndarray):
-            raise ValueError("an archive of other files")
-    except (ValueError, MemoryError, zipfile.BadZipFile) as error:
-        if isinstance(error, DataError):
-            raise
+    except (ValueError, MemoryError) as error:
         raise DataError(
             f"not an array of numbers ({first_line(error)}); save one with numpy.save"
         ) from None
@@ -309,23 +296,19 @@ def _count(row: dict[str, Any], column: str) -> int:
         if column.lower().endswith(_COUNTS):
             raise DataError(f"{name} is a list of {len(value)}; give one number per sample")
         return len(value)
-    remedy = "give a whole number of tokens"
+    number = value
     if isinstance(value, str):
-        # `strip` also removes separators such as \x1c, which `int` refuses.
+        # `strip` also removes separators such as \x1c, which `float` refuses.
         text = value.strip()
-        if _WHOLE.fullmatch(text):
-            value = int(text)
-        elif _FLOAT.fullmatch(text):
-            value = float(text)
-        elif _WHOLE.fullmatch(plain := _THOUSANDS.sub("", text)):
-            remedy = f"write {plain}"
+        if _NUMBER.fullmatch(text):
+            number = float(text)
         elif column in _TEXTS:
             raise _Uncounted(f"{name} is text")
-    if type(value) is float and value.is_integer():
-        value = int(value)
-    if type(value) is not int:
-        raise DataError(f"{name} is {shown(_cell(row, column))}; {remedy}")
-    return value
+    if type(number) is float and number.is_integer():
+        number = int(number)
+    if type(number) is not int:
+        raise DataError(f"{name} is {shown(value)}; give a whole number of tokens")
+    return number
 
 
 def _identity(row: dict[str, Any], column: str) -> int | str:
@@ -350,14 +333,12 @@ def _ids(values: list[int | str] | None) -> Ids | None:
     """
     if values is None:
         return None
-    if all(isinstance(value, str) and _is_plain_integer(value) for value in values):
+    if all(
+        isinstance(value, str) and _WHOLE.fullmatch(value) and str(int(value)) == value
+        for value in values
+    ):
         return tuple(int(value) for value in values)
     return tuple(values)
-
-
-def _is_plain_integer(text: str) -> bool:
-    """Whether the text is an integer as `str` prints it."""
-    return _WHOLE.fullmatch(text) is not None and str(int(text)) == text
 
 
 def _one_line(name: str) -> str:
@@ -373,28 +354,28 @@ def _listed(names: list[str]) -> str:
     return shown_names + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
-def _text_rows(text: str) -> Records:
-    # `str.splitlines` also splits at characters that JSON allows inside a string, such as U+2028.
-    lines = list(io.StringIO(text, newline=""))
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        return iter(())
-    start = numbered[0][1].strip()
-    if start.startswith("{"):
+def _text_rows(data: bytes) -> Records:
+    text = text_of(data)
+    start = text.lstrip()[:1]
+    if start == "{":
         if kind := not_json_lines(text.encode()):
             raise DataError(f"it is {kind}")
-        return _json_rows(numbered)
-    if start.startswith("["):
+        return _json_rows(text)
+    if start == "[":
         return _json_items(text)
-    if _FLOAT.fullmatch(start):
-        return ((f"line {number}", {"length": line.strip()}) for number, line in numbered)
-    return _csv_rows(lines, max(",\t;", key=start.count))
+    # `str.splitlines` also splits at characters that cells may hold, such as U+2028.
+    lines = list(io.StringIO(text, newline=""))
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    header = numbered[0][1] if numbered else ""
+    if _NUMBER.fullmatch(header):
+        return ((f"line {number}", {"length": line}) for number, line in numbered)
+    return _csv_rows(lines, max(",\t;", key=header.count))
 
 
-def _json_rows(numbered: list[tuple[int, str]]) -> Records:
-    for number, line in numbered:
+def _json_rows(text: str) -> Records:
+    for number, line in Lines(1, text.encode()).rows():
         try:
-            yield f"line {number}", json_object(line.encode(), "an object per line")
+            yield f"line {number}", json_object(line, "an object per line")
         except BadLine as error:
             raise DataError(f"line {number}: {error}") from None
 
@@ -436,7 +417,7 @@ def _csv_rows(lines: list[str], delimiter: str) -> Records:
 def _header(cells: list[str], number: int) -> list[str]:
     names = [cell.strip() for cell in cells]
     for name in names:
-        if _is_number(name):
+        if _NUMBER.fullmatch(name):
             raise DataError(
                 f"line {number}: {brief(name)} is not a column name; begin with a header, or give "
                 "one whole number per line"
@@ -446,25 +427,16 @@ def _header(cells: list[str], number: int) -> list[str]:
     return names
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _parquet_rows(source: str | io.BytesIO, columns: Columns) -> Records:
+def _parquet_rows(path: str, columns: Columns) -> Records:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise ConfigError("Parquet needs pyarrow; pip install pyarrow") from None
     try:
-        with parquet.ParquetFile(source) as file:
-            number = 0
-            for batch in file.iter_batches(columns=columns.needed(file.schema_arrow.names)):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"row {number}", row
+        with parquet.ParquetFile(path) as file:
+            batches = file.iter_batches(columns=columns.needed(file.schema_arrow.names))
+            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, start=1):
+                yield f"row {number}", row
     except ArrowException as error:
         raise DataError(f"not Parquet ({first_line(error)}); write it again") from None

@@ -91,11 +91,9 @@ def test_lengths_from_parquet_and_npy(tmp_path: Path) -> None:
     assert (table.lengths.tolist(), table.rollout_ids) == (LENGTHS, ("a", "b", "b"))
     for dtype in (np.uint16, np.float32):
         np.save(tmp_path / "a.npy", np.array(LENGTHS, dtype=dtype))
-        np.savez_compressed(tmp_path / "a.npz", np.array(LENGTHS, dtype=dtype))
-        for name in ("a.npy", "a.npz"):
-            assert read_length_file(str(tmp_path / name), Columns()).lengths.tolist() == LENGTHS
-    # Under other names too, and compressed.
-    (tmp_path / "a").write_bytes(gzip.compress((tmp_path / "a.parquet").read_bytes()))
+        assert read_length_file(str(tmp_path / "a.npy"), Columns()).lengths.tolist() == LENGTHS
+    # Under other names too.
+    (tmp_path / "a").write_bytes((tmp_path / "a.parquet").read_bytes())
     assert read_length_file(str(tmp_path / "a"), Columns()).lengths.tolist() == LENGTHS
 
 
@@ -143,8 +141,7 @@ def test_lengths_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a.csv", "374,44\n396,109\n", ["line 1", "'374'", "header"]),
         ("a.csv", "prompt_len,response_len\n-1,5\n", ["line 2: prompt_len is -1; give 0 or"]),
         ("a.csv", "5.5\n6\n", ["line 1", "'5.5'", "whole number"]),
-        ("a.csv", 'length\n"1,587"\n', ["line 2: length is '1,587'; write 1587"]),
-        ("a.csv", "length\n1_587\n", ["write 1587"]),
+        ("a.csv", 'length\n"1,587"\n', ["line 2: length is '1,587'; give a whole number"]),
         ("a.csv", "length\n1.587\n", ["line 2: length is '1.587'; give a whole number"]),
         ("a.csv", "name,age\nx,5\n", ["name, age", "--length-column"]),
         ("a.csv", "length,b\n1\n", ["line 2", "1 cells under 2 columns"]),
