@@ -5,31 +5,21 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from megapack.commands.arguments import add_json, number, print_json
-from megapack.doctor.runner import DEFAULT_TIMEOUT_S, Diagnosis, diagnose
-from megapack.errors import ConfigError
+from megapack.commands.arguments import add_json, print_json
+from megapack.doctor.runner import Diagnosis, diagnose
 
 EXAMPLE = "megapack doctor"
 _COLUMN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the time limit and the form of the output."""
+    """Add --json."""
     add_json(parser)
-    parser.add_argument(
-        "--timeout",
-        type=number,
-        default=DEFAULT_TIMEOUT_S,
-        metavar="S",
-        help=f"seconds after which the imports count as hung ({DEFAULT_TIMEOUT_S:g})",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the probes and print their diagnoses; 1 if there is a fault."""
-    if not 0 < args.timeout < float("inf"):
-        raise ConfigError(f"--timeout={args.timeout:g}; set seconds above 0")
-    diagnoses = diagnose(args.timeout)
+    diagnoses = diagnose()
     num_faults = sum(len(diagnosis.faults) for diagnosis in diagnoses)
     if args.json:
         print_json({"num_faults": num_faults, "probes": [asdict(one) for one in diagnoses]})

@@ -35,7 +35,7 @@ from megapack.policy import Backward, ContextParallel, SplitSamples
 
 if TYPE_CHECKING:
     from megapack.job.config.sections import TrainConfig
-    from megapack.outlook.tune import Candidate, Progress, Tuning
+    from megapack.outlook.tune import Candidate, Tuning
 
 EXAMPLE = "megapack tune lengths.csv --gpus 64 --model Qwen3-4B --tp 1,2,4"
 # Sizes to try: field of `Space`, what it is, and the default.
@@ -54,8 +54,6 @@ _RULES = (
     ("split_samples", SplitSamples, "pieces of samples", ["off", "auto"]),
     ("backward", Backward, "weight gradients apart", ["joint", "split"]),
 )
-# What the shell says of a program that an interrupt ended.
-_INTERRUPTED = 130
 
 
 def add_arguments(parser: Parser) -> None:
@@ -93,9 +91,8 @@ def add_arguments(parser: Parser) -> None:
         group.add_argument(
             f"--{name.replace('_', '-')}",
             dest=f"{name}_choices",
-            nargs="+",
             type=partial(_choices, get_args(literal)),
-            default=[tried],
+            default=tried,
             metavar="CHOICE,...",
             help=f"{what}: {', '.join(get_args(literal))} ({','.join(tried)})",
         )
@@ -110,7 +107,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Sweep, rank and print; 1 if nothing fits, 130 after an interrupt."""
+    """Sweep, rank and print; 1 if nothing fits."""
     table = read_table(args)
     costs = read_costs(args)
     if costs.config is None:
@@ -146,31 +143,24 @@ def run(args: argparse.Namespace) -> int:
         uneven=args.uneven,
         given_split=partial(_given_split, costs.config),
         **{name: getattr(args, name) for name, _, _ in _SIZES},
-        **{name: _flat(getattr(args, f"{name}_choices")) for name, _, _, _ in _RULES},
+        **{name: getattr(args, f"{name}_choices") for name, _, _, _ in _RULES},
     )
     basis = costs.pricing(Layout(), typical, StageLayers.even(memory.sizes.num_layers, pp=1)).basis
     # disable=None: no bar where nobody looks.
     with tqdm(unit="plan", delay=1.0, leave=False, disable=None) as bar:
         num_best = None if args.all else args.top
-        tuning = tune(work, space, num_best=num_best, watch=partial(_show, bar))
+
+        def watch(num_plans: int) -> None:
+            bar.total = num_plans
+            bar.update()
+
+        tuning = tune(work, space, num_best=num_best, watch=watch)
     shown = (tuning.ranked if args.all else tuning.best_of_layouts)[: args.top]
     if args.json:
         print_json(_payload(tuning, shown, basis))
     else:
         _print(tuning, shown, basis, args, int(table.lengths.max()))
-    if tuning.num_left:
-        return _INTERRUPTED
     return 0 if tuning.ranked else 1
-
-
-def _show(bar: Any, progress: Progress) -> None:
-    """Show the progress of a sweep in tqdm's bar."""
-    bar.total = progress.num_plans
-    best = progress.best
-    if best is not None:
-        speed = f"{best.tokens_per_gpu_second:.0f} tokens/s/GPU"
-        bar.set_postfix_str(f"best so far {speed}: {best.layout.label}", refresh=False)
-    bar.update(progress.done - bar.n)
 
 
 def _given_split(config: TrainConfig, layout: Layout) -> StageLayers | None:
@@ -196,11 +186,6 @@ def _choices(choices: tuple[str, ...], text: str) -> list[str]:
     return found
 
 
-def _flat(lists: Sequence[list[Any]]) -> tuple[Any, ...]:
-    """Lists separated by commas, and these by spaces."""
-    return tuple(one for found in lists for one in found)
-
-
 def _payload(tuning: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str, Any]:
     return {
         "time_basis": basis,
@@ -208,7 +193,6 @@ def _payload(tuning: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str
         "num_plans": tuning.num_plans,
         "num_fitting": len(tuning.ranked),
         "num_passed_over": tuning.num_passed_over,
-        "num_left": tuning.num_left,
         "least_memory_bytes": tuning.least_memory.total,
         "refusal": tuning.refusal,
         "ranked": [
@@ -238,10 +222,6 @@ def _print(
             f"{tuning.num_passed_over} more were not planned: the busiest stage of their layouts "
             f"is slower than the first {args.top}"
         )
-    if tuning.num_left:
-        print(f"interrupted, {tuning.num_left} plans before the end")
-        if not tuning.ranked:
-            return
     if not tuning.num_plans and tuning.refusal is not None:
         print(f"nothing has a legal plan: {tuning.refusal}")
         return

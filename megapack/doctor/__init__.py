@@ -3,12 +3,4 @@
 Modules:
     runner: runs the probes, those that import torch in a child process
     probes: libraries, environment variables
-    versions: versions that are too old, or newer than tested
 """
-
-from megapack.doctor.runner import Diagnosis, diagnose
-
-__all__ = [
-    "Diagnosis",
-    "diagnose",
-]

@@ -17,12 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 from megapack.base.apex import OTHER_APEX, find_apex
 from megapack.base.gpu_environment import ALLOCATOR, ALLOCATORS, CONNECTIONS, EXPANDABLE
+from megapack.base.megatron import frees_while_sending, newer_than_tested
 from megapack.base.te import refuse_broken_te
-from megapack.doctor.versions import check_version, freed_while_sent
 from megapack.te_finder import python_alone
 
 _ON = ("1", "true", "yes", "y", "on")
@@ -58,9 +59,6 @@ _NOTES: _Rules = {
     "NCCL_IB_DISABLE": (_ON, "nodes communicate over TCP, not InfiniBand or RoCE"),
     "NCCL_SHM_DISABLE": (_ON, "GPUs of a node without peer access communicate over the network"),
 }
-# Registers the buffers of captured collectives with NCCL. Recipes of Megatron-Bridge turn it off
-# with segments that grow; Megatron-Core's DDP refuses its own user buffers (nccl_ub) with them.
-_USER_BUFFERS = "NCCL_GRAPH_REGISTER"
 
 
 @dataclass(kw_only=True)
@@ -75,7 +73,7 @@ class Diagnosis:
     faults: list[str] = field(default_factory=list)
     """What is wrong and what to do."""
     notes: list[str] = field(default_factory=list)
-    """Settings that are right for some runs only, and versions that are newer than tested."""
+    """Settings that are right for some runs only, and a Megatron-Core that is newer than tested."""
 
 
 def run_probe(name: str) -> Diagnosis:
@@ -140,17 +138,11 @@ def _check_allocator(environment: Mapping[str, str]) -> list[str]:
             f"{ALLOCATOR} is not set: megapack train sets {EXPANDABLE}; a loop of your own should, "
             "because rows of changing lengths fragment memory"
         ]
-    if len(set(given.values())) > 1:
-        return [f"{' and '.join(given)} differ; set one of them"]
-    name, text = next(iter(given.items()))
-    if EXPANDABLE not in text.replace(" ", "").split(","):
-        return [f"{name}={text}: rows of changing lengths fragment memory; add {EXPANDABLE}"]
-    if environment.get(_USER_BUFFERS, "").lower() in _ON:
-        return [
-            f"{_USER_BUFFERS}=1: NCCL's user buffers do not work with {EXPANDABLE}; set 0, or "
-            f"unset {name}"
-        ]
-    return []
+    return [
+        f"{name}={text}: rows of changing lengths fragment memory; add {EXPANDABLE}"
+        for name, text in given.items()
+        if EXPANDABLE not in text.replace(" ", "").split(",")
+    ]
 
 
 def _broken_rules(rules: _Rules, environment: Mapping[str, str]) -> list[str]:
@@ -186,7 +178,6 @@ def _python(diagnosis: Diagnosis) -> None:
 
     version = platform.python_version()
     diagnosis.found = f"{version}, {sys.executable}; megapack in {path}"
-    diagnosis.faults, diagnosis.notes = check_version("python", version)
 
 
 def _numba(diagnosis: Diagnosis) -> None:
@@ -217,7 +208,7 @@ def _torch(diagnosis: Diagnosis) -> None:
     import torch
 
     diagnosis.found = torch.__version__
-    diagnosis.faults, diagnosis.notes = check_version("torch", torch.__version__)
+    diagnosis.faults = too_old("torch", torch.__version__)
 
 
 def _cuda(diagnosis: Diagnosis) -> None:
@@ -266,7 +257,7 @@ def _transformer_engine(diagnosis: Diagnosis) -> None:
             "error; import megapack first, or start it by `megapack run --cpu`"
         )
         return
-    diagnosis.faults, diagnosis.notes = check_version("transformer-engine", diagnosis.found)
+    diagnosis.faults = too_old("transformer-engine", diagnosis.found)
 
 
 def _apex(diagnosis: Diagnosis) -> None:
@@ -286,9 +277,32 @@ def _megatron(diagnosis: Diagnosis) -> None:
 
     version = str(megatron.core.__version__)
     diagnosis.found = f"megatron-core {version}, {os.path.dirname(megatron.core.__file__)}"
-    diagnosis.faults, diagnosis.notes = check_version("megatron-core", version)
-    diagnosis.notes += freed_while_sent(version)
-    diagnosis.faults += _left_locks()
+    diagnosis.faults = [*too_old("megatron-core", version), *_left_locks()]
+    diagnosis.notes += filter(None, [newer_than_tested(version)])
+    if frees_while_sending(version):
+        diagnosis.notes.append(
+            f"virtual pipeline stages of megatron-core {version} free an output while it is being "
+            "sent: over gloo they train wrongly; set config.deallocate_pipeline_outputs=False, or "
+            "apply the patch megatron_core, or install 0.18.2"
+        )
+
+
+def too_old(package: str, version: str) -> list[str]:
+    """A fault if an imported package's version is below what the installed megapack requires."""
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    try:
+        requirements = [Requirement(text) for text in metadata.requires("megapack") or []]
+    except metadata.PackageNotFoundError:  # a source tree has no metadata
+        return []
+    # NVIDIA's containers have builds such as 2.6.0a0+ecf3bae, which no range of releases contains.
+    release = Version(Version(version).base_version)
+    return [
+        f"version {version}; install {package}{one.specifier}"
+        for one in requirements
+        if one.name == package and not one.specifier.contains(release)
+    ]
 
 
 def _left_locks() -> list[str]:
@@ -329,13 +343,6 @@ def _attention(diagnosis: Diagnosis) -> None:
         )
 
 
-def _recurrent(diagnosis: Diagnosis) -> None:
-    """Tell what would run the recurrent layers of hybrid models."""
-    from megapack.model.recurrent.choice import recurrent_kernels
-
-    diagnosis.found = recurrent_kernels("GM")
-
-
 def _patches(diagnosis: Diagnosis) -> None:
     from megapack.hosts import patching
     from megapack.hosts.patching.files import patch_set
@@ -370,6 +377,5 @@ _PROBES: dict[str, Callable[[Diagnosis], None]] = {
     "apex": _apex,
     "megatron": _megatron,
     "attention": _attention,
-    "recurrent": _recurrent,
     "patches": _patches,
 }

@@ -16,27 +16,14 @@ import subprocess
 from megapack.base.processes import python_command
 from megapack.doctor.probes import Diagnosis, not_probed, run_probe
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Diagnosis", "diagnose"]
-
 HERE = ("python", "numba", "environment")
-IN_CHILD = (
-    "torch",
-    "cuda",
-    "transformer_engine",
-    "apex",
-    "megatron",
-    "attention",
-    "recurrent",
-    "patches",
-)
-
-DEFAULT_TIMEOUT_S = 120.0
+IN_CHILD = ("torch", "cuda", "transformer_engine", "apex", "megatron", "attention", "patches")
 
 _CHILD = "import sys; from megapack.doctor.probes import main; main(sys.argv[1].split())"
 _MAX_CHARS = 200
 
 
-def diagnose(timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Diagnosis]:
+def diagnose(timeout_s: float = 120.0) -> list[Diagnosis]:
     """Run all probes.
 
     Args:

@@ -1,6 +1,6 @@
-"""All numbers about a plan: counts, simulated seconds, and lower bounds for any plan.
+"""All numbers about a plan: counts, simulated seconds, and what the samples' own work takes.
 
-    Plan -> counts, + cost -> simulated seconds, + lengths -> lower bounds: a StepReport per step,
+    Plan -> counts, + cost -> simulated seconds, + lengths -> equal work: a StepReport per step,
     and their sums in a PlanReport
 
 Every table, metric and page gets its numbers here.
@@ -20,24 +20,18 @@ from megapack.base.arrays import Floats, Ints, read_lengths
 from megapack.cost.memory import Carried
 from megapack.cost.model import TOKENS, CostModel
 from megapack.errors import PlanError
-from megapack.layout import Layout
 from megapack.pipeline.simulator import Simulation, bubble_fraction, simulate_planned
 from megapack.plan.facts import Counts, count_steps, feature_numbers, features_of
 from megapack.plan.microbatch import MicroBatch
 from megapack.plan.order import StepOrder
 from megapack.plan.plan import Plan, StepPlan
-from megapack.planner.bins import fewest_bins_bound
-
-# Fields of `Report` that need the samples' lengths.
-_NEED_LENGTHS = ("seconds_bound", "equal_work_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Counts):
     """Numbers of optimizer steps that run one after the other.
 
-    Seconds follow the cost model; without one, time is in row tokens. Bounds need the
-    samples' lengths and are None without them.
+    Seconds follow the cost model; without one, time is in row tokens.
     """
 
     num_gpus: int
@@ -53,14 +47,9 @@ class Report(Counts):
     """Seconds over the work of the slowest rank's busiest stage, minus 1."""
     seconds: float
     """Simulated seconds of forward and backward."""
-    seconds_bound: float | None
-    """Lower bound of `seconds`, the larger of two: all work spread evenly at the fewest
-    micro-batches and without a bubble; the longest sample's way through the pipeline and back, over
-    as many ranks as may share it. Under split_samples="auto" it is that sample's work on the
-    busiest stage, and under backward="split" without weight gradients."""
     equal_work_seconds: float | None
     """The samples' own work spread evenly over all GPUs: no bubble, padding or fixed cost. What
-    samples of a step share is counted once."""
+    samples of a step share is counted once. None without the samples' lengths."""
     peak_live_tokens: float
     """See `Simulation.peak_live_tokens`; the largest of any step."""
     peak_in_flight: float
@@ -96,12 +85,11 @@ class Report(Counts):
     def __str__(self) -> str:
         shares = [feature.share for feature in features_of(self)]
         fill = "" if self.fill is None else f"fill {self.fill:.1%}, "
-        bound = "" if self.seconds_bound is None else f" (bound {self.seconds_bound:.4g})"
         return (
             f"rows {self.num_rows}, "
             f"padding rows {self.num_padding_rows}, padding {self.padding_fraction:.1%}, {fill}"
             f"{''.join(f'{share.column} {share.cell(self)}, ' for share in shares)}"
-            f"imbalance {self.imbalance:.3f}, seconds {self.seconds:.4g}{bound}, "
+            f"imbalance {self.imbalance:.3f}, seconds {self.seconds:.4g}, "
             f"bubble {self.bubble_fraction:.1%}"
         )
 
@@ -129,10 +117,11 @@ class PlanReport(Report):
 def plan_report(
     plan: Plan, lengths: Sequence[int] | Ints | None = None, cost: CostModel | None = None
 ) -> PlanReport:
-    """Count and simulate a plan, and compute what no plan can beat.
+    """Count and simulate a plan.
 
     Args:
-        lengths: real tokens of each sample, as they were planned; None leaves the bounds out.
+        lengths: real tokens of each sample, as they were planned; None leaves
+            `equal_work_seconds` out.
         cost: seconds of micro-batches; None: time is in row tokens.
 
     Raises:
@@ -149,7 +138,7 @@ def plan_report(
 
 
 def step_report(plan: Plan, step: StepPlan, cost: CostModel | None = None) -> StepReport:
-    """The numbers of one step under a plan's settings; as `plan_report`, without bounds."""
+    """The numbers of one step under a plan's settings; as `plan_report`, without lengths."""
     return _step_report(plan, _simulate(plan, step, cost, None))
 
 
@@ -269,22 +258,19 @@ def row_fill(mb: MicroBatch, full: int) -> float:
 
 @dataclass(frozen=True)
 class _SimulatedStep:
-    """A step with its simulation and its bounds."""
+    """A step with its simulation."""
 
     step: StepPlan
     run: Simulation
-    bounds: dict[str, float | None]
-    """The fields of `Report` that need lengths; None without them."""
+    equal_work_seconds: float | None
 
 
 def _simulate(
     plan: Plan, step: StepPlan, cost: CostModel | None, lengths: Ints | None
 ) -> _SimulatedStep:
     run = simulate_planned(plan, step, cost)
-    unknown = dict.fromkeys(_NEED_LENGTHS)
-    return _SimulatedStep(
-        step, run, unknown if lengths is None else _bounds(plan, step, lengths, cost)
-    )
+    equal = None if lengths is None else _equal_work_seconds(plan, step, lengths, cost or TOKENS)
+    return _SimulatedStep(step, run, equal)
 
 
 def _step_report(plan: Plan, part: _SimulatedStep) -> StepReport:
@@ -301,6 +287,7 @@ def _sums(plan: Plan, parts: Sequence[_SimulatedStep]) -> dict[str, Any]:
     busiest = math.fsum(max(run.rank_work) for run in runs)
     mean_work = math.fsum(math.fsum(run.rank_work) / len(run.rank_work) for run in runs)
     seconds = math.fsum(run.makespan for run in runs)
+    known = [part.equal_work_seconds for part in parts if part.equal_work_seconds is not None]
     return {
         **vars(counts),
         "num_gpus": plan.layout.world_size,
@@ -310,13 +297,8 @@ def _sums(plan: Plan, parts: Sequence[_SimulatedStep]) -> dict[str, Any]:
         "seconds": seconds,
         "peak_live_tokens": max((run.peak_live_tokens for run in runs), default=0.0),
         "peak_in_flight": max((run.peak_in_flight for run in runs), default=0.0),
-        **{name: _sum_of([part.bounds[name] for part in parts]) for name in _NEED_LENGTHS},
+        "equal_work_seconds": math.fsum(known) if known else None,
     }
-
-
-def _sum_of(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) if known else None
 
 
 def _fill(plan: Plan, rows: Sequence[MicroBatch]) -> dict[str, Any]:
@@ -330,97 +312,20 @@ def _fill(plan: Plan, rows: Sequence[MicroBatch]) -> dict[str, Any]:
     return {"fill": fill, "num_rows_over": len(rows) - len(within)}
 
 
-def _bounds(
-    plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel | None
-) -> dict[str, float | None]:
-    """The fields `_NEED_LENGTHS` of a step's report."""
-    cost = cost or TOKENS
+def _equal_work_seconds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostModel) -> float:
+    """See `Report`."""
     layout = plan.layout
     samples = np.array(step.kept_samples, dtype=np.int64)
     kept = lengths[samples]
-    aligned = layout.aligned_sample_tokens(kept)
     # What one row with all of the step's samples saves: no plan saves more.
     table = plan.prefix_table
     saved = (0, 0) if table is None else table.saved_in_row(samples)
-    num_rank_rows = _rows_bound(plan, aligned, saved[0])
-    widths = plan.policy.widths(layout)
-    largest = min(_largest_work(plan, kept.max(keepdims=True), cost, width) for width in widths)
-    work = _work(aligned, layout, cost, saved) - cost.fixed
-    passes = 1.0 if plan.forward_only else 1.0 + cost.backward_ratio
-    own_work = _work(kept, layout, cost, saved) - cost.fixed
-    return {
-        "seconds_bound": _seconds_bound(plan, cost, num_rank_rows, work, largest),
-        # A stage runs its vpp chunks, and a DP rank its share of the samples.
-        "equal_work_seconds": passes * own_work * layout.vpp / layout.dp,
-    }
-
-
-def _largest_work(plan: Plan, length: Ints, cost: CostModel, width: int) -> float:
-    """Seconds of one chunk's forward on one rank of a row that lies over `width` of them.
-
-    Args:
-        length: int64 [1], real tokens of the only sample.
-    """
-    layout = plan.layout.over(width)
-    tokens = int(layout.aligned_sample_tokens(length)[0])
-    return cost.forward_seconds(
-        plan.layout, row_tokens=tokens, tokens_sq=tokens * tokens, num_samples=1, width=width
-    )
-
-
-def _work(lengths: Ints, layout: Layout, cost: CostModel, saved: tuple[int, int] = (0, 0)) -> float:
-    """Seconds of one chunk's forward for samples of these lengths in one row.
-
-    Args:
-        saved: tokens and squared tokens that they share.
-    """
-    return cost.forward_seconds(
+    work = cost.forward_seconds(
         layout,
-        row_tokens=int(lengths.sum()) - saved[0],
-        tokens_sq=int((lengths * lengths).sum()) - saved[1],
-        num_samples=lengths.size,
+        row_tokens=int(kept.sum()) - saved[0],
+        tokens_sq=int((kept * kept).sum()) - saved[1],
+        num_samples=kept.size,
     )
-
-
-def _rows_bound(plan: Plan, aligned: Ints, saved_tokens: int) -> int:
-    """The fewest rows; with rows over several ranks, the fewest pairs of a row and a rank. Where
-    samples may be cut, only their tokens count."""
-    policy = plan.policy
-    divisible = policy.context_parallel == "dynamic" or policy.split_samples == "auto"
-    if plan.capacity is not None and divisible:
-        return -(-(int(aligned.sum()) - saved_tokens) // plan.capacity)
-    if plan.capacity is not None and saved_tokens:
-        # Samples that share tokens are no bins of their own size: only the sum of tokens counts.
-        return -(-(int(np.minimum(aligned, plan.capacity).sum()) - saved_tokens) // plan.capacity)
-    if plan.capacity is not None:
-        return fewest_bins_bound(aligned, plan.capacity)
-    assert plan.micro_batch_size is not None
-    return -(-aligned.size // plan.micro_batch_size)
-
-
-def _seconds_bound(
-    plan: Plan, cost: CostModel, num_rank_rows: int, work: float, largest: float
-) -> float:
-    """See `Report.seconds_bound`.
-
-    Args:
-        num_rank_rows: the fewest possible; a row over several ranks counts for each.
-        work: seconds of all samples in one chunk, without the fixed cost of rows.
-        largest: seconds of the largest sample in one chunk, on one of the ranks that may share it.
-    """
-    layout = plan.layout
-    busiest, chunks = cost.least_weights(layout)
     passes = 1.0 if plan.forward_only else 1.0 + cost.backward_ratio
-    rows_per_rank = num_rank_rows / layout.dp
-    if plan.policy.count_rule != "per_rank":
-        rows_per_rank = layout.next_legal_count(math.ceil(rows_per_rank))
-    share = cost.fixed * rows_per_rank + work / layout.dp
-    hops = cost.p2p * (layout.num_chunks - 1) * (1 if plan.forward_only else 2)
-    # Pieces of a sample may be on all stages at once, so only one stage's work on it counts.
-    alone = largest * (busiest if plan.policy.split_samples == "auto" else chunks)
-    if plan.policy.backward == "split" and not plan.forward_only:
-        # Weight gradients may fill waits; without them a pass takes no less than its forward.
-        passes_alone = 1.0 + max(0.0, cost.backward_ratio - cost.weight_ratio)
-    else:
-        passes_alone = passes
-    return max(passes * busiest * share, passes_alone * alone + hops)
+    # A stage runs its vpp chunks, and a DP rank its share of the samples.
+    return passes * (work - cost.fixed) * layout.vpp / layout.dp

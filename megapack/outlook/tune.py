@@ -12,14 +12,13 @@ the best few.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,10 +34,7 @@ from megapack.layout import Layout
 from megapack.outlook.stats import PlanReport, full_rows, plan_report
 from megapack.outlook.tune_space import Kind, Space
 from megapack.plan.plan import Plan, StepPlan
-from megapack.policy import (
-    Policy,
-    check_policy,
-)
+from megapack.policy import Policy, check_policy
 from megapack.prefixes import SharedPrefixes
 
 # Chosen by hand: by default the longest sample times 1, 2, 4, 8 and 16 is tried as budget.
@@ -54,7 +50,7 @@ _DYNAMIC_SEARCH = 256
 _ORDER_SEARCH = 64
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Trial:
     """A plan to make."""
 
@@ -66,7 +62,7 @@ class Trial:
     policy: Policy
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Candidate(Trial):
     """One layout, budget and policy, planned and simulated."""
 
@@ -92,8 +88,6 @@ class Tuning:
     """Plans that were made and differ."""
     num_passed_over: int
     """Plans of layouts whose busiest stage alone is slower than the last of the fastest."""
-    num_left: int
-    """Plans that were still to be made when the sweep was interrupted."""
     least_memory: GpuMemory
     """Memory of the layout that needs the least, at its smallest budget."""
     refusal: str | None
@@ -103,17 +97,6 @@ class Tuning:
     def best_of_layouts(self) -> tuple[Candidate, ...]:
         """The fastest candidate of each layout and kind, the fastest first."""
         return _best_of_layouts(self.ranked)
-
-
-class Progress(NamedTuple):
-    """What a sweep has done."""
-
-    done: int
-    """Plans that were made, or have no legal plan."""
-    num_plans: int
-    """Plans to make."""
-    best: Candidate | None
-    """The fastest that fits so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,16 +131,14 @@ def tune(
     space: Space,
     *,
     num_best: int | None = None,
-    watch: Callable[[Progress], object] = lambda progress: None,
+    watch: Callable[[int], object] = lambda num_plans: None,
 ) -> Tuning:
     """Plan and simulate every candidate of a space.
-
-    An interrupt (Ctrl-C) ends the sweep, with what it has found.
 
     Args:
         num_best: so many of the fastest are asked for: layouts that are slower at best are not
             planned; None: everything is planned.
-        watch: called after each plan.
+        watch: called after each plan with the number of plans to make.
 
     Raises:
         ConfigError: no layout fills the GPUs and divides the model, or nothing that `Kind` has is
@@ -182,10 +163,9 @@ def tune(
         )
     trials = [trial for each in kinds for trial in _trials(work, space, *each)]
     sweep = _Sweep(work, len(trials), watch)
-    with contextlib.suppress(KeyboardInterrupt):
-        sweep.run(trials, num_best)
+    sweep.run(trials, num_best)
     needs = (
-        _memory(work, _trial(work, *each, min(_budgets(work, space, each[0], each[2]))))
+        _memory(work, Trial(*each, min(_budgets(work, space, each[0], each[2])), work.policy))
         for each in kinds
     )
     return Tuning(
@@ -193,16 +173,13 @@ def tune(
         num_layouts=len(layouts),
         num_plans=len(sweep.seen),
         num_passed_over=sweep.num_passed_over,
-        num_left=len(trials) - sweep.num_passed_over - sweep.num_done,
         least_memory=min(needs, key=lambda memory: memory.total),
         refusal=sweep.refusal,
     )
 
 
 class _Sweep:
-    def __init__(
-        self, work: Workload, num_trials: int, watch: Callable[[Progress], object]
-    ) -> None:
+    def __init__(self, work: Workload, num_trials: int, watch: Callable[[int], object]) -> None:
         self.work = work
         self.watch = watch
         self.num_trials = num_trials
@@ -232,11 +209,10 @@ class _Sweep:
         """Plan the trials on all cores, and rank those that fit and differ from earlier ones."""
         # Kernels run without Python's lock.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            futures = [pool.submit(self._made, trial) for trial in trials]
             try:
-                for trial, future in zip(trials, futures, strict=True):
-                    self._note(trial, future.result())
-            except KeyboardInterrupt:
+                for trial, made in zip(trials, pool.map(self._made, trials), strict=True):
+                    self._note(trial, made)
+            except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
@@ -246,7 +222,10 @@ class _Sweep:
             plan = _plan(self.work, trial)
         except PlanError as error:
             return error
-        return plan, _candidate(self.work, trial, plan)
+        cost = self.work.cost_of(trial.layout, trial.stage_layers)
+        report = plan_report(plan, self.work.lengths, cost)
+        memory = _memory(self.work, trial, plan)
+        return plan, Candidate(**vars(trial), report=report, memory=memory)
 
     def _note(self, trial: Trial, made: tuple[Plan, Candidate] | PlanError) -> None:
         self.num_done += 1
@@ -260,8 +239,7 @@ class _Sweep:
                 if candidate.memory.total <= self.work.memory_bytes:
                     # After equally fast ones, which came before it in the sweep.
                     bisect.insort(self.ranked, candidate, key=_slowness)
-        best = self.ranked[0] if self.ranked else None
-        self.watch(Progress(self.num_done, self.num_trials, best))
+        self.watch(self.num_trials)
 
 
 def _slowness(candidate: Candidate) -> float:
@@ -281,21 +259,11 @@ def _trials(
 ) -> Iterator[Trial]:
     """Budgets that fit, from the smallest on, under each policy."""
     for budget in _budgets(work, space, layout, kind):
-        trial = _trial(work, layout, split, kind, budget)
+        trial = Trial(layout, split, kind, budget, work.policy)
         if _memory(work, trial).total > work.memory_bytes:
             break
         for policy in _policies(work, space, layout, kind):
             yield replace(trial, policy=policy)
-
-
-def _trial(work: Workload, layout: Layout, split: StageLayers, kind: Kind, budget: int) -> Trial:
-    return Trial(
-        layout=layout,
-        stage_layers=split,
-        kind=kind,
-        max_tokens_per_gpu=budget,
-        policy=work.policy,
-    )
 
 
 def _kinds(work: Workload, space: Space, layout: Layout) -> Iterator[Kind]:
@@ -377,16 +345,6 @@ def _plan(work: Workload, trial: Trial) -> Plan:
     return replace(plan, policy=policy)
 
 
-def _candidate(work: Workload, trial: Trial, plan: Plan) -> Candidate:
-    """A trial's plan, simulated."""
-    cost = work.cost_of(trial.layout, trial.stage_layers)
-    return Candidate(
-        **vars(trial),
-        report=plan_report(plan, work.lengths, cost),
-        memory=_memory(work, trial, plan),
-    )
-
-
 def _bound(work: Workload, layout: Layout, split: StageLayers) -> float:
     """Tokens per second and GPU of a layout whose busiest stage never waits: no plan has more.
 
@@ -396,15 +354,11 @@ def _bound(work: Workload, layout: Layout, split: StageLayers) -> float:
     if work.prefixes is not None:
         return math.inf
     cost = work.cost_of(layout, split)
-    forward = _work_per_token(work.lengths, cost) * cost.share_of_rank(layout)
-    seconds = (1 + cost.backward_ratio) * forward * cost.least_weights(layout)[0] / layout.dp
-    return 1 / (seconds * layout.world_size)
-
-
-def _work_per_token(lengths: Ints, cost: CostModel) -> float:
-    tokens = lengths.astype(np.float64)
-    work = cost.per_token * tokens + cost.per_token_sq * tokens**2 + cost.per_sample
-    return float(work.sum() / tokens.sum()) or 1.0
+    tokens = work.lengths.astype(np.float64)
+    forward = cost.per_token * tokens + cost.per_token_sq * tokens**2 + cost.per_sample
+    per_token = float(forward.sum() / tokens.sum()) or 1.0
+    of_rank = per_token * cost.share_of_rank(layout) * cost.least_weights(layout)[0] / layout.dp
+    return 1 / ((1 + cost.backward_ratio) * of_rank * layout.world_size)
 
 
 def _memory(work: Workload, trial: Trial, plan: Plan | None = None) -> GpuMemory:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import itertools
 import json
 import zlib
 from collections.abc import Iterator
@@ -31,7 +30,9 @@ COLUMNS = (
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 # What is read, and tokenized by one process, at once: about 1000 short chats.
 _BLOCK_BYTES = 1 << 20
-_BLOCK_ROWS = 1024
+_BLOCK_ROWS = 512
+# Of rows with the experts of each token, which take kilobytes per token as Python lists.
+_ROUTED_ROWS = 4
 
 Row = bytes | dict[str, Any]
 """One line of JSON Lines, or the cells of a Parquet row by column."""
@@ -162,10 +163,7 @@ class TableRows:
 
         with pyarrow.ipc.open_stream(self.data) as stream:
             table = stream.read_all()
-        # As Python lists, the experts of a token take kilobytes.
-        at_once = 1 if "routed_experts" in table.column_names else _BLOCK_ROWS
-        parts = (part.to_pylist() for part in table.to_batches(at_once))
-        yield from enumerate(itertools.chain.from_iterable(parts), start=self.first)
+        yield from enumerate(table.to_pylist(), start=self.first)
 
 
 Block = Lines | TableRows
@@ -203,7 +201,8 @@ class ParquetFile:
         columns = [name for name in self._file.schema_arrow.names if name in COLUMNS]
         num_rows = self._file.metadata.num_rows
         try:
-            for batch in self._file.iter_batches(self._rows_per_block(columns), columns=columns):
+            at_once = _ROUTED_ROWS if "routed_experts" in columns else _BLOCK_ROWS
+            for batch in self._file.iter_batches(at_once, columns=columns):
                 out = pyarrow.BufferOutputStream()
                 with pyarrow.ipc.new_stream(out, batch.schema) as stream:
                     stream.write_batch(batch)
@@ -212,21 +211,6 @@ class ParquetFile:
                 first += batch.num_rows
         except self._errors as error:
             raise unreadable(self._path, error) from None
-
-    def _rows_per_block(self, columns: list[str]) -> int:
-        """So many that a block has about `_BLOCK_BYTES` before compression, as the file says."""
-        metadata = self._file.metadata
-        num_bytes = 0
-        for group in map(metadata.row_group, range(metadata.num_row_groups)):
-            parts = map(group.column, range(group.num_columns))
-            # A nested column has a path: messages.list.element.role.
-            num_bytes += sum(
-                part.total_uncompressed_size
-                for part in parts
-                if part.path_in_schema.split(".")[0] in columns
-            )
-        fitting: int = _BLOCK_BYTES * metadata.num_rows // max(1, num_bytes)
-        return min(max(1, fitting), _BLOCK_ROWS)
 
 
 def unreadable(path: str | Path, error: Exception, remedy: str = "check data.path") -> DataError:

@@ -192,16 +192,7 @@ def load_samples(
             return stored
     for stem in stems:
         if _writable(stem.parent):
-
-            def check() -> None:
-                content.check()
-                if index_key(content.digest, settings) != key:
-                    raise DataError(
-                        f"{path}: the tokenizer's files change while they are read; start when "
-                        "they are complete"
-                    )
-
-            _write(stem, files, settings, num_workers, check)
+            _write(stem, files, settings, num_workers, content.check)
             content.remember(stem.parent)
             _remove_outdated(stem, content.digest)
             return _read(stem)

@@ -1,8 +1,8 @@
 """Files of sample lengths: CSV, JSON, Parquet, arrays of NumPy, or standard input.
 
 A file is read once, row by row, into a `LengthTable`. How it begins decides its format. Of text, an
-object means JSON Lines, a bracket a JSON array, a number alone one length per line, and anything
-else is the header of a CSV whose cells end with commas, tabs or semicolons. A cell is a whole
+object means JSON Lines, a number alone one length per line, and anything else is the header of a
+CSV whose cells end with commas, tabs or semicolons. A cell is a whole
 number or a list of token ids, whose items are counted. Text and chats are counted by a tokenizer.
 """
 
@@ -29,7 +29,6 @@ from megapack.base.files import (
     NPY,
     PARQUET,
     read_whole,
-    strict_json,
     text_of,
     what_it_is,
 )
@@ -62,7 +61,7 @@ _COUNTS = ("len", "length", "lengths", "lens", "num_tokens")
 # 18 digits always fit into int64.
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 # As pandas and numpy.savetxt write whole numbers too: 1587.0, 1.587e+03.
-_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
+_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]*)?(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
 
 Records = Iterator[tuple[str, dict[str, Any]]]
 """Where a row is, such as "line 3", and its cells by column."""
@@ -96,15 +95,11 @@ class Columns:
     prompts and responses."""
 
     def __post_init__(self) -> None:
-        if (self.prompt is None) != (self.response is None):
+        has_parts = self.prompt is not None, self.response is not None
+        if has_parts not in ((False, False), (self.length is None,) * 2):
             raise ConfigError(
-                f"prompt column {self.prompt!r}, response column {self.response!r}; set both, or "
-                "a length column instead"
-            )
-        if self.length is not None and self.prompt is not None:
-            raise ConfigError(
-                f"length column {self.length!r} and prompt column {self.prompt!r} given; set one "
-                "of them"
+                f"length column {self.length!r}, prompt column {self.prompt!r}, response column "
+                f"{self.response!r}; set both of prompt and response, or length alone"
             )
 
     def summands(self, names: list[str]) -> tuple[str, ...]:
@@ -357,12 +352,10 @@ def _listed(names: list[str]) -> str:
 def _text_rows(data: bytes) -> Records:
     text = text_of(data)
     start = text.lstrip()[:1]
-    if start == "{":
+    if start in ("{", "["):
         if kind := not_json_lines(text.encode()):
             raise DataError(f"it is {kind}")
         return _json_rows(text)
-    if start == "[":
-        return _json_items(text)
     # `str.splitlines` also splits at characters that cells may hold, such as U+2028.
     lines = list(io.StringIO(text, newline=""))
     numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
@@ -378,20 +371,6 @@ def _json_rows(text: str) -> Records:
             yield f"line {number}", json_object(line, "an object per line")
         except BadLine as error:
             raise DataError(f"line {number}: {error}") from None
-
-
-def _json_items(text: str) -> Records:
-    try:
-        items = strict_json(text)
-    except ValueError as error:
-        raise DataError(
-            f"not a JSON array: {error}; give one array, or an object per line"
-        ) from None
-    for number, item in enumerate(items, start=1):
-        row = item
-        if not isinstance(item, dict):
-            row = {"input_ids" if isinstance(item, list) else "length": item}
-        yield f"item {number}", row
 
 
 def _csv_rows(lines: list[str], delimiter: str) -> Records:
@@ -417,7 +396,7 @@ def _csv_rows(lines: list[str], delimiter: str) -> Records:
 def _header(cells: list[str], number: int) -> list[str]:
     names = [cell.strip() for cell in cells]
     for name in names:
-        if _NUMBER.fullmatch(name):
+        if re.fullmatch(r"[-+.0-9]+", name):
             raise DataError(
                 f"line {number}: {brief(name)} is not a column name; begin with a header, or give "
                 "one whole number per line"

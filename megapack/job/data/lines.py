@@ -83,8 +83,12 @@ class LineParser:
             # An empty list of images says nothing.
             if key in UNREAD_COLUMNS and value not in ([], "", {}):
                 raise BadLine(f"has {key}, which is not read; {UNREAD_COLUMNS[key]}")
+        form = _form(tuple(row))
+        if form != "ids":
+            why = "is per token id; give prompt_ids and response_ids with it"
+            _refuse(row, (*_MASKS, "routed_experts", *TOKEN_COLUMNS), why)
         # The method has the name of the form.
-        samples: list[dict[str, Any]] = getattr(self, f"_{_form(tuple(row))}")(row)
+        samples: list[dict[str, Any]] = getattr(self, f"_{form}")(row)
         shared: dict[str, Any] = {"group": own_id, "rollout": own_id}
         for key, check in _CHECKS:
             if key in row:
@@ -97,7 +101,7 @@ class LineParser:
         return [Rollout(**shared, part=part, **fields) for part, fields in enumerate(samples)]
 
     def _text(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        _refuse_columns_of_chats(row)
+        _refuse(row, _OF_CHATS, "only a chat has; give messages, or leave it out")
         prompt_ids = self._encoded("prompt", row["prompt"], self.tokenizer.encode_prompt)
         response_ids = self._encoded("response", row["response"], self.tokenizer.encode_response)
         return [{"prompt_ids": prompt_ids, "response_ids": response_ids}]
@@ -155,7 +159,7 @@ class LineParser:
         if isinstance(row["chosen"], str):
             if not isinstance(prompt, str):
                 raise BadLine(f"chosen is text and prompt is {shown(prompt)}, expected a string")
-            _refuse_columns_of_chats(row)
+            _refuse(row, _OF_CHATS, "only a chat has; give messages, or leave it out")
             prompt_ids = self._encoded("prompt", prompt, self.tokenizer.encode_prompt)
             return _pair(
                 {
@@ -258,8 +262,6 @@ def _form(columns: tuple[str, ...]) -> str:
         raise BadLine(f"has both {text[0]} and {ids[0]}; give text or ids")
     for form, names in _FORMS.items():
         if set(names) <= set(given) <= {*names, *_ALSO.get(form, ())}:
-            if form != "ids":
-                _refuse_columns_of_ids(columns)
             return form
     raise BadLine(
         f"has {' and '.join(given) or 'no tokens'}; give prompt and response, prompt_ids and "
@@ -267,18 +269,11 @@ def _form(columns: tuple[str, ...]) -> str:
     )
 
 
-def _refuse_columns_of_chats(row: dict[str, Any]) -> None:
-    for key in _OF_CHATS:
+def _refuse(row: dict[str, Any], keys: tuple[str, ...], why: str) -> None:
+    """Refuse columns that would not be read, if they say anything."""
+    for key in keys:
         if row.get(key):
-            raise BadLine(f"has {key}, which only a chat has; give messages, or leave it out")
-
-
-def _refuse_columns_of_ids(columns: tuple[str, ...]) -> None:
-    for key in (*_MASKS, "routed_experts", *TOKEN_COLUMNS):
-        if key in columns:
-            raise BadLine(
-                f"has {key}, which is per token id; give prompt_ids and response_ids with it"
-            )
+            raise BadLine(f"has {key}, which {why}")
 
 
 def _pair(sides: Any) -> list[dict[str, Any]]:

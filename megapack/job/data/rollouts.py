@@ -145,11 +145,6 @@ class Rollout:
             columns={name: value[: len(response_ids)] for name, value in self.columns.items()},
         )
 
-    @property
-    def key(self) -> tuple[int | str, int | str]:
-        """The rollout's identity in the file: `(group, rollout)`."""
-        return self.group, self.rollout
-
 
 def group_batches(
     group_of: npt.NDArray[np.int64],

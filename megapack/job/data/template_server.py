@@ -24,7 +24,7 @@ from megapack.errors import first_line
 from megapack.job.data.chats import ChatText, chat_texts
 from megapack.job.data.forms import Forms
 from megapack.job.data.processes import answer_messages
-from megapack.job.data.templates import MAX_SECONDS, ChatRequest, TemplateSource
+from megapack.job.data.templates import MAX_SECONDS, ChatRequest
 from megapack.job.data.tokenizer import Message, TextError
 
 # Beyond what the process has before it reads a template.
@@ -60,7 +60,13 @@ def write_chat(request: ChatRequest) -> list[ChatText]:
                 f"has the template argument {name:.40}, but the chat template reads "
                 f"{', '.join(sorted(known)) or 'none'}; correct chat_template_kwargs"
             )
-    template = _Template(source, program, request.arguments, request.tools)
+    template = _Template(
+        program,
+        {**source.specials, **request.arguments},
+        request.tools,
+        source.special_texts,
+        source.end_texts,
+    )
     messages = request.messages[: request.turns[-1] + 1]
     # Arguments may decide what is written.
     forms = _forms(source.text, repr(sorted(request.arguments.items())))
@@ -105,25 +111,17 @@ def _program(text: str) -> _Program:
 class _Template:
     """See `forms.ToolTemplate`."""
 
-    source: TemplateSource
     program: _Program
-    arguments: Mapping[str, Any]
+    values: Mapping[str, Any]
+    """Special tokens and arguments, by the names that the template reads."""
     tools: Sequence[Any] | None
+    special_texts: tuple[str, ...]
+    end_texts: tuple[str, ...]
 
     @property
     def has_marks(self) -> bool:
         """See `ChatTemplate`."""
         return self.program.marks.num_tags > 0
-
-    @property
-    def special_texts(self) -> tuple[str, ...]:
-        """See `ChatTemplate`."""
-        return self.source.special_texts
-
-    @property
-    def end_texts(self) -> tuple[str, ...]:
-        """See `ChatTemplate`."""
-        return self.source.end_texts
 
     def with_tools(self, tools: Sequence[Any] | None) -> _Template:
         """See `ToolTemplate`."""
@@ -135,8 +133,8 @@ class _Template:
         marks.found = []
         marks.num_chars = 0
         blocks = []
-        values = {**self.source.specials, **self.arguments, "messages": list(messages)}
-        values |= {"tools": self.tools, "documents": None, "add_generation_prompt": asks}
+        values = {**self.values, "messages": list(messages), "tools": self.tools}
+        values |= {"documents": None, "add_generation_prompt": asks}
         with _limits():
             for block in self.program.template.generate(values):
                 blocks.append(block)

@@ -12,7 +12,6 @@ import atexit
 import functools
 import importlib.util
 import signal
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +58,6 @@ class TemplateProcess:
     def __init__(self) -> None:
         if importlib.util.find_spec("jinja2") is None:
             raise ConfigError("chat templates need jinja2; pip install jinja2")
-        self._lock = threading.Lock()
         self._process: AnsweringProcess | None = None
 
     def chat_texts(self, request: ChatRequest) -> list[ChatText]:
@@ -69,15 +67,14 @@ class TemplateProcess:
             TextError: the template refuses the chat, leaves out a part of it, or needs more than
                 the limits.
         """
-        with self._lock:
-            self._process = self._process or AnsweringProcess(_CODE)
-            try:
-                self._process.send(request)
-                texts: list[ChatText] = self._process.receive()
-            except ProcessEnded as ended:
-                # The next chat starts another one.
-                self.close()
-                raise TextError(_ending(ended.code)) from None
+        self._process = self._process or AnsweringProcess(_CODE)
+        try:
+            self._process.send(request)
+            texts: list[ChatText] = self._process.receive()
+        except ProcessEnded as ended:
+            # The next chat starts another one.
+            self.close()
+            raise TextError(_ending(ended.code)) from None
         return texts
 
     def close(self) -> None:

@@ -133,15 +133,6 @@ def test_a_model_is_a_folder_a_file_or_a_known_name(given: str, call: Call) -> N
     assert tuned[0] == tuned[1]
 
 
-@pytest.mark.parametrize("text", ["legal,multiple", "multiple"])
-def test_tune_takes_choices_by_commas_and_by_spaces(text: str, call: Call) -> None:
-    args = (*TUNE, "--pp", "2", "--split-samples", "off", "--json")
-    by_commas = call(*args, "--count-rule", text)[1]
-    assert by_commas == call(*args, "--count-rule", *text.split(","))[1]
-    rules = {plan["policy"]["count_rule"] for plan in json.loads(by_commas)["ranked"]}
-    assert rules <= set(text.split(","))
-
-
 def test_check_refuses_an_edited_plan(call: Call) -> None:
     call("plan", "a.csv", *LAYOUT, *BUDGET)
     assert call("check", "plan.json", "a.csv")[0] == 0

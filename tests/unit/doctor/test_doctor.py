@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pytest
 
 from megapack import cli
-from megapack.base.megatron import NEWEST_TESTED, TESTED_RELEASES
-from megapack.doctor import Diagnosis, diagnose, probes, runner, versions
-from megapack.doctor.probes import check_environment, run_probe
-from megapack.doctor.versions import check_version
+from megapack.base.megatron import TESTED_RELEASES
+from megapack.doctor import probes, runner
+from megapack.doctor.probes import Diagnosis, check_environment, run_probe, too_old
+from megapack.doctor.runner import diagnose
 from megapack.pipeline import kernels
 
 pytestmark = pytest.mark.unit
@@ -138,40 +138,42 @@ def test_wrong_versions_and_packages_are_faults(
 
 
 @pytest.mark.parametrize(
-    ("package", "version", "fault", "note"),
+    ("package", "version", "fault"),
     [
-        ("torch", "2.13.0+cu130", False, False),
-        ("torch", "2.14.1", False, True),
-        ("torch", "2.5.1", True, False),
-        ("megatron-core", NEWEST_TESTED, False, False),
-        ("megatron-core", "0.99.0", False, True),
-        ("megatron-core", "0.16.1", False, False),
-        ("megatron-core", "0.15.3", True, False),
-        ("transformer-engine", "2.20.2", False, True),
-        ("transformer-engine", "2.8", True, False),
-        ("python", "3.12.9", False, False),
-        ("python", "3.13.1", False, True),
-        ("python", "3.11.7", False, False),
+        ("torch", "2.13.0+cu130", False),
+        ("torch", "2.5.1", True),
+        ("megatron-core", "0.16.1", False),
+        ("megatron-core", "0.15.3", True),
+        ("transformer-engine", "2.8", True),
     ],
 )
-def test_old_versions_are_faults_and_new_ones_are_notes(
-    package: str, version: str, fault: bool, note: bool, monkeypatch: pytest.MonkeyPatch
+def test_old_versions_are_faults(
+    package: str, version: str, fault: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     required = ["torch>=2.6", "megatron-core>=0.16.1"]
     required += ['transformer-engine[pytorch]>=2.9; extra == "te"']
-    monkeypatch.setattr(versions.metadata, "requires", lambda name: required)
-    faults, notes = check_version(package, version)
-    assert (len(faults), len(notes)) == (fault, note)
-    assert not note or f"version {version} is newer than " in notes[0]
+    monkeypatch.setattr(probes.metadata, "requires", lambda name: required)
+    assert len(too_old(package, version)) == fault
 
 
 @pytest.mark.parametrize(
-    ("version", "num_notes"), [("0.16.1", 1), ("0.17.1", 1), ("0.18.2", 0), ("0.19.2rc1", 0)]
+    ("version", "note"),
+    [
+        ("0.17.1", "config.deallocate_pipeline_outputs=False"),
+        ("0.18.2", None),
+        ("0.99.0", "newer than tested"),
+    ],
 )
-def test_outputs_that_are_freed_while_sent_are_a_note(version: str, num_notes: int) -> None:
-    notes = versions.freed_while_sent(version)
-    assert len(notes) == num_notes
-    assert all("config.deallocate_pipeline_outputs=False" in note for note in notes)
+def test_notes_about_megatron(
+    version: str, note: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = {"megatron": "", "megatron.core": f"__version__ = '{version}'"}
+    modules |= {f"megatron.core.pipeline_parallel{part}": "" for part in ("", ".schedules")}
+    monkeypatch.syspath_prepend(str(stub(tmp_path, modules)))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (diagnosis,) = in_child(monkeypatch, "megatron")
+    assert len(diagnosis.notes) == (note is not None)
+    assert note is None or note in diagnosis.notes[0]
 
 
 def test_a_lock_that_a_killed_process_left_is_a_fault(
@@ -192,7 +194,6 @@ def test_the_tested_versions_include_those_of_the_constraints(repo_root: Path) -
     text = (repo_root / "tools" / "constraints.txt").read_text(encoding="utf-8")
     # The last line of a package is that of the newest Python.
     pinned = dict(line.partition(";")[0].split("==") for line in text.splitlines() if "==" in line)
-    assert pinned["torch"] == versions.NEWEST_TESTED["torch"]
     assert pinned["megatron-core"] == list(TESTED_RELEASES)[-1]
 
 
@@ -219,8 +220,8 @@ def test_versions_are_not_checked_without_metadata(monkeypatch: pytest.MonkeyPat
     def missing(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(versions.metadata, "requires", missing)
-    assert check_version("torch", "2.5.1") == ([], [])
+    monkeypatch.setattr(probes.metadata, "requires", missing)
+    assert too_old("torch", "2.5.1") == []
 
 
 @pytest.mark.parametrize(
@@ -305,7 +306,6 @@ def test_without_a_fault_it_ends_with_0(
     monkeypatch.setattr(runner, "IN_CHILD", ())
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "0 fault(s)"
-    assert cli.main(["doctor", "--timeout", "0"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -349,12 +349,6 @@ RIGHT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expanda
         ),
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:9, expandable_segments:True"}, None),
         ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, None),
-        (
-            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:9"},
-            "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF differ; set one of them",
-        ),
-        ({"NCCL_GRAPH_REGISTER": "0"}, None),
-        ({"NCCL_GRAPH_REGISTER": "1"}, "NCCL_GRAPH_REGISTER=1: NCCL's user buffers do not work"),
     ],
 )
 def test_settings_that_some_runs_need_are_notes(

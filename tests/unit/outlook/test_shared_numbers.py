@@ -1,4 +1,4 @@
-"""Numbers of plans whose rows share prefixes: counts, bounds and efficiencies."""
+"""Numbers of plans whose rows share prefixes: counts, equal work and efficiencies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFIXES = SharedPrefixes.from_groups(np.repeat(np.arange(24), 8).tolist(), PROM
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, pp=4), Layout(dp=2, pp=2, cp=2)])
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_no_plan_that_shares_is_below_its_bounds(layout: Layout, forward_only: bool) -> None:
+def test_no_plan_that_shares_is_faster_than_equal_work(layout: Layout, forward_only: bool) -> None:
     plan = build_dp_schedule(
         LENGTHS,
         layout=layout,
@@ -29,8 +29,6 @@ def test_no_plan_that_shares_is_below_its_bounds(layout: Layout, forward_only: b
     )
     report = plan_report(plan, LENGTHS, COST)
     assert report.shared_tokens > 0
-    assert report.seconds_bound is not None
-    assert report.seconds >= report.seconds_bound
     assert report.time_over_equal_work is not None
     assert report.time_over_equal_work >= 1
 

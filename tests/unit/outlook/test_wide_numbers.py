@@ -47,10 +47,9 @@ def test_totals_are_json() -> None:
     assert read["wide_fraction"] == WIDE_TOKENS / TOKENS
 
 
-def test_bounds_know_that_a_sample_may_lie_over_several_ranks() -> None:
+def test_a_sample_over_several_ranks_is_faster_than_alone() -> None:
     report = plan_report(wide_plan(), LENGTHS, COST)
-    assert report.seconds >= report.seconds_bound >= report.equal_work_seconds
-    # The longest sample alone on one rank would take longer than the whole step.
+    assert report.seconds >= report.equal_work_seconds
     alone = COST.forward_seconds(
         wide_plan().layout, row_tokens=9000, tokens_sq=9000**2, num_samples=1
     )

@@ -91,7 +91,8 @@ def assert_holds(found: Dataset, records: Sequence[Rollout]) -> None:
     assert found.prompt_tokens(rows) == [len(r.prompt_ids) for r in records]
     assert found.response_tokens(rows) == [len(r.response_ids) for r in records]
     numbers: dict[Any, int] = {}
-    assert found.rollout_ids(rows) == [numbers.setdefault(r.key, len(numbers)) for r in records]
+    keys = [(r.group, r.rollout) for r in records]
+    assert found.rollout_ids(rows) == [numbers.setdefault(key, len(numbers)) for key in keys]
     assert found.num_rollouts(rows) == len(numbers)
     rewards = [SampleReward(r.group, r.rollout, r.reward, r.advantage) for r in records]
     if all(one.reward is not None or one.advantage is not None for one in rewards):

@@ -186,7 +186,7 @@ def test_generated_rollouts_have_the_promised_lengths() -> None:
     assert 500 < lengths.max() <= 600
     assert lengths.std() > 50
     assert {record.group for record in records} == set(range(256))
-    assert len({record.key for record in records}) == 1024
+    assert len({(record.group, record.rollout) for record in records}) == 1024
     assert 0.6 < np.mean([float(record.reward or 0) for record in records]) < 0.8
 
 
@@ -227,7 +227,7 @@ def test_generated_pairs_prefer_the_right_count() -> None:
     records = generate_pairs(16, 2, seed=1)
     assert len(records) == 64
     for better, other in zip(records[::2], records[1::2], strict=True):
-        assert better.key == other.key
+        assert (better.group, better.rollout) == (other.group, other.rollout)
         assert (better.pair_sign, other.pair_sign) == (1, -1)
         assert better.prompt_ids is other.prompt_ids
         assert max(better.num_tokens, other.num_tokens) <= 600
