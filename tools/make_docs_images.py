@@ -11,14 +11,15 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from megapack import CostModel, Layout, Policy, build_dp_schedule
 from megapack.base.files import write_whole
-from megapack.job.view.plot import draw_step, draw_timelines
-from megapack.job.view.timeline import planned
+from megapack.job.view.page import step_data, typical_step
+from megapack.job.view.plot import draw_steps
+from megapack.job.view.timeline import Timeline, planned
 from megapack.outlook.baselines import naive_plans
 from megapack.outlook.stats import StepReport, step_report
 from megapack.policy import ContextParallel
@@ -69,11 +70,12 @@ def main() -> None:
         )
         title = titled(name, step_report(step, step.steps[0], cost))
         ordered[title] = planned(step, 0, 0, cost)
+    one, timeline = titled("step 0", reports["megapack"]), planned(plan, 0, 0, COST)
     pictures = {
-        "dynamic_cp.png": draw_timelines(shared, unit, "png"),
-        "next_fit_and_megapack.png": draw_timelines(named, unit, "png"),
-        "operations.png": draw_timelines(ordered, unit, "png"),
-        "step.png": draw_step(planned(plan, 0, 0, COST), reports["megapack"], unit, "png"),
+        "dynamic_cp.png": draw_steps(slowest(shared), unit, "png"),
+        "next_fit_and_megapack.png": draw_steps(slowest(named), unit, "png"),
+        "operations.png": draw_steps(slowest(ordered), unit, "png"),
+        "step.png": draw_steps({one: typical_step([timeline])}, unit, "png"),
     }
     for name, picture in pictures.items():
         write_whole(FOLDER / name, picture)
@@ -85,6 +87,14 @@ def lognormal_lengths(count: int, *, mean: float, sigma: float, most: int) -> li
     rng = random.Random(1)
     mu = math.log(mean) - sigma**2 / 2
     return [min(most, max(16, int(rng.lognormvariate(mu, sigma)))) for _ in range(count)]
+
+
+def slowest(timelines: dict[str, Timeline]) -> dict[str, dict[str, Any]]:
+    """What is drawn of the slowest rank of each."""
+    return {
+        title: step_data([timeline], [int(np.argmax(timeline.rank_ends))])
+        for title, timeline in timelines.items()
+    }
 
 
 def titled(name: str, step: StepReport) -> str:

@@ -1,4 +1,4 @@
-"""Draw a step of a plan: timelines with their bubbles, the fill of its rows, samples per row."""
+"""Draw a step of a plan: the pipelines of its ranks, with their bubbles."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megapack.commands.arguments import (
 from megapack.commands.costs import add_costs, priced_plan
 from megapack.commands.parser import Parser
 from megapack.errors import ConfigError
+from megapack.plan.facts import features_of
 
 EXAMPLE = "megapack plot plan.json --step 0 -o step.png"
 _FORMATS = (".png", ".svg", ".pdf")
@@ -37,14 +38,20 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"-o {output}: unknown kind of picture; name it {known}")
     plan, (number,), pricing = priced_plan(args, args.plan)
     # matplotlib and the simulator's compiler take a second to import: report bad input before.
-    from megapack.job.view.plot import draw_step
+    from megapack.job.view.page import typical_step
+    from megapack.job.view.plot import draw_steps
     from megapack.job.view.timeline import planned
     from megapack.outlook.stats import step_report
 
-    timeline = planned(plan, number, number, pricing.cost)
+    step = typical_step([planned(plan, number, number, pricing.cost)])
     report = step_report(plan, plan.steps[number], pricing.cost)
+    heading = [
+        f"step {number} of plan {plan.digest()[:12]}: {plan.layout.label}, "
+        f"M={report.microbatch_span}, bubble {report.bubble_fraction:.1%}",
+        *(feature.line(report) for feature in features_of(report)),
+    ]
     unit = "seconds" if pricing.in_seconds else "token times"
-    write_result(args, draw_step(timeline, report, unit, suffix[1:]))
+    write_result(args, draw_steps({step["label"]: step}, unit, suffix[1:], "\n".join(heading)))
     print(f"{output}: step {number} of {len(plan.steps)}")
     print(f"time {pricing.basis}")
     return 0

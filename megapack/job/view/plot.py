@@ -1,24 +1,20 @@
 """Pictures of steps: what the page shows of them, drawn by matplotlib into a file.
 
-    timelines -> the page's steps and charts (page) -> png, svg or pdf
+    timelines -> the page's steps (page) -> png, svg or pdf
 
 Needs matplotlib, which the functions import when they draw.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from megapack.errors import ConfigError
-from megapack.job.view.page import row_charts, step_data, typical_step
-from megapack.job.view.timeline import Timeline
-from megapack.outlook.stats import StepReport
-from megapack.plan.facts import features_of
+from megapack.plan.facts import FEATURES
 from megapack.plan.order import KINDS
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish too.
@@ -34,81 +30,44 @@ _GAP = 0.6
 _FONT = {"font.size": 9, "svg.hashsalt": "megapack", "svg.fonttype": "none"}
 
 
-def draw_step(timeline: Timeline, report: StepReport, unit: str, suffix: str) -> bytes:
-    """A figure of one step: its timeline, and below it the charts of its rows.
+def draw_steps(
+    steps: Mapping[str, dict[str, Any]], unit: str, suffix: str, heading: str = ""
+) -> bytes:
+    """Timelines of steps, one below the other on a shared time axis.
 
     Args:
-        report: the numbers of the same step.
-        unit: unit of the timeline's times.
+        steps: what `page.step_data` gives, by title.
+        unit: unit of the timelines' times.
         suffix: png, svg or pdf.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    step = typical_step([timeline])
-    charts = row_charts(timeline.plan, [timeline.step])
-    plan = timeline.plan
-    title = (
-        f"step {timeline.number} of plan {plan.digest()[:12]}: {plan.layout.label}, "
-        f"M={report.microbatch_span}, bubble {report.bubble_fraction:.1%}"
-    )
-    lines = [title, *(feature.line(report) for feature in features_of(report))]
-    with _drawing() as figure_of:
-        heights = [max(1.2, _height(step)), 1.9]
-        size = (11, sum(heights) + 1.1 + 0.2 * len(lines))
-        figure = figure_of(figsize=size, layout="constrained")
-        top, bottom = figure.subfigures(2, 1, height_ratios=heights)
-        axes = top.subplots()
-        frames = _frames([timeline])
-        _draw_timeline(axes, step, step["end"], frames)
-        _legend(axes, [timeline], frames)
-        _name_time(axes, step, unit)
-        if "ranks" in step["label"]:
-            axes.set_title(step["label"], fontsize=9, loc="left")
-        for axes, chart in zip(bottom.subplots(1, len(charts)), charts, strict=True):
-            _draw_histogram(axes, chart)
-        figure.suptitle("\n".join(lines), fontsize=10)
-        return _bytes(figure, suffix)
-
-
-def draw_timelines(timelines: dict[str, Timeline], unit: str, suffix: str) -> bytes:
-    """The slowest rank of each of several timelines, one below the other on a shared time axis.
-
-    Args:
-        timelines: by title.
-        unit, suffix: see `draw_step`.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    slowest = [int(np.argmax(timeline.rank_ends)) for timeline in timelines.values()]
-    pairs = zip(timelines.values(), slowest, strict=True)
-    steps = [step_data([timeline], [rank]) for timeline, rank in pairs]
-    with _drawing() as figure_of:
-        size = (11, sum(_height(step) + 0.25 for step in steps) + 0.5)
-        figure = figure_of(figsize=size, layout="constrained")
-        plots = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]
-        end = max(step["end"] for step in steps)
-        drawn = list(timelines.values())
-        frames = _frames(drawn)
-        for axes, name, step in zip(plots, timelines, steps, strict=True):
-            _draw_timeline(axes, step, end, frames)
-            axes.set_title(name, fontsize=9, loc="left")
-        _legend(plots[0], drawn, frames)
-        _name_time(plots[-1], steps[-1], unit)
-        return _bytes(figure, suffix)
-
-
-@contextlib.contextmanager
-def _drawing() -> Iterator[Any]:
-    """matplotlib's `Figure` under our settings, without a window or global state."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("matplotlib is not installed; pip install matplotlib") from None
     with matplotlib.rc_context(_FONT):
-        yield Figure
+        height = sum(_height(step) + 0.25 for step in steps.values())
+        size = (11, height + 0.5 + 0.2 * len(heading.splitlines()))
+        figure = Figure(figsize=size, layout="constrained")
+        plots = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]
+        end = max(step["end"] for step in steps.values())
+        tracks = [track for step in steps.values() for track in step["tracks"]]
+        frames = _frames(tracks)
+        for axes, (title, step) in zip(plots, steps.items(), strict=True):
+            _draw_timeline(axes, step, end, frames)
+            axes.set_title(title, fontsize=9, loc="left")
+        _legend(plots[0], tracks, frames)
+        paler = "; paler: later chunks" if tracks[-1]["chunks"] > 1 else ""
+        plots[-1].set_xlabel(f"{unit}; stage 0 is the upmost of a rank{paler}")
+        figure.suptitle(heading, fontsize=10)
+        # Leave the date out, so that equal plans give equal files.
+        metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=suffix, dpi=110, metadata=metadata)
+        return buffer.getvalue()
 
 
 def _height(step: dict[str, Any]) -> float:
@@ -116,19 +75,16 @@ def _height(step: dict[str, Any]) -> float:
     return float(sum(0.17 * track["stages"] + 0.3 for track in step["tracks"]))
 
 
-def _bytes(figure: Any, suffix: str) -> bytes:
-    # Leave the date out, so that equal plans give equal files.
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix, dpi=110, metadata=metadata)
-    return buffer.getvalue()
-
-
-def _frames(timelines: Sequence[Timeline]) -> dict[str, tuple[str, str]]:
-    """What rows of these steps are framed for, by `RowFact.key`: legend and colour."""
-    rows = (feature.row for feature in features_of(*(t.step.counts for t in timelines)))
+def _frames(tracks: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """What rows of these tracks are framed for, by `RowFact.key`: legend and colour."""
+    had = {key for track in tracks for *_, facts in track["rows"] for key in facts}
+    rows = (feature.row for feature in FEATURES)
     colours = {"dp_ranks": _SHARED}
-    return {row.key: (row.legend, colours.get(row.key, _INK)) for row in rows if row and row.legend}
+    return {
+        row.key: (row.legend, colours.get(row.key, _INK))
+        for row in rows
+        if row and row.legend and row.key in had
+    }
 
 
 def _draw_timeline(
@@ -183,11 +139,6 @@ def _draw_timeline(
     axes.spines[:].set_visible(False)
 
 
-def _name_time(axes: Any, step: dict[str, Any], unit: str) -> None:
-    paler = "; paler: later chunks" if step["tracks"][0]["chunks"] > 1 else ""
-    axes.set_xlabel(f"{unit}; stage 0 is the upmost of a rank{paler}")
-
-
 def _rectangle(x: float, y: float, width: float, height: float, **style: Any) -> Any:
     from matplotlib.patches import Rectangle
 
@@ -204,10 +155,12 @@ def _colour(kind: str, place: float, num_samples: int) -> Any:
     return tuple(rgb + (1 - rgb) * 0.55 * place)
 
 
-def _legend(axes: Any, timelines: Sequence[Timeline], frames: dict[str, tuple[str, str]]) -> None:
-    """The colours of the operations that some of the timelines have, and the frames."""
-    kinds = {event.kind for timeline in timelines for event in timeline.events}
-    names = {_NAMES[kind]: _COLOURS[_NAMES[kind]] for kind in KINDS if kind in kinds}
+def _legend(
+    axes: Any, tracks: Sequence[dict[str, Any]], frames: dict[str, tuple[str, str]]
+) -> None:
+    """The colours of the operations that some of the tracks have, and the frames."""
+    kinds = {kind for track in tracks for _, _, _, kind, _, _ in track["events"]}
+    names = {_NAMES[KINDS[kind]]: _COLOURS[_NAMES[KINDS[kind]]] for kind in sorted(kinds)}
     names |= {"padding": _PADDING, "waiting": _WAITING}
     patches = [_rectangle(0, 0, 1, 1, facecolor=colour) for colour in names.values()]
     for name, colour in frames.values():
@@ -225,13 +178,3 @@ def _legend(axes: Any, timelines: Sequence[Timeline], frames: dict[str, tuple[st
         columnspacing=1.1,
         handlelength=1.5,
     )
-
-
-def _draw_histogram(axes: Any, chart: dict[str, Any]) -> None:
-    """A histogram of the page."""
-    edges = np.linspace(chart["low"], chart["high"], len(chart["counts"]) + 1)
-    axes.stairs(chart["counts"], edges, fill=True, color=_COLOURS["forward"])
-    axes.set_title(chart["title"], fontsize=9, loc="left")
-    axes.set_xlabel(chart["unit"])
-    axes.set_ylabel(chart["what"])
-    axes.spines[["top", "right"]].set_visible(False)

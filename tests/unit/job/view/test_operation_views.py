@@ -12,10 +12,9 @@ import pytest
 
 from megapack import CostModel, Plan, check_plan
 from megapack.job.view.chrome_trace import chrome_trace
-from megapack.job.view.page import page_html, plan_page
-from megapack.job.view.plot import draw_step
+from megapack.job.view.page import page_html, plan_page, typical_step
+from megapack.job.view.plot import draw_steps
 from megapack.job.view.timeline import planned
-from megapack.outlook.stats import step_report
 from tests.hand_made_orders import LENGTHS, split_plan
 from tests.hand_made_plan import wide_plan
 
@@ -25,8 +24,8 @@ COST = CostModel(fixed=10.0, per_token=1.0, per_token_sq=1e-4)
 
 
 def picture(plan: Plan) -> str:
-    report = step_report(plan, plan.steps[0], COST)
-    return draw_step(planned(plan, 0, 0, COST), report, "token times", "svg").decode()
+    step = typical_step([planned(plan, 0, 0, COST)])
+    return draw_steps({"one": step}, "token times", "svg").decode()
 
 
 def test_a_picture_has_weight_gradients_and_frames_around_pieces() -> None:

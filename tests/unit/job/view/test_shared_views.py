@@ -1,4 +1,4 @@
-"""Pictures, pages and traces of plans whose rows share prefixes."""
+"""Pages and traces of plans whose rows share prefixes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import pytest
 from megapack import CostModel, Layout, Plan, SharedPrefixes, build_dp_schedule
 from megapack.job.view.chrome_trace import chrome_trace
 from megapack.job.view.page import page_html, plan_page
-from megapack.job.view.plot import draw_step
 from megapack.job.view.timeline import planned
-from megapack.outlook.stats import step_report
 
 pytestmark = pytest.mark.unit
 
@@ -29,19 +27,6 @@ def plan_of(*, shares: bool) -> Plan:
         max_tokens_per_gpu=256,
         prefixes=prefixes if shares else None,
     )
-
-
-def picture(plan: Plan) -> str:
-    report = step_report(plan, plan.steps[0])
-    return draw_step(planned(plan, 0, 0, None), report, "token times", "svg").decode()
-
-
-def test_a_picture_says_what_is_shared() -> None:
-    plan = plan_of(shares=True)
-    saved = plan.counts.shared_tokens
-    assert saved > 0
-    assert f"shared prefixes: {saved} of {sum(LENGTHS)} tokens" in picture(plan)
-    assert "shared" not in picture(plan_of(shares=False))
 
 
 def test_a_page_says_what_is_shared() -> None:

@@ -10,10 +10,9 @@ import pytest
 
 from megapack import CostModel, Layout, Plan, build_dp_schedule
 from megapack.job.view.chrome_trace import chrome_trace
-from megapack.job.view.page import page_html, plan_page
-from megapack.job.view.plot import draw_step
+from megapack.job.view.page import page_html, plan_page, typical_step
+from megapack.job.view.plot import draw_steps
 from megapack.job.view.timeline import planned
-from megapack.outlook.stats import step_report
 from tests.hand_made_plan import LENGTHS, wide_plan
 
 pytestmark = pytest.mark.unit
@@ -26,8 +25,8 @@ def narrow_plan() -> Plan:
 
 
 def picture(plan: Plan) -> str:
-    report = step_report(plan, plan.steps[0])
-    return draw_step(planned(plan, 0, 0, None), report, "token times", "svg").decode()
+    step = typical_step([planned(plan, 0, 0, None)])
+    return draw_steps({"one": step}, "token times", "svg").decode()
 
 
 def test_a_picture_frames_what_several_ranks_share() -> None:
