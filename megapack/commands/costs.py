@@ -90,6 +90,11 @@ class CostOptions:
             return None
         return config.stage_layers
 
+    def uneven_split(self, layout: Layout) -> StageLayers | None:
+        """The same if it is uneven."""
+        split = self.stage_layers(layout)
+        return None if split is None or split.is_even else split
+
     def pricing(
         self, layout: Layout, mean_length: float, stage_layers: StageLayers | None = None
     ) -> Pricing:

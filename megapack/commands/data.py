@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megapack.commands.arguments import add_json, add_overrides, integer, print_json
+from megapack.commands.arguments import add_overrides, integer
 from megapack.config.load import load_config
 from megapack.config.shipped import find_config
 from megapack.errors import ConfigError
 from megapack.job.config.sections import TrainConfig
 from megapack.job.data.batches import open_dataset, read_settings
+from megapack.job.data.dataset import Dataset
 from megapack.job.data.files import list_files
+from megapack.job.data.tokenizer import Tokenizer
 from megapack.job.data.toy import write_toy
-
-if TYPE_CHECKING:
-    from megapack.job.data.dataset import Dataset
 
 EXAMPLE = """megapack data show chats.jsonl --config sft.yaml --sample 0
 megapack data toy FOLDER"""
@@ -46,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument(
         "--sample", type=integer, default=0, metavar="N", help="number of the sample, from 0 (0)"
     )
-    add_json(show)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,86 +63,44 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"sample {args.sample} of {len(data)}; set --sample from 0 to {len(data) - 1}"
         )
-    sample = _described(data, args.sample, list_files(args.file))
-    ids = [token["id"] for token in sample["tokens"]]
-    for token, text in zip(
-        sample["tokens"], read_settings(config).tokenizer.token_texts(ids), strict=True
-    ):
-        token["text"] = text
-    if args.json:
-        print_json(sample)
-        return 0
-    _print(sample, data)
+    _print(data, args.sample, str(list_files(args.file)[data.lines(np.array([args.sample]))[0][0]]))
+    print(_cells(data, args.sample, read_settings(config).tokenizer))
     return 0
 
 
-def _described(data: Dataset, number: int, files: list[Path]) -> dict[str, Any]:
-    """What a run knows of a sample; its tokens without their texts."""
+def _print(data: Dataset, number: int, file: str) -> None:
+    """What a run knows of a sample, but for its tokens."""
     one = np.array([number])
     everything = np.arange(len(data))
-    (line,) = data.lines(one)
-    (reward,) = data.rewards(one)
-    tokens = data.tokens(number)
-    counts = tokens.counts
-    ids = np.concatenate([tokens.prompt_ids, tokens.response_ids])
-    routes = tokens.routed_experts
-    return {
-        "sample": number,
-        "num_samples": len(data),
-        "file": str(files[line[0]]),
-        "line": line[1],
-        "part": line[2],
-        "group": reward.group,
-        "num_groups": data.num_groups(everything),
-        "rollout": reward.rollout,
-        "num_rollouts": data.num_rollouts(everything),
-        "reward": reward.reward,
-        "advantage": reward.advantage,
-        "pair_sign": data.pair_signs(one)[0],
-        "prompt_tokens": len(tokens.prompt_ids),
-        "response_tokens": len(tokens.response_ids),
-        "loss_tokens": int(counts.sum()),
-        "routed_experts": None if routes is None else list(routes.shape),
-        "tokens": [
-            {"id": token, "weight": int(count)}
-            for token, count in zip(ids.tolist(), counts.tolist(), strict=True)
-        ],
-    }
-
-
-def _print(sample: dict[str, Any], data: Dataset) -> None:
-    everything = np.arange(len(data))
-    num_tokens = sum(data.prompt_tokens(everything)) + sum(data.response_tokens(everything))
+    ((_, line, part),) = data.lines(one)
+    (known,) = data.rewards(one)
+    (num_prompt,), (num_response,) = data.prompt_tokens(one), data.response_tokens(one)
     num_counting = sum(data.loss_tokens(everything))
-    print(f"{len(data)} samples, {num_tokens} tokens, {num_counting} count in the loss")
+    print(f"{len(data)} samples, {data.lengths.sum()} tokens, {num_counting} count in the loss")
     facts = [
-        f"{sample['file']}:{sample['line']}",
-        f"sample {sample['part']} of its line",
-        f"prompt group {sample['group']} of {sample['num_groups']}",
-        f"rollout {sample['rollout']} of {sample['num_rollouts']}",
-        *(
-            f"{name} {sample[name]:g}"
-            for name in ("reward", "advantage")
-            if sample[name] is not None
-        ),
-        *filter(None, [_PAIR[sample["pair_sign"]]]),
+        f"{file}:{line}",
+        f"sample {part} of its line",
+        f"prompt group {known.group} of {data.num_groups(everything)}",
+        f"rollout {known.rollout} of {data.num_rollouts(everything)}",
+        "" if known.reward is None else f"reward {known.reward:g}",
+        "" if known.advantage is None else f"advantage {known.advantage:g}",
+        _PAIR[data.pair_signs(one)[0]],
     ]
-    if sample["routed_experts"] is not None:
-        facts.append("experts of {} tokens in {} layers, {} each".format(*sample["routed_experts"]))
-    print(f"sample {sample['sample']}: {', '.join(facts)}")
+    print(f"sample {number}: {', '.join(filter(None, facts))}")
     print(
-        f"{sample['prompt_tokens']} tokens of the prompt, {sample['response_tokens']} of the "
-        f"response; {sample['loss_tokens']} count in the loss (in brackets)"
+        f"{num_prompt} tokens of the prompt, {num_response} of the response; "
+        f"{data.loss_tokens(one)[0]} count in the loss (in brackets)"
     )
-    print(_cells(sample["tokens"]))
 
 
-def _cells(tokens: list[dict[str, Any]]) -> str:
+def _cells(data: Dataset, number: int, tokenizer: Tokenizer) -> str:
     """Each token as text/id, those that count in brackets, in lines of `_WIDTH`."""
+    tokens = data.tokens(number)
+    ids = np.concatenate([tokens.prompt_ids, tokens.response_ids]).tolist()
     lines = [""]
-    for token in tokens:
-        cell = f"{_visible(token['text'])}/{token['id']}"
-        cell = f"[{cell}]" if token["weight"] else cell
+    for token, text, counts in zip(ids, tokenizer.token_texts(ids), tokens.counts, strict=True):
+        cell = f"{_visible(text)}/{token}"
+        cell = f"[{cell}]" if counts else cell
         if lines[-1] and len(lines[-1]) + len(cell) >= _WIDTH:
             lines.append("")
         lines[-1] += f"  {cell}" if not lines[-1] else f" {cell}"

@@ -34,7 +34,6 @@ from megapack.plan.facts import columns_named, features_of
 from megapack.policy import Backward, ContextParallel, SplitSamples
 
 if TYPE_CHECKING:
-    from megapack.job.config.sections import TrainConfig
     from megapack.outlook.tune import Candidate, Tuning
 
 EXAMPLE = "megapack tune lengths.csv --gpus 64 --model Qwen3-4B --tp 1,2,4"
@@ -141,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         num_gpus=args.gpus,
         budgets=args.max_tokens_per_gpu,
         uneven=args.uneven,
-        given_split=partial(_given_split, costs.config),
+        given_split=costs.uneven_split,
         **{name: getattr(args, name) for name, _, _ in _SIZES},
         **{name: getattr(args, f"{name}_choices") for name, _, _, _ in _RULES},
     )
@@ -161,12 +160,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(tuning, shown, basis, args, int(table.lengths.max()))
     return 0 if tuning.ranked else 1
-
-
-def _given_split(config: TrainConfig, layout: Layout) -> StageLayers | None:
-    """The uneven split of a config, for its own pp and vpp."""
-    own = (config.layout.pp, config.layout.vpp) == (layout.pp, layout.vpp)
-    return config.stage_layers if own and not config.stage_layers.is_even else None
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megapack.errors import ConfigError
-from megapack.plan.facts import FEATURES
+from megapack.plan import facts
 from megapack.plan.order import KINDS
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish too.
@@ -77,8 +77,8 @@ def _height(step: dict[str, Any]) -> float:
 
 def _frames(tracks: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
     """What rows of these tracks are framed for, by `RowFact.key`: legend and colour."""
-    had = {key for track in tracks for *_, facts in track["rows"] for key in facts}
-    rows = (feature.row for feature in FEATURES)
+    had = {key for track in tracks for *_, own in track["rows"] for key in own}
+    rows = (feature.row for feature in facts.FEATURES)
     colours = {"dp_ranks": _SHARED}
     return {
         row.key: (row.legend, colours.get(row.key, _INK))
@@ -106,16 +106,16 @@ def _draw_timeline(
         axes.add_patch(_rectangle(0, top, step["end"], track["stages"], facecolor=_WAITING))
         ticks[track["label"].partition(", ")[2]] = top + track["stages"] / 2
         for stage, chunk, microbatch, kind, start, stop in track["events"]:
-            samples, _, _, facts = track["rows"][microbatch]
+            samples, _, _, own = track["rows"][microbatch]
             low, high = top + stage + 0.06, top + stage + 0.94
             box = [(start, low), (stop, low), (stop, high), (start, high)]
             boxes.append(box)
             colours.append(_colour(KINDS[kind], chunk / max(1, track["chunks"] - 1), samples))
-            for key in frames.keys() & facts.keys():
+            for key in frames.keys() & own.keys():
                 framed.append(box)
                 frame_colours.append(frames[key][1])
-            if "dp_ranks" in facts and stage == chunk == 0:
-                joins.setdefault((kind, microbatch, facts["dp_ranks"]), []).extend(
+            if "dp_ranks" in own and stage == chunk == 0:
+                joins.setdefault((kind, microbatch, own["dp_ranks"]), []).extend(
                     [(start, low), (start, high)]
                 )
             # Only boxes that are wide enough have their number in them.

@@ -121,8 +121,8 @@ def _metrics(line: dict[str, Any]) -> dict[str, Any]:
 
 def _traced(line: dict[str, Any]) -> TracedStep:
     plan = Plan.from_json(json.dumps(line["plan"]))
-    if len(plan.steps) != 1:
-        raise PlanError(f"the plan of one step has {len(plan.steps)}")
+    if len(plan.steps) != 1 or len(plan.steps[0].ranks) != plan.layout.dp:
+        raise PlanError(f"{len(plan.steps)} steps, or a rank is missing")
     events = tuple(Event(*map(_field, event)) for event in line["events"])
     layout = plan.layout
     if any(mb.row_tokens < 1 for rank in plan.steps[0].ranks for mb in rank):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megapack.cost.model import CostModel
-from megapack.errors import PlanError
 from megapack.job.view.records import RunRecords
 from megapack.pipeline.simulator import Event, simulate_planned
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
@@ -49,16 +48,9 @@ def planned(plan: Plan, index: int, number: int, cost: CostModel | None) -> Time
         cost: seconds of micro-batches; None: time is in row tokens.
 
     Raises:
-        PlanError: the step does not have the layout's number of ranks, or an M that Megatron would
-            not run.
+        PlanError: the step has an M that Megatron would not run.
     """
     step = plan.steps[index]
-    layout = plan.layout
-    if len(step.ranks) != layout.dp:
-        raise PlanError(
-            f"step {number} has {len(step.ranks)} ranks, the layout has dp={layout.dp}; make the "
-            "plan again"
-        )
     run = simulate_planned(plan, step, cost)
     return Timeline("planned", number, plan, step, run.events)
 

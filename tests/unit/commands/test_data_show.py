@@ -66,23 +66,6 @@ def test_overrides_are_those_of_a_run(call: Any, data: str) -> None:
     assert out.splitlines()[-1] == r"  <bos>/256 a/97 [b/98] [\n/10]"
 
 
-def test_json_has_all_of_it(call: Any, data: str) -> None:
-    code, out, _ = call("data", "show", data, "--config", CONFIG, "--sample", "1", "--json")
-    assert code == 0
-    found = json.loads(out)
-    assert [token["id"] for token in found["tokens"]] == [97, 32, 98, 0xE9, 257]
-    assert [token["weight"] for token in found["tokens"]] == [0, 0, 1, 0, 1]
-    assert found["tokens"][2]["text"] == "b"
-    assert [found[key] for key in ("group", "num_groups", "rollout", "num_rollouts")] == [
-        1,
-        2,
-        1,
-        2,
-    ]
-    assert (found["line"], found["part"], found["loss_tokens"]) == (2, 0, 2)
-    assert (found["reward"], found["pair_sign"], found["routed_experts"]) == (None, 0, None)
-
-
 @pytest.mark.parametrize(
     ("args", "says"),
     [

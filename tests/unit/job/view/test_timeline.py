@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megapack import CostModel, PlanError, simulate
+from megapack import CostModel, simulate
 from megapack.job.view.records import read_run
 from megapack.job.view.timeline import planned, traced, typical_ranks
 from tests.run_folder import LAYOUT, make_plan, write_run
@@ -21,13 +21,6 @@ def test_a_planned_step_has_the_simulated_events() -> None:
     run = simulate(plan.steps[1], layout=LAYOUT)
     assert timeline.events == run.events
     assert timeline.rank_ends == pytest.approx(run.rank_makespans)
-
-
-def test_a_step_with_too_few_ranks_is_refused() -> None:
-    plan = make_plan(1)
-    cut = replace(plan, steps=(replace(plan.steps[0], ranks=plan.steps[0].ranks[:1]),))
-    with pytest.raises(PlanError, match=r"step 0 has 1 ranks, the layout has dp=2"):
-        planned(cut, 0, 0, None)
 
 
 def test_planned_steps_scale_to_the_predicted_seconds(tmp_path: Path) -> None:
