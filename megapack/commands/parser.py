@@ -15,8 +15,6 @@ from megapack.errors import DataError, MegapackError
 # dotted keys of a config and quoted text are left alone.
 _NAME = re.compile(r"""(?<![\w./'"<*-])([a-z][a-z0-9_]*)(?:=(['"]?)(\w+)\2|(?![\w/'"=-]|\.\w))""")
 
-# Beginnings of options that described a model in earlier versions.
-_OF_MODELS = ("--num-layers", "--hidden-size", "--tied-emb", "--no-distributed-opt", "--pipeline-")
 _YAML = {"None": "null", "True": "true", "False": "false"}
 
 
@@ -28,13 +26,11 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         self._topics: dict[str, list[argparse._ArgumentGroup]] = {}
-        own: dict[str, Any] = {"formatter_class": _Formatter, "allow_abbrev": False}
-        super().__init__(*args, **(own | settings))
+        own: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(*args, **(own | {"allow_abbrev": False} | settings))
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and one line."""
-        if "unrecognized" in message and any(f" {name}" in message for name in _OF_MODELS):
-            message += "; give --model, or --config with sections model and layout"
         self.exit(2, f"megapack: {message}; see {self.prog} --help\n")
 
     def add_topic(self, topic: str, what: str) -> None:
@@ -95,14 +91,6 @@ class Parser(argparse.ArgumentParser):
 
     def _option_names(self) -> Mapping[str, str]:
         return {a.dest: a.option_strings[-1] for a in self._actions if a.option_strings}
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of an example, and says once what a list is of."""
-
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        shown = super()._format_args(action, default_metavar)
-        return str(action.metavar) if action.nargs == "+" else shown
 
 
 class OwnWords(logging.Formatter):

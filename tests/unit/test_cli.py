@@ -154,23 +154,6 @@ def test_train_lists_every_shipped_config(repo_root: Path) -> None:
     assert "    GRPO of Qwen3-4B, on one node of 8 GPUs of 80 GB" in sentences
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("plan.max_token_per_gpu=4", ["max_token_per_gpu", "max_tokens_per_gpu"]),
-        ("plan.max_tokens_per_gpu=many", ["plan.max_tokens_per_gpu", "many"]),
-        ("layout.pp=0", ["pp", "0"]),
-        ("nothing", ["nothing"]),
-    ],
-)
-def test_a_bad_override_prints_one_line(repo_root: Path, override: str, words: list[str]) -> None:
-    done = run(repo_root, "train", CONFIG, override)
-    assert done.returncode == 2
-    (line,) = lines(done)
-    assert line.startswith("megapack: ")
-    assert all(word in line for word in words)
-
-
 def test_only_the_first_rank_prints_the_error(repo_root: Path) -> None:
     done = run(repo_root, "train", "no_such_config.yaml", rank="3")
     assert done.returncode == 2

@@ -57,9 +57,9 @@ def test_commands_with_children_run_nothing_of_the_working_directory(
     line = json.dumps({"prompt": "a", "response": "b", "unread": "c" * 100_000}) + "\n"
     (tmp_path / "data.jsonl").write_text(line * 100)
     (tmp_path / "a.yaml").write_text("name: a\nplan: {max_tokens_per_gpu: 64}\n")
-    options = ["--config", "../a.yaml", "--json", "data.workers=2"]
+    options = ["--config", "../a.yaml", "data.workers=2"]
     shown = run(planted, "-m", "megapack", "data", "show", "../data.jsonl", *options)
-    assert json.loads(shown)["num_samples"] == 100
+    assert shown.startswith("100 samples, ")
     assert "patches" in run(planted, "-c", FEW_PROBES)
     assert not (tmp_path / "mark").exists()
 

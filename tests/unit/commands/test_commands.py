@@ -284,36 +284,24 @@ def test_a_cost_model_of_zero_seconds_is_refused(call: Call, text: str) -> None:
 PLAN = ("plan", "a.csv", *BUDGET)
 BAD = [
     (("plan",), ["LENGTHS"]),
-    (("plan", "none.csv", *BUDGET), ["none.csv", "No such file"]),
     (("plan", ".", *BUDGET), ["directory"]),
     (("plan", "a.csv"), ["neither of --max-tokens-per-gpu and", "--max-tokens-per-gpu=9 or"]),
     ((*PLAN, "--micro-batch-size", "2"), ["both of --max-tokens-per-gpu and --micro-batch-size"]),
-    (("plan", "a.csv", "--max-tokens-per-gpu", "many"), ["--max-tokens-per-gpu", "'many'"]),
     (("plan", "a.csv", "--max-tokens-per-gpu", "0"), ["--max-tokens-per-gpu=0", "at least 1"]),
     (("plan", "a.csv", "--max-tokens-per-gpu", "9" * 20), ["at most 1099511627776"]),
     ((*PLAN, "--search", "9" * 20), ["search=999", "at most 1099511627776"]),
     ((*PLAN, "--dp", "9" * 20), ["dp=999", "at most 1048576"]),
     ((*PLAN, "--length-column", "size"), ["'size'", "length, id"]),
     ((*PLAN, "--prompt-column", "length"), ["'length'", "set both"]),
-    ((*PLAN, "--rollout-column", "group"), ["'group'", "length, id"]),
-    ((*PLAN, "--dp", "0"), ["dp=0", "at least 1"]),
-    ((*PLAN, "--dp", "-2"), ["dp=-2"]),
-    ((*PLAN, "--dp", "1.5"), ["--dp", "'1.5'", "set an integer"]),
-    ((*PLAN, "--vpp", "2"), ["--vpp=2 with --pp=1"]),
-    ((*PLAN, "--ep", "3"), ["ep=3 does not divide"]),
     ((*PLAN, "--pp", "4", "--vpp", "2", "--microbatch-group-size", "2"), ["below --pp=4"]),
     ((*PLAN, "--fp8", "e4m3"), ["--fp8", "mxfp8"]),
     ((*PLAN, "--count-rule", "any"), ["--count-rule", "legal", "per_rank"]),
     ((*PLAN, "--search", "-1"), ["search=-1"]),
-    ((*PLAN, "--num-steps", "9"), ["--num-steps=9 for 8 rollouts"]),
     ((*PLAN, "--num-steps", "2", "--global-batch-size", "2"), ["--num-steps=2", "set one"]),
     ((*PLAN, "--oversize", "error", "--max-tokens-per-gpu", "8"), ["1 sample(s) over", "9 tokens"]),
     ((*PLAN, "--unreachable", "error", "--dp", "16"), ["unreachable"]),
     ((*PLAN, "--count-rule", "per_rank", "--dp", "2", "--ep", "2"), ["per_rank", "ep=2"]),
     ((*PLAN, "--max-token", "5"), ["--max-token"]),
-    ((*PLAN, "-o", "no/such/plan.json"), ["no/such/plan.json", "cannot be written"]),
-    ((*PLAN, "-o", "a.csv"), ["a.csv", "set another -o"]),
-    ((*PLAN, "--cost", "none.yaml"), ["none.yaml", "cannot be read"]),
     ((*PLAN, "--cost", "a.csv"), ["a.csv"]),
     ((*PLAN, "--config", "none.yaml"), ["none.yaml", "no such file"]),
     ((*PLAN, *SPEED), ["--peak-tflops given without a model"]),
@@ -321,29 +309,15 @@ BAD = [
     ((*PLAN, *MODEL, *SPEED, "--utilisation", "40"), ["--utilisation=40", "at most 1"]),
     ((*PLAN, *MODEL, *SPEED, "--pp", "3"), ["num_layers=4", "pp * vpp = 3"]),
     ((*PLAN, *MODEL, *SPEED, "--cost", "c.yaml"), ["--cost", "set one"]),
-    (("check", "none.json", "a.csv"), ["none.json", "cannot be read"]),
-    (("check", "a.csv", "a.csv"), ["a.csv", "not a plan"]),
-    (("check", "junk.json", "a.csv"), ["junk.json", "byte 0", "is not UTF-8"]),
-    (("check", "cut.json", "a.csv"), ["cut.json", "not a plan in JSON"]),
-    (("check", "odd.json", "a.csv"), ["odd.json", "not a plan"]),
     (("check", "good.json", "none.csv"), ["none.csv"]),
     (("show", "good.json", "--step", "1"), ["step 1 of 1", "0 to 0"]),
-    (("show", "good.json", "--rank", "7"), ["rank 7 of 2", "0 to 1"]),
-    (("simulate", "good.json", "--step", "-1"), ["step -1 of 1"]),
     (("simulate", "unequal.json"), ["M=5", "legal"]),
     (("simulate", "ranks.json"), ["1 ranks", "dp=2"]),
     (("diff", "good.json"), ["OTHER"]),
-    (("diff", "good.json", "a.csv"), ["a.csv"]),
     (("tune", "a.csv"), ["--gpus"]),
-    (("tune", "a.csv", "--gpus", "4"), ["needs a model", "--config"]),
     (("tune", "a.csv", "--gpus", "0", *MODEL, *SPEED), ["0 GPUs"]),
     ((*TUNE, "--tp", "3"), ["tp [3]", "4 GPUs"]),
     ((*TUNE, "--tp", "1,x"), ["'1,x'", "commas"]),
-    ((*PLAN, "--num-layers", "4"), ["unrecognized", "--num-layers", "give --model, or --config"]),
-    (
-        (*TUNE, "--gpu-memory-gib", "-1"),
-        ["--gpu-memory-gib=-1"],
-    ),
     (
         (*TUNE, "--gpu-memory-gib", "inf"),
         ["--gpu-memory-gib=inf"],
@@ -387,9 +361,6 @@ def _write_plans(folder: Path) -> None:
     layout = Layout(dp=2, pp=2, vpp=2)
     text = build_dp_schedule(LENGTHS, layout=layout, max_tokens_per_gpu=16).to_json()
     (folder / "good.json").write_text(text)
-    (folder / "cut.json").write_text(text[:-20])
-    (folder / "junk.json").write_bytes(b"\xff\xd8\xff")
-    (folder / "odd.json").write_text(text.replace('"num_samples":8', '"num_samples":"8"'))
     for name in ("ranks.json", "unequal.json"):
         (folder / name).write_text(text)
     edit(str(folder / "ranks.json"), lambda plan: plan["steps"][0]["ranks"].pop())

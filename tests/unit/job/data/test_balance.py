@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from megapack.job.config.sections import DataConfig, LayoutConfig, PlanConfig, TrainConfig
-from megapack.job.data.balance import even_batches
 from megapack.job.data.batches import all_batches, open_dataset
 from megapack.job.data.dataset import Dataset
 from megapack.job.data.rollouts import group_batches
@@ -33,7 +32,7 @@ def sums(work: np.ndarray, batches: list[np.ndarray]) -> np.ndarray:
     return np.array([work[batch].sum() for batch in batches])
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("size", "window"), [(1, 4), (2, 3), (8, 2), (8, 5), (32, 10**9)])
 def test_each_sample_is_once_in_its_window(seed: int, size: int, window: int) -> None:
     work = drawn(size * 17 + size // 2, seed)
@@ -77,26 +76,6 @@ def test_the_work_of_batches_is_even() -> None:
         assert np.ptp(each, axis=1).max() <= 0.001 * each.max()
     assert 0.02 * before.mean() < found[16].std() < 0.5 * before.std()
     assert found[64].std() < 0.001 * before.mean()
-
-
-def test_the_longest_sample_is_among_the_shortest() -> None:
-    """One sample has more work than a batch's share: its batch has no more than it must."""
-    work = np.array([50, 7, 5, 6, 4, 3, 8, 9, 2, 1, 3, 5])
-    totals = sorted(work[even_batches(work.reshape(3, 4))].sum(axis=1).tolist())
-    assert totals == [23, 24, 50 + 1 + 2 + 3]
-
-
-def test_a_long_sample_is_as_likely_in_each_batch() -> None:
-    """The long samples of 200 shuffles: 400 in 8 batches, 50 +- 7 in each."""
-    work = drawn(64)
-    longest = set(np.argsort(work)[-2:].tolist())
-    counts = np.zeros(8, dtype=np.int64)
-    for seed in range(200):
-        for k, batch in enumerate(batches_of(work, 8, 8, shuffle=True, seed=seed)):
-            counts[k] += len(longest & set(batch.tolist()))
-    assert counts.sum() == 400
-    assert counts.min() > 50 - 3 * 7
-    assert counts.max() < 50 + 3 * 7
 
 
 def test_prompt_groups_move_as_a_whole() -> None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapack.errors import ConfigError, DataError
-from megapack.job.data.advantages import SampleReward, group_advantages
+from megapack.job.data.advantages import SampleReward
 from megapack.job.data.dataset import Dataset
 from megapack.job.data.generated import generate_pairs, generate_rollouts
 from megapack.job.data.rollouts import group_batches
@@ -207,20 +207,6 @@ def test_generated_rollouts_are_deterministic() -> None:
     assert text(3) == text(3) != text(4)
     with pytest.raises(ConfigError, match="set both to 1 or more"):
         generate_rollouts(0, 4, seed=0)
-
-
-def test_real_rollouts_are_read(shared_dir: Path, tmp_path: Path) -> None:
-    path = shared_dir / "rollouts/skythought_math500_128x4.jsonl"
-    found = Dataset.from_files(path, ReadSettings(), tmp_path)
-    rows = np.arange(512)
-    assert len(found) == found.num_rollouts(rows) == 512
-    rewards = found.rewards(rows)
-    assert len({one.group for one in rewards}) == 128
-    lengths = np.add(found.prompt_tokens(rows), found.response_tokens(rows))
-    assert np.median(lengths) == pytest.approx(1920, abs=2)
-    advantages = group_advantages(rewards)
-    assert abs(advantages.sum()) < 1e-9
-    assert np.abs(advantages).max() <= 0.75
 
 
 def test_generated_pairs_prefer_the_right_count() -> None:
