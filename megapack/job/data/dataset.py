@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,21 +18,13 @@ from megapack.job.data.advantages import SampleReward
 from megapack.job.data.index import StoredSamples, load_samples, store_in_memory
 from megapack.job.data.rollouts import Rollout, group_batches
 from megapack.job.data.token_blocks import Index, ReadSettings
-from megapack.job.data.tokenizer import Ids, Mask
 from megapack.plan.plan import Plan, own_samples
+
+if TYPE_CHECKING:
+    from megapack.samples import SampleBatch
 
 SampleNumbers = npt.NDArray[np.int64]
 """Numbers of samples in a data set, from 0, in the order of its files."""
-
-
-class TokenSink(Protocol):
-    """Receives tokens; `samples.SampleBatch`, without importing torch."""
-
-    def set_tokens(
-        self, sample: int, prompt: Ids, response: Ids, loss_mask: Mask | None = None
-    ) -> None:
-        """Set the tokens of one sample."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -190,7 +182,7 @@ class Dataset(StoredSamples):
         ]
 
     def give_tokens(
-        self, batch: TokenSink, numbers: SampleNumbers, plans: Sequence[Plan], dp_rank: int
+        self, batch: SampleBatch, numbers: SampleNumbers, plans: Sequence[Plan], dp_rank: int
     ) -> None:
         """Set those tokens of a batch that a data-parallel rank packs under any of the plans.
 

@@ -1,6 +1,6 @@
 """Files of samples: readers of JSON Lines, plain or compressed by gzip, and Parquet.
 
-path -> open_file -> blocks -> Block.rows -> lines.LineParser
+path -> read_blocks -> Block.rows -> lines.LineParser
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ def list_files(path: str | Path) -> list[Path]:
     return files
 
 
-def open_file(path: Path) -> JsonLinesFile | ParquetFile:
-    """A reader of the file: of Parquet by its beginning or its name, or else of JSON Lines.
+def read_blocks(path: Path) -> Iterator[Block]:
+    """Yield the whole file in order: Parquet by its beginning or its name, or else JSON Lines.
 
     Raises:
         ConfigError: pyarrow is needed and not installed.
         DataError: it cannot be read, or is not Parquet despite its name.
     """
     is_parquet = path.suffix == ".parquet" or _head(path).startswith(PARQUET)
-    return ParquetFile(path) if is_parquet else JsonLinesFile(path)
+    return _parquet_blocks(path) if is_parquet else _line_blocks(path)
 
 
 def _head(path: Path) -> bytes:
@@ -99,26 +99,20 @@ class Lines:
                 yield number, line
 
 
-class JsonLinesFile:
-    """One JSON object per line, blank lines skipped; perhaps compressed by gzip."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def blocks(self) -> Iterator[Lines]:
-        """Yield the whole file in order."""
-        first = 1
-        is_gzip = _head(self._path).startswith(GZIP)
-        try:
-            with gzip.GzipFile(self._path) if is_gzip else open(self._path, "rb") as file:
-                while data := file.read(_BLOCK_BYTES):
-                    if first == 1 and (other := not_json_lines(data)):
-                        raise DataError(f"{self._path}: it is {other}")
-                    data += file.readline()
-                    yield Lines(first, data)
-                    first += data.count(b"\n")
-        except (OSError, EOFError, zlib.error) as error:
-            raise unreadable(self._path, error) from None
+def _line_blocks(path: Path) -> Iterator[Lines]:
+    """Of one JSON object per line, blank lines skipped; perhaps compressed by gzip."""
+    first = 1
+    is_gzip = _head(path).startswith(GZIP)
+    try:
+        with gzip.GzipFile(path) if is_gzip else open(path, "rb") as file:
+            while data := file.read(_BLOCK_BYTES):
+                if first == 1 and (other := not_json_lines(data)):
+                    raise DataError(f"{path}: it is {other}")
+                data += file.readline()
+                yield Lines(first, data)
+                first += data.count(b"\n")
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(path, error) from None
 
 
 def not_json_lines(data: bytes) -> str | None:
@@ -170,47 +164,34 @@ Block = Lines | TableRows
 """Consecutive rows of a file; it can be pickled."""
 
 
-class ParquetFile:
-    """One row per sample with the columns of `COLUMNS`.
-
-    Raises:
-        ConfigError: pyarrow is not installed.
-        DataError: it is not a Parquet file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            from pyarrow import ArrowException, parquet
-        except ImportError:
-            raise ConfigError(f"{path} needs pyarrow; pip install pyarrow") from None
-        self._errors = (OSError, ArrowException)
-        try:
-            self._file = parquet.ParquetFile(path)
-        except self._errors as error:
-            kind = what_it_is(_head(path))
-            if kind is None or _head(path).startswith(PARQUET):
-                raise unreadable(path, error) from None
-            raise DataError(f"{path}: not Parquet, it is {kind}") from None
-
-    def blocks(self) -> Iterator[TableRows]:
-        """Yield the whole file in order."""
+def _parquet_blocks(path: Path) -> Iterator[TableRows]:
+    """Of one row per sample with the columns of `COLUMNS`."""
+    try:
         import pyarrow
-
-        first = 1
-        columns = [name for name in self._file.schema_arrow.names if name in COLUMNS]
-        num_rows = self._file.metadata.num_rows
-        try:
-            at_once = _ROUTED_ROWS if "routed_experts" in columns else _BLOCK_ROWS
-            for batch in self._file.iter_batches(at_once, columns=columns):
-                out = pyarrow.BufferOutputStream()
-                with pyarrow.ipc.new_stream(out, batch.schema) as stream:
-                    stream.write_batch(batch)
-                share = self._path.stat().st_size * batch.num_rows // num_rows
-                yield TableRows(first, out.getvalue().to_pybytes(), share)
-                first += batch.num_rows
-        except self._errors as error:
-            raise unreadable(self._path, error) from None
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError(f"{path} needs pyarrow; pip install pyarrow") from None
+    errors = (OSError, pyarrow.ArrowException)
+    try:
+        file = parquet.ParquetFile(path)
+    except errors as error:
+        kind = what_it_is(_head(path))
+        if kind is None or _head(path).startswith(PARQUET):
+            raise unreadable(path, error) from None
+        raise DataError(f"{path}: not Parquet, it is {kind}") from None
+    first = 1
+    columns = [name for name in file.schema_arrow.names if name in COLUMNS]
+    at_once = _ROUTED_ROWS if "routed_experts" in columns else _BLOCK_ROWS
+    try:
+        for batch in file.iter_batches(at_once, columns=columns):
+            out = pyarrow.BufferOutputStream()
+            with pyarrow.ipc.new_stream(out, batch.schema) as stream:
+                stream.write_batch(batch)
+            share = path.stat().st_size * batch.num_rows // file.metadata.num_rows
+            yield TableRows(first, out.getvalue().to_pybytes(), share)
+            first += batch.num_rows
+    except errors as error:
+        raise unreadable(path, error) from None
 
 
 def unreadable(path: str | Path, error: Exception, remedy: str = "check data.path") -> DataError:

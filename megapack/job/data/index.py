@@ -32,7 +32,7 @@ from megapack.base.array_file import ArrayFile
 from megapack.base.files import read_text, write_whole
 from megapack.errors import DataError
 from megapack.job.data.content import SUFFIX, Content, remembered
-from megapack.job.data.files import list_files, open_file
+from megapack.job.data.files import list_files, read_blocks
 from megapack.job.data.rollouts import ROUTES, Rollout, TokenColumns
 from megapack.job.data.token_blocks import (
     ARRAYS,
@@ -340,7 +340,7 @@ def _write(
     Args:
         check: raises if what was read has changed.
     """
-    blocks = ((n, block) for n, path in enumerate(files) for block in open_file(path).blocks())
+    blocks = ((n, block) for n, path in enumerate(files) for block in read_blocks(path))
     total = sum(path.stat().st_size for path in files)
     builder = _Builder()
     num_skipped = 0

@@ -12,7 +12,7 @@ import pytest
 
 from megapack.errors import DataError
 from megapack.job.data.dataset import Dataset
-from megapack.job.data.files import open_file
+from megapack.job.data.files import read_blocks
 from megapack.job.data.token_blocks import ReadSettings
 from megapack.layout import Layout
 
@@ -81,7 +81,7 @@ def test_parquet_routes_are_read_in_small_parts(tmp_path: Path) -> None:
     rows = [{"prompt_ids": [1], "response_ids": [2] * 127, "routed_experts": routes.tolist()}] * 128
     path = tmp_path / "data.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path, use_dictionary=False)
-    blocks = list(open_file(path).blocks())
+    blocks = list(read_blocks(path))
     assert len(blocks) == 32
     assert [number for block in blocks for number, _ in block.rows()] == list(range(1, 129))
     tracemalloc.start()

@@ -121,7 +121,7 @@ def test_few_blocks_are_read_without_processes(
 def test_blocks_are_whole_lines_with_their_numbers(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\n".join([b"1" * (n % 300) for n in range(400)]))
-    blocks: list[Block] = list(files.open_file(path).blocks())
+    blocks: list[Block] = list(files.read_blocks(path))
     assert len(blocks) > 50
     assert sum(block.num_bytes for block in blocks) == path.stat().st_size
     found = [(number, row) for block in blocks for number, row in block.rows()]
