@@ -37,22 +37,27 @@ if TYPE_CHECKING:
     from megapack.outlook.tune import Candidate, Tuning
 
 EXAMPLE = "megapack tune lengths.csv --gpus 64 --model Qwen3-4B --tp 1,2,4"
-# Sizes to try: field of `Space`, what it is, and the default.
-_SIZES = (
-    ("tp", "tensor-parallel ranks", "1"),
-    ("cp", "context-parallel ranks", "1"),
-    ("ep", "expert-parallel ranks", "1"),
-    ("etp", "tensor-parallel ranks of experts", "1"),
-    ("pp", "pipeline stages", "all that divide"),
-    ("vpp", "model chunks per stage", "all up to 8 that divide"),
-)
-# Settings of the policy to try: field of `Space`, its values, what it is, and the default.
-_RULES = (
-    ("count_rule", CountRule, "allowed M", ["legal"]),
-    ("context_parallel", ContextParallel, "rows over DP ranks", ["fixed", "dynamic"]),
-    ("split_samples", SplitSamples, "pieces of samples", ["off", "auto"]),
-    ("backward", Backward, "weight gradients apart", ["joint", "split"]),
-)
+# Fields of `Space`: their option, what it is, its values (None: integers), and the default.
+_TRIED: dict[str, tuple[str, str, Any, tuple[Any, ...] | None]] = {
+    "tp": ("--tp", "tensor-parallel ranks (1)", None, (1,)),
+    "cp": ("--cp", "context-parallel ranks (1)", None, (1,)),
+    "ep": ("--ep", "expert-parallel ranks (1)", None, (1,)),
+    "etp": ("--etp", "tensor-parallel ranks of experts (1)", None, (1,)),
+    "pp": ("--pp", "pipeline stages (all that divide)", None, None),
+    "vpp": ("--vpp", "model chunks per stage (all up to 8 that divide)", None, None),
+    "budgets": (
+        "--max-tokens-per-gpu",
+        "budgets (the longest sample and doublings of it; for cut samples less)",
+        *(None, None),
+    ),
+    "count_rule": ("--count-rule", "allowed M", CountRule, ("legal",)),
+    "context_parallel": (
+        *("--context-parallel", "rows over DP ranks", ContextParallel),
+        ("fixed", "dynamic"),
+    ),
+    "split_samples": ("--split-samples", "pieces of samples", SplitSamples, ("off", "auto")),
+    "backward": ("--backward", "weight gradients apart", Backward, ("joint", "split")),
+}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -67,34 +72,22 @@ def add_arguments(parser: Parser) -> None:
     )
     add_json(parser)
     group = parser.add_argument_group("what to try: lists separated by commas")
-    for name, what, default in _SIZES:
+    for field, (option, what, literal, default) in _TRIED.items():
+        choices = get_args(literal)
         group.add_argument(
-            f"--{name}",
-            type=_integers,
-            default=(1,) if default == "1" else None,
-            metavar="N,...",
-            help=f"{what} ({default})",
+            option,
+            # Not by its own name, which is the policy's.
+            dest=f"tried_{field}",
+            type=partial(_listed, choices),
+            default=default,
+            metavar="CHOICE,..." if choices else "N,...",
+            help=f"{what}: {', '.join(choices)} ({','.join(default or ())})" if choices else what,
         )
     group.add_argument(
         "--uneven",
         action="store_true",
         help="also try splits of the layers that balance the embedding and the head",
     )
-    group.add_argument(
-        "--max-tokens-per-gpu",
-        type=_integers,
-        metavar="N,...",
-        help="budgets (the longest sample and doublings of it; for cut samples less)",
-    )
-    for name, literal, what, tried in _RULES:
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            dest=f"{name}_choices",
-            type=partial(_choices, get_args(literal)),
-            default=tried,
-            metavar="CHOICE,...",
-            help=f"{what}: {', '.join(get_args(literal))} ({','.join(tried)})",
-        )
     memory = parser.add_argument_group("memory")
     add_memory_limit(memory)
     memory.add_argument(
@@ -138,11 +131,9 @@ def run(args: argparse.Namespace) -> int:
     )
     space = Space(
         num_gpus=args.gpus,
-        budgets=args.max_tokens_per_gpu,
         uneven=args.uneven,
         given_split=costs.uneven_split,
-        **{name: getattr(args, name) for name, _, _ in _SIZES},
-        **{name: getattr(args, f"{name}_choices") for name, _, _, _ in _RULES},
+        **{field: getattr(args, f"tried_{field}") for field in _TRIED},
     )
     basis = costs.pricing(Layout(), typical, StageLayers.even(memory.sizes.num_layers, pp=1)).basis
     # disable=None: no bar where nobody looks.
@@ -162,21 +153,19 @@ def run(args: argparse.Namespace) -> int:
     return 0 if tuning.ranked else 1
 
 
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{brief(text)}; set integers separated by commas"
-        ) from None
-
-
-def _choices(choices: tuple[str, ...], text: str) -> list[str]:
+def _listed(choices: tuple[str, ...], text: str) -> tuple[Any, ...]:
+    """A list separated by commas: of these choices, or without any of integers."""
     found = text.split(",")
+    if not choices:
+        try:
+            return tuple(map(int, found))
+        except ValueError:
+            wanted = "set integers separated by commas"
+            raise argparse.ArgumentTypeError(f"{brief(text)}; {wanted}") from None
     unknown = [part for part in found if part not in choices]
     if unknown:
         raise argparse.ArgumentTypeError(f"{brief(unknown[0])}; set some of {', '.join(choices)}")
-    return found
+    return tuple(found)
 
 
 def _payload(tuning: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str, Any]:
