@@ -15,7 +15,12 @@ from megapack.errors import ConfigError, brief
 
 # Keys that were removed -> their defaults, which configs of older runs have and which change
 # nothing, and what to do now for another value.
+_AS_TEXT = "write the split as layout.pipeline_model_parallel_layout, such as Et*9|t*10|t*10|t*8L"
 _REMOVED: dict[str, tuple[Any, str]] = {
+    "layout.num_layers_in_first_pipeline_stage": (None, _AS_TEXT),
+    "layout.num_layers_in_last_pipeline_stage": (None, _AS_TEXT),
+    "layout.account_for_embedding_in_pipeline_split": (False, _AS_TEXT),
+    "layout.account_for_loss_in_pipeline_split": (False, _AS_TEXT),
     "model.head_kernel": ("auto", "log-probs have one kernel, that of torch; leave it out"),
     "plan.row_shapes_interval": (
         100,

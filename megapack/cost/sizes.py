@@ -216,20 +216,17 @@ class ModelSizes(ModelOptions):
         Raises:
             ConfigError: fewer layers than chunks.
         """
-        kinds = [
-            kind
+        costs = [
+            kind.layer_cost(mean_length)
             for layer in range(self.num_stage_layers)
             for kind, _ in self.layer_kinds(layer, 1, mean_length=mean_length)
         ]
-        cost_of = {kind: kind.layer_cost(mean_length) for kind in set(kinds)}
-        sizes = {"pp": layout.pp, "vpp": layout.vpp}
-        embedding, head = self.embedding_flops_per_token(), self.head_flops_per_token()
-        if len(cost_of) > 1:
-            costs = [cost_of[kind] for kind in kinds]
-            return StageLayers.of_costs(costs, **sizes, embedding=embedding, head=head)
-        (layer,) = cost_of.values()
         return StageLayers.balanced(
-            len(kinds), **sizes, embedding=embedding / layer, head=head / layer
+            costs,
+            pp=layout.pp,
+            vpp=layout.vpp,
+            embedding=self.embedding_flops_per_token(),
+            head=self.head_flops_per_token(),
         )
 
 

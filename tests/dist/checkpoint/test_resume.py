@@ -214,7 +214,7 @@ def test_resumed_on_another_layout(
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        pytest.param(UNEVEN, (*PP2, "layout.num_layers_in_first_pipeline_stage=1"), marks=WEEKLY),
+        pytest.param(UNEVEN, (*PP2, "layout.pipeline_model_parallel_layout=Et|t*3L"), marks=WEEKLY),
         pytest.param((*TP2, PLAIN), (*PP2_VPP2, PLAIN), marks=WEEKLY),
     ],
     ids=["uneven-other", "tp2-pp2_vpp2"],

@@ -311,18 +311,18 @@ _FEW_PROCESSES: dict[str, Case] = {
     ),
     "pp2_uneven": Case(
         layout=PP2,
-        split=LayerSplit(num_layers_in_first_pipeline_stage=3),
+        split=_split("Et*3|t*5L"),
         expect={"layers": _layers(3, 5)},
     ),
     "pp3_uneven_loss_counts": Case(
         layout=PP3,
-        split=LayerSplit(account_for_loss_in_pipeline_split=True),
+        split=_split("Et*3|t*3|t*2L"),
         variant="other",
         expect={"layers": _layers(3, 3, 2)},
     ),
     "pp2_vpp2_uneven_ends": Case(
         layout=PP2_VPP2,
-        split=LayerSplit(num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=6),
+        split=_split("Et|t*3|t|t*3L"),
         expect={"layers": _layers(1, 3, 1, 3)},
     ),
     "pp2_vpp2_loss_alone": Case(
@@ -358,7 +358,7 @@ _FEW_PROCESSES: dict[str, Case] = {
     ),
     "moe_pp2_uneven_recompute": Case(
         layout=PP2,
-        split=LayerSplit(num_layers_in_last_pipeline_stage=3),
+        split=_split("Et*5|t*3L"),
         variant="moe",
         recompute="full",
         expect={"layers": _layers(5, 3)},

@@ -51,7 +51,7 @@ CASES = {
     "tied_uneven": Case(
         family="qwen3_tied",
         layout=Layout(dp=2, pp=2),
-        split=LayerSplit(num_layers_in_first_pipeline_stage=1),
+        split=LayerSplit(pipeline_model_parallel_layout="Et|t*3L"),
     ),
     "cp2_shards": Case(
         family="qwen2", layout=Layout(cp=2, dp=2), export={"max_shard_bytes": 100_000}
@@ -104,7 +104,7 @@ HYBRID_CASES = {
     "nemotron_uneven": Case(
         family="nemotron_h",
         layout=Layout(dp=2, pp=2),
-        split=LayerSplit(num_layers_in_first_pipeline_stage=3),
+        split=LayerSplit(pipeline_model_parallel_layout="Et*3|t*5L"),
     ),
     "tied_vpp2_hybrid": Case(family="qwen3_tied", layout=Layout(dp=2, pp=2, vpp=2), keys=AS_HYBRID),
     "glm_hybrid": Case(

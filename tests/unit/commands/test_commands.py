@@ -237,10 +237,9 @@ def test_stages_may_have_different_numbers_of_layers(call: Call) -> None:
         return float(json.loads(out)["strategies"]["one sample"]["seconds"])
 
     even = seconds("pipeline_model_parallel_layout: Et*2|t*2L")
-    uneven = seconds("num_layers_in_first_pipeline_stage: 1")
+    uneven = seconds("pipeline_model_parallel_layout: Et|t*3L")
     # The costlier stage has 3 of 4 layers instead of 2, and an eighth of the work is warm-up.
     assert 1.3 < uneven / even < 1.5
-    assert uneven == seconds("num_layers_in_last_pipeline_stage: 3")
     tune = ("tune", "a.csv", "--gpus", "4", *SPEED, "--search", "16", "--vpp", "1")
     ranked = json.loads(call(*tune, "--config", "a.yaml", "--all", "--json")[1])["ranked"]
     splits = {c["layout"]["pp"]: c["stage_layers"] for c in ranked}

@@ -341,7 +341,10 @@ BAD_JOBS: list[tuple[list[str], str]] = [
         "num_layers=4 does not divide over pp * vpp = 3 chunks; set "
         "pipeline_model_parallel_layout='Et|t*2|tL'",
     ),
-    (["layout.pp=2", "layout.num_layers_in_first_pipeline_stage=4"], "0 of num_layers=4 remain"),
+    (
+        ["layout.pp=2", "layout.num_layers_in_first_pipeline_stage=3"],
+        "write the split as layout.pipeline_model_parallel_layout",
+    ),
     (["layout.pp=2", "layout.pipeline_model_parallel_layout=Et*3|t"], "has 0 L, the model 1 L"),
     (["layout.pp=2", "layout.pipeline_model_parallel_layout=5"], "expected a string"),
     (["layout.tp=3"], "model.num_attention_heads=4 does not divide over layout.tp=3"),

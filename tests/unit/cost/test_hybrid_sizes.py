@@ -13,7 +13,6 @@ from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import Carried, MemoryModel
 from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes
-from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
 from megapack.job.config.sections import TrainConfig
 from megapack.layout import Layout
@@ -243,18 +242,7 @@ def test_alike_stages_have_one_weight() -> None:
     assert qwen.cost_model(qwen.layout.to_layout(64)).square_factors is None
 
 
-def test_a_balanced_split_of_unlike_layers() -> None:
-    costs = [5.0, 1.0, 1.0, 1.0, 1.0, 5.0, 2.0]
-    # With the last two layers together it is 7, and apart at least 7 too.
-    split = StageLayers.of_costs(costs, pp=3)
-    chunks = zip(split.offsets, split.num_layers, strict=True)
-    assert max(sum(costs[first : first + count]) for first, count in chunks) == 7
-    # A heavy head takes layers from the last stage, a heavy embedding from the first.
-    assert StageLayers.of_costs([1.0] * 8, pp=2, head=4.0).num_layers == (6, 2)
-    assert StageLayers.of_costs([1.0] * 8, pp=2, embedding=4.0).num_layers == (2, 6)
-    assert StageLayers.of_costs([1.0] * 4, pp=4).num_layers == (1, 1, 1, 1)
-    with pytest.raises(ConfigError, match="num_layers=1 over pp"):
-        StageLayers.of_costs([1.0], pp=4)
+def test_a_balanced_split_has_all_layers() -> None:
     split = UNEVEN.balanced_stage_layers(PP2, 50.0)
     assert split.total == 4
 

@@ -147,7 +147,7 @@ def test_uneven_splits_are_tried_too() -> None:
 
 def test_a_given_split_is_the_only_one_where_it_fits() -> None:
     def given(layout: Layout) -> StageLayers | None:
-        keys = LayerSplit(num_layers_in_first_pipeline_stage=3)
+        keys = LayerSplit(pipeline_model_parallel_layout="Et*3|t*5L")
         return keys.stage_layers(8, pp=2) if layout.pp == 2 else None
 
     space = Space(num_gpus=4, pp=(1, 2, 4), vpp=(1,), given_split=given)

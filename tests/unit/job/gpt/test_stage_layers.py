@@ -21,8 +21,6 @@ from megapack.layout import Layout
 
 pytestmark = pytest.mark.unit
 
-LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (2, 3)]
-
 
 @pytest.fixture(autouse=True)
 def _parallel_state() -> Iterator[None]:
@@ -56,56 +54,6 @@ def own_split(config: TransformerConfig, pp: int, vpp: int) -> tuple[list[int], 
         layers.append(get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=rank))
         offsets.append(get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=rank))
     return layers, offsets
-
-
-def key_grid(num_layers: int) -> Iterator[dict[str, Any]]:
-    counts = [None, *range(1, num_layers + 1)]
-    for first, last in itertools.product(counts, counts):
-        yield {
-            "num_layers_in_first_pipeline_stage": first,
-            "num_layers_in_last_pipeline_stage": last,
-        }
-    for embedding, loss in itertools.product((False, True), repeat=2):
-        yield {
-            "account_for_embedding_in_pipeline_split": embedding,
-            "account_for_loss_in_pipeline_split": loss,
-        }
-
-
-def megatron_split(
-    num_layers: int, pp: int, vpp: int, keys: dict[str, Any]
-) -> tuple[list[int], list[int]] | None:
-    """None: Megatron refuses or fails, or its split does not make sense."""
-    try:
-        config = TransformerConfig(**settings(num_layers, pp, vpp, keys))
-        layers, offsets = own_split(config, pp, vpp)
-    except (ValueError, AssertionError, ZeroDivisionError):
-        return None
-    # With pp=1, Megatron takes the layers of the last stage for all of the model. It also divides
-    # a negative rest over the stages in the middle.
-    return None if sum(layers) != num_layers or min(layers) < 0 else (layers, offsets)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("pp", "vpp"), LAYOUTS)
-def test_keys_split_layers_as_megatron_does(pp: int, vpp: int) -> None:
-    num_accepted = 0
-    grid = ((n, keys) for n in (4, 6, 8, 9) for keys in key_grid(n))
-    for num_layers, keys in grid:
-        theirs = megatron_split(num_layers, pp, vpp, keys)
-        try:
-            ours = LayerSplit(**keys).stage_layers(num_layers, pp=pp, vpp=vpp)
-        except ConfigError:
-            # Refused: with pp=1, ends of a pipeline of one stage.
-            assert theirs is None or pp == 1, keys
-            continue
-        num_accepted += 1
-        if theirs is None:
-            # Megatron fails in its arithmetic if VPP has no stage in the middle.
-            assert (pp, vpp > 1, None in keys.values()) == (2, True, False), keys
-        else:
-            assert (list(ours.num_layers), list(ours.offsets)) == theirs, (num_layers, keys)
-    assert num_accepted > 3
 
 
 SPLITS = [(0, 8), (8, 0), (3, 5), (0, 4, 4), (2, 1, 5), (3, 1, 4, 0), (0, 3, 5, 0), (1, 3, 1, 3)]
