@@ -36,7 +36,7 @@ def counts(config: dict[str, Any]) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         model = ModelConfig.from_hf(folder)
-    memory = MemoryModel(sizes=model, untied_embeddings=model.untie_embeddings)
+    memory = MemoryModel(sizes=model)
     total = memory.stage(Layout(), 0, live_tokens=0.0, row_tokens=0.0).parameters / 2
     flops = sum(kind.layer_flops_per_token() * count for kind, count in model.layer_kinds())
     return f"{total / 1e9:,.2f}", f"{flops / 2e9:,.2f}"

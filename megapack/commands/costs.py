@@ -121,11 +121,8 @@ class CostOptions:
             sizes,
             layout,
             speed,
-            recompute=config.model.recompute,
-            recompute_modules=config.model.recompute_modules,
             mean_length=mean_length,
             stage_layers=stage_layers or self.stage_layers(layout),
-            frozen=config.model.freeze,
         )
         return Pricing(cost, True, speed.basis)
 

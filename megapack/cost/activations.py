@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megapack.base.choices import Dtype, Kernel, Recompute, RecomputeModule
+from megapack.base.choices import Kernel, RecomputeModule
 from megapack.cost.layers import DELTA_CHUNK, LayerKind
 from megapack.cost.sizes import FLASH_WIDTH
 from megapack.layout import Layout
@@ -35,12 +35,11 @@ class SavedActivations:
 
     kind: LayerKind
     layout: Layout
-    dtype: Dtype = "bf16"
-    attention: Kernel = "te"
-    recompute: Recompute = "none"
-    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
-    fused_swiglu: bool = True
-    composite_norms: bool = False
+    attention: Kernel
+    fused_swiglu: bool
+    composite_norms: bool
+    recomputes: bool = True
+    """Whether `recompute_modules` of the model are recomputed, as before the layer's backward."""
 
     @property
     def layer(self) -> float:
@@ -218,13 +217,13 @@ class SavedActivations:
     @property
     def held(self) -> float:
         """What a layer keeps from its forward to its backward."""
-        return self.layer_input if self.recompute == "full" else self.layer
+        return self.layer_input if self._is_full else self.layer
 
     @property
     def recomputed_layer(self) -> float:
         """What a layer keeps in addition while its backward recomputes it, or parts of it."""
-        whole = replace(self, recompute="none").layer
-        if self.recompute == "full":
+        whole = replace(self, recomputes=False).layer
+        if self._is_full:
             return whole - (0.0 if self._is_upcast else self.layer_input)
         # Recomputed attention alone may keep more than it frees.
         return max(0.0, whole - self.layer)
@@ -247,7 +246,7 @@ class SavedActivations:
         with MLA have tables of their own, which no checkpoint keeps.
         """
         model = self.kind.model
-        if model.uses_mla or not (self.attention == "te" or self.recompute == "full"):
+        if model.uses_mla or not (self.attention == "te" or self._is_full):
             return 0.0
         return _FP32_BYTES * (model.head_width + (model.global_kv_channels or 0))
 
@@ -318,7 +317,13 @@ class SavedActivations:
         return self._width * sum(channels.values()) + _FP32_BYTES * sum((fp32 or {}).values())
 
     def _recomputes(self, module: RecomputeModule) -> bool:
-        return self.recompute == "selective" and module in self.recompute_modules
+        model = self.kind.model
+        is_selective = self.recomputes and model.recompute == "selective"
+        return is_selective and module in model.recompute_modules
+
+    @property
+    def _is_full(self) -> bool:
+        return self.kind.model.recompute == "full"
 
     @property
     def _runs_attention(self) -> bool:
@@ -327,7 +332,7 @@ class SavedActivations:
 
     @property
     def _width(self) -> int:
-        return 2 if self.dtype == "bf16" else 4
+        return 2 if self.kind.model.dtype == "bf16" else 4
 
     @property
     def _scatter(self) -> float:
@@ -384,7 +389,7 @@ class SavedActivations:
     @property
     def _is_upcast(self) -> bool:
         """Whether norms make an fp32 copy of their input."""
-        return self.composite_norms and self.dtype == "bf16"
+        return self.composite_norms and self.kind.model.dtype == "bf16"
 
     @property
     def _mlp_channels(self) -> int:

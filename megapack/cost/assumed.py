@@ -7,10 +7,9 @@ only the third, and the absolute seconds. `tools/calibrate.py` measures all of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megapack.base.choices import Device, Dtype, Recompute, RecomputeModule
+from megapack.base.choices import Device, Dtype
 from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes
 from megapack.cost.stages import StageLayers
@@ -71,29 +70,25 @@ def cost_from_sizes(
     layout: Layout,
     speed: GpuSpeed,
     *,
-    recompute: Recompute,
-    recompute_modules: Sequence[RecomputeModule] = ("core_attn",),
     mean_length: float,
     stage_layers: StageLayers | None = None,
-    frozen: Sequence[str] = (),
 ) -> CostModel:
     """Seconds of a micro-batch from a model's sizes. EP and DP communication is not counted, nor
     that of `layout.cp`; that of rows over several DP ranks is.
 
     Args:
-        recompute: what each backward runs again: "full" all of a layer's forward, "selective" the
-            whole MLP or experts if `recompute_modules` has them; the other modules cost little.
-        recompute_modules: what "selective" recomputes.
+        sizes: also say what each backward runs again: with recompute="full" all of a layer's
+            forward, with "selective" the whole MLP or experts if `recompute_modules` has them; the
+            other modules cost little. What `freeze` names has no weight gradients.
         mean_length: tokens of a typical sample, for `stage_weights` and sliding windows.
         stage_layers: layers of each chunk; None = equally many.
-        frozen: globs of parameters without weight gradients, as in `ModelConfig.freeze`.
 
     Raises:
         ConfigError: a speed that is not set or out of range.
     """
     peak = _checked_peak(speed)
-    num_forwards = 1 + _recomputed_share(sizes, recompute, recompute_modules, mean_length)
-    trained = _trained_share(sizes, frozen)
+    num_forwards = 1 + _recomputed_share(sizes, mean_length)
+    trained = _trained_share(sizes)
     kinds = list(sizes.layer_kinds(mean_length=mean_length))
     matrices = sum(n * kind.layer_flops_per_token() for kind, n in kinds)
     matrices /= sum(n * kind.layer_cost(mean_length) for kind, n in kinds)
@@ -134,33 +129,31 @@ def cost_from_sizes(
     )
 
 
-def _trained_share(sizes: ModelSizes, frozen: Sequence[str]) -> float:
+def _trained_share(sizes: ModelSizes) -> float:
     """The share of the layers' weights, of experts those that a token meets, that are trained."""
-    if not frozen:
+    if not sizes.freeze:
         return 1.0
     met = sizes.moe_top_k / (sizes.num_experts or 1)
     shares = [0.0, 0.0]
     for layer in range(sizes.num_stage_layers):
         for kind, _ in sizes.layer_kinds(layer, 1):
-            for i, globs in enumerate(((), frozen)):
+            for i, globs in enumerate(((), sizes.freeze)):
                 counts = kind.layer_parameters(layer, globs)
                 shares[i] += counts.split + counts.whole + met * counts.experts
     return shares[1] / shares[0]
 
 
-def _recomputed_share(
-    sizes: ModelSizes, mode: Recompute, modules: Sequence[RecomputeModule], mean_length: float
-) -> float:
+def _recomputed_share(sizes: ModelSizes, mean_length: float) -> float:
     """The share of the layers' forward that their backward runs again."""
-    if mode == "full":
+    if sizes.recompute == "full":
         return 1.0
-    if mode == "none":
+    if sizes.recompute == "none":
         return 0.0
     kinds = list(sizes.layer_kinds(mean_length=mean_length))
     again = sum(
         n * kind.mlp_flops_per_token()
         for kind, n in kinds
-        if ("moe" if kind.num_experts else "mlp") in modules
+        if ("moe" if kind.num_experts else "mlp") in sizes.recompute_modules
     )
     return again / sum(n * kind.layer_cost(mean_length) for kind, n in kinds)
 

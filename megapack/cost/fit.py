@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megapack.base.arrays import Floats
+from megapack.cost.model import CostModel
 from megapack.errors import DataError
 from megapack.layout import Layout
 
@@ -42,24 +43,7 @@ class Measurement(NamedTuple):
         return self.row_tokens, self.tokens_sq, self.num_samples
 
 
-class Coefficients(NamedTuple):
-    """The result of a fit, named as the fields of `CostModel`."""
-
-    fixed: float
-    per_token: float
-    per_token_sq: float
-    per_sample: float
-    backward_ratio: float
-    cp_overhead: float | None
-    """None: no row over several DP ranks tells it."""
-    cp_fixed: float
-    weight_ratio: float | None
-    """None: weight gradients were not measured apart."""
-    relative_error: float
-    """Mean of |predicted - measured| / measured over the forward seconds of rows of one DP rank."""
-
-
-def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> Coefficients:
+def fit_model(measurements: Sequence[Measurement], layout: Layout) -> CostModel:
     """Minimise the squared relative errors of the forward seconds, with no coefficient below 0.
 
     Uses scipy's solver (Lawson and Hanson 1974). If the measurements cannot separate two
@@ -68,7 +52,7 @@ def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> Coe
 
     Rows over several DP ranks only give `cp_overhead` and `cp_fixed`: all other coefficients, and
     the error, are those of the rows of one rank. `weight_ratio` is relative to the fitted forward
-    without its part per squared token.
+    without its part per squared token. What the measurements do not tell keeps its default.
 
     Raises:
         DataError: no measurements of rows of one rank, or a measurement with impossible sizes or
@@ -92,17 +76,15 @@ def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> Coe
     coefficients: Floats = nnls(relative / size, np.ones(len(rows)))[0] / size
     error = float(np.abs(relative @ coefficients - 1).mean())
     fixed, per_token, per_token_sq, per_sample = coefficients.tolist()
-    overhead, cp_fixed = _over_ranks(rows, wide, fixed, coefficients[1:] * share)
-    return Coefficients(
+    return CostModel(
         fixed,
         per_token,
         per_token_sq,
         per_sample,
-        _backward_ratio(rows),
-        overhead,
-        cp_fixed,
-        _weight_ratio(rows, columns[:, [0, 1, 3]] @ coefficients[[0, 1, 3]]),
-        error,
+        fit_error=error,
+        **_backward_ratio(rows),
+        **_over_ranks(rows, wide, fixed, coefficients[1:] * share),
+        **_weight_ratio(rows, columns[:, [0, 1, 3]] @ coefficients[[0, 1, 3]]),
     )
 
 
@@ -129,16 +111,16 @@ def _check(rows: Sequence[Measurement]) -> None:
             )
 
 
-def _backward_ratio(rows: Sequence[Measurement]) -> float:
-    """Backward over forward seconds, summed over the rows that have both; 2 if no row has."""
+def _backward_ratio(rows: Sequence[Measurement]) -> dict[str, float]:
+    """Backward over forward seconds, summed over the rows that have both."""
     both = [row for row in rows if row.backward_seconds is not None]
     if not both:
-        return 2.0
+        return {}
     backward = sum(float(row.backward_seconds or 0.0) for row in both)
-    return backward / sum(row.forward_seconds for row in both)
+    return {"backward_ratio": backward / sum(row.forward_seconds for row in both)}
 
 
-def _weight_ratio(rows: Sequence[Measurement], without_attention: Floats) -> float | None:
+def _weight_ratio(rows: Sequence[Measurement], without_attention: Floats) -> dict[str, float]:
     """Seconds of weight gradients over those of forwards without attention, summed over rows.
 
     Args:
@@ -147,13 +129,14 @@ def _weight_ratio(rows: Sequence[Measurement], without_attention: Floats) -> flo
     measured = [k for k, row in enumerate(rows) if row.weight_seconds is not None]
     forward = float(without_attention[measured].sum())
     if forward <= _LEAST_WORK * sum(rows[k].forward_seconds for k in measured):
-        return None
-    return sum(float(rows[k].weight_seconds or 0.0) for k in measured) / forward
+        return {}
+    seconds = sum(float(rows[k].weight_seconds or 0.0) for k in measured)
+    return {"weight_ratio": seconds / forward}
 
 
 def _over_ranks(
     rows: Sequence[Measurement], wide: Sequence[Measurement], fixed: float, work: Floats
-) -> tuple[float | None, float]:
+) -> dict[str, float]:
     """`cp_overhead` and `cp_fixed` that predict the seconds of rows over several DP ranks best.
 
     They have the smallest sum of relative errors, which a row during which the machine paused does
@@ -183,7 +166,7 @@ def _over_ranks(
         more.append((row.forward_seconds - fixed - seconds / row.width) / row.forward_seconds)
         per_overhead.append((of_tokens / row.forward_seconds, 1 / row.forward_seconds))
     if not more:
-        return None, 0.0
+        return {}
     # |more - x . (overhead, fixed)| of each row is a variable that is at least both signs of it.
     # Where the rows cannot tell the two apart, fixed seconds are a little dearer.
     x, y, ones = np.array(per_overhead), np.array(more), np.eye(len(more))
@@ -194,4 +177,4 @@ def _over_ranks(
         b_ub=np.concatenate([y, -y]),
         method="highs",
     )
-    return float(found.x[0]), float(found.x[1])
+    return {"cp_overhead": float(found.x[0]), "cp_fixed": float(found.x[1])}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megapack.base.choices import Dtype, Executor, Kernel, Recompute, RecomputeModule
+from megapack.base.choices import Executor, Kernel
 from megapack.cost import communicators
 from megapack.cost.activations import SavedActivations
 from megapack.cost.head import default_chunk_tokens
@@ -92,23 +92,13 @@ class MemoryModel:
     """The settings of a training job that decide its memory."""
 
     sizes: ModelSizes
-    """Sizes of the whole model."""
-    untied_embeddings: bool = True
-    """Whether the output matrix is separate from the embedding. If tied, the first and the last
-    stage hold a copy each."""
-    dtype: Dtype = "bf16"
-    """Type of weights and activations. bf16 adds fp32 main weights; gradients are fp32 in both."""
+    """The whole model. Its options also say what is recomputed and what is frozen, and the dtype:
+    bf16 adds fp32 main weights; gradients are fp32 in both. A critic has nothing frozen."""
     distributed_optimizer: bool = True
     """Whether the optimizer state is split over the data-parallel ranks (with CP)."""
     muon: bool = False
     """Whether matrices of layers are trained with Muon, which keeps one moment where Adam keeps
     two. Needs distributed_optimizer=False."""
-    recompute: Recompute = "none"
-    """Activations that the backward recomputes. Attention over packed rows keeps no score matrix,
-    so "selective" with attention only frees nothing here, and with Transformer Engine keeps more:
-    see `SavedActivations`."""
-    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
-    """What "selective" recomputes."""
     attention: Kernel = "te"
     """The attention kernel, and with "te" Transformer Engine's norms, rotary embedding and
     experts."""
@@ -129,9 +119,6 @@ class MemoryModel:
     """Whether the trained model has a value head, of one row, instead of the output matrix."""
     executor: Executor = "megatron"
     """What runs the steps; it decides the connections between stages."""
-    freeze: tuple[str, ...] = ()
-    """Parameters that are not trained, as in `ModelOptions.freeze`; a critic has none. They have
-    neither gradients nor optimizer state."""
 
     def stage(
         self,
@@ -163,7 +150,7 @@ class MemoryModel:
         """
         dense, experts = self._parameters(layout, stage, value_head=self.value_head)
         weights = self._weight_bytes(dense + experts)
-        gradients, optimizer = self._state(layout, stage, self.value_head, self.freeze)
+        gradients, optimizer = self._state(layout, stage, self.value_head, self.sizes.freeze)
         critic = 0
         models = [self]
         if self.critic:
@@ -197,7 +184,7 @@ class MemoryModel:
                 executor=self.executor,
                 wide_sizes=wide_sizes,
                 distributed_optimizer=self.distributed_optimizer,
-                tied_embeddings=not self.untied_embeddings,
+                tied_embeddings=not self.sizes.untie_embeddings,
             ),
             critic=critic,
         )
@@ -207,16 +194,20 @@ class MemoryModel:
         stages = (self.stage(layout, stage, **tokens) for stage in range(layout.pp))
         return max(stages, key=lambda memory: memory.total)
 
+    @property
+    def _is_bf16(self) -> bool:
+        return self.sizes.dtype == "bf16"
+
     def _weight_bytes(self, count: int) -> int:
         """Bytes of weights in the dtype of the forward."""
-        return count * (2 if self.dtype == "bf16" else 4)
+        return count * (2 if self._is_bf16 else 4)
 
     def _state(
         self, layout: Layout, stage: int, value_head: bool, frozen: tuple[str, ...]
     ) -> tuple[int, int]:
         """Bytes on one GPU of the trained weights' gradients and of their optimizer."""
         dense, experts = self._parameters(layout, stage, value_head=value_head, frozen=frozen)
-        optimizer = 12 if self.dtype == "bf16" else 8
+        optimizer = 12 if self._is_bf16 else 8
         split = layout.dp * layout.cp if self.distributed_optimizer else 1
         expert_split = layout.expert_dp if self.distributed_optimizer else 1
         state = optimizer * dense // split + optimizer * experts // expert_split
@@ -234,10 +225,7 @@ class MemoryModel:
         return SavedActivations(
             kind=kind or self.sizes.last_kind,
             layout=layout,
-            dtype=self.dtype,
             attention=self.attention,
-            recompute=self.recompute,
-            recompute_modules=self.recompute_modules,
             fused_swiglu=self.fused_swiglu,
             composite_norms=self.composite_norms,
         )
@@ -274,7 +262,7 @@ class MemoryModel:
             for kinds in self._layers(layout, stage)
         ]
         num_chunks = sum(bool(kinds) for kinds in by_chunk)
-        full = self.recompute == "full"
+        full = self.sizes.recompute == "full"
         kept = (
             live_tokens
             * layout.vpp
@@ -309,7 +297,7 @@ class MemoryModel:
         what they hold beyond that, which is much with full recomputation and little without.
         """
         kinds = [kind for chunk in self._layers(layout, stage) for kind in chunk]
-        full = self.recompute == "full"
+        full = self.sizes.recompute == "full"
         # A chunk counts 1/vpp in the peaks, and a layer 1 over the layers of its chunk.
         keys = carried.tokens * 2 + (0.0 if full else carried.earlier_tokens)
         total = 0.0
@@ -356,7 +344,7 @@ class MemoryModel:
         output = sizes.hidden_size if value_head else vocabulary
         others = {"embedding.word_embeddings.weight": vocabulary} if stage == 0 else {}
         if stage == layout.pp - 1:
-            is_tied = not value_head and not self.untied_embeddings
+            is_tied = not value_head and not self.sizes.untie_embeddings
             name = "embedding.word_embeddings.weight" if is_tied else "output_layer.weight"
             others |= {name: output, "decoder.final_layernorm.weight": sizes.hidden_size}
         dense = sum(n * (layer.split // layout.tp + layer.whole) for layer, n in layers)
@@ -377,7 +365,6 @@ class MemoryModel:
         sizes = self.sizes
         chunk = self.logprob_chunk_tokens or default_chunk_tokens(sizes.num_ids, layout.tp)
         chunk_tokens = min(chunk, row_tokens)
-        is_bf16 = self.dtype == "bf16"
         columns = sizes.num_ids / layout.tp
-        logits = (6 if is_bf16 else 4) * chunk_tokens
-        return int(columns * max(logits, (2 if is_bf16 else 4) * sizes.hidden_size))
+        logits = (6 if self._is_bf16 else 4) * chunk_tokens
+        return int(columns * max(logits, self._weight_bytes(sizes.hidden_size)))

@@ -263,6 +263,9 @@ class CostModel:
         if flops_per_gpu == 0:
             raise ConfigError("flops_per_gpu=0; set the achieved operations per second")
         speed = flops_per_gpu * layout.tp
+        weights, factors = sizes.chunk_weights(
+            layout, mean_length, head_factor=head_factor, stage_layers=stage_layers
+        )
         kinds = list(sizes.layer_kinds(mean_length=mean_length))
         per_token = sum(n * kind.layer_flops_per_token() for kind, n in kinds)
         per_token += head_factor * sizes.head_flops_per_token()
@@ -271,12 +274,8 @@ class CostModel:
             fixed=fixed,
             per_token=(per_token + sizes.embedding_flops_per_token()) / speed,
             per_token_sq=per_token_sq / speed,
-            stage_weights=sizes.stage_weights(
-                layout, mean_length, head_factor=head_factor, stage_layers=stage_layers
-            ),
-            square_factors=sizes.square_factors(
-                layout, mean_length, head_factor=head_factor, stage_layers=stage_layers
-            ),
+            stage_weights=weights,
+            square_factors=factors,
         )
 
     @classmethod
@@ -298,13 +297,9 @@ class CostModel:
             DataError: no measurements of rows of one rank, or seconds that are not positive.
         """
         # Here, so that the planner needs no least squares.
-        from megapack.cost.fit import fit_coefficients
+        from megapack.cost.fit import fit_model
 
-        fitted = fit_coefficients(measurements, layout or Layout())._asdict()
-        error = fitted.pop("relative_error")
-        # What the measurements do not tell keeps its default.
-        known = {name: value for name, value in fitted.items() if value is not None}
-        return cls(**known, fit_error=error)
+        return fit_model(measurements, layout or Layout())
 
 
 def _check_number(name: str, value: Any) -> None:

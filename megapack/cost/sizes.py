@@ -14,7 +14,6 @@ from megapack.base.arrays import Ints
 from megapack.cost.layers import LayerKind
 from megapack.cost.options import ModelOptions
 from megapack.cost.stages import StageLayers, stage_layers_of
-from megapack.cost.weights import LayerParameters
 from megapack.layout import Layout, ParallelSizes
 
 VOCAB_MULTIPLE = 128
@@ -116,18 +115,6 @@ class ModelSizes(ModelOptions):
         ((kind, _),) = self.layer_kinds(self.num_stage_layers - 1, 1)
         return kind
 
-    def layer_parameters(self) -> LayerParameters:
-        """Numbers of weights of the last layer, by how they are split over GPUs."""
-        return self.last_kind.layer_parameters()
-
-    def layer_flops_per_token(self) -> float:
-        """Operations of the last layer's matrices and scans per token, forward."""
-        return self.last_kind.layer_flops_per_token()
-
-    def layer_flops_per_token_sq(self) -> float:
-        """Operations of the last layer's attention per squared token of a sample, forward."""
-        return self.last_kind.layer_flops_per_token_sq()
-
     def head_flops_per_token(self) -> float:
         """Operations of the vocabulary projection per token, forward."""
         return 2.0 * self.hidden_size * self.num_ids
@@ -136,18 +123,19 @@ class ModelSizes(ModelOptions):
         """Operations of the embedding lookup per token, counted as one addition per channel."""
         return float(self.hidden_size)
 
-    def stage_weights(
+    def chunk_weights(
         self,
         layout: Layout,
         mean_length: float,
         *,
         head_factor: float = 1.0,
         stage_layers: StageLayers | None = None,
-    ) -> tuple[float, ...]:
-        """Cost of each of the pp*vpp chunks divided by their mean.
+    ) -> tuple[tuple[float, ...], tuple[float, ...] | None]:
+        """`stage_weights` and `square_factors` of a `CostModel`.
 
-        The first chunk also has the embedding, the last one the vocabulary head. Where chunks have
-        `square_factors`, it is the cost without attention's squares.
+        The weights are the cost of each of the pp*vpp chunks divided by their mean. The first chunk
+        also has the embedding, the last one the vocabulary head. Factors are None if attention is
+        the same share of all chunks' layers; else weights are without attention's squares.
 
         Args:
             mean_length: tokens of a typical sample, for the share of attention and for windows.
@@ -157,42 +145,6 @@ class ModelSizes(ModelOptions):
         Raises:
             ConfigError: the layers do not divide into chunks, or `stage_layers` does not fit.
         """
-        linear, squares, differs = self._chunk_costs(layout, mean_length, head_factor, stage_layers)
-        if not differs:
-            linear = [a + b * mean_length for a, b in zip(linear, squares, strict=True)]
-        return _over_mean(linear)
-
-    def square_factors(
-        self,
-        layout: Layout,
-        mean_length: float | None = None,
-        *,
-        head_factor: float = 1.0,
-        stage_layers: StageLayers | None = None,
-    ) -> tuple[float, ...] | None:
-        """`CostModel.square_factors`; None if all chunks have the same share of attention layers.
-
-        Args:
-            mean_length, head_factor, stage_layers: see `stage_weights`.
-
-        Raises:
-            ConfigError: see `stage_weights`.
-        """
-        linear, squares, differs = self._chunk_costs(layout, mean_length, head_factor, stage_layers)
-        if not differs:
-            return None
-        pairs = zip(_over_mean(squares), _over_mean(linear), strict=True)
-        return tuple(square / weight for square, weight in pairs)
-
-    def _chunk_costs(
-        self,
-        layout: Layout,
-        mean_length: float | None,
-        head_factor: float,
-        stage_layers: StageLayers | None,
-    ) -> tuple[list[float], list[float], bool]:
-        """Operations of each chunk per token and per squared token, and whether attention is a
-        larger part of some chunks' layers than of others'."""
         split = stage_layers_of(self.num_stage_layers, layout, stage_layers)
         linear, squares = [], []
         for first, count in zip(split.offsets, split.num_layers, strict=True):
@@ -204,8 +156,12 @@ class ModelSizes(ModelOptions):
         # Whole numbers, so that equal shares are equal.
         total = sum(squares)
         chunks = zip(squares, split.num_layers, strict=True)
-        differs = any(own * split.total != total * layers for own, layers in chunks)
-        return linear, squares, differs
+        if all(own * split.total == total * layers for own, layers in chunks):
+            pairs = zip(linear, squares, strict=True)
+            return _over_mean([a + b * mean_length for a, b in pairs]), None
+        weights = _over_mean(linear)
+        pairs = zip(_over_mean(squares), weights, strict=True)
+        return weights, tuple(square / weight for square, weight in pairs)
 
     def balanced_stage_layers(self, layout: Layout, mean_length: float) -> StageLayers:
         """The split whose costliest chunk costs the least, with the embedding and the head.

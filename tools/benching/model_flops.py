@@ -31,7 +31,7 @@ def forward_flops(sizes: ModelSizes, samples: Iterable[tuple[int, int]]) -> floa
     total = 0.0
     for prompt, response in samples:
         length = prompt + response
-        layer = sizes.layer_flops_per_token() * length
-        layer += sizes.layer_flops_per_token_sq() * length**2
+        layer = sizes.last_kind.layer_flops_per_token() * length
+        layer += sizes.last_kind.layer_flops_per_token_sq() * length**2
         total += sizes.num_layers * layer + sizes.head_flops_per_token() * response
     return total

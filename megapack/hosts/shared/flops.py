@@ -33,7 +33,7 @@ def model_flops(args: Any) -> tuple[float, float] | None:
     )
     num_moe = _num_moe_layers(args)
     per_token = dense.head_flops_per_token()
-    per_token += (args.num_layers - num_moe) * dense.layer_flops_per_token()
+    per_token += (args.num_layers - num_moe) * dense.last_kind.layer_flops_per_token()
     if num_moe:
         experts = replace(
             dense,
@@ -42,8 +42,8 @@ def model_flops(args: Any) -> tuple[float, float] | None:
             moe_top_k=getattr(args, "moe_router_topk", 1),
             moe_shared_ffn_hidden_size=getattr(args, "moe_shared_expert_intermediate_size", None),
         )
-        per_token += num_moe * experts.layer_flops_per_token()
-    return per_token, args.num_layers * dense.layer_flops_per_token_sq()
+        per_token += num_moe * experts.last_kind.layer_flops_per_token()
+    return per_token, args.num_layers * dense.last_kind.layer_flops_per_token_sq()
 
 
 def _head_width(args: Any) -> int | None:

@@ -5,5 +5,6 @@ Modules:
     plan, model, data, objective, critic, loop: the dataclasses of the sections
     architecture, model_checks: what a model's options must fulfil together, and on a layout
     hf_reader, hf_config, hf_families: the model's keys from a Hugging Face folder, family by family
-    hf_parts, hf_experts, hf_hybrid: keys that families share; the families of hybrid models
+    hf_parts, hf_experts, hf_hybrid: keys that families share
+    hf_tensors: what folders name the tensors of a model
 """

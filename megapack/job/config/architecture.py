@@ -1,17 +1,16 @@
 """What the options of a model must fulfil together.
 
-Three tables: options that need another one, options that do not run with a part of the model, and
+Two tables, options that need another one and options that do not run with a part of the model, and
 other contradictions. Ranges of single numbers are checked by `cost.options`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megapack.cost.options import NEEDED, ModelOptions
 from megapack.errors import ConfigError
 
-_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _INDEXER = ("indexer_top_k", "indexer_num_heads", "indexer_head_dim")
 _GLOBAL = ("global_kv_channels", "global_query_groups", "global_keys_as_values")
 RECURRENT = (
@@ -20,77 +19,124 @@ RECURRENT = (
 )
 """Sizes of the layers that only hybrid models have."""
 
-# Options, what they are nothing without, and what the error says of it. {key} is an option with
-# its value.
-_NEEDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    (
-        (
-            *("moe_first_dense_layers", "moe_shared_ffn_hidden_size", "moe_num_groups"),
-            *("moe_expert_bias", "moe_bias_update_rate"),
+# An option -> those that are nothing without it.
+_NEEDED_BY: Mapping[str, tuple[str, ...]] = {
+    "num_experts": (
+        *("moe_first_dense_layers", "moe_shared_ffn_hidden_size", "moe_num_groups"),
+        *("moe_expert_bias", "moe_bias_update_rate"),
+    ),
+    "moe_shared_ffn_hidden_size": ("moe_shared_gate", "moe_inner_norms"),
+    "moe_num_groups": ("moe_group_top_k", "moe_group_best"),
+    "moe_group_top_k": ("moe_num_groups",),
+    "kv_lora_rank": (
+        *("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("latent_norm_epsilon", "indexer_top_k"),
+    ),
+    "q_lora_rank": ("indexer_top_k",),
+    "indexer_top_k": (*_INDEXER[1:], "indexer_loss_coef", "indexer_rope_interleaved"),
+    "indexer_num_heads": ("indexer_top_k",),
+    "indexer_head_dim": ("indexer_top_k",),
+    "rotary_pattern": (*_GLOBAL, "local_rotary_base"),
+    "local_rotary_base": ("rotary_pattern",),
+    "attention_window": ("attention_window_pattern",),
+    "hybrid_layer_pattern": (*NEEDED["G"], *NEEDED["M"]),
+}
+# An option that is set -> parts of a model with which it does not run. Megatron numbers layers anew
+# within a depth of multi-token prediction, and letters of a pattern are layers.
+_EXCLUDED: Mapping[str, str] = {
+    "rotary_pattern": "hybrid mtp longrope",
+    **dict.fromkeys((*_GLOBAL, "value_layernorm"), "hybrid latent mtp"),
+    "global_keys_as_values": "hybrid latent mtp biases",
+    "norm_placement": "mtp hybrid latent plain_experts",
+    "attention_score_cap": "hybrid latent sinks varlen",
+    **dict.fromkeys(("attention_window", "attention_sinks"), "mtp hybrid latent"),
+    # Megatron-Core's shared experts have no biases.
+    "linear_bias": "hybrid latent fp8 shared",
+    **dict.fromkeys(("kv_channels", "qkv_bias", "rotary_percent", "local_rotary_base"), "latent"),
+    "rotary_interleaved": "latent rotaries",
+    # No kernel has sparse attention.
+    "indexer_top_k": "hybrid mtp te varlen",
+    "qk_layernorm_over_heads": "latent global centered layernorm",
+    "qk_layernorm_after_rotation": "hybrid latent global over_heads",
+    "moe_inner_norms": "centered dense_first gate sigmoid bias",
+    **dict.fromkeys(("attention_output_gate", "position_embedding_type"), "gpt"),
+    **dict.fromkeys(("moe_grouped_gemm", "moe_permute_fusion"), "torch"),
+    "mtp_num_layers": "full",
+    "fp8": "torch fp32",
+}
+_DEFAULTS = ModelOptions()
+
+
+def _parts(model: ModelOptions) -> dict[str, tuple[object, str]]:
+    """Parts of `_EXCLUDED`: whether a model has each, and its name."""
+    rope, has_experts = model.rope_scaling, model.num_experts is not None
+    return {
+        "biases": (model.qkv_bias or model.linear_bias, "qkv_bias or linear_bias"),
+        "bias": (model.has_expert_bias, "moe_expert_bias or moe_bias_update_rate"),
+        "centered": (model.layernorm_zero_centered_gamma, "layernorm_zero_centered_gamma"),
+        "dense_first": (model.moe_first_dense_layers, "moe_first_dense_layers"),
+        "fp32": (model.dtype != "bf16", f"dtype={model.dtype}"),
+        "fp8": (model.fp8, f"fp8={model.fp8}"),
+        "full": (model.recompute == "full", "recompute=full, but with selective"),
+        "gate": (model.moe_shared_gate, "moe_shared_gate"),
+        "global": (model.has_global_heads, "heads of global layers (rotary_pattern)"),
+        "gpt": (model.layer_pattern is None, "a GPTModel, but with hybrid_layer_pattern"),
+        "hybrid": (
+            model.layer_pattern is not None,
+            "a HybridModel (megatron_class, hybrid_layer_pattern)",
         ),
-        "num_experts",
-        "{key} needs experts; set model.num_experts, or leave {name} out",
-    ),
-    (
-        ("moe_shared_gate",),
-        "moe_shared_ffn_hidden_size",
-        "model.moe_shared_gate=true without a shared expert; set "
-        "model.moe_shared_ffn_hidden_size, or moe_shared_gate=false",
-    ),
-    (
-        ("moe_group_best",),
-        "moe_num_groups",
-        "{key} needs groups of experts; set model.moe_num_groups, or leave it out",
-    ),
-    (
-        ("q_lora_rank", *_LATENT, "latent_norm_epsilon"),
-        "kv_lora_rank",
-        "{key} needs model.kv_lora_rank; set it for multi-latent attention, or {name}=null",
-    ),
-    (
-        ("indexer_loss_coef", "indexer_rope_interleaved"),
-        "indexer_top_k",
-        "{key} needs an indexer; set model.indexer_top_k, or leave {name} out",
-    ),
-    *(
-        (
-            _INDEXER,
-            other,
-            "{key} without model.{other}; set it too, or leave out the keys of the indexer",
-        )
-        for other in (*_INDEXER, "q_lora_rank")
-    ),
-    (
-        _GLOBAL,
-        "rotary_pattern",
-        "{key} without model.rotary_pattern, which says what layers are global; set it, or leave "
-        "the key out",
-    ),
-    (
-        ("attention_window_pattern",),
-        "attention_window",
-        "{key} without a window; set model.attention_window, or attention_window_pattern=null",
-    ),
-    (
-        (*NEEDED["G"], *NEEDED["M"]),
-        "hybrid_layer_pattern",
-        "model.{name} is set, which is for hybrid models; set model.hybrid_layer_pattern too",
-    ),
-)
+        "latent": (model.uses_mla, "multi-latent attention (kv_lora_rank)"),
+        "layernorm": (model.normalization != "RMSNorm", "normalization=LayerNorm"),
+        "longrope": (rope.kind == "longrope", "rope_scaling.kind=longrope"),
+        "mtp": (model.mtp_num_layers, f"mtp_num_layers={model.mtp_num_layers}"),
+        "over_heads": (model.qk_layernorm_over_heads, "qk_layernorm_over_heads"),
+        "plain_experts": (
+            has_experts and not model.moe_inner_norms,
+            f"num_experts={model.num_experts} without moe_inner_norms",
+        ),
+        "rotaries": (
+            model.rotary_pattern or rope.depends_on_length,
+            "several rotary embeddings (rotary_pattern, rope_scaling.kind=longrope)",
+        ),
+        "shared": (model.moe_shared_ffn_hidden_size, "moe_shared_ffn_hidden_size"),
+        "sigmoid": (model.moe_score_function == "sigmoid", "moe_score_function=sigmoid"),
+        "sinks": (model.attention_sinks, "attention_sinks"),
+        "te": (model.attention == "te", "attention=te"),
+        "torch": (
+            model.attention in ("varlen", "sdpa"),
+            f"attention={model.attention}, but with Transformer Engine's layers",
+        ),
+        "varlen": (model.attention == "varlen", "attention=varlen"),
+    }
 
 
 def check_architecture(model: ModelOptions) -> None:
-    """Raise ConfigError for the first options that contradict each other."""
-    for names, other, text in _NEEDS:
-        for name in names:
-            value = getattr(model, name)
-            if value and getattr(model, other) is None:
-                key = f"model.{name}={value}"
-                raise ConfigError(text.format(key=key, name=name, other=other))
-    for table in (_experts, _attention, _refused_parts, _norms, _hybrid, _sizes, _kernels):
+    """Raise ConfigError for the first options of a model that do not fit together."""
+    for needed, names in _NEEDED_BY.items():
+        for name in filter(model.__getattribute__, names):
+            if getattr(model, needed) is None:
+                raise ConfigError(
+                    f"model.{name}={_shown(model, name)} needs model.{needed}; set it, or leave "
+                    f"{name} out"
+                )
+    parts = _parts(model)
+    for name, excluded in _EXCLUDED.items():
+        value = getattr(model, name)
+        for is_there, part in map(parts.__getitem__, excluded.split()):
+            if value and value != getattr(_DEFAULTS, name) and is_there:
+                raise ConfigError(
+                    f"model.{name}={_shown(model, name)} does not run with {part}; leave one out"
+                )
+    for table in (_experts, _attention, _norms, _hybrid, _sizes, _kernels):
         for is_wrong, text in table(model):
             if is_wrong:
                 raise ConfigError(f"model.{text}")
+
+
+def _shown(model: ModelOptions, name: str) -> object:
+    """The value of an option as it is written in YAML."""
+    value = getattr(model, name)
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 _Table = Iterator[tuple[object, str]]
@@ -99,20 +145,16 @@ _Table = Iterator[tuple[object, str]]
 
 def _experts(model: ModelOptions) -> _Table:
     experts, top_k, dense = model.num_experts, model.moe_top_k, model.moe_first_dense_layers
-    if experts is not None:
-        yield (
-            top_k > experts,
-            f"moe_top_k={top_k} is above model.num_experts={experts}; set {experts} or less",
-        )
-        yield (
-            dense >= model.num_layers,
-            f"moe_first_dense_layers={dense} leaves no layer of model.num_layers="
-            f"{model.num_layers} with experts; set less, or num_experts=null",
-        )
+    if experts is None:
+        return
     yield (
-        model.linear_bias and model.moe_shared_ffn_hidden_size is not None,
-        f"linear_bias=true with model.moe_shared_ffn_hidden_size={model.moe_shared_ffn_hidden_size}"
-        ": Megatron-Core's shared experts have no biases; leave one out",
+        top_k > experts,
+        f"moe_top_k={top_k} is above model.num_experts={experts}; set {experts} or less",
+    )
+    yield (
+        dense >= model.num_layers,
+        f"moe_first_dense_layers={dense} leaves no layer of model.num_layers={model.num_layers} "
+        "with experts; set less, or num_experts=null",
     )
     yield (
         not model.moe_norm_top_k and model.moe_score_function == "sigmoid",
@@ -121,17 +163,13 @@ def _experts(model: ModelOptions) -> _Table:
     )
     groups, chosen, best = model.moe_num_groups, model.moe_group_top_k, model.moe_group_best
     if groups is None or chosen is None:
-        yield (
-            (groups, chosen) != (None, None),
-            f"moe_num_groups={groups} and model.moe_group_top_k={chosen}; set both, or neither",
-        )
         return
     yield (
-        (experts or 0) % groups or chosen > groups,
+        experts % groups or chosen > groups,
         f"moe_num_groups={groups} with model.num_experts={experts} and model.moe_group_top_k="
         f"{chosen}; set a divisor of {experts} that is at least {chosen}",
     )
-    size = (experts or 0) // groups
+    size = experts // groups
     yield (
         best is not None and best > size,
         f"moe_group_best={best} is above the {size} experts of a group; set {size} or less",
@@ -144,161 +182,54 @@ def _experts(model: ModelOptions) -> _Table:
 
 
 def _attention(model: ModelOptions) -> _Table:
-    """Multi-latent attention, indexers, rotary embeddings, windows and caps."""
-    rope, pattern = model.rope_scaling, model.rotary_pattern
-    if model.kv_lora_rank is not None:
+    """Multi-latent attention, indexers, and patterns of local and global layers."""
+    rope, rotated = model.rope_scaling, model.qk_rope_head_dim or 0
+    if model.uses_mla:
         unlike = {
             f"rope_scaling.kind={rope.kind}": rope.kind not in ("none", "yarn"),
-            f"local_rotary_base={model.local_rotary_base}": model.local_rotary_base,
-            f"kv_channels={model.kv_channels}": model.kv_channels,
             f"num_query_groups={model.num_query_groups}": model.query_groups
             != model.num_attention_heads,
-            "qkv_bias=true": model.qkv_bias,
-            f"rotary_percent={model.rotary_percent}": model.rotary_percent != 1,
-            "rotary_interleaved=true": model.rotary_interleaved,
-            f"qk_rope_head_dim={model.qk_rope_head_dim}": (model.qk_rope_head_dim or 0) % 2,
+            f"qk_rope_head_dim={rotated}": rotated % 2,
         }
         for key, is_set in unlike.items():
             yield (
                 is_set,
-                f"{key} does not run with multi-latent attention (model.kv_lora_rank="
-                f"{model.kv_lora_rank}); leave it out",
+                f"{key} does not run with multi-latent attention (kv_lora_rank); change it",
             )
     if model.indexer_top_k is not None:
         yield (
-            (model.indexer_head_dim or 0) < (model.qk_rope_head_dim or 0),
-            f"indexer_head_dim={model.indexer_head_dim} is below model.qk_rope_head_dim="
-            f"{model.qk_rope_head_dim}, the channels that are rotated; set at least that",
+            (model.indexer_head_dim or 0) < rotated,
+            f"indexer_head_dim={model.indexer_head_dim} is below model.qk_rope_head_dim={rotated}, "
+            "the channels that are rotated; set at least that",
         )
-        refused = {
-            "attention": (
-                model.attention in ("te", "varlen"),
-                "it has no sparse attention; set auto",
-            ),
-            "qk_layernorm": (
-                not model.qk_layernorm,
-                "the indexer reads normalised latents; set true",
-            ),
-            "megatron_class": (
-                model.layer_pattern,
-                "layers of a HybridModel have no indexer here; set gpt",
-            ),
-            "mtp_num_layers": (
-                model.mtp_num_layers,
-                "layers of multi-token prediction have no indexer here; set 0",
-            ),
-        }
-        for name, (is_refused, why) in refused.items():
-            yield (
-                is_refused,
-                f"{name}={getattr(model, name)} with model.indexer_top_k={model.indexer_top_k}: "
-                f"{why}",
-            )
-    yield (
-        (pattern is None) is not (model.local_rotary_base is None),
-        f"rotary_pattern={pattern} and model.local_rotary_base={model.local_rotary_base}; set "
-        "both, or neither",
-    )
+        yield (
+            not model.qk_layernorm,
+            "qk_layernorm=false with model.indexer_top_k: the indexer reads normalised latents; "
+            "set true",
+        )
     for name in ("rotary_pattern", "attention_window_pattern"):
         letters = getattr(model, name)
         yield (
             letters is not None and (not letters or set(letters) - {"L", "G"}),
             f"{name} is {letters!r}; set letters L and G, such as LG",
         )
-    yield (
-        model.rotary_interleaved and (pattern or rope.depends_on_length),
-        "rotary_interleaved=true does not run with several rotary embeddings (rotary_pattern, "
-        "rope_scaling.kind=longrope); set false",
-    )
     pairs, count = int(model.head_width * model.rotary_percent) // 2, len(rope.short_factor)
     yield (
         rope.kind == "longrope" and count != pairs,
         f"rope_scaling has {count} numbers in short_factor for {pairs} pairs of rotated channels; "
         f"set {pairs}",
     )
-    yield (
-        model.global_keys_as_values and (model.qkv_bias or model.linear_bias),
-        "global_keys_as_values=true does not run with qkv_bias or linear_bias; leave one out",
-    )
-    cap = model.attention_score_cap
-    yield (
-        cap is not None and (model.attention_sinks or model.attention == "varlen"),
-        f"attention_score_cap={cap} does not run with attention={model.attention} and "
-        f"attention_sinks={str(model.attention_sinks).lower()}: no fused kernel caps scores; set "
-        "attention=auto and attention_sinks=false",
-    )
-
-
-def _refused_parts(model: ModelOptions) -> _Table:
-    """Options that do not run with a part of the model."""
-    parts = {
-        "experts": (model.num_experts is not None, f"num_experts={model.num_experts}"),
-        "fp8": (model.fp8 is not None, f"fp8={model.fp8}"),
-        "hybrid": (
-            model.layer_pattern is not None,
-            "a HybridModel (megatron_class, hybrid_layer_pattern)",
-        ),
-        "latent": (model.uses_mla, "multi-latent attention (kv_lora_rank)"),
-        "longrope": (model.rope_scaling.kind == "longrope", "rope_scaling.kind=longrope"),
-        "mtp": (model.mtp_num_layers > 0, f"mtp_num_layers={model.mtp_num_layers}"),
-    }
-    placement = model.norm_placement
-    with_experts = "" if model.moe_inner_norms else "experts "
-    # Megatron numbers layers anew within a depth of multi-token prediction, and letters of a
-    # pattern are layers.
-    refused = {
-        "rotary_pattern": "hybrid mtp longrope",
-        **dict.fromkeys((*_GLOBAL, "value_layernorm"), "hybrid latent mtp"),
-        "qk_layernorm_after_rotation": "hybrid latent",
-        "norm_placement": "" if placement == "pre" else f"{with_experts}mtp hybrid latent",
-        "attention_score_cap": "hybrid latent",
-        **dict.fromkeys(("attention_window", "attention_sinks"), "mtp hybrid latent"),
-        "linear_bias": "hybrid latent fp8",
-    }
-    for name, others in refused.items():
-        for is_set, part in map(parts.__getitem__, others.split()):
-            value = getattr(model, name)
-            yield value and is_set, f"{name}={value} does not run with {part}; leave one out"
 
 
 def _norms(model: ModelOptions) -> _Table:
-    over_heads, after = model.qk_layernorm_over_heads, model.qk_layernorm_after_rotation
+    for name in ("qk_layernorm_over_heads", "qk_layernorm_after_rotation"):
+        yield (
+            getattr(model, name) and not model.qk_layernorm,
+            f"{name}=true needs qk_layernorm=true; set it, or leave {name} out",
+        )
     yield (
-        after and (not model.qk_layernorm or over_heads),
-        "qk_layernorm_after_rotation=true needs qk_layernorm=true and "
-        "qk_layernorm_over_heads=false; set them, or leave it out",
-    )
-    yield (
-        over_heads
-        and (
-            not model.qk_layernorm
-            or model.uses_mla
-            or model.layernorm_zero_centered_gamma
-            or model.normalization != "RMSNorm"
-        ),
-        "qk_layernorm_over_heads=true needs qk_layernorm=true, normalization=RMSNorm, "
-        "layernorm_zero_centered_gamma=false and no multi-latent attention; set them, or leave it "
-        "out",
-    )
-    yield (
-        model.has_global_heads and (over_heads or after),
-        "rotary_pattern with heads of global layers does not run with qk_layernorm_over_heads or "
-        "qk_layernorm_after_rotation; leave one out",
-    )
-    yield (
-        model.moe_inner_norms
-        and (
-            model.norm_placement != "sandwich"
-            or model.moe_shared_ffn_hidden_size is None
-            or model.moe_shared_gate
-            or model.moe_first_dense_layers
-            or model.moe_score_function != "softmax"
-            or model.has_expert_bias
-            or model.layernorm_zero_centered_gamma
-        ),
-        "moe_inner_norms=true needs norm_placement=sandwich, layernorm_zero_centered_gamma=false "
-        "and experts in every layer, with a shared expert without a gate, softmax scores and no "
-        "expert bias; set them, or leave it out",
+        model.moe_inner_norms and model.norm_placement != "sandwich",
+        "moe_inner_norms=true needs model.norm_placement=sandwich; set it, or leave it out",
     )
     yield (
         model.layer_scalars and model.norm_placement == "pre",
@@ -307,17 +238,8 @@ def _norms(model: ModelOptions) -> _Table:
 
 
 def _hybrid(model: ModelOptions) -> _Table:
-    """Patterns of hybrid models, and what models without one do not have."""
+    """Patterns of hybrid models."""
     pattern = model.hybrid_layer_pattern
-    if model.layer_pattern is None:
-        for name, is_set in (
-            ("attention_output_gate", model.attention_output_gate),
-            ("position_embedding_type", model.position_embedding_type != "rope"),
-        ):
-            yield (
-                is_set,
-                f"{name} is set, which is for hybrid models; set model.hybrid_layer_pattern too",
-            )
     if pattern is None:
         return
     yield (
@@ -383,13 +305,13 @@ def _sizes(model: ModelOptions) -> _Table:
 
 
 def _kernels(model: ModelOptions) -> _Table:
-    """What is recomputed, kernels that no machine has for this model, and FP8."""
-    modules, shown = set(model.recompute_modules), list(model.recompute_modules)
+    """What is recomputed."""
+    modules, names = set(model.recompute_modules), list(model.recompute_modules)
     yield (
-        len(modules) < len(shown) or not modules,
-        f"recompute_modules is {shown}; name one or more, each once",
+        len(modules) < len(names) or not modules,
+        f"recompute_modules is {names}; name one or more, each once",
     )
-    of_experts = next((name for name in shown if name in ("moe_act", "moe")), None)
+    of_experts = next((name for name in names if name in ("moe_act", "moe")), None)
     yield (
         of_experts and model.num_experts is None,
         f"recompute_modules has {of_experts}, but the model has no experts; leave it out or "
@@ -398,26 +320,11 @@ def _kernels(model: ModelOptions) -> _Table:
     of_te = {"moe_act", "layernorm"} & modules
     yield (
         of_te and model.fp8 == "delayed",
-        f"recompute_modules={shown} does not run with model.fp8=delayed; leave moe_act and "
+        f"recompute_modules={names} does not run with model.fp8=delayed; leave moe_act and "
         "layernorm out, or set model.fp8=tensorwise",
     )
-    for key, is_set in (
-        ("moe_grouped_gemm=true", model.moe_grouped_gemm),
-        ("moe_permute_fusion=true", model.moe_permute_fusion),
-        (f"recompute_modules={shown}", of_te),
-    ):
-        yield (
-            is_set and model.attention in ("varlen", "sdpa"),
-            f"{key} needs Transformer Engine's layers, model.attention is {model.attention}; set "
-            "model.attention=auto or te",
-        )
     yield (
-        model.mtp_num_layers and model.recompute == "full",
-        f"mtp_num_layers={model.mtp_num_layers} does not run with model.recompute=full; set "
-        "model.recompute=selective",
-    )
-    yield (
-        model.fp8 is not None and (model.attention not in ("auto", "te") or model.dtype != "bf16"),
-        f"fp8={model.fp8} with model.attention={model.attention} and model.dtype={model.dtype}; "
-        "set model.attention=te and model.dtype=bf16",
+        of_te and model.attention in ("varlen", "sdpa"),
+        f"recompute_modules={names} needs Transformer Engine's layers, model.attention is "
+        f"{model.attention}; set model.attention=auto or te",
     )

@@ -8,7 +8,7 @@ error before anything is built: a model that is built almost right trains withou
 transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 `rope_parameters`; both are
 read.
 
-The families are those of `hf_families` and `hf_hybrid`.
+The families are those of `hf_families`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megapack.cost.options import NOT_IN_FOLDERS, ModelOptions
 from megapack.errors import ConfigError, first_line
 from megapack.job.config import hf_parts as parts
 from megapack.job.config.hf_families import FAMILIES, REFUSED
-from megapack.job.config.hf_reader import FILE, Reader, Values, shown
+from megapack.job.config.hf_reader import FILE, NEUTRAL, UNUSED, VISION_KEYS, Reader, Values, shown
 
 # The longest published config has 40 KB (quantization by layer).
 _MAX_BYTES = 1 << 20
@@ -101,9 +101,11 @@ def read_hf_config(folder: str | Path) -> HfConfig:
         values[own] = reader.flag(key)
     for own_part in family.parts:
         values |= own_part(reader)
-    switches = {**dict.fromkeys(family.off, (False,)), **dict.fromkeys(family.on, (True,))}
-    for key, values_of_key in {**switches, **family.only}.items():
-        reader.require(key, *values_of_key)
+    for key, only in {**dict.fromkeys(family.on, (True,)), **family.only}.items():
+        reader.require(key, *only)
+    for key, only in NEUTRAL.items():
+        if key not in reader.known:
+            reader.require(key, *only)
     num_mtp_layers = _num_mtp_layers(reader)
     _check_all_known(reader)
     return HfConfig(
@@ -116,12 +118,12 @@ def read_hf_config(folder: str | Path) -> HfConfig:
 
 
 def _num_mtp_layers(reader: Reader) -> int:
-    assumed = reader.family.num_mtp_layers
-    if assumed is None:
+    names = reader.family.mtp
+    if names is None:
         return 0
     reader.known.update(MTP_KEYS)
     counted = [reader.count(key) for key in MTP_KEYS if reader.keys.get(key) is not None]
-    return sum(counted) if counted else assumed
+    return sum(counted) if counted else names.assumed
 
 
 def _read(folder: str) -> Mapping[str, Any]:
@@ -156,7 +158,7 @@ def _with_text_config(folder: str, keys: Mapping[str, Any]) -> Mapping[str, Any]
         raise ConfigError(
             f"{folder}: {FILE} has text_config={shown(text)}; expected an object of keys"
         )
-    for key in sorted(text.keys() & keys.keys() - {"model_type", *_UNUSED}):
+    for key in sorted(text.keys() & keys.keys() - {"model_type", *UNUSED}):
         if text[key] != keys[key]:
             raise ConfigError(
                 f"{folder}: {FILE} has {key}={shown(keys[key])}; text_config says otherwise: make "
@@ -205,17 +207,12 @@ _DEFAULTS: Values = {
     for field in dataclasses.fields(ModelOptions)
     if field.name not in (*NOT_IN_FOLDERS, "rope_scaling")
 }
-# Keys that have no effect on training, in all families.
-_UNUSED = (
-    *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "return_dict"),
-    # The loss of transformers' own trainer; megapack's is model.moe_balance_loss_coef.
-    *("output_router_logits", "router_aux_loss_coef"),
-)
 
 
 def _check_all_known(reader: Reader) -> None:
-    known = {*reader.known, *_UNUSED, *reader.family.unused}
+    known = {*reader.known, *UNUSED, *reader.family.unused}
+    if reader.family.in_text_config:
+        known |= set(VISION_KEYS)
     for key, value in reader.keys.items():
         if key not in known:
             raise reader.error(

@@ -1,7 +1,7 @@
-"""Families of config.json whose models are a GPTModel, and those that megapack cannot build.
+"""Families of config.json, and those that megapack cannot build.
 
-A new family is an entry of `FAMILIES` or of `hf_hybrid.HYBRID_FAMILIES`, and must pass the tests
-against transformers.
+A new family is an entry of `FAMILIES`, with what its keys say and what its folders name their
+tensors. It must pass the tests against transformers.
 """
 
 from __future__ import annotations
@@ -10,92 +10,98 @@ import dataclasses
 from collections.abc import Mapping
 
 from megapack.job.config import hf_experts as experts
-from megapack.job.config import hf_hybrid
+from megapack.job.config import hf_hybrid as hybrid
 from megapack.job.config import hf_parts as parts
+from megapack.job.config import hf_tensors as tensors
 from megapack.job.config.hf_reader import Family, Values
 
 _LLAMA = Family(
     architecture="LlamaForCausalLM",
     defaults={"num_key_value_heads": None, "rope_theta": 10000.0},
-    off=("attention_bias", "mlp_bias"),
-    unused=("pretraining_tp",),
 )
 _MISTRAL = Family(architecture="MistralForCausalLM", parts=(parts.window,))
 _MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     defaults={"sliding_window": None, "rope_theta": 1e6},
-    only={"router_jitter_noise": (0.0, 0)},
     parts=(parts.window, experts.mixtral_experts),
+    tensors=tensors.MIXTRAL,
 )
 _QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
-    off=("use_mrope",),
     values={"qkv_bias": True},
     parts=(parts.switched_window,),
 )
 _QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
-    off=("use_mrope",),
     on=("qkv_bias",),
     values={"qkv_bias": True},
     parts=(parts.no_window, experts.qwen_experts, experts.gated_shared_expert),
+    tensors=tensors.GATED_SHARED_EXPERT,
 )
 _QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     defaults={"head_dim": 128},
-    off=("attention_bias",),
     values={"qk_layernorm": True},
     parts=(parts.switched_window, parts.own_head_width),
 )
 _QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
-    off=("attention_bias",),
     values={"qk_layernorm": True},
     parts=(parts.no_window, experts.qwen_experts),
 )
-_DEEPSEEK_V3 = Family(
-    architecture="DeepseekV3ForCausalLM",
-    off=("attention_bias",),
-    on=("rope_interleave",),
-    only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
-    unused=("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "auto_map"),
-    parts=(experts.deepseek_experts, parts.latent_attention),
-    num_mtp_layers=0,
-)
 _DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
-    off=("attention_bias", "mlp_bias"),
-    only={"scoring_func": ("softmax",), "moe_layer_freq": (1,)},
-    unused=_DEEPSEEK_V3.unused,
+    only={"scoring_func": ("softmax",)},
+    unused=("auto_map",),
     parts=(experts.unnormed_experts, parts.latent_attention),
+    tensors=tensors.LATENT_ATTENTION,
+)
+_DEEPSEEK_V3 = Family(
+    architecture="DeepseekV3ForCausalLM",
+    on=("rope_interleave",),
+    only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    unused=("auto_map",),
+    parts=(experts.deepseek_experts, parts.latent_attention),
+    tensors=tensors.LATENT_ATTENTION,
+    mtp=tensors.LAYER_MTP,
+)
+_DEEPSEEK_V32 = dataclasses.replace(
+    _DEEPSEEK_V3,
+    architecture="DeepseekV32ForCausalLM",
+    parts=(*_DEEPSEEK_V3.parts, parts.indexer),
+    tensors=tensors.SPARSE_ATTENTION,
+)
+_GLM_MOE_DSA = dataclasses.replace(
+    _DEEPSEEK_V32,
+    architecture="GlmMoeDsaForCausalLM",
+    on=(*_DEEPSEEK_V32.on, "indexer_rope_interleave"),
+    unused=(*_DEEPSEEK_V32.unused, "index_skip_topk_offset"),
+    values={"indexer_rope_interleaved": True},
+    parts=(*_DEEPSEEK_V32.parts, parts.own_indexers),
 )
 _GLM4_MOE_LITE = Family(
     architecture="Glm4MoeLiteForCausalLM",
     defaults={"first_k_dense_replace": 1},
-    off=("attention_bias",),
     on=("rope_interleave",),
     only={"topk_method": ("noaux_tc",)},
-    unused=("pretraining_tp",),
     parts=(experts.deepseek_experts, experts.dense_first, parts.latent_attention),
-    num_mtp_layers=0,
+    tensors=tensors.LATENT_ATTENTION,
+    mtp=tensors.LAYER_MTP,
 )
 _SEED_OSS = Family(
     architecture="SeedOssForCausalLM",
     flags={"attention_bias": "qkv_bias"},
-    off=("attention_out_bias", "mlp_bias"),
     # Published with rates of 0.1; megapack trains without dropout, as the model is evaluated.
-    unused=("pretraining_tp", "attention_dropout", "residual_dropout"),
+    unused=("attention_dropout", "residual_dropout"),
 )
 _ERNIE4_5 = Family(
     architecture="Ernie4_5ForCausalLM",
     defaults={"tie_word_embeddings": True, "head_dim": 128, "rope_theta": 500000.0},
-    off=("use_bias",),
     values={"rotary_interleaved": True},
 )
 _ERNIE4_5_MOE = Family(
     architecture="Ernie4_5_MoeForCausalLM",
     defaults={"tie_word_embeddings": True, "rope_theta": 500000.0},
-    off=("use_bias",),
     on=("use_rmsnorm",),
     only={"moe_gate": ("topk",), "moe_layer_interval": (1,), "moe_norm_min": (1e-12,)},
     unused=(
@@ -104,17 +110,20 @@ _ERNIE4_5_MOE = Family(
     ),
     values={"rotary_interleaved": True},
     parts=(experts.ernie_experts,),
+    tensors=tensors.ERNIE,
+    single_rows=("mlp.router.expert_bias",),
+    # Of multi-token prediction.
+    kept=("model.mtp_",),
 )
 _HUNYUAN = Family(
     architecture="HunYuanDenseV1ForCausalLM",
     defaults={"num_key_value_heads": None},
-    off=("attention_bias", "mlp_bias", "position_embedding_xdrope", "use_cla", "use_mla"),
     on=("use_qk_norm", "use_rotary_pos_emb"),
     only={"norm_type": ("rms",)},
     unused=(
         *("add_classification_head", "attention_dropout", "auto_map", "cla_share_factor"),
         *("class_num", "dense_list", "eod_token_id", "org_vocab_size", "pad_id", "pool_type"),
-        *("pretraining_tp", "sep_token_id", "skip_cls_token"),
+        *("sep_token_id", "skip_cls_token"),
         # The other name of head_dim.
         "attention_head_dim",
         # Of a multimodal model's text part.
@@ -127,6 +136,7 @@ _HUNYUAN = Family(
     ),
     values={"qk_layernorm": True, "qk_layernorm_after_rotation": True},
     rope_names={"dynamic": "ntk"},
+    tensors=tensors.HUNYUAN,
 )
 _HUNYUAN_MOE = dataclasses.replace(
     _HUNYUAN,
@@ -141,6 +151,15 @@ _GLM4 = Family(
     defaults={"partial_rotary_factor": 0.5},
     values={"norm_placement": "sandwich", "rotary_interleaved": True},
     is_partly_rotated=True,
+    tensors=tensors.GLM4,
+)
+_GLM4_MOE = Family(
+    architecture="Glm4MoeForCausalLM",
+    flags={"attention_bias": "qkv_bias", "use_qk_norm": "qk_layernorm"},
+    defaults={"partial_rotary_factor": 0.5},
+    is_partly_rotated=True,
+    parts=(experts.deepseek_experts,),
+    mtp=tensors.LAYER_MTP,
 )
 _MINIMAX_M2 = Family(
     architecture="MiniMaxM2ForCausalLM",
@@ -148,16 +167,15 @@ _MINIMAX_M2 = Family(
     on=("use_qk_norm", "use_routing_bias"),
     only={
         "qk_norm_type": ("per_layer",),
-        "router_jitter_noise": (0.0, 0),
         "scoring_func": ("sigmoid",),
         "shared_intermediate_size": (0,),
-        "sliding_window": (None,),
     },
     # Published folders have no weights of multi-token prediction.
     unused=("auto_map", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp"),
     values={"qk_layernorm": True, "qk_layernorm_over_heads": True},
     is_partly_rotated=True,
     parts=(parts.full_attention, parts.rotary_width, experts.biased_experts),
+    tensors=tensors.MIXTRAL,
 )
 # Qwen2 with layers of multi-token prediction, as remote code.
 _MIMO = Family(
@@ -165,75 +183,35 @@ _MIMO = Family(
     on=("attention_bias",),
     unused=("auto_map",),
     values={"qkv_bias": True},
-    num_mtp_layers=0,
     parts=(parts.no_window,),
+    mtp=tensors.MIMO_MTP,
 )
-_DEEPSEEK_V32 = Family(
-    architecture="DeepseekV32ForCausalLM",
-    off=(*_DEEPSEEK_V3.off, "mlp_bias"),
-    on=_DEEPSEEK_V3.on,
-    only=_DEEPSEEK_V3.only,
-    unused=_DEEPSEEK_V3.unused,
-    parts=(*_DEEPSEEK_V3.parts, parts.indexer),
-    num_mtp_layers=0,
-)
-_GLM_MOE_DSA = Family(
-    architecture="GlmMoeDsaForCausalLM",
-    off=_DEEPSEEK_V32.off,
-    on=(*_DEEPSEEK_V32.on, "indexer_rope_interleave"),
-    only=_DEEPSEEK_V32.only,
-    unused=(*_DEEPSEEK_V32.unused, "index_skip_topk_offset"),
-    values={"indexer_rope_interleaved": True},
-    parts=(*_DEEPSEEK_V32.parts, parts.own_indexers),
-    num_mtp_layers=0,
-)
-_GLM4_MOE = Family(
-    architecture="Glm4MoeForCausalLM",
-    flags={"attention_bias": "qkv_bias", "use_qk_norm": "qk_layernorm"},
-    defaults={"partial_rotary_factor": 0.5},
-    is_partly_rotated=True,
-    num_mtp_layers=0,
-    parts=(experts.deepseek_experts,),
-)
-_OLMO_NORMS: Values = {
-    "qk_layernorm": True,
-    "qk_layernorm_over_heads": True,
-    "norm_placement": "post",
-}
 _OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     defaults={"num_key_value_heads": None},
-    off=("attention_bias",),
-    only={"clip_qkv": (None,)},
-    values=_OLMO_NORMS,
+    values={"qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_placement": "post"},
+    tensors=tensors.NORMS_AFTER,
 )
-_OLMO3 = Family(
+_OLMO3 = dataclasses.replace(
+    _OLMO2,
     architecture="Olmo3ForCausalLM",
     defaults={"num_key_value_heads": None, "rope_theta": 5e5, "sliding_window_pattern": 4},
-    off=("attention_bias",),
-    only={"clip_qkv": (None,)},
-    values=_OLMO_NORMS,
     common=parts.layered,
     parts=(parts.layered_window,),
 )
 _PHI3 = Family(
     architecture="Phi3ForCausalLM",
     defaults={"num_key_value_heads": None, "rope_theta": 10000.0, "sliding_window": None},
-    off=("attention_bias", "lm_head_bias", "mlp_bias"),
-    only={
-        "resid_pdrop": (0.0, 0),
-        "embd_pdrop": (0.0, 0),
-        "full_attn_mod": (1,),
-        "interpolate_factor": (1,),
-    },
     # A length without a scaling of the rotary embedding.
     unused=("auto_map", "original_max_position_embeddings"),
     is_partly_rotated=True,
     rope_names={"su": "longrope", "yarn": "longrope"},
     parts=(parts.window,),
+    tensors={
+        **tensors.FUSED_GATE,
+        "self_attention.linear_qkv.weight": tensors.attention("qkv_proj"),
+    },
 )
-
-
 _GEMMA: Values = {
     "activation": "gelu_tanh",
     "norm_placement": "sandwich",
@@ -250,56 +228,30 @@ _GEMMA2 = Family(
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
     },
-    off=("attention_bias",),
     only={
         "hidden_activation": ("gelu_pytorch_tanh", None),
         "use_bidirectional_attention": (False, None),
     },
-    unused=("cache_implementation", "sliding_window_size"),
+    unused=("sliding_window_size",),
     values={**_GEMMA, "layernorm_zero_centered_gamma": True},
     parts=(
         *(parts.own_head_width, parts.alternating_window, parts.attention_scale),
         parts.caps,
     ),
+    tensors=tensors.NORMS_AFTER,
 )
 _GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     defaults={"query_pre_attn_scalar": 256, "sliding_window_pattern": 6},
-    off=("attention_bias",),
     only={
-        "attn_logit_softcapping": (None,),
-        "final_logit_softcapping": (None,),
         "hidden_activation": ("gelu_pytorch_tanh",),
         "use_bidirectional_attention": (False, None),
     },
-    unused=("cache_implementation", "_sliding_window_pattern"),
+    unused=("_sliding_window_pattern",),
     values={**_GEMMA, "layernorm_zero_centered_gamma": True, "qk_layernorm": True},
     common=parts.layered,
     parts=(parts.layered_window, parts.attention_scale),
-)
-_GEMMA3_VISION = dataclasses.replace(
-    _GEMMA3,
-    architecture="Gemma3ForConditionalGeneration",
-    # Published folders leave most keys out.
-    defaults={
-        **_GEMMA3.defaults,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "rope_local_base_freq": 10000.0,
-        "rope_theta": 1e6,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-        "vocab_size": 262208,
-    },
-    unused=(
-        *_GEMMA3.unused,
-        *("text_config", "vision_config", "mm_tokens_per_image"),
-        *(f"{token}_token_{kind}" for token in ("boi", "eoi", "image") for kind in ("id", "index")),
-    ),
-    in_text_config=True,
+    tensors=tensors.NORMS_AFTER,
 )
 _GEMMA4 = Family(
     architecture="Gemma4ForCausalLM",
@@ -315,17 +267,13 @@ _GEMMA4 = Family(
         "sliding_window_pattern": 6,
         "tie_word_embeddings": True,
     },
-    off=("attention_bias",),
     only={
         "hidden_activation": ("gelu_pytorch_tanh",),
         # Of images; text is causal.
         "use_bidirectional_attention": (None, "vision"),
     },
     # The width is doubled in layers that share keys and values only.
-    unused=(
-        *("use_double_wide_mlp", "vocab_size_per_layer_input", "expert_intermediate_size"),
-        "cache_implementation",
-    ),
+    unused=("use_double_wide_mlp", "vocab_size_per_layer_input", "expert_intermediate_size"),
     values={
         **_GEMMA,
         "attention_scale": 1.0,
@@ -339,17 +287,8 @@ _GEMMA4 = Family(
         *(parts.no_layer_embeddings, parts.layered_window, parts.global_heads, parts.logit_cap),
         experts.experts_beside_mlp,
     ),
-)
-_GEMMA4_VISION = dataclasses.replace(
-    _GEMMA4,
-    architecture="Gemma4ForConditionalGeneration",
-    unused=(
-        *_GEMMA4.unused,
-        *("text_config", "vision_config", "audio_config", "vision_soft_tokens_per_image"),
-        "eoa_token_index",
-        *(f"{token}_token_id" for token in ("boi", "eoi", "image", "video", "boa", "eoa", "audio")),
-    ),
-    in_text_config=True,
+    tensors=tensors.GEMMA4,
+    stacked=tensors.STACKED_BESIDE_MLP,
 )
 _GPT_OSS = Family(
     architecture="GptOssForCausalLM",
@@ -368,7 +307,91 @@ _GPT_OSS = Family(
         *(parts.own_head_width, parts.stated_rope),
         *(parts.alternating_window, experts.clamped_experts),
     ),
+    tensors=tensors.GPT_OSS,
+    stacked=tensors.STACKED_COLUMNS,
+    has_expert_columns=True,
 )
+_QWEN3_NEXT = Family(
+    architecture="Qwen3NextForCausalLM",
+    defaults={"partial_rotary_factor": 0.25, "head_dim": 256},
+    on=("attn_output_gate",),
+    # Without experts those of experts have no effect.
+    unused=(
+        *("moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob"),
+        *("shared_expert_intermediate_size", "num_local_experts"),
+    ),
+    values={
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+    },
+    is_partly_rotated=True,
+    common=hybrid.qwen_sizes,
+    parts=(hybrid.qwen3_next_layers,),
+    tensors=tensors.GATED_DELTA,
+    by_key_head=True,
+    # The published file does not count it.
+    mtp=dataclasses.replace(tensors.QWEN_MTP, assumed=1),
+)
+_QWEN3_5 = dataclasses.replace(
+    _QWEN3_NEXT,
+    architecture="Qwen3_5ForCausalLM",
+    defaults={**_QWEN3_NEXT.defaults, "norm_topk_prob": True},
+    on=("attn_output_gate", "norm_topk_prob"),
+    only={"mlp_only_layers": ([], None)},
+    # `mamba_ssm_dtype` is of the states of an inference engine. With experts in every layer
+    # `intermediate_size` has no effect.
+    unused=("mamba_ssm_dtype", "intermediate_size"),
+    # All three positions of a text token are the same one.
+    unused_rope=("mrope_section", "mrope_interleaved"),
+    parts=(hybrid.dense_layers,),
+    by_key_head=False,
+    mtp=tensors.QWEN_MTP,
+)
+_QWEN3_5_MOE = dataclasses.replace(
+    _QWEN3_5, architecture="Qwen3_5MoeForCausalLM", parts=(hybrid.expert_layers,)
+)
+_NEMOTRON_H = Family(
+    architecture="NemotronHForCausalLM",
+    defaults={"head_dim": 128},
+    on=("use_conv_bias",),
+    only={"mamba_hidden_act": ("silu",), "mlp_hidden_act": ("relu2",)},
+    unused=(
+        # How layers are computed, or their first weights drawn.
+        *("chunk_size", "expand", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
+        *("num_logits_to_keep", "rescale_prenorm_residual", "use_mamba_kernels"),
+        *("time_step_floor", "time_step_max", "time_step_min"),
+        # Remote code and other names of keys that are read; attention has no positions.
+        *("auto_map", "norm_eps", "rms_norm_eps"),
+        *("partial_rotary_factor", "rope_theta", "rope_parameters", "rope_scaling"),
+        *("num_nextn_predict_layers", "mtp_hybrid_override_pattern", "mtp_layers_block_type"),
+        # Without experts those of experts have no effect.
+        *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "norm_topk_prob"),
+        *("moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_group"),
+        *("routed_scaling_factor", "topk_group", "num_local_experts"),
+        # Without Mamba layers so have those.
+        *("conv_kernel", "time_step_limit"),
+    ),
+    values={
+        "position_embedding_type": "none",
+        "gated_linear_unit": False,
+        "activation": "squared_relu",
+    },
+    common=hybrid.nemotron_sizes,
+    tensors=tensors.NEMOTRON,
+    outer=tensors.NEMOTRON_OUTER,
+    has_blocks=False,
+    # Of multi-token prediction.
+    kept=("mtp.",),
+)
+
+
+def _with_vision(text: Family) -> Family:
+    """The family of a multimodal model with this text part."""
+    name = text.architecture.replace("ForCausalLM", "ForConditionalGeneration")
+    return dataclasses.replace(text, architecture=name, in_text_config=True)
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
@@ -398,17 +421,42 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": _PHI3,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
-    "gemma3": _GEMMA3_VISION,
+    "gemma3": _with_vision(
+        dataclasses.replace(
+            _GEMMA3,
+            # Published folders leave most keys out.
+            defaults={
+                **_GEMMA3.defaults,
+                "head_dim": 256,
+                "max_position_embeddings": 131072,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "rms_norm_eps": 1e-6,
+                "rope_local_base_freq": 10000.0,
+                "rope_theta": 1e6,
+                "sliding_window": 4096,
+                "tie_word_embeddings": True,
+                "vocab_size": 262208,
+            },
+        )
+    ),
     "gemma4_text": _GEMMA4,
-    "gemma4": _GEMMA4_VISION,
+    "gemma4": _with_vision(_GEMMA4),
     "gpt_oss": _GPT_OSS,
-    **hf_hybrid.HYBRID_FAMILIES,
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5": _with_vision(_QWEN3_5),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe": _with_vision(_QWEN3_5_MOE),
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "nemotron_h": _NEMOTRON_H,
 }
 """Families by `model_type`."""
-
-
 REFUSED: Mapping[str, str] = {
-    **hf_hybrid.REFUSED,
+    "falcon_h1": "its layers run attention and Mamba side by side, which no layer of "
+    "Megatron-Core's HybridModel does",
+    "granitemoehybrid": "it multiplies embeddings, the output of each layer, attention scores and "
+    "logits by factors (residual_multiplier, ...), and Megatron-Core's layers have none",
+    "kimi_linear": "its linear attention is KDA, of which Megatron-Core has no layer",
     "deepseek_v4": "its layers compress keys over windows of tokens and mix several hidden states "
     "per token, which megapack's layers do not",
     **dict.fromkeys(

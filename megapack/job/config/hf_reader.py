@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megapack.errors import ConfigError, brief
+from megapack.job.config.hf_tensors import OUTER, STACKED, Mtp, Names
 
 FILE = "config.json"
 MISSING = object()
@@ -36,11 +37,51 @@ OPTIONAL: Values = {
     "rope_scaling": None,
     "partial_rotary_factor": None,
 }
+# Keys of all families that are harmless with these values, unless a family reads them.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            *("attention_bias", "attention_out_bias", "lm_head_bias", "mamba_proj_bias"),
+            *("mlp_bias", "mtp_use_dedicated_embeddings", "position_embedding_xdrope"),
+            *("residual_in_fp32", "use_bias", "use_cla", "use_mla", "use_mrope"),
+            "use_sliding_window",
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(
+        ("embd_pdrop", "hidden_dropout", "resid_pdrop", "router_jitter_noise"), (0.0, 0)
+    ),
+    **dict.fromkeys(
+        ("decoder_sparse_step", "full_attn_mod", "interpolate_factor", "moe_layer_freq"), (1,)
+    ),
+    **dict.fromkeys(("attn_logit_softcapping", "clip_qkv", "moe_latent_size"), (None,)),
+    **dict.fromkeys(("final_logit_softcapping", "sliding_window"), (None,)),
+}
+# Keys that have no effect on training, in all families.
+UNUSED = (
+    *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "return_dict"),
+    *("pretraining_tp", "ep_size", "cache_implementation"),
+    # Losses of transformers' own trainer; megapack's is model.moe_balance_loss_coef.
+    *("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
+)
+# Keys of a multimodal model beside its text part.
+VISION_KEYS = (
+    *("text_config", "vision_config", "audio_config", "language_model_only"),
+    *("mm_tokens_per_image", "vision_soft_tokens_per_image"),
+    *("vision_start_token_id", "vision_end_token_id"),
+    *(
+        f"{token}_token_{kind}"
+        for token in ("boi", "eoi", "image", "video", "boa", "eoa", "audio")
+        for kind in ("id", "index")
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """What config.json may say of the models of one `model_type`."""
+    """What config.json may say of the models of one `model_type`, and what their folders name
+    their tensors."""
 
     architecture: str
     """The only class of transformers."""
@@ -49,20 +90,15 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Key of config.json -> what transformers assumes if the key is missing."""
     only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    """Key of config.json -> its only values; it may be missing."""
-    off: tuple[str, ...] = ()
-    """Keys whose only value is false; they may be missing."""
+    """Key of config.json -> its only values, in addition to `NEUTRAL`; it may be missing."""
     on: tuple[str, ...] = ()
     """Keys whose only value is true; they may be missing."""
     unused: tuple[str, ...] = ()
-    """Keys without effect on training, in addition to `_UNUSED`."""
+    """Keys without effect on training, in addition to `UNUSED`."""
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Keys of `ModelConfig` that all models of the family have."""
     is_partly_rotated: bool = False
     """Whether transformers reads `partial_rotary_factor`."""
-    num_mtp_layers: int | None = None
-    """Depths of multi-token prediction if the file does not count them; None = the family has none
-    that megapack builds."""
     unused_rope: tuple[str, ...] = ()
     """Keys of the rotary embedding without effect on text."""
     rope_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -73,6 +109,27 @@ class Family:
     """Whether the keys are those of `text_config`, beside a vision model's."""
     parts: tuple[Callable[[Reader], Values], ...] = ()
     """Functions that take several keys together."""
+    tensors: Names = dataclasses.field(default_factory=dict)
+    """Names of tensors of layers, in addition to `hf_tensors.COMMON` or in place of its own."""
+    outer: Mapping[str, str] = dataclasses.field(default_factory=lambda: OUTER)
+    """Megatron's name -> the folder's, of the embedding and the last norm."""
+    stacked: Mapping[str, str] = dataclasses.field(default_factory=lambda: STACKED)
+    """Megatron's name in an expert -> the tensor of all of a layer's experts, in folders that stack
+    them."""
+    has_expert_columns: bool = False
+    """Whether experts are always stacked, with Megatron's rows as columns, of which those of the
+    gate and those of what it multiplies alternate."""
+    by_key_head: bool = False
+    """Whether a gated delta net's input projection has its parts of each key head in turn."""
+    single_rows: tuple[str, ...] = ()
+    """Megatron's vectors that are a matrix of one row in the folder."""
+    has_blocks: bool = True
+    """Whether a layer is attention and an MLP, which are two layers of a HybridModel."""
+    mtp: Mtp | None = None
+    """Names of multi-token prediction, which transformers does not have; None = none that megapack
+    builds."""
+    kept: tuple[str, ...] = ()
+    """How names of other tensors begin that an export copies, in addition to a vision model's."""
 
 
 class Reader:

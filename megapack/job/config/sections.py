@@ -231,18 +231,15 @@ class TrainConfig:
             value_head: of the critic; a value head, of one row, replaces the vocabulary's
                 projection.
         """
-        model = self.critic_model if value_head and self.critic.hf_path is not None else self.model
-        frozen = () if value_head else self.model.freeze
+        model = self.critic_model if value_head else self.model
+        has_policys_layers = not value_head or self.critic.hf_path is None
         has_value_head = value_head or self.objective.has_value_head
         return cost_from_sizes(
             dataclasses.replace(model.with_value_head(), vocab_size=1) if has_value_head else model,
             layout,
             speed or self.assumed_speed,
-            recompute=self.model.recompute,
-            recompute_modules=self.model.recompute_modules,
             mean_length=self.typical_sample,
-            stage_layers=self._split(layout) if model is self.model else None,
-            frozen=frozen,
+            stage_layers=self._split(layout) if has_policys_layers else None,
         )
 
     def memory_model(self) -> MemoryModel:
@@ -256,12 +253,8 @@ class TrainConfig:
             sizes=self.model,
             # None fits other layouts of the model too.
             stage_layers=None if self.stage_layers.is_even else self.stage_layers,
-            untied_embeddings=self.model.untie_embeddings,
-            dtype=self.model.dtype,
             distributed_optimizer=self.optim.distributed_optimizer,
             muon=self.optim.name == "muon",
-            recompute=self.model.recompute,
-            recompute_modules=self.model.recompute_modules,
             logprob_chunk_tokens=self.objective.logprob_chunk_tokens,
             attention=preferred if model.attention == "auto" else model.attention,
             fused_swiglu=on_gpu if fused_swiglu is None else fused_swiglu,
@@ -270,7 +263,6 @@ class TrainConfig:
             critic_sizes=self.critic_model if self.critic.hf_path is not None else None,
             value_head=self.objective.has_value_head,
             executor=self.executor,
-            freeze=self.model.freeze,
         )
 
 

@@ -125,10 +125,9 @@ def _work(config: TrainConfig, lengths: Ints) -> Ints:
     if config.plan.balance == "tokens":
         return lengths
     cost = cost_from_sizes(
-        config.model,
+        dataclasses.replace(config.model, recompute="none", freeze=()),
         Layout(),
         GpuSpeed.of("cuda", "bf16"),
-        recompute="none",
         mean_length=typical_length(lengths),
     )
     squares = lengths.astype(np.float64) ** 2 * (cost.per_token_sq / cost.per_token)

@@ -34,7 +34,7 @@ from megapack.job.config.model_checks import check_sizes
 from megapack.job.config.sections import ModelConfig, OptimConfig
 from megapack.job.gpt.init import freeze, initialize_by_name
 from megapack.job.gpt.rope import set_rope
-from megapack.job.gpt.settings import FIXED, Settings, layer_settings, reduction_settings, values
+from megapack.job.gpt.settings import FIXED, Settings, layer_settings, reduction_settings
 from megapack.job.gpt.specs import block_spec, mtp_spec, packed_norm
 from megapack.layout import Layout, round_up
 from megapack.model.attention.choice import choose_attention, has_rope_fusion
@@ -162,7 +162,7 @@ def transformer_config(
         and model.rope_scaling.rotation_scale == 1,
         transformer_impl="transformer_engine" if kernel == "te" else "local",
         mtp_num_layers=model.mtp_num_layers or None,
-        **values(FIXED),
+        **FIXED,
         **_latent_attention(model),
         **_windows_and_sinks(model),
         **(_read(model, _HYBRID_FIELDS) if model.layer_pattern is not None else {}),
@@ -317,7 +317,7 @@ def without_cuda_graphs() -> dict[str, Any]:
 
 def _faster(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
     """The settings that choose faster kernels, and what is recomputed to save memory."""
-    chosen = values(layer_settings(model, kernel))
+    chosen = layer_settings(model, kernel)
     if model.recompute == "none":
         return chosen
     if model.recompute == "full":
@@ -435,7 +435,7 @@ def build_model(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed_optimizer,
         delay_wgrad_compute=splits_backward,
-        **values(reduction),
+        **reduction,
     )
     wrapped = [
         DistributedDataParallel(

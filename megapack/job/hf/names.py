@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megapack.errors import ConfigError
-from megapack.job.hf.tables import EMBEDDING, TABLES, Mtp
+from megapack.job.config.hf_families import FAMILIES
+from megapack.job.config.hf_tensors import COMMON, EMBEDDING, VISION, Mtp
 from megapack.model.parameters import local_name
 
 
@@ -75,6 +76,7 @@ _PREFIXES = {
     "backbone.": "backbone.",
     "layers.": "",
 }
+_ROTARY_TABLE = r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 # The layer of a depth; in a HybridModel a depth has several.
 _DEPTH = re.compile(
@@ -144,11 +146,6 @@ class TensorNames:
 
     Attributes:
         depths: how the names of these depths' layers begin, of those that the folder has.
-        rotary: base and channels of the rotary embedding; a base of 0 if layers have several, or
-            none.
-
-    Raises:
-        ConfigError: there is no table for this kind of model.
     """
 
     def __init__(
@@ -161,13 +158,10 @@ class TensorNames:
         is_value_model: bool = False,
         num_mtp_layers: int = 0,
     ) -> None:
-        if model_type not in TABLES:
-            raise ConfigError(
-                f"model_type {model_type!r} has no table of tensors; the known ones are "
-                f"{', '.join(TABLES)}"
-            )
         self.model_type = model_type
-        self._table = TABLES[model_type]
+        self._family = family = FAMILIES[model_type]
+        self._layers = {**COMMON, **family.tensors}
+        self._kept = (*family.kept, *(VISION if family.in_text_config else ()))
         self.vocab_size = int(values["vocab_size"])
         self._num_experts = values.get("num_experts") or 0
         self._num_heads = values["num_attention_heads"]
@@ -182,12 +176,12 @@ class TensorNames:
         self._has_gate = bool(values.get("attention_output_gate"))
         self._places: dict[str, Place] = {}
         if values.get("linear_num_key_heads"):
-            self._places |= _gated_delta_places(values, by_key_head=self._table.by_key_head)
+            self._places |= _gated_delta_places(values, by_key_head=family.by_key_head)
         if values.get("mamba_num_heads"):
             self._places |= _mamba_places(values)
         is_split = bool(values.get("hybrid_layer_pattern")) or _has_split_blocks(keys)
         # Megatron's layers in a layer of the folder.
-        self._split = 2 if is_split and self._table.has_blocks else 1
+        self._split = 2 if is_split and family.has_blocks else 1
         pattern = values.get("hybrid_layer_pattern")
         self.num_layers = len(pattern) // self._split if pattern else int(values["num_layers"])
         names = list(stored)
@@ -199,8 +193,7 @@ class TensorNames:
             ),
             "model.",
         )
-        self._mtp = self._table.mtp
-        self.rotary = _rotary(values, self._head_width)
+        self._mtp = family.mtp
         self._is_value_model = is_value_model
         self._stored = set(names)
         # A layer without the projection is one of the model's.
@@ -209,7 +202,7 @@ class TensorNames:
             for depth in range(num_mtp_layers)
             if self._mtp is not None and self._of_depth(self._mtp.eh_proj, depth) in self._stored
         ]
-        ends = tuple(self._table.stacked.values())
+        ends = tuple(family.stacked.values())
         self._stacks_experts = any(name.endswith(ends) for name in names)
 
     def rows(self, key: str, index: Sequence[int], num_rows: int) -> list[Rows]:
@@ -241,12 +234,12 @@ class TensorNames:
                 for i in range(place.repeats)
             ]
         expert = index[0] if index else None
-        if expert is not None and (self._stacks_experts or self._table.has_expert_columns):
+        if expert is not None and (self._stacks_experts or self._family.has_expert_columns):
             return self._stacked_rows(prefix, name, expert, num_rows)
-        if name not in self._table.layers:
+        if name not in self._layers:
             raise self._unknown(key)
-        names = [prefix + one.format(expert=expert) for one in self._table.layers[name]]
-        if name in self._table.single_rows:
+        names = [prefix + one.format(expert=expert) for one in self._layers[name]]
+        if name in self._family.single_rows:
             return [Rows(names[0], 0, num_rows, expert=0, num_stacked=1)]
         if name.startswith("self_attention.linear_qkv."):
             pattern = self._rotary_pattern
@@ -257,9 +250,9 @@ class TensorNames:
 
     def _stacked_rows(self, prefix: str, name: str, expert: int, num_rows: int) -> list[Rows]:
         """An expert's rows in the tensor of all."""
-        stacked = prefix + self._table.stacked[name]
+        stacked = prefix + self._family.stacked[name]
         count = self._num_experts
-        if not self._table.has_expert_columns:
+        if not self._family.has_expert_columns:
             return [Rows(stacked, 0, num_rows, expert, count)]
         step = 2 if "linear_fc1" in name else 1
         is_matrix = name.endswith("weight")
@@ -273,8 +266,8 @@ class TensorNames:
     def _outer_rows(self, key: str, num_rows: int) -> Rows:
         if key == HEAD:
             name = VALUE_HEAD if num_rows == 1 else LM_HEAD
-        elif key in self._table.outer:
-            name = self._prefix + self._table.outer[key]
+        elif key in self._family.outer:
+            name = self._prefix + self._family.outer[key]
         else:
             raise self._unknown(key)
         is_padded = key in (EMBEDDING, HEAD)
@@ -360,16 +353,11 @@ class TensorNames:
         of the vision model, and of multi-token prediction that is not trained."""
         if self.depth_of(name) is not None:
             return not self._is_value_model
-        return name.startswith(self._table.kept)
+        return name.startswith(self._kept)
 
     def is_rotary_table(self, name: str) -> bool:
-        """Whether it is the rotary angles, which old folders hold, of the model or of a layer."""
-        if not self.rotary[0]:
-            return False
-        layer = re.fullmatch(
-            r"(?:layers\.(\d+)\.self_attn\.)?rotary_emb\.inv_freq", name.removeprefix(self._prefix)
-        )
-        return layer is not None and int(layer[1] or 0) < self.num_layers
+        """Whether it is the rotary angles of old folders, which transformers does not read."""
+        return re.fullmatch(_ROTARY_TABLE, name.removeprefix(self._prefix)) is not None
 
     def depth_of(self, name: str) -> str | None:
         """How the names of a depth of multi-token prediction begin, if config.json counts it and
@@ -384,17 +372,9 @@ class TensorNames:
     @property
     def shared(self) -> dict[str, str]:
         """Tensors of the folder that are copies of one of the model: copy -> the model's."""
-        embedding = self._prefix + self._table.outer[EMBEDDING]
+        embedding = self._prefix + self._family.outer[EMBEDDING]
         own = (LM_HEAD, embedding)
         return {LM_HEAD: embedding, **{copy: one for one in own for copy in self.copies(one)}}
-
-
-def _rotary(values: Mapping[str, Any], head_width: int) -> tuple[float, int]:
-    """See `TensorNames`."""
-    if values.get("rotary_pattern") or values.get("position_embedding_type") == "none":
-        return 0.0, 0
-    width = values.get("qk_rope_head_dim") or int(head_width * values.get("rotary_percent", 1.0))
-    return float(values.get("rotary_base") or 0.0), width
 
 
 def _has_split_blocks(keys: Iterable[str]) -> bool:

@@ -18,8 +18,6 @@ from megapack.ranks.agree import agree, on_any_rank
 
 # Numbers of two tensors that are compared at a time.
 _PART = 1 << 24
-# bf16 rounds a number by less.
-_ROUNDING = 1e-2
 
 
 class LeftOut:
@@ -77,32 +75,23 @@ def check_values(
         ConfigError: on every rank: one of them differs.
     """
     left_out = LeftOut(names, model)
-    originals = {name: left_out.original(name) for name in ignored}
-    pairs = [(name, original) for name, original in originals.items() if original is not None]
-    tables = [name for name in ignored if names.is_rotary_table(name)]
-
-    def differing() -> list[bool]:
-        return [
-            *(_differ(stored, name, original) for name, original in pairs),
-            *(_is_other_table(stored, name, names) for name in tables),
-        ]
-
-    found = on_any_rank(agree(differing, device=device), device=device)
-    for name, differs in zip([*(name for name, _ in pairs), *tables], found, strict=True):
+    pairs = [(name, own) for name in ignored if (own := left_out.original(name)) is not None]
+    own_rows = agree(lambda: [_differ(stored, *pair) for pair in pairs], device=device)
+    found = on_any_rank(own_rows, device=device)
+    for (name, original), differs in zip(pairs, found, strict=True):
         if differs:
-            original = originals[name]
-            what = f"{stored}: {name} differs from {original}, and the model has one for both"
-            if original is None:
-                what = f"{stored}: {name} holds other angles than rope_theta of config.json gives"
-                advice = "correct rope_theta, or remove the tensor from the folder"
-            elif name == LM_HEAD:
+            advice = "leave out model.mtp_num_layers"
+            if name == LM_HEAD:
                 advice = (
                     "set tie_word_embeddings in config.json to false to train this head, as "
                     "transformers uses it, or remove it from the folder"
                 )
-            else:
-                advice = "leave out model.mtp_num_layers"
-            raise of_all_ranks(ConfigError(f"{what}; {advice}"))
+            raise of_all_ranks(
+                ConfigError(
+                    f"{stored}: {name} differs from {original}, and the model has one for both; "
+                    f"{advice}"
+                )
+            )
 
 
 def _differ(stored: HfFolder, name: str, original: str) -> bool:
@@ -121,10 +110,3 @@ def _differ(stored: HfFolder, name: str, original: str) -> bool:
             if not left[part].double().equal(right[part].double()):
                 return True
     return False
-
-
-def _is_other_table(stored: HfFolder, name: str, names: TensorNames) -> bool:
-    base, width = names.rotary
-    expected = base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    found = stored.read(name).double().flatten()
-    return found.shape != expected.shape or not torch.allclose(found, expected, _ROUNDING, 0.0)

@@ -64,10 +64,6 @@ class Case:
         config = self.config
         return MemoryModel(
             sizes=dataclasses.replace(config, vocab_size=VOCAB_SIZE),
-            untied_embeddings=config.untie_embeddings,
-            dtype=config.dtype,
-            recompute=config.recompute,
-            recompute_modules=config.recompute_modules,
             attention=self.kernel,
             fused_swiglu=config.bias_activation_fusion is True,
             composite_norms=config.normalization == "RMSNorm",
@@ -300,7 +296,9 @@ def count_trained(case: Case) -> list[int]:
 
 def predict_trained(case: Case) -> list[int]:
     """The same from the memory model's bytes of gradients."""
-    models = (dataclasses.replace(case.memory_model(), freeze=freeze) for freeze in FREEZES)
+    memory = case.memory_model()
+    sizes = (dataclasses.replace(memory.sizes, freeze=freeze) for freeze in FREEZES)
+    models = (dataclasses.replace(memory, sizes=one) for one in sizes)
     stages = (model.stage(case.layout, 0, live_tokens=0, row_tokens=0) for model in models)
     return [stage.gradients // 4 for stage in stages]
 
@@ -333,8 +331,6 @@ def predict_operations(case: Case) -> dict[str, float]:
         sizes,
         case.layout,
         GpuSpeed(peak_tflops=1.0, utilisation=1.0, layer_overhead_us=0.0),
-        recompute=case.config.recompute,
-        recompute_modules=case.config.recompute_modules,
         mean_length=1.0,
     )
     tokens_sq = sum(n * n for n in LENGTHS)

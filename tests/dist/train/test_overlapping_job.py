@@ -44,11 +44,11 @@ def check(lines: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
 
 def test_overlap_and_recomputed_modules_change_no_number(tmp_path: Path) -> None:
     settings, expected = train(tmp_path, "plain")
-    assert "settings on: none; not bias_activation_fusion" in settings
+    assert "settings on: none; off: bias_activation_fusion" in settings
     assert len(expected) == 4
     assert expected[-1]["kl_ref_nats"] > 0
     settings, lines = train(tmp_path, "overlap", *OVERLAP, *BUCKETS, *RECOMPUTE)
-    assert "settings on: overlap_grad_reduce, overlap_param_gather; not" in settings
+    assert "settings on: overlap_grad_reduce, overlap_param_gather; off" in settings
     check(lines, expected)
     # A checkpoint written while a gather was pending holds the weights after its step.
     resume = f"train.resume={tmp_path}/runs/overlap/checkpoints/step-00000003"

@@ -96,7 +96,9 @@ def test_without_a_file_the_cost_model_comes_from_the_sizes() -> None:
     assert config.cost_basis.startswith("from the model's sizes; assumed: 40% of 989.4 TFLOPS")
     # Two of four layers on each stage; the head on the last costs 4/3 of its operations.
     sizes = config.model
-    layers = 2 * (sizes.layer_flops_per_token() + 1024 * sizes.layer_flops_per_token_sq())
+    layers = 2 * (
+        sizes.last_kind.layer_flops_per_token() + 1024 * sizes.last_kind.layer_flops_per_token_sq()
+    )
     head = 4 / 3 * 2 * 128 * 1000
     assert cost.weights_for(layout)[1] / cost.weights_for(layout)[0] == pytest.approx(
         (layers + head) / (layers + 128)
@@ -221,7 +223,7 @@ def test_sizes_give_what_rows_over_several_ranks_cost_more() -> None:
         vocab_size=1,
     )
     speed = GpuSpeed(peak_tflops=1000.0)
-    found = cost_from_sizes(sizes, Layout(pp=2), speed, recompute="none", mean_length=4096)
+    found = cost_from_sizes(sizes, Layout(pp=2), speed, mean_length=4096)
     # A layer: 4 KiB of keys and values at 300 GB/s; 650 tokens of attention at 400 TFLOPS.
     exchange = 4096 / 300e9
     kernels = 650 * 32 * (128 + 128) / 400e12
@@ -237,7 +239,7 @@ def test_sizes_give_what_rows_over_several_ranks_cost_more() -> None:
         mamba_state_dim=16,
         mamba_num_groups=2,
     )
-    found = cost_from_sizes(mamba, Layout(pp=2), speed, recompute="none", mean_length=4096)
+    found = cost_from_sizes(mamba, Layout(pp=2), speed, mean_length=4096)
     assert (found.cp_overhead, found.cp_fixed) == (0.0, 0.0)
 
 

@@ -88,12 +88,12 @@ def test_the_cost_of_a_7b_model_follows_its_parameters() -> None:
 def test_only_the_chosen_experts_cost_operations() -> None:
     dense = ModelSizes(**SIZES)
     moe = ModelSizes(**{**SIZES, "ffn_hidden_size": 1376}, num_experts=64, moe_top_k=8)
-    difference = moe.layer_flops_per_token() - dense.layer_flops_per_token()
+    difference = moe.last_kind.layer_flops_per_token() - dense.last_kind.layer_flops_per_token()
     assert difference == 2 * 4096 * 64
     grouped = ModelSizes(**SIZES, num_query_groups=8)
-    assert grouped.layer_flops_per_token() < dense.layer_flops_per_token()
+    assert grouped.last_kind.layer_flops_per_token() < dense.last_kind.layer_flops_per_token()
     with pytest.raises(ConfigError, match="num_layers=32"):
-        dense.stage_weights(Layout(pp=3), 1000)
+        dense.chunk_weights(Layout(pp=3), 1000)[0]
     with pytest.raises(ConfigError, match="num_experts"):
         ModelSizes(**SIZES, num_experts=0)
 

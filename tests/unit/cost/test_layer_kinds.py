@@ -25,6 +25,8 @@ SIZES = ModelSizes(
     moe_top_k=4,
     moe_shared_ffn_hidden_size=512,
     moe_first_dense_layers=4,
+    dtype="bf16",
+    untie_embeddings=True,
 )
 PP2 = Layout(pp=2)
 
@@ -37,7 +39,7 @@ def test_cheap_dense_layers_move_the_split() -> None:
 
 def test_weights_of_chunks_follow_their_layers() -> None:
     (dense, _), (experts, _) = SIZES.layer_kinds()
-    first, last = SIZES.stage_weights(PP2, 100.0)
+    first, last = SIZES.chunk_weights(PP2, 100.0)[0]
     want = (4 * dense.layer_cost(100.0) + 256) / (
         4 * experts.layer_cost(100.0) + SIZES.head_flops_per_token()
     )
@@ -55,11 +57,9 @@ def test_stages_keep_what_their_layers_keep() -> None:
 def test_recomputed_experts_cost_only_where_there_are_experts() -> None:
     def backward_ratio(*modules: str) -> float:
         return cost_from_sizes(
-            SIZES,
+            replace(SIZES, recompute="selective", recompute_modules=modules),
             Layout(),
             GpuSpeed(peak_tflops=1.0),
-            recompute="selective",
-            recompute_modules=modules,  # type: ignore[arg-type]
             mean_length=100.0,
         ).backward_ratio
 

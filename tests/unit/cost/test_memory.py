@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,21 @@ GPT = ModelSizes(
     num_attention_heads=16,
     vocab_size=32000,
     gated_linear_unit=False,
+    dtype="bf16",
+    untie_embeddings=True,
 )
 DENSE = 8 * (12 * H * H + 2 * H) + 2 * 32000 * H + H
 EXPERTS = replace(GPT, num_experts=16, moe_top_k=2, gated_linear_unit=True)
+
+
+def model_of(sizes: ModelSizes, **changes: Any) -> MemoryModel:
+    """The memory model of these sizes with other options or settings."""
+    return changed(MemoryModel(sizes=sizes), **changes)
+
+
+def changed(model: MemoryModel, **changes: Any) -> MemoryModel:
+    options = {name: changes.pop(name) for name in [*changes] if not hasattr(model, name)}
+    return replace(model, sizes=replace(model.sizes, **options), **changes)
 
 
 def bare(model: MemoryModel, layout: Layout) -> list[int]:
@@ -39,15 +52,15 @@ def bare(model: MemoryModel, layout: Layout) -> list[int]:
 
 
 def test_a_bf16_parameter_takes_18_bytes_or_6_plus_12_over_dp() -> None:
-    model = MemoryModel(sizes=GPT, distributed_optimizer=False)
+    model = model_of(GPT, distributed_optimizer=False)
     assert bare(model, Layout(dp=4)) == [2 * DENSE, 4 * DENSE, 12 * DENSE]
-    model = MemoryModel(sizes=GPT)
+    model = model_of(GPT)
     assert bare(model, Layout(dp=4, cp=2)) == [2 * DENSE, 4 * DENSE, 12 * DENSE // 8]
-    assert sum(bare(replace(model, dtype="fp32"), Layout())) == 16 * DENSE
+    assert sum(bare(changed(model, dtype="fp32"), Layout())) == 16 * DENSE
 
 
 def test_the_first_and_last_stage_also_have_the_vocabulary() -> None:
-    model = MemoryModel(sizes=GPT, untied_embeddings=False, distributed_optimizer=False)
+    model = model_of(GPT, untie_embeddings=False, distributed_optimizer=False)
     layout = Layout(pp=4)
     found = [model.stage(layout, s, live_tokens=0, row_tokens=0).parameters for s in range(4)]
     assert found[1] == found[2] == 2 * 2 * (12 * H * H + 2 * H)
@@ -59,9 +72,9 @@ def test_the_first_and_last_stage_also_have_the_vocabulary() -> None:
 
 def test_a_critic_has_all_weights_but_the_output_matrix_and_a_head() -> None:
     """On one GPU, a bf16 weight takes 18 bytes; activations are not counted twice."""
-    model = MemoryModel(sizes=GPT, critic=True, distributed_optimizer=False)
+    model = model_of(GPT, critic=True, distributed_optimizer=False)
     found = model.stage(Layout(), 0, live_tokens=100, row_tokens=100)
-    alone = replace(model, critic=False).stage(Layout(), 0, live_tokens=100, row_tokens=100)
+    alone = changed(model, critic=False).stage(Layout(), 0, live_tokens=100, row_tokens=100)
     assert found.critic == 18 * (DENSE - 32000 * H + H)
     assert found.total == alone.total + found.critic
     assert (alone.critic, "critic" in alone.parts) == (0, False)
@@ -71,7 +84,7 @@ def test_a_critic_has_all_weights_but_the_output_matrix_and_a_head() -> None:
 
 
 def test_experts_are_split_over_ep_their_optimizer_over_dp() -> None:
-    model = MemoryModel(sizes=EXPERTS)
+    model = model_of(EXPERTS)
     layout = Layout(dp=8, ep=4)
     experts = 8 * 16 * 3 * H * 4 * H
     dense = 8 * (4 * H * H + 2 * H + 16 * H) + 2 * 32000 * H + H
@@ -84,7 +97,7 @@ def test_experts_are_split_over_ep_their_optimizer_over_dp() -> None:
 
 
 def test_experts_are_split_over_etp_and_not_over_tp() -> None:
-    model = MemoryModel(sizes=EXPERTS)
+    model = model_of(EXPERTS)
     experts = 8 * 16 * 3 * H * 4 * H
     gradients = [
         bare(model, Layout(dp=2, tp=4, ep=ep, etp=etp))[1] // 4
@@ -104,25 +117,25 @@ def test_activations_match_the_published_formula(tp: int, sequence_parallel: boo
     parallelism 34h / t becomes 32h / t. In addition the statistics of two norms and 16 heads."""
     layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
     scatter = tp if sequence_parallel else 1
-    found = MemoryModel(sizes=GPT).saved(layout).layer
+    found = model_of(GPT).saved(layout).layer
     assert found == (8 / scatter + 24 / tp) * H + 2 * 4 / scatter + 4 * 16 / tp
 
 
 def test_grouped_queries_and_gates_count_with_their_widths() -> None:
     sizes = replace(GPT, num_query_groups=4, gated_linear_unit=True)
-    found = MemoryModel(sizes=sizes).saved(Layout()).layer
+    found = model_of(sizes).saved(Layout()).layer
     # Inputs 4h; queries and attention's output 2h; keys and values h/2; MLP 3 * 4h; 2 bytes each.
     scalars = 2 * 4 + 4 * 16
     assert found == 2 * H * (4 + 2 + 0.5 + 12) + scalars
-    normed = MemoryModel(sizes=replace(sizes, qk_layernorm=True)).saved(Layout()).layer
+    normed = model_of(replace(sizes, qk_layernorm=True)).saved(Layout()).layer
     # The inputs of the norms of queries and keys, and a statistic for each of 16 + 4 heads.
     assert normed - found == 2 * H * (1 + 0.25) + 4 * 20
-    unfused = MemoryModel(sizes=sizes, fused_swiglu=False).saved(Layout()).layer
+    unfused = model_of(sizes, fused_swiglu=False).saved(Layout()).layer
     assert unfused - found == 2 * H * 2 * 4
 
 
 def test_experts_count_by_token_and_chosen_expert() -> None:
-    found = MemoryModel(sizes=EXPERTS).saved(Layout()).layer
+    found = model_of(EXPERTS).saved(Layout()).layer
     # Two of 16 experts, each with its input h and 3 * 4h inside, and a score.
     experts = 2 * (2 * (1 + 12) * H + 4)
     router = 2 * (8 + 4) + 8 * 16 + 4
@@ -132,21 +145,21 @@ def test_experts_count_by_token_and_chosen_expert() -> None:
 def test_other_kernels_keep_the_whole_output_of_linear_qkv() -> None:
     sizes = replace(GPT, num_query_groups=4)
     layers = {
-        kernel: MemoryModel(sizes=sizes, attention=kernel).saved(Layout()).layer
+        kernel: model_of(sizes, attention=kernel).saved(Layout()).layer
         for kernel in ("te", "varlen", "sdpa")
     }
     # Queries and keys in addition to the values, and cos and sin of q and k for each token.
     assert layers["varlen"] - layers["te"] == 2 * H * (1 + 0.25) + 4 * 2 * 64
     # The outputs of the samples and the tensor that joins them.
     assert layers["sdpa"] - layers["varlen"] == 2 * H
-    selective = MemoryModel(sizes=sizes, recompute="selective").saved(Layout()).layer
+    selective = model_of(sizes, recompute="selective").saved(Layout()).layer
     # The checkpoint keeps views of queries, keys and values, and recomputes 16 statistics.
     assert selective - layers["te"] == 2 * H * (1 + 0.25) - 4 * 16
 
 
 def test_what_is_recomputed_is_kept_once() -> None:
-    model = MemoryModel(sizes=EXPERTS, recompute="selective", recompute_modules=("moe",))
-    none = replace(model, recompute="none").saved(Layout())
+    model = model_of(EXPERTS, recompute="selective", recompute_modules=("moe",))
+    none = changed(model, recompute="none").saved(Layout())
     saved = model.saved(Layout())
     # Norms, their outputs, queries, keys, values, the output and 16 statistics.
     assert saved.layer == 2 * H * (4 + 4) + 2 * 4 + 4 * 16
@@ -158,12 +171,12 @@ def test_what_is_recomputed_is_kept_once() -> None:
         (("moe_act",), 2 * 2 * 4 * H),
         (("mlp",), 0),
     ):
-        changed = replace(model, recompute_modules=modules).saved(Layout()).layer
-        assert none.layer - changed == freed, modules
+        layer = changed(model, recompute_modules=modules).saved(Layout()).layer
+        assert none.layer - layer == freed, modules
 
 
 def test_each_stage_holds_its_share_of_live_tokens() -> None:
-    model = MemoryModel(sizes=GPT)
+    model = model_of(GPT)
     layout = Layout(pp=4)
     saved = model.saved(layout)
     first = model.stage(layout, 0, live_tokens=4000, row_tokens=1000)
@@ -180,7 +193,7 @@ def test_each_stage_holds_its_share_of_live_tokens() -> None:
         (model.stage(layout, s, live_tokens=4000, row_tokens=1000) for s in range(4)),
         key=lambda stage: stage.total,
     )
-    full = replace(model, recompute="full").stage(layout, 1, live_tokens=4000, row_tokens=1000)
+    full = changed(model, recompute="full").stage(layout, 1, live_tokens=4000, row_tokens=1000)
     assert full.activations == int(3000 * (2 * 2 * H + 4 * 64) + 1000 * (saved.layer - 2 * H))
     # Interleaved, the two chunks' outputs and tables stay. Stage 1 has 2 * 2 + 4 + 1 chunks in
     # flight, stage 0 11.
@@ -190,19 +203,19 @@ def test_each_stage_holds_its_share_of_live_tokens() -> None:
 
 
 def test_the_head_needs_memory_for_one_chunk_of_logits() -> None:
-    model = MemoryModel(sizes=GPT, logprob_chunk_tokens=4096)
+    model = model_of(GPT, logprob_chunk_tokens=4096)
     long = model.stage(Layout(), 0, live_tokens=0, row_tokens=65536).head
     # fp32 logits and their bf16 gradient.
     assert long == 32000 * 6 * 4096
     assert model.stage(Layout(tp=2), 0, live_tokens=0, row_tokens=65536).head == long // 2
     # A short row: autograd's matrix of the weight's shape is larger.
     assert model.stage(Layout(), 0, live_tokens=0, row_tokens=16).head == 32000 * 2 * H
-    wide = replace(model, dtype="fp32").stage(Layout(), 0, live_tokens=0, row_tokens=65536).head
+    wide = changed(model, dtype="fp32").stage(Layout(), 0, live_tokens=0, row_tokens=65536).head
     assert wide == 32000 * 4 * 4096
 
 
 def test_the_default_chunk_of_the_head_is_the_one_that_runs() -> None:
-    model = MemoryModel(sizes=GPT)
+    model = model_of(GPT)
     for tp in (1, 2):
         chunk = default_chunk_tokens(32000, tp)
         head = model.stage(Layout(tp=tp), 0, live_tokens=0, row_tokens=65536).head
@@ -232,14 +245,14 @@ def test_shipped_models_have_the_published_parameter_counts(
     monkeypatch.chdir(tmp_path)
     path = Path(__file__).parents[3] / "configs" / f"{config}.yaml"
     model = load_config(path, [], TrainConfig).model
-    memory = MemoryModel(sizes=model, untied_embeddings=model.untie_embeddings)
+    memory = MemoryModel(sizes=model)
     stage = memory.stage(Layout(), 0, live_tokens=0, row_tokens=0)
     assert stage.parameters / 2e9 == pytest.approx(billions, abs=0.01)
 
 
 def test_a_value_head_needs_no_output_matrix_and_no_logits() -> None:
-    model = MemoryModel(sizes=GPT)
-    head = replace(model, value_head=True)
+    model = model_of(GPT)
+    head = changed(model, value_head=True)
     for layout in (Layout(), Layout(pp=2)):
         plain, own = (
             one.stage(layout, layout.pp - 1, live_tokens=0, row_tokens=1000)
@@ -262,43 +275,43 @@ FREEZES = {
 @pytest.mark.parametrize("name", FREEZES)
 def test_frozen_weights_have_neither_gradients_nor_optimizer(name: str) -> None:
     freeze, trained = FREEZES[name]
-    model = MemoryModel(sizes=GPT, freeze=freeze)
+    model = model_of(GPT, freeze=freeze)
     assert bare(model, Layout(dp=4)) == [2 * DENSE, 4 * trained, 12 * trained // 4]
-    fp32 = replace(model, dtype="fp32", distributed_optimizer=False)
+    fp32 = changed(model, dtype="fp32", distributed_optimizer=False)
     layout = Layout(pp=2, vpp=2)
     assert bare(fp32, layout) == [4 * DENSE, 4 * trained, 8 * trained]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_muon_keeps_one_moment_of_the_matrices_of_layers(dtype: Dtype) -> None:
-    adam = MemoryModel(sizes=GPT, dtype=dtype, distributed_optimizer=False)
-    muon = replace(adam, muon=True)
+    adam = model_of(GPT, dtype=dtype, distributed_optimizer=False)
+    muon = changed(adam, muon=True)
     layers = 8 * 12 * H * H
     layout = Layout(pp=2)
     assert [a - b for a, b in zip(bare(adam, layout), bare(muon, layout), strict=True)] == [
         *(0, 0, 4 * layers)
     ]
-    frozen = replace(muon, freeze=("*.mlp.*",))
+    frozen = changed(muon, freeze=("*.mlp.*",))
     left = 8 * 4 * H * H
-    assert bare(replace(frozen, muon=False), layout)[2] - bare(frozen, layout)[2] == 4 * left
-    experts = replace(adam, sizes=EXPERTS)
+    assert bare(changed(frozen, muon=False), layout)[2] - bare(frozen, layout)[2] == 4 * left
+    experts = replace(adam, sizes=replace(EXPERTS, dtype=dtype))
     matrices = 8 * (4 * H * H + 16 * H + 16 * 3 * H * 4 * H)
-    saved = bare(experts, Layout())[2] - bare(replace(experts, muon=True), Layout())[2]
+    saved = bare(experts, Layout())[2] - bare(changed(experts, muon=True), Layout())[2]
     assert saved == 4 * matrices
 
 
 def test_single_experts_are_frozen_by_their_number() -> None:
     expert = 3 * H * 4 * H
-    one = replace(MemoryModel(sizes=EXPERTS), freeze=("*.local_experts.3.*",))
-    everything, left = (bare(replace(one, freeze=f), Layout())[1] for f in ((), one.freeze))
+    one = model_of(EXPERTS, freeze=("*.local_experts.3.*",))
+    everything, left = (bare(changed(one, freeze=f), Layout())[1] for f in ((), one.sizes.freeze))
     assert everything - left == 4 * 8 * expert
     assert one.stage(Layout(), 0, live_tokens=0, row_tokens=0).critic == 0
 
 
 def test_a_frozen_policy_leaves_its_critic_trained() -> None:
-    model = MemoryModel(sizes=GPT, critic=True)
+    model = model_of(GPT, critic=True)
     free, frozen = (
-        replace(model, freeze=f).stage(Layout(), 0, live_tokens=0, row_tokens=0)
+        changed(model, freeze=f).stage(Layout(), 0, live_tokens=0, row_tokens=0)
         for f in ((), ("*",))
     )
     assert (frozen.critic, frozen.gradients) == (free.critic, 0)
@@ -310,12 +323,10 @@ def test_frozen_matrices_have_no_weight_gradients_to_wait_for() -> None:
 
     def cost(*frozen: str, recompute: Recompute = "none") -> CostModel:
         return cost_from_sizes(
-            GPT,
+            replace(GPT, recompute=recompute, freeze=frozen),
             Layout(),
             GpuSpeed(peak_tflops=1.0),
-            recompute=recompute,
             mean_length=1000.0,
-            frozen=frozen,
         )
 
     assert (cost().weight_ratio, cost().backward_ratio) == (1.0, 2.0)

@@ -30,7 +30,7 @@ def model_of(config: dict[str, Any], folder: Path) -> ModelConfig:
 
 def num_parameters(model: ModelConfig, layout: Layout) -> list[int]:
     """Parameters on a GPU of each stage."""
-    memory = MemoryModel(sizes=model, untied_embeddings=model.untie_embeddings)
+    memory = MemoryModel(sizes=model)
     stages = (
         memory.stage(layout, stage, live_tokens=0.0, row_tokens=0.0) for stage in range(layout.pp)
     )

@@ -126,19 +126,21 @@ def test_impossible_chunks_are_refused(layers: tuple[int, ...]) -> None:
 def test_weights_of_chunks_follow_their_layers_embedding_and_head() -> None:
     layout = Layout(pp=4)
     split = StageLayers((9, 10, 10, 8), pp=4)
-    weights = SIZES.stage_weights(layout, 1000, stage_layers=split)
+    weights = SIZES.chunk_weights(layout, 1000, stage_layers=split)[0]
     layer = weights[1] / 10
     assert sum(weights) == pytest.approx(4)
     assert weights[2] == pytest.approx(10 * layer)
-    one = SIZES.layer_flops_per_token() + SIZES.layer_flops_per_token_sq() * 1000
+    one = (
+        SIZES.last_kind.layer_flops_per_token() + SIZES.last_kind.layer_flops_per_token_sq() * 1000
+    )
     assert weights[0] == pytest.approx((9 + SIZES.embedding_flops_per_token() / one) * layer)
     assert weights[3] == pytest.approx((8 + SIZES.head_flops_per_token() / one) * layer)
     cost = CostModel.from_model(SIZES, layout=layout, flops_per_gpu=1e14, stage_layers=split)
-    assert cost.stage_weights == SIZES.stage_weights(layout, 4096, stage_layers=split)
+    assert cost.stage_weights == SIZES.chunk_weights(layout, 4096, stage_layers=split)[0]
     with pytest.raises(ConfigError, match="does not divide over"):
-        SIZES.stage_weights(layout, 1000)
+        SIZES.chunk_weights(layout, 1000)[0]
     with pytest.raises(ConfigError, match=r"splits num_layers=37, pp=4, vpp=1; .* pp=2, vpp=2"):
-        SIZES.stage_weights(Layout(pp=2, vpp=2), 1000, stage_layers=split)
+        SIZES.chunk_weights(Layout(pp=2, vpp=2), 1000, stage_layers=split)[0]
 
 
 def test_the_balanced_split_of_sizes_makes_the_head_count() -> None:
@@ -146,15 +148,15 @@ def test_the_balanced_split_of_sizes_makes_the_head_count() -> None:
     found = SIZES.balanced_stage_layers(layout, 1000)
     assert found.num_layers[-1] < found.num_layers[1] - 3
     others = (StageLayers.balanced([1.0] * 37, pp=4), StageLayers((10, 10, 9, 8), pp=4))
-    worst = max(SIZES.stage_weights(layout, 1000, stage_layers=found))
+    worst = max(SIZES.chunk_weights(layout, 1000, stage_layers=found)[0])
     assert all(
-        worst <= max(SIZES.stage_weights(layout, 1000, stage_layers=other)) for other in others
+        worst <= max(SIZES.chunk_weights(layout, 1000, stage_layers=other)[0]) for other in others
     )
 
 
 def test_memory_counts_the_layers_of_each_stage() -> None:
     layout = Layout(pp=4)
-    layer = SIZES.layer_parameters()
+    layer = SIZES.last_kind.layer_parameters()
     weights = layer.split + layer.whole
     vocabulary = SIZES.vocab_size * SIZES.hidden_size
     split = StageLayers((9, 10, 12, 6), pp=4)

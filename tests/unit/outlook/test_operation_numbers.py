@@ -24,6 +24,8 @@ SIZES = ModelSizes(
     num_attention_heads=4,
     num_query_groups=2,
     vocab_size=512,
+    dtype="bf16",
+    untie_embeddings=True,
 )
 COST = CostModel(fixed=20.0, per_token=1.0, per_token_sq=1e-4, p2p=0.5)
 
@@ -65,7 +67,7 @@ def test_memory_counts_keys_and_what_waits_for_weight_gradients() -> None:
     assert found[0].activations - plain[0].activations == 2 * 1000 * 2 * 2 * 32 * 2
     # In an order of its own the last stage may hold as much as the first.
     assert found[1].activations > 1.5 * plain[1].activations
-    full = MemoryModel(sizes=SIZES, recompute="full")
+    full = MemoryModel(sizes=replace(SIZES, recompute="full"))
     put_off = Carried(put_off_tokens=1000.0)
     grown = full.stage(LAYOUT, 0, **tokens, carried=put_off).activations
     # Inputs and output gradients of 4 matrices, instead of the layer's input alone.

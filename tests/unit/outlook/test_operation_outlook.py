@@ -19,7 +19,13 @@ pytestmark = pytest.mark.unit
 
 CONFIG = "configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml"
 SIZES = ModelSizes(
-    num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=256,
+    num_attention_heads=4,
+    vocab_size=512,
+    dtype="bf16",
+    untie_embeddings=True,
 )
 # One sample as long as 20 others.
 LENGTHS = np.array([4000, *([200] * 40)])

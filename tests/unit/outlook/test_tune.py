@@ -17,7 +17,13 @@ from megapack.prefixes import SharedPrefixes
 pytestmark = pytest.mark.unit
 
 SIZES = ModelSizes(
-    num_layers=8, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=8, vocab_size=1000
+    num_layers=8,
+    hidden_size=256,
+    ffn_hidden_size=1024,
+    num_attention_heads=8,
+    vocab_size=1000,
+    dtype="bf16",
+    untie_embeddings=True,
 )
 LENGTHS = np.random.default_rng(0).integers(20, 400, 64)
 

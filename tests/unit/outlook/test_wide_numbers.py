@@ -23,6 +23,8 @@ SIZES = ModelSizes(
     num_attention_heads=4,
     num_query_groups=2,
     vocab_size=512,
+    dtype="bf16",
+    untie_embeddings=True,
 )
 COST = CostModel(fixed=20.0, per_token=1.0, per_token_sq=1e-4, p2p=0.5)
 

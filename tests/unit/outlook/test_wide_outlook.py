@@ -19,7 +19,13 @@ from megapack.outlook.tune_space import Space
 pytestmark = pytest.mark.unit
 
 SIZES = ModelSizes(
-    num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=256,
+    num_attention_heads=4,
+    vocab_size=512,
+    dtype="bf16",
+    untie_embeddings=True,
 )
 # One sample as long as 40 others.
 LENGTHS = np.array([8000, *([200] * 40)])

@@ -16,7 +16,6 @@ from megapack.config.shipped import absent_weights
 from megapack.cost.rope import RopeScaling
 from megapack.job.config.hf_config import read_hf_config
 from megapack.job.config.hf_families import FAMILIES
-from megapack.job.config.hf_hybrid import HYBRID_FAMILIES
 from megapack.job.config.sections import ModelConfig, TrainConfig
 from tests.unit.job.config.hybrid_configs import HYBRID
 from tests.unit.job.config.published_configs import CONFIGS, FAMILY_MODELS
@@ -44,7 +43,7 @@ _YARN = {
 
 
 PUBLISHED = {family: CONFIGS[name] for family, name in FAMILY_MODELS.items()}
-GPT_FAMILIES = [name for name in FAMILIES if name not in HYBRID_FAMILIES]
+GPT_FAMILIES = [name for name in FAMILIES if name not in HYBRID]
 # What each family has that the others lack.
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {"rope_scaling": RopeScaling(kind="llama3", factor=8.0), "kv_channels": 128},

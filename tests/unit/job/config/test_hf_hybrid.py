@@ -10,7 +10,7 @@ import pytest
 
 from megapack import ConfigError
 from megapack.job.config.hf_config import read_hf_config
-from megapack.job.config.hf_hybrid import HYBRID_FAMILIES, REFUSED
+from megapack.job.config.hf_families import REFUSED
 from megapack.job.config.model import ModelConfig
 from tests.unit.job.config.hybrid_configs import HYBRID
 
@@ -107,7 +107,7 @@ def changed(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     return {**keys, **outer, "text_config": {**text, **inner}}
 
 
-@pytest.mark.parametrize("name", HYBRID_FAMILIES)
+@pytest.mark.parametrize("name", HYBRID)
 def test_the_published_config_of_a_family(name: str, tmp_path: Path) -> None:
     path = folder(tmp_path, HYBRID[name])
     found = read_hf_config(path)
@@ -245,7 +245,7 @@ def test_a_family_that_megatron_cannot_express_is_refused_with_the_reason(
     assert str(caught.value) == f'{path}: config.json has model_type="{name}"; {REFUSED[name]}'
 
 
-@pytest.mark.parametrize("name", HYBRID_FAMILIES)
+@pytest.mark.parametrize("name", HYBRID)
 def test_a_missing_size_is_not_guessed(name: str, tmp_path: Path) -> None:
     is_nemotron = name == "nemotron_h"
     sizes = ("hidden_size", "vocab_size", "max_position_embeddings")

@@ -51,8 +51,8 @@ def test_a_gpt_as_a_hybrid_model_has_two_layers_per_block() -> None:
         ({"hybrid_layer_pattern": "G-", "num_layers": 2}, "model.linear_num_key_heads must be set"),
         ({"hybrid_layer_pattern": "*E", "num_layers": 2}, "model.num_experts must be set"),
         ({"hybrid_layer_pattern": "*-", "num_layers": 2, "megatron_class": "gpt"}, "leave one out"),
-        ({"linear_num_key_heads": 2}, "set model.hybrid_layer_pattern too"),
-        ({"position_embedding_type": "none"}, "set model.hybrid_layer_pattern too"),
+        ({"linear_num_key_heads": 2}, "needs model.hybrid_layer_pattern"),
+        ({"position_embedding_type": "none"}, "does not run with a GPTModel"),
         ({"activation": "squared_relu"}, "silu and gelu_tanh have a gate, the others have none"),
         (
             {
