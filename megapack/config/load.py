@@ -37,7 +37,7 @@ def load_config(path: str | Path, overrides: Sequence[str], cls: type[T]) -> T:
         path: the YAML file.
         overrides: `a.b=c` each. `c` is parsed as YAML; the last override of a key wins.
         cls: a keyword-only dataclass. Its fields are typed with bool, int, float, str, None,
-            Literal, tuple, unions of these, and other such dataclasses.
+            Literal, tuple[T, ...], unions of these, and other such dataclasses.
 
     Raises:
         ConfigError: the file cannot be read, is not plain YAML, or has an unknown key, a duplicate

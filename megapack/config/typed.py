@@ -93,7 +93,8 @@ class Converter:
         if origin in (Union, types.UnionType):
             return self.union(node, typing.get_args(hint), path)
         if origin is tuple and isinstance(value, list):
-            return self.tuple(node, typing.get_args(hint), path)
+            of_items = typing.get_args(hint)[0]
+            return tuple(self.convert(v, of_items, f"{path}[{i}]") for i, v in enumerate(value))
         if origin is Literal:
             # Compare the type too, because 1 == True in Python.
             for choice in typing.get_args(hint):
@@ -118,18 +119,6 @@ class Converter:
                 if dataclasses.is_dataclass(option) and isinstance(node.value, dict):
                     raise
         raise _unexpected(node, options, path)
-
-    def tuple(self, node: Node, options: tuple[Any, ...], path: str) -> tuple[Any, ...]:
-        """A list as a tuple of the types `options`, or of any length for `(T, ...)`."""
-        items: list[Node] = node.value
-        if len(options) == 2 and options[1] is ...:
-            options = (options[0],) * len(items)
-        if len(items) != len(options):
-            raise ConfigError(
-                f"{node.where}: {path} has {len(items)} items, expected {len(options)}"
-            )
-        pairs = enumerate(zip(items, options, strict=True))
-        return tuple(self.convert(item, option, f"{path}[{i}]") for i, (item, option) in pairs)
 
     def nearest(self, path: str, key: str, names: list[str]) -> str:
         """A hint for an unknown key: a similar key of this section, or else of any section."""

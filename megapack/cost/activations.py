@@ -286,32 +286,6 @@ class SavedActivations:
         tail = {"inputs of the convolution": (part.conv_tokens - 1) * part.convolved}
         return self._bytes(tail, {"state": part.state}) / self.layout.tp
 
-    @property
-    def put_off_token(self) -> float:
-        """What a layer keeps of a token from its backward to its weight gradients: the inputs of
-        its matrices, and the gradients of their outputs.
-
-        Experts have those of each chosen one. Multi-latent attention is counted as attention whose
-        matrices make queries, keys and values from hidden states.
-        """
-        kind, model, tp, channels = self.kind, self.kind.model, self.layout.tp, 0.0
-        matrices = 3 if model.gated_linear_unit else 2
-        for letter in kind.parts:
-            if letter == "*":
-                heads = (2 + model.attention_output_gate) * self._heads * kind.head_width
-                channels += 2 * self._hidden + heads + self.carried_token / self._width
-            elif letter == "-":
-                channels += 2 * self._hidden + matrices * kind.width / tp
-            elif letter == "E":
-                ffn = matrices * kind.width / self.layout.etp
-                channels += self._routes * (2 * model.hidden_size + ffn)
-                if kind.shared_width:
-                    channels += 2 * self._hidden + matrices * kind.shared_width / tp
-            else:
-                part = kind.recurrent()
-                channels += 2 * self._hidden + (part.inner + part.outputs) / tp
-        return self._width * channels
-
     def _bytes(self, channels: Table, fp32: Table | None = None) -> float:
         """Bytes of a table, and of one of fp32 numbers."""
         return self._width * sum(channels.values()) + _FP32_BYTES * sum((fp32 or {}).values())

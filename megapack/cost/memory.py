@@ -293,8 +293,8 @@ class MemoryModel:
 
         Attention over earlier tokens keeps a copy of their keys and values, unless the layer is
         recomputed: then only the layer in its backward has one. Rows between their backward and
-        their weight gradients are counted as live with all activations of their forward; here comes
-        what they hold beyond that, which is much with full recomputation and little without.
+        their weight gradients are counted as live with what their forward kept; here comes what was
+        recomputed. Gradients of outputs take about the place of what only the backward needed.
         """
         kinds = [kind for chunk in self._layers(layout, stage) for kind in chunk]
         full = self.sizes.recompute == "full"
@@ -305,7 +305,7 @@ class MemoryModel:
             saved = self.saved(layout, kind)
             total += count * keys * saved.carried_token
             total += count * 2 * carried.states * saved.carried_state
-            total += count * carried.put_off_tokens * max(0.0, saved.put_off_token - saved.held)
+            total += count * carried.put_off_tokens * saved.recomputed_layer
         if full:
             one_layer = (self.saved(layout, kind).carried_token for kind, _ in kinds)
             total += carried.earlier_tokens * layout.vpp * max(one_layer, default=0.0)

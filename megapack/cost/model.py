@@ -12,7 +12,7 @@ import numpy as np
 
 from megapack.base.files import strict_json
 from megapack.cost.stages import StageLayers
-from megapack.errors import ConfigError, brief
+from megapack.errors import ConfigError, brief, first_line
 from megapack.layout import Layout
 
 if TYPE_CHECKING:
@@ -214,22 +214,11 @@ class CostModel:
             ConfigError: not a JSON object with these fields.
         """
         try:
-            payload = strict_json(text)
-        except ValueError as error:
+            return cls(**strict_json(text))
+        except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"not a cost model in JSON ({error}); give the output of to_json"
+                f"not a cost model in JSON ({first_line(error)}); give the output of to_json"
             ) from None
-        if not isinstance(payload, dict):
-            raise ConfigError(f"a cost model is {brief(payload)}; give a JSON object")
-        known = set(asdict(cls()))
-        unknown = sorted(set(payload) - known)
-        if unknown:
-            names = ", ".join(sorted(known))
-            raise ConfigError(f"unknown cost model fields {brief(unknown)}; set some of {names}")
-        for name in ("stage_weights", "square_factors"):
-            if isinstance(payload.get(name), list):
-                payload[name] = tuple(payload[name])
-        return cls(**payload)
 
     @classmethod
     def from_model(

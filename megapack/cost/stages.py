@@ -222,6 +222,8 @@ class LayerSplit:
                 raise ValueError(
                     f"num_layers={num_layers} does not divide over pp * vpp = {chunks} chunks"
                 )
+        except ConfigError:
+            raise
         except ValueError as problem:
             split = StageLayers.balanced([1.0] * num_layers, pp=pp, vpp=vpp)
             raise ConfigError(

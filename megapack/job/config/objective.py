@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from megapack.base.choices import (
@@ -16,6 +17,19 @@ from megapack.base.choices import (
 )
 from megapack.config.bounds import at_least
 from megapack.errors import ConfigError
+
+_POLICY = ("ppo", "grpo", "gspo")
+# Keys, and the kinds under which they have an effect.
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "kl_level": ("gspo",),
+    "kl_coef": ("grpo", "gspo"),
+    "correction": _POLICY,
+    "teacher_kl_coef": _POLICY,
+    **dict.fromkeys(
+        ("distill_reverse_weight", "distill_tail", "distill_sft_coef"),
+        ("distill",),
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,16 +143,13 @@ class ObjectiveConfig:
                 f"objective.loss_weighting={self.loss_weighting} with norm_constant="
                 f"{self.norm_constant}; set objective.norm_constant above 0"
             )
-        if self.kl_level != "token" and self.kind != "gspo":
-            raise ConfigError(
-                f"objective.kl_level={self.kl_level} has no effect under kind={self.kind}; set "
-                "objective.kind=gspo or kl_level=token"
-            )
-        if self.kl_coef and self.kind not in ("grpo", "gspo"):
-            raise ConfigError(
-                f"objective.kl_coef={self.kl_coef} has no effect under kind={self.kind}; set "
-                "objective.kind=grpo or kl_coef=0"
-            )
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            if value != getattr(ObjectiveConfig, name) and self.kind not in kinds:
+                raise ConfigError(
+                    f"objective.{name}={value} has no effect under kind={self.kind}; set objective."
+                    f"kind={' or '.join(kinds)}, or leave it out"
+                )
 
     def _check_pairs(self) -> None:
         if not 0 < self.dpo_beta < float("inf") or not 0 <= self.dpo_label_smoothing < 0.5:
@@ -158,13 +169,14 @@ class ObjectiveConfig:
                 f"objective.correction_low={self.correction_low} and objective.correction_high="
                 f"{self.correction_high}; set 0 <= low < high"
             )
-        if self.correction is not None and not self.reads_rewards:
-            raise ConfigError(
-                f"objective.correction={self.correction} has no effect under kind={self.kind}; set "
-                "ppo, grpo or gspo, or correction=null"
-            )
         if self.correction is None:
-            self._check_defaults("objective.correction", "correction_")
+            for name in ("level", "low", "high", "weight_level"):
+                value = getattr(self, f"correction_{name}")
+                if value != getattr(ObjectiveConfig, f"correction_{name}"):
+                    raise ConfigError(
+                        f"objective.correction_{name}={value} has no effect without objective."
+                        "correction; set it, or leave the key out"
+                    )
         elif self.correction != "mask" and self.correction_weight_level is not None:
             raise ConfigError(
                 f"objective.correction_weight_level={self.correction_weight_level} has no effect "
@@ -178,23 +190,6 @@ class ObjectiveConfig:
                 f"objective.distill_reverse_weight is {self.distill_reverse_weight}; set it in "
                 "[0, 1]"
             )
-        if self.teacher_kl_coef and not self.reads_rewards:
-            raise ConfigError(
-                f"objective.teacher_kl_coef={self.teacher_kl_coef} has no effect under kind="
-                f"{self.kind}; set ppo, grpo or gspo, or teacher_kl_coef=0"
-            )
-        if self.kind != "distill":
-            self._check_defaults("objective.kind=distill", "distill_")
-
-    def _check_defaults(self, needed: str, prefix: str) -> None:
-        """Raise ConfigError if a key that needs another one is set."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name.startswith(prefix) and value != field.default:
-                raise ConfigError(
-                    f"objective.{field.name}={value} has no effect without {needed}; set it, or "
-                    f"leave {field.name} out"
-                )
 
     @property
     def token_columns(self) -> tuple[str, ...]:
@@ -228,7 +223,7 @@ class ObjectiveConfig:
     @property
     def reads_rewards(self) -> bool:
         """Whether the loss needs rewards or advantages of samples."""
-        return self.kind in ("ppo", "grpo", "gspo")
+        return self.kind in _POLICY
 
     def _check_overlong(self) -> None:
         at_least(self, "objective", 1, "max_response_tokens", "overlong_buffer_tokens")

@@ -6,13 +6,13 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megapack.errors import CheckpointError, ConfigError, one_line
@@ -162,14 +162,11 @@ class CheckpointTensors:
         return values
 
 
-class _Into(LoadPlanner):
-    """Puts what torch reads into one tensor.
-
-    The reader calls the first two methods alone. It calls the next for what is no tensor, which
-    is never asked for; the rest make plans, which are made already, and are abstract in torch.
-    """
+class _Into(DefaultLoadPlanner):
+    """Puts what torch reads into one tensor; the plan is made already."""
 
     def __init__(self, values: Tensor) -> None:
+        super().__init__()
         self._values = values
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
@@ -182,12 +179,3 @@ class _Into(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         pass
-
-    def _never(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError
-
-    load_bytes = _never
-    set_up_planner = _never
-    create_local_plan = _never
-    create_global_plan = _never
-    finish_plan = _never

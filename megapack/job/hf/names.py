@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megapack.cost.options import ModelOptions
 from megapack.errors import ConfigError
 from megapack.job.config.hf_families import FAMILIES
 from megapack.job.config.hf_tensors import COMMON, EMBEDDING, VISION, Mtp
@@ -162,28 +163,17 @@ class TensorNames:
         self._family = family = FAMILIES[model_type]
         self._layers = {**COMMON, **family.tensors}
         self._kept = (*family.kept, *(VISION if family.in_text_config else ()))
-        self.vocab_size = int(values["vocab_size"])
-        self._num_experts = values.get("num_experts") or 0
-        self._num_heads = values["num_attention_heads"]
-        self._groups = values.get("num_query_groups") or self._num_heads
-        self._head_width = values.get("kv_channels") or values["hidden_size"] // self._num_heads
-        self._global_heads = (
-            values.get("global_kv_channels") or self._head_width,
-            values.get("global_query_groups") or self._groups,
-        )
-        self._keys_as_values = bool(values.get("global_keys_as_values"))
-        self._rotary_pattern = values.get("rotary_pattern") or "L"
-        self._has_gate = bool(values.get("attention_output_gate"))
+        self._model = model = ModelOptions(**values)
         self._places: dict[str, Place] = {}
-        if values.get("linear_num_key_heads"):
+        if model.linear_num_key_heads:
             self._places |= _gated_delta_places(values, by_key_head=family.by_key_head)
-        if values.get("mamba_num_heads"):
+        if model.mamba_num_heads:
             self._places |= _mamba_places(values)
-        is_split = bool(values.get("hybrid_layer_pattern")) or _has_split_blocks(keys)
+        is_split = model.layer_pattern is not None or _has_split_blocks(keys)
         # Megatron's layers in a layer of the folder.
         self._split = 2 if is_split and family.has_blocks else 1
-        pattern = values.get("hybrid_layer_pattern")
-        self.num_layers = len(pattern) // self._split if pattern else int(values["num_layers"])
+        in_block = self._split if model.layer_pattern is not None else 1
+        self.num_layers = model.num_layers // in_block
         names = list(stored)
         self._prefix = next(
             (
@@ -242,8 +232,8 @@ class TensorNames:
         if name in self._family.single_rows:
             return [Rows(names[0], 0, num_rows, expert=0, num_stacked=1)]
         if name.startswith("self_attention.linear_qkv."):
-            pattern = self._rotary_pattern
-            is_global = match is not None and pattern[int(match[1]) % len(pattern)] == "G"
+            is_decoder = key.startswith("decoder.")
+            is_global = is_decoder and not self._model.local_layers[int(match[1]) // self._split]
             return self._by_group(names, is_global)
         count = num_rows // len(names)
         return [Rows(one, 0, count) for one in names]
@@ -251,7 +241,7 @@ class TensorNames:
     def _stacked_rows(self, prefix: str, name: str, expert: int, num_rows: int) -> list[Rows]:
         """An expert's rows in the tensor of all."""
         stacked = prefix + self._family.stacked[name]
-        count = self._num_experts
+        count = self._model.num_experts or 0
         if not self._family.has_expert_columns:
             return [Rows(stacked, 0, num_rows, expert, count)]
         step = 2 if "linear_fc1" in name else 1
@@ -271,7 +261,7 @@ class TensorNames:
         else:
             raise self._unknown(key)
         is_padded = key in (EMBEDDING, HEAD)
-        return Rows(name, 0, min(self.vocab_size, num_rows) if is_padded else num_rows)
+        return Rows(name, 0, min(self._model.num_ids, num_rows) if is_padded else num_rows)
 
     def _of_depth(self, name: str, depth: int) -> str:
         return name.format(prefix=self._prefix, layer=self.num_layers + depth, depth=depth)
@@ -311,19 +301,21 @@ class TensorNames:
         The gate of a head's output is below its queries. Values that are the keys are left out.
         """
         queries, *others = names
-        local_heads = (self._head_width, self._groups)
-        width, groups = self._global_heads if is_global else local_heads
-        heads = self._num_heads // groups
+        model = self._model
+        width, groups = model.head_width, model.query_groups
+        if is_global:
+            width, groups = model.global_heads
+        heads = model.num_attention_heads // groups
         # Where keys and values begin, if they are below the queries in one tensor.
         starts = [0] * len(others)
         if not others:
             others = [queries] * 2
             starts = [groups * heads * width, groups * (heads + 1) * width]
-        if is_global and self._keys_as_values:
+        if is_global and model.global_keys_as_values:
             del others[1], starts[1]
         found = []
         for group in range(groups):
-            if self._has_gate:
+            if model.attention_output_gate:
                 own = range(group * heads, (group + 1) * heads)
                 found += [Rows(queries, 2 * head * width, width) for head in own]
                 found += [Rows(queries, (2 * head + 1) * width, width) for head in own]

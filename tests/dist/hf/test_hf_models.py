@@ -78,6 +78,7 @@ WEEKLY_CASES = {
     *("olmo3-prefixes", "mimo_mtp-cp2", "hunyuan_v1_moe-cp2", "phi3-tp2_sp", "gemma2-cp2"),
     *("gemma4_text-prefixes", "gemma4_text-wide", "gemma4_experts-wide", "gemma4_experts-pieces"),
     *("gpt_oss-prefixes", "gpt_oss-wide", "gpt_oss-pieces"),
+    *("qwen2_hybrid-cp2", "qwen3_yarn_hybrid-single", "glm4_moe_hybrid-dp2"),
 }
 PARAMS = [
     pytest.param(name, marks=needs_hybrid if HF_CASES[name].is_hybrid else ()) for name in NAMES

@@ -40,25 +40,6 @@ def test_a_row_over_several_ranks_takes_its_share_and_the_overhead() -> None:
     assert CostModel().cp_overhead == 0.05
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"fixed": -1.0},
-        {"cp_overhead": -0.01},
-        {"cp_overhead": float("nan")},
-        {"per_token": float("nan")},
-        {"per_token_sq": "1"},
-        {"backward_ratio": float("inf")},
-        {"per_sample": True},
-        {"stage_weights": (1.0, 2.0)},
-        {"stage_weights": ()},
-    ],
-)
-def test_invalid_fields_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        CostModel(**fields)
-
-
 def test_from_json_is_the_inverse_of_to_json() -> None:
     cost = CostModel(
         fixed=0.1, per_token=1 / 3, stage_weights=(0.5, 1.5), p2p=1e-5, cp_overhead=1 / 7
@@ -93,7 +74,7 @@ def test_only_the_chosen_experts_cost_operations() -> None:
     grouped = ModelSizes(**SIZES, num_query_groups=8)
     assert grouped.last_kind.layer_flops_per_token() < dense.last_kind.layer_flops_per_token()
     with pytest.raises(ConfigError, match="num_layers=32"):
-        dense.chunk_weights(Layout(pp=3), 1000)[0]
+        dense.chunk_weights(Layout(pp=3), 1000)
     with pytest.raises(ConfigError, match="num_experts"):
         ModelSizes(**SIZES, num_experts=0)
 

@@ -70,10 +70,8 @@ def test_memory_counts_keys_and_what_waits_for_weight_gradients() -> None:
     full = MemoryModel(sizes=replace(SIZES, recompute="full"))
     put_off = Carried(put_off_tokens=1000.0)
     grown = full.stage(LAYOUT, 0, **tokens, carried=put_off).activations
-    # Inputs and output gradients of 4 matrices, instead of the layer's input alone.
-    inputs = 64 + 64 + 64 + 256
-    gradients = (64 + 2 * 32) + 64 + 2 * 256 + 64
-    more = 2 * 1000 * 2 * (inputs + gradients - 64)
+    # All of a layer instead of its input alone.
+    more = 2 * 1000 * full.saved(LAYOUT).recomputed_layer
     assert grown - full.stage(LAYOUT, 0, **tokens).activations == more
 
 

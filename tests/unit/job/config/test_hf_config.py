@@ -13,7 +13,6 @@ import pytest
 from megapack import ConfigError
 from megapack.config import dump_yaml, parse_config
 from megapack.config.shipped import absent_weights
-from megapack.cost.rope import RopeScaling
 from megapack.job.config.hf_config import read_hf_config
 from megapack.job.config.hf_families import FAMILIES
 from megapack.job.config.sections import ModelConfig, TrainConfig
@@ -44,167 +43,6 @@ _YARN = {
 
 PUBLISHED = {family: CONFIGS[name] for family, name in FAMILY_MODELS.items()}
 GPT_FAMILIES = [name for name in FAMILIES if name not in HYBRID]
-# What each family has that the others lack.
-SPECIAL: dict[str, dict[str, Any]] = {
-    "llama": {"rope_scaling": RopeScaling(kind="llama3", factor=8.0), "kv_channels": 128},
-    "mistral": {"num_query_groups": 8, "qkv_bias": False, "rotary_base": 1000000},
-    "mixtral": {"num_experts": 8, "moe_ffn_hidden_size": 14336, "moe_norm_top_k": True},
-    "qwen2": {"qkv_bias": True, "untie_embeddings": False, "kv_channels": 64},
-    "qwen2_moe": {
-        "moe_norm_top_k": False,
-        "moe_shared_ffn_hidden_size": 5632,
-        "moe_shared_gate": True,
-        "qkv_bias": True,
-    },
-    "qwen3": {"qk_layernorm": True, "kv_channels": 128, "norm_epsilon": 1e-6},
-    "gpt_oss": {
-        "activation": "quick_gelu",
-        "activation_clamp": 7.0,
-        "attention_sinks": True,
-        "attention_window": 128,
-        "attention_window_pattern": "LG",
-        "glu_linear_offset": 1.0,
-        "linear_bias": True,
-        "moe_ffn_hidden_size": 2880,
-        "rope_scaling": RopeScaling(
-            kind="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
-        ),
-    },
-    "qwen3_moe": {"num_experts": 128, "moe_top_k": 8, "moe_ffn_hidden_size": 768},
-    "deepseek_v3": {
-        "kv_lora_rank": 512,
-        "kv_channels": None,
-        "moe_expert_bias": True,
-        "moe_first_dense_layers": 3,
-        "moe_group_top_k": 4,
-        "moe_num_groups": 8,
-        "moe_route_scale": 2.5,
-        "moe_score_function": "sigmoid",
-        "moe_shared_ffn_hidden_size": 2048,
-        "rope_scaling": RopeScaling(
-            kind="yarn", factor=40.0, original_max_position_embeddings=4096
-        ),
-    },
-    "kimi_k2": {"moe_num_groups": None, "moe_group_top_k": None, "moe_first_dense_layers": 1},
-    "glm4_moe": {"rotary_percent": 0.5, "qkv_bias": True, "qk_layernorm": False},
-    "deepseek_v32": {
-        "indexer_top_k": 2048,
-        "indexer_num_heads": 64,
-        "indexer_head_dim": 128,
-        "indexer_rope_interleaved": False,
-        "moe_num_groups": 8,
-        "latent_norm_epsilon": None,
-    },
-    "glm_moe_dsa": {
-        "indexer_num_heads": 32,
-        "indexer_rope_interleaved": True,
-        "latent_norm_epsilon": 1e-6,
-        "rope_scaling": RopeScaling(),
-    },
-    "glm4_moe_lite": {
-        "moe_first_dense_layers": 1,
-        "norm_epsilon": 1e-5,
-        "latent_norm_epsilon": 1e-6,
-        "rotary_percent": 1.0,
-    },
-    "deepseek_v2": {
-        "latent_norm_epsilon": None,
-        "moe_norm_top_k": False,
-        "moe_score_function": "softmax",
-        "moe_shared_ffn_hidden_size": 2816,
-        "q_lora_rank": None,
-    },
-    "glm4": {"norm_placement": "sandwich", "rotary_interleaved": True, "rotary_percent": 0.5},
-    "minimax_m2": {
-        "moe_expert_bias": True,
-        "moe_ffn_hidden_size": 1536,
-        "moe_score_function": "sigmoid",
-        "qk_layernorm_over_heads": True,
-        "rotary_percent": 0.5,
-    },
-    "seed_oss": {"qkv_bias": True, "kv_channels": 128},
-    "ernie4_5": {"rotary_interleaved": True, "untie_embeddings": False},
-    "ernie4_5_moe": {
-        "moe_expert_bias": True,
-        "moe_first_dense_layers": 1,
-        "moe_score_function": "softmax",
-        "moe_shared_ffn_hidden_size": 3072,
-        "moe_top_k": 6,
-        "rotary_interleaved": True,
-    },
-    "hunyuan_v1_dense": {
-        "num_experts": None,
-        "qk_layernorm_after_rotation": True,
-        "rope_scaling": RopeScaling(kind="ntk", factor=1000.0),
-    },
-    "hunyuan_v1_moe": {
-        "moe_ffn_hidden_size": 3072,
-        "moe_shared_ffn_hidden_size": 3072,
-        "moe_top_k": 8,
-        "num_experts": 64,
-        "qk_layernorm_after_rotation": True,
-    },
-    "gemma2": {
-        "attention_scale": None,
-        "attention_score_cap": 50.0,
-        "attention_window": 4096,
-        "attention_window_pattern": "LG",
-        "logit_cap": 30.0,
-        "qk_layernorm": False,
-        "untie_embeddings": False,
-    },
-    "mimo": {"qkv_bias": True, "qk_layernorm": False},
-    "olmo2": {"norm_placement": "post", "qk_layernorm_over_heads": True, "rotary_base": 500000},
-    "olmo3": {
-        "local_rotary_base": 500000,
-        "norm_placement": "post",
-        "rope_scaling": RopeScaling(kind="yarn", factor=8.0, attention_factor=1.2079441541679836),
-        "rotary_pattern": "LLLG",
-    },
-    "phi3": {"rotary_percent": 0.75, "norm_placement": "pre", "untie_embeddings": False},
-    "gemma3_text": {
-        "activation": "gelu_tanh",
-        "attention_scale": None,
-        "local_rotary_base": 10000,
-        "rope_scaling": RopeScaling(),
-        "rotary_pattern": "LLLLLG",
-        "scale_embeddings": True,
-    },
-    "gemma3": {
-        "kv_channels": 256,
-        "layernorm_zero_centered_gamma": True,
-        "norm_placement": "sandwich",
-        "rope_scaling": RopeScaling(kind="linear", factor=8.0),
-        "rotary_pattern": "LLLLLG",
-        "vocab_size": 262208,
-    },
-    "gemma4_text": {
-        "attention_scale": 1.0,
-        "global_query_groups": 2,
-        "layernorm_zero_centered_gamma": False,
-        "moe_ffn_hidden_size": 704,
-        "moe_inner_norms": True,
-        "moe_shared_ffn_hidden_size": 2112,
-        "moe_top_k": 8,
-    },
-    "gemma4": {
-        "attention_window": 1024,
-        "attention_window_pattern": "LLLLLG",
-        "global_keys_as_values": True,
-        "global_kv_channels": 512,
-        "global_query_groups": 4,
-        "kv_channels": 256,
-        "layer_scalars": True,
-        "local_rotary_base": 10000,
-        "logit_cap": 30.0,
-        "moe_inner_norms": False,
-        "num_experts": None,
-        "rope_scaling": RopeScaling(kind="proportional", rotated_part=0.25),
-        "rotary_base": 1000000,
-        "rotary_pattern": "LLLLLG",
-        "value_layernorm": True,
-    },
-}
 
 
 def folder(path: Path, keys: dict[str, Any]) -> str:
@@ -218,7 +56,6 @@ def test_the_published_config_of_a_family(name: str, tmp_path: Path) -> None:
     path = folder(tmp_path, PUBLISHED[name])
     found = read_hf_config(path)
     assert (found.model_type, [found.architecture]) == (name, PUBLISHED[name]["architectures"])
-    assert {key: found.values[key] for key in SPECIAL[name]} == SPECIAL[name]
     model = ModelConfig.from_hf(path, dtype="bf16")
     assert {key: getattr(model, key) for key in found.values} == dict(found.values)
     assert model.dtype == "bf16"
@@ -300,18 +137,14 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
         ("qwen3", {"partial_rotary_factor": 0.5}, "rotates whole heads of this family"),
         ("qwen2", {"use_mrope": True}, "use_mrope=true; megapack trains false only"),
         ("qwen3", {"head_gate": True}, "head_gate=true; megapack does not know this key"),
-        ("qwen3", {"hidden_size": None}, "hidden_size=null; expected a whole number"),
         ("qwen3", {"hidden_size": 2560.0}, "hidden_size=2560.0; expected a whole number"),
         ("qwen3", {"hidden_act": "gelu"}, 'hidden_act="gelu"; megapack trains "silu" only'),
-        ("qwen3", {"attention_bias": True}, "attention_bias=true; megapack trains false only"),
         ("qwen3", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ("qwen3", {"tie_word_embeddings": "yes"}, "expected true or false"),
         ("qwen3", {"rms_norm_eps": 0}, "rms_norm_eps=0; expected a number above 0"),
         ("qwen3", {"rope_theta": 10000.5}, "rope_theta=10000.5; expected a whole number"),
-        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=true"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 36}, "use_sliding_window is false"),
         ("qwen3", {"layer_types": ["full_attention"]}, "expected 36 of sliding_"),
-        ("qwen3", {"layer_types": ["chunked_attention"] * 36}, "expected 36 of sliding_"),
         ("qwen3", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor=null"),
         (
             "qwen3",
@@ -321,65 +154,47 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
         ("qwen3", {"rope_scaling": "llama3"}, "expected an object or null"),
         ("qwen3", {"rope_parameters": {"rope_theta": 5}}, "rope_parameters says otherwise"),
         ("qwen3", {"quantization_config": {"bits": 4}}, "convert the folder to bf16 first"),
-        ("llama", {"mlp_bias": True}, "mlp_bias=true"),
         (
             "llama",
             {"rope_scaling": {**_LLAMA3, "low_freq_factor": 4.0}},
             "high_freq_factor is 4.0; set more than low_freq_factor=4.0",
         ),
-        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.factor=null"),
         ("llama", {"rope_scaling": {**_LLAMA3, "extra": 1}}, "rope_scaling.extra=1"),
         ("mistral", {"sliding_window": 0}, "expected a whole number of at least 1"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         ("mixtral", {"num_experts_per_tok": 1}, "a normalised score of one expert is 1"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "only the first layers can be dense"),
         ("qwen3_moe", {"num_local_experts": 64}, "num_local_experts differs"),
         ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func="softmax"'),
-        ("deepseek_v3", {"topk_method": "greedy"}, 'topk_method="greedy"'),
-        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("deepseek_v3", {"norm_topk_prob": False}, "Megatron-Core normalises sigmoid scores"),
         ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads=8"),
-        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false"),
         ("deepseek_v3", {"rope_scaling": _LLAMA3}, "megapack trains default and yarn for"),
         ("deepseek_v3", {"rope_scaling": {**_YARN, "mscale": None}}, "rope_scaling.mscale=null"),
         ("gpt_oss", {"rope_scaling": None}, "transformers would assume yarn"),
         ("gpt_oss", {"attention_bias": False}, "attention_bias=false"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "convert the folder"),
-        ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm=1; expected true or false"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, 'topk_method="noaux_tc"'),
-        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla=true; megapack trains false only"),
         ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic"}}, "rope_scaling.alpha=null"),
         ("qwen3", {"rope_scaling": {"type": "ntk", "alpha": 2.0}}, "for this family"),
         ("hunyuan_v1_moe", {"moe_topk": [8, 4]}, "the same in layers"),
         ("hunyuan_v1_moe", {"moe_intermediate_size": 64}, "transformers has 3072 whatever"),
         ("ernie4_5_moe", {"moe_layer_end_index": 3}, "moe_layer_end_index=3"),
-        ("ernie4_5_moe", {"moe_k": 1}, "a normalised score of one expert is 1"),
         ("gemma2", {"attn_logit_softcapping": -1}, "expected a number above 0"),
-        ("gemma2", {"hidden_act": "silu"}, 'hidden_act="silu"'),
         ("gemma4_text", {"hidden_size_per_layer_input": 256}, "embeddings of each layer"),
         ("gemma4_text", {"num_kv_shared_layers": 20}, "keys and values of others"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, '"all"; megapack trains null'),
         ("gemma4_text", {"layer_types": 30 * ["full_attention"]}, "layers of both kinds"),
         ("gemma4_text", {"layer_types": 30 * ["sliding_attention"]}, "the last is full_attention"),
         ("gemma4_text", {"per_layer_config": {"5": {"head_dim": 512}}}, "layers, all alike"),
-        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=true"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 47}, "first_k_dense_replace=1 of them"),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2"),
         ("minimax_m2", {"attn_type_list": [0, 1]}, "megapack trains 1 only, softmax attention"),
         ("minimax_m2", {"partial_rotary_factor": 1.0}, "partial_rotary_factor says otherwise"),
-        ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size=64"),
         ("deepseek_v32", {"index_topk": None}, "index_topk=null; expected a whole number"),
         ("deepseek_v32", {"layer_types": ["full_attention"] * 61}, "indexed_attention only"),
         ("deepseek_v32", {"mlp_layer_types": ["sparse"] * 61}, "in the first 3 layers"),
         ("glm_moe_dsa", {"index_topk_freq": 4}, "not those that take another layer's choice"),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared"] * 39}, "another layer's choice"),
-        ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave=false"),
-        ("seed_oss", {"attention_out_bias": True}, "attention_out_bias=true"),
-        ("ernie4_5", {"use_bias": True}, "use_bias=true"),
-        ("mimo", {"attention_bias": False}, "attention_bias=false"),
-        ("mimo", {"use_sliding_window": True}, "use_sliding_window=true"),
     ],
 )
 def test_what_is_not_exact_is_refused(

@@ -16,77 +16,10 @@ from tests.unit.job.config.hybrid_configs import HYBRID
 
 pytestmark = pytest.mark.unit
 
-GATED_DELTA = {
-    "attention_output_gate": True,
-    "layernorm_zero_centered_gamma": True,
-    "qk_layernorm": True,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_value_head_dim": 128,
-    "position_embedding_type": "rope",
-    "rotary_base": 10000000,
-    "rotary_percent": 0.25,
-}
-DENSE = {
-    **GATED_DELTA,
-    "hybrid_layer_pattern": 16 * "G-G-G-*-",
-    "num_layers": 128,
-    "num_experts": None,
-    "ffn_hidden_size": 17408,
-    "linear_num_value_heads": 48,
-    "kv_channels": 256,
-}
-EXPERTS = {
-    **GATED_DELTA,
-    "hybrid_layer_pattern": 10 * "GEGEGE*E",
-    "num_layers": 80,
-    "num_experts": 256,
-    "ffn_hidden_size": None,
-    "moe_top_k": 8,
-    "moe_ffn_hidden_size": 512,
-    "moe_shared_ffn_hidden_size": 512,
-    "moe_shared_gate": True,
-    "moe_norm_top_k": True,
-    "moe_score_function": "softmax",
-    "linear_num_value_heads": 32,
-}
-EXPECTED: dict[str, dict[str, Any]] = {
-    "qwen3_next": {
-        **EXPERTS,
-        "hybrid_layer_pattern": 12 * "GEGEGE*E",
-        "num_layers": 96,
-        "num_experts": 512,
-        "moe_top_k": 10,
-        "ffn_hidden_size": 5120,
-    },
-    "qwen3_5": DENSE,
-    "qwen3_5_text": DENSE,
-    "qwen3_5_moe": EXPERTS,
-    "qwen3_5_moe_text": EXPERTS,
-    "nemotron_h": {
-        "hybrid_layer_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        "num_layers": 52,
-        "kv_channels": 128,
-        "num_query_groups": 2,
-        "position_embedding_type": "none",
-        "activation": "squared_relu",
-        "gated_linear_unit": False,
-        "norm_epsilon": 1e-5,
-        "mamba_num_heads": 64,
-        "mamba_head_dim": 64,
-        "mamba_state_dim": 128,
-        "mamba_num_groups": 8,
-        "num_experts": 128,
-        "moe_top_k": 6,
-        "moe_ffn_hidden_size": 1856,
-        "moe_shared_ffn_hidden_size": 3712,
-        "moe_shared_gate": False,
-        "moe_score_function": "sigmoid",
-        "moe_expert_bias": True,
-        "moe_route_scale": 2.5,
-        "moe_num_groups": None,
-    },
+PATTERNS = {
+    "qwen3_next": 12 * "GEGEGE*E",
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), 16 * "G-G-G-*-"),
+    "nemotron_h": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
 }
 
 
@@ -112,10 +45,9 @@ def test_the_published_config_of_a_family(name: str, tmp_path: Path) -> None:
     path = folder(tmp_path, HYBRID[name])
     found = read_hf_config(path)
     assert (found.model_type, [found.architecture]) == (name, HYBRID[name]["architectures"])
-    assert {key: found.values[key] for key in EXPECTED[name]} == EXPECTED[name]
     model = ModelConfig.from_hf(path, dtype="bf16")
     assert {key: getattr(model, key) for key in found.values} == dict(found.values)
-    assert model.layer_pattern == EXPECTED[name]["hybrid_layer_pattern"]
+    assert model.layer_pattern == PATTERNS.get(name, 10 * "GEGEGE*E")
     assert found.num_mtp_layers == (name != "nemotron_h")
 
 
@@ -124,7 +56,6 @@ def test_a_depth_of_multi_token_prediction_is_attention_and_the_last_mlp(tmp_pat
         path = folder(tmp_path / name, HYBRID[name])
         model = ModelConfig.from_hf(path, mtp_num_layers=1)
         assert model.hybrid_layer_pattern == f"{model.layer_pattern}{depth}"
-        assert model.layer_pattern == EXPECTED[name]["hybrid_layer_pattern"]
     path = folder(tmp_path / "nemotron_h", HYBRID["nemotron_h"])
     with pytest.raises(ConfigError, match="has 0 layers of multi-token prediction that megapack"):
         ModelConfig.from_hf(path, mtp_num_layers=1)
@@ -183,9 +114,7 @@ def test_rotary_keys_of_transformers_4_and_5(name: str, tmp_path: Path) -> None:
         ("qwen3_next", {"layer_types": ["linear_attention"]}, "num_hidden_layers is 48"),
         ("qwen3_next", {"layer_types": 48 * ["sliding_attention"]}, "expected a list of"),
         ("qwen3_next", {"mlp_only_layers": 3}, "mlp_only_layers=3; expected a list of layers"),
-        ("qwen3_next", {"attention_bias": True}, "attention_bias=true"),
         ("qwen3_next", {"linear_num_key_heads": None}, "linear_num_key_heads=null"),
-        ("qwen3_next", {"hidden_act": "gelu"}, 'hidden_act="gelu"'),
         ("qwen3_next", {"attn_output_gate": False}, "attn_output_gate=false"),
         ("qwen3_next", {"linear_conv_bias": True}, "does not know this key"),
         (
@@ -193,14 +122,12 @@ def test_rotary_keys_of_transformers_4_and_5(name: str, tmp_path: Path) -> None:
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "rope_scaling.original",
         ),
-        ("qwen3_next", {"num_experts_per_tok": 1}, "a normalised score of one expert is 1"),
         ("qwen3_5", {"text_config": None}, "text_config=null; expected an object of keys"),
         ("qwen3_5", {"tie_word_embeddings": True}, "text_config says otherwise: make them equal"),
         ("qwen3_5", {"architectures": ["Qwen3_5ForCausalLM"]}, "megapack trains Qwen3_5ForCond"),
         ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
         ("qwen3_5_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
         ("qwen3_5_moe", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
-        ("qwen3_5_moe", {"router_bias": True}, "does not know this key"),
         ("nemotron_h", {"hybrid_override_pattern": "MX"}, "expected letters of M*-E"),
         ("nemotron_h", {"hybrid_override_pattern": None}, "it is missing: write it"),
         ("nemotron_h", {"layers_block_type": ["moe"]}, "layers_block_type says otherwise"),
@@ -210,16 +137,9 @@ def test_rotary_keys_of_transformers_4_and_5(name: str, tmp_path: Path) -> None:
         ("nemotron_h", {"time_step_limit": [0.01, float("inf")]}, "kernels have no such limit"),
         ("nemotron_h", {"layer_norm_epsilon": 1e-6}, "inside a Mamba layer has 1e-05 only"),
         ("nemotron_h", {"conv_kernel": 3}, "conv_kernel=3"),
-        ("nemotron_h", {"mamba_hidden_act": "relu"}, 'mamba_hidden_act="relu"'),
-        ("nemotron_h", {"use_conv_bias": False}, "use_conv_bias=false"),
-        ("nemotron_h", {"mlp_bias": True}, "mlp_bias=true"),
-        ("nemotron_h", {"use_bias": True}, "use_bias=true"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, 'mlp_hidden_act="silu"'),
         ("nemotron_h", {"moe_latent_size": 1024}, "moe_latent_size=1024"),
         ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts=2"),
-        ("nemotron_h", {"norm_topk_prob": False}, "Megatron-Core normalises sigmoid scores"),
-        ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32=true"),
-        ("nemotron_h", {"sliding_window": 4096}, "sliding_window=4096"),
         ("nemotron_h", {"attention_head_dim": 64}, "attention_head_dim=64"),
     ],
 )

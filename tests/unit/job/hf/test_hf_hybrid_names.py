@@ -41,6 +41,7 @@ NEMOTRON = {
     "mamba_head_dim": 3,
     "mamba_num_groups": 2,
     "mamba_state_dim": 5,
+    "num_experts": 4,
 }
 PROJECTION = "self_attention.in_proj.weight"
 STACKED = ("model.language_model.layers.0.mlp.experts.gate_up_proj",)
@@ -70,29 +71,6 @@ def test_parts_of_qwen3_next_are_stacked_by_key_head() -> None:
         assert rows(names, f"4.{PROJECTION}.{part}", count) == places
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"])
-def test_parts_of_qwen3_5_are_one_above_the_other(name: str) -> None:
-    names = TensorNames(name, QWEN)
-    expected = {
-        "query": ("qkv", 0, 6),
-        "key": ("qkv", 6, 6),
-        "value": ("qkv", 12, 20),
-        "z": ("z", 0, 20),
-        "beta": ("b", 0, 4),
-        "alpha": ("a", 0, 4),
-    }
-    for part, (tensor, start, count) in expected.items():
-        place = (f"0.linear_attn.in_proj_{tensor}.weight", start, count)
-        assert rows(names, f"0.{PROJECTION}.{part}", count) == [place]
-
-
-def test_the_convolution_of_a_gated_delta_net() -> None:
-    names = TensorNames("qwen3_next", QWEN)
-    for part, start, count in (("query", 0, 6), ("key", 6, 6), ("value", 12, 20)):
-        place = ("0.linear_attn.conv1d.weight", start, count)
-        assert rows(names, f"0.self_attention.conv1d.weight.{part}", count) == [place]
-
-
 def test_a_groups_gates_are_below_its_queries() -> None:
     """Each head of `q_proj` has its query above its gate."""
     q, k, v = (f"1.self_attn.{name}_proj.weight" for name in "qkv")
@@ -100,37 +78,6 @@ def test_a_groups_gates_are_below_its_queries() -> None:
         *((q, 0, 8), (q, 16, 8), (q, 8, 8), (q, 24, 8), (k, 0, 8), (v, 0, 8)),
         *((q, 32, 8), (q, 48, 8), (q, 40, 8), (q, 56, 8), (k, 8, 8), (v, 8, 8)),
     ]
-
-
-def test_parts_of_a_mamba_layer() -> None:
-    names = TensorNames("nemotron_h", NEMOTRON)
-    projection = "0.mixer.in_proj.weight"
-    at = 0
-    for part, count in {"z": 12, "x": 12, "B": 10, "C": 10, "dt": 4}.items():
-        assert rows(names, f"{projection}.{part}", count) == [(projection, at, count)]
-        at += count
-    for kind in ("weight", "bias"):
-        conv = f"0.mixer.conv1d.{kind}"
-        for part, start, count in (("x", 0, 12), ("B", 12, 10), ("C", 22, 10)):
-            assert rows(names, f"{conv}.{part}", count) == [(conv, start, count)]
-
-
-def test_layers_of_nemotron_are_megatrons() -> None:
-    names = TensorNames("nemotron_h", NEMOTRON, ["backbone.embeddings.weight"])
-    for key, name in {
-        "embedding.word_embeddings.weight": "backbone.embeddings.weight",
-        "decoder.final_norm.weight": "backbone.norm_f.weight",
-        "output_layer.weight": "lm_head.weight",
-        "decoder.layers.0.norm.weight": "backbone.layers.0.norm.weight",
-        "decoder.layers.0.mixer.norm.weight": "backbone.layers.0.mixer.norm.weight",
-        "decoder.layers.1.input_layernorm.weight": "backbone.layers.1.norm.weight",
-        "decoder.layers.2.pre_mlp_layernorm.weight": "backbone.layers.2.norm.weight",
-        "decoder.layers.2.mlp.linear_fc1.weight": "backbone.layers.2.mixer.up_proj.weight",
-        "decoder.layers.3.mlp.router.expert_bias": (
-            "backbone.layers.3.mixer.gate.e_score_correction_bias"
-        ),
-    }.items():
-        assert names.rows(key, (), 5) == [Rows(name, 0, 5)]
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "deepseek_v3"])

@@ -37,17 +37,6 @@ def test_queries_keys_and_values_alternate_by_group(part: str) -> None:
     ]
 
 
-def test_stacked_projections_are_rows_of_one_tensor() -> None:
-    """Queries of all groups are above all keys, and those above all values."""
-    qkv = "model.layers.2.self_attn.qkv_proj.weight"
-    assert rows("phi3", "self_attention.linear_qkv.weight", 128) == [
-        *(Rows(qkv, 0, 32), Rows(qkv, 64, 16), Rows(qkv, 96, 16)),
-        *(Rows(qkv, 32, 32), Rows(qkv, 80, 16), Rows(qkv, 112, 16)),
-    ]
-    gate_up = Rows("model.layers.2.mlp.gate_up_proj.weight", 0, 192)
-    assert rows("phi3", "mlp.linear_fc1.weight", 192) == [gate_up]
-
-
 def test_global_layers_have_heads_of_their_own() -> None:
     """Here with one group of wider heads, whose keys are the values too."""
     own = {"global_kv_channels": 24, "global_query_groups": 1, "global_keys_as_values": True}
@@ -66,57 +55,6 @@ def test_global_layers_have_heads_of_their_own() -> None:
     assert found[2] == [Rows(q, 0, 96), Rows(k, 0, 24)]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "norms"),
-    [
-        (
-            "olmo2",
-            {
-                "post_self_attn_layernorm": "post_attention_layernorm",
-                "post_mlp_layernorm": "post_feedforward_layernorm",
-            },
-        ),
-        (
-            "gemma3_text",
-            {
-                "input_layernorm": "input_layernorm",
-                "post_self_attn_layernorm": "post_attention_layernorm",
-                "pre_mlp_layernorm": "pre_feedforward_layernorm",
-                "post_mlp_layernorm": "post_feedforward_layernorm",
-            },
-        ),
-        (
-            "glm4",
-            {
-                "pre_mlp_layernorm": "post_attention_layernorm",
-                "post_self_attn_layernorm": "post_self_attn_layernorm",
-            },
-        ),
-    ],
-)
-def test_norms_of_a_layer(model_type: str, norms: dict[str, str]) -> None:
-    for own, theirs in norms.items():
-        assert rows(model_type, f"{own}.weight", 64) == [
-            Rows(f"model.layers.2.{theirs}.weight", 0, 64)
-        ]
-
-
-@pytest.mark.parametrize(
-    ("model_type", "first", "second"),
-    [
-        ("qwen3_moe", "mlp.experts.7.gate_proj", "mlp.experts.7.up_proj"),
-        ("mixtral", "block_sparse_moe.experts.7.w1", "block_sparse_moe.experts.7.w3"),
-    ],
-)
-def test_an_experts_gate_is_above_its_up_projection(
-    model_type: str, first: str, second: str
-) -> None:
-    assert rows(model_type, "mlp.experts.experts.linear_fc1.weight", 10, 7) == [
-        Rows(f"model.layers.2.{first}.weight", 0, 5),
-        Rows(f"model.layers.2.{second}.weight", 0, 5),
-    ]
-
-
 def test_rows_of_the_padded_vocabulary_have_no_name() -> None:
     names = TensorNames("llama", VALUES)
     for key, name in (
@@ -126,24 +64,6 @@ def test_rows_of_the_padded_vocabulary_have_no_name() -> None:
         assert names.rows(key, (), 128) == [Rows(name, 0, 5)]
         second_half = Block(key, (), (64, 0), (64, 8), (128, 8), torch.float32)
         assert row_spans(second_half, names) == []
-
-
-def test_an_output_layer_of_one_row_is_a_score() -> None:
-    assert TensorNames("llama", VALUES).rows("output_layer.weight", (), 1) == [
-        Rows("score.weight", 0, 1)
-    ]
-
-
-def test_norms_have_one_name_whether_they_are_fused_or_not() -> None:
-    for fused, own in (
-        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
-    ):
-        assert rows("qwen3", fused, 64) == rows("qwen3", own, 64)
-    up = "self_attention.linear_q_up_proj.layer_norm_weight"
-    assert rows("deepseek_v3", up, 48) == rows(
-        "deepseek_v3", "self_attention.q_layernorm.weight", 48
-    )
 
 
 def test_row_spans_of_a_tensor_parallel_rank() -> None:
@@ -225,15 +145,6 @@ def test_a_projection_with_swapped_halves() -> None:
     assert span.arranged(torch.arange(6)[None]).tolist() == [[3, 4, 5, 0, 1, 2]]
 
 
-def test_folders_whose_names_have_no_beginning() -> None:
-    names = TensorNames("qwen3", VALUES, ["embed_tokens.weight", "layers.0.mlp.up_proj.weight"])
-    for key, name in (
-        ("embedding.word_embeddings.weight", "embed_tokens.weight"),
-        ("decoder.layers.2.self_attention.linear_proj.weight", "layers.2.self_attn.o_proj.weight"),
-    ):
-        assert names.rows(key, (), 5) == [Rows(name, 0, 5)]
-
-
 OF_DEPTH = "model.layers.3.self_attn.q_proj.weight"
 
 
@@ -293,13 +204,3 @@ def test_of_a_trained_depth_a_folder_may_have_copies() -> None:
         assert tied.original(copy) == model[0]
     assert untrained.may_be("model.layers.3.self_attn.other.weight")
     assert not trained.may_be("model.layers.3.self_attn.other.weight")
-
-
-def test_an_indexer_belongs_to_core_attention() -> None:
-    """As in Megatron's DSAttention."""
-    own = "self_attention.core_attention.indexer"
-    found = rows("deepseek_v32", f"{own}.linear_weights_proj.weight", 16)
-    assert found == [Rows("model.layers.2.self_attn.indexer.weights_proj.weight", 0, 16)]
-    assert rows("glm_moe_dsa", f"{own}.k_norm.bias", 24) == [
-        Rows("model.layers.2.self_attn.indexer.k_norm.bias", 0, 24)
-    ]
