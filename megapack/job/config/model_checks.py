@@ -66,36 +66,24 @@ def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]
     least = 32 if model.fp8 in ("mxfp8", "nvfp4") else 16
     unit, short, of_experts = whole * layout.tp, least * layout.tp, whole * layout.etp
     width, groups = model.head_width, model.query_groups
-    global_width, global_groups = model.global_heads
-    keys = (latent or 0) + (model.qk_rope_head_dim or 0)
-    # Name -> width, what it is a multiple of, and whether the model has it.
-    widths: dict[str, tuple[int, int, object]] = {
-        "hidden_size": (model.hidden_size, whole, True),
-        "num_attention_heads * head width": (heads * width, unit, True),
+    global_width, global_groups = model.global_heads if model.has_global_heads else (0, 0)
+    keys = latent + (model.qk_rope_head_dim or 0) if latent else 0
+    # Name -> width, and what it is a multiple of; 0 = the model does not have it.
+    widths = {
+        "hidden_size": (model.hidden_size, whole),
+        "num_attention_heads * head width": (heads * width, unit),
         "(num_attention_heads + 2 * num_query_groups) * head width": (
-            *((heads + 2 * groups) * width, short),
-            latent is None,
+            0 if latent else (heads + 2 * groups) * width,
+            short,
         ),
-        "num_attention_heads * global_kv_channels": (
-            *(heads * global_width, unit),
-            model.has_global_heads,
-        ),
-        "global_query_groups * global_kv_channels": (
-            *(global_groups * global_width, short),
-            model.has_global_heads,
-        ),
-        "kv_lora_rank + qk_rope_head_dim": (keys, whole, latent),
-        "q_lora_rank": (model.q_lora_rank or 0, whole, latent),
-        "num_attention_heads * v_head_dim": (heads * (model.v_head_dim or 0), unit, latent),
-        "moe_ffn_hidden_size": (model.expert_width, of_experts, model.num_experts),
-        "moe_shared_ffn_hidden_size": (model.moe_shared_ffn_hidden_size or 0, unit, True),
-        "ffn_hidden_size": (model.dense_width, unit, any(model.dense_layers)),
+        "num_attention_heads * global_kv_channels": (heads * global_width, unit),
+        "global_query_groups * global_kv_channels": (global_groups * global_width, short),
+        "kv_lora_rank + qk_rope_head_dim": (keys, whole),
+        "q_lora_rank": (model.q_lora_rank or 0, whole),
+        "num_attention_heads * v_head_dim": (heads * (model.v_head_dim or 0), unit),
+        "moe_ffn_hidden_size": (model.expert_width if model.num_experts else 0, of_experts),
+        "moe_shared_ffn_hidden_size": (model.moe_shared_ffn_hidden_size or 0, unit),
+        "ffn_hidden_size": (model.dense_width if any(model.dense_layers) else 0, unit),
     }
-    return {
-        f"model.{name}={size} (model.fp8={model.fp8}, tp={layout.tp}, etp={layout.etp})": (
-            size,
-            divisor,
-        )
-        for name, (size, divisor, is_there) in widths.items()
-        if is_there
-    }
+    sizes = f"(model.fp8={model.fp8}, tp={layout.tp}, etp={layout.etp})"
+    return {f"model.{name}={size} {sizes}": (size, by) for name, (size, by) in widths.items()}

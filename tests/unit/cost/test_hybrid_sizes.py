@@ -82,19 +82,6 @@ def test_published_parameters(name: str, total: float, active: float) -> None:
     assert stage.parameters == 2 * whole
 
 
-def test_nemotron_with_embeddings_is_as_its_report_says() -> None:
-    """3.2B active parameters, and 3.6B with both matrices of the vocabulary (arXiv 2512.20848)."""
-    sizes = config_of(NEMOTRON3).model
-    vocabulary = sizes.vocab_size * sizes.hidden_size
-    active = sizes.head_flops_per_token() / 2
-    for kind, count in sizes.layer_kinds():
-        weights = kind.layer_parameters()
-        experts = weights.experts * sizes.moe_top_k // (kind.num_experts or 1)
-        active += count * (weights.split + weights.whole + experts)
-    assert active / 1e9 == pytest.approx(3.2, abs=0.05)
-    assert (active + vocabulary) / 1e9 == pytest.approx(3.6, abs=0.05)
-
-
 @pytest.mark.parametrize("experts", [False, True])
 def test_a_gpt_as_a_hybrid_model_costs_the_same(experts: bool) -> None:
     gpt = ModelSizes(

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megapack import CostModel, Layout, ModelSizes
 from megapack.base.choices import Dtype, Recompute
-from megapack.config import load_config
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.head import default_chunk_tokens
 from megapack.cost.memory import MemoryModel
-from megapack.job.config.model import ModelConfig
-from megapack.job.config.sections import TrainConfig
 
 pytestmark = pytest.mark.unit
 
@@ -121,27 +117,6 @@ def test_activations_match_the_published_formula(tp: int, sequence_parallel: boo
     assert found == (8 / scatter + 24 / tp) * H + 2 * 4 / scatter + 4 * 16 / tp
 
 
-def test_grouped_queries_and_gates_count_with_their_widths() -> None:
-    sizes = replace(GPT, num_query_groups=4, gated_linear_unit=True)
-    found = model_of(sizes).saved(Layout()).layer
-    # Inputs 4h; queries and attention's output 2h; keys and values h/2; MLP 3 * 4h; 2 bytes each.
-    scalars = 2 * 4 + 4 * 16
-    assert found == 2 * H * (4 + 2 + 0.5 + 12) + scalars
-    normed = model_of(replace(sizes, qk_layernorm=True)).saved(Layout()).layer
-    # The inputs of the norms of queries and keys, and a statistic for each of 16 + 4 heads.
-    assert normed - found == 2 * H * (1 + 0.25) + 4 * 20
-    unfused = model_of(sizes, fused_swiglu=False).saved(Layout()).layer
-    assert unfused - found == 2 * H * 2 * 4
-
-
-def test_experts_count_by_token_and_chosen_expert() -> None:
-    found = model_of(EXPERTS).saved(Layout()).layer
-    # Two of 16 experts, each with its input h and 3 * 4h inside, and a score.
-    experts = 2 * (2 * (1 + 12) * H + 4)
-    router = 2 * (8 + 4) + 8 * 16 + 4
-    assert found == 2 * H * (4 + 4) + 2 * 4 + 4 * 16 + experts + router
-
-
 def test_other_kernels_keep_the_whole_output_of_linear_qkv() -> None:
     sizes = replace(GPT, num_query_groups=4)
     layers = {
@@ -222,34 +197,6 @@ def test_the_default_chunk_of_the_head_is_the_one_that_runs() -> None:
         assert head == 32000 // tp * 6 * chunk
 
 
-def test_the_model_config_is_the_sizes() -> None:
-    model = ModelConfig(hidden_size=64, num_experts=4, moe_ffn_hidden_size=32, moe_top_k=3)
-    kind = model.last_kind
-    assert (kind.width, kind.num_experts, model.moe_top_k, model.num_ids) == (32, 4, 3, 259)
-    dense = ModelConfig(hidden_size=64, vocab_size=999)
-    assert (dense.last_kind.width, dense.last_kind.num_experts, dense.num_ids) == (256, 0, 999)
-
-
-@pytest.mark.parametrize(
-    ("config", "billions"),
-    [
-        ("qwen3_1p7b_gpu1", 1.72),
-        ("qwen3_4b_dp4_tp2_gpu8", 4.02),
-        ("qwen3_30b_a3b_dp32_pp2_vpp4_ep8_gpu64", 30.53),
-        ("llama3_70b_dp2_tp8_pp4_vpp5_gpu64", 70.55),
-    ],
-)
-def test_shipped_models_have_the_published_parameter_counts(
-    config: str, billions: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = Path(__file__).parents[3] / "configs" / f"{config}.yaml"
-    model = load_config(path, [], TrainConfig).model
-    memory = MemoryModel(sizes=model)
-    stage = memory.stage(Layout(), 0, live_tokens=0, row_tokens=0)
-    assert stage.parameters / 2e9 == pytest.approx(billions, abs=0.01)
-
-
 def test_a_value_head_needs_no_output_matrix_and_no_logits() -> None:
     model = model_of(GPT)
     head = changed(model, value_head=True)
@@ -298,24 +245,6 @@ def test_muon_keeps_one_moment_of_the_matrices_of_layers(dtype: Dtype) -> None:
     matrices = 8 * (4 * H * H + 16 * H + 16 * 3 * H * 4 * H)
     saved = bare(experts, Layout())[2] - bare(changed(experts, muon=True), Layout())[2]
     assert saved == 4 * matrices
-
-
-def test_single_experts_are_frozen_by_their_number() -> None:
-    expert = 3 * H * 4 * H
-    one = model_of(EXPERTS, freeze=("*.local_experts.3.*",))
-    everything, left = (bare(changed(one, freeze=f), Layout())[1] for f in ((), one.sizes.freeze))
-    assert everything - left == 4 * 8 * expert
-    assert one.stage(Layout(), 0, live_tokens=0, row_tokens=0).critic == 0
-
-
-def test_a_frozen_policy_leaves_its_critic_trained() -> None:
-    model = model_of(GPT, critic=True)
-    free, frozen = (
-        changed(model, freeze=f).stage(Layout(), 0, live_tokens=0, row_tokens=0)
-        for f in ((), ("*",))
-    )
-    assert (frozen.critic, frozen.gradients) == (free.critic, 0)
-    assert free.critic > 0
 
 
 def test_frozen_matrices_have_no_weight_gradients_to_wait_for() -> None:
