@@ -16,28 +16,37 @@ def _num_experts(reader: Reader, *names: str) -> int:
     return counts.pop()
 
 
-def _top_k(reader: Reader, *names: str) -> Values:
-    """The number of experts by one of these names, and how many a token uses."""
-    return {
+def _experts(
+    reader: Reader,
+    *names: str,
+    top_k: str = "num_experts_per_tok",
+    width: str = "moe_intermediate_size",
+    normed: bool = True,
+) -> Values:
+    """The number of experts by one of these names, how many a token uses, and their width.
+
+    Args:
+        top_k, width: keys of config.json.
+        normed: whether the scores of a token's experts are divided by their sum.
+    """
+    values = {
         "num_experts": _num_experts(reader, *names),
-        "moe_top_k": reader.count("num_experts_per_tok", 1),
+        "moe_top_k": reader.count(top_k, 1),
+        "moe_ffn_hidden_size": reader.count(width, 1),
+        "moe_norm_top_k": normed,
     }
+    _check_norm(reader, values, top_k)
+    return values
 
 
-def _normed(reader: Reader, top_k: int, normed: bool, key: str = "num_experts_per_tok") -> Values:
-    if normed and top_k == 1:
-        raise reader.error(
-            key,
-            1,
-            "a normalised score of one expert is 1, which Megatron-Core does not do",
-        )
-    return {"moe_norm_top_k": normed}
+def _check_norm(reader: Reader, values: Values, key: str) -> None:
+    if values["moe_norm_top_k"] and values["moe_top_k"] == 1:
+        why = "a normalised score of one expert is 1, which Megatron-Core does not do"
+        raise reader.error(key, 1, why)
 
 
 def mixtral_experts(reader: Reader) -> Values:
-    values = _top_k(reader, "num_local_experts")
-    values["moe_ffn_hidden_size"] = reader.count("intermediate_size", 1)
-    return values | _normed(reader, values["moe_top_k"], True)
+    return _experts(reader, "num_local_experts", width="intermediate_size")
 
 
 def clamped_experts(reader: Reader) -> Values:
@@ -47,14 +56,8 @@ def clamped_experts(reader: Reader) -> Values:
 
 def biased_experts(reader: Reader) -> Values:
     """Experts of MiniMax-M2: sigmoid scores, chosen with a bias, and no shared experts."""
-    values = _top_k(reader, "num_local_experts")
-    return {
-        **values,
-        **_normed(reader, values["moe_top_k"], True),
-        "moe_ffn_hidden_size": reader.count("intermediate_size", 1),
-        "moe_score_function": "sigmoid",
-        "moe_expert_bias": True,
-    }
+    biased = {"moe_score_function": "sigmoid", "moe_expert_bias": True}
+    return {**mixtral_experts(reader), **biased}
 
 
 def _of_all_layers(reader: Reader, key: str, default: Any = MISSING) -> int:
@@ -70,43 +73,39 @@ def _of_all_layers(reader: Reader, key: str, default: Any = MISSING) -> int:
 def hunyuan_experts(reader: Reader) -> Values:
     """Experts of Hunyuan, and a shared one, all as wide as `intermediate_size`."""
     width = reader.count("intermediate_size", 1)
-    top_k = _of_all_layers(reader, "moe_topk")
     for key, value in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
         found = _of_all_layers(reader, key, value)
         if found != value:
             raise reader.error(key, found, f"transformers has {value} whatever it says")
-    return {
+    values = {
         "num_experts": _num_experts(reader, "num_experts", "num_local_experts"),
-        "moe_top_k": top_k,
+        "moe_top_k": _of_all_layers(reader, "moe_topk"),
         "moe_ffn_hidden_size": width,
         "moe_shared_ffn_hidden_size": width,
-        **_normed(reader, top_k, True, "moe_topk"),
+        "moe_norm_top_k": True,
     }
+    _check_norm(reader, values, "moe_topk")
+    return values
 
 
 def ernie_experts(reader: Reader) -> Values:
     """Experts of Ernie 4.5 after the first layers: softmax scores, chosen with a bias."""
+    values = _experts(reader, "moe_num_experts", top_k="moe_k")
+    shared = values["moe_ffn_hidden_size"] * reader.count("moe_num_shared_experts")
     last = reader.count("num_hidden_layers", 1) - 1
-    top_k = reader.count("moe_k", 1)
-    width = reader.count("moe_intermediate_size", 1)
-    shared = width * reader.count("moe_num_shared_experts")
     reader.require("moe_layer_end_index", -1, last)
     return {
-        "num_experts": reader.count("moe_num_experts", 1),
-        "moe_top_k": top_k,
-        "moe_ffn_hidden_size": width,
+        **values,
         "moe_shared_ffn_hidden_size": shared or None,
         "moe_first_dense_layers": reader.count("moe_layer_start_index"),
         "moe_expert_bias": True,
-        **_normed(reader, top_k, True, "moe_k"),
     }
 
 
 def softmax_experts(reader: Reader) -> Values:
     """Experts of Qwen: their number, width and scores."""
-    values = _top_k(reader, "num_experts", "num_local_experts")
-    values["moe_ffn_hidden_size"] = reader.count("moe_intermediate_size", 1)
-    return values | _normed(reader, values["moe_top_k"], reader.flag("norm_topk_prob"))
+    normed = reader.flag("norm_topk_prob")
+    return _experts(reader, "num_experts", "num_local_experts", normed=normed)
 
 
 def qwen_experts(reader: Reader) -> Values:
@@ -125,14 +124,10 @@ def experts_beside_mlp(reader: Reader) -> Values:
         # They have no effect.
         reader.known |= names
         return {}
-    top_k = reader.count("top_k_experts", 1)
     return {
-        "num_experts": reader.count("num_experts", 1),
-        "moe_top_k": top_k,
-        "moe_ffn_hidden_size": reader.count("moe_intermediate_size", 1),
+        **_experts(reader, "num_experts", top_k="top_k_experts"),
         "moe_shared_ffn_hidden_size": reader.count("intermediate_size", 1),
         "moe_inner_norms": True,
-        **_normed(reader, top_k, True, "top_k_experts"),
     }
 
 
@@ -143,17 +138,12 @@ def gated_shared_expert(reader: Reader) -> Values:
 
 def sigmoid_experts(reader: Reader) -> Values:
     """Experts of DeepSeek: their number and width, sigmoid scores and groups."""
-    values = _top_k(reader, "n_routed_experts")
-    top_k = values["moe_top_k"]
-    groups = reader.count("n_group", 1)
-    chosen = reader.count("topk_group", 1)
     if not reader.flag("norm_topk_prob"):
         raise reader.error("norm_topk_prob", False, "Megatron-Core normalises sigmoid scores")
-    _normed(reader, top_k, True)
+    values = _experts(reader, "n_routed_experts")
     return {
         **values,
-        "moe_ffn_hidden_size": reader.count("moe_intermediate_size", 1),
-        **_groups(groups, chosen, top_k, best=2),
+        **_groups(reader, values["moe_top_k"], best=2),
         "moe_route_scale": reader.number("routed_scaling_factor"),
         "moe_score_function": "sigmoid",
         "moe_expert_bias": True,
@@ -165,12 +155,13 @@ def deepseek_experts(reader: Reader) -> Values:
     return _with_shared_experts(reader, sigmoid_experts(reader))
 
 
-def _groups(groups: int, chosen: int, top_k: int, *, best: int) -> Values:
+def _groups(reader: Reader, top_k: int, *, best: int) -> Values:
     """Groups of experts, of which a token uses some: those with the best experts.
 
     Args:
         best: number of these experts in transformers; Megatron-Core's is top_k / chosen.
     """
+    groups, chosen = reader.count("n_group", 1), reader.count("topk_group", 1)
     if groups == 1:
         return {}
     return {
@@ -184,17 +175,11 @@ def unnormed_experts(reader: Reader) -> Values:
     """The same with softmax scores as they are (DeepSeek-V2)."""
     reader.require("topk_method", "greedy", "group_limited_greedy")
     reader.require("norm_topk_prob", False, None)
-    values = _top_k(reader, "n_routed_experts")
+    values = _experts(reader, "n_routed_experts", normed=False)
+    values["moe_route_scale"] = reader.number("routed_scaling_factor")
     reader.known |= {"n_group", "topk_group"}
     if reader.get("topk_method") == "group_limited_greedy":
-        groups, chosen = (reader.count(key, 1) for key in ("n_group", "topk_group"))
-        values |= _groups(groups, chosen, values["moe_top_k"], best=1)
-    values = {
-        **values,
-        "moe_ffn_hidden_size": reader.count("moe_intermediate_size", 1),
-        "moe_route_scale": reader.number("routed_scaling_factor"),
-        "moe_norm_top_k": False,
-    }
+        values |= _groups(reader, values["moe_top_k"], best=1)
     return _with_shared_experts(reader, values)
 
 
