@@ -119,11 +119,8 @@ MODELS = {
     "qwen3_5": "Qwen3.5: the text part, tied",
     "qwen3_5_moe": "Qwen3.5-MoE: the text part, stacked experts",
     "nemotron_h": "Nemotron-3: Mamba-2, attention without positions, experts",
-    "qwen2_hybrid": "Qwen2 in a HybridModel",
     "qwen3_tied_hybrid": "Qwen3, tied, in a HybridModel",
-    "qwen3_yarn_hybrid": "Qwen3 with yarn, in a HybridModel",
     "qwen2_moe_hybrid": "Qwen2-MoE in a HybridModel",
-    "glm4_moe_hybrid": "GLM-4.5 in a HybridModel",
 }
 MODEL_LAYOUTS = {
     "single": "one process",

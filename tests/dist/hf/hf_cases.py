@@ -18,20 +18,8 @@ from tests.dist.spawn import checked_job
 from tests.megatron import HAS_HYBRID
 
 FAMILIES = (
-    *(
-        "llama",
-        "llama3_rope",
-        "mistral",
-        "mistral_window",
-        "qwen2",
-        "qwen2_window",
-        "qwen3",
-        "qwen3_tied",
-        "qwen3_yarn",
-        "qwen2_moe",
-        "mixtral",
-        "qwen3_moe",
-    ),
+    *("llama", "llama3_rope", "mistral", "mistral_window", "qwen2", "qwen2_window", "qwen3"),
+    *("qwen3_tied", "qwen3_yarn", "qwen2_moe", "mixtral", "qwen3_moe"),
     *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "gpt_oss"),
     *("moonlight", "deepseek_v2", "deepseek_v2_groups", "glm4_moe_lite", "seed_oss"),
     *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "mimo"),
@@ -41,11 +29,8 @@ FAMILIES = (
 )
 HYBRID_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
 AS_HYBRID = {
-    "qwen2_hybrid": "qwen2",
     "qwen3_tied_hybrid": "qwen3_tied",
-    "qwen3_yarn_hybrid": "qwen3_yarn",
     "qwen2_moe_hybrid": "qwen2_moe",
-    "glm4_moe_hybrid": "glm4_moe",
 }
 """Families of a GPTModel whose folder is loaded into a HybridModel, by a name of their own."""
 MTP_COEF = 0.4
@@ -58,7 +43,7 @@ EXPERTS = (
     *("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "deepseek_v2_groups"),
     *("moonlight", "deepseek_v2", "glm4_moe_lite", "glm4_moe_lite_mtp", "qwen3_next_mtp"),
     *("deepseek_v32", "glm_moe_dsa", "gemma4_experts"),
-    *("qwen3_next", "qwen3_5_moe", "nemotron_h", "qwen2_moe_hybrid", "glm4_moe_hybrid"),
+    *("qwen3_next", "qwen3_5_moe", "nemotron_h", "qwen2_moe_hybrid"),
 )
 
 LAYOUTS = {

@@ -53,11 +53,8 @@ LAYOUT_OF = {
     "qwen3_next_mtp": "tp2_sp",
     "qwen3_5": "tp2_sp",
     "qwen3_5_moe": "dp2",
-    "qwen2_hybrid": "cp2",
     "qwen3_tied_hybrid": "pp2_vpp2",
-    "qwen3_yarn_hybrid": "single",
     "qwen2_moe_hybrid": "tp2_sp",
-    "glm4_moe_hybrid": "dp2",
 }
 NAMES = [
     name
@@ -78,7 +75,6 @@ WEEKLY_CASES = {
     *("olmo3-prefixes", "mimo_mtp-cp2", "hunyuan_v1_moe-cp2", "phi3-tp2_sp", "gemma2-cp2"),
     *("gemma4_text-prefixes", "gemma4_text-wide", "gemma4_experts-wide", "gemma4_experts-pieces"),
     *("gpt_oss-prefixes", "gpt_oss-wide", "gpt_oss-pieces"),
-    *("qwen2_hybrid-cp2", "qwen3_yarn_hybrid-single", "glm4_moe_hybrid-dp2"),
 }
 PARAMS = [
     pytest.param(name, marks=needs_hybrid if HF_CASES[name].is_hybrid else ()) for name in NAMES

@@ -26,7 +26,6 @@ from tests.hand_made_orders import with_weights_later
 _BIASED = {"linear_bias": True, "qkv_bias": True}
 _EXPERTS = dataclasses.replace(problem.MOE_MODEL, moe_balance_loss_coef=0.0, moe_z_loss_coef=0.0)
 MODELS = {
-    "plain": problem.MODEL,
     "bias": dataclasses.replace(problem.MODEL, **_BIASED),
     "gpt2": dataclasses.replace(problem.OTHER_MODEL, **_BIASED),
     "sandwich": dataclasses.replace(problem.MODEL, norm_placement="sandwich", **_BIASED),
