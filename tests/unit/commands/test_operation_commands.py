@@ -79,11 +79,3 @@ def test_simulate_counts_pieces_and_split_backwards(call: Call) -> None:
     (found,) = json.loads(call("simulate", "plan.json", "--json")[1])["steps"].values()
     assert (found["num_pieces"], found["num_split_backwards"]) == (3, 20)
     assert found["piece_fraction"] == 7000 / sum(LENGTHS)
-
-
-def test_pictures_pages_and_traces_are_written(call: Call) -> None:
-    for command in (("plot",), ("trace",), ("report", "lengths.txt")):
-        code, _, err = call(command[0], "plan.json", *command[1:])
-        assert (code, err) == (0, "")
-    assert "weight gradients 4" in Path("trace.json").read_text()
-    assert "1 in 3 pieces" in Path("report.html").read_text()

@@ -56,10 +56,6 @@ def test_diff_sees_that_a_row_lies_over_more_ranks(call: Call) -> None:
     assert "wide micro-batches: 2 over 4 ranks (" in pair[1]
 
 
-def test_diff_of_the_same_plan_is_equal(call: Call) -> None:
-    assert call("diff", "plan.json", "plan.json")[0] == 0
-
-
 def test_simulate_says_how_many_tokens_are_in_wide_rows(call: Call) -> None:
     head, step, *_ = call("simulate", "plan.json")[1].splitlines()
     assert head.split()[-2:] == ["wide", "widest"]
@@ -67,11 +63,3 @@ def test_simulate_says_how_many_tokens_are_in_wide_rows(call: Call) -> None:
     (found,) = json.loads(call("simulate", "plan.json", "--json")[1])["steps"].values()
     assert found["wide_rows"] == {"2": 1, "4": 1}
     assert found["tokens"] == TOKENS
-
-
-def test_pictures_pages_and_traces_are_written(call: Call) -> None:
-    for command in (("plot",), ("trace",), ("report", "lengths.txt")):
-        code, _, err = call(command[0], "plan.json", *command[1:])
-        assert (code, err) == (0, "")
-    assert '"dp_ranks":"2-3"' in Path("trace.json").read_text()
-    assert "1 over 2 ranks, 1 over 4" in Path("report.html").read_text()

@@ -101,21 +101,6 @@ def test_a_hanging_probe_is_killed_with_its_children(
     ("probe", "modules", "found", "words"),
     [
         ("torch", {"torch": "__version__ = '2.5.1'"}, "2.5.1", "version 2.5.1; install torch>=2.6"),
-        ("torch", {"torch": "__version__ = '2.6.0a0+ecf3bae'"}, "2.6.0a0", None),
-        ("torch", {"torch": "__version__ = '3.1.0+cu140'"}, "3.1.0", None),
-        (
-            "megatron",
-            {"megatron": "", "megatron.core": "__version__ = '0.15.3'"}
-            | {f"megatron.core.pipeline_parallel{part}": "" for part in ("", ".schedules")},
-            "megatron-core 0.15.3",
-            "version 0.15.3; install megatron-core>=0.16.1",
-        ),
-        (
-            "transformer_engine",
-            {"transformer_engine": "__version__ = '1.4.0'", "transformer_engine.pytorch": ""},
-            "1.4.0",
-            "version 1.4.0; install transformer-engine",
-        ),
         ("apex", {"apex": "1 / 0"}, "another project's", "pip uninstall apex"),
         ("apex", {"torch": "", "apex": "", "amp_C": "1 / 0"}, "NVIDIA's", "ZeroDivision"),
     ],
@@ -124,23 +109,22 @@ def test_wrong_versions_and_packages_are_faults(
     probe: str,
     modules: dict[str, str],
     found: str,
-    words: str | None,
+    words: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(stub(tmp_path, modules)))
-    # What other runs on this machine have left there is another fault.
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (diagnosis,) = in_child(monkeypatch, probe)
     assert diagnosis.found.startswith(found)
-    assert len(diagnosis.faults) == (words is not None)
-    assert words is None or words in diagnosis.faults[0]
+    (fault,) = diagnosis.faults
+    assert words in fault
 
 
 @pytest.mark.parametrize(
     ("package", "version", "fault"),
     [
         ("torch", "2.13.0+cu130", False),
+        ("torch", "2.6.0a0+ecf3bae", False),
         ("torch", "2.5.1", True),
         ("megatron-core", "0.16.1", False),
         ("megatron-core", "0.15.3", True),
@@ -158,22 +142,18 @@ def test_old_versions_are_faults(
 
 @pytest.mark.parametrize(
     ("version", "note"),
-    [
-        ("0.17.1", "config.deallocate_pipeline_outputs=False"),
-        ("0.18.2", None),
-        ("0.99.0", "newer than tested"),
-    ],
+    [("0.17.1", "config.deallocate_pipeline_outputs=False"), ("0.99.0", "newer than tested")],
 )
 def test_notes_about_megatron(
-    version: str, note: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules = {"megatron": "", "megatron.core": f"__version__ = '{version}'"}
     modules |= {f"megatron.core.pipeline_parallel{part}": "" for part in ("", ".schedules")}
     monkeypatch.syspath_prepend(str(stub(tmp_path, modules)))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (diagnosis,) = in_child(monkeypatch, "megatron")
-    assert len(diagnosis.notes) == (note is not None)
-    assert note is None or note in diagnosis.notes[0]
+    (found,) = diagnosis.notes
+    assert note in found
 
 
 def test_a_lock_that_a_killed_process_left_is_a_fault(

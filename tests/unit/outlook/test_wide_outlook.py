@@ -78,12 +78,6 @@ def test_budgets_below_the_longest_sample_are_for_rows_over_several_ranks() -> N
     assert least.memory.activations < 0.5 * longest.activations
 
 
-def test_a_space_without_dynamic_rows_is_as_before() -> None:
-    tuning = tune(WORK, replace(SPACE, context_parallel=("fixed",)))
-    assert {c.policy.context_parallel for c in tuning.ranked} == {"fixed"}
-    assert len(tuning.best_of_layouts) == 1
-
-
 def test_one_rank_has_fixed_rows_only() -> None:
     tuning = tune(WORK, replace(SPACE, num_gpus=1))
     assert {c.policy.context_parallel for c in tuning.ranked} == {"fixed"}

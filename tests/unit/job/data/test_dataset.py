@@ -110,12 +110,6 @@ def test_json_lines_are_read_one_by_one(tmp_path: Path, end: str) -> None:
     assert_holds(dataset(path, tmp_path / "spare"), as_rollouts(ROWS))
 
 
-def test_the_last_line_may_have_no_line_break(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "data.jsonl", end="\n")
-    path.write_bytes(path.read_bytes()[:-1])
-    assert_holds(dataset(path, tmp_path / "spare"), as_rollouts(ROWS))
-
-
 def test_data_in_memory_equals_data_in_a_file(tmp_path: Path) -> None:
     records = as_rollouts(ROWS)
     assert_holds(Dataset.from_rollouts(records), records)

@@ -19,17 +19,6 @@ def test_two_samples_by_hand() -> None:
     assert found == pytest.approx([1.25, 1.0, -4.0])
 
 
-def test_lambda_1_is_the_reward_minus_the_value() -> None:
-    values = np.array([0.5, -1.0, 2.0, 7.0])
-    found = gae(token_rewards([2.0, 4.0], [3, 1]), values, [3, 1], gamma=1.0, gae_lambda=1.0)
-    assert found == pytest.approx([1.5, 3.0, 0.0, -3.0])
-
-
-def test_lambda_0_is_the_temporal_difference() -> None:
-    found = gae(token_rewards([2.0], [2]), np.array([1.0, 4.0]), [2], gamma=0.5, gae_lambda=0.0)
-    assert found == pytest.approx([0.5 * 4 - 1, 2 - 4])
-
-
 def by_definition(
     rewards: np.ndarray, values: np.ndarray, gamma: float, gae_lambda: float
 ) -> list[float]:
