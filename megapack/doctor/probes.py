@@ -298,10 +298,12 @@ def too_old(package: str, version: str) -> list[str]:
         return []
     # NVIDIA's containers have builds such as 2.6.0a0+ecf3bae, which no range of releases contains.
     release = Version(Version(version).base_version)
+    # Two extras may have the same requirement.
+    ranges = {one.specifier for one in requirements if one.name == package}
     return [
-        f"version {version}; install {package}{one.specifier}"
-        for one in requirements
-        if one.name == package and not one.specifier.contains(release)
+        f"version {version}; install {package}{each}"
+        for each in ranges
+        if not each.contains(release)
     ]
 
 

@@ -135,7 +135,7 @@ def test_old_versions_are_faults(
     package: str, version: str, fault: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     required = ["torch>=2.6", "megatron-core>=0.16.1"]
-    required += ['transformer-engine[pytorch]>=2.9; extra == "te"']
+    required += [f'transformer-engine[pytorch]>=2.9; extra == "{name}"' for name in ("te", "all")]
     monkeypatch.setattr(probes.metadata, "requires", lambda name: required)
     assert len(too_old(package, version)) == fault
 
