@@ -6,7 +6,8 @@ import argparse
 from dataclasses import asdict
 
 from megapack.commands.arguments import add_json, print_json
-from megapack.doctor.runner import Diagnosis, diagnose
+from megapack.doctor.probes import Diagnosis
+from megapack.doctor.runner import diagnose
 
 EXAMPLE = "megapack doctor"
 _COLUMN = 20

@@ -233,7 +233,7 @@ def _samples_digest(index: Index, tokens: Tokens, arrays: TokenColumns) -> str:
     for name, array in arrays.items():
         trained[_STORED[name]] = array.astype(ARRAYS[name], copy=False)
     parts = sorted(
-        (name, hashlib.sha256(np.ascontiguousarray(array)).hexdigest())
+        (name, hashlib.sha256(np.ascontiguousarray(array).data).hexdigest())
         for name, array in trained.items()
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -305,8 +305,8 @@ class _Builder:
 
 def _starts(sizes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Where each of consecutive parts begins."""
-    ends: npt.NDArray[np.int64] = np.cumsum(sizes, dtype=np.int64)
-    return ends - sizes
+    starts: npt.NDArray[np.int64] = np.cumsum(sizes, dtype=np.int64) - sizes
+    return starts
 
 
 def _sizes(shape: tuple[int, ...]) -> str:
