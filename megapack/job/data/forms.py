@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from megapack.job.data.chats import ChatTemplate
 from megapack.job.data.tokenizer import Arguments, Message, TextError
@@ -23,12 +23,8 @@ _REASONING = "reasoning_content"
 _THOUGHT_END = "</think>"
 
 
-class ToolTemplate(ChatTemplate, Protocol):
-    """A template with the tools of one chat."""
-
-    def with_tools(self, tools: Sequence[Any] | None) -> ToolTemplate:
-        """The same with other tools."""
-        ...
+Bind = Callable[[Sequence[Any] | None], ChatTemplate]
+"""A template with the tools of one chat."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class Forms:
     _known: dict[frozenset[Any], _Form] = field(default_factory=dict)
 
     def fit(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, template: ToolTemplate
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, bind: Bind
     ) -> tuple[list[Message], list[Any] | None]:
         """Messages and tools in the form that the template writes.
 
@@ -88,7 +84,7 @@ class Forms:
         """
         kinds = frozenset([*map(_kind, messages), _kind_of_tools(tools)])
         if kinds not in self._known:
-            self._known[kinds] = _find(messages, tools, template)
+            self._known[kinds] = _find(messages, tools, bind)
         form = self._known[kinds]
         return form.messages(messages), form.tools(tools)
 
@@ -113,13 +109,11 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return function if isinstance(function, dict) else tool
 
 
-def _find(
-    messages: Sequence[Message], tools: Sequence[Any] | None, template: ToolTemplate
-) -> _Form:
+def _find(messages: Sequence[Message], tools: Sequence[Any] | None, bind: Bind) -> _Form:
     complaints = []
     for is_full, as_text in itertools.product((False, True), (False, True)):
         form = _Form(as_text, is_full)
-        complaint = _complaint(messages, tools, template, form)
+        complaint = _complaint(messages, tools, bind, form)
         if complaint is None:
             return form
         complaints.append(complaint)
@@ -129,7 +123,7 @@ def _find(
 
 
 def _complaint(
-    messages: Sequence[Message], tools: Sequence[Any] | None, template: ToolTemplate, form: _Form
+    messages: Sequence[Message], tools: Sequence[Any] | None, bind: Bind, form: _Form
 ) -> str | None:
     """What the template does not write of this chat; None if all is written."""
     marks = _Marks()
@@ -138,13 +132,13 @@ def _complaint(
     last_of_kind = {_kind(message): i for i, message in enumerate(messages)}
     ends = [i for i in last_of_kind.values() if messages[i]["role"] == "assistant"]
     try:
-        bound = template.with_tools(marked_tools)
+        bound = bind(marked_tools)
         # What an assistant thought may be left out of its earlier turns.
         texts = [bound.render(marked[: end + 1]).text for end in (*ends, len(marked) - 1)]
     except TextError:
         # It may need texts that the markers are not.
         try:
-            template.with_tools(form.tools(tools)).render(form.messages(messages))
+            bind(form.tools(tools)).render(form.messages(messages))
         except TextError as error:
             return str(error)
         return None

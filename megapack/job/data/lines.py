@@ -129,10 +129,7 @@ class LineParser:
         """A column of values per response token, see `rollouts`."""
         is_topk = "topk" in key
         wanted = f"expected one {'list of k numbers' if is_topk else 'number'} per response id"
-        try:
-            values = np.array(row[key])
-        except (ValueError, OverflowError):
-            raise BadLine(f"{key} is ragged, {wanted}") from None
+        values = _array(key, row[key], wanted)
         if num_response == 0 and values.size == 0:
             values = np.zeros((0, 1) if is_topk else 0)
         is_ids = key.endswith("_ids")
@@ -323,6 +320,13 @@ def _mask(key: str, values: Any, num_response: int) -> Mask | None:
     return None if mask.all() else mask
 
 
+def _array(key: str, values: Any, wanted: str) -> npt.NDArray[Any]:
+    try:
+        return np.array(values)
+    except (ValueError, OverflowError):
+        raise BadLine(f"{key} is ragged, {wanted}") from None
+
+
 def _routes(values: Any, num_tokens: int) -> npt.NDArray[np.uint16]:
     """Experts per token, [tokens, MoE layers, k].
 
@@ -330,10 +334,7 @@ def _routes(values: Any, num_tokens: int) -> npt.NDArray[np.uint16]:
     which nothing that is trained depends on.
     """
     wanted = "expected one list [MoE layers][k] of expert numbers per token"
-    try:
-        routes = np.array(values)
-    except (ValueError, OverflowError):
-        raise BadLine(f"routed_experts is ragged, {wanted}") from None
+    routes = _array("routed_experts", values, wanted)
     if routes.ndim != 3 or routes.dtype.kind != "i" or routes.size == 0:
         raise BadLine(f"routed_experts is {shown(values)}, {wanted}")
     if len(routes) not in (num_tokens, num_tokens - 1):

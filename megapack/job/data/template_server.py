@@ -9,7 +9,7 @@ import json
 import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -60,18 +60,13 @@ def write_chat(request: ChatRequest) -> list[ChatText]:
                 f"has the template argument {name:.40}, but the chat template reads "
                 f"{', '.join(sorted(known)) or 'none'}; correct chat_template_kwargs"
             )
-    template = _Template(
-        program,
-        {**source.specials, **request.arguments},
-        request.tools,
-        source.special_texts,
-        source.end_texts,
-    )
+    values = {**source.specials, **request.arguments}
+    bind = functools.partial(_Template, program, values, source.special_texts, source.end_texts)
     messages = request.messages[: request.turns[-1] + 1]
     # Arguments may decide what is written.
     forms = _forms(source.text, repr(sorted(request.arguments.items())))
-    fitting, tools = forms.fit(messages, request.tools, template)
-    return chat_texts(fitting, template.with_tools(tools), request.turns)
+    fitting, tools = forms.fit(messages, request.tools, bind)
+    return chat_texts(fitting, bind(tools), request.turns)
 
 
 @functools.lru_cache(maxsize=64)
@@ -109,23 +104,19 @@ def _program(text: str) -> _Program:
 
 @dataclass(frozen=True)
 class _Template:
-    """See `forms.ToolTemplate`."""
+    """See `ChatTemplate`."""
 
     program: _Program
     values: Mapping[str, Any]
     """Special tokens and arguments, by the names that the template reads."""
-    tools: Sequence[Any] | None
     special_texts: tuple[str, ...]
     end_texts: tuple[str, ...]
+    tools: Sequence[Any] | None
 
     @property
     def has_marks(self) -> bool:
         """See `ChatTemplate`."""
         return self.program.marks.num_tags > 0
-
-    def with_tools(self, tools: Sequence[Any] | None) -> _Template:
-        """See `ToolTemplate`."""
-        return replace(self, tools=tools)
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> ChatText:
         """See `ChatTemplate`."""
