@@ -82,17 +82,6 @@ class Report(Counts):
             lines.append(f"live tokens: at most {self.peak_live_tokens:.0f} on a GPU")
         return lines
 
-    def __str__(self) -> str:
-        shares = [feature.share for feature in features_of(self)]
-        fill = "" if self.fill is None else f"fill {self.fill:.1%}, "
-        return (
-            f"rows {self.num_rows}, "
-            f"padding rows {self.num_padding_rows}, padding {self.padding_fraction:.1%}, {fill}"
-            f"{''.join(f'{share.column} {share.cell(self)}, ' for share in shares)}"
-            f"imbalance {self.imbalance:.3f}, seconds {self.seconds:.4g}, "
-            f"bubble {self.bubble_fraction:.1%}"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport(Report):
@@ -109,9 +98,6 @@ class PlanReport(Report):
     """Numbers of all steps of a plan, and of each."""
 
     steps: tuple[StepReport, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(f"step {number}: {step}" for number, step in enumerate(self.steps))
 
 
 def plan_report(

@@ -41,7 +41,6 @@ def test_no_plan_is_faster_than_equal_work(layout: Layout, rule: str, forward_on
     for packed in (plan, *naive_plans(plan, lengths).values()):
         report = plan_report(packed, lengths, COST)
         assert len(report.steps) == 2
-        assert str(report).startswith("step 0: rows ")
         for step in (report, *report.steps):
             assert step.num_rows >= 1
             assert step.imbalance >= 1 - 1e-12
