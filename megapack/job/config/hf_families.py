@@ -15,47 +15,6 @@ from megapack.job.config import hf_parts as parts
 from megapack.job.config import hf_tensors as tensors
 from megapack.job.config.hf_reader import Family, Values
 
-_LLAMA = Family(
-    architecture="LlamaForCausalLM",
-    defaults={"num_key_value_heads": None, "rope_theta": 10000.0},
-)
-_MISTRAL = Family(architecture="MistralForCausalLM", parts=(parts.window,))
-_MIXTRAL = Family(
-    architecture="MixtralForCausalLM",
-    defaults={"sliding_window": None, "rope_theta": 1e6},
-    parts=(parts.window, experts.mixtral_experts),
-    tensors=tensors.MIXTRAL,
-)
-_QWEN2 = Family(
-    architecture="Qwen2ForCausalLM",
-    values={"qkv_bias": True},
-    parts=(parts.switched_window,),
-)
-_QWEN2_MOE = Family(
-    architecture="Qwen2MoeForCausalLM",
-    on=("qkv_bias",),
-    values={"qkv_bias": True},
-    parts=(parts.no_window, experts.qwen_experts, experts.gated_shared_expert),
-    tensors=tensors.GATED_SHARED_EXPERT,
-)
-_QWEN3 = Family(
-    architecture="Qwen3ForCausalLM",
-    defaults={"head_dim": 128},
-    values={"qk_layernorm": True},
-    parts=(parts.switched_window, parts.own_head_width),
-)
-_QWEN3_MOE = Family(
-    architecture="Qwen3MoeForCausalLM",
-    values={"qk_layernorm": True},
-    parts=(parts.no_window, experts.qwen_experts),
-)
-_DEEPSEEK_V2 = Family(
-    architecture="DeepseekV2ForCausalLM",
-    only={"scoring_func": ("softmax",)},
-    unused=("auto_map",),
-    parts=(experts.unnormed_experts, parts.latent_attention),
-    tensors=tensors.LATENT_ATTENTION,
-)
 _DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     on=("rope_interleave",),
@@ -70,50 +29,6 @@ _DEEPSEEK_V32 = dataclasses.replace(
     architecture="DeepseekV32ForCausalLM",
     parts=(*_DEEPSEEK_V3.parts, parts.indexer),
     tensors=tensors.SPARSE_ATTENTION,
-)
-_GLM_MOE_DSA = dataclasses.replace(
-    _DEEPSEEK_V32,
-    architecture="GlmMoeDsaForCausalLM",
-    on=(*_DEEPSEEK_V32.on, "indexer_rope_interleave"),
-    unused=(*_DEEPSEEK_V32.unused, "index_skip_topk_offset"),
-    values={"indexer_rope_interleaved": True},
-    parts=(*_DEEPSEEK_V32.parts, parts.own_indexers),
-)
-_GLM4_MOE_LITE = Family(
-    architecture="Glm4MoeLiteForCausalLM",
-    defaults={"first_k_dense_replace": 1},
-    on=("rope_interleave",),
-    only={"topk_method": ("noaux_tc",)},
-    parts=(experts.deepseek_experts, experts.dense_first, parts.latent_attention),
-    tensors=tensors.LATENT_ATTENTION,
-    mtp=tensors.LAYER_MTP,
-)
-_SEED_OSS = Family(
-    architecture="SeedOssForCausalLM",
-    flags={"attention_bias": "qkv_bias"},
-    # Published with rates of 0.1; megapack trains without dropout, as the model is evaluated.
-    unused=("attention_dropout", "residual_dropout"),
-)
-_ERNIE4_5 = Family(
-    architecture="Ernie4_5ForCausalLM",
-    defaults={"tie_word_embeddings": True, "head_dim": 128, "rope_theta": 500000.0},
-    values={"rotary_interleaved": True},
-)
-_ERNIE4_5_MOE = Family(
-    architecture="Ernie4_5_MoeForCausalLM",
-    defaults={"tie_word_embeddings": True, "rope_theta": 500000.0},
-    on=("use_rmsnorm",),
-    only={"moe_gate": ("topk",), "moe_layer_interval": (1,), "moe_norm_min": (1e-12,)},
-    unused=(
-        *("auto_map", "is_quantized", "moe_capacity", "moe_use_aux_free"),
-        "num_nextn_predict_layers",
-    ),
-    values={"rotary_interleaved": True},
-    parts=(experts.ernie_experts,),
-    tensors=tensors.ERNIE,
-    single_rows=("mlp.router.expert_bias",),
-    # Of multi-token prediction.
-    kept=("model.mtp_",),
 )
 _HUNYUAN = Family(
     architecture="HunYuanDenseV1ForCausalLM",
@@ -138,108 +53,17 @@ _HUNYUAN = Family(
     rope_names={"dynamic": "ntk"},
     tensors=tensors.HUNYUAN,
 )
-_HUNYUAN_MOE = dataclasses.replace(
-    _HUNYUAN,
-    architecture="HunYuanMoEV1ForCausalLM",
-    on=(*_HUNYUAN.on, "norm_topk_prob", "use_mixed_mlp_moe"),
-    only={**_HUNYUAN.only, "moe_layer_num_skipped": (0,)},
-    parts=(experts.hunyuan_experts,),
-)
-_GLM4 = Family(
-    architecture="Glm4ForCausalLM",
-    flags={"attention_bias": "qkv_bias"},
-    defaults={"partial_rotary_factor": 0.5},
-    values={"norm_placement": "sandwich", "rotary_interleaved": True},
-    is_partly_rotated=True,
-    tensors=tensors.GLM4,
-)
-_GLM4_MOE = Family(
-    architecture="Glm4MoeForCausalLM",
-    flags={"attention_bias": "qkv_bias", "use_qk_norm": "qk_layernorm"},
-    defaults={"partial_rotary_factor": 0.5},
-    is_partly_rotated=True,
-    parts=(experts.deepseek_experts,),
-    mtp=tensors.LAYER_MTP,
-)
-_MINIMAX_M2 = Family(
-    architecture="MiniMaxM2ForCausalLM",
-    defaults={"rope_theta": 5e6},
-    on=("use_qk_norm", "use_routing_bias"),
-    only={
-        "qk_norm_type": ("per_layer",),
-        "scoring_func": ("sigmoid",),
-        "shared_intermediate_size": (0,),
-    },
-    # Published folders have no weights of multi-token prediction.
-    unused=("auto_map", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp"),
-    values={"qk_layernorm": True, "qk_layernorm_over_heads": True},
-    is_partly_rotated=True,
-    parts=(parts.full_attention, parts.rotary_width, experts.biased_experts),
-    tensors=tensors.MIXTRAL,
-)
-# Qwen2 with layers of multi-token prediction, as remote code.
-_MIMO = Family(
-    architecture="MiMoForCausalLM",
-    on=("attention_bias",),
-    unused=("auto_map",),
-    values={"qkv_bias": True},
-    parts=(parts.no_window,),
-    mtp=tensors.MIMO_MTP,
-)
 _OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     defaults={"num_key_value_heads": None},
     values={"qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_placement": "post"},
     tensors=tensors.NORMS_AFTER,
 )
-_OLMO3 = dataclasses.replace(
-    _OLMO2,
-    architecture="Olmo3ForCausalLM",
-    defaults={"num_key_value_heads": None, "rope_theta": 5e5, "sliding_window_pattern": 4},
-    common=parts.layered,
-    parts=(parts.layered_window,),
-)
-_PHI3 = Family(
-    architecture="Phi3ForCausalLM",
-    defaults={"num_key_value_heads": None, "rope_theta": 10000.0, "sliding_window": None},
-    # A length without a scaling of the rotary embedding.
-    unused=("auto_map", "original_max_position_embeddings"),
-    is_partly_rotated=True,
-    rope_names={"su": "longrope", "yarn": "longrope"},
-    parts=(parts.window,),
-    tensors={
-        **tensors.FUSED_GATE,
-        "self_attention.linear_qkv.weight": tensors.attention("qkv_proj"),
-    },
-)
 _GEMMA: Values = {
     "activation": "gelu_tanh",
     "norm_placement": "sandwich",
     "scale_embeddings": True,
 }
-_GEMMA2 = Family(
-    architecture="Gemma2ForCausalLM",
-    defaults={
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        # transformers reads hidden_activation.
-        "hidden_act": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 256,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-    },
-    only={
-        "hidden_activation": ("gelu_pytorch_tanh", None),
-        "use_bidirectional_attention": (False, None),
-    },
-    unused=("sliding_window_size",),
-    values={**_GEMMA, "layernorm_zero_centered_gamma": True},
-    parts=(
-        *(parts.own_head_width, parts.alternating_window, parts.attention_scale),
-        parts.caps,
-    ),
-    tensors=tensors.NORMS_AFTER,
-)
 _GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     defaults={"query_pre_attn_scalar": 256, "sliding_window_pattern": 6},
@@ -290,27 +114,6 @@ _GEMMA4 = Family(
     tensors=tensors.GEMMA4,
     stacked=tensors.STACKED_BESIDE_MLP,
 )
-_GPT_OSS = Family(
-    architecture="GptOssForCausalLM",
-    defaults={"swiglu_limit": 7.0},
-    on=("attention_bias",),
-    only={"swiglu_alpha": (1.702,)},
-    # The second name of num_experts_per_tok, and the length before yarn.
-    unused=("experts_per_token", "initial_context_length"),
-    values={
-        "linear_bias": True,
-        "attention_sinks": True,
-        "activation": "quick_gelu",
-        "glu_linear_offset": 1.0,
-    },
-    parts=(
-        *(parts.own_head_width, parts.stated_rope),
-        *(parts.alternating_window, experts.clamped_experts),
-    ),
-    tensors=tensors.GPT_OSS,
-    stacked=tensors.STACKED_COLUMNS,
-    has_expert_columns=True,
-)
 _QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
     defaults={"partial_rotary_factor": 0.25, "head_dim": 256},
@@ -351,39 +154,6 @@ _QWEN3_5 = dataclasses.replace(
 _QWEN3_5_MOE = dataclasses.replace(
     _QWEN3_5, architecture="Qwen3_5MoeForCausalLM", parts=(hybrid.expert_layers,)
 )
-_NEMOTRON_H = Family(
-    architecture="NemotronHForCausalLM",
-    defaults={"head_dim": 128},
-    on=("use_conv_bias",),
-    only={"mamba_hidden_act": ("silu",), "mlp_hidden_act": ("relu2",)},
-    unused=(
-        # How layers are computed, or their first weights drawn.
-        *("chunk_size", "expand", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
-        *("num_logits_to_keep", "rescale_prenorm_residual", "use_mamba_kernels"),
-        *("time_step_floor", "time_step_max", "time_step_min"),
-        # Remote code and other names of keys that are read; attention has no positions.
-        *("auto_map", "norm_eps", "rms_norm_eps"),
-        *("partial_rotary_factor", "rope_theta", "rope_parameters", "rope_scaling"),
-        *("num_nextn_predict_layers", "mtp_hybrid_override_pattern", "mtp_layers_block_type"),
-        # Without experts those of experts have no effect.
-        *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "norm_topk_prob"),
-        *("moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_group"),
-        *("routed_scaling_factor", "topk_group", "num_local_experts"),
-        # Without Mamba layers so have those.
-        *("conv_kernel", "time_step_limit"),
-    ),
-    values={
-        "position_embedding_type": "none",
-        "gated_linear_unit": False,
-        "activation": "squared_relu",
-    },
-    common=hybrid.nemotron_sizes,
-    tensors=tensors.NEMOTRON,
-    outer=tensors.NEMOTRON_OUTER,
-    has_blocks=False,
-    # Of multi-token prediction.
-    kept=("mtp.",),
-)
 
 
 def _with_vision(text: Family) -> Family:
@@ -393,33 +163,191 @@ def _with_vision(text: Family) -> Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": _LLAMA,
-    "mistral": _MISTRAL,
-    "mixtral": _MIXTRAL,
-    "qwen2": _QWEN2,
-    "qwen2_moe": _QWEN2_MOE,
-    "qwen3": _QWEN3,
-    "qwen3_moe": _QWEN3_MOE,
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        defaults={"num_key_value_heads": None, "rope_theta": 10000.0},
+    ),
+    "mistral": Family(architecture="MistralForCausalLM", parts=(parts.window,)),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        defaults={"sliding_window": None, "rope_theta": 1e6},
+        parts=(parts.window, experts.mixtral_experts),
+        tensors=tensors.MIXTRAL,
+    ),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        values={"qkv_bias": True},
+        parts=(parts.switched_window,),
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM",
+        on=("qkv_bias",),
+        values={"qkv_bias": True},
+        parts=(parts.no_window, experts.qwen_experts, experts.gated_shared_expert),
+        tensors=tensors.GATED_SHARED_EXPERT,
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        defaults={"head_dim": 128},
+        values={"qk_layernorm": True},
+        parts=(parts.switched_window, parts.own_head_width),
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        values={"qk_layernorm": True},
+        parts=(parts.no_window, experts.qwen_experts),
+    ),
     "deepseek_v3": _DEEPSEEK_V3,
     # Another name for the same model with remote code.
     "kimi_k2": _DEEPSEEK_V3,
-    "deepseek_v2": _DEEPSEEK_V2,
+    "deepseek_v2": Family(
+        architecture="DeepseekV2ForCausalLM",
+        only={"scoring_func": ("softmax",)},
+        unused=("auto_map",),
+        parts=(experts.unnormed_experts, parts.latent_attention),
+        tensors=tensors.LATENT_ATTENTION,
+    ),
     "deepseek_v32": _DEEPSEEK_V32,
-    "glm4": _GLM4,
-    "glm4_moe": _GLM4_MOE,
-    "glm4_moe_lite": _GLM4_MOE_LITE,
-    "glm_moe_dsa": _GLM_MOE_DSA,
-    "minimax_m2": _MINIMAX_M2,
-    "seed_oss": _SEED_OSS,
-    "ernie4_5": _ERNIE4_5,
-    "ernie4_5_moe": _ERNIE4_5_MOE,
+    "glm4": Family(
+        architecture="Glm4ForCausalLM",
+        flags={"attention_bias": "qkv_bias"},
+        defaults={"partial_rotary_factor": 0.5},
+        values={"norm_placement": "sandwich", "rotary_interleaved": True},
+        is_partly_rotated=True,
+        tensors=tensors.GLM4,
+    ),
+    "glm4_moe": Family(
+        architecture="Glm4MoeForCausalLM",
+        flags={"attention_bias": "qkv_bias", "use_qk_norm": "qk_layernorm"},
+        defaults={"partial_rotary_factor": 0.5},
+        is_partly_rotated=True,
+        parts=(experts.deepseek_experts,),
+        mtp=tensors.LAYER_MTP,
+    ),
+    "glm4_moe_lite": Family(
+        architecture="Glm4MoeLiteForCausalLM",
+        defaults={"first_k_dense_replace": 1},
+        on=("rope_interleave",),
+        only={"topk_method": ("noaux_tc",)},
+        parts=(experts.deepseek_experts, experts.dense_first, parts.latent_attention),
+        tensors=tensors.LATENT_ATTENTION,
+        mtp=tensors.LAYER_MTP,
+    ),
+    "glm_moe_dsa": dataclasses.replace(
+        _DEEPSEEK_V32,
+        architecture="GlmMoeDsaForCausalLM",
+        on=(*_DEEPSEEK_V32.on, "indexer_rope_interleave"),
+        unused=(*_DEEPSEEK_V32.unused, "index_skip_topk_offset"),
+        values={"indexer_rope_interleaved": True},
+        parts=(*_DEEPSEEK_V32.parts, parts.own_indexers),
+    ),
+    "minimax_m2": Family(
+        architecture="MiniMaxM2ForCausalLM",
+        defaults={"rope_theta": 5e6},
+        on=("use_qk_norm", "use_routing_bias"),
+        only={
+            "qk_norm_type": ("per_layer",),
+            "scoring_func": ("sigmoid",),
+            "shared_intermediate_size": (0,),
+        },
+        # Published folders have no weights of multi-token prediction.
+        unused=(
+            *("auto_map", "mtp_transformer_layers", "num_mtp_modules"),
+            *("shared_moe_mode", "use_mtp"),
+        ),
+        values={"qk_layernorm": True, "qk_layernorm_over_heads": True},
+        is_partly_rotated=True,
+        parts=(parts.full_attention, parts.rotary_width, experts.biased_experts),
+        tensors=tensors.MIXTRAL,
+    ),
+    "seed_oss": Family(
+        architecture="SeedOssForCausalLM",
+        flags={"attention_bias": "qkv_bias"},
+        # Published with rates of 0.1; megapack trains without dropout, as the model is evaluated.
+        unused=("attention_dropout", "residual_dropout"),
+    ),
+    "ernie4_5": Family(
+        architecture="Ernie4_5ForCausalLM",
+        defaults={"tie_word_embeddings": True, "head_dim": 128, "rope_theta": 500000.0},
+        values={"rotary_interleaved": True},
+    ),
+    "ernie4_5_moe": Family(
+        architecture="Ernie4_5_MoeForCausalLM",
+        defaults={"tie_word_embeddings": True, "rope_theta": 500000.0},
+        on=("use_rmsnorm",),
+        only={"moe_gate": ("topk",), "moe_layer_interval": (1,), "moe_norm_min": (1e-12,)},
+        unused=(
+            *("auto_map", "is_quantized", "moe_capacity", "moe_use_aux_free"),
+            "num_nextn_predict_layers",
+        ),
+        values={"rotary_interleaved": True},
+        parts=(experts.ernie_experts,),
+        tensors=tensors.ERNIE,
+        single_rows=("mlp.router.expert_bias",),
+        # Of multi-token prediction.
+        kept=("model.mtp_",),
+    ),
     "hunyuan_v1_dense": _HUNYUAN,
-    "hunyuan_v1_moe": _HUNYUAN_MOE,
-    "mimo": _MIMO,
+    "hunyuan_v1_moe": dataclasses.replace(
+        _HUNYUAN,
+        architecture="HunYuanMoEV1ForCausalLM",
+        on=(*_HUNYUAN.on, "norm_topk_prob", "use_mixed_mlp_moe"),
+        only={**_HUNYUAN.only, "moe_layer_num_skipped": (0,)},
+        parts=(experts.hunyuan_experts,),
+    ),
+    # Qwen2 with layers of multi-token prediction, as remote code.
+    "mimo": Family(
+        architecture="MiMoForCausalLM",
+        on=("attention_bias",),
+        unused=("auto_map",),
+        values={"qkv_bias": True},
+        parts=(parts.no_window,),
+        mtp=tensors.MIMO_MTP,
+    ),
     "olmo2": _OLMO2,
-    "olmo3": _OLMO3,
-    "phi3": _PHI3,
-    "gemma2": _GEMMA2,
+    "olmo3": dataclasses.replace(
+        _OLMO2,
+        architecture="Olmo3ForCausalLM",
+        defaults={"num_key_value_heads": None, "rope_theta": 5e5, "sliding_window_pattern": 4},
+        common=parts.layered,
+        parts=(parts.layered_window,),
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        defaults={"num_key_value_heads": None, "rope_theta": 10000.0, "sliding_window": None},
+        # A length without a scaling of the rotary embedding.
+        unused=("auto_map", "original_max_position_embeddings"),
+        is_partly_rotated=True,
+        rope_names={"su": "longrope", "yarn": "longrope"},
+        parts=(parts.window,),
+        tensors={
+            **tensors.FUSED_GATE,
+            "self_attention.linear_qkv.weight": tensors.attention("qkv_proj"),
+        },
+    ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM",
+        defaults={
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            # transformers reads hidden_activation.
+            "hidden_act": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+        },
+        only={
+            "hidden_activation": ("gelu_pytorch_tanh", None),
+            "use_bidirectional_attention": (False, None),
+        },
+        unused=("sliding_window_size",),
+        values={**_GEMMA, "layernorm_zero_centered_gamma": True},
+        parts=(
+            *(parts.own_head_width, parts.alternating_window, parts.attention_scale),
+            parts.caps,
+        ),
+        tensors=tensors.NORMS_AFTER,
+    ),
     "gemma3_text": _GEMMA3,
     "gemma3": _with_vision(
         dataclasses.replace(
@@ -442,13 +370,65 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma4_text": _GEMMA4,
     "gemma4": _with_vision(_GEMMA4),
-    "gpt_oss": _GPT_OSS,
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        defaults={"swiglu_limit": 7.0},
+        on=("attention_bias",),
+        only={"swiglu_alpha": (1.702,)},
+        # The second name of num_experts_per_tok, and the length before yarn.
+        unused=("experts_per_token", "initial_context_length"),
+        values={
+            "linear_bias": True,
+            "attention_sinks": True,
+            "activation": "quick_gelu",
+            "glu_linear_offset": 1.0,
+        },
+        parts=(
+            *(parts.own_head_width, parts.stated_rope),
+            *(parts.alternating_window, experts.clamped_experts),
+        ),
+        tensors=tensors.GPT_OSS,
+        stacked=tensors.STACKED_COLUMNS,
+        has_expert_columns=True,
+    ),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5": _with_vision(_QWEN3_5),
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe": _with_vision(_QWEN3_5_MOE),
     "qwen3_5_moe_text": _QWEN3_5_MOE,
-    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h": Family(
+        architecture="NemotronHForCausalLM",
+        defaults={"head_dim": 128},
+        on=("use_conv_bias",),
+        only={"mamba_hidden_act": ("silu",), "mlp_hidden_act": ("relu2",)},
+        unused=(
+            # How layers are computed, or their first weights drawn.
+            *("chunk_size", "expand", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
+            *("num_logits_to_keep", "rescale_prenorm_residual", "use_mamba_kernels"),
+            *("time_step_floor", "time_step_max", "time_step_min"),
+            # Remote code and other names of keys that are read; attention has no positions.
+            *("auto_map", "norm_eps", "rms_norm_eps"),
+            *("partial_rotary_factor", "rope_theta", "rope_parameters", "rope_scaling"),
+            *("num_nextn_predict_layers", "mtp_hybrid_override_pattern", "mtp_layers_block_type"),
+            # Without experts those of experts have no effect.
+            *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "norm_topk_prob"),
+            *("moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_group"),
+            *("routed_scaling_factor", "topk_group", "num_local_experts"),
+            # Without Mamba layers so have those.
+            *("conv_kernel", "time_step_limit"),
+        ),
+        values={
+            "position_embedding_type": "none",
+            "gated_linear_unit": False,
+            "activation": "squared_relu",
+        },
+        common=hybrid.nemotron_sizes,
+        tensors=tensors.NEMOTRON,
+        outer=tensors.NEMOTRON_OUTER,
+        has_blocks=False,
+        # Of multi-token prediction.
+        kept=("mtp.",),
+    ),
 }
 """Families by `model_type`."""
 REFUSED: Mapping[str, str] = {
