@@ -34,7 +34,7 @@ from megapack.job.config.model_checks import check_sizes
 from megapack.job.config.sections import ModelConfig, OptimConfig
 from megapack.job.gpt.init import freeze, initialize_by_name
 from megapack.job.gpt.rope import set_rope
-from megapack.job.gpt.settings import FIXED, Settings, layer_settings, reduction_settings
+from megapack.job.gpt.settings import Settings, layer_settings, reduction_settings
 from megapack.job.gpt.specs import block_spec, mtp_spec, packed_norm
 from megapack.layout import Layout, round_up
 from megapack.model.attention.choice import choose_attention, has_rope_fusion
@@ -141,7 +141,6 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=model.dtype == "bf16",
-        attention_softmax_in_fp32=True,
         virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
         # Any split of Megatron's keys in the one form that can express all of them.
         pipeline_model_parallel_layout=None
@@ -162,7 +161,6 @@ def transformer_config(
         and model.rope_scaling.rotation_scale == 1,
         transformer_impl="transformer_engine" if kernel == "te" else "local",
         mtp_num_layers=model.mtp_num_layers or None,
-        **FIXED,
         **_latent_attention(model),
         **_windows_and_sinks(model),
         **(_read(model, _HYBRID_FIELDS) if model.layer_pattern is not None else {}),

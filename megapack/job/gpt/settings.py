@@ -22,16 +22,6 @@ _NOT_CUDA = "the device is not CUDA"
 Settings = Mapping[str, Any]
 """Megatron's name of a setting -> its value."""
 
-FIXED: Settings = {
-    # The layers have no dropout.
-    "bias_dropout_fusion": False,
-    # Attention over packed rows has no mask.
-    "masked_softmax_fusion": False,
-    # Norms are Transformer Engine's or torch's, not apex's.
-    "persist_layer_norm": False,
-}
-"""Fields of TransformerConfig that recipes turn on and that have no effect on packed rows."""
-
 
 def layer_settings(model: ModelConfig, kernel: Kernel) -> Settings:
     """Fields of TransformerConfig that choose faster kernels for this model's layers.
