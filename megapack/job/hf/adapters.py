@@ -63,7 +63,7 @@ def export_adapters(
     finish_param_gathers(chunks)
     dim, alpha = _scale(chunks, device)
     held = agree(lambda: _own_adapters(chunks), device=device)
-    exporter = _AdapterExporter(Path(folder), Path(like), device, dim=dim, alpha=alpha)
+    exporter = _AdapterExporter(Path(folder), Path(like), None, 0, device, dim, alpha)
     return exporter.export({block: in_memory(data) for block, data in held}, replace=replace)
 
 
@@ -136,18 +136,13 @@ def _peft_name(weight: str, matrix: str) -> str:
     return f"base_model.model.{weight.removesuffix('.weight')}.lora_{matrix}.weight"
 
 
+@dataclasses.dataclass
 class _AdapterExporter(Exporter):
-    """Writes adapters; the first rank writes them all into one file, as peft wants.
+    """Writes adapters; the first rank writes them all into one file, as peft wants."""
 
-    Args: those of `export_adapters`, and of Bridge's LoRA.
-    """
-
-    def __init__(
-        self, folder: Path, like: Path, device: torch.device, *, dim: int, alpha: float
-    ) -> None:
-        super().__init__(folder, like, None, 0, device)
-        self._dim = dim
-        self._alpha = alpha
+    dim: int
+    alpha: float
+    """Of Bridge's LoRA."""
 
     def _planned(self, blocks: Sequence[Sequence[Block]], stored: HfFolder) -> ExportPlan:
         names = names_of(stored, kind=AdapterNames)
@@ -161,8 +156,8 @@ class _AdapterExporter(Exporter):
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": str(self.like),
-            "r": self._dim,
-            "lora_alpha": self._alpha,
+            "r": self.dim,
+            "lora_alpha": self.alpha,
             "target_modules": sorted({name.split(".")[-3] for name in plan.weight_map}),
         }
         text = json.dumps(config, indent=2) + "\n"

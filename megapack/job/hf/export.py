@@ -95,25 +95,18 @@ def in_memory(values: Tensor) -> Callable[[], Tensor]:
     return lambda: values
 
 
+@dataclasses.dataclass
 class Exporter:
-    """Writes blocks, wherever they come from, into a folder.
+    """Writes blocks, wherever they come from, into a folder; fields are those of `export_hf`."""
 
-    Args: those of `export_hf`.
-    """
+    folder: Path
+    like: Path
+    dtype: ExportDtype | None
+    max_shard_bytes: int
+    device: torch.device
 
-    def __init__(
-        self,
-        folder: Path,
-        like: Path,
-        dtype: ExportDtype | None,
-        max_shard_bytes: int,
-        device: torch.device,
-    ) -> None:
-        self.folder = output.target(folder)
-        self.like = like
-        self.dtype = dtype
-        self.device = device
-        self._max_shard_bytes = max_shard_bytes
+    def __post_init__(self) -> None:
+        self.folder = output.target(self.folder)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
 
     def export(self, sources: Sources, *, replace: bool = False) -> Exported:
@@ -162,7 +155,7 @@ class Exporter:
             for name, one in stored.tensors.items()
             if names.is_kept(name)
         }
-        plan = plan_export(blocks, names, dtype_of, self._max_shard_bytes, kept)
+        plan = plan_export(blocks, names, dtype_of, self.max_shard_bytes, kept)
         check_tensors({target.name: target.shape for target in plan.targets}, stored, names)
         return plan
 
