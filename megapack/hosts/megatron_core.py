@@ -29,7 +29,7 @@ class ScheduleOptions:
     def __post_init__(self) -> None:
         if (self.lengths, self.non_finite) != ("read", "warn"):
             # Imported here: a process that sets no options need not have torch.
-            from megapack.schedule.host_calls import check_options
+            from megapack.schedule.planned import check_options
 
             check_options(self.lengths, self.non_finite)
 

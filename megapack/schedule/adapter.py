@@ -10,6 +10,7 @@ log-probs in sample order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -31,6 +32,7 @@ from megapack.model.biases import repair_biases
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import collect_routing
 from megapack.model.head import marked, unwrapped
+from megapack.model.logprobs import VocabHead
 from megapack.model.mtp import loss_coefs, loss_names, num_depths
 from megapack.model.overlap import gathering_again
 from megapack.model.parameters import (
@@ -150,19 +152,22 @@ class ScheduleAdapter:
         gather_rotary_tables(self.chunks)
         hook_te_attention(self.chunks)
         self._groups = process_groups()
-        self._dp_group = parallel_state.get_data_parallel_group()
         self.runner = self.runner_class(
             self.chunks,
             self.config,
             layout,
             self._groups,
             head=HeadOptions(
+                vocab=functools.partial(
+                    VocabHead,
+                    num_ids=self.vocab_size,
+                    tp_group=self._groups.tp,
+                    chunk_tokens=logprob_chunk_tokens,
+                    temperature=temperature,
+                    logit_cap=marked(self.chunks[-1], "logit_cap"),
+                ),
                 tp_group=self._groups.tp,
                 sequence_parallel=layout.sequence_parallel,
-                num_ids=self.vocab_size,
-                chunk_tokens=logprob_chunk_tokens,
-                temperature=temperature,
-                logit_cap=marked(self.chunks[-1], "logit_cap"),
                 mtp_coefs=loss_coefs(self.config),
             ),
             device=self._device,
@@ -193,7 +198,7 @@ class ScheduleAdapter:
     @property
     def dp_rank(self) -> int:
         """This process's data-parallel rank, the index of its rows in the plan's `ranks`."""
-        return int(self._dp_group.rank())
+        return int(self._groups.dp.rank())
 
     def step(
         self,
@@ -364,7 +369,7 @@ class ScheduleAdapter:
                 dp_rank=self.dp_rank,
                 scope=call.routing_scope,
                 groups=groups,
-                dp_group=self._dp_group,
+                dp_group=self._groups.dp,
                 device=self._device,
             )
         return outputs
@@ -378,8 +383,6 @@ class ScheduleAdapter:
             self._between_steps.check(is_training=call.is_training)
         except ConfigError as caught:  # raised on all ranks where they agree on the rows
             error = caught
-        if call.is_training:
-            self._between_steps.warn_of_dropout(call.field_names)
         if announced is None:
             rows = self._prepare(call, error).result()
         elif announced[0].key == call.key:
@@ -433,19 +436,15 @@ class ScheduleAdapter:
         if call.has_planned_rows:
             checks.check_planned_rows(self.config, plan.policy)
         checks.check_counts(plan, self.config)
-        features: dict[Feature, bool] = {
-            "prefixes": plan.prefixes is not None,
-            "wide": plan.policy.context_parallel == "dynamic",
-            "pieces": any(map(has_piece, call.rows(self.dp_rank))),
-        }
-        if features["wide"]:
+        features: set[Feature] = set()
+        if plan.prefixes is not None:
+            features.add("prefixes")
+        if plan.policy.context_parallel == "dynamic":
+            features.add("wide")
             self.runner.row_groups.check(self.dp_rank)
-        check_rows(
-            self.chunks,
-            self.config,
-            [feature for feature, has_it in features.items() if has_it],
-            is_training=call.is_training,
-        )
+        if any(map(has_piece, call.rows(self.dp_rank))):
+            features.add("pieces")
+        check_rows(self.chunks, self.config, features, is_training=call.is_training)
         shared_by = {self.layout.cp * row.width for row in call.step_plan.microbatches}
         check_heads(map(unwrapped, self.chunks), shared_by)
         if plan.digest() != self._checked_digest:

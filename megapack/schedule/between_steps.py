@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 # Values of each parameter that are compared to find out whether an optimizer has changed it. Even
 # at a learning rate that leaves most bf16 weights as they are, some of them change.
 _SAMPLED_VALUES = 64
+_DROPOUTS = ("hidden_dropout", "attention_dropout")
 # Where Megatron's linear layers and Transformer Engine's say that they add to `main_grad`.
 _FUSIONS = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
 
@@ -51,8 +52,6 @@ class BetweenSteps:
         self._chunks = chunks
         self._config = config
         self._weights: Tensor | None = None
-        # Found once: a walk over all modules before each step would take milliseconds.
-        self._dropouts = _dropout_modules(chunks)
         self._is_warned = False
 
     def check(self, *, is_training: bool) -> None:
@@ -84,27 +83,26 @@ class BetweenSteps:
                 )
         clear_gradients(self._chunks)
         self._check_updated()
+        self._warn_of_dropout()
 
     def note_step(self) -> None:
         """Remember the weights with which gradients were computed; call it after each step."""
         self._weights = _sampled(self._chunks)
 
-    def warn_of_dropout(self, fields: Sequence[str]) -> None:
-        """Log once that a model with dropout trains with gradients that depend on the packing.
+    def _warn_of_dropout(self) -> None:
+        """Log once that gradients of a model with dropout depend on the packing.
 
-        Args:
-            fields: what the objective reads.
+        Megatron's default of both settings is 0.1.
         """
-        names = [] if self._is_warned else _dropouts(self._dropouts, self._config)
-        if names:
+        values = {name: getattr(self._config, name, 0.0) for name in _DROPOUTS}
+        names = [f"{name}={value}" for name, value in values.items() if value]
+        if names and not self._is_warned:
             self._is_warned = True
-            reads = "old_logprobs" in fields
-            ratio = "old log-probs are computed without it, so ratios are not 1 before an update"
             logger.warning(
                 "%s: dropout draws other numbers for each packing and layout, so gradients depend "
-                "on them%s; set hidden_dropout=attention_dropout=0.0",
+                "on them, and old log-probs are computed without it; set hidden_dropout="
+                "attention_dropout=0.0",
                 ", ".join(names),
-                f", and {ratio}" * reads,
             )
 
     def _check_updated(self) -> None:
@@ -155,28 +153,6 @@ def has_gradients(chunks: Sequence[Any]) -> bool:
     if reduces(chunks):
         return has_earlier_gradients(chunks)
     return any(param.grad is not None for chunk in chunks for param in chunk.parameters())
-
-
-def _dropout_modules(chunks: Sequence[Any]) -> list[tuple[str, torch.nn.Dropout]]:
-    modules = (item for chunk in chunks for item in unwrapped(chunk).named_modules())
-    return [(name, module) for name, module in modules if isinstance(module, torch.nn.Dropout)]
-
-
-def _dropouts(modules: Sequence[tuple[str, torch.nn.Dropout]], config: Any) -> list[str]:
-    """The dropouts of a model that are not 0, such as "hidden_dropout=0.1".
-
-    Megatron's default of both settings is 0.1.
-    """
-    names = ("hidden_dropout", "attention_dropout")
-    values = {name: getattr(config, name, 0.0) for name in names}
-    found = [f"{name}={value}" for name, value in values.items() if value]
-    # Those of adapters, for example. Modules that Megatron makes have the settings above.
-    others = [
-        f"{name}.p={module.p}"
-        for name, module in modules
-        if module.p and module.p not in values.values()
-    ]
-    return found + others[:1]
 
 
 def _check_trained(name: str, param: Any, *, overlaps: bool) -> None:

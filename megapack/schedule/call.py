@@ -102,22 +102,15 @@ class StepCall:
 
     def same(self) -> Mapping[str, str]:
         """Values that must be equal on all ranks, by name; errors name the first that differs."""
-        plan = self.plan
         batch = self.batch
-        has_step = 0 <= self.step < len(plan.steps)
-        ranks = plan.steps[self.step].ranks if has_step else ()
-        row_tokens = [[microbatch.row_tokens for microbatch in rank] for rank in ranks]
+        counts = repr(batch.num_loss_tokens).encode()
         return {
             "step number": str(self.step),
-            # Before the digest of the whole plan, which differs too.
-            "shared micro-batches": _shared_rows(ranks),
-            "plan": plan.digest(),
-            "M": str([len(rank) for rank in ranks]),
-            "row lengths": _digest(row_tokens),
+            "plan": self.plan.digest(),
             "field names": ", ".join(sorted(batch.field_names)),
             "call": self.text,
             "executor": self.executor_choice,
-            "counts of loss tokens": _digest(batch.num_loss_tokens),
+            "counts of loss tokens": hashlib.sha256(counts).hexdigest(),
             "tensor fields": batch.tensor_signature,
         }
 
@@ -167,19 +160,6 @@ class StepCall:
                 f"{self.norm_constant} and the response masks"
             )
         return list(weights.tolist())
-
-
-def _shared_rows(ranks: Sequence[Sequence[MicroBatch]]) -> str:
-    """Which DP ranks share which micro-batches, such as "1 on DP ranks 0-1, 4 on DP ranks 0-3"."""
-    shared = {
-        (k, mb.dp_ranks) for rank in ranks for k, mb in enumerate(rank) if len(mb.dp_ranks) > 1
-    }
-    cells = [f"{k} on DP ranks {block[0]}-{block[-1]}" for k, block in sorted(shared)]
-    return ", ".join(cells) or "none"
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def _described(objective: AnyObjective) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -81,10 +82,6 @@ class Channels:
             _MADE[self._key] = made
         self._groups = _MADE[self._key]
 
-    def source(self, direction: Direction) -> int:
-        """The stage from which this one receives."""
-        return (self.stage + (-1 if direction == "activations" else 1)) % self.pp
-
     def send(self, direction: Direction, tensor: Tensor) -> Any:
         """Begin to send to the next stage of a direction; returns the work."""
         link = self.stage if direction == "activations" else (self.stage - 1) % self.pp
@@ -93,13 +90,13 @@ class Channels:
 
     def receive(self, direction: Direction, tensor: Tensor) -> Any:
         """Begin to receive from the stage before in a direction; returns the work."""
-        source = self.source(direction)
-        link = source if direction == "activations" else self.stage
-        return dist.irecv(tensor, self._ranks[source], group=self._groups[direction, link])
+        link = (self.stage - 1) % self.pp if direction == "activations" else self.stage
+        source = self.source_rank(direction)
+        return dist.irecv(tensor, source, group=self._groups[direction, link])
 
     def source_rank(self, direction: Direction) -> int:
         """The global rank from which this one receives."""
-        return self._ranks[self.source(direction)]
+        return self._ranks[(self.stage + (-1 if direction == "activations" else 1)) % self.pp]
 
     def target_rank(self, direction: Direction) -> int:
         """The global rank to which this one sends."""
@@ -228,33 +225,22 @@ def _levels(stage: Ints, kind: Ints, waits_for: Ints, pp: int) -> Ints:
     return levels
 
 
+@dataclass(kw_only=True, eq=False)
 class Exchange:
-    """The sends and receives of one stage in one step.
+    """The sends and receives of one stage in one step."""
 
-    Args:
-        channels: of this rank.
-        order: what this stage runs.
-        shapes: of the hidden states of each micro-batch on this GPU: tokens, 1, hidden size.
-        dtype, device: of the hidden states.
-        place: gets the text of each exchange.
-    """
+    channels: Channels
+    """Of this rank."""
+    order: StageOrder
+    """What this stage runs."""
+    shapes: Sequence[tuple[int, int, int]]
+    """Of the hidden states of each micro-batch on this GPU: tokens, 1, hidden size."""
+    dtype: torch.dtype | None
+    device: torch.device
+    place: Place
+    """Gets the text of each exchange."""
 
-    def __init__(
-        self,
-        channels: Channels,
-        order: StageOrder,
-        *,
-        shapes: Sequence[tuple[int, int, int]],
-        dtype: torch.dtype | None,
-        device: torch.device,
-        place: Place,
-    ) -> None:
-        self._channels = channels
-        self._order = order
-        self._shapes = shapes
-        self._dtype = dtype
-        self._device = device
-        self._place = place
+    def __post_init__(self) -> None:
         self._num_posted: dict[Direction, int] = dict.fromkeys(DIRECTIONS, 0)
         self._coming: dict[tuple[Direction, int, int], tuple[Tensor, Any]] = {}
         # Sends hold their tensors until they have ended.
@@ -263,16 +249,16 @@ class Exchange:
     def post(self, index: int) -> None:
         """Post receives for the operation of this index, and for the next one."""
         for direction in DIRECTIONS:
-            messages = self._order.messages[direction]
-            while self._num_posted[direction] < self._order.posted[direction][index]:
+            messages = self.order.messages[direction]
+            while self._num_posted[direction] < self.order.posted[direction][index]:
                 microbatch, chunk = messages[self._num_posted[direction]]
                 tensor = torch.empty(
-                    self._shapes[microbatch],
-                    dtype=self._dtype,
-                    device=self._device,
+                    self.shapes[microbatch],
+                    dtype=self.dtype,
+                    device=self.device,
                     requires_grad=True,
                 )
-                work = self._channels.receive(direction, tensor.detach())
+                work = self.channels.receive(direction, tensor.detach())
                 self._coming[direction, microbatch, chunk] = tensor, work
                 self._num_posted[direction] += 1
 
@@ -282,8 +268,8 @@ class Exchange:
         if coming is None:
             return None
         tensor, work = coming
-        rank = self._channels.source_rank(direction)
-        self._place.exchange = f"receives {direction} from rank {rank}"
+        rank = self.channels.source_rank(direction)
+        self.place.exchange = f"receives {direction} from rank {rank}"
         work.wait()
         return tensor
 
@@ -291,19 +277,19 @@ class Exchange:
         """Begin to send an operation's result to the stage that waits for it."""
         while self._going and self._going[0][2].is_completed():
             self._going.popleft()
-        rank = self._channels.target_rank(direction)
-        self._place.exchange = f"sends {direction} to rank {rank}"
+        rank = self.channels.target_rank(direction)
+        self.place.exchange = f"sends {direction} to rank {rank}"
         # The schedule may free the memory of its own tensor, whose storage stays with this one.
         tensor = tensor.detach().contiguous()
-        self._going.append((direction, tensor, self._channels.send(direction, tensor)))
+        self._going.append((direction, tensor, self.channels.send(direction, tensor)))
 
     def finish(self) -> None:
         """Wait for the sends."""
         assert not self._coming, "a planned receive was not used"
         while self._going:
             direction, _, work = self._going[0]
-            rank = self._channels.target_rank(direction)
-            self._place.exchange = f"sends {direction} to rank {rank}"
+            rank = self.channels.target_rank(direction)
+            self.place.exchange = f"sends {direction} to rank {rank}"
             work.wait()
             self._going.popleft()
 

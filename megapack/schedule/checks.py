@@ -85,24 +85,24 @@ def check_config(config: Any, layout: Layout) -> None:
     raise_together(*config_checks(config, layout))
 
 
-def config_checks(config: Any, layout: Layout) -> list[Callable[[], object]]:
-    """What `check_config` runs, one by one."""
-    checks: list[Callable[[], object]] = [
-        functools.partial(_refuse, text) for text in _wrong_settings(config, layout)
-    ]
-    checks += [lambda: _check_fp8(config, layout), lambda: _check_cuda_graphs(config)]
+def config_checks(config: Any, layout: Layout) -> list[str | Callable[[], object]]:
+    """What `check_config` raises or runs, one by one."""
+    checks: list[str | Callable[[], object]] = [*_wrong_settings(config, layout)]
     if config.num_moe_experts:
         checks += [lambda: check_experts(config, layout)]
     return [*checks, lambda: check_mtp(config), lambda: _check_features(config)]
 
 
-def raise_together(*checks: Callable[[], object]) -> None:
-    """Run all checks, and raise the ConfigErrors of those that fail as one.
+def raise_together(*checks: str | Callable[[], object]) -> None:
+    """Run all checks, and raise the ConfigErrors of those that fail, and further ones, as one.
 
     Whoever brings a model of one's own learns at once all that is wrong with it.
     """
     texts: list[str] = []
     for check in checks:
+        if isinstance(check, str):
+            texts.append(check)
+            continue
         try:
             check()
         except ConfigError as error:
@@ -114,16 +114,14 @@ def raise_together(*checks: Callable[[], object]) -> None:
         raise ConfigError(f"{len(texts)} settings are wrong: {listed}")
 
 
-def _refuse(text: str) -> None:
-    raise ConfigError(text)
-
-
 def _wrong_settings(config: Any, layout: Layout) -> Iterator[str]:
-    if config.sequence_parallel != layout.sequence_parallel:
-        yield (
-            f"config.sequence_parallel={config.sequence_parallel} and the layout's "
-            f"{layout.sequence_parallel} differ; set both to the same value"
-        )
+    for name, size in (("sequence_parallel", "sequence_parallel"), ("context_parallel_size", "cp")):
+        given, own = getattr(config, name), getattr(layout, size)
+        if given != own:
+            yield (
+                f"config.{name}={given} and the layout's {size}={own} differ; set both to the same "
+                "value"
+            )
     if not config.calculate_per_token_loss:
         yield (
             "config.calculate_per_token_loss is False: Megatron would divide each micro-batch's "
@@ -141,32 +139,22 @@ def _wrong_settings(config: Any, layout: Layout) -> Iterator[str]:
             f"virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size} "
             "selects the interleaved schedule; set it to None if vpp=1"
         )
-    if config.context_parallel_size != layout.cp:
-        yield (
-            f"config.context_parallel_size={config.context_parallel_size} and the layout's "
-            f"cp={layout.cp} differ; set both to the same value"
-        )
-
-
-def _check_fp8(config: Any, layout: Layout) -> None:
-    """Raise ConfigError if rows may have lengths that FP8 matrix products do not support.
-
-    Such a row fails in the kernel, and only on some ranks.
-    """
+    # A row of a length that FP8 products do not support fails in the kernel, on some ranks only.
     fp8 = config_rows(config)
     needed = Layout(fp8=fp8).fp8_unit_tokens
     if layout.fp8_unit_tokens % needed:
         kind = "fp8" if getattr(config, "fp8", None) else "fp4"
         recipe = getattr(config, f"{kind}_recipe", None)
-        raise ConfigError(
+        yield (
             f"config.{kind}={getattr(config, kind)!r} with {kind}_recipe={recipe!r} needs rows of "
             f"a multiple of {needed} tokens per GPU, the layout's fp8={layout.fp8!r} gives a "
             f"multiple of {layout.fp8_unit_tokens}; set Layout(fp8={fp8!r})"
         )
+    yield from _wrong_graphs(config)
 
 
-def _check_cuda_graphs(config: Any) -> None:
-    """Raise ConfigError for CUDA graphs of modules that see a row's samples.
+def _wrong_graphs(config: Any) -> Iterator[str]:
+    """What is wrong with CUDA graphs of modules that see a row's samples.
 
     A graph replays a module with tensors of the captured shapes and without its Python code.
     Megatron's layers refuse packed rows in graphs of the attention: `cu_seqlens` is as long as the
@@ -179,7 +167,7 @@ def _check_cuda_graphs(config: Any) -> None:
     if impl == "local" and scope == {"mlp"}:
         scope = set()
     if scope != {"mlp"}:
-        raise ConfigError(
+        yield (
             f"CUDA graphs (cuda_graph_impl={impl!r}) of "
             f"{', '.join(sorted(scope)) or 'whole layers'}: each packed row has other samples; set "
             "cuda_graph_impl='none', or 'transformer_engine' to capture 'mlp' alone"
@@ -187,13 +175,11 @@ def _check_cuda_graphs(config: Any) -> None:
 
 
 def has_graphs(config: Any) -> bool:
-    """Whether CUDA graphs are captured."""
-    # Megatron-Core turns the two older settings into cuda_graph_impl when a config is made, but
-    # they may be set later.
-    names = ("enable_cuda_graph", "external_cuda_graph")
-    return getattr(config, "cuda_graph_impl", "none") != "none" or any(
-        getattr(config, name, False) for name in names
-    )
+    """Whether CUDA graphs are captured.
+
+    Megatron-Core turns its older settings into this one when a config is made.
+    """
+    return getattr(config, "cuda_graph_impl", "none") != "none"
 
 
 def _graph_scope(config: Any) -> set[str]:
@@ -233,22 +219,6 @@ def _check_features(config: Any) -> None:
                 f"config.{name}={getattr(config, name)}: ranks that share weights would count as "
                 "data-parallel ranks of the plan; set it to 1"
             )
-    if exchanges_wider_states(config):
-        raise ConfigError(
-            "config.enable_mhc_connections=True with pipeline stages: they exchange all residual "
-            "streams, and planned rows are hidden_size wide; set pp=1, or enable_mhc_connections="
-            "False"
-        )
-
-
-def exchanges_wider_states(config: Any) -> bool:
-    """Whether stages exchange more than `hidden_size` values per token.
-
-    Hyper-connections (Megatron-Core after 0.19) keep several streams of hidden states. Its main of
-    August 2026 refuses them with stages itself.
-    """
-    has_streams = bool(getattr(config, "enable_mhc_connections", False))
-    return has_streams and config.pipeline_model_parallel_size > 1
 
 
 def check_operations(config: Any) -> None:

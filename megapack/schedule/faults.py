@@ -16,7 +16,8 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +28,9 @@ from megapack.errors import ScheduleError
 from megapack.model.overlap import overlaps_reduction
 from megapack.ranks.agree import agree
 from megapack.ranks.place import Place
-from megapack.rows.packed import PackedRow
+from megapack.rows.packed import PackedRow, PlacedRow
 from megapack.schedule import checks
 from megapack.schedule.listeners import Listener
-from megapack.schedule.token_losses import TokenLosses
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,65 @@ class StepOutOfMemory(ScheduleError, torch.OutOfMemoryError):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenLosses:
+    """The losses of a row, or of all rows of a chain, [R]: which token one that is not finite comes
+    from, and what its numbers were.
+
+    The tensors are those that the last stage has made anyway. They are read if a step's loss or
+    gradients are not finite, so other steps never wait for them.
+    """
+
+    rows: Sequence[PlacedRow]
+    order_R: Tensor | None
+    """Index of each loss among those of the rows, one row after the other; None: in their order."""
+    losses_R: Tensor
+    values_R: Tensor
+    """Log-probs, or values of a value head."""
+    fields: Mapping[str, Tensor]
+    reads: str
+    """What `values_R` is, for the text."""
+
+    @property
+    def largest(self) -> float:
+        """The largest absolute loss; an infinity stands for a NaN."""
+        sizes_R = self._sizes()
+        return float(sizes_R.max()) if sizes_R.numel() else 0.0
+
+    def worst(self) -> str:
+        """The token with the largest loss and its numbers; of equal ones, as in a loss of a whole
+        sample, the one whose log-prob is the furthest from that of another policy."""
+        sizes_R = self._sizes()
+        if not sizes_R.numel():
+            return "no token has a loss"
+        fields = {name: one for name, one in self.fields.items() if one.shape == sizes_R.shape}
+        gaps_R = torch.zeros_like(sizes_R)
+        for name, one_R in fields.items():
+            if name.endswith("logprobs"):
+                gap_R = (self.values_R.double() - one_R).abs().nan_to_num(nan=math.inf)
+                gaps_R = torch.maximum(gaps_R, gap_R)
+        at = int(torch.where(sizes_R == sizes_R.max(), gaps_R, -1.0).argmax())
+        numbers = {"loss": self.losses_R, self.reads: self.values_R, **fields}
+        own = ", ".join(f"{name} {one_R[at].item():.6g}" for name, one_R in numbers.items())
+        return f"{self._place(at)} has {own}"
+
+    def _sizes(self) -> Tensor:
+        return self.losses_R.double().abs().nan_to_num(nan=math.inf)
+
+    def _place(self, at: int) -> str:
+        if self.order_R is not None:
+            at = int(self.order_R[at])
+        for row in self.rows:
+            losses = row.losses
+            if at < losses.sample_of_R.numel():
+                break
+            at -= losses.sample_of_R.numel()
+        index = int(losses.sample_of_R[at])
+        token = int(losses.label_index_R[at]) - sum(row.lengths[:index])
+        label = int(row.labels_T[losses.positions_R[at]])
+        return f"token {token} of sample {row.samples[index]} (from 0, prompt included; id {label})"
+
+
 class Spot(NamedTuple):
     """Where a value was not finite."""
 
@@ -75,49 +134,25 @@ class Spot(NamedTuple):
     """The spot with the lowest order came first in its replica."""
 
 
+@dataclass(eq=False)
 class FiniteFlags(Listener):
-    """Whether this rank's outputs, losses and gradients of one step are finite.
+    """Whether this rank's outputs, losses and gradients of one step are finite."""
 
-    Args:
-        stages: for each of its chunks, the index of its stage in the whole model.
-        replica: the data-parallel rank.
-        first_ranks: for each micro-batch the first of the DP ranks that share it. A NaN spreads
-            among them in the attention of the next chunk, or of the same one.
-        reads_gradients: not under fp16, where the loss scaler handles an overflow.
-    """
+    stages: Sequence[int] = (0,)
+    """For each of its chunks, the index of its stage in the whole model, see `stages_of`."""
+    replica: int = 0
+    """The data-parallel rank."""
+    first_ranks: Sequence[int] = ()
+    """For each micro-batch the first of the DP ranks that share it. A NaN spreads among them in the
+    attention of the next chunk, or of the same one."""
+    reads_gradients: bool = True
+    """Not under fp16, where the loss scaler handles an overflow."""
 
-    def __init__(
-        self,
-        stages: Sequence[int] = (0,),
-        replica: int = 0,
-        first_ranks: Sequence[int] = (),
-        *,
-        reads_gradients: bool = True,
-    ) -> None:
-        self._stages = stages
-        self._reads_gradients = reads_gradients
-        self._replica = replica
-        self._first_ranks = first_ranks
+    def __post_init__(self) -> None:
         self._outputs: dict[tuple[int, int], tuple[Tensor, bool]] = {}
         self._gradients: list[tuple[int, Tensor]] = []
         self._noted: TokenLosses | None = None
         self._losses: dict[int, TokenLosses] = {}
-
-    @classmethod
-    def of_rank(
-        cls,
-        num_chunks: int,
-        pp_group: Any,
-        replica: int,
-        first_ranks: Sequence[int] = (),
-        *,
-        reads_gradients: bool,
-    ) -> FiniteFlags:
-        """The flags of a pipeline rank with `num_chunks` chunks."""
-        # Megatron assigns the model's stages to the pipeline ranks in turn: with pp=2 and vpp=2,
-        # rank 1 has stages 1 and 3.
-        stages = [chunk * pp_group.size() + pp_group.rank() for chunk in range(num_chunks)]
-        return cls(stages, replica, first_ranks, reads_gradients=reads_gradients)
 
     def note_losses(self, losses: TokenLosses) -> None:
         """Keep the losses of tokens whose sum is the next output."""
@@ -136,7 +171,7 @@ class FiniteFlags(Listener):
         Args:
             chunks: the gradient buffers of each chunk.
         """
-        if self._reads_gradients:
+        if self.reads_gradients:
             self._gradients = [
                 (chunk, _is_finite(buffer)) for chunk, own in enumerate(chunks) for buffer in own
             ]
@@ -187,11 +222,11 @@ class FiniteFlags(Listener):
                 yield self._gradient_spot(chunk)
 
     def _output_spot(self, chunk: int, microbatch: int) -> Spot:
-        first = self._first_ranks[microbatch] if self._first_ranks else self._replica
-        return Spot(first, microbatch, self._stages[chunk])
+        first = self.first_ranks[microbatch] if self.first_ranks else self.replica
+        return Spot(first, microbatch, self.stages[chunk])
 
     def _gradient_spot(self, chunk: int) -> Spot:
-        return Spot(self._replica, None, -self._stages[chunk])
+        return Spot(self.replica, None, -self.stages[chunk])
 
     def _own_errors(self, first: set[Spot], describe: Callable[[int], str]) -> Iterator[str]:
         # Tensor and context-parallel ranks of one stage have the same spots, and so have DP ranks
@@ -213,6 +248,14 @@ class FiniteFlags(Listener):
                 f"the gradients hold a NaN or an infinity, though the losses do not{token}; "
                 "discard them, and check the model's precision and the learning rate"
             )
+
+
+def stages_of(pp_group: Any, num_chunks: int) -> list[int]:
+    """The model's stages that a pipeline rank has.
+
+    Megatron assigns them in turn: with pp=2 and vpp=2, rank 1 has stages 1 and 3.
+    """
+    return [chunk * pp_group.size() + pp_group.rank() for chunk in range(num_chunks)]
 
 
 def check_loss(loss: float) -> None:

@@ -23,9 +23,8 @@ from megapack.rows.packed import PlacedRow, RoutingRow, RowTokens, unpack_row
 from megapack.rows.schedule_pass import MAXIMUM, SchedulePass
 from megapack.rows.segments import row_segments
 from megapack.schedule.chains import ChainLosses, LossInputs
-from megapack.schedule.faults import FiniteFlags
+from megapack.schedule.faults import FiniteFlags, TokenLosses
 from megapack.schedule.listeners import Kind, Listener, Listeners
-from megapack.schedule.token_losses import TokenLosses
 
 LossReport = tuple[Tensor, Tensor, dict[str, Tensor]]
 """What Megatron's loss function returns: loss sum, token count, report.
@@ -39,57 +38,41 @@ divide (later versions divide by max(0, 1)).
 class HeadOptions:
     """How the last stage turns hidden states into log-probs or values; fixed for all steps."""
 
+    vocab: Callable[..., VocabHead]
+    """Makes a `VocabHead` of a weight: the class with the other settings."""
     tp_group: Any
     """Ranks that share the vocabulary."""
     sequence_parallel: bool
     """Whether each tensor-parallel rank has only its slice of the hidden states."""
-    num_ids: int | None = None
-    """See `VocabHead`."""
-    chunk_tokens: int | None = None
-    """See `VocabHead`."""
-    temperature: float = 1.0
-    """See `VocabHead`."""
-    logit_cap: float | None = None
-    """See `VocabHead`."""
     mtp_coefs: Sequence[float] = ()
     """Coefficient of the loss of each depth of multi-token prediction."""
 
 
+@dataclass(kw_only=True, eq=False)
 class LastStage:
-    """Turns hidden states into log-probs or values, and these into losses or outputs.
+    """Turns hidden states into log-probs or values, and these into losses or outputs."""
 
-    Args:
-        objective: per-token losses; None for a pass that only collects log-probs or values.
-        with_entropy: compute the entropy even if the objective does not need it.
-        options: see `HeadOptions`.
-        schedule_pass: collects the sums and outputs.
-        note: is called with the losses of each row.
-    """
+    objective: AnyObjective | None
+    """Per-token losses; None for a pass that only collects log-probs or values."""
+    with_entropy: bool
+    """Compute the entropy even if the objective does not need it."""
+    options: HeadOptions
+    schedule_pass: SchedulePass
+    """Collects the sums and outputs."""
+    note: Callable[[TokenLosses], None]
+    """Is called with the losses of each row."""
 
-    def __init__(
-        self,
-        objective: AnyObjective | None,
-        *,
-        with_entropy: bool,
-        options: HeadOptions,
-        schedule_pass: SchedulePass,
-        note: Callable[[TokenLosses], None] = lambda _: None,
-    ) -> None:
-        self._objective = objective
-        self._with_entropy = with_entropy
-        self._options = options
-        self._pass = schedule_pass
-        self._note = note
+    def __post_init__(self) -> None:
         self._chains = ChainLosses(self._objective_loss)
 
     def __call__(self, row: PlacedRow, head: DeferredHead, hidden: Tensor) -> LossReport:
         """The loss of one row; without an objective, a sum whose gradient is not used."""
         if isinstance(head.output_layer, ValueHead):
             return self._values(row, head.output_layer, self._whole_row(hidden))
-        hidden, *hidden_ahead = hidden.flatten(0, -2).chunk(1 + len(self._options.mtp_coefs))
-        find = self._topk_logprobs if reads_topk(self._objective) else self._logprobs
-        logprobs_R, entropy_R = find(row, head, hidden, self._with_entropy)
-        if self._objective is None:
+        hidden, *hidden_ahead = hidden.flatten(0, -2).chunk(1 + len(self.options.mtp_coefs))
+        find = self._topk_logprobs if reads_topk(self.objective) else self._logprobs
+        logprobs_R, entropy_R = find(row, head, hidden, self.with_entropy)
+        if self.objective is None:
             self._collect(row, {"logprobs": logprobs_R, "entropy": entropy_R})
             return _report(logprobs_R.sum())
         loss = self._loss(row, logprobs_R, entropy_R, None)
@@ -99,7 +82,7 @@ class LastStage:
         values_T = layer(hidden_TH)[0][:, 0]
         values_R = values_T[row.losses.positions_R]
         scores_n = row_scores(row, values_T)
-        if self._objective is not None:
+        if self.objective is not None:
             return _report(self._loss(row, values_R, None, scores_n))
         self._collect(row, {"values": values_R})
         # Every context-parallel rank has the scores, but outputs are summed over these ranks.
@@ -127,13 +110,13 @@ class LastStage:
         return self._chains.add(row.link, inputs)
 
     def _objective_loss(self, inputs: LossInputs) -> Tensor:
-        assert self._objective is not None
+        assert self.objective is not None
         losses_R, metrics = call_objective(
-            self._objective, inputs.values_R, inputs.entropy_R, inputs.fields, inputs.segments
+            self.objective, inputs.values_R, inputs.entropy_R, inputs.fields, inputs.segments
         )
         values_R = inputs.values_R.detach()
-        reads_values = getattr(self._objective, "reads", None) == "values"
-        self._note(
+        reads_values = getattr(self.objective, "reads", None) == "values"
+        self.note(
             TokenLosses(
                 rows=inputs.rows,
                 order_R=inputs.order_R,
@@ -178,45 +161,39 @@ class LastStage:
         return vocab_parallel_logprobs(hidden_RH, labels_RK, self._vocab_head(head, with_entropy))
 
     def _vocab_head(self, head: DeferredHead, with_entropy: bool) -> VocabHead:
-        return VocabHead(
-            weight_VH=head.weight_VH,
-            num_ids=self._options.num_ids,
-            tp_group=self._options.tp_group,
-            tied=head.tied,
-            with_entropy=with_entropy,
-            chunk_tokens=self._options.chunk_tokens,
-            temperature=self._options.temperature,
-            logit_cap=self._options.logit_cap,
-        )
+        weight_VH, tied = head.weight_VH, head.tied
+        return self.options.vocab(weight_VH=weight_VH, tied=tied, with_entropy=with_entropy)
 
     def _losses_ahead(
         self, row: PlacedRow, head: DeferredHead, hidden: Sequence[Tensor]
     ) -> Tensor | float:
         total: Tensor | float = 0.0
-        depths = zip(self._options.mtp_coefs, row.ahead, hidden, strict=True)
+        depths = zip(self.options.mtp_coefs, row.ahead, hidden, strict=True)
         for depth, (coef, ahead, hidden_ahead) in enumerate(depths, start=1):
             logprobs_R, _ = self._logprobs(ahead, head, hidden_ahead, with_entropy=False)
             loss = -(ahead.losses.weights_R * logprobs_R).sum()
-            self._pass.add(loss_name(depth), loss)
+            self.schedule_pass.add(loss_name(depth), loss)
             total = total + coef * loss
         return total
 
     def _whole_row(self, hidden: Tensor) -> Tensor:
         rows_TH = hidden.flatten(0, -2)
-        if not self._options.sequence_parallel:
+        if not self.options.sequence_parallel:
             return rows_TH
         # The head's backward gives every rank the whole gradient, so the backward of this gather
         # only takes the rank's slice.
         return gather_from_sequence_parallel_region(  # type: ignore[no-any-return]
-            rows_TH, tensor_parallel_output_grad=False, group=self._options.tp_group
+            rows_TH, tensor_parallel_output_grad=False, group=self.options.tp_group
         )
 
     def _add_up(self, weights_R: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         for name, values_R in values.items():
             if not name.endswith(MAXIMUM):
-                self._pass.add(name, (weights_R * values_R.detach()).sum(dtype=torch.float64))
+                self.schedule_pass.add(
+                    name, (weights_R * values_R.detach()).sum(dtype=torch.float64)
+                )
             elif values_R.numel():
-                self._pass.add(name, values_R.max())
+                self.schedule_pass.add(name, values_R.max())
         return (weights_R * values["loss"]).sum()
 
     def _collect(self, row: PlacedRow, values: Mapping[str, Tensor | None]) -> None:
@@ -228,7 +205,7 @@ class LastStage:
             self._add_outputs(row, name, unpack_row(row, values_R))
 
     def _add_outputs(self, row: PlacedRow, name: str, values: Sequence[Tensor]) -> None:
-        outputs = self._pass.outputs[name]
+        outputs = self.schedule_pass.outputs[name]
         for sample, value in zip(row.samples, values, strict=True):
             # Each row of a sample in pieces has 0 for its other tokens.
             outputs[sample] = outputs[sample] + value if sample in outputs else value

@@ -61,7 +61,6 @@ class MegatronCall:
         variable: bool,
         keeps_outputs: bool,
         finalize: Callable[..., None] | None,
-        **others: Any,
     ) -> Iterator[None]:
         """Within the block the config has the pass's settings: stages exchange the right tensors,
         DDP reduces when the schedule says so, and gradients are checked.
@@ -73,7 +72,6 @@ class MegatronCall:
                 its send still reads it; later versions wait for the send, which ends the overlap.
                 Without interleaving each send is waited for, and the setting is the user's.
             finalize: reduces gradients at the end; None if nothing does.
-            others: further settings.
         """
         settings: dict[str, Any] = {
             "variable_seq_lengths": variable and self.pp_group.size() > 1,
@@ -83,6 +81,8 @@ class MegatronCall:
         }
         if len(self.chunks) > 1:
             settings["microbatch_group_size_per_vp_stage"] = self.group_size
+            # Else interleaved stages take one tensor for another, see docs/hosts/megatron_lm.md.
+            settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
             if keeps_outputs:
                 settings["deallocate_pipeline_outputs"] = False
         if self.is_training:
@@ -91,5 +91,5 @@ class MegatronCall:
             settings["finalize_model_grads_func"] = checking_finalize(
                 finalize, self.flags, self.chunks, self.place
             )
-        with dropping_reductions(self.chunks), config_with(self.config, settings | others):
+        with dropping_reductions(self.chunks), config_with(self.config, settings):
             yield

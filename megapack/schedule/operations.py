@@ -2,7 +2,7 @@
 
 Each operation is Megatron's own `forward_step` or `backward_step`, or the weight gradients of a
 backward that left them out. What the schedules do around them happens here: settings of DDP, loss
-scales, timers, freeing of outputs that were sent, and the reduction of gradients at the end. In
+scales, freeing of outputs that were sent, and the reduction of gradients at the end. In
 Megatron's order the results have the bits of its schedules.
 """
 
@@ -12,6 +12,7 @@ import contextlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,68 +25,53 @@ from megapack.model.weight_gradients import WeightGradients
 from megapack.plan.order import Operation
 from megapack.rows.packed import PlacedRow
 from megapack.schedule.channels import Exchange, StageOrder
-from megapack.schedule.forward import PassContext
 from megapack.schedule.listeners import Listeners
 
 # Megatron-Core 0.16 asks for the type of the model, 0.19 does not.
 _ASKS_MODEL_TYPE = "model_type" in inspect.signature(schedules.backward_step).parameters
 
 
+@dataclass(kw_only=True, eq=False)
 class Operations:
-    """One pass over a step's rows, operation after operation.
+    """One pass over a step's rows, operation after operation."""
 
-    Args:
-        chunks, config, groups: as in `ScheduleRunner`.
-        forward_step: Megatron's `forward_step_func`; its iterator gives (micro-batch, row).
-        rows: of this rank, on the device.
-        order: what this stage runs.
-        exchange: with the other stages; None without.
-        weight_gradients: those of the chunks.
-        is_training: whether backwards run and gradients are reduced.
-        reduces_after: a chunk's reduction starts after its last operation and not inside it: DDP
-            does not learn when late weight gradients are ready. It is the same on all DP ranks.
-        context: that of `forward_step`, which tells the listeners of forwards and backwards.
-    """
+    chunks: Sequence[Any]
+    """As in `ScheduleRunner`, like `config` and `groups`."""
+    config: Any
+    groups: Any
+    forward_step: Callable[..., Any]
+    """Megatron's `forward_step_func`; its iterator gives (micro-batch, row)."""
+    rows: Sequence[PlacedRow]
+    """Of this rank, on the device."""
+    order: StageOrder
+    """What this stage runs."""
+    exchange: Exchange | None
+    """With the other stages; None without."""
+    weight_gradients: WeightGradients
+    """Those of the chunks."""
+    listeners: Listeners
+    """Are told of weight gradients; `forward_step` tells them of forwards and backwards."""
+    is_training: bool
+    """Whether backwards run and gradients are reduced."""
+    reduces_after: bool
+    """A chunk's reduction starts after its last operation and not inside it: DDP does not learn
+    when late weight gradients are ready. It is the same on all DP ranks."""
+    device: torch.device
 
-    def __init__(
-        self,
-        chunks: Sequence[Any],
-        config: Any,
-        groups: Any,
-        *,
-        forward_step: Callable[..., Any],
-        rows: Sequence[PlacedRow],
-        order: StageOrder,
-        exchange: Exchange | None,
-        weight_gradients: WeightGradients,
-        device: torch.device,
-        is_training: bool,
-        reduces_after: bool,
-        context: PassContext,
-    ) -> None:
-        self._chunks = chunks
-        self._config = config
-        self._groups = groups
-        self._forward_step = forward_step
-        self._rows = rows
-        self._order = order
-        self._exchange = exchange
-        self._weights = weight_gradients
-        self._listeners = Listeners(context.listeners)
-        self._is_training = is_training
+    def __post_init__(self) -> None:
         self._communication = _Communication(
-            chunks,
-            config,
-            order,
-            is_first_stage=groups.pp.rank() == 0,
-            reduces_after=reduces_after,
+            self.chunks,
+            self.config,
+            self.order,
+            is_first_stage=self.groups.pp.rank() == 0,
+            reduces_after=self.reduces_after,
         )
         self._reports: list[Any] = []
-        self._num_tokens = torch.zeros((), dtype=torch.int, device=device)
+        self._num_tokens = torch.zeros((), dtype=torch.int, device=self.device)
         # Input and output of each chunk and micro-batch between its forward and its backward.
         self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._begun_chunks: set[int] = set()
-        operations = order.operations
+        operations = self.order.operations
         self._put_off = {(op.chunk, op.microbatch) for op in operations if op.kind == "W"}
 
     def run(self) -> None:
@@ -94,94 +80,89 @@ class Operations:
             self._run()
         finally:
             # Some are left if the step has failed.
-            self._weights.drop()
+            self.weight_gradients.drop()
 
     def _run(self) -> None:
-        config = self._config
-        if config.timers is not None:
-            timer = config.timers("forward-backward", log_level=1)
-            timer.start(barrier=config.barrier_with_L1_time)
+        config = self.config
         run_one = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
-        with self._communication if self._is_training else contextlib.nullcontext():
-            for index, op in enumerate(self._order.operations):
-                if self._exchange is not None:
-                    self._exchange.post(index)
-                if self._is_training:
+        with self._communication if self.is_training else contextlib.nullcontext():
+            for index, op in enumerate(self.order.operations):
+                if self.exchange is not None:
+                    self.exchange.post(index)
+                if self.is_training:
                     self._communication.before(index)
                 run_one[op.kind](op)
-                if self._is_training:
+                if self.is_training:
                     self._communication.after(index)
-        if self._exchange is not None:
-            self._exchange.finish()
-        if self._is_training and config.finalize_model_grads_func is not None:
+        if self.exchange is not None:
+            self.exchange.finish()
+        if self.is_training and config.finalize_model_grads_func is not None:
             config.finalize_model_grads_func(
-                list(self._chunks),
+                list(self.chunks),
                 self._num_tokens if config.calculate_per_token_loss else None,
-                pg_collection=self._groups,
+                pg_collection=self.groups,
                 force_all_reduce=False,
             )
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
 
     def _forward(self, op: Operation) -> None:
         input_tensor = None
-        if self._exchange is not None:
-            input_tensor = self._exchange.receive("activations", op.microbatch, op.chunk)
+        if self.exchange is not None:
+            input_tensor = self.exchange.receive("activations", op.microbatch, op.chunk)
         is_first = op.chunk not in self._begun_chunks
         self._begun_chunks.add(op.chunk)
         sends = self._sends(op)
         output, num_tokens = schedules.forward_step(
-            self._forward_step,
-            iter([(op.microbatch, self._rows[op.microbatch])]),
-            self._chunks[op.chunk],
-            len(self._rows),
+            self.forward_step,
+            iter([(op.microbatch, self.rows[op.microbatch])]),
+            self.chunks[op.chunk],
+            len(self.rows),
             input_tensor,
             self._reports,
-            self._config,
-            cp_group_size=self._groups.cp.size(),
+            self.config,
+            cp_group_size=self.groups.cp.size(),
             is_first_microbatch=is_first,
             current_microbatch=op.microbatch,
-            vp_stage=op.chunk if len(self._chunks) > 1 else None,
+            vp_stage=op.chunk if len(self.chunks) > 1 else None,
             is_last_stage=not sends,
         )
         self._num_tokens += num_tokens
         if sends:
-            assert self._exchange is not None
-            self._exchange.send("activations", output)
-        if self._is_training:
+            assert self.exchange is not None
+            self.exchange.send("activations", output)
+        if self.is_training:
             self._held[op.chunk, op.microbatch] = input_tensor, output
             if sends:
-                free = self._config.deallocate_pipeline_outputs
+                free = self.config.deallocate_pipeline_outputs
                 schedules.deallocate_output_tensor(output, free)
 
     def _backward(self, op: Operation) -> None:
         gradient = None
-        if self._exchange is not None:
-            gradient = self._exchange.receive("gradients", op.microbatch, op.chunk)
+        if self.exchange is not None:
+            gradient = self.exchange.receive("gradients", op.microbatch, op.chunk)
         input_tensor, output = self._held.pop((op.chunk, op.microbatch))
         arguments = [input_tensor, output, gradient]
         if _ASKS_MODEL_TYPE:
-            arguments.append(get_model_type(self._chunks[op.chunk]))
+            arguments.append(get_model_type(self.chunks[op.chunk]))
         is_split = (op.chunk, op.microbatch) in self._put_off
-        deferring = self._weights.deferring(op.chunk, op.microbatch)
+        deferring = self.weight_gradients.deferring(op.chunk, op.microbatch)
         with deferring if is_split else contextlib.nullcontext():
-            input_gradient = schedules.backward_step(*arguments, self._config)
+            input_gradient = schedules.backward_step(*arguments, self.config)
         if self._sends(op):
-            assert self._exchange is not None
-            self._exchange.send("gradients", input_gradient)
+            assert self.exchange is not None
+            self.exchange.send("gradients", input_gradient)
         if not is_split:
-            self._weights.finish_joint(op.chunk)
+            self.weight_gradients.finish_joint(op.chunk)
 
     def _weight_gradients(self, op: Operation) -> None:
-        self._listeners.begin("W", op.chunk, op.microbatch)
-        self._weights.run(op.chunk, op.microbatch)
-        self._listeners.end("W", op.chunk, op.microbatch)
+        self.listeners.begin("W", op.chunk, op.microbatch)
+        self.weight_gradients.run(op.chunk, op.microbatch)
+        self.listeners.end("W", op.chunk, op.microbatch)
 
     def _sends(self, op: Operation) -> bool:
         """Whether another stage waits for the operation's result."""
-        pp = self._groups.pp
+        pp = self.groups.pp
         chunk = op.chunk * pp.size() + pp.rank()
-        end = len(self._chunks) * pp.size() - 1 if op.kind == "F" else 0
+        end = len(self.chunks) * pp.size() - 1 if op.kind == "F" else 0
         return bool(chunk != end)
 
 

@@ -14,12 +14,14 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -34,15 +36,7 @@ from megapack.prefixes import HostRow
 from megapack.ranks.links import Ranks, process_ranks
 from megapack.schedule import checks
 from megapack.schedule.between_steps import clear_gradients
-from megapack.schedule.faults import FiniteFlags
-from megapack.schedule.host_calls import (
-    Lengths,
-    NonFinite,
-    check_equal_counts,
-    check_options,
-    meets_in_every_microbatch,
-    why_not_planned,
-)
+from megapack.schedule.faults import FiniteFlags, stages_of
 from megapack.schedule.listeners import Listeners, PlaceKeeper
 from megapack.schedule.megatron_call import MegatronCall
 from megapack.schedule.reading import Keeping, RowShape, common_shapes, read_row_shapes
@@ -51,7 +45,6 @@ from megapack.schedule.runner import process_groups
 from megapack.schedule.sharing import (
     Sharing,
     Spans,
-    check_all_share,
     log_once,
     log_sharing,
     make_sharing,
@@ -59,7 +52,17 @@ from megapack.schedule.sharing import (
 
 logger = logging.getLogger(__name__)
 
+Lengths = Literal["read", "exchange"]
+"""Where row lengths come from: the host's batches, or Megatron's exchange of shapes."""
+NonFinite = Literal["warn", "error", "ignore"]
+"""What happens on a NaN or an infinity in hidden states, losses or gradients."""
 
+# Settings of Megatron's config under which its schedule takes other forward steps or sends other
+# tensors than these calls can follow.
+_OTHER_SCHEDULES = ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel")
+
+
+@dataclass(eq=False)
 class PlannedSchedule:
     """Megatron's schedule for a host's own step, with planned shapes and errors on all ranks.
 
@@ -83,35 +86,26 @@ class PlannedSchedule:
 
     Where a packed row does not tell Megatron's Mamba layers its samples, the call does, and warns
     (`mixers.describing_samples`).
-
-    Args:
-        schedule: the function to run; None asks Megatron for it at each call.
-        lengths: "exchange" leaves the exchange of shapes to Megatron: for a model that changes the
-            number of tokens between its inputs and its hidden states, such as one with images.
-        non_finite: "warn" logs where a NaN began and leaves the rest to the host; "error" raises on
-            every rank; "ignore" does not look.
-        share_prefixes: whether samples of a row share their common beginnings.
-        ranks: see `ScheduleAdapter`.
-        keeping: see `read_row_shapes`.
     """
 
-    def __init__(
-        self,
-        schedule: Callable[..., Any] | None = None,
-        *,
-        lengths: Lengths = "read",
-        non_finite: NonFinite = "warn",
-        share_prefixes: bool = False,
-        ranks: Ranks | None = None,
-        keeping: Keeping = contextlib.nullcontext,
-    ) -> None:
-        check_options(lengths, non_finite)
-        self.schedule = schedule
-        self.lengths = lengths
-        self.non_finite = non_finite
-        self.share_prefixes = share_prefixes
-        self.ranks = ranks
-        self.keeping = keeping
+    schedule: Callable[..., Any] | None = None
+    """The function to run; None asks Megatron for it at each call."""
+    _: KW_ONLY
+    lengths: Lengths = "read"
+    """With "exchange" Megatron exchanges shapes: for a model that changes the number of tokens
+    between its inputs and its hidden states, such as one with images."""
+    non_finite: NonFinite = "warn"
+    """A NaN: "warn" logs where it began and leaves the rest to the host; "error" raises on every
+    rank; "ignore" does not look."""
+    share_prefixes: bool = False
+    """Whether samples of a row share their common beginnings."""
+    ranks: Ranks | None = None
+    """See `ScheduleAdapter`."""
+    keeping: Keeping = contextlib.nullcontext
+    """See `read_row_shapes`."""
+
+    def __post_init__(self) -> None:
+        check_options(self.lengths, self.non_finite)
 
     def __call__(
         self,
@@ -173,34 +167,27 @@ class _Report(NamedTuple):
     """See `Sharing.spans`."""
 
 
+@dataclass(eq=False)
 class _Run:
-    """One call on this rank.
+    """One call on this rank."""
 
-    Args:
-        options: the schedule that is called.
-        kind: the call in errors and logs.
-    """
+    options: PlannedSchedule
+    """The schedule that is called."""
+    ranks: Ranks
+    forward_step_func: Callable[..., Any]
+    chunks: list[Any]
+    num_microbatches: int
+    kind: str
+    """The call in errors and logs."""
 
-    def __init__(
-        self,
-        options: PlannedSchedule,
-        ranks: Ranks,
-        forward_step_func: Callable[..., Any],
-        chunks: list[Any],
-        num_microbatches: int,
-        kind: str,
-    ) -> None:
-        self._options = options
-        self._ranks = ranks
-        self._forward_step_func = forward_step_func
-        self._chunks = chunks
-        self._num_microbatches = num_microbatches
-        self._kind = kind
-        self._is_training = kind == "step"
+    def __post_init__(self) -> None:
+        chunks, options = self.chunks, self.options
+        self._is_training = self.kind == "step"
         self._config = config = get_model_config(chunks[0])
-        self._pp = parallel_state.get_pipeline_model_parallel_world_size()
+        self._pp: int = parallel_state.get_pipeline_model_parallel_world_size()
         self._tp: int = parallel_state.get_tensor_model_parallel_world_size()
         self._cp: int = parallel_state.get_context_parallel_world_size()
+        self._sequence_shards = self._tp if config.sequence_parallel else 1
         self._group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None
         self._device = torch.device(torch.cuda.current_device())
         self._reads = (
@@ -214,14 +201,14 @@ class _Run:
         self._rows: list[HostRow | None] = []
         self._num_forwards = [0] * len(chunks)
         looks = options.non_finite != "ignore"
-        self._flags = FiniteFlags.of_rank(
-            len(chunks),
-            parallel_state.get_pipeline_model_parallel_group(),
+        self._flags = FiniteFlags(
+            stages_of(parallel_state.get_pipeline_model_parallel_group(), len(chunks)),
             parallel_state.get_data_parallel_rank(),
             reads_gradients=looks and not config.fp16,
         )
         # The flags read every output.
-        self._listeners = Listeners([PlaceKeeper(ranks.place), *([self._flags] if looks else [])])
+        listeners = [PlaceKeeper(self.ranks.place), *([self._flags] if looks else [])]
+        self._listeners = Listeners(listeners)
 
     def run(
         self,
@@ -233,18 +220,20 @@ class _Run:
     ) -> Any:
         """Read, agree, and run Megatron's schedule."""
         data_iterator = self._agree(data_iterator)
-        self._ranks.place.enter("schedule")
+        self.ranks.place.enter("schedule")
         given = arguments.get("p2p_communicator")
         groups = process_groups() if given is None else arguments["pg_collection"]
         megatron = MegatronCall(
-            chunks=self._chunks,
+            chunks=self.chunks,
             config=self._config,
             pp_group=groups.pp if given is None else given.pp_group,
-            place=self._ranks.place,
+            place=self.ranks.place,
             flags=self._flags,
             is_training=self._is_training,
             group_size=self._group_size,
         )
+        if len(self.chunks) > 1:
+            _warn_of(self._config)
         communicator = None
         if self._pp > 1:
             communicator = megatron.communicator(self._shapes)
@@ -255,32 +244,23 @@ class _Run:
                 # Where the host's setting is safe, keeping outputs would only take memory.
                 keeps_outputs=frees_while_sending(megatron_version),
                 finalize=self._config.finalize_model_grads_func,
-                **self._interleaving(),
             ),
             self._on_shared_rows(),
         ):
             result = schedule(
                 forward_step_func=self._forward_step(), data_iterator=data_iterator, **arguments
             )
-        self._ranks.place.enter("output")
+        self.ranks.place.enter("output")
         if communicator is not None:
             communicator.check_received()
-        self._report_non_finite()
+        if self.options.non_finite != "ignore":
+            report = self._flags.refuse if self.options.non_finite == "error" else self._flags.warn
+            report(self._describe, device=self._device)
         return result
-
-    def _interleaving(self) -> dict[str, Any]:
-        """Settings without which interleaved stages take one tensor for another, see
-        docs/hosts/megatron_lm.md."""
-        if len(self._chunks) == 1:
-            return {}
-        settings = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-        frees = {"deallocate_pipeline_outputs": False}
-        _warn_of(self._config, settings | (frees if frees_while_sending(megatron_version) else {}))
-        return settings
 
     def _agree(self, data_iterator: Any) -> Any:
         """Agree with all ranks on the call, M and row shapes; returns the iterators to run with."""
-        self._ranks.place.enter("pack")
+        self.ranks.place.enter("pack")
         read: list[RowShape | None] = []
         error: Exception | None = None
         try:
@@ -289,14 +269,13 @@ class _Run:
                 self._sharing.check()
             if self._reads or self._sharing is not None:
                 read, data_iterator = read_row_shapes(
-                    self._forward_step_func,
+                    self.forward_step_func,
                     data_iterator,
-                    self._chunks,
-                    self._num_microbatches,
+                    self.chunks,
+                    self.num_microbatches,
                     sequence_shards=self._sequence_shards,
-                    keeping=self._options.keeping,
-                    note=None if self._sharing is None else self._sharing.note,
-                    watch=None if self._sharing is None else self._sharing.watch,
+                    keeping=self.options.keeping,
+                    sharing=self._sharing,
                 )
         except Exception as caught:
             # Other ranks may wait for this one inside the forward step, as in Megatron-LM's
@@ -305,7 +284,7 @@ class _Run:
                 raise
             error = caught  # raised below, on all ranks
         group = replica_group() if self._tp * self._pp * self._cp > 1 else None
-        agreement = self._ranks.prepare(
+        agreement = self.ranks.prepare(
             lambda: self._agree_in_replica(read, error, group), self._same
         )
         self._shapes, self._rows = agreement.result()
@@ -318,7 +297,7 @@ class _Run:
 
     def _check_count(self) -> None:
         """Raise ConfigError for an M that Megatron does not run."""
-        count, vpp, group = self._num_microbatches, len(self._chunks), self._group_size
+        count, vpp, group = self.num_microbatches, len(self.chunks), self._group_size
         layout = Layout(pp=self._pp, vpp=vpp, microbatch_group_size=group)
         if count < 1 or not layout.is_legal_count(count):
             raise ConfigError(
@@ -327,18 +306,14 @@ class _Run:
                 f"least pp: the next count is {layout.next_legal_count(max(count, 1))}"
             )
 
-    @property
-    def _sequence_shards(self) -> int:
-        return self._tp if self._config.sequence_parallel else 1
-
     def _same(self) -> Mapping[str, str]:
         """Values that must be equal on all ranks."""
-        meets = meets_in_every_microbatch(self._config, self._chunks)
+        meets = meets_in_every_microbatch(self._config, self.chunks)
         names = ("lengths", "non_finite", "share_prefixes")
         return {
-            "call": f"{self._kind}, {len(self._chunks)} chunk(s)",
-            "M": str(self._num_microbatches) if meets else "",
-            "settings": ", ".join(f"{name}={getattr(self._options, name)}" for name in names),
+            "call": f"{self.kind}, {len(self.chunks)} chunk(s)",
+            "M": str(self.num_microbatches) if meets else "",
+            "settings": ", ".join(f"{name}={getattr(self.options, name)}" for name in names),
         }
 
     def _agree_in_replica(
@@ -350,7 +325,7 @@ class _Run:
         sharing = self._sharing
         own = _Report(
             is_fine=error is None,
-            num_microbatches=self._num_microbatches,
+            num_microbatches=self.num_microbatches,
             cp_rank=cp_rank,
             shapes=list(read),
             shares=sharing is not None,
@@ -365,8 +340,16 @@ class _Run:
         if error is not None:
             raise error
         fine = [report for report in reports if report.is_fine]
-        check_equal_counts([report.num_microbatches for report in fine])
-        check_all_share([report.shares for report in fine])
+        counts = {report.num_microbatches for report in fine}
+        if len(counts) > 1:
+            raise ScheduleError(
+                f"the ranks of one pipeline have M={min(counts)} and M={max(counts)} "
+                "micro-batches; give all of them the same batches"
+            )
+        if len({report.shares for report in fine}) > 1:
+            raise ScheduleError(
+                "share_prefixes differs between ranks; set it (MEGAPACK_SHARE_PREFIXES) on all"
+            )
         shapes = None
         if self._reads:
             shapes = common_shapes([r.shapes for r in fine if r.cp_rank == cp_rank])
@@ -381,17 +364,18 @@ class _Run:
         """Within the block, rows that share prefixes run without the copies of them."""
         if self._sharing is None or not any(self._rows):
             return contextlib.nullcontext()
-        log_sharing(self._kind, self._rows)
-        self._shared_rows = SharedRows(self._chunks, self._sharing.layout)
+        log_sharing(self.kind, self._rows)
+        self._shared_rows = SharedRows(self.chunks, self._sharing.layout)
         return self._shared_rows.hooked(is_training=self._is_training)
 
     def _forward_step(self) -> Callable[..., Any]:
         """The host's forward step, which also calls the listeners."""
-        forward_step_func = self._forward_step_func
+        forward_step_func = self.forward_step_func
+        is_last_stage = parallel_state.get_pipeline_model_parallel_rank() == self._pp - 1
 
         @functools.wraps(forward_step_func)
         def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            chunk = self._index_of(model)
+            chunk = next(i for i, own in enumerate(self.chunks) if own is model)
             # Each chunk runs the micro-batches in their order.
             microbatch = self._num_forwards[chunk]
             self._num_forwards[chunk] += 1
@@ -399,27 +383,14 @@ class _Run:
             if self._shared_rows is not None:
                 self._shared_rows.begin(self._rows[microbatch], microbatch)
             output, loss_func = forward_step_func(data_iterator, model, *args, **kwargs)
-            if self._is_last(chunk):
+            # On the model's last chunk Megatron calls the loss function.
+            if is_last_stage and chunk == len(self.chunks) - 1:
                 return output, self._with_listeners(loss_func, chunk, microbatch)
             self._check_shape(output, chunk, microbatch)
             self._listeners.end_forward(chunk, microbatch, output)
             return output, loss_func
 
         return forward_step
-
-    def _index_of(self, model: Any) -> int:
-        for chunk, own in enumerate(self._chunks):
-            if own is model:
-                return chunk
-        raise ScheduleError(
-            f"the schedule runs a {type(model).__name__} that is not one of this call's "
-            f"{len(self._chunks)} chunk(s); give it the model that it runs"
-        )
-
-    def _is_last(self, chunk: int) -> bool:
-        """Whether a chunk is the model's last one, for which Megatron calls the loss function."""
-        is_last_stage = parallel_state.get_pipeline_model_parallel_rank() == self._pp - 1
-        return is_last_stage and chunk == len(self._chunks) - 1
 
     def _with_listeners(self, loss_func: Any, chunk: int, microbatch: int) -> Any:
         """The host's loss function; the forward of the last chunk ends with it."""
@@ -448,17 +419,60 @@ class _Run:
                 "(megapack.hosts.megatron_core.configure) for models that add or remove tokens"
             )
 
-    def _report_non_finite(self) -> None:
-        if self._options.non_finite == "ignore":
-            return
-        report = self._flags.refuse if self._options.non_finite == "error" else self._flags.warn
-        report(self._describe, device=self._device)
-
     def _describe(self, microbatch: int) -> str:
         if self._shapes is None:
-            return f"{microbatch + 1} of {self._num_microbatches}"
+            return f"{microbatch + 1} of {self.num_microbatches}"
         tokens, batch_size = self._shapes[microbatch]
         return f"{tokens * self._sequence_shards * batch_size} tokens on this GPU"
+
+
+def why_not_planned(config: Any, others: Mapping[str, Any]) -> str:
+    """Why a call of a host runs on Megatron's own schedule; "" if it is planned.
+
+    Args:
+        others: the call's arguments that `PlannedSchedule` does not name.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        return "Megatron's global process groups are not set up"
+    for name in _OTHER_SCHEDULES:
+        if getattr(config, name, False):
+            return f"config.{name} is set, which takes another forward step"
+    if checks.captures_whole_iterations(config):
+        return "CUDA graphs of whole iterations replay it without its Python code"
+    if others.get("adjust_tensor_shapes_fn") is not None:
+        return "its caller passes adjust_tensor_shapes_fn"
+    communicator = others.get("p2p_communicator")
+    if communicator is not None and type(communicator) is not P2PCommunicator:
+        return f"its caller passes a {type(communicator).__name__}"
+    has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    if has_stages and (communicator is None) != (others.get("pg_collection") is None):
+        return "its caller passes one of p2p_communicator and pg_collection"
+    return ""
+
+
+def meets_in_every_microbatch(config: Any, chunks: Sequence[Any]) -> bool:
+    """Whether data-parallel ranks communicate in each forward, so that all need the same M."""
+    kinds = getattr(config, "moe_router_load_balancing_type", None) or ()
+    shards_params = any(
+        getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks
+    )
+    spreads_experts = (
+        bool(config.num_moe_experts) and parallel_state.get_expert_model_parallel_world_size() > 1
+    )
+    return (
+        spreads_experts
+        or shards_params
+        or checks.shares_fp8_scales(config)
+        or "global_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds)
+    )
+
+
+def check_options(lengths: str, non_finite: str) -> None:
+    """Raise ConfigError for unknown options of a `PlannedSchedule`."""
+    kinds = {"lengths": (lengths, Lengths), "non_finite": (non_finite, NonFinite)}
+    for name, (value, kind) in kinds.items():
+        if value not in get_args(kind):
+            raise ConfigError(f"{name}={value!r}; set one of {', '.join(get_args(kind))}")
 
 
 _counts: dict[str, int] = {}
@@ -470,10 +484,13 @@ def _next_name(kind: str) -> str:
     return f"{kind} {_counts[kind]}"
 
 
-def _warn_of(config: Any, settings: Mapping[str, Any]) -> None:
-    """Warn once of the host's settings that give wrong gradients or hang under interleaving."""
-    names = ("overlap_p2p_comm", "batch_p2p_comm", "deallocate_pipeline_outputs")
-    wrong = [n for n in names if n in settings and getattr(config, n) != settings[n]]
+def _warn_of(config: Any) -> None:
+    """Warn once of the host's settings under which interleaved stages take one tensor for another,
+    see docs/hosts/megatron_lm.md."""
+    settings = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if frees_while_sending(megatron_version):
+        settings["deallocate_pipeline_outputs"] = False
+    wrong = [name for name, value in settings.items() if getattr(config, name) != value]
     if wrong:
         _warn_once(
             f"{', '.join(f'{name}={getattr(config, name)}' for name in wrong)} can give wrong "

@@ -20,7 +20,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.utils import StragglerDetector
@@ -29,6 +29,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from megapack.errors import ScheduleError
 from megapack.model.host_rows import given_arguments
+
+if TYPE_CHECKING:
+    from megapack.schedule.sharing import Sharing
 
 RowShape = tuple[int, int]
 """Tokens and batch size of a micro-batch's hidden states on this GPU."""
@@ -83,8 +86,7 @@ def read_row_shapes(
     *,
     sequence_shards: int,
     keeping: Keeping = contextlib.nullcontext,
-    note: Callable[[Mapping[str, Any]], None] | None = None,
-    watch: Callable[[], None] | None = None,
+    sharing: Sharing | None = None,
 ) -> tuple[list[RowShape | None], Any]:
     """The shapes of this rank's rows, and the iterators to run with.
 
@@ -94,8 +96,7 @@ def read_row_shapes(
         sequence_shards: GPUs that hidden states are sliced over, and ids are not: tp under sequence
             parallelism.
         keeping: a context that restores at its end what the forward step sets before the model.
-        note: gets the arguments of each call of the model, by name.
-        watch: is called within each call of the model.
+        sharing: gets the arguments of each call of the model, and watches within it.
 
     Returns:
         A shape per micro-batch, None where the forward step does not give the model `input_ids` and
@@ -116,12 +117,12 @@ def read_row_shapes(
         replayed = None
         reader = copy.copy(own)
     shapes = []
-    with torch.no_grad(), _leaving(wrappers, watch), _same_state(chunks), keeping():
+    with torch.no_grad(), _leaving(wrappers, sharing), _same_state(chunks), keeping():
         for _ in range(num_microbatches):
             call = _model_call(forward_step_func, reader, chunks[0])
             shapes.append(_row_shape(call.get("input_ids"), sequence_shards))
-            if note is not None:
-                note(call)
+            if sharing is not None:
+                sharing.note(call)
     if replayed is not None:
         replayed.is_reading = False
     return shapes, iterators if isinstance(data_iterator, list) else iterators[0]
@@ -146,14 +147,12 @@ def _wrappers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 @contextlib.contextmanager
-def _leaving(
-    wrappers: Sequence[torch.nn.Module], watch: Callable[[], None] | None
-) -> Iterator[None]:
+def _leaving(wrappers: Sequence[torch.nn.Module], sharing: Sharing | None) -> Iterator[None]:
     """Within the block, a call of one of the modules, or of another model, raises `_Left`."""
 
     def leave(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if watch is not None:
-            watch()
+        if sharing is not None:
+            sharing.watch()
         raise _Left(given_arguments(wrappers[-1], args, kwargs))
 
     def leave_at_another(module: Any, _: Any) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -27,25 +26,18 @@ from megapack.rows.schedule_pass import SchedulePass
 from megapack.schedule import checks
 from megapack.schedule.call import StepCall
 from megapack.schedule.channels import Channels, Exchange, StageOrder
-from megapack.schedule.faults import FiniteFlags, StepOutOfMemory, samples_text
+from megapack.schedule.faults import FiniteFlags, StepOutOfMemory, samples_text, stages_of
 from megapack.schedule.forward import ForwardStep, HeadOptions, LastStage, PassContext
-from megapack.schedule.listeners import Listener, PlaceKeeper
+from megapack.schedule.listeners import Listener, Listeners, PlaceKeeper
 from megapack.schedule.megatron_call import MegatronCall
 from megapack.schedule.operations import Operations
 from megapack.schedule.p2p import PlannedP2PCommunicator
 from megapack.schedule.row_groups import RowGroups
 
 
+@dataclasses.dataclass(eq=False)
 class ScheduleRunner:
     """Runs rows through the model chunks of this rank.
-
-    Args:
-        chunks, config, layout: see `ScheduleAdapter`.
-        groups: Megatron's process groups.
-        head: options of the last stage.
-        device: rows are moved to it.
-        routing: the routing of the model's experts.
-        place: the runner keeps it up to date.
 
     Attributes:
         listeners: are called at each forward and backward.
@@ -53,33 +45,30 @@ class ScheduleRunner:
         channels: connect the stages for lists of operations, once they are made.
     """
 
-    communicator_class = PlannedP2PCommunicator
+    communicator_class: ClassVar[type[PlannedP2PCommunicator]] = PlannedP2PCommunicator
     """Exchanges rows of planned lengths between stages; a subclass may set another class."""
 
-    def __init__(
-        self,
-        chunks: list[torch.nn.Module],
-        config: Any,
-        layout: Layout,
-        groups: Any,
-        *,
-        head: HeadOptions,
-        device: torch.device,
-        routing: ModelRouting,
-        place: Place,
-    ) -> None:
-        self.chunks = chunks
-        self.config = config
-        self.layout = layout
-        self.head = head
-        self.device = device
-        self.routing = routing
-        self.place = place
-        self.listeners: list[Listener] = [PlaceKeeper(place)]
-        self.row_groups = RowGroups(layout, cp=groups.cp, dp_cp=groups.dp_cp)
-        self._groups = groups
-        self.channels = Channels(groups.pp, layout.vpp)
-        self._weight_gradients = WeightGradients(chunks)
+    chunks: list[torch.nn.Module]
+    """As in `ScheduleAdapter`, like `config` and `layout`."""
+    config: Any
+    layout: Layout
+    groups: Any
+    """Megatron's process groups."""
+    head: HeadOptions
+    """Options of the last stage."""
+    device: torch.device
+    """Rows are moved to it."""
+    routing: ModelRouting
+    """The routing of the model's experts."""
+    place: Place
+    """The runner keeps it up to date."""
+
+    def __post_init__(self) -> None:
+        groups = self.groups
+        self.listeners: list[Listener] = [PlaceKeeper(self.place)]
+        self.row_groups = RowGroups(self.layout, cp=groups.cp, dp_cp=groups.dp_cp)
+        self.channels = Channels(groups.pp, self.layout.vpp)
+        self._weight_gradients = WeightGradients(self.chunks)
         # The step plan and what its stage runs, of this step and the next one.
         self._orders: dict[tuple[int, bool], tuple[StepPlan, StageOrder]] = {}
 
@@ -94,17 +83,25 @@ class ScheduleRunner:
             StepOutOfMemory: on this rank; the others wait for it inside the schedule.
         """
         self.place.enter("schedule")
-        flags = self._new_flags(call)
-        context = PassContext(
-            schedule_pass=self._new_pass(call),
-            listeners=[*self.listeners, flags],
-            flags=flags,
+        replica = self.groups.dp.rank()
+        flags = FiniteFlags(
+            stages_of(self.groups.pp, len(self.chunks)),
+            replica,
+            first_ranks=[mb.ranks(replica)[0] for mb in call.rows(replica)],
+            reads_gradients=not self.config.fp16,
         )
+        is_training = call.is_training
+        schedule_pass = SchedulePass(
+            record=call.record_routing,
+            token_weight=token_weight(call.step_plan) if is_training else None,
+        )
+        listeners = [*self.listeners, flags]
+        context = PassContext(schedule_pass=schedule_pass, listeners=listeners, flags=flags)
         try:
             self.run_schedule(call, rows, context)
         except torch.OutOfMemoryError as error:
             raise StepOutOfMemory.of(error, rows, self.place) from error
-        if call.is_training and not checks.reduces(self.chunks):
+        if is_training and not checks.reduces(self.chunks):
             params = [list(chunk.parameters()) for chunk in self.chunks]
             flags.check_gradients([[p.grad for p in own if p.grad is not None] for own in params])
         self.place.enter("output")
@@ -118,7 +115,7 @@ class ScheduleRunner:
         megatron = MegatronCall(
             chunks=self.chunks,
             config=self.config,
-            pp_group=self._groups.pp,
+            pp_group=self.groups.pp,
             place=self.place,
             flags=context.flags,
             is_training=call.is_training,
@@ -162,7 +159,7 @@ class ScheduleRunner:
             micro_batch_size=1,
             forward_only=not call.is_training,
             p2p_communicator=communicator,
-            pg_collection=None if communicator is None else self._groups,
+            pg_collection=None if communicator is None else self.groups,
         )
         if communicator is not None:
             communicator.check_received()
@@ -178,26 +175,26 @@ class ScheduleRunner:
         exchange = None
         if self.layout.pp > 1:
             exchange = Exchange(
-                self.channels,
-                order,
+                channels=self.channels,
+                order=order,
                 shapes=[(*shape, self.config.hidden_size) for shape in self._row_shapes(rows)],
                 dtype=self.config.pipeline_dtype,
                 device=self.device,
                 place=self.place,
             )
         Operations(
-            self.chunks,
-            self.config,
-            self._groups,
+            chunks=self.chunks,
+            config=self.config,
+            groups=self.groups,
             forward_step=forward_step,
             rows=rows,
             order=order,
             exchange=exchange,
             weight_gradients=self._weight_gradients,
-            device=self.device,
+            listeners=Listeners(context.listeners),
             is_training=call.is_training,
             reduces_after=call.has_weight_operations or self._weight_gradients.puts_off_always,
-            context=context,
+            device=self.device,
         ).run()
 
     def stage_order(self, call: StepCall) -> StageOrder:
@@ -210,13 +207,13 @@ class ScheduleRunner:
         key = id(step), call.is_training
         kept = self._orders.get(key)
         if kept is None or kept[0] is not step:
-            dp_rank = self._groups.dp.rank()
+            dp_rank = self.groups.dp.rank()
             order = step.order(dp_rank, self.layout, forward_only=not call.is_training)
             ranks = []
             if call.is_training and step.orders:
                 block = next(b for b in step.meeting_ranks(self.layout) if dp_rank in b)
                 ranks = [step.orders[rank] for rank in block]
-            kept = step, StageOrder(order, self._groups.pp.rank(), self.layout.vpp, ranks)
+            kept = step, StageOrder(order, self.groups.pp.rank(), self.layout.vpp, ranks)
             self._orders = dict([*self._orders.items()][-1:]) | {key: kept}
         return kept[1]
 
@@ -238,28 +235,13 @@ class ScheduleRunner:
     def forward_step(self, call: StepCall, context: PassContext) -> ForwardStep:
         """Megatron's forward step for a call."""
         last_stage = LastStage(
-            call.objective,
+            objective=call.objective,
             with_entropy=call.with_entropy,
             options=self.head,
             schedule_pass=context.schedule_pass,
             note=context.flags.note_losses,
         )
         return ForwardStep(self.chunks, last_stage, context)
-
-    def _new_pass(self, call: StepCall) -> SchedulePass:
-        if not call.is_training:
-            return SchedulePass(record=call.record_routing)
-        return SchedulePass(token_weight=token_weight(call.step_plan))
-
-    def _new_flags(self, call: StepCall) -> FiniteFlags:
-        replica = self._groups.dp.rank()
-        return FiniteFlags.of_rank(
-            len(self.chunks),
-            self._groups.pp,
-            replica,
-            first_ranks=[mb.ranks(replica)[0] for mb in call.rows(replica)],
-            reads_gradients=not self.config.fp16,
-        )
 
     def _row_shapes(self, rows: list[PlacedRow]) -> list[tuple[int, int]]:
         """(tokens, batch size) of each row's hidden states on this GPU."""
@@ -269,17 +251,9 @@ class ScheduleRunner:
 
 def process_groups() -> ProcessGroupCollection:
     """The groups that Megatron's schedules need in addition to a communicator."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    # Megatron-Core 0.19 asks for these three as well.
-    groups.dp = parallel_state.get_data_parallel_group()
-    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return groups
+    # Megatron-Core 0.19 asks for the last three as well.
+    names = ["tp", "cp", "pp", "embd", "pos_embd", "dp", "tp_dp_cp", "dp_cp"]
+    return ProcessGroupCollection.use_mpu_process_groups(names)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -51,18 +52,17 @@ class _Slice(NamedTuple):
     """int32, on the host."""
 
 
+@dataclass(eq=False)
 class Sharing:
-    """The shared prefixes of one call of a schedule, on this rank.
+    """The shared prefixes of one call of a schedule, on this rank."""
 
-    Args:
-        chunks: the host's, of this rank.
-        config: the model's.
-    """
+    chunks: Sequence[Any]
+    """The host's, of this rank."""
+    config: Any
+    """The model's."""
+    is_training: bool
 
-    def __init__(self, chunks: Sequence[Any], config: Any, *, is_training: bool) -> None:
-        self._chunks = chunks
-        self._config = config
-        self._is_training = is_training
+    def __post_init__(self) -> None:
         self._slices: list[_Slice] = []
         self._own_hooks = self._hooks()
         tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -70,20 +70,20 @@ class Sharing:
             tp=tp,
             etp=1,
             cp=parallel_state.get_context_parallel_world_size(),
-            sequence_parallel=bool(config.sequence_parallel) and tp > 1,
-            fp8=config_rows(config),
+            sequence_parallel=bool(self.config.sequence_parallel) and tp > 1,
+            fp8=config_rows(self.config),
         )
 
     def check(self) -> None:
         """Raise ConfigError if the model would be wrong on shared rows; before any collective."""
-        config = self._config
+        config = self.config
         # A host may run forwards without backwards in training mode.
-        drops = any(chunk.training for chunk in self._chunks)
-        check_rows(self._chunks, config, {"prefixes"}, is_training=drops, instead=_WITHOUT)
-        for chunk in map(unwrapped, self._chunks):
+        drops = any(chunk.training for chunk in self.chunks)
+        check_rows(self.chunks, config, {"prefixes"}, is_training=drops, instead=_WITHOUT)
+        for chunk in map(unwrapped, self.chunks):
             refuse_unpacked_attention(chunk)
             for name, module in chunk.named_modules():
-                if fact := self._obstacle(module):
+                if hasattr(module, "routing_type") and (fact := self._why_not_routed(module)):
                     raise ConfigError(f"{name}: {fact}, with shared prefixes; set {_WITHOUT}")
         ep = parallel_state.get_expert_model_parallel_world_size()
         facts = {
@@ -99,22 +99,19 @@ class Sharing:
             if is_so:
                 raise ConfigError(f"{fact}, with shared prefixes; set {_WITHOUT}")
 
-    def _obstacle(self, module: Any) -> str:
-        """Why a module of the model would be wrong; "" if it is right."""
-        if hasattr(module, "routing_type"):
-            # Megatron's and the hosts' own.
-            replays = [k for k, value in vars(module).items() if "replay" in k and value]
-            if replays:
-                return f"{replays[0]} has one entry per token of the host's row"
-            if self._is_training and module.config.moe_input_jitter_eps:
-                return "moe_input_jitter_eps would give all copies the same noise"
-        return ""
+    def _why_not_routed(self, router: Any) -> str:
+        """Why a router, Megatron's or a host's own, would be wrong; "" if it is right."""
+        replays = [k for k, value in vars(router).items() if "replay" in k and value]
+        if replays:
+            return f"{replays[0]} has one entry per token of the host's row"
+        has_jitter = self.is_training and router.config.moe_input_jitter_eps
+        return "moe_input_jitter_eps would give all copies the same noise" if has_jitter else ""
 
     def _hooks(self) -> dict[int, str]:
         """The forward hooks in the first chunk, by the numbers that torch gives them."""
         return {
             number: f"{name} ({getattr(hook, '__qualname__', hook)})"
-            for name, module in unwrapped(self._chunks[0]).named_modules()
+            for name, module in unwrapped(self.chunks[0]).named_modules()
             for number, hook in module._forward_hooks.items()
         }
 
@@ -169,7 +166,7 @@ class Sharing:
 
     def _has_own_positions(self, position_ids: Any, spans: Sequence[int]) -> bool:
         """Whether the embedding sees the positions that it will be given."""
-        embedding = getattr(unwrapped(self._chunks[0]), "position_embedding_type", None)
+        embedding = getattr(unwrapped(self.chunks[0]), "position_embedding_type", None)
         if embedding != "learned_absolute" or not isinstance(position_ids, Tensor):
             return not isinstance(position_ids, Tensor) or position_ids.dim() <= 2
         own = slice_positions(spans, self.layout.cp, parallel_state.get_context_parallel_rank())
@@ -258,15 +255,7 @@ def make_sharing(
     if reason := why_not_shared(chunks, config, lengths):
         log_once(f"rows of the host share no prefixes: {reason}")
         return None
-    return Sharing(chunks, config, is_training=is_training)
-
-
-def check_all_share(shares: Sequence[bool]) -> None:
-    """Raise ScheduleError if some ranks share prefixes and others do not."""
-    if len(set(shares)) > 1:
-        raise ScheduleError(
-            "share_prefixes differs between ranks; set it (MEGAPACK_SHARE_PREFIXES) on all"
-        )
+    return Sharing(chunks, config, is_training)
 
 
 def log_sharing(kind: str, rows: Sequence[HostRow | None]) -> None:

@@ -28,7 +28,7 @@ MESSAGES = {
     "user_error": "ValueError: the user's own code failed",
     "nan": ("NaN", "nan"),
     "killed": "is gone: it was killed",
-    OTHER_SHARERS: "in shared micro-batches (rank ",
+    OTHER_SHARERS: "in plan (rank ",
 }
 """Texts of each fault; every rank's error contains one of them."""
 SHARED = "plan.context_parallel=dynamic"

@@ -157,11 +157,6 @@ REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"expert_gtp_weight_remat_size": 2},
         r"expert_gtp_weight_remat_size=2.*set it to 1",
     ),
-    "hyper-connections between stages": (
-        Layout(pp=2),
-        {"enable_mhc_connections": True},
-        r"enable_mhc_connections=True with pipeline stages.*set pp=1, or enable_mhc_connections=",
-    ),
     "further losses that leave the model alone": (
         Layout(),
         {"mtp_num_layers": 1, "mtp_detach_heads": True},
@@ -185,7 +180,6 @@ def test_a_wrong_setting_is_refused_with_what_to_set(name: str) -> None:
 
 
 def test_settings_without_what_they_belong_to_are_accepted() -> None:
-    check_config(config(Layout(), enable_mhc_connections=True), Layout())
     check_config(config(Layout(), mtp_detach_heads=True, mtp_hsm=True), Layout())
 
 
@@ -230,12 +224,6 @@ def test_cuda_graphs_of_what_sees_samples_are_refused(
         ConfigError, match=rf"'{impl}'\) of {captured}:.*set cuda_graph_impl='none'"
     ):
         check_config(made, INTERLEAVED)
-
-
-@pytest.mark.parametrize("name", ["enable_cuda_graph", "external_cuda_graph"])
-def test_cuda_graphs_by_their_older_names_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="CUDA graphs"):
-        check_config(config(**{name: True}), INTERLEAVED)
 
 
 @pytest.mark.parametrize("name", ["cuda_graph_scope", "cuda_graph_modules"])

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts import megatron_core
-from megapack.schedule import PlannedSchedule, host_calls, planned, reading
+from megapack.schedule import PlannedSchedule, planned, reading
 
 pytestmark = pytest.mark.unit
 
@@ -28,11 +28,6 @@ def test_a_shape_that_no_rank_knows_leaves_the_exchange_to_megatron() -> None:
 def test_different_shapes_are_refused_with_both() -> None:
     with pytest.raises(ScheduleError, match=r"\(6, 1\) and \(8, 1\) of micro-batch 1"):
         reading.common_shapes([[(4, 1), (8, 1)], [(4, 1), (6, 1)]])
-
-
-def test_different_counts_are_refused_with_both() -> None:
-    with pytest.raises(ScheduleError, match="M=3 and M=4"):
-        host_calls.check_equal_counts([4, 3, 4])
 
 
 @pytest.mark.parametrize("option", [{"lengths": "guess"}, {"non_finite": "fatal"}])
@@ -66,9 +61,9 @@ def test_wrong_settings_under_interleaving_are_named_once(
     config = SimpleNamespace(**{**settings, "batch_p2p_comm": True})
     planned._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        planned._warn_of(config, settings)
-        planned._warn_of(config, settings)
-        planned._warn_of(SimpleNamespace(**settings), settings)
+        planned._warn_of(config)
+        planned._warn_of(config)
+        planned._warn_of(SimpleNamespace(**settings))
     assert [record.message for record in caplog.records] == [
         "batch_p2p_comm=True can give wrong gradients or hang with virtual pipeline stages; the "
         "call runs with batch_p2p_comm=False"
@@ -86,21 +81,21 @@ def test_the_stages_of_miles_replays_survive_the_reading(monkeypatch: pytest.Mon
 
 
 def test_calls_that_cannot_be_planned_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = host_calls.parallel_state
+    groups = planned.parallel_state
     monkeypatch.setattr(groups, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(groups, "get_pipeline_model_parallel_world_size", lambda: 2)
     plain = SimpleNamespace()
-    assert host_calls.why_not_planned(plain, {}) == ""
+    assert planned.why_not_planned(plain, {}) == ""
     captured = SimpleNamespace(cuda_graph_impl="full_iteration")
-    assert "CUDA graphs" in host_calls.why_not_planned(captured, {})
+    assert "CUDA graphs" in planned.why_not_planned(captured, {})
     combined = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
-    assert "overlap_moe_expert_parallel_comm" in host_calls.why_not_planned(combined, {})
-    assert "adjust_tensor" in host_calls.why_not_planned(plain, {"adjust_tensor_shapes_fn": print})
-    assert "passes one of" in host_calls.why_not_planned(plain, {"pg_collection": object()})
+    assert "overlap_moe_expert_parallel_comm" in planned.why_not_planned(combined, {})
+    assert "adjust_tensor" in planned.why_not_planned(plain, {"adjust_tensor_shapes_fn": print})
+    assert "passes one of" in planned.why_not_planned(plain, {"pg_collection": object()})
     own = {"p2p_communicator": object(), "pg_collection": object()}
-    assert "passes a object" in host_calls.why_not_planned(plain, own)
+    assert "passes a object" in planned.why_not_planned(plain, own)
     monkeypatch.setattr(groups, "model_parallel_is_initialized", lambda: False)
-    assert "not set up" in host_calls.why_not_planned(plain, {})
+    assert "not set up" in planned.why_not_planned(plain, {})
 
 
 @pytest.mark.parametrize(
@@ -117,10 +112,10 @@ def test_ranks_that_meet_in_each_forward_need_one_m(
     settings: dict[str, object], meets: bool
 ) -> None:
     config = SimpleNamespace(num_moe_experts=None, **settings)
-    assert host_calls.meets_in_every_microbatch(config, []) == meets
+    assert planned.meets_in_every_microbatch(config, []) == meets
 
 
 def test_sharded_parameters_are_gathered_in_each_forward() -> None:
     config = SimpleNamespace(num_moe_experts=None)
     chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
-    assert host_calls.meets_in_every_microbatch(config, [chunk])
+    assert planned.meets_in_every_microbatch(config, [chunk])

@@ -168,12 +168,11 @@ def test_hidden_states_that_the_forward_step_captures_are_refused() -> None:
             handle.remove()
 
     def read(step: Any) -> Any:
-        return read_row_shapes(
-            step, iter([call()]), [chunk], 1, sequence_shards=1, watch=made.watch
-        )
+        return read_row_shapes(step, iter([call()]), [chunk], 1, sequence_shards=1, sharing=made)
 
     # What was hooked before, such as by a profiler, sees the shorter row and may.
     assert read(lambda iterator, model: model(**next(iterator)))[0] == [(10, 1)]
+    made._slices.clear()
     with pytest.raises(ConfigError, match=r"captures the output of embedding \(.*capture\)"):
         read(forward_step)
 

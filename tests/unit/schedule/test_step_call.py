@@ -11,11 +11,10 @@ import torch
 from megapack import Layout, build_dp_schedule
 from megapack.errors import ConfigError, DataError
 from megapack.loss import PPO, SFT
-from megapack.plan import Plan, check_plan
+from megapack.plan import Plan
 from megapack.policy import Policy
 from megapack.samples import SampleBatch
 from megapack.schedule.call import StepCall
-from tests.made_rows import with_shared_rows
 
 pytestmark = pytest.mark.unit
 
@@ -98,36 +97,12 @@ def test_the_first_difference_is_named(name: str, other: StepCall) -> None:
     assert next(key for key in mine if mine[key] != theirs[key]) == name
 
 
-def test_a_difference_in_who_shares_a_micro_batch_is_named_before_the_plan() -> None:
-    policy = Policy(context_parallel="dynamic")
-    lengths = [len(ids) for ids in TOKENS]
-    options: dict[str, Any] = {"layout": Layout(dp=4), "max_tokens_per_gpu": 8, "policy": policy}
-    alone = build_dp_schedule(lengths, **options)
-    pairs = with_shared_rows(alone, lengths, place=0)
-    four = with_shared_rows(alone, lengths, place=0, width=4)
-    check_plan(pairs, lengths)
-    texts = []
-    for one in (alone, pairs, four):
-        values = training(plan=one).same()
-        names = list(values)
-        assert names.index("shared micro-batches") < names.index("plan")
-        texts.append(values["shared micro-batches"])
-    assert texts == ["none", "0 on DP ranks 0-1, 0 on DP ranks 2-3", "0 on DP ranks 0-3"]
-
-
 def test_a_setting_of_the_objective_is_part_of_the_call() -> None:
     assert training(objective=PPO(clip_low=0.3)).text != training(objective=PPO()).text
 
 
-def test_m_and_row_lengths_belong_to_the_step() -> None:
-    one, other = (training(step=step).same() for step in (0, 1))
-    assert one["M"] == str([len(plan().steps[0].ranks[0])])
-    assert one["row lengths"] != other["row lengths"]
-
-
 def test_packing_refuses_a_step_that_the_plan_lacks() -> None:
     call = training(step=2)
-    assert call.same()["M"] == "[]"
     with pytest.raises(DataError, match=r"step=2 of a plan of 2 steps; pass one of 0 to 1"):
         call.rows(0)
     with pytest.raises(DataError, match="step=-1"):

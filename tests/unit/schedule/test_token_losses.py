@@ -19,8 +19,7 @@ from megapack.rows.segments import row_segments
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch
 from megapack.schedule.chains import LossInputs, joined
-from megapack.schedule.faults import FiniteFlags
-from megapack.schedule.token_losses import TokenLosses
+from megapack.schedule.faults import FiniteFlags, TokenLosses
 from tests.job_in_process import job_of_one
 
 pytestmark = pytest.mark.unit
