@@ -167,7 +167,7 @@ CHECKPOINT_ROWS = [
         *("train.resume=runs/none", "no complete checkpoint", "set"),
     ),
     row(
-        "checkpoint on a full disk",
+        "export on a full disk",
         partial(check_space, Path(), 2**60),
         CheckpointError,
         *("1099511627776 MiB", "make room"),

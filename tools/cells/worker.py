@@ -23,8 +23,8 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-import megapack.job.train.critic
 import megapack.job.train.job
+import megapack.job.train.learner
 from megapack.cli import main as megapack_main
 from megapack.job.gpt.init import local_slice
 from megapack.job.train.job import Trainer
@@ -55,7 +55,11 @@ class NotedPasses(BatchPasses):
             "samples": sorted(map(int, batch.numbers[list(batch.plan.steps[index].kept_samples)])),
             "metrics": training_metrics(ran[0]),
         }
-        _add(note, gradients=dict(_gradients(self._chunks)), weights=dict(_weights(self._chunks)))
+        _add(
+            note,
+            gradients=dict(_gradients(self.adapter.chunks)),
+            weights=dict(_weights(self.adapter.chunks)),
+        )
         return ran
 
     def outputs(self, batch: Any, name: str, **settings: Any) -> list[Tensor]:
@@ -178,8 +182,7 @@ def main(config: str, out: str, reference: str | None = None) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))
     if reference is not None:
         _EXPECTED.extend(torch.load(reference))
-    for module in (megapack.job.train.job, megapack.job.train.critic):
-        module.BatchPasses = NotedPasses
+    megapack.job.train.learner.BatchPasses = NotedPasses
     megapack.job.train.job.Trainer = NotedTrainer
     _note_groups()
     errors = io.StringIO()

@@ -7,7 +7,6 @@ Modules:
     blocks: the distributed optimizer's state in that format, without a gather
     writer: plans all ranks' files and writes this rank's, on threads, while training goes on
     index: checks the pickled index before torch reads it
-    random_states: a rank's random states
 """
 
 from megapack.job.checkpoint.checkpoints import Checkpoints, samples_done_digest

@@ -14,21 +14,21 @@ import hashlib
 import importlib.metadata
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megapack.base.files import sync
 from megapack.config.load import to_dict
 from megapack.errors import CheckpointError
 from megapack.job.checkpoint import folders
-from megapack.job.checkpoint.changes import changed_settings
 from megapack.job.checkpoint.folders import Checkpoint, Manifest, Position
 from megapack.job.checkpoint.index import check_index, read_fault
-from megapack.job.checkpoint.random_states import rng_state, set_rng_state
 from megapack.job.checkpoint.state import RunState, is_first_of_data_parallel_rank
 from megapack.job.checkpoint.writer import PendingSave
 from megapack.job.config.sections import TrainConfig
@@ -43,36 +43,24 @@ _BATCH_FILE = "batch.pt"
 _ROUTING = "routing-dp"
 
 
+@dataclass(kw_only=True, eq=False)
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints of one run."""
 
-    Args:
-        config: the run's config. `train.resume`, `train.save_interval`,
-            `train.keep_checkpoints`, `train.async_save` and `train.save_threads` apply here.
-        layout: the resolved layout.
-        state: this rank's tensors.
-        has_reference: whether the state has reference weights.
-        data_digest: `Dataset.digest`, equal on all ranks.
-        device: see `agree`.
-    """
+    config: TrainConfig
+    """The run's. `train.resume`, `train.save_interval`, `train.keep_checkpoints`,
+    `train.async_save` and `train.save_threads` apply here."""
+    layout: Layout
+    """The resolved layout."""
+    state: RunState
+    """This rank's tensors."""
+    data_digest: str
+    """`Dataset.digest`, equal on all ranks."""
+    device: torch.device
+    """See `agree`."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        layout: Layout,
-        state: RunState,
-        *,
-        has_reference: bool,
-        data_digest: str,
-        device: torch.device,
-    ) -> None:
-        self.config = config
-        self.layout = layout
-        self.state = state
-        self.device = device
-        self.folder = Path(config.runs_dir) / config.name / "checkpoints"
-        self._has_reference = has_reference
-        self._data_digest = data_digest
+    def __post_init__(self) -> None:
+        self.folder = Path(self.config.runs_dir) / self.config.name / "checkpoints"
         # Steps at the last complete save; -1 = not saved yet.
         self._saved_at = -1
         self._pending: PendingSave | None = None
@@ -120,7 +108,7 @@ class Checkpoints:
             checkpoint.path / "state",
             num_updates=manifest.position.num_updates,
             num_critic_updates=manifest.position.num_critic_updates,
-            with_reference=manifest.has_reference and self._has_reference,
+            with_reference=manifest.has_reference and self.state.has_reference,
             device=self.device,
         )
         agree(lambda: self._load_rng(checkpoint), device=self.device)
@@ -165,8 +153,18 @@ class Checkpoints:
             routing: see `save`; filled in place.
 
         Raises:
-            CheckpointError: the checkpoint lacks a sample's experts.
+            CheckpointError: the checkpoint lacks a sample's experts, or samples may share tokens
+                whose experts differ.
         """
+        # Samples that shared a row when routes were recorded have the same ones. Another plan may
+        # put others into a row, and a router may choose by the last bit of a sum.
+        shares = plan.prefixes is not None
+        if shares and checkpoint.manifest.plan_digest != plan.digest():
+            raise CheckpointError(
+                f"{checkpoint.path} was saved inside a batch with the experts of rows that share "
+                "prefixes, and this plan has other rows; set plan.share_prefixes=off, or resume "
+                "from a checkpoint at a batch's end"
+            )
         steps = plan.steps[checkpoint.manifest.position.step_in_batch :]
         missing = {i for step in steps for mb in step.ranks[dp_rank] for i in mb.samples}
         for name in sorted(checkpoint.manifest.files):
@@ -190,10 +188,9 @@ class Checkpoints:
 
     def changes_since(self, checkpoint: Checkpoint) -> list[str]:
         """Descriptions of the settings that differ from a checkpoint's, where they may."""
-        saved = folders.with_later_keys(checkpoint.manifest.config, to_dict(self.config))
         now = to_dict(self.config)
         keys = [key for key in now if key not in ("name", "runs_dir")]
-        found = folders.differences(saved, now, keys)
+        found = folders.differences(checkpoint.manifest.config, now, keys)
         return [text for text in found if not text.startswith("train.resume=")]
 
     def due(self, num_steps: int) -> bool:
@@ -238,7 +235,7 @@ class Checkpoints:
         manifest = self._manifest(position, plan)
         fields = field_names if position.step_in_batch else ()
         with self._removing(path):
-            self._write(path, self._on_first_rank, _open, path, self._num_bytes())
+            self._write(path, self._on_first_rank, folders.open_part, path)
             small = _small_files(batch, fields)
             if routing is not None and position.step_in_batch:
                 small |= _routing_file(plan, position.step_in_batch, dp_rank, routing)
@@ -333,13 +330,13 @@ class Checkpoints:
         if found is None:
             return
         manifest = found.manifest
-        changed = changed_settings(manifest.config, to_dict(self.config))
+        changed = folders.changed_settings(manifest.config, to_dict(self.config))
         if changed:
             raise CheckpointError(
                 f"{found.path} is of a run with other settings: {', '.join(changed)}; set them as "
                 "they were, or train.resume=null"
             )
-        if self._has_reference and not manifest.has_reference:
+        if self.state.has_reference and not manifest.has_reference:
             moved = folders.differences(manifest.config, to_dict(self.config), _REFERENCE)
             if moved:
                 raise CheckpointError(
@@ -351,7 +348,7 @@ class Checkpoints:
                 f"{found.path} has no critic; set critic.enabled=false, or train.resume=null"
             )
         # Earlier versions saved the digest of lengths and groups alone, which is the first.
-        if manifest.data_digest not in (self._data_digest, self._data_digest.partition(" ")[0]):
+        if manifest.data_digest not in (self.data_digest, self.data_digest.partition(" ")[0]):
             raise CheckpointError(
                 f"{found.path} is of a run on other samples than data.path="
                 f"{self.config.data.path} gives; set the section data as it was, or "
@@ -387,11 +384,6 @@ class Checkpoints:
         if Layout.from_payload(checkpoint.manifest.layout) == self.layout:
             set_rng_state(_read_tensors(checkpoint.path / "rng" / _rank_file()))
 
-    def _num_bytes(self) -> int:
-        total = torch.tensor([self.state.num_bytes()], dtype=torch.int64, device=self.device)
-        dist.all_reduce(total)
-        return int(total)
-
     def _manifest(self, position: Position, plan: Plan) -> Manifest:
         return Manifest(
             position=position,
@@ -399,8 +391,8 @@ class Checkpoints:
             layout=self.layout.to_payload(),
             plan_digest=plan.digest(),
             samples_done_digest=samples_done_digest(plan, position.step_in_batch),
-            data_digest=self._data_digest,
-            has_reference=self._has_reference,
+            data_digest=self.data_digest,
+            has_reference=self.state.has_reference,
             has_critic=self.state.has_critic,
             megatron_core=importlib.metadata.version("megatron-core"),
         )
@@ -423,11 +415,6 @@ def samples_done_digest(plan: Plan, num_steps: int) -> str:
     """A digest of the samples that a plan's first steps train on, step by step."""
     done = [step.kept_samples for step in plan.steps[:num_steps]]
     return hashlib.sha256(repr(done).encode()).hexdigest()
-
-
-def _open(path: Path, num_bytes: int) -> None:
-    folders.open_part(path)
-    folders.check_space(path.parent, num_bytes)
 
 
 def _small_files(
@@ -483,3 +470,28 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(
             f"{path} cannot be read ({read_fault(error)}); set train.resume to another checkpoint"
         ) from None
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """This rank's random states by name: torch's, CUDA's, and those of Megatron's tracker."""
+    tracked = {f"tracker.{k}": _plain(v) for k, v in get_cuda_rng_tracker().get_states().items()}
+    return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(), **tracked}
+
+
+def set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
+    """Restore what `rng_state` returned on this rank of the same layout."""
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["cuda"])
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    for name, now in states.items():
+        value = state[f"tracker.{name}"]
+        if isinstance(now, torch.Generator):
+            now.set_state(value)
+        else:
+            states[name] = value
+    tracker.set_states(states)
+
+
+def _plain(state: Any) -> torch.Tensor:
+    return state.get_state() if isinstance(state, torch.Generator) else state

@@ -47,6 +47,18 @@ _WRITE_ADVICE = {
 }
 _REMEDY = "set train.resume to another checkpoint"
 _NAME = re.compile(r"step-\d{8,}")
+# Settings that must not change on resume: tensors, or the order of the data, would not fit. A
+# section stands for all of its settings, except for those in `_FREE`.
+_FIXED = (
+    *("seed", "model", "data.prompts_per_batch", "data.shuffle", "data.balance_window"),
+    *("optim.name", "optim.distributed_optimizer"),
+)
+_FREE = (
+    *("model.recompute", "model.attention", "model.bias_activation_fusion"),
+    *("model.gradient_accumulation_fusion", "model.moe_grouped_gemm", "model.moe_permute_fusion"),
+    # The folder may have moved; its sizes are keys of their own.
+    "model.hf_path",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +160,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     try:
         values = strict_json(read_text(path / MANIFEST))
-        _refuse_format(path, values["format"])
+        if values["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {brief(values['format'])}, this megapack reads {FORMAT}; "
+                "resume with the megapack that wrote it"
+            )
         # Earlier versions saved fits of plan.calibrate=online, and row lengths that were chosen.
         for name in ("calibration", "row_shapes"):
             values.pop(name, None)
@@ -173,14 +189,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     where = error.filename or path
     return CheckpointError(f"{where} cannot be read ({error.strerror}); fix that, or {_REMEDY}")
-
-
-def _refuse_format(path: Path, found: Any) -> None:
-    if found != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {brief(found)}, this megapack reads {FORMAT}; resume with the "
-            "megapack that wrote it"
-        )
 
 
 def _check_types(manifest: Manifest) -> None:
@@ -342,51 +350,50 @@ def _remove(path: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
 
 
-def check_space(
-    folder: Path,
-    num_bytes: int,
-    what: str = "a checkpoint",
-    else_do: str = "lower train.keep_checkpoints, and resume with train.resume=auto",
-) -> None:
-    """Raise CheckpointError if a checkpoint, or `what` is named, does not fit on the disk."""
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Raise CheckpointError if an export does not fit on the disk."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise CheckpointError(
-            f"{what} of {num_bytes / 2**20:.0f} MiB does not fit into the "
-            f"{free / 2**20:.0f} MiB that are free at {folder}; make room, or "
-            f"{else_do}"
+            f"an export of {num_bytes / 2**20:.0f} MiB does not fit into the "
+            f"{free / 2**20:.0f} MiB that are free at {folder}; make room, or set another folder"
         )
 
 
 def differences(saved: Any, now: Any, keys: Sequence[str]) -> list[str]:
     """Descriptions of the config keys whose values differ, such as "model.b=3, was 2".
 
+    A key that the saved config lacks is no difference: an earlier version wrote it.
+
     Args:
         keys: dotted keys. A section stands for all of its keys.
     """
     found = []
     for key in keys:
-        before = _value(saved, key)
+        before = _value(saved, key, absent := object())
         after = _value(now, key)
         if isinstance(before, dict) and isinstance(after, dict):
-            inner = [f"{key}.{name}" for name in sorted(before.keys() | after.keys())]
-            found += differences(saved, now, inner)
-        elif before != after:
+            found += differences(saved, now, [f"{key}.{name}" for name in sorted(before)])
+        elif before is not absent and before != after:
             found.append(f"{key}={json.dumps(after)}, was {json.dumps(before)}")
     return found
 
 
-def with_later_keys(saved: Any, now: Any) -> Any:
-    """A saved config with the values of now where it lacks a key: an earlier version wrote it."""
-    if not isinstance(saved, dict) or not isinstance(now, dict):
-        return saved
-    own = {key: with_later_keys(value, now.get(key)) for key, value in saved.items()}
-    return {**now, **own}
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Descriptions of the settings that differ from a checkpoint's and must not."""
+    found = differences(saved, now, _FIXED)
+    if now["data"]["balance_window"] > 1:
+        # It decides what the work of a sample is, and so the batches.
+        found += differences(saved, now, ("plan.balance",))
+    kinds = differences(saved, now, ("objective.kind",))
+    # A value head does not fit a model with a vocabulary head.
+    found += [text for text in kinds if '"reward"' in text]
+    return [text for text in found if not text.startswith(_FREE)]
 
 
-def _value(config: Any, key: str) -> Any:
+def _value(config: Any, key: str, absent: object = None) -> Any:
     for name in key.split("."):
-        config = config.get(name) if isinstance(config, dict) else None
+        config = config.get(name, absent) if isinstance(config, dict) else absent
     return config
 
 

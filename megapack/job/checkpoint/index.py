@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException
 
 from megapack.base.files import read_whole
 from megapack.errors import CheckpointError, one_line
@@ -60,22 +60,6 @@ def read_fault(error: BaseException) -> str:
     _, found, reason = str(error).partition("WeightsUnpickler error: ")
     reason = (reason if found else str(error)).partition("\n")[0].partition(". ")[0]
     return f"{type(error).__name__}: {reason or 'the file is damaged'}"
-
-
-def damaged_file(folder: Path) -> Path:
-    """The first file of the distributed checkpoint in `folder` from which a tensor cannot be
-    read, or the index; the folder if there is none. Values are not read."""
-    path = folder / ".metadata"
-    try:
-        reader = FileSystemReader(folder)
-        for stored in reader.read_metadata().storage_data.values():
-            path = folder / stored.relative_path
-            with open(path, "rb") as file:
-                # On "meta" no values are read.
-                torch.load(reader._slice_file(file, stored), map_location="meta", weights_only=True)
-    except Exception:  # a damaged archive raises anything
-        return path
-    return folder
 
 
 class _IndexUnpickler(pickle.Unpickler):

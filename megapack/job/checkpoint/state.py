@@ -8,6 +8,7 @@ index is a pickle, which is checked before torch reads it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron.core.dist_checkpointing.exchange_utils import (
     ShardDistribution,
     determine_main_replica_uniform_distribution,
 )
-from megatron.core.dist_checkpointing.mapping import apply_factory_merges, is_main_replica
+from megatron.core.dist_checkpointing.mapping import apply_factory_merges
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megapack.errors import CheckpointError
 from megapack.job.checkpoint.blocks import own_blocks
-from megapack.job.checkpoint.index import damaged_file, read_fault
+from megapack.job.checkpoint.index import read_fault
 from megapack.job.checkpoint.writer import StateWriter
 from megapack.model.head import unwrapped
 from megapack.model.overlap import finish_param_gathers
@@ -40,48 +41,33 @@ from megapack.model.sharded import is_tensor, sharded_tensors
 from megapack.ranks.agree import agree
 
 
+@dataclass(eq=False)
 class RunState:
-    """Model, optimizer, reference weights and critic of one rank, as a sharded state dict.
+    """Model, optimizer, reference weights and critic of one rank, as a sharded state dict."""
 
-    Args:
-        chunks: this rank's model chunks, wrapped in DDP.
-        optimizer: Megatron's, for these chunks.
-        reference: the reference policy's value of each parameter, or None; `load` fills these
-            tensors in place.
-        critic: the critic's model and optimizer, or None; its tensors are saved under the model's
-            names after "critic.".
-    """
+    chunks: Sequence[Any]
+    """This rank's model chunks, wrapped in DDP."""
+    optimizer: Any
+    """Megatron's, for these chunks."""
+    reference: Mapping[Tensor, Tensor] | None = None
+    """The reference policy's value of each parameter; `load` fills these tensors in place."""
+    critic: RunState | None = None
+    """The critic's model and optimizer; its tensors are saved under the model's names after
+    "critic."."""
 
-    def __init__(
-        self,
-        chunks: Sequence[Any],
-        optimizer: Any,
-        reference: Mapping[Tensor, Tensor] | None = None,
-        critic: RunState | None = None,
-    ) -> None:
-        self._chunks = chunks
-        self._optimizer = optimizer
-        self._reference = reference
-        self._critic = critic
+    def __post_init__(self) -> None:
         # Which rank writes which replicated tensor. The same in every save of a run.
         self._writers_of: ShardDistribution | None = None
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the state has reference weights."""
+        return self.reference is not None
+
+    @property
     def has_critic(self) -> bool:
         """Whether the state has a critic."""
-        return self._critic is not None
-
-    def num_bytes(self) -> int:
-        """About the bytes that this rank writes: those of tensors whose main copy it holds."""
-        model = [t for t in nested_values(self._model()) if is_tensor(t)]
-        written = [t.data for t in model if is_main_replica(t.replica_id)]
-        weights = sum(data.nbytes for data in written)
-        # Adam's two moments and the main weights, each in fp32: 3 * 4 bytes. Muon has one moment.
-        trained = [data for data in written if data.requires_grad]
-        in_muon = self._in_muon()
-        state = sum(data.numel() * (8 if id(data) in in_muon else 12) for data in trained)
-        critic = 0 if self._critic is None else self._critic.num_bytes()
-        return weights * (2 if self._reference else 1) + state + critic
+        return self.critic is not None
 
     def writer(self, folder: Path, *, num_threads: int, device: torch.device) -> StateWriter:
         """A writer of all tensors into an empty folder that all ranks see. A collective.
@@ -91,7 +77,7 @@ class RunState:
             device: see `agree`.
         """
         self._finish_param_gathers()
-        sharded = agree(lambda: self._sharded(is_loading=False), device=device)
+        sharded = agree(self._sharded, device=device)
         tensors, _ = save_preprocess(sharded, validate_access_integrity=False)
         self._spread(tensors)
         return StateWriter(tensors, folder, num_threads=num_threads, device=device)
@@ -121,35 +107,26 @@ class RunState:
                 or cannot be read.
         """
         self._set_update_counts(num_updates)
-        if self._critic is not None:
-            self._critic._set_update_counts(num_critic_updates)
-        sharded = agree(lambda: self._sharded(is_loading=True), device=device)
+        if self.critic is not None:
+            self.critic._set_update_counts(num_critic_updates)
+        sharded = agree(self._sharded, device=device)
         if not with_reference:
             sharded.pop("reference", None)
         loaded = agree(lambda: _read(sharded, folder), device=device)
         self._fill(loaded)
-        if self._critic is not None:
-            self._critic._fill(loaded["critic"])
+        if self.critic is not None:
+            self.critic._fill(loaded["critic"])
 
     def _set_update_counts(self, num_updates: int) -> None:
-        for one in _inner_optimizers(self._optimizer).values():
+        for one in _inner_optimizers(self.optimizer).values():
             _set_update_count(one, num_updates)
-
-    def _in_muon(self) -> set[int]:
-        """The ids of the parameters that Muon trains."""
-        return {
-            id(param)
-            for one in _inner_optimizers(self._optimizer).values()
-            if "momentum" in one.optimizer.defaults
-            for param, _ in _main_weights(one)
-        }
 
     def _fill(self, loaded: dict[str, Any]) -> None:
         """Take over what was read into a sharded state dict."""
-        for v, chunk in enumerate(self._chunks):
+        for v, chunk in enumerate(self.chunks):
             # Not strict, because extra states (FP8 scales) are not saved. Tensors are complete.
             unwrapped(chunk).load_state_dict(loaded[f"model{v}"], strict=False)
-        for index, one in _inner_optimizers(self._optimizer).items():
+        for index, one in _inner_optimizers(self.optimizer).items():
             # The blocks of a distributed one are views of its tensors, so they were read in place.
             if not _is_distributed(one):
                 for number, (_, _, value) in enumerate(_whole_tensors(one)):
@@ -157,29 +134,29 @@ class RunState:
         for name, value in loaded.get("reference", {}).items():
             self._reference_tensors()[name].data.copy_(value)
 
-    def _sharded(self, is_loading: bool) -> dict[str, Any]:
+    def _sharded(self) -> dict[str, Any]:
         model = self._model()
         sharded: dict[str, Any] = dict(model)
-        inner = _inner_optimizers(self._optimizer)
+        inner = _inner_optimizers(self.optimizer)
         if inner:
             sharded["optimizer"] = {
                 index: _sharded_optimizer(one, model) for index, one in inner.items()
             }
-        if self._reference is not None:
+        if self.reference is not None:
             tensors = _by_name(model)
             sharded["reference"] = {
                 name: make_sharded_optimizer_tensor(tensors[name], value, "reference")
                 for name, value in self._reference_tensors(model).items()
             }
-        if self._critic is not None:
-            sharded["critic"] = self._critic._sharded(is_loading)
+        if self.critic is not None:
+            sharded["critic"] = self.critic._sharded()
             add_prefix_for_sharding(sharded["critic"], "critic.")
         return sharded
 
     def _finish_param_gathers(self) -> None:
-        finish_param_gathers(self._chunks)
-        if self._critic is not None:
-            self._critic._finish_param_gathers()
+        finish_param_gathers(self.chunks)
+        if self.critic is not None:
+            self.critic._finish_param_gathers()
 
     def _spread(self, tensors: dict[str, Any]) -> None:
         """Spread the writing of replicated tensors over the ranks that have them.
@@ -201,21 +178,21 @@ class RunState:
         }
         own["optimizer"] = {
             index: tensors.get("optimizer", {}).get(index, {})
-            for index, one in _inner_optimizers(self._optimizer).items()
+            for index, one in _inner_optimizers(self.optimizer).items()
             if not _is_distributed(one)
         }
-        if self._critic is not None:
-            own["critic"] = self._critic._replicated(tensors["critic"])
+        if self.critic is not None:
+            own["critic"] = self.critic._replicated(tensors["critic"])
         return own
 
     def _model(self) -> dict[str, Any]:
-        return {f"model{v}": sharded_tensors(chunk) for v, chunk in enumerate(self._chunks)}
+        return {f"model{v}": sharded_tensors(chunk) for v, chunk in enumerate(self.chunks)}
 
     def _reference_tensors(self, model: dict[str, Any] | None = None) -> dict[str, Tensor]:
         """The reference's tensors under the model's names."""
-        assert self._reference is not None
+        assert self.reference is not None
         tensors = _by_name(self._model() if model is None else model)
-        return {n: self._reference[t.data] for n, t in tensors.items() if t.data in self._reference}
+        return {n: self.reference[t.data] for n, t in tensors.items() if t.data in self.reference}
 
 
 def is_first_of_data_parallel_rank() -> bool:
@@ -236,8 +213,8 @@ def _read(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
     except (Exception, CheckpointException) as error:
         # torch raises CheckpointException, a BaseException, if any rank failed.
         raise CheckpointError(
-            f"{damaged_file(folder)} cannot be loaded ({read_fault(error)}); set train.resume "
-            "to an earlier checkpoint"
+            f"{folder} cannot be loaded ({read_fault(error)}); set train.resume to an earlier "
+            "checkpoint"
         ) from error
     merge(loaded, kept)
     return apply_factory_merges(loaded, factories)

@@ -12,7 +12,6 @@ in the kernel, mostly without Python's lock.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
 import threading
 import time
@@ -189,24 +188,22 @@ class StateWriter:
             save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
 
 
+@dataclasses.dataclass(eq=False)
 class PendingSave:
-    """This rank's part of a save in progress; its thread ends with the work.
+    """This rank's part of a save in progress; its thread ends with the work."""
 
-    Args:
-        path: the checkpoint's final folder.
-        manifest: what its manifest will say.
-        writer: the tensors' writer.
-        work: writes this rank's files, without communication.
-    """
+    path: Path
+    """The checkpoint's final folder."""
+    manifest: Manifest
+    """What its manifest will say."""
+    writer: StateWriter
+    """The tensors' writer."""
+    work: Callable[[], None]
+    """Writes this rank's files, without communication."""
 
-    def __init__(
-        self, path: Path, manifest: Manifest, writer: StateWriter, work: Callable[[], None]
-    ) -> None:
-        self.path = path
-        self.manifest = manifest
-        self.writer = writer
+    def __post_init__(self) -> None:
         self.write_s = 0.0
-        self._done = run_on_daemon("megapack-checkpoint", lambda: self._timed(work))
+        self._done = run_on_daemon("megapack-checkpoint", self._timed)
 
     @property
     def part(self) -> Path:
@@ -231,10 +228,10 @@ class PendingSave:
         # On a file system that hangs, the thread is left behind.
         wait([self._done], timeout=_ABANDON_S)
 
-    def _timed(self, work: Callable[[], None]) -> None:
+    def _timed(self) -> None:
         started = time.perf_counter()
         try:
-            work()
+            self.work()
         finally:
             self.write_s = time.perf_counter() - started
 
@@ -259,11 +256,11 @@ def _split(items: Sequence[WriteItem], most: int) -> list[list[WriteItem]]:
     the error of a thread.
     """
     lists: list[list[WriteItem]] = [[] for _ in range(min(most, len(items)))]
-    sizes = [(0, index) for index in range(len(lists))]
+    sizes = [0] * len(lists)
     for item in sorted(items, key=_num_bytes, reverse=True):
-        size, index = sizes[0]
-        lists[index].append(item)
-        heapq.heapreplace(sizes, (size + _num_bytes(item), index))
+        smallest = sizes.index(min(sizes))
+        lists[smallest].append(item)
+        sizes[smallest] += _num_bytes(item)
     return lists
 
 

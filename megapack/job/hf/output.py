@@ -101,7 +101,7 @@ def writing(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 def check_space(folder: Path, num_bytes: int) -> None:
     """Raise CheckpointError if the disk of a folder has less room than this."""
-    folders.check_space(part_path(folder), num_bytes, "an export", "set another folder")
+    folders.check_space(part_path(folder), num_bytes)
 
 
 def small_files(like: Path) -> list[str]:

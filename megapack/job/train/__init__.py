@@ -2,9 +2,9 @@
 
 Modules:
     job: Trainer: batches -> passes -> optimizer -> checkpoint
-    ahead: the next batch's plan and tokens, made while the steps of this one run
     kernels: what computes the model, equal on all ranks
-    models: the policy and the critic, built from one config
+    learner: the policy or the critic: its chunks, optimizer and steps
+    critic: values, advantages and the critic's steps
     passes: log-probs and gradients of a batch
     calibrator: the run's own seconds -> the cost model of its next plans
     garbage: Python's garbage collection at the same steps on all ranks

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from megapack.schedule.adapter import ScheduleAdapter
 from megapack.schedule.listeners import Kind
 
 
+@dataclass(eq=False)
 class Calibrator:
     """The cost model in force, and its fit to the run's own seconds if the config asks for it.
 
@@ -43,42 +45,30 @@ class Calibrator:
             ...                         # the step runs
         calibrator.cost                 # after a fit another one, the same on all ranks
 
-    Args:
-        config: `calibrate` and `calibrate_interval`.
-        adapter: runs the steps.
-        layout: the resolved layout.
-        start: the cost model of the run's beginning.
-        ranks: are told of a rank that fails in a fit.
-        device: see `agree`.
-
     Attributes:
-        cost: the cost model in force.
         num_fits: fits so far.
         metrics: of the last step, if the config asks for a fit.
     """
 
-    def __init__(
-        self,
-        config: PlanConfig,
-        adapter: ScheduleAdapter,
-        layout: Layout,
-        start: CostModel,
-        *,
-        ranks: Ranks,
-        device: torch.device,
-    ) -> None:
-        self.cost = start
+    config: PlanConfig
+    """`calibrate` and `calibrate_interval`."""
+    adapter: ScheduleAdapter
+    """Runs the steps."""
+    layout: Layout
+    """The resolved layout."""
+    cost: CostModel
+    """The cost model in force; at first that of the run's beginning."""
+    ranks: Ranks
+    """Are told of a rank that fails in a fit."""
+    device: torch.device
+    """See `agree`."""
+
+    def __post_init__(self) -> None:
         self.num_fits = 0
         self.metrics: dict[str, float] = {}
-        self._is_on = config.calibrate == "online"
-        self._interval = config.calibrate_interval
-        self._adapter = adapter
-        self._layout = layout
-        self._ranks = ranks
-        self._device = device
         self._slow_ranks = SlowRanks()
         # This rank's: sums of the steps until the last fit, and the rows of each step since then.
-        self._sums = row_sums((), start, layout)
+        self._sums = row_sums((), self.cost, self.layout)
         self._steps: list[list[ChunkSeconds]] = []
 
     @contextlib.contextmanager
@@ -93,21 +83,21 @@ class Calibrator:
             A list that gets a sentence for each rank that turned out slow, or is fast again.
         """
         messages: list[str] = []
-        if not self._is_on:
+        if self.config.calibrate != "online":
             yield messages
             return
         recorder = Recorder()
-        self._adapter.runner.listeners.append(recorder)
+        self.adapter.runner.listeners.append(recorder)
         try:
             yield messages
         finally:
-            self._adapter.runner.listeners.remove(recorder)
+            self.adapter.runner.listeners.remove(recorder)
         started = time.perf_counter()
-        with self._ranks.guarded(f"the calibration after step {number}"):
-            self._ranks.place.enter("calibration")
+        with self.ranks.guarded(f"the calibration after step {number}"):
+            self.ranks.place.enter("calibration")
             rows = self._measured(recorder, step)
             self._steps.append(rows if reports_for_stage() else [])
-            if number % self._interval == 0:
+            if number % self.config.calibrate_interval == 0:
                 messages += self._fit()
         self.metrics = {"calibration_s": time.perf_counter() - started}
 
@@ -120,7 +110,7 @@ class Calibrator:
         seconds_of: dict[tuple[int, int], dict[Kind, float]] = {}
         for kind, chunk, microbatch, begin, end in recorder.spans:
             seconds_of.setdefault((chunk, microbatch), {})[kind] = seconds_between(begin, end)
-        rows = step.ranks[self._adapter.dp_rank]
+        rows = step.ranks[self.adapter.dp_rank]
         found = []
         for (chunk, microbatch), seconds in seconds_of.items():
             # A clock may be too coarse for a row of few tokens, and a frozen first chunk has no
@@ -138,17 +128,17 @@ class Calibrator:
                 mb.width,
                 weights,
             )
-            found.append(ChunkSeconds(chunk * self._layout.pp + self._stage, row))
+            found.append(ChunkSeconds(chunk * self.layout.pp + self._stage, row))
         return found
 
     def _fit(self) -> list[str]:
         """Put the model of all seconds that count into force, and say who turned out slow."""
         steps, self._steps = self._steps, []
         sums, cost = self._fitted(steps)
-        own = (self._adapter.dp_rank, self._stage)
+        own = (self.adapter.dp_rank, self._stage)
         # Each number is one rank's, so that adding them up has no rounding.
-        ratios = np.zeros((self._layout.dp, self._layout.pp, len(steps)))
-        ratios[own] = [slowness(rows, cost, self._layout) for rows in steps]
+        ratios = np.zeros((self.layout.dp, self.layout.pp, len(steps)))
+        ratios[own] = [slowness(rows, cost, self.layout) for rows in steps]
         left_out, messages = self._slow_ranks.judge(self._summed(ratios))
         if left_out.any():
             kept = [[] if out else rows for rows, out in zip(steps, left_out[own], strict=True)]
@@ -161,21 +151,21 @@ class Calibrator:
         """This rank's sums with these steps, and the model of all ranks' sums, by rank 0."""
         sums = self._sums
         for rows in steps:
-            sums = KEEP * sums + row_sums(rows, self.cost, self._layout)
+            sums = KEEP * sums + row_sums(rows, self.cost, self.layout)
         total = self._summed(sums)
 
         def fit() -> str:
             is_first = dist.get_rank() == 0
-            return fit_sums(total, self.cost, self._layout).to_json() if is_first else ""
+            return fit_sums(total, self.cost, self.layout).to_json() if is_first else ""
 
         # The text holds every bit.
-        texts = [agree(fit, device=self._device)]
-        dist.broadcast_object_list(texts, src=0, device=self._device)
+        texts = [agree(fit, device=self.device)]
+        dist.broadcast_object_list(texts, src=0, device=self.device)
         return sums, CostModel.from_json(texts[0])
 
     def _summed(self, own: Floats) -> Floats:
         # A copy: the rank keeps its own.
-        total = torch.tensor(own, device=self._device)
+        total = torch.tensor(own, device=self.device)
         dist.all_reduce(total)
         summed: Floats = total.cpu().numpy()
         return summed

@@ -14,24 +14,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megapack.job.config.sections import OptimConfig, TrainConfig
+from megapack.job.data.dataset import Dataset
 from megapack.job.data.gae import Floats, explained_variance, gae, token_rewards, whitened
-from megapack.job.gpt.optimizer import build_lr_schedule, build_optimizer
 from megapack.job.gpt.settings import Settings
-from megapack.job.hf.load import LoadedWeights, load_hf_weights
-from megapack.job.train.models import build_run_model
-from megapack.job.train.passes import BatchPasses, BatchPlanner, PlannedBatch
-from megapack.job.train.update import Update, take_step
+from megapack.job.train.learner import Learner, Update
+from megapack.job.train.passes import PlannedBatch
 from megapack.layout import Layout
 from megapack.loss.sequence import ValueLoss
-from megapack.model.head import unwrapped
 from megapack.ranks.agree import agree
 from megapack.ranks.links import Ranks
 from megapack.samples import SampleBatch
-from megapack.schedule.adapter import ScheduleAdapter
 
 REWARDS = "rewards"
 """Name of a field with one number per sample."""
@@ -39,24 +34,16 @@ REWARDS = "rewards"
 FIELDS = ("old_values", "advantages", "returns")
 """Fields of a batch that `Critic.add_advantages` fills in: one value per token."""
 
-_HEAD = "output_layer."
 
-
-class Critic:
+class Critic(Learner):
     """The critic of one run on one rank. The constructor is a collective of all ranks.
 
     Args:
+        config: the run's, whose model has the kernel that ranks agreed on.
         policy: the policy's chunks with their initial weights, which become the critic's, unless
             `critic.hf_path` has its own.
-        planner: the planner of the batches.
-        reduction: as the policy's, see `build_model`.
-        device: see `agree`.
-
-    Attributes:
-        chunks: this rank's chunks; the last one of the last stage has the value head.
-        loaded: what `critic.hf_path` gave; None without it.
-        optimizer: Megatron's, for these chunks.
-        passes: runs the value model.
+        data: the samples of the batches.
+        layout, reduction, ranks, device: see `Learner`.
     """
 
     def __init__(
@@ -64,56 +51,29 @@ class Critic:
         config: TrainConfig,
         layout: Layout,
         policy: Sequence[Any],
-        planner: BatchPlanner,
+        data: Dataset,
         *,
         reduction: Settings,
         ranks: Ranks,
         device: torch.device,
     ) -> None:
-        self._config = config
-        self._device = device
-        self._data = planner.data
-        self._optim = critic_optim(config)
-        folder = config.critic.hf_path
-        self.chunks = build_run_model(
+        super().__init__(
             config,
             config.critic_model,
             layout,
-            reduction,
-            value_head=True,
-            # The policy's folder comes with the copy, and its value head begins with zeros.
-            draws_weights=config.model.hf_path is None and folder is None,
-        )
-        self.loaded: LoadedWeights | None = None
-        if folder is None:
-            agree(lambda: copy_weights(policy, self.chunks), device=device)
-        else:
-            self.loaded = load_hf_weights(self.chunks, folder, device=device)
-        self.optimizer = build_optimizer(self._optim, self.chunks, config.model.dtype == "bf16")
-        adapter = ScheduleAdapter(
-            self.chunks,
-            layout=layout,
-            head="value",
-            executor=config.train.executor,
+            hf_path=config.critic.hf_path,
+            optim=critic_optim(config),
+            critic=ValueLoss(clip=config.critic.clip),
+            policy=policy,
+            reduction=reduction,
             ranks=ranks,
-        )
-        self.passes = BatchPasses(
-            config.objective,
-            adapter,
-            self.optimizer,
-            objective=ValueLoss(clip=config.critic.clip),
-            entropy_interval=0,
             device=device,
         )
-        self._ranks = ranks
-        self._schedule: OptimizerParamScheduler | None = None
+        self._config = config
+        self._data = data
+        self._device = device
         # The last batch and its explained variance, which is the same in all of its steps.
         self._explained: tuple[PlannedBatch, float | None] | None = None
-
-    def expect(self, total_steps: int, num_steps: int) -> None:
-        """Set up the learning rate schedule of a run, of which some steps may have been taken."""
-        self._schedule = build_lr_schedule(self._optim, self.optimizer, total_steps)
-        self._schedule.step(increment=num_steps)
 
     def add_advantages(self, batch: PlannedBatch) -> None:
         """Fill in `FIELDS` from the samples' rewards and the critic's values. A collective.
@@ -136,11 +96,11 @@ class Critic:
         """Take the critic's optimizer step, whose metrics begin with `critic_`. A collective.
 
         Args:
-            index, num_steps, predicted_s: see `take_step`.
+            index, num_steps, predicted_s: see `Learner.take_step`.
         """
-        assert self._schedule is not None
-        update = take_step(
-            *(self.passes, self.optimizer, self._schedule, self._ranks, batch, index),
+        update = self.take_step(
+            batch,
+            index,
             name=f"the critic's step {num_steps + 1}",
             num_steps=num_steps,
             predicted_s=predicted_s,
@@ -197,25 +157,6 @@ def critic_optim(config: TrainConfig) -> OptimConfig:
         return optim
     min_lr = optim.min_lr * (lr / optim.lr) if optim.lr else 0.0
     return dataclasses.replace(optim, lr=lr, min_lr=min(min_lr, lr))
-
-
-def copy_weights(policy: Sequence[Any], critic: Sequence[Any]) -> None:
-    """Copy all of the policy's weights but the head into the critic's chunks; local work.
-
-    Both have the same layout, so parameters of one name in a chunk have the same shape. Expert
-    biases are copied too.
-    """
-    with torch.no_grad():
-        for source, target in zip(policy, critic, strict=True):
-            tensors = _tensors(source)
-            for name, tensor in _tensors(target).items():
-                if not name.startswith(_HEAD):
-                    tensor.copy_(tensors[name])
-
-
-def _tensors(chunk: Any) -> dict[str, Tensor]:
-    model = unwrapped(chunk)
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _loss_tokens(samples: SampleBatch, name: str, masks: Mapping[int, Tensor]) -> Floats:

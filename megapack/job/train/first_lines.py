@@ -32,8 +32,8 @@ def first_lines(run: Any) -> Iterator[str]:
         yield from of_machine
     else:
         yield f"CPU run: GPU kernels, fusions and overlap are off (see {SETTINGS_FILE})"
-    if run.loaded is not None:
-        yield f"loaded {run.loaded}"
+    if run.policy.loaded is not None:
+        yield f"loaded {run.policy.loaded}"
     if run.critic is not None and run.critic.loaded is not None:
         yield f"critic loaded {run.critic.loaded}"
     if run.resumed is not None:

@@ -12,12 +12,13 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megapack import launch
 from megapack.config.load import dump_yaml, to_dict
@@ -37,17 +38,17 @@ from megapack.job.data.batches import (
 from megapack.job.data.dataset import SampleNumbers
 from megapack.job.data.gae import checked_rewards
 from megapack.job.gpt import initialize_parallel
-from megapack.job.gpt.optimizer import build_lr_schedule, build_optimizer, check_optimizer
+from megapack.job.gpt.optimizer import check_optimizer
 from megapack.job.gpt.settings import reduction_settings
-from megapack.job.hf import LoadedWeights, export_hf, load_hf_weights
+from megapack.job.hf import export_hf
 from megapack.job.hf.output import small_files
-from megapack.job.train.ahead import Ahead
 from megapack.job.train.calibrator import Calibrator
 from megapack.job.train.critic import FIELDS, REWARDS, Critic
 from megapack.job.train.first_lines import first_lines, last_line
 from megapack.job.train.folder import COST_FILE, RunFolder
 from megapack.job.train.garbage import GarbageCollection
 from megapack.job.train.kernels import agreed_kernels
+from megapack.job.train.learner import Learner, Update
 from megapack.job.train.metrics import (
     Progress,
     StepClock,
@@ -55,22 +56,23 @@ from megapack.job.train.metrics import (
     plan_line,
     reset_memory_peaks,
 )
-from megapack.job.train.models import build_run_model
-from megapack.job.train.passes import BatchPasses, BatchPlanner, PlannedBatch
+from megapack.job.train.passes import BatchPlanner, PlannedBatch
 from megapack.job.train.trace import StepTracer
 from megapack.job.train.trackers import open_trackers
-from megapack.job.train.update import Update, take_step
 from megapack.loss.preference import PAIR_SIGN
 from megapack.model import check_replicas
 from megapack.outlook.stats import step_report
 from megapack.outlook.warm_up import COMPILE_S, compile_planner
 from megapack.pipeline.simulator import simulate_planned
 from megapack.plan.facts import step_metrics
-from megapack.plan.plan import Plan
 from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_flags
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
-from megapack.schedule.adapter import ScheduleAdapter
+from megapack.ranks.threads import run_on_daemon
+
+# Seconds that the end of a run waits for a plan that has begun: planning 2,048 samples takes
+# 0.02 s, and reading their tokens from a slow disk a few seconds. Chosen by hand.
+_CLOSE_S = 5.0
 
 
 def train(config: TrainConfig, interrupt: Interrupt) -> Path:
@@ -132,32 +134,22 @@ class Trainer:
         model = dataclasses.replace(config.model, attention=self.kernels.attention)
         initialize_parallel(self.layout, config.seed)
         hf_path = config.model.hf_path
-        has_value_head = config.objective.has_value_head
-        self.chunks = build_run_model(
+        if hf_path is not None and config.train.export_hf is not None:
+            # What an export would refuse after the last step.
+            agree(lambda: small_files(Path(hf_path)), device=device)
+        self.policy = Learner(
             config,
-            model.with_value_head() if has_value_head else model,
+            model.with_value_head() if config.objective.has_value_head else model,
             self.layout,
-            self.reduction,
-            value_head=has_value_head,
-            draws_weights=hf_path is None,
-        )
-        # Before the optimizer and the reference copy the weights. A resumed run does so too: what
-        # follows from the initial weights, such as the head's kernel, must be as it was.
-        self.loaded: LoadedWeights | None = None
-        if hf_path is not None:
-            if config.train.export_hf is not None:
-                # What an export would refuse after the last step.
-                agree(lambda: small_files(Path(hf_path)), device=device)
-            self.loaded = load_hf_weights(self.chunks, hf_path, device=device)
-        self.optimizer = build_optimizer(config.optim, self.chunks, config.model.dtype == "bf16")
-        self.adapter = ScheduleAdapter(
-            self.chunks,
-            layout=self.layout,
-            logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
-            head="value" if has_value_head else "vocabulary",
-            executor=config.train.executor,
+            hf_path=hf_path,
+            optim=config.optim,
+            reduction=self.reduction,
             ranks=ranks,
+            device=device,
         )
+        self.chunks = self.policy.chunks
+        self.adapter = self.policy.adapter
+        self.passes = self.policy.passes
         self.planner = BatchPlanner(
             config.row_plan,
             self.layout,
@@ -168,31 +160,20 @@ class Trainer:
             mtp_num_layers=config.model.mtp_num_layers,
             token_columns=config.objective.token_columns,
         )
-        self.calibrator = Calibrator(
-            config.plan, self.adapter, self.layout, cost, ranks=ranks, device=device
-        )
-        self.ahead = Ahead(self._prepare)
-        self.passes = BatchPasses(
-            config.objective,
-            self.adapter,
-            self.optimizer,
-            routing_replay=config.train.routing_replay,
-            # A value head has no entropy.
-            entropy_interval=0 if has_value_head else config.train.entropy_interval,
-            device=device,
-        )
+        self.calibrator = Calibrator(config.plan, self.adapter, self.layout, cost, ranks, device)
+        # The next batch, which a thread plans, and the seconds that it takes.
+        self._ahead: Future[tuple[PlannedBatch, float]] | None = None
         self.critic: Critic | None = None
         if config.critic.enabled:
             self.critic = Critic(
                 dataclasses.replace(config, model=model),
                 self.layout,
                 self.chunks,
-                self.planner,
+                self.data,
                 reduction=self.reduction,
                 ranks=ranks,
                 device=device,
             )
-        self.schedule: OptimizerParamScheduler | None = None
         # Whether the cost model that the run begins with was measured.
         self.is_measured = config.plan.cost_model is not None
         self.clock = StepClock(is_calibrated=self.is_measured)
@@ -208,15 +189,14 @@ class Trainer:
         self._exported_at = -1
         reference, critic = self.passes.reference, self.critic
         self.checkpoints = Checkpoints(
-            config,
-            self.layout,
-            RunState(
+            config=config,
+            layout=self.layout,
+            state=RunState(
                 self.chunks,
-                self.optimizer,
+                self.policy.optimizer,
                 None if reference is None else reference.initial,
                 None if critic is None else RunState(critic.chunks, critic.optimizer),
             ),
-            has_reference=reference is not None,
             data_digest=data_digest,
             device=device,
         )
@@ -248,7 +228,8 @@ class Trainer:
                 self._export()
             agree(self._close_folder, device=self.device)
         finally:
-            self.ahead.close()
+            if self._ahead is not None:
+                wait([self._ahead], _CLOSE_S)
             self.progress.close()
             self.checkpoints.abandon()
             # The folder is still open only after an error. That error says more than one from
@@ -310,8 +291,7 @@ class Trainer:
         )
         self.progress.expect(total_steps, self.num_steps)
         warmup = min(config.critic.warmup_steps, total_steps - 1)
-        self.schedule = build_lr_schedule(config.optim, self.optimizer, total_steps - warmup)
-        self.schedule.step(increment=max(0, self.num_steps - warmup))
+        self.policy.expect(total_steps - warmup, max(0, self.num_steps - warmup))
         if self.critic is not None:
             self.critic.expect(total_steps, self.num_steps)
         begin = (self.position.epoch, self.position.batch)
@@ -334,14 +314,15 @@ class Trainer:
         started = time.perf_counter()
         with self.ranks.guarded(f"the plan of batch {self.position.batch}"):
             self.ranks.place.enter("plan")
-            batch = agree(lambda: self._planned(numbers), device=self.device)
+            batch, ahead_s = agree(lambda: self._planned(numbers), device=self.device)
         planned = time.perf_counter()
         self.progress.line(plan_line(batch.plan))
-        batch_seconds = {"plan_s": planned - started, "plan_ahead_s": self.ahead.ahead_s}
+        batch_seconds = {"plan_s": planned - started, "plan_ahead_s": ahead_s}
         # A fit may change it while the next batch is planned.
         self.planner = dataclasses.replace(self.planner, cost=self.calibrator.cost)
         if following is not None:
-            self.ahead.begin(following)
+            # A daemon: a thread that waits for a lost file system must not keep the process.
+            self._ahead = run_on_daemon("megapack-ahead", partial(self._prepare, following))
         first_step = self.position.step_in_batch
         resumed = self._resumed_inside
         if resumed is not None:
@@ -410,24 +391,24 @@ class Trainer:
         self._exported_at = self.num_steps
         self.progress.line(f"exported {exported}")
 
-    def _planned(self, numbers: SampleNumbers) -> PlannedBatch:
-        """The batch that `_prepare` has made ahead, or makes now, and its plan in the folder."""
-        batch = self.ahead.take(numbers)
-        if self._lacks_equal_routes(batch.plan):
-            apart = dataclasses.replace(self.planner.config, share_prefixes="off")
-            planner = dataclasses.replace(self.planner, config=apart, cost=batch.cost)
-            batch = planner.plan(numbers, self._fields(numbers))
+    def _planned(self, numbers: SampleNumbers) -> tuple[PlannedBatch, float]:
+        """The batch that `_prepare` has made ahead, or makes now, with its plan in the folder; and
+        the seconds that a thread worked for it."""
+        ahead, self._ahead = self._ahead, None
+        batch, ahead_s = (self._prepare(numbers)[0], 0.0) if ahead is None else ahead.result()
         if self.folder is not None:
             self.folder.write_plan(batch.plan, batch.cost, batch.samples.lengths)
-        return batch
+        return batch, ahead_s
 
-    def _prepare(self, numbers: SampleNumbers) -> PlannedBatch:
-        """Local work of a batch: tensors, advantages, and plans that are equal on all ranks.
+    def _prepare(self, numbers: SampleNumbers) -> tuple[PlannedBatch, float]:
+        """Local work of a batch: tensors, advantages, and plans that are equal on all ranks; and
+        its seconds.
 
         It may run on a thread while steps change the weights, the run's position and the cost model
         in force, so it reads none of these.
         """
-        return self.planner.plan(numbers, self._fields(numbers))
+        began = time.perf_counter()
+        return self.planner.plan(numbers, self._fields(numbers)), time.perf_counter() - began
 
     def _fields(self, numbers: SampleNumbers) -> dict[str, Any]:
         """What the objective reads of samples and the data has."""
@@ -449,19 +430,6 @@ class Trainer:
         # Not 0 at a batch's start only in that batch.
         return self.resumed if self.position.step_in_batch else None
 
-    def _lacks_equal_routes(self, plan: Plan) -> bool:
-        """Whether samples may share tokens whose recorded routes differ.
-
-        Samples that shared a row when routes were recorded have the same ones. Another layout may
-        put others into a row, and a router may choose by the last bit of a sum.
-        """
-        resumed = self._resumed_inside
-        return (
-            resumed is not None
-            and self._records_routing
-            and resumed.manifest.plan_digest != plan.digest()
-        )
-
     def _step(self, batch: PlannedBatch, index: int, batch_seconds: dict[str, float]) -> None:
         """Take one optimizer step and write its line of metrics."""
         plan = batch.plan
@@ -473,12 +441,12 @@ class Trainer:
         # While the critic warms up, the policy has no metrics.
         of_policy: dict[str, Any] = {"updated": 0}
         if self.num_steps >= self.config.critic.warmup_steps:
-            assert self.schedule is not None
             number = self.num_steps + 1
             tracing = self.tracer.step(plan, index, number, self.folder, cost)
             with tracing, self.calibrator.step(plan.steps[index], number) as messages:
-                policy = take_step(
-                    *(self.passes, self.optimizer, self.schedule, self.ranks, batch, index),
+                policy = self.policy.take_step(
+                    batch,
+                    index,
                     name=f"step {number}",
                     num_steps=self.num_steps,
                     predicted_s=predicted_s,

@@ -124,9 +124,8 @@ class Progress:
             self._bar.update()
             self._bar.set_postfix_str(_short(metrics))
         elif self._active and number % self._interval == 0:
-            left = ""
-            if number > first:
-                left = _time_left((self._total - number) * (now - began) / (number - first))
+            left_s = (self._total - number) * (now - began) / max(1, number - first)
+            left = f"  {tqdm.format_interval(left_s)} left" if left_s >= 60 else ""
             print(f"step {number}/{self._total}: {_short(metrics)}{left}", flush=True)
 
     def line(self, text: str) -> None:
@@ -152,15 +151,6 @@ def plan_line(plan: Plan) -> str:
         f"plan {plan.digest()[:12]}: {plan.num_samples} samples, {len(steps)} step(s), "
         f"M = {spans}{', ...' if len(steps) > 8 else ''}, "
         f"{counts.num_dropped_rollouts} rollout(s) dropped{features}"
-    )
-
-
-def _time_left(seconds: float) -> str:
-    if seconds < 60:
-        return ""
-    minutes = round(seconds / 60)
-    return (
-        f"  {minutes // 60} h {minutes % 60} min left" if minutes >= 60 else f"  {minutes} min left"
     )
 
 

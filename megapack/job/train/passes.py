@@ -221,48 +221,38 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+@dataclass(kw_only=True, eq=False)
 class BatchPasses:
     """Runs the passes that the objective needs. All methods that run passes are collectives.
 
-    Args:
-        config: names the objective.
-        objective: trains another model than the policy, without a reference; None: the config's.
-        routing_replay: see `LoopConfig`.
-        entropy_interval: see `LoopConfig`.
-        adapter: runs the model. If the config needs a reference policy, the adapter's current
-            weights become that.
-        optimizer: Megatron's; only its gradients are touched.
-        device: see `agree`.
-
     Attributes:
-        objective: the training objective.
         reference: the reference policy; None if it is not needed.
     """
 
-    def __init__(
-        self,
-        config: ObjectiveConfig,
-        adapter: ScheduleAdapter,
-        optimizer: Any,
-        *,
-        objective: AnyObjective | None = None,
-        routing_replay: RoutingReplay = "none",
-        entropy_interval: int,
-        device: torch.device,
-    ) -> None:
-        self.objective = make_objective(config) if objective is None else objective
-        has_reference = objective is None and config.has_reference
+    config: ObjectiveConfig
+    """Names the objective. If it needs a reference policy, the adapter's current weights become
+    that."""
+    adapter: ScheduleAdapter
+    """Runs the model."""
+    optimizer: Any
+    """Megatron's; only its gradients are touched."""
+    objective: AnyObjective
+    """The training objective."""
+    is_critic: bool = False
+    """Whether it trains another model than the policy, without a reference."""
+    routing_replay: RoutingReplay = "none"
+    """See `LoopConfig`, like `entropy_interval`."""
+    entropy_interval: int
+    device: torch.device
+    """See `agree`."""
+
+    def __post_init__(self) -> None:
         self.reference: Reference | None = None
-        if has_reference:
-            folder = config.reference_hf_path
-            load = functools.partial(load_hf_weights, adapter.chunks, folder or "", device=device)
-            self.reference = Reference(adapter.chunks, load if folder is not None else None)
-        self._config = config
-        self._routing_replay = routing_replay
-        self._entropy_interval = entropy_interval
-        self._adapter = adapter
-        self._optimizer = optimizer
-        self._chunks: list[Any] = adapter.chunks
+        if self.config.has_reference and not self.is_critic:
+            folder = self.config.reference_hf_path
+            chunks = self.adapter.chunks
+            load = functools.partial(load_hf_weights, chunks, folder or "", device=self.device)
+            self.reference = Reference(chunks, load if folder is not None else None)
 
     @property
     def logprob_fields(self) -> list[str]:
@@ -271,7 +261,7 @@ class BatchPasses:
         read = [*self.objective.required_fields]
         if self.reference is not None:
             names.append("ref_logprobs")
-        if self._config.kl_in_reward_coef:
+        if self.config.kl_in_reward_coef:
             read.append("ref_logprobs")
         return [name for name in names if name in read]
 
@@ -299,9 +289,9 @@ class BatchPasses:
         """
         plan = batch.forward_plan
         merged = [torch.zeros(())] * len(batch.samples)
-        replay = self._routing_replay if of_policy else "none"
+        replay = self.routing_replay if of_policy else "none"
         for index in range(len(plan.steps)):
-            found = self._adapter.forward(
+            found = self.adapter.forward(
                 plan,
                 batch.samples,
                 step=index,
@@ -334,19 +324,19 @@ class BatchPasses:
             ScheduleError, RankError: as `ScheduleAdapter.step` does.
         """
         started = time.perf_counter()
-        for chunk in self._chunks:
+        for chunk in self.adapter.chunks:
             chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         plan = batch.plan
-        result = self._adapter.step(
+        result = self.adapter.step(
             plan,
             batch.samples,
             objective=self.objective,
             step=index,
-            weighting=self._config.loss_weighting,
-            norm_constant=self._config.norm_constant,
+            weighting=self.config.loss_weighting,
+            norm_constant=self.config.norm_constant,
             entropy=self._reports_entropy(num_steps),
-            routing=None if self._routing_replay == "none" else batch.routing,
+            routing=None if self.routing_replay == "none" else batch.routing,
             next_step=index + 1 if index + 1 < len(plan.steps) else None,
             next_entropy=self._reports_entropy(num_steps + 1),
         )
@@ -354,7 +344,7 @@ class BatchPasses:
         return result, time.perf_counter() - started
 
     def _reports_entropy(self, num_steps: int) -> bool:
-        interval = self._entropy_interval
+        interval = self.entropy_interval
         return interval > 0 and num_steps % interval == 0
 
 

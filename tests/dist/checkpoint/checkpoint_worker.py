@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import filesystem
 
 from megapack import Layout, build_dp_schedule, launch
 from megapack.base.choices import Dtype
-from megapack.job.checkpoint.state import RunState, _main_weights
+from megapack.job.checkpoint.state import RunState
 from megapack.job.checkpoint.writer import StateWriter
 from megapack.job.config.sections import OptimConfig
 from megapack.job.gpt.optimizer import build_optimizer
@@ -86,19 +86,6 @@ class Case:
                     moments = [value for name, value in state.items() if name != "step"]
                     found += [param.detach(), *moments]
         return found
-
-    def num_bytes(self) -> int:
-        """What `RunState.num_bytes` predicts, from the state as it is. Dense parameters are the
-        first rank's; each rank has its own experts."""
-        is_first = dist.get_rank() == 0
-        own = {id(p) for p in self._parameters() if is_first or not getattr(p, "allreduce", True)}
-        total = sum(p.nbytes for p in self._parameters() if id(p) in own)
-        for one in self.optimizers:
-            for param, main in _main_weights(one):
-                moments = {n: v for n, v in one.optimizer.state[main].items() if n != "step"}
-                if id(param) in own:
-                    total += main.nbytes + sum(moment.nbytes for moment in moments.values())
-        return total
 
     def save(self, folder: Path, *, staged: bool, changed: Callable[[], None]) -> None:
         """Save; between planning and writing, run `changed`."""
@@ -174,8 +161,6 @@ def main(out_dir: str, tp: int, ep: int, variant: str, dtype: Dtype, optimizer: 
     own = f"__{dist.get_rank()}_*"
     found = {
         "loads": {name: case.loads(folder, expected) for name, folder in folders.items()},
-        "predicted": case.state.num_bytes(),
-        "counted": case.num_bytes() if tp == 1 and optimizer != "distributed" else None,
         "bytes": sum(path.stat().st_size for path in folders["direct"].glob(own)),
         "files": len(list(folders["direct"].glob(own))),
         "parameters": len(case._parameters()),

@@ -88,10 +88,9 @@ def main(out_dir: str, async_save: str) -> None:
     settings.append(f"train.async_save={async_save}")
     config = load_config(CONFIG, settings, TrainConfig)
     checkpoints = Checkpoints(
-        config,
-        LAYOUT,
-        RunState(chunks, optimizer),
-        has_reference=False,
+        config=config,
+        layout=LAYOUT,
+        state=RunState(chunks, optimizer),
         data_digest="",
         device=device,
     )

@@ -63,5 +63,3 @@ def test_tensors_come_back_bit_by_bit(
     # Replicas are spread: no rank writes much more than half.
     total = sum(report["bytes"] for report in reports)
     assert max(report["bytes"] for report in reports) < 0.55 * total
-    if reports[0]["counted"] is not None:
-        assert [report["predicted"] for report in reports] == [r["counted"] for r in reports]

@@ -40,11 +40,9 @@ LIMIT = 100_000
 DP2 = ("layout.dp=2", "layout.pp=1", "layout.vpp=1")
 PP2_VPP2 = ("layout.dp=1", "layout.pp=2", "layout.vpp=2")
 TP2 = ("layout.dp=1", "layout.tp=2", "layout.pp=1", "layout.vpp=1")
-DP2_PP2 = ("layout.dp=2", "layout.pp=2", "layout.vpp=1")
 PP2 = ("layout.dp=1", "layout.pp=2", "layout.vpp=1")
 FIRST_STAGE = "[embedding.*, decoder.layers.0.*, decoder.layers.1.*]"
 UNEVEN = (*PP2_VPP2, "layout.pipeline_model_parallel_layout=Et*2|t|t|L")
-PP4 = ("layout.dp=1", "layout.pp=4", "layout.vpp=1")
 PLAIN = "optim.distributed_optimizer=false"
 
 
@@ -228,13 +226,6 @@ def test_saved_on_one_layout_and_resumed_on_another(
     assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
 
 
-@WEEKLY
-def test_killed_on_dp2_pp2_and_resumed_on_pp4(undisturbed: Path, tmp_path: Path) -> None:
-    killed(tmp_path, *DP2_PP2, "train.resume=auto", after_steps=4, world=4)
-    lines = finished(tmp_path, *PP4, "train.resume=auto", world=4)
-    assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
-
-
 @pytest.mark.weekly
 def test_experts_and_a_frozen_stage_resumed_on_ep2(tmp_path: Path) -> None:
     """The first of two stages is frozen; experts and their biases move to other ranks."""
@@ -377,7 +368,7 @@ def test_a_resume_that_fails_leaves_later_checkpoints(undisturbed: Path, tmp_pat
     code, output = job(tmp_path, *DP2, f"train.resume={bad}")
     assert code != 0
     (line,) = {line for line in output.splitlines() if line.startswith("megapack: ")}
-    assert ".distcp cannot be loaded (UnpicklingError: " in line, output[-3000:]
+    assert "step-00000003/state cannot be loaded (UnpicklingError: " in line, output[-3000:]
     assert (names(tmp_path), metrics(tmp_path)) == before
 
 
@@ -401,15 +392,12 @@ def test_a_run_on_a_full_disk_resumes_once_there_is_room(undisturbed: Path, tmp_
     """First nothing can be written, then everything except the next checkpoint."""
     with small_disk(tmp_path / "disk", 32 << 20) as disk:
         copy_of_run(undisturbed, disk, until=3)
-        for free_bytes, message in (
-            (0, "No space left on device"),
-            (PAGE, "does not fit into the 0 MiB"),
-        ):
+        for free_bytes in (0, PAGE):
             ballast = fill(disk, but_bytes=free_bytes)
             code, output = job(disk, *DP2, "train.resume=auto")
             assert code != 0
             (line,) = [line for line in output.splitlines() if line.startswith("megapack: ")]
-            assert message in line
+            assert "No space left on device" in line
             assert "make room" in line
             assert "Traceback" not in output
             assert names(disk) == ["step-00000003"]

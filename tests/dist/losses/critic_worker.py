@@ -56,7 +56,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     trainer = Trainer(config, device, interrupt, ranks)
     assert trainer.critic is not None
     recorders = [
-        Recorder(trainer.chunks, trainer.optimizer),
+        Recorder(trainer.chunks, trainer.policy.optimizer),
         Recorder(trainer.critic.chunks, trainer.critic.optimizer),
     ]
     trainer.run()

@@ -34,7 +34,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     device = launch.start("cpu")
     ranks = Ranks.start(config.watchdog, ends_process=True, interrupt=interrupt)
     trainer = Trainer(config, device, interrupt, ranks)
-    recorder = Recorder(trainer.chunks, trainer.optimizer)
+    recorder = Recorder(trainer.chunks, trainer.policy.optimizer)
     trainer.run()
     batch = trainer._last
     assert batch is not None

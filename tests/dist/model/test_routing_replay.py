@@ -128,7 +128,10 @@ def test_a_run_that_shares_is_resumed_inside_a_batch_on_another_layout(tmp_path:
     assert all(line["shared_tokens"] > 0 for line in whole)
     shutil.rmtree(tmp_path / "runs/run/checkpoints/step-00000004")
     one = ["layout.dp=1", "layout.ep=1", "train.resume=auto"]
-    last = finished(tmp_path, *settings, *one, world=1)[-1]
+    command = ["train", str(CONFIG), *settings, *one]
+    done = run_job(1, "megapack", command, timeout_s=200, cwd=tmp_path)
+    assert "set plan.share_prefixes=off, or resume from" in done.stdout
+    last = finished(tmp_path, *settings, *one, "plan.share_prefixes=off", world=1)[-1]
     assert last["step"] == 4
     assert last["shared_tokens"] == 0
     for key in ("loss", "grad_norm", "kl_old_nats"):

@@ -285,7 +285,7 @@ def _listen(runner: ScheduleRunner, phase: str, trigger: Trigger) -> None:
 
 
 def _listen_to_critic(trigger: Trigger) -> Callable[..., None]:
-    return lambda critic, *_: _listen(critic.passes._adapter.runner, "backward", trigger)
+    return lambda critic, *_: _listen(critic.adapter.runner, "backward", trigger)
 
 
 class _Faulty(Listener):

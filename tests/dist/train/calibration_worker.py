@@ -34,11 +34,11 @@ class Calibrator(calibrator.Calibrator):
 
     def _measured(self, recorder: Recorder, step: StepPlan) -> list[ChunkSeconds]:
         ran = super()._measured(recorder, step)
-        layout = self._layout
+        layout = self.layout
         is_known = layout.num_chunks == len(TRUE.stage_weights or ())
         clock = MadeClock(layout, TRUE if is_known else replace(TRUE, stage_weights=None))
         clock.slow = {SLOW_RANK: 1.5}
-        rank = self._adapter.dp_rank
+        rank = self.adapter.dp_rank
         made = clock.step(step)[rank, self._stage]
         # Every forward and backward of this rank was marked, with its own sizes.
         assert sorted(each.row.sizes for each in ran) == sorted(each.row.sizes for each in made)

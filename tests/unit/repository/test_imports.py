@@ -63,7 +63,7 @@ MEGATRON = [
     "cpu",
     "job.gpt",
     "job.checkpoint.blocks",
-    "job.checkpoint.random_states",
+    "job.checkpoint.checkpoints",
     "job.checkpoint.state",
     "job.checkpoint.writer",
     "job.hf.blocks",

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megapack.errors import CheckpointError
 from megapack.job.checkpoint.checkpoints import _read_tensors
-from megapack.job.checkpoint.index import check_index, damaged_file, read_fault
+from megapack.job.checkpoint.index import check_index, read_fault
 
 pytestmark = pytest.mark.unit
 
@@ -98,13 +98,11 @@ def load_error(folder: Path) -> BaseException:
 
 
 @pytest.mark.parametrize("fault", READ_FAULTS)
-def test_the_reason_and_the_file_of_a_tensor_that_cannot_be_read(folder: Path, fault: str) -> None:
+def test_the_reason_that_a_tensor_cannot_be_read(folder: Path, fault: str) -> None:
     damage, reason = READ_FAULTS[fault]
-    assert damaged_file(folder) == folder
     (file,) = folder.glob("*.distcp")
     file.write_bytes(damage(file.read_bytes()))
     assert read_fault(load_error(folder)) == reason
-    assert damaged_file(folder) == file
     alone = folder / "rank0.pt"
     torch.save({"a": torch.ones(3)}, alone)
     alone.write_bytes(damage(alone.read_bytes()))

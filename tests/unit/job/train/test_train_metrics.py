@@ -98,9 +98,7 @@ def test_progress_is_plain_lines_without_a_terminal(capsys: pytest.CaptureFixtur
     assert err == ""
 
 
-@pytest.mark.parametrize(
-    ("total", "left"), [(12, ""), (24, "3 min left"), (1000, "2 h 45 min left")]
-)
+@pytest.mark.parametrize(("total", "left"), [(12, ""), (24, "02:40 left"), (1000, "2:45:20 left")])
 def test_step_lines_show_the_time_left(
     total: int, left: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
