@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
@@ -111,18 +111,13 @@ class Board:
         self._num_beats = 0
         self._is_store_gone = False
         self._store.compare_set("failure", "", _NO_FAILURE)
-        self.beat()
+        self.beat_and_read()
         mine = Process.of(rank, os.getpid())
         self._host_key = f"host/{_process_table()}"
         self._store.append(self._host_key, f"{mine.rank} {mine.pid} {mine.started},")
 
-    def beat(self) -> None:
-        """Show that this process is alive."""
-        self._num_beats += 1
-        self._ask(lambda: self._store.set(f"beat/{self.rank}", str(self._num_beats)))
-
     def beat_and_read(self) -> Failure | None:
-        """`beat` and `failure`, with one wait for the board's thread."""
+        """Show that this process is alive, and return the first failure reported, if any."""
         self._num_beats += 1
         beat = str(self._num_beats)
 
@@ -132,9 +127,9 @@ class Board:
 
         return _read(self._ask(beat_and_read))
 
-    def beats(self, ranks: Sequence[int]) -> list[int]:
-        """How many beats each of these ranks has sent; 0 for one that never joined."""
-        return [self._number(f"beat/{rank}") for rank in ranks]
+    def num_beats(self, rank: int) -> int:
+        """How many beats a rank has sent; 0 for one that never joined."""
+        return self._number(f"beat/{rank}")
 
     def processes_on_host(self) -> list[Process]:
         """The processes of the other ranks on this host that have joined so far."""
@@ -149,10 +144,6 @@ class Board:
         text = json.dumps(asdict(failure))
         first = self._ask(lambda: self._store.compare_set("failure", _NO_FAILURE, text))
         return _read(first) or failure
-
-    def failure(self) -> Failure | None:
-        """The first failure reported, if any."""
-        return _read(self._ask(lambda: self._store.get("failure")))
 
     def leave(self) -> None:
         """Record that this rank ends normally."""

@@ -131,12 +131,45 @@ class Ranks:
 
     @contextlib.contextmanager
     def guarded(self, step: str = "", predicted_s: float | None = None) -> Iterator[None]:
-        """Within the block, an error of one rank is raised on all ranks; see `links.guarded`."""
-        if self.watchdog is None:
+        """Within the block, an error of one rank is raised on all ranks.
+
+        Args:
+            step: the step's name in errors and logs; a named block is also timed. Inside a named
+                block the outer name and clock stay. "" for a block that is not a step.
+            predicted_s: seconds that the step should take; None if unknown.
+
+        Raises:
+            RankError: on every rank: which rank failed, where, and how. Process groups cannot be
+                used any more, and each later block raises it at once. Three kinds of errors stay
+                unchanged: those that every rank raises by itself, those in a job of one rank, and
+                Ctrl-C on the rank where it was pressed.
+        """
+        watchdog = self.watchdog
+        if watchdog is None:
             yield
             return
-        with guarded(self.watchdog, step, predicted_s):
-            yield
+        watchdog.raise_failure()
+        place = watchdog.place
+        outer = place.step
+        place.step = outer or step
+        with watchdog.watching(predicted_s, timed=bool(step)):
+            try:
+                yield
+                # A broken collective may return as if nothing had happened.
+                watchdog.raise_failure()
+            except GeneratorExit:
+                raise
+            except KeyboardInterrupt:
+                watchdog.report(Failure(text=f"rank {watchdog.rank} was interrupted{place.within}"))
+                raise
+            except BaseException as error:
+                if watchdog.world == 1 or getattr(error, "on_all_ranks", False):
+                    raise
+                raise _shared_error(watchdog, error) from error
+            finally:
+                place.step = outer
+                if not outer:
+                    place.enter("idle")
 
     def prepare(self, work: Callable[[], T], same: Callable[[], Mapping[str, str]]) -> Agreement[T]:
         """Start local work, and agree on it with all ranks; a collective.
@@ -199,52 +232,6 @@ def close_all() -> None:
     """Close every `Ranks` of this process that is open."""
     for ranks in list(_open):
         ranks.close()
-
-
-@contextlib.contextmanager
-def guarded(
-    watchdog: Watchdog,
-    step: str = "",
-    predicted_s: float | None = None,
-) -> Iterator[None]:
-    """Within the block, an error of one rank is raised on all ranks.
-
-    Args:
-        step: the step's name in errors and logs; a named block is also timed. Inside a named block
-            the outer name and clock stay. "" for a block that is not a step.
-        predicted_s: seconds that the step should take; None if unknown.
-
-    Raises:
-        RankError: on every rank: which rank failed, where, and how. Process groups cannot be used
-            any more, and each later block raises it at once. Three kinds of errors stay unchanged:
-            those that every rank raises by itself, those in a job of one rank, and Ctrl-C on the
-            rank where it was pressed.
-    """
-    watchdog.raise_failure()
-    place = watchdog.place
-    outer = place.step
-    place.step = outer or step
-    with contextlib.ExitStack() as watched:
-        watched.enter_context(watchdog.expecting())
-        if step:
-            watched.enter_context(watchdog.timing(predicted_s))
-        try:
-            yield
-            # A broken collective may return as if nothing had happened.
-            watchdog.raise_failure()
-        except GeneratorExit:
-            raise
-        except KeyboardInterrupt:
-            watchdog.report(Failure(text=f"rank {watchdog.rank} was interrupted{place.within}"))
-            raise
-        except BaseException as error:
-            if watchdog.world == 1 or getattr(error, "on_all_ranks", False):
-                raise
-            raise _shared_error(watchdog, error) from error
-        finally:
-            place.step = outer
-            if not outer:
-                place.enter("idle")
 
 
 def _shared_error(watchdog: Watchdog, error: BaseException) -> RankError:

@@ -95,27 +95,25 @@ class Watchdog:
         self._thread.start()
 
     @contextlib.contextmanager
-    def expecting(self) -> Iterator[None]:
-        """Within the block, every other rank is expected to be alive."""
+    def watching(self, predicted_s: float | None = None, *, timed: bool = True) -> Iterator[None]:
+        """Within the block, every other rank is expected to be alive.
+
+        Args:
+            predicted_s: seconds that the block should take; None if unknown.
+            timed: time the block as one step, unless it is inside another such block.
+        """
+        times = timed and self._began is None
         self._num_expecting += 1
+        if times:
+            self._predicted_s = predicted_s
+            self._logged_s = 0.0
+            self._began = time.monotonic()
         try:
             yield
         finally:
             self._num_expecting -= 1
-
-    @contextlib.contextmanager
-    def timing(self, predicted_s: float | None = None) -> Iterator[None]:
-        """Time the block as one step; does nothing inside another such block."""
-        if self._began is not None:
-            yield
-            return
-        self._predicted_s = predicted_s
-        self._logged_s = 0.0
-        self._began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._began = None
+            if times:
+                self._began = None
 
     def report(self, failure: Failure) -> Failure:
         """Report a failure to all ranks; returns the first one that any rank reported."""
@@ -338,7 +336,7 @@ class Peers:
         if any(process.rank == rank for process in self._processes):
             return {}
         try:
-            (beats,) = board.beats([rank])
+            beats = board.num_beats(rank)
             has_left = board.has_left(rank)
         except Exception:  # without the store, nothing is known about other hosts
             return {}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megapack.errors import RankError
 from megapack.ranks.board import Board, Failure, Process
-from tests.job_in_process import LIMIT_S, boards, pid_is, sleeper, until
+from tests.job_in_process import LIMIT_S, boards, sleeper, until
 
 pytestmark = pytest.mark.unit
 
@@ -22,10 +22,10 @@ FAILURE = Failure(text='rank 1 failed: "é"', traceback="a\nb\n", gone=(1, 2))
 
 def test_the_first_failure_wins_on_every_rank() -> None:
     with boards(3) as (first, second, third):
-        assert third.failure() is None
+        assert third.beat_and_read() is None
         assert second.post(FAILURE) == FAILURE
         assert first.post(Failure(text="later")) == FAILURE
-        assert [board.failure() for board in (first, second, third)] == [FAILURE] * 3
+        assert [board.beat_and_read() for board in (first, second, third)] == [FAILURE] * 3
 
 
 def test_a_failure_becomes_an_error_of_all_ranks() -> None:
@@ -41,7 +41,7 @@ def test_a_rank_that_joins_later_sees_the_failure() -> None:
     with boards(1, store) as (first,):
         first.post(FAILURE)
         late = Board(store, 1, 2)
-        assert late.failure() == FAILURE
+        assert late.beat_and_read() == FAILURE
         late.close()
 
 
@@ -51,25 +51,17 @@ def test_the_next_job_on_a_store_starts_empty() -> None:
         first.post(FAILURE)
         first.leave()
         with boards(2, store) as (again, other):
-            assert again.failure() is None
+            assert again.beat_and_read() is None
             assert not other.has_left(0)
             other.post(Failure(text="of the second job"))
-            assert second.failure() == FAILURE
+            assert second.beat_and_read() == FAILURE
 
 
 def test_beats_are_counted() -> None:
     with boards(2) as (first, second):
-        before = first.beats([0, 1, 2])
-        second.beat()
-        assert first.beats([0, 1, 2]) == [before[0], before[1] + 1, 0]
-        assert before[2] == 0
-
-
-def test_a_rank_leaves_normally() -> None:
-    with boards(2) as (first, second):
-        assert not first.has_left(1)
-        second.leave()
-        assert (first.has_left(1), first.has_left(0)) == (True, False)
+        before = first.num_beats(1)
+        second.beat_and_read()
+        assert (first.num_beats(1), first.num_beats(2)) == (before + 1, 0)
 
 
 def test_ranks_that_know_of_the_failure_are_counted() -> None:
@@ -122,19 +114,16 @@ def test_a_later_process_with_the_same_pid_is_not_the_rank() -> None:
     assert replace(mine, started="1").state() == "gone"
 
 
-def test_another_process_can_act_as_a_rank() -> None:
-    with sleeper() as child, pid_is(child.pid), boards(2) as (first, _):
-        assert first.processes_on_host() == [Process.of(1, child.pid)]
-
-
 class FrozenStore:
     """A store whose host is frozen: calls return only after `release` is set."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
 
-    def get(self, key: str) -> bytes:
+    def set(self, key: str, value: str) -> None:
         self.release.wait()
+
+    def get(self, key: str) -> bytes:
         return b"-"
 
 
@@ -160,15 +149,15 @@ def test_only_the_first_caller_waits_for_a_blocked_call(
 ) -> None:
     board, store = frozen
     with pytest.raises(TimeoutError, match=r"no answer in 0\.05 s"):
-        board.failure()
+        board.beat_and_read()
     with pytest.raises(TimeoutError, match=r"an earlier call has not returned in 0\.05 s"):
-        board.failure()
+        board.beat_and_read()
     monkeypatch.setattr("megapack.ranks.board._ANSWER_S", LIMIT_S)
     store.release.set()
 
     def answers() -> bool:
         try:
-            return board.failure() is None
+            return board.beat_and_read() is None
         except TimeoutError:
             return False
 
@@ -180,7 +169,7 @@ def test_closing_does_not_wait_for_a_blocked_call(
 ) -> None:
     board, _ = frozen
     with pytest.raises(TimeoutError):
-        board.failure()
+        board.beat_and_read()
     monkeypatch.setattr("megapack.ranks.board._ANSWER_S", 1000.0)
     board.close()
     assert len(threads()) == 1
@@ -192,21 +181,21 @@ def test_closing_ends_the_thread() -> None:
         board.close()
         assert threads() == []
         with pytest.raises(RuntimeError, match="stopped"):
-            board.beat()
+            board.beat_and_read()
 
 
 def test_a_store_that_is_gone_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     class Gone:
-        def get(self, key: str) -> bytes:
+        def set(self, key: str, value: str) -> None:
             asked.append(key)
             raise dist.DistNetworkError("reset")
 
     with boards(1) as (board,):
         monkeypatch.setattr(board, "_store", Gone())
         with pytest.raises(dist.DistNetworkError):
-            board.failure()
+            board.beat_and_read()
         with pytest.raises(ConnectionError, match="the store is gone"):
-            board.failure()
-    assert asked == ["failure"]
+            board.beat_and_read()
+    assert asked == ["beat/0"]

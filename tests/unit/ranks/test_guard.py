@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from megapack.errors import ConfigError, DataError, RankError
 from megapack.ranks import links, watchdog
 from megapack.ranks.board import Board, Failure
-from megapack.ranks.links import guarded
+from megapack.ranks.links import Ranks
 from megapack.ranks.watchdog import Watchdog
 from tests.job_in_process import boards, job_of_one, pid_is, sleeper, until
 
@@ -18,6 +19,10 @@ pytestmark = pytest.mark.unit
 
 Pair = tuple[Watchdog, Watchdog]
 GLOO = "[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:5"
+
+
+def guarded(watchdog: Watchdog, step: str = "") -> contextlib.AbstractContextManager[None]:
+    return Ranks(watchdog, None).guarded(step)
 
 
 @pytest.fixture
