@@ -26,20 +26,15 @@ _KINDS = (
     (b"BZh", "compressed by bzip2; unpack it with bunzip2"),
     (b"\xfd7zXZ\0", "compressed by xz; unpack it with unxz"),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd; unpack it with unzstd"),
-    (b"\x04\x22\x4d\x18", "compressed by lz4; unpack it with unlz4"),
     (ZIP, "a zip archive; unpack it"),
     (PARQUET, "a Parquet file; give text"),
     (b"ARROW1", "an Arrow file; write Parquet or text instead"),
     (b"\xff\xff\xff\xff", "an Arrow stream; write Parquet or text instead"),
     (NPY, "an array of numpy.save; give text"),
-    (b"\x89HDF", "an HDF5 file; write text instead"),
-    (b"SQLite format 3", "an SQLite database; write text instead"),
     (b"\x80", "a pickle, which may run code; write text instead"),
-    (b"%PDF", "a PDF file; give text"),
     (b"version https://git-lfs", "a Git LFS pointer in place of the file; run git lfs pull"),
     (b"<!doctype html", "an HTML page; download the file itself"),
     (b"<html", "an HTML page; download the file itself"),
-    (b"<?xml", "XML, as a failed download may be; get the file itself"),
 )
 
 

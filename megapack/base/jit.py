@@ -21,7 +21,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megapack.base.files import write_whole
 from megapack.base.machine_lock import MachineLock
 
 _NumbaCache: Any = object
@@ -53,7 +52,6 @@ _MAX_AGE_S = 30 * 24 * 3600.0
 
 # In the cache folder.
 _LOCK_NAME = "megapack-compiling.lock"
-_LIST_NAME = "megapack-compiled.txt"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -146,8 +144,13 @@ def compiles() -> bool:
 def is_compiled() -> bool:
     """Whether a process of this machine has compiled the planner from these sources."""
     with contextlib.suppress(OSError, RuntimeError):
-        return _MAIN_KERNEL in _CompiledList().names()
+        return _mark().exists()
     return False
+
+
+def _mark() -> Path:
+    """A file that is there once the planner is compiled for this machine's processor."""
+    return cache_folder() / f"megapack-compiled-{_machine()}"
 
 
 class _SharedCache(_NumbaCache):  # type: ignore[misc]
@@ -171,38 +174,12 @@ class _SharedCache(_NumbaCache):  # type: ignore[misc]
         return compiled
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Write the compiled kernel, and its name into the list of compiled kernels."""
+        """Write the compiled kernel, and a mark if it is the main one."""
         super().save_overload(sig, data)
         _forget_old_sources()
-        with contextlib.suppress(OSError):
-            _CompiledList().add(self._full_name)
-
-
-class _CompiledList:
-    """Names of the kernels that are compiled for this machine's processor."""
-
-    def __init__(self) -> None:
-        self._path = cache_folder() / _LIST_NAME
-        self._machine = _machine()
-
-    def names(self) -> set[str]:
-        """Full names of the kernels."""
-        lines = (line.split() for line in self._lines())
-        return {name for machine, name in lines if machine == self._machine}
-
-    def add(self, name: str) -> None:
-        """Add a kernel. Written by the lock's holder."""
-        line = f"{self._machine} {name}"
-        lines = self._lines()
-        if line not in lines:
-            write_whole(self._path, "\n".join([*lines, line]) + "\n")
-
-    def _lines(self) -> list[str]:
-        try:
-            lines = self._path.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            return []
-        return [line for line in lines if len(line.split()) == 2]
+        if self._full_name == _MAIN_KERNEL:
+            with contextlib.suppress(OSError):
+                _mark().touch()
 
 
 def _share(compiled: Any) -> None:

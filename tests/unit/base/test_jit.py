@@ -145,10 +145,7 @@ def test_code_of_old_sources_is_removed_after_a_month(pack: Path) -> None:
 
 def test_cold_processes_compile_a_kernel_once(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both miss the cache; the one that gets the lock compiles, and the other loads its code."""
-    code = (
-        f"{_CALL}from pack.base import jit\n"
-        "print(jit._lock().waited_s > 0, sorted(jit._CompiledList().names()))"
-    )
+    code = f"{_CALL}from pack.base import jit\nprint(jit._lock().waited_s > 0)"
     monkeypatch.setattr(jit, "_PACKAGE", pack)
     monkeypatch.setenv("XDG_CACHE_HOME", str(pack.parent))
     lock = MachineLock(jit.cache_folder.__wrapped__() / jit._LOCK_NAME, "is a test")
@@ -164,9 +161,6 @@ def test_cold_processes_compile_a_kernel_once(pack: Path, monkeypatch: pytest.Mo
     assert misses[0] == [0, 0]
     assert misses[1][0] == 1
     assert misses[1][1] >= 1
-    inner = "'pack.callee.inner.inner', 'pack.callee.inner.scaled'"
-    names = f"[{inner}, 'pack.caller.outer.outer']"
-    assert all(lines[1].endswith(names) for lines in found)
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_lock_free(
@@ -220,6 +214,7 @@ def test_a_cold_machine_plans_without_compiling(tmp_path: Path) -> None:
     assert main([*line, "-o", str(tmp_path / "compiled.json")]) == 0
     plans = [(tmp_path / name).read_text() for name in ("plan.json", "compiled.json")]
     assert plans[0] == plans[1]
+    assert jit.is_compiled() == (not jit._IS_OFF)
 
 
 def test_a_literal_and_a_variable_call_the_same_code(
