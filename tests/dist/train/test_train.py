@@ -67,6 +67,11 @@ def test_grpo_on_generated_rollouts(tmp_path: Path) -> None:
     assert lines[1]["step_predicted_s"] > 0
     assert lines[-1]["kl_ref_nats"] > 0, "the policy did not move from the reference"
     check_trace(tmp_path / "runs/run")
+    config = load_config(tmp_path / "runs/run/config.yaml", [], TrainConfig)
+    assert (config.layout.dp, config.data.num_generated) == (1, 32)
+    plan = Plan.from_json((tmp_path / "runs/run/plan.json").read_text())
+    assert plan.layout == Layout(pp=2, vpp=2)
+    assert lines[-1]["plan_digest"] == plan.digest()[:12]
 
 
 def check_trace(folder: Path) -> None:
@@ -98,18 +103,6 @@ def order(events: Sequence[Event]) -> dict[int, list[tuple[str, int, int]]]:
     for event in sorted(events, key=lambda event: event.start):
         stages.setdefault(event.stage, []).append((event.kind, event.chunk, event.microbatch))
     return stages
-
-
-def test_the_run_folder_holds_the_resolved_config_and_the_plan(tmp_path: Path) -> None:
-    code, output = run(tmp_path, *TINY, "layout.dp=2", "layout.pp=1", "layout.vpp=1")
-    assert code == 0, output
-    config = load_config(tmp_path / "runs/run/config.yaml", [], TrainConfig)
-    assert config.layout.dp == 2
-    assert config.data.num_generated == 32
-    plan = Plan.from_json((tmp_path / "runs/run/plan.json").read_text())
-    assert plan.layout == Layout(dp=2)
-    assert metrics(tmp_path)[-1]["plan_digest"] == plan.digest()[:12]
-    assert not (tmp_path / "runs/run/trace.jsonl").exists()
 
 
 def test_sft_reduces_the_loss(tmp_path: Path) -> None:
