@@ -324,7 +324,8 @@ class BatchPasses:
             ScheduleError, RankError: as `ScheduleAdapter.step` does.
         """
         started = time.perf_counter()
-        for chunk in self.adapter.chunks:
+        chunks: list[Any] = self.adapter.chunks
+        for chunk in chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         plan = batch.plan

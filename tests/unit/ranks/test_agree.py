@@ -205,12 +205,8 @@ def test_the_error_names_the_ranks_that_differ(run: Run) -> None:
 
 def test_the_error_names_the_first_value_that_differs(run: Run) -> None:
     results = run(call(plan="a", call="x"), call(plan="a", call="x"), call(plan="b", call="y"))
-    assert error_of_all(results).startswith("ranks [2] differ from the other 2 in plan (")
-
-
-def test_short_values_are_shown(run: Run) -> None:
-    results = run(call(plan="M", M="8"), call(plan="M", M="8"), call(plan="M", M="16"))
-    assert "in M (rank 2: '16', most: '8')" in error_of_all(results)
+    text = error_of_all(results)
+    assert text.startswith("ranks [2] differ from the other 2 in plan (rank 2: 'b', most: 'a')")
 
 
 def test_long_values_are_shown_as_digests(run: Run) -> None:
@@ -232,12 +228,6 @@ def test_a_path_that_is_not_utf_8_can_be_reported(run: Run) -> None:
     assert text.endswith("rank 0: DataError: runs/\\udcff: no such file")
     text = error_of_all(run(call(runs_dir=path), call(runs_dir=path), call(runs_dir="runs")))
     assert "most: 'runs/\\\\udcff'" in text
-
-
-def test_a_path_that_is_not_utf_8_is_gathered_by_torch() -> None:
-    path = "runs/\udcff"
-    with job_of_one(), pytest.raises(DataError, match="no such file"):
-        agree(fail(DataError(f"{path}: no such file")), device=CPU, same={"runs_dir": path})
 
 
 def test_an_error_that_cannot_be_printed_can_be_reported(run: Run) -> None:
@@ -286,13 +276,6 @@ def test_errors_of_the_work_are_raised_by_its_result(
     with pytest.raises(type(error), match=str(error)):
         failed.result()
     assert fine.result() == 1
-
-
-def test_agreements_work_without_a_watchdog() -> None:
-    with job_of_one():
-        agreements = Agreements(None)
-        assert agreements.start(lambda: 1, dict).result() == 1
-        agreements.stop()
 
 
 def test_an_error_while_computing_the_values_is_raised_too(agreements: Agreements) -> None:

@@ -30,21 +30,6 @@ def test_calls_run_in_order_on_one_other_thread() -> None:
     assert not threads[0].is_alive()
 
 
-@pytest.mark.parametrize("error", [ValueError("bad"), TimeoutError("slow disk"), SystemExit(3)])
-def test_the_next_call_runs_after_an_error(error: BaseException) -> None:
-    worker = DaemonThread("calls")
-
-    def fail() -> None:
-        raise error
-
-    failed = worker.submit(fail)
-    fine = worker.submit(lambda: 1)
-    with pytest.raises(type(error), match=str(error)):
-        failed.result()
-    assert fine.result() == 1
-    worker.stop(30.0)
-
-
 def test_a_stopped_executor_runs_queued_calls_only() -> None:
     worker = DaemonThread("calls")
     release = threading.Event()
