@@ -250,6 +250,23 @@ def shares_fp8_scales(config: Any) -> bool:
     return delayed and not config.tp_only_amax_red
 
 
+def meets_in_every_microbatch(config: Any, chunks: Sequence[Any]) -> bool:
+    """Whether data-parallel ranks communicate in each forward, so that all need the same M."""
+    kinds = getattr(config, "moe_router_load_balancing_type", None) or ()
+    shards_params = any(
+        getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks
+    )
+    spreads_experts = (
+        bool(config.num_moe_experts) and parallel_state.get_expert_model_parallel_world_size() > 1
+    )
+    return (
+        spreads_experts
+        or shards_params
+        or shares_fp8_scales(config)
+        or "global_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds)
+    )
+
+
 def check_planned_rows(config: Any, policy: Policy) -> None:
     """Raise ConfigError if rows of different lengths would hang or give wrong results."""
     if policy.row_shapes == 1:

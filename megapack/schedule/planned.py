@@ -39,10 +39,11 @@ from megapack.schedule.between_steps import clear_gradients
 from megapack.schedule.faults import FiniteFlags, stages_of
 from megapack.schedule.listeners import Listeners, PlaceKeeper
 from megapack.schedule.megatron_call import MegatronCall
-from megapack.schedule.reading import Keeping, RowShape, common_shapes, read_row_shapes
+from megapack.schedule.reading import Keeping, common_shapes, read_row_shapes
 from megapack.schedule.row_groups import replica_group
 from megapack.schedule.runner import process_groups
 from megapack.schedule.sharing import (
+    RowShape,
     Sharing,
     Spans,
     log_once,
@@ -308,7 +309,7 @@ class _Run:
 
     def _same(self) -> Mapping[str, str]:
         """Values that must be equal on all ranks."""
-        meets = meets_in_every_microbatch(self._config, self.chunks)
+        meets = checks.meets_in_every_microbatch(self._config, self.chunks)
         names = ("lengths", "non_finite", "share_prefixes")
         return {
             "call": f"{self.kind}, {len(self.chunks)} chunk(s)",
@@ -448,23 +449,6 @@ def why_not_planned(config: Any, others: Mapping[str, Any]) -> str:
     if has_stages and (communicator is None) != (others.get("pg_collection") is None):
         return "its caller passes one of p2p_communicator and pg_collection"
     return ""
-
-
-def meets_in_every_microbatch(config: Any, chunks: Sequence[Any]) -> bool:
-    """Whether data-parallel ranks communicate in each forward, so that all need the same M."""
-    kinds = getattr(config, "moe_router_load_balancing_type", None) or ()
-    shards_params = any(
-        getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks
-    )
-    spreads_experts = (
-        bool(config.num_moe_experts) and parallel_state.get_expert_model_parallel_world_size() > 1
-    )
-    return (
-        spreads_experts
-        or shards_params
-        or checks.shares_fp8_scales(config)
-        or "global_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds)
-    )
 
 
 def check_options(lengths: str, non_finite: str) -> None:

@@ -20,7 +20,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.utils import StragglerDetector
@@ -29,12 +29,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from megapack.errors import ScheduleError
 from megapack.model.host_rows import given_arguments
+from megapack.schedule.sharing import RowShape, Sharing
 
-if TYPE_CHECKING:
-    from megapack.schedule.sharing import Sharing
-
-RowShape = tuple[int, int]
-"""Tokens and batch size of a micro-batch's hidden states on this GPU."""
 Keeping = Callable[[], contextlib.AbstractContextManager[None]]
 """Makes a context that keeps a framework's state over the reading."""
 

@@ -30,11 +30,12 @@ from megapack.model.mtp import num_depths
 from megapack.prefixes import HostRow, find_host_row
 from megapack.rows.slices import assembly_order, slice_positions
 from megapack.schedule import checks
-from megapack.schedule.reading import RowShape
 from megapack.schedule.row_rules import check_rows
 
 logger = logging.getLogger(__name__)
 
+RowShape = tuple[int, int]
+"""Tokens and batch size of a micro-batch's hidden states on this GPU."""
 Spans = tuple[int, ...] | None
 """Padded tokens of each sample of a host's row; None: it shares nothing."""
 

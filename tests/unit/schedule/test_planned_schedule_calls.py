@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts import megatron_core
-from megapack.schedule import PlannedSchedule, planned, reading
+from megapack.schedule import PlannedSchedule, checks, planned, reading
 
 pytestmark = pytest.mark.unit
 
@@ -112,10 +112,10 @@ def test_ranks_that_meet_in_each_forward_need_one_m(
     settings: dict[str, object], meets: bool
 ) -> None:
     config = SimpleNamespace(num_moe_experts=None, **settings)
-    assert planned.meets_in_every_microbatch(config, []) == meets
+    assert checks.meets_in_every_microbatch(config, []) == meets
 
 
 def test_sharded_parameters_are_gathered_in_each_forward() -> None:
     config = SimpleNamespace(num_moe_experts=None)
     chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
-    assert planned.meets_in_every_microbatch(config, [chunk])
+    assert checks.meets_in_every_microbatch(config, [chunk])
