@@ -161,8 +161,9 @@ class Trainer:
             token_columns=config.objective.token_columns,
         )
         self.calibrator = Calibrator(config.plan, self.adapter, self.layout, cost, ranks, device)
-        # The next batch, which a thread plans, and the seconds that it takes.
+        # The next batch, which a thread plans; and the seconds that it took for this one.
         self._ahead: Future[tuple[PlannedBatch, float]] | None = None
+        self._ahead_s = 0.0
         self.critic: Critic | None = None
         if config.critic.enabled:
             self.critic = Critic(
@@ -314,15 +315,15 @@ class Trainer:
         started = time.perf_counter()
         with self.ranks.guarded(f"the plan of batch {self.position.batch}"):
             self.ranks.place.enter("plan")
-            batch, ahead_s = agree(lambda: self._planned(numbers), device=self.device)
+            batch = agree(lambda: self._planned(numbers), device=self.device)
         planned = time.perf_counter()
         self.progress.line(plan_line(batch.plan))
-        batch_seconds = {"plan_s": planned - started, "plan_ahead_s": ahead_s}
+        batch_seconds = {"plan_s": planned - started, "plan_ahead_s": self._ahead_s}
         # A fit may change it while the next batch is planned.
         self.planner = dataclasses.replace(self.planner, cost=self.calibrator.cost)
         if following is not None:
             # A daemon: a thread that waits for a lost file system must not keep the process.
-            self._ahead = run_on_daemon("megapack-ahead", partial(self._prepare, following))
+            self._ahead = run_on_daemon("megapack-ahead", partial(self._timed, following))
         first_step = self.position.step_in_batch
         resumed = self._resumed_inside
         if resumed is not None:
@@ -391,24 +392,26 @@ class Trainer:
         self._exported_at = self.num_steps
         self.progress.line(f"exported {exported}")
 
-    def _planned(self, numbers: SampleNumbers) -> tuple[PlannedBatch, float]:
-        """The batch that `_prepare` has made ahead, or makes now, with its plan in the folder; and
-        the seconds that a thread worked for it."""
+    def _planned(self, numbers: SampleNumbers) -> PlannedBatch:
+        """The batch that `_prepare` has made ahead, or makes now, and its plan in the folder."""
         ahead, self._ahead = self._ahead, None
-        batch, ahead_s = (self._prepare(numbers)[0], 0.0) if ahead is None else ahead.result()
+        batch, self._ahead_s = (self._prepare(numbers), 0.0) if ahead is None else ahead.result()
         if self.folder is not None:
             self.folder.write_plan(batch.plan, batch.cost, batch.samples.lengths)
-        return batch, ahead_s
+        return batch
 
-    def _prepare(self, numbers: SampleNumbers) -> tuple[PlannedBatch, float]:
-        """Local work of a batch: tensors, advantages, and plans that are equal on all ranks; and
-        its seconds.
+    def _timed(self, numbers: SampleNumbers) -> tuple[PlannedBatch, float]:
+        """What `_prepare` makes, and the seconds that it takes."""
+        began = time.perf_counter()
+        return self._prepare(numbers), time.perf_counter() - began
+
+    def _prepare(self, numbers: SampleNumbers) -> PlannedBatch:
+        """Local work of a batch: tensors, advantages, and plans that are equal on all ranks.
 
         It may run on a thread while steps change the weights, the run's position and the cost model
         in force, so it reads none of these.
         """
-        began = time.perf_counter()
-        return self.planner.plan(numbers, self._fields(numbers)), time.perf_counter() - began
+        return self.planner.plan(numbers, self._fields(numbers))
 
     def _fields(self, numbers: SampleNumbers) -> dict[str, Any]:
         """What the objective reads of samples and the data has."""

@@ -27,7 +27,7 @@ from megapack.config import load_config
 from megapack.errors import DataError
 from megapack.job.checkpoint import state
 from megapack.job.config.sections import TrainConfig
-from megapack.job.train import job, passes
+from megapack.job.train import job, learner, passes
 from megapack.job.train.calibrator import Calibrator
 from megapack.job.train.folder import RunFolder
 from megapack.model.attention import sdpa
@@ -189,12 +189,12 @@ def _inject_elsewhere(trigger: Trigger, phase: str) -> None:
 
     trigger.is_due = phase == "start"
     if phase == "start":
-        _around(job, "build_optimizer", before=trigger)
+        _around(learner, "build_optimizer", before=trigger)
     elif phase == "prefetch":
         # The first step of a batch has no step before it in which it could be prepared.
         _around(StepCall, "rows", before=lambda call, *_: _is_next(call) and trigger())
     elif phase == "optimizer":
-        _around(job, "build_optimizer", after=with_trigger)
+        _around(learner, "build_optimizer", after=with_trigger)
     elif phase == CALIBRATION:
         _around(Calibrator, "_fit", before=trigger)
     elif phase == "checkpoint":
