@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "sequence parallelism differs": (
         Layout(),
         {"sequence_parallel": True},
-        r"sequence_parallel=True.*layout's False.*set both to the same value",
+        r"sequence_parallel=True.*layout's sequence_parallel=False.*set both to the same value",
     ),
     "a loss divided by M": (
         Layout(),
