@@ -10,11 +10,14 @@ where a plan has it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megapack.plan.microbatch import MicroBatch
+
+if TYPE_CHECKING:
+    from megapack.plan.plan import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,20 +115,7 @@ class Counts:
         return f"{least}" if least == most else f"{least}-{most}"
 
 
-class CountedStep(Protocol):
-    """What `count_steps` reads of a `StepPlan`."""
-
-    @property
-    def ranks(self) -> Sequence[Sequence[MicroBatch]]: ...
-    @property
-    def microbatches(self) -> Iterator[MicroBatch]: ...
-    @property
-    def dropped_rollouts(self) -> Sequence[object]: ...
-    @property
-    def orders(self) -> Sequence[Sequence[str]]: ...
-
-
-def count_steps(steps: Sequence[CountedStep]) -> Counts:
+def count_steps(steps: Sequence[StepPlan]) -> Counts:
     """Sum rows, samples and tokens over steps."""
     microbatches = [mb for step in steps for mb in step.microbatches]
     wide = [mb for mb in microbatches if mb.width > 1]

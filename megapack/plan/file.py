@@ -10,7 +10,7 @@ from megapack.plan.plan import Plan
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Read a plan from a file, in JSON or text form.
+    """Read a plan from a JSON file.
 
     Raises:
         PlanError: the file cannot be read or is not a plan; the message says where.
@@ -21,7 +21,7 @@ def read_plan(path: str | Path) -> Plan:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise PlanError(f"{path}: cannot be read ({reason}); give a plan.json") from None
     try:
-        return Plan.from_json(text) if text.lstrip()[:1] == "{" else Plan.from_text(text)
+        return Plan.from_json(text)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
 

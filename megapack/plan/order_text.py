@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
+from megapack.base.arrays import Ints
 from megapack.errors import PlanError, brief
 from megapack.plan.order import (
     KINDS,
     Chains,
-    Operation,
     StepOrder,
     interleave,
     operation_texts,
@@ -43,110 +45,72 @@ def read_order(
     stages = []
     for stage, line in enumerate(lines):
         texts = line.split()
-        if not _is_plain(texts, codes, known.shape, chains):
-            texts = _checked(texts, stage, vpp, num_microbatches, chains)
-        stages.append(np.array([codes[text] for text in texts], dtype=np.int64))
+        own = np.array([codes.get(text, -1) for text in texts], dtype=np.int64)
+        if (own < 0).any():
+            raise _unknown(texts[int(own.argmin())], stage, vpp, num_microbatches)
+        problem = _wrong_place(own, known, chains)
+        if problem:
+            raise PlanError(f"stage {stage} {problem}")
+        stages.append(own)
     kind, chunk, microbatch = np.unravel_index(np.concatenate(stages), known.shape)
     ends = np.cumsum([0, *(own.size for own in stages)])
     model_chunk = chunk * pp + np.repeat(np.arange(pp), np.diff(ends))
     columns, done = interleave(np.stack([kind, microbatch, model_chunk]), ends, pp, vpp)
     if columns.shape[1] == 0:
         stage = next(s for s in range(pp) if done[s] < stages[s].size)
-        op = _read_operation(known.flat[stages[stage][done[stage]]], stage, vpp, num_microbatches)
-        way = ("before", -1) if op.kind == "F" else ("after", 1)
+        at = int(ends[stage] + done[stage])
+        way, step = ("before", -1) if kind[at] == 0 else ("after", 1)
         raise PlanError(
-            f"stage {stage} cannot run {op}: the same operation in the chunk {way[0]} it, "
-            f"{op.microbatch}{op.kind} of model chunk {op.chunk * pp + stage + way[1]}, waits for "
-            "what comes later in the order; give an order without a circle"
+            f"stage {stage} cannot run {known[kind[at], chunk[at], microbatch[at]]}: the same "
+            f"operation in the chunk {way} it, {microbatch[at]}{KINDS[kind[at]]} of model chunk "
+            f"{model_chunk[at] + step}, waits for what comes later in the order; give an order "
+            "without a circle"
         )
     return order_of(columns, pp)
 
 
-def _is_plain(
-    texts: Sequence[str], codes: dict[str, int], shape: tuple[int, ...], chains: Chains
-) -> bool:
-    """Whether a stage's operations are written as plans write them, and its own order is right."""
-    found = [codes.get(text, -1) for text in texts]
-    place = np.full(shape, -1)
-    place.flat[found] = np.arange(len(found))
-    forward, backward, weights = place
-    continues = [k for chain in chains for k in chain[1:]]
-    continued = [k - 1 for k in continues]
-    return (
-        -1 not in found
-        and np.count_nonzero(place >= 0) == len(found)
-        and bool((forward >= 0).all())
-        and bool((backward > forward).all())
-        and bool(((weights < 0) | (weights > backward)).all())
-        and bool((forward[:, continues] > forward[:, continued]).all())
-        and bool((backward[:, continues] < backward[:, continued]).all())
+def _unknown(text: str, stage: int, vpp: int, num_microbatches: int) -> PlanError:
+    """The error about a text that is no operation of the stage."""
+    if re.fullmatch(rf"(0|[1-9][0-9]*)[{KINDS}](0|[1-9][0-9]*)", text):
+        return PlanError(
+            f"stage {stage} cannot run {text:.60}: there are {num_microbatches} micro-batches "
+            f"and {vpp} chunks per stage"
+        )
+    return PlanError(
+        f"stage {stage} has the operation {brief(text)}; write micro-batch, one of {KINDS}, "
+        "chunk, such as 2F0"
     )
 
 
-def _checked(
-    texts: Sequence[str], stage: int, vpp: int, num_microbatches: int, chains: Chains
-) -> list[str]:
-    """A stage's operations as plans write them; raises PlanError, which names what is wrong."""
-    operations = [_read_operation(text, stage, vpp, num_microbatches) for text in texts]
-    _check_stage(operations, stage, vpp, num_microbatches, chains)
-    return [str(op) for op in operations]
+def _wrong_place(own: Ints, known: npt.NDArray[np.object_], chains: Chains) -> str:
+    """What is wrong with a stage's own order; "" if nothing is.
 
-
-def _read_operation(text: str, stage: int, vpp: int, num_microbatches: int) -> Operation:
-    microbatch, kind, chunk = (text[:1], "", "")
-    for letter in KINDS:
-        if letter in text:
-            kind = letter
-            microbatch, _, chunk = text.partition(letter)
-    if not kind or not (microbatch.isdecimal() and chunk.isdecimal()):
-        raise PlanError(
-            f"stage {stage} has the operation {brief(text)}; write micro-batch, one of {KINDS}, "
-            "chunk, such as 2F0"
-        )
-    op = Operation(kind, int(microbatch), int(chunk))
-    if op.microbatch >= num_microbatches or op.chunk >= vpp:
-        raise PlanError(
-            f"stage {stage} cannot run {op}: there are {num_microbatches} micro-batches and "
-            f"{vpp} chunks per stage"
-        )
-    return op
-
-
-def _check_stage(
-    operations: Sequence[Operation],
-    stage: int,
-    vpp: int,
-    num_microbatches: int,
-    chains: Chains,
-) -> None:
-    """Check what a stage's own order decides; raises PlanError."""
-    place: dict[Operation, int] = {}
-    for index, op in enumerate(operations):
-        if op in place:
-            raise PlanError(f"stage {stage} runs {op} twice; name each operation once")
-        place[op] = index
-    before = {k: k - 1 for chain in chains for k in chain[1:]}
-    for chunk in range(vpp):
-        for k in range(num_microbatches):
-            forward = Operation("F", k, chunk)
-            backward = Operation("B", k, chunk)
-            weights = Operation("W", k, chunk)
-            for op in (forward, backward):
-                if op not in place:
-                    raise PlanError(f"stage {stage} never runs {op}; add it to its line")
-            _check_after(place, forward, backward, stage, "its forward")
-            if weights in place:
-                _check_after(place, backward, weights, stage, "its backward")
-            if k in before:
-                piece = before[k]
-                earlier = Operation("F", piece, chunk)
-                _check_after(place, earlier, forward, stage, "the piece before it,")
-                later = Operation("B", piece, chunk)
-                _check_after(place, backward, later, stage, "the backward of the next piece,")
-
-
-def _check_after(
-    place: dict[Operation, int], first: Operation, then: Operation, stage: int, what: str
-) -> None:
-    if place[then] < place[first]:
-        raise PlanError(f"stage {stage} cannot run {then}: {what} {first} comes later")
+    Args:
+        own: its operations, as indices into `known`, see `operation_texts`.
+    """
+    place = np.full(known.size, -1)
+    place[own] = np.arange(own.size)
+    (again,) = np.nonzero(place[own] != np.arange(own.size))
+    if again.size:
+        return f"runs {known.flat[own[again[0]]]} twice; name each operation once"
+    place = place.reshape(known.shape)
+    missing = np.argwhere(place[:2] < 0)
+    if missing.size:
+        return f"never runs {known[tuple(missing[0])]}; add it to its line"
+    every = list(range(known.shape[2]))
+    pieces = [k for chain in chains for k in chain[1:]]
+    before = [k - 1 for k in pieces]
+    # A kind of operations of micro-batches, and those that come after them.
+    for first, of_first, then, of_then, what in (
+        (0, every, 1, every, "its forward"),
+        (1, every, 2, every, "its backward"),
+        (0, before, 0, pieces, "the piece before it,"),
+        (1, pieces, 1, before, "the backward of the next piece,"),
+    ):
+        later = place[then][:, of_then]
+        wrong = np.argwhere((later >= 0) & (later < place[first][:, of_first]))
+        if wrong.size:
+            chunk, k = wrong[0]
+            names = known[then, chunk, of_then[k]], known[first, chunk, of_first[k]]
+            return f"cannot run {names[0]}: {what} {names[1]} comes later"
+    return ""

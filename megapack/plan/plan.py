@@ -2,8 +2,8 @@
 
     lengths -> build_dp_schedule -> Plan -> (check_plan, packed rows, simulate)
 
-A plan is frozen and compares by value. It has two forms with exact inverses: JSON, from which the
-digest is computed, and a text for people.
+A plan is frozen and compares by value. Its JSON has an exact inverse, and the digest is computed
+from it; its text is for people.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megapack.plan.facts import Counts, count_steps
 from megapack.plan.microbatch import MicroBatch, Part
 from megapack.plan.order import StepOrder, step_order
 from megapack.plan.order_text import read_order
-from megapack.plan.text import format_plan, parse_json, parse_text
+from megapack.plan.text import format_plan, parse_json
 from megapack.policy import Policy
 from megapack.prefixes import PrefixTable, SharedPrefixes
 
@@ -172,15 +172,6 @@ class Plan:
             PlanError: the text is not the JSON of a plan; the message says where.
         """
         return parse_json(text, _build)
-
-    @classmethod
-    def from_text(cls, text: str) -> Plan:
-        """The exact inverse of `str`.
-
-        Raises:
-            PlanError: the text is not a plan; the message names the line.
-        """
-        return parse_text(text, _build)
 
     def explain(self) -> Explanation:
         """What each freedom of the policy gains: shared prefixes, wide rows, pieces of samples,

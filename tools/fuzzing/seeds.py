@@ -58,11 +58,6 @@ def plan_json() -> list[bytes]:
     return [plan.to_json().encode() for plan in plans()]
 
 
-def plan_text() -> list[bytes]:
-    """The plans as text."""
-    return [str(plan).encode() for plan in plans()]
-
-
 def configs() -> list[bytes]:
     """A shipped config, each of its sections as a small document, and one with overrides.
 

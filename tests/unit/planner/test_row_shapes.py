@@ -108,9 +108,9 @@ def test_rows_have_at_most_so_many_lengths(
     assert plan.capacity is not None
     assert all(mb.padded_tokens <= plan.capacity * mb.width for mb in rows_of(plan))
     assert plan.capacity <= BUDGET * layout.cp
-    for read in (Plan.from_json(plan.to_json()), Plan.from_text(str(plan))):
-        assert read == plan
-        assert read.digest() == plan.digest()
+    read = Plan.from_json(plan.to_json())
+    assert read == plan
+    assert read.digest() == plan.digest()
     if layout.dp == 4:
         assert any(mb.width > 1 for mb in rows_of(plan))
     if layout.pp == 4:
@@ -164,9 +164,9 @@ def test_a_padding_micro_batch_has_the_shortest_length_and_no_tokens(
     for mb in padding:
         assert (mb.tokens, mb.tokens_sq, mb.padded_tokens) == (0, 0, 0)
         assert mb.row_tokens == plan.row_lengths[0] * layout.cp
-    for read in (Plan.from_json(plan.to_json()), Plan.from_text(str(plan))):
-        assert read == plan
-        check_plan(read, [53])
+    read = Plan.from_json(plan.to_json())
+    assert read == plan
+    check_plan(read, [53])
     report = step_report(plan, step, COST)
     assert report.tokens == 53
     assert report.seconds == simulate_planned(plan, step, COST).makespan
