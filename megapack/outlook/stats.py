@@ -21,10 +21,10 @@ from megapack.cost.memory import Carried
 from megapack.cost.model import TOKENS, CostModel
 from megapack.errors import PlanError
 from megapack.pipeline.simulator import Simulation, bubble_fraction, simulate_planned
-from megapack.plan.facts import Counts, count_steps, feature_numbers, features_of
+from megapack.plan.facts import Counts, feature_numbers, features_of
 from megapack.plan.microbatch import MicroBatch
 from megapack.plan.order import StepOrder
-from megapack.plan.plan import Plan, StepPlan
+from megapack.plan.plan import Plan, StepPlan, count_steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,26 +63,6 @@ def rank_seconds(ops: RankOps, forward_seconds: Floats, end: Floats) -> float:
 
 
 @kernel
-def order_seconds(ops: RankOps, seconds: Floats, end: Floats) -> float:
-    """Seconds until a DP rank's last operation ends, from the seconds of each operation.
-
-    Args:
-        seconds: float64 [operations].
-        end: see `rank_seconds`.
-    """
-    free = np.zeros(ops.pp)
-    count = ops.stage.size
-    for op in range(count):
-        begin = free[ops.stage[op]]
-        source = ops.waits_for[op]
-        if source < count and end[source] + ops.p2p > begin:
-            begin = end[source] + ops.p2p
-        end[op] = begin + seconds[op]
-        free[ops.stage[op]] = end[op]
-    return float(largest(free))
-
-
-@kernel
 def coupled_seconds(
     ops: RankOps, forward_seconds_MD: Floats, first_MD: Ints, end_OD: Floats
 ) -> float:

@@ -26,7 +26,6 @@ from megapack.pipeline.kernels import (
     CoupledOps,
     RankOps,
     coupled_order_seconds,
-    order_seconds,
 )
 from megapack.plan.order import KINDS, StepOrder, step_order
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
@@ -154,18 +153,17 @@ def simulate(
     columns = zip(orders, forward, _slowest(weight) if lockstep else weight, strict=True)
     seconds = [runner.seconds(*own) for own in columns]
     if lockstep:
-        first_DM = np.zeros((len(step.ranks), len(step.ranks[0])), dtype=np.int64)
-        runs = runner.coupled_timelines(orders, seconds, first_DM)
+        blocks, firsts = [range(len(step.ranks))], [[0] * len(rank) for rank in step.ranks]
     elif any(mb.dp_ranks for mb in step.microbatches):
-        first_DM = _first_ranks(step)
-        runs = []
-        for block in step.meeting_ranks(layout):
-            own = slice(block.start, block.stop)
-            runs += runner.coupled_timelines(
-                orders[own], seconds[own], first_DM[own] - block.start, block.start
-            )
+        blocks, firsts = step.meeting_ranks(layout), _first_ranks(step)
     else:
-        runs = [runner.timeline(*own) for own in zip(orders, seconds, strict=True)]
+        blocks = [range(r, r + 1) for r in range(len(step.ranks))]
+        firsts = [[r] * len(rank) for r, rank in enumerate(step.ranks)]
+    runs: list[_RankRun] = []
+    for block in blocks:
+        own = slice(block.start, block.stop)
+        first_DM = np.array(firsts[own]) - block.start
+        runs += runner.coupled_timelines(orders[own], seconds[own], first_DM, block.start)
     ends = [float(run.end.max()) for run in runs]
     slowest = max(range(len(ends)), key=lambda r: (ends[r], busiest[r]))
     live = [
@@ -283,16 +281,6 @@ class Runner:
         seconds -= np.where((order.kind == 1) & (order.held == 0), share, 0.0)
         return seconds
 
-    def timeline(self, order: StepOrder, seconds: Floats) -> _RankRun:
-        """When each operation of a DP rank starts and ends that waits for no other rank.
-
-        Args:
-            seconds: see `seconds`.
-        """
-        end = np.empty(seconds.size)
-        order_seconds(self.ops_of(order), seconds, end)
-        return _RankRun(order, self.layout.pp, end - seconds, end)
-
     def coupled_timelines(
         self,
         orders: Sequence[StepOrder],
@@ -408,8 +396,8 @@ def _rows_per_gpu(rank: tuple[MicroBatch, ...], layout: Layout) -> Floats:
     return np.array([mb.row_tokens / (layout.cp * mb.width) for mb in rank])
 
 
-def _first_ranks(step: StepPlan) -> Ints:
-    """int64 [dp, M]: the first rank of those that share each micro-batch.
+def _first_ranks(step: StepPlan) -> list[list[int]]:
+    """[dp][M]: the first rank of those that share each micro-batch.
 
     Raises:
         PlanError: ranks with a shared micro-batch have different M, or it is not on all its ranks.
@@ -427,7 +415,7 @@ def _first_ranks(step: StepPlan) -> Ints:
                     f"micro-batch {k} of the ranks {mb.dp_ranks} is not on all of them; give a "
                     "plan that check_plan accepts"
                 )
-    return np.array(firsts)
+    return firsts
 
 
 def _slowest(forward: list[Floats]) -> list[Floats]:

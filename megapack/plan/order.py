@@ -237,25 +237,13 @@ def _frozen(
     forward_only: bool,
     backwards: Ints,
 ) -> StepOrder:
-    warmup = megatron_warmup(pp, vpp, group)
+    warmup = np.arange(pp - 1, -1, -1) if vpp == 1 else deep_warmup(pp, vpp, group)
     if forward_only:
         warmup = np.full(pp, num_microbatches * vpp)
-    held = np.zeros(num_microbatches)
-    own, ends = stage_lists(
-        warmup, vpp, num_microbatches, group, forward_only, backwards, held, np.inf
-    )
+    own, ends = stage_lists(warmup, vpp, num_microbatches, group, forward_only, backwards)
     columns, _ = interleave(own, ends, pp, vpp)
     assert columns.shape[1] > 0, "a legal M never deadlocks"
     return order_of(columns, pp)
-
-
-def megatron_warmup(pp: int, vpp: int, group: int) -> Ints:
-    """Warm-up forwards of each stage in Megatron's schedules, int64 [pp].
-
-    >>> megatron_warmup(4, 1, 1), megatron_warmup(2, 2, 3)
-    (array([3, 2, 1, 0]), array([5, 3]))
-    """
-    return np.arange(pp - 1, -1, -1) if vpp == 1 else deep_warmup(pp, vpp, group)
 
 
 def deep_warmup(pp: int, vpp: int, group: int) -> Ints:
@@ -283,23 +271,14 @@ def stage_lists(
     group: int,
     forward_only: bool,
     backwards: Ints,
-    held: Floats,
-    cap: float,
 ) -> tuple[Ints, Ints]:
     """What each stage runs: kind, micro-batch and chunk in the model, int64 [3, operations], stage
     after stage; and where each stage begins, int64 [pp + 1].
-
-    A stage runs its warm-up ahead of its backwards, or less where that would put more than the cap
-    on it, but not less than the last stage. That one waits for nothing, so it may be over the cap.
-    Forwards that are ahead on a stage are so on the stages before it, which all hold the same
-    then, so no stages wait for each other in a circle.
 
     Args:
         warmup: int64 [pp], forwards that each stage runs before it alternates; no later stage has
             more.
         backwards: int64 [M * vpp], the virtual micro-batch of each backward.
-        held: float64 [M], what a stage holds of a micro-batch between a chunk's F and B.
-        cap: inf: none.
     """
     pp = warmup.size
     total = num_microbatches * vpp
@@ -308,24 +287,18 @@ def stage_lists(
     own = np.empty((3, size * pp), dtype=np.int64)
     ends = np.arange(pp + 1) * size
     for stage in range(pp):
-        live = 0.0
         op = ends[stage]
         forwards = 0
         needed = 0
         for j in range(total):
             needed = max(needed, backwards[j] + 1)
             while forwards < min(total, needed + warmup[stage]):
-                amount = held[table[0, forwards]]
-                if forwards >= needed + warmup[-1] and live + amount > cap:
-                    break
-                live += amount
                 own[0, op] = 0
                 own[1, op] = table[0, forwards]
                 own[2, op] = table[1, forwards] * pp + stage
                 forwards += 1
                 op += 1
             if not forward_only:
-                live -= held[table[0, backwards[j]]]
                 own[0, op] = 1
                 own[1, op] = table[0, backwards[j]]
                 own[2, op] = (vpp - 1 - table[1, backwards[j]]) * pp + stage

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -21,7 +22,7 @@ from megapack.base.arrays import read_budget
 from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.plan.explanation import Explanation
-from megapack.plan.facts import Counts, count_steps
+from megapack.plan.facts import Counts
 from megapack.plan.microbatch import MicroBatch, Part
 from megapack.plan.order import StepOrder, step_order
 from megapack.plan.order_text import read_order
@@ -269,6 +270,35 @@ class Plan:
             **optional,
             "steps": [_step_payload(step) for step in self.steps],
         }
+
+
+def count_steps(steps: Sequence[StepPlan]) -> Counts:
+    """Sum rows, samples and tokens over steps."""
+    microbatches = [mb for step in steps for mb in step.microbatches]
+    wide = [mb for mb in microbatches if mb.width > 1]
+    pieces = [part for mb in microbatches for part in mb.pieces]
+    per_rank = [len(rank) for step in steps for rank in step.ranks]
+    num_rows = sum(bool(mb.samples) for mb in microbatches)
+    return Counts(
+        num_steps=len(steps),
+        num_microbatches=(min(per_rank, default=0), max(per_rank, default=0)),
+        num_rows=num_rows,
+        num_padding_rows=len(microbatches) - num_rows,
+        num_samples=sum(len(mb.begun_samples) for mb in microbatches),
+        num_dropped_rollouts=sum(len(step.dropped_rollouts) for step in steps),
+        tokens=sum(mb.tokens for mb in microbatches),
+        row_tokens=sum(mb.row_tokens for mb in microbatches),
+        shared_tokens=sum(mb.shared_tokens for mb in microbatches),
+        wide_rows=dict(sorted(Counter(mb.width for mb in wide).items())),
+        wide_tokens=sum(mb.tokens for mb in wide),
+        num_pieces=len(pieces),
+        num_split_samples=sum(part.begin == 0 for part in pieces),
+        piece_tokens=sum(part.tokens for part in pieces),
+        num_split_backwards=sum(
+            line.count("W") for step in steps for stages in step.orders for line in stages
+        ),
+        num_ordered_steps=sum(bool(step.orders) for step in steps),
+    )
 
 
 def own_samples(plans: Sequence[Plan], dp_rank: int) -> list[int]:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from megapack.errors import ConfigError
-from megapack.plan.facts import Counts, features_of, row_facts
+from megapack.plan.facts import features_of, row_facts
 from megapack.plan.microbatch import MicroBatch
 from megapack.plan.plan import Plan, StepPlan
 from megapack.prefixes import SharedPrefixes
@@ -68,20 +68,19 @@ def _head(plan: Plan) -> str:
 
 
 def _step_line(number: int, step: StepPlan) -> str:
+    return f"step {number}: {_sizes(step)}"
+
+
+def _sizes(step: StepPlan) -> str:
     counts = step.counts
     group = "" if step.group_size is None else f" G={step.group_size}"
     num_dropped = counts.num_dropped_rollouts
     dropped = f", {num_dropped} rollouts dropped" if num_dropped else ""
+    features = "".join(f"; {feature.line(counts)}" for feature in features_of(counts))
     return (
-        f"step {number}: M={counts.microbatch_span}{group}, {counts.num_rows} rows, "
-        f"{counts.num_padding_rows} padding, {counts.tokens} tokens in {counts.row_tokens} row "
-        f"tokens{dropped}{_features(counts)}"
+        f"M={counts.microbatch_span}{group}, {counts.num_rows} rows, {counts.num_padding_rows} "
+        f"padding, {counts.tokens} tokens in {counts.row_tokens} row tokens{dropped}{features}"
     )
-
-
-def _features(counts: Counts) -> str:
-    """The lines of the features that the steps have, each after a semicolon."""
-    return "".join(f"; {feature.line(counts)}" for feature in features_of(counts))
 
 
 def _grid(plan: Plan, step: StepPlan) -> Iterator[str]:
@@ -187,11 +186,16 @@ def diff_plans(a: Plan, b: Plan) -> PlanDiff:
             level = _first_difference(first, second) if first and second else 0
             moved[level].append(sample)
     steps = [
-        tuple("absent" if step is None else _step_sizes(step) for step in pair)
+        tuple("absent" if step is None else _sizes(step) for step in pair)
         for pair in zip_longest(a.steps, b.steps)
     ]
+    settings = {key: (own, _settings(b)[key]) for key, own in _settings(a).items()}
     return PlanDiff(
-        settings=_settings_diff(a, b),
+        settings={
+            key: (_short(one), _short(other))
+            for key, (one, other) in settings.items()
+            if one != other
+        },
         steps={k: (first, second) for k, (first, second) in enumerate(steps) if first != second},
         other_step=tuple(moved[0]),
         other_rank=tuple(moved[1]),
@@ -240,14 +244,6 @@ def _order_difference(a: StepPlan, b: StepPlan) -> str:
     return "equal operations"
 
 
-def _settings_diff(a: Plan, b: Plan) -> dict[str, tuple[Any, Any]]:
-    first = _settings(a)
-    second = _settings(b)
-    return {
-        key: (_short(first[key]), _short(second[key])) for key in first if first[key] != second[key]
-    }
-
-
 def _settings(plan: Plan) -> dict[str, Any]:
     settings = {f"layout.{key}": value for key, value in asdict(plan.layout).items()}
     settings |= {f"policy.{key}": value for key, value in asdict(plan.policy).items()}
@@ -262,13 +258,3 @@ def _short(value: Any) -> Any:
     if isinstance(value, SharedPrefixes):
         return f"{len(value.order)} samples with {sum(value.common)} common tokens"
     return f"{len(set(value))} ids" if isinstance(value, tuple) else value
-
-
-def _step_sizes(step: StepPlan) -> str:
-    counts = step.counts
-    group = "" if step.group_size is None else f" G={step.group_size}"
-    return (
-        f"M={counts.microbatch_span}{group}, {counts.num_rows} rows, {counts.num_samples} samples, "
-        f"{counts.row_tokens} row tokens, {counts.num_dropped_rollouts} rollouts dropped"
-        f"{_features(counts)}"
-    )

@@ -28,21 +28,12 @@ class Draft:
     rank_rows: tuple[Ints, ...]
     """Per rank int64 [M]: its rows in order; PADDING stands for a padding micro-batch. A row over
     several ranks stands at the same place of each."""
-    widths: Ints | None = None
-    """int64 [R]: DP ranks of each row; None: one each."""
+    widths: Ints
+    """int64 [R]: DP ranks of each row."""
     orders: tuple[tuple[str, ...], ...] = ()
     """See `StepPlan.orders`."""
     board_seconds: float | None = None
     """Simulated seconds of the step, where the search that made the draft knows them."""
-
-    @classmethod
-    def blank(cls, items: Items, count: int) -> Draft:
-        """A draft of M micro-batches per rank whose items are in no row yet."""
-        return cls(
-            items=items,
-            row_of=np.zeros(0, dtype=np.int64),
-            rank_rows=(np.arange(count),) * items.step.layout.dp,
-        )
 
     @property
     def num_microbatches(self) -> int:
@@ -58,8 +49,6 @@ class Draft:
     def sizes(self) -> tuple[Ints, Ints, Ints]:
         """Aligned tokens, squared tokens and shared tokens of each row with the alignment of its
         width; what its samples share counts once. int64 [R] each."""
-        if self.widths is None:
-            return self._sizes_at(1)
         sizes = np.zeros((3, self.num_rows), dtype=np.int64)
         for width in np.unique(self.widths).tolist():
             rows = self.widths == width
@@ -76,19 +65,14 @@ class Draft:
         tokens_sq = row_sums(own.aligned_sq + own.shared_sq, row_of, num_rows) - shared_sq
         return tokens, tokens_sq, shared
 
-    @property
-    def row_widths(self) -> Ints:
-        """int64 [R]: DP ranks of each row."""
-        return np.ones(self.num_rows, dtype=np.int64) if self.widths is None else self.widths
-
     def row_tokens(self) -> Ints:
         """int64 [R]: padded tokens of each row."""
         tokens = self.sizes[0]
-        layout = self.items.step.layout
-        padded: Ints = np.asarray(layout.aligned_row_tokens(tokens))
-        for width in () if self.widths is None else np.unique(self.widths).tolist():
+        padded = np.empty_like(tokens)
+        for width in np.unique(self.widths).tolist():
             rows = self.widths == width
-            padded[rows] = layout.over(width).aligned_row_tokens(tokens[rows])
+            layout = self.items.step.layout.over(width)
+            padded[rows] = layout.aligned_row_tokens(tokens[rows])
         return padded
 
     def seconds(self) -> float:
@@ -177,11 +161,9 @@ def _row_pieces(draft: Draft) -> list[tuple[Part, ...]]:
 
 def _row_ranks(draft: Draft) -> list[tuple[int, ...]]:
     """The DP ranks of each row that several ranks share; () for other rows."""
-    widths = draft.row_widths
-    ranks: list[tuple[int, ...]] = [()] * widths.size
-    if draft.widths is None:
-        return ranks
+    ranks: list[tuple[int, ...]] = [()] * draft.widths.size
     for rank, rows in enumerate(draft.rank_rows):
-        for row in rows[rows >= 0].tolist():
-            ranks[row] = ranks[row] or block_ranks(rank, int(widths[row]))
+        own = rows[rows >= 0]
+        for row in own[draft.widths[own] > 1].tolist():
+            ranks[row] = ranks[row] or block_ranks(rank, int(draft.widths[row]))
     return ranks

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, PlanError
@@ -20,11 +20,8 @@ from megapack.plan.explanation import Explanation, Gain
 from megapack.plan.plan import Plan
 from megapack.policy import Policy
 
-
-class Planner(Protocol):
-    """`build_dp_schedule`, with all arguments but the policy."""
-
-    def __call__(self, *, policy: Policy) -> Plan: ...
+Planner = Callable[[Policy], Plan]
+"""`build_dp_schedule`, with all arguments but the policy."""
 
 
 def explain(
@@ -106,7 +103,7 @@ def _other_times(
             that its time is no comparison.
     """
     with quiet_planner():
-        other = planner(policy=replace(plan.policy, **change))
+        other = planner(replace(plan.policy, **change))
     samples, others = plan.counts.num_samples, other.counts.num_samples
     if samples != others:
         raise PlanError(f"it would train on {others} samples in place of {samples}")

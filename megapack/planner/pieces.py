@@ -114,7 +114,7 @@ class _Search:
         self.wide_way: Way | None = None
         if self.policy.context_parallel == "dynamic" and step.budget is not None:
             widths = self.policy.widths(layout)
-            widest = widths[-1] if wide is None else int(wide.row_widths.max())
+            widest = widths[-1] if wide is None else int(wide.widths.max())
             wanted = 2 * max(self.heaviest / _SHARES[0], 1.0)
             widest = max(widest, *(width for width in widths if width < wanted))
             self.wide_way = replace(self.way, num_levels=widest.bit_length())

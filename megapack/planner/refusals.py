@@ -64,26 +64,22 @@ def check_oversize(batch: Batch, step: Step) -> None:
         return
     tokens = batch.item_tokens(layout, step.prefixes, 1)
     over = np.flatnonzero(tokens > budget)
-    if policy.split_samples == "auto" and over.size:
-        alone = np.bincount(batch.item_of)[over] == 1
-        if alone.any():
-            logger.info(
-                "%d sample(s) over the budget of %d padded tokens per row are cut into pieces",
-                int(alone.sum()),
-                budget,
-            )
-        over = over[~alone]
+    if policy.split_samples == "auto":
+        # Single samples are cut into pieces.
+        over = over[np.bincount(batch.item_of)[over] > 1]
     if not over.size:
         return
     # The least budget of a row of one DP rank with which some width holds each item. At cp=1, 100
     # tokens over four ranks are padded to 104, of which each rank holds 26.
     least = tokens
-    for width in policy.widths(layout)[1:] if policy.context_parallel == "dynamic" else ():
+    for width in policy.widths(layout)[1:]:
         own = batch.item_tokens(layout, step.prefixes, width)
         least = np.minimum(least, -(-layout.over(width).aligned_row_tokens(own) // width))
     least = np.asarray(round_up(least, layout.row_alignment), dtype=np.int64)
-    beyond = over[least[over] > budget]
-    over = beyond if beyond.size else over
+    over = over[least[over] > budget]
+    if not over.size:
+        # Each goes over as many DP ranks as hold it.
+        return
     samples = np.flatnonzero(batch.item_of == over[0]).tolist()
     held = int(layout.aligned_row_tokens(int(tokens[over[0]])))
     name, kind = f"sample {samples[0]}", "sample(s)"
@@ -96,10 +92,7 @@ def check_oversize(batch: Batch, step: Step) -> None:
         f"{sum(batch.lengths[samples].tolist())} tokens, {held} padded"
     )
     if policy.context_parallel == "dynamic":
-        if not beyond.size:
-            logger.info("%s; each goes over as many DP ranks as hold it", what)
-            return
-        wanted = -(-int(least[beyond].max()) // layout.cp)
+        wanted = -(-int(least[over].max()) // layout.cp)
         raise PlanError(
             f"{what}, which no aligned block of up to {policy.widths(layout)[-1]} of "
             f"dp={layout.dp} ranks holds (context_parallel='dynamic'); set max_tokens_per_gpu to "

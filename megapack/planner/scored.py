@@ -114,11 +114,10 @@ class Way:
             own[empty] = padding + np.arange(empty.size)
             padding += empty.size
             board.rows[rank] = own
-        if draft.widths is not None:
-            board.level[: draft.num_rows] = np.frexp(draft.widths)[1] - 1
-            spare = np.setdiff1d(np.arange(board.head.size), board.rows)
-            board.spare[: spare.size] = spare
-            board.num_spare[0] = spare.size
+        board.level[: draft.num_rows] = np.frexp(draft.widths)[1] - 1
+        spare = np.setdiff1d(np.arange(board.head.size), board.rows)
+        board.spare[: spare.size] = spare
+        board.num_spare[0] = spare.size
         fill_rows(board, draft.row_of)
         if self.is_real and self.step.prefixes is not None:
             tokens, tokens_sq, _ = draft.sizes
@@ -150,7 +149,7 @@ class Way:
             items=self.items,
             row_of=number[board.row_of],
             rank_rows=tuple(number[board.rows]),
-            widths=np.int64(1) << board.level[used] if self.num_levels > 1 else None,
+            widths=np.int64(1) << board.level[used],
         )
 
     def score_draft(self, draft: Draft, rule: FillRule | None = None) -> Scored:

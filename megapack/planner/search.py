@@ -90,7 +90,6 @@ def best_draft(items: Items) -> Draft:
         # Whole rows of one rank are over the cap on live tokens; shorter ones may not be.
         if not (widens or cuts):
             raise
-        logger.info("%s; trying rows over several ranks, or pieces of samples", error)
         refused = error
     pieces = whole = items
     if must_cut and step.prefixes is not None:
@@ -106,11 +105,9 @@ def best_draft(items: Items) -> Draft:
             coarse = cut_families(whole, Families.find(whole), math.inf)
             wide = _fastest([wide, plan_wide(coarse, narrow)])
         if wide is None and narrow is None:
-            none = no_whole_rows(items)
             if not cuts:
-                raise none
-            logger.info("%s; trying pieces of samples", none)
-            refused = None if must_cut else none
+                raise no_whole_rows(items)
+            refused = None if must_cut else no_whole_rows(items)
     best = wide or narrow
     if cuts or (step.policy.backward == "split" and not step.forward_only):
         ways = (pieces, *families_in_pieces(pieces))

@@ -19,7 +19,7 @@ they give: the column search=0 uses them as they are, and the default search sta
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -249,8 +249,7 @@ def _divisible(way: Way) -> Runner:
 
 def _profile(way: Way, count: int, rounds: int, huge: Floats) -> Profile:
     """The profile of a rank with the mean work and these huge samples."""
-    if rounds == 0 or way.layout.pp == 1 or way.step.policy.row_shape == "uniform":
-        return default_profile(way.layout, count, huge.size)
+    is_flat = way.layout.pp == 1 or way.step.policy.row_shape == "uniform"
     return find_profile(
         _divisible(way),
         count,
@@ -258,18 +257,8 @@ def _profile(way: Way, count: int, rounds: int, huge: Floats) -> Profile:
         fixed=float(way.cost.fixed),
         cap=way.cap,
         huge=huge,
-        rounds=rounds,
+        rounds=0 if is_flat else rounds,
     )
-
-
-def default_profile(layout: Layout, count: int, num_huge: int) -> Profile:
-    """The profile that the search starts with.
-
-    Args:
-        count: M.
-        num_huge: samples that get a micro-batch each.
-    """
-    return Profile(*_classes(layout, count, num_huge), np.inf, 0)
 
 
 def find_profile(
@@ -290,14 +279,15 @@ def find_profile(
         fixed: seconds that each micro-batch adds.
         cap: largest work of one micro-batch: that of a full row.
         huge: work of the samples that get a micro-batch each, in descending order.
-        rounds: rounds of the pattern search; each tries every level.
+        rounds: rounds of the pattern search; each tries every level. 0: the first levels.
     """
-    profile = default_profile(runner.layout, count, huge.size)
-    floors = _floors(profile.huge_order, huge)
+    classes, levels, huge_order = _classes(runner.layout, count, huge.size)
+    if not rounds:
+        return Profile(classes, levels, huge_order, math.inf, 0)
+    floors = _floors(huge_order, huge)
     cap = max(cap, work / count)
-    ops = runner.ops(count)
-    seconds, used = _search(ops, profile.classes, profile.levels, floors, work, cap, fixed, rounds)
-    return replace(profile, seconds=float(seconds), evaluations=int(used))
+    seconds, used = _search(runner.ops(count), classes, levels, floors, work, cap, fixed, rounds)
+    return Profile(classes, levels, huge_order, float(seconds), int(used))
 
 
 def _floors(huge_order: Ints, huge: Floats) -> Floats:

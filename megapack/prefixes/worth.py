@@ -46,7 +46,7 @@ def worthwhile(prefixes: SharedPrefixes, aligned: Ints, layout: Layout) -> Share
     common = np.array(prefixes.common, dtype=np.int64)
     shared = shared_positions(prefixes, layout)
     ends = np.concatenate([[0], np.cumsum(aligned[order])])
-    kept = _kept_positions(shared, ends)
+    kept = _kept_positions(shared, ends, np.argsort(shared, kind="stable"))
     common = np.where(kept == shared, common, kept + prefixes.own_tokens)
     common[kept == 0] = 0
     pays = SharedPrefixes(prefixes.order, tuple(common.tolist()), prefixes.own_tokens)
@@ -54,76 +54,37 @@ def worthwhile(prefixes: SharedPrefixes, aligned: Ints, layout: Layout) -> Share
 
 
 @kernel
-def _kept_positions(shared: Ints, ends: Ints) -> Ints:
+def _kept_positions(shared: Ints, ends: Ints, from_the_root: Ints) -> Ints:
     """Positions that each sample still shares with the one before it, if only branches that pay do.
 
     Args:
         shared: int64 [p], as in `PrefixTable`.
         ends: int64 [p + 1], aligned tokens of no sample, the first one, the first two, and so on.
+        from_the_root: int64 [p], the samples by what they share.
     """
     size = shared.size
-    # Branches in the order in which they end, so that a branch comes after those that continue it.
-    depth = np.empty(size, dtype=np.int64)
-    first = np.empty(size, dtype=np.int64)
-    last = np.empty(size, dtype=np.int64)
-    above = np.full(size, -1, dtype=np.int64)
-    num_branches = 0
-    # Samples k - 1 and k part at the end of the branch branch_of[k].
-    branch_of = np.full(size, -1, dtype=np.int64)
-    # Branches that have not ended: the first sample of each, its end, the last child that ended,
-    # and the last k that parts there. Chains of k and of children are linked backwards.
-    open_first = np.empty(size + 1, dtype=np.int64)
-    open_depth = np.empty(size + 1, dtype=np.int64)
-    open_child = np.empty(size + 1, dtype=np.int64)
-    open_part = np.empty(size + 1, dtype=np.int64)
-    child_before = np.full(size, -1, dtype=np.int64)
-    part_before = np.full(size, -1, dtype=np.int64)
-    num_open = 0
-    for k in range(size + 1):
-        here = shared[k] if k < size else 0
-        begin = k - 1
-        ended = -1
-        while num_open > 0 and open_depth[num_open - 1] > here:
-            num_open -= 1
-            if ended >= 0:
-                child_before[ended] = open_child[num_open]
-                open_child[num_open] = ended
-            ended = num_branches
-            num_branches += 1
-            depth[ended] = open_depth[num_open]
-            first[ended] = open_first[num_open]
-            last[ended] = k - 1
-            begin = first[ended]
-            child = open_child[num_open]
-            while child >= 0:
-                above[child] = ended
-                child = child_before[child]
-            part = open_part[num_open]
-            while part >= 0:
-                branch_of[part] = ended
-                part = part_before[part]
-        if k == size or here == 0:
-            continue
-        if num_open == 0 or open_depth[num_open - 1] < here:
-            open_first[num_open] = begin
-            open_depth[num_open] = here
-            open_child[num_open] = -1
-            open_part[num_open] = -1
-            num_open += 1
-        if ended >= 0:
-            child_before[ended] = open_child[num_open - 1]
-            open_child[num_open - 1] = ended
-        part_before[k] = open_part[num_open - 1]
-        open_part[num_open - 1] = k
-    kept = np.zeros(size, dtype=np.int64)
-    for branch in range(num_branches - 1, -1, -1):
-        start = kept[above[branch]] if above[branch] >= 0 else 0
-        num_samples = last[branch] - first[branch] + 1
-        saved = (num_samples - 1) * (depth[branch] - start)
-        below = ends[last[branch] + 1] - ends[first[branch]] - num_samples * depth[branch]
-        kept[branch] = depth[branch] if saved >= -(-below // _LEAST_PART) else start
-    out = np.zeros(size, dtype=np.int64)
+    # Samples k - 1 and k part at the end of a branch that begins with the sample left[k], and ends
+    # before the sample right[k]: the nearest ones that share less with those before them.
+    left = np.zeros(size, dtype=np.int64)
+    right = np.full(size, size)
+    waiting = np.empty(size, dtype=np.int64)
+    num_waiting = 0
     for k in range(size):
-        if branch_of[k] >= 0:
-            out[k] = kept[branch_of[k]]
-    return out
+        while num_waiting > 0 and shared[waiting[num_waiting - 1]] > shared[k]:
+            num_waiting -= 1
+            right[waiting[num_waiting]] = k
+        if num_waiting > 0:
+            before = waiting[num_waiting - 1]
+            left[k] = before if shared[before] < shared[k] else left[before]
+        waiting[num_waiting] = k
+        num_waiting += 1
+    kept = np.zeros(size, dtype=np.int64)
+    for k in from_the_root:
+        first, last, depth = left[k], right[k], shared[k]
+        if depth == 0:
+            continue
+        above = first if last == size or shared[first] >= shared[last] else last
+        saved = (last - first - 1) * (depth - kept[above])
+        below = ends[last] - ends[first] - (last - first) * depth
+        kept[k] = depth if saved >= -(-below // _LEAST_PART) else kept[above]
+    return kept

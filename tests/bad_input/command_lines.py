@@ -153,8 +153,8 @@ def _show(content: Content, *words: str) -> Line:
 FILE_LINES = [
     line("show none.json", "none.json", "No such file", "give a plan.json"),
     line("show folder", "folder", "Is a directory", "give a plan.json", folder=Path.mkdir),
-    line("show pipe", "pipe: not a plan in text", "give the plan", pipe=os.mkfifo),
-    _show("", "not a plan in text: line 1"),
+    line("show pipe", "pipe: not a plan in JSON", "give the plan", pipe=os.mkfifo),
+    _show("", "not a plan in JSON"),
     _show(b"\xff", "byte 0 (0xff) is not UTF-8", "give a plan.json"),
     _show("[" * 10**5, "not a plan"),
     _show('{"layout": {', "not a plan in JSON", "char 12"),

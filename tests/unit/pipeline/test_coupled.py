@@ -130,4 +130,5 @@ def test_ranks_that_share_nothing_run_as_alone() -> None:
     first_DM = np.repeat(np.arange(3)[:, None], count, axis=1)
     coupled = runner.coupled_timelines(orders, seconds, first_DM)
     for order, own, run in zip(orders, seconds, coupled, strict=True):
-        assert np.array_equal(run.end, runner.timeline(order, own).end)
+        (alone,) = runner.coupled_timelines([order], [own], np.zeros((1, count), dtype=np.int64))
+        assert np.array_equal(run.end, alone.end)

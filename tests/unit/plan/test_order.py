@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from megapack.base.arrays import Ints
 from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.plan.order import (
     Operation,
     StepOrder,
     chain_order,
-    deep_warmup,
-    group_table,
-    interleave,
-    megatron_warmup,
-    stage_lists,
     step_order,
 )
 from megapack.plan.order_text import read_order
@@ -70,36 +63,6 @@ def test_a_chain_holds_its_pieces_and_the_warm_up() -> None:
     order = chain_order(4, 1, 8, 1, [range(2, 5)])
     # Before the chain's first backward, stage s has run 5 + 3 - s forwards and 2 backwards.
     assert order.peak_live(np.ones(8)).tolist() == [6, 5, 4, 3]
-
-
-@pytest.mark.parametrize("warmup_of", [megatron_warmup, deep_warmup])
-@pytest.mark.parametrize(("pp", "vpp", "group"), SHAPES)
-def test_stages_under_a_cap_hold_no_more_than_the_last_and_never_wait_in_a_circle(
-    pp: int, vpp: int, group: int, warmup_of: Callable[[int, int, int], Ints]
-) -> None:
-    layout = Layout(pp=pp, vpp=vpp, microbatch_group_size=group if vpp > 1 else None)
-    warmup = warmup_of(pp, vpp, group)
-    for count in filter(layout.is_legal_count, range(1, 20)):
-        held = np.random.default_rng(count).integers(1, 9, count).astype(float)
-        turned = np.arange(count)
-        for chain in chains_of(count, group, vpp, seed=count):
-            turned[chain.start : chain.stop] = turned[chain.start : chain.stop][::-1]
-        table = group_table(count, vpp, group)
-        backwards = np.arange(count * vpp) + turned[table[0]] - table[0]
-        lists = {
-            cap: stage_lists(warmup, vpp, count, group, False, backwards, held, cap)
-            for cap in (0.0, 12.0, np.inf)
-        }
-        for cap, (own, ends) in lists.items():
-            columns, _ = interleave(own, ends, pp, vpp)
-            order = StepOrder(*columns, pp)
-            assert len(order.stage) == 2 * pp * vpp * count
-            peaks = order.peak_live(held)
-            if cap < np.inf:
-                assert peaks.max() <= max(cap, peaks[-1])
-        # The last stage waits for nothing, so no cap changes what it runs.
-        lasts = [own[:, ends[-2] :] for own, ends in lists.values()]
-        assert all(np.array_equal(lasts[0], last) for last in lasts)
 
 
 def test_weight_gradients_hold_a_row_longer() -> None:

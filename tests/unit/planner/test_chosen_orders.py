@@ -44,7 +44,8 @@ def orders_of(pp: int, vpp: int, group: int, *, cap: float, split: bool) -> orde
 
 def least_cap(pp: int, vpp: int, count: int, group: int, backwards: Ints, held: Floats) -> float:
     """What a stage holds if none runs further ahead than the last one."""
-    lists = stage_lists(deep_warmup(pp, vpp, group), vpp, count, group, False, backwards, held, 0.0)
+    warmup = np.full(pp, deep_warmup(pp, vpp, group)[-1])
+    lists = stage_lists(warmup, vpp, count, group, False, backwards)
     columns, _ = interleave(*lists, pp, vpp)
     stage, microbatch, _, kind, _ = columns
     amounts = np.where(kind == 0, 1.0, -1.0) * held[microbatch]

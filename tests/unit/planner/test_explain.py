@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,6 @@ from megapack import (
     simulate,
 )
 from megapack.plan import Gain
-from megapack.plan.facts import FEATURES
 
 pytestmark = pytest.mark.unit
 
@@ -64,10 +62,6 @@ def test_a_long_sample_gains_by_pieces_or_width_on_or_off(setting: str, value: s
 def test_a_freedom_that_is_on_and_unused_gains_nothing() -> None:
     gain = gains_of(plan_of(Layout(dp=1), context_parallel="dynamic"))["context_parallel"]
     assert (gain.is_on, gain.used, gain.gain) == (True, "", 0.0)
-
-
-def test_every_feature_of_the_table_has_a_line() -> None:
-    assert list(gains_of(plan_of())) == [f.setting for f in FEATURES]
 
 
 def test_a_refused_combination_has_its_reason() -> None:
@@ -129,15 +123,6 @@ def test_text_and_payload_agree() -> None:
     assert [gain for _, gain in sorted(gains)] == sorted((g for _, g in gains), reverse=True)
     assert gains
     assert " 0.0% of the time" not in str(explanation)
-
-
-def test_the_other_plans_do_not_warn_again(caplog: pytest.LogCaptureFixture) -> None:
-    plan = plan_of(budget=2000)
-    assert "over the budget" in caplog.text
-    caplog.clear()
-    plan.explain()
-    assert not caplog.text
-    assert logging.getLogger("megapack.planner").level == logging.NOTSET
 
 
 def test_a_plan_that_was_read_is_equal_and_cannot_be_explained() -> None:

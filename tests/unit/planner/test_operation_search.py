@@ -21,7 +21,7 @@ from megapack import (
 from megapack.pipeline.simulator import simulate_planned
 from megapack.planner import cuts, orders, pieces
 from megapack.planner.items import Items
-from megapack.planner.scored import Scored, Way
+from megapack.planner.scored import Scored
 from megapack.planner.search import best_draft
 from megapack.planner.step import Step
 from megapack.policy import Backward, ContextParallel
@@ -97,15 +97,6 @@ def test_weight_gradients_fill_waits_within_the_cap(layout: Layout) -> None:
     assert simulate_planned(capped, capped.steps[0], COST).peak_live_tokens <= 0.9 * live
 
 
-def test_stages_run_forwards_ahead_while_they_wait() -> None:
-    plan = planned(SHORT, Layout(dp=4, pp=4), WEIGHTS)
-    # Before its first backward the first stage of Megatron's order has run 4 forwards.
-    ahead = [
-        [line.partition("B")[0].count("F") for line in lines] for lines in plan.steps[0].orders
-    ]
-    assert max(first for first, *_ in ahead) > 4
-
-
 @pytest.mark.parametrize("policy", [PIECES, WEIGHTS, BOTH])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_stages_choose_takes_no_longer_than_the_moves_counted(
@@ -125,14 +116,6 @@ def test_what_stages_choose_takes_no_longer_than_the_moves_counted(
     planned(ONE_LONG, layout, policy)
     assert ends
     assert all(end <= counted * (1 + 1e-12) for end, counted in ends)
-
-
-def test_equal_seconds_without_a_gain_leave_megatrons_order() -> None:
-    plan = planned(SHORT, Layout(dp=2), BOTH)
-    assert plan.steps[0].orders == ()
-    assert not split_samples(plan)
-    none_left = dataclasses.replace(COST, weight_ratio=0.0)
-    assert planned([64] * 64, Layout(), WEIGHTS, cost=none_left).steps[0].orders == ()
 
 
 @pytest.mark.parametrize("policy", [BOTH, dataclasses.replace(BOTH, search=0)])
@@ -250,17 +233,6 @@ def test_a_sample_over_the_budget_is_cut_beside_shared_prefixes(
     assert plan.counts.shared_tokens >= 12 * 1000
 
 
-def test_wide_rows_and_pieces_together_are_no_slower_than_each() -> None:
-    layout = Layout(dp=4, pp=4)
-    dynamic = Policy(context_parallel="dynamic", search=300)
-    all_three = dataclasses.replace(BOTH, context_parallel="dynamic")
-    fastest = min(seconds(planned(ONE_LONG, layout, policy)) for policy in (dynamic, BOTH))
-    plan = planned(ONE_LONG, layout, all_three)
-    assert seconds(plan) < 0.95 * fastest
-    assert any(mb.width > 1 for mb in plan.steps[0].microbatches)
-    assert plan.steps[0].orders
-
-
 def test_ranks_in_lockstep_run_one_order() -> None:
     layout = Layout(dp=2, pp=4, ep=2)
     fixed = planned(SHORT, layout, Policy(search=300))
@@ -279,14 +251,6 @@ def test_pieces_have_equal_work_and_whole_alignments() -> None:
     halves = [cuts._cut_at(rule, 12000, part) for part in (0.25, 0.5, 0.75)]
     work = [n + n * n / 12288 for n in (0.0, *halves, 12000.0)]
     assert np.ptp(np.diff(work)) == pytest.approx(0, abs=1e-6)
-
-
-def test_a_sample_of_one_alignment_is_one_piece_and_no_chain() -> None:
-    layout = Layout(pp=2, cp=32)
-    items = items_of([60, 60, 200], layout, PIECES, budget=1024)
-    cut = cuts.cut_items(Way(items, COST, unit=64), longest=1e-6, most=8, room=1024)
-    assert cut is not None
-    assert (layout.sample_alignment, cut.num_whole, cut.sizes.tolist()) == (64, 2, [4])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

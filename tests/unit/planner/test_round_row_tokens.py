@@ -82,14 +82,6 @@ def test_shared_prefixes_count_once_before_rounding() -> None:
     assert all(mb.row_tokens % UNIT == 0 and mb.row_tokens <= 480 for mb in rows)
 
 
-def test_without_rounding_a_plan_keeps_its_digest() -> None:
-    assert "round_row_tokens" not in Policy().to_payload()
-    plain = build_dp_schedule(LENGTHS, layout=Layout(dp=2), max_tokens_per_gpu=BUDGET)
-    assert plain.digest() != planned(Layout(dp=2), LENGTHS).digest()
-    lengths = {mb.row_tokens for step in plain.steps for mb in step.microbatches}
-    assert len(lengths) > 12
-
-
 @pytest.mark.parametrize("tokens", [0, -1, 2.5, True])
 def test_a_number_out_of_range_is_refused(tokens: Any) -> None:
     with pytest.raises(ConfigError, match="round_row_tokens"):

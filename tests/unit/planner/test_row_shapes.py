@@ -19,7 +19,6 @@ from megapack import (
     SharedPrefixes,
     build_dp_schedule,
     check_plan,
-    simulate,
 )
 from megapack.outlook.stats import step_report
 from megapack.pipeline.simulator import simulate_planned
@@ -117,23 +116,6 @@ def test_rows_have_at_most_so_many_lengths(
         assert any(mb.pieces for mb in rows_of(plan))
 
 
-def test_more_lengths_cost_less() -> None:
-    layout = Layout(dp=2, pp=2)
-
-    def seconds(**settings: Any) -> float:
-        plan = planned(layout, **settings)
-        return simulate(plan.steps[0], layout=layout, cost=COST).makespan
-
-    assert seconds() < seconds(row_shapes=8) < seconds(row_shapes=1)
-
-
-def test_plans_of_other_samples_have_the_same_lengths() -> None:
-    layout = Layout(dp=2, pp=2)
-    first = planned(layout, row_shapes=3, num_steps=2)
-    later = planned(layout, [length // 4 + 1 for length in LENGTHS], row_shapes=3)
-    assert first.row_lengths == later.row_lengths == (167, 334, 500)
-
-
 def test_rows_with_shared_prefixes_have_the_lengths() -> None:
     lengths = [len(tokens) for tokens in TOKENS]
     plan = planned(Layout(), lengths, prefixes=SharedPrefixes.from_samples(TOKENS), row_shapes=2)
@@ -220,13 +202,3 @@ class TestCheck:
         longer = replace(first, row_tokens=first.row_tokens + 1)
         step = replace(self.plan.steps[0], ranks=((longer, *rows), *ranks))
         self.refused(replace(self.plan, steps=(step,)), "invariant 5")
-
-
-def test_without_shapes_a_plan_keeps_its_digest() -> None:
-    assert "row_shapes" not in Policy().to_payload()
-    assert "row_lengths" not in planned(Layout(dp=2)).to_json()
-
-
-def test_explain_compares_plans_of_the_same_shapes() -> None:
-    explained = planned(Layout(dp=2, pp=2), row_shapes=2).explain()
-    assert explained.gains

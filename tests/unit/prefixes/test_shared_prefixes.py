@@ -71,24 +71,6 @@ def test_wrong_groups_are_refused(prompts: list[int], what: str) -> None:
         SharedPrefixes.from_groups(["a", "b", "a", "c", "b", "a"], prompts)
 
 
-@pytest.mark.parametrize(
-    "ids", [[[1.5, 2]], [[-1, 2]], [[[1], [2]]], [[2**31, 1]], [["a"]]], ids=str
-)
-def test_token_ids_that_are_not_ids_are_refused(ids: list[object]) -> None:
-    with pytest.raises(DataError, match="sample 0 has token ids"):
-        SharedPrefixes.from_samples(ids)
-
-
-def test_samples_share_tokens_only_as_far_as_their_experts_agree() -> None:
-    ids = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7]]
-    routing = [np.zeros((6, 2, 1)), np.zeros((6, 2, 1))]
-    assert SharedPrefixes.from_samples(ids, routing=routing).common == (0, 5)
-    routing[1][2] = 1
-    # The first two tokens go to the same experts: two positions, and the token that they predict.
-    assert SharedPrefixes.from_samples(ids, routing=routing).common == (0, 3)
-    assert SharedPrefixes.from_samples(ids, routing=[routing[0], None]).order == ()
-
-
 def test_shared_positions_are_whole_units_of_the_alignment() -> None:
     prefixes = SharedPrefixes((0, 1), (0, 30))
     for layout in (Layout(), Layout(cp=2), Layout(cp=8), Layout(fp8=True)):
@@ -107,3 +89,11 @@ def test_a_few_samples_of_a_large_batch_share_what_lies_between_them() -> None:
     expected = [common[a + 1 : b + 1].min() - 1 for a, b in itertools.pairwise(samples)]
     assert chosen.size == 60
     assert shared.tolist() == [0, *expected]
+
+
+@pytest.mark.parametrize(
+    "ids", [[[1.5, 2]], [[-1, 2]], [[[1], [2]]], [[2**31, 1]], [["a"]]], ids=str
+)
+def test_token_ids_that_are_not_ids_are_refused(ids: list[object]) -> None:
+    with pytest.raises(DataError, match="sample 0 has token ids"):
+        SharedPrefixes.from_samples(ids)
