@@ -60,30 +60,22 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_MODULE_OF = {
-    "Layout": "layout",
-    "CostModel": "cost.model",
-    "ModelSizes": "cost.sizes",
-    "Measurement": "cost.fit",
-    "Policy": "policy",
-    "build_dp_schedule": "dp_schedule",
-    "SharedPrefixes": "prefixes",
-    "Plan": "plan",
-    "StepPlan": "plan",
-    "MicroBatch": "plan",
-    "check_plan": "plan",
-    "simulate": "pipeline",
-    "plan_report": "outlook.stats",
-    "PlanReport": "outlook.stats",
-    "StepReport": "outlook.stats",
-    "MegapackError": "errors",
-    "ConfigError": "errors",
-    "PlanError": "errors",
-    "DataError": "errors",
-    "ScheduleError": "errors",
-    "CheckpointError": "errors",
-    "PatchError": "errors",
+_MODULES = {
+    "cost.fit": "Measurement",
+    "cost.model": "CostModel",
+    "cost.sizes": "ModelSizes",
+    "dp_schedule": "build_dp_schedule",
+    "errors": (
+        "MegapackError ConfigError PlanError DataError ScheduleError CheckpointError PatchError"
+    ),
+    "layout": "Layout",
+    "outlook.stats": "plan_report PlanReport StepReport",
+    "pipeline": "simulate",
+    "plan": "Plan StepPlan MicroBatch check_plan",
+    "policy": "Policy",
+    "prefixes": "SharedPrefixes",
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

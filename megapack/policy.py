@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 from megapack.errors import ConfigError, brief
 from megapack.layout import CountRule, Layout
@@ -20,20 +20,6 @@ SharePrefixes = Literal["auto", "off"]
 ContextParallel = Literal["fixed", "dynamic"]
 SplitSamples = Literal["off", "auto"]
 Backward = Literal["joint", "split"]
-
-_CHOICES = {
-    "count_rule": get_args(CountRule),
-    "unreachable": get_args(Unreachable),
-    "oversize": get_args(Oversize),
-    "row_shape": get_args(RowShape),
-    "balance": get_args(Balance),
-    "step_split": get_args(StepSplit),
-    "group_size": get_args(GroupSize),
-    "share_prefixes": get_args(SharePrefixes),
-    "context_parallel": get_args(ContextParallel),
-    "split_samples": get_args(SplitSamples),
-    "backward": get_args(Backward),
-}
 
 # Fields that a payload leaves out at their defaults, so that plans from before they were fields
 # keep their digests.
@@ -181,6 +167,13 @@ class Policy:
             if payload[name] == getattr(Policy, name):
                 del payload[name]
         return payload
+
+
+_CHOICES = {
+    name: get_args(hint)
+    for name, hint in get_type_hints(Policy).items()
+    if get_origin(hint) is Literal
+}
 
 
 class _Facts(NamedTuple):

@@ -7,49 +7,22 @@ Without a layout they are those of AReaL's own packing algorithms. Checked again
 from __future__ import annotations
 
 import functools
-import importlib
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megapack.base.arrays import Ints
 from megapack.errors import HostRuntimeError
-from megapack.hosts import patching
-from megapack.hosts.shared.families import callers_tokens, real_tokens, shared_ids
+from megapack.hosts.shared.families import callers_tokens, real_tokens
 from megapack.hosts.shared.options import HostOptions, PlannerOptions
 from megapack.hosts.shared.rank_items import RankItems
 from megapack.hosts.shared.rank_rows import Rows, agree_on_need
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
 
-__all__ = [
-    "ArealOptions",
-    "allocate_balanced_mbs_synced",
-    "compute_forward_result",
-    "configure",
-]
-
-logger = logging.getLogger(__name__)
-
-_FORWARD_RESULT = "areal.engine.megatron_engine.MegatronEngine._compute_forward_result"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArealOptions(PlannerOptions):
-    """Where the replacements may differ from AReaL's own behaviour."""
-
-    restore_cp_outputs: bool = False
-    """With cp > 1, give log-probs and values of forward passes in the order of the tokens. AReaL
-    1.0.4 compares a rank's own logits with labels of other positions, see docs/hosts/areal.md. 2.0
-    does not, and the option changes nothing there."""
-
-
-_OPTIONS = HostOptions(ArealOptions())
+_OPTIONS = HostOptions(PlannerOptions())
 configure = _OPTIONS.configure
 
 
@@ -77,7 +50,7 @@ def allocate_balanced_mbs_synced(
     options = _OPTIONS.current
     capacity = int(mb_spec.max_tokens_per_mb)
     divisor = int(mb_spec.n_mbs_divisor or 1)
-    token_ids = shared_ids(options, lambda: callers_tokens(lens, _tokens_of))
+    token_ids = callers_tokens(lens, _tokens_of) if options.share_prefixes else None
 
     def read() -> RankItems:
         return RankItems(
@@ -113,51 +86,6 @@ def _partition(mb_spec: Any, tokens: list[int], count: int) -> Rows:
 
 def _tokens_as_work(lengths: Ints) -> Ints:
     return lengths
-
-
-def compute_forward_result(self: Any, output: torch.Tensor, inputs: dict[str, Any]) -> Any:
-    """Log-probs of next tokens, or a critic's values, of one micro-batch: [real tokens].
-
-    Method of AReaL's MegatronEngine, which is called where the option changes nothing: with cp = 1,
-    in tree training, and since AReaL 2.0, whose forward passes gather outputs before. 1.0 gives it
-    this CP rank's share of them with cp > 1: tokens 0, 1, 6, 7 of a sequence of 8 on rank 0 of 2.
-    With `restore_cp_outputs` the shares of all ranks are gathered, padding is removed, and values
-    are those of cp = 1.
-
-    Args:
-        self: the engine.
-        output: logits [tokens, vocabulary], or values [tokens, 1].
-        inputs: AReaL's micro-batch; under CP with `_cp_` fields about the row before its split.
-    """
-    is_split = inputs.get("_cp_local_labels") is not None and not self.enable_tree_training
-    if not is_split or not _OPTIONS.current.restore_cp_outputs:
-        if is_split:
-            _warn_of_positions()
-        return patching.original(_FORWARD_RESULT)(self, output, inputs)
-    host = importlib.import_module("areal.engine.megatron_engine")
-    if self.config.is_critic:
-        values = output.squeeze(-1)
-    else:
-        labels = inputs["_cp_local_labels"]
-        values = host.gather_logprobs(output, labels, **_softmax_options(host, self))
-    ends = inputs["_cp_padded_cu_seqlens"]
-    whole = host.reassemble_cp_packed_logprobs(values, ends)
-    padding = inputs.get("_cp_padding_length", 0)
-    return host.unpad_logits(whole, padding, ends, inputs.get("_cp_old_cu_seqlens"))
-
-
-def _softmax_options(host: Any, engine: Any) -> dict[str, Any]:
-    is_split = host.mpu.get_tensor_model_parallel_world_size() > 1
-    group = host.mpu.get_tensor_model_parallel_group() if is_split else None
-    return {"temperature": engine.config.temperature, "tp_group": group}
-
-
-@functools.cache
-def _warn_of_positions() -> None:
-    logger.warning(
-        "areal: with cp > 1 forward passes give log-probs of other positions; set "
-        "megapack.hosts.areal.configure(restore_cp_outputs=True) on all ranks"
-    )
 
 
 def _tokens_of(data: dict[str, Any]) -> Sequence[Any] | None:

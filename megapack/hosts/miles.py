@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megapack.errors import PlanError
-from megapack.hosts import patching
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.native import Provider
 from megapack.hosts.shared.rollout_schedule import (
     OPTIONS,
-    SETTINGS,
     Rollouts,
     Schedule,
+    own_schedule,
     plan_dynamic,
     read_settings,
+    with_settings,
 )
 
 __all__ = [
@@ -35,9 +35,8 @@ configure = OPTIONS.configure
 
 def get_miles_extra_args_provider(add_custom_arguments: Provider | None = None) -> Provider:
     """miles' arguments, and one `--megapack-...` for each option."""
-    own = patching.original("miles.utils.arguments.get_miles_extra_args_provider")
-    provider: Provider = own(SETTINGS.before(add_custom_arguments))
-    return provider
+    own = "miles.utils.arguments.get_miles_extra_args_provider"
+    return with_settings(own, add_custom_arguments)
 
 
 def build_dp_schedule(
@@ -64,15 +63,14 @@ def build_dp_schedule(
     """
     read_settings(args)
     if not args.use_dynamic_batch_size:
-        own = patching.original("miles.utils.dp_schedule.build_dp_schedule")
-        schedule: Schedule = own(
+        sizes = train_parallel_config, total_lengths
+        return own_schedule(
+            "miles",
             args,
-            train_parallel_config,
-            total_lengths,
+            *sizes,
             global_batch_size=global_batch_size,
             rollout_indices=rollout_indices,
         )
-        return schedule
 
     def plan(rollouts: Rollouts) -> Schedule:
         return plan_dynamic(args, train_parallel_config, total_lengths, rollouts, host="miles")

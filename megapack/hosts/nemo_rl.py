@@ -31,7 +31,6 @@ from megapack.hosts.shared.families import (
     has_lengths,
     members_of,
     plan_families,
-    shared_ids,
 )
 from megapack.hosts.shared.native import NativeSettings
 from megapack.hosts.shared.options import HostOptions, PlannerOptions
@@ -42,7 +41,6 @@ from megapack.policy import Policy
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "NemoRLOptions",
     "configure",
     "get_packer",
     "megatron_forward_backward",
@@ -54,15 +52,7 @@ __all__ = [
 _WORKER_MODULES = "nemo_rl.models.megatron"
 
 
-class NemoRLOptions(PlannerOptions):
-    """Where the replacements may differ from NeMo-RL's own behaviour.
-
-    The layout's dp is the number of shards: sequences are distributed over shards and packed for
-    its pipeline. Without a layout, shards get the packer's bins in turn.
-    """
-
-
-_OPTIONS = HostOptions(NemoRLOptions())
+_OPTIONS = HostOptions(PlannerOptions())
 configure = _OPTIONS.configure
 _SETTINGS = NativeSettings(_OPTIONS, megatron_core.OPTIONS)
 
@@ -130,7 +120,8 @@ def shard_by_batch_size(
     if sequence_packing_args is not None:
         max_tokens = int(sequence_packing_args["max_tokens_per_microbatch"])
         log_budget("NeMo-RL", max_tokens, layout and layout.cp)
-        token_ids = shared_ids(options, lambda: _token_ids(data, sequence_packing_args))
+        shares = options.share_prefixes
+        token_ids = _token_ids(data, sequence_packing_args) if shares else None
         if layout is not None or token_ids is not None:
             _check_layout(layout, shards)
             plan_with = functools.partial(_StepPacker, shards, options, token_ids)
@@ -163,7 +154,7 @@ class _StepPacker:
     """Packs the sequences of one step after the other, which NeMo-RL's method gives it in turn."""
 
     shards: int
-    options: NemoRLOptions
+    options: PlannerOptions
     token_ids: list[Ints] | None
     """Of all rows, to pack rows with common beginnings together."""
     packer: Any

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megapack.errors import DataError
-from megapack.hosts import patching
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.native import Provider
 from megapack.hosts.shared.rollout_schedule import (
     OPTIONS,
-    SETTINGS,
     Rollouts,
     Schedule,
+    own_schedule,
     plan_dynamic,
     read_settings,
+    with_settings,
 )
 
 __all__ = [
@@ -31,9 +31,8 @@ configure = OPTIONS.configure
 
 def get_slime_extra_args_provider(add_custom_arguments: Provider | None = None) -> Provider:
     """slime's arguments, and one `--megapack-...` for each option."""
-    own = patching.original("slime.utils.arguments.get_slime_extra_args_provider")
-    provider: Provider = own(SETTINGS.before(add_custom_arguments))
-    return provider
+    own = "slime.utils.arguments.get_slime_extra_args_provider"
+    return with_settings(own, add_custom_arguments)
 
 
 def build_dp_schedule(
@@ -85,15 +84,8 @@ def build_dp_schedule(
             "the rollout of each sample"
         )
     if not args.use_dynamic_batch_size:
-        own = patching.original("slime.utils.dp_schedule.build_dp_schedule")
-        schedule: Schedule = own(
-            args,
-            train_parallel_config,
-            total_lengths,
-            global_batch_size=global_batch_size,
-            **given,
-        )
-        return schedule
+        sizes = train_parallel_config, total_lengths
+        return own_schedule("slime", args, *sizes, global_batch_size=global_batch_size, **given)
     ((name, values),) = given.items()
     noun = name.replace("_indices", "s")
     rollouts = Rollouts.read(values, global_batch_size, noun=noun)

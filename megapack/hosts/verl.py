@@ -17,7 +17,7 @@ import numpy as np
 from megapack.base.arrays import Ints
 from megapack.errors import ConfigError, HostAssertionError
 from megapack.hosts import megatron_core, patching
-from megapack.hosts.shared.families import real_tokens, shared_ids
+from megapack.hosts.shared.families import real_tokens
 from megapack.hosts.shared.native import NativeSettings
 from megapack.hosts.shared.options import HostOptions, PlannerOptions
 from megapack.hosts.shared.rank_items import RankItems
@@ -149,7 +149,7 @@ def rearrange_micro_batches(
             group_size=force_group_size,
             step=step,
             least=min_num_micro_batch or 1,
-            token_ids=shared_ids(options, lambda: _token_ids(batch)),
+            token_ids=_token_ids(batch) if options.share_prefixes else None,
         )
 
     if dp_group is not None and same_micro_num_in_dp:

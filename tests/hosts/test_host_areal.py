@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack import ConfigError, CostModel, Layout, patching
+from megapack import Layout
 from megapack.hosts import areal
 
 pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures("partitions")]
@@ -82,65 +81,3 @@ def test_too_long_and_too_few_are_refused_together() -> None:
         areal.allocate_balanced_mbs_synced(spec(10), [11, 1])
     with pytest.raises(RuntimeError, match="a rank can fill 2"):
         areal.allocate_balanced_mbs_synced(spec(10, n_mbs=4), [5, 5])
-
-
-def test_cost_needs_a_layout() -> None:
-    with pytest.raises(ConfigError, match="layout"):
-        areal.configure(cost=CostModel(per_token=1.0))
-
-
-class _Mpu(types.SimpleNamespace):
-    """megatron.core.parallel_state without tensor parallelism."""
-
-    get_tensor_model_parallel_world_size = staticmethod(lambda: 1)
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """AReaL's engine module with the functions that the replacement calls."""
-    module = types.ModuleType("areal.engine.megatron_engine")
-    module.mpu = _Mpu()  # type: ignore[attr-defined]
-    module.gather_logprobs = lambda logits, labels, **_: logits[: len(labels), 0] + labels  # type: ignore[attr-defined]
-    module.reassemble_cp_packed_logprobs = lambda values, ends: values.repeat(2)  # type: ignore[attr-defined]
-    module.unpad_logits = lambda values, padding, ends, old: values[: len(values) - padding]  # type: ignore[attr-defined]
-    package = types.ModuleType("areal.engine")
-    package.megatron_engine = module  # type: ignore[attr-defined]
-    for name, value in {
-        "areal": types.ModuleType("areal"),
-        "areal.engine": package,
-        "areal.engine.megatron_engine": module,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, value)
-    own = {areal._FORWARD_RESULT: lambda self, output, inputs: "the host's"}
-    monkeypatch.setattr(patching, "original", lambda name: own[name])
-    config = types.SimpleNamespace(is_critic=False, temperature=1.0)
-    return types.SimpleNamespace(enable_tree_training=False, config=config)
-
-
-def test_outputs_of_cp_ranks_are_restored_with_the_option_only(
-    engine: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    logits = torch.zeros(3, 1)
-    inputs = {
-        "input_ids": torch.tensor([7, 8, 9]),
-        "_cp_local_labels": torch.tensor([1, 2, 3]),
-        "_cp_padded_cu_seqlens": torch.tensor([0, 6]),
-        "_cp_padding_length": 1,
-    }
-    areal._warn_of_positions.cache_clear()
-    assert areal.compute_forward_result(engine, logits, inputs) == "the host's"
-    assert "restore_cp_outputs=True" in caplog.text
-    areal.configure(restore_cp_outputs=True)
-    assert areal.compute_forward_result(engine, logits, inputs).tolist() == [1, 2, 3, 1, 2]
-    engine.config.is_critic = True
-    values = torch.tensor([[1.0], [2.0], [3.0]])
-    assert areal.compute_forward_result(engine, values, inputs).tolist() == [1, 2, 3, 1, 2]
-    engine.enable_tree_training = True
-    assert areal.compute_forward_result(engine, values, inputs) == "the host's"
-
-
-def test_outputs_that_are_not_split_are_the_hosts(engine: Any) -> None:
-    """cp = 1, and AReaL 2.0, which gathers outputs first and gives hidden states in chunks."""
-    areal.configure(restore_cp_outputs=True)
-    inputs = {"input_ids": torch.tensor([7, 8, 9])}
-    assert areal.compute_forward_result(engine, torch.zeros(3, 1), inputs) == "the host's"

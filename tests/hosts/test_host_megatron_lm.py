@@ -278,8 +278,3 @@ def test_an_oversized_first_sample_makes_no_empty_pack() -> None:
     scheduler = scheduler_of(1, 2, None)
     groups = megatron_lm.get_groups_and_subsamples(scheduler, [(0, 100), (1, 10), (2, 10), (3, 10)])
     assert all(pack for ranks in groups for pack in ranks)
-
-
-def test_megatron_lm_options_are_set_and_reset() -> None:
-    assert megatron_lm.configure(search=0).search == 0
-    assert megatron_lm.configure().search == 2048

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -58,39 +57,6 @@ def test_a_whole_step_that_cannot_be_aligned_is_refused() -> None:
         miles.build_dp_schedule(
             args, make_config(dp=4), [9] * 9, global_batch_size=2, rollout_indices=range(9)
         )
-
-
-def test_fewer_rollouts_than_a_step_are_refused() -> None:
-    with pytest.raises(AssertionError, match="global_batch_size"):
-        miles.build_dp_schedule(
-            make_args(max_tokens_per_gpu=12),
-            make_config(),
-            [3] * 6,
-            global_batch_size=4,
-            rollout_indices=[0, 0, 1, 1, 2, 2],
-        )
-
-
-def test_rows_are_packed_as_by_first_fit_decreasing() -> None:
-    """4 4 6 6 need three bins of 10 in input order, and two from long to short."""
-    schedule = miles.build_dp_schedule(
-        make_args(max_tokens_per_gpu=10),
-        make_config(vpp=None, group=None),
-        [4, 4, 6, 6],
-        global_batch_size=4,
-        rollout_indices=range(4),
-    )
-    assert schedule[2] == [2]
-
-
-def test_static_schedules_are_miles_own(originals: dict[str, Any]) -> None:
-    args = make_args(use_dynamic_batch_size=False)
-    originals["miles.utils.dp_schedule.build_dp_schedule"] = lambda *given, **named: (given, named)
-    found = miles.build_dp_schedule(
-        args, make_config(), [5], global_batch_size=1, rollout_indices=[0]
-    )
-    named = {"global_batch_size": 1, "rollout_indices": [0]}
-    assert found == ((args, make_config(), [5]), named)  # type: ignore[comparison-overlap]
 
 
 @settings(max_examples=30)

@@ -54,8 +54,3 @@ def test_other_strategies_are_ms_swifts_own(originals: dict[str, Any]) -> None:
     originals["swift.dataset.packing.calculate_matched_group"] = lambda *given: given
     found = ms_swift.calculate_matched_group(items([20, 30]), CAPACITY, False, "sequential")
     assert found == (items([20, 30]), CAPACITY, False, "sequential")  # type: ignore[comparison-overlap]
-
-
-def test_no_sequences_make_no_packs() -> None:
-    assert ms_swift.calculate_matched_group([], CAPACITY) == ([], [])
-    assert ms_swift.calculate_matched_group([], CAPACITY, is_finished=False) == ([], [])

@@ -19,8 +19,6 @@ from tests.hosts.partitions import HostPacker, sharded
 
 pytestmark = pytest.mark.hosts
 
-LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=40)
-
 
 class BatchedDataDict(UserDict[str, Any]):
     """The parts of NeMo-RL's class that the replacement uses."""
@@ -186,13 +184,6 @@ def test_a_layout_with_another_dp_is_refused() -> None:
     nemo_rl.configure(layout=LAYOUT)
     with pytest.raises(ConfigError, match="dp=2, the batch 4 shards"):
         nemo_rl.shard_by_batch_size(batch_of([9] * 8), 4, sequence_packing_args=packing_args())
-
-
-def test_alignment_counts_against_the_budget() -> None:
-    nemo_rl.configure(layout=Layout(dp=1))
-    args = packing_args(max_tokens_per_microbatch=1000, sequence_length_pad_multiple=64)
-    with pytest.raises(ValueError, match="1024"):
-        nemo_rl.shard_by_batch_size(batch_of([1000], 1000), 1, sequence_packing_args=args)
 
 
 def test_plans_for_a_pipeline_warn_of_rows_that_are_padded(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -126,29 +125,6 @@ def test_only_one_step_drops_rollouts() -> None:
     assert schedule[2:] == ([2, 1], [4, 2])
 
 
-def test_context_parallel_alignment_counts_in_the_budget() -> None:
-    """At cp=8, 17 tokens are padded to 32: a row of 136 holds four samples, not eight."""
-    schedule = planned([1] * 8, [17] * 8, make_config(cp=8), max_tokens_per_gpu=17)
-    assert schedule[2] == [2]
-    assert sorted(map(len, rows_of(schedule)[0])) == [4, 4]
-
-
-def test_rows_are_within_the_budget() -> None:
-    assert planned([1] * 8, [7] * 8, make_config(), max_tokens_per_gpu=8)[2] == [8]
-
-
-def test_an_oversized_sample_is_alone() -> None:
-    rows = rows_of(planned([1] * 8, [15] + [3] * 7, make_config(dp=2), max_tokens_per_gpu=10))
-    assert [0] in rows[0] + rows[1]
-
-
-def test_balance_by_flops_stays_within_the_budget() -> None:
-    """Even FLOPs would put the 20 short samples, 200 tokens, into one row."""
-    planned(
-        [1] * 21, [100] + [10] * 20, make_config(), max_tokens_per_gpu=100, balance_by_flops=True
-    )
-
-
 @pytest.mark.parametrize("flags", [{}, {"balance_data": True}, {"balance_by_flops": True}])
 def test_ranks_are_balanced_by_flops(flags: dict[str, bool]) -> None:
     """A squared token costs 1/19 of a token: 96 tokens cost 11040, six samples of 32 cost 9792.
@@ -219,32 +195,13 @@ def test_dropping_can_be_refused() -> None:
         planned([1] * 5, [LONG] * 5, make_config(dp=4), max_tokens_per_gpu=BUDGET)
 
 
-def test_row_padding_can_count_in_the_budget() -> None:
-    """Rows padded to 128 on each GPU: 1000 tokens would become 1024."""
-    lengths = [500] * 4
-    assert planned([1] * 4, lengths, make_config(), max_tokens_per_gpu=1000)[2] == [2]
-    slime.configure(count_row_padding=True)
-    assert planned([1] * 4, lengths, make_config(), max_tokens_per_gpu=1000)[2] == [4]
-    with pytest.raises(ConfigError, match="count_row_padding=False"):
-        planned([1] * 4, lengths, make_config(), max_tokens_per_gpu=100)
-
-
 @pytest.mark.parametrize(
     "change",
-    [{"count_rule": "per_rank"}, {"unreachable": "pad"}, {"fixed_tokens": -1}, {"search": -1}],
+    [{"count_rule": "per_rank"}, {"unreachable": "pad"}, {"search": -1}],
 )
 def test_options_are_checked(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         slime.configure(**change)
-
-
-def test_the_budget_is_logged_once_in_both_units(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "megapack.hosts")
-    for _ in range(2):
-        planned([1] * 4, [3] * 4, make_config(cp=2), max_tokens_per_gpu=4321)
-    lines = [r.getMessage() for r in caplog.records if "max_tokens_per_gpu=4321" in r.getMessage()]
-    assert len(lines) == 1
-    assert "8642 padded tokens per micro-batch with cp=2" in lines[0]
 
 
 def split(data: dict[str, Any], config: dict[str, Any], ids: list[int], budget: int) -> Schedule:

@@ -1,20 +1,17 @@
 from __future__ import annotations
 
 import json
-import logging
-from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapack import ConfigError, PlanError, patching
 from megapack.hosts import unirl
-from megapack.hosts.unirl import MicroPlan, TokenBudgetPlanner, plan_micro_batches
+from megapack.hosts.unirl import MicroPlan, plan_micro_batches
 from tests.dist.spawn import checked_job
 
 pytestmark = pytest.mark.hosts
@@ -49,13 +46,6 @@ def test_budgets_of_sums_and_of_rectangles() -> None:
     assert plan.efficiency == 1
 
 
-def test_prompts_and_responses_are_padded_separately() -> None:
-    """Prompts 90 and 10, responses 10 and 90: both together compute 2 * (90 + 90) tokens."""
-    fields = {"num_samples": 2, "prompt_lengths": [90, 10], "micro_token_budget": 200}
-    assert len(plan_micro_batches([10, 90], **fields).updates[0]) == 2
-    assert len(plan_micro_batches([10, 90], **fields, micro_cost_model="sum").updates[0]) == 1
-
-
 def test_weights_of_token_means() -> None:
     lengths = [5, 2, 0, 4]
     plan = planned(lengths, micro_token_budget=8, micro_cost_model="sum")
@@ -66,19 +56,10 @@ def test_weights_of_token_means() -> None:
         planned(lengths).token_shares(0)
 
 
-def test_an_oversized_sample_is_alone() -> None:
-    for model in ("sum", "dense"):
-        plan = planned([10, 200, 10], micro_token_budget=100, micro_cost_model=model)
-        assert [1] in micros(plan)[0]
-
-
-def test_results_return_to_track_order() -> None:
-    lengths = [3, 9, 1, 7]
-    plan = planned(lengths, micro_token_budget=10)
+def test_places_lead_back_to_track_order() -> None:
+    plan = planned([3, 9, 1, 7], micro_token_budget=10)
     assert plan.order != [0, 1, 2, 3]
-    assert plan.restore([lengths[i] for i in plan.order]) == lengths
-    with pytest.raises(PlanError, match="3 rows for 4 samples"):
-        plan.restore([1, 2, 3])
+    assert [plan.order[place] for place in plan.places] == [0, 1, 2, 3]
 
 
 @settings(max_examples=40)
@@ -132,62 +113,6 @@ def test_ranks_agree_or_raise_together() -> None:
         assert "needs 4 micro-batches in an update, another has 1" in rank["too few on rank 0"]
 
 
-@dataclass
-class Part:
-    """The parts of a track that UniRL's planners read."""
-
-    rows: list[int]
-    segment: Any
-    conditions: Any = None
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.rows)
-
-    def select(self, order: list[int]) -> Part:
-        return Part([self.rows[i] for i in order], None)
-
-
-def test_planners_have_the_hosts_interface() -> None:
-    part = Part([0, 1, 2, 3], SimpleNamespace(lengths=np.array([5, 60, 5, 60])))
-    planner = TokenBudgetPlanner(token_budget=120)
-    arranged, plan = planner.arrange(part, num_updates=1, micro_batch_size=1)
-    assert arranged.rows == [1, 3, 0, 2]
-    assert plan == [[(0, 2), (2, 4)]]
-    # With prompts of 60 tokens, two long responses compute 2 * (60 + 60) = 240 tokens.
-    part.conditions = {"prompt": SimpleNamespace(attention_mask=np.ones((4, 60), dtype=int))}
-    _, plan = planner.arrange(part, num_updates=1, micro_batch_size=1)
-    assert [len(update) for update in plan] == [4]
-
-
-def test_a_track_without_lengths_is_planned_by_count(caplog: pytest.LogCaptureFixture) -> None:
-    part = Part([0, 1], SimpleNamespace(lengths=None))
-    with caplog.at_level(logging.WARNING):
-        arranged, plan = TokenBudgetPlanner(token_budget=9).arrange(
-            part, num_updates=1, micro_batch_size=1
-        )
-    assert (arranged.rows, plan) == ([0, 1], [[(0, 1), (1, 2)]])
-    assert "no lengths per sample" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "good"),
-    [
-        (SimpleNamespace(loss_agg_mode="seq-mean-token-sum-norm"), True),
-        (SimpleNamespace(loss_agg_mode="token-mean"), False),
-        (SimpleNamespace(loss_agg_mode="token-mean", loss_weighting="token"), True),
-        (SimpleNamespace(), False),
-    ],
-)
-def test_losses_that_depend_on_the_split_are_refused(algorithm: Any, good: bool) -> None:
-    planner = TokenBudgetPlanner(token_budget=9)
-    if good:
-        planner.validate(algorithm)
-    else:
-        with pytest.raises(ConfigError, match="seq-mean"):
-            planner.validate(algorithm)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -236,7 +161,7 @@ def test_a_stack_without_a_budget_is_unirls_own(monkeypatch: pytest.MonkeyPatch)
     stack, called = made_stack(monkeypatch, algorithm)
     assert called["micro_batch_size"] == 2
     assert "micro_token_budget" not in called
-    assert stack.micro_planner is None
+    assert stack.micro_token_budget is None
     assert vars(algorithm.stage) == {}
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack import ConfigError, CostModel, Layout, PlanError
+from megapack import ConfigError, CostModel, Layout
 from megapack.hosts import verl
 from tests.hosts.partitions import evenly
 
@@ -141,12 +141,6 @@ def test_a_budget_that_the_hosts_partition_exceeds_is_kept() -> None:
     assert len(rows) in (2, 4)
 
 
-def test_samples_over_half_a_row_get_their_own_rows() -> None:
-    # 56 tokens would fit into seven rows of 8 only if samples could be split.
-    _, rows = verl.rearrange_micro_batches(padded([7] * 8), 8)
-    assert sorted(rows) == [[i] for i in range(8)]
-
-
 @pytest.mark.parametrize(
     ("lengths", "budget", "settings", "says"),
     [
@@ -241,24 +235,6 @@ def test_a_layout_makes_legal_counts_and_counts_alignment() -> None:
     assert 12 <= len(rows) <= 15
     with pytest.raises(ConfigError, match="num_batches_divided_by=4"):
         verl.rearrange_micro_batches(padded(lengths), 80, num_batches_divided_by=4)
-
-
-def test_context_parallel_padding_counts_in_the_budget() -> None:
-    verl.configure(layout=Layout(cp=8))
-    # At cp=8 a sample of 17 tokens is padded to 32: a row of 136 holds four, not eight.
-    _, rows = verl.rearrange_micro_batches(padded([17] * 16), 17 * 8)
-    assert [len(row) for row in rows] == [4] * 4
-    with pytest.raises(PlanError, match="raise max_tokens_per_gpu"):
-        verl.rearrange_micro_batches(padded([17]), 24)
-
-
-def test_a_cost_model_plans_rows_for_the_pipeline() -> None:
-    cost = CostModel(fixed=1.0, per_token=1.0)
-    verl.configure(layout=Layout(pp=4, vpp=2), cost=cost)
-    lengths = list(range(1, 41))
-    _, rows = verl.rearrange_micro_batches(padded(lengths), 60)
-    assert sorted(i for row in rows for i in row) == list(range(40))
-    assert Layout(pp=4, vpp=2).is_legal_count(len(rows))
 
 
 @pytest.mark.parametrize(

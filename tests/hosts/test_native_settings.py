@@ -14,7 +14,7 @@ import pytest
 from megapack import CostModel, Layout, patching
 from megapack.errors import ConfigError, PatchError
 from megapack.hosts import megatron_core, nemo_rl, slime, verl
-from megapack.hosts.shared.rollout_schedule import RolloutOptions
+from megapack.hosts.shared.rollout_schedule import SETTINGS, RolloutOptions
 from tests.hosts.stub import Host
 
 pytestmark = pytest.mark.hosts
@@ -84,8 +84,8 @@ def test_arguments_of_the_host_are_settings_too() -> None:
     assert megatron_core.OPTIONS.current.share_prefixes
     with pytest.raises(ConfigError, match=r"unknown key count_rul; did you mean count_rule\?"):
         slime.read_settings(SimpleNamespace(megapack_count_rul="legal"))
-    with pytest.raises(ConfigError, match=r"fixed_tokens=-1; set 0 or more"):
-        slime.read_settings(SimpleNamespace(megapack_fixed_tokens=-1))
+    with pytest.raises(ConfigError, match=r"search=-1"):
+        slime.read_settings(SimpleNamespace(megapack_search=-1))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_arguments_of_the_host_are_settings_too() -> None:
         (["--megapack-count-rul", "legal"], "--megapack-count-rul; did you mean --megapack-count-"),
         (["--megapack_search", "3"], "--megapack_search; did you mean --megapack-search?"),
         (["--megapack-search=none"], "search is 'none', expected an integer or null"),
-        (["--megapack-fixed-tokens", "-1"], "fixed_tokens=-1; set 0 or more"),
+        (["--megapack-search", "-1"], "search=-1"),
         (["--megapack-share-prefixes=yes"], "share_prefixes is 'yes', expected true or false"),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_parser_refuses_it_at_once(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", *given])
     with pytest.raises(SystemExit) as caught:
-        slime.SETTINGS.add_arguments(argparse.ArgumentParser()).parse_known_args()
+        SETTINGS.add_arguments(argparse.ArgumentParser()).parse_known_args()
     assert caught.value.code == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
 
@@ -119,7 +119,7 @@ def test_arguments_that_are_given_are_set(monkeypatch: pytest.MonkeyPatch) -> No
         parser.add_argument("--others", type=int)
         return parser
 
-    parser = slime.SETTINGS.before(add_others)(argparse.ArgumentParser())
+    parser = SETTINGS.before(add_others)(argparse.ArgumentParser())
     args = parser.parse_args()
     assert (args.megapack_share_prefixes, args.megapack_search, args.others) == (True, 64, 1)
     assert args.megapack_count_rule is None

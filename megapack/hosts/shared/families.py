@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,20 +26,6 @@ from megapack.prefixes import SharedPrefixes, worthwhile
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
-
-
-class SharesPrefixes(Protocol):
-    """Options of a host."""
-
-    @property
-    def share_prefixes(self) -> bool: ...
-
-
-def shared_ids(options: SharesPrefixes, read: Callable[[], T]) -> T | None:
-    """What `read` gives, the token ids of samples, if the options ask for shared prefixes."""
-    return read() if options.share_prefixes else None
 
 
 def callers_tokens(

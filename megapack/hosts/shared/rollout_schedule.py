@@ -8,25 +8,22 @@ are left out, as in the host.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, Literal, get_args
 
-from megapack.cost.model import FIXED_TOKENS, CostModel, cost_in_tokens
+from megapack.cost.model import cost_in_tokens
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, HostAssertionError, PlanError
-from megapack.hosts import megatron_core
-from megapack.hosts.shared.families import callers_tokens, plan_families, shared_ids
+from megapack.hosts import megatron_core, patching
+from megapack.hosts.shared.families import callers_tokens, plan_families
 from megapack.hosts.shared.flops import model_flops
-from megapack.hosts.shared.native import NativeSettings
+from megapack.hosts.shared.native import NativeSettings, Provider
 from megapack.hosts.shared.options import HostOptions, shares_prefixes
+from megapack.hosts.shared.rank_rows import log_budget
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
 from megapack.policy import Policy
-
-logger = logging.getLogger(__name__)
 
 CountRule = Literal["multiple", "legal"]
 Unreachable = Literal["drop", "error"]
@@ -50,11 +47,6 @@ class RolloutOptions:
     unreachable: Unreachable = "drop"
     """If a step's samples fill no allowed number of micro-batches: drop whole trailing rollouts, or
     raise. Padding micro-batches are not an option: the host's batches cannot be empty."""
-    count_row_padding: bool = False
-    """Rows stay within the budget even after the host pads them to `data_pad_size_multiplier * tp`.
-    """
-    fixed_tokens: int = FIXED_TOKENS
-    """Cost of a micro-batch on top of its FLOPs, in tokens."""
     search: int | None = None
     """Evaluations of the planner's search per step. None: the planner's default if the host's flags
     ask for balance; otherwise 8 per rank, which takes about as long as the host's first-fit."""
@@ -66,8 +58,6 @@ class RolloutOptions:
         for name, choices in (("count_rule", CountRule), ("unreachable", Unreachable)):
             if getattr(self, name) not in get_args(choices):
                 raise ConfigError(f"{name}={getattr(self, name)!r}; set one of {get_args(choices)}")
-        if self.fixed_tokens < 0:
-            raise ConfigError(f"fixed_tokens={self.fixed_tokens}; set 0 or more")
         if self.search is not None:
             Policy(search=self.search)
 
@@ -91,6 +81,20 @@ def read_settings(args: Any) -> None:
         ConfigError: an unknown name or a value that is refused.
     """
     SETTINGS.take_arguments(args)
+
+
+def with_settings(own: str, add_custom_arguments: Provider | None) -> Provider:
+    """A host's function that makes its arguments, with one `--megapack-...` for each option."""
+    provider: Provider = patching.original(own)(SETTINGS.before(add_custom_arguments))
+    return provider
+
+
+def own_schedule(host: str, *args: Any, **ids: Any) -> Schedule:
+    """The host's own schedule, which it makes without dynamic batches."""
+    schedule: Schedule = patching.original(f"{host}.utils.dp_schedule.build_dp_schedule")(
+        *args, **ids
+    )
+    return schedule
 
 
 @dataclass(frozen=True)
@@ -207,15 +211,16 @@ def plan_dynamic(
         raise HostAssertionError("use_dynamic_batch_size without max_tokens_per_gpu; set it")
     options = OPTIONS.current
     layout = layout_of(args, config)
-    _log_budget(host, args.max_tokens_per_gpu, layout)
+    log_budget(host, args.max_tokens_per_gpu * layout.cp, layout.cp)
     own_lengths = [lengths[i] for i in rollouts.samples]
-    budget = _row_budget(args, options)
-    cost = _cost(args, layout, options)
+    budget = int(args.max_tokens_per_gpu)
+    flops = model_flops(args)
+    cost = None if flops is None else cost_in_tokens(layout, per_token_sq=flops[1] / flops[0])
     balanced = any(getattr(args, flag, False) for flag in ("balance_data", "balance_by_flops"))
     policy = options.policy(layout.dp, balanced=bool(balanced))
-    token_ids = shared_ids(
-        options, lambda: callers_tokens(lengths, lambda data: data.get("tokens"))
-    )
+    token_ids = None
+    if options.share_prefixes:
+        token_ids = callers_tokens(lengths, lambda data: data.get("tokens"))
     if token_ids is not None:
         plan = plan_families(
             [token_ids[i] for i in rollouts.samples],
@@ -247,44 +252,6 @@ def plan_dynamic(
         ) from error
     kept = [len(step.kept_rollouts) for step in plan.steps]
     return _lists_of(plan, rollouts.samples, kept)
-
-
-def _cost(args: Any, layout: Layout, options: RolloutOptions) -> CostModel | None:
-    flops = model_flops(args)
-    if flops is None:
-        return None
-    squares = flops[1] / flops[0]
-    return cost_in_tokens(layout, per_token_sq=squares, fixed_tokens=options.fixed_tokens)
-
-
-def _row_budget(args: Any, options: RolloutOptions) -> int:
-    budget = int(args.max_tokens_per_gpu)
-    if not options.count_row_padding:
-        return budget
-    # A row padded to a multiple of `unit` stays within the largest multiple below the budget:
-    # budget 1000 and unit 128 give 896.
-    unit = getattr(args, "data_pad_size_multiplier", 128)
-    unit *= getattr(args, "tensor_model_parallel_size", None) or 1
-    if budget < unit:
-        raise ConfigError(
-            f"max_tokens_per_gpu={budget} is below data_pad_size_multiplier * tp={unit}, to which "
-            "rows are padded; raise it, or set count_row_padding=False"
-        )
-    return budget // unit * unit
-
-
-@cache
-def _log_budget(host: str, max_tokens_per_gpu: int, layout: Layout) -> None:
-    """Log once per budget and layout."""
-    logger.info(
-        "%s counts tokens per GPU: max_tokens_per_gpu=%d is %d padded tokens per micro-batch with "
-        "cp=%d, samples padded to multiples of %d",
-        host,
-        max_tokens_per_gpu,
-        max_tokens_per_gpu * layout.cp,
-        layout.cp,
-        layout.sample_alignment,
-    )
 
 
 def _lists_of(plan: Plan, samples: list[int], kept: Sequence[int]) -> Schedule:

@@ -31,17 +31,8 @@ def take(value: Any, indices: Sequence[int]) -> Any:
         return value
     if isinstance(value, str | bytes | Mapping):
         return value
-    return collect(type(value), [value[i] for i in indices])
-
-
-def collect(kind: type, samples: Sequence[Any]) -> Any:
-    """A field of a list type or of a packed type, from the values of its samples.
-
-    A packed type holds the rows of all samples behind each other. It is not made from a list, but
-    by `from_segments`, which SkyRL's `PackedTensor` has.
-    """
-    make: Callable[[list[Any]], Any] = getattr(kind, "from_segments", kind)
-    return make(list(samples))
+    kind: Callable[[list[Any]], Any] = type(value)
+    return kind([value[i] for i in indices])
 
 
 def take_rows(value: Any, rows: Sequence[Sequence[int]]) -> list[Any]:

@@ -6,13 +6,12 @@
 Ranks run collectives in every micro-batch (FSDP), so they need equal counts. They agree on the
 counts of all updates at once; either all ranks go on or all raise.
 
-The patch puts this into UniRL's `TrainStack` and its AR stage; `plan_micro_batches` and
-`TokenBudgetPlanner` are for a stack of one's own.
+The patch puts this into UniRL's `TrainStack` and its AR stage; `plan_micro_batches` is for a stack
+of one's own.
 
 Modules:
     plan: micro-batches of a track, as many on every rank
     rows: the replay of an AR model on one packed row
-    meter: seconds and memory of a step
 """
 
 from __future__ import annotations
@@ -20,20 +19,23 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from megapack.base.arrays import check_count
 from megapack.errors import ConfigError, PlanError
 from megapack.hosts import patching
-from megapack.hosts.unirl.plan import MicroCostModel, MicroPlan, Range, plan_micro_batches
+from megapack.hosts.unirl.plan import (
+    MicroCostModel,
+    MicroPlan,
+    Range,
+    check_budget,
+    plan_micro_batches,
+)
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "MicroPlan",
-    "TokenBudgetPlanner",
     "init_stack",
     "optimizer_step_slices",
     "plan_micro_batches",
@@ -47,64 +49,6 @@ logger = logging.getLogger(__name__)
 
 _STACK = "unirl.train.stack.TrainStack"
 _AR = "unirl.models.qwen3.ar"
-
-
-class TokenBudgetPlanner:
-    """UniRL's micro planner under a budget.
-
-    Args:
-        token_budget: computed tokens per micro-batch.
-        cost_model: "dense" or "sum", as `micro_cost_model`.
-
-    Raises:
-        ConfigError: no budget, or an unknown cost model.
-    """
-
-    def __init__(self, *, token_budget: int, cost_model: MicroCostModel = "dense") -> None:
-        check_count("token_budget", token_budget)
-        if cost_model not in get_args(MicroCostModel):
-            raise ConfigError(f"cost_model={cost_model!r}; set one of {get_args(MicroCostModel)}")
-        self.token_budget = int(token_budget)
-        self.cost_model = cost_model
-        logger.info("UniRL counts tokens per micro-batch: token_budget=%d", self.token_budget)
-
-    def arrange(
-        self, part: Any, *, num_updates: int, micro_batch_size: int
-    ) -> tuple[Any, list[list[Range]]]:
-        """The part in planned order (`part.select`), and the micro-batches of each update as ranges
-        of it; collective.
-
-        Reads `part.batch_size`, `part.segment.lengths` and the prompt's attention mask.
-        """
-        plan = self.plan(part, num_updates=num_updates, micro_batch_size=micro_batch_size)
-        return part.select(plan.order), plan.updates
-
-    def plan(self, part: Any, *, num_updates: int, micro_batch_size: int) -> MicroPlan:
-        """The plan of a part, as `arrange` makes it; collective."""
-        num_samples = int(part.batch_size)
-        return plan_micro_batches(
-            _segment_lengths(part, num_samples),
-            num_samples=num_samples,
-            num_updates=num_updates,
-            micro_batch_size=micro_batch_size,
-            micro_token_budget=self.token_budget,
-            micro_cost_model=self.cost_model,
-            prompt_lengths=_prompt_lengths(part, num_samples),
-        )
-
-    def validate(self, algorithm: Any) -> None:
-        """Refuse a loss whose value changes with the split into micro-batches.
-
-        Raises:
-            ConfigError: the loss is neither weighted by token nor a mean over sequences.
-        """
-        if getattr(algorithm, "loss_weighting", "sample") == "token":
-            return
-        if mean_over(algorithm) == "tokens":
-            raise ConfigError(
-                "loss_agg_mode='token-mean' is not a mean over sequences, by whose number "
-                "micro-batches are weighted; set a 'seq-mean' mode, or no budget"
-            )
 
 
 def init_stack(
@@ -137,13 +81,13 @@ def init_stack(
         max_grad_norm=max_grad_norm,
         num_updates_per_batch=num_updates_per_batch,
     )
+    check_budget(micro_token_budget, micro_cost_model)
     self.micro_plan = None
-    self.micro_planner = None
+    self.micro_token_budget = micro_token_budget
+    self.micro_cost_model = micro_cost_model
     if micro_token_budget is not None:
-        self.micro_planner = TokenBudgetPlanner(
-            token_budget=micro_token_budget, cost_model=micro_cost_model
-        )
         mean_over(algorithm)
+        logger.info("UniRL counts tokens per micro-batch: token_budget=%d", micro_token_budget)
     packs = micro_token_budget is not None and micro_cost_model == "sum"
     if packs and packed_replay is False:
         raise ConfigError(
@@ -209,40 +153,22 @@ def prepare_segment(self: Any, resp_track: Any) -> None:
 def train(
     self: Any, resp_track: Any, *, micro_slices: list[Range], training_progress: float
 ) -> Any:
-    """`TrainStack.train`: one optimizer step, measured.
+    """`TrainStack.train`: one optimizer step.
 
     With a plan, micro-batches weigh their share of samples or of response tokens, and the loss is
     the update's mean in place of UniRL's sum over micro-batches.
 
     Returns:
-        TrainStepResult, with these metrics added, the largest of any rank: `replay_seconds`,
-        `backward_seconds` (loss and backward), `num_micro_batches`, and on CUDA
-        `max_allocated_gib` and `max_reserved_gib`. `packing_efficiency` with a budget.
+        TrainStepResult; with a budget it has the metrics `num_micro_batches` and
+        `packing_efficiency`.
     """
-    from megapack.hosts.unirl.meter import StepMeter
-
     plan = getattr(self, "micro_plan", None)
     step = patching.original(f"{_STACK}.train") if plan is None else _train_planned
-    meter = StepMeter(next(self.fsdp_backend.trainable_module().parameters()).device)
-    stage = getattr(self.algorithm, "stage", None)
-    with ExitStack() as watching:
-        watching.enter_context(meter.watching(self.algorithm, "compute_loss_and_backward"))
-        if hasattr(stage, "replay"):
-            watching.enter_context(meter.watching(stage, "replay"))
-        result = step(
-            self, resp_track, micro_slices=micro_slices, training_progress=training_progress
-        )
-    replay_seconds = meter.seconds("replay")
-    measured = {
-        "replay_seconds": replay_seconds,
-        "backward_seconds": meter.seconds("compute_loss_and_backward") - replay_seconds,
-        "num_micro_batches": float(len(micro_slices)),
-        **meter.memory(),
-    }
-    metrics = {**result.metrics, **meter.largest(measured)}
-    if plan is not None:
-        metrics["packing_efficiency"] = plan.efficiency
-    return dataclasses.replace(result, metrics=metrics)
+    result = step(self, resp_track, micro_slices=micro_slices, training_progress=training_progress)
+    if plan is None:
+        return result
+    own = {"num_micro_batches": float(len(micro_slices)), "packing_efficiency": plan.efficiency}
+    return dataclasses.replace(result, metrics={**result.metrics, **own})
 
 
 def replay(self: Any, conditions: Any, *, segment: Any, temperature: float = 1.0) -> torch.Tensor:
@@ -329,14 +255,19 @@ def replay_forward(
 
 
 def _plan_of_track(stack: Any, track: Any) -> MicroPlan | None:
-    """None: by count, because there is no budget or a rank has no lengths."""
-    planner = getattr(stack, "micro_planner", None)
-    if planner is None:
+    """None: by count, because there is no budget or a rank has no lengths. Collective."""
+    budget = getattr(stack, "micro_token_budget", None)
+    if budget is None:
         return None
-    plan: MicroPlan = planner.plan(
-        track,
+    num_samples = int(track.batch_size)
+    plan = plan_micro_batches(
+        _segment_lengths(track, num_samples),
+        num_samples=num_samples,
         num_updates=stack.num_updates_per_batch,
         micro_batch_size=stack.micro_batch_size,
+        micro_token_budget=budget,
+        micro_cost_model=stack.micro_cost_model,
+        prompt_lengths=_prompt_lengths(track, num_samples),
     )
     return plan if plan.mean_response_tokens else None
 

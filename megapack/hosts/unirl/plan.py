@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from megapack.policy import Policy
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Range = tuple[int, int]
 MicroCostModel = Literal["sum", "dense"]
 
@@ -76,12 +75,6 @@ class MicroPlan:
     def places(self) -> list[int]:
         """The arranged position of each track index: the inverse of `order`."""
         return sorted(range(len(self.order)), key=self.order.__getitem__)
-
-    def restore(self, rows: Sequence[T]) -> list[T]:
-        """Put the replays' results, one per sample in arranged order, back into track order."""
-        if len(rows) != len(self.order):
-            raise PlanError(f"{len(rows)} rows for {len(self.order)} samples; give one per sample")
-        return [rows[place] for place in self.places]
 
 
 @dataclass(frozen=True)
@@ -181,11 +174,7 @@ def plan_micro_batches(
     def check() -> list[range]:
         check_count("num_updates", num_updates)
         check_count("micro_batch_size", micro_batch_size)
-        check_count("micro_token_budget", micro_token_budget)
-        if micro_cost_model not in get_args(MicroCostModel):
-            raise ConfigError(
-                f"micro_cost_model={micro_cost_model!r}; set one of {get_args(MicroCostModel)}"
-            )
+        check_budget(micro_token_budget, micro_cost_model)
         return _updates(num_samples, num_updates)
 
     if micro_token_budget is None:
@@ -214,6 +203,15 @@ def plan_micro_batches(
         )
     means = tokens.mean(axis=0).tolist()
     return _budget_plan(rank, counts.max(axis=0).tolist(), means, micro_token_budget)
+
+
+def check_budget(micro_token_budget: int | None, micro_cost_model: str) -> None:
+    """Raise ConfigError if these are no budget and no cost model."""
+    check_count("micro_token_budget", micro_token_budget)
+    if micro_cost_model not in get_args(MicroCostModel):
+        raise ConfigError(
+            f"micro_cost_model={micro_cost_model!r}; set one of {get_args(MicroCostModel)}"
+        )
 
 
 def _updates(num_samples: int, num_updates: int) -> list[range]:

@@ -6,7 +6,6 @@
 Ours are the model, in place of what a Hugging Face bridge makes, and the toy rollout.
 
     kk          AReaL's other packing algorithm
-    restored    the option `restore_cp_outputs`
     prompts     the four samples of a group begin with the same 14 tokens
     shared      MEGAPACK_SHARE_PREFIXES=1
     lora        adapters, which AReaL adds to chunks that are wrapped in DDP
@@ -15,7 +14,6 @@ Ours are the model, in place of what a Hugging Face bridge makes, and the toy ro
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
 import socket
@@ -184,14 +182,8 @@ def main() -> None:
     patching.apply(*arguments.patches)
     from megatron.core import parallel_state
 
-    # Its options read the environment when it is imported.
-    from megapack.hosts import areal
-
-    areal.configure(restore_cp_outputs=arguments.case == "restored")
     report = Report()
     engine = make_engine(arguments.layout, arguments.case)
-    parameters = inspect.signature(engine.forward_backward_batch).parameters
-    report.more["gathers_cp_output"] = "gather_cp_output" in parameters
     count_shape_exchanges(report)
     watch_rows(engine, report)
     count_layer_tokens(report, engine.model[0])

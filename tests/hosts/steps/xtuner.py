@@ -357,9 +357,9 @@ def make_samples(case: Case, dp: int) -> list[dict[str, Any]]:
 
 def first_step(lengths: Sequence[int], case: Case, dp: int) -> list[int]:
     """The samples that the patch plans into the first step."""
-    from megapack.hosts.xtuner import RLDataPacker
+    from megapack.hosts.xtuner import plan_packs
 
-    packs, _ = RLDataPacker(case.pack_max_length, dp, 1, case.planned_steps).pack(lengths)
+    packs = plan_packs(lengths, case.pack_max_length, dp, case.planned_steps, "balance")
     return sorted(i for rank in packs for pack in rank[0] for i in pack)
 
 

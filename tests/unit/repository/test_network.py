@@ -46,7 +46,6 @@ ALLOWED_CALLS = {
         "doctor.probes",
         "importlib.import_module",
     ): "torch, Transformer Engine and apex, by fixed names",
-    ("hosts.areal", "importlib.import_module"): "AReaL's engine, by a fixed name",
     (
         "hosts.patching.target",
         "importlib.import_module",

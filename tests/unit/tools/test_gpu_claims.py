@@ -113,32 +113,12 @@ def test_ranks_are_judged_by_the_cases_that_a_claim_names(folder: Path) -> None:
     )
 
 
-def test_a_part_that_did_not_run_is_named(folder: Path) -> None:
-    report = ranks_report(num_gpus=4)
-    report["parts"][0]["cases"]["dp2_pp2 wide fp32 sdpa"] = {"status": "not run"}
-    skipped = one_gpu_report(te={"fp32": {}, "bf16": {"skipped": "no bf16"}})
-    found = cells(folder, ranks=report, mine=skipped)
-    assert found["wide"][1] == "in part: 4 ranks on 4 GPUs, NVIDIA H200, without steps"
-    assert found["exact"][0] == "in part: NVIDIA H200, without te/bf16"
-
-
 def test_a_job_that_died_has_failed_in_the_parts_that_are_missing(folder: Path) -> None:
     died = {"fp32": {}, "job": {"error": "exit -11: a fault\nError: illegal address\n"}}
     found = cells(folder, mine=one_gpu_report(te=died))
     assert found["exact"][0] == "failed: te/job: Error: illegal address"
     late = {"job": {"error": "not run: earlier jobs used up the time limit"}}
     assert cells(folder, mine=one_gpu_report(te=late))["exact"][0] == "yes, at first"
-
-
-def test_the_newest_report_with_a_claims_parts_counts(folder: Path) -> None:
-    bad = {"fp32": {"error": "Traceback\nValueError: 3 is not 4"}}
-    reports = {
-        "older": one_gpu_report(date="2026-11-30"),
-        "newer": one_gpu_report(te=bad, models=[]),
-    }
-    found = cells(folder, **reports)
-    assert found["exact"][0] == "failed: te/fp32: ValueError: 3 is not 4"
-    assert found["memory"][0] == "measured: NVIDIA H200"
 
 
 def test_a_rehearsed_report_changes_nothing(
@@ -151,15 +131,6 @@ def test_a_rehearsed_report_changes_nothing(
     }
     assert cells(folder, **reports) == before
     assert "mine.json: rehearsed, so it shows nothing" in capsys.readouterr().err
-
-
-def test_a_benchmark_that_failed_is_no_evidence(folder: Path) -> None:
-    ways = {"padded": {}, "packed, te": {"error": "Traceback\nOutOfMemoryError: 3 GiB"}}
-    model = {"model": "qwen3_4b_gpu1", "device": "NVIDIA H200", "cells": [{"ways": ways}]}
-    found = cells(folder, mine=one_gpu_report(models=[model]))
-    assert found["memory"][0] == "failed: models/qwen3_4b_gpu1: OutOfMemoryError: 3 GiB"
-    nothing = {"model": "qwen3_4b_gpu1", "device": "NVIDIA H200", "cells": []}
-    assert cells(folder, mine=one_gpu_report(models=[nothing]))["memory"][0] == "no"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from megapack.hosts.patching.files import PatchFile, Replacement, shipped_files
 from tools import host_matrix
-from tools.host_matrix import Source, as_markdown, main, rows_of, version_of
+from tools.host_matrix import Source, main, rows_of
 from tools.hosting.read_signature import signatures
 from tools.hosting.read_source import NotRead, Sources
 from tools.hosting.sources import NoSource
@@ -184,22 +184,6 @@ def test_a_branch_with_another_signature_has_moved(write: Write, tmp_path: Path)
     assert verdict.endswith("found (lengths)")
 
 
-def test_a_source_without_the_host_has_no_row(write: Write, tmp_path: Path) -> None:
-    write("megatron/core/a.py", "def pack(lengths, *, budget=None): pass")
-    assert verdicts(tmp_path, patch_file("lib.a:pack")) == []
-    # Packages below `megatron` come from several distributions.
-    assert verdicts(tmp_path, patch_file("megatron.training.a:pack")) == []
-    assert verdicts(tmp_path, patch_file("megatron.core.a:pack")) == ["False: fits"]
-
-
-def test_older_versions_have_not_moved(write: Write, tmp_path: Path) -> None:
-    write("lib/a.py", "def pack(lengths, *, budget=None): pass")
-    file = patch_file("lib.a:pack", distribution="lib", since="1.0")
-    assert verdicts(tmp_path, file, "1.5") == ["False: fits"]
-    says = "the patches are for versions from 1.0"
-    assert verdicts(tmp_path, file, "0.9") == [f"False: {says}"]
-
-
 @pytest.mark.parametrize(
     ("label", "more", "says"),
     [
@@ -217,43 +201,6 @@ def test_a_release_without_its_package_has_moved(
     file = patch_file("lib.a:pack", distribution="lib", **more)
     source = Source(label=label, folders=(tmp_path,), version="1.0")
     assert [f"{row.moved}: {row.verdict}" for row in rows_of(source, [file])] == says
-
-
-def test_older_wheels_of_megatron_core_have_no_training(tmp_path: Path) -> None:
-    found = {}
-    for version in ("0.16.1", "0.17.0"):
-        source = Source(label=f"megatron-core=={version}", folders=(tmp_path,), version=version)
-        found[version] = {row.host for row in rows_of(source, shipped_files())}
-    assert "megatron_core" in found["0.16.1"]
-    assert found["0.17.0"] - found["0.16.1"] >= {"megatron_lm"}
-
-
-VERSIONS = {
-    "pyproject.toml": '[project]\nversion = "1.2"\n[tool.other]\nversion = "9"\n',
-    "lib-1.2.dist-info/METADATA": "Name: lib\nVersion: 1.2\n",
-    "lib/package_info.py": "MAJOR = 1\nMINOR = 2\nPATCH = 0\n",
-    "lib/version/version": "1.2\n",
-    "setup.py": 'setup(\n    version="1.2",\n)\n',
-    "lib/__init__.py": '__version__ = "1.2"\n',
-}
-
-
-@pytest.mark.parametrize("path", VERSIONS)
-def test_the_version_of_a_tree_is_found(path: str, write: Write, tmp_path: Path) -> None:
-    assert version_of(tmp_path) is None
-    write(path, VERSIONS[path])
-    assert str(version_of(tmp_path)).startswith("1.2")
-
-
-def test_the_table_lists_the_sources_of_a_result(write: Write, tmp_path: Path) -> None:
-    folder = tmp_path / "lib"
-    write("lib/lib/a.py", "def pack(lengths, *, budget=None): pass")
-    labels = [("old", "1.9"), ("new", "1.10"), ("lib==1.10", "1.10")]
-    rows = []
-    for label, version in labels:
-        source = Source(label=label, folders=(folder,), version=version)
-        rows += rows_of(source, [patch_file("lib.a:pack")])
-    assert as_markdown(rows).splitlines()[2:] == ["| `lib` | fits | source 1.9, 1.10; wheel 1.10 |"]
 
 
 def test_the_command_says_what_moved(
