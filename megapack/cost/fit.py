@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -76,16 +76,12 @@ def fit_model(measurements: Sequence[Measurement], layout: Layout) -> CostModel:
     coefficients: Floats = nnls(relative / size, np.ones(len(rows)))[0] / size
     error = float(np.abs(relative @ coefficients - 1).mean())
     fixed, per_token, per_token_sq, per_sample = coefficients.tolist()
-    return CostModel(
-        fixed,
-        per_token,
-        per_token_sq,
-        per_sample,
-        fit_error=error,
+    ratios: dict[str, Any] = {
         **_backward_ratio(rows),
         **_over_ranks(rows, wide, fixed, coefficients[1:] * share),
         **_weight_ratio(rows, columns[:, [0, 1, 3]] @ coefficients[[0, 1, 3]]),
-    )
+    }
+    return CostModel(fixed, per_token, per_token_sq, per_sample, fit_error=error, **ratios)
 
 
 def _check(rows: Sequence[Measurement]) -> None:

@@ -93,8 +93,8 @@ def _wrong_place(own: Ints, known: npt.NDArray[np.object_], chains: Chains) -> s
     (again,) = np.nonzero(place[own] != np.arange(own.size))
     if again.size:
         return f"runs {known.flat[own[again[0]]]} twice; name each operation once"
-    place = place.reshape(known.shape)
-    missing = np.argwhere(place[:2] < 0)
+    places: Ints = place.reshape(known.shape)
+    missing = np.argwhere(places[:2] < 0)
     if missing.size:
         return f"never runs {known[tuple(missing[0])]}; add it to its line"
     every = list(range(known.shape[2]))
@@ -107,8 +107,8 @@ def _wrong_place(own: Ints, known: npt.NDArray[np.object_], chains: Chains) -> s
         (0, before, 0, pieces, "the piece before it,"),
         (1, pieces, 1, before, "the backward of the next piece,"),
     ):
-        later = place[then][:, of_then]
-        wrong = np.argwhere((later >= 0) & (later < place[first][:, of_first]))
+        later = places[then][:, of_then]
+        wrong = np.argwhere((later >= 0) & (later < places[first][:, of_first]))
         if wrong.size:
             chunk, k = wrong[0]
             names = known[then, chunk, of_then[k]], known[first, chunk, of_first[k]]

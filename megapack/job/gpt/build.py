@@ -315,7 +315,7 @@ def without_cuda_graphs() -> dict[str, Any]:
 
 def _faster(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
     """The settings that choose faster kernels, and what is recomputed to save memory."""
-    chosen = layer_settings(model, kernel)
+    chosen = dict(layer_settings(model, kernel))
     if model.recompute == "none":
         return chosen
     if model.recompute == "full":
