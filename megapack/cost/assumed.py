@@ -8,6 +8,7 @@ only the third, and the absolute seconds. `tools/calibrate.py` measures all of t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megapack.base.choices import Device, Dtype
 from megapack.cost.model import CostModel
@@ -72,6 +73,7 @@ def cost_from_sizes(
     *,
     mean_length: float,
     stage_layers: StageLayers | None = None,
+    **options: Any,
 ) -> CostModel:
     """Seconds of a micro-batch from a model's sizes. EP and DP communication is not counted, nor
     that of `layout.cp`; that of rows over several DP ranks is.
@@ -82,10 +84,13 @@ def cost_from_sizes(
             other modules cost little. What `freeze` names has no weight gradients.
         mean_length: tokens of a typical sample, for `stage_weights` and sliding windows.
         stage_layers: layers of each chunk; None = equally many.
+        options: of the model in place of its own, such as recompute="none".
 
     Raises:
         ConfigError: a speed that is not set or out of range.
     """
+    if options:
+        sizes = replace(sizes, **options)
     peak = _checked_peak(speed)
     num_forwards = 1 + _recomputed_share(sizes, mean_length)
     trained = _trained_share(sizes)

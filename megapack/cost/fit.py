@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from megapack.base.arrays import Floats
-from megapack.cost.model import CostModel
 from megapack.errors import DataError
 from megapack.layout import Layout
 
@@ -43,16 +42,16 @@ class Measurement(NamedTuple):
         return self.row_tokens, self.tokens_sq, self.num_samples
 
 
-def fit_model(measurements: Sequence[Measurement], layout: Layout) -> CostModel:
-    """Minimise the squared relative errors of the forward seconds, with no coefficient below 0.
+def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> dict[str, float]:
+    """Fields of a `CostModel`, of the least squared relative errors of forward seconds.
 
-    Uses scipy's solver (Lawson and Hanson 1974). If the measurements cannot separate two
-    coefficients, one of them gets the sum: rows of one sample each cannot separate `per_sample`
-    from `fixed`.
+    No coefficient is below 0: it uses scipy's solver (Lawson and Hanson 1974). If the measurements
+    cannot separate two coefficients, one of them gets the sum: rows of one sample each cannot
+    separate `per_sample` from `fixed`.
 
     Rows over several DP ranks only give `cp_overhead` and `cp_fixed`: all other coefficients, and
     the error, are those of the rows of one rank. `weight_ratio` is relative to the fitted forward
-    without its part per squared token. What the measurements do not tell keeps its default.
+    without its part per squared token. What the measurements do not tell is left out.
 
     Raises:
         DataError: no measurements of rows of one rank, or a measurement with impossible sizes or
@@ -76,12 +75,16 @@ def fit_model(measurements: Sequence[Measurement], layout: Layout) -> CostModel:
     coefficients: Floats = nnls(relative / size, np.ones(len(rows)))[0] / size
     error = float(np.abs(relative @ coefficients - 1).mean())
     fixed, per_token, per_token_sq, per_sample = coefficients.tolist()
-    ratios: dict[str, Any] = {
+    return {
+        "fixed": fixed,
+        "per_token": per_token,
+        "per_token_sq": per_token_sq,
+        "per_sample": per_sample,
+        "fit_error": error,
         **_backward_ratio(rows),
         **_over_ranks(rows, wide, fixed, coefficients[1:] * share),
         **_weight_ratio(rows, columns[:, [0, 1, 3]] @ coefficients[[0, 1, 3]]),
     }
-    return CostModel(fixed, per_token, per_token_sq, per_sample, fit_error=error, **ratios)
 
 
 def _check(rows: Sequence[Measurement]) -> None:

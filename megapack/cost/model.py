@@ -286,9 +286,9 @@ class CostModel:
             DataError: no measurements of rows of one rank, or seconds that are not positive.
         """
         # Here, so that the planner needs no least squares.
-        from megapack.cost.fit import fit_model
+        from megapack.cost.fit import fit_coefficients
 
-        return fit_model(measurements, layout or Layout())
+        return cls(**fit_coefficients(measurements, layout or Layout()))
 
 
 def _check_number(name: str, value: Any) -> None:

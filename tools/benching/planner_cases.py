@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -69,8 +69,7 @@ def h100_cost(
     """The cost model of a model's sizes, on H100s."""
     speed = GpuSpeed.of("cuda", "bf16")
     mean_length = float(lengths.mean())
-    sizes = replace(sizes, recompute=recompute)
-    return cost_from_sizes(sizes, layout, speed, mean_length=mean_length)
+    return cost_from_sizes(sizes, layout, speed, recompute=recompute, mean_length=mean_length)
 
 
 @dataclass(frozen=True)

@@ -124,11 +124,9 @@ def _work(config: TrainConfig, lengths: Ints) -> Ints:
     """
     if config.plan.balance == "tokens":
         return lengths
+    speed, typical = GpuSpeed.of("cuda", "bf16"), typical_length(lengths)
     cost = cost_from_sizes(
-        dataclasses.replace(config.model, recompute="none", freeze=()),
-        Layout(),
-        GpuSpeed.of("cuda", "bf16"),
-        mean_length=typical_length(lengths),
+        config.model, Layout(), speed, recompute="none", freeze=(), mean_length=typical
     )
     squares = lengths.astype(np.float64) ** 2 * (cost.per_token_sq / cost.per_token)
     return np.rint(lengths + squares).astype(np.int64)

@@ -22,6 +22,8 @@ SIZES = ModelSizes(
     ffn_hidden_size=4096,
     num_attention_heads=16,
     vocab_size=100_000,
+    dtype="bf16",
+    untie_embeddings=True,
 )
 
 
