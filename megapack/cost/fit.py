@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class Measurement(NamedTuple):
         return self.row_tokens, self.tokens_sq, self.num_samples
 
 
-def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> dict[str, float]:
+def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> dict[str, Any]:
     """Fields of a `CostModel`, of the least squared relative errors of forward seconds.
 
     No coefficient is below 0: it uses scipy's solver (Lawson and Hanson 1974). If the measurements

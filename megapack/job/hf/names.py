@@ -232,8 +232,9 @@ class TensorNames:
         if name in self._family.single_rows:
             return [Rows(names[0], 0, num_rows, expert=0, num_stacked=1)]
         if name.startswith("self_attention.linear_qkv."):
-            is_decoder = key.startswith("decoder.")
-            is_global = is_decoder and not self._model.local_layers[int(match[1]) // self._split]
+            is_global = False
+            if layer := _LAYER.fullmatch(key):
+                is_global = not self._model.local_layers[int(layer[1]) // self._split]
             return self._by_group(names, is_global)
         count = num_rows // len(names)
         return [Rows(one, 0, count) for one in names]

@@ -57,9 +57,11 @@ def test_stages_keep_what_their_layers_keep() -> None:
 def test_recomputed_experts_cost_only_where_there_are_experts() -> None:
     def backward_ratio(*modules: str) -> float:
         return cost_from_sizes(
-            replace(SIZES, recompute="selective", recompute_modules=modules),
+            SIZES,
             Layout(),
             GpuSpeed(peak_tflops=1.0),
+            recompute="selective",
+            recompute_modules=modules,
             mean_length=100.0,
         ).backward_ratio
 

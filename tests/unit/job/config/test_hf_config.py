@@ -232,7 +232,9 @@ def test_other_folders_are_one_line(content: str | None, message: str, tmp_path:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *HYBRID])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "deepseek_v3", "gemma4_text", "hunyuan_v1_moe", "qwen3_next", "nemotron_h"]
+)
 def test_numbers_beyond_any_model_are_refused_at_once(name: str, tmp_path: Path) -> None:
     keys = PUBLISHED.get(name) or HYBRID[name]
     numbers = [key for key, value in keys.items() if type(value) in (int, float)]
