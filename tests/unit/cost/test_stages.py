@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -178,6 +179,7 @@ def test_memory_counts_the_layers_of_each_stage() -> None:
     assert found[0].activations == pytest.approx(first, rel=1e-6)
     fullest = model.fullest_stage(layout, live_tokens=4000, row_tokens=1000)
     assert fullest == max(found, key=lambda stage: stage.total)
-    alone = MemoryModel(sizes=SIZES, stage_layers=StageLayers((0, 37), pp=2), recompute="full")
+    full = replace(SIZES, recompute="full")
+    alone = MemoryModel(sizes=full, stage_layers=StageLayers((0, 37), pp=2))
     only_embedding = alone.stage(Layout(pp=2), 0, live_tokens=4000, row_tokens=1000)
     assert only_embedding.activations == int(4000 * alone.saved(Layout(pp=2)).embedding)
