@@ -44,31 +44,22 @@ def _lengths(name: str, lengths: Any, *words: str) -> Row:
 LENGTH_ROWS = [
     _lengths("none", None, "None", "integer per sample"),
     _lengths("empty", [], "(0,)", "at least one"),
-    _lengths("empty array", array([], "int64"), "(0,)", "at least one"),
     _lengths("0", [5, 0], "sample 1", "length 0", "[1, 268435456]"),
     _lengths("negative", [5, -3], "sample 1", "length -3"),
     _lengths("too long", [2**28 + 1], "sample 0", "268435457"),
-    _lengths("2^63", [5, 2**63], "sample 1", "9223372036854775808", "268435456"),
     _lengths("10^30", [5, 10**30], "sample 1", "268435456"),
     _lengths("unsigned 2^64 - 1", array([5, 2**64 - 1], "uint64"), "sample 1", "18446744073709"),
     _lengths("NaN", [5, NAN], "sample 1", "nan", "integer"),
-    _lengths("infinite", [INF], "sample 0", "inf", "integer"),
     _lengths("float", [5.0], "sample 0", "5.0", "integer"),
     _lengths("bool", [True], "sample 0", "True", "integer"),
     _lengths("string", ["5"], "sample 0", "'5'", "integer"),
-    _lengths("a long string", [5, "x" * 10**6], "sample 1", "xxx", "integer"),
-    _lengths("None inside", [5, None], "sample 1", "None", "integer"),
     _lengths("nested", [[5], [6]], "sample 0", "integer"),
     _lengths("one number", 5, "5", "integer per sample"),
-    _lengths("text", "579", "sample 0", "'5'"),
     _lengths("2-D", array([[5, 6]], "int64"), "(1, 2)", "one integer per sample"),
     _lengths("0-D", array(5, "int64"), "()", "one integer per sample"),
     _lengths("array of floats", array([5, 6], "float32"), "float32", "give integers"),
-    _lengths("array of NaN", array([NAN], "float64"), "float64", "give integers"),
     _lengths("array of bools", array([True], "bool"), "bool", "give integers"),
-    _lengths("array of objects", array([5, "a"], "object"), "object", "give integers"),
     _lengths("array of dates", array(["2024-01-01"], "datetime64[D]"), "datetime64"),
-    _lengths("many dimensions", array([[[[5]]]], "int64"), "(1, 1, 1, 1)"),
 ]
 
 
@@ -82,9 +73,7 @@ ID_ROWS = [
     _ids("one number", ("rollout_ids are 5", "give"), rollout_ids=5),
     _ids("None inside", ("sample 1", "None", "int64 or a str"), rollout_ids=["a", None] * 4),
     _ids("float", ("sample 7", "1.5"), rollout_ids=[1, 2, 3, 4, 5, 6, 7, 1.5]),
-    _ids("NaN", ("sample 0", "nan"), rollout_ids=[NAN] * 8),
     _ids("bool", ("sample 0", "True"), rollout_ids=[True] * 8),
-    _ids("long list", ("sample 0", "int64 or a str"), rollout_ids=[list(range(10**5))] * 8),
     _ids(
         "a colocated set in two rollouts",
         ("samples 0 and 1", "'a'", "1 and 2", "one rollout id"),
@@ -112,11 +101,8 @@ PLAN_ROWS = [
         )
         for value, word in [
             (0, "max_tokens_per_gpu=0"),
-            (-8, "=-8"),
             (16.0, "=16.0"),
-            (NAN, "=nan"),
             ("16", "='16'"),
-            (True, "=True"),
             (10**30, "1099511627776"),
         ]
     ),
@@ -129,9 +115,7 @@ PLAN_ROWS = [
     ),
     _settings("micro-batches of 0", ConfigError, "micro_batch_size=0", micro_batch_size=0),
     _settings("steps of 0", ConfigError, "global_batch_size=0", "set", global_batch_size=0),
-    _settings("steps of NaN", ConfigError, "global_batch_size=nan", global_batch_size=NAN),
     _settings("0 steps", ConfigError, "num_steps=0", num_steps=0),
-    _settings("-1 steps", ConfigError, "num_steps=-1", num_steps=-1),
     _settings("more steps than rollouts", PlanError, "num_steps=9", "8", num_steps=9),
     _settings("steps twice", ConfigError, "set one", num_steps=2, global_batch_size=4),
     _settings(
@@ -206,9 +190,6 @@ LAYOUT_ROWS = [
     ),
     _layout("dp=-2 & at least 1", dp=-2),
     _layout("tp=2.0 & at least 1", tp=2.0),
-    _layout("cp='2' & at least 1", cp="2"),
-    _layout("pp=True & at least 1", pp=True),
-    _layout("ep=None & at least 1", ep=None),
     _layout("etp=1.0 & at least 1", etp=1.0),
     _layout("dp=10000 & at most 1048576", dp=10**30),
     _layout("vpp=2 with pp=1 & set pp > 1", vpp=2),
@@ -219,7 +200,6 @@ LAYOUT_ROWS = [
     _layout("etp=3 does not divide tp=4 & set etp to 1 or tp", tp=4, etp=3),
     _layout("etp*ep=2*4 & dp*cp*tp=4 & set ep to a divisor of 2", dp=2, tp=2, ep=4, etp=2),
     _layout("fp8='e4m3' & mxfp8", fp8="e4m3"),
-    _layout("fp8=[1] & mxfp8", fp8=[1]),
     _layout("sequence_parallel='yes' & True", sequence_parallel="yes"),
 ]
 
