@@ -120,9 +120,6 @@ PLAN_LINES = [
     _plan("--max-tokens-per-gpu 8 --ep 2", "ep=2", "set ep to a divisor"),
     _plan("--max-tokens-per-gpu 8 --num-steps 9", "--num-steps=9", "3 rollouts", "at most 3"),
     _plan("--max-tokens-per-gpu 8 --cost c.yaml", "c.yaml", "No such file", "give"),
-    _plan(
-        "--max-tokens-per-gpu 8 --num-layers 4", "unrecognized arguments: --num-layers", "--help"
-    ),
     _plan("--max-tokens-per-gpu 8 --rollout-column id", "'id'", "length", "name one"),
     line("plan none.csv --max-tokens-per-gpu 8", "none.csv", "No such file", "give"),
     line("plan pipe --max-tokens-per-gpu 8", "pipe", "no samples", "give", pipe=os.mkfifo),
