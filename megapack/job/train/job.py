@@ -327,18 +327,7 @@ class Trainer:
         first_step = self.position.step_in_batch
         resumed = self._resumed_inside
         if resumed is not None:
-            fields = self._saved_fields
-            agree(
-                lambda: self.checkpoints.load_batch(resumed, batch.samples, batch.plan, fields),
-                device=self.device,
-            )
-            if self._records_routing:
-                agree(
-                    lambda: self.checkpoints.load_routing(
-                        resumed, batch.plan, self.adapter.dp_rank, batch.routing
-                    ),
-                    device=self.device,
-                )
+            agree(lambda: self._load_batch(resumed, batch), device=self.device)
         else:
             self.passes.add_logprobs(batch)
         passed = time.perf_counter()
@@ -358,6 +347,12 @@ class Trainer:
                     self._export()
             if self._stopping:
                 self._finish_save()
+
+    def _load_batch(self, saved: Checkpoint, batch: PlannedBatch) -> None:
+        plan = batch.plan
+        self.checkpoints.load_batch(saved, batch.samples, plan, self._saved_fields)
+        if self._records_routing:
+            self.checkpoints.load_routing(saved, plan, self.adapter.dp_rank, batch.routing)
 
     def _save(self, batch: PlannedBatch) -> None:
         with self.ranks.guarded(f"the checkpoint after step {self.num_steps}"):

@@ -323,22 +323,12 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("model.hidden_size=128", "model.hidden_size=128, was 64"),
-        ("data.generated_seed=7", "set the section data as it was"),
-        ("train.resume=absent", "train.resume=absent holds no complete checkpoint"),
-    ],
-)
-def test_a_run_that_does_not_fit_is_refused(
-    undisturbed: Path, tmp_path: Path, override: str, message: str
-) -> None:
+def test_a_run_that_does_not_fit_is_refused(undisturbed: Path, tmp_path: Path) -> None:
     copy_of_run(undisturbed, tmp_path, until=8)
     before = (names(tmp_path), metrics(tmp_path))
-    code, output = job(tmp_path, *DP2, "train.resume=auto", override)
+    code, output = job(tmp_path, *DP2, "train.resume=auto", "data.generated_seed=7")
     assert code != 0
-    assert message in output
+    assert "set the section data as it was" in output
     assert (names(tmp_path), metrics(tmp_path)) == before
 
 
