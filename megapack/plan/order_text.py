@@ -88,13 +88,13 @@ def _wrong_place(own: Ints, known: npt.NDArray[np.object_], chains: Chains) -> s
     Args:
         own: its operations, as indices into `known`, see `operation_texts`.
     """
-    place = np.full(known.size, -1)
-    place[own] = np.arange(own.size)
-    (again,) = np.nonzero(place[own] != np.arange(own.size))
+    last = np.full(known.size, -1)
+    last[own] = np.arange(own.size)
+    (again,) = np.nonzero(last[own] != np.arange(own.size))
     if again.size:
         return f"runs {known.flat[own[again[0]]]} twice; name each operation once"
-    places: Ints = place.reshape(known.shape)
-    missing = np.argwhere(places[:2] < 0)
+    place = last.reshape(known.shape)
+    missing = np.argwhere(place[:2] < 0)
     if missing.size:
         return f"never runs {known[tuple(missing[0])]}; add it to its line"
     every = list(range(known.shape[2]))
@@ -107,8 +107,8 @@ def _wrong_place(own: Ints, known: npt.NDArray[np.object_], chains: Chains) -> s
         (0, before, 0, pieces, "the piece before it,"),
         (1, pieces, 1, before, "the backward of the next piece,"),
     ):
-        later = places[then][:, of_then]
-        wrong = np.argwhere((later >= 0) & (later < places[first][:, of_first]))
+        later = place[then][:, of_then]
+        wrong = np.argwhere((later >= 0) & (later < place[first][:, of_first]))
         if wrong.size:
             chunk, k = wrong[0]
             names = known[then, chunk, of_then[k]], known[first, chunk, of_first[k]]

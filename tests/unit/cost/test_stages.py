@@ -165,7 +165,7 @@ def test_memory_counts_the_layers_of_each_stage() -> None:
     split = StageLayers((9, 10, 12, 6), pp=4)
     model = MemoryModel(sizes=SIZES, stage_layers=split)
     found = [model.stage(layout, s, live_tokens=4000, row_tokens=1000) for s in range(4)]
-    assert [stage.parameters // 4 for stage in found] == [
+    assert [stage.parameters // 2 for stage in found] == [
         9 * weights + vocabulary,
         10 * weights,
         12 * weights,
