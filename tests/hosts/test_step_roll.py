@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.hosts.steps.job import Report, Runs
+from tests.hosts.steps.roll import LENGTHS
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
@@ -43,7 +44,7 @@ def test_training_and_log_probs_are_those_of_one_rank_without_patches(
     np.testing.assert_allclose(logprobs(patched), logprobs(alone), atol=2e-5)
     for report in patched:
         assert report.grad_norms == pytest.approx(alone[0].grad_norms, rel=1e-5)
-        assert any(name.startswith("roll.utils.sequence_packing") for name in report.patched)
+        assert "roll.utils.dynamic_batching.dynamic_batching_shard" in report.patched
 
 
 @pytest.mark.parametrize(("case", "layout"), CASES)
@@ -72,6 +73,16 @@ def test_roll_alone_goes_over_its_budget(run: Runs) -> None:
     assert max(max(rows) for rows in without.row_tokens) > budget
     assert max(max(rows) for rows in patched.row_tokens) <= budget
     assert patched.losses == pytest.approx(without.losses, rel=1e-5)
+
+
+def test_padded_micro_batches_have_less_padding(
+    run: Runs,
+) -> None:
+    without = run("dp=1", "", "padded_tight")[0]
+    patched = run("dp=1", "roll", "padded_tight")[0]
+    assert patched.num_microbatches == without.num_microbatches
+    assert patched.losses == pytest.approx(without.losses, rel=1e-5)
+    assert sum(LENGTHS) <= sum(patched.row_tokens[0]) < sum(without.row_tokens[0])
 
 
 @pytest.mark.parametrize("layout", ["dp=1", "pp=2,vpp=2"])
