@@ -5,7 +5,8 @@
 puts `startup` and Transformer Engine's Python on PYTHONPATH, so that every Python process calls
 `pretend` right after its import of torch. Everything then runs on the CPU: megapack's branches for
 CUDA, Megatron-Core by `megapack.cpu`, Transformer Engine's Python on stand-ins of its kernels
-(`megapack.cpu.te`), NCCL's groups over gloo, and torch's varlen attention by `varlen_attention`.
+(`megapack.cpu.te`), NCCL's groups over gloo, torch's varlen attention by `varlen_attention`, its
+flash operations by `tests.rehearsal.flash`.
 Events are the host's clock, and the device's memory is the process's: neither says anything of a
 GPU.
 
@@ -28,13 +29,14 @@ from torch import Tensor
 from wrapt import register_post_import_hook
 
 from megapack import te_finder
-from tests.rehearsal.flash import band
+from tests.rehearsal.flash import band, register_on_cpu
 
 NAME = "a CPU that rehearses a Hopper GPU"
 CAPABILITY = (9, 0)
 CUDA = "13.0"
 # torch's names of no waits, a warning and an error.
 _SYNC_MODES = {"default": 0, "warn": 1, "error": 2}
+_for_life: list[torch.library.Library] = []
 
 
 def pretend() -> None:
@@ -61,6 +63,7 @@ def pretend() -> None:
         setattr(torch.cuda, name, answer)
     Tensor.pin_memory = lambda self, device=None: self
     torch.backends.cuda.is_flash_attention_available = lambda: True
+    _for_life.append(register_on_cpu())
     register_post_import_hook(_replace_varlen, "torch.nn.attention.varlen")
     others = torch.cuda.current_device
     torch.cuda.current_device = lambda: _current_device(others)

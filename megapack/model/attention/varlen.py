@@ -21,17 +21,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapack.errors import ConfigError
-from megapack.model.attention.packed import gather_rows
+from megapack.model.attention.packed import PackedAttention, gather_rows
 from megapack.model.attention.row import RowView
-from megapack.model.attention.sdpa import PackedSDPA
 
 # Flash attention's kernels are compiled for head widths that are multiples of 8, up to 256.
 MAX_HEAD_WIDTH = 256
 HEAD_WIDTH_UNIT = 8
 
 
-class PackedVarlen(PackedSDPA):
-    """`PackedAttention` with torch's varlen kernel; with sinks, which it does not know, SDPA.
+class PackedVarlen(PackedAttention):
+    """`PackedAttention` with torch's varlen kernel.
 
     The kernel aligns the last query of a sequence with its last key. So with context parallelism
     each part of a rank's queries is passed as a separate sequence, with the keys up to the part's
@@ -53,8 +52,6 @@ class PackedVarlen(PackedSDPA):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, row: RowView) -> Tensor:
         """query [T, heads, d]; key [T, groups, d]; value [T, groups, v] -> [T, heads, v]."""
-        if self.softmax_offset is not None:
-            return super().attend(query, key, value, row)
         ends = (row.cu_seqlens_S1, row.cu_seqlens_S1, row.max_seqlen, row.max_seqlen)
         if row.cp > 1 or row.branches:
             paths = row.paths(self.window)
@@ -64,7 +61,10 @@ class PackedVarlen(PackedSDPA):
         if width < key.shape[-1]:
             # The kernel takes one width. Further channels of zeros are zeros in the result.
             value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
-        out = varlen_causal_attention(query, key, value, *ends, self.softmax_scale, self.window)
+        attend = varlen_causal_attention
+        if self.softmax_offset is not None:
+            attend = functools.partial(varlen_sink_attention, self.softmax_offset)
+        out = attend(query, key, value, *ends, self.softmax_scale, self.window)
         return out[..., :width]
 
     def _refuse_unsupported(self, config: Any, mask: AttnMaskType, attention_type: str) -> None:
@@ -133,6 +133,83 @@ def varlen_causal_attention(
             **options,
         )
     return out
+
+
+def varlen_sink_attention(
+    sink_H: Tensor,
+    query_QHD: Tensor,
+    key_KGD: Tensor,
+    value_KGD: Tensor,
+    query_ends_S1: Tensor,
+    key_ends_S1: Tensor,
+    max_queries: int,
+    max_keys: int,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """`varlen_causal_attention` with one more logit in the softmax of each head, of value 0.
+
+    The kernel knows no sinks. With l the log-sum-exp of a query's scores and s the sink, the whole
+    softmax has L = logaddexp(l, s), and the output is exp(l - L) times the kernel's. The backward
+    of flash attention (Dao et al. 2022, arXiv 2205.14135, algorithm 4) reads output and log-sum-exp
+    only as those of the whole softmax, so given these it returns exact gradients. The sink's weight
+    is exp(s - L), its value 0, so its gradient is -exp(s - L) <dO, O>, summed over queries.
+
+    Args:
+        sink_H: the logits.
+    """
+    ends = (query_ends_S1, key_ends_S1, max_queries, max_keys)
+    out: Tensor = _WithSinks.apply(  # type: ignore[no-untyped-call]
+        query_QHD, key_KGD, value_KGD, sink_H, ends, scale, window
+    )
+    return out
+
+
+class _WithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink_H: Tensor,
+        ends: tuple[Tensor, Tensor, int, int],
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        ctx.options = {
+            "scale": scale,
+            "window_size_left": -1 if window is None else window - 1,
+            "window_size_right": 0,
+        }
+        ctx.is_causal = window is None
+        forward = flash_kernels()[0]
+        out, lse_HQ, ctx.rng_state, ctx.unused, _ = forward(
+            query, key, value, *ends, 0.0, ctx.is_causal, False, **ctx.options
+        )
+        total_HQ = torch.logaddexp(lse_HQ, sink_H.to(lse_HQ.dtype)[:, None])
+        out = (out * (lse_HQ - total_HQ).exp().t()[..., None]).to(out.dtype)
+        ctx.save_for_backward(query, key, value, sink_H, out, total_HQ, *ends[:2])
+        ctx.most = ends[2:]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sink_H, out, total_HQ, *ends = ctx.saved_tensors
+        call = (*ends, *ctx.most, 0.0, ctx.is_causal, ctx.rng_state, ctx.unused)
+        grads = flash_kernels()[1](
+            grad.contiguous(), query, key, value, out, total_HQ, *call, **ctx.options
+        )
+        weights_HQ = (sink_H.to(total_HQ.dtype)[:, None] - total_HQ).exp()
+        products_HQ = (grad.to(total_HQ.dtype) * out).sum(-1).t()
+        grad_sink = -(weights_HQ * products_HQ).sum(1)
+        return *grads, grad_sink.to(sink_H.dtype), None, None, None
+
+
+def flash_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """torch's flash attention, which `varlen_attn` calls too: forward and backward."""
+    aten = torch.ops.aten
+    return aten._flash_attention_forward, aten._flash_attention_backward
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from tests.forests import (
     row_tensors,
     with_gradients,
 )
-from tests.rehearsal.flash import band, sequences
+from tests.rehearsal.flash import band, flash_backward, flash_forward, sequences
 
 pytestmark = pytest.mark.unit
 
@@ -71,6 +71,7 @@ def varlen_kernel(
 def replaced_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's kernels need CUDA."""
     monkeypatch.setattr(varlen, "varlen_kernel", lambda: varlen_kernel)
+    monkeypatch.setattr(varlen, "flash_kernels", lambda: (flash_forward, flash_backward))
 
 
 def core(
@@ -109,12 +110,7 @@ def compared(module: PackedAttention, row: Forest, inputs: tuple[Tensor, ...]) -
 
 @pytest.mark.parametrize(
     ("name", "sinks", "window"),
-    [
-        *itertools.product(KERNELS, ("vanilla",), WINDOWS),
-        *itertools.product(("sdpa",), ("learnable",), WINDOWS),
-        # SDPA runs sinks.
-        ("varlen", "learnable", 3),
-    ],
+    [*itertools.product(KERNELS, ("vanilla", "learnable"), WINDOWS)],
 )
 def test_samples_and_prefixes_equal_a_mask(name: str, sinks: str, window: int | None) -> None:
     for seed, depth in enumerate((0, 1, 3, 4)):
@@ -124,7 +120,7 @@ def test_samples_and_prefixes_equal_a_mask(name: str, sinks: str, window: int | 
 
 
 @pytest.mark.parametrize(
-    ("name", "sinks", "window"), [("sdpa", "learnable", 4), ("varlen", "vanilla", 4), PLAIN]
+    ("name", "sinks", "window"), [*((name, "learnable", 4) for name in KERNELS), PLAIN]
 )
 @pytest.mark.parametrize(("heads", "groups", "value_width"), [(4, 4, 8), (4, 1, 8), (4, 2, 5)])
 def test_heads_may_differ(
@@ -138,7 +134,7 @@ def test_heads_may_differ(
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize(
     ("name", "sinks", "window"),
-    [("sdpa", "learnable", 3), ("sdpa", "learnable", None), ("varlen", "vanilla", 3), PLAIN],
+    [*itertools.product(KERNELS, ("learnable",), (3, None)), PLAIN],
 )
 def test_slices_attend_as_the_whole_row_does(
     name: str, sinks: str, window: int | None, cp: int, monkeypatch: pytest.MonkeyPatch
@@ -183,14 +179,13 @@ def test_pieces_attend_as_the_whole_sample_does(
 ) -> None:
     # In float64, which the real varlen kernel refuses.
     monkeypatch.setattr(PackedVarlen, "forward", PackedAttention.forward)
-    module = core(name, window, "learnable" if name == "sdpa" else "vanilla")
+    module = core(name, window, "learnable")
     row = Forest((), tuple(LENGTHS))
     inputs = row_tensors(sum(LENGTHS), HEADS, GROUPS, D)
     sink = module.softmax_offset
-    leaves = inputs if sink is None else (*inputs, sink)
     whole = masked_attention(*inputs, row.windowed_TT(window), SCALE, sink)
     weights = torch.linspace(-1, 1, whole.numel(), dtype=whole.dtype).view_as(whole).sin()
-    wanted = torch.autograd.grad((whole * weights).sum(), leaves)
+    wanted = torch.autograd.grad((whole * weights).sum(), (*inputs, sink))
 
     batch = SampleBatch([list(range(n)) for n in LENGTHS])
     rows = []
@@ -212,7 +207,7 @@ def test_pieces_attend_as_the_whole_sample_does(
         losses.append((out * weights[indices]).sum())
     for loss in reversed(losses):
         loss.backward()
-    found = [x.grad for x in leaves if x.grad is not None]
+    found = [x.grad for x in (*inputs, sink) if x.grad is not None]
     assert error(found, list(wanted)) < 1e-12
 
 
