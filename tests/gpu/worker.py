@@ -17,7 +17,6 @@ import torch
 from megapack import Layout, Plan, launch
 from megapack.job.config.sections import ModelConfig
 from megapack.job.gpt import initialize_parallel
-from megapack.job.gpt.settings import Setting
 from megapack.model.recurrent.choice import recurrent_kernels
 from megapack.model.weight_gradients import WeightGradients
 from megapack.rows.slices import slice_positions
@@ -108,8 +107,8 @@ def overlap(attention: str, reference: dict[str, Samples]) -> Found:
     DDP reduces gradients in buckets during backwards.
     """
     reduction = {
-        "overlap_grad_reduce": Setting(True),
-        "bucket_size": Setting(100_000),
+        "overlap_grad_reduce": True,
+        "bucket_size": 100_000,
     }
     adapter = build_adapter(
         problem.model(attention, "fp32"),

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from megapack import Layout, build_dp_schedule
-from megapack.job.gpt.settings import Setting
 from megapack.loss import SFT
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
@@ -49,7 +48,7 @@ def run_case(case: Case) -> dict[str, Any]:
         case.layout,
         model=problem.shallow(problem.MODELS[case.variant][0]),
         distributed_optimizer=case.distributed,
-        reduction={name: Setting(value) for name, value in reduction.items()},
+        reduction=dict(reduction),
     )
     adapter = ScheduleAdapter(chunks, layout=case.layout)
     batch = problem.make_batch()

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megapack import build_dp_schedule, launch
 from megapack.base.choices import Executor
-from megapack.job.gpt.settings import Setting
 from megapack.model.parameters import global_parameters
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
@@ -70,7 +69,7 @@ def run_overlap(case: OverlapCase) -> dict[str, Any]:
             case.layout,
             model=problem.shallow(problem.MODELS[case.variant][0]),
             distributed_optimizer=case.distributed,
-            reduction={name: Setting(value) for name, value in case.ddp.items()},
+            reduction=dict(case.ddp),
         )
         adapter = ScheduleAdapter(chunks, layout=case.layout, executor=executor)
         found.append({})

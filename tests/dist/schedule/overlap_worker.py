@@ -18,7 +18,6 @@ from torch import Tensor
 from megapack import Layout, Policy, build_dp_schedule, launch
 from megapack.job.config.sections import OptimConfig
 from megapack.job.gpt.optimizer import build_optimizer
-from megapack.job.gpt.settings import Setting
 from megapack.job.train.passes import Reference
 from megapack.model.overlap import finish_param_gathers
 from megapack.model.parameters import global_parameters
@@ -78,7 +77,7 @@ def main(out_dir: str, name: str) -> None:
         case.layout,
         model=problem.shallow(problem.MODELS[case.variant][0]),
         distributed_optimizer=case.distributed,
-        reduction={name: Setting(value) for name, value in case.ddp.items()},
+        reduction=dict(case.ddp),
     )
     # A large eps, as in optimizer_worker: Adam divides by the gradient's size.
     optim = OptimConfig(lr=1e-2, clip_grad=0, adam_eps=1e-2, distributed_optimizer=case.distributed)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megapack import Layout, Plan, Policy, build_dp_schedule, launch
 from megapack.job.config.sections import ModelConfig
-from megapack.job.gpt.settings import Setting
 from megapack.loss import SFT
 from megapack.model.parameters import global_parameters
 from megapack.plan import check_plan
@@ -45,7 +44,7 @@ LAYOUTS = {
 LENGTHS = [3, 9, 5, 17, 2, 11, 7, 4, 12, 6]
 # Tokens of a row by chunks per stage: 4 to 6 micro-batches per DP rank.
 BUDGETS = {1: 20, 2: 34}
-OVERLAP = {"overlap_grad_reduce": Setting(True), "bucket_size": Setting(500)}
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 500}
 MAX_LIVE_TOKENS = 10_000
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from megapack import Layout, build_dp_schedule
-from megapack.job.gpt.settings import Setting
 from megapack.loss import SFT
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
@@ -64,7 +63,7 @@ class Run:
                 case.layout,
                 model=model,
                 distributed_optimizer=case.distributed,
-                reduction={name: Setting(value) for name, value in case.ddp.items()} or None,
+                reduction=dict(case.ddp) or None,
                 splits_backward=splits_backward,
             )
         self._adapter = ScheduleAdapter(self.chunks, layout=case.layout, executor="operations")

@@ -170,7 +170,6 @@ def build_chunks(arguments: job.Arguments, worker: Any) -> list[Any]:
     from skyrl.train.config.config import MegatronDDPConfig
 
     from megapack.job.gpt import build
-    from megapack.job.gpt.settings import Setting
     from tests.dist import problem, setup
 
     own_config = build.transformer_config
@@ -203,7 +202,7 @@ def build_chunks(arguments: job.Arguments, worker: Any) -> list[Any]:
             setup.build_chunks(
                 arguments.layout,
                 distributed_optimizer=True,
-                reduction={"average_in_collective": Setting(average)},
+                reduction={"average_in_collective": average},
                 before_wrapping=adapt if "lora" in arguments.case else None,
             )
         )

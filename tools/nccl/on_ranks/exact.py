@@ -17,7 +17,6 @@ from megapack import launch
 from megapack.job.config.sections import OptimConfig
 from megapack.job.gpt import initialize_parallel
 from megapack.job.gpt.optimizer import build_optimizer
-from megapack.job.gpt.settings import Setting
 from megapack.schedule import ScheduleAdapter
 from tests.dist.groups import end_model_parallel
 from tests.dist.problem import SEED
@@ -40,7 +39,7 @@ def run_case(case: Case, reference: dict[str, Samples], sums: dist.ProcessGroup)
     options: dict[str, Any] = {"splits_backward": feature.splits_backward}
     if feature.overlaps:
         options["distributed_optimizer"] = True
-        options["reduction"] = {name: Setting(value) for name, value in _OVERLAP.items()}
+        options["reduction"] = dict(_OVERLAP)
     adapter = build_adapter(case.settings, case.layout, ScheduleAdapter, **options)
     plan, batch = feature.plan(case.layout), case.batch()
     exact = reference[f"{case.samples} fp32"]
