@@ -1,6 +1,6 @@
 """`tools/gpu_check.sh --ranks` on a CPU, with an NCCL that refuses, dies or hangs.
 
-Two are a sample of a minute; the others take half an hour.
+One is a sample of a minute; the others take half an hour.
 `REHEARSE=1 tools/gpu_check.sh --ranks` is the check itself, without a fault.
 """
 
@@ -44,7 +44,7 @@ def check(root: Path, out: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, report
 
 
-@pytest.mark.slow
+@pytest.mark.rehearsal
 def test_an_nccl_that_refuses_every_way_is_quoted_and_ends_the_check(
     repo_root: Path, tmp_path: Path
 ) -> None:
