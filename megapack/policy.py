@@ -13,7 +13,7 @@ from megapack.layout import CountRule, Layout
 Unreachable = Literal["pad", "drop", "error"]
 Oversize = Literal["alone", "error"]
 RowShape = Literal["planned", "uniform"]
-Balance = Literal["time", "tokens"]
+Balance = Literal["time"]
 StepSplit = Literal["contiguous", "balanced"]
 GroupSize = Literal["fixed"]
 SharePrefixes = Literal["auto", "off"]
@@ -69,7 +69,7 @@ class Policy:
     of the budget, to which rows are padded. No sample may exceed the budget then. No limit by
     default."""
     balance: Balance = "time"
-    """What is balanced over ranks and rows: the cost model's seconds, or row tokens."""
+    """"time": the cost model's seconds are balanced over ranks and rows."""
     step_split: StepSplit = "contiguous"
     """Rollouts go to steps in input order, or so that the steps' tokens are balanced."""
     search: int = 2048
@@ -107,13 +107,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            if name == "group_size" and getattr(self, name) == "search":
-                raise ConfigError(
-                    "group_size='search': other G are not tried any more; set group_size='fixed', "
-                    "and G in the layout's microbatch_group_size"
-                )
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}={brief(getattr(self, name))}; set one of {choices}")
+            value = getattr(self, name)
+            if value not in choices:
+                advice = _GONE.get(f"{name}={value!r}", f"set one of {choices}")
+                raise ConfigError(f"{name}={brief(value)}; {advice}")
         _check_int("search", self.search, 0)
         if self.max_live_tokens_per_gpu is not None:
             _check_int("max_live_tokens_per_gpu", self.max_live_tokens_per_gpu, 1)
@@ -169,6 +166,13 @@ class Policy:
         return payload
 
 
+# Choices of earlier versions, and what to set now.
+_GONE = {
+    "group_size='search'": "other G are not tried any more; set group_size='fixed', and G in the "
+    "layout's microbatch_group_size",
+    "balance='tokens'": "plans balance seconds; set balance='time', and for tokens a cost model "
+    "of per_token alone",
+}
 _CHOICES = {
     name: get_args(hint)
     for name, hint in get_type_hints(Policy).items()

@@ -30,7 +30,7 @@ POLICY: dict[str, Sequence[Any]] = {
     "row_shape": ("planned", "planned", "uniform"),
     "round_row_tokens": (None, None, None, 24),
     "row_shapes": (None, None, 1, 3),
-    "balance": ("time", "time", "tokens"),
+    "balance": ("time",),
     "step_split": ("contiguous", "balanced"),
     "search": (0, 1, 40, 300),
     "group_size": ("fixed",),

@@ -54,7 +54,6 @@ FEATURES = {
     "plain": Policy(),
     "construction": Policy(search=0),
     "uniform": Policy(row_shape="uniform"),
-    "tokens": Policy(balance="tokens"),
     "drop": Policy(unreachable="drop"),
     "live cap": Policy(max_live_tokens_per_gpu=28672),
     "no prefixes": Policy(share_prefixes="off"),

@@ -34,6 +34,7 @@ _REMOVED: dict[str, tuple[Any, str]] = {
 }
 # Values of keys that were removed -> what to do now.
 _REMOVED_VALUES = {
+    "plan.balance=tokens": "leave it out, or set plan.cost_model to a file with per_token alone",
     "plan.group_size=search": "set G in layout.microbatch_group_size, and leave this out",
 }
 

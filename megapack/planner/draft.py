@@ -76,7 +76,7 @@ class Draft:
         return padded
 
     def seconds(self) -> float:
-        """Simulated seconds of the step by the cost model, whatever the policy balances."""
+        """Simulated seconds of the step by the cost model."""
         if self.board_seconds is not None:
             return self.board_seconds
         step = self.items.step

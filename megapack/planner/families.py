@@ -178,8 +178,8 @@ def _part_starts(items: Items, families: Families, most_work: float) -> Bools:
         step.capacity,
         UNLIMITED if step.max_samples is None else step.max_samples,
         most_work,
-        float(step.balanced_cost.per_token),
-        float(step.balanced_cost.per_token_sq),
+        float(step.real_cost.per_token),
+        float(step.real_cost.per_token_sq),
     )
     starts: Bools = _cut(
         _units(items.aligned[members], items.item_samples[members], items.work[members]),

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megapack.base.arrays import Bools, Floats, Ints
-from megapack.cost.model import CostModel
 from megapack.planner.bins import first_fit, first_fit_decreasing
 from megapack.planner.step import Step
 from megapack.prefixes import Spans
@@ -115,14 +114,11 @@ class Items:
 
     @cached_property
     def work(self) -> Floats:
-        """float64 [I]: what each item adds to a row's forward, in seconds or tokens.
+        """float64 [I]: what each item adds to a row's forward through one chunk, on one GPU.
 
         Rows and ranks are balanced by it.
         """
-        return self.work_by(self.step.balanced_cost)
-
-    def work_by(self, cost: CostModel) -> Floats:
-        """float64 [I]: what each item adds to a row's forward through one chunk, on one GPU."""
+        cost = self.step.real_cost
         work = float(cost.per_token) * self.aligned.astype(np.float64)
         work += float(cost.per_token_sq) * self.aligned_sq.astype(np.float64)
         return work + cost.per_sample * self.item_samples
@@ -130,7 +126,7 @@ class Items:
     @cached_property
     def square_share(self) -> float:
         """The part of the work that is squares of tokens."""
-        squares = self.step.balanced_cost.per_token_sq * float(self.aligned_sq.sum())
+        squares = self.step.real_cost.per_token_sq * float(self.aligned_sq.sum())
         return squares / float(self.work.sum()) if squares else 0.0
 
     @cached_property

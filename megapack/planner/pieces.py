@@ -106,7 +106,7 @@ class _Search:
         self.split = self.policy.backward == "split" and not step.forward_only
         # Pieces of whole units of a row add no padding to the sample.
         unit = layout.row_alignment if is_tight else layout.sample_alignment
-        self.way = Way(items, step.real_cost, own_order=True, is_real=True, unit=unit)
+        self.way = Way(items, own_order=True, is_real=True, unit=unit)
         single = self.way.work[is_alone(items)]
         # The work of the sample that has most, in mean ranks.
         self.heaviest = float(single.max(initial=0.0)) / (self.way.rank_work or 1.0)

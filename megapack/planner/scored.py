@@ -37,8 +37,6 @@ class Way:
     """The items of a step, what is counted of them, and which freedoms their rows have."""
 
     items: Items
-    cost: CostModel
-    """Of rows: what is balanced, or in an order of its own what a step takes."""
     num_levels: int = 1
     """Rows may lie over up to 2**(num_levels - 1) DP ranks."""
     own_order: bool = False
@@ -59,10 +57,15 @@ class Way:
         """The layout."""
         return self.items.step.layout
 
-    @cached_property
+    @property
+    def cost(self) -> CostModel:
+        """What rows take."""
+        return self.items.step.real_cost
+
+    @property
     def runner(self) -> Runner:
         """The simulator of the step's ranks."""
-        return self.step.runner(self.cost)
+        return self.step.runner
 
     @cached_property
     def work(self) -> Floats:
@@ -70,7 +73,7 @@ class Way:
         `fixed`; tokens if all rows are as long as the longest one, so that tokens decide."""
         if self.step.policy.row_shape == "uniform":
             return self.items.aligned.astype(np.float64)
-        return np.asarray(self.items.work_by(self.cost) * self.cost.share_of_rank(self.layout))
+        return np.asarray(self.items.work * self.cost.share_of_rank(self.layout))
 
     @cached_property
     def order(self) -> Ints:
@@ -91,7 +94,7 @@ class Way:
     @cached_property
     def row_cost(self) -> RowCost:
         """Costs and limits of rows."""
-        return row_cost(self.step, self.cost, self.num_levels)
+        return row_cost(self.step, self.num_levels)
 
     def blank(self, count: int) -> Board:
         """A board of M micro-batches per rank with no item in a row."""
@@ -268,8 +271,7 @@ class Scored:
         if self.own is not None and not self.way.step.forward_only:
             draft = replace(draft, orders=self._orders(self.own))
         is_joined = self.own is not None and bool(self.board.level.any())
-        is_known = self.way.cost is self.way.step.real_cost and not is_joined
-        if is_known and self.way.step.prefixes is None:
+        if not is_joined and self.way.step.prefixes is None:
             draft = replace(draft, board_seconds=self.seconds)
         return draft
 
@@ -304,16 +306,16 @@ class Scored:
 def real_seconds(draft: Draft) -> float:
     """Simulated seconds of a draft of rows on one rank each, in Megatron's order, by the cost
     model; inf if a rank breaks the cap on live tokens."""
-    way = Way(draft.items, draft.items.step.real_cost, is_real=True)
-    return way.score_draft(draft).seconds
+    return Way(draft.items, is_real=True).score_draft(draft).seconds
 
 
-def row_cost(step: Step, cost: CostModel, num_levels: int = 1) -> RowCost:
+def row_cost(step: Step, num_levels: int = 1) -> RowCost:
     """The cost model per chunk and GPU, and the limits of rows.
 
     Args:
         num_levels: rows over up to 2**(num_levels - 1) DP ranks.
     """
+    cost = step.real_cost
     rates, widths, unit = _rates(step.layout, cost, num_levels)
     # Where items over the budget do not go over several ranks, they may be alone in their rows.
     widens = step.policy.context_parallel == "dynamic"

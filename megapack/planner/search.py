@@ -215,7 +215,7 @@ def least_seconds(items: Items) -> float:
     cost = step.real_cost
     dp = step.layout.dp
     busiest, chunks = cost.least_weights(step.layout)
-    seconds = cost.share_of_rank(step.layout) * items.work_by(cost)
+    seconds = cost.share_of_rank(step.layout) * items.work
     held = int(np.minimum(items.aligned, step.capacity).sum())
     num_rows = max(dp, -(-held // step.capacity))
     mean = (cost.fixed * num_rows + math.fsum(seconds.tolist())) / dp
@@ -231,7 +231,7 @@ def plan_rows(items: Items, evaluations: int) -> Draft:
     Raises:
         PlanError: no draft respects the cap on live tokens.
     """
-    way = Way(items, items.step.balanced_cost)
+    way = Way(items)
     found = []
     for scored, spent in narrow_starts(way, evaluations):
         found.append(scored)
@@ -239,7 +239,7 @@ def plan_rows(items: Items, evaluations: int) -> Draft:
         if evaluations < 2 * way.layout.dp and min(s.seconds for s in found) < math.inf:
             break
     fewest = min(scored.count for scored in found)
-    has_bubble = way.layout.pp > 1 and not items.step.by_tokens
+    has_bubble = way.layout.pp > 1 and items.step.cost is not None
 
     def seconds(scored: Scored) -> float:
         more = scored.count > fewest and not has_bubble

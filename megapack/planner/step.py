@@ -94,18 +94,8 @@ class Step:
         return None if cap is None else cap * self.layout.cp * self.layout.vpp
 
     @property
-    def by_tokens(self) -> bool:
-        """Whether rows and ranks are balanced by tokens."""
-        return self.policy.balance == "tokens" or self.cost is None
-
-    @property
-    def balanced_cost(self) -> CostModel:
-        """What is balanced over rows and ranks."""
-        return TOKENS if self.by_tokens or self.cost is None else self.cost
-
-    @property
     def real_cost(self) -> CostModel:
-        """What a step takes, whatever is balanced; tokens without a cost model."""
+        """What a step takes; tokens without a cost model."""
         return self.cost or TOKENS
 
     @property
@@ -113,9 +103,10 @@ class Step:
         """Whether DP ranks wait for each other at every micro-batch."""
         return self.layout.ep_spans_dp
 
-    def runner(self, cost: CostModel) -> Runner:
-        """The simulator of the step's ranks under a cost model."""
-        return Runner(self.layout, cost, self.forward_only)
+    @cached_property
+    def runner(self) -> Runner:
+        """The simulator of the step's ranks."""
+        return Runner(self.layout, self.real_cost, self.forward_only)
 
 
 def spread_counts(least: int, top: int, number: int = _MAX_COUNTS) -> list[int]:

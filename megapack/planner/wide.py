@@ -47,7 +47,7 @@ def plan_wide(items: Items, fixed: Draft | None) -> Draft | None:
     """
     step = items.step
     # 1. The values of M and their targets.
-    way = Way(items, step.balanced_cost, num_levels=2)
+    way = Way(items, num_levels=2)
     own = [] if fixed is None else [fixed.num_microbatches]
     most = step.legal_count(max(items.num_items, *own, 1))
     held = step.capacity * step.layout.dp
@@ -81,7 +81,7 @@ def plan_wide(items: Items, fixed: Draft | None) -> Draft | None:
     if best.seconds == math.inf or best.seconds >= before * (1 - _LEAST_GAIN):
         return None
     draft = best.draft()
-    # Under balance="tokens", or with prefixes, the board's seconds are not those of the step.
+    # With prefixes the board's seconds are not those of the step.
     if fixed is not None and draft.seconds() >= fixed.seconds() * (1 - _LEAST_GAIN):
         return None
     return draft

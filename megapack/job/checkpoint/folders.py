@@ -382,9 +382,6 @@ def differences(saved: Any, now: Any, keys: Sequence[str]) -> list[str]:
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Descriptions of the settings that differ from a checkpoint's and must not."""
     found = differences(saved, now, _FIXED)
-    if now["data"]["balance_window"] > 1:
-        # It decides what the work of a sample is, and so the batches.
-        found += differences(saved, now, ("plan.balance",))
     kinds = differences(saved, now, ("objective.kind",))
     # A value head does not fit a model with a vocabulary head.
     found += [text for text in kinds if '"reward"' in text]

@@ -49,8 +49,8 @@ class DataConfig:
     """Shuffle the prompt groups in each epoch, by `seed`."""
     balance_window: int = 1
     """Consecutive batches that exchange prompt groups until their work is about equal; 1 = none do,
-    and from the number of an epoch's batches on, all of them do. Work is by the model's sizes, or
-    under plan.balance=tokens by tokens. A batch keeps its number of prompt groups."""
+    and from the number of an epoch's batches on, all of them do. Work is by the model's sizes. A
+    batch keeps its number of prompt groups."""
     drop_equal_rewards: bool = False
     """Leave out prompt groups whose rewards are all equal, as DAPO's dynamic sampling does
     (arXiv 2503.14476): advantages relative to the group give them no gradient. Under advantage_norm

@@ -65,7 +65,7 @@ class _BatchSizes:
     cost_model: str | None = None
     """YAML file of a cost model in seconds, written by tools/calibrate.py. Relative to the working
     directory; must be the same on all ranks. null = from the model's sizes, for a GPU of an assumed
-    speed; `balance: tokens` balances by tokens."""
+    speed."""
     calibrate: Calibrate = "off"
     """"online": fit the cost model to the run's own seconds while it trains, plan with it, and
     write it to cost.yaml in the run's folder at the end. Plans then depend on measured times; a
@@ -97,11 +97,6 @@ class PlanConfig(Policy, _BatchSizes):
             )
         if self.global_batch_size is not None and self.num_steps is not None:
             raise ConfigError("both of plan.global_batch_size and plan.num_steps set; unset one")
-        if self.calibrate == "online" and self.balance == "tokens":
-            raise ConfigError(
-                "plan.calibrate=online fits a cost model, which plan.balance=tokens does not read; "
-                "set balance=time, or calibrate=off"
-            )
         super().__post_init__()
 
     def to_policy(self) -> Policy:

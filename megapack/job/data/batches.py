@@ -122,8 +122,6 @@ def _work(config: TrainConfig, lengths: Ints) -> Ints:
     It depends on nothing that may change when a run resumes: not on the layout, the file of
     `plan.cost_model` or measured seconds. Else batches would change and repeat samples.
     """
-    if config.plan.balance == "tokens":
-        return lengths
     speed, typical = GpuSpeed.of("cuda", "bf16"), typical_length(lengths)
     cost = cost_from_sizes(
         config.model, Layout(), speed, recompute="none", freeze=(), mean_length=typical

@@ -247,14 +247,14 @@ def test_every_policy_field_is_a_key_of_the_plan_section() -> None:
         unreachable="drop",
         oversize="error",
         row_shape="uniform",
-        balance="tokens",
         step_split="balanced",
         search=7,
         max_live_tokens_per_gpu=65536,
         share_prefixes="off",
     )
     keys = policy.to_payload()
-    assert {name for name in keys if keys[name] == getattr(Policy(), name)} == {"group_size"}
+    kept = {name for name in keys if keys[name] == getattr(Policy(), name)}
+    assert kept == {"group_size", "balance"}
     plan = job(*(f"plan.{name}={value}" for name, value in keys.items())).plan
     assert plan.to_policy() == policy
     assert dataclasses.replace(plan, search=8).to_policy() == dataclasses.replace(policy, search=8)
@@ -441,6 +441,7 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     ([*REPLAY, "plan.forward_max_tokens_per_gpu=99"], "set plan.forward_max_tokens_per_gpu=null"),
     ([*DYNAMIC, "plan.count_rule=per_rank"], "plan: context_parallel='dynamic' with count_rule="),
     (["plan.group_size=search"], "expected fixed; set G in layout.microbatch_group_size"),
+    (["plan.balance=tokens"], "expected time; leave it out, or set plan.cost_model to a file"),
     ([*DYNAMIC, "plan.row_shape=uniform"], "'dynamic' with row_shape='uniform'"),
     (
         [*DYNAMIC, "plan.micro_batch_size=2", "plan.max_tokens_per_gpu=null"],

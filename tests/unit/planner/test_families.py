@@ -180,7 +180,6 @@ def seconds(plan: Plan) -> float:
         {"layout": Layout(dp=2, pp=2, vpp=2)},
         {"layout": Layout(dp=2, pp=2, vpp=2), "policy": Policy(count_rule="multiple")},
         {"layout": Layout(dp=2, pp=2), "policy": Policy(row_shape="uniform")},
-        {"layout": Layout(dp=2, pp=2), "policy": Policy(balance="tokens")},
         {"layout": Layout(dp=2, pp=2), "policy": Policy(unreachable="drop")},
         {"layout": Layout(dp=2, pp=2), "policy": Policy(unreachable="error")},
         {"layout": Layout(dp=2, pp=2), "policy": Policy(max_live_tokens_per_gpu=9000)},

@@ -29,7 +29,7 @@ def test_heavy_and_light_ranks_end_together(layout: Layout) -> None:
         budget=32768,
     )
     samples = np.arange(lengths.size)
-    way = Way(Items.whole(step, samples, samples), step.balanced_cost)
+    way = Way(Items.whole(step, samples, samples))
     equal = equal_target(way, 20, rounds=2)
     uneven = uneven_target(way, equal, rounds=2)
     assert uneven is not None
@@ -41,7 +41,7 @@ def test_heavy_and_light_ranks_end_together(layout: Layout) -> None:
     assert rows.shape == (4, 20)
     assert rows.sum() == pytest.approx(4 * way.rank_work, rel=0.05)
     alike = replace(step, lengths=np.full(401, 300))
-    same = Way(Items.whole(alike, samples, samples), step.balanced_cost)
+    same = Way(Items.whole(alike, samples, samples))
     assert uneven_target(same, equal_target(same, 20, rounds=1), rounds=1) is None
 
 

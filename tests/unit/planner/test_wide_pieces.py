@@ -104,7 +104,7 @@ def test_chains_lie_over_as_few_ranks_as_their_share_allows(
     # 1, 0.5 and 0.2 of the first sample's work; the others are too short to be cut.
     lengths = [16384, 10922, 6826] + [64] * 40
     items = items_of(lengths, LAYOUT)
-    way = Way(items, COST)
+    way = Way(items)
     work = way.work
     longest = float(work[0]) / 16
     cut = cut_items(way, longest, 24, 16384, share * float(work[0]), 8)

@@ -240,13 +240,8 @@ def test_checkpoints_of_before_a_kernel_was_a_setting_fit() -> None:
 
 def test_settings_that_decide_the_batches_must_stay() -> None:
     plain = to_dict(TrainConfig(name="run", plan=PlanConfig(max_tokens_per_gpu=64)))
-    by_tokens = {**plain, "plan": {**plain["plan"], "balance": "tokens"}}
-    assert changed_settings(plain, by_tokens) == []
     window = {"data": {**plain["data"], "balance_window": 4}}
     assert changed_settings(plain, {**plain, **window}) == ["data.balance_window=4, was 1"]
-    assert changed_settings({**plain, **window}, {**by_tokens, **window}) == [
-        'plan.balance="tokens", was "time"'
-    ]
 
 
 def test_a_reward_model_and_a_policy_do_not_resume_each_other() -> None:

@@ -130,15 +130,3 @@ def test_batches_do_not_depend_on_what_may_change_on_resume(tmp_path: Path) -> N
     # Windows do not end where the run ends.
     short = replace(first, train=replace(first.train, num_batches=3))
     assert run_of(short, data) == expected[:3]
-
-
-def test_work_is_tokens_where_the_plan_balances_tokens(tmp_path: Path) -> None:
-    by_time = config(tmp_path, 16)
-    by_tokens = config(tmp_path, 16, {"balance": "tokens"})
-    data = open_dataset(by_time)
-    spreads = {}
-    for name, each in {"time": by_time, "tokens": by_tokens, "none": config(tmp_path, 1)}.items():
-        tokens = sums(data.lengths, [np.array(batch) for _, _, batch in run_of(each, data)])
-        spreads[name] = tokens.std() / tokens.mean()
-    assert spreads["tokens"] < 0.005
-    assert spreads["tokens"] < spreads["time"] < 0.2 * spreads["none"]
