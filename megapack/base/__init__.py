@@ -8,7 +8,6 @@ Modules:
     jit: `kernel`: numba's njit, cached on disk by the sources of all kernels
     loops: loops over arrays, for kernels
     tables: tables of text
-    machine_lock: a lock that one process of a machine holds
     apex, te: whether the installed apex is NVIDIA's, and Transformer Engine imports
     megatron: what versions of Megatron-Core do
     gpu_environment: environment variables that a run on GPUs wants

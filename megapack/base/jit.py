@@ -19,9 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
-
-from megapack.base.machine_lock import MachineLock
+from typing import IO, Any, TypeVar
 
 _NumbaCache: Any = object
 _Dispatcher: Any = object
@@ -168,7 +166,7 @@ class _SharedCache(_NumbaCache):  # type: ignore[misc]
         compiled = self._load_overload(sig, target_context)
         if compiled is None:
             target_context.refresh()
-            _lock().acquire()
+            _lock.acquire()
             # Another process may have compiled it before this one had the lock.
             compiled = self._load_overload(sig, target_context)
         return compiled
@@ -219,13 +217,35 @@ def _compiling() -> Iterator[None]:
             yield
         finally:
             _depths[0] -= 1
-            if _depths[0] == 0 and _lock.cache_info().currsize:
-                _lock().release()
+            if _depths[0] == 0:
+                _lock.release()
 
 
-@cache
-def _lock() -> MachineLock:
-    return MachineLock(cache_folder() / _LOCK_NAME, "compiles the planner")
+class _Lock:
+    """A file that the system unlocks when the process that locked it ends, however it ends.
+
+    Without locks (Windows, some network file systems) each process compiles for itself.
+    """
+
+    _file: IO[str] | None = None
+
+    def acquire(self) -> None:
+        """Wait for the lock; does nothing if this process has it."""
+        if self._file is None:
+            with contextlib.suppress(ImportError, OSError):
+                import fcntl
+
+                self._file = open(cache_folder() / _LOCK_NAME, "a", encoding="utf-8")  # noqa: SIM115
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        """Let the next process have it."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+_lock = _Lock()
 
 
 @cache

@@ -30,7 +30,7 @@ WRITERS = {
     ("base.files", "open"): "write_whole itself",
     ("base.files", "os.open"): "write_whole itself, into a device or a pipe",
     ("base.files", "os.replace"): "write_whole itself",
-    ("base.machine_lock", "open"): "the lock's file, with the name of its holder",
+    ("base.jit", "open"): "the lock's file, which stays empty",
     ("cli", "os.open"): "/dev/null in place of a closed standard output",
     ("job.train.folder", "open"): "appends lines (readers skip a partial last line), and a lock",
     ("job.train.folder", "self.write_text"): "write_whole in the run's folder",

@@ -23,7 +23,6 @@ ALLOWED_IMPORTS = {
     ("job.train.trackers", "mlflow"): "only if train.trackers names it",
     ("job.train.trackers", "swanlab"): "only if train.trackers names it",
     ("job.train.trackers", "wandb"): "only if train.trackers names it",
-    ("base.machine_lock", "socket"): "the host's name",
     ("ranks.board", "socket"): "the host's name",
     ("job.train.folder", "socket"): "the host's name",
     ("ranks.watchdog", "socket"): "the host's name",
