@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import Any
 
 from megapack.errors import ConfigError
 from megapack.plan.facts import features_of, row_facts
 from megapack.plan.microbatch import MicroBatch
 from megapack.plan.plan import Plan, StepPlan
-from megapack.prefixes import SharedPrefixes
 
 # Limits of what is printed, chosen by hand: a grid of 8 columns such as "10:17532" is 86 wide.
 _MAX_RANKS = 8
@@ -19,6 +18,8 @@ _MAX_ROWS = 64
 _MAX_STEPS = 32
 _MAX_SAMPLES = 16
 _MAX_OPERATIONS = 256
+# Characters of a value that differs.
+_MAX_EXCERPT = 60
 
 
 def format_grid(plan: Plan, step: int | None = None, rank: int | None = None) -> str:
@@ -144,117 +145,36 @@ def _check_range(what: str, value: int, count: int) -> None:
         raise ConfigError(f"{what} {value} of {count}; set --{what} from 0 to {count - 1}")
 
 
-Position = tuple[int, tuple[int, ...], tuple[tuple[int, int] | None, ...], tuple[int, ...]]
-"""Step, DP ranks, pieces, micro-batches; a sample that is not split has one micro-batch."""
+def diff_plans(a: Plan, b: Plan) -> list[str]:
+    """Where two plans differ, a line each, from the first difference of two long values on.
+
+    For example "policy.search: 2048 -> 0", or "steps[0].ranks[1][3]: [[4],128,... -> [[5],120,...".
+    """
+    return [*_differences(json.loads(a.to_json()), json.loads(b.to_json()), "")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanDiff:
-    """Differences of two plans; a pair holds the first plan's value, then the second's."""
-
-    settings: dict[str, tuple[Any, Any]]
-    """`layout.dp`, `policy.search`, `max_tokens_per_gpu` and so on."""
-    steps: dict[int, tuple[str, str]]
-    """Counts, G and sizes of each step that differs, by step number."""
-    other_step: tuple[int, ...]
-    """Samples that train in another step, or in only one of the plans."""
-    other_rank: tuple[int, ...]
-    """Samples of the same step on another DP rank, or on more or fewer ranks."""
-    other_pieces: tuple[int, ...]
-    """Samples of the same step and rank that are cut at other tokens."""
-    other_microbatch: tuple[int, ...]
-    """Samples of the same step and rank in another micro-batch."""
-    orders: dict[int, str]
-    """Where the orders of a step that is in both plans first differ, by step number."""
-    digests: tuple[str, str]
-
-    @property
-    def equal(self) -> bool:
-        """Whether nothing differs, the digests included."""
-        return self.digests[0] == self.digests[1]
+def _differences(one: Any, other: Any, where: str) -> Iterator[str]:
+    if one == other:
+        return
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one | other:
+            yield from _differences(one.get(key), other.get(key), f"{where}.{key}".lstrip("."))
+    elif isinstance(one, list) and isinstance(other, list) and _is_nested([*one, *other]):
+        for k, pair in enumerate(zip_longest(one, other)):
+            yield from _differences(*pair, f"{where}[{k}]")
+    else:
+        texts = [json.dumps(value, separators=(",", ":")) for value in (one, other)]
+        equal = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
+        start = len([*equal])
+        yield f"{where}: {' -> '.join(_excerpt(text, start) for text in texts)}"
 
 
-def diff_plans(a: Plan, b: Plan) -> PlanDiff:
-    """Compare two plans: settings, steps, and the position of each sample."""
-    positions_a = _positions(a)
-    positions_b = _positions(b)
-    moved: tuple[list[int], ...] = ([], [], [], [])
-    for sample in sorted(positions_a.keys() | positions_b.keys()):
-        first = positions_a.get(sample)
-        second = positions_b.get(sample)
-        if first != second:
-            level = _first_difference(first, second) if first and second else 0
-            moved[level].append(sample)
-    steps = [
-        tuple("absent" if step is None else _sizes(step) for step in pair)
-        for pair in zip_longest(a.steps, b.steps)
-    ]
-    settings = {key: (own, _settings(b)[key]) for key, own in _settings(a).items()}
-    return PlanDiff(
-        settings={
-            key: (_short(one), _short(other))
-            for key, (one, other) in settings.items()
-            if one != other
-        },
-        steps={k: (first, second) for k, (first, second) in enumerate(steps) if first != second},
-        other_step=tuple(moved[0]),
-        other_rank=tuple(moved[1]),
-        other_pieces=tuple(moved[2]),
-        other_microbatch=tuple(moved[3]),
-        orders={
-            k: _order_difference(*pair)
-            for k, pair in enumerate(zip(a.steps, b.steps, strict=False))
-            if pair[0].orders != pair[1].orders
-        },
-        digests=(a.digest(), b.digest()),
-    )
+def _is_nested(values: list[Any]) -> bool:
+    """Whether a list holds steps, ranks, rows or lines of operations, and not numbers."""
+    return all(isinstance(value, list | dict | str) for value in values)
 
 
-def _first_difference(first: Position, second: Position) -> int:
-    return next(level for level in range(4) if first[level] != second[level])
-
-
-def _positions(plan: Plan) -> dict[int, Position]:
-    positions: dict[int, Position] = {}
-    for number, step in enumerate(plan.steps):
-        for rank, row in enumerate(step.ranks):
-            for k, mb in enumerate(row):
-                ranks = mb.ranks(rank)
-                for sample in mb.begun_samples:
-                    positions[sample] = (number, ranks, (None,), (k,))
-                for sample, begin, end in mb.pieces:
-                    *_, pieces, rows = ((), ()) if begin == 0 else positions[sample]
-                    positions[sample] = (number, ranks, (*pieces, (begin, end)), (*rows, k))
-    return positions
-
-
-def _order_difference(a: StepPlan, b: StepPlan) -> str:
-    """The first operation that differs: "rank 0 stage 1 operation 5: 2F0 -> 2B0"."""
-    if not (a.orders and b.orders):
-        name = "Megatron's order"
-        return f"{'own' if a.orders else name} -> {'own' if b.orders else name}"
-    if len(a.orders) != len(b.orders):
-        return f"{len(a.orders)} ranks -> {len(b.orders)} ranks"
-    for rank, (stages, others) in enumerate(zip(a.orders, b.orders, strict=True)):
-        for stage, (line, other) in enumerate(zip_longest(stages, others, fillvalue="")):
-            pairs = zip_longest(line.split(), other.split(), fillvalue="nothing")
-            for index, (first, second) in enumerate(pairs):
-                if first != second:
-                    return f"rank {rank} stage {stage} operation {index}: {first} -> {second}"
-    return "equal operations"
-
-
-def _settings(plan: Plan) -> dict[str, Any]:
-    settings = {f"layout.{key}": value for key, value in asdict(plan.layout).items()}
-    settings |= {f"policy.{key}": value for key, value in asdict(plan.policy).items()}
-    for key in ("max_tokens_per_gpu", "micro_batch_size", "forward_only", "num_samples"):
-        settings[key] = getattr(plan, key)
-    ids = {"rollout_ids": plan.rollout_ids, "colocate_ids": plan.colocate_ids}
-    return settings | ids | {"prefixes": plan.prefixes}
-
-
-def _short(value: Any) -> Any:
-    """What has an entry per sample as a number: different ids, or samples that share and tokens."""
-    if isinstance(value, SharedPrefixes):
-        return f"{len(value.order)} samples with {sum(value.common)} common tokens"
-    return f"{len(set(value))} ids" if isinstance(value, tuple) else value
+def _excerpt(text: str, at: int) -> str:
+    start = max(at - _MAX_EXCERPT // 2, 0) if len(text) > _MAX_EXCERPT else 0
+    end = start + _MAX_EXCERPT
+    return f"{'...' * (start > 0)}{text[start:end]}{'...' * (end < len(text))}"

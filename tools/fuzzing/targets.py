@@ -80,7 +80,7 @@ def _hold_plan(plan: Plan | None) -> bool:
     if plan is None:
         return False
     _hold_round_trips(plan)
-    require(diff_plans(plan, plan).equal, "a plan differs from itself")
+    require(not diff_plans(plan, plan), "a plan differs from itself")
     for step in plan.steps:
         refused(lambda: simulate(step, layout=plan.layout), ConfigError, PlanError)  # noqa: B023
     if plan.num_samples <= _MAX_CHECKED_SAMPLES:
