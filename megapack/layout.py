@@ -318,7 +318,7 @@ class Layout(ParallelSizes):
     def next_legal_count(self, num_microbatches: int, rule: CountRule = "legal") -> int:
         """The smallest M >= `num_microbatches` that the rule allows.
 
-        "multiple" rounds up to a multiple of G, as other schedulers do. "legal" and "per_rank" use
+        "multiple" rounds up to a multiple of G, as other schedulers do. The others use
         every count that Megatron runs: with pp=4 and G=8, 9 becomes 12 and not 16.
         """
         count = max(1, num_microbatches)

@@ -49,9 +49,7 @@ class Policy:
 
     count_rule: CountRule = "legal"
     """Numbers of micro-batches per rank (M) that are allowed. "legal": all that Megatron runs.
-    "multiple": multiples of the group size G only. "per_rank": another name of "legal" to the
-    planner; in a plan made by hand each DP rank may then have its own legal M. Refused if DP ranks
-    exchange tokens of experts in each layer, as they do unless etp * ep divides tp * cp."""
+    "multiple": multiples of the group size G only. "per_rank": an old name of "legal"."""
     unreachable: Unreachable = "pad"
     """When splitting rows reaches no allowed M: add padding micro-batches, drop whole trailing
     rollouts of the step (recorded and logged), or raise an error."""
@@ -88,7 +86,7 @@ class Policy:
     context_parallel: ContextParallel = "fixed"
     """"fixed": each row is cut over the layout's cp ranks. "dynamic": a row may lie over 2, 4 or
     more consecutive DP ranks and is cut over all of their cp ranks, where that is faster or where a
-    sample is over the budget otherwise. Needs count_rule "legal" or "multiple" and planned rows."""
+    sample is over the budget otherwise. Needs planned rows."""
     max_width: int | None = None
     """The most DP ranks that a row may lie over with context_parallel="dynamic"; no limit by
     default. Layers of hybrid models need one: cp times the width divides their heads of a GPU."""
@@ -111,6 +109,8 @@ class Policy:
             if value not in choices:
                 advice = _GONE.get(f"{name}={value!r}", f"set one of {choices}")
                 raise ConfigError(f"{name}={brief(value)}; {advice}")
+        if self.count_rule == "per_rank":
+            object.__setattr__(self, "count_rule", "legal")
         _check_int("search", self.search, 0)
         if self.max_live_tokens_per_gpu is not None:
             _check_int("max_live_tokens_per_gpu", self.max_live_tokens_per_gpu, 1)
@@ -202,14 +202,6 @@ class _Facts(NamedTuple):
         return "" if size is None else f"micro_batch_size={size}"
 
     @property
-    def experts_over_ranks(self) -> str:
-        """Ranks that exchange tokens of experts in every layer."""
-        layout = self.layout
-        if layout is None or not layout.ep_spans_dp:
-            return ""
-        return f"ep={layout.ep}, etp={layout.etp}, tp*cp={layout.tp * layout.cp}"
-
-    @property
     def ahead(self) -> str:
         """Layers of multi-token prediction."""
         return f"mtp_num_layers={self.mtp_num_layers}" if self.mtp_num_layers else ""
@@ -240,27 +232,6 @@ _RULES = (
         lambda facts: facts.counts_samples,
         "rows of a number of samples have no longest length; set max_tokens_per_gpu, or "
         "row_shapes=None",
-    ),
-    _Rule(
-        "count_rule",
-        "per_rank",
-        lambda facts: facts.experts_over_ranks,
-        "data-parallel ranks exchange tokens of the experts in every layer and need one M; set "
-        "count_rule='legal'",
-    ),
-    _Rule(
-        "count_rule",
-        "per_rank",
-        lambda facts: facts.delayed_fp8,
-        "ranks exchange their largest values after each micro-batch and need one M; plan with "
-        "count_rule='legal', or set tp_only_amax_red=True",
-    ),
-    _Rule(
-        "context_parallel",
-        "dynamic",
-        lambda facts: facts.has("count_rule", "per_rank"),
-        "ranks that share a micro-batch run it at the same place and need one M; set "
-        "count_rule='legal'",
     ),
     _Rule(
         "context_parallel",

@@ -24,7 +24,7 @@ from megapack import (
 Choose = Callable[[Sequence[Any]], Any]
 
 POLICY: dict[str, Sequence[Any]] = {
-    "count_rule": ("legal", "multiple", "per_rank"),
+    "count_rule": ("legal", "multiple"),
     "unreachable": ("pad", "drop", "error"),
     "oversize": ("alone", "alone", "error"),
     "row_shape": ("planned", "planned", "uniform"),

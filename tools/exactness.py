@@ -185,7 +185,6 @@ def feature_text(case: Case) -> str:
         f"frozen {frozen}": bool(case.frozen),
         "forward pass by its own plan": case.forward_budget is not None,
         "stages that share a device": case.staged,
-        "counts differ by rank": case.unequal_counts,
         "padding micro-batches": case.expect.get("padding", False),
         "dropped rollouts": case.expect.get("dropped", False),
         "M % G": case.expect.get("remainder", False),

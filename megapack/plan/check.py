@@ -1,7 +1,6 @@
 """`check_plan`: the invariants of a plan, numbered as in the documentation.
 
-1. Megatron accepts every rank's M, and all ranks of a step have the same M. count_rule="per_rank"
-   allows different M, each at least 1, on layouts whose DP ranks exchange no tokens of experts.
+1. Megatron accepts every rank's M, and all ranks of a step have the same M.
 2. Every kept sample is in exactly one micro-batch; kept and dropped samples partition the input;
    each step keeps at least one sample.
 3. A rollout is kept whole in one step or dropped whole; unreachable="drop" drops only the trailing
@@ -82,7 +81,8 @@ def check_plan(plan: Plan, lengths: Sequence[int] | Ints) -> None:
 
 def check_counts(read: Reading) -> None:
     """Invariant 1: every rank has a legal M."""
-    layout, rule = read.plan.row_layout, read.plan.policy.count_rule
+    layout = read.plan.row_layout
+    is_multiple = read.plan.policy.count_rule == "multiple" and layout.vpp > 1
     for where, step in read.steps:
         if len(step.ranks) != layout.dp:
             raise broken(1, f"{where} has {len(step.ranks)} ranks, the layout has dp={layout.dp}")
@@ -93,15 +93,10 @@ def check_counts(read: Reading) -> None:
             raise broken(1, f"{where} has group_size={group}, the layout has {layout.group_size}")
         counts = [len(rank) for rank in step.ranks]
         for rank, count in enumerate(counts):
-            multiple = rule == "multiple" and layout.vpp > 1 and group
-            if not layout.is_legal_count(count, group) or (multiple and count % multiple):
+            wrong = is_multiple and count % layout.group_size
+            if wrong or not layout.is_legal_count(count, group):
                 raise broken(1, f"{where} rank {rank} has M={count}, illegal for {layout}")
-        if rule == "per_rank":
-            if layout.ep_spans_dp or step.num_microbatches is not None:
-                raise broken(
-                    1, f"{where}: per_rank needs experts within a DP rank and num_microbatches=None"
-                )
-        elif set(counts) != {step.num_microbatches}:
+        if set(counts) != {step.num_microbatches}:
             raise broken(1, f"{where} has M={counts}, not {step.num_microbatches} on every rank")
 
 

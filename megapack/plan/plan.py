@@ -42,8 +42,8 @@ class StepPlan:
     ranks: tuple[tuple[MicroBatch, ...], ...]
     """Micro-batches of each DP rank, in the order in which the pipeline runs them. One that several
     ranks share stands at the same place of each."""
-    num_microbatches: int | None
-    """M, the same on every rank; None under count_rule="per_rank"."""
+    num_microbatches: int
+    """M, the same on every rank."""
     group_size: int | None
     """G of the interleaved schedule in this step; None with vpp=1."""
     kept_rollouts: tuple[RolloutId, ...]

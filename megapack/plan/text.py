@@ -141,7 +141,7 @@ _PLAN = {
 _PLAN_OPTIONAL = {"colocate_ids": _IDS, "prefixes": _OBJECT, "row_lengths": _COUNTS, COST: _ANY}
 _PREFIXES = {"order": _COUNTS, "common": _COUNTS, "own_tokens": _COUNT}
 _STEP = {
-    "num_microbatches": _COUNT.or_null(),
+    "num_microbatches": _COUNT,
     "group_size": _COUNT.or_null(),
     "kept_rollouts": _IDS,
     "dropped_rollouts": _IDS,

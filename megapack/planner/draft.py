@@ -103,14 +103,12 @@ class Draft:
             longest = max(row.row_tokens for row in rows)
             rows = [replace(row, row_tokens=longest) for row in rows]
             padding = replace(padding, row_tokens=longest)
-        # Under "per_rank" someone may change each rank's M by hand.
-        may_differ = step.policy.count_rule == "per_rank"
         ranks = (rank_rows.tolist() for rank_rows in self.rank_rows)
         return StepPlan(
             ranks=tuple(
                 tuple(padding if row == PADDING else rows[row] for row in own) for own in ranks
             ),
-            num_microbatches=None if may_differ else self.num_microbatches,
+            num_microbatches=self.num_microbatches,
             group_size=step.group_size,
             kept_rollouts=kept,
             dropped_rollouts=dropped,

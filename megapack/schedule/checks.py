@@ -239,8 +239,8 @@ def check_operations(config: Any) -> None:
 
 
 def check_counts(plan: Plan, config: Any) -> None:
-    """Raise ConfigError if the plan's policy contradicts its layout, or counts per rank the FP8
-    scales on which ranks agree in every micro-batch."""
+    """Raise ConfigError if the plan's policy contradicts its layout, or the FP8 scales on which
+    ranks agree in every micro-batch."""
     check_policy(plan.policy, plan.layout, shares_fp8_scales=shares_fp8_scales(config))
 
 

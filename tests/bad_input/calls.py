@@ -137,16 +137,8 @@ PLAN_ROWS = [
             {"unreachable": "error"},
             {"unreachable": "drop"},
             {"unreachable": "error", "count_rule": "multiple"},
-            {"unreachable": "error", "count_rule": "per_rank"},
             {"unreachable": "drop", "row_shape": "uniform"},
         )
-    ),
-    _settings(
-        "counts per rank with experts",
-        ConfigError,
-        *("count_rule='per_rank' with ep=2", "set count_rule='legal'"),
-        layout=Layout(dp=2, ep=2),
-        policy=Policy(count_rule="per_rank"),
     ),
     _settings(
         "weights of another pipeline",

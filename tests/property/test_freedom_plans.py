@@ -57,7 +57,7 @@ def in_pieces(draw: st.DrawFn) -> Drawn:
             split_samples=("auto", "auto", "off"),
             backward=("split", "split", "joint"),
             context_parallel=("fixed", "fixed", "fixed", "dynamic"),
-            count_rule=("legal", "legal", "multiple", "per_rank"),
+            count_rule=("legal", "legal", "multiple"),
             row_shape=("planned", "planned", "planned", "uniform"),
             unreachable=("pad", "pad", "drop", "error"),
             max_live_tokens_per_gpu=(None, *range(200, 3001, 100)),

@@ -309,14 +309,8 @@ def test_a_searched_group_size_is_refused_with_what_to_set() -> None:
         Policy(balance="tokens")  # type: ignore[arg-type]
 
 
-def test_per_rank_with_experts_is_refused() -> None:
-    with pytest.raises(ConfigError, match="per_rank"):
-        build_dp_schedule(
-            [1] * 9,
-            layout=Layout(dp=2, ep=2),
-            max_tokens_per_gpu=8,
-            policy=Policy(count_rule="per_rank"),
-        )
+def test_per_rank_is_another_name_of_legal() -> None:
+    assert Policy(count_rule="per_rank") == Policy()
 
 
 @pytest.mark.parametrize(

@@ -352,11 +352,7 @@ def _plan(dice: _Dice, keys: Keys, own: Keys, longest: int) -> Keys:
             plan |= dice.maybe(0.2, forward_max_tokens_per_gpu=plan["max_tokens_per_gpu"] * 2)
     plan |= dice.maybe(0.2, round_row_tokens=dice.one(7, 16))
     plan |= dice.maybe(0.3, backward="split") | dice.maybe(0.2, share_prefixes="off")
-    experts_exchange = _moe(keys) and own["layout.dp"] > 1
-    if dice.careless or ("context_parallel" not in plan and not experts_exchange):
-        plan |= dice.maybe(0.2, count_rule="per_rank")
-    if "count_rule" not in plan:
-        plan |= dice.maybe(0.2, count_rule="multiple")
+    plan |= dice.maybe(0.2, count_rule="multiple")
     plan |= dice.maybe(0.05, unreachable="error")
     plan |= dice.maybe(0.15, calibrate="online", calibrate_interval=1)
     return {f"plan.{name}": value for name, value in plan.items()}

@@ -37,7 +37,7 @@ def plans() -> tuple[Plan, ...]:
         plan(1, Layout()),
         plan(4, Layout(dp=2, pp=2, vpp=2), num_steps=2),
         plan(4, Layout(dp=2, cp=2, tp=2, sequence_parallel=True), micro_batch_size=2),
-        plan(4, Layout(dp=2), rollout_ids=ids, policy=Policy(count_rule="per_rank")),
+        plan(4, Layout(dp=2), rollout_ids=ids),
         plan(4, Layout(pp=2, vpp=2, microbatch_group_size=3), colocate_ids=ids, forward_only=True),
         plan(
             9,

@@ -96,8 +96,7 @@ class TrainConfig:
         """The layout of a job on this many ranks, once all has been checked that the config says.
 
         Raises:
-            ConfigError: the layout does not fit the number of ranks or the model, or
-                count_rule="per_rank" is on ranks that meet in every micro-batch.
+            ConfigError: the layout does not fit the number of ranks or the model.
         """
         layout = self.layout.to_layout(world_size, self.model.fp8_rows)
         check_sizes(self.model, layout)

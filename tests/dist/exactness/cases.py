@@ -38,8 +38,6 @@ class Case:
     num_samples: int = problem.NUM_SAMPLES
     staged: bool = False
     """Stages exchange tensors through the host, as they must if they share a GPU."""
-    unequal_counts: bool = False
-    """Move one micro-batch to another rank after planning."""
     expect: dict[str, Any] = field(default_factory=dict)
     """Facts about the plan that the case's name states."""
 
@@ -81,7 +79,7 @@ class Case:
 
     def plan(self) -> Plan:
         """The plan, the same on every rank."""
-        plan = build_dp_schedule(
+        return build_dp_schedule(
             problem.make_batch(self.num_samples).lengths,
             layout=self.layout,
             max_tokens_per_gpu=self.budget,
@@ -89,7 +87,6 @@ class Case:
             rollout_ids=problem.ROLLOUT_IDS[: self.num_samples],
             policy=self.policy,
         )
-        return move_one(plan) if self.unequal_counts else plan
 
     def forward_plan(self) -> Plan:
         """The plan of the forward pass: a separate one if the case has a `forward_budget`."""
@@ -101,14 +98,6 @@ class Case:
             max_tokens_per_gpu=self.forward_budget,
             forward_only=True,
         )
-
-
-def move_one(plan: Plan) -> Plan:
-    """The plan with the last micro-batch of rank 1 on rank 0."""
-    (step,) = plan.steps
-    first, second, *others = step.ranks
-    ranks = ((*first, second[-1]), second[:-1], *others)
-    return replace(plan, steps=(replace(step, ranks=ranks),))
 
 
 PP2 = Layout(pp=2)
@@ -123,7 +112,6 @@ TP2_SP = Layout(tp=2, sequence_parallel=True)
 DP2_EP2 = Layout(dp=2, ep=2)
 DP2_TP2_SP = Layout(dp=2, tp=2, sequence_parallel=True)
 UNIFORM = Policy(row_shape="uniform")
-PER_RANK = Policy(count_rule="per_rank")
 
 
 def _split(text: str) -> LayerSplit:
@@ -237,22 +225,13 @@ _FEW_PROCESSES: dict[str, Case] = {
         layout=PP2, weighting="seq-mean-token-sum-norm", norm_constant=41.0
     ),
     "rollout-mean": Case(layout=PP2, weighting="rollout-mean"),
-    "dp2_per_rank": Case(
-        layout=Layout(dp=2), policy=PER_RANK, unequal_counts=True, expect={"unequal": True}
-    ),
     "moe_dp2_pp2_vpp2_ep2_pad": Case(
         layout=Layout(dp=2, pp=2, vpp=2, ep=2),
         variant="moe",
         num_samples=3,
         expect={"chunks": 2, "padding": True},
     ),
-    "moe_dp2_tp2_sp_ep2_per_rank": Case(
-        layout=replace(DP2_TP2_SP, ep=2),
-        variant="moe",
-        policy=PER_RANK,
-        unequal_counts=True,
-        expect={"unequal": True},
-    ),
+    "moe_dp2_tp2_sp_ep2": Case(layout=replace(DP2_TP2_SP, ep=2), variant="moe"),
     "moe_shared_pp2_vpp2_uneven": Case(
         layout=PP2_VPP2,
         split=_split("Et|t*4|t*2|tL"),
@@ -270,9 +249,6 @@ _FEW_PROCESSES: dict[str, Case] = {
     "pp4_vpp2_uniform": Case(layout=PP4_VPP2, policy=UNIFORM, expect={"chunks": 2}),
     "dp2_pp2_uniform_pad": Case(
         layout=DP2_PP2, policy=UNIFORM, num_samples=1, expect={"padding": True}
-    ),
-    "dp2_pp2_per_rank": Case(
-        layout=DP2_PP2, policy=PER_RANK, unequal_counts=True, expect={"unequal": True}
     ),
     "dp2_pp2_vpp2": Case(layout=DP2_PP2_VPP2, weighting="rollout-mean", expect={"chunks": 2}),
     "dp2_pp2_vpp2_pad": Case(
@@ -406,9 +382,9 @@ ALL_CASES = _FEW_PROCESSES | {
 _TESTED = (
     *("single", "pp2", "pp2_uniform", "pp2_staged", "pp2_vpp2", "pp2_vpp2_deallocating"),
     *("pp2_vpp2_remainder", "pp2_frozen_head_recompute", "pp2_vpp2_forward_plan"),
-    *("tp2_sp_bf16_recompute", "dp2_drop", "seq-mean-token-sum-norm", "dp2_per_rank", "moe"),
+    *("tp2_sp_bf16_recompute", "dp2_drop", "seq-mean-token-sum-norm", "moe"),
     *("moe_bias_cp2_recompute", "moe_bias_dp2_ep2", "moe_replay_pp2_vpp2_recompute"),
-    *("moe_cp2_pp2_vpp2", "moe_tp2_sp_etp2", "moe_dp2_tp2_sp_ep2_per_rank"),
+    *("moe_cp2_pp2_vpp2", "moe_tp2_sp_etp2", "moe_dp2_tp2_sp_ep2"),
     *("moe_tp2_sp_pp2_vpp2_ep2", "moe_shared_dp2_ep2", "moe_shared_pp2_vpp2_uneven", "mla_tp2_sp"),
     *("mla_plain_tp2_sp", "mla_cp2", "window_pp2_vpp2_recompute", "gpt_oss_tp2_sp"),
     *("gpt_oss_tp2_sp_ep2", "dsa_dp2_pp2_vpp2", "dsa_tp2_sp_recompute", "dsa_cp2_recompute"),
@@ -450,9 +426,6 @@ def _hybrid(variant: str) -> dict[str, Case]:
         "pp2_vpp2_uneven": uneven(1, 4, 2, 1),
         "pp2_vpp2_ends_alone_recompute": replace(uneven(0, 3, 5, 0), recompute="full"),
         "pp2_frozen": Case(layout=PP2, frozen=("embedding.*", "decoder.layers.[0-3].*")),
-        "dp2_pp2_per_rank": Case(
-            layout=DP2_PP2, policy=PER_RANK, unequal_counts=True, expect={"unequal": True}
-        ),
     }
     return {f"{variant}_{name}": replace(case, variant=variant) for name, case in cases.items()}
 

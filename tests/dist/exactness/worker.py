@@ -102,7 +102,7 @@ def _replay_facts(
     """Compare the experts recorded in one plan with the reference's, and replay them in another."""
     batch = problem.make_batch(case.num_samples)
     plan = case.plan()
-    other = dataclasses.replace(case, budget=90, unequal_counts=False).plan()
+    other = dataclasses.replace(case, budget=90).plan()
     first = adapter.forward(plan, batch, record_routing=True)
     again = adapter.forward(other, batch, routing=first["routing"], record_routing=True)
     wrong = 0
@@ -301,7 +301,6 @@ def _facts(plan: Plan, chunks: list[Any]) -> dict[str, Any]:
         "padding": any(not row.samples for row in rows),
         "dummies": any(row.samples and row.row_tokens > row.padded_tokens for row in rows),
         "dropped": bool(step.dropped_rollouts),
-        "unequal": len(set(counts)) > 1,
         "remainder": counts[0] % group > 0,
         "frozen_ranks": _num_frozen_ranks(chunks),
         "packed": any(len(row.samples) > 1 for row in rows),

@@ -23,7 +23,6 @@ from megapack.model.overlap import finish_param_gathers
 from megapack.model.parameters import global_parameters
 from megapack.schedule import ScheduleAdapter
 from tests.dist import problem
-from tests.dist.exactness.cases import move_one
 from tests.dist.setup import build_chunks
 
 REDUCE = {"overlap_grad_reduce": True, "bucket_size": 5000}
@@ -52,7 +51,6 @@ CASES = {
     "sharded_dp2_pp2_vpp2_aligned": Case(
         layout=PP2_VPP2, ddp={**GATHER, "align_param_gather": True}, distributed=True
     ),
-    "dp2_per_rank": Case(layout=Layout(dp=2), ddp=REDUCE, policy=Policy(count_rule="per_rank")),
     # Untied: the head's weight has a gradient of its own.
     "dp2_pp2_untied": Case(layout=Layout(dp=2, pp=2), ddp=REDUCE, variant="other"),
     "sharded_dp2_pp2_mtp": Case(
@@ -77,7 +75,7 @@ def main(out_dir: str, name: str) -> None:
         case.layout,
         model=problem.shallow(problem.MODELS[case.variant][0]),
         distributed_optimizer=case.distributed,
-        reduction=dict(case.ddp),
+        reduction=case.ddp,
     )
     # A large eps, as in optimizer_worker: Adam divides by the gradient's size.
     optim = OptimConfig(lr=1e-2, clip_grad=0, adam_eps=1e-2, distributed_optimizer=case.distributed)
@@ -107,8 +105,6 @@ def _step(
         micro_batch_size=1 if is_alone else None,
         policy=case.policy,
     )
-    if case.policy.count_rule == "per_rank" and num_samples == max(STEPS):
-        plan = move_one(plan)
     # Without optimizer.zero_grad(): Megatron's fp32 optimizer leaves param.grad = param.main_grad.
     with contextlib.ExitStack() as left_open:
         for chunk in adapter.chunks:

@@ -19,9 +19,7 @@ WEEKLY_CASES = {"sharded_dp2_pp2_mtp"}
 # The largest relative error of all gradients or weights of a rank.
 MAX_ERROR = 1e-5
 # Other cases have all of their settings.
-WEEKLY_CASES = (
-    *("dp2", "dp2_pp2", "sharded_dp2", "sharded_dp2_pp2", "dp2_pp2_untied", "dp2_per_rank"),
-)
+WEEKLY_CASES = (*("dp2", "dp2_pp2", "sharded_dp2", "sharded_dp2_pp2", "dp2_pp2_untied"),)
 
 
 def train(folder: Path, name: str) -> list[Any]:

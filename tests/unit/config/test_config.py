@@ -439,7 +439,6 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     ([*EXPERTS, "train.routing_replay=rollout"], "generated rollouts have no routed_experts"),
     ([*REPLAY, "objective.kind=sft"], "objective.kind=sft has no pass for old log-probs"),
     ([*REPLAY, "plan.forward_max_tokens_per_gpu=99"], "set plan.forward_max_tokens_per_gpu=null"),
-    ([*DYNAMIC, "plan.count_rule=per_rank"], "plan: context_parallel='dynamic' with count_rule="),
     (["plan.group_size=search"], "expected fixed; set G in layout.microbatch_group_size"),
     (["plan.balance=tokens"], "expected time; leave it out, or set plan.cost_model to a file"),
     ([*DYNAMIC, "plan.row_shape=uniform"], "'dynamic' with row_shape='uniform'"),

@@ -125,7 +125,7 @@ def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> No
         (
             EXPERTS,
             64,
-            ["layout.ep=1", "plan.count_rule=per_rank", "model.fp8=delayed"],
+            ["layout.ep=1", "plan.split_samples=auto", "model.fp8=delayed"],
             ["largest"],
         ),
         (TINY, 4, ["data.path=none.jsonl"], ["none.jsonl", "cannot be read"]),

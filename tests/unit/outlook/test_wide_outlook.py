@@ -43,7 +43,7 @@ WORK = Workload(
 SPACE = Space(
     num_gpus=4,
     pp=(1,),
-    count_rule=("legal", "per_rank"),
+    count_rule=("legal", "multiple"),
     context_parallel=("fixed", "dynamic"),
 )
 

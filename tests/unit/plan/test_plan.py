@@ -30,7 +30,7 @@ def plan() -> Plan:
 
 
 def test_json_is_exact(plan: Plan) -> None:
-    for policy in (Policy(), Policy(row_shape="uniform"), Policy(count_rule="per_rank")):
+    for policy in (Policy(), Policy(row_shape="uniform")):
         for steps in (1, 3):
             again = build_dp_schedule(
                 LENGTHS,

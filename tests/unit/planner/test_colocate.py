@@ -44,7 +44,6 @@ def together(plan: Plan) -> bool:
     [
         Policy(),
         Policy(search=0),
-        Policy(count_rule="per_rank"),
         Policy(row_shape="uniform"),
     ],
     ids=lambda p: f"{p.count_rule}-{p.row_shape}-{p.search}",

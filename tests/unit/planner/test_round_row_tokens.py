@@ -48,7 +48,7 @@ def planned(layout: Layout, lengths: list[int], prefixes: Any = None, **settings
     [
         (Layout(dp=2), {}),
         (Layout(dp=2, pp=2, vpp=2, cp=2), {"row_shape": "uniform"}),
-        (Layout(dp=2, tp=2, sequence_parallel=True, fp8=True), {"count_rule": "per_rank"}),
+        (Layout(dp=2, tp=2, sequence_parallel=True, fp8=True), {}),
         (Layout(dp=4, pp=2), {"context_parallel": "dynamic"}),
         (Layout(dp=2, pp=4), {"split_samples": "auto"}),
         (Layout(dp=2, pp=2), {"max_live_tokens_per_gpu": 1000}),

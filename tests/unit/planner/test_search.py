@@ -74,14 +74,6 @@ def test_more_search_is_faster_and_none_is_acceptable(layout: Layout) -> None:
     assert built < even * 1.6
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:4])
-def test_per_rank_is_another_name_of_legal(layout: Layout) -> None:
-    (legal,) = planned(layout, Policy()).steps
-    (own,) = planned(layout, Policy(count_rule="per_rank")).steps
-    # A plan made by hand may then have another M on each rank, so the step names none.
-    assert own == dataclasses.replace(legal, num_microbatches=None)
-
-
 def test_ranks_in_lockstep_get_similar_rows() -> None:
     layout = Layout(dp=4, pp=2, ep=4)
     step = planned(layout, Policy()).steps[0]

@@ -61,7 +61,6 @@ def test_seconds_of_a_row_on_each_stage() -> None:
     [
         (Layout(dp=2, pp=2), {}),
         (Layout(dp=2, pp=2, ep=2), {}),
-        (Layout(dp=2, pp=2), {"count_rule": "per_rank"}),
         (Layout(dp=2, pp=2), {"context_parallel": "dynamic"}),
         pytest.param(
             Layout(dp=2, pp=2),

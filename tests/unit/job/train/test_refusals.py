@@ -29,9 +29,9 @@ OF_RANKS = {
         f"{SP} layout.etp=2 {EXPERTS} model.linear_bias=true"
     ),
     "= 5 ranks, the job has 6; start 5": "layout.dp=5",
-    "plan.count_rule=per_rank with fp8_recipe='delayed'": (
+    "plan.split_samples=auto with fp8_recipe='delayed'": (
         "device=cuda model.fp8=delayed model.dtype=bf16 model.hidden_size=64 "
-        "plan.count_rule=per_rank"
+        "plan.split_samples=auto"
     ),
 }
 """What `checked_layout` refuses: each message, and the overrides that it is of."""
@@ -51,7 +51,6 @@ REFUSED = OF_RANKS | {
     "model.fp8=blockwise needs a GPU; set device=cuda or model.fp8=null": (
         "model.fp8=blockwise model.dtype=bf16"
     ),
-    "plan.count_rule=per_rank with layout.ep=2": f"layout.ep=2 {EXPERTS} plan.count_rule=per_rank",
     "pipeline_model_parallel_layout='Et|tttttL' has 6 t, the model 2 t": (
         "layout.pp=2 layout.pipeline_model_parallel_layout='Et|tttttL'"
     ),
