@@ -28,18 +28,25 @@ class MegatronCall:
     group_size: int | None
     """G; None without interleaving."""
 
-    def communicator(
+    def run(
         self,
+        schedule: Callable[..., Any],
         row_shapes: Sequence[tuple[int, int]] | None,
+        groups: Any,
         planned: type[PlannedP2PCommunicator] = PlannedP2PCommunicator,
-    ) -> RecordingP2PCommunicator:
-        """How stages exchange rows.
+        **arguments: Any,
+    ) -> Any:
+        """Call Megatron's schedule, within `running`.
 
         Args:
             row_shapes: (tokens, batch size) of each row's hidden states on this GPU; None lets the
                 stages tell each other.
-            planned: the class for rows of known shapes.
+            groups: Megatron's.
+            planned: exchanges rows of known shapes.
+            arguments: the schedule's.
         """
+        if self.pp_group.size() == 1:
+            return schedule(**arguments)
         if row_shapes is None:
             communicator = RecordingP2PCommunicator(self.pp_group, self.config)
         else:
@@ -52,7 +59,10 @@ class MegatronCall:
                 forward_only=not self.is_training,
             )
         communicator.place = self.place
-        return communicator
+        arguments |= {"p2p_communicator": communicator, "pg_collection": groups}
+        result = schedule(**arguments)
+        communicator.check_received()
+        return result
 
     @contextlib.contextmanager
     def running(

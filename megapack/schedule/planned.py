@@ -235,10 +235,6 @@ class _Run:
         )
         if len(self.chunks) > 1:
             _warn_of(self._config)
-        communicator = None
-        if self._pp > 1:
-            communicator = megatron.communicator(self._shapes)
-            arguments |= {"p2p_communicator": communicator, "pg_collection": groups}
         with (
             megatron.running(
                 variable=bool(self._config.variable_seq_lengths),
@@ -248,12 +244,15 @@ class _Run:
             ),
             self._on_shared_rows(),
         ):
-            result = schedule(
-                forward_step_func=self._forward_step(), data_iterator=data_iterator, **arguments
+            result = megatron.run(
+                schedule,
+                self._shapes,
+                groups,
+                forward_step_func=self._forward_step(),
+                data_iterator=data_iterator,
+                **arguments,
             )
         self.ranks.place.enter("output")
-        if communicator is not None:
-            communicator.check_received()
         if self.options.non_finite != "ignore":
             report = self._flags.refuse if self.options.non_finite == "error" else self._flags.warn
             report(self._describe, device=self._device)

@@ -135,34 +135,21 @@ class ScheduleRunner:
             self.routing.following(context.schedule_pass),
         ):
             if call.executor == "megatron":
-                self._run_megatron(megatron, call, placed, forward_step)
+                megatron.run(
+                    get_forward_backward_func(),
+                    self._row_shapes(placed) if call.has_planned_rows else None,
+                    self.groups,
+                    self.communicator_class,
+                    forward_step_func=forward_step,
+                    data_iterator=[enumerate(placed) for _ in self.chunks],
+                    model=self.chunks,
+                    num_microbatches=len(placed),
+                    seq_length=placed[0].row_tokens,
+                    micro_batch_size=1,
+                    forward_only=not call.is_training,
+                )
             else:
                 self._run_operations(call, placed, forward_step, context)
-
-    def _run_megatron(
-        self,
-        megatron: MegatronCall,
-        call: StepCall,
-        rows: list[PlacedRow],
-        forward_step: ForwardStep,
-    ) -> None:
-        communicator = None
-        if self.layout.pp > 1:
-            shapes = self._row_shapes(rows) if call.has_planned_rows else None
-            communicator = megatron.communicator(shapes, self.communicator_class)
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[enumerate(rows) for _ in self.chunks],
-            model=self.chunks,
-            num_microbatches=len(rows),
-            seq_length=rows[0].row_tokens,
-            micro_batch_size=1,
-            forward_only=not call.is_training,
-            p2p_communicator=communicator,
-            pg_collection=None if communicator is None else self.groups,
-        )
-        if communicator is not None:
-            communicator.check_received()
 
     def _run_operations(
         self,
