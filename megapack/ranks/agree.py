@@ -96,37 +96,6 @@ def on_any_rank(flags: Sequence[bool], *, device: torch.device) -> list[bool]:
     return [bool(flag) for flag in reduced.tolist()]
 
 
-def agree_with_flags(
-    work: Callable[[], object], flags: Sequence[bool], *, device: torch.device
-) -> list[bool]:
-    """`agree` and `on_any_rank` in one small all-reduce if nothing fails: cheap in every step.
-
-    Args:
-        work: local work without communication; some ranks may have nothing to do.
-        flags: the same number on every rank.
-
-    Returns:
-        For each flag, whether any rank has set it.
-
-    Raises:
-        ScheduleError: as `agree` does.
-    """
-    error: Exception | None = None
-    try:
-        work()
-    except Exception as caught:  # raised below, on all ranks
-        error = caught
-    failed, *are_set = on_any_rank([error is not None, *flags], device=device)
-
-    def raise_error() -> None:
-        if error is not None:
-            raise error
-
-    if failed:
-        agree(raise_error, device=device)
-    return are_set
-
-
 def agree_one_per_node_first(work: Callable[[], T], *, device: torch.device) -> T:
     """`agree`, but the first rank of each node works before the others start.
 

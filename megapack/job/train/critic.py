@@ -72,8 +72,6 @@ class Critic(Learner):
         self._config = config
         self._data = data
         self._device = device
-        # The last batch and its explained variance, which is the same in all of its steps.
-        self._explained: tuple[PlannedBatch, float | None] | None = None
 
     def add_advantages(self, batch: PlannedBatch) -> None:
         """Fill in `FIELDS` from the samples' rewards and the critic's values. A collective.
@@ -131,11 +129,7 @@ class Critic(Learner):
         _set_loss_tokens(samples, "returns", masks, returns)
 
     def _explained_variance(self, batch: PlannedBatch) -> float | None:
-        if self._explained is None or self._explained[0] is not batch:
-            self._explained = batch, self._explained_by_values(batch)
-        return self._explained[1]
-
-    def _explained_by_values(self, batch: PlannedBatch) -> float | None:
+        """The part of the returns' variance that the old values explain."""
         masks = self._masks(batch)
         values = _loss_tokens(batch.samples, "old_values", masks)
         return explained_variance(values, _loss_tokens(batch.samples, "returns", masks))

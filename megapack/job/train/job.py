@@ -65,7 +65,7 @@ from megapack.outlook.stats import step_report
 from megapack.outlook.warm_up import COMPILE_S, compile_planner
 from megapack.pipeline.simulator import simulate_planned
 from megapack.plan.facts import step_metrics
-from megapack.ranks.agree import agree, agree_one_per_node_first, agree_with_flags
+from megapack.ranks.agree import agree, agree_one_per_node_first, on_any_rank
 from megapack.ranks.interrupt import Interrupt
 from megapack.ranks.links import Ranks
 from megapack.ranks.threads import run_on_daemon
@@ -510,7 +510,8 @@ class Trainer:
                 self.folder.append_metrics(metrics)
 
         flags = [self.interrupt.noted, *self.checkpoints.status]
-        self._stopping, writing, failed = agree_with_flags(write, flags, device=self.device)
+        agree(write, device=self.device)
+        self._stopping, writing, failed = on_any_rank(flags, device=self.device)
         self.progress.step(self.num_steps, metrics)
         if self.checkpoints.is_pending and (failed or not writing):
             self._finish_save()

@@ -77,15 +77,8 @@ class _WeightsAndBiases:
         import wandb
 
         id_file = folder / "wandb_id"
-        self._run: Any = wandb.init(
-            name=config["name"],
-            id=_known_id(id_file, continue_after),
-            resume="allow",
-            dir=str(folder),
-            config=dict(config),
-        )
+        self._run = _started(wandb.init, config, id_file, continue_after, dir=str(folder))
         self._run.define_metric("*", step_metric="step")
-        write_whole(id_file, self._run.id)
 
     def write(self, metrics: Metrics) -> None:
         self._run.log(_numbers(metrics))
@@ -123,7 +116,7 @@ class _MLflow:
         self._mlflow.end_run()
 
 
-class _SwanLab:
+class _SwanLab(_WeightsAndBiases):
     """One SwanLab run for the whole run, resumes included; its id is stored in `swanlab_id`.
 
     SwanLab's own variables (SWANLAB_MODE, SWANLAB_PROJECT_NAME, ...) apply. In its modes without a
@@ -133,23 +126,22 @@ class _SwanLab:
     def __init__(self, folder: Path, config: Mapping[str, Any], continue_after: int | None) -> None:
         import swanlab
 
-        id_file = folder / "swanlab_id"
-        start: Any = swanlab.init
-        self._run = start(
-            name=config["name"],
-            id=_known_id(id_file, continue_after),
-            resume="allow",
-            log_dir=str(folder / "swanlog"),
-            config=dict(config),
-        )
-        write_whole(id_file, self._run.id)
+        id_file, logs = folder / "swanlab_id", str(folder / "swanlog")
+        self._run = _started(swanlab.init, config, id_file, continue_after, log_dir=logs)
 
     def write(self, metrics: Metrics) -> None:
         values = _numbers(metrics)
         self._run.log(values, step=values.pop("step"))
 
-    def close(self) -> None:
-        self._run.finish()
+
+def _started(
+    start: Any, config: Mapping[str, Any], id_file: Path, continue_after: int | None, **logs: str
+) -> Any:
+    """A run of the service, the same one after a resume."""
+    known = _known_id(id_file, continue_after)
+    run = start(name=config["name"], id=known, resume="allow", config=dict(config), **logs)
+    write_whole(id_file, run.id)
+    return run
 
 
 def _known_id(file: Path, continue_after: int | None) -> str | None:

@@ -21,7 +21,7 @@ from megapack.job.train import Trainer
 from megapack.loss import PPO, SFT
 from megapack.loss.preference import DPO
 from megapack.loss.sequence import ValueLoss
-from megapack.ranks.agree import agree_with_flags
+from megapack.ranks.agree import agree
 from megapack.ranks.interrupt import Interrupt
 from megapack.samples import SampleBatch, TensorField
 from megapack.schedule import ScheduleAdapter
@@ -118,7 +118,7 @@ class Faults:
             if self.rank == 1:
                 raise OSError(28, "No space left on device")
 
-        agree_with_flags(write, [False], device=torch.device("cpu"))
+        agree(write, device=torch.device("cpu"))
 
     def _with_setting(self, name: str, value: Any) -> None:
         config = get_model_config(self.chunks[0])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megapack.errors import DataError, MegapackError, RankError, ScheduleError
-from megapack.ranks.agree import Agreements, agree, agree_one_per_node_first, agree_with_flags
+from megapack.ranks.agree import Agreements, agree, agree_one_per_node_first, on_any_rank
 from megapack.ranks.board import Failure
 from megapack.ranks.watchdog import Watchdog
 from tests.job_in_process import LIMIT_S, job_of_one
@@ -130,7 +130,7 @@ def test_a_job_of_one_process_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(DataError, match="the lengths"):
             agreements.start(fail(DataError("the lengths")), dict).result()
         agreements.stop()
-        assert agree_with_flags(lambda: None, [True, False], device=CPU) == [True, False]
+        assert on_any_rank([True, False], device=CPU) == [True, False]
 
 
 def test_each_rank_gets_the_result_of_its_work(run: Run) -> None:
@@ -176,22 +176,10 @@ def test_ctrl_c_is_not_an_error_of_the_work() -> None:
         agree(fail(KeyboardInterrupt()), device=CPU)
 
 
-def test_flags_are_returned_if_nothing_fails(run: Run) -> None:
-    calls: list[int] = []
-    assert agree_with_flags(lambda: calls.append(1), [True, False], device=CPU) == [True, False]
-    assert calls == [1]
+def test_a_flag_of_any_rank_is_set_on_all(run: Run) -> None:
     flags = [[True, False, False], [False, False, True]]
-    results = run(*[lambda f=f: agree_with_flags(lambda: None, f, device=CPU) for f in flags])
+    results = run(*[lambda f=f: on_any_rank(f, device=CPU) for f in flags])
     assert results == [[True, False, True]] * 2
-
-
-def test_a_failure_with_flags_is_raised(run: Run) -> None:
-    full = OSError(28, "No space left on device")
-    with pytest.raises(OSError, match="No space left"):
-        agree_with_flags(fail(full), [True], device=CPU)
-    works = [fail(full), lambda: None]
-    results = run(*[lambda w=w: agree_with_flags(w, [True], device=CPU) for w in works])
-    assert "1 of 2 ranks failed: rank 0: OSError: [Errno 28] No space" in error_of_all(results)
 
 
 def test_a_failure_is_raised_before_a_difference(run: Run) -> None:
