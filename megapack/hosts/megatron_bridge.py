@@ -20,7 +20,7 @@ import numpy as np
 
 from megapack.base.arrays import check_count
 from megapack.cost.model import CostModel
-from megapack.errors import ConfigError, ScheduleError
+from megapack.errors import ConfigError
 from megapack.hosts import megatron_lm
 from megapack.hosts.shared.bins import even_bins
 from megapack.hosts.shared.options import HostOptions
@@ -59,25 +59,19 @@ class PlannedStep(megatron_lm.PlannedStep):
     Bridge's packs: its last label.
     """
 
-    def __call__(self, data_iterator: Any, model: Any, *_: Any, **__: Any) -> Any:
-        """Raise: only Megatron's own schedule calls this, and only if the patch is not applied."""
-        raise ScheduleError(
-            "a PlannedStep runs under the patched get_forward_backward_func only; call "
-            'megapack.hosts.patching.apply("megatron_bridge") above the import of megatron.bridge'
-        )
+    _patch = ("megatron_bridge", "megatron.bridge")
+    # Bridge always passes groups and a communicator: Megatron's own unless it made them.
+    _refused = ("adjust_tensor_shapes_fn", "collect_non_loss_data", "force_all_reduce")
+    _refusal = (
+        "Bridge passes {}, which planned steps do not support; turn off the feature that needs it "
+        "(distillation, non-loss data), or use Bridge's own forward step"
+    )
 
     def check_call(self, step: Mapping[str, Any]) -> None:
         """Raise ConfigError if the recipe passes its schedule what planned steps do not support."""
         from megatron.core import parallel_state
 
-        for name in ("adjust_tensor_shapes_fn", "collect_non_loss_data", "force_all_reduce"):
-            if step.get(name):
-                raise ConfigError(
-                    f"Bridge passes {name}, which planned steps do not support; turn off the "
-                    "feature that needs it (distillation, non-loss data), or use Bridge's own "
-                    "forward step"
-                )
-        # Bridge always passes groups and a communicator: Megatron's own unless it made them.
+        super().check_call(step)
         if not parallel_state.model_parallel_is_initialized():
             raise ConfigError(
                 "dist.use_decentralized_pg=True: planned steps need Megatron's global process "

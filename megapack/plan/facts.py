@@ -74,12 +74,6 @@ class Counts:
         return self.piece_tokens / self.tokens if self.tokens else 0.0
 
     @property
-    def num_rank_rows(self) -> int:
-        """Rows with samples, those over several DP ranks once for each of them."""
-        extra = sum((width - 1) * count for width, count in self.wide_rows.items())
-        return self.num_rows + extra
-
-    @property
     def packing_efficiency(self) -> float:
         """Real tokens that rows hold over row tokens; 1 is perfect."""
         return self.held_tokens / self.row_tokens if self.row_tokens else 1.0

@@ -109,7 +109,7 @@ class Step:
         return Runner(self.layout, self.real_cost, self.forward_only)
 
 
-def spread_counts(least: int, top: int, number: int = _MAX_COUNTS) -> list[int]:
+def spread_counts(least: int, top: int) -> list[int]:
     """Values of M from `least` to `top`, smaller ones closer together.
 
     Integers only: powers may differ between machines.
@@ -117,5 +117,5 @@ def spread_counts(least: int, top: int, number: int = _MAX_COUNTS) -> list[int]:
     >>> spread_counts(4, 40)
     [4, 4, 5, 8, 11, 15, 20, 25, 32, 40]
     """
-    last = number - 1
+    last = _MAX_COUNTS - 1
     return [least + (top - least) * k * k // (last * last) for k in range(last + 1)]

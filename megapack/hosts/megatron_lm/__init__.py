@@ -70,6 +70,18 @@ class PlannedStep:
             packed together; "as_set" refuses these.
     """
 
+    # The patch, what is imported after it, and what a host passes to its schedule that planned
+    # steps do not support, with what to do.
+    _patch = ("megatron_lm", "megatron.training")
+    _refused = (
+        *("adjust_tensor_shapes_fn", "collect_non_loss_data", "force_all_reduce"),
+        *("p2p_communicator", "pg_collection"),
+    )
+    _refusal = (
+        "Megatron-LM passes {}, which planned steps do not support; turn off the feature that "
+        "needs it (distillation, saved gradients, multi-module models), or the patch"
+    )
+
     def __init__(
         self,
         *,
@@ -95,26 +107,17 @@ class PlannedStep:
 
     def __call__(self, data_iterator: Any, model: Any, *_: Any, **__: Any) -> Any:
         """Raise: only Megatron's own schedule calls this, and only if the patch is not applied."""
+        host, package = self._patch
         raise ScheduleError(
             "a PlannedStep runs under the patched get_forward_backward_func only; call "
-            'megapack.hosts.patching.apply("megatron_lm") above the import of megatron.training'
+            f'megapack.hosts.patching.apply("{host}") above the import of {package}'
         )
 
     def check_call(self, step: Mapping[str, Any]) -> None:
         """Raise ConfigError if the recipe passes its schedule what planned steps do not support."""
-        for name in (
-            "adjust_tensor_shapes_fn",
-            "collect_non_loss_data",
-            "force_all_reduce",
-            "p2p_communicator",
-            "pg_collection",
-        ):
+        for name in self._refused:
             if step.get(name):
-                raise ConfigError(
-                    f"Megatron-LM passes {name}, which planned steps do not support; turn off the "
-                    "feature that needs it (distillation, saved gradients, multi-module models), "
-                    "or the patch"
-                )
+                raise ConfigError(self._refusal.format(name))
 
     def run(
         self, data_iterator: Any, model: Any, num_items: int, forward_only: bool
