@@ -12,8 +12,8 @@ keys by the table line by line: one kernel with Transformer Engine, a few of tor
 core attention has to know where samples begin. Three kinds of hooks do this:
 
     decoder, MTP block: [S, 1, 1, d], the table by position -> [T, d], the table of the row
-    self attention: [T, d] -> [T, 1, 1, d], and `OneSequence` instead of the row's description; of
-        several tables (`rotary_tables`) the layer's
+    self attention: [T, d] -> [T, 1, 1, d], and a description of one sequence instead of the row's
+        (`row.seen_as_one`); of several tables (`rotary_tables`) the layer's
     core attention: queries, keys and values [T, 1, heads, d] -> [T, heads, d], and the description
 
 Everything in between is Megatron's: interleaved and partial rotation, scaling, YaRN's `mscale`,
@@ -37,7 +37,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -78,15 +77,6 @@ with contextlib.suppress(ImportError):
 
 # Attribute of a chunk that has the hooks.
 _MARK = "_gathers_rotary_tables"
-
-
-@dataclass(frozen=True)
-class OneSequence:
-    """A packed row as self attention sees it: a batch of one sequence."""
-
-    packed: PackedSeqParams
-    """The row's description, which core attention gets."""
-    qkv_format: str = "sbhd"
 
 
 def gather_rotary_tables(chunks: Sequence[Any]) -> None:
@@ -292,20 +282,17 @@ def _enter_one_sequence(
         return None
     if tables is not None:
         table = tables.for_layer(table, attention.layer_number - 1)
-    as_one = {
-        "rotary_pos_emb": table[:, None, None],
-        "packed_seq_params": OneSequence(kwargs["packed_seq_params"]),
-    }
-    return args, {**kwargs, **as_one}
+    as_one = seen_as_one(PackedSeqParams(qkv_format="sbhd"), kwargs["packed_seq_params"])
+    return args, {**kwargs, "rotary_pos_emb": table[:, None, None], "packed_seq_params": as_one}
 
 
 def _enter_packed(core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
-    params = kwargs.get("packed_seq_params")
-    if not isinstance(params, OneSequence):
+    whole = whole_row(kwargs.get("packed_seq_params"))
+    if whole is None:
         return None
     query, key, value, *others = args
     packed = (query.squeeze(1), key.squeeze(1), value.squeeze(1), *others)
-    return packed, {**kwargs, "packed_seq_params": params.packed}
+    return packed, {**kwargs, "packed_seq_params": whole}
 
 
 def _leave_packed(core: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:

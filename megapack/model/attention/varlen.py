@@ -61,10 +61,9 @@ class PackedVarlen(PackedAttention):
         if width < key.shape[-1]:
             # The kernel takes one width. Further channels of zeros are zeros in the result.
             value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
-        attend = varlen_causal_attention
-        if self.softmax_offset is not None:
-            attend = functools.partial(varlen_sink_attention, self.softmax_offset)
-        out = attend(query, key, value, *ends, self.softmax_scale, self.window)
+        out = varlen_causal_attention(
+            query, key, value, *ends, self.softmax_scale, self.window, self.softmax_offset
+        )
         return out[..., :width]
 
     def _refuse_unsupported(self, config: Any, mask: AttnMaskType, attention_type: str) -> None:
@@ -99,6 +98,7 @@ def varlen_causal_attention(
     max_keys: int,
     scale: float,
     window: int | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention in each sequence, whose queries are at its last keys.
 
@@ -110,10 +110,17 @@ def varlen_causal_attention(
         max_queries, max_keys: at least those of the longest sequence.
         scale: softmax scale.
         window: keys that a query sees, its own and those before it; None = all.
+        sink_H: one more logit in the softmax of each head, of value 0; None = none.
 
     Returns:
         [Q, H, D].
     """
+    inputs = (query_QHD, key_KGD, value_KGD)
+    ends = (query_ends_S1, key_ends_S1, max_queries, max_keys)
+    out: Tensor
+    if sink_H is not None:
+        out = _WithSinks.apply(*inputs, sink_H, ends, scale, window)  # type: ignore[no-untyped-call]
+        return out
     kernel = varlen_kernel()
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if _takes_gqa(kernel):
@@ -121,51 +128,20 @@ def varlen_causal_attention(
     # torch 2.15 would take cuDNN for causal rows, which builds a graph for each shape of a row (in
     # 42 ms, torch's pull request 191576) and never drops one. Earlier versions have flash only.
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out: Tensor = kernel(
-            query_QHD,
-            key_KGD,
-            value_KGD,
-            query_ends_S1,
-            key_ends_S1,
-            max_queries,
-            max_keys,
-            scale=scale,
-            **options,
-        )
+        out = kernel(*inputs, *ends, scale=scale, **options)
     return out
 
 
-def varlen_sink_attention(
-    sink_H: Tensor,
-    query_QHD: Tensor,
-    key_KGD: Tensor,
-    value_KGD: Tensor,
-    query_ends_S1: Tensor,
-    key_ends_S1: Tensor,
-    max_queries: int,
-    max_keys: int,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """`varlen_causal_attention` with one more logit in the softmax of each head, of value 0.
+class _WithSinks(torch.autograd.Function):
+    """Attention with one more logit in the softmax of each head, of value 0.
 
     The kernel knows no sinks. With l the log-sum-exp of a query's scores and s the sink, the whole
     softmax has L = logaddexp(l, s), and the output is exp(l - L) times the kernel's. The backward
     of flash attention (Dao et al. 2022, arXiv 2205.14135, algorithm 4) reads output and log-sum-exp
     only as those of the whole softmax, so given these it returns exact gradients. The sink's weight
     is exp(s - L), its value 0, so its gradient is -exp(s - L) <dO, O>, summed over queries.
-
-    Args:
-        sink_H: the logits.
     """
-    ends = (query_ends_S1, key_ends_S1, max_queries, max_keys)
-    out: Tensor = _WithSinks.apply(  # type: ignore[no-untyped-call]
-        query_QHD, key_KGD, value_KGD, sink_H, ends, scale, window
-    )
-    return out
 
-
-class _WithSinks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
