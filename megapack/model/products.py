@@ -5,7 +5,7 @@ of 0.125. Both functions multiply exactly and add in fp32:
 
 - CUDA, torch 2.10 and later: the product writes fp32 (`out_dtype`), or adds to fp32.
 - Elsewhere (a CPU, older torch): both factors are widened to fp32, a block of the large one at a
-  time. On CUDA this product runs in TF32, which represents every widened number exactly.
+  time.
 - fp32 factors: torch's product.
 
 Shape suffixes: M, N rows and columns of the result; K what is summed over.
@@ -13,7 +13,6 @@ Shape suffixes: M, N rows and columns of the result; K what is summed over.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterator
 
@@ -33,9 +32,8 @@ def mm_fp32(a_MK: Tensor, b_KN: Tensor) -> Tensor:
         return torch.mm(a_MK, b_KN, out_dtype=torch.float32)
     result_MN = a_MK.new_empty((a_MK.shape[0], b_KN.shape[1]), dtype=torch.float32)
     wide_MK = a_MK.float()
-    with _tf32(a_MK.device):
-        for block in _blocks(b_KN.shape[1]):
-            torch.mm(wide_MK, b_KN[:, block].float(), out=result_MN[:, block])
+    for block in _blocks(b_KN.shape[1]):
+        torch.mm(wide_MK, b_KN[:, block].float(), out=result_MN[:, block])
     return result_MN
 
 
@@ -47,9 +45,8 @@ def add_mm_fp32(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
         torch.addmm(sum_MN, a_MK, b_KN, out_dtype=torch.float32, out=sum_MN)
     else:
         wide_KN = b_KN.float()
-        with _tf32(a_MK.device):
-            for block in _blocks(sum_MN.shape[0]):
-                sum_MN[block].addmm_(a_MK[block].float(), wide_KN)
+        for block in _blocks(sum_MN.shape[0]):
+            sum_MN[block].addmm_(a_MK[block].float(), wide_KN)
 
 
 @functools.cache
@@ -70,22 +67,3 @@ def has_fp32_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _blocks(size: int) -> Iterator[slice]:
     return (slice(start, start + _BLOCK) for start in range(0, size, _BLOCK))
-
-
-@contextlib.contextmanager
-def _tf32(device: torch.device) -> Iterator[None]:
-    """Run fp32 products on CUDA's tensor cores within the block.
-
-    TF32 has the exponent of fp32 and 11 significant bits. Widened bf16 numbers need 8, fp16
-    numbers 11, so no factor is rounded.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    settings = torch.backends.cuda.matmul
-    before = settings.allow_tf32
-    settings.allow_tf32 = True
-    try:
-        yield
-    finally:
-        settings.allow_tf32 = before

@@ -95,13 +95,3 @@ def test_the_kernels_that_torch_has_are_used(machine: CudaTorch | None) -> None:
     mm_fp32(a_MK, b_KN)
     add_mm_fp32(sum_MN, a_MK, b_KN)
     assert machine.calls == (["mm", "addmm"] if version >= (2, 10) else [])
-
-
-def test_widened_products_run_on_tensor_cores_of_cuda() -> None:
-    settings = torch.backends.cuda.matmul
-    assert not settings.allow_tf32
-    with products._tf32(torch.device("cuda")):
-        assert settings.allow_tf32
-    assert not settings.allow_tf32
-    with products._tf32(torch.device("cpu")):
-        assert not settings.allow_tf32
