@@ -34,28 +34,16 @@ def get_fused_attn_backend(*args: Any) -> Any:
     """
     if version() >= (2, 20):
         (asked,) = args
-        names = {name: getattr(asked, name, None) for name in _ASKED}
+        names = {name: getattr(asked, name, None) for name in _ASKED.split()}
         found = _backend(**{**names, "q_dtype": asked.qkv_dtype, "kv_dtype": asked.qkv_dtype})
         return found, "" if found.value >= 0 else "not rehearsed on the CPU"
-    return _backend(**dict(zip(_ASKED, args, strict=False)))
+    return _backend(**dict(zip(_ASKED.split(), args, strict=False)))
 
 
-_ASKED = [
-    "is_training",
-    "q_dtype",
-    "kv_dtype",
-    "qkv_layout",
-    "bias_type",
-    "attn_mask_type",
-    "softmax_type",
-    "dropout",
-    "num_attn_heads",
-    "num_gqa_groups",
-    "max_seqlen_q",
-    "max_seqlen_kv",
-    "head_dim_qk",
-    "head_dim_v",
-]
+_ASKED = (
+    "is_training q_dtype kv_dtype qkv_layout bias_type attn_mask_type softmax_type dropout "
+    "num_attn_heads num_gqa_groups max_seqlen_q max_seqlen_kv head_dim_qk head_dim_v"
+)
 
 
 def _backend(

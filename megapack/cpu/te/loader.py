@@ -36,7 +36,6 @@ from megapack.cpu.te import (  # noqa: F401  (stand-ins register themselves)
     rope,
 )
 from megapack.cpu.te.calls import KERNELS, set_version, version
-from megapack.cpu.te.permutation import TRITON_NAMES
 from megapack.errors import ConfigError
 
 PACKAGE = "transformer_engine"
@@ -121,14 +120,14 @@ def _compiled_module() -> dict[str, Any]:
         if isinstance(value, type) and hasattr(value, "__members__")
     }
     names |= {name: type(name, (), {}) for name in _USER_BUFFERS}
-    names |= {name: call for name, call in KERNELS.items() if name not in TRITON_NAMES}
+    names |= {name: call for name, call in KERNELS.items() if name not in vars(permutation)}
     names["NVTE_Fused_Attn_Backend"] = enums.attention_backends(version())
     names["WaitedOnce"] = ring.WaitedOnce
     return {**names, "__all__": list(names)}
 
 
 def _triton_permutation() -> dict[str, Any]:
-    return {name: KERNELS[name] for name in TRITON_NAMES}
+    return {name: call for name, call in KERNELS.items() if name in vars(permutation)}
 
 
 # ------------------------------------------------------------------------ lines that are changed

@@ -28,9 +28,6 @@ def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> T
     return rows.t().contiguous()
 
 
-_PADS = "permutation that also pads experts"
-
-
 @kernel(
     "inp row_id_map probs scale pad_offsets@2.12 num_tokens num_experts num_out_tokens hidden_size "
     "scale_hidden_dim"
@@ -47,9 +44,8 @@ def permute_with_mask_map(
     **_: Any,
 ) -> tuple[Tensor, None, Tensor | None]:
     """Copies of tokens [num_out_tokens, h] by expert, no scales, and copies of probabilities."""
-    refuse(pad_offsets is not None, _PADS)
     refuse(scale is not None, "permutation of FP8 rows")
-    token, expert, rows = _copies(row_id_map)
+    token, expert, rows = _copies(row_id_map, pad_offsets)
     require(
         len(rows) == num_out_tokens,
         f"{len(rows)} routed copies, num_out_tokens={num_out_tokens}",
@@ -78,8 +74,7 @@ def unpermute_with_mask_map(
     pad_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Sums of a token's copies [tokens, h], weighted by `merging_probs`; its probabilities."""
-    refuse(pad_offsets is not None, _PADS)
-    token, expert, rows = _copies(row_id_map)
+    token, expert, rows = _copies(row_id_map, pad_offsets)
     values = wide(inp[rows])
     if merging_probs is not None:
         values = values * wide(merging_probs[token, expert])[:, None]
@@ -107,8 +102,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the copies and of `merging_probs`."""
-    refuse(pad_offsets is not None, _PADS)
-    token, expert, rows = _copies(row_id_map)
+    token, expert, rows = _copies(row_id_map, pad_offsets)
     grad = wide(fwd_output_grad[token])
     copies = fwd_output_grad.new_zeros(num_out_tokens, hidden_size)
     weighted = grad * wide(merging_probs[token, expert])[:, None]
@@ -147,17 +141,8 @@ def sort_chunks_by_map(
     return inp[rows], None if probs is None else probs[rows]
 
 
-def _copies(row_id_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _copies(row_id_map: Tensor, pad_offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Token, expert and row of each routed copy."""
+    refuse(pad_offsets is not None, "permutation that also pads experts")
     token, expert = (row_id_map >= 0).nonzero(as_tuple=True)
     return token, expert, row_id_map[token, expert].long()
-
-
-TRITON_NAMES = (
-    "make_row_id_map",
-    "permute_with_mask_map",
-    "unpermute_with_mask_map",
-    "unpermute_with_mask_map_bwd_with_merging_probs",
-    "make_chunk_sort_map",
-    "sort_chunks_by_map",
-)
