@@ -33,6 +33,7 @@ _NEEDED_BY: Mapping[str, tuple[str, ...]] = {
         *("latent_norm_epsilon", "indexer_top_k"),
     ),
     "q_lora_rank": ("indexer_top_k",),
+    "qk_layernorm": ("qk_layernorm_over_heads", "qk_layernorm_after_rotation", "indexer_top_k"),
     "indexer_top_k": (*_INDEXER[1:], "indexer_loss_coef", "indexer_rope_interleaved"),
     "indexer_num_heads": ("indexer_top_k",),
     "indexer_head_dim": ("indexer_top_k",),
@@ -58,7 +59,9 @@ _EXCLUDED: Mapping[str, str] = {
     "indexer_top_k": "hybrid mtp te varlen",
     "qk_layernorm_over_heads": "latent global centered layernorm",
     "qk_layernorm_after_rotation": "hybrid latent global over_heads",
-    "moe_inner_norms": "centered dense_first gate sigmoid bias",
+    "moe_inner_norms": "no_sandwich centered dense_first gate sigmoid bias",
+    "layer_scalars": "pre",
+    "hybrid_layer_pattern": "gpt_class",
     **dict.fromkeys(("attention_output_gate", "position_embedding_type"), "gpt"),
     **dict.fromkeys(("moe_grouped_gemm", "moe_permute_fusion"), "torch"),
     "mtp_num_layers": "full",
@@ -70,6 +73,7 @@ _DEFAULTS = ModelOptions()
 def _parts(model: ModelOptions) -> dict[str, tuple[object, str]]:
     """Parts of `_EXCLUDED`: whether a model has each, and its name."""
     rope, has_experts = model.rope_scaling, model.num_experts is not None
+    placement = model.norm_placement
     return {
         "biases": (model.qkv_bias or model.linear_bias, "qkv_bias or linear_bias"),
         "bias": (model.has_expert_bias, "moe_expert_bias or moe_bias_update_rate"),
@@ -81,6 +85,7 @@ def _parts(model: ModelOptions) -> dict[str, tuple[object, str]]:
         "gate": (model.moe_shared_gate, "moe_shared_gate"),
         "global": (model.has_global_heads, "heads of global layers (rotary_pattern)"),
         "gpt": (model.layer_pattern is None, "a GPTModel, but with hybrid_layer_pattern"),
+        "gpt_class": (model.megatron_class == "gpt", "megatron_class=gpt"),
         "hybrid": (
             model.layer_pattern is not None,
             "a HybridModel (megatron_class, hybrid_layer_pattern)",
@@ -89,11 +94,13 @@ def _parts(model: ModelOptions) -> dict[str, tuple[object, str]]:
         "layernorm": (model.normalization != "RMSNorm", "normalization=LayerNorm"),
         "longrope": (rope.kind == "longrope", "rope_scaling.kind=longrope"),
         "mtp": (model.mtp_num_layers, f"mtp_num_layers={model.mtp_num_layers}"),
+        "no_sandwich": (placement != "sandwich", f"norm_placement={placement}"),
         "over_heads": (model.qk_layernorm_over_heads, "qk_layernorm_over_heads"),
         "plain_experts": (
             has_experts and not model.moe_inner_norms,
             f"num_experts={model.num_experts} without moe_inner_norms",
         ),
+        "pre": (placement == "pre", "norm_placement=pre"),
         "rotaries": (
             model.rotary_pattern or rope.depends_on_length,
             "several rotary embeddings (rotary_pattern, rope_scaling.kind=longrope)",
@@ -114,7 +121,7 @@ def check_architecture(model: ModelOptions) -> None:
     """Raise ConfigError for the first options of a model that do not fit together."""
     for needed, names in _NEEDED_BY.items():
         for name in filter(model.__getattribute__, names):
-            if getattr(model, needed) is None:
+            if not getattr(model, needed):
                 raise ConfigError(
                     f"model.{name}={_shown(model, name)} needs model.{needed}; set it, or leave "
                     f"{name} out"
@@ -127,7 +134,7 @@ def check_architecture(model: ModelOptions) -> None:
                 raise ConfigError(
                     f"model.{name}={_shown(model, name)} does not run with {part}; leave one out"
                 )
-    for table in (_experts, _attention, _norms, _hybrid, _sizes, _kernels):
+    for table in (_experts, _attention, _hybrid, _sizes, _kernels):
         for is_wrong, text in table(model):
             if is_wrong:
                 raise ConfigError(f"model.{text}")
@@ -202,11 +209,6 @@ def _attention(model: ModelOptions) -> _Table:
             f"indexer_head_dim={model.indexer_head_dim} is below model.qk_rope_head_dim={rotated}, "
             "the channels that are rotated; set at least that",
         )
-        yield (
-            not model.qk_layernorm,
-            "qk_layernorm=false with model.indexer_top_k: the indexer reads normalised latents; "
-            "set true",
-        )
     for name in ("rotary_pattern", "attention_window_pattern"):
         letters = getattr(model, name)
         yield (
@@ -221,31 +223,11 @@ def _attention(model: ModelOptions) -> _Table:
     )
 
 
-def _norms(model: ModelOptions) -> _Table:
-    for name in ("qk_layernorm_over_heads", "qk_layernorm_after_rotation"):
-        yield (
-            getattr(model, name) and not model.qk_layernorm,
-            f"{name}=true needs qk_layernorm=true; set it, or leave {name} out",
-        )
-    yield (
-        model.moe_inner_norms and model.norm_placement != "sandwich",
-        "moe_inner_norms=true needs model.norm_placement=sandwich; set it, or leave it out",
-    )
-    yield (
-        model.layer_scalars and model.norm_placement == "pre",
-        "layer_scalars=true needs model.norm_placement=post or sandwich; set one",
-    )
-
-
 def _hybrid(model: ModelOptions) -> _Table:
     """Patterns of hybrid models."""
     pattern = model.hybrid_layer_pattern
     if pattern is None:
         return
-    yield (
-        model.megatron_class == "gpt",
-        "hybrid_layer_pattern is set and model.megatron_class is gpt; leave one out",
-    )
     _, *depths = pattern.split("/")
     yield (
         len(depths) != model.mtp_num_layers or len(set(depths)) > 1,

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from megapack.base.choices import Overlong
-from megapack.config.bounds import at_least
+from megapack.config.bounds import at_least, without_effect
 from megapack.errors import ConfigError
 
 
@@ -63,16 +63,9 @@ class DataConfig:
         at_least(self, "data", 1, "generated_group_size", "workers", "balance_window")
         if self.path == "":
             raise ConfigError("data.path is empty; set a file, or null for generated rollouts")
-        if self.tokenizer_path is not None and self.tokenizer == "bytes":
-            raise ConfigError(
-                f"data.tokenizer_path={self.tokenizer_path} has no effect under data.tokenizer="
-                "bytes; set data.tokenizer=hf"
-            )
-        if self.chat_template_kwargs and self.tokenizer == "bytes":
-            raise ConfigError(
-                "data.chat_template_kwargs has no effect under data.tokenizer=bytes; set "
-                "data.tokenizer=hf"
-            )
+        if self.tokenizer == "bytes":
+            needed = "under data.tokenizer=bytes; set data.tokenizer=hf"
+            without_effect(self, "data", needed, "tokenizer_path", "chat_template_kwargs")
         if self.tokenizer == "hf" and self.path is None:
             raise ConfigError(
                 "data.tokenizer=hf needs data.path, because generated rollouts are bytes; set it"

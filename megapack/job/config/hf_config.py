@@ -25,7 +25,7 @@ from megapack.config.shipped import download_hint, shipped_model
 from megapack.cost.options import NOT_IN_FOLDERS, ModelOptions
 from megapack.errors import ConfigError, first_line
 from megapack.job.config import hf_parts as parts
-from megapack.job.config.hf_families import FAMILIES, REFUSED
+from megapack.job.config.hf_families import FAMILIES
 from megapack.job.config.hf_reader import FILE, NEUTRAL, UNUSED, VISION_KEYS, Reader, Values, shown
 
 # The longest published config has 40 KB (quantization by layer).
@@ -89,9 +89,10 @@ def read_hf_config(folder: str | Path) -> HfConfig:
     model_type = keys.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        known = f"megapack trains {', '.join(FAMILIES)}"
-        why = REFUSED.get(model_type, known) if isinstance(model_type, str) else known
-        raise ConfigError(f"{name}: {FILE} has model_type={shown(model_type)}; {why}")
+        known = ", ".join(FAMILIES)
+        raise ConfigError(
+            f"{name}: {FILE} has model_type={shown(model_type)}; megapack trains {known}"
+        )
     if family.in_text_config:
         keys = _with_text_config(name, keys)
     reader = Reader(name, keys, family)

@@ -1,4 +1,4 @@
-"""Families of config.json, and those that megapack cannot build.
+"""Families of config.json.
 
 A new family is an entry of `FAMILIES`, with what its keys say and what its folders name their
 tensors. It must pass the tests against transformers.
@@ -431,18 +431,3 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 """Families by `model_type`."""
-REFUSED: Mapping[str, str] = {
-    "falcon_h1": "its layers run attention and Mamba side by side, which no layer of "
-    "Megatron-Core's HybridModel does",
-    "granitemoehybrid": "it multiplies embeddings, the output of each layer, attention scores and "
-    "logits by factors (residual_multiplier, ...), and Megatron-Core's layers have none",
-    "kimi_linear": "its linear attention is KDA, of which Megatron-Core has no layer",
-    "deepseek_v4": "its layers compress keys over windows of tokens and mix several hidden states "
-    "per token, which megapack's layers do not",
-    **dict.fromkeys(
-        ("gemma3n", "gemma3n_text"),
-        "its layers take keys and values of other layers and have several residual streams, which "
-        "Megatron-Core's have not",
-    ),
-}
-"""Families that Megatron-Core or megapack cannot build, with the reason."""

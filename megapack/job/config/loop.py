@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from megapack.base.choices import ExecutorChoice, RoutingReplay
-from megapack.config.bounds import at_least
+from megapack.config.bounds import at_least, without_effect
 from megapack.errors import ConfigError
 
 
@@ -98,13 +98,11 @@ class OptimConfig:
                 "optim.name=muon needs whole matrices on each rank, and "
                 "optim.distributed_optimizer=true splits them; set it to false, or optim.name=adam"
             )
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name.startswith("muon_") and self.name != "muon" and value != field.default:
-                raise ConfigError(
-                    f"optim.{field.name}={value} has no effect with optim.name={self.name}; set "
-                    "optim.name=muon, or leave it out"
-                )
+        if self.name != "muon":
+            needed = f"with optim.name={self.name}; set optim.name=muon"
+            names = [field.name for field in dataclasses.fields(self)]
+            own = (name for name in names if name.startswith("muon_"))
+            without_effect(self, "optim", needed, *own)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from megapack.base.choices import (
     RatioLevel,
     Tail,
 )
-from megapack.config.bounds import at_least
+from megapack.config.bounds import at_least, without_effect
 from megapack.errors import ConfigError
 
 _POLICY = ("ppo", "grpo", "gspo")
@@ -124,11 +124,9 @@ class ObjectiveConfig:
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"objective.{name} is {getattr(self, name)}; set it in [0, 1]")
-        if self.reference_hf_path is not None and not self.has_reference:
-            raise ConfigError(
-                f"objective.reference_hf_path={self.reference_hf_path} has no effect under kind="
-                f"{self.kind} without kl_coef or kl_in_reward_coef; set one, or leave it out"
-            )
+        if not self.has_reference:
+            needed = f"under kind={self.kind} without kl_coef or kl_in_reward_coef; set one"
+            without_effect(self, "objective", needed, "reference_hf_path")
         self._check_overlong()
         self._check_pairs()
         self._check_correction()
@@ -144,12 +142,9 @@ class ObjectiveConfig:
                 f"{self.norm_constant}; set objective.norm_constant above 0"
             )
         for name, kinds in _KINDS.items():
-            value = getattr(self, name)
-            if value != getattr(ObjectiveConfig, name) and self.kind not in kinds:
-                raise ConfigError(
-                    f"objective.{name}={value} has no effect under kind={self.kind}; set objective."
-                    f"kind={' or '.join(kinds)}, or leave it out"
-                )
+            if self.kind not in kinds:
+                needed = f"under kind={self.kind}; set objective.kind={' or '.join(kinds)}"
+                without_effect(self, "objective", needed, name)
 
     def _check_pairs(self) -> None:
         if not 0 < self.dpo_beta < float("inf") or not 0 <= self.dpo_label_smoothing < 0.5:
@@ -170,18 +165,12 @@ class ObjectiveConfig:
                 f"{self.correction_high}; set 0 <= low < high"
             )
         if self.correction is None:
-            for name in ("level", "low", "high", "weight_level"):
-                value = getattr(self, f"correction_{name}")
-                if value != getattr(ObjectiveConfig, f"correction_{name}"):
-                    raise ConfigError(
-                        f"objective.correction_{name}={value} has no effect without objective."
-                        "correction; set it, or leave the key out"
-                    )
-        elif self.correction != "mask" and self.correction_weight_level is not None:
-            raise ConfigError(
-                f"objective.correction_weight_level={self.correction_weight_level} has no effect "
-                f"under correction={self.correction}; set correction=mask, or leave it out"
-            )
+            names = ("correction_level", "correction_low", "correction_high")
+            needed = "without objective.correction; set it"
+            without_effect(self, "objective", needed, *names, "correction_weight_level")
+        elif self.correction != "mask":
+            needed = f"under correction={self.correction}; set correction=mask"
+            without_effect(self, "objective", needed, "correction_weight_level")
 
     def _check_teacher(self) -> None:
         at_least(self, "objective", 0, "teacher_kl_coef", "distill_sft_coef")
@@ -229,11 +218,8 @@ class ObjectiveConfig:
         at_least(self, "objective", 1, "max_response_tokens", "overlong_buffer_tokens")
         at_least(self, "objective", 0, "overlong_penalty")
         if self.overlong_buffer_tokens is None:
-            if self.overlong_penalty != ObjectiveConfig.overlong_penalty:
-                raise ConfigError(
-                    f"objective.overlong_penalty={self.overlong_penalty} has no effect without "
-                    "objective.overlong_buffer_tokens; set it, or leave the penalty out"
-                )
+            needed = "without objective.overlong_buffer_tokens; set it"
+            without_effect(self, "objective", needed, "overlong_penalty")
             return
         longest = self.max_response_tokens
         if longest is None or self.overlong_buffer_tokens > longest:

@@ -12,12 +12,8 @@ import functools
 import importlib.util
 from collections.abc import Iterator, Sequence
 
-from megapack.base.choices import (
-    Device,
-    Executor,
-    Kernel,
-)
-from megapack.config.bounds import at_least
+from megapack.base.choices import Device, Executor, Kernel
+from megapack.config.bounds import at_least, without_effect
 from megapack.config.shipped import absent_weights
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
@@ -364,31 +360,17 @@ _Table = Iterator[tuple[object, str]]
 def _critic(config: TrainConfig) -> _Table:
     objective, critic, mtp = config.objective, config.critic, config.model.mtp_num_layers
     if not critic.enabled:
-        for name in ("hf_path", "warmup_steps"):
-            value = getattr(critic, name)
-            yield (
-                value,
-                f"critic.{name}={value} has no effect without a critic; set critic.enabled=true, "
-                "or leave it out",
-            )
-        for name in ("gamma", "gae_lambda", "kl_in_reward_coef"):
-            value, default = getattr(objective, name), getattr(ObjectiveConfig, name)
-            yield (
-                value != default,
-                f"objective.{name}={value} has no effect without a critic; set critic.enabled=true "
-                f"or objective.{name}={default}",
-            )
+        needed = "without a critic; set critic.enabled=true"
+        without_effect(critic, "critic", needed, "hf_path", "warmup_steps")
+        without_effect(objective, "objective", needed, "gamma", "gae_lambda", "kl_in_reward_coef")
         return
     yield (
         objective.kind not in ("ppo", "grpo"),
         f"critic.enabled=true gives advantages per token, which objective.kind={objective.kind} "
         "does not use; set objective.kind=ppo or critic.enabled=false",
     )
-    yield (
-        objective.advantage_norm != ObjectiveConfig.advantage_norm,
-        f"objective.advantage_norm={objective.advantage_norm} has no effect with a critic, whose "
-        "advantages are not relative to a prompt group; leave it out, or set critic.enabled=false",
-    )
+    relative = "with a critic, whose advantages are not relative to a prompt group; set "
+    without_effect(objective, "objective", f"{relative}critic.enabled=false", "advantage_norm")
     # With layers of multi-token prediction the final norm is beside the last other layer.
     yield (
         critic.hf_path is None and mtp and not config.stage_layers.num_layers[-1],
@@ -402,15 +384,10 @@ def _rewards(config: TrainConfig) -> _Table:
     """What changes rewards where they are not read, or would be read wrongly."""
     objective, data = config.objective, config.data
     has_buffer = objective.overlong_buffer_tokens is not None
-    for name, is_set in (
-        ("data.drop_equal_rewards=true", data.drop_equal_rewards),
-        ("objective.overlong_buffer_tokens", has_buffer),
-    ):
-        yield (
-            is_set and not objective.reads_rewards,
-            f"{name} has no effect under objective.kind={objective.kind}, which reads no rewards; "
-            "unset it",
-        )
+    if not objective.reads_rewards:
+        kind = f"under objective.kind={objective.kind}, which reads no rewards; set another kind"
+        without_effect(data, "data", kind, "drop_equal_rewards")
+        without_effect(objective, "objective", kind, "overlong_buffer_tokens")
     yield (
         has_buffer and data.overlong == "truncate",
         "objective.overlong_buffer_tokens with data.overlong=truncate would read the lengths after "

@@ -10,7 +10,6 @@ import pytest
 
 from megapack import ConfigError
 from megapack.job.config.hf_config import read_hf_config
-from megapack.job.config.hf_families import REFUSED
 from megapack.job.config.model import ModelConfig
 from tests.unit.job.config.hybrid_configs import HYBRID
 
@@ -153,16 +152,6 @@ def test_what_is_not_exact_is_refused(
     assert text.startswith(f"{path}: config.json")
     assert message in text
     assert "\n" not in text
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_family_that_megatron_cannot_express_is_refused_with_the_reason(
-    name: str, tmp_path: Path
-) -> None:
-    path = folder(tmp_path, {"model_type": name})
-    with pytest.raises(ConfigError) as caught:
-        read_hf_config(path)
-    assert str(caught.value) == f'{path}: config.json has model_type="{name}"; {REFUSED[name]}'
 
 
 @pytest.mark.parametrize("name", HYBRID)
