@@ -98,10 +98,14 @@ def read_hf_config(folder: str | Path) -> HfConfig:
     reader = Reader(name, keys, family)
     _check_class(reader)
     values = {**_DEFAULTS, **(family.common or parts.common)(reader), **family.values}
-    for key, own in family.flags.items():
-        values[own] = reader.flag(key)
+    values |= reader.options(family.keys)
     for own_part in family.parts:
         values |= own_part(reader)
+    if values["num_experts"] and values["moe_norm_top_k"] and values["moe_top_k"] == 1:
+        raise ConfigError(
+            f"{name}: {FILE} gives a token one expert, and a normalised score of one expert is 1, "
+            "which Megatron-Core does not do"
+        )
     for key, only in {**dict.fromkeys(family.on, (True,)), **family.only}.items():
         reader.require(key, *only)
     for key, only in NEUTRAL.items():

@@ -6,6 +6,25 @@ from typing import Any
 
 from megapack.job.config.hf_reader import MISSING, MOST, Reader, Values
 
+_CHOSEN = {"num_experts_per_tok": "moe_top_k", "moe_intermediate_size": "moe_ffn_hidden_size"}
+_ROUTED = _CHOSEN | {"n_routed_experts": "num_experts", "routed_scaling_factor": "moe_route_scale"}
+# Keys of config.json -> options.
+MIXTRAL = {
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "moe_top_k",
+    "intermediate_size": "moe_ffn_hidden_size",
+}
+ERNIE = {
+    "moe_num_experts": "num_experts",
+    "moe_k": "moe_top_k",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+}
+_BESIDE_MLP = {
+    "num_experts": "num_experts",
+    "top_k_experts": "moe_top_k",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+}
+
 
 def _num_experts(reader: Reader, *names: str) -> int:
     """The number of experts by one of these names."""
@@ -14,50 +33,6 @@ def _num_experts(reader: Reader, *names: str) -> int:
     if len(counts) > 1:
         raise reader.error(present[0], reader.get(present[0]), f"{present[1]} differs: keep one")
     return counts.pop()
-
-
-def _experts(
-    reader: Reader,
-    *names: str,
-    top_k: str = "num_experts_per_tok",
-    width: str = "moe_intermediate_size",
-    normed: bool = True,
-) -> Values:
-    """The number of experts by one of these names, how many a token uses, and their width.
-
-    Args:
-        top_k, width: keys of config.json.
-        normed: whether the scores of a token's experts are divided by their sum.
-    """
-    values = {
-        "num_experts": _num_experts(reader, *names),
-        "moe_top_k": reader.count(top_k, 1),
-        "moe_ffn_hidden_size": reader.count(width, 1),
-        "moe_norm_top_k": normed,
-    }
-    _check_norm(reader, values, top_k)
-    return values
-
-
-def _check_norm(reader: Reader, values: Values, key: str) -> None:
-    if values["moe_norm_top_k"] and values["moe_top_k"] == 1:
-        why = "a normalised score of one expert is 1, which Megatron-Core does not do"
-        raise reader.error(key, 1, why)
-
-
-def mixtral_experts(reader: Reader) -> Values:
-    return _experts(reader, "num_local_experts", width="intermediate_size")
-
-
-def clamped_experts(reader: Reader) -> Values:
-    """Experts of gpt-oss, whose SwiGLU is clamped."""
-    return {**mixtral_experts(reader), "activation_clamp": reader.number("swiglu_limit")}
-
-
-def biased_experts(reader: Reader) -> Values:
-    """Experts of MiniMax-M2: sigmoid scores, chosen with a bias, and no shared experts."""
-    biased = {"moe_score_function": "sigmoid", "moe_expert_bias": True}
-    return {**mixtral_experts(reader), **biased}
 
 
 def _of_all_layers(reader: Reader, key: str, default: Any = MISSING) -> int:
@@ -77,35 +52,30 @@ def hunyuan_experts(reader: Reader) -> Values:
         found = _of_all_layers(reader, key, value)
         if found != value:
             raise reader.error(key, found, f"transformers has {value} whatever it says")
-    values = {
+    return {
         "num_experts": _num_experts(reader, "num_experts", "num_local_experts"),
         "moe_top_k": _of_all_layers(reader, "moe_topk"),
         "moe_ffn_hidden_size": width,
         "moe_shared_ffn_hidden_size": width,
-        "moe_norm_top_k": True,
     }
-    _check_norm(reader, values, "moe_topk")
-    return values
 
 
 def ernie_experts(reader: Reader) -> Values:
-    """Experts of Ernie 4.5 after the first layers: softmax scores, chosen with a bias."""
-    values = _experts(reader, "moe_num_experts", top_k="moe_k")
-    shared = values["moe_ffn_hidden_size"] * reader.count("moe_num_shared_experts")
+    """The dense first layers and shared experts of Ernie 4.5."""
+    shared = reader.count("moe_intermediate_size", 1) * reader.count("moe_num_shared_experts")
     last = reader.count("num_hidden_layers", 1) - 1
     reader.require("moe_layer_end_index", -1, last)
     return {
-        **values,
         "moe_shared_ffn_hidden_size": shared or None,
         "moe_first_dense_layers": reader.count("moe_layer_start_index"),
-        "moe_expert_bias": True,
     }
 
 
 def softmax_experts(reader: Reader) -> Values:
     """Experts of Qwen: their number, width and scores."""
-    normed = reader.flag("norm_topk_prob")
-    return _experts(reader, "num_experts", "num_local_experts", normed=normed)
+    count = _num_experts(reader, "num_experts", "num_local_experts")
+    scores = {"norm_topk_prob": "moe_norm_top_k"}
+    return {"num_experts": count, **reader.options(_CHOSEN | scores)}
 
 
 def qwen_experts(reader: Reader) -> Values:
@@ -119,13 +89,12 @@ def qwen_experts(reader: Reader) -> Values:
 
 def experts_beside_mlp(reader: Reader) -> Values:
     """Experts beside a dense MLP, which has the part of a shared expert (Gemma 4)."""
-    names = {"num_experts", "top_k_experts", "moe_intermediate_size"}
     if not reader.flag("enable_moe_block"):
         # They have no effect.
-        reader.known |= names
+        reader.known |= _BESIDE_MLP.keys()
         return {}
     return {
-        **_experts(reader, "num_experts", top_k="top_k_experts"),
+        **reader.options(_BESIDE_MLP),
         "moe_shared_ffn_hidden_size": reader.count("intermediate_size", 1),
         "moe_inner_norms": True,
     }
@@ -140,11 +109,9 @@ def sigmoid_experts(reader: Reader) -> Values:
     """Experts of DeepSeek: their number and width, sigmoid scores and groups."""
     if not reader.flag("norm_topk_prob"):
         raise reader.error("norm_topk_prob", False, "Megatron-Core normalises sigmoid scores")
-    values = _experts(reader, "n_routed_experts")
     return {
-        **values,
-        **_groups(reader, values["moe_top_k"], best=2),
-        "moe_route_scale": reader.number("routed_scaling_factor"),
+        **reader.options(_ROUTED),
+        **_groups(reader, best=2),
         "moe_score_function": "sigmoid",
         "moe_expert_bias": True,
     }
@@ -155,7 +122,7 @@ def deepseek_experts(reader: Reader) -> Values:
     return _with_shared_experts(reader, sigmoid_experts(reader))
 
 
-def _groups(reader: Reader, top_k: int, *, best: int) -> Values:
+def _groups(reader: Reader, *, best: int) -> Values:
     """Groups of experts, of which a token uses some: those with the best experts.
 
     Args:
@@ -167,7 +134,7 @@ def _groups(reader: Reader, top_k: int, *, best: int) -> Values:
     return {
         "moe_num_groups": groups,
         "moe_group_top_k": chosen,
-        "moe_group_best": None if top_k == best * chosen else best,
+        "moe_group_best": None if reader.count("num_experts_per_tok") == best * chosen else best,
     }
 
 
@@ -175,11 +142,10 @@ def unnormed_experts(reader: Reader) -> Values:
     """The same with softmax scores as they are (DeepSeek-V2)."""
     reader.require("topk_method", "greedy", "group_limited_greedy")
     reader.require("norm_topk_prob", False, None)
-    values = _experts(reader, "n_routed_experts", normed=False)
-    values["moe_route_scale"] = reader.number("routed_scaling_factor")
+    values = {**reader.options(_ROUTED), "moe_norm_top_k": False}
     reader.known |= {"n_group", "topk_group"}
     if reader.get("topk_method") == "group_limited_greedy":
-        values |= _groups(reader, values["moe_top_k"], best=1)
+        values |= _groups(reader, best=1)
     return _with_shared_experts(reader, values)
 
 

@@ -27,6 +27,11 @@ _DEEPSEEK_V3 = Family(
 _DEEPSEEK_V32 = dataclasses.replace(
     _DEEPSEEK_V3,
     architecture="DeepseekV32ForCausalLM",
+    keys={
+        "index_topk": "indexer_top_k",
+        "index_n_heads": "indexer_num_heads",
+        "index_head_dim": "indexer_head_dim",
+    },
     parts=(*_DEEPSEEK_V3.parts, parts.indexer),
     tensors=tensors.SPARSE_ATTENTION,
 )
@@ -108,9 +113,10 @@ _GEMMA4 = Family(
     rope_names={"proportional": "proportional"},
     common=parts.layered,
     parts=(
-        *(parts.no_layer_embeddings, parts.layered_window, parts.global_heads, parts.logit_cap),
+        *(parts.no_layer_embeddings, parts.layered_window, parts.global_heads),
         experts.experts_beside_mlp,
     ),
+    keys={"final_logit_softcapping": "logit_cap"},
     tensors=tensors.GEMMA4,
     stacked=tensors.STACKED_BESIDE_MLP,
 )
@@ -171,7 +177,8 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": Family(
         architecture="MixtralForCausalLM",
         defaults={"sliding_window": None, "rope_theta": 1e6},
-        parts=(parts.window, experts.mixtral_experts),
+        keys=experts.MIXTRAL,
+        parts=(parts.window,),
         tensors=tensors.MIXTRAL,
     ),
     "qwen2": Family(
@@ -210,7 +217,7 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v32": _DEEPSEEK_V32,
     "glm4": Family(
         architecture="Glm4ForCausalLM",
-        flags={"attention_bias": "qkv_bias"},
+        keys={"attention_bias": "qkv_bias"},
         defaults={"partial_rotary_factor": 0.5},
         values={"norm_placement": "sandwich", "rotary_interleaved": True},
         is_partly_rotated=True,
@@ -218,7 +225,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "glm4_moe": Family(
         architecture="Glm4MoeForCausalLM",
-        flags={"attention_bias": "qkv_bias", "use_qk_norm": "qk_layernorm"},
+        keys={"attention_bias": "qkv_bias", "use_qk_norm": "qk_layernorm"},
         defaults={"partial_rotary_factor": 0.5},
         is_partly_rotated=True,
         parts=(experts.deepseek_experts,),
@@ -255,14 +262,20 @@ FAMILIES: Mapping[str, Family] = {
             *("auto_map", "mtp_transformer_layers", "num_mtp_modules"),
             *("shared_moe_mode", "use_mtp"),
         ),
-        values={"qk_layernorm": True, "qk_layernorm_over_heads": True},
+        keys=experts.MIXTRAL,
+        values={
+            "qk_layernorm": True,
+            "qk_layernorm_over_heads": True,
+            "moe_score_function": "sigmoid",
+            "moe_expert_bias": True,
+        },
         is_partly_rotated=True,
-        parts=(parts.full_attention, parts.rotary_width, experts.biased_experts),
+        parts=(parts.full_attention, parts.rotary_width),
         tensors=tensors.MIXTRAL,
     ),
     "seed_oss": Family(
         architecture="SeedOssForCausalLM",
-        flags={"attention_bias": "qkv_bias"},
+        keys={"attention_bias": "qkv_bias"},
         # Published with rates of 0.1; megapack trains without dropout, as the model is evaluated.
         unused=("attention_dropout", "residual_dropout"),
     ),
@@ -280,7 +293,8 @@ FAMILIES: Mapping[str, Family] = {
             *("auto_map", "is_quantized", "moe_capacity", "moe_use_aux_free"),
             "num_nextn_predict_layers",
         ),
-        values={"rotary_interleaved": True},
+        keys=experts.ERNIE,
+        values={"rotary_interleaved": True, "moe_expert_bias": True},
         parts=(experts.ernie_experts,),
         tensors=tensors.ERNIE,
         single_rows=("mlp.router.expert_bias",),
@@ -342,10 +356,11 @@ FAMILIES: Mapping[str, Family] = {
         },
         unused=("sliding_window_size",),
         values={**_GEMMA, "layernorm_zero_centered_gamma": True},
-        parts=(
-            *(parts.own_head_width, parts.alternating_window, parts.attention_scale),
-            parts.caps,
-        ),
+        keys={
+            "attn_logit_softcapping": "attention_score_cap",
+            "final_logit_softcapping": "logit_cap",
+        },
+        parts=(parts.own_head_width, parts.alternating_window, parts.attention_scale),
         tensors=tensors.NORMS_AFTER,
     ),
     "gemma3_text": _GEMMA3,
@@ -383,10 +398,8 @@ FAMILIES: Mapping[str, Family] = {
             "activation": "quick_gelu",
             "glu_linear_offset": 1.0,
         },
-        parts=(
-            *(parts.own_head_width, parts.stated_rope),
-            *(parts.alternating_window, experts.clamped_experts),
-        ),
+        keys={**experts.MIXTRAL, "swiglu_limit": "activation_clamp"},
+        parts=(parts.own_head_width, parts.stated_rope, parts.alternating_window),
         tensors=tensors.GPT_OSS,
         stacked=tensors.STACKED_COLUMNS,
         has_expert_columns=True,

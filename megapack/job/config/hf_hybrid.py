@@ -24,6 +24,12 @@ _NEMOTRON_LETTERS = {
     "mlp": "-",
     "moe": "E",
 }
+_NEMOTRON_KEYS = {
+    "intermediate_size": "ffn_hidden_size",
+    "layer_norm_epsilon": "norm_epsilon",
+    "ssm_state_size": "mamba_state_dim",
+    "n_groups": "mamba_num_groups",
+}
 _QWEN_LETTERS = {"linear_attention": "G", "full_attention": "*"}
 
 
@@ -116,24 +122,20 @@ def _nemotron_layers(reader: Reader) -> str:
 
 def nemotron_sizes(reader: Reader) -> Values:
     pattern = _nemotron_layers(reader)
-    epsilon = reader.number("layer_norm_epsilon")
     values = {
         **parts.sizes(reader),
         "num_layers": len(pattern),
         "hybrid_layer_pattern": pattern,
-        "ffn_hidden_size": reader.count("intermediate_size", 1),
-        "norm_epsilon": epsilon,
         # Attention without positions: the rotary keys are those that have no effect.
         "rotary_base": 10000,
         "rotary_percent": 1.0,
         "rope_scaling": RopeScaling(),
         **reader.counts("mamba_num_heads", "mamba_head_dim"),
-        "mamba_state_dim": reader.count("ssm_state_size", 1),
-        "mamba_num_groups": reader.count("n_groups", 1),
+        **reader.options(_NEMOTRON_KEYS),
     }
     reader.require("attention_head_dim", values["kv_channels"])
     if "M" in pattern:
-        _check_mamba(reader, epsilon)
+        _check_mamba(reader, values["norm_epsilon"])
     if "E" in pattern:
         reader.require("n_shared_experts", 1)
         shared = reader.count("moe_shared_expert_intermediate_size", 1)

@@ -40,12 +40,8 @@ def layered(reader: Reader) -> Values:
 
 
 def _blocks(reader: Reader) -> Values:
-    return {
-        **sizes(reader),
-        "num_layers": reader.count("num_hidden_layers", 1),
-        "ffn_hidden_size": reader.count("intermediate_size", 1),
-        "norm_epsilon": reader.number("rms_norm_eps"),
-    }
+    keys = {"num_hidden_layers": "num_layers", "intermediate_size": "ffn_hidden_size"}
+    return {**sizes(reader), **reader.options({**keys, "rms_norm_eps": "norm_epsilon"})}
 
 
 def rope(reader: Reader) -> Values:
@@ -337,19 +333,6 @@ def attention_scale(reader: Reader) -> Values:
     return {} if scale == reader.count("head_dim", 1) else {"attention_scale": scale**-0.5}
 
 
-def caps(reader: Reader) -> Values:
-    """The caps of scores and logits (Gemma 2); null is none."""
-    name = "attn_logit_softcapping"
-    score_cap = None if reader.get(name) is None else reader.number(name)
-    return {"attention_score_cap": score_cap, **logit_cap(reader)}
-
-
-def logit_cap(reader: Reader) -> Values:
-    """The cap of logits; null is none."""
-    name = "final_logit_softcapping"
-    return {"logit_cap": None if reader.get(name) is None else reader.number(name)}
-
-
 def has_global_heads(reader: Reader) -> bool:
     """Whether layers without a window have heads of their own (Gemma 4)."""
     return "global_head_dim" in reader.family.defaults
@@ -464,11 +447,7 @@ def indexer(reader: Reader) -> Values:
     mlps = ["dense"] * dense + ["sparse"] * (layers - dense)
     why = f"megapack trains dense layers only in the first {dense} layers, first_k_dense_replace"
     reader.require("mlp_layer_types", None, mlps, why=why)
-    return {
-        "indexer_top_k": reader.count("index_topk", 1),
-        "indexer_num_heads": reader.count("index_n_heads", 1),
-        "indexer_head_dim": reader.count("index_head_dim", 1),
-    }
+    return {}
 
 
 def own_indexers(reader: Reader) -> Values:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megapack.cost.options import ModelOptions
 from megapack.errors import ConfigError, brief
 from megapack.job.config.hf_tensors import OUTER, STACKED, Mtp, Names
 
 FILE = "config.json"
+_TYPES = typing.get_type_hints(ModelOptions)
 MISSING = object()
 """Stands for a default that is not given."""
 
@@ -85,8 +88,8 @@ class Family:
 
     architecture: str
     """The only class of transformers."""
-    flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Key of config.json, true or false -> key of `ModelConfig`."""
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Key of config.json -> key of `ModelConfig`, see `Reader.options`."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Key of config.json -> what transformers assumes if the key is missing."""
     only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
@@ -184,6 +187,21 @@ class Reader:
         if type(value) is not bool:
             raise self.error(key, value, "expected true or false")
         return value
+
+    def options(self, keys: Mapping[str, str]) -> Values:
+        """The values of keys for options, read by the options' types.
+
+        Whole numbers are at least 1, others above 0; caps may be null.
+        """
+        return {own: self._option(key, own) for key, own in keys.items()}
+
+    def _option(self, key: str, own: str) -> Any:
+        if own.endswith("_cap") and self.get(key) is None:
+            return None
+        if _TYPES[own] is bool:
+            return self.flag(key)
+        is_whole = _TYPES[own] in (int, int | None)
+        return self.count(key, 1) if is_whole else self.number(key)
 
     def letters(self, key: str, kinds: Any, letters: Mapping[str, str], count: int = 0) -> str:
         """The letters of a list of kinds of layers.
