@@ -14,7 +14,6 @@ from megapack.model.parameters import (
     global_parameters,
     keep_gradients_through_recompute,
     mark_experts,
-    mark_splits,
 )
 from tests.groups import RankOf
 
@@ -42,18 +41,6 @@ def test_slices_reassemble_the_whole(tp: int, dim: int) -> None:
     slices = [local_slice(whole, param, rank, tp) for rank in range(tp)]
     assert all(piece.shape == param.shape for piece in slices)
     assert torch.equal(torch.cat(slices, dim=dim), whole)
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_slices_of_gate_and_up_hold_a_piece_of_each(tp: int) -> None:
-    gate = torch.arange(8.0).view(8, 1)
-    up = torch.arange(100.0, 108.0).view(8, 1)
-    param = shard(16 // tp, 1, stride=2)
-    slices = [local_slice(torch.cat([gate, up]), param, rank, tp) for rank in range(tp)]
-    # A rank's MLP splits its slice in two: the first half must be gate, the second up.
-    halves = [piece.chunk(2) for piece in slices]
-    assert torch.equal(torch.cat([half[0] for half in halves]), gate)
-    assert torch.equal(torch.cat([half[1] for half in halves]), up)
 
 
 class Chunk(torch.nn.Module):
@@ -88,23 +75,6 @@ def fill(*chunks: Chunk, seed: int = 1, rank: int = 0, tp: int = 1) -> dict[str,
     return {name: p.detach() for chunk in chunks for name, p in global_parameters(chunk)}
 
 
-def test_experts_are_cut_over_their_own_ranks() -> None:
-    """Two tensor-parallel ranks that each hold whole experts (etp=1)."""
-    chunk = Chunk([1])
-    chunk.decoder.layers[0].mlp = torch.nn.Module()
-    chunk.decoder.layers[0].mlp.experts = torch.nn.Module()
-    chunk.decoder.layers[0].mlp.local_expert_indices = [3]
-    chunk.decoder.layers[0].mlp.experts.linear_fc1 = torch.nn.Module()
-    chunk.decoder.layers[0].mlp.experts.linear_fc1.weight0 = shard(64, 16)
-    name = "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight"
-    groups = {"tp_group": RankOf(1, 2), "expert_tp_group": RankOf(0, 1)}
-    initialize_by_name([chunk], seed=1, std=0.5, num_layers=4, **groups)
-    found = dict(global_parameters(chunk))[name]
-    initialize_by_name([chunk], seed=1, std=0.5, num_layers=4, tp_group=RankOf(0, 1))
-    again = dict(global_parameters(chunk))[name]
-    assert torch.equal(found, again)
-
-
 def test_ddp_adds_gradients_of_experts_over_their_own_ranks() -> None:
     chunk = torch.nn.ModuleDict(
         {"experts": torch.nn.Linear(2, 2), "shared_experts": torch.nn.Linear(2, 2, bias=False)}
@@ -119,35 +89,14 @@ def test_ddp_adds_gradients_of_experts_over_their_own_ranks() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("stored", "whole"),
-    [
-        ("local_experts.1.linear_fc1.weight", "local_experts.5.linear_fc1.weight"),
-        ("linear_fc1.weight1", "local_experts.5.linear_fc1.weight"),
-    ],
-)
-def test_names_number_experts_over_all_ranks(stored: str, whole: str) -> None:
-    """Expert 1 of the rank that holds experts 4 and 5, as modules or grouped."""
-    chunk = Chunk([3])
-    mlp = chunk.decoder.layers[0].mlp = torch.nn.Module()
-    mlp.local_expert_indices = [4, 5]  # type: ignore[assignment]
-    add(mlp, f"experts.{stored}", shard(6, 2))
-    names = [name for name, _ in global_parameters(chunk)]
-    assert f"decoder.layers.2.mlp.experts.{whole}" in names
-
-
-def experts_chunk(*, grouped: bool, tp: int = 1, te: bool = True) -> Chunk:
+def experts_chunk(*, grouped: bool) -> Chunk:
     """Experts 2 and 3 of a layer, one by one (SequentialMLP) or grouped (TEGroupedMLP)."""
-    chunk = Chunk([3], tp=tp)
+    chunk = Chunk([3])
     mlp = chunk.decoder.layers[0].mlp = torch.nn.Module()
     mlp.local_expert_indices = [2, 3]  # type: ignore[assignment]
     for i in range(2):
-        for name, shape, dim in ("linear_fc1", (16 // tp, 4), 0), ("linear_fc2", (4, 8 // tp), 1):
-            # Transformer Engine marks the weights of all experts like this.
-            param = shard(*shape) if te else shard(*shape, dim=dim, stride=2 if dim == 0 else 1)
-            path = f"{name}.weight{i}" if grouped else f"local_experts.{i}.{name}.weight"
-            add(mlp, f"experts.{path}", param)
-    mark_splits(chunk, etp=tp, gated=True)
+        path = f"linear_fc1.weight{i}" if grouped else f"local_experts.{i}.linear_fc1.weight"
+        add(mlp, f"experts.{path}", shard(16, 4))
     return chunk
 
 
@@ -161,49 +110,6 @@ def add(module: torch.nn.Module, path: str, param: torch.nn.Parameter) -> None:
     module.register_parameter(last, param)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(("tp", "rank"), [(1, 0), (2, 0), (2, 1)])
-def test_experts_of_transformer_engine_have_the_weights_of_local_ones(
-    grouped: bool, tp: int, rank: int
-) -> None:
-    local = fill(experts_chunk(grouped=False, tp=tp, te=False), rank=rank, tp=tp)
-    found = fill(experts_chunk(grouped=grouped, tp=tp), rank=rank, tp=tp)
-    assert "decoder.layers.2.mlp.experts.local_experts.3.linear_fc2.weight" in local
-    assert found.keys() == local.keys()
-    for name, value in local.items():
-        assert torch.equal(found[name], value), name
-
-
-@pytest.mark.parametrize(("etp", "counts"), [(1, True), (2, False)])
-def test_biases_of_whole_experts_count_on_each_rank(etp: int, counts: bool) -> None:
-    """Also where an optimizer has copied the marks already."""
-    chunk = Chunk([1])
-    bias = torch.nn.Parameter(torch.zeros(4))
-    bias.main_param = torch.zeros(4)  # type: ignore[attr-defined]
-    add(chunk, "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.bias", bias)
-    shared = torch.nn.Parameter(torch.zeros(4))
-    add(chunk, "decoder.layers.0.mlp.shared_experts.linear_fc2.bias", shared)
-    mark_splits(chunk, etp=etp, gated=True)
-    for param in (bias, bias.main_param):  # type: ignore[attr-defined]
-        assert getattr(param, "tensor_model_parallel", False) == counts
-    assert not getattr(shared, "tensor_model_parallel", False)
-    assert full_shape(bias, etp) == (4,)
-
-
-class TELinear(torch.nn.Module):
-    """By its name a projection that every rank has whole."""
-
-
-def test_whole_projections_of_transformer_engine_are_not_cut() -> None:
-    chunk = Chunk([1])
-    chunk.decoder.layers[0].linear_kv_down_proj = TELinear()
-    add(chunk, "decoder.layers.0.linear_kv_down_proj.weight", shard(6, 4))
-    mark_splits(chunk, etp=1, gated=True)
-    name = "decoder.layers.0.linear_kv_down_proj.weight"
-    first, second = (fill(chunk, rank=rank, tp=2)[name].clone() for rank in (0, 1))
-    assert torch.equal(first, second)
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_grouped_experts_are_frozen_together() -> None:
     freeze([experts_chunk(grouped=True)], ("*.linear_fc1.weight",))
@@ -211,15 +117,6 @@ def test_grouped_experts_are_frozen_together() -> None:
     freeze([experts_chunk(grouped=False)], one)
     with pytest.raises(ConfigError, match="matches only some experts of a layer"):
         freeze([experts_chunk(grouped=True)], one)
-
-
-def test_a_tied_output_layer_has_the_name_of_the_embedding() -> None:
-    tied = fill(Chunk([1], tied=True))
-    assert "output_layer.weight" not in tied
-    untied = fill(Chunk([1]))
-    assert "embedding.word_embeddings.weight" not in untied
-    embedding = tied["embedding.word_embeddings.weight"]
-    assert not torch.equal(embedding, untied["output_layer.weight"])
 
 
 def test_values_do_not_depend_on_the_stages() -> None:
@@ -291,60 +188,6 @@ def test_freeze_selects_parameters_by_glob(patterns: tuple[str, ...], expected: 
     chunk = FrozenChunk()
     freeze([chunk], patterns)
     assert trained(chunk) == expected
-
-
-class FusedChunk(torch.nn.Module):
-    """A layer's parameters under Transformer Engine's names."""
-
-    share_embeddings_and_output_weights = False
-
-    def __init__(self, *names: str) -> None:
-        super().__init__()
-        self.decoder = torch.nn.Module()
-        layer = torch.nn.Module()
-        layer.layer_number = 3  # type: ignore[assignment]
-        self.decoder.layers = torch.nn.ModuleList([layer])
-        for name in names:
-            *path, last = name.split(".")
-            part = layer
-            for step in path:
-                part.add_module(step, getattr(part, step, torch.nn.Module()))
-                part = getattr(part, step)
-            part.register_parameter(last, torch.nn.Parameter(torch.zeros(1)))
-
-
-FUSED = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
-    "self_attention.linear_qkv.weight": "self_attention.linear_qkv.weight",
-    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
-    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-    "mlp.linear_fc1.weight": "mlp.linear_fc1.weight",
-}
-
-
-def test_fused_norms_have_the_names_of_local_layers() -> None:
-    named = dict(global_parameters(FusedChunk(*FUSED)))
-    assert sorted(named) == sorted(f"decoder.layers.2.{name}" for name in FUSED.values())
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    ("pattern", "frozen"),
-    [
-        ("*.mlp.*", ["mlp.linear_fc1.weight"]),
-        ("*.pre_mlp_layernorm.*", ["mlp.linear_fc1.layer_norm_weight"]),
-        ("*.q_layernorm.*", ["self_attention.linear_q_up_proj.layer_norm_weight"]),
-        ("*.linear_qkv.*", ["self_attention.linear_qkv.weight"]),
-    ],
-)
-def test_globs_do_not_depend_on_the_fusion_of_norms(pattern: str, frozen: list[str]) -> None:
-    chunk = FusedChunk(*FUSED)
-    freeze([chunk], (pattern,))
-    assert {f"decoder.layers.0.{name}" for name in FUSED} - set(trained(chunk)) == {
-        f"decoder.layers.0.{name}" for name in frozen
-    }
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -10,48 +10,30 @@ import torch
 
 from megapack.errors import ConfigError
 from megapack.job.hf import output
-from megapack.job.hf.blocks import Block
 from megapack.job.hf.export_plan import plan_export
 from megapack.job.hf.names import TensorNames
+from megapack.job.hf.unused import LeftOut
 from tests.unit.job.config.hybrid_configs import HYBRID
-from tests.unit.job.hf.test_hf_hybrid_names import PROJECTION, QWEN, STACKED
 
 pytestmark = pytest.mark.unit
 
-PARTS = {"query": 6, "key": 6, "value": 20, "z": 20}
-
-
-def block(key: str, rows: int, *index: int) -> Block:
-    """A whole tensor of 32 columns."""
-    return Block(f"decoder.layers.{key}", index, (0, 0), (rows, 32), (rows, 32), torch.float32)
-
-
-def test_a_tensor_of_several_parts_is_written_once() -> None:
-    blocks = [block(f"0.{PROJECTION}.{part}", rows) for part, rows in PARTS.items()]
-    names = TensorNames("qwen3_next", QWEN)
-    (target,) = plan_export([blocks, blocks], names, lambda _, own: own, 10**9).targets
-    assert target.shape == (52, 32)
-    rows = sorted(row for part in target.parts for row in range(52)[part.span.place[0]])
-    assert rows == list(range(52))
-
-
-def test_stacked_experts_of_all_ranks_are_written_once() -> None:
-    """Each of two expert-parallel ranks has two of four."""
-    key = "1.mlp.experts.experts.linear_fc1.weight"
-    by_rank = [[block(key, 6, expert) for expert in own] for own in ((0, 1), (2, 3))]
-    names = TensorNames("qwen3_5_moe", QWEN, STACKED)
-    (target,) = plan_export(by_rank, names, lambda _, own: own, 10**9).targets
-    assert (target.name, target.shape) == (STACKED[0], (4, 6, 32))
-    assert [(part.holder, part.span.place[0]) for part in target.parts] == [
-        *((0, 0), (0, 1), (1, 2), (1, 3))
-    ]
-
-
-def test_a_half_of_a_part_is_missed() -> None:
-    names = TensorNames("qwen3_next", QWEN)
-    half = Block(f"decoder.layers.0.{PROJECTION}.z", (), (0, 0), (10, 32), (20, 32), torch.float32)
-    with pytest.raises(ConfigError, match=r"hold 320 of the 640 numbers of .*in_proj.weight.z"):
-        plan_export([[half]], names, lambda _, own: own, 10**9)
+# 2 key heads of 3, 4 value heads of 5; 4 heads of 8 in 2 groups; experts.
+QWEN = {
+    "num_layers": 6,
+    "hybrid_layer_pattern": "GE*EGE",
+    "hidden_size": 32,
+    "vocab_size": 5,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 8,
+    "attention_output_gate": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "num_experts": 4,
+}
+STACKED = ("model.language_model.layers.0.mlp.experts.gate_up_proj",)
 
 
 def test_tensors_that_are_copied_are_spread_over_the_ranks() -> None:
@@ -78,3 +60,23 @@ def test_the_config_of_a_text_part(is_value_model: bool, tmp_path: Path) -> None
     assert written["vision_config"] == HYBRID["qwen3_5"]["vision_config"]
     head = "SequenceClassification" if is_value_model else "ConditionalGeneration"
     assert written["architectures"] == [f"Qwen3_5For{head}"]
+
+
+def test_what_a_folder_may_have_in_addition() -> None:
+    names = TensorNames("qwen3_5_moe", QWEN, [*STACKED, "mtp.fc.weight"], num_mtp_layers=1)
+    for name, is_kept in (
+        ("mtp.layers.0.input_layernorm.weight", True),
+        ("model.visual.patch_embed.proj.weight", True),
+    ):
+        assert LeftOut(names, ()).may_be(name)
+        assert names.is_kept(name) == is_kept
+    own = "model.language_model.layers.2.input_layernorm.weight"
+    assert not LeftOut(names, ()).may_be(own)
+    text = TensorNames("qwen3_5_moe_text", QWEN, STACKED)
+    assert not LeftOut(text, ()).may_be("model.visual.patch_embed.proj.weight")
+
+
+def test_a_part_that_a_family_does_not_have_is_refused() -> None:
+    key = "decoder.layers.0.self_attention.in_proj.weight.gamma"
+    with pytest.raises(ConfigError, match=r"in_proj\.weight\.gamma"):
+        TensorNames("qwen3_next", QWEN).rows(key, (), 4)

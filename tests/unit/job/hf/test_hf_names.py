@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from megapack.errors import ConfigError
-from megapack.job.hf.blocks import Block, hf_shapes, row_spans
 from megapack.job.hf.names import Rows, TensorNames
 from megapack.job.hf.unused import LeftOut
 
@@ -20,72 +18,6 @@ VALUES = {
     "num_query_groups": 2,
     "kv_channels": 16,
 }
-
-
-def rows(model_type: str, name: str, num_rows: int, *index: int) -> list[Rows]:
-    return TensorNames(model_type, VALUES).rows(f"decoder.layers.2.{name}", index, num_rows)
-
-
-@pytest.mark.parametrize("part", ["weight", "bias"])
-def test_queries_keys_and_values_alternate_by_group(part: str) -> None:
-    """The example of the module's docstring."""
-    attention = "model.layers.2.self_attn"
-    q, k, v = (f"{attention}.{name}_proj.{part}" for name in "qkv")
-    assert rows("qwen2", f"self_attention.linear_qkv.{part}", 128) == [
-        *(Rows(q, 0, 32), Rows(k, 0, 16), Rows(v, 0, 16)),
-        *(Rows(q, 32, 32), Rows(k, 16, 16), Rows(v, 16, 16)),
-    ]
-
-
-def test_global_layers_have_heads_of_their_own() -> None:
-    """Here with one group of wider heads, whose keys are the values too."""
-    own = {"global_kv_channels": 24, "global_query_groups": 1, "global_keys_as_values": True}
-    values = {**VALUES, **own, "rotary_pattern": "LLG"}
-    names = TensorNames("gemma4_text", values)
-    found = {
-        layer: names.rows(f"decoder.layers.{layer}.self_attention.linear_qkv.weight", (), 0)
-        for layer in (1, 2)
-    }
-    q, k, v = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
-    assert found[1] == [
-        *(Rows(q, 0, 32), Rows(k, 0, 16), Rows(v, 0, 16)),
-        *(Rows(q, 32, 32), Rows(k, 16, 16), Rows(v, 16, 16)),
-    ]
-    q, k = (f"model.layers.2.self_attn.{name}_proj.weight" for name in "qk")
-    assert found[2] == [Rows(q, 0, 96), Rows(k, 0, 24)]
-
-
-def test_rows_of_the_padded_vocabulary_have_no_name() -> None:
-    names = TensorNames("llama", VALUES)
-    for key, name in (
-        ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-        ("output_layer.weight", "lm_head.weight"),
-    ):
-        assert names.rows(key, (), 128) == [Rows(name, 0, 5)]
-        second_half = Block(key, (), (64, 0), (64, 8), (128, 8), torch.float32)
-        assert row_spans(second_half, names) == []
-
-
-def test_row_spans_of_a_tensor_parallel_rank() -> None:
-    """The second of two has the second group, and in a row-parallel layer the last columns."""
-    names = TensorNames("llama", VALUES)
-    qkv = "decoder.layers.0.self_attention.linear_qkv.weight"
-    block = Block(qkv, (), (64, 0), (64, 64), (128, 64), torch.float32)
-    found = {span.name.split(".")[-2]: span for span in row_spans(block, names)}
-    assert {name: (p.start, p.block_row, p.count) for name, p in found.items()} == {
-        "q_proj": (32, 0, 32),
-        "k_proj": (16, 32, 16),
-        "v_proj": (16, 48, 16),
-    }
-    proj = "decoder.layers.0.self_attention.linear_proj.weight"
-    (span,) = row_spans(Block(proj, (), (0, 32), (64, 32), (64, 64), torch.float32), names)
-    assert span.place == (slice(0, 64), slice(32, 64))
-    shapes = hf_shapes([block], names)
-    assert {name.split(".")[-2]: shape for name, shape in shapes.items()} == {
-        "q_proj": (64, 64),
-        "k_proj": (32, 64),
-        "v_proj": (32, 64),
-    }
 
 
 def test_a_tensor_that_a_family_does_not_have_is_refused() -> None:
@@ -135,14 +67,6 @@ def test_a_value_model_exports_no_multi_token_prediction() -> None:
         assert names.copies("model.norm.weight") == []
         assert names.is_kept("model.layers.3.enorm.weight") is not is_value_model
         assert LeftOut(names, ()).may_be("model.layers.3.enorm.weight")
-
-
-def test_a_projection_with_swapped_halves() -> None:
-    names = TensorNames("mimo", VALUES)
-    block = Block("mtp.layers.0.eh_proj.weight", (), (4, 0), (4, 6), (8, 6), torch.float32)
-    (span,) = row_spans(block, names)
-    assert span.place == (slice(4, 8), slice(0, 6))
-    assert span.arranged(torch.arange(6)[None]).tolist() == [[3, 4, 5, 0, 1, 2]]
 
 
 OF_DEPTH = "model.layers.3.self_attn.q_proj.weight"
