@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megapack.config.load
-from megapack.config import dump_yaml, find_config, load_config, parse_config, to_dict
+from megapack.config import dump_yaml, find_config, load_config, parse_config
 from megapack.errors import ConfigError
 from megapack.job.config.sections import TrainConfig
 from megapack.job.data.toy import write_toy
@@ -98,23 +98,17 @@ BAD: list[Any] = [
     ("name: x\ninner: {kind: slwo}", [], "expected fast or slow; did you mean slow?"),
     ("name: x\ninner: {limit: a}", [], "inner.limit is 'a', expected an integer or null"),
     ("name: x\ninner: {sizes: [1, b]}", [], "inner.sizes[1] is 'b', expected an integer"),
-    ("name: x\ninner: {sizes: 3}", [], "inner.sizes is 3, expected a list of an integer"),
     ("name: x\ninner:", [], "inner is a section, got null; set keys of it (rate, count"),
-    ("name: x\ninner: 3", [], "inner is a section, got 3"),
     ("name: 5", [], "name is 5, expected a string"),
-    ("name: x\non: yes", [], "on is 'yes', expected true or false"),
     ("on: true", [], "name has no default; set it"),
-    ("", [], "name has no default; set it"),
     ("- a", [], "c.yaml:1: a config is `key: value` lines, got a list of 1"),
     ("name: x\ninner: {count: -1}", [], "c.yaml: inner.count is -1; set 0 or more"),
     ("name: !!python/object/apply:os.system [ls]", [], "c.yaml:1: tags are refused"),
-    ("name: !!str 5", [], "c.yaml:1: tags are refused"),
     ("name: &a x\ninner: *a", [], "c.yaml:2: aliases (*name) are refused"),
     ("name: x\n1: y", [], "c.yaml:2: keys are words, got '1'"),
     ("name: x\n? 'a\n\n  b'\n: y", [], "c.yaml:2: keys are words"),
     ("name: x\n" + "k" * 999 + ": y", [], "unknown key kkk"),
     ("name: x", ["na\nme=1"], "is not of the form section.key=value"),
-    ("name: x\n[a]: y", [], "c.yaml:2: keys are words"),
     ("name: [x", [], "c.yaml:1: expected ',' or ']'"),
     (
         "name: x\n---\nname: y",
@@ -125,8 +119,6 @@ BAD: list[Any] = [
     ("name: " + "[" * 5000, [], "c.yaml:1: nested deeper than 16"),
     (f"name: x\ninner: {{count: {2**63}}}", [], "a whole number of 2^63 or more; write a smaller"),
     ("name: x", ["inner.rate"], "override 'inner.rate' is not of the form section.key=value"),
-    ("name: x", ["inner..rate=1"], "is not of the form section.key=value"),
-    ("name: x", ["=1"], "is not of the form section.key=value"),
     ("name: x", ["name.a=1"], "override 'name.a=1': name is 'x', not a section"),
     ("name: x", ["inner.cuont=1"], "unknown key inner.cuont; did you mean inner.count?"),
     ("name: x", ["inner.count=b"], "override 'inner.count=b': inner.count is 'b'"),
@@ -143,15 +135,6 @@ def test_errors_are_one_line_with_the_position(
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
-
-
-def test_alias_bomb_is_refused_at_its_first_alias() -> None:
-    bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-        f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a}]\n"
-        for a, b in zip("abcdefgh", "bcdefghi", strict=True)
-    )
-    with pytest.raises(ConfigError, match="aliases"):
-        parse(bomb)
 
 
 def test_unreadable_files_are_config_errors(tmp_path: Path) -> None:
@@ -200,12 +183,6 @@ def outcome(text: str) -> str:
 @given(st.text(max_size=60))
 def test_any_text_is_a_config_or_a_config_error(text: str) -> None:
     assert "\n" not in outcome(text)
-
-
-def test_to_dict_gives_plain_values() -> None:
-    plain = to_dict(Outer(name="x"))
-    assert plain["inner"]["betas"] == [0.9, 0.95]
-    assert type(plain["inner"]) is dict
 
 
 def test_find_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo_root: Path) -> None:
@@ -290,13 +267,6 @@ def test_rows_are_aligned_for_the_fp8_recipe(recipe: str, rows: object) -> None:
     assert config.layout.to_layout(1, config.model.fp8_rows) == Layout(fp8=rows)  # type: ignore[arg-type]
 
 
-def test_kv_channels_sets_the_width_of_a_head() -> None:
-    """Qwen3-4B has 32 heads of 128 channels, 4096 in all, and a hidden size of 2560."""
-    model = job("model.hidden_size=2560", "model.num_attention_heads=32", "model.kv_channels=128")
-    assert model.model.head_width == 128
-    assert job("model.hidden_size=2560", "model.num_attention_heads=32").model.head_width == 80
-
-
 UNEVEN = ("layout.pp=2", "layout.vpp=2", "layout.pipeline_model_parallel_layout=Et*2|t|t|L")
 
 
@@ -332,7 +302,6 @@ REWARD = ["objective.kind=reward", "objective.loss_weighting=seq-mean-token-mean
 LAST_WITHOUT_LAYER = ["layout.pp=2", "layout.pipeline_model_parallel_layout=Et*4|mL"]
 BAD_JOBS: list[tuple[list[str], str]] = [
     (["name=a/b"], "name is 'a/b'"),
-    (["name=.."], "name is '..'"),
     (["seed=-1"], "seed is -1; set 0 or more"),
     (["layout.pp=0"], "layout.pp is 0; set 1 or more"),
     (
@@ -345,14 +314,10 @@ BAD_JOBS: list[tuple[list[str], str]] = [
         "write the split as layout.pipeline_model_parallel_layout",
     ),
     (["layout.pp=2", "layout.pipeline_model_parallel_layout=Et*3|t"], "has 0 L, the model 1 L"),
-    (["layout.pp=2", "layout.pipeline_model_parallel_layout=5"], "expected a string"),
     (["layout.tp=3"], "model.num_attention_heads=4 does not divide over layout.tp=3"),
     (["model.num_experts=2", "model.moe_top_k=3"], "moe_top_k=3 is above model.num_experts=2"),
     (["model.mtp_num_layers=1", "model.recompute=full"], "recompute=full, but with selective"),
-    (["model.moe_bias_update_rate=0.1"], "needs model.num_experts"),
     (["model.num_experts=3", "layout.ep=2"], "num_experts=3 does not divide over layout.ep=2"),
-    (["layout.ep=2"], "num_experts=None does not divide over layout.ep=2"),
-    (["layout.etp=0"], "layout.etp is 0; set 1 or more"),
     (["layout.tp=2", "layout.etp=2"], "but model.num_experts is null; set layout.etp=1"),
     (["train.on_oom=replan"], "unknown key train.on_oom; memory that runs out ends the run; leave"),
     (["model.head_kernel=liger"], "unknown key model.head_kernel; log-probs have one kernel"),
@@ -360,47 +325,27 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     (["layout.sequence_parallel=true"], "layout.sequence_parallel needs layout.tp > 1"),
     (["layout.sequence_paralel=true"], "did you mean layout.sequence_parallel?"),
     (["plan={}"], "neither of plan.max_tokens_per_gpu and plan.micro_batch_size set; set one"),
-    (["plan.max_tokens_per_gpu=null"], "neither of plan.max_tokens_per_gpu and"),
     (["plan.micro_batch_size=2"], "both of plan.max_tokens_per_gpu"),
     (["plan.global_batch_size=2", "plan.num_steps=2"], "unset one"),
-    (["plan.max_tokens_per_gpu=0"], "plan.max_tokens_per_gpu is 0"),
-    (["plan.search=-1"], "plan.search is -1"),
     (["max_tokens_per_gpu=9"], "did you mean plan.max_tokens_per_gpu?"),
     (["model.hidden_size=66"], "set a multiple of 8"),
-    (["model.num_query_groups=3"], "set a divisor of 4"),
     (["model.kv_channels=15"], "model.kv_channels=15 is odd; rotary embeddings"),
-    (["model.norm_epsilon=-1"], "model.norm_epsilon is -1.0; set 0 or more"),
     (["model.fp8=mxfp8"], "model.fp8=mxfp8 does not run with dtype=fp32"),
-    (
-        ["model.fp8=delayed", "model.attention=sdpa", "model.dtype=bf16"],
-        "does not run with attention=sdpa",
-    ),
     (["model.dtype=fp16"], "expected fp32 or bf16"),
     (["data.path=''"], "data.path is empty"),
-    (["data.num_generated=5"], "not a multiple of data.generated_group_size=4"),
     (["data.max_length=5000"], "above model.max_position_embeddings=4096"),
     (["objective.loss_weighting=token_mean"], "did you mean token-mean?"),
     (["objective.loss_weighting=seq-mean-token-sum-norm"], "set objective.norm_constant"),
     (["objective.kind=ppo", "objective.kl_coef=0.1"], "has no effect under kind=ppo"),
-    (["objective.kind=grpo", "objective.kl_level=sequence"], "has no effect under kind=grpo"),
     (["objective.kind=dpo"], "loss_weighting=token-mean would weight pairs by their tokens"),
     (["objective.dpo_beta=0"], "objective.dpo_beta=0.0 and objective.dpo_label_smoothing=0.0; set"),
-    (["objective.dpo_label_smoothing=0.5"], "above 0 and in [0, 0.5)"),
     ([*REWARD, "model.mtp_num_layers=1"], "set model.mtp_num_layers=0"),
-    (["objective.kind=sft", "objective.correction=mask"], "has no effect under kind=sft"),
     (["objective.correction_high=3"], "has no effect without objective.correction"),
     (["objective.correction=mask", "objective.correction_low=2"], "set 0 <= low < high"),
     (
         ["objective.correction=truncate", "objective.correction_weight_level=token"],
         "has no effect under correction=truncate",
     ),
-    (["objective.kind=distill", "objective.teacher_kl_coef=1"], "has no effect under kind=distill"),
-    (["objective.distill_tail=ignore"], "set objective.kind=distill, or"),
-    (
-        ["objective.kind=distill", "objective.distill_reverse_weight=1.5"],
-        "objective.distill_reverse_weight is 1.5; set it in [0, 1]",
-    ),
-    (["objective.overlong_buffer_tokens=9"], "objective.max_response_tokens=None; set"),
     (
         ["objective.overlong_buffer_tokens=9", "objective.max_response_tokens=8"],
         "overlong_buffer_tokens=9 with objective.max_response_tokens=8; set",
@@ -417,14 +362,8 @@ BAD_JOBS: list[tuple[list[str], str]] = [
         ["data.drop_equal_rewards=true", "objective.advantage_norm=none"],
         "drop_equal_rewards=true with objective.advantage_norm=none would leave out",
     ),
-    (
-        ["data.drop_equal_rewards=true", "critic.enabled=true", "objective.kind=ppo"],
-        "data.drop_equal_rewards=true with critic.enabled=true would leave out",
-    ),
     (["objective.kind=sft", "data.drop_equal_rewards=true"], "has no effect under objective.kind"),
     (["objective.dual_clip=1"], "objective.dual_clip is 1.0"),
-    (["objective.clip_low=1.5"], "objective.clip_low is 1.5"),
-    (["objective.gae_lambda=0.9"], "objective.gae_lambda=0.9 has no effect without a critic"),
     (["objective.gamma=1.5"], "objective.gamma is 1.5; set it in [0, 1]"),
     (["objective.kl_in_reward_coef=0.1"], "has no effect without a critic"),
     (["critic.enabled=true", "objective.kind=gspo"], "which objective.kind=gspo does not use"),
@@ -434,18 +373,12 @@ BAD_JOBS: list[tuple[list[str], str]] = [
         "no transformer layer in the last of the layout's chunks",
     ),
     (["critic.clip=0"], "critic.clip is 0.0; set a number above 0, or null"),
-    (["critic.lr=-1"], "critic.lr is -1.0; set 0 or more"),
     (["train.routing_replay=rollout"], "the model has no experts; set model.num_experts, or"),
     ([*EXPERTS, "train.routing_replay=rollout"], "generated rollouts have no routed_experts"),
     ([*REPLAY, "objective.kind=sft"], "objective.kind=sft has no pass for old log-probs"),
     ([*REPLAY, "plan.forward_max_tokens_per_gpu=99"], "set plan.forward_max_tokens_per_gpu=null"),
     (["plan.group_size=search"], "expected fixed; set G in layout.microbatch_group_size"),
     (["plan.balance=tokens"], "expected time; leave it out, or set plan.cost_model to a file"),
-    ([*DYNAMIC, "plan.row_shape=uniform"], "'dynamic' with row_shape='uniform'"),
-    (
-        [*DYNAMIC, "plan.micro_batch_size=2", "plan.max_tokens_per_gpu=null"],
-        "micro_batch_size=2: rows are given to ranks by their tokens; set max_tokens_per_gpu",
-    ),
     (["optim.adam_beta2=1"], "must be below 1"),
     (["optim.min_lr=1"], "optim.min_lr=1.0 is above optim.lr"),
     (["optim.name=muon", "optim.muon_momentum=1"], "optim.muon_momentum=1.0 must be below 1"),
@@ -453,8 +386,14 @@ BAD_JOBS: list[tuple[list[str], str]] = [
         ["optim.name=muon", "optim.distributed_optimizer=true"],
         "optim.distributed_optimizer=true splits them; set it to false",
     ),
+    (["train.export_hf=last"], "needs a model of a Hugging Face folder; set model.hf_path"),
+    (["model.recompute_modules=[mlp, mlp]"], "name one or more, each once"),
+    (["model.recompute_modules=[moe]"], "has moe, but the model has no experts"),
+    (
+        ["model.fp8=delayed", "model.dtype=bf16", "model.recompute_modules=[layernorm]"],
+        "does not run with model.fp8=delayed",
+    ),
     (["optim.muon_nesterov=true"], "optim.muon_nesterov=True has no effect with optim.name=adam"),
-    (["train.epochs=0"], "train.epochs is 0"),
 ]
 
 
@@ -482,26 +421,3 @@ def test_invalid_jobs_are_refused(overrides: list[str], message: str) -> None:
         job(*overrides)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model.recompute_modules=[]"], "name one or more, each once"),
-        (["model.recompute_modules=[mlp, mlp]"], "name one or more, each once"),
-        (["model.recompute_modules=[moe]"], "has moe, but the model has no experts"),
-        (
-            [
-                *("model.fp8=delayed", "model.dtype=bf16"),
-                "model.recompute_modules=[layernorm]",
-            ],
-            "does not run with model.fp8=delayed",
-        ),
-        (["optim.bucket_size=0"], "optim.bucket_size is 0; set 1 or more"),
-        (["train.manual_gc_interval=0"], "train.manual_gc_interval is 0; set 1 or more"),
-    ],
-)
-def test_settings_for_speed_are_checked(overrides: list[str], message: str) -> None:
-    text = "name: a\nplan: {micro_batch_size: 1}"
-    with pytest.raises(ConfigError, match=message):
-        parse_config(text, overrides, TrainConfig)

@@ -130,22 +130,17 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
     ("name", "changes", "message"),
     [
         ("qwen3", {"model_type": "gpt_neox"}, 'model_type="gpt_neox"; megapack trains llama,'),
-        ("qwen3", {"model_type": None}, "model_type=null"),
         ("qwen3", {"architectures": ["Qwen3Model"]}, "Qwen3ForSequenceClassification only"),
         ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "id2label=null"),
         ("qwen3", {"head_dim": None}, "head_dim=null; expected a whole number of at least 1"),
         ("qwen3", {"partial_rotary_factor": 0.5}, "rotates whole heads of this family"),
-        ("qwen2", {"use_mrope": True}, "use_mrope=true; megapack trains false only"),
         ("qwen3", {"head_gate": True}, "head_gate=true; megapack does not know this key"),
         ("qwen3", {"hidden_size": 2560.0}, "hidden_size=2560.0; expected a whole number"),
-        ("qwen3", {"hidden_act": "gelu"}, 'hidden_act="gelu"; megapack trains "silu" only'),
-        ("qwen3", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ("qwen3", {"tie_word_embeddings": "yes"}, "expected true or false"),
         ("qwen3", {"rms_norm_eps": 0}, "rms_norm_eps=0; expected a number above 0"),
         ("qwen3", {"rope_theta": 10000.5}, "rope_theta=10000.5; expected a whole number"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 36}, "use_sliding_window is false"),
         ("qwen3", {"layer_types": ["full_attention"]}, "expected 36 of sliding_"),
-        ("qwen3", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor=null"),
         (
             "qwen3",
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -159,41 +154,28 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
             {"rope_scaling": {**_LLAMA3, "low_freq_factor": 4.0}},
             "high_freq_factor is 4.0; set more than low_freq_factor=4.0",
         ),
-        ("llama", {"rope_scaling": {**_LLAMA3, "extra": 1}}, "rope_scaling.extra=1"),
-        ("mistral", {"sliding_window": 0}, "expected a whole number of at least 1"),
-        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         ("mixtral", {"num_experts_per_tok": 1}, "a normalised score of one expert is 1"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "only the first layers can be dense"),
         ("qwen3_moe", {"num_local_experts": 64}, "num_local_experts differs"),
-        ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func="softmax"'),
         ("deepseek_v3", {"norm_topk_prob": False}, "Megatron-Core normalises sigmoid scores"),
         ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads=8"),
         ("deepseek_v3", {"rope_scaling": _LLAMA3}, "megapack trains default and yarn for"),
         ("deepseek_v3", {"rope_scaling": {**_YARN, "mscale": None}}, "rope_scaling.mscale=null"),
         ("gpt_oss", {"rope_scaling": None}, "transformers would assume yarn"),
-        ("gpt_oss", {"attention_bias": False}, "attention_bias=false"),
-        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
-        ("deepseek_v2", {"topk_method": "noaux_tc"}, 'topk_method="noaux_tc"'),
         ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic"}}, "rope_scaling.alpha=null"),
         ("qwen3", {"rope_scaling": {"type": "ntk", "alpha": 2.0}}, "for this family"),
         ("hunyuan_v1_moe", {"moe_topk": [8, 4]}, "the same in layers"),
         ("hunyuan_v1_moe", {"moe_intermediate_size": 64}, "transformers has 3072 whatever"),
         ("ernie4_5_moe", {"moe_layer_end_index": 3}, "moe_layer_end_index=3"),
-        ("gemma2", {"attn_logit_softcapping": -1}, "expected a number above 0"),
         ("gemma4_text", {"hidden_size_per_layer_input": 256}, "embeddings of each layer"),
         ("gemma4_text", {"num_kv_shared_layers": 20}, "keys and values of others"),
-        ("gemma4_text", {"use_bidirectional_attention": "all"}, '"all"; megapack trains null'),
         ("gemma4_text", {"layer_types": 30 * ["full_attention"]}, "layers of both kinds"),
-        ("gemma4_text", {"layer_types": 30 * ["sliding_attention"]}, "the last is full_attention"),
         ("gemma4_text", {"per_layer_config": {"5": {"head_dim": 512}}}, "layers, all alike"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 47}, "first_k_dense_replace=1 of them"),
-        ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2"),
         ("minimax_m2", {"attn_type_list": [0, 1]}, "megapack trains 1 only, softmax attention"),
         ("minimax_m2", {"partial_rotary_factor": 1.0}, "partial_rotary_factor says otherwise"),
-        ("deepseek_v32", {"index_topk": None}, "index_topk=null; expected a whole number"),
         ("deepseek_v32", {"layer_types": ["full_attention"] * 61}, "indexed_attention only"),
         ("deepseek_v32", {"mlp_layer_types": ["sparse"] * 61}, "in the first 3 layers"),
-        ("glm_moe_dsa", {"index_topk_freq": 4}, "not those that take another layer's choice"),
         ("glm_moe_dsa", {"indexer_types": ["full", "shared"] * 39}, "another layer's choice"),
     ],
 )
@@ -209,10 +191,7 @@ def test_what_is_not_exact_is_refused(
     assert "\n" not in text
 
 
-# Published folders of Gemma 3 with a vision model leave sizes out; Gemma 4's are in text_config.
-@pytest.mark.parametrize(
-    "name", [name for name in GPT_FAMILIES if name not in ("gemma3", "gemma4")]
-)
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "gemma4_text"])
 def test_a_missing_size_is_not_guessed(name: str, tmp_path: Path) -> None:
     for key in ("num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps"):
         keys = {name: value for name, value in PUBLISHED[name].items() if name != key}
@@ -232,9 +211,7 @@ def test_other_folders_are_one_line(content: str | None, message: str, tmp_path:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3", "deepseek_v3", "gemma4_text", "hunyuan_v1_moe", "qwen3_next", "nemotron_h"]
-)
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma4_text", "nemotron_h"])
 def test_numbers_beyond_any_model_are_refused_at_once(name: str, tmp_path: Path) -> None:
     keys = PUBLISHED.get(name) or HYBRID[name]
     numbers = [key for key, value in keys.items() if type(value) in (int, float)]
@@ -250,18 +227,12 @@ def test_numbers_beyond_any_model_are_refused_at_once(name: str, tmp_path: Path)
     ("name", "changes", "message"),
     [
         ("qwen3", {"num_hidden_layers": 2**63}, "=9223372036854775808; expected at most 10000"),
-        ("gemma4_text", {"num_hidden_layers": 2**70}, "expected at most 10000"),
         ("llama", {"hidden_size": 2**31}, "hidden_size=2147483648; expected at most 2147483647"),
-        ("llama", {"rms_norm_eps": 10**400}, "expected a number above 0"),
         ("llama", {"rope_theta": 10**400}, r"expected a whole number of 1 to 2\^53"),
-        ("phi3", {"partial_rotary_factor": 10**400}, "expected a number"),
-        ("glm4_moe", {"num_nextn_predict_layers": 2**40}, "expected at most 64"),
         ("deepseek_v3", {"first_k_dense_replace": 2**31 - 1}, "expected at most 10000"),
         ("qwen3_next", {"layer_types": [["a"]]}, r"layer_types=.* of linear_attention"),
-        ("qwen3", {"layer_types": [{}] * 36}, "expected 36 of sliding_attention"),
         ("minimax_m2", {"attn_type_list": [[1]]}, "megapack trains 1 only"),
         ("qwen3_moe", {"mlp_only_layers": [[0]]}, "expected a list of layers"),
-        ("qwen3_moe", {"mlp_only_layers": [2, 3]}, "only the first layers can be dense"),
         (
             "nemotron_h",
             {"hybrid_override_pattern": "M" * 10**5, "num_hidden_layers": 10**5},
@@ -275,7 +246,6 @@ def test_numbers_beyond_any_model_are_refused_at_once(name: str, tmp_path: Path)
             | {"original_max_position_embeddings": 0},
             "original_max_position_embeddings=0; expected a whole number of at least 1",
         ),
-        ("qwen3", {"rope_scaling": {**_YARN, "factor": -1.0}}, "factor"),
     ],
 )
 def test_values_of_no_model_are_one_line(

@@ -38,11 +38,6 @@ def test_the_policy_decides_the_executor(policy: dict[str, Any], needed: str) ->
     assert config_of(*overrides).executor == needed
 
 
-def test_plans_without_orders_may_run_as_operations() -> None:
-    assert config_of("train.executor=operations").executor == "operations"
-    assert config_of("train.executor=megatron").executor == "megatron"
-
-
 @pytest.mark.parametrize("setting", ["split_samples=auto", "backward=split"])
 def test_megatrons_schedules_run_no_other_order(setting: str) -> None:
     with pytest.raises(ConfigError, match=rf": train: executor=megatron with {setting}: .*; set "):
@@ -53,10 +48,6 @@ def test_megatrons_schedules_run_no_other_order(setting: str) -> None:
     ("overrides", "message"),
     [
         (["plan.row_shape=uniform"], r": plan: split_samples='auto' with row_shape='uniform'"),
-        (
-            ["plan.max_tokens_per_gpu=null", "plan.micro_batch_size=2"],
-            r": plan: split_samples='auto' with micro_batch_size=2",
-        ),
         (
             ["model.mtp_num_layers=1"],
             r": plan: split_samples='auto' with mtp_num_layers=1: .* to 0, or ",
