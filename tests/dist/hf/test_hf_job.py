@@ -179,10 +179,6 @@ def test_what_cannot_be_exported_is_one_line(trained: tuple[Path, str], tmp_path
     code, printed = job(tmp_path, "export", "runs/run", "-o", "out", world=1)
     assert code == 2
     assert "is of a run from random weights (model.hf_path=null)" in printed
-    random = ("model.num_layers=2", "train.export_hf=last")
-    code, printed = job(tmp_path, "train", "config.yaml", *random, world=1)
-    assert code == 2
-    assert "train.export_hf=last needs a model of a Hugging Face folder" in printed
 
 
 def test_a_reward_model_of_a_tied_folder_is_exported_and_goes_on(tmp_path: Path) -> None:
@@ -208,11 +204,3 @@ def test_a_reward_model_of_a_tied_folder_is_exported_and_goes_on(tmp_path: Path)
         world=1,
     )
     assert code == 0, output
-
-
-def test_a_critic_of_a_tied_folder(tmp_path: Path) -> None:
-    options = ("objective.kind=ppo", "objective.kl_coef=0", "critic.enabled=true")
-    train(tmp_path, *options, "train.save_interval=null", world=1)
-    values = [line["critic_loss"] for line in metrics(tmp_path)]
-    assert len(values) == 4
-    assert values[-1] < values[0]

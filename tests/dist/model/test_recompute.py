@@ -14,13 +14,10 @@ pytestmark = pytest.mark.dist
 
 CASES = {
     1: [
-        *("bias/mlp", "gpt2/mlp+core_attn/later", "sandwich/mlp", "experts/mlp+moe", "mtp/mlp"),
-        *("shared/mlp+moe", "shared/shared_experts", "mla/mlp+mla_up_proj"),
-        "mla_plain/mla_up_proj",
+        *("gpt2/mlp+core_attn/later", "sandwich/mlp", "experts/mlp+moe", "mtp/mlp"),
+        *("shared/shared_experts", "mla_plain/mla_up_proj"),
     ],
-    2: [
-        *("bias/mlp/later", "experts/mlp+moe", "shared/shared_experts+mlp", "mla/mla_up_proj"),
-    ],
+    2: ["bias/mlp/later", "shared/shared_experts+mlp", "mla/mla_up_proj"],
 }
 
 Found = dict[str, dict[str, Any]]

@@ -72,8 +72,7 @@ def compared(
     return json.loads(out.read_text()), [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize("mode", ["old_logprobs", "rollout"])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("shared", "mode"), [(False, "old_logprobs"), (True, "rollout")])
 def test_steps_equal_one_sample_at_a_time_with_the_same_experts(
     shared: bool, mode: str, tmp_path: Path
 ) -> None:
