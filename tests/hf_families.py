@@ -517,16 +517,6 @@ FAMILIES: dict[str, Family] = {
         published={"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 10},
     ),
     "gemma3_text": Family(name="Gemma3Text", settings=_GEMMA),
-    "gemma3": Family(
-        name="Gemma3",
-        head="ForConditionalGeneration",
-        settings={
-            "text_config": _GEMMA,
-            "vision_config": _SIGLIP,
-            "mm_tokens_per_image": 4,
-            "tie_word_embeddings": True,
-        },
-    ),
     "gemma4_text": Family(name="Gemma4Text", settings=_GEMMA4),
     "gemma4_experts": Family(name="Gemma4Text", settings=_GEMMA4_EXPERTS, stacks_experts=True),
     "gemma4": Family(

@@ -12,70 +12,40 @@ from tests.marks import needs_hybrid
 
 pytestmark = pytest.mark.dist
 
-# The layout of each family here; tools/exactness.py runs all cases.
-LAYOUT_OF = {
-    "llama": "cp2",
-    "mistral": "tp2_sp",
-    "mistral_window": "pp2_vpp2",
-    "qwen2_window": "cp2",
-    "llama3_rope": "tp2_sp",
-    "qwen2": "pp2_vpp2",
-    "qwen3": "cp2",
-    "qwen3_tied": "pp2_vpp2",
-    "qwen3_yarn": "tp2_sp",
-    "olmo2": "tp2_sp",
-    "olmo3": "cp2",
-    "phi3": "tp2_sp",
-    "gemma3_text": "pp2_vpp2",
-    "gemma4_text": "cp2",
-    "gemma4_experts": "tp2_sp",
-    "qwen2_moe": "tp2_sp",
-    "mixtral": "cp2",
-    "qwen3_moe": "dp2",
-    "deepseek_v32": "tp2_sp",
-    "glm_moe_dsa": "cp2",
-    "glm4_moe": "dp2",
-    "moonlight": "tp2_sp",
-    "deepseek_v2": "pp2_vpp2",
-    "glm4_moe_lite": "dp2",
-    "seed_oss": "tp2_sp",
-    "ernie4_5": "cp2",
-    "ernie4_5_moe": "dp2",
-    "hunyuan_v1_dense": "tp2_sp",
-    "hunyuan_v1_moe": "cp2",
-    "deepseek_v2_groups": "tp2_sp",
-    "gemma2": "cp2",
-    "glm4": "tp2_sp",
-    "minimax_m2": "tp2_sp",
-    "mimo": "pp2_vpp2",
-    "mimo_mtp": "cp2",
-    "glm4_moe_lite_mtp": "pp2_vpp2",
-    "qwen3_next_mtp": "tp2_sp",
-    "qwen3_5": "tp2_sp",
-    "qwen3_5_moe": "dp2",
-    "qwen3_tied_hybrid": "pp2_vpp2",
-    "qwen2_moe_hybrid": "tp2_sp",
+# The families of each layout here; tools/exactness.py runs all cases.
+_FAMILIES = {
+    "cp2": (
+        "llama qwen2_window qwen3 olmo3 gemma4_text mixtral glm_moe_dsa ernie4_5 "
+        "hunyuan_v1_moe gemma2 mimo_mtp"
+    ),
+    "tp2_sp": (
+        "mistral llama3_rope qwen3_yarn olmo2 phi3 gemma4_experts qwen2_moe "
+        "deepseek_v32 moonlight seed_oss hunyuan_v1_dense deepseek_v2_groups glm4 "
+        "minimax_m2 qwen3_next_mtp qwen3_5 qwen2_moe_hybrid"
+    ),
+    "pp2_vpp2": (
+        "mistral_window qwen2 qwen3_tied gemma3_text deepseek_v2 mimo glm4_moe_lite_mtp "
+        "qwen3_tied_hybrid"
+    ),
+    "dp2": "qwen3_moe glm4_moe glm4_moe_lite ernie4_5_moe qwen3_5_moe",
 }
+LAYOUT_OF = {one: layout for layout, own in _FAMILIES.items() for one in own.split()}
 NAMES = [
     name
     for name, case in HF_CASES.items()
     # The families with the most parts, on all layouts.
     if case.layout_name in (LAYOUT_OF.get(case.family, case.layout_name), *ROWS)
 ]
-# Others have the same parts.
-WEEKLY_CASES = {
-    *("llama3_rope-tp2_sp", "mistral-tp2_sp", "moonlight-tp2_sp", "seed_oss-tp2_sp", "glm4-tp2_sp"),
-    *("olmo2-tp2_sp", "hunyuan_v1_dense-tp2_sp", "qwen2-pp2_vpp2", "mistral_window-pp2_vpp2"),
-    *("deepseek_v2-pp2_vpp2", "deepseek_v3-pp2_vpp2", "mimo-pp2_vpp2", "qwen3_tied-pp2_vpp2"),
-    *("qwen2_window-cp2", "ernie4_5-cp2", "mixtral-cp2", "gpt_oss-cp2", "deepseek_v3-dp2"),
-    *("gpt_oss-dp2", "ernie4_5_moe-dp2", "gemma3_text-prefixes", "olmo3-wide", "gemma2-wide"),
-    *("phi3-pieces", "olmo3-pieces", "gemma4_text-cp2", "gemma4_experts-prefixes"),
-    "gemma4_text-pieces",
-    *("deepseek_v3-tp2_sp", "gpt_oss-single", "glm4_moe-dp2", "phi3-wide", "gemma2-pieces"),
-    *("olmo3-prefixes", "mimo_mtp-cp2", "hunyuan_v1_moe-cp2", "phi3-tp2_sp", "gemma2-cp2"),
-    *("gemma4_text-prefixes", "gemma4_text-wide", "gemma4_experts-wide", "gemma4_experts-pieces"),
-    *("gpt_oss-prefixes", "gpt_oss-wide", "gpt_oss-pieces"),
+# Of GPTs; others have the same parts.
+_IN_EACH_RUN = {
+    *("deepseek_v3-single", "qwen3_yarn-tp2_sp", "qwen2_moe-tp2_sp", "deepseek_v32-tp2_sp"),
+    *("gpt_oss-tp2_sp", "deepseek_v2_groups-tp2_sp", "minimax_m2-tp2_sp"),
+    *("gemma4_experts-tp2_sp", "gpt_oss-pp2_vpp2", "gemma3_text-pp2_vpp2"),
+    *("glm4_moe_lite_mtp-pp2_vpp2", "llama-cp2", "qwen3-cp2", "deepseek_v3-cp2"),
+    *("glm_moe_dsa-cp2", "olmo3-cp2", "qwen3_moe-dp2", "glm4_moe_lite-dp2"),
+    *("gemma2-prefixes", "gemma3_text-wide", "gemma3_text-pieces"),
 }
+WEEKLY_CASES = {n for n in NAMES if not HF_CASES[n].is_hybrid and n not in _IN_EACH_RUN}
 PARAMS = [
     pytest.param(name, marks=needs_hybrid if HF_CASES[name].is_hybrid else ()) for name in NAMES
 ]

@@ -84,7 +84,6 @@ def test_fp8_is_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("model", "kernel", "message"),
     [
         ({"moe_grouped_gemm": True}, "sdpa", "moe_grouped_gemm=true cannot run here: needs Trans"),
-        ({"moe_permute_fusion": True}, "varlen", "moe_permute_fusion=true cannot run here"),
         (
             {"gated_linear_unit": False, "bias_activation_fusion": True},
             "te",
@@ -98,16 +97,6 @@ def test_a_setting_that_cannot_run_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         layer_settings(dataclasses.replace(EXPERTS, **model), kernel)
-
-
-@pytest.mark.usefixtures("engine")
-def test_a_key_turns_a_setting_off() -> None:
-    model = dataclasses.replace(
-        EXPERTS, moe_grouped_gemm=False, bias_activation_fusion=False, moe_permute_fusion=False
-    )
-    settings = layer_settings(model, "te")
-    assert on(settings) == {"gradient_accumulation_fusion"}
-    assert not build.transformer_config(model, Layout()).moe_grouped_gemm
 
 
 @pytest.mark.usefixtures("cuda")
@@ -125,7 +114,6 @@ def test_megatrons_layers_fuse_with_apexs_extension(monkeypatch: pytest.MonkeyPa
     ("optim", "layout", "expected"),
     [
         ({}, DP2, {"overlap_grad_reduce"}),
-        ({}, Layout(cp=2), {"overlap_grad_reduce"}),
         ({}, Layout(tp=2), set()),
         ({"distributed_optimizer": True}, DP2, {"overlap_grad_reduce", "overlap_param_gather"}),
         (
@@ -134,27 +122,12 @@ def test_megatrons_layers_fuse_with_apexs_extension(monkeypatch: pytest.MonkeyPa
             {"overlap_grad_reduce", "overlap_param_gather", "align_param_gather", "bucket_size"},
         ),
         ({"distributed_optimizer": True, "overlap_grad_reduce": False}, DP2, set()),
-        (
-            {"distributed_optimizer": True, "overlap_param_gather": False},
-            DP2,
-            {"overlap_grad_reduce"},
-        ),
     ],
 )
 def test_reduction_overlaps_where_ranks_share_gradients(
     optim: dict[str, Any], layout: Layout, expected: set[str]
 ) -> None:
     assert on(reduction_settings(OptimConfig(**optim), layout)) == expected
-
-
-def test_a_key_turns_overlap_on_without_cuda() -> None:
-    asked = OptimConfig(
-        overlap_grad_reduce=True, overlap_param_gather=True, distributed_optimizer=True
-    )
-    assert on(reduction_settings(asked, Layout())) == {
-        "overlap_grad_reduce",
-        "overlap_param_gather",
-    }
 
 
 @pytest.mark.parametrize(

@@ -68,14 +68,6 @@ def test_an_export_is_bitwise_the_folder(tmp_path: Path, max_shard_bytes: int) -
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
-def test_another_type(tmp_path: Path) -> None:
-    like = write_folder(tmp_path / "model")
-    exporter(tmp_path / "out", like, dtype="bf16").export(sources())
-    found = read_folder(tmp_path / "out")
-    assert all(torch.equal(found[n], value.bfloat16()) for n, value in hf_tensors().items())
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
-
-
 def test_a_value_model_is_a_classifier_with_one_label(tmp_path: Path) -> None:
     like = write_folder(tmp_path / "model")
     score = torch.full((1, 8), 0.5)
