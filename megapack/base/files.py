@@ -13,7 +13,6 @@ from megapack.errors import ConfigError, brief
 GZIP = b"\x1f\x8b"
 # With the first byte of a header: a CSV may have a column PAR1.
 PARQUET = b"PAR1\x15"
-NPY = b"\x93NUMPY"
 ZIP = b"PK\x03\x04"
 HEAD_BYTES = 4096
 # How files begin that are not UTF-8 text: what each is, and what to do. Longer ones come first.
@@ -30,7 +29,7 @@ _KINDS = (
     (PARQUET, "a Parquet file; give text"),
     (b"ARROW1", "an Arrow file; write Parquet or text instead"),
     (b"\xff\xff\xff\xff", "an Arrow stream; write Parquet or text instead"),
-    (NPY, "an array of numpy.save; give text"),
+    (b"\x93NUMPY", "an array of numpy.save; write it by numpy.savetxt instead"),
     (b"\x80", "a pickle, which may run code; write text instead"),
     (b"version https://git-lfs", "a Git LFS pointer in place of the file; run git lfs pull"),
     (b"<!doctype html", "an HTML page; download the file itself"),

@@ -1,4 +1,4 @@
-"""Files of sample lengths: CSV, JSON, Parquet, arrays of NumPy, or standard input.
+"""Files of sample lengths: CSV, JSON, Parquet, or standard input.
 
 A file is read once, row by row, into a `LengthTable`. How it begins decides its format. Of text, an
 object means JSON Lines, a number alone one length per line, and anything else is the header of a
@@ -22,11 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from megapack.base.arrays import MAX_LENGTH, Ids, Ints, is_id, read_lengths
+from megapack.base.arrays import MAX_LENGTH, Ids, Ints, is_id
 from megapack.base.files import (
     GZIP,
     HEAD_BYTES,
-    NPY,
     PARQUET,
     read_whole,
     text_of,
@@ -40,7 +39,6 @@ from megapack.job.data.messages import BadLine
 from megapack.prefixes import SharedPrefixes
 
 STDIN = "-"
-_BINARY = (".parquet", ".npy")
 
 # Columns to look for if the user names none of them: the first of `_LENGTHS` in the file, else the
 # first pair of `_SUMS`, whose sum is the length.
@@ -210,31 +208,14 @@ def _tokenized(path: str, columns: Columns, config_name: str) -> LengthTable:
 def _read(path: str, columns: Columns) -> LengthTable:
     is_file = path != STDIN
     data = read_whole(path, HEAD_BYTES) if is_file else sys.stdin.buffer.read()
-    suffix = Path(path).suffix
-    kind = what_it_is(data)
-    if suffix in _BINARY and kind is not None and not data.startswith((PARQUET, NPY)):
-        raise DataError(f"not {suffix}, it is {kind}")
-    if is_file and (data.startswith(PARQUET) or suffix == ".parquet"):
+    if is_file and (data.startswith(PARQUET) or Path(path).suffix == ".parquet"):
+        kind = what_it_is(data)
+        if kind is not None and not data.startswith(PARQUET):
+            raise DataError(f"not .parquet, it is {kind}")
         return _read_rows(_parquet_rows(path, columns), columns)
     data = read_whole(path) if is_file else data
     data = gzip.decompress(data) if data.startswith(GZIP) else data
-    if data.startswith(NPY) or suffix == ".npy":
-        return _read_array(data, columns)
     return _read_rows(_text_rows(data), columns)
-
-
-def _read_array(data: bytes, columns: Columns) -> LengthTable:
-    if columns != Columns():
-        raise DataError("an array has no columns; leave the --...-column options out")
-    try:
-        array = np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, MemoryError) as error:
-        raise DataError(
-            f"not an array of numbers ({first_line(error)}); save one with numpy.save"
-        ) from None
-    if array.dtype.kind == "f" and (np.rint(array) == array).all() and np.isfinite(array).all():
-        array = array.astype(np.int64)
-    return LengthTable(read_lengths(array), None, None, "array")
 
 
 def _read_rows(rows: Records, columns: Columns) -> LengthTable:

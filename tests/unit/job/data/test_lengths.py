@@ -8,7 +8,6 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megapack import ConfigError, DataError
@@ -78,7 +77,7 @@ def test_prompt_and_response_add_up_and_ids_are_read(tmp_path: Path) -> None:
     assert read_length_file(path, Columns(length="response_len")).lengths.tolist() == RESPONSES
 
 
-def test_lengths_from_parquet_and_npy(tmp_path: Path) -> None:
+def test_lengths_from_parquet(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -86,9 +85,6 @@ def test_lengths_from_parquet_and_npy(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({**rows, "uid": ["a", "b", "b"]}), tmp_path / "a.parquet")
     table = read_length_file(str(tmp_path / "a.parquet"), Columns(rollout="uid"))
     assert (table.lengths.tolist(), table.rollout_ids) == (LENGTHS, ("a", "b", "b"))
-    for dtype in (np.uint16, np.float32):
-        np.save(tmp_path / "a.npy", np.array(LENGTHS, dtype=dtype))
-        assert read_length_file(str(tmp_path / "a.npy"), Columns()).lengths.tolist() == LENGTHS
     # Under other names too.
     (tmp_path / "a").write_bytes((tmp_path / "a.parquet").read_bytes())
     assert read_length_file(str(tmp_path / "a"), Columns()).lengths.tolist() == LENGTHS
@@ -157,7 +153,8 @@ def test_lengths_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a.csv", "length\n7\n".encode("utf-16"), ["it is UTF-16 text; save it as UTF-8"]),
         ("a.csv", b"length,m\xe9\n7,8\n", ["byte 8 (0xe9) is not UTF-8"]),
         ("a.parquet", gzip.compress(b""), ["not .parquet, it is compressed by gzip"]),
-        ("a.npy", b"version https://git-lfs", ["not .npy, it is a Git LFS pointer"]),
+        ("a.csv", b"version https://git-lfs", ["it is a Git LFS pointer"]),
+        ("a.npy", b"\x93NUMPY", ["an array of numpy.save; write it by numpy.savetxt"]),
         ("a.csv", gzip.compress(b"length\n7\n")[:-3], ["cannot be read (Compressed file ended"]),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', ["line 1: messages", "--config"]),
         ("a.jsonl", '{"conversations": ["a", "b"]}\n', ["line 1: conversations", "--config"]),
@@ -172,7 +169,6 @@ def test_lengths_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a.jsonl", '{"a\\nb": 5, "c": 6}', ["no column of lengths among 'a\\nb', c"]),
         ("a.jsonl", '{"a\\nb": {}}', ["line 1: 'a\\nb' is a mapping"]),
         ("a.parquet", "length\n5\n", ["not Parquet"]),
-        ("a.npy", "length\n5\n", ["not an array"]),
     ],
 )
 def test_an_error_is_one_line_with_file_and_line_number(
@@ -187,22 +183,6 @@ def test_an_error_is_one_line_with_file_and_line_number(
     assert message.startswith(f"{path}: ")
     assert "\n" not in message
     assert all(word in message for word in words), message
-
-
-@pytest.mark.parametrize(
-    ("array", "words"),
-    [
-        (np.zeros((2, 2), dtype=np.int64), "shape"),
-        (np.array([1.5, 2.0]), "float64"),
-        (np.array([3, -1]), "sample 1 has length -1"),
-    ],
-)
-def test_arrays_that_are_not_lengths_are_refused(
-    tmp_path: Path, array: np.ndarray, words: str
-) -> None:
-    np.save(tmp_path / "a.npy", array)
-    with pytest.raises(DataError, match=words):
-        read_length_file(str(tmp_path / "a.npy"), Columns())
 
 
 @pytest.mark.parametrize(
