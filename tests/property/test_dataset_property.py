@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapack.job.data.dataset import Dataset
+from megapack.job.data.rollouts import group_batches
 from megapack.job.data.token_blocks import ReadSettings
 from megapack.job.data.tokenizer import ByteTokenizer
 
@@ -79,7 +80,9 @@ def test_written_samples_are_read_back(
             assert parts == list(tokens(written[number]))
         found_rewards = [one.reward for one in data.rewards(np.arange(len(written)))]
         assert found_rewards == [row.get("reward") for row in written]
-        batches = list(data.batches(2, shuffle=True, seed=1, work=data.lengths, window=2))
+        batches = list(
+            group_batches(data.index["group"], 2, shuffle=True, seed=1, work=data.lengths, window=2)
+        )
         assert sorted(np.concatenate(batches).tolist()) == list(range(len(written)))
         for batch in batches:
             assert len({one.group for one in data.rewards(batch)}) <= 2

@@ -28,10 +28,11 @@ from megapack.base.choices import AdvantageNorm
 from megapack.config import dump_yaml, parse_config
 from megapack.job.config.sections import ModelConfig, TrainConfig
 from megapack.job.data.advantages import group_advantages
-from megapack.job.data.chats import ChatText, chat_texts
+from megapack.job.data.chats import ChatTemplate, ChatText, chat_texts
 from megapack.job.data.dataset import Dataset
 from megapack.job.data.lengths import Columns, read_length_file
 from megapack.job.data.lines import BadLine, LineParser
+from megapack.job.data.rollouts import group_batches
 from megapack.job.data.template_server import write_chat
 from megapack.job.data.templates import ChatRequest, TemplateSource
 from megapack.job.data.token_blocks import ReadSettings
@@ -132,9 +133,6 @@ def tokens_of(tokenizer: ByteTokenizer, chat: ChatText) -> ChatTokens:
 class ChatBytes(ByteTokenizer):
     """Bytes with a chat template that, like Qwen3's, shortens the turns before the user's last."""
 
-    has_marks = False
-    special_texts = end_texts = ("|",)
-
     def encode_chat(
         self,
         messages: Sequence[Message],
@@ -143,10 +141,10 @@ class ChatBytes(ByteTokenizer):
         arguments: Mapping[str, Any],
     ) -> list[ChatTokens]:
         """See `Tokenizer`."""
-        return [tokens_of(self, chat) for chat in chat_texts(messages, self, turns)]
+        template = ChatTemplate(self._write, False, ("|",), ("|",))
+        return [tokens_of(self, chat) for chat in chat_texts(messages, template, turns)]
 
-    def render(self, messages: Sequence[Message], *, asks: bool = False) -> ChatText:
-        """See `ChatTemplate`."""
+    def _write(self, messages: Sequence[Message], asks: bool) -> ChatText:
         last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=0)
         texts = [str(one.get("content"))[0 if i > last else 1 :] for i, one in enumerate(messages)]
         turns = (f"{one['role']}:{text}|\n" for one, text in zip(messages, texts, strict=True))
@@ -214,7 +212,7 @@ def hold_rollouts(data: bytes) -> bool:
     with tempfile.TemporaryDirectory(
         dir=_MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
     ) as name:
-        path = Path(name) / ("data.npy" if data.startswith(b"\x93NUMPY") else "data.jsonl")
+        path = Path(name) / "data.jsonl"
         path.write_bytes(data)
         as_lengths = refused(lambda: read_length_file(str(path), Columns()), DataError)
         return _hold_rollouts(path, settings) or as_lengths is not None
@@ -242,7 +240,11 @@ def _hold_rollouts(path: Path, settings: ReadSettings) -> bool:
     for mode in get_args(AdvantageNorm):
         found = refused(lambda: group_advantages(rewards, mode), DataError)  # noqa: B023
         require(found is None or bool(np.isfinite(found).all()), "advantages are not finite")
-    batches = list(dataset.batches(2, shuffle=True, seed=1, work=dataset.lengths, window=2))
+    batches = list(
+        group_batches(
+            dataset.index["group"], 2, shuffle=True, seed=1, work=dataset.lengths, window=2
+        )
+    )
     require(sorted(np.concatenate(batches)) == list(rows), "batches lose samples")
     return True
 

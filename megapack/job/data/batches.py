@@ -23,6 +23,7 @@ from megapack.job.data.advantages import Floats, SampleReward, group_advantages,
 from megapack.job.data.dataset import Dataset, SampleNumbers
 from megapack.job.data.generated import generate_pairs, generate_rollouts
 from megapack.job.data.hf_tokenizer import HfTokenizer
+from megapack.job.data.rollouts import group_batches
 from megapack.job.data.token_blocks import ReadSettings
 from megapack.job.data.tokenizer import ByteTokenizer, Tokenizer
 from megapack.layout import Layout
@@ -103,7 +104,8 @@ def all_batches(config: TrainConfig, data: Dataset) -> Iterator[tuple[int, int, 
         (epoch, index, batch)
         for epoch in range(config.train.epochs)
         for index, batch in enumerate(
-            data.batches(
+            group_batches(
+                data.index["group"],
                 config.data.prompts_per_batch,
                 shuffle=config.data.shuffle,
                 seed=config.seed,

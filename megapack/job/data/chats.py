@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from megapack.job.data.tokenizer import Message, TextError
 
@@ -43,27 +42,22 @@ class ChatText:
     """What counts in the loss, in order; of the template's own rendering, what it marks."""
 
 
-class ChatTemplate(Protocol):
+@dataclass(frozen=True)
+class ChatTemplate:
     """Writes chats as text."""
 
-    @property
-    def has_marks(self) -> bool:
-        """Whether it marks what the assistant generates."""
-        ...
-
-    @property
-    def special_texts(self) -> tuple[str, ...]:
-        """The special tokens, one of which may end a turn."""
-        ...
-
-    @property
-    def end_texts(self) -> tuple[str, ...]:
-        """Those at which an engine stops, the tokenizer's EOS first."""
-        ...
+    write: Callable[[Sequence[Message], bool], ChatText]
+    """See `render`."""
+    has_marks: bool
+    """Whether it marks what the assistant generates."""
+    special_texts: tuple[str, ...]
+    """The special tokens, one of which may end a turn."""
+    end_texts: tuple[str, ...]
+    """Those at which an engine stops, the tokenizer's EOS first."""
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> ChatText:
         """The text of these messages; `asks` adds the generation prompt."""
-        ...
+        return self.write(messages, asks)
 
 
 def chat_texts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from megapack.base.arrays import Ints
 from megapack.errors import DataError
 from megapack.job.data.advantages import SampleReward
 from megapack.job.data.index import StoredSamples, load_samples, store_in_memory
-from megapack.job.data.rollouts import Rollout, group_batches
+from megapack.job.data.rollouts import Rollout
 from megapack.job.data.token_blocks import Index, ReadSettings
 from megapack.plan.plan import Plan, own_samples
 
@@ -98,27 +98,6 @@ class Dataset(StoredSamples):
         index = self.index
         lengths: Ints = index["prompt_tokens"].astype(np.int64) + index["response_tokens"]
         return lengths
-
-    def batches(
-        self,
-        prompts_per_batch: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        epoch: int = 0,
-        work: Ints | None = None,
-        window: int = 1,
-    ) -> Iterator[SampleNumbers]:
-        """Sample numbers in batches of whole prompt groups, see `rollouts.group_batches`."""
-        return group_batches(
-            self.index["group"],
-            prompts_per_batch,
-            shuffle=shuffle,
-            seed=seed,
-            epoch=epoch,
-            work=work,
-            window=window,
-        )
 
     def prompt_tokens(self, numbers: SampleNumbers) -> list[int]:
         """Tokens of each sample's prompt."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megapack.job.data.chats import ChatTemplate
@@ -58,8 +58,8 @@ class _Form:
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         function: dict[str, Any] = call.get("function", call)
-        if "arguments" in function:
-            given: Arguments = function["arguments"]
+        given = function.get("arguments")
+        if isinstance(given, Arguments):
             arguments = given.text if self.as_text else dict(given)
             function = {**function, "arguments": arguments}
         if "function" in call or self.is_full:
@@ -68,25 +68,21 @@ class _Form:
         return function
 
 
-@dataclass
-class Forms:
-    """The form of each kind of chat that one template has written."""
+Forms = dict[frozenset[Any], _Form]
+"""The form of each kind of chat that one template has written."""
 
-    _known: dict[frozenset[Any], _Form] = field(default_factory=dict)
 
-    def fit(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, bind: Bind
-    ) -> tuple[list[Message], list[Any] | None]:
-        """Messages and tools in the form that the template writes.
+def fit(
+    messages: Sequence[Message], tools: Sequence[Any] | None, bind: Bind, known: Forms
+) -> tuple[list[Message], list[Any] | None]:
+    """Messages and tools in the form that the template writes; `known` is its forms, and grows.
 
-        Raises:
-            TextError: it leaves something out in every form.
-        """
-        kinds = frozenset([*map(_kind, messages), _kind_of_tools(tools)])
-        if kinds not in self._known:
-            self._known[kinds] = _find(messages, tools, bind)
-        form = self._known[kinds]
-        return form.messages(messages), form.tools(tools)
+    Raises:
+        TextError: it leaves something out in every form.
+    """
+    kinds = frozenset([*map(_kind, messages), _kind_of_tools(tools)])
+    form = known[kinds] = known.get(kinds) or _find(messages, tools, bind)
+    return form.messages(messages), form.tools(tools)
 
 
 def _kind(message: Message) -> Any:
@@ -181,42 +177,36 @@ class _Marks:
             thought = self._new(index, f"{_REASONING} of role {role}")
             found.update((key, thought) for key in ("thinking", "reasoning", _REASONING))
         if "tool_calls" in message:
-            found["tool_calls"] = [self._call(call, index) for call in message["tool_calls"]]
+            found["tool_calls"] = [
+                self._named(call, index, "tool_calls") for call in message["tool_calls"]
+            ]
         return found
 
     def tools(self, tools: Sequence[Any] | None) -> list[Any] | None:
         """The tools with markers as their names and those of their parameters."""
-        return None if tools is None else list(map(self._tool, tools))
+        return None if tools is None else [self._named(tool, None, "tools") for tool in tools]
 
-    def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(tool.get("function"), dict):
-            return {**tool, "function": self._tool(tool["function"])}
-        found = dict(tool)
-        if isinstance(tool.get("name"), str):
-            found["name"] = self._new(None, "tools with names")
-        parameters = tool.get("parameters")
+    def _named(self, one: dict[str, Any], index: int | None, what: str) -> dict[str, Any]:
+        """A tool or a call with markers as its name and as its parameters or arguments."""
+        if isinstance(one.get("function"), dict):
+            return {**one, "function": self._named(one["function"], index, what)}
+        found = dict(one)
+        if isinstance(one.get("name"), str) and one["name"]:
+            found["name"] = self._new(index, f"{what} with names")
+        if isinstance(one.get("arguments"), Arguments):
+            values = {}
+            for value in one["arguments"].values():
+                self.keys.append(self._new(index, f"{what} with arguments"))
+                values[self.keys[-1]] = self._value(value, index, f"{what} with arguments")
+            found["arguments"] = Arguments(values)
+            found["arguments"].text = json.dumps(values, ensure_ascii=False)
+        parameters = one.get("parameters")
         if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
             properties = {
-                self._new(None, "tools with parameters"): value
+                self._new(index, f"{what} with parameters"): value
                 for value in parameters["properties"].values()
             }
             found["parameters"] = {**parameters, "properties": properties}
-        return found
-
-    def _call(self, call: dict[str, Any], index: int) -> dict[str, Any]:
-        if "function" in call:
-            return {**call, "function": self._call(call["function"], index)}
-        found = dict(call)
-        if found.get("name"):
-            found["name"] = self._new(index, "tool_calls with names")
-        if "arguments" in found:
-            values = {}
-            for value in found["arguments"].values():
-                self.keys.append(self._new(index, "tool_calls with arguments"))
-                values[self.keys[-1]] = self._value(value, index, "tool_calls with arguments")
-            arguments = Arguments(values)
-            arguments.text = json.dumps(values, ensure_ascii=False)
-            found["arguments"] = arguments
         return found
 
     def _value(self, value: Any, index: int, name: str) -> Any:

@@ -13,7 +13,6 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from megapack.base.files import misplaced
 from megapack.config.shipped import download_hint
 from megapack.errors import ConfigError, first_line
 from megapack.job.data.chats import ChatText
-from megapack.job.data.templates import ChatRequest, TemplateSource, template_process
+from megapack.job.data.templates import ChatRequest, TemplateSource, template_texts
 from megapack.job.data.tokenizer import ChatTokens, Ids, Message, TextError
 
 _MAIN_FILE = "tokenizer.json"
@@ -113,8 +112,7 @@ class HfTokenizer:
         """See `Tokenizer`."""
         given = {**self.template_arguments, **arguments}
         request = ChatRequest(self._template(tools is not None), messages, turns, tools, given)
-        texts = template_process(os.getpid()).chat_texts(request)
-        return list(map(self._chat_tokens, texts))
+        return list(map(self._chat_tokens, template_texts(request)))
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """See `Tokenizer`; a token that is a part of a character as the tokenizer names it."""

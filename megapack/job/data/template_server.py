@@ -21,8 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from megapack.errors import first_line
-from megapack.job.data.chats import ChatText, chat_texts
-from megapack.job.data.forms import Forms
+from megapack.job.data.chats import ChatTemplate, ChatText, chat_texts
+from megapack.job.data.forms import Forms, fit
 from megapack.job.data.processes import answer_messages
 from megapack.job.data.templates import MAX_SECONDS, ChatRequest
 from megapack.job.data.tokenizer import Message, TextError
@@ -61,17 +61,22 @@ def write_chat(request: ChatRequest) -> list[ChatText]:
                 f"{', '.join(sorted(known)) or 'none'}; correct chat_template_kwargs"
             )
     values = {**source.specials, **request.arguments}
-    bind = functools.partial(_Template, program, values, source.special_texts, source.end_texts)
+
+    def bind(tools: Sequence[Any] | None) -> ChatTemplate:
+        write = functools.partial(_render, program, {**values, "tools": tools})
+        has_marks = program.marks.num_tags > 0
+        return ChatTemplate(write, has_marks, source.special_texts, source.end_texts)
+
     messages = request.messages[: request.turns[-1] + 1]
     # Arguments may decide what is written.
-    forms = _forms(source.text, repr(sorted(request.arguments.items())))
-    fitting, tools = forms.fit(messages, request.tools, bind)
+    known = _forms(source.text, repr(sorted(request.arguments.items())))
+    fitting, tools = fit(messages, request.tools, bind, known)
     return chat_texts(fitting, bind(tools), request.turns)
 
 
 @functools.lru_cache(maxsize=64)
 def _forms(text: str, arguments: str) -> Forms:
-    return Forms()
+    return {}
 
 
 @dataclass(frozen=True)
@@ -102,42 +107,28 @@ def _program(text: str) -> _Program:
     return _Program(template, marks, frozenset(names))
 
 
-@dataclass(frozen=True)
-class _Template:
-    """See `ChatTemplate`."""
-
-    program: _Program
-    values: Mapping[str, Any]
-    """Special tokens and arguments, by the names that the template reads."""
-    special_texts: tuple[str, ...]
-    end_texts: tuple[str, ...]
-    tools: Sequence[Any] | None
-
-    @property
-    def has_marks(self) -> bool:
-        """See `ChatTemplate`."""
-        return self.program.marks.num_tags > 0
-
-    def render(self, messages: Sequence[Message], *, asks: bool = False) -> ChatText:
-        """See `ChatTemplate`."""
-        marks = self.program.marks
-        marks.found = []
-        marks.num_chars = 0
-        blocks = []
-        values = {**self.values, "messages": list(messages), "tools": self.tools}
-        values |= {"documents": None, "add_generation_prompt": asks}
-        with _limits():
-            for block in self.program.template.generate(values):
-                blocks.append(block)
-                marks.num_chars += len(block)
-                if marks.num_chars > _MAX_CHARS:
-                    raise TextError(f"becomes more than {_MAX_CHARS} characters by the template")
-        text = "".join(blocks)
-        spans = [(start, start + len(marked)) for start, marked in marks.found]
-        for (start, stop), (_, marked) in zip(spans, marks.found, strict=True):
-            if text[start:stop] != marked:
-                raise TextError("has generation marks inside of a macro; correct the template")
-        return ChatText(text, spans)
+def _render(
+    program: _Program, values: Mapping[str, Any], messages: Sequence[Message], asks: bool
+) -> ChatText:
+    """The text of messages; `values` are those that the template reads, by name."""
+    marks = program.marks
+    marks.found = []
+    marks.num_chars = 0
+    blocks = []
+    values = {**values, "messages": list(messages), "documents": None}
+    values["add_generation_prompt"] = asks
+    with _limits():
+        for block in program.template.generate(values):
+            blocks.append(block)
+            marks.num_chars += len(block)
+            if marks.num_chars > _MAX_CHARS:
+                raise TextError(f"becomes more than {_MAX_CHARS} characters by the template")
+    text = "".join(blocks)
+    spans = [(start, start + len(marked)) for start, marked in marks.found]
+    for (start, stop), (_, marked) in zip(spans, marks.found, strict=True):
+        if text[start:stop] != marked:
+            raise TextError("has generation marks inside of a macro; correct the template")
+    return ChatText(text, spans)
 
 
 class _Marks(Extension):
@@ -219,10 +210,9 @@ class _Variables(Namespace):
 
     def __init__(*args: Any, **values: Any) -> None:
         self, *given = args
-        names = dict(*given, **values)
-        if any(str(name).startswith("_") for name in names):
-            raise jinja2.TemplateError("a namespace has no names that begin with _")
-        Namespace.__init__(self, names)
+        Namespace.__init__(self)
+        for name, value in dict(*given, **values).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):

@@ -1,7 +1,7 @@
 """Chat templates run in a process of their own, with limits of time and memory.
 
 A template is a program that came with a model: it may loop without end or fill the memory, and no
-signal ends one multiplication of large numbers. `TemplateProcess` sends chats to a process that
+signal ends one multiplication of large numbers. `template_texts` sends chats to a process that
 runs `template_server.serve`, and gets their texts. The process starts with the first chat, in less
 than a second.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from megapack.job.data.chats import ChatText
 from megapack.job.data.processes import AnsweringProcess, ProcessEnded
 from megapack.job.data.tokenizer import Message, TextError
 
-_CODE = "from megapack.job.data.template_server import serve; serve()"
 MAX_SECONDS = 5
 """CPU time of one rendering. A thousand turns take a tenth of it."""
 
@@ -52,36 +52,24 @@ class ChatRequest:
     """Of the template, by name."""
 
 
-class TemplateProcess:
-    """The process that runs templates; see the module."""
+def template_texts(request: ChatRequest) -> list[ChatText]:
+    """The samples of a chat, see `chats.chat_texts`, from the process of templates.
 
-    def __init__(self) -> None:
-        if importlib.util.find_spec("jinja2") is None:
-            raise ConfigError("chat templates need jinja2; pip install jinja2")
-        self._process: AnsweringProcess | None = None
-
-    def chat_texts(self, request: ChatRequest) -> list[ChatText]:
-        """The samples of a chat, see `chats.chat_texts`.
-
-        Raises:
-            TextError: the template refuses the chat, leaves out a part of it, or needs more than
-                the limits.
-        """
-        self._process = self._process or AnsweringProcess(_CODE)
-        try:
-            self._process.send(request)
-            texts: list[ChatText] = self._process.receive()
-        except ProcessEnded as ended:
-            # The next chat starts another one.
-            self.close()
-            raise TextError(_ending(ended.code)) from None
-        return texts
-
-    def close(self) -> None:
-        """End the process, whatever it does."""
-        if self._process is not None:
-            self._process.end()
-            self._process = None
+    Raises:
+        ConfigError: jinja2 is not installed.
+        TextError: the template refuses the chat, leaves out a part of it, or needs more than the
+            limits.
+    """
+    process = _process(os.getpid())
+    try:
+        process.send(request)
+        texts: list[ChatText] = process.receive()
+    except ProcessEnded as ended:
+        # The next chat starts another one.
+        process.end()
+        _process.cache_clear()
+        raise TextError(_ending(ended.code)) from None
+    return texts
 
 
 def _ending(code: int) -> str:
@@ -91,12 +79,10 @@ def _ending(code: int) -> str:
 
 
 @functools.cache
-def template_process(process_id: int) -> TemplateProcess:
-    """The process of this one: a fork would share its pipes.
-
-    Args:
-        process_id: this process's.
-    """
-    process = TemplateProcess()
-    atexit.register(process.close)
+def _process(process_id: int) -> AnsweringProcess:
+    """The process for this one, whose id is given: a fork would share its pipes."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise ConfigError("chat templates need jinja2; pip install jinja2")
+    process = AnsweringProcess("from megapack.job.data.template_server import serve; serve()")
+    atexit.register(process.end)
     return process

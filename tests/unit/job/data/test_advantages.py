@@ -68,14 +68,6 @@ def test_given_advantages_are_no_part_of_the_batch(mode: Any) -> None:
     assert group_advantages([SampleReward(0, 0, 5.0)], mode).tolist() == [0.0]
 
 
-@given(shift=st.floats(-100, 100), scale=st.floats(0.5, 100))
-def test_batch_norms_do_not_depend_on_the_scale_of_rewards(shift: float, scale: float) -> None:
-    moved = [SampleReward(r.group, r.rollout, (r.reward or 0.0) * scale + shift) for r in BATCH]
-    for mode in ("reinforce++", "reinforce++-baseline"):
-        found = group_advantages(moved, mode)  # type: ignore[arg-type]
-        assert found == pytest.approx(group_advantages(BATCH, mode), abs=1e-4)  # type: ignore[arg-type]
-
-
 def test_overlong_responses_lose_reward_linearly() -> None:
     records = [SampleReward(0, i, 1.0) for i in range(6)]
     records.append(SampleReward(0, 6, advantage=0.5))
@@ -98,12 +90,6 @@ def test_advantages_within_prompt_groups() -> None:
     std = np.std(rewards, ddof=1) + 1e-6
     expected = [0.5 / std, -0.5 / std, -0.5 / std, 0.5 / std, 0.0]
     assert group_advantages(records, "group-std") == pytest.approx(expected)
-
-
-def test_fan_out_samples_count_once() -> None:
-    # Rollout 0 has 3 samples of reward 1, rollout 1 has one of reward 0: the mean is 0.5, not 0.75.
-    records = [SampleReward(0, 0, 1.0)] * 3 + [SampleReward(0, 1, 0.0)]
-    assert group_advantages(records).tolist() == [0.5, 0.5, 0.5, -0.5]
 
 
 @pytest.mark.parametrize("mode", [mode for mode in get_args(AdvantageNorm) if mode != "none"])

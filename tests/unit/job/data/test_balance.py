@@ -53,18 +53,6 @@ def test_each_sample_is_once_in_its_window(seed: int, size: int, window: int) ->
         assert squares[1] <= squares[0]
 
 
-def test_without_a_window_the_order_is_as_it_was() -> None:
-    work = drawn(100)
-    options: tuple[dict[str, Any], ...] = ({}, {"shuffle": True, "seed": 3})
-    for settings in options:
-        plain = list(group_batches(np.arange(100), 8, **settings))
-        for window in (1, 10**9):
-            # Samples of equal work have no reason to change places.
-            even = np.ones(100, dtype=np.int64) if window > 1 else work
-            found = batches_of(even, 8, window, **settings)
-            assert [b.tolist() for b in found] == [b.tolist() for b in plain]
-
-
 def test_the_work_of_batches_is_even() -> None:
     work = drawn(64 * 128)
     before = sums(work, batches_of(work, 128, 1, shuffle=True))
@@ -76,17 +64,6 @@ def test_the_work_of_batches_is_even() -> None:
         assert np.ptp(each, axis=1).max() <= 0.001 * each.max()
     assert 0.02 * before.mean() < found[16].std() < 0.5 * before.std()
     assert found[64].std() < 0.001 * before.mean()
-
-
-def test_prompt_groups_move_as_a_whole() -> None:
-    group_of = np.repeat(np.arange(12), 3)
-    work = drawn(36)
-    found = list(group_batches(group_of, 4, work=work, window=3))
-    for batch in found:
-        assert np.array_equal(batch.reshape(4, 3), batch.reshape(4, 3)[:, :1] + [0, 1, 2])
-    plain = list(group_batches(group_of, 4))
-    assert np.ptp(sums(work, found)) < 0.2 * np.ptp(sums(work, plain))
-    assert sorted(np.concatenate(found)) == list(range(36))
 
 
 def test_another_numpy_gives_the_same_batches() -> None:

@@ -116,13 +116,6 @@ def test_a_turn_that_is_rewritten_later_is_trained_as_it_was(tmp_path: Path, tem
     assert trained(tokenizer, second) == TURNS[1:]
 
 
-def test_only_the_turns_from_a_message_on_count(tmp_path: Path) -> None:
-    for template in (TEMPLATE, PLAIN_TEMPLATE, THINKING, MARKED_THINKING):
-        tokenizer = make(tmp_path, template)
-        (sample,) = encode(tokenizer, CHAT, None, first=5)
-        assert trained(tokenizer, sample) == TURNS[2:], template
-
-
 def test_templates_that_would_train_nothing_or_the_wrong_text_are_refused(tmp_path: Path) -> None:
     unmarked = TEMPLATE.replace(
         "message.role == 'assistant' %}{%- gen", "message.role == 'x' %}{%- gen"
@@ -167,26 +160,6 @@ def test_templates_write_one_date(tmp_path: Path, template: str) -> None:
     assert sample.loss_mask.tolist() == expected.loss_mask.tolist()
 
 
-def test_prompts_get_the_bos_token_if_the_tokenizer_adds_one(tmp_path: Path) -> None:
-    from tokenizers import processors
-    from transformers import AutoTokenizer
-
-    plain = make(tmp_path / "plain")
-    assert plain.encode_prompt("a question")[0] == plain.encode_response("a question")[0]
-    tokenizer = make_tokenizer(tmp_path / "bos")
-    tokenizer.add_special_tokens({"bos_token": "<|endoftext|>"})
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A <|im_end|>",
-        special_tokens=[("<|endoftext|>", 0), ("<|im_end|>", 2)],
-    )
-    tokenizer.save_pretrained(tmp_path / "bos")
-    found = HfTokenizer(tmp_path / "bos")
-    expected = AutoTokenizer.from_pretrained(tmp_path / "bos")("a question")["input_ids"]
-    # Without the end that the tokenizer would add: the response follows.
-    assert found.encode_prompt("a question").tolist() == expected[:-1]
-    assert found.encode_response("a question").tolist() == expected[1:]
-
-
 def test_special_tokens_that_a_text_has_are_not_added_again(tmp_path: Path) -> None:
     from tokenizers import processors
     from transformers import AutoTokenizer
@@ -194,12 +167,13 @@ def test_special_tokens_that_a_text_has_are_not_added_again(tmp_path: Path) -> N
     # As GLM's: two tokens, none of which is the BOS token.
     tokenizer = make_tokenizer(tmp_path)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> <|im_start|> $A",
-        special_tokens=[("<|endoftext|>", 0), ("<|im_start|>", 1)],
+        single="<|endoftext|> <|im_start|> $A <|im_end|>",
+        special_tokens=[("<|endoftext|>", 0), ("<|im_start|>", 1), ("<|im_end|>", 2)],
     )
     tokenizer.save_pretrained(tmp_path)
     found = HfTokenizer(tmp_path)
-    expected = AutoTokenizer.from_pretrained(tmp_path)("a question")["input_ids"]
+    # Without the end that the tokenizer would add: the response follows.
+    *expected, _ = AutoTokenizer.from_pretrained(tmp_path)("a question")["input_ids"]
     assert expected[:2] == [0, 1]
     assert found.encode_prompt("a question").tolist() == expected
     assert found.encode_prompt("<|endoftext|><|im_start|>a question").tolist() == expected

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from megapack import Layout, build_dp_schedule
-from megapack.base.files import text_of
 from megapack.config.cost_file import read_cost
 from megapack.config.load import load_config
 from megapack.errors import ConfigError, DataError, MegapackError
@@ -73,30 +72,19 @@ OBJECTS = [{"prompt": "a", "response": "b"}] * 3
     ("data", "words"),
     [
         (LINES.encode("utf-16"), "UTF-16 text; save it as UTF-8"),
-        (LINES.encode("utf-16-le"), "UTF-16 text; save it as UTF-8"),
-        (LINES.encode("utf-32"), "UTF-32 text; save it as UTF-8"),
         (UTF8.replace(b"\n", b"\r"), "lines end with CR alone; end them with LF (tr"),
         (bz2.compress(UTF8), "compressed by bzip2; unpack it with bunzip2"),
         (lzma.compress(UTF8), "compressed by xz; unpack it with unxz"),
         (b"\x28\xb5\x2f\xfd\x04", "compressed by zstd; unpack it with unzstd"),
-        (b"PK\x03\x04\x14", "a zip archive"),
         (b"ARROW1\0\0", "an Arrow file"),
-        (b"\xff\xff\xff\xff\x10\1\0\0", "an Arrow stream"),
         (bytes(99), "binary (byte 0 is 0; was it copied in full?)"),
-        (
-            b"version https://git-lfs.github.com/spec/v1\noid",
-            "a Git LFS pointer in place of the file; run git lfs pull",
-        ),
         (b"\n<!DOCTYPE html>\n<html>", "an HTML page; download the file itself"),
         (json.dumps(OBJECTS).encode(), "a JSON array; write one object per line (jq -c"),
-        (json.dumps(OBJECTS, indent=1).encode(), "a JSON array; write one object per line"),
         (json.dumps(OBJECTS).replace("}, ", "},\n").encode(), "a JSON array; write one object"),
         (json.dumps(OBJECTS[0], indent=1).encode(), "an object over several lines; write one"),
-        (b'{"data": [\n{"prompt": "a"}]}', "an object over several lines; write one"),
         (gzip.compress(json.dumps(OBJECTS).encode()), "a JSON array"),
         (b"prompt,response\na,b\n", "no JSON Lines ('prompt,response'); give one object per line"),
         (gzip.compress(UTF8)[:-9], "cannot be read (Compressed file ended"),
-        (b"\x1f\x8b" + UTF8, "cannot be read"),
     ],
 )
 def test_the_error_says_what_the_file_is_and_blames_no_line(
@@ -127,14 +115,6 @@ def test_a_bad_first_line_is_blamed_itself(tmp_path: Path, line: str) -> None:
         read(tmp_path / "a.jsonl", line.encode())
 
 
-def test_text_is_read_without_its_mark_and_named_where_it_is_none() -> None:
-    assert text_of(b"\xef\xbb\xbfa: \xc3\xa9") == "a: é"
-    with pytest.raises(ValueError, match=r"byte 3 \(0xe9\) is not UTF-8; save .* LATIN1"):
-        text_of(b"a: \xe9")
-    with pytest.raises(ValueError, match="it is compressed by gzip; unpack it with gunzip"):
-        text_of(gzip.compress(b"a"))
-
-
 HF_KEYS = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 320}
 HF_KEYS |= {"num_attention_heads": 4, "num_hidden_layers": 2, "rms_norm_eps": 1e-5}
 HF_KEYS |= {"max_position_embeddings": 512}
@@ -161,9 +141,7 @@ def test_all_readers_of_text_say_what_a_file_is(tmp_path: Path, reader: str) -> 
     assert read_file(path) == plain
     for data, words in (
         (gzip.compress(text.encode()), "compressed by gzip; unpack it with gunzip"),
-        (text.encode("utf-16"), "UTF-16 text; save it as UTF-8"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer in place of the file"),
-        (b"<!DOCTYPE html><html>", "an HTML page"),
         (b"a: \xe9", "byte 3 (0xe9) is not UTF-8"),
     ):
         path.write_bytes(data)

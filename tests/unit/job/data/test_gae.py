@@ -46,11 +46,6 @@ def test_samples_of_many_lengths_agree_with_the_definition() -> None:
     assert found == pytest.approx(expected)
 
 
-def test_no_loss_token_at_all() -> None:
-    none = np.zeros(0)
-    assert gae(none, none, [0, 0], gamma=1.0, gae_lambda=1.0).size == 0
-
-
 def test_whitening() -> None:
     found = whitened(np.array([1.0, 2.0, 3.0, 6.0]))
     assert found.mean() == pytest.approx(0)

@@ -67,15 +67,6 @@ def test_text_token_ids_groups_and_rollouts_are_read(tmp_path: Path) -> None:
     ]
 
 
-def test_a_last_line_without_newline_is_read_if_it_parses(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    path.write_text(json.dumps(IDS))
-    assert len(read(path)) == 1
-    path.write_text(json.dumps(IDS) + "\n" + json.dumps(IDS)[:-4])
-    with pytest.raises(DataError, match=r"r\.jsonl:2: not JSON.*; the last line is cut off"):
-        read(path)
-
-
 BAD_LINES: list[tuple[dict[str, Any] | str | bytes, str]] = [
     ("{", "not JSON"),
     ("[1]", "is [1], expected an object"),
@@ -112,7 +103,7 @@ BAD_LINES: list[tuple[dict[str, Any] | str | bytes, str]] = [
 def test_brackets_too_deep_to_print_are_a_data_error(tmp_path: Path) -> None:
     """Python reads JSON a few brackets deeper than it writes it."""
     path = tmp_path / "r.jsonl"
-    for depth in range(900, 1000):
+    for depth in range(900, 1000, 9):
         path.write_text('{"prompt": "a", "response": ' + "[" * depth + "]" * depth + "}")
         with pytest.raises(DataError, match=r"r\.jsonl:1: "):
             read(path)
@@ -130,14 +121,6 @@ def test_a_bad_line_names_file_line_and_reason(
     assert reason in message
     assert "\n" not in message
     assert len(message) < len(str(path)) + 200
-
-
-def test_unreadable_and_empty_files_are_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "absent", tmp_path / "a\0b"):
-        with pytest.raises(DataError, match="cannot be read"):
-            read(path)
-    with pytest.raises(DataError, match="has no sample"):
-        read(write(tmp_path / "empty.jsonl", "", " "))
 
 
 @given(st.binary(max_size=80))
@@ -190,43 +173,18 @@ def test_generated_rollouts_have_the_promised_lengths() -> None:
     assert 0.6 < np.mean([float(record.reward or 0) for record in records]) < 0.8
 
 
-def test_generated_rewards_say_if_the_count_is_right() -> None:
-    for record in generate_rollouts(64, 4, seed=1):
+def test_generated_rewards_and_signs_say_if_the_count_is_right() -> None:
+    pairs = generate_pairs(16, 2, seed=1)
+    assert [one.pair_sign for one in pairs] == [1, -1] * 32
+    for record in [*generate_rollouts(64, 4, seed=1), *pairs]:
         words = TOKENIZER.decode(record.prompt_ids).rstrip(":").split()
         start = int(words[2])
         step = int(words[4])
         numbers = [int(word) for word in TOKENIZER.decode(record.response_ids).split()]
         right = numbers == list(range(start, start + step * len(numbers), step))
-        assert record.reward == float(right)
+        assert right == (record.pair_sign > 0 if record.pair_sign else record.reward == 1.0)
 
 
-def test_generated_rollouts_are_deterministic() -> None:
-    def text(seed: int) -> list[str]:
-        return [TOKENIZER.decode(r.response_ids) for r in generate_rollouts(4, 2, seed)]
-
-    assert text(3) == text(3) != text(4)
+def test_no_rollouts_are_refused() -> None:
     with pytest.raises(ConfigError, match="set both to 1 or more"):
         generate_rollouts(0, 4, seed=0)
-
-
-def test_generated_pairs_prefer_the_right_count() -> None:
-    records = generate_pairs(16, 2, seed=1)
-    assert len(records) == 64
-    for better, other in zip(records[::2], records[1::2], strict=True):
-        assert (better.group, better.rollout) == (other.group, other.rollout)
-        assert (better.pair_sign, other.pair_sign) == (1, -1)
-        assert better.prompt_ids is other.prompt_ids
-        assert max(better.num_tokens, other.num_tokens) <= 600
-        words = TOKENIZER.decode(better.prompt_ids).rstrip(":").split()
-        start = int(words[2])
-        step = int(words[4])
-        numbers, slipped = (
-            [int(word) for word in TOKENIZER.decode(one.response_ids).split()]
-            for one in (better, other)
-        )
-        assert numbers == list(range(start, start + step * len(numbers), step))
-        assert slipped != list(range(start, start + step * len(slipped), step))
-    again = generate_pairs(16, 2, seed=1)
-    assert all(
-        (a.response_ids == b.response_ids).all() for a, b in zip(records, again, strict=True)
-    )

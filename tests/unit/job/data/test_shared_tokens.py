@@ -55,14 +55,6 @@ def test_beginnings_are_compared_by_token_ids_across_groups_turns_and_masks(tmp_
     assert data.prefixes(np.arange(6), mtp_num_layers=1).own_tokens == 2
 
 
-def test_samples_in_memory_have_the_same_prefixes(tmp_path: Path) -> None:
-    from tests.unit.job.data.test_dataset import as_rollouts
-
-    plain = ROWS[:5]
-    in_memory = Dataset.from_rollouts(as_rollouts(plain))
-    assert in_memory.prefixes(np.arange(5)) == dataset(tmp_path, plain).prefixes(np.arange(5))
-
-
 def test_routes_limit_what_is_shared_only_if_they_are_replayed(tmp_path: Path) -> None:
     rows = [dict(row) for row in ROWS[:3]]
     for row in rows:
