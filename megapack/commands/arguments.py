@@ -50,9 +50,6 @@ def number(text: str) -> float:
 class ListConfigs(argparse.Action):
     """An option that lists the shipped configs, with the first sentence of each, and ends."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(nargs=0, **settings)
-
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         for name, path in shipped_configs().items():
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -96,7 +93,7 @@ def add_lengths(parser: argparse.ArgumentParser, *, required: bool = True) -> No
         "lengths",
         nargs=None if required else "?",
         metavar="LENGTHS",
-        help="a row per sample: CSV, JSON, Parquet, .npy, or - for standard input; or a data file "
+        help="a row per sample: CSV, JSON, Parquet, or - for standard input; or a data file "
         "of text or chats, which the tokenizer of --config counts",
     )
     group = parser.add_argument_group("columns (by default, found by known names)")
@@ -204,8 +201,11 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
 
 def add_policy(parser: Parser, *, swept: bool = False) -> None:
     """Add every field of `Policy` behind --help-policy; `swept` leaves out what `tune` sweeps."""
-    parser.add_topic("policy", "options for what the planner may do, such as --split-samples auto")
-    group = parser.add_topic_group("policy", "what the planner may do (docs/planner.md)")
+    group = parser.add_topic(
+        "policy",
+        "options for what the planner may do, such as --split-samples auto",
+        "what the planner may do (docs/planner.md)",
+    )
     add_fields(group, Policy, skip=_SWEPT if swept else (), whole=True)
 
 

@@ -69,8 +69,8 @@ def add_costs(parser: Parser, *, one_layout: bool = True) -> None:
 def add_model(parser: Parser, *, one_layout: bool = True) -> None:
     """`add_costs`, and a GPU's speed behind --help-model."""
     add_costs(parser, one_layout=one_layout)
-    parser.add_topic("model", "options for the speed of a GPU that a model is priced with")
-    add_fields(parser.add_topic_group("model", "speed of a GPU"), GpuSpeed)
+    what = "options for the speed of a GPU that a model is priced with"
+    add_fields(parser.add_topic("model", what, "speed of a GPU"), GpuSpeed)
 
 
 @dataclass(frozen=True)

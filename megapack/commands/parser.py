@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import re
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -25,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     """The topic whose options `format_help` shows; "": those without a topic."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        self._topics: dict[str, list[argparse._ArgumentGroup]] = {}
+        self._topics: dict[str, argparse._ArgumentGroup] = {}
         own: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
         super().__init__(*args, **(own | {"allow_abbrev": False} | settings))
 
@@ -33,16 +32,12 @@ class Parser(argparse.ArgumentParser):
         """Exit with code 2 and one line."""
         self.exit(2, f"megapack: {message}; see {self.prog} --help\n")
 
-    def add_topic(self, topic: str, what: str) -> None:
-        """Add `--help-TOPIC`, for groups that `--help` leaves out."""
-        self._topics[topic] = []
-        self.add_argument(f"--help-{topic}", action=_HelpOf, topic=topic, help=f"show {what}")
-
-    def add_topic_group(self, topic: str, title: str) -> argparse._ArgumentGroup:
-        """A group of options of a topic."""
-        group = self.add_argument_group(title)
-        self._topics[topic].append(group)
-        return group
+    def add_topic(self, topic: str, what: str, title: str) -> argparse._ArgumentGroup:
+        """A group of options that `--help` leaves out, and `--help-TOPIC`, which shows them."""
+        settings: dict[str, Any] = {"dest": argparse.SUPPRESS, "nargs": 0, "help": f"show {what}"}
+        self.add_argument(f"--help-{topic}", action=_HelpOf, const=topic, **settings)
+        self._topics[topic] = self.add_argument_group(title)
+        return self._topics[topic]
 
     def format_usage(self) -> str:
         """The positional arguments and the required options; help lists the rest."""
@@ -52,11 +47,10 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """The options without a topic, or those of `topic`."""
         self._set_usage()
-        hidden = [group for groups in self._topics.values() for group in groups]
         everything = self._action_groups
-        self._action_groups = self._topics.get(self.topic) or [
-            group for group in everything if group not in hidden
-        ]
+        hidden = self._topics.values()
+        shown = [group for group in everything if group not in hidden]
+        self._action_groups = [self._topics[self.topic]] if self.topic else shown
         try:
             return self.in_own_words(super().format_help())
         finally:
@@ -77,7 +71,7 @@ class Parser(argparse.ArgumentParser):
     def in_own_words(self, message: str) -> str:
         """A message of the API with its names as this command has them: `max_tokens_per_gpu` as
         `--max-tokens-per-gpu`, or as `plan.max_tokens_per_gpu` where a config has it."""
-        names = self._option_names()
+        names = {a.dest: a.option_strings[-1] for a in self._actions if a.option_strings}
         if "overrides" in {action.dest for action in self._actions}:
             names = _config_names()
 
@@ -88,9 +82,6 @@ class Parser(argparse.ArgumentParser):
             return _setting(names[name], value)
 
         return _NAME.sub(own, message)
-
-    def _option_names(self) -> Mapping[str, str]:
-        return {a.dest: a.option_strings[-1] for a in self._actions if a.option_strings}
 
 
 class OwnWords(logging.Formatter):
@@ -123,7 +114,7 @@ def _setting(name: str, value: str | None) -> str:
     return name if is_off == name.startswith("--no-") else f"no {name}"
 
 
-def _config_names() -> Mapping[str, str]:
+def _config_names() -> dict[str, str]:
     from megapack.job.config.plan import LayoutConfig, PlanConfig
 
     sections = {"layout": LayoutConfig, "plan": PlanConfig}
@@ -133,12 +124,8 @@ def _config_names() -> Mapping[str, str]:
 class _HelpOf(argparse.Action):
     """`--help-TOPIC`: print the options of a topic, and end."""
 
-    def __init__(self, option_strings: list[str], dest: str, topic: str, help: str) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
-        self._topic = topic
-
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         assert isinstance(parser, Parser)
-        parser.topic = self._topic
+        parser.topic = str(self.const)
         parser.print_help()
         parser.exit()

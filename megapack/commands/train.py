@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "config", metavar="CONFIG", help="a YAML file, or the name of a config that megapack ships"
     )
     add_overrides(parser)
-    parser.add_argument("--list", action=ListConfigs, help="list the configs that megapack ships")
+    parser.add_argument(
+        "--list", action=ListConfigs, nargs=0, help="list the configs that megapack ships"
+    )
     group = parser.add_argument_group("dry run: plan, simulate, predict memory; needs no GPU")
     group.add_argument("--dry-run", type=_world, metavar="world=N", help="as if on N GPUs")
     add_memory_limit(group)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from megapack import Layout, Plan, Policy, build_dp_schedule, check_plan
-from megapack.config import load
 from megapack.config.shipped import shipped_models
 
 pytestmark = pytest.mark.unit
@@ -251,19 +250,6 @@ def test_stages_may_have_different_numbers_of_layers(call: Call) -> None:
     assert re.search(r"layers\n.* Et\*3\|t\*2L\n", out)
 
 
-def test_full_recomputation_adds_a_forward(call: Call) -> None:
-    text = "name: a\nplan: {max_tokens_per_gpu: 16}\nmodel: {vocab_size: 512, recompute: %s}\n"
-    seconds = {}
-    for mode in ("none", "full", "selective, recompute_modules: [mlp]"):
-        Path("a.yaml").write_text(text % mode)
-        out = call("plan", "a.csv", *BUDGET, "--config", "a.yaml", *SPEED, "--json")[1]
-        seconds[mode] = json.loads(out)["strategies"]["one sample"]["seconds"]
-    # Four forwards of the layers instead of three; the head, a thousandth here, is not recomputed.
-    assert 0.998 * 4 / 3 < seconds["full"] / seconds["none"] < 4 / 3
-    none, full, mlps = seconds.values()
-    assert none < mlps < full
-
-
 def test_a_measured_cost_model_gives_seconds(call: Call) -> None:
     Path("cost.yaml").write_text("cost:\n  per_token: 0.5\n")
     out = call("plan", "a.csv", *BUDGET, "--cost", "cost.yaml", "--json")[1]
@@ -364,12 +350,3 @@ def _write_plans(folder: Path) -> None:
     edit(str(folder / "ranks.json"), lambda plan: plan["steps"][0]["ranks"].pop())
     row = json.loads(text)["steps"][0]["ranks"][0][:1] * 5
     edit(str(folder / "unequal.json"), lambda plan: plan["steps"][0].update(ranks=[row, row]))
-
-
-def test_a_command_reads_its_config_once(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = []
-    load_config = load.load_config
-    monkeypatch.setattr(load, "load_config", lambda *args: read.append(args) or load_config(*args))
-    config = ("--config", "gpt_tiny_dp2_pp2_vpp2_cpu.yaml")
-    assert call("tune", "a.csv", "--gpus", "2", "--max-tokens-per-gpu", "16", *config)[0] == 0
-    assert len(read) == 1

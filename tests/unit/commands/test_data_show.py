@@ -51,14 +51,6 @@ def test_the_samples_of_a_pair_are_named(call: Any, tmp_path: Path) -> None:
     )
 
 
-def test_pairs_are_refused_by_objectives_that_do_not_read_them(call: Any, tmp_path: Path) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
-    code, _, err = call("data", "show", str(path), "--config", CONFIG)
-    assert code == 2
-    assert "are in preference pairs, which objective.kind=grpo does not read" in err
-
-
 def test_overrides_are_those_of_a_run(call: Any, data: str) -> None:
     settings = ("data.max_length=4", "data.overlong=truncate")
     code, out, _ = call("data", "show", data, "--config", CONFIG, *settings)
@@ -89,9 +81,3 @@ def test_errors_are_one_line(call: Any, data: str, args: list[str], says: str) -
     assert (code, out) == (2, "")
     assert says in err
     assert err.count("\n") == 1
-
-
-def test_a_file_that_is_missing_is_an_error(call: Any, tmp_path: Path) -> None:
-    code, _, err = call("data", "show", str(tmp_path / "no.jsonl"), "--config", CONFIG)
-    assert code == 2
-    assert "no.jsonl: cannot be read" in err
