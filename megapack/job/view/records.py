@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from megapack.errors import DataError, PlanError, first_line
 from megapack.job.data.lengths import Columns, read_length_file
 from megapack.pipeline.simulator import Event
 from megapack.plan.file import read_plan
+from megapack.plan.order import KINDS
 from megapack.plan.plan import Plan
 
 METRICS_FILE = "metrics.jsonl"
@@ -123,35 +125,20 @@ def _traced(line: dict[str, Any]) -> TracedStep:
     plan = Plan.from_json(json.dumps(line["plan"]))
     if len(plan.steps) != 1 or len(plan.steps[0].ranks) != plan.layout.dp:
         raise PlanError(f"{len(plan.steps)} steps, or a rank is missing")
-    events = tuple(Event(*map(_field, event)) for event in line["events"])
+    events = tuple(Event(*event) for event in line["events"])
     layout = plan.layout
     if any(mb.row_tokens < 1 for rank in plan.steps[0].ranks for mb in rank):
         raise PlanError("a row of 0 tokens")
     for event in events:
-        counts = (layout.dp, layout.pp, layout.vpp)
-        if not all(map(_is_index, (event.rank, event.stage, event.chunk), counts)):
+        counts = ((event.rank, layout.dp), (event.stage, layout.pp), (event.chunk, layout.vpp))
+        if not all(0 <= index < count for index, count in counts):
             raise ValueError(f"an event outside of {layout}")
-        if not _is_index(event.microbatch, len(plan.steps[0].ranks[event.rank])):
+        if not 0 <= event.microbatch < len(plan.steps[0].ranks[event.rank]):
             raise ValueError(f"micro-batch {event.microbatch} of rank {event.rank}")
-        times = number_or_none(event.start), number_or_none(event.end)
-        if event.kind not in ("F", "B", "W") or None in times or not event.start <= event.end:
+        is_time = -math.inf < event.start <= event.end < math.inf
+        if event.kind not in set(KINDS) or not is_time:
             raise ValueError(f"an event {event.kind!r} from {event.start} to {event.end}")
-    cost = _cost(line.get("cost"))
+    fields = line.get("cost")
+    cost = None if fields is None else CostModel.from_json(json.dumps(fields))
     is_calibrated = line.get("is_calibrated", cost is not None)
     return TracedStep(_metrics(line)["step"], plan, cost, is_calibrated is True, events)
-
-
-def _cost(fields: Any) -> CostModel | None:
-    if fields is None:
-        return None
-    return CostModel.from_json(json.dumps(fields))
-
-
-def _field(value: Any) -> Any:
-    if type(value) not in (int, float, str):
-        raise ValueError(f"{value!r:.40} in an event")
-    return value
-
-
-def _is_index(value: int, count: int) -> bool:
-    return type(value) is int and 0 <= value < count

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -38,19 +37,6 @@ def test_ranks_are_processes_and_stages_are_threads() -> None:
     end = max(event["ts"] + event["dur"] for event in first)
     assert end == pytest.approx(max(timelines[0].rank_ends), abs=1e-2)
     assert min(event["ts"] for event in second) == pytest.approx(end, abs=1e-2)
-
-
-def test_slices_of_a_thread_do_not_overlap() -> None:
-    trace = json.loads(chrome_trace([planned(make_plan(), 0, 0, None)]))["traceEvents"]
-    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for event in trace:
-        if event["ph"] == "X":
-            span = event["ts"], event["ts"] + event["dur"]
-            threads.setdefault((event["pid"], event["tid"]), []).append(span)
-    assert len(threads) == LAYOUT.dp * LAYOUT.pp
-    for spans in threads.values():
-        spans.sort()
-        assert all(end <= begin + 2e-3 for (_, end), (begin, _) in pairwise(spans))
 
 
 def test_planned_and_measured_steps_begin_together(tmp_path: Path) -> None:

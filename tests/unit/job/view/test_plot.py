@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 
 import pytest
@@ -48,15 +47,6 @@ def test_some_of_many_ranks_are_drawn() -> None:
     assert "8 of 12 DP ranks, from the slowest to the fastest" in svg
     slowest = timeline.rank_ends.index(max(timeline.rank_ends))
     assert f">rank {slowest}<" in svg
-
-
-def test_a_picture_has_the_colours_of_both_directions() -> None:
-    import matplotlib.image
-
-    picture = drawn(make_plan(), "png")
-    pixels = (matplotlib.image.imread(io.BytesIO(picture))[..., :3] * 255).round().astype(int)
-    for colour in ((0x56, 0xB4, 0xE9), (0xE6, 0x9F, 0x00)):
-        assert (pixels == colour).all(axis=-1).mean() > 0.01
 
 
 def test_the_error_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

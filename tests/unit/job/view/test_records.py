@@ -48,13 +48,6 @@ def test_half_a_line_at_the_end_is_left_out(tmp_path: Path) -> None:
     assert [step.number for step in records.traced] == [2]
 
 
-def test_half_a_line_that_ends_in_a_brace_is_left_out(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run") / "trace.jsonl"
-    text = path.read_text()
-    path.write_text(text[: text.rindex("}", 0, -2) + 1])
-    assert [step.number for step in read_run(path.parent).traced] == [2]
-
-
 def set_event(index: int, value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda line: line["events"][0].__setitem__(index, value)
 

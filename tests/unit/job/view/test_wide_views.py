@@ -53,11 +53,6 @@ def test_a_page_names_the_ranks_of_each_row() -> None:
     assert "drawShared" in page_html(page)
 
 
-def test_a_page_without_wide_rows_does_not_speak_of_them() -> None:
-    page = plan_page(narrow_plan(), np.array(LENGTHS), COST, "token times")
-    assert "wide micro-batches" not in dict(page.facts)
-
-
 def test_a_trace_names_the_ranks_and_they_begin_together() -> None:
     trace = json.loads(chrome_trace([planned(wide_plan(), 0, 0, None)], 1.0))["traceEvents"]
     slices = [event for event in trace if event["ph"] == "X"]
