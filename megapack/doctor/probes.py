@@ -55,9 +55,6 @@ _NOTES: _Rules = {
         "attention takes its slower, deterministic backward; on Hopper packed rows then need "
         "flash-attn 2 or model.attention=varlen",
     ),
-    "NCCL_P2P_DISABLE": (_ON, "GPUs of a node communicate through host memory"),
-    "NCCL_IB_DISABLE": (_ON, "nodes communicate over TCP, not InfiniBand or RoCE"),
-    "NCCL_SHM_DISABLE": (_ON, "GPUs of a node without peer access communicate over the network"),
 }
 
 

@@ -100,7 +100,6 @@ def test_a_hanging_probe_is_killed_with_its_children(
 @pytest.mark.parametrize(
     ("probe", "modules", "found", "words"),
     [
-        ("torch", {"torch": "__version__ = '2.5.1'"}, "2.5.1", "version 2.5.1; install torch>=2.6"),
         ("apex", {"apex": "1 / 0"}, "another project's", "pip uninstall apex"),
         ("apex", {"torch": "", "apex": "", "amp_C": "1 / 0"}, "NVIDIA's", "ZeroDivision"),
     ],
@@ -185,17 +184,6 @@ def test_megapack_gives_megatron_no_upper_bound(repo_root: Path) -> None:
     ]
 
 
-def test_a_transformer_engine_without_cudnn_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = "raise RuntimeError('cudnn shared object not found.')"
-    monkeypatch.syspath_prepend(str(stub(tmp_path, {"transformer_engine": source})))
-    (diagnosis,) = in_child(monkeypatch, "transformer_engine")
-    (fault,) = diagnosis.faults
-    assert "cudnn shared object not found" in fault
-    assert "nvidia-cudnn-cu13" in fault
-
-
 def test_versions_are_not_checked_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
@@ -233,15 +221,6 @@ def test_cuda_builds_and_drivers(
     for texts, words in ((diagnosis.faults, fault), (diagnosis.notes, note)):
         assert len(texts) == (words is not None)
         assert words is None or words in texts[0]
-
-
-def test_a_cuda_build_without_nccl_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    monkeypatch.setattr(probes, "_has_driver", lambda: False)
-    assert run_probe("cuda").faults == ["torch was built without NCCL; install a build that has it"]
 
 
 def test_an_unwritable_cache_folder_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,19 +271,14 @@ def test_without_a_fault_it_ends_with_0(
     ("environment", "fault"),
     [
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING=1: the host waits"),
-        ({"CUDA_LAUNCH_BLOCKING": "0"}, None),
         ({"NCCL_BLOCKING_WAIT": "true"}, "TORCH_NCCL_BLOCKING_WAIT=true: "),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "ranks wait for ever"),
-        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, None),
-        ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
-        ({"PYTHONOPTIMIZE": "1"}, "assert"),
         ({"NVTE_FUSED_ATTN": "0"}, "NVTE_FUSED_ATTN=0: Megatron asserts 1"),
         ({"NVTE_FUSED_ATTN": "1", "PYTHONHASHSEED": "7"}, None),
         ({"LOCAL_WORLD_SIZE": "8"}, "OMP_NUM_THREADS is not set: 8 ranks want 128 threads of 16"),
         ({"LOCAL_WORLD_SIZE": "8", "OMP_NUM_THREADS": "4"}, "OMP_NUM_THREADS is 4"),
         ({"LOCAL_WORLD_SIZE": "8", "OMP_NUM_THREADS": "2"}, None),
         ({"SLURM_NTASKS_PER_NODE": "4"}, "set 4"),
-        ({"LOCAL_WORLD_SIZE": "1"}, None),
     ],
 )
 def test_settings_known_to_be_wrong(environment: dict[str, str], fault: str | None) -> None:
