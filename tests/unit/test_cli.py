@@ -187,15 +187,16 @@ def test_the_first_remaining_rank_prints_a_failure(
     assert capsys.readouterr().err == (lines if prints else "")
 
 
-def test_an_unexpected_error_keeps_its_traceback(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_run_ended_by_a_signal_exits_with_75(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(args: object) -> int:
-        raise ZeroDivisionError
+    def stop(args: object) -> int:
+        raise RunInterrupted("a signal ended the run after step 3")
 
-    monkeypatch.setattr(train, "run", fail)
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["train", "config.yaml"])
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(train, "run", stop)
+    assert cli.main(["train", "config.yaml"]) == 75
+    assert capsys.readouterr().err == "megapack: a signal ended the run after step 3\n"
 
 
 def test_ctrl_c_prints_one_line_except_in_user_programs(

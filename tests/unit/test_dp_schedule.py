@@ -11,8 +11,6 @@ import pytest
 
 from megapack import (
     ConfigError,
-    CostModel,
-    DataError,
     Layout,
     Plan,
     PlanError,
@@ -106,11 +104,6 @@ def test_17_token_samples_at_cp8_count_with_their_alignment() -> None:
     assert plan.steps[0].num_microbatches == 16
 
 
-def test_eight_samples_of_7_tokens_with_a_budget_of_8() -> None:
-    plan = planned([7] * 8, layout=Layout(dp=2), max_tokens_per_gpu=8)
-    assert {mb.row_tokens for rank in plan.steps[0].ranks for mb in rank} == {7}
-
-
 def test_samples_of_interleaved_rollout_ids_stay_together() -> None:
     ids = ["a", "b", "a", "b"]
     plan = planned(
@@ -146,11 +139,6 @@ def test_44_rows_in_16_steps_stay_16_steps() -> None:
         assert {step.num_microbatches for step in plan.steps} == {2, 3}
 
 
-def test_eight_samples_that_fit_one_row_at_dp4() -> None:
-    plan = planned([5] * 8, layout=Layout(dp=4), max_tokens_per_gpu=100)
-    assert [[len(mb.samples) for mb in rank] for rank in plan.steps[0].ranks] == [[2]] * 4
-
-
 @pytest.mark.parametrize("row_shape", ["planned", "uniform"])
 def test_an_oversize_first_sample_adds_no_padding(
     row_shape: Any, caplog: pytest.LogCaptureFixture
@@ -172,19 +160,6 @@ def test_an_oversize_first_sample_adds_no_padding(
 # Counts and shapes.
 
 
-def test_fewer_samples_than_ranks() -> None:
-    plan = planned([5, 6], layout=Layout(dp=4), max_tokens_per_gpu=10)
-    assert num_padding(plan) == 2
-    for unreachable in ("error", "drop"):
-        with pytest.raises(PlanError, match="2 samples cannot fill 4 micro-batches"):
-            planned(
-                [5, 6],
-                layout=Layout(dp=4),
-                max_tokens_per_gpu=10,
-                policy=Policy(unreachable=unreachable),
-            )
-
-
 def test_padding_is_one_aligned_unit_or_the_uniform_row() -> None:
     layout = Layout(dp=4, cp=2)
     by_shape = {
@@ -198,13 +173,6 @@ def test_padding_is_one_aligned_unit_or_the_uniform_row() -> None:
         for shape, step in by_shape.items()
     }
     assert rows == {"planned": [4, 4, 4, 52], "uniform": [52] * 4}
-
-
-def test_no_rank_is_empty_while_another_has_two_samples() -> None:
-    layout = Layout(dp=3, pp=2, vpp=2)
-    plan = planned([9, 1, 1, 1], layout=layout, max_tokens_per_gpu=100)
-    real = [sum(bool(mb.samples) for mb in rank) for rank in plan.steps[0].ranks]
-    assert sorted(real) == [1, 1, 2]
 
 
 def test_count_rules_multiple_and_legal() -> None:
@@ -267,41 +235,6 @@ def test_steps_of_about_equal_tokens() -> None:
 # Refusals.
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({}, ConfigError),
-        ({"max_tokens_per_gpu": 8, "micro_batch_size": 1}, ConfigError),
-        ({"max_tokens_per_gpu": 0}, ConfigError),
-        ({"max_tokens_per_gpu": 8.0}, ConfigError),
-        ({"micro_batch_size": True}, ConfigError),
-        ({"max_tokens_per_gpu": 8, "num_steps": 2, "global_batch_size": 2}, ConfigError),
-        ({"max_tokens_per_gpu": 8, "global_batch_size": 0}, ConfigError),
-        ({"max_tokens_per_gpu": 8, "num_steps": 4}, PlanError),
-        ({"max_tokens_per_gpu": 8, "rollout_ids": [1, 2]}, DataError),
-        ({"max_tokens_per_gpu": 8, "rollout_ids": [1, 2, None]}, DataError),
-        ({"max_tokens_per_gpu": 8, "cost": CostModel(stage_weights=(1.0, 1.0))}, ConfigError),
-        ({"max_tokens_per_gpu": 8, "cost": CostModel(per_token=1e300)}, ConfigError),
-        (
-            {"max_tokens_per_gpu": 8, "cost": CostModel(fixed=1.0, backward_ratio=1e300)},
-            ConfigError,
-        ),
-    ],
-)
-def test_invalid_arguments_are_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        build_dp_schedule([1, 2, 3], layout=Layout(), **arguments)
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [[], [0], [-1], [1.0], ["3"], [None], [True], [2**40], [2**70], [[1]], 5, np.ones((2, 2))],
-)
-def test_invalid_lengths_are_refused(lengths: Any) -> None:
-    with pytest.raises(DataError):
-        build_dp_schedule(lengths, layout=Layout(), max_tokens_per_gpu=8)
-
-
 def test_a_searched_group_size_is_refused_with_what_to_set() -> None:
     with pytest.raises(ConfigError, match=r"group_size='search'.*microbatch_group_size"):
         Policy(group_size="search")  # type: ignore[arg-type]
@@ -311,15 +244,6 @@ def test_a_searched_group_size_is_refused_with_what_to_set() -> None:
 
 def test_per_rank_is_another_name_of_legal() -> None:
     assert Policy(count_rule="per_rank") == Policy()
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [{"search": -1}, {"search": 1.5}, {"balance": "flops"}, {"max_live_tokens_per_gpu": 0}],
-)
-def test_invalid_policies_are_refused(choice: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        Policy(**choice)
 
 
 # Determinism.

@@ -82,13 +82,5 @@ def test_packing_to_targets_fills_all_rows_in_budget(seed: int) -> None:
     assert np.all((loads <= 100) | alone)
 
 
-def test_packing_to_targets_follows_the_targets() -> None:
-    sizes = np.full(1000, 7)
-    targets = np.array([100.0, 200.0, 300.0, 400.0])
-    row_of = pack_to_targets(sizes, np.ones(1000), targets, 10_000)
-    assert row_of is not None
-    assert np.bincount(row_of).tolist() == targets.tolist()
-
-
 def test_packing_to_targets_gives_up_if_rows_are_too_few() -> None:
     assert pack_to_targets(np.full(10, 6), np.ones(10), np.ones(9), 10) is None

@@ -10,7 +10,6 @@ import pytest
 from megapack import (
     ConfigError,
     CostModel,
-    DataError,
     Layout,
     Plan,
     PlanError,
@@ -95,26 +94,6 @@ def test_without_rollout_ids_a_set_is_a_rollout() -> None:
     assert [step.kept_rollouts for step in plan.steps] == [("a", "b"), ("c", "d")]
 
 
-def test_a_set_in_two_rollouts_is_refused() -> None:
-    with pytest.raises(DataError, match=r"samples 0 and 2 share the colocate id 7 .* 'x' and 'y'"):
-        build_dp_schedule(
-            [4] * 3,
-            layout=Layout(),
-            max_tokens_per_gpu=64,
-            rollout_ids=["x", "x", "y"],
-            colocate_ids=[7, 8, 7],
-        )
-
-
-@pytest.mark.parametrize(
-    ("ids", "match"),
-    [([1], "1 colocate_ids for 3 samples"), ([1, None, 2], "sample 1 has colocate id None")],
-)
-def test_invalid_colocate_ids_are_refused(ids: list[Any], match: str) -> None:
-    with pytest.raises(DataError, match=match):
-        build_dp_schedule([4] * 3, layout=Layout(), max_tokens_per_gpu=9, colocate_ids=ids)
-
-
 def test_a_set_over_the_budget_is_alone_in_its_row() -> None:
     arguments: dict[str, Any] = {
         "layout": Layout(dp=2, pp=2),
@@ -151,10 +130,3 @@ def test_json_and_text_have_colocate_ids_only_if_given() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     with pytest.raises(PlanError, match="colocate_ids must be"):
         Plan.from_json(plan.to_json().replace('"colocate_ids":["a"', '"colocate_ids":[null'))
-
-
-def test_sets_of_one_sample_plan_as_without_ids() -> None:
-    arguments: dict[str, Any] = {"layout": Layout(dp=2, pp=4), "max_tokens_per_gpu": 200}
-    plain = build_dp_schedule(LENGTHS, **arguments, cost=COST)
-    alone = build_dp_schedule(LENGTHS, **arguments, cost=COST, colocate_ids=list(range(48)))
-    assert [s.ranks for s in alone.steps] == [s.ranks for s in plain.steps]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
@@ -20,9 +17,8 @@ from megapack import (
     simulate,
 )
 from megapack.base.arrays import Ints
-from megapack.planner.families import Families, cut_families, parts_of_families
+from megapack.planner.families import Families, cut_families
 from megapack.planner.items import Items
-from megapack.planner.search import least_seconds
 from megapack.planner.step import Step
 from megapack.prefixes import PrefixTable
 
@@ -90,12 +86,6 @@ def test_a_family_over_the_budget_becomes_few_and_even_parts() -> None:
     assert parts_of(work) == parts_of(parts)
 
 
-def test_a_part_has_no_more_samples_than_a_micro_batch() -> None:
-    lengths, prefixes = groups(1, 10, prompt=101, answer=50)
-    step = items(lengths, prefixes, budget=None, max_samples=7)
-    assert [len(part) for part in parts_of(cut(step))] == [5, 5]
-
-
 def test_a_forest_is_cut_between_its_groups_first() -> None:
     # Two groups of 4 under a common beginning of 60 tokens: 59 + 2 * (241 + 4 * 51).
     common = (0, 301, 301, 301, 60, 301, 301, 301)
@@ -111,43 +101,8 @@ def test_a_forest_is_cut_between_its_groups_first() -> None:
     ]
 
 
-def test_only_items_over_the_limit_break_it() -> None:
-    random = np.random.default_rng(0)
-    for _ in range(100):
-        size = int(random.integers(2, 60))
-        lengths = random.integers(10, 300, size)
-        common = np.minimum(random.integers(0, 200, size), np.minimum(lengths, np.roll(lengths, 1)))
-        common[random.random(size) < 0.2] = 0
-        common[0] = 0
-        prefixes = SharedPrefixes(tuple(range(size)), tuple(common.tolist()))
-        step = items(lengths, prefixes, budget=400)
-        for most in (np.inf, 250.0, 100.0):
-            parts = cut(step, most)
-            assert sorted(parts.samples.tolist()) == list(range(size))
-            limit = min(400, most)
-            alone = parts.item_samples == 1
-            assert (alone | (parts.aligned <= limit)).all()
-            assert int(parts.lengths.sum()) == int(lengths.sum())
-            assert parts.aligned.tolist() == [
-                lengths[part].sum() - sum(shared(common, a, b) for a, b in pairwise(sorted(part)))
-                for part in parts_of(parts)
-            ]
-
-
 def shared(common: Ints, first: int, second: int) -> int:
     return max(int(common[first + 1 : second + 1].min()) - 1, 0)
-
-
-def test_each_cut_has_a_part_for_every_micro_batch() -> None:
-    lengths, prefixes = groups(2, 8, prompt=101, answer=50)
-    whole = items(lengths, prefixes, budget=1000, layout=Layout(dp=2, pp=2, vpp=2))
-    cuts = list(parts_of_families(whole, Families.find(whole)))
-    sizes = [parts.num_items for parts in cuts]
-    assert sizes == sorted(set(sizes))
-    assert sizes
-    # M=2 on both ranks: no fewer than 4 parts.
-    assert sizes[0] >= 4
-    assert sizes[-1] < 16
 
 
 COST = CostModel(fixed=50.0, per_token=1.0, per_token_sq=1e-3)
@@ -228,15 +183,6 @@ def test_colocated_sets_that_fit_because_they_share_are_not_oversize() -> None:
         build_dp_schedule(lengths, prefixes=prefixes, **tight)  # type: ignore[arg-type]
 
 
-def test_pairs_of_one_prompt_are_a_family() -> None:
-    lengths, prefixes = groups(4, 8, prompt=1000, answer=100)
-    sets = np.repeat(np.arange(16), 2).tolist()
-    plan, _ = pair(
-        lengths, prefixes, layout=Layout(dp=2), max_tokens_per_gpu=2048, colocate_ids=sets
-    )
-    assert plan.counts.shared_tokens == 4 * 7 * 999
-
-
 def test_prefixes_that_save_nothing_leave_the_plan_as_it_was() -> None:
     lengths, prefixes = groups(8, 8, prompt=4, answer=900)
     plan, without = pair(lengths, prefixes, layout=Layout(dp=2, pp=2), max_tokens_per_gpu=4096)
@@ -247,15 +193,3 @@ def test_prefixes_that_save_nothing_leave_the_plan_as_it_was() -> None:
         lengths, prefixes, layout=Layout(dp=2), max_tokens_per_gpu=4096, policy=off
     )
     assert plan == without
-
-
-def test_no_plan_without_prefixes_is_below_the_bound() -> None:
-    random = np.random.default_rng(0)
-    for layout in (Layout(dp=2), Layout(dp=2, pp=4), Layout(dp=2, pp=2, vpp=2)):
-        for _ in range(10):
-            lengths = random.integers(1, 2000, 40)
-            plan = build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=4096, cost=COST)
-            whole = items(lengths, SharedPrefixes((), ()), budget=4096, layout=layout)
-            priced = dataclasses.replace(whole.step, cost=COST)
-            bound = least_seconds(dataclasses.replace(whole, step=priced))
-            assert 0.5 * seconds(plan) < bound <= seconds(plan)

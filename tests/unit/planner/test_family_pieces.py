@@ -98,12 +98,6 @@ def test_a_cap_that_holds_long_chains_gains_most(layout: Layout) -> None:
     assert seconds(cut) < 0.8 * seconds(plan)
 
 
-def test_families_are_cut_only_where_both_freedoms_are_given() -> None:
-    off = dataclasses.replace(PIECES, share_prefixes="off")
-    assert not LARGE.plan(Layout(dp=1, pp=4), off).counts.shared_tokens
-    assert not LARGE.plan(Layout(dp=1, pp=4), WHOLE).counts.num_pieces
-
-
 def test_colocated_pairs_are_cut_together() -> None:
     pairs = [k // 2 for k in range(len(LARGE.lengths))]
     # A row holds a pair or two.

@@ -19,9 +19,8 @@ from megapack import (
     check_plan,
 )
 from megapack.pipeline.simulator import simulate_planned
-from megapack.planner import cuts, orders, pieces
+from megapack.planner import cuts, orders
 from megapack.planner.items import Items
-from megapack.planner.scored import Scored
 from megapack.planner.search import best_draft
 from megapack.planner.step import Step
 from megapack.policy import Backward, ContextParallel
@@ -97,27 +96,6 @@ def test_weight_gradients_fill_waits_within_the_cap(layout: Layout) -> None:
     assert simulate_planned(capped, capped.steps[0], COST).peak_live_tokens <= 0.9 * live
 
 
-@pytest.mark.parametrize("policy", [PIECES, WEIGHTS, BOTH])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_stages_choose_takes_no_longer_than_the_moves_counted(
-    layout: Layout, policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends = []
-    run = pieces._Search.run
-
-    def watched(search: Any) -> Scored | None:
-        found = run(search)
-        if found is not None:
-            made = dataclasses.replace(found.draft(), board_seconds=None)
-            ends.append((made.seconds(), found.seconds))
-        return found
-
-    monkeypatch.setattr(pieces._Search, "run", watched)
-    planned(ONE_LONG, layout, policy)
-    assert ends
-    assert all(end <= counted * (1 + 1e-12) for end, counted in ends)
-
-
 @pytest.mark.parametrize("policy", [BOTH, dataclasses.replace(BOTH, search=0)])
 def test_a_sample_over_the_budget_is_cut_until_its_pieces_fit(policy: Policy) -> None:
     lengths = [*SHORT, 20000]
@@ -190,19 +168,6 @@ def test_colocated_sets_and_shared_prefixes_stay_whole() -> None:
     assert plan.steps[0].orders
 
 
-def test_a_colocated_set_over_the_cap_is_refused_in_a_forward_pass() -> None:
-    policy = dataclasses.replace(BOTH, max_live_tokens_per_gpu=200)
-    with pytest.raises(PlanError, match="max_live_tokens_per_gpu=200"):
-        planned(
-            [1, 100, 100],
-            Layout(),
-            policy,
-            max_tokens_per_gpu=30,
-            colocate_ids=[0, 0, 0],
-            forward_only=True,
-        )
-
-
 def test_dynamic_cp_without_other_ranks_says_what_holds_a_sample() -> None:
     lengths, layout = [900, 100, 2500], Layout(pp=2)
     policy = dataclasses.replace(PIECES, context_parallel="dynamic", oversize="error")
@@ -231,14 +196,6 @@ def test_a_sample_over_the_budget_is_cut_beside_shared_prefixes(
     wide = any(mb.width > 1 for mb in plan.steps[0].microbatches)
     assert wide or split_samples(plan) >= {16}
     assert plan.counts.shared_tokens >= 12 * 1000
-
-
-def test_ranks_in_lockstep_run_one_order() -> None:
-    layout = Layout(dp=2, pp=4, ep=2)
-    fixed = planned(SHORT, layout, Policy(search=300))
-    plan = planned(SHORT, layout, WEIGHTS)
-    assert plan.steps[0].orders
-    assert seconds(plan) < seconds(fixed)
 
 
 def test_pieces_have_equal_work_and_whole_alignments() -> None:

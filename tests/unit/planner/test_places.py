@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from megapack.planner.bins import best_leaf
-from megapack.planner.board import Board, RowCost, clone, empty_board, fits, put
+from megapack.planner.board import Board, RowCost, empty_board, put
 from megapack.planner.fill import (
-    FillRule,
     Goals,
     _left,
-    fill_board,
     find_places,
     put_into_place,
 )
@@ -96,45 +94,3 @@ def test_the_best_place_misses_most_of_all_with_room(seed: int) -> None:
         found += 1
     assert found > 40
     assert len(set(board.level[board.num_items > 0].tolist())) > 1
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_items_go_where_most_is_missing_among_rows_with_room(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    # Full rows of few seconds and roomy ones of many, so that most rows that are tried are full.
-    tokens = np.array([90] * 60 + [45] * 30 + sorted(rng.integers(1, 30, 300).tolist())[::-1])
-    board = board_of(tokens, 100)
-    board = board._replace(item_samples=np.where(tokens == 45, 400, 1))
-    least = np.zeros_like(tokens)
-    rule = FillRule(np.arange(90, tokens.size), least, np.full((DP, COUNT), 2000.0))
-    for item in range(90):
-        put(board, item, item % DP, item // DP, 0)
-    wanted = clone(board)
-    # About 4,500 tokens, and room for 2,350.
-    assert not fill_board(board, rule, 1.15)
-    for item in rule.order.tolist():
-        if board.row_of[item] < 0:
-            break
-        missing = 2000.0 - wanted.row_seconds
-        open_rows = [r for r in range(DP * COUNT) if fits(wanted, r, 0, -1, item)]
-        cells = {int(wanted.rows[at]): at for at in np.ndindex(DP, COUNT)}
-        best = max(open_rows, key=lambda row: missing[row])
-        assert missing[board.row_of[item]] == missing[best]
-        rank, position = cells[int(board.row_of[item])]
-        put(wanted, item, rank, position, 0)
-    assert not [r for r in range(DP * COUNT) if fits(wanted, r, 0, -1, item)]
-
-
-def test_no_cell_stays_empty_where_padding_is_not_allowed() -> None:
-    tokens = np.arange(1, 120)[::-1].copy()
-    board = board_of(tokens, 4000)
-    board = board._replace(cost=board.cost._replace(allows_padding=False))
-    # One row would be enough for all items of a position.
-    least = np.zeros_like(tokens)
-    rule = FillRule(np.arange(tokens.size), least, np.full((DP, COUNT), 9e6))
-    assert fill_board(board, rule, 1.15)
-    assert (board.num_items[board.rows] > 0).all()
-    # Fewer items than cells cannot fill them on one rank each.
-    short = board_of(tokens[:50], 4000)
-    short = short._replace(cost=short.cost._replace(allows_padding=False))
-    assert not fill_board(short, rule._replace(order=np.arange(50)), 1.15)

@@ -176,11 +176,6 @@ def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str) ->
         planned(Layout(cp=2, fp8=True), **settings)
 
 
-def test_rows_of_a_number_of_samples_are_refused() -> None:
-    with pytest.raises(ConfigError, match="row_shapes=2 with micro_batch_size=3"):
-        build_dp_schedule(LENGTHS, layout=Layout(), micro_batch_size=3, policy=Policy(row_shapes=2))
-
-
 class TestCheck:
     plan = planned(Layout(dp=2), row_shapes=2)
 

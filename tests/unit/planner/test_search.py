@@ -18,8 +18,7 @@ from megapack import (
 )
 from megapack.pipeline.kernels import rank_seconds
 from megapack.pipeline.simulator import Runner
-from megapack.planner.starts import order_by_target
-from megapack.planner.targets import find_profile, snake
+from megapack.planner.targets import find_profile
 
 pytestmark = pytest.mark.unit
 
@@ -116,11 +115,6 @@ def test_forward_only_plans_beat_training_plans() -> None:
     assert seconds(plan) <= seconds(without_backward)
 
 
-def test_without_a_cost_model_micro_batches_are_the_fewest() -> None:
-    plan = build_dp_schedule([100] * 64, layout=Layout(dp=4), max_tokens_per_gpu=1600)
-    assert plan.steps[0].num_microbatches == 1
-
-
 @pytest.mark.parametrize(("pp", "vpp", "count"), [(4, 1, 24), (4, 2, 24), (8, 4, 32)])
 def test_a_profile_beats_equal_micro_batches(pp: int, vpp: int, count: int) -> None:
     layout = Layout(pp=pp, vpp=vpp)
@@ -136,30 +130,6 @@ def test_a_profile_beats_equal_micro_batches(pp: int, vpp: int, count: int) -> N
     ops = runner.ops(count)
     seconds = rank_seconds(ops, targets, np.empty(ops.stage.size))
     assert seconds == pytest.approx(profile.seconds)
-
-
-def test_each_huge_sample_has_a_target() -> None:
-    huge = np.array([40.0, 30.0])
-    runner = Runner(Layout(pp=4), CostModel(per_token=1.0))
-    profile = find_profile(runner, 12, work=100.0, fixed=0.0, cap=50.0, huge=huge, rounds=0)
-    targets = profile.sizes(100.0, np.array([40.0, 30.0]), 50.0)
-    assert sorted(targets)[-2:] == [30, 40]
-    assert targets.sum() == pytest.approx(100)
-    assert abs(int(np.argmax(targets)) - 6) <= 1
-
-
-def test_a_snake_gives_ranks_about_as_much() -> None:
-    work = -np.sort(-np.random.default_rng(0).random(24))
-    sums = np.bincount(snake(24, 4), weights=work)
-    assert np.bincount(snake(24, 4)).tolist() == [6] * 4
-    assert np.ptp(sums) < work[0]
-    assert snake(3, 4).tolist() == [0, 1, 2]
-
-
-def test_rows_are_ordered_by_target() -> None:
-    rows = np.array([[10, 11, 12, 13], [3, 4, 5, 6]])
-    targets = np.array([[1.0, 3.0, 2.0, 0.5], [1.0, 1.0, 1.0, 1.0]])
-    assert order_by_target(rows, targets).tolist() == [[12, 10, 11, 13], [5, 3, 4, 6]]
 
 
 @pytest.mark.parametrize("dp", [2, 3, 8])

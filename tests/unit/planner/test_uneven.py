@@ -2,47 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from megapack import CostModel, Layout, Policy, build_dp_schedule, check_plan, simulate
-from megapack.planner.items import Items
-from megapack.planner.scored import Way
-from megapack.planner.step import Step
-from megapack.planner.targets import equal_target, uneven_target
+from megapack import CostModel, Layout, build_dp_schedule, check_plan, simulate
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.mark.parametrize("layout", [Layout(dp=4, pp=4), Layout(dp=4, pp=4, vpp=2)], ids=str)
-def test_heavy_and_light_ranks_end_together(layout: Layout) -> None:
-    # One sample has over a third of a rank's work, and no other one has more than a mean row.
-    lengths = np.array([15000, *[300] * 400])
-    step = Step(
-        number=0,
-        lengths=lengths,
-        layout=layout,
-        policy=Policy(),
-        cost=CostModel(fixed=1.0, per_token=1.0),
-        budget=32768,
-    )
-    samples = np.arange(lengths.size)
-    way = Way(Items.whole(step, samples, samples))
-    equal = equal_target(way, 20, rounds=2)
-    uneven = uneven_target(way, equal, rounds=2)
-    assert uneven is not None
-    assert uneven.num_heavy == 1
-    assert uneven.shares[0] + 3 * uneven.shares[1] == pytest.approx(4)
-    assert uneven.shares[0] < 0.95 * uneven.shares[1]
-    assert uneven.seconds < equal.seconds
-    rows = uneven.rows(way)
-    assert rows.shape == (4, 20)
-    assert rows.sum() == pytest.approx(4 * way.rank_work, rel=0.05)
-    alike = replace(step, lengths=np.full(401, 300))
-    same = Way(Items.whole(alike, samples, samples))
-    assert uneven_target(same, equal_target(same, 20, rounds=1), rounds=1) is None
 
 
 def test_a_long_sample_leaves_its_rank_less_work() -> None:

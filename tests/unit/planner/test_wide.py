@@ -19,19 +19,7 @@ from megapack import (
     check_plan,
     simulate,
 )
-from megapack.pipeline.simulator import Runner, simulate_planned
-from megapack.planner.board import (
-    Board,
-    RowCost,
-    clear_row,
-    clone,
-    empty_board,
-    first_rank,
-    put,
-)
-from megapack.planner.clock import Clock, score_shared
-from megapack.planner.fill import FillRule, fill_board
-from megapack.planner.improve import improve_blocks
+from megapack.pipeline.simulator import simulate_planned
 
 pytestmark = pytest.mark.unit
 
@@ -142,12 +130,6 @@ def test_no_micro_batch_is_padding_unless_the_policy_allows_it(unreachable: Any)
         assert all(mb.samples for mb in plan.steps[0].microbatches)
 
 
-def test_forward_only_steps_go_over_ranks_too() -> None:
-    plan = planned(ONE_LONG, Layout(dp=4, pp=2), DYNAMIC, forward_only=True)
-    fixed = planned(ONE_LONG, Layout(dp=4, pp=2), Policy(), forward_only=True)
-    assert seconds(plan) < 0.7 * seconds(fixed)
-
-
 def test_shared_prefixes_and_wide_rows_together() -> None:
     lengths = [*[900] * 16, *SHORT[:40], 12000]
     groups = [*[0] * 16, *range(1, 42)]
@@ -166,97 +148,3 @@ def test_one_row_per_sample_is_found_among_more_than_a_hundred() -> None:
     plan = planned(lengths, Layout(dp=8), DYNAMIC, max_tokens_per_gpu=1024)
     assert plan.steps[0].num_microbatches == 105
     assert widths(plan) == [8] * 105
-
-
-def test_a_single_rank_has_no_wide_rows() -> None:
-    plan = planned(ONE_LONG, Layout(pp=4), DYNAMIC)
-    assert widths(plan)[-1] == 1
-    assert seconds(plan) == seconds(planned(ONE_LONG, Layout(pp=4), Policy()))
-
-
-class TestBoard:
-    """The arrays of the search after many moves are those of the same rows made anew."""
-
-    cost = RowCost(
-        fixed=np.array([2.0, 2.0, 2.5]),
-        per_token=np.array([1.0, 0.6, 0.3]),
-        per_token_sq=np.array([0.01, 0.006, 0.003]),
-        per_sample=np.array([1.0, 0.6, 0.3]),
-        square_factors=np.ones(1),
-        unit=np.array([1, 4, 8]),
-        capacity=np.array([100, 200, 400]),
-        alone=np.array([100, 200, 400]),
-        lengths=np.zeros(0, dtype=np.int64),
-        uniform_tokens=0,
-        max_live=0.0,
-        fixed_rows=False,
-        allows_padding=True,
-    )
-
-    def empty(self, dp: int, count: int) -> Board:
-        tokens = np.array([350, 180, 90, 70, 60, 50, 40, 30, 20, 10, 9, 8, 7, 6])
-        unit = np.array([1, 4, 8])[:, None]
-        aligned = -(-tokens // unit) * unit
-        samples = np.ones(tokens.size, dtype=np.int64)
-        none = np.zeros_like(samples)
-        whole = (none, none, none - 1)
-        shape = dp, count
-        return empty_board(self.cost, aligned, aligned * aligned, samples, whole, shape)
-
-    def filled(self) -> tuple[Board, FillRule]:
-        board = self.empty(5, 6)
-        num_items = board.row_of.size
-        least = np.array([2, 1] + [0] * (num_items - 2))
-        rule = FillRule(np.arange(num_items), least, np.full((5, 6), 60.0))
-        assert fill_board(board, rule, 1.15)
-        return board, rule
-
-    def clock(self, *, lockstep: bool) -> Clock:
-        return Clock(Runner(Layout(dp=5, pp=2), CostModel()).ops(6), lockstep)
-
-    def by_cell(self, board: Board) -> list[Any]:
-        """What each cell shows, whatever its row's number is."""
-        columns = (board.tokens, board.tokens_sq, board.num_samples, board.num_items, board.level)
-        return [[column[row] for column in columns] for row in board.rows.ravel()]
-
-    @pytest.mark.parametrize("lockstep", [False, True])
-    def test_moves_keep_the_sums(self, lockstep: bool) -> None:
-        board, rule = self.filled()
-        clock = self.clock(lockstep=lockstep)
-        before = score_shared(board, clock, None)
-        clones = (clone(board), clone(board))
-        improve_blocks(board, *clones, clock, None, rule, 3000, 0.0)
-        after = board.seconds.max()
-        assert after < before
-        fresh = self.empty(5, 6)
-        for rank, position in np.ndindex(board.rows.shape):
-            row = board.rows[rank, position]
-            if first_rank(board, rank, position) == rank:
-                for item in np.flatnonzero(board.row_of == row):
-                    put(fresh, int(item), rank, position, int(board.level[row]))
-        assert score_shared(fresh, clock, None) == pytest.approx(after)
-        assert self.by_cell(fresh) == self.by_cell(board)
-        seconds = [own.row_seconds[own.rows] for own in (fresh, board)]
-        assert np.allclose(*seconds)
-        assert (rule.least <= board.level[board.row_of]).all()
-        # Each row is shown or spare, and none is both.
-        spare = board.spare[: board.num_spare[0]]
-        assert sorted([*np.unique(board.rows), *spare]) == list(range(30))
-
-    def test_a_cleared_row_leaves_nothing_behind(self) -> None:
-        board, _ = self.filled()
-        taken = np.empty(board.row_of.size, dtype=np.int64)
-        size = 0
-        for rank, position in np.ndindex(board.rows.shape):
-            size = clear_row(board, rank, position, taken, size)
-        assert sorted(taken[:size]) == list(range(board.row_of.size))
-        empty = self.empty(5, 6)
-        assert np.unique(board.rows).size == 30
-        for name in ("tokens", "tokens_sq", "num_items", "level", "row_seconds", "head", "row_of"):
-            assert np.array_equal(getattr(empty, name), getattr(board, name)), name
-
-    def test_padding_that_is_forbidden_takes_forever(self) -> None:
-        board, _ = self.filled()
-        board = board._replace(cost=self.cost._replace(allows_padding=False))
-        clock = self.clock(lockstep=False)
-        assert score_shared(board, clock, None) == np.inf

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -11,9 +10,7 @@ import pytest
 from megapack import CostModel, Layout, Plan, Policy, build_dp_schedule, check_plan
 from megapack.errors import PlanError
 from megapack.pipeline.simulator import simulate_planned
-from megapack.planner.cuts import _place_chains, cut_items
 from megapack.planner.items import Items
-from megapack.planner.scored import Way
 from megapack.planner.search import best_draft
 from megapack.planner.step import Step
 
@@ -67,17 +64,6 @@ def test_a_sample_as_heavy_as_a_rank_is_cut_over_several() -> None:
     assert planned(EVERY) == plan
 
 
-def test_ranks_of_a_block_run_one_order_and_others_their_own() -> None:
-    (step,) = planned(EVERY).steps
-    passes = [
-        tuple(" ".join(op for op in line.split() if "W" not in op) for line in lines)
-        for lines in step.orders
-    ]
-    blocks = step.meeting_ranks(LAYOUT)
-    assert all(len({passes[rank] for rank in block}) == 1 for block in blocks)
-    assert len({passes[block[0]] for block in blocks}) > 1
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -95,38 +81,6 @@ def test_the_search_knows_what_the_simulator_finds(layout: Layout) -> None:
     planned(EVERY, layout)
 
 
-@pytest.mark.parametrize(
-    ("share", "widths"), [(math.inf, (1, 1, 1)), (0.5, (2, 1, 1)), (0.2, (8, 4, 2))]
-)
-def test_chains_lie_over_as_few_ranks_as_their_share_allows(
-    share: float, widths: tuple[int, ...]
-) -> None:
-    # 1, 0.5 and 0.2 of the first sample's work; the others are too short to be cut.
-    lengths = [16384, 10922, 6826] + [64] * 40
-    items = items_of(lengths, LAYOUT)
-    way = Way(items)
-    work = way.work
-    longest = float(work[0]) / 16
-    cut = cut_items(way, longest, 24, 16384, share * float(work[0]), 8)
-    assert cut is not None
-    assert tuple(cut.widths) == widths
-    # A piece takes each of its ranks as long as one on one rank.
-    assert [math.ceil(float(work[i]) / longest / w) for i, w in enumerate(widths)] == list(
-        cut.sizes
-    )
-    cells = cut.cells(24, 0.5)
-    assert cells is not None
-    first = np.cumsum((0, *cut.sizes))
-    taken: list[np.ndarray] = []
-    for chain, width in enumerate(cut.widths):
-        own = cells[first[chain] : first[chain + 1]]
-        assert (np.diff(own) == 1).all()
-        assert (own[0] // 24) % width == 0
-        # All ranks of the block have the chain there, and no two chains overlap.
-        taken += [rank * 24 + own % 24 for rank in range(own[0] // 24, own[0] // 24 + width)]
-    assert np.unique(np.concatenate(taken)).size == np.concatenate(taken).size
-
-
 def test_pieces_are_as_long_as_their_rows_alignment_asks() -> None:
     layout = Layout(dp=4, pp=2)
     items = items_of([1001, 30], layout)
@@ -141,16 +95,6 @@ def test_pieces_are_as_long_as_their_rows_alignment_asks() -> None:
     wide = cut.at_width(4)
     assert wide.aligned.tolist() == [400, 608, 32]
     assert wide.aligned_sq.tolist() == [400**2, 1008**2 - 400**2, 32**2]
-
-
-def test_a_chain_goes_to_ranks_that_have_room() -> None:
-    # The second chain goes first, to ranks 0 and 1; the third one finds no room beside the first.
-    loads = np.array([1.0, 10.0, 0.5])
-    order = np.array([1, 0, 2])
-    for size, cells in ((2, [8, 0, 1]), (4, [-1, -1, -1])):
-        sizes = np.array([4, 1, size])
-        found = _place_chains(sizes, np.full(3, 2), loads, order, (4, 4), 4, 0.0)
-        assert found.tolist() == cells
 
 
 def test_a_sample_over_the_budget_needs_fewer_rows_over_several_ranks() -> None:
