@@ -15,8 +15,6 @@ from megatron.core import parallel_state
 from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts import megatron_bridge
 from megapack.hosts.megatron_lm.data import read_item
-from megapack.hosts.shared.bins import even_bins
-from megapack.planner.bins import first_fit_decreasing
 
 pytestmark = pytest.mark.hosts
 
@@ -43,27 +41,11 @@ def test_packs_hold_every_sample_once_and_no_pack_overflows(
     assert max(map(sum, packs)) <= PACK
 
 
-@settings(deadline=None)
-@given(lengths=st.lists(st.integers(1, PACK), min_size=1, max_size=60))
-def test_no_more_packs_than_first_fit_decreasing(lengths: list[int]) -> None:
-    packs = megatron_bridge.first_fit_shuffle(lengths, PACK)
-    assert len(packs) <= first_fit_decreasing(np.array(lengths), PACK)[1]
-
-
 def test_packs_divide_into_global_batches() -> None:
     lengths = [30] * 50
     assert len(megatron_bridge.first_fit_shuffle(lengths, PACK)) == 17
     megatron_bridge.configure(global_batch_size=8)
     assert len(megatron_bridge.first_fit_shuffle(lengths, PACK)) == 24
-
-
-def test_packs_have_even_squares() -> None:
-    # One sample of 90 and nine of 10 have equal tokens and squares of 8100 and 900. First-fit
-    # would leave the short ones together.
-    lengths = [50, 50, *[10] * 10]
-    bins = even_bins(np.array(lengths), np.array(lengths) ** 2.0, PACK)
-    squares = sorted(sum(lengths[i] ** 2 for i in members) for members in bins)
-    assert squares == [3000, 3000]
 
 
 def test_the_order_is_numpys_global_one() -> None:
@@ -124,27 +106,9 @@ def test_bounds_of_megatron_core_are_read() -> None:
     assert [sample["tokens"].tolist() for sample in samples] == expected
 
 
-def test_a_row_that_is_not_packed_stays_as_it_is() -> None:
-    row = {"tokens": torch.tensor([[1, 2]]), "loss_mask": torch.tensor([[0, 1]])}
-    assert megatron_bridge.without_fill(row) == row
-
-
 def test_a_planned_step_without_the_patch_is_refused() -> None:
     with pytest.raises(ScheduleError, match='apply\\("megatron_bridge"\\)'):
         megatron_bridge.PlannedStep(max_tokens_per_gpu=8)(None, None)
-
-
-def test_other_forward_steps_run_on_megatrons_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        "megatron.core.pipeline_parallel.get_forward_backward_func",
-        lambda **sizes: lambda **step: calls.append({**sizes, **step}),
-    )
-    schedule = megatron_bridge.get_forward_backward_func(pp_size=2, vp_size=None)
-    schedule(forward_step_func=len, num_microbatches=3)
-    assert calls == [
-        {"pp_size": 2, "vp_size": None, "forward_step_func": len, "num_microbatches": 3}
-    ]
 
 
 @pytest.mark.parametrize(

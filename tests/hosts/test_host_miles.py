@@ -51,14 +51,6 @@ def test_a_partial_step_with_too_few_samples_is_left_out(
     assert f"partial step skipped: its {sizes[2]} samples" in caplog.text
 
 
-def test_a_whole_step_that_cannot_be_aligned_is_refused() -> None:
-    args = make_args(max_tokens_per_gpu=10, allow_partial_train_step=True)
-    with pytest.raises(AssertionError, match="step 0: 2 samples"):
-        miles.build_dp_schedule(
-            args, make_config(dp=4), [9] * 9, global_batch_size=2, rollout_indices=range(9)
-        )
-
-
 @settings(max_examples=30)
 @given(
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=14),

@@ -203,34 +203,11 @@ def test_plans_for_a_pipeline_warn_of_rows_that_are_padded(
     assert not warnings(Layout(dp=2, pp=2))
 
 
-def test_rows_are_padded_as_without_a_pipeline(originals: dict[str, Any]) -> None:
-    name = "nemo_rl.models.megatron.data._get_pack_sequence_parameters_for_megatron"
-    originals[name] = lambda *args: args
-    given = {"pipeline_model_parallel_size": 4, "context_parallel_size": 2}
-    config, *others = nemo_rl.pack_sequence_parameters(given, 8, 96)
-    assert config == {"pipeline_model_parallel_size": 1, "context_parallel_size": 2}  # type: ignore[comparison-overlap]
-    assert others == [8, 96]
-    assert given["pipeline_model_parallel_size"] == 4
-
-
 class Model(torch.nn.Module):
     def __init__(self, num_stages: int = 2, **config: Any) -> None:
         super().__init__()
         sizes = {"pipeline_model_parallel_size": num_stages, "variable_seq_lengths": False}
         self.config = types.SimpleNamespace(**sizes, **config)
-
-
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_stages_take_any_length_within_a_step(originals: dict[str, Any], num_stages: int) -> None:
-    model = Model(num_stages)
-
-    def own(given: Model, *args: Any, **kwargs: Any) -> Any:
-        return given.config.variable_seq_lengths, args, kwargs
-
-    originals["nemo_rl.models.megatron.train.megatron_forward_backward"] = own
-    varies = num_stages > 1
-    assert nemo_rl.megatron_forward_backward(model, 1, mbs=2) == (varies, (1,), {"mbs": 2})
-    assert model.config.variable_seq_lengths is False
 
 
 @pytest.mark.parametrize(

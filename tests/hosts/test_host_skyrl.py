@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -65,22 +64,3 @@ def test_a_layout_makes_legal_counts(lengths: list[int], group: int) -> None:
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     # Rows are split before padding is added.
     assert not padding or len(rows) == len(lengths)
-
-
-class HostPacker:
-    """What the replacement needs of SkyRL's packers; all samples are in one bin."""
-
-    min_bin_count = None
-    bin_count_multiple = 4
-
-    def _pack_implementation(self, lengths: list[int]) -> list[list[int]]:
-        return [list(range(len(lengths)))]
-
-
-def test_missing_bins_are_split_off_the_heaviest(originals: dict[str, Any]) -> None:
-    name = "skyrl.train.dataset.bin_packing.make_seq_packer"
-    originals[name] = lambda *given: HostPacker()
-    packer = skyrl.make_seq_packer("balanced", 100, bin_count_multiple=4)
-    assert isinstance(packer, HostPacker)
-    # SkyRL would move one sample each: 5, 1, 1, 1.
-    assert sorted(map(len, packer._pack_implementation([10] * 8))) == [2, 2, 2, 2]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack import ConfigError, Layout
+from megapack import Layout
 from megapack.errors import DataError
 from megapack.hosts import slime
 from megapack.hosts.shared import flops
@@ -143,30 +143,6 @@ def test_ranks_are_balanced_by_flops(flags: dict[str, bool]) -> None:
         assert ([0] in schedule[0]) == alone
 
 
-def test_steps_have_whole_rollouts() -> None:
-    """Rollouts 4 and 5 do not fill a step; samples of a rollout need not be consecutive."""
-    ids = [0, 1, 0, 2, 3, 2, 4, 5]
-    schedule = slime.build_dp_schedule(
-        make_args(max_tokens_per_gpu=12),
-        make_config(),
-        [3] * 8,
-        global_batch_size=4,
-        rollout_indices=ids,
-    )
-    check_schedule(
-        schedule, [3] * 8, ids, make_config(), global_batch_size=4, max_tokens_per_gpu=12
-    )
-    assert schedule[3] == [4]
-    with pytest.raises(AssertionError, match=r"num_rollouts \(6\) < global_batch_size \(7\)"):
-        slime.build_dp_schedule(
-            make_args(max_tokens_per_gpu=12),
-            make_config(),
-            [3] * 8,
-            global_batch_size=7,
-            rollout_indices=ids,
-        )
-
-
 def test_static_schedules_are_slimes_own(originals: dict[str, Any]) -> None:
     args = make_args(use_dynamic_batch_size=False)
     originals["slime.utils.dp_schedule.build_dp_schedule"] = lambda *given, **named: (given, named)
@@ -187,21 +163,6 @@ def test_every_legal_count_is_optional() -> None:
         args, config, [LONG] * 12, global_batch_size=12, rollout_indices=range(12)
     )
     assert schedule[2:] == ([12], [12])
-
-
-def test_dropping_can_be_refused() -> None:
-    slime.configure(unreachable="error")
-    with pytest.raises(ValueError, match=r"cannot align .*5 samples"):
-        planned([1] * 5, [LONG] * 5, make_config(dp=4), max_tokens_per_gpu=BUDGET)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"count_rule": "per_rank"}, {"unreachable": "pad"}, {"search": -1}],
-)
-def test_options_are_checked(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(change))):
-        slime.configure(**change)
 
 
 def split(data: dict[str, Any], config: dict[str, Any], ids: list[int], budget: int) -> Schedule:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack import ConfigError, PlanError, patching
+from megapack import ConfigError, patching
 from megapack.hosts import unirl
 from megapack.hosts.unirl import MicroPlan, plan_micro_batches
 from tests.dist.spawn import checked_job
@@ -44,22 +44,6 @@ def test_budgets_of_sums_and_of_rectangles() -> None:
     assert micros(plan) == [[[0, 2], [1, 3]]]
     assert plan.computed_tokens == 2 * 50 + 2 * 10
     assert plan.efficiency == 1
-
-
-def test_weights_of_token_means() -> None:
-    lengths = [5, 2, 0, 4]
-    plan = planned(lengths, micro_token_budget=8, micro_cost_model="sum")
-    assert len(plan.updates[0]) == 2
-    for members, share in zip(micros(plan)[0], plan.token_shares(0), strict=True):
-        assert share == sum(lengths[i] for i in members) / 11
-    with pytest.raises(PlanError, match="set micro_token_budget"):
-        planned(lengths).token_shares(0)
-
-
-def test_places_lead_back_to_track_order() -> None:
-    plan = planned([3, 9, 1, 7], micro_token_budget=10)
-    assert plan.order != [0, 1, 2, 3]
-    assert [plan.order[place] for place in plan.places] == [0, 1, 2, 3]
 
 
 @settings(max_examples=40)
@@ -154,15 +138,6 @@ def made_stack(
         **options,
     )
     return stack, called
-
-
-def test_a_stack_without_a_budget_is_unirls_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    algorithm = SimpleNamespace(loss_agg_mode="unknown", stage=PackedStage())
-    stack, called = made_stack(monkeypatch, algorithm)
-    assert called["micro_batch_size"] == 2
-    assert "micro_token_budget" not in called
-    assert stack.micro_token_budget is None
-    assert vars(algorithm.stage) == {}
 
 
 @pytest.mark.parametrize(

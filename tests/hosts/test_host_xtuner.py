@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
-import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -135,27 +133,12 @@ def test_packs_are_padded_to_the_multiple_but_not_over_the_length(fit: Fit) -> N
     assert fit([999])[0][0][0]["tokens"] == 1000
 
 
-def test_native_steps_keep_the_order_of_arrival(fit: Fit) -> None:
-    xtuner.configure(pack_strategy="native")
-    (rank,) = fit([500] * 12, steps=3)
-    assert [indices(step) for step in rank] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
-
 def test_fewer_samples_than_steps_make_fewer_steps(
     fit: Fit, caplog: pytest.LogCaptureFixture
 ) -> None:
     (rank,) = fit([10, 20, 30], steps=4)
     assert sorted(map(indices, rank)) == [[0], [1], [2]]
     assert "3 samples are too few for optimizer_steps=4" in caplog.text
-
-
-def test_the_controller_logs_how_long_planning_took(
-    fit: Fit, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "stub")
-    fit([500] * 6, dp=2)
-    found = r"6 samples in 1 steps of 2 packs on each of 2 replicas; 25.0% .* planned in \d+\.\d+ s"
-    assert re.search(found, caplog.text)
 
 
 def test_a_sample_over_the_length_is_refused_by_the_controller(fit: Fit) -> None:
@@ -180,18 +163,6 @@ def checked(
     assert sorted(i for pack in flat for i in pack) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in pack) <= pack_max_length for pack in flat)
     return packs
-
-
-def test_fewer_samples_than_workers_make_an_empty_pack() -> None:
-    packs = checked([500], pack_max_length=3072, dp=2, steps=1)
-    assert sorted(packs) == [[[[]]], [[[0]]]]
-
-
-def test_the_hosts_example_needs_the_fewest_packs() -> None:
-    """The host's packers pad these 15700 tokens to 8 packs at best, with 8876 tokens."""
-    lengths = [1500, 1000, 2800, 3000, 1500, 2000, 2100, 1000, 800]
-    packs = checked(lengths, pack_max_length=3072, dp=2, steps=2)
-    assert sum(len(step) for rank in packs for step in rank) == 8
 
 
 @settings(max_examples=40)

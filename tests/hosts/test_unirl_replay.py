@@ -38,21 +38,6 @@ def make_micro_batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return ids * mask, mask, tokens, lengths
 
 
-def test_a_row_has_the_tokens_that_predict_something() -> None:
-    ids, mask, tokens, lengths = make_micro_batch()
-    row = pack_row(ids, mask, tokens, lengths)
-    assert row.lengths == (4, 2, 4)
-    assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3]]
-    assert row.predict_index.tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
-    first = [*ids[0, :3].tolist(), int(tokens[0])]
-    third = tokens[2:4].tolist()
-    fourth = [int(ids[3, 0]), *tokens[5:8].tolist()]
-    assert row.ids.tolist() == [first + third + fourth]
-    # All response tokens but the first ones of the two samples without a prompt.
-    assert row.predicted.tolist() == [True] * 2 + [False, True, True] + [True] * 4 + [False]
-    assert row.targets.tolist() == tokens[row.predicted].tolist()
-
-
 def test_prompts_may_be_padded_on_either_side() -> None:
     ids, mask, tokens, lengths = make_micro_batch()
     right = pack_row(ids, mask, tokens, lengths)
@@ -61,14 +46,6 @@ def test_prompts_may_be_padded_on_either_side() -> None:
     left = pack_row(left_ids, mask.flip(-1), tokens, lengths)
     assert left.ids.equal(right.ids)
     assert left.predict_index.equal(right.predict_index)
-
-
-def test_samples_without_responses_make_no_row() -> None:
-    ids, mask, tokens, lengths = make_micro_batch()
-    row = pack_row(ids, mask, tokens[:0], torch.zeros_like(lengths))
-    assert row.lengths == ()
-    assert row.ids.shape == (1, 0)
-    assert len(row.targets) == 0
 
 
 @pytest.fixture(scope="module")

@@ -89,14 +89,6 @@ def test_the_page_is_up_to_date() -> None:
     assert make_gpu_claims.page(make_gpu_claims.FOLDER) == page, "run tools/make_gpu_claims.py"
 
 
-def test_without_reports_cells_say_what_was_seen(folder: Path) -> None:
-    assert cells(folder) == {
-        "exact": ("yes, at first", "no"),
-        "wide": ("-", "no"),
-        "memory": ("no", "-"),
-    }
-
-
 def test_a_report_changes_the_cells_of_its_parts(folder: Path) -> None:
     assert cells(folder, mine=one_gpu_report()) == {
         "exact": ("yes: NVIDIA H200", "no"),
@@ -111,26 +103,6 @@ def test_ranks_are_judged_by_the_cases_that_a_claim_names(folder: Path) -> None:
     assert found["wide"][1] == (
         r"failed: exact: dp2_pp2 wide fp32 sdpa: gradient_error \| 1.0 of 1e-5"
     )
-
-
-def test_a_job_that_died_has_failed_in_the_parts_that_are_missing(folder: Path) -> None:
-    died = {"fp32": {}, "job": {"error": "exit -11: a fault\nError: illegal address\n"}}
-    found = cells(folder, mine=one_gpu_report(te=died))
-    assert found["exact"][0] == "failed: te/job: Error: illegal address"
-    late = {"job": {"error": "not run: earlier jobs used up the time limit"}}
-    assert cells(folder, mine=one_gpu_report(te=late))["exact"][0] == "yes, at first"
-
-
-def test_a_rehearsed_report_changes_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = cells(folder)
-    reports = {
-        "mine": one_gpu_report(rehearsed=True),
-        "ranks": ranks_report(rehearsed=True),
-    }
-    assert cells(folder, **reports) == before
-    assert "mine.json: rehearsed, so it shows nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -148,22 +120,3 @@ def test_names_that_no_check_has_are_refused(folder: Path, old: str, new: str, s
     (folder / "claims.yaml").write_text(CLAIMS.replace(old, new))
     with pytest.raises(ValueError, match=says):
         cells(folder)
-
-
-def test_check_compares_without_writing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old = "# GPU\n<!-- claims -->\n<!-- end of claims -->\n<!-- parts -->\n<!-- end of parts -->\n"
-    page = folder / "gpu.md"
-    page.write_text(old)
-    monkeypatch.setattr(make_gpu_claims, "PAGE", page)
-    monkeypatch.setattr(make_gpu_claims, "FOLDER", folder)
-    monkeypatch.setattr("sys.argv", ["make_gpu_claims.py", "--check"])
-    assert make_gpu_claims.main() == 1
-    assert page.read_text() == old
-    assert "run python tools/make_gpu_claims.py" in capsys.readouterr().err
-    monkeypatch.setattr("sys.argv", ["make_gpu_claims.py"])
-    assert make_gpu_claims.main() == 0
-    assert "| wide rows | yes | no | - | no |" in page.read_text()
-    monkeypatch.setattr("sys.argv", ["make_gpu_claims.py", "--check"])
-    assert make_gpu_claims.main() == 0

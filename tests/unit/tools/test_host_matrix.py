@@ -102,39 +102,6 @@ def test_what_the_source_does_not_tell_is_said(source: str, write: Write, tmp_pa
         read(tmp_path, "f")
 
 
-def test_methods_are_read_in_their_own_class(write: Write, tmp_path: Path) -> None:
-    """A patch replaces what the class itself holds, so an inherited method does not count."""
-    write(
-        "lib/a.py",
-        """
-        class Base:
-            def old(self, a): pass
-        class Packer(Base):
-            @staticmethod
-            def pack(a, b=0): pass
-            @property
-            def size(self): pass
-        """,
-    )
-    assert read(tmp_path, "Packer.pack") == ["(a, b=0)"]
-    with pytest.raises(NotRead, match="no old in class Packer"):
-        read(tmp_path, "Packer.old")
-    with pytest.raises(NotRead, match="an object of type property"):
-        read(tmp_path, "Packer.size")
-
-
-def test_an_installed_release_does_not_stand_in_for_what_moved(
-    write: Write, tmp_path: Path
-) -> None:
-    write("tree/lib/a.py", "from lib.b import f\nfrom other.b import g")
-    write("site/lib/b.py", "def f(a): pass")
-    write("site/other/b.py", "def g(a): pass")
-    sources = Sources([tmp_path / "tree"], beside=[tmp_path / "site"])
-    assert [str(found) for found in signatures(sources, "lib.a", "g")] == ["(a)"]
-    with pytest.raises(NotRead, match=r"import from lib\.b, which is not"):
-        signatures(sources, "lib.a", "f")
-
-
 def patch_file(
     *targets: str, signature: str = "(lengths, *, budget=None)", **more: str
 ) -> PatchFile:
@@ -168,39 +135,6 @@ def test_what_moved_is_told_in_one_line(write: Write, tmp_path: Path) -> None:
         f"True: {expected} no module lib.old; gone is in lib.new.b",
         "False: without other",
     ]
-
-
-def test_a_branch_with_another_signature_has_moved(write: Write, tmp_path: Path) -> None:
-    write(
-        "lib/a.py",
-        """
-        try:
-            def pack(lengths, *, budget=None): pass
-        except ImportError:
-            def pack(lengths): pass
-        """,
-    )
-    (verdict,) = verdicts(tmp_path, patch_file("lib.a:pack"))
-    assert verdict.endswith("found (lengths)")
-
-
-@pytest.mark.parametrize(
-    ("label", "more", "says"),
-    [
-        ("lib==1.0", {}, ["True: `lib==1.0` has no package lib"]),
-        ("other==1.0", {}, []),
-        ("lib==1.0", {"since": "2.0"}, []),
-        # A source tree may be of any host.
-        ("lib", {}, []),
-    ],
-)
-def test_a_release_without_its_package_has_moved(
-    label: str, more: dict[str, str], says: list[str], write: Write, tmp_path: Path
-) -> None:
-    write("lib_core/a.py", "def pack(lengths, *, budget=None): pass")
-    file = patch_file("lib.a:pack", distribution="lib", **more)
-    source = Source(label=label, folders=(tmp_path,), version="1.0")
-    assert [f"{row.moved}: {row.verdict}" for row in rows_of(source, [file])] == says
 
 
 def test_the_command_says_what_moved(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -10,22 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.steps.job import parse_layout, workers
 from tools import bench_host_step
 
 pytestmark = pytest.mark.unit
-
-
-def test_a_layout_is_read() -> None:
-    assert parse_layout("pp=2,vpp=2").vpp == 2
-    for text in ("foo", "xx=2", "pp=x", "pp=0"):
-        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a layout"):
-            parse_layout(text)
-
-
-def test_workers_are_hosts() -> None:
-    assert {"slime", "megatron_bridge"} <= set(workers())
-    assert not {"job", "chunks", "rollout_hosts"} & set(workers())
 
 
 @pytest.mark.parametrize(

@@ -92,13 +92,6 @@ def test_an_interpreter_without_packages_is_named_once(
     )
 
 
-def test_the_repositorys_environment_is_the_default(repo_root: Path, tmp_path: Path) -> None:
-    shutil.copytree(repo_root / "tools/launch", tmp_path / "tools/launch")
-    fake = fake_python(tmp_path / ".venv/bin/python", "torch")
-    done = run(tmp_path / "tools/launch/torchrun.sh", "c.yaml", PYTHON="")
-    assert done.stderr.startswith(f"torchrun.sh: {fake} lacks torch; ")
-
-
 def test_torchrun_gets_the_ranks_and_its_exit_code_returns(repo_root: Path, tmp_path: Path) -> None:
     fake = fake_python(tmp_path / "python")
     launcher = repo_root / "tools/launch/torchrun.sh"
@@ -117,17 +110,3 @@ def test_torchrun_gets_the_ranks_and_its_exit_code_returns(repo_root: Path, tmp_
         "--rdzv-id 7 --rdzv-conf is_host=false --local-addr second --nproc-per-node gpu "
         "-m megapack train c.yaml\n"
     )
-
-
-def test_an_environment_of_uv_is_left_as_it_is(repo_root: Path, tmp_path: Path) -> None:
-    fake_python(tmp_path / ".venv/bin/python")
-    config = tmp_path / ".venv/pyvenv.cfg"
-    config.write_text("home = /usr/bin\nuv = 0.9.1\n")
-    # Takes every command and prints nothing; the stamp is that of other constraints.
-    (tmp_path / ".venv/bin/python").write_text("#!/bin/sh\n")
-    (tmp_path / ".venv/megapack.stamp").write_text("old")
-    done = run(repo_root / "tools/venv.sh", tmp_path / ".venv")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    config.write_text("home = /usr/bin\n")
-    done = run(repo_root / "tools/venv.sh", tmp_path / ".venv")
-    assert "installing megapack" in done.stdout

@@ -83,15 +83,6 @@ def test_each_release_runs_with_its_python_and_folder(copied: Path) -> None:
     assert {call[3] for call in calls(done)} == {"-m pytest -p tests.progress tests/unit/plan -x"}
 
 
-def test_the_sample_runs_on_the_newest_release_alone(copied: Path) -> None:
-    first, second = calls(run(copied, "--sample", "-q"))
-    assert first[1:3] == second[1:3] == ["", f".venv-{TESTED_RELEASES[NEWEST]}"]
-    assert "tests/unit/model/test_stock_mixers.py" in first[3]
-    assert "test_exactness.py -k" in second[3]
-    assert first[3].endswith("-q")
-    assert second[3].endswith("-q")
-
-
 @pytest.mark.parametrize(
     ("requires", "python"), [(">=3.12", "3.12"), (">=3.10", "3.11"), ("", "3.11")]
 )
@@ -134,11 +125,3 @@ def test_wrong_arguments_are_refused_in_one_line(
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
     assert not done.stdout
-
-
-@pytest.mark.parametrize("options", [[], ["--sample"]])
-def test_a_missing_python_is_named(copied: Path, options: list[str]) -> None:
-    variables = {"PYTHON312": "/bin/false", "PATH": f"{copied}:/usr/bin:/bin"}
-    done = run(copied, *options, "--megatron", "0.18.2", **variables)
-    assert done.returncode == 3
-    assert done.stderr == ("tools/test_versions.sh: no Python 3.12; set PYTHON312 to its path\n")
