@@ -11,12 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapack import (
-    DataError,
     Layout,
-    Plan,
-    PlanError,
     Policy,
-    build_dp_schedule,
     check_plan,
     simulate,
 )
@@ -121,29 +117,3 @@ def test_random_inputs_keep_the_invariants_or_are_refused(
 )
 def test_ten_thousand_random_inputs(drawn: tuple[list[int], dict[str, Any]]) -> None:
     check(*drawn)
-
-
-@given(st.lists(st.one_of(st.integers(-3, 5), st.floats(), st.text(), st.none(), st.booleans())))
-@settings(max_examples=100, deadline=None)
-def test_random_invalid_lengths_are_refused(lengths: list[object]) -> None:
-    good = lengths and all(type(n) is int and n > 0 for n in lengths)
-    if good:
-        return
-    with pytest.raises(DataError):
-        build_dp_schedule(lengths, layout=Layout(), max_tokens_per_gpu=8)  # type: ignore[arg-type]
-
-
-@given(st.text(max_size=40), st.integers(0, 3000))
-@settings(max_examples=200, deadline=None)
-def test_damaged_json_is_refused(noise: str, at: int) -> None:
-    plan = build_dp_schedule(
-        list(range(1, 30)), layout=Layout(dp=2, pp=2), max_tokens_per_gpu=64, rollout_ids=None
-    )
-    text = plan.to_json()
-    at = min(at, len(text))
-    damaged = text[:at] + noise + text[at + len(noise) :]
-    try:
-        Plan.from_json(damaged)
-    except PlanError as error:
-        if "not a plan" not in str(error):
-            raise

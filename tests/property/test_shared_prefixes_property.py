@@ -197,19 +197,3 @@ def test_what_a_row_saves_and_its_branches_are_those_of_its_tokens(
         assert parent is None or set(branch.samples) <= set(parent.samples)
         assert branch.offset == (0 if parent is None else parent.offset + parent.tokens)
     assert covered == aligned
-
-
-@given(st.lists(st.integers(0, 3), max_size=4), st.lists(st.lists(st.integers(0, 2)), max_size=9))
-def test_from_samples_finds_all_that_any_two_have_in_common(
-    begin: list[int], ends: list[list[int]]
-) -> None:
-    samples = [[*begin, *end] for end in ends]
-    prefixes = SharedPrefixes.from_samples(samples)
-    place = {i: k for k, i in enumerate(prefixes.order)}
-    for i, first in enumerate(samples):
-        for j, second in enumerate(samples):
-            common = num_common(first, second)
-            if i == j or common < 2:
-                continue
-            lower, upper = sorted((place[i], place[j]))
-            assert min(prefixes.common[lower + 1 : upper + 1]) == common

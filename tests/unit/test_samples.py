@@ -16,9 +16,6 @@ pytestmark = pytest.mark.unit
 
 # [5 6 7] and [8 9] in a [2, 5] tensor, left-padded, right-padded and in the middle.
 LEFT_MASK = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 1, 1]])
-RIGHT_MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]])
-MIDDLE_MASK = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 1, 0]])
-MASKS = pytest.mark.parametrize("mask", [LEFT_MASK, RIGHT_MASK, MIDDLE_MASK])
 
 
 def padded(mask: torch.Tensor, *rows: list[float]) -> torch.Tensor:
@@ -92,16 +89,6 @@ def test_integer_fields_stay_integers() -> None:
 def test_fields_are_detached() -> None:
     values = torch.ones(3, requires_grad=True) * 2
     assert not batch_of(old=[values, [1.0]]).field("old", 0).requires_grad
-
-
-@MASKS
-def test_padded_and_back_is_the_identity(mask: torch.Tensor) -> None:
-    values = padded(mask, [5, 6, 7], [8, 9])
-    batch = SampleBatch.from_padded(values.long(), mask, {"old": values})
-    tokens = to_padded([batch.tokens(i) for i in range(2)], mask, fill=99)
-    assert tokens.dtype == torch.int64
-    assert torch.equal(tokens, values.long())
-    assert torch.equal(to_padded([batch.field("old", i) for i in range(2)], mask, 99.0), values)
 
 
 def test_fields_of_fewer_columns_are_the_last_columns() -> None:

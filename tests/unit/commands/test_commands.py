@@ -156,15 +156,6 @@ def test_plan_explains_each_freedom(call: Call) -> None:
     assert "freedoms" not in json.loads(call("plan", "a.csv", *LAYOUT, *BUDGET, "--json")[1])
 
 
-def test_check_refuses_other_lengths(call: Call) -> None:
-    call("plan", "a.csv", *BUDGET)
-    Path("b.csv").write_text("length\n5\n")
-    assert call("check", "plan.json", "b.csv")[:2] == (
-        1,
-        "plan.json: 1 lengths for a plan of 8 samples; give those that it was made for\n",
-    )
-
-
 def test_show_prints_a_grid_that_marks_rows_over_the_budget(call: Call) -> None:
     assert call("plan", "a.csv", "--dp", "2", "--max-tokens-per-gpu", "8")[0] == 0
     grid = call("show", "plan.json")[1].splitlines()

@@ -51,19 +51,10 @@ def test_the_samples_of_a_pair_are_named(call: Any, tmp_path: Path) -> None:
     )
 
 
-def test_overrides_are_those_of_a_run(call: Any, data: str) -> None:
-    settings = ("data.max_length=4", "data.overlong=truncate")
-    code, out, _ = call("data", "show", data, "--config", CONFIG, *settings)
-    assert code == 0
-    assert out.splitlines()[-1] == r"  <bos>/256 a/97 [b/98] [\n/10]"
-
-
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         (["--sample", "4"], "sample 4 of 2; set --sample from 0 to 1"),
-        (["data.max_length=2", "data.overlong=error"], "data.jsonl:1: 5 tokens, max_length is 2"),
-        (["data.tokenizer=hf", "model.vocab_size=300"], "set data.tokenizer_path or model.hf_path"),
         (["data.tokenizer=hf", "data.tokenizer_path=/nowhere"], "model.vocab_size=null; set"),
         (
             ["data.tokenizer=hf", "data.tokenizer_path=/nowhere", "model.vocab_size=300"],

@@ -117,9 +117,3 @@ def test_an_edited_plan_prints_one_line(
     code, _, err = call("trace", "plan.json")
     assert (code, len(err.splitlines())) == (2, 1)
     assert says in err
-
-
-def test_report_refuses_lengths_of_another_plan(call: Call) -> None:
-    Path("short.txt").write_text("5\n6\n")
-    code, _, err = call("report", "plan.json", "short.txt")
-    assert (code, "2 lengths for a plan of 16 samples" in err) == (2, True)

@@ -67,14 +67,6 @@ def test_a_plan_that_shares_is_shown_checked_and_simulated(call: Call) -> None:
     assert (simulated["tokens"], simulated["shared_tokens"]) == (TOKENS, saved)
 
 
-def test_a_rank_shows_what_its_rows_share(call: Call) -> None:
-    call(*PLAN, *GROUPS)
-    rows = [call("show", "plan.json", "--rank", str(rank))[1] for rank in range(2)]
-    cells = [line for text in rows for line in text.splitlines()[2:]]
-    shares = [int(line.split("; ")[1].split()[0]) for line in cells if "shared" in line]
-    assert sum(shares) == saved_tokens()
-
-
 def test_tune_plans_with_groups(call: Call) -> None:
     Path("a.yaml").write_text("name: a\nplan: {max_tokens_per_gpu: 16}\nmodel: {vocab_size: 512}\n")
     tune = ("tune", "groups.csv", "--gpus", "4", "--config", "a.yaml", "--peak-tflops", "1")
@@ -90,11 +82,3 @@ def test_groups_need_prompts(call: Call) -> None:
         "megapack: bare.csv: groups 'group' and no column of prompts beside 'length'; set "
         "--prompt-column and --response-column"
     )
-
-
-def test_a_group_has_one_prompt(call: Call) -> None:
-    Path("two.csv").write_text("prompt_len,response_len,group\n5,1,a\n6,1,a\n")
-    code, _, err = call("plan", "two.csv", *GROUPS, "--max-tokens-per-gpu", "16")
-    assert code == 2
-    assert "samples 0 and 1 are of group 'a' and have prompts of 5 and 6 tokens" in err
-    assert len(err.splitlines()) == 1

@@ -25,7 +25,6 @@ from tools.benching.calibration_rows import (
     on_one_stage,
     relative_errors,
     stage_weights,
-    weight_errors,
 )
 
 pytestmark = pytest.mark.unit
@@ -111,28 +110,6 @@ def test_a_measured_cost_model_replaces_the_sizes(tmp_path: Path) -> None:
     assert config.cost_basis == f"of the cost model {path}"
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("cost: {per_tokens: 1}", "cost.yaml:1: unknown key cost.per_tokens; did you mean"),
-        ("per_token: 1", "did you mean cost.per_token?"),
-        ("cost: {per_token: -1}", "cost.yaml: per_token=-1.0"),
-        ("cost: {fixed: .nan}", "expected a finite number"),
-        ("cost: !!python/object:os.system {}", "tags are refused"),
-        ("origin: null", "cost has no default"),
-        ("cost: {stage_weights: [1, 1]}", "cost.yaml: 2 stage_weights for pp*vpp=4 chunks"),
-        ("cost: {stage_weights: [1, 2, 3, 4]}", "must have mean 1"),
-    ],
-)
-def test_errors_of_invalid_files_name_the_file(text: str, says: str, tmp_path: Path) -> None:
-    path = tmp_path / "cost.yaml"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        read_cost(path, LAYOUT)
-    assert says in str(caught.value)
-    assert str(path) in str(caught.value)
-
-
 @given(st.integers(1, 20000), st.integers(1, 20000), st.sampled_from([1, 2, 16, 96]))
 def test_rows_of_the_grid_fit_into_the_budget(budget: int, longest: int, unit: int) -> None:
     if min(budget, longest) < unit:
@@ -144,13 +121,6 @@ def test_rows_of_the_grid_fit_into_the_budget(budget: int, longest: int, unit: i
     assert max(map(sum, rows)) == budget // unit * unit
     for row in rows:
         assert all(0 < n <= longest and n % unit == 0 for n in row)
-
-
-def test_the_grid_goes_from_few_long_to_many_short_samples() -> None:
-    rows = grid(16384, 8192)
-    at_budget = [row for row in rows if sum(row) == 16384]
-    assert [len(row) for row in at_budget] == [2, 10, 51, 256]
-    assert {sum(row) for row in rows} == {1024, 2048, 4096, 8192, 12288, 16384}
 
 
 def test_the_whole_models_seconds_are_split_over_chunks() -> None:
@@ -182,21 +152,6 @@ def test_forward_and_backward_are_fitted_together() -> None:
     assert 0.1 < max(map(abs, forward)) < 0.3
     with pytest.raises(DataError):
         fit_whole_model([], ONE_STAGE)
-
-
-def test_weight_gradients_are_split_over_chunks_too() -> None:
-    rows = [
-        row._replace(
-            weight_seconds=COST.weight_seconds(
-                ONE_STAGE, row_tokens=row.row_tokens, num_samples=row.num_samples
-            )
-        )
-        for row in seconds_of_grid(COST, 2.2)
-    ]
-    found = fit_whole_model(rows, LAYOUT)
-    assert found.weight_ratio == pytest.approx(COST.weight_ratio, rel=1e-4)
-    errors = weight_errors(on_one_stage(found, LAYOUT), ONE_STAGE, rows)
-    assert errors == pytest.approx([0.0] * len(rows), abs=1e-4)
 
 
 def test_sizes_give_what_rows_over_several_ranks_cost_more() -> None:
@@ -242,23 +197,6 @@ def test_the_last_chunk_gets_the_seconds_outside_layers() -> None:
     uneven = StageLayers((0, 3, 4, 1), pp=2)
     weights = stage_weights(12.0, 6.0, num_few=2, stage_layers=uneven)
     assert weights == pytest.approx((0.0, 1.0, 4 / 3, 5 / 3))
-
-
-def test_rows_to_measure_are_aligned_for_fp8(
-    repo_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(repo_root / "tools"))
-    calibrate = importlib.import_module("calibrate")
-    monkeypatch.setattr(calibrate.dist, "get_world_size", lambda: 1)
-    config = TrainConfig(
-        name="fp8",
-        plan=PlanConfig(max_tokens_per_gpu=1000),
-        model=ModelConfig(dtype="bf16", fp8="blockwise", max_position_embeddings=1000),
-    )
-    job = calibrate.Job(config)
-    rows = job.grid(None, widths=(1,)).plan.steps[0].ranks[0]
-    assert {row.row_tokens % 128 for row in rows} == {0}
-    assert job.target.fp8 == "blockwise"
 
 
 def test_long_rows_are_measured_over_several_ranks_too(

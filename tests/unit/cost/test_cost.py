@@ -66,19 +66,6 @@ def test_the_cost_of_a_7b_model_follows_its_parameters() -> None:
     assert weights[0] > weights[1]
 
 
-def test_only_the_chosen_experts_cost_operations() -> None:
-    dense = ModelSizes(**SIZES)
-    moe = ModelSizes(**{**SIZES, "ffn_hidden_size": 1376}, num_experts=64, moe_top_k=8)
-    difference = moe.last_kind.layer_flops_per_token() - dense.last_kind.layer_flops_per_token()
-    assert difference == 2 * 4096 * 64
-    grouped = ModelSizes(**SIZES, num_query_groups=8)
-    assert grouped.last_kind.layer_flops_per_token() < dense.last_kind.layer_flops_per_token()
-    with pytest.raises(ConfigError, match="num_layers=32"):
-        dense.chunk_weights(Layout(pp=3), 1000)
-    with pytest.raises(ConfigError, match="num_experts"):
-        ModelSizes(**SIZES, num_experts=0)
-
-
 def test_fit_recovers_the_measured_model() -> None:
     layout = Layout(pp=2, vpp=2)
     true = CostModel(
@@ -144,19 +131,6 @@ def test_rows_over_several_ranks_give_the_overhead(overhead: float) -> None:
     others = [row._replace(row_tokens=row.row_tokens + 8) for row in measured(cost, 2)]
     found = CostModel.fit([*measured(cost, 1), *others])
     assert found.cp_overhead == pytest.approx(overhead, abs=0.02)
-
-
-def test_without_rows_over_several_ranks_the_overhead_keeps_its_default() -> None:
-    assert CostModel.fit(measured(WIDE, 1)).cp_overhead == CostModel.cp_overhead
-    # Rows of nothing but fixed seconds tell nothing about work.
-    launches = [row._replace(forward_seconds=1e-3) for row in measured(WIDE, 1, 2)]
-    assert CostModel.fit(launches).cp_overhead == CostModel.cp_overhead
-
-
-def test_the_overhead_is_never_negative() -> None:
-    rows = measured(WIDE, 1, 2)
-    rows = [row._replace(forward_seconds=row.forward_seconds / row.width**2) for row in rows]
-    assert CostModel.fit(rows).cp_overhead == 0
 
 
 def test_a_pause_of_the_machine_does_not_move_the_overhead() -> None:

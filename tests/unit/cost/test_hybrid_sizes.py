@@ -115,29 +115,6 @@ def test_a_gpt_as_a_hybrid_model_costs_the_same(experts: bool) -> None:
     assert bytes_of[0].activations == pytest.approx(bytes_of[1].activations)
 
 
-def test_weights_of_a_gated_delta_net() -> None:
-    """in_proj, conv1d, A_log and dt_bias, out_proj; the norms of the layer and of a head."""
-    (kind, count), *_ = GATED_DELTA.layer_kinds()
-    queries, values, heads = 2 * 16, 4 * 32, 4
-    weights = kind.layer_parameters()
-    assert (kind.parts, count) == ("G", 1)
-    inner = 64 * (2 * queries + 2 * values + 2 * heads) + values * 64
-    assert weights.split == inner + 4 * (2 * queries + values) + 2 * heads
-    assert weights.whole == 64 + 32
-    assert kind.layer_flops_per_token_sq() == 0
-
-
-def test_weights_of_mamba() -> None:
-    """in_proj, conv1d with biases, A_log, D and dt_bias, norm, out_proj; the norm of the layer."""
-    kind = list(UNEVEN.layer_kinds())[-1][0]
-    assert kind.parts == "M"
-    inner, states, heads = 8 * 16, 2 * 32, 8
-    weights = kind.layer_parameters()
-    matrices = 64 * (2 * inner + 2 * states + heads) + inner * 64
-    assert weights.split == matrices + 5 * (inner + 2 * states) + 3 * heads + inner
-    assert weights.whole == 64
-
-
 def test_work_of_linear_layers_of_qwen3_next() -> None:
     """67 MFLOP per token in projections and 5.8 in the scan; the state is as large as the keys of
     1,048 tokens."""
@@ -228,11 +205,6 @@ def test_alike_stages_have_one_weight() -> None:
     assert qwen.cost_model(qwen.layout.to_layout(64)).square_factors is None
 
 
-def test_a_balanced_split_has_all_layers() -> None:
-    split = UNEVEN.balanced_stage_layers(PP2, 50.0)
-    assert split.total == 4
-
-
 def test_pieces_keep_a_state_each() -> None:
     memory = MemoryModel(sizes=UNEVEN)
     tokens = {"live_tokens": 500.0, "row_tokens": 200.0}
@@ -251,17 +223,13 @@ def test_pieces_keep_a_state_each() -> None:
 @pytest.mark.parametrize(
     ("sizes", "layout", "widest"),
     [
-        (UNEVEN, Layout(), 8),
         (UNEVEN, Layout(tp=2), 4),
         (UNEVEN, Layout(tp=2, cp=4), 1),
-        (UNEVEN, Layout(tp=2, cp=8), 0),
         (UNEVEN, Layout(tp=4), 0),
         (replace(UNEVEN, mamba_num_heads=12, mamba_num_groups=3), Layout(), 1),
-        (GATED_DELTA, Layout(), 2),
         (GATED_DELTA, Layout(cp=2), 1),
         (GATED_DELTA, Layout(tp=2, cp=2), 0),
         (replace(UNEVEN, hybrid_layer_pattern="*-*-"), Layout(cp=8), None),
-        (replace(UNEVEN, hybrid_layer_pattern=None), Layout(cp=8), None),
     ],
 )
 def test_widths_of_rows(sizes: ModelSizes, layout: Layout, widest: int | None) -> None:

@@ -10,7 +10,6 @@ import pytest
 from megapack import CostModel, Layout, ModelSizes
 from megapack.base.choices import Dtype, Recompute
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
-from megapack.cost.head import default_chunk_tokens
 from megapack.cost.memory import MemoryModel
 
 pytestmark = pytest.mark.unit
@@ -187,14 +186,6 @@ def test_the_head_needs_memory_for_one_chunk_of_logits() -> None:
     assert model.stage(Layout(), 0, live_tokens=0, row_tokens=16).head == 32000 * 2 * H
     wide = changed(model, dtype="fp32").stage(Layout(), 0, live_tokens=0, row_tokens=65536).head
     assert wide == 32000 * 4 * 4096
-
-
-def test_the_default_chunk_of_the_head_is_the_one_that_runs() -> None:
-    model = model_of(GPT)
-    for tp in (1, 2):
-        chunk = default_chunk_tokens(32000, tp)
-        head = model.stage(Layout(tp=tp), 0, live_tokens=0, row_tokens=65536).head
-        assert head == 32000 // tp * 6 * chunk
 
 
 def test_a_value_head_needs_no_output_matrix_and_no_logits() -> None:

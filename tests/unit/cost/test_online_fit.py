@@ -225,11 +225,6 @@ def test_rows_over_several_ranks_give_their_overhead() -> None:
     assert model.cp_fixed == pytest.approx(true.cp_fixed, rel=0.05)
 
 
-def test_without_rows_the_model_stays() -> None:
-    assert fit_sums(row_sums((), WRONG, LAYOUT), WRONG, LAYOUT) == WRONG
-    assert slowness((), WRONG, LAYOUT) == 0
-
-
 def test_rows_that_cannot_tell_two_constants_apart_keep_them_as_they_were() -> None:
     # One sample in every row: `fixed` and `per_sample` are always together.
     clock = MadeClock(Layout(), replace(TRUE, stage_weights=None, per_sample=2e-4))

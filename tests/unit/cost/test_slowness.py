@@ -29,22 +29,9 @@ def test_one_slow_step_is_left_out_and_not_named() -> None:
     assert ranks.slow == set()
 
 
-def test_a_slow_rank_is_named_once_and_again_when_it_is_over() -> None:
-    slow = np.ones((4, 1, 5))
-    slow[2] = 2.0
-    fast = np.ones((4, 1, 5))
-    ranks = SlowRanks()
-    counts = [len(ranks.judge(ratios)[1]) for ratios in (slow, slow, fast, fast)]
-    assert counts == [1, 0, 1, 0]
-
-
 def test_ranks_without_rows_are_no_measure() -> None:
     ratios = np.zeros((2, 1, 3))
     ratios[1] = 3.0
     left_out, messages = SlowRanks().judge(ratios)
     assert not left_out.any()
     assert messages == []
-
-
-def test_all_ranks_slow_are_no_slow_rank() -> None:
-    assert SlowRanks().judge(np.full((4, 2, 5), 3.0))[1] == []

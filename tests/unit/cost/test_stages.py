@@ -73,18 +73,6 @@ def test_a_balanced_split_has_the_least_costliest_chunk(
     assert worst(found.num_layers) == min(map(worst, legal))
 
 
-def test_a_balanced_split_of_unlike_layers() -> None:
-    costs = [5.0, 1.0, 1.0, 1.0, 1.0, 5.0, 2.0]
-    # With the last two layers together it is 7, and apart at least 7 too.
-    split = StageLayers.balanced(costs, pp=3)
-    chunks = zip(split.offsets, split.num_layers, strict=True)
-    assert max(sum(costs[first : first + count]) for first, count in chunks) == 7
-    # A heavy head takes layers from the last stage, a heavy embedding from the first.
-    assert StageLayers.balanced([1.0] * 8, pp=2, head=4.0).num_layers == (6, 2)
-    assert StageLayers.balanced([1.0] * 8, pp=2, embedding=4.0).num_layers == (2, 6)
-    assert StageLayers.balanced([1.0] * 9, pp=4).num_layers == (2, 3, 2, 2)
-
-
 @pytest.mark.parametrize(
     ("keys", "sizes", "message"),
     [
@@ -144,17 +132,6 @@ def test_weights_of_chunks_follow_their_layers_embedding_and_head() -> None:
         SIZES.chunk_weights(layout, 1000)[0]
     with pytest.raises(ConfigError, match=r"splits num_layers=37, pp=4, vpp=1; .* pp=2, vpp=2"):
         SIZES.chunk_weights(Layout(pp=2, vpp=2), 1000, stage_layers=split)[0]
-
-
-def test_the_balanced_split_of_sizes_makes_the_head_count() -> None:
-    layout = Layout(pp=4)
-    found = SIZES.balanced_stage_layers(layout, 1000)
-    assert found.num_layers[-1] < found.num_layers[1] - 3
-    others = (StageLayers.balanced([1.0] * 37, pp=4), StageLayers((10, 10, 9, 8), pp=4))
-    worst = max(SIZES.chunk_weights(layout, 1000, stage_layers=found)[0])
-    assert all(
-        worst <= max(SIZES.chunk_weights(layout, 1000, stage_layers=other)[0]) for other in others
-    )
 
 
 def test_memory_counts_the_layers_of_each_stage() -> None:

@@ -68,27 +68,11 @@ def test_a_sweep_has_a_candidate_of_each_kind() -> None:
         assert kind == Kind() or candidate.report.seconds <= plain.report.seconds
 
 
-def test_a_sweep_without_plans_says_why() -> None:
-    pieces = replace(SPACE, context_parallel=("fixed",), split_samples=("auto",))
-    few = replace(WORK, policy=Policy(search=8))
-    full = tune(few, replace(pieces, budgets=(2000,)))
-    assert {candidate.report.num_split_samples for candidate in full.ranked} == {1}
-    assert full.refusal is None
-    over = tune(few, replace(pieces, budgets=(1999,)))
-    assert (over.ranked, over.num_plans) == ((), 0)
-    assert "sample 0 has 4000 padded tokens" in str(over.refusal)
-
-
 def test_pieces_are_tried_where_ranks_exchange_tokens_of_experts() -> None:
     sizes = replace(SIZES, num_experts=4, moe_top_k=1)
     work = replace(WORK, memory=MemoryModel(sizes=sizes), policy=Policy(search=0))
     tuning = tune(work, replace(SPACE, ep=(2,), context_parallel=("fixed",)))
     assert {candidate.policy.split_samples for candidate in tuning.ranked} == {"auto", "off"}
-
-
-def test_a_stage_alone_has_no_waits_to_fill() -> None:
-    tuning = tune(WORK, replace(SPACE, pp=(1,), num_gpus=1, split_samples=("off",)))
-    assert all(candidate.policy.backward == "joint" for candidate in tuning.ranked)
 
 
 def test_a_dry_run_has_the_orders_of_the_first_batch() -> None:

@@ -76,15 +76,6 @@ def found() -> Tuning:
     return tune(work(), space)
 
 
-def test_candidates_are_ranked_and_differ(found: Tuning) -> None:
-    speeds = [candidate.tokens_per_gpu_second for candidate in found.ranked]
-    assert speeds == sorted(speeds, reverse=True)
-    assert len(found.ranked) == found.num_plans > found.num_layouts
-    best = found.best_of_layouts
-    assert best[0] is found.ranked[0]
-    assert len({candidate.layout for candidate in best}) == len(best) == found.num_layouts
-
-
 def test_budgets_begin_with_the_longest_sample(found: Tuning) -> None:
     budgets = {candidate.max_tokens_per_gpu for candidate in found.ranked}
     assert min(budgets) == LENGTHS.max()
@@ -103,28 +94,6 @@ def test_the_limit_counts_full_rows_in_flight(found: Tuning) -> None:
         memory = MemoryModel(sizes=SIZES).fullest_stage(layout, live_tokens=live, row_tokens=budget)
         assert candidate.memory == memory
         assert memory.total <= limit
-
-
-def test_the_least_memory_is_reported_if_nothing_fits() -> None:
-    nothing = tune(work(2**20), Space(num_gpus=4, pp=(1, 2, 4)))
-    assert (nothing.ranked, nothing.num_plans) == ((), 0)
-    assert nothing.least_memory.total > 2**20
-
-
-def test_only_the_given_budgets_and_rules_are_tried() -> None:
-    found = tune(work(), Space(num_gpus=2, pp=(1,), budgets=(800, 400), count_rule=("legal",)))
-    assert {candidate.layout for candidate in found.ranked} == {Layout(dp=2)}
-    assert {candidate.max_tokens_per_gpu for candidate in found.ranked} <= {400, 800}
-    assert {candidate.policy for candidate in found.ranked} == {Policy(search=64)}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [({"num_gpus": 0}, "0 GPUs"), ({"num_gpus": 2, "tp": (0,)}, "tp 0")],
-)
-def test_sizes_below_1_are_refused(sizes: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        Space(**sizes)  # type: ignore[arg-type]
 
 
 def priced(layout: Layout, split: StageLayers) -> CostModel:

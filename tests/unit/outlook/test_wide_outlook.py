@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -76,11 +75,6 @@ def test_budgets_below_the_longest_sample_are_for_rows_over_several_ranks() -> N
     # A row of the budget in flight, and what attention gathers of it.
     longest = MemoryModel(sizes=SIZES).stage(Layout(dp=4), 0, live_tokens=8000, row_tokens=8000)
     assert least.memory.activations < 0.5 * longest.activations
-
-
-def test_one_rank_has_fixed_rows_only() -> None:
-    tuning = tune(WORK, replace(SPACE, num_gpus=1))
-    assert {c.policy.context_parallel for c in tuning.ranked} == {"fixed"}
 
 
 def config_of(*changes: str) -> TrainConfig:

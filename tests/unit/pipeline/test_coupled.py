@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from megapack.cost.model import CostModel
 from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.pipeline import simulate
-from megapack.pipeline.simulator import Runner
 from megapack.plan import MicroBatch, StepPlan
-from megapack.plan.order import chain_order
-from megapack.plan.order_text import read_order
 
 COST = CostModel(per_token=1.0, cp_overhead=0.0)
 
@@ -44,20 +40,6 @@ def test_a_shared_row_costs_its_part_and_the_overhead() -> None:
     found = simulate(step((wide,), (wide,)), layout=Layout(dp=2), cost=cost)
     assert found.makespan == pytest.approx(3 * (1 + 1.5 * 20 / 2))
     assert found.peak_live_tokens == 10
-
-
-def test_waiting_is_stage_by_stage() -> None:
-    # On two stages rank 1's first rows delay its part of the wide row, and so rank 0.
-    wide = row(8, width=2)
-    layout = Layout(dp=2, pp=2)
-    apart = simulate(step((row(2), wide), (row(2), wide)), layout=layout, cost=COST)
-    late = simulate(step((row(2), wide), (row(20), wide)), layout=layout, cost=COST)
-    assert late.rank_makespans[0] > apart.rank_makespans[0]
-    by_rank = [
-        [(e.stage, e.kind, e.start, e.end) for e in late.events if (e.rank, e.microbatch) == (r, 1)]
-        for r in range(2)
-    ]
-    assert by_rank[0] == by_rank[1]
 
 
 def test_a_row_that_is_not_on_all_of_its_ranks_is_refused() -> None:
@@ -114,21 +96,3 @@ def test_different_orders_of_ranks_that_wait_are_refused() -> None:
     )
     with pytest.raises(PlanError, match=r"ranks 0 and 1 wait for each other and run their forward"):
         simulate(shared, layout=Layout(dp=2), cost=COST)
-
-
-def test_ranks_that_share_nothing_run_as_alone() -> None:
-    layout = Layout(dp=3, pp=3)
-    count = 7
-    joint = chain_order(3, 1, count, 1, [range(1, 4)]).lines()
-    late = tuple(f"{line} 1W0 0W0" for line in joint)
-    runner = Runner(layout, CostModel(p2p=0.5))
-    orders = [read_order(lines, vpp=1, num_microbatches=count) for lines in (joint, late, late)]
-    seconds = [
-        runner.seconds(order, np.arange(1.0, count + 1) * (rank + 1), np.ones(count))
-        for rank, order in enumerate(orders)
-    ]
-    first_DM = np.repeat(np.arange(3)[:, None], count, axis=1)
-    coupled = runner.coupled_timelines(orders, seconds, first_DM)
-    for order, own, run in zip(orders, seconds, coupled, strict=True):
-        (alone,) = runner.coupled_timelines([order], [own], np.zeros((1, count), dtype=np.int64))
-        assert np.array_equal(run.end, alone.end)

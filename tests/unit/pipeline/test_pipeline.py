@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -179,14 +178,3 @@ def test_sizes_beyond_any_pipeline_are_refused() -> None:
 def test_groups_smaller_than_the_pipeline_are_refused() -> None:
     with pytest.raises(PlanError, match=r"pp=4, vpp=2, G=2; .* G >= pp"):
         simulate(step_of([[10] * 4], group=2), layout=Layout(pp=4, vpp=2))
-
-
-def test_a_step_without_ranks_is_refused() -> None:
-    with pytest.raises(PlanError, match="0 ranks for dp=2"):
-        simulate(StepPlan((), None, None, (), ()), layout=Layout(dp=2))
-
-
-def test_tokens_are_the_default_cost() -> None:
-    step: Any = step_of([[10, 20]])
-    assert simulate(step, layout=Layout()).makespan == 90
-    assert simulate(step, layout=Layout(), cost=CostModel(per_token=2.0)).makespan == 180

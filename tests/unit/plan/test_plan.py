@@ -71,19 +71,14 @@ def test_different_plans_have_different_digests(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("damage", "place"),
     [
-        (lambda text: text[:-2], "JSON"),
-        (lambda text: text.replace('"steps"', '"stops"'), "plan must be"),
-        (lambda text: text.replace('"dp":2', '"dp":0'), "dp=0"),
         (lambda text: text.replace('"dp":2', '"pd":2'), "pd"),
         (lambda text: text.replace('"group_size":null', '"group_size":"x"'), "steps.0.*group_size"),
         (lambda text: text.replace('"ranks":[[[[', '"ranks":[[[["a",'), r"steps.0..ranks.0..0."),
-        (lambda text: "[1]", "object"),
         (lambda text: "[" * 5000, "brackets too deep"),
         (lambda text: text.replace('"dp":2', '"dp":' + "[" * 400 + "]" * 400), "dp="),
         (lambda text: text.replace('"dp":2', '"dp":2,"dp":4'), "'dp' appears twice"),
         (lambda text: text.replace('"dp":2', '"a\\nb":2'), "layout must be an object of"),
         (lambda text: text.replace('"search":2048', '"a\\nb":2'), "policy must be an object of"),
-        (lambda text: text.replace('"num_samples":12', f'"num_samples":{2**63}'), "num_samples"),
         (lambda text: text.replace("[[[[", f"[[[[{10**30},"), r"steps.0..ranks.0..0."),
     ],
 )

@@ -38,18 +38,8 @@ def together(plan: Plan) -> bool:
 
 
 @pytest.mark.parametrize("ids", [PAIRS, SPREAD], ids=["neighbours", "spread"])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Policy(),
-        Policy(search=0),
-        Policy(row_shape="uniform"),
-    ],
-    ids=lambda p: f"{p.count_rule}-{p.row_shape}-{p.search}",
-)
-@pytest.mark.parametrize(
-    "layout", [Layout(dp=2), Layout(pp=4), Layout(dp=2, pp=2, vpp=2), Layout(dp=2, cp=2)], ids=str
-)
+@pytest.mark.parametrize("policy", [Policy(), Policy(search=0), Policy(row_shape="uniform")])
+@pytest.mark.parametrize("layout", [Layout(dp=2, pp=2, vpp=2), Layout(dp=2, cp=2)], ids=str)
 def test_pairs_stay_together(layout: Layout, policy: Policy, ids: list[int]) -> None:
     plan = build_dp_schedule(
         LENGTHS,
@@ -61,8 +51,7 @@ def test_pairs_stay_together(layout: Layout, policy: Policy, ids: list[int]) -> 
     )
     check_plan(plan, LENGTHS)
     assert together(plan)
-    rows = [len(mb.samples) for rank in plan.steps[0].ranks for mb in rank]
-    assert max(rows) > 2
+    assert max(len(mb.samples) for rank in plan.steps[0].ranks for mb in rank) > 2
 
 
 def test_count_based_plans_count_the_samples_of_a_set() -> None:

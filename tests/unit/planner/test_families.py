@@ -132,11 +132,9 @@ def seconds(plan: Plan) -> float:
     [
         {"layout": Layout(dp=4)},
         {"layout": Layout(dp=2, pp=2)},
-        {"layout": Layout(dp=2, pp=2, vpp=2)},
         {"layout": Layout(dp=2, pp=2, vpp=2), "policy": Policy(count_rule="multiple")},
         {"layout": Layout(dp=2, pp=2), "policy": Policy(row_shape="uniform")},
         {"layout": Layout(dp=2, pp=2), "policy": Policy(unreachable="drop")},
-        {"layout": Layout(dp=2, pp=2), "policy": Policy(unreachable="error")},
         {"layout": Layout(dp=2, pp=2), "policy": Policy(max_live_tokens_per_gpu=9000)},
         {"layout": Layout(dp=2, pp=2), "policy": Policy(search=0)},
         {"layout": Layout(dp=2, pp=2, cp=2), "forward_only": True},

@@ -195,7 +195,7 @@ def test_no_piece_is_shorter_than_its_state_is_worth(layout: Layout, backward: B
     assert shortest[1] == shortest[None] < 1100 <= shortest[1100]
 
 
-@pytest.mark.parametrize("num_tokens", [1001, 1500, 1999, 2001, 2999, 3001])
+@pytest.mark.parametrize("num_tokens", [1001, 1999, 2001])
 def test_a_row_that_holds_no_two_shortest_pieces_holds_two_halves(num_tokens: int) -> None:
     """A sample over the budget is cut whatever its pieces cost."""
     policy = Policy(split_samples="auto", least_piece=900, search=0)

@@ -122,14 +122,6 @@ def test_live_tokens_stay_below_the_cap(layout: Layout) -> None:
     assert simulate(plan.steps[0], layout=layout).peak_live_tokens <= cap
 
 
-@pytest.mark.parametrize("unreachable", ["drop", "error"])
-def test_no_micro_batch_is_padding_unless_the_policy_allows_it(unreachable: Any) -> None:
-    policy = dataclasses.replace(DYNAMIC, unreachable=unreachable)
-    for layout in LAYOUTS:
-        plan = planned([*SHORT[:40], 9000], layout, policy, max_tokens_per_gpu=6000)
-        assert all(mb.samples for mb in plan.steps[0].microbatches)
-
-
 def test_shared_prefixes_and_wide_rows_together() -> None:
     lengths = [*[900] * 16, *SHORT[:40], 12000]
     groups = [*[0] * 16, *range(1, 42)]

@@ -75,23 +75,6 @@ def test_ids_beyond_a_vocabulary_are_refused() -> None:
         SharedPrefixes.from_samples([[1, 2**31]])
 
 
-def test_samples_share_only_tokens_of_equal_routes() -> None:
-    samples = [[5] * 9] * 3
-    routes: list[Any] = [np.zeros((9, 2, 1), dtype=np.uint16) for _ in range(3)]
-    routes[1][4, 1] = 7
-    # Samples 0 and 1 go to the same experts in 4 tokens, and keep their last common token.
-    prefixes = SharedPrefixes.from_samples(samples, routing=routes)
-    assert prefixes.order == (0, 1, 2)
-    assert prefixes.common == (0, 5, 5)
-    # The order of a token's experts does not matter.
-    both = [np.tile([[3, 8]], (9, 1, 1)), np.tile([[3, 8]], (9, 1, 1))]
-    both[1][2:] = [[8, 3]]
-    both[1][7] = [[8, 4]]
-    assert SharedPrefixes.from_samples(samples[:2], routing=both).common == (0, 8)
-    routes[2] = None
-    assert SharedPrefixes.from_samples(samples, routing=routes).order == (0, 1)
-
-
 def test_samples_are_read_only_as_far_as_they_agree() -> None:
     num_samples = 2048
     length = 8000
@@ -114,12 +97,6 @@ def test_samples_are_read_only_as_far_as_they_agree() -> None:
     assert set(prefixes.common) == {0, prompt}
     assert prefixes.common.count(0) == num_samples // group_size
     assert read_tokens / num_samples == -(-prompt // _PIECE) * _PIECE
-
-
-@pytest.mark.parametrize("given", [7, None])
-def test_token_ids_that_are_no_list_are_refused(given: Any) -> None:
-    with pytest.raises(DataError, match=f"token_ids are {given}; give the ids of each sample"):
-        SharedPrefixes.from_samples(given)
 
 
 @pytest.mark.parametrize("layers", [-1, "x", 1.0, True])
