@@ -71,32 +71,16 @@ class Cases:
         verl.configure(light_rank="pad")
         return verl_rows([60] * 6 if self.rank == 0 else [8, 7, 9, 8])
 
-    def a_long_sample(self) -> Any:
-        return verl_rows([8, 8] if self.rank == 0 else [64, 8], budget=60)
-
     def no_samples(self) -> Any:
         return verl_rows([8, 8] if self.rank == 0 else [])
-
-    def groups_that_do_not_divide(self) -> Any:
-        return verl_rows([8, 8] if self.rank == 0 else [8, 8, 8], force_group_size=2)
 
     def another_budget(self) -> Any:
         return verl_rows([8, 8], budget=64 + self.rank)
 
-    def another_native_light_rank(self) -> Any:
-        return self._with_native({"light_rank": ["error", "pad"][self.rank]})
-
     def another_native_layout(self) -> Any:
         # By itself each rank would have another number of micro-batches.
         layout = {"pp": 2, "vpp": 2, "microbatch_group_size": 4}
-        return self._with_native({"layout": layout} if self.rank else None)
-
-    def another_native_share_prefixes(self) -> Any:
-        return self._with_native({"share_prefixes": self.rank == 1})
-
-    def _with_native(self, block: dict[str, Any] | None) -> Any:
-        """The rows under settings of verl's own config."""
-        verl.read_settings({"megapack": block})
+        verl.read_settings({"megapack": {"layout": layout} if self.rank else None})
         return verl_rows([60] * 6 if self.rank == 0 else [8] * 9)
 
     def no_budget(self) -> Any:

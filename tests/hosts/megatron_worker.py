@@ -39,8 +39,6 @@ NUM_ITEMS = 4
 LAYOUTS = {
     "dp2": Layout(dp=2),
     "pp2_vpp2": Layout(pp=2, vpp=2),
-    "cp2": Layout(cp=2),
-    "tp2": Layout(tp=2),
 }
 FIELDS = ("advantages", "old_logprobs")
 
@@ -103,7 +101,7 @@ def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
         {name: [s[name] for s in every] for name in ("response_mask", *FIELDS)},
     )
     plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=BUDGET)
-    found: dict[str, Any] = {"num_microbatches": plan.steps[0].num_microbatches}
+    found: dict[str, Any] = {}
     # GRPO's fields are sent between data-parallel ranks.
     for objective in (SFT(), GRPO()) if layout.dp > 1 else (SFT(),):
         step = megatron_lm.PlannedStep(

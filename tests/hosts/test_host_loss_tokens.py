@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megapack.hosts import miles, slime
-from megapack.hosts.patching.files import load_patches
 
 pytestmark = pytest.mark.hosts
 
@@ -47,29 +46,7 @@ def loss_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return loss
 
 
-def test_a_sample_without_loss_tokens_is_no_token(loss_of: Callable[..., Any]) -> None:
-    loss, num_tokens, logged = loss_of(MASKS, per_token=True)
-    assert (float(loss), int(num_tokens)) == (6.0, 3)
-    assert logged["values"].tolist() == [3.0, 6.0]
-    assert logged["keys"] == ["loss"]
-
-
-def test_a_mean_per_rollout_is_the_hosts_own(loss_of: Callable[..., Any]) -> None:
-    _, num_tokens, logged = loss_of(MASKS, per_token=False)
-    assert int(num_tokens) == 1
-    assert logged["values"].tolist() == [1.0, 6.0]
-
-
 def test_a_step_without_any_loss_token_can_be_reported(loss_of: Callable[..., Any]) -> None:
     _, num_tokens, logged = loss_of([MASKS[1], MASKS[1]], per_token=True)
     assert int(num_tokens) == 0
     assert 0.0 / logged["values"][0].item() == 0.0
-
-
-@pytest.mark.parametrize("host", sorted(HOSTS))
-def test_the_patch_is_one_of_its_own(host: str) -> None:
-    """The planner's patch leaves the loss as it is."""
-    targets = {entry.target for entry in load_patches(host).patches}
-    own = {entry.target for entry in load_patches(f"{host}_loss").patches}
-    assert f"{host}.backends.megatron_utils.model:loss_function" in own
-    assert not own & targets

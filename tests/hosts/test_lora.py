@@ -59,36 +59,22 @@ def results(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_gradients_of_adapters_equal_peft(name: str, results: dict[str, dict[str, Any]]) -> None:
+def test_gradients_and_logprobs_of_adapters_equal_peft(
+    name: str, results: dict[str, dict[str, Any]]
+) -> None:
     result = results[name]
     assert result["num_tensors"] >= 32
     assert result["gradient_error"] < 1e-5
     assert result["worst_tensor_error"] < 3e-5, result["worst_tensor"]
     assert result["loss"] == pytest.approx(result["expected_loss"], rel=1e-6)
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_logprobs_with_and_without_adapters_equal_peft(
-    name: str, results: dict[str, dict[str, Any]]
-) -> None:
-    assert results[name]["logprob_error"] < 3e-5
-    assert results[name]["base_logprob_error"] < 3e-5
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_rows_are_made_as_the_case_says(name: str, results: dict[str, dict[str, Any]]) -> None:
-    result = results[name]
+    assert result["logprob_error"] < 3e-5
+    assert result["base_logprob_error"] < 3e-5
+    # Rows are made as the case says.
     assert result["num_rows"] > 1
     assert (result["shared_tokens"] > 10) == ("prefixes" in name)
     assert (result["num_pieces"] == 2) == ("pieces" in name)
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_only_gradients_of_adapters_are_put_off(
-    name: str, results: dict[str, dict[str, Any]]
-) -> None:
-    """One product per adapter's matrix and row; none of frozen layers."""
-    assert results[name]["put_off_per_row"] == (1 if "split" in name else 0)
+    # One product per adapter's matrix and row; none of frozen layers.
+    assert result["put_off_per_row"] == (1 if "split" in name else 0)
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -14,7 +14,7 @@ import pytest
 from megapack import CostModel, Layout, patching
 from megapack.errors import ConfigError, PatchError
 from megapack.hosts import megatron_core, nemo_rl, slime, verl
-from megapack.hosts.shared.rollout_schedule import SETTINGS, RolloutOptions
+from megapack.hosts.shared.rollout_schedule import SETTINGS
 from tests.hosts.stub import Host
 
 pytestmark = pytest.mark.hosts
@@ -38,14 +38,6 @@ def test_a_block_sets_the_options_of_the_planner_and_of_the_step() -> None:
     assert megatron_core.OPTIONS.current.non_finite == "error"
 
 
-def test_without_a_block_nothing_changes() -> None:
-    verl.configure(light_rank="pad")
-    verl.read_settings({})
-    slime.read_settings(SimpleNamespace(hidden_size=64, megapack_search=None))
-    assert verl._OPTIONS.current.light_rank == "pad"
-    assert slime.OPTIONS.current == RolloutOptions()
-
-
 def test_costs_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "cost.yaml"
     file.write_text("cost:\n  per_token: 3.0e-6\n")
@@ -57,10 +49,8 @@ def test_costs_of_a_file(tmp_path: Path) -> None:
     ("read", "block", "says"),
     [
         (verl, {"light_rnk": "pad"}, "unknown key light_rnk; did you mean light_rank?"),
-        (verl, {"layout": {"vp": 2}}, "unknown key layout.vp; did you mean layout.vpp?"),
         (verl, {"light_rank": "padd"}, "expected error or pad; did you mean pad?"),
         (verl, {"share_prefixes": 1}, "share_prefixes is 1, expected true or false"),
-        (verl, {"cost": {"per_token": 1.0}}, "cost is used with a layout only; set both"),
         (verl, {"cost": "costs.yaml"}, "cost is used with a layout only; set both"),
         (verl, {"layout": {"vpp": 2}}, "vpp=2 with pp=1; set pp > 1 or vpp=1"),
         (verl, ["light_rank"], "megapack: this is a section, got a list of 1"),
@@ -92,8 +82,6 @@ def test_arguments_of_the_host_are_settings_too() -> None:
     ("given", "says"),
     [
         (["--megapack-count-rul", "legal"], "--megapack-count-rul; did you mean --megapack-count-"),
-        (["--megapack_search", "3"], "--megapack_search; did you mean --megapack-search?"),
-        (["--megapack-search=none"], "search is 'none', expected an integer or null"),
         (["--megapack-search", "-1"], "search=-1"),
         (["--megapack-share-prefixes=yes"], "share_prefixes is 'yes', expected true or false"),
     ],
@@ -109,20 +97,6 @@ def test_a_parser_refuses_it_at_once(
         SETTINGS.add_arguments(argparse.ArgumentParser()).parse_known_args()
     assert caught.value.code == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_arguments_that_are_given_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ["--megapack-share-prefixes", "--megapack-search", "64", "--others", "1"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *given])
-
-    def add_others(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser.add_argument("--others", type=int)
-        return parser
-
-    parser = SETTINGS.before(add_others)(argparse.ArgumentParser())
-    args = parser.parse_args()
-    assert (args.megapack_share_prefixes, args.megapack_search, args.others) == (True, 64, 1)
-    assert args.megapack_count_rule is None
 
 
 def test_a_function_tells_its_argument_and_stays(

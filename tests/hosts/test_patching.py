@@ -276,6 +276,19 @@ def test_a_replacement_must_be_defined_in_its_module(host: Host) -> None:
     assert packing.pack([1]) == "host"
 
 
+def test_a_replacement_finds_the_hosts_own_object(host: Host) -> None:
+    module = host.load("stubhost.utils.packing")
+    own = module.pack
+    with pytest.raises(PatchError, match=r"stubhost\.utils\.packing\.pack is not replaced here"):
+        patching.original("stubhost.utils.packing.pack")
+    patching.apply(host.patches)
+    assert module.pack is not own
+    assert patching.original("stubhost.utils.packing.pack") is own
+    patching.revert(host.patches)
+    with pytest.raises(PatchError, match="apply its patch first"):
+        patching.original("stubhost.utils.packing.pack")
+
+
 def test_check_replaces_nothing(host: Host) -> None:
     assert [finding.problem for finding in patching.check(host.patches)] == [""]
     assert "stubhost.utils.packing" in sys.modules

@@ -5,7 +5,6 @@
 
 Ours are the model, in place of what a Hugging Face bridge makes, and the toy rollout.
 
-    kk          AReaL's other packing algorithm
     prompts     the four samples of a group begin with the same 14 tokens
     shared      MEGAPACK_SHARE_PREFIXES=1
     lora        adapters, which AReaL adds to chunks that are wrapped in DDP
@@ -104,9 +103,7 @@ def make_engine(layout: Layout, case: str) -> Any:
             experiment_name="toy",
             trial_name="toy",
             dtype="float32",
-            mb_spec=MicroBatchSpec(
-                max_tokens_per_mb=BUDGET, packing_algorithm="kk" if case == "kk" else "ffd"
-            ),
+            mb_spec=MicroBatchSpec(max_tokens_per_mb=BUDGET, packing_algorithm="ffd"),
             megatron=MegatronEngineConfig(virtual_pipeline_parallel_size=layout.vpp),
             optimizer=OptimizerConfig(
                 lr=1e-2, weight_decay=0.0, warmup_steps_proportion=0.0, lr_scheduler_type="constant"

@@ -7,9 +7,6 @@ What only this host has, in `--case`, separated by commas:
 
     planned     with the patch, the forward step is a `PlannedStep`
     hostpacks   the patched host packs with its own packer, so that steps have the same samples
-    unpacked    the samples are not packed
-    short       rows are padded to a step's longest one, instead of to the pack size
-    mean        a mean of the rows' means, as in the recipe; else of all tokens of a step
     finetune    `finetune` from a checkpoint that Bridge imports from the folder, and save another
     crossing    rows without sample bounds are attended to as one sample, as on a GPU
     overlap     Bridge's own setting for interleaved stages, `overlap_p2p_comm`
@@ -157,7 +154,7 @@ def recipe(folder: Path, layout: Layout, steps: int, case: set[str]) -> Any:
     model.overlap_p2p_comm = "overlap" in case
     model.batch_p2p_comm = "overlap" not in case
     model.deallocate_pipeline_outputs = "keep" not in case
-    model.calculate_per_token_loss = "mean" not in case
+    model.calculate_per_token_loss = True
     model.transformer_layer_spec = _spec("crossing" in case)
     model.transformer_impl = "local"
     model.cross_entropy_loss_fusion = False
@@ -196,25 +193,22 @@ def recipe(folder: Path, layout: Layout, steps: int, case: set[str]) -> Any:
 
 def dataset(folder: Path, case: set[str]) -> Any:
     """The folder's questions and answers as Bridge's data set."""
-    packs = {"packed_sequence_size": SEQ_LENGTH, "tokenizer_model_name": "tiny"}
-    specs: dict[str, Any]
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
     from megatron.bridge.data.packing.config import PackedSequenceSpecs
 
-    specs = {
-        "enable_offline_packing": True,
-        "offline_packing_specs": PackedSequenceSpecs(**packs),
-    }
     return GPTSFTDatasetConfig(
         dataset_root=str(folder),
         seq_length=SEQ_LENGTH,
-        dataset_kwargs={} if "short" in case else {"pad_to_max_length": True},
+        dataset_kwargs={"pad_to_max_length": True},
         do_test=False,
         num_workers=0,
         persistent_workers=False,
         pin_memory=False,
         memmap_workers=1,
-        **({} if "unpacked" in case else specs),
+        enable_offline_packing=True,
+        offline_packing_specs=PackedSequenceSpecs(
+            packed_sequence_size=SEQ_LENGTH, tokenizer_model_name="tiny"
+        ),
     )
 
 

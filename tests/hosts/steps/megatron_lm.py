@@ -15,7 +15,6 @@ Cases, joined by +:
     mtp         one depth of multi-token prediction
     spec        the layer spec for packed rows; cp > 1 and sft need it without Transformer Engine
     kept        config.deallocate_pipeline_outputs=False
-    grouped     experts' products and permutations by Transformer Engine's kernels
 
 In a job with Transformer Engine the flags of layers and fusions are Megatron-LM's defaults.
 """
@@ -67,7 +66,6 @@ CASES = {
     "strong": "--moe-aux-loss-coeff 1000",
     "documents": "--reset-position-ids --reset-attention-mask --eod-mask-loss",
     "sft": "--sft --no-create-attention-mask-in-dataloader",
-    "grouped": "--moe-grouped-gemm --moe-permute-fusion",
     "mtp": "--mtp-num-layers 1",
     "spec": "--spec megapack.job.gpt.specs packed_layer",
 }

@@ -59,7 +59,7 @@ def check_rows_of_mamba_layers(runs: Runs) -> None:
     if not re.search(rf"MINOR = {minor}\b", tree.read_text(encoding="utf-8")):
         pytest.skip(f"needs Megatron-LM's tree of Megatron-Core {megatron.core.__version__}")
     cases = ("mamba", "mamba+narrow")
-    plain = [runs("", runs.host, case)[0] for case in cases]
+    plain = [runs("", f"{runs.host},-megatron_core", case)[0] for case in cases]
     patched = [runs("", runs.host, case)[0] for case in cases]
     for report in plain:
         assert all(told == [False, False] for told in report.more["told"])

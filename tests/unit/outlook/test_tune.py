@@ -12,7 +12,6 @@ from megapack.cost import LayerSplit, StageLayers
 from megapack.cost.memory import MemoryModel
 from megapack.outlook.tune import Tuning, Workload, tune
 from megapack.outlook.tune_space import Space
-from megapack.prefixes import SharedPrefixes
 
 pytestmark = pytest.mark.unit
 
@@ -164,8 +163,3 @@ class TestPassedOver:
         assert found.num_passed_over > 0.3 * every.num_plans
         fastest = [(c.layout, c.kind, c.report) for c in every.best_of_layouts[:3]]
         assert [(c.layout, c.kind, c.report) for c in found.best_of_layouts[:3]] == fastest
-
-    def test_none_are_where_samples_share_prefixes(self) -> None:
-        """What plans save by it is in no bound."""
-        prefixes = SharedPrefixes.from_groups([0] * 32 + [1] * 32, [15] * 64)
-        assert tune(self.work(prefixes=prefixes), self.space, num_best=1).num_passed_over == 0
