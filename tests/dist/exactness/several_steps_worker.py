@@ -48,7 +48,7 @@ def run_case(case: Case) -> dict[str, Any]:
         case.layout,
         model=problem.shallow(problem.MODELS[case.variant][0]),
         distributed_optimizer=case.distributed,
-        reduction=dict(reduction),
+        reduction=reduction,
     )
     adapter = ScheduleAdapter(chunks, layout=case.layout)
     batch = problem.make_batch()

@@ -69,7 +69,7 @@ def run_overlap(case: OverlapCase) -> dict[str, Any]:
             case.layout,
             model=problem.shallow(problem.MODELS[case.variant][0]),
             distributed_optimizer=case.distributed,
-            reduction=dict(case.ddp),
+            reduction=case.ddp,
         )
         adapter = ScheduleAdapter(chunks, layout=case.layout, executor=executor)
         found.append({})

@@ -63,7 +63,7 @@ class Run:
                 case.layout,
                 model=model,
                 distributed_optimizer=case.distributed,
-                reduction=dict(case.ddp) or None,
+                reduction=case.ddp or None,
                 splits_backward=splits_backward,
             )
         self._adapter = ScheduleAdapter(self.chunks, layout=case.layout, executor="operations")

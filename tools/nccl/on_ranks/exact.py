@@ -39,7 +39,7 @@ def run_case(case: Case, reference: dict[str, Samples], sums: dist.ProcessGroup)
     options: dict[str, Any] = {"splits_backward": feature.splits_backward}
     if feature.overlaps:
         options["distributed_optimizer"] = True
-        options["reduction"] = dict(_OVERLAP)
+        options["reduction"] = _OVERLAP
     adapter = build_adapter(case.settings, case.layout, ScheduleAdapter, **options)
     plan, batch = feature.plan(case.layout), case.batch()
     exact = reference[f"{case.samples} fp32"]
