@@ -31,7 +31,6 @@ from megapack.rows.packed import PackedRow
 from megapack.rows.packing import pack_row
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch
-from tests.dist.spawn import run_code
 from tests.packed_attention import packed_attention
 
 pytestmark = pytest.mark.unit
@@ -67,21 +66,6 @@ def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
     groups = q.shape[1] // k.shape[1]
     heads = range(q.shape[1])
     return [(q[:, [h]], k[:, [h // groups]], v[:, [h // groups]]) for h in heads]
-
-
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-@pytest.mark.parametrize("changed", range(len(LENGTHS)))
-def test_no_sample_sees_another(changed: int, which: str) -> None:
-    row = dict(zip("qkv", qkv(LENGTHS), strict=True))
-    before = packed_attention(*row.values(), LENGTHS, SCALE)
-    own = spans(LENGTHS)[changed]
-    row[which] = row[which].clone()
-    row[which][own] = torch.randn(row[which][own].shape, generator=torch.Generator().manual_seed(1))
-    after = packed_attention(*row.values(), LENGTHS, SCALE)
-    for sample, rows in enumerate(spans(LENGTHS)):
-        # A token that attends only to itself does not depend on its query and key.
-        equal = sample != changed or (which != "v" and LENGTHS[sample] == 1)
-        assert torch.equal(before[rows], after[rows]) == equal
 
 
 def config(**changes: Any) -> SimpleNamespace:
@@ -231,59 +215,3 @@ def packed_row(layout: Layout) -> PackedRow:
     padded = sum(map(layout.aligned_sample_tokens, batch.lengths))
     micro_batch = MicroBatch((0, 1), padded, tokens=5, tokens_sq=13, padded_tokens=padded)
     return pack_row(batch, micro_batch, layout)
-
-
-# Whole Megatron GPTs on a rank: switching Megatron to the CPU patches torch for the rest of a
-# process. `tests/dist/exactness` compares one with single samples.
-CHILD = """
-import json, torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megapack import launch
-from megapack.model.attention.packed import refuse_unpacked_attention
-from megapack.layout import Layout
-from megapack.job.gpt.specs import local_layer_spec, packed_norm
-from megapack.job.gpt import initialize_parallel, transformer_config
-from megapack.job.config.sections import ModelConfig
-from tests.dist.setup import error_of
-
-launch.start("cpu")
-initialize_parallel(Layout(), 1)
-model_config = ModelConfig(
-    num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
-)
-config = transformer_config(model_config, Layout())
-
-def gpt(spec):
-    return GPTModel(
-        config=config, transformer_layer_spec=spec, vocab_size=128, max_sequence_length=512,
-        position_embedding_type="rope",
-    )
-
-# Megatron's default final norm would be Transformer Engine's if that is installed.
-norm = packed_norm(config)
-model = gpt(TransformerBlockSubmodules([local_layer_spec(config)] * 2, layer_norm=norm))
-stock = gpt(get_gpt_layer_local_spec())
-tokens = torch.arange(64)[None]
-found = {
-    "packed": error_of(lambda: refuse_unpacked_attention(model)),
-    "refused": error_of(lambda: refuse_unpacked_attention(stock)),
-    "unpacked": error_of(lambda: model(tokens, tokens, None)),
-}
-config.layernorm_zero_centered_gamma = True
-config.normalization = "LayerNorm"
-found["zero_centered"] = error_of(lambda: local_layer_spec(config))
-launch.stop()
-print(json.dumps(found))
-"""
-
-
-def test_models_and_calls_without_packed_attention_are_refused() -> None:
-    found = run_code(CHILD)
-    assert found["packed"] == ""
-    assert "self_attention.core_attention is DotProductAttention" in found["refused"]
-    assert "or with megapack.job.gpt's local one" in found["refused"]
-    assert "without packed_seq_params" in found["unpacked"]
-    message = "ConfigError: layernorm_zero_centered_gamma=True: torch's LayerNorm"
-    assert found["zero_centered"].startswith(message)

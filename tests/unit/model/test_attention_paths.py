@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megapack.layout import Layout
-from megapack.model.attention.packed import row_params
+from megapack.model.attention.packed import packed_seq_params, row_params
 from megapack.model.attention.paths import key_paths
-from megapack.model.attention.row import row_view
+from megapack.model.attention.row import RowView, row_view
+from megapack.model.attention.te_rows import gathered_params
 from megapack.plan import MicroBatch
-from megapack.prefixes import Branch, PrefixTable, SharedPrefixes
+from megapack.prefixes import EARLIER, Branch, PrefixTable, SharedPrefixes
+from megapack.rows.chain import Chain, Link, Piece
 from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch
 from tests.forests import forest, random_forest
@@ -24,6 +27,19 @@ def test_a_key_is_gathered_once_per_path() -> None:
     assert paths.num_keys == [1, 3, 5, 5, 4, *row.spans[5:]]
     keys = [own.tolist() for own in paths.order_K.split(paths.num_keys)]
     assert keys[:5] == [[0], [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 5, 6], [0, 7, 8, 9]]
+
+
+def test_a_piece_sees_the_keys_of_earlier_ones() -> None:
+    ends = torch.tensor([0, 4, 10], dtype=torch.int32)
+    pieces = (Piece(continues=False, start=0, kept_tokens=8), Piece(True, 0, 0))
+    link = Link(Chain(pieces, 1, keeps_gradients=True), 1, torch.tensor([0]))
+    branch = Branch(start=0, tokens=4, offset=9, parent=EARLIER, samples=(0,), end=4)
+    row = RowView(ends, 12, lengths=[4, 6], branches=(branch,), link=link)
+    # As Transformer Engine gets it.
+    gathered = gathered_params(packed_seq_params(ends, 12, 10), row.paths())
+    assert gathered.cu_seqlens_q.tolist() == [0, 4, 10]
+    assert gathered.cu_seqlens_kv.tolist() == [0, 12, 18]
+    assert row.paths().order_K.tolist() == list(range(18))
 
 
 def test_layers_share_the_paths_of_a_row() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +13,16 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from megapack.errors import ConfigError, ScheduleError
+from megapack.errors import ConfigError
 from megapack.model.attention import varlen
 from megapack.model.attention.packed import packed_seq_params
 from megapack.model.attention.row import RowView, row_view
 from megapack.model.attention.varlen import PackedVarlen
 from megapack.schedule.checks import check_chunks
+from tests.forests import masked_attention
 from tests.groups import RankOf
 from tests.packed_attention import sample_attention
+from tests.rehearsal.flash import band, sequences
 
 pytestmark = pytest.mark.unit
 
@@ -34,27 +35,6 @@ def qkv(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = [(sum(LENGTHS), heads, D) for heads in (HEADS, GROUPS, GROUPS)]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> Tensor:
-    """The result of flash attention's varlen kernel: the last query sees the last key."""
-    out = []
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    assert cu_q.dtype == cu_k.dtype == torch.int32
-    assert (cu_q[-1], cu_k[-1]) == (q.shape[0], k.shape[0])
-    for i in range(len(cu_q) - 1):
-        own_q, own_k = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
-        scores = torch.einsum("qhd,khd->hqk", q[own_q], k[own_k]) * scale
-        seen = torch.ones(scores.shape[1:], dtype=torch.bool)
-        seen = seen.tril(scores.shape[2] - scores.shape[1])
-        p = scores.masked_fill(~seen, -math.inf).softmax(-1)
-        out.append(torch.einsum("hqk,khd->qhd", p, v[own_k]))
-    return torch.cat(out)
-
-
-def same_heads(q: Tensor, k: Tensor) -> None:
-    if q.shape[1] != k.shape[1]:
-        raise ValueError("Expect query and key/value to have the same number of heads")
 
 
 def kernel_2_11(
@@ -72,31 +52,28 @@ def kernel_2_11(
 ) -> Tensor:
     assert window_size == (-1, 0)
     assert scale is not None
-    assert max_q >= int(cu_seq_q.diff().max())
-    assert max_k >= int(cu_seq_k.diff().max())
-    return causal(query, key, value, cu_seq_q, cu_seq_k, scale)
+    out = []
+    for ends, most, tensor in ((cu_seq_q, max_q, query), (cu_seq_k, max_k, key)):
+        assert ends.dtype == torch.int32
+        assert ends[-1] == len(tensor)
+        assert most >= int(ends.diff().max())
+    for q, k in sequences(cu_seq_q, cu_seq_k):
+        seen = band(q.stop - q.start, k.stop - k.start, -1)
+        out.append(masked_attention(query[q], key[k], value[k], seen, scale))
+    return torch.cat(out)
 
 
 def kernel_2_12(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
+    *lengths: Any,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    if not enable_gqa:
-        same_heads(query, key)
-    assert cu_seq_k is not None
-    heads = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(heads, dim=1) for x in (key, value))
-    args = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
-    return kernel_2_11(*args, scale=scale, window_size=window_size)
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    return kernel_2_11(query, key, value, *lengths, scale=scale, window_size=window_size)
 
 
 VERSIONS = [kernel_2_11, kernel_2_12]
@@ -159,11 +136,6 @@ def test_values_may_be_narrower_than_keys(
     torch.testing.assert_close(out, sample_attention(q, k, narrow, LENGTHS, SCALE))
 
 
-def test_the_width_of_keys_may_be_given() -> None:
-    with pytest.raises(ConfigError, match="heads of 20 channels"):
-        PackedVarlen(config(), 1, AttnMaskType.causal, "self", k_channels=20, v_channels=16)
-
-
 def test_the_module_accepts_bf16_and_flattens_heads(kernel: Callable[..., Tensor]) -> None:
     out = core()(*qkv(torch.bfloat16), packed_seq_params=params())
     assert out.shape == (sum(LENGTHS), HEADS * D)
@@ -203,11 +175,6 @@ def test_the_kernel_may_only_be_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fp32_is_refused_before_the_kernel() -> None:
     with pytest.raises(ConfigError, match=r"not torch.float32; set model.attention=sdpa"):
         core()(*qkv(torch.float32), packed_seq_params=params())
-
-
-def test_a_row_that_is_not_packed_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"PackedVarlen got a row without packed_seq_params"):
-        core()(*qkv(torch.bfloat16), packed_seq_params=None)
 
 
 @pytest.mark.parametrize(

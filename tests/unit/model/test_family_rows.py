@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megapack.layout import Layout
-from megapack.model.attention.packed import row_params
-from megapack.model.attention.sdpa import (
-    PackedSDPA,
-)
 from megapack.model.experts.chains import piece_balance_loss
 from megapack.model.experts.rows import RoutingShape, balance_loss, routing_row
 from megapack.plan import MicroBatch, Part
 from megapack.prefixes import EARLIER, PrefixTable, SharedPrefixes, row_branches
 from megapack.rows.chain import Piece, link_rows
-from megapack.rows.packed import PackedRow, PlacedRow
+from megapack.rows.packed import PackedRow
 from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch
-from tests.packed_attention import sample_attention
 
 pytestmark = pytest.mark.unit
 
 HEADS, GROUPS, D = 4, 2, 8
-SCALE = 1 / math.sqrt(D)
 PROMPT = list(range(10, 22))
 SAMPLES = [[7], [*PROMPT, 1, 2, 3], [*PROMPT, 4, 4, 4, 5], [*PROMPT, 4, 4, 4, 6, 6, 6, 6]]
 """Samples 1 to 3 share 11 positions, and the last two of them 14."""
@@ -62,14 +53,6 @@ def rows(layout: Layout | None = None) -> list[PackedRow]:
         micro_batch = MicroBatch(samples, padded, tokens, 0, padded, pieces=pieces)
         made.append(pack_row(SampleBatch(SAMPLES), micro_batch, layout, prefixes=table(layout)))
     return made
-
-
-def placed(made: list[PackedRow]) -> list[PlacedRow]:
-    links = link_rows(made, keeps_gradients=True)
-    return [
-        PlacedRow.of(row, params=row_params(row, link=link), link=link)
-        for row, link in zip(made, links, strict=True)
-    ]
 
 
 def test_rows_of_a_family_by_eye() -> None:
@@ -110,56 +93,6 @@ def canonical() -> Tensor:
     known: dict[tuple[int, ...], int] = {}
     beginnings = (tuple(ids[: k + 1]) for ids in SAMPLES for k in range(len(ids)))
     return torch.tensor([known.setdefault(path, n) for n, path in enumerate(beginnings)])
-
-
-def inputs() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    shapes = [(sum(LENGTHS), heads, D) for heads in (HEADS, GROUPS, GROUPS)]
-    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-
-
-def weights() -> Tensor:
-    return torch.linspace(-1, 1, sum(LENGTHS) * HEADS * D).reshape(-1, HEADS, D)
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_outputs_and_gradients_are_those_of_whole_samples(*, recomputes: bool) -> None:
-    config = SimpleNamespace(
-        kv_channels=D,
-        attention_dropout=0.0,
-        context_parallel_size=1,
-        cp_comm_type=None,
-        window_size=None,
-        softmax_type="vanilla",
-    )
-    core = PackedSDPA(config, 1, AttnMaskType.causal, "self")
-    whole = inputs()
-    expected = sample_attention(*(x[canonical()] for x in whole), LENGTHS, SCALE)
-    (expected * weights()).sum().backward()
-    qkv = inputs()
-    losses = []
-    made = placed(rows())
-    for row in made:
-        position, token = tokens_of(row)
-
-        def run(*own: Tensor, row: PlacedRow = row) -> Tensor:
-            return core(*own, packed_seq_params=row.params).unflatten(1, (HEADS, D))
-
-        own = [
-            torch.zeros(row.row_tokens, *x.shape[1:]).index_copy(0, position, x[token]) for x in qkv
-        ]
-        out = checkpoint(run, *own, use_reentrant=True) if recomputes else run(*own)
-        held = row.positions_N >= 0
-        of_samples = torch.cat([torch.arange(LENGTHS[i]) + FIRSTS[i] for i in row.samples])[held]
-        found = out[row.positions_N[held]]
-        torch.testing.assert_close(found, expected[of_samples], atol=2e-6, rtol=1e-5)
-        losses.append((found * weights()[of_samples]).sum())
-    for loss in reversed(losses):
-        loss.backward()
-    for one, other in zip(qkv, whole, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, atol=5e-6, rtol=1e-5)
-    assert made[0].link is not None
-    assert not any(made[0].link.chain.kept.values())
 
 
 def _in_row(values: Tensor, row: PackedRow) -> Tensor:

@@ -25,7 +25,6 @@ from megapack.model.experts.rows import (
     balance_loss,
     collect_routing,
     routing_row,
-    sample_counts,
     z_loss,
 )
 from megapack.prefixes import PrefixTable
@@ -137,45 +136,6 @@ def test_losses_and_gradients_are_those_of_unshared_samples(seed: int) -> None:
     torch.testing.assert_close(grad, plain_grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("cp", [1, 2])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_ranks_that_hold_parts_of_a_row_add_up(cp: int, tp: int) -> None:
-    layout = Layout(cp=cp, tp=tp, sequence_parallel=tp > 1)
-    plain, row = rows_of(forest(3), layout)
-    expected = losses(logits_of(plain), whole(plain))
-    parts = []
-    for rank in range(cp):
-        part = slice_row(row, cp, rank)
-        for positions in torch.arange(part.tokens_T.numel()).chunk(tp):
-            logits = logits_of(row)[part.row_positions_T[positions]]
-            parts.append((logits, routing_row(part, positions, None, SHAPE)))
-    counts = [sample_counts(scores_and_choices(own)[1], seen, own.dtype) for own, seen in parts]
-    full = sample_counts(scores_and_choices(logits_of(plain))[1], whole(plain), torch.float32)
-    assert torch.equal(torch.stack(counts).sum(0), full)
-    # Each rank's losses with the counts of all, as after the exchange between them.
-    balance = sum(_with_counts(own, seen, full) for own, seen in parts)
-    assert balance == pytest.approx(expected[0].item(), rel=1e-6)
-    z = sum(float(z_loss(own, seen)) for own, seen in parts)
-    assert z == pytest.approx(expected[1].item(), rel=1e-6)
-
-
-def _with_counts(logits: Tensor, row: RoutingRow, counts_SE: Tensor) -> float:
-    """The balance loss by its definition: each token's scores times its samples' shares."""
-    scores = logits.softmax(-1)
-    share_SE = counts_SE * 4 / TOP_K / row.lengths_S[:, None]
-    pairs = zip(row.tokens_O.tolist(), row.samples_O.tolist(), strict=True)
-    return sum(float((scores[token] * share_SE[sample]).sum()) for token, sample in pairs)
-
-
-def test_the_definition_with_all_counts_is_the_balance_loss() -> None:
-    plain, row = rows_of(forest(3), Layout())
-    for one in plain, row:
-        scores, chosen = scores_and_choices(logits_of(one))
-        counts = sample_counts(chosen, whole(one), torch.float32)
-        found = balance_loss(scores, chosen, whole(one), TOP_K).item()
-        assert found == pytest.approx(_with_counts(logits_of(one), whole(one), counts), rel=1e-6)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_the_expert_bias_counts_a_shared_token_once_per_sample(seed: int) -> None:
     counts = []
@@ -264,19 +224,6 @@ def test_samples_that_share_tokens_must_agree_on_their_experts() -> None:
     choices[1][2, 1] = (choices[1][2, 1] + 1) % 4
     routed = SharedPrefixes.from_samples(PAIR, routing=choices)
     assert routed == SharedPrefixes((0, 1), (0, 3))
-
-
-def test_the_tokens_before_a_deeper_branch_are_compared_too() -> None:
-    samples = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], [1, 2, 3, 8]]
-    _, row = rows_of(samples, Layout())
-    choices = some_choices(samples)
-    assert choices[1] is not None
-    choices[1][3, 0] = (choices[1][3, 0] + 1) % 4
-    with pytest.raises(DataError, match="samples 0 and 1 share token 3, and"):
-        whole(row, choices)
-    choices[1][0, 0] = (choices[1][0, 0] + 1) % 4
-    with pytest.raises(DataError, match="samples 0 and 1 share token 0, and"):
-        whole(row, choices)
 
 
 def test_a_last_token_without_experts_is_never_shared() -> None:

@@ -164,13 +164,6 @@ def test_doctor_reports_a_gpu_without_a_packed_kernel(
     assert words is None or words in diagnosis.notes[0]
 
 
-def test_doctor_without_a_gpu_reports_no_attention_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megapack.cpu.uses_cuda", lambda: False)
-    diagnosis = run_probe("attention")
-    assert diagnosis.found.startswith("sdpa in bf16")
-    assert diagnosis.faults == []
-
-
 @pytest.mark.parametrize("answer", [FLASH[:5], lambda params: params.no_such_field])
 def test_a_version_that_cannot_be_asked_is_left_to_choose(engine: Engine, answer: Any) -> None:
     engine.answers(answer)

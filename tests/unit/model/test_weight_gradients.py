@@ -109,18 +109,6 @@ def test_backwards_outside_of_the_block_are_joint() -> None:
         assert param.grad.equal(gradient)
 
 
-def test_micro_batches_in_any_order() -> None:
-    model = Model()
-    later = WeightGradients([model])
-    for k, input in enumerate(inputs()):
-        with later.deferring(0, k):
-            backward(model, input)
-    for k in (2, 0, 1):
-        later.run(0, k)
-    for param, gradient in zip(model.parameters(), joint_gradients(), strict=True):
-        torch.testing.assert_close(param.grad, gradient)
-
-
 def test_an_error_in_a_backward_restores_megatrons() -> None:
     function = megatron_layers.LinearWithGradAccumulationAndAsyncCommunication
     before = vars(function)["backward"]

@@ -109,9 +109,3 @@ def test_without_gradients_the_last_row_frees_what_was_kept() -> None:
             outs.append(row(layer, [*own, *tensors[3:]], segments, link))
     assert largest_error([torch.cat(outs)], [whole.detach()]) < 1e-12
     assert places[-1].kept(layer) == {}
-
-
-def test_outside_of_chains_nothing_is_kept() -> None:
-    out = torch.ones(2)
-    assert earlier(None, "layer") == []
-    assert leave(None, "layer", out, (out, out)) is out
