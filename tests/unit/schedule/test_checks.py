@@ -62,30 +62,6 @@ def config(layout: Layout = INTERLEAVED, **changes: Any) -> TransformerConfig:
     return made
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        *[Layout(), Layout(pp=2), INTERLEAVED, Layout(tp=2, sequence_parallel=True)],
-        *[Layout(dp=8), Layout(cp=2), Layout(cp=2, pp=2, vpp=2)],
-    ],
-)
-def test_right_settings_pass(layout: Layout) -> None:
-    check_config(config(layout), layout)
-    check_planned_rows(config(layout), Policy())
-
-
-def test_settings_of_megapacks_models_pass() -> None:
-    from megapack.job.config.sections import ModelConfig
-    from megapack.job.gpt import transformer_config
-
-    model = ModelConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
-    layouts = [Layout(), Layout(pp=2), INTERLEAVED, Layout(tp=2, sequence_parallel=True)]
-    for layout in (*layouts, Layout(cp=2)):
-        made = transformer_config(model, layout)
-        check_config(made, layout)
-        check_planned_rows(made, Policy())
-
-
 REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "sequence parallelism differs": (
         Layout(),
@@ -273,12 +249,6 @@ def test_ways_of_context_parallelism_by_version(
     check_cp_comm([torch.nn.Sequential(TEDotProductAttention())], without_cp)
 
 
-def test_a_dense_model_may_keep_the_default_dispatcher() -> None:
-    made = config(num_moe_experts=None, moe_token_dispatcher_type="allgather")
-    check_planned_rows(made, Policy())
-    check_planned_rows(config(num_moe_experts=4, moe_token_dispatcher_type="alltoall"), Policy())
-
-
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
     """Sizes of Megatron's process groups; tests change them."""
@@ -291,12 +261,6 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
     for name in tuple(sizes):
         monkeypatch.setattr(parallel_state, f"get_{name}_parallel_world_size", size_of(name))
     return sizes
-
-
-def test_a_layout_that_matches_the_groups_passes(groups: dict[str, int | None]) -> None:
-    check_layout(Layout(dp=2, tp=2, pp=4), 1, has_experts=False)
-    groups["virtual_pipeline_model"] = 3
-    check_layout(Layout(dp=2, tp=2, pp=4, vpp=3), 3, has_experts=False)
 
 
 def test_megatron_must_know_the_virtual_stages(groups: dict[str, int | None]) -> None:
@@ -356,10 +320,6 @@ def packed() -> PackedSDPA:
 
     settings = SimpleNamespace(attention_dropout=0.0, kv_channels=4, context_parallel_size=1)
     return PackedSDPA(settings, 1, AttnMaskType.causal, "self")
-
-
-def test_packed_attention_in_every_layer_passes() -> None:
-    check_chunks([chunk(packed(), packed()), chunk(TEDotProductAttention()), chunk()])
 
 
 def test_the_error_names_a_layer_with_unpacked_attention() -> None:
@@ -450,16 +410,6 @@ def test_whole_experts_on_tensor_parallel_ranks_need_their_own_reduction() -> No
     check_expert_gradients([model], layout)
 
 
-def test_router_losses_per_token_or_sample_pass() -> None:
-    made = config(
-        num_moe_experts=4,
-        moe_router_load_balancing_type="seq_aux_loss",
-        moe_aux_loss_coeff=0.1,
-        moe_z_loss_coeff=1e-3,
-    )
-    check_config(made, INTERLEAVED)
-
-
 def test_pieces_are_refused_with_scales_that_ranks_agree_on() -> None:
     policy = Policy(split_samples="auto")
     plan = build_dp_schedule([5, 6], layout=Layout(dp=2), max_tokens_per_gpu=8, policy=policy)
@@ -488,7 +438,3 @@ def test_row_lengths_that_fp8_does_not_support_are_refused(
         check_config(made, layout)
     for wide in ("blockwise", recipe if recipe == "mxfp8" else "blockwise"):
         check_config(made, replace(layout, fp8=wide))
-
-
-def test_rows_may_be_aligned_more_than_the_model_needs() -> None:
-    check_config(config(), replace(INTERLEAVED, fp8="mxfp8"))

@@ -114,21 +114,6 @@ def test_the_loss_ends_the_forward_of_the_last_chunk() -> None:
     assert recorder.events == ["(F0.0", "[()]", "F0.0)", "(B0.0", "B0.0)"]
 
 
-def test_the_backward_ends_after_its_gradients_exist() -> None:
-    (module,) = modules = chunks(1, is_last=False)
-
-    class ChecksGradients(Recorder):
-        def on_end(self, kind: Kind, chunk: int, microbatch: int) -> None:
-            weight = next(module.parameters())
-            assert (weight.grad is not None) == (kind == "B")
-            super().on_end(kind, chunk, microbatch)
-
-    recorder = ChecksGradients()
-    output, _ = make(modules, recorder)(rows(1), modules[0])
-    output.backward(torch.ones(3, 1, 2))
-    assert recorder.events[-2:] == ["(B0.0", "B0.0)"]
-
-
 def test_micro_batches_come_with_their_numbers() -> None:
     modules = chunks(2, is_last=False)
     recorder = Recorder()
@@ -138,14 +123,6 @@ def test_micro_batches_come_with_their_numbers() -> None:
         forward(iter([row]), modules[module])
     begun = [text for text in recorder.events if text.startswith("(")]
     assert begun == ["(F0.1", "(F0.0", "(F1.0"]
-
-
-def test_a_pass_without_gradients_has_no_backward() -> None:
-    modules = chunks(1, is_last=False)
-    recorder = Recorder()
-    with torch.no_grad():
-        make(modules, recorder)(rows(1), modules[0])
-    assert recorder.events == ["(F0.0", "[(3, 1, 2)]", "F0.0)"]
 
 
 def test_every_listener_is_called_and_may_raise() -> None:

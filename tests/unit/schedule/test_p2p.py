@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megapack.errors import ConfigError, ScheduleError
 from megapack.schedule.p2p import PlannedP2PCommunicator, receive_order
@@ -63,10 +61,6 @@ def _length(wanted: list[int], other: list[int]) -> int:
     return wanted[0]
 
 
-def test_1f1b_runs_micro_batches_in_order() -> None:
-    assert receive_order(4, 1, None) == [(0, 0), (1, 0), (2, 0), (3, 0)]
-
-
 def test_interleaving_runs_g_micro_batches_per_chunk_turn() -> None:
     assert receive_order(4, 2, 2) == [
         (0, 0), (1, 0), (0, 1), (1, 1),
@@ -81,39 +75,9 @@ def test_the_last_turn_of_each_chunk_may_be_shorter() -> None:
     ]  # fmt: skip
 
 
-@settings(deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 20))
-def test_every_chunk_runs_every_micro_batch_once(vpp: int, group_size: int, extra: int) -> None:
-    count = group_size + extra
-    order = receive_order(count, vpp, group_size)
-    assert sorted(order) == [(m, chunk) for m in range(count) for chunk in range(vpp)]
-    for chunk in range(vpp):
-        assert [m for m, c in order if c == chunk] == list(range(count))
-
-
 def test_interleaving_without_a_group_size_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"vpp=2 .*set Layout.microbatch_group_size"):
         receive_order(4, 2, None)
-
-
-def test_1f1b_stages_receive_from_neighbours_only() -> None:
-    lengths = [10, 20, 30]
-    first, middle, last = (communicator(rank, 3, lengths) for rank in range(3))
-    assert [stage.num_pending for stage in (first, middle, last)] == [3, 6, 3]
-    assert gradients(first, 3) == lengths
-    assert activations(middle, 3) == lengths
-    assert gradients(middle, 3) == lengths
-    assert activations(last, 3) == lengths
-    assert [stage.num_pending for stage in (first, middle, last)] == [0, 0, 0]
-
-
-def test_one_call_answers_both_directions() -> None:
-    stage = communicator(1, 3, [10, 20])
-    assert stage._communicate_shapes(None, None, True, False)[0] == [10, 1, HIDDEN]
-    # One forward ahead: the next activation is of micro-batch 1, the first gradient of 0.
-    assert stage._communicate_shapes(None, None, True, True) == ([20, 1, HIDDEN], [10, 1, HIDDEN])
-    assert stage._communicate_shapes(None, None, False, False) == (NOTHING, NOTHING)
-    assert stage.num_pending == 1
 
 
 def test_interleaved_stages_wrap_round() -> None:
@@ -157,8 +121,3 @@ def test_one_receive_too_many_is_an_error() -> None:
     activations(stage, 2)
     with pytest.raises(ScheduleError, match="one more activation than the plan's 2 micro-batches"):
         activations(stage, 1)
-
-
-def test_a_stage_is_still_megatrons_communicator() -> None:
-    stage = communicator(1, 3, [10])
-    assert (stage.prev_rank, stage.next_rank) == (0, 2)

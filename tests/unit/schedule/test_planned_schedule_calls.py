@@ -113,9 +113,3 @@ def test_ranks_that_meet_in_each_forward_need_one_m(
 ) -> None:
     config = SimpleNamespace(num_moe_experts=None, **settings)
     assert checks.meets_in_every_microbatch(config, []) == meets
-
-
-def test_sharded_parameters_are_gathered_in_each_forward() -> None:
-    config = SimpleNamespace(num_moe_experts=None)
-    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
-    assert checks.meets_in_every_microbatch(config, [chunk])

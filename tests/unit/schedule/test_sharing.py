@@ -100,17 +100,6 @@ def call(**changes: Any) -> dict[str, Any]:
     return {"input_ids": IDS, "position_ids": None, "packed_seq_params": params, **changes}
 
 
-def test_the_rows_of_one_rank_are_found() -> None:
-    made = make()
-    made.check()
-    made.note(call())
-    # What follows the last sample counts as one.
-    assert made.spans == [(4, 4, 2)]
-    (row,) = made.agree([made.spans], None)
-    assert row is not None
-    assert row.spans == (2, 2, 2, 2)
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -210,13 +199,6 @@ def test_rows_that_cannot_share_pass_on_with_one_line(
     (message,) = caplog.messages
     assert reason in message
     assert made.agree([made.spans], None) == [None, None]
-
-
-def test_what_is_read_behind_the_decoder_may_have_an_entry_per_token() -> None:
-    made = make()
-    own = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 0, 1]])
-    made.note(call(labels=IDS, loss_mask=IDS > 0, position_ids=own, attention_mask=None))
-    assert made.spans == [(4, 4, 2)]
 
 
 def test_samples_that_context_parallel_ranks_do_not_cut_pass_on(

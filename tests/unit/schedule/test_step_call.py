@@ -53,12 +53,6 @@ def forward(**changes: Any) -> StepCall:
     return StepCall(**{**shared_options(), **options, **changes})
 
 
-def test_equal_calls_agree() -> None:
-    """Each rank makes its own plan, batch and objective; they are equal."""
-    assert training().same() == training().same()
-    assert forward().same() == forward().same()
-
-
 def test_the_executor_follows_the_plan() -> None:
     split = replace(plan(), policy=Policy(backward="split"))
     assert (training().executor, training(plan=split).executor) == ("megatron", "operations")
@@ -97,10 +91,6 @@ def test_the_first_difference_is_named(name: str, other: StepCall) -> None:
     assert next(key for key in mine if mine[key] != theirs[key]) == name
 
 
-def test_a_setting_of_the_objective_is_part_of_the_call() -> None:
-    assert training(objective=PPO(clip_low=0.3)).text != training(objective=PPO()).text
-
-
 def test_packing_refuses_a_step_that_the_plan_lacks() -> None:
     call = training(step=2)
     with pytest.raises(DataError, match=r"step=2 of a plan of 2 steps; pass one of 0 to 1"):
@@ -108,12 +98,6 @@ def test_packing_refuses_a_step_that_the_plan_lacks() -> None:
     with pytest.raises(DataError, match="step=-1"):
         training(step=-1).rows(0)
     assert training().rows(0) == plan().steps[0].ranks[0]
-
-
-def test_equal_calls_have_equal_keys() -> None:
-    call = training()
-    assert replace(call).key == call.key
-    assert replace(call, objective=SFT()).key == call.key
 
 
 @pytest.mark.parametrize(
@@ -132,13 +116,6 @@ def test_equal_calls_have_equal_keys() -> None:
 def test_different_calls_have_different_keys(changes: dict[str, Any]) -> None:
     call = training()
     assert replace(call, **changes).key != call.key
-
-
-def test_changing_a_field_raises_the_revision() -> None:
-    one = batch()
-    before = one.revision
-    one.set_field("advantages", [1.0] * 6)
-    assert one.revision > before
 
 
 def test_the_text_of_an_objective_holds_no_address() -> None:
@@ -167,16 +144,6 @@ def test_a_field_of_several_numbers_per_token_is_refused_where_one_is_read() -> 
         call.check("vocabulary")
 
 
-def test_sample_weights_belong_to_the_step() -> None:
-    call = training()
-    kept = call.plan.steps[0].kept_samples
-    weights = call.sample_weights
-    assert weights is not None
-    counts = call.batch.num_loss_tokens
-    assert sum(weights[i] * counts[i] for i in kept) == pytest.approx(1.0)
-    assert forward().sample_weights is None
-
-
 def test_weights_that_are_not_finite_are_refused() -> None:
     call = training(weighting="seq-mean-token-sum-norm", norm_constant=1e-310)
     with pytest.raises(DataError, match="hold a NaN or an infinity; check norm_constant=1e-310"):
@@ -190,12 +157,6 @@ def test_a_forward_pass_packs_no_fields() -> None:
     assert training().is_training
     assert list(call.field_names) == []
     assert forward(scope="dp").text != forward().text
-
-
-@pytest.mark.parametrize(("shape", "planned"), [("planned", True), ("uniform", False)])
-def test_only_planned_row_shapes_have_planned_rows(shape: Any, planned: bool) -> None:
-    changed = replace(plan(), policy=Policy(row_shape=shape))
-    assert training(plan=changed).has_planned_rows is planned
 
 
 def test_the_entropy_is_computed_if_asked_for_or_needed() -> None:
