@@ -12,7 +12,9 @@ from tests.marks import needs_hybrid, needs_muon
 pytestmark = pytest.mark.dist
 
 # Others have the same parts.
-WEEKLY_CASES = {"dp2", "tp2", "dp2_frozen"}
+WEEKLY_CASES = {
+    *("dp2", "tp2", "dp2_frozen", "dp2_ep2_bf16_not_distributed", "tp2_hybrid", "dp2_hybrid_bf16"),
+}
 
 
 @pytest.mark.parametrize(

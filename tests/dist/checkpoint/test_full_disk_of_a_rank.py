@@ -13,7 +13,14 @@ from tests.dist.spawn import checked_job, rank_reports
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module", params=["false", "true"], ids=["sync", "async"])
+# tests/dist/checkpoint/test_resume.py saves in the main thread on a full disk.
+SAVES = [
+    pytest.param("false", marks=pytest.mark.weekly, id="sync"),
+    pytest.param("true", id="async"),
+]
+
+
+@pytest.fixture(scope="module", params=SAVES)
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[list[dict[str, Any]]]:

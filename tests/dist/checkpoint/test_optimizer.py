@@ -16,7 +16,10 @@ from tests.te_python import VERSION
 pytestmark = pytest.mark.dist
 
 # Others have the same parts.
-WEEKLY_CASES = {"2-1-2-2-distributed", "2-1-2-1-adam", "loss_alone"}
+WEEKLY_CASES = {
+    *("2-1-1-1-distributed", "2-1-2-2-distributed", "2-1-2-1-adam", "loss_alone"),
+    *("adam-adam", "muon-muon", "dp2"),
+}
 
 
 def train(

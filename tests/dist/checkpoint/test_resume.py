@@ -198,7 +198,7 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(
 
 @pytest.mark.parametrize(
     "layout",
-    [PP2_VPP2, pytest.param(TP2, marks=WEEKLY), UNEVEN],
+    [pytest.param(PP2_VPP2, marks=WEEKLY), pytest.param(TP2, marks=WEEKLY), UNEVEN],
     ids=["pp2_vpp2", "tp2", "uneven"],
 )
 def test_resumed_on_another_layout(

@@ -32,7 +32,10 @@ def run(fails: str, folder: Path) -> list[list[dict[str, Any]]]:
 
 @pytest.mark.parametrize(
     ("fails", "message"),
-    [("error", "ValueError: the user's own loss failed"), ("exit", "SystemExit: 0")],
+    [
+        ("error", "ValueError: the user's own loss failed"),
+        pytest.param("exit", "SystemExit: 0", marks=pytest.mark.weekly),
+    ],
 )
 def test_an_error_within_a_step(fails: str, message: str, tmp_path: Path) -> None:
     ranks = run(fails, tmp_path)

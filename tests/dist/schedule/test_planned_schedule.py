@@ -15,7 +15,7 @@ from tests.dist.spawn import checked_job, rank_reports, run_job
 pytestmark = pytest.mark.dist
 
 # Others have the same parts.
-WEEKLY_CASES = {"dp2", "cp2_pp2", "fewer micro-batches", "data"}
+WEEKLY_CASES = {"dp2", "cp2_pp2", "tp2_pp2_sp", "fewer micro-batches", "data", "nan"}
 
 LAYOUTS = {
     "dp2": Layout(dp=2),

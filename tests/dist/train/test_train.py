@@ -141,9 +141,7 @@ def test_real_rollouts(tmp_path: Path, shared_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((*ONE, "plan.max_tokens=4"), "plan.max_tokens_per_gpu"),
         ((*ONE, "data.path=absent.jsonl"), "absent.jsonl"),
-        (("layout.dp=3", "layout.pp=1", "layout.vpp=1"), "ranks, the job has 1"),
     ],
 )
 def test_bad_input_ends_with_one_line_and_code_2(
