@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,10 +71,12 @@ WRITES_OF = {
 }
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        yield name, ast.parse(path.read_text(), str(path))
+@functools.cache
+def modules() -> list[tuple[str, ast.Module]]:
+    return [
+        (".".join(path.relative_to(PACKAGE).with_suffix("").parts), ast.parse(path.read_text()))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    ]
 
 
 def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:

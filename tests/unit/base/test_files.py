@@ -19,14 +19,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_written_bytes_are_read_back(tmp_path: Path) -> None:
-    write_whole(tmp_path / "a", "é\n")
-    write_whole(tmp_path / "a", "ab")
-    assert read_whole(tmp_path / "a") == b"ab"
-    assert read_whole(tmp_path / "a", 1) == b"a"
-    assert names(tmp_path) == ["a"]
-
-
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_a_failed_write_keeps_the_old_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
@@ -64,12 +56,6 @@ def test_a_link_is_kept_and_its_target_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
     assert names(tmp_path / "there") == ["a"]
     assert read_whole(tmp_path / "link") == b"text"
-
-
-def test_a_device_is_written_in_place() -> None:
-    write_whole(Path("/dev/null"), "text")
-    assert Path("/dev/null").is_char_device()
-    assert not Path("/dev/null.part").exists()
 
 
 def test_a_pipe_is_read_to_its_end_or_empty_without_a_writer(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from megapack.base import gpu_environment
 from megapack.base.gpu_environment import (
     compute_capability,
     missing_variables,
-    set_missing_variables,
 )
 
 pytestmark = pytest.mark.unit
@@ -83,13 +81,6 @@ def test_without_nvml_the_capability_is_not_known(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     assert compute_capability() is None
-
-
-def test_only_missing_variables_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_environment, "compute_capability", lambda: HOPPER)
-    monkeypatch.setattr(os, "environ", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
-    set_missing_variables(tp=2, cp=1)
-    assert os.environ == {**ALLOCATOR, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 @pytest.mark.parametrize(("device", "num_calls"), [("cuda", 1), ("cpu", 0)])

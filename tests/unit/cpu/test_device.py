@@ -243,11 +243,6 @@ def test_gradients_are_clipped(in_megatron: dict[str, Any], way: str) -> None:
     assert in_megatron[f"{way}clipped"]["clipped_norm"] == pytest.approx(0.5, rel=1e-3)
 
 
-def test_a_process_without_enable_is_unchanged() -> None:
-    assert not cpu.enabled()
-    assert torch.ones(1).type() == "torch.FloatTensor"
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_device_cuda_never_falls_back_to_the_cpu() -> None:
     with pytest.raises(ConfigError, match="finds no CUDA device; set device=cpu"):

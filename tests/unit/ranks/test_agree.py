@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megapack.errors import DataError, MegapackError, RankError, ScheduleError
-from megapack.ranks.agree import Agreements, agree, agree_one_per_node_first, on_any_rank
+from megapack.ranks.agree import Agreements, agree, on_any_rank
 from megapack.ranks.board import Failure
 from megapack.ranks.watchdog import Watchdog
 from tests.job_in_process import LIMIT_S, job_of_one
@@ -112,14 +112,6 @@ def error_of_all(results: list[Any]) -> str:
     return text
 
 
-def test_one_process_gets_the_result_of_its_work() -> None:
-    calls: list[int] = []
-    assert agree(lambda: [1, 2], device=CPU) == [1, 2]
-    assert agree(lambda: [1, 2], device=CPU, same={"plan": "a"}) == [1, 2]
-    agree(lambda: calls.append(1), device=CPU)
-    assert calls == [1]
-
-
 def test_a_job_of_one_process_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its only process group is NCCL's on a GPU."""
     with job_of_one():
@@ -131,11 +123,6 @@ def test_a_job_of_one_process_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> 
             agreements.start(fail(DataError("the lengths")), dict).result()
         agreements.stop()
         assert on_any_rank([True, False], device=CPU) == [True, False]
-
-
-def test_each_rank_gets_the_result_of_its_work(run: Run) -> None:
-    same = {"plan": "a", "call": "x" * 1000}
-    assert run(*[call(lambda n=n: n, **same) for n in range(3)]) == [0, 1, 2]
 
 
 def test_the_error_names_the_rank_and_chains_its_error(run: Run) -> None:
@@ -165,17 +152,6 @@ def test_an_error_of_all_ranks_is_raised_unchanged(run: Run) -> None:
     assert all(result.on_all_ranks for result in results)
 
 
-def test_an_error_without_a_message_is_reported(run: Run) -> None:
-    with pytest.raises(AssertionError):
-        agree(fail(AssertionError()), device=CPU)
-    assert "rank 0: AssertionError" in error_of_all(run(call(fail(AssertionError())), call()))
-
-
-def test_ctrl_c_is_not_an_error_of_the_work() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        agree(fail(KeyboardInterrupt()), device=CPU)
-
-
 def test_a_flag_of_any_rank_is_set_on_all(run: Run) -> None:
     flags = [[True, False, False], [False, False, True]]
     results = run(*[lambda f=f: on_any_rank(f, device=CPU) for f in flags])
@@ -191,23 +167,11 @@ def test_the_error_names_the_ranks_that_differ(run: Run) -> None:
     assert error_of_all(results).startswith("ranks [1, 3] differ from the other 3 in call (")
 
 
-def test_the_error_names_the_first_value_that_differs(run: Run) -> None:
-    results = run(call(plan="a", call="x"), call(plan="a", call="x"), call(plan="b", call="y"))
-    text = error_of_all(results)
-    assert text.startswith("ranks [2] differ from the other 2 in plan (rank 2: 'b', most: 'a')")
-
-
 def test_long_values_are_shown_as_digests(run: Run) -> None:
     one, other = ("x" * 100_000 + end for end in "12")
     text = error_of_all(run(call(plan=one), call(plan=other), call(plan=one)))
     assert "ranks [1] differ from the other 2 in plan (rank 1: 'sha256 " in text
     assert len(text) < 300
-
-
-def test_long_messages_are_cut(run: Run) -> None:
-    text = error_of_all(run(call(fail(DataError("é" * 100_000))), call()))
-    assert text.startswith("1 of 2 ranks failed: rank 0: DataError: ééé")
-    assert len(text) < 500
 
 
 def test_a_path_that_is_not_utf_8_can_be_reported(run: Run) -> None:
@@ -227,14 +191,6 @@ def test_an_error_that_cannot_be_printed_can_be_reported(run: Run) -> None:
     assert text.endswith("rank 0: Unprintable, whose message cannot be printed")
 
 
-def test_one_process_runs_the_work_once() -> None:
-    calls: list[int] = []
-    assert agree_one_per_node_first(lambda: calls.append(1) or 7, device=CPU) == 7
-    assert calls == [1]
-    with pytest.raises(DataError, match="bad line"):
-        agree_one_per_node_first(fail(DataError("bad line")), device=CPU)
-
-
 @pytest.fixture
 def watchdog() -> Iterator[Watchdog]:
     with job_of_one():
@@ -250,11 +206,6 @@ def agreements(watchdog: Watchdog) -> Iterator[Agreements]:
     made.stop()
 
 
-def test_agreements_return_the_results_of_their_work(agreements: Agreements) -> None:
-    pending = [agreements.start(lambda n=n: n, lambda: {"plan": "a"}) for n in range(20)]
-    assert [one.result() for one in reversed(pending)] == list(reversed(range(20)))
-
-
 @pytest.mark.parametrize("error", [ValueError("bad"), TimeoutError("slow disk"), SystemExit(3)])
 def test_errors_of_the_work_are_raised_by_its_result(
     agreements: Agreements, error: BaseException
@@ -264,14 +215,6 @@ def test_errors_of_the_work_are_raised_by_its_result(
     with pytest.raises(type(error), match=str(error)):
         failed.result()
     assert fine.result() == 1
-
-
-def test_an_error_while_computing_the_values_is_raised_too(agreements: Agreements) -> None:
-    def same() -> Mapping[str, str]:
-        raise ValueError("no digest")
-
-    with pytest.raises(ValueError, match="no digest"):
-        agreements.start(lambda: 1, same).result()
 
 
 def test_the_wait_lasts_longer_than_one_poll(

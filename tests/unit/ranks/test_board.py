@@ -36,15 +36,6 @@ def test_a_failure_becomes_an_error_of_all_ranks() -> None:
     assert not hasattr(Failure(text="a").error(), "__notes__")
 
 
-def test_a_rank_that_joins_later_sees_the_failure() -> None:
-    store = dist.HashStore()
-    with boards(1, store) as (first,):
-        first.post(FAILURE)
-        late = Board(store, 1, 2)
-        assert late.beat_and_read() == FAILURE
-        late.close()
-
-
 def test_the_next_job_on_a_store_starts_empty() -> None:
     store = dist.HashStore()
     with boards(2, store) as (first, second):
@@ -55,27 +46,6 @@ def test_the_next_job_on_a_store_starts_empty() -> None:
             assert not other.has_left(0)
             other.post(Failure(text="of the second job"))
             assert second.beat_and_read() == FAILURE
-
-
-def test_beats_are_counted() -> None:
-    with boards(2) as (first, second):
-        before = first.num_beats(1)
-        second.beat_and_read()
-        assert (first.num_beats(1), first.num_beats(2)) == (before + 1, 0)
-
-
-def test_ranks_that_know_of_the_failure_are_counted() -> None:
-    with boards(2) as (first, second):
-        assert first.num_acknowledged() == 0
-        assert [second.acknowledge(), first.acknowledge()] == [1, 2]
-        assert second.num_acknowledged() == 2
-
-
-def test_the_processes_of_this_host_are_listed() -> None:
-    with boards(3) as (_, second, _):
-        processes = second.processes_on_host()
-    assert [process.rank for process in processes] == [0, 2]
-    assert {process.pid for process in processes} == {os.getpid()}
 
 
 def test_a_container_with_its_own_process_ids_is_another_host(
@@ -173,15 +143,6 @@ def test_closing_does_not_wait_for_a_blocked_call(
     monkeypatch.setattr("megapack.ranks.board._ANSWER_S", 1000.0)
     board.close()
     assert len(threads()) == 1
-
-
-def test_closing_ends_the_thread() -> None:
-    with boards(1) as (board,):
-        assert len(threads()) == 1
-        board.close()
-        assert threads() == []
-        with pytest.raises(RuntimeError, match="stopped"):
-            board.beat_and_read()
 
 
 def test_a_store_that_is_gone_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

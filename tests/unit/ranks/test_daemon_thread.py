@@ -14,22 +14,6 @@ from tests.job_in_process import until
 pytestmark = pytest.mark.unit
 
 
-def test_calls_run_in_order_on_one_other_thread() -> None:
-    worker = DaemonThread("calls")
-    threads: list[threading.Thread] = []
-
-    def call(number: int) -> int:
-        threads.append(threading.current_thread())
-        return number
-
-    futures = [worker.submit(lambda n=n: call(n)) for n in range(20)]
-    assert [future.result() for future in reversed(futures)] == list(reversed(range(20)))
-    assert len(set(threads)) == 1
-    assert threads[0] is not threading.current_thread()
-    worker.stop(30.0)
-    assert not threads[0].is_alive()
-
-
 def test_a_stopped_executor_runs_queued_calls_only() -> None:
     worker = DaemonThread("calls")
     release = threading.Event()

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from megapack.errors import ConfigError, DataError, RankError
+from megapack.errors import DataError, RankError
 from megapack.ranks import links, watchdog
 from megapack.ranks.board import Board, Failure
 from megapack.ranks.links import Ranks
 from megapack.ranks.watchdog import Watchdog
-from tests.job_in_process import boards, job_of_one, pid_is, sleeper, until
+from tests.job_in_process import boards, pid_is, sleeper, until
 
 pytestmark = pytest.mark.unit
 
@@ -55,28 +55,6 @@ def test_an_error_is_raised_on_both_ranks(pair: Pair) -> None:
     assert 'raise ValueError("bad' in other.value.__notes__[0]
 
 
-def test_a_block_that_ends_after_the_failure_raises(pair: Pair) -> None:
-    first, second = pair
-
-    def other_fails() -> None:
-        with pytest.raises(RankError):
-            fail_in_forward(second)
-        until(lambda: first.failure)
-
-    with pytest.raises(RankError, match="rank 1 failed in step 4, forward"), guarded(first):
-        other_fails()
-
-
-def test_after_a_failure_no_block_is_entered(pair: Pair) -> None:
-    first, _ = pair
-    with pytest.raises(RankError, match="bad"), guarded(first):
-        raise ValueError("bad")
-    entered = []
-    with pytest.raises(RankError, match="bad"), guarded(first):
-        entered.append(1)
-    assert entered == []
-
-
 def test_an_error_of_every_rank_is_not_changed(pair: Pair) -> None:
     first, second = pair
     error = DataError("all have it")
@@ -101,16 +79,6 @@ def test_leaving_the_process_within_a_step_is_a_failure(pair: Pair) -> None:
     with pytest.raises(RankError, match=r"^rank 0 failed: SystemExit: 0"), guarded(first):
         raise SystemExit(0)
     until(lambda: second.failure)
-
-
-def test_errors_in_a_job_of_one_rank_are_not_changed() -> None:
-    with job_of_one():
-        one = Watchdog()
-        with pytest.raises(ConfigError, match=r"^mine$"), guarded(one):
-            raise ConfigError("mine")
-        with pytest.raises(SystemExit), guarded(one):
-            raise SystemExit(3)
-        one.stop()
 
 
 def test_the_name_of_the_outer_block_stays(pair: Pair) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -43,13 +42,6 @@ def test_a_signal_before_the_first_step_ends_the_rank_at_once(number: signal.Sig
             interrupt.begin()
 
 
-def test_handlers_are_restored_after_an_error() -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with pytest.raises(ValueError, match="bad"), Interrupt(saves=True):
-        raise ValueError("bad")
-    assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
 ENDS = """
 import signal
 from megapack.ranks.interrupt import Interrupt
@@ -82,17 +74,6 @@ def test_a_watchdog_gets_a_byte_per_signal() -> None:
         interrupt.bytes.settimeout(5)
         assert signal.SIGTERM in interrupt.bytes.recv(8)
     assert signal.set_wakeup_fd(-1) == -1
-
-
-def test_the_wakeup_fd_of_other_code_is_restored() -> None:
-    """An event loop sets one, for example."""
-    reads, writes = socket.socketpair()
-    with reads, writes:
-        writes.setblocking(False)
-        signal.set_wakeup_fd(writes.fileno())
-        with Interrupt(saves=True):
-            pass
-        assert signal.set_wakeup_fd(-1) == writes.fileno()
 
 
 def test_ctrl_c_is_not_changed() -> None:

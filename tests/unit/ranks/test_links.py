@@ -66,17 +66,6 @@ def test_started_threads_run_until_ranks_are_closed() -> None:
         assert own_threads() == []
 
 
-def test_the_watchdog_is_optional() -> None:
-    with job_of_one():
-        ranks = Ranks.start(watchdog=False)
-        assert own_threads() == ["megapack-agreements"]
-        with pytest.raises(DataError), ranks.guarded("step 4"):
-            raise DataError("mine")
-        assert ranks.prepare(lambda: 5, same).result() == 5
-        ranks.close()
-        assert own_threads() == []
-
-
 def test_alone_is_refused_in_a_job_of_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     made_before_the_group = Ranks.alone()
     with job_of_one():
@@ -128,17 +117,6 @@ def test_a_new_process_group_gets_new_ranks(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(own_threads()) == 2
         close_all()
     assert own_threads() == []
-
-
-@pytest.mark.weekly
-def test_an_import_registers_no_exit_hook() -> None:
-    code = (
-        "import atexit, unittest.mock as mock, torch, megatron.core\n"
-        "with mock.patch.object(atexit, 'register') as register:\n"
-        "    import megapack.ranks.links\n"
-        "assert not [call for call in register.mock_calls if 'megapack' in repr(call)]\n"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
 
 
 def test_started_ranks_are_closed_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:

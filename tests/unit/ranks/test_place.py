@@ -9,11 +9,6 @@ from megapack.ranks.place import Phase, Place
 pytestmark = pytest.mark.unit
 
 
-def test_a_new_place_is_idle() -> None:
-    assert str(Place()) == "idle"
-    assert Place().within == ""
-
-
 @pytest.mark.parametrize(
     ("phase", "chunk", "microbatch", "text"),
     [

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megapack.errors import RankError
 from megapack.ranks import board, watchdog
 from megapack.ranks.board import Board, Failure
 from megapack.ranks.interrupt import Interrupt
@@ -64,34 +62,6 @@ def wait_for_a_round(one: Watchdog) -> None:
     assert one.board is not None
     before = one.board.num_beats(one.rank)
     until(lambda: one.board.num_beats(one.rank) >= before + 2)
-
-
-def test_a_failure_reaches_every_rank(make: Make) -> None:
-    first = make(0)
-    second = make(1)
-    first.raise_failure()
-    reported = second.report(Failure(text="rank 1 failed"))
-    until(lambda: first.failure)
-    assert first.failure == second.failure == reported
-    for one in (first, second):
-        with pytest.raises(RankError, match=r"^rank 1 failed$"):
-            one.raise_failure()
-
-
-def test_every_rank_has_the_first_failure_reported(make: Make) -> None:
-    first = make(0)
-    second = make(1)
-    first.report(Failure(text="a"))
-    assert second.report(Failure(text="b")) == Failure(text="a")
-    assert second.failure == Failure(text="a")
-
-
-def test_a_rank_that_failed_waits_until_the_others_know(make: Make) -> None:
-    first = make(0)
-    second = make(1)
-    first.report(Failure(text="a"))
-    first.wait_until_acknowledged(30.0)
-    assert second.failure is not None
 
 
 def test_the_wait_does_not_include_ranks_that_are_gone(make: Make) -> None:
@@ -378,15 +348,6 @@ def test_a_job_of_one_rank_needs_no_store(make: Make, clock: Clock) -> None:
         one.stop()
 
 
-def test_stopping_ends_its_threads(make: Make) -> None:
-    before = threading.active_count()
-    one = make()
-    assert threading.active_count() > before
-    one.stop()
-    one.stop()
-    assert threading.active_count() == before
-
-
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Board]]:
     """Four ranks, two on each of two hosts."""
@@ -419,15 +380,6 @@ def test_a_silent_rank_of_another_host_is_named(
     assert peers.silent == {}
 
 
-def test_a_rank_that_ended_normally_is_not_silent(hosts: list[Board], clock: Clock) -> None:
-    peers = Peers(hosts[3])
-    peers.check(in_step=True)
-    hosts[0].leave()
-    clock.now += 60
-    peers.check(in_step=True)
-    assert peers.silent == {}
-
-
 def test_beats_of_ranks_on_the_same_host_are_not_used(hosts: list[Board], clock: Clock) -> None:
     """Their processes are looked up: a rank may compile for a minute without a beat."""
     peers = Peers(hosts[0])
@@ -435,7 +387,3 @@ def test_beats_of_ranks_on_the_same_host_are_not_used(hosts: list[Board], clock:
     clock.now += 60
     peers.check(in_step=True)
     assert peers.silent == {}
-
-
-def test_a_job_of_one_rank_has_no_peers() -> None:
-    assert Peers(None).check(in_step=True) == Peers(None).ended() == {}

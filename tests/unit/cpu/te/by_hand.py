@@ -36,19 +36,6 @@ def attention(
     return torch.stack(outputs)
 
 
-def rotated(x: Tensor, angles: Tensor, positions: Sequence[int]) -> Tensor:
-    """x [n, heads, d] with pairs (i, i + d/2) turned by angles[position, i]."""
-    out = x.clone()
-    half = angles.shape[-1] // 2
-    for row, position in enumerate(positions):
-        for i in range(half):
-            c, s = angles[position, i].cos(), angles[position, i].sin()
-            a, b = x[row, :, i], x[row, :, i + half]
-            out[row, :, i] = a * c - b * s
-            out[row, :, i + half] = b * c + a * s
-    return out
-
-
 def ends(lengths: Sequence[int]) -> Tensor:
     """`cu_seqlens` of samples."""
     return torch.tensor([0, *lengths]).cumsum(0).int()

@@ -67,30 +67,6 @@ def test_packed_rows_and_their_gradients(window: tuple[int, int]) -> None:
         torch.testing.assert_close(found, grad)
 
 
-@pytest.mark.parametrize("mask", ["NVTE_CAUSAL_MASK", "NVTE_NO_MASK"])
-def test_rows_of_one_length(mask: str) -> None:
-    q, k, v = (drawn(6, 3, heads, WIDTH).requires_grad_() for heads in (HEADS, GROUPS, GROUPS))
-    parts = zip(*(t.unbind(1) for t in (q, k, v)), strict=True)
-    causal = mask == "NVTE_CAUSAL_MASK"
-    want = torch.stack([by_hand.attention(*part, causal=causal) for part in parts], 1)
-    d_o = drawn(*want.shape)
-    grads = torch.autograd.grad(want, (q, k, v), d_o)
-    arguments = call(
-        q.detach(),
-        k.detach(),
-        v.detach(),
-        [6, 6, 6],
-        layout=enums.NVTE_QKV_Layout.NVTE_SBHD_SB2HD,
-        mask=MASKS[mask],
-        window=(-1, -1),
-    )
-    out = forward(arguments)
-    assert out[1].shape == (3, HEADS, 6, 1)
-    torch.testing.assert_close(out[0], want.detach())
-    for found, grad in zip(backward(arguments, out, d_o), grads, strict=True):
-        torch.testing.assert_close(found, grad)
-
-
 def test_the_last_query_sees_the_last_key_of_a_longer_sequence() -> None:
     q, k, v = drawn(3, HEADS, WIDTH), drawn(8, GROUPS, WIDTH), drawn(8, GROUPS, WIDTH)
     arguments = call(q, k, v, [3], mask=MASKS.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
@@ -181,7 +157,3 @@ def asked(**changes: Any) -> Any:
 def test_no_kernel_for_sizes_that_cudnn_does_not_take(changes: dict[str, Any]) -> None:
     assert asked() == "NVTE_F16_arbitrary_seqlen"
     assert asked(**changes) == "NVTE_No_Backend"
-
-
-def test_fp32_runs_heads_of_every_width() -> None:
-    assert asked(dtype="fp32", qk=20) == "NVTE_F16_arbitrary_seqlen"

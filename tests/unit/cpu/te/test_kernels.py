@@ -1,4 +1,7 @@
-"""Stand-ins of norms, products, rotation, permutation and lists, against torch's."""
+"""Stand-ins of kernels: the calls that they refuse, and lists of tensors against torch's.
+
+Their values are judged by `tests/dist/exactness/test_te_exactness.py` and `test_modules`.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from megapack.cpu.te import (
     gemm,
     lists,
     norms,
+    ring,
     rope,
 )
 from megapack.cpu.te import permutation as moe
@@ -36,9 +40,6 @@ def compare(found: Any, want: Any) -> None:
         torch.testing.assert_close(one, two)
 
 
-# ------------------------------------------------------------------------------------------- norms
-
-
 def test_rms_norm_with_gamma_around_zero() -> None:
     x, gamma, grad = drawn(2, 3, 8).requires_grad_(), drawn(8).requires_grad_(), drawn(2, 3, 8)
     want = F.rms_norm(x, (8,), gamma + 1, eps=1e-5)
@@ -48,24 +49,9 @@ def test_rms_norm_with_gamma_around_zero() -> None:
     compare([y, *found], [want.detach(), *torch.autograd.grad(want, (x, gamma), grad)])
 
 
-def test_layer_norm() -> None:
-    x, gamma, beta = (t.requires_grad_() for t in (drawn(6, 8), drawn(8), drawn(8)))
-    grad = drawn(6, 8)
-    want = F.layer_norm(x, (8,), gamma, beta, eps=1e-5)
-    with torch.no_grad():
-        y, mu, rsigma = norms.layernorm_fwd(
-            x, gamma, beta, 1e-5, None, None, enums.DType.kFloat64, 0, False
-        )
-        found = norms.layernorm_bwd(grad, x, mu, rsigma, gamma, 0, False)
-    compare([y, *found], [want.detach(), *torch.autograd.grad(want, (x, gamma, beta), grad)])
-
-
 def test_a_norm_of_a_transposed_tensor_is_a_fault() -> None:
     with pytest.raises(KernelFault, match="strides"):
         norms.rmsnorm_fwd(drawn(8, 8).t(), drawn(8), 1e-5, None, None, torch.float64, 0, False)
-
-
-# ---------------------------------------------------------------------------------------- products
 
 
 def product(a: Tensor, b: Tensor, layout: str, **changes: Any) -> tuple[Any, ...]:
@@ -79,25 +65,6 @@ def product(a: Tensor, b: Tensor, layout: str, **changes: Any) -> tuple[Any, ...
     return tuple(found)
 
 
-def test_products_in_the_orders_of_a_linear_layer() -> None:
-    weight, x, dy = drawn(5, 4), drawn(2, 3, 4), drawn(2, 3, 5)
-    compare([product(weight, x, "TN", bias=dy[0, 0])[0]], [x @ weight.t() + dy[0, 0]])
-    compare([product(weight, dy, "NN", grad=True)[0]], [dy @ weight])
-    main = drawn(5, 4)
-    before = main.clone()
-    _, d_bias, *_ = product(x, dy, "NT", out=main, bias=drawn(5), grad=True, accumulate=True)
-    compare([main, d_bias], [before + dy.view(-1, 5).t() @ x.view(-1, 4), dy.sum((0, 1))])
-
-
-def test_grouped_products_fill_one_tensor() -> None:
-    weights, xs = [drawn(5, 4), drawn(5, 4) + 1], [drawn(3, 4), drawn(0, 4)]
-    out = torch.empty(3, 5, dtype=torch.float64)
-    none = [torch.empty(0)] * 2
-    arguments = (weights, True, xs, False, [out], enums.DType.kFloat64, [3, 0], none, None, True)
-    gemm.te_general_grouped_gemm(*arguments, none, False, [], 0, False, False, 0)
-    compare([out], [xs[0] @ weights[0].t()])
-
-
 def test_factors_of_two_types_are_a_fault() -> None:
     with pytest.raises(KernelFault, match=r"a product of torch.float64 and torch.float32"):
         product(drawn(5, 4), drawn(3, 4).float(), "TN")
@@ -106,9 +73,6 @@ def test_factors_of_two_types_are_a_fault() -> None:
 def test_quantized_outputs_are_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match="a norm with a quantized output is not rehear"):
         norms.rmsnorm_fwd(drawn(2, 8), drawn(8), 1e-5, None, object(), torch.float64, 0, False)
-
-
-# ---------------------------------------------------------------------------------------- rotation
 
 
 def rotate(x: Tensor, table: Tensor, lengths: list[int], cp: int = 1, rank: int = 0) -> Tensor:
@@ -123,63 +87,15 @@ def table(lines: int) -> Tensor:
     return torch.cat([angles, angles], -1)[:, None, None, :]
 
 
-def test_rotation_of_packed_rows_starts_anew_in_each_sample() -> None:
-    x, freqs = drawn(5, 2, 6), table(4)
-    want = by_hand.rotated(x[..., :4], freqs[:, 0, 0].double(), [0, 1, 2, 0, 1])
-    compare([rotate(x, freqs, [3, 2])], [torch.cat([want, x[..., 4:]], -1)])
-
-
-def test_rotation_of_a_ranks_slices() -> None:
-    x, freqs = drawn(4, 2, 4), table(8)
-    want = by_hand.rotated(x, freqs[:, 0, 0].double(), [2, 3, 4, 5])
-    compare([rotate(x, freqs, [4], cp=2, rank=1)], [want])
-
-
-def test_the_gradient_of_a_rotation_is_the_opposite_one() -> None:
-    x, freqs, form = drawn(4, 1, 2, 4), table(4), enums.NVTE_QKV_Format.NVTE_SBHD
-    turned = rope.fused_rope_forward(x, freqs, None, form, False, None, 1, 0)
-    compare([rope.fused_rope_backward(turned, freqs, None, form, False, None, 1, 0)], [x])
-
-
 def test_a_table_that_is_too_short_is_a_fault() -> None:
     with pytest.raises(KernelFault, match="5 tokens reads past a table of 4 lines"):
         rotate(drawn(5, 2, 4), table(4), [5])
-
-
-# ------------------------------------------------------------------------------------- permutation
-
-
-def test_tokens_go_to_their_experts_and_back() -> None:
-    x = drawn(4, 3)
-    routing = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 1, 0], [0, 0, 0]]).bool()
-    probs = drawn(4, 3) * routing
-    rows = moe.make_row_id_map(routing, 4, 3)
-    copies, _, own = moe.permute_with_mask_map(x, rows, probs, None, 4, 3, 5, 3, 0)
-    assert torch.equal(copies, x[[0, 2, 2, 0, 1]])
-    compare([own], [probs.t()[routing.t()]])
-    merged, _ = moe.unpermute_with_mask_map(copies, rows, probs, None, 4, 3, 3)
-    compare([merged], [x * probs.sum(1, keepdim=True)])
-    backward = moe.unpermute_with_mask_map_bwd_with_merging_probs
-    d_copies, d_probs = backward(x, rows, copies, probs, 4, 3, 5, 3)
-    compare([d_copies], [x[[0, 2, 2, 0, 1]] * own[:, None]])
-    compare([d_probs], [(x * x).sum(1, keepdim=True) * routing])
 
 
 def test_a_wrong_number_of_copies_is_a_fault() -> None:
     rows = moe.make_row_id_map(torch.ones(2, 2).bool(), 2, 2)
     with pytest.raises(KernelFault, match="4 routed copies, num_out_tokens=3"):
         moe.permute_with_mask_map(drawn(2, 3), rows, None, None, 2, 2, 3, 3, 0)
-
-
-def test_chunks_change_places_and_return() -> None:
-    x = drawn(6, 2)
-    order = moe.make_chunk_sort_map(torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1]), 6, 3)
-    there, _ = moe.sort_chunks_by_map(x, order, None, 6, 2, True)
-    assert torch.equal(there, x[[3, 4, 5, 0, 1, 2]])
-    assert torch.equal(moe.sort_chunks_by_map(there, order, None, 6, 2, False)[0], x)
-
-
-# ------------------------------------------------------------------------------------------- lists
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -220,7 +136,26 @@ def test_norms_of_lists_and_scaling_that_tells_of_infinities() -> None:
     assert flag.item() == 1
 
 
-# ------------------------------------------------------------------------------------------- calls
+def test_odd_slices_and_unpacked_statistics_are_faults() -> None:
+    with pytest.raises(KernelFault, match=r"slices without halves: \[0, 3\]"):
+        ring.thd_read_half_tensor(torch.zeros(3, 1, 1), by_hand.ends([3]), 0)
+    with pytest.raises(KernelFault, match="not packed"):
+        ring.thd_read_second_half_lse(torch.zeros(1, 2, 4), by_hand.ends([4, 6]), False, 5)
+    with pytest.raises(KernelFault, match="6 tokens for 2 \\* 2 chunks"):
+        ring.thd_get_partitioned_indices(by_hand.ends([6]), 6, 2, 0)
+
+
+def test_a_request_is_waited_for_once() -> None:
+    waits = []
+
+    class Request:
+        def wait(self) -> None:
+            waits.append(1)
+
+    request = ring.WaitedOnce(Request())
+    request.wait()
+    request.wait()
+    assert len(waits) == 1
 
 
 def test_arguments_follow_the_order_of_the_release() -> None:

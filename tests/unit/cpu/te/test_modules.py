@@ -11,7 +11,7 @@ from tests.te_python import te_folder, without_te
 
 pytestmark = pytest.mark.unit
 
-RELEASES = ("2.9.0", "2.11.0", "2.20.2")
+RELEASES = ("2.9.0", pytest.param("2.11.0", marks=pytest.mark.weekly), "2.20.2")
 
 MODULES = """
 import json, warnings; warnings.simplefilter("ignore")
