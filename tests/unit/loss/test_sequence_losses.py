@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megapack import ConfigError, DataError, Layout, build_dp_schedule
-from megapack.loss import DPO, GRPO, GSPO, SFT, PairwiseReward, ValueLoss, pair_signs
-from megapack.loss.sequence import call_objective, metric_names
+from megapack.loss import DPO, GRPO, GSPO, PairwiseReward, ValueLoss, pair_signs
+from megapack.loss.sequence import call_objective
 from megapack.rows.segments import Segments
 from megapack.samples import SampleBatch
 from megapack.schedule.checks import check_entropy, check_objective
@@ -32,17 +32,6 @@ def losses(objective: Any, logp: Tensor, **fields: Tensor) -> Tensor:
     return call_objective(objective, logp, None, known, segments())[0]
 
 
-def gradient(objective: Any, weights_R: Tensor, **fields: Tensor) -> Tensor:
-    logp = NEW.clone().requires_grad_()
-    (weights_R * losses(objective, logp, **fields)).sum().backward()
-    assert logp.grad is not None
-    return logp.grad
-
-
-WEIGHTS = torch.tensor([1 / 4, 1 / 4, 1 / 6, 1 / 6, 1 / 6])
-"""Those of seq-mean-token-mean."""
-
-
 def test_gspo_clips_one_ratio_per_sample() -> None:
     ratios = [math.exp((0.3 - 0.1) / 2), math.exp((0.2 + 0.25 - 0.7) / 3)]
     found = losses(GSPO(clip_low=0.01, clip_high=0.05), NEW)
@@ -53,37 +42,6 @@ def test_gspo_clips_one_ratio_per_sample() -> None:
     assert losses(GSPO(clip_low=0.9, clip_high=9.0), NEW).tolist() == pytest.approx(
         [-1.5 * ratios[0]] * 2 + [0.5 * ratios[1]] * 3
     )
-
-
-def test_gspo_has_the_gradient_of_the_paper() -> None:
-    """grad = -A * s / n for each token, mean over the samples."""
-    s0 = math.exp(0.1)
-    s1 = math.exp(-0.25 / 3)
-    wide = GSPO(clip_low=0.9, clip_high=9.0)
-    expected = [-1.5 * s0 / 2 / 2] * 2 + [0.5 * s1 / 3 / 2] * 3
-    assert gradient(wide, WEIGHTS).tolist() == pytest.approx(expected, rel=1e-5)
-    token = GSPO(clip_low=0.9, clip_high=9.0, token_level=True)
-    assert gradient(token, WEIGHTS).tolist() == pytest.approx(expected, rel=1e-5)
-
-
-def test_gspo_token_uses_the_advantage_of_each_token() -> None:
-    advantages = torch.tensor([1.0, 3.0, 0.0, -1.0, 2.0])
-    found = gradient(
-        GSPO(clip_low=0.9, clip_high=9.0, token_level=True), WEIGHTS, advantages=advantages
-    )
-    s = torch.tensor([math.exp(0.1)] * 2 + [math.exp(-0.25 / 3)] * 3)
-    torch.testing.assert_close(found, -WEIGHTS * s * advantages)
-
-
-def test_sequence_kl_is_that_of_the_mean_log_ratio() -> None:
-    plain = GSPO()
-    token = GSPO(kl_coef=0.5, kl_kind="k2")
-    sequence = GSPO(kl_coef=0.5, kl_kind="k2", kl_level="sequence")
-    diff = NEW - REF
-    means = torch.stack([diff[:2].mean(), diff[2:].mean()])[SAMPLE_OF]
-    base = losses(plain, NEW)
-    torch.testing.assert_close(losses(sequence, NEW) - base, 0.25 * means.square())
-    torch.testing.assert_close(losses(token, NEW) - base, 0.25 * diff.square())
 
 
 def test_options_out_of_range_are_refused() -> None:
@@ -136,17 +94,6 @@ def test_dpo_accepts_reference_sums_per_sample() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_a_pairwise_reward_reads_scores() -> None:
-    signs = {"pair_sign": torch.tensor([1.0, -1.0])}
-    scored = segments(fields=signs, scores_n=torch.tensor([0.2, 0.9]))
-    found, metrics = PairwiseReward()(torch.zeros(5), None, {}, scored)
-    assert found.tolist() == pytest.approx([math.log1p(math.exp(0.7))] * 5)
-    assert metrics["preferred_reward"].tolist() == pytest.approx([0.2] * 5)
-    assert metrics["other_reward"].tolist() == pytest.approx([0.9] * 5)
-    with pytest.raises(ConfigError, match="value head"):
-        PairwiseReward()(torch.zeros(5), None, {}, segments(fields=signs))
-
-
 def check(objective: Any, signs: list[Any], ids: Any, masks: Any = None, ref: Any = 0.0) -> None:
     refs = [ref] + [0.0] * (len(signs) - 1)
     masked = {"response_mask": masks} if masks else {}
@@ -177,14 +124,6 @@ def test_pair_signs_are_of_all_samples() -> None:
         pair_signs([(0, 1), (2, 3)], 5)
 
 
-def test_metric_names_need_no_samples() -> None:
-    of_pairs = ["margin", "other_reward", "preferred_fraction", "preferred_reward"]
-    assert metric_names(DPO(), True) == ["loss", "entropy", *of_pairs]
-    assert metric_names(PairwiseReward(), False) == ["loss", *of_pairs]
-    assert "kl_ref" in metric_names(GSPO(kl_coef=0.1), False)
-    assert metric_names(SFT(), False) == ["loss"]
-
-
 def test_an_objective_for_another_head_is_refused() -> None:
     check_objective(GRPO(), "vocabulary")
     check_objective(ValueLoss(), "value")
@@ -192,6 +131,9 @@ def test_an_objective_for_another_head_is_refused() -> None:
         check_objective(GRPO(), "value")
     with pytest.raises(ConfigError, match="a value head has no entropy"):
         check_entropy(True, "value")
+    signs = {"pair_sign": torch.tensor([1.0, -1.0])}
+    with pytest.raises(ConfigError, match="value head"):
+        PairwiseReward()(torch.zeros(5), None, {}, segments(fields=signs))
     with pytest.raises(ConfigError, match="ValueLoss reads values"):
         check_objective(ValueLoss(), "vocabulary")
 

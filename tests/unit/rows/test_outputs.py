@@ -33,18 +33,6 @@ def test_the_docstring_example_is_correct(monkeypatch: pytest.MonkeyPatch) -> No
     assert [None if x is None else x.tolist() for x in found] == [[1, 2, 3], None, [5, 6]]
 
 
-def test_metrics_missing_on_a_rank_count_as_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, op, group: x.add_(1))
-    sums = reduce_metrics(
-        {"loss": torch.tensor(0.5)},
-        ["loss", "entropy"],
-        dp_cp_group=None,
-        pp_group=RankOf(0, 1),
-        device=torch.device("cpu"),
-    )
-    assert sums == {"loss": 1.5, "entropy": 1.0}
-
-
 def test_of_maxima_the_largest_of_the_ranks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     other = {torch.distributed.ReduceOp.SUM: [1.0], torch.distributed.ReduceOp.MAX: [2.0, 0.0]}
 

@@ -20,7 +20,6 @@ from megapack.samples import SampleBatch
 
 pytestmark = pytest.mark.unit
 
-LENGTHS = [3, 2, 1, 4]
 TOKENS = [[5, 6, 7], [8, 9], [4], [1, 2, 3, 4]]
 
 
@@ -92,20 +91,6 @@ def test_the_docstring_example_is_correct() -> None:
     rows = [row_of((0, 1), 6)] * (len(lines) - 2 * count) + [shared_row()] * count + [piece] * count
     for row, (name, numbers) in zip(rows, lines, strict=True):
         assert attrgetter(name)(row).tolist() == [int(number) for number in numbers.split()], name
-
-
-def test_the_other_attributes_of_the_example() -> None:
-    row = row_of((0, 1), 6)
-    assert (row.samples, row.lengths, row.num_shared) == ((0, 1), (3, 2), 0)
-    assert row.losses.weights_R.tolist() == [1, 1, 1]
-    assert row.losses.head_positions_U is row.losses.positions_R
-    assert row.losses.head_index_R is None
-    assert row.end_samples_E.tolist() == [0, 1]
-    assert row.set_of_n.tolist() == [0, 1]
-    assert (row.max_seqlen, row.row_tokens) == (3, 6)
-    assert row.tokens_T.dtype == row.labels_T.dtype == row.position_ids_T.dtype == torch.int64
-    assert row.cu_seqlens_S1.dtype == torch.int32
-    assert row.losses.weights_R.dtype == torch.float32
 
 
 def test_alignment_pads_inside_each_sample() -> None:
@@ -204,12 +189,6 @@ def test_a_moved_row_has_all_attributes() -> None:
     assert moved.positions_N is row.positions_N
     assert moved.branches is row.branches
     assert row.tokens_T.device.type == row.losses.fields["old"].device.type == "cpu"
-
-
-def test_packing_copies_the_tokens() -> None:
-    data = batch()
-    row_of((0,), 3, data=data).tokens_T.zero_()
-    assert data.tokens(0).tolist() == TOKENS[0]
 
 
 def test_colocated_samples_share_a_set_number() -> None:

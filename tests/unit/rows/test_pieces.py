@@ -102,14 +102,6 @@ def test_the_losses_of_all_rows_are_those_of_the_whole_samples(cp: int) -> None:
     assert [own.tolist() for own in totals] == [[0, *TOKENS[0][1:]], [0, *TOKENS[1][1:]]]
 
 
-def test_fields_are_those_of_the_labels() -> None:
-    data = batch(each=[torch.arange(7.0), torch.arange(3.0)])
-    row = piece_row((0, 1), PIECES[1], data=data)
-    assert row.losses.fields["each"].tolist() == [5, 6, 1, 2]
-    assert row.losses.fields["number"].tolist() == [0.5, 0.5, 1.5, 1.5]
-    assert row.sample_fields["number"].tolist() == [0.5, 1.5]
-
-
 def test_routes_are_those_of_the_piece_s_tokens() -> None:
     choices = [torch.arange(7)[:, None, None] % 5, torch.tensor([[[4]], [[3]]])]
     row = rows()[1]

@@ -10,7 +10,7 @@ from megapack.layout import Layout
 from megapack.plan import MicroBatch
 from megapack.rows.packed import PackedRow
 from megapack.rows.packing import pack_row
-from megapack.rows.slices import assembly_order, slice_positions, slice_row
+from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch
 
 pytestmark = pytest.mark.unit
@@ -37,23 +37,6 @@ def test_a_rank_holds_an_early_and_a_late_part_of_each_sample() -> None:
     assert last.labels_T.tolist() == [13, 14, 0, 0, 22, 0]
     assert first.losses.fields["old"].tolist() == [1, 2, 5]
     assert last.losses.fields["old"].tolist() == [3, 4, 6]
-
-
-def test_attributes_of_the_whole_row_are_not_sliced() -> None:
-    whole = row(Layout(cp=2))
-    part = slice_row(whole, 2, 1)
-    assert (part.row_tokens, part.tokens_T.numel()) == (12, 6)
-    for name in ("samples", "lengths", "branches", "padded_lengths", "max_seqlen"):
-        assert getattr(part, name) == getattr(whole, name)
-    assert part.positions_N is whole.positions_N
-    assert part.cu_seqlens_S1.tolist() == [0, 8, 12]
-
-
-def test_with_cp_1_the_slice_is_the_row() -> None:
-    whole = row(Layout())
-    assert slice_row(whole, 1, 0) is whole
-    assert whole.row_positions_T.tolist() == list(range(8))
-    assert slice_positions([5, 3], 1, 0).tolist() == assembly_order([5, 3], 1).tolist()
 
 
 def test_a_row_packed_for_fewer_ranks_is_refused() -> None:

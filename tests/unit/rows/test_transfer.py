@@ -140,11 +140,6 @@ def test_the_host_waits_once_for_copies_from_a_gpu(waits: list[str]) -> None:
     assert [value.tolist() for value in found] == [[1.0, 2.0], [3]]
 
 
-def test_the_host_does_not_wait_for_copies_within_it(waits: list[str]) -> None:
-    host_copies([torch.ones(2)])
-    assert waits == ["pageable", "copy"]
-
-
 def test_a_host_copy_is_no_parameter_and_shares_no_memory() -> None:
     param = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     (found,) = host_copies([param])

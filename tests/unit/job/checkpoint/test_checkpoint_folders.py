@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 from pathlib import Path
@@ -51,18 +50,6 @@ def test_a_written_checkpoint_is_read_back(tmp_path: Path) -> None:
     assert found.manifest.position == manifest(12).position
     assert found.manifest.files == {"state/tensors": 10}
     assert found.manifest.config == {"seed": 1}
-
-
-def test_the_fits_of_an_earlier_version_are_left_out(tmp_path: Path) -> None:
-    path = write(tmp_path, 12)
-    text = (path / folders.MANIFEST).read_text(encoding="utf-8")
-    (path / "calibration-rank0.pt").write_bytes(b"x" * 5)
-    values = json.loads(text) | {"calibration": {"num_fits": 2, "stage_weights": [1.0]}}
-    values["files"]["calibration-rank0.pt"] = 5
-    (path / folders.MANIFEST).write_text(json.dumps(values), encoding="utf-8")
-    found = folders.read_checkpoint(path)
-    assert found.manifest.position == manifest(12).position
-    assert set(found.manifest.files) == {"state/tensors", "calibration-rank0.pt"}
 
 
 def test_the_latest_is_the_complete_one_with_most_steps(
@@ -184,17 +171,6 @@ def test_a_partial_checkpoint_is_never_found_and_the_next_save_removes_it(tmp_pa
     assert folders.read_checkpoint(tmp_path / "step-00000006").manifest.files == {
         "state/tensors": 10
     }
-
-
-def test_old_and_later_checkpoints_are_removed(tmp_path: Path) -> None:
-    for num_steps in range(1, 6):
-        write(tmp_path, num_steps)
-    folders.thin_out(tmp_path, None)
-    assert len(names(tmp_path)) == 5
-    folders.thin_out(tmp_path, 3)
-    assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
-    folders.drop_after(tmp_path, 4)
-    assert names(tmp_path) == ["step-00000003", "step-00000004"]
 
 
 def test_resume_finds_the_checkpoint_that_it_names(tmp_path: Path) -> None:

@@ -40,10 +40,6 @@ class _Runs:
         return Path.touch, (self.path,)
 
 
-def test_an_index_of_tensors_is_accepted(folder: Path) -> None:
-    check_index(folder)
-
-
 def test_an_index_that_runs_code_is_refused_before_running(folder: Path) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.planner_data = _Runs(folder / "made")
@@ -110,9 +106,3 @@ def test_the_reason_that_a_tensor_cannot_be_read(folder: Path, fault: str) -> No
         _read_tensors(alone)
     advice = "set train.resume to another checkpoint"
     assert str(refused.value) == f"{alone} cannot be read ({reason}); {advice}"
-
-
-def test_a_tensor_file_that_is_gone_is_named(folder: Path) -> None:
-    (file,) = folder.glob("*.distcp")
-    file.unlink()
-    assert read_fault(load_error(folder)) == f"No such file or directory: {file}"

@@ -39,21 +39,6 @@ def pending(work: Callable[[], None], writer: Any = None) -> PendingSave:
     return PendingSave(Path("checkpoints/step-00000003"), manifest(3), writer, work)
 
 
-def test_it_writes_until_its_work_is_done() -> None:
-    goes_on = threading.Event()
-
-    def work() -> None:
-        assert goes_on.wait(10.0)
-
-    save = pending(work)
-    assert save.part == Path("checkpoints/step-00000003.part")
-    assert (save.is_writing, save.has_failed) == (True, False)
-    goes_on.set()
-    save.wait()
-    assert (save.is_writing, save.has_failed) == (False, False)
-    assert save.write_s > 0.0
-
-
 def test_its_error_is_raised_by_the_wait() -> None:
     def work() -> None:
         raise OSError("No space left on device")

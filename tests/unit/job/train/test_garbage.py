@@ -52,16 +52,3 @@ def test_without_an_interval_python_decides() -> None:
         garbage.after_step(100)
         assert cycle() is not None
         gc.enable()
-
-
-def test_an_error_gives_the_collector_back() -> None:
-    with pytest.raises(KeyError), GarbageCollection(interval=1).manual():
-        raise KeyError
-
-
-def test_a_collector_that_was_off_stays_off() -> None:
-    gc.disable()
-    with GarbageCollection(interval=1).manual():
-        pass
-    assert not gc.isenabled()
-    gc.enable()

@@ -14,12 +14,8 @@ from typing import Any
 
 import pytest
 
-from megapack import cli
-from megapack.cost.model import CostModel
-from megapack.dp_schedule import build_dp_schedule
-from megapack.errors import CheckpointError, ConfigError, DataError
+from megapack.errors import ConfigError, DataError
 from megapack.job.train.folder import RunFolder
-from megapack.layout import Layout
 
 pytestmark = pytest.mark.unit
 
@@ -29,20 +25,6 @@ def folder(path: Path, name: str = "run") -> RunFolder:
     run = RunFolder(str(path), name)
     run.close()
     return run
-
-
-def test_metrics_are_lines_of_json(tmp_path: Path) -> None:
-    run = RunFolder(str(tmp_path / "runs"), "run")
-    run.append_metrics({"step": 1, "loss": 0.5, "step_predicted_s": None})
-    # Each line is flushed, so that a killed run keeps its lines.
-    before_close = (run.path / "metrics.jsonl").read_text()
-    run.append_metrics({"step": 2, "loss": 0.25, "plan_digest": "ab"})
-    run.close()
-    assert [json.loads(line) for line in before_close.splitlines()] == [
-        {"step": 1, "loss": 0.5, "step_predicted_s": None}
-    ]
-    lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -145,34 +127,6 @@ def test_a_folder_without_lock_support_gives_a_warning(
     assert "no locks" in record.getMessage()
 
 
-def test_a_file_is_written_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = folder(tmp_path)
-    run.write_text("plan.json", "first")
-    run.write_text("plan.json", "second")
-    assert (run.path / "plan.json").read_text() == "second"
-
-    def fail(descriptor: int) -> None:
-        raise OSError(28, "no space left")
-
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(CheckpointError, match=r"plan.json cannot be written \(no space left\)"):
-        run.write_text("plan.json", "third")
-    assert (run.path / "plan.json").read_text() == "second"
-
-
-def test_writing_leaves_no_temporary_file(tmp_path: Path) -> None:
-    run = folder(tmp_path)
-    run.write_text("config.yaml", "name: ü\n")
-    assert sorted(path.name for path in run.path.iterdir()) == [
-        ".lock",
-        "config.yaml",
-        "metrics.jsonl",
-    ]
-    assert (run.path / "config.yaml").read_bytes() == "name: ü\n".encode()
-
-
 def test_a_resumed_run_cuts_later_and_partial_lines(tmp_path: Path) -> None:
     """A partial line of a trace may end with `}` like a whole one."""
     run = folder(tmp_path)
@@ -186,29 +140,3 @@ def test_a_resumed_run_cuts_later_and_partial_lines(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"metrics.jsonl:2 is not a line of a step"):
         RunFolder(str(tmp_path), "run", continue_after=2)
     assert (run.path / "metrics.jsonl").read_text() == f"{lines[0]}\0\0\n{lines[1]}"
-
-
-def test_a_resumed_run_replaces_lines_after_its_checkpoint(tmp_path: Path) -> None:
-    run = RunFolder(str(tmp_path), "run")
-    for step in (1, 2, 3):
-        run.append_metrics({"step": step})
-        run.append_line("trace.jsonl", {"step": step, "events": []})
-    run.close()
-    with open(run.path / "metrics.jsonl", "a", encoding="utf-8") as file:
-        file.write('{"step": 4, "lo')
-    resumed = RunFolder(str(tmp_path), "run", continue_after=2)
-    resumed.append_metrics({"step": 3})
-    resumed.close()
-    lines = (resumed.path / "metrics.jsonl").read_text().splitlines()
-    assert lines == ['{"step": 1}', '{"step": 2}', '{"step": 3}']
-    traced = (resumed.path / "trace.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in traced] == [1, 2]
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_a_written_plan_passes_the_check_command(tmp_path: Path) -> None:
-    lengths = [5, 9, 3]
-    plan = build_dp_schedule(lengths, layout=Layout(), max_tokens_per_gpu=16)
-    run = folder(tmp_path)
-    run.write_plan(plan, CostModel(), lengths)
-    assert cli.main(["check", str(run.path / "plan.json"), str(run.path / "lengths.txt")]) == 0

@@ -162,13 +162,3 @@ def test_a_resumed_run_continues_the_same_wandb_run(
     # A new run with the same name is another W&B run.
     write(tmp_path, "wandb", range(1, 2), continue_after=None)
     assert wandb.inits[-1]["id"] is None
-
-
-def test_trackers_are_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = Wandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    folder = RunFolder(str(tmp_path), "run")
-    folder.trackers = open_trackers(["wandb"], folder.path, CONFIG, continue_after=None)
-    folder.close()
-    folder.close()
-    assert wandb.finished == 1

@@ -47,12 +47,6 @@ def test_padding_micro_batches_and_unequal_ranks_are_counted() -> None:
     assert 1.5 < values["imbalance"] <= 2
 
 
-def test_alignment_counts_as_padding() -> None:
-    values = metrics_of([5, 3], Layout(cp=2), max_tokens_per_gpu=6)
-    assert values["tokens"] == 8
-    assert values["packing_efficiency"] == pytest.approx(8 / 12)
-
-
 def test_the_clock_learns_the_seconds_per_simulated_unit() -> None:
     clock = StepClock()
     assert clock.predict(100.0) is None
@@ -120,14 +114,6 @@ def test_fill_is_the_part_of_the_budget_that_rows_hold() -> None:
     assert metrics_of([20, 20], Layout(dp=2), micro_batch_size=1)["fill"] is None
 
 
-def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(active=False, log_interval=1)
-    progress.line("starting")
-    progress.step(1, METRICS)
-    progress.close()
-    assert capsys.readouterr() == ("", "")
-
-
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -167,9 +153,3 @@ def test_memory_peaks_are_those_of_the_fullest_gpu(monkeypatch: pytest.MonkeyPat
     peaks = metrics.memory_peaks()
     assert peaks == {"memory_peak_allocated_gib": 5.0, "memory_peak_reserved_gib": 4.0}
     assert set(peaks) == documented("CUDA")
-
-
-def test_there_are_no_memory_peaks_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics.cpu, "uses_cuda", lambda: False)
-    metrics.reset_memory_peaks()
-    assert metrics.memory_peaks() == {}
