@@ -17,20 +17,12 @@ from torch import Tensor
 
 from megapack.cost.sizes import FLASH_WIDTH
 from megapack.errors import ConfigError, ScheduleError
-from megapack.layout import Layout
 from megapack.model.attention import packed
 from megapack.model.attention.packed import (
     packed_seq_params,
-    row_params,
     seqlen_bucket,
 )
-from megapack.model.attention.row import row_view
 from megapack.model.attention.sdpa import PackedSDPA
-from megapack.plan import MicroBatch
-from megapack.rows.packed import PackedRow
-from megapack.rows.packing import pack_row
-from megapack.rows.slices import slice_row
-from megapack.samples import SampleBatch
 from tests.packed_attention import packed_attention
 
 pytestmark = pytest.mark.unit
@@ -45,11 +37,6 @@ def qkv(lengths: list[int], heads: int = HEADS, groups: int = GROUPS) -> tuple[T
     total = sum(lengths)
     shapes = [(total, heads, D), (total, groups, D), (total, groups, D)]
     return tuple(torch.randn(shape, generator=generator) for shape in shapes)
-
-
-def spans(lengths: list[int]) -> list[slice]:
-    stops = torch.tensor(lengths).cumsum(0).tolist()
-    return [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
 
 
 def test_wide_heads_have_keys_of_their_own() -> None:
@@ -181,37 +168,3 @@ def test_only_fields_of_the_version_are_set(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(packed, "PackedSeqParams", later)
     found = packed_seq_params(torch.tensor([0, 5], dtype=torch.int32), 5, 5)
     assert found.pad_between_seqs is False
-
-
-def test_lengths_are_read_from_the_device_once_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = params(LENGTHS)
-    module = core()
-    reads = []
-    diff = torch.diff
-
-    def record(x: Tensor) -> Tensor:
-        reads.append(x)
-        return diff(x)
-
-    monkeypatch.setattr(torch, "diff", record)
-    for _ in range(3):
-        module(*qkv(LENGTHS), packed_seq_params=row)
-    assert len(reads) == 1
-
-
-@pytest.mark.parametrize("cp", [1, 2])
-def test_with_the_rows_lengths_nothing_is_read_from_the_device(
-    cp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = slice_row(packed_row(Layout(cp=cp)), cp, cp - 1)
-    view = row_view(row_params(row))
-    monkeypatch.setattr(torch, "diff", None)
-    assert view.padded_lengths == {1: [3, 2], 2: [4, 4]}[cp]
-    assert view.positions_T is row.position_ids_T
-
-
-def packed_row(layout: Layout) -> PackedRow:
-    batch = SampleBatch([[5, 6, 7], [8, 9]])
-    padded = sum(map(layout.aligned_sample_tokens, batch.lengths))
-    micro_batch = MicroBatch((0, 1), padded, tokens=5, tokens_sq=13, padded_tokens=padded)
-    return pack_row(batch, micro_batch, layout)

@@ -150,12 +150,6 @@ def test_sequences_of_a_slice_and_their_keys() -> None:
     assert paths.key_ends.diff().tolist() == paths.num_keys == [4, 6, 2, 3, 6, 9, 2, 3]
 
 
-def test_with_cp_1_nothing_is_read_from_the_device(kernel: Callable[..., Tensor]) -> None:
-    row = view()
-    core().attend(*qkv(), row)
-    assert "padded_lengths" not in vars(row)
-
-
 def test_the_kernel_may_only_be_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.15 asks these flags; cuDNN would build a graph for each shape of a row."""
     allowed = []

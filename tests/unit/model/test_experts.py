@@ -13,7 +13,6 @@ from megapack import Layout
 from megapack.errors import ConfigError, DataError
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.router import PackedRouter, moe_layers
-from tests.dist.spawn import run_code
 
 pytestmark = pytest.mark.unit
 
@@ -74,36 +73,3 @@ def test_moe_layers_follow_moe_layer_freq() -> None:
     assert moe_layers(config(moe_layer_freq=2)) == [0, 2]
     assert moe_layers(config(moe_layer_freq=[0, 1, 1, 0])) == [1, 2]
     assert moe_layers(config(num_moe_experts=None)) == []
-
-
-# In a child process: switching Megatron to the CPU patches torch for the rest of a process.
-ROUTERS = """
-import json, warnings
-warnings.simplefilter("ignore")
-import torch
-from megatron.core.transformer.moe import moe_utils
-vars(moe_utils).pop("te_general_gemm", None)  # as without Transformer Engine
-from megapack import launch
-from megapack.job.config.sections import ModelConfig
-from megapack.layout import Layout
-from megapack.job.gpt import build_model, initialize_parallel
-from megapack.model.attention.packed import packed_seq_params
-
-launch.start("cpu")
-layout = Layout()
-initialize_parallel(layout, 1)
-model = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_experts=4)
-(chunk,) = build_model(model, layout, vocab_size=100, seed=1, distributed_optimizer=False)
-found = {"bound": "te_general_gemm" in vars(moe_utils)}
-row = packed_seq_params(torch.tensor([0, 5, 12], dtype=torch.int32), 7, 12)
-positions = torch.cat([torch.arange(5), torch.arange(7)])
-logits = chunk(torch.arange(12)[None], positions[None], None, packed_seq_params=row)
-logits.sum().backward()
-found["finite"] = bool(logits.isfinite().all())
-launch.stop()
-print(json.dumps(found))
-"""
-
-
-def test_experts_run_without_transformer_engine() -> None:
-    assert run_code(ROUTERS) == {"bound": True, "finite": True}

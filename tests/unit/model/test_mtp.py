@@ -44,12 +44,6 @@ def test_labels_and_weights_shift_inside_a_sample() -> None:
     assert one.position_ids_T.tolist() == [1, 2, 3, 0, 1, 2, 0, 0, 0, 0]
 
 
-def test_a_depth_beyond_all_samples_has_no_labels() -> None:
-    far = packed().ahead[3]
-    assert not far.labels_T.any()
-    assert far.losses.positions_R.numel() == 0
-
-
 def test_loss_coefs_divide_the_scaling_factor() -> None:
     config = SimpleNamespace(mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
     assert loss_coefs(config) == [0.15, 0.15]

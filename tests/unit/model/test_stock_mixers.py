@@ -206,20 +206,10 @@ class GatedDeltaNet(torch.nn.Module):
         self.out_norm.weight.sequence_parallel = added  # type: ignore[attr-defined]
 
 
-class GatedDeltaNet2(torch.nn.Module):
-    """As that of Megatron-Core 0.20."""
-
-    __module__ = "megatron.core.ssm.gated_delta_net.gdn2"
-
-
-class GatedDeltaProductMixer(torch.nn.Module):
-    """As that of Megatron-Core 0.20."""
-
-    __module__ = "megatron.core.ssm.gated_delta_product"
-
-
-class KimiDeltaAttention(torch.nn.Module):
-    """As SkyRL's."""
+def unknown(name: str, module: str = __name__) -> torch.nn.Module:
+    """A mixer of Megatron-Core 0.20, or a framework's own."""
+    made: torch.nn.Module = type(name, (torch.nn.Module,), {"__module__": module})()
+    return made
 
 
 class HostMixer(MambaMixer):
@@ -268,9 +258,12 @@ SPLIT: Any = {"tensor_model_parallel_size": 2}
     [
         (GatedDeltaNet(**SPLIT), ["out_norm", "tp=2", "set sequence_parallel=True"]),
         (GatedDeltaNet(added=False, sequence_parallel=True, **SPLIT), ["out_norm", "tp=2"]),
-        (GatedDeltaNet2(), ["GatedDeltaNet2", "not known", "runs_packed_rows"]),
-        (GatedDeltaProductMixer(), ["GatedDeltaProductMixer", "not known"]),
-        (KimiDeltaAttention(), ["KimiDeltaAttention", "not known"]),
+        (
+            unknown("GatedDeltaNet2", "megatron.core.ssm.gated_delta_net.gdn2"),
+            ["GatedDeltaNet2", "not known", "runs_packed_rows"],
+        ),
+        (unknown("GatedDeltaProductMixer", "megatron.core.ssm.gated_delta_product"), ["not known"]),
+        (unknown("KimiDeltaAttention"), ["KimiDeltaAttention", "not known"]),
         (HostMixer(), ["HostMixer", "not known"]),
     ],
 )

@@ -191,20 +191,6 @@ def test_the_graph_is_not_kept() -> None:
     assert of_graph() is None
 
 
-def test_gradients_are_added_to_main_ones() -> None:
-    model = Model()
-    model.last.main_grad = torch.ones(4, 6)  # type: ignore[assignment]
-    later = WeightGradients([model])
-    with later.deferring(0, 0):
-        backward(model, inputs()[0])
-    later.run(0, 0)
-    alone = Model()
-    backward(alone, inputs()[0])
-    assert model.last.grad is None
-    assert alone.last.grad is not None
-    assert model.last.main_grad.equal(1 + alone.last.grad)  # type: ignore[operator]
-
-
 def test_fused_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     def accumulate(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
         main_grad.add_(grad_output.t() @ input)

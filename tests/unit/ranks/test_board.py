@@ -132,31 +132,3 @@ def test_only_the_first_caller_waits_for_a_blocked_call(
             return False
 
     until(answers)
-
-
-def test_closing_does_not_wait_for_a_blocked_call(
-    frozen: tuple[Board, FrozenStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    board, _ = frozen
-    with pytest.raises(TimeoutError):
-        board.beat_and_read()
-    monkeypatch.setattr("megapack.ranks.board._ANSWER_S", 1000.0)
-    board.close()
-    assert len(threads()) == 1
-
-
-def test_a_store_that_is_gone_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    class Gone:
-        def set(self, key: str, value: str) -> None:
-            asked.append(key)
-            raise dist.DistNetworkError("reset")
-
-    with boards(1) as (board,):
-        monkeypatch.setattr(board, "_store", Gone())
-        with pytest.raises(dist.DistNetworkError):
-            board.beat_and_read()
-        with pytest.raises(ConnectionError, match="the store is gone"):
-            board.beat_and_read()
-    assert asked == ["beat/0"]

@@ -72,26 +72,6 @@ def test_the_wait_does_not_include_ranks_that_are_gone(make: Make) -> None:
     assert time.monotonic() - started < 10
 
 
-@pytest.mark.parametrize("reap", [True, False], ids=["reaped", "zombie"])
-def test_a_rank_that_was_killed_is_named(make: Make, reap: bool) -> None:
-    with sleeper() as child:
-        with pid_is(child.pid):
-            make(1)
-        first = make(0)
-        first.place.step = "step 3"
-        first.place.enter("forward", 0, 2)
-        with first.watching(timed=False):
-            child.kill()
-            if reap:
-                child.wait()
-            until(lambda: first.failure)
-    assert first.failure is not None
-    assert first.failure.gone == (1,)
-    assert f"rank 1 (process {child.pid} on " in first.failure.text
-    assert "is gone: it was killed or ended without reporting an error; " in first.failure.text
-    assert first.failure.text.endswith("rank 0 noticed it in step 3, forward of micro-batch 2")
-
-
 def test_outside_of_a_block_a_dead_rank_is_not_a_failure(make: Make) -> None:
     with sleeper() as child, pid_is(child.pid):
         make(1)
@@ -181,22 +161,6 @@ def test_a_block_inside_another_is_not_timed(
             assert lines(caplog, "has run for") == []
         clock.now += 2
         until(lambda: lines(caplog, "has run for 151 s"))
-
-
-def test_a_step_is_aborted_above_the_limit(make: Make, clock: Clock) -> None:
-    first = make(0, config=WatchdogConfig(abort_after_s=90.0))
-    second = make(1)
-    first.place.step = "step 4"
-    with first.watching():
-        clock.now += 89
-        wait_for_a_round(first)
-        assert first.failure is None
-        clock.now += 2
-        until(lambda: second.failure)
-    assert second.failure is not None
-    assert second.failure.text == (
-        "step 4, idle on rank 0 has run for 91 s, which is above watchdog.abort_after_s=90"
-    )
 
 
 def test_without_the_store_late_steps_and_dead_ranks_are_found(

@@ -83,11 +83,6 @@ REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"overlap_p2p_comm": False},
         r"vpp=2 with overlap_p2p_comm=False.*set overlap_p2p_comm=True",
     ),
-    "interleaved with neither right": (
-        INTERLEAVED,
-        {"overlap_p2p_comm": False, "batch_p2p_comm": True},
-        r"set overlap_p2p_comm=True and batch_p2p_comm=False",
-    ),
     "interleaved by a virtual size of 1": (
         Layout(pp=2),
         {"virtual_pipeline_model_parallel_size": 1},
@@ -127,11 +122,6 @@ REFUSED: dict[str, tuple[Layout, dict[str, Any], str]] = {
         Layout(),
         {"gtp_weight_remat_size": 2},
         r"gtp_weight_remat_size=2.*set it to 1",
-    ),
-    "expert weights that are split over ranks": (
-        Layout(),
-        {"expert_gtp_weight_remat_size": 2},
-        r"expert_gtp_weight_remat_size=2.*set it to 1",
     ),
     "further losses that leave the model alone": (
         Layout(),

@@ -236,22 +236,6 @@ def shared_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Chunk, Shared
         yield chunk, rows
 
 
-def test_the_model_runs_the_short_row_and_gives_the_hosts(
-    shared_rows: tuple[Chunk, SharedRows],
-) -> None:
-    chunk, rows = shared_rows
-    seen: list[torch.Tensor] = []
-    chunk.decoder.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    # Behind the decoder the first dimension is that of tokens.
-    chunk.register_forward_pre_hook(
-        lambda module, args, given: ((given["input_ids"].T,), {}), with_kwargs=True
-    )
-    assert chunk(IDS, packed_seq_params=None).T.tolist() == IDS.tolist()
-    assert seen[0].shape == (8, 1)
-    rows.begin(None, 4)
-    assert chunk(input_ids=IDS).shape == IDS.T.shape
-
-
 def test_a_second_call_of_the_model_is_refused(shared_rows: tuple[Chunk, SharedRows]) -> None:
     chunk, _ = shared_rows
     chunk.post_process = False

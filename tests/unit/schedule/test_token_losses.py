@@ -112,15 +112,6 @@ def test_the_token_in_a_chain() -> None:
     assert one.worst().startswith("token 5 of sample 0 (from 0, prompt included; id 55)")
 
 
-def test_a_row_without_losses() -> None:
-    empty = torch.zeros(0)
-    none = TokenLosses(
-        rows=[], order_R=None, losses_R=empty, values_R=empty, fields={}, reads="value"
-    )
-    assert none.worst() == "no token has a loss"
-    assert none.largest == 0
-
-
 def test_errors_name_the_token() -> None:
     row = row_of((2, 0), 10, Layout())
     flags = FiniteFlags()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapack.model.attention.row import RowView
-from megapack.model.recurrent.heads import HeadExchange, Section, sizes
+from megapack.model.recurrent.heads import Section, sizes
 
 pytestmark = pytest.mark.unit
 
@@ -27,14 +26,3 @@ def test_ranks_get_heads_of_their_own_or_copies_of_groups() -> None:
         assert section.on_rank(ranks).size == len(section.part(values, 0, ranks, 0))
     assert not Section(heads=6).divides(4)
     assert sizes([heads, groups, Section(heads=2)]) == [6, 6, 2]
-
-
-def test_one_rank_exchanges_nothing() -> None:
-    exchange = HeadExchange(RowView(torch.tensor([0, 4]), 4))
-    values = torch.arange(12.0).view(4, 3)
-    section = Section(heads=3)
-    (whole,) = exchange.whole_row((values,), ((section,),))
-    assert whole is values
-    assert exchange.own_slice(values) is values
-    assert exchange.part(values, (section,)) is values
-    assert exchange.own(section) == section
