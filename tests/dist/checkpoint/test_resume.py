@@ -20,7 +20,6 @@ import pytest
 from megapack.errors import RunInterrupted
 from tests.dist.spawn import ROOT, children, run_job, running_ranks
 from tests.marks import needs_muon
-from tests.small_disk import PAGE, fill, small_disk
 
 pytestmark = pytest.mark.dist
 
@@ -209,23 +208,6 @@ def test_resumed_on_another_layout(
     assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("saved", "resumed"),
-    [
-        pytest.param(UNEVEN, (*PP2, "layout.pipeline_model_parallel_layout=Et|t*3L"), marks=WEEKLY),
-        pytest.param((*TP2, PLAIN), (*PP2_VPP2, PLAIN), marks=WEEKLY),
-    ],
-    ids=["uneven-other", "tp2-pp2_vpp2"],
-)
-def test_saved_on_one_layout_and_resumed_on_another(
-    undisturbed: Path, tmp_path: Path, saved: tuple[str, ...], resumed: tuple[str, ...]
-) -> None:
-    finished(tmp_path, *saved)
-    copy_of_run(tmp_path, tmp_path / "other", until=3)
-    lines = finished(tmp_path / "other", *resumed, "train.resume=auto")
-    assert_same_steps(lines, metrics(undisturbed), rel=1e-5)
-
-
 @pytest.mark.weekly
 def test_experts_and_a_frozen_stage_resumed_on_ep2(tmp_path: Path) -> None:
     """The first of two stages is frozen; experts and their biases move to other ranks."""
@@ -375,24 +357,3 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     assert names(tmp_path) == ["step-00000003"]
     lines = finished(tmp_path, *DP2, "train.resume=auto")
     assert_same_steps(lines, metrics(undisturbed), rel=0.0)
-
-
-@pytest.mark.weekly
-def test_a_run_on_a_full_disk_resumes_once_there_is_room(undisturbed: Path, tmp_path: Path) -> None:
-    """First nothing can be written, then everything except the next checkpoint."""
-    with small_disk(tmp_path / "disk", 32 << 20) as disk:
-        copy_of_run(undisturbed, disk, until=3)
-        for free_bytes in (0, PAGE):
-            ballast = fill(disk, but_bytes=free_bytes)
-            code, output = job(disk, *DP2, "train.resume=auto")
-            assert code != 0
-            (line,) = [line for line in output.splitlines() if line.startswith("megapack: ")]
-            assert "No space left on device" in line
-            assert "make room" in line
-            assert "Traceback" not in output
-            assert names(disk) == ["step-00000003"]
-            assert list(disk.rglob("*.part")) == []
-            ballast.unlink()
-        assert len(metrics(disk)) == 6
-        lines = finished(disk, *DP2, "train.resume=auto")
-        assert_same_steps(lines, metrics(undisturbed), rel=0.0)

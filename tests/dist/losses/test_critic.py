@@ -82,6 +82,7 @@ def test_a_bf16_critic_with_its_fp32_head_is_resumed_bit_by_bit(tmp_path: Path) 
     assert finished(tmp_path / "other", "model.dtype=bf16", "train.resume=auto") == lines
 
 
+@pytest.mark.weekly
 def test_resumed_on_two_stages(whole: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     """The policy's embedding is tied, so the last stage has a copy; the critic's is not."""
     folder, lines = whole
@@ -125,7 +126,7 @@ def write_rollouts(path: Path, *, shared: bool) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-@pytest.mark.parametrize("share", ["off", "auto"])
+@pytest.mark.parametrize("share", [pytest.param("off", marks=pytest.mark.weekly), "auto"])
 def test_values_advantages_and_steps_equal_one_sample_at_a_time(share: str, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts.jsonl", shared=share == "auto")
     settings = [f"data.path={tmp_path / 'rollouts.jsonl'}", f"runs_dir={tmp_path / 'runs'}"]

@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_model_config
 
 from megapack import Layout, Policy, build_dp_schedule, launch
 from megapack.config import parse_config
 from megapack.job.config.sections import TrainConfig
 from megapack.job.train import Trainer
-from megapack.loss import PPO, SFT
-from megapack.loss.preference import DPO
-from megapack.loss.sequence import ValueLoss
+from megapack.loss import SFT
 from megapack.ranks.agree import agree
 from megapack.ranks.interrupt import Interrupt
 from megapack.samples import SampleBatch, TensorField
@@ -46,16 +43,6 @@ class Faults:
         plan = build_dp_schedule(self.batch.lengths, layout=LAYOUT, max_tokens_per_gpu=budget)
         self.adapter.step(plan, self.batch, objective=SFT())
 
-    def another_step(self) -> None:
-        plan = build_dp_schedule(
-            self.batch.lengths, layout=LAYOUT, max_tokens_per_gpu=64, num_steps=2
-        )
-        self.adapter.step(plan, self.batch, objective=SFT(), step=self.rank)
-
-    def another_objective(self) -> None:
-        objective = SFT() if self.rank == 0 else PPO()
-        self.adapter.step(self.plan, self.batch, objective=objective)
-
     def missing_field(self) -> None:
         batch = SampleBatch([self.batch.tokens(i) for i in range(len(self.batch))])
         self.adapter.step(
@@ -78,24 +65,10 @@ class Faults:
     def wrong_groups(self) -> None:
         ScheduleAdapter(self.chunks, layout=Layout(dp=2))
 
-    def loss_divided_by_m(self) -> None:
-        self._with_setting("calculate_per_token_loss", False)
-
-    def batched_p2p(self) -> None:
-        self._with_setting("batch_p2p_comm", True)
-
     def another_head(self) -> None:
         """Only the last stage can see the difference."""
         adapter = ScheduleAdapter(self.chunks, layout=LAYOUT, head="value")
         adapter.step(self.plan, self.batch, objective=SFT())
-
-    def values_of_a_vocabulary(self) -> None:
-        self.adapter.step(self.plan, self.batch, objective=ValueLoss())
-
-    def pairs_apart(self) -> None:
-        batch = problem.make_batch()
-        batch.set_field("pair_sign", [1.0, -1.0] * (len(batch) // 2))
-        self.adapter.step(self.plan, batch, objective=DPO())
 
     def other_tensors(self) -> None:
         tokens = [self.batch.tokens(i) for i in range(len(self.batch))]
@@ -119,15 +92,6 @@ class Faults:
                 raise OSError(28, "No space left on device")
 
         agree(write, device=torch.device("cpu"))
-
-    def _with_setting(self, name: str, value: Any) -> None:
-        config = get_model_config(self.chunks[0])
-        before = getattr(config, name)
-        setattr(config, name, value)
-        try:
-            ScheduleAdapter(self.chunks, layout=LAYOUT)
-        finally:
-            setattr(config, name, before)
 
     def nothing(self) -> None:
         self.adapter.step(self.plan, self.batch, objective=SFT())

@@ -24,9 +24,9 @@ SMALL = ("data.num_generated=16", "data.prompts_per_batch=4", "plan.global_batch
 CASES = [
     (1, [4], (*ONE_STAGE, "layout.dp=1")),
     (4, [9] * 4, ("train.executor=operations",)),
-    (4, [9] * 4, (*ONE_STAGE, *EXPERTS, WHOLE, "layout.cp=2")),
 ]
 MORE_CASES = [
+    (4, [9] * 4, (*ONE_STAGE, *EXPERTS, WHOLE, "layout.cp=2")),
     (4, [7] * 4, ()),
     (4, [6, 6, 6, 6], ("model.untie_embeddings=true",)),
     (4, [5, 4, 4, 5], ("layout.dp=1", "layout.pp=4", "layout.vpp=1")),

@@ -14,20 +14,14 @@ pytestmark = pytest.mark.dist
 MESSAGES = {
     "another_plan": "ranks [1] differ from the other 1 in plan",
     "another_cost_model": "differ from the other 1 in cost model",
-    "another_step": "differ from the other 1 in step number (rank 1: '1', most: '0')",
-    "another_objective": "differ from the other 1 in call",
     "missing_field": "rank 1: DataError: GRPO reads",
     "other_lengths": "rank 1: ",
     "other_layout": "DataError: the plan is for Layout(dp=2",
     "routing_of_a_dense_model": "the model has no experts",
     "wrong_groups": "the layout has dp=2, Megatron's process groups have 1",
-    "loss_divided_by_m": "set it to True",
     "another_head": "rank 1: ConfigError: the model has a vocabulary head",
-    "values_of_a_vocabulary": "ConfigError: ValueLoss reads values",
-    "pairs_apart": "DataError: DPO needs pairs in one micro-batch; plan with colocate_ids",
     "other_tensors": "differ from the other 1 in tensor fields",
     "a_full_disk": "1 of 2 ranks failed: rank 1: OSError: [Errno 28] No space left on device",
-    "batched_p2p": "set overlap_p2p_comm=True",
 }
 
 

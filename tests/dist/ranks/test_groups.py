@@ -13,7 +13,7 @@ from tests.dist.spawn import checked_job, rank_reports
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module", params=[3, 4])
+@pytest.fixture(scope="module", params=[pytest.param(3, marks=pytest.mark.weekly), 4])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What each rank of a job of three and of four ranks found."""
     folder = tmp_path_factory.mktemp("groups")

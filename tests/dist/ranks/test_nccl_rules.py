@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from tests.dist.spawn import checked_job, run_job
-from tests.rehearsal.recorder import DELAY_SEED
 
 pytestmark = pytest.mark.dist
 
@@ -46,13 +42,3 @@ def test_groups_of_the_cpu_keep_no_rule() -> None:
 def test_a_failed_job_says_its_own_error_and_the_first_difference() -> None:
     output = run_job(2, WORKER, ["fail_after_a_difference"], timeout_s=100).stdout
     assert output.index("a fault of the job's own") < output.index("collective 1 differs")
-
-
-@pytest.mark.weekly
-def test_delays_change_neither_bits_nor_rules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(DELAY_SEED, "1")
-    out = tmp_path / "bits.json"
-    checked_job(4, "tests.dist.schedule.operations_worker", [str(out), "pp4"], timeout_s=240)
-    assert json.loads(out.read_text())["pp4"]["differ"] == []
