@@ -24,9 +24,9 @@ from megapack.errors import ConfigError
 from megapack.model.attention.packed import PackedAttention, gather_rows
 from megapack.model.attention.row import RowView
 
-# Flash attention's kernels are compiled for head widths that are multiples of 8, up to 256.
-MAX_HEAD_WIDTH = 256
-HEAD_WIDTH_UNIT = 8
+# Flash attention's kernels are compiled for head sizes that are multiples of 8, up to 256.
+MAX_HEAD_SIZE = 256
+HEAD_SIZE_UNIT = 8
 
 
 class PackedVarlen(PackedAttention):
@@ -38,7 +38,7 @@ class PackedVarlen(PackedAttention):
     continues (see `paths`).
 
     Raises:
-        ConfigError: the config has dropout, or a head width that the kernel does not support.
+        ConfigError: the config has dropout, or a head size that the kernel does not support.
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
@@ -57,14 +57,14 @@ class PackedVarlen(PackedAttention):
             paths = row.paths(self.window)
             ends = (paths.query_ends, paths.key_ends, max(paths.num_queries), max(paths.num_keys))
             key, value = gather_rows(key, value, paths.order_K, row.cp_group)
-        width = value.shape[-1]
-        if width < key.shape[-1]:
-            # The kernel takes one width. Further channels of zeros are zeros in the result.
-            value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
+        value_size = value.shape[-1]
+        if value_size < key.shape[-1]:
+            # The kernel takes one head size. Further channels of zeros are zeros in the result.
+            value = torch.nn.functional.pad(value, (0, key.shape[-1] - value_size))
         out = varlen_causal_attention(
             query, key, value, *ends, self.softmax_scale, self.window, self.softmax_offset
         )
-        return out[..., :width]
+        return out[..., :value_size]
 
     def _refuse_unsupported(self, config: Any, mask: AttnMaskType, attention_type: str) -> None:
         super()._refuse_unsupported(config, mask, attention_type)
@@ -77,13 +77,13 @@ class PackedVarlen(PackedAttention):
             raise ConfigError(f"{obstacle}; use PackedSDPA")
 
 
-def heads_obstacle(widths: Sequence[int]) -> str | None:
+def heads_obstacle(head_sizes: Sequence[int]) -> str | None:
     """Why the kernel does not run layers with heads of these channels; None if it does."""
-    for width in widths:
-        if width > MAX_HEAD_WIDTH or width % HEAD_WIDTH_UNIT:
+    for size in head_sizes:
+        if size > MAX_HEAD_SIZE or size % HEAD_SIZE_UNIT:
             return (
-                f"heads of {width} channels: torch's varlen attention takes multiples of "
-                f"{HEAD_WIDTH_UNIT} up to {MAX_HEAD_WIDTH}"
+                f"heads of {size} channels: torch's varlen attention takes multiples of "
+                f"{HEAD_SIZE_UNIT} up to {MAX_HEAD_SIZE}"
             )
     return None
 

@@ -34,14 +34,14 @@ def convolve_row(
     Returns:
         [T, D]; and [W - 1, D], the inputs that the row leaves, or None.
     """
-    width = weight_DW.shape[1]
-    way = segments.convolution(width, x_TD.device)
-    before = x_TD.new_zeros(width - 1, x_TD.shape[1]) if earlier is None else earlier
+    kernel_size = weight_DW.shape[1]
+    way = segments.convolution(kernel_size, x_TD.device)
+    before = x_TD.new_zeros(kernel_size - 1, x_TD.shape[1]) if earlier is None else earlier
     table = torch.cat([before, x_TD.new_zeros(1, x_TD.shape[1]), x_TD])
     longer_CD = table.index_select(0, way.lines_C)
     out = kernel(longer_CD, weight_DW, bias_D)
     # A kernel may give outputs for the first tokens, too.
-    out = out[len(out) - (len(longer_CD) - width + 1) :]
+    out = out[len(out) - (len(longer_CD) - kernel_size + 1) :]
     tail = None if way.tail is None else table.index_select(0, way.tail)
     return out.index_select(0, way.kept_T), tail
 

@@ -60,15 +60,15 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """How a convolution over `width` tokens sees a row."""
+    """How a convolution over `kernel_size` tokens sees a row."""
 
     lines_C: Tensor
-    """int64: tokens of the longer row, as lines of a table: width - 1 lines of what an earlier row
-    has left, one of zeros, and the row."""
+    """int64: tokens of the longer row, as lines of a table: kernel_size - 1 lines of what an
+    earlier row has left, one of zeros, and the row."""
     kept_T: Tensor
-    """int64: the row's tokens among the outputs, of which there are C - width + 1."""
+    """int64: the row's tokens among the outputs, of which there are C - kernel_size + 1."""
     tail: Tensor | None
-    """int64 [width - 1]: lines that later rows begin with; None: none does."""
+    """int64 [kernel_size - 1]: lines that later rows begin with; None: none does."""
 
 
 @dataclass(eq=False)
@@ -89,11 +89,11 @@ class Segments:
     """Its level and its index there."""
     _convolutions: dict[int, Convolution] = field(default_factory=dict)
 
-    def convolution(self, width: int, device: torch.device) -> Convolution:
+    def convolution(self, kernel_size: int, device: torch.device) -> Convolution:
         """How a convolution sees the row; made once."""
-        if width not in self._convolutions:
-            self._convolutions[width] = moved(_convolution(self, width), device)
-        return self._convolutions[width]
+        if kernel_size not in self._convolutions:
+            self._convolutions[kernel_size] = moved(_convolution(self, kernel_size), device)
+        return self._convolutions[kernel_size]
 
 
 def row_segments(
@@ -166,8 +166,8 @@ def row_segments(
     )
 
 
-def _convolution(segments: Segments, width: int) -> Convolution:
-    reach = width - 1
+def _convolution(segments: Segments, kernel_size: int) -> Convolution:
+    reach = kernel_size - 1
     starts = list(itertools.accumulate(segments.lengths, initial=0))
     first = reach + 1
     # What the path through a segment ends with: its last lines.
