@@ -73,7 +73,7 @@ class PlannedStep:
     # The patch, what is imported after it, and what a host passes to its schedule that planned
     # steps do not support, with what to do.
     _patch = ("megatron_lm", "megatron.training")
-    _refused = (
+    _refused: tuple[str, ...] = (
         *("adjust_tensor_shapes_fn", "collect_non_loss_data", "force_all_reduce"),
         *("p2p_communicator", "pg_collection"),
     )
