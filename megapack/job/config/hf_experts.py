@@ -91,7 +91,7 @@ def experts_beside_mlp(reader: Reader) -> Values:
     """Experts beside a dense MLP, which has the part of a shared expert (Gemma 4)."""
     if not reader.flag("enable_moe_block"):
         # They have no effect.
-        reader.known |= _BESIDE_MLP.keys()
+        reader.known.update(_BESIDE_MLP)
         return {}
     return {
         **reader.options(_BESIDE_MLP),

@@ -117,8 +117,10 @@ def layered_rope(reader: Reader) -> Values:
         "rope_scaling": _rope_scaling(reader, whole),
     }
     letters = _local_layers(reader)
+    # Of Gemma 4.
+    has_global_heads = "global_head_dim" in reader.family.defaults
     differs = (base, values["rope_scaling"]) != (local_base, RopeScaling())
-    if "L" in letters and (differs or has_global_heads(reader)):
+    if "L" in letters and (differs or has_global_heads):
         values |= {"local_rotary_base": local_base, "rotary_pattern": _shortest(letters)}
     return values
 
@@ -273,11 +275,8 @@ def _set_attention_factor(rope: Values) -> None:
 
 def window(reader: Reader) -> Values:
     """A sliding window in all layers (Mistral), or none."""
-    return _windows(
-        reader,
-        reader.optional_count("sliding_window"),
-        "L" * reader.count("num_hidden_layers", 1),
-    )
+    letters = "L" * reader.count("num_hidden_layers", 1)
+    return _windows(reader, reader.optional_count("sliding_window"), letters)
 
 
 def layered_window(reader: Reader) -> Values:
@@ -317,9 +316,8 @@ def no_window(reader: Reader) -> Values:
 
 def _windows(reader: Reader, window: int | None, letters: str) -> Values:
     """The sliding window of the layers L; none if no sample reaches it."""
-    if window is None or window >= reader.count("max_position_embeddings", 1):
-        return {}
-    if "L" not in letters:
+    positions = reader.count("max_position_embeddings", 1)
+    if window is None or window >= positions or "L" not in letters:
         return {}
     return {
         "attention_window": window,
@@ -331,11 +329,6 @@ def attention_scale(reader: Reader) -> Values:
     """The scale of Gemma's scores, if it is not that of the width of a head."""
     scale = reader.number("query_pre_attn_scalar")
     return {} if scale == reader.count("head_dim", 1) else {"attention_scale": scale**-0.5}
-
-
-def has_global_heads(reader: Reader) -> bool:
-    """Whether layers without a window have heads of their own (Gemma 4)."""
-    return "global_head_dim" in reader.family.defaults
 
 
 def global_heads(reader: Reader) -> Values:

@@ -25,10 +25,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "kl_coef": ("grpo", "gspo"),
     "correction": _POLICY,
     "teacher_kl_coef": _POLICY,
-    **dict.fromkeys(
-        ("distill_reverse_weight", "distill_tail", "distill_sft_coef"),
-        ("distill",),
-    ),
+    **dict.fromkeys(("distill_reverse_weight", "distill_tail", "distill_sft_coef"), ("distill",)),
 }
 
 
@@ -119,9 +116,10 @@ class ObjectiveConfig:
     vocabulary rows at tp=1."""
 
     def __post_init__(self) -> None:
-        at_least(self, "objective", 0, "clip_low", "clip_high", "kl_coef", "kl_in_reward_coef")
+        at_least(self, "objective", 0, "clip_high", "kl_coef", "kl_in_reward_coef")
         at_least(self, "objective", 1, "logprob_chunk_tokens")
-        for name in ("gamma", "gae_lambda"):
+        at_least(self, "objective", 0, "teacher_kl_coef", "distill_sft_coef")
+        for name in ("gamma", "gae_lambda", "clip_low", "distill_reverse_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"objective.{name} is {getattr(self, name)}; set it in [0, 1]")
         if not self.has_reference:
@@ -130,9 +128,6 @@ class ObjectiveConfig:
         self._check_overlong()
         self._check_pairs()
         self._check_correction()
-        self._check_teacher()
-        if self.clip_low > 1:
-            raise ConfigError(f"objective.clip_low is {self.clip_low}; set a number in [0, 1]")
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ConfigError(f"objective.dual_clip is {self.dual_clip}; set above 1, or null")
         normed = self.loss_weighting == "seq-mean-token-sum-norm"
@@ -171,14 +166,6 @@ class ObjectiveConfig:
         elif self.correction != "mask":
             needed = f"under correction={self.correction}; set correction=mask"
             without_effect(self, "objective", needed, "correction_weight_level")
-
-    def _check_teacher(self) -> None:
-        at_least(self, "objective", 0, "teacher_kl_coef", "distill_sft_coef")
-        if not 0 <= self.distill_reverse_weight <= 1:
-            raise ConfigError(
-                f"objective.distill_reverse_weight is {self.distill_reverse_weight}; set it in "
-                "[0, 1]"
-            )
 
     @property
     def token_columns(self) -> tuple[str, ...]:

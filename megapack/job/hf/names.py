@@ -20,7 +20,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megapack.cost.options import ModelOptions
@@ -49,16 +49,8 @@ class Rows:
     """Whether what is a row of Megatron's is a column there."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the rows of a part are: `repeats` runs of `count` rows, `stride` rows apart."""
-
-    name: str
-    start: int
-    count: int
-    repeats: int = 1
-    stride: int = 0
-
+Places = dict[str, list[Rows]]
+"""Megatron's name of a part in a layer -> its rows in a tensor of the folder's layer."""
 
 HEAD = "output_layer.weight"
 """Megatron's name of the output layer."""
@@ -85,17 +77,17 @@ _DEPTH = re.compile(
 )
 
 
-def _parts(key: str, name: str, parts: Mapping[str, int], repeats: int = 1) -> dict[str, Place]:
+def _parts(key: str, name: str, parts: Mapping[str, int], repeats: int = 1) -> Places:
     """Places of parts that are one above the other in a tensor, `repeats` times."""
-    found = {}
-    start = 0
-    for part, count in parts.items():
-        found[f"{key}.{part}"] = Place(name, start, count, repeats, sum(parts.values()))
-        start += count
-    return found
+    starts = itertools.accumulate(parts.values(), initial=0)
+    end = repeats * sum(parts.values())
+    return {
+        f"{key}.{part}": [Rows(name, at, count) for at in range(start, end, end // repeats)]
+        for (part, count), start in zip(parts.items(), starts, strict=False)
+    }
 
 
-def _gated_delta_places(values: Mapping[str, Any], *, by_key_head: bool) -> dict[str, Place]:
+def _gated_delta_places(values: Mapping[str, Any], *, by_key_head: bool) -> Places:
     """The parts of a gated delta net's input projection and convolution."""
     heads = values["linear_num_key_heads"]
     value_heads = values["linear_num_value_heads"]
@@ -120,7 +112,7 @@ def _gated_delta_places(values: Mapping[str, Any], *, by_key_head: bool) -> dict
     }
 
 
-def _mamba_places(values: Mapping[str, Any]) -> dict[str, Place]:
+def _mamba_places(values: Mapping[str, Any]) -> Places:
     """The parts of a Mamba mixer's input projection and convolution."""
     inner = values["mamba_num_heads"] * values["mamba_head_dim"]
     states = values["mamba_num_groups"] * values["mamba_state_dim"]
@@ -164,7 +156,7 @@ class TensorNames:
         self._layers = {**COMMON, **family.tensors}
         self._kept = (*family.kept, *(VISION if family.in_text_config else ()))
         self._model = model = ModelOptions(**values)
-        self._places: dict[str, Place] = {}
+        self._places: Places = {}
         if model.linear_num_key_heads:
             self._places |= _gated_delta_places(values, by_key_head=family.by_key_head)
         if model.mamba_num_heads:
@@ -175,14 +167,8 @@ class TensorNames:
         in_block = self._split if model.layer_pattern is not None else 1
         self.num_layers = model.num_layers // in_block
         names = list(stored)
-        self._prefix = next(
-            (
-                prefix
-                for begin, prefix in _PREFIXES.items()
-                if any(name.startswith(begin) for name in names)
-            ),
-            "model.",
-        )
+        begins = (b for b in _PREFIXES if any(name.startswith(b) for name in names))
+        self._prefix = _PREFIXES.get(next(begins, ""), "model.")
         self._mtp = family.mtp
         self._is_value_model = is_value_model
         self._stored = set(names)
@@ -217,12 +203,8 @@ class TensorNames:
             name = local_name(match[2])
         else:
             return [self._outer_rows(key, num_rows)]
-        place = self._places.get(name)
-        if place is not None:
-            return [
-                Rows(prefix + place.name, place.start + i * place.stride, place.count)
-                for i in range(place.repeats)
-            ]
+        if name in self._places:
+            return [replace(rows, name=prefix + rows.name) for rows in self._places[name]]
         expert = index[0] if index else None
         if expert is not None and (self._stacks_experts or self._family.has_expert_columns):
             return self._stacked_rows(prefix, name, expert, num_rows)
