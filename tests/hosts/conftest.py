@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 
-from megapack.hosts import areal, patching, roll, verl
+from megapack.hosts import (
+    areal,
+    megatron_bridge,
+    megatron_core,
+    miles,
+    nemo_rl,
+    patching,
+    roll,
+    skyrl,
+    slime,
+    verl,
+    xtuner,
+)
 from tests.hosts.partitions import evenly, within
 from tests.hosts.stub import Host
 
@@ -19,6 +31,17 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     stub = Host(tmp_path, monkeypatch)
     yield stub
     stub.remove()
+
+
+@pytest.fixture(autouse=True)
+def _default_options() -> Iterator[None]:
+    """What a test configures is not the next one's."""
+    yield
+    for module in (
+        *(areal, megatron_bridge, megatron_core, miles),
+        *(nemo_rl, skyrl, slime, verl, xtuner),
+    ):
+        module.configure()
 
 
 @pytest.fixture

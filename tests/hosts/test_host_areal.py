@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +11,6 @@ from megapack import Layout
 from megapack.hosts import areal
 
 pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures("partitions")]
-
-
-@pytest.fixture(autouse=True)
-def default_options() -> Iterator[None]:
-    yield
-    areal.configure()
 
 
 def spec(max_tokens: int, n_mbs: int = 1, divisor: int = 1) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,6 @@ pytestmark = pytest.mark.hosts
 
 PACK = 100
 LENGTHS = st.lists(st.integers(0, PACK), min_size=1, max_size=60)
-
-
-@pytest.fixture(autouse=True)
-def default_options() -> Iterator[None]:
-    yield
-    megatron_bridge.configure()
 
 
 @settings(deadline=None)

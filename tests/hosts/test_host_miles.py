@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -11,12 +10,6 @@ from megapack.hosts import miles
 from tests.hosts.rollouts import check_schedule, make_args, make_config, rollouts_of, rows_of
 
 pytestmark = pytest.mark.hosts
-
-
-@pytest.fixture(autouse=True)
-def _defaults() -> Iterator[None]:
-    yield
-    miles.configure()
 
 
 def test_a_partial_step_is_optional() -> None:

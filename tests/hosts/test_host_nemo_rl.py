@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import types
 from collections import UserDict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,12 +36,6 @@ class BatchedDataDict(UserDict[str, Any]):
 
 class SlicedDataDict(BatchedDataDict):
     """A slice of a batch."""
-
-
-@pytest.fixture(autouse=True)
-def default_options() -> Iterator[None]:
-    yield
-    nemo_rl.configure()
 
 
 def batch_of(lengths: list[int], width: int = 128) -> BatchedDataDict:
@@ -104,36 +97,6 @@ def test_missing_bins_are_split_off_the_heaviest(packer: dict[str, Any]) -> None
     assert made.pack([60, 60, 60, 60]) == [[0], [1], [2], [3]]
     with pytest.raises(ValueError, match="Cannot create 4 bins with only 3 sequences"):
         made.pack([10] * 3)
-
-
-@pytest.mark.parametrize("planned", [False, True])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"batch_size": 4},
-        {"dynamic_batching_args": {"sequence_length_round": 4}},
-        {"sequence_packing_args": packing_args()},
-    ],
-)
-def test_nemo_rls_own_method_makes_the_shards(
-    arguments: dict[str, Any], planned: bool, originals: dict[str, Any]
-) -> None:
-    packs = "sequence_packing_args" in arguments
-    nemo_rl.configure(layout=Layout(dp=2) if planned else None)
-
-    def own(*given: Any) -> list[Any]:
-        packer = nemo_rl.get_packer("concatenative", 100)
-        assert isinstance(packer, HostPacker) is not (planned and packs)
-        return list(given)
-
-    originals[OWN] = own
-    data = batch_of([1] * 8)
-    names = ("batch_size", "allow_uneven_shards", "dynamic_batching_args", "sequence_packing_args")
-    wanted = [{"allow_uneven_shards": False, **arguments}.get(name) for name in names]
-    assert nemo_rl.shard_by_batch_size(data, 2, **arguments) == [data, 2, *wanted]
-    # Outside of it, the packer is NeMo-RL's again.
-    assert isinstance(nemo_rl.get_packer("concatenative", 100), HostPacker)
 
 
 @settings(max_examples=40)

@@ -5,7 +5,6 @@ Micro-batches of SkyRL's own iterator, its padding and the order of outputs: tes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -20,12 +19,6 @@ from tests.hosts.rollouts import first_fit_count
 pytestmark = pytest.mark.hosts
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=30)
-
-
-@pytest.fixture(autouse=True)
-def default_options() -> Iterator[None]:
-    yield
-    skyrl.configure()
 
 
 def planned(lengths: list[int], budget: int) -> SimpleNamespace:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,12 +26,6 @@ pytestmark = pytest.mark.hosts
 
 LONG = 30_000
 BUDGET = 32_768
-
-
-@pytest.fixture(autouse=True)
-def _defaults() -> Iterator[None]:
-    yield
-    slime.configure()
 
 
 def planned(

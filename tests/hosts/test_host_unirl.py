@@ -26,14 +26,6 @@ def micros(plan: MicroPlan) -> list[list[list[int]]]:
     return [[plan.order[start:end] for start, end in update] for update in plan.updates]
 
 
-def test_plans_without_a_budget_count_samples() -> None:
-    plan = planned([5, 6, 7, 8, 9, 10], num_updates=2, micro_batch_size=2)
-    assert plan.order == [0, 1, 2, 3, 4, 5]
-    assert plan.updates == [[(0, 2), (2, 3)], [(3, 5), (5, 6)]]
-    assert plan.sample_shares(0) == [2 / 3, 1 / 3]
-    assert plan.efficiency == 1
-
-
 def test_budgets_of_sums_and_of_rectangles() -> None:
     """Samples of 50 and 10 tokens: a sum of 120 has all four, a mixed rectangle wastes 40."""
     lengths = [50, 10, 50, 10]

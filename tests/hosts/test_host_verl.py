@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,12 +27,6 @@ class Batch(dict[str, Any]):
     def __init__(self, fields: dict[str, Any], batch_size: list[int]) -> None:
         super().__init__(fields)
         self.batch_size = batch_size
-
-
-@pytest.fixture(autouse=True)
-def default_options() -> Iterator[None]:
-    yield
-    verl.configure()
 
 
 def padded(lengths: list[int], width: int = 64) -> Batch:

@@ -87,7 +87,6 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fit]:
     patching.apply("xtuner")
     yield run
     patching.revert("xtuner")
-    xtuner.configure()
     for name in [name for name in sys.modules if name.partition(".")[0] == "xtuner"]:
         del sys.modules[name]
 

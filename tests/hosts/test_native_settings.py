@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +17,6 @@ from megapack.hosts.shared.rollout_schedule import SETTINGS
 from tests.hosts.stub import Host
 
 pytestmark = pytest.mark.hosts
-
-
-@pytest.fixture(autouse=True)
-def _defaults() -> Iterator[None]:
-    yield
-    for module in (megatron_core, nemo_rl, slime, verl):
-        module.configure()
 
 
 def test_a_block_sets_the_options_of_the_planner_and_of_the_step() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter, UserDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,13 +22,6 @@ pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures("partitions")]
 PROMPT, ANSWER = 30, 20
 WIDTH = PROMPT + ANSWER + 4
 Rows = list[list[int]]
-
-
-@pytest.fixture(autouse=True)
-def default_options() -> Iterator[None]:
-    yield
-    for host in (areal, nemo_rl, skyrl, verl):
-        host.configure()
 
 
 class Batch(UserDict[str, Any]):

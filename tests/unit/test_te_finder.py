@@ -88,11 +88,6 @@ def test_the_finder_steps_aside_for_a_distribution_with_the_libraries(engine: Pa
     assert te_finder.python_alone() is None
 
 
-def test_the_finder_serves_no_other_package(engine: Path) -> None:
-    assert te_finder.TEFinder.find_spec("transformer_engines") is None
-    assert te_finder.TEFinder.find_spec("torch") is None
-
-
 def test_the_finder_is_registered_once_and_only_if_there_is_an_engine(
     engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

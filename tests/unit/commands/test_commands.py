@@ -110,7 +110,7 @@ def test_an_older_plan_is_kept_unless_its_name_is_given(call: Call) -> None:
     assert sorted(path.name for path in Path().glob("plan*")) == list(names)
 
 
-@pytest.mark.parametrize("given", ["folder", "folder/config.json", "Qwen3-4B"])
+@pytest.mark.parametrize("given", ["folder/config.json", "Qwen3-4B"])
 def test_a_model_is_a_folder_a_file_or_a_known_name(given: str, call: Call) -> None:
     Path("folder").mkdir()
     shipped = shipped_models()["Qwen3-4B"] / "config.json"

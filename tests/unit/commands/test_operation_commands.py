@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -69,12 +68,3 @@ def test_diff_with_megatrons_order(call: Call) -> None:
     assert code == 1
     assert "\nsteps[0].orders: [[" in out
     assert call("diff", "plan.json", "plan.json")[0] == 0
-
-
-def test_simulate_counts_pieces_and_split_backwards(call: Call) -> None:
-    head, step, *_ = call("simulate", "plan.json")[1].splitlines()
-    assert head.endswith("split  pieces  split B")
-    assert step.split()[-3:] == ["44.6%", "3", "20"]
-    (found,) = json.loads(call("simulate", "plan.json", "--json")[1])["steps"].values()
-    assert (found["num_pieces"], found["num_split_backwards"]) == (3, 20)
-    assert found["piece_fraction"] == 7000 / sum(LENGTHS)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hand_made_plan import LENGTHS, TOKENS, WIDE_TOKENS, wide_plan, wide_row
+from tests.hand_made_plan import LENGTHS, wide_plan, wide_row
 
 pytestmark = pytest.mark.unit
 

@@ -17,7 +17,6 @@ from tests.unit.job.config.published_configs import CONFIGS, FAMILY_MODELS
 
 pytestmark = pytest.mark.unit
 
-QWEN3_4B = CONFIGS["Qwen3-4B"]
 QWEN3_30B_A3B = CONFIGS["Qwen3-30B-A3B"]
 LLAMA_31_8B = CONFIGS["Llama-3.1-8B"]
 DEEPSEEK_V3 = CONFIGS["DeepSeek-V3-bf16"]
@@ -139,14 +138,3 @@ def test_stages_hold_the_layers_that_they_have(tmp_path: Path) -> None:
     embedding = 129280 * 7168
     assert stages[1] == 15 * sum(experts)
     assert stages[0] == 3 * sum(dense) + 12 * sum(experts) + embedding
-
-
-def test_dense_and_expert_layers_of_deepseek_cost_alike(tmp_path: Path) -> None:
-    """A dense layer is as wide as 8 chosen experts and the shared one: chunks stay balanced."""
-    sizes = model_of(DEEPSEEK_V3, tmp_path)
-    (dense, num_dense), (experts, num_experts) = sizes.layer_kinds()
-    assert (num_dense, num_experts) == (3, 58)
-    assert dense.layer_cost(4096) == pytest.approx(experts.layer_cost(4096), rel=0.01)
-    assert not list(sizes.layer_kinds(5, 0))
-    assert [n for _, n in sizes.layer_kinds(2, 4)] == [1, 3]
-    assert [n for _, n in sizes.layer_kinds(0, 3)] == [3]

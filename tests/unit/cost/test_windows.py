@@ -53,12 +53,6 @@ def test_layers_are_of_two_kinds() -> None:
     )
 
 
-def test_first_dense_layers_have_windows_too() -> None:
-    experts = replace(SIZES, num_experts=4, moe_first_dense_layers=2)
-    found = [(kind.num_experts, kind.window, count) for kind, count in experts.layer_kinds(1, 4)]
-    assert found == [(0, None, 1), (4, WINDOW, 2), (4, None, 1)]
-
-
 def test_chunks_with_more_windows_have_less_squares() -> None:
     uneven = replace(SIZES, attention_window_pattern="LLLLLLGG")
     model = CostModel.from_model(uneven, layout=Layout(pp=2), flops_per_gpu=1.0)

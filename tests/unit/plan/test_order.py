@@ -74,11 +74,6 @@ def test_weight_gradients_hold_a_row_longer() -> None:
     assert order.operations(0)[4] == Operation("W", 0, 0)
 
 
-def test_a_pass_without_backwards_holds_one_row() -> None:
-    order = step_order(2, 1, 3, 1, True)
-    assert order.peak_live(np.array([3.0, 5.0, 4.0])).tolist() == [5.0, 5.0]
-
-
 ILLEGAL = {
     "a word": (["0F0 x"], r"stage 0 has the operation 'x'; write micro-batch"),
     "another kind": (["0F0 0D0"], r"stage 0 has the operation '0D0'"),

@@ -72,13 +72,6 @@ def test_counts_have_each_sample_once() -> None:
     assert plan().steps[0].chains(0) == [range(1, 4)]
 
 
-def test_chains_of_neighbouring_samples_are_apart() -> None:
-    rows = (row(2, piece=(0, 12)), row(2, piece=(12, 20)), row(0, piece=(0, 4)))
-    rows += (row(0, piece=(4, 10)), row(1))
-    step = StepPlan((rows,), 5, None, (0, 1, 2), ())
-    assert step.chains(0) == [range(2), range(2, 4)]
-
-
 def broken_rows(*rows: MicroBatch) -> dict[str, Any]:
     return {"rows": rows}
 

@@ -54,16 +54,6 @@ def test_pairs_stay_together(layout: Layout, policy: Policy, ids: list[int]) -> 
     assert max(len(mb.samples) for rank in plan.steps[0].ranks for mb in rank) > 2
 
 
-def test_count_based_plans_count_the_samples_of_a_set() -> None:
-    plan = build_dp_schedule(
-        LENGTHS, layout=Layout(dp=2), micro_batch_size=5, colocate_ids=[i // 3 for i in range(48)]
-    )
-    check_plan(plan, LENGTHS)
-    assert together(plan)
-    sizes = {len(mb.samples) for rank in plan.steps[0].ranks for mb in rank}
-    assert sizes == {3}
-
-
 def test_a_set_larger_than_the_micro_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"3 samples share the colocate id 'a'.*set it to 3"):
         build_dp_schedule(
@@ -97,17 +87,6 @@ def test_a_set_over_the_budget_is_alone_in_its_row() -> None:
         build_dp_schedule(lengths, **arguments, policy=Policy(oversize="error"))
 
 
-def test_a_set_in_two_rows_breaks_invariant_7() -> None:
-    plan = build_dp_schedule([4] * 4, layout=Layout(dp=2), max_tokens_per_gpu=64)
-    torn = [plan.steps[0].ranks[0][0].samples[0], plan.steps[0].ranks[1][0].samples[0]]
-    ids = tuple("pair" if i in torn else f"{i}" for i in range(4))
-    step = dataclasses.replace(plan.steps[0], kept_rollouts=tuple(dict.fromkeys(ids)))
-    broken = dataclasses.replace(plan, colocate_ids=ids, steps=(step,))
-    place = r"invariant 7 .* 'pair' .* step 0 rank 0 micro-batch 0 .* step 0 rank 1 micro-batch 0"
-    with pytest.raises(PlanError, match=place):
-        check_plan(broken, [4] * 4)
-
-
 def test_json_and_text_have_colocate_ids_only_if_given() -> None:
     plain = build_dp_schedule([4] * 4, layout=Layout(), max_tokens_per_gpu=64)
     assert "colocate" not in plain.to_json() + str(plain)
@@ -119,3 +98,14 @@ def test_json_and_text_have_colocate_ids_only_if_given() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     with pytest.raises(PlanError, match="colocate_ids must be"):
         Plan.from_json(plan.to_json().replace('"colocate_ids":["a"', '"colocate_ids":[null'))
+
+
+def test_a_set_in_two_rows_breaks_invariant_7() -> None:
+    plan = build_dp_schedule([4] * 4, layout=Layout(dp=2), max_tokens_per_gpu=64)
+    torn = [plan.steps[0].ranks[0][0].samples[0], plan.steps[0].ranks[1][0].samples[0]]
+    ids = tuple("pair" if i in torn else f"{i}" for i in range(4))
+    step = dataclasses.replace(plan.steps[0], kept_rollouts=tuple(dict.fromkeys(ids)))
+    broken = dataclasses.replace(plan, colocate_ids=ids, steps=(step,))
+    place = r"invariant 7 .* 'pair' .* step 0 rank 0 micro-batch 0 .* step 0 rank 1 micro-batch 0"
+    with pytest.raises(PlanError, match=place):
+        check_plan(broken, [4] * 4)

@@ -59,11 +59,6 @@ def test_a_long_sample_gains_by_pieces_or_width_on_or_off(setting: str, value: s
     assert (bool(did.used), would.used) == (True, "")
 
 
-def test_a_freedom_that_is_on_and_unused_gains_nothing() -> None:
-    gain = gains_of(plan_of(Layout(dp=1), context_parallel="dynamic"))["context_parallel"]
-    assert (gain.is_on, gain.used, gain.gain) == (True, "", 0.0)
-
-
 def test_a_refused_combination_has_its_reason() -> None:
     gain = gains_of(plan_of(row_shape="uniform"))["split_samples"]
     assert (gain.seconds_with, gain.gain) == (None, None)

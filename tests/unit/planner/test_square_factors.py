@@ -96,13 +96,6 @@ def test_the_search_times_what_the_simulator_does(
     assert draft.seconds() == pytest.approx(simulated.makespan)
 
 
-def test_stages_of_one_share_plan_as_without_factors() -> None:
-    layout = Layout(dp=2, pp=2)
-    alike = replace(COST, square_factors=None)
-    ones = replace(COST, square_factors=(1.0, 1.0))
-    assert planned(layout, alike) == planned(layout, ones)
-
-
 def test_knowing_the_shares_is_faster() -> None:
     """Plans are compared under the true costs: the factors, and one weight per stage."""
     layout = Layout(dp=2, pp=2)
@@ -111,16 +104,6 @@ def test_knowing_the_shares_is_faster() -> None:
         (step,) = planned(layout, cost).steps
         seconds.append(simulate(step, layout=layout, cost=COST).makespan)
     assert seconds[0] < seconds[1]
-
-
-def test_bounds_hold_where_squares_are_unknown() -> None:
-    busiest, chunks = COST.least_weights(Layout(pp=2))
-    assert (busiest, chunks) == (1.0, 2.0)
-    even = replace(COST, square_factors=None)
-    assert even.least_weights(Layout(pp=2)) == (1.2, 2.0)
-    (step,) = planned(Layout(dp=1, pp=2)).steps
-    run = simulate(step, layout=Layout(pp=2), cost=COST)
-    assert run.busy_seconds >= 3 * busiest * run.rank_work[0]
 
 
 def test_an_online_fit_keeps_the_factors() -> None:

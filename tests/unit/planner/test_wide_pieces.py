@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from megapack import CostModel, Layout, Plan, Policy, build_dp_schedule, check_plan
-from megapack.errors import PlanError
 from megapack.pipeline.simulator import simulate_planned
 from megapack.planner.items import Items
 from megapack.planner.search import best_draft
@@ -81,22 +80,6 @@ def test_the_search_knows_what_the_simulator_finds(layout: Layout) -> None:
     planned(EVERY, layout)
 
 
-def test_pieces_are_as_long_as_their_rows_alignment_asks() -> None:
-    layout = Layout(dp=4, pp=2)
-    items = items_of([1001, 30], layout)
-    whole = items.take(np.array([0, 0, 1]))
-    cut = dataclasses.replace(
-        whole,
-        begin=np.array([0, 400, 0]),
-        end=np.array([400, 1001, 0]),
-        chain=np.array([0, 0, -1]),
-    )
-    # Over four ranks samples are multiples of 8 tokens: 1,008 and 32.
-    wide = cut.at_width(4)
-    assert wide.aligned.tolist() == [400, 608, 32]
-    assert wide.aligned_sq.tolist() == [400**2, 1008**2 - 400**2, 32**2]
-
-
 def test_a_sample_over_the_budget_needs_fewer_rows_over_several_ranks() -> None:
     lengths = [60000, *[2000] * 8]
     plan = build_dp_schedule(
@@ -111,12 +94,3 @@ def test_a_sample_over_the_budget_needs_fewer_rows_over_several_ranks() -> None:
     assert step.num_microbatches is not None
     assert step.num_microbatches < 60000 / 8192
     assert sum(len(mb.pieces) for mb in step.microbatches) > 1
-
-
-@pytest.mark.parametrize("width", [0, 9, 2**60])
-def test_a_damaged_width_of_a_piece_is_refused(width: int) -> None:
-    text = planned(EVERY).to_json()
-    start = text.index(",2,0,", text.index('"ranks"'))
-    damaged = f"{text[:start]},{width},0,{text[start + 5 :]}"
-    with pytest.raises(PlanError, match="not a plan"):
-        Plan.from_json(damaged)

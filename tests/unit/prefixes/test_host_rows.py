@@ -64,13 +64,6 @@ def test_rows_that_save_too_little_stay_as_they_are(samples: tuple[list[int], ..
     assert find_host_row(ids, spans, Layout()) is None
 
 
-def test_equal_samples_share_all_but_their_last_token() -> None:
-    ids, spans = ids_of([5, 6, 7, 8], [5, 6, 7, 8])
-    row = find_host_row(ids, spans, Layout())
-    assert row is not None
-    assert row.spans == (3, 1, 1)
-
-
 def test_padding_behind_the_branches_belongs_to_no_sample() -> None:
     ids, spans = ids_of([5, 6, 7, 8, 9], [5, 6, 7, 8, 1], [5, 6, 7, 8, 2])
     row = find_host_row(ids, spans, Layout(tp=4, sequence_parallel=True))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
-import numpy as np
 import pytest
 
 from megapack import ConfigError, DataError, Layout, SharedPrefixes, build_dp_schedule
@@ -77,23 +74,3 @@ def test_shared_positions_are_whole_units_of_the_alignment() -> None:
         table = PrefixTable(prefixes, 2, layout)
         unit = layout.sample_alignment
         assert table.shared.tolist() == [0, 29 // unit * unit]
-
-
-def test_a_few_samples_of_a_large_batch_share_what_lies_between_them() -> None:
-    random = np.random.default_rng(0)
-    common = random.integers(5, 500, 5000)
-    common[0] = 0
-    table = PrefixTable(SharedPrefixes(tuple(range(5000)), tuple(common.tolist())), 5000, Layout())
-    samples = np.sort(random.choice(5000, 60, replace=False))
-    chosen, shared = table.neighbours(random.permutation(samples), np.zeros(60, dtype=np.int64))
-    expected = [common[a + 1 : b + 1].min() - 1 for a, b in itertools.pairwise(samples)]
-    assert chosen.size == 60
-    assert shared.tolist() == [0, *expected]
-
-
-@pytest.mark.parametrize(
-    "ids", [[[1.5, 2]], [[-1, 2]], [[[1], [2]]], [[2**31, 1]], [["a"]]], ids=str
-)
-def test_token_ids_that_are_not_ids_are_refused(ids: list[object]) -> None:
-    with pytest.raises(DataError, match="sample 0 has token ids"):
-        SharedPrefixes.from_samples(ids)

@@ -89,15 +89,6 @@ def test_a_chat_template_is_left_out_and_prompts_below_it_stay() -> None:
     assert worthwhile(prefixes, np.full(8, 1000), Layout()) == prefixes
 
 
-def test_a_branch_of_a_removed_branch_begins_where_that_one_began() -> None:
-    # 20 common positions of 4 samples save 60 of 3,920 and do not pay. Two of the samples have 30
-    # more in common. Alone these would save 30 of 1,900, but they begin at 0 now: 50 of 1,900 do
-    # not pay either, and 60 of 1,880 do.
-    for deeper, paid in ((50, ()), (60, (0, 61))):
-        prefixes = SharedPrefixes((0, 1, 2, 3), (0, deeper + 1, 21, 21))
-        assert worthwhile(prefixes, np.full(4, 1000), Layout()).common == paid
-
-
 def test_a_chain_of_a_hundred_thousand_turns_needs_no_recursion() -> None:
     size = 100_000
     lengths = np.arange(1, size + 1) * 10

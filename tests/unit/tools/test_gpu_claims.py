@@ -46,25 +46,6 @@ def one_gpu_report(
     }
 
 
-def ranks_report(**changes: Any) -> dict[str, Any]:
-    """As tools/nccl_check.py writes it, in short."""
-    cases = {
-        "dp2_pp2 fp32 te": {"status": "passed"},
-        "dp2_pp2 wide fp32 sdpa": {"status": "failed", "line": "gradient_error | 1.0\nof 1e-5"},
-        "dp4 wide fp32 sdpa": {"status": "passed"},
-    }
-    exact = {"name": "exact", "status": "failed", "failures": ["one of 3"], "cases": cases}
-    return {
-        "date": "2026-12-02",
-        "rehearsed": False,
-        "device": "NVIDIA H200",
-        "num_gpus": 1,
-        "ranks": 4,
-        "parts": [exact, {"name": "steps", "status": "not run", "failures": [], "cases": {}}],
-        **changes,
-    }
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "claims.yaml").write_text(CLAIMS)
@@ -95,14 +76,6 @@ def test_a_report_changes_the_cells_of_its_parts(folder: Path) -> None:
         "wide": ("-", "no"),
         "memory": ("measured: NVIDIA H200", "-"),
     }
-
-
-def test_ranks_are_judged_by_the_cases_that_a_claim_names(folder: Path) -> None:
-    found = cells(folder, ranks=ranks_report())
-    assert found["exact"] == ("yes, at first", "yes: 4 ranks on one NVIDIA H200")
-    assert found["wide"][1] == (
-        r"failed: exact: dp2_pp2 wide fp32 sdpa: gradient_error \| 1.0 of 1e-5"
-    )
 
 
 @pytest.mark.parametrize(

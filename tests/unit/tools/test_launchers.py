@@ -50,15 +50,6 @@ def test_scripts_are_executable(repo_root: Path) -> None:
         assert os.access(path, os.X_OK), path
 
 
-@pytest.mark.parametrize("name", ["torchrun.sh", "train.sbatch", "with_patch.sh"])
-def test_a_launcher_without_arguments_prints_its_usage(repo_root: Path, name: str) -> None:
-    done = run(repo_root / "tools" / "launch" / name)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"{name}: ")
-    assert "usage" in line
-
-
 def test_a_patched_command_gets_the_variable_and_arguments(repo_root: Path) -> None:
     script = 'echo "$MEGAPACK_PATCH/$1"; exit 7'
     done = run(

@@ -23,8 +23,3 @@ def test_an_absent_name_is_named(tmp_path: Path) -> None:
     lines = megatron_names.moved_names(tmp_path)
     assert any("megatron.core.utils has no get_model_config" in line for line in lines)
     assert any("there is no module megatron.core.optimizer" in line for line in lines)
-
-
-def test_a_wrong_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        megatron_names.main([str(tmp_path)])

@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.rehearsal.notes import issued, line, waited
-from tools.nccl import report
 from tools.nccl.exact import judged
 from tools.nccl.found import FAILED, PASSED
 from tools.nccl.launch import Ended, run_ranks
 from tools.nccl.layouts import busy_layout, layout_name
 from tools.nccl.problem import FEATURES, REFERENCES, cases
-from tools.nccl.session import read_order
 from tools.nccl.ways import HOST_ID, MULTI_RANK, OWN_GPUS, ways
 from tools.nccl_check import default_ranks
 
@@ -125,32 +122,6 @@ def test_ranks_share_a_gpu_only_where_they_must() -> None:
     assert "NCCL_HOSTID" not in MULTI_RANK.environment(0)
     assert "NCCL_MAX_CTAS" not in OWN_GPUS.environment(0)
     assert [default_ranks(gpus) for gpus in (1, 2, 3, 4, 7, 8, 16)] == [4, 2, 2, 4, 4, 8, 8]
-
-
-def test_an_order_counts_operations_and_communicators(tmp_path: Path) -> None:
-    (tmp_path / "notes").mkdir()
-    for rank in range(2):
-        op = line("op", "here.py:1", "0:all", "all_reduce", False, -1, "float32", [4], [], "SUM")
-        lines = line("group", "0:all", [0, 1], "") + op + issued(0, 1) + waited(1)
-        (tmp_path / "notes" / f"rank{rank}.jsonl").write_bytes(lines)
-        text = "host:1:1 [0] NCCL INFO comm 0x1 rank 0 nranks 2 - Init COMPLETE\n"
-        (tmp_path / f"rank{rank}.nccl").write_text(text)
-    order = read_order("exact/job1", tmp_path, 2, has_ended=True)
-    assert order == ("exact/job1", 2, "", 2, 2)
-
-
-def test_the_report_has_a_line_per_part_and_names_failures() -> None:
-    part = {"name": "exact", "shows": "a | b", "status": FAILED, "line": "1 failed", "seconds": 3.0}
-    part |= {"failures": ["dp2: wrong"], "cases": {"dp2": {"status": FAILED, "error": 2e-3}}}
-    made = {"command": "c", "date": "d", "packages": {}, "device": "GPU", "num_gpus": 1}
-    made |= {"ranks": 4, "way": "NCCL_HOSTID", "rehearsed": False, "parts": [part]}
-    text = report.markdown(made)
-    assert "| exact | a / b | failed | 1 failed | 3.0 |" in text
-    assert "| dp2 | failed | 2.0e-03 |" in text
-    assert "- exact: dp2: wrong" in text
-    assert report.ON_ONE in text
-    assert report.REHEARSED in report.markdown({**made, "rehearsed": True})
-    assert report.has_failed(made)
 
 
 def test_jobs_on_a_gpu_need_no_packages_of_the_tests() -> None:

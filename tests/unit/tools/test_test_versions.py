@@ -100,13 +100,6 @@ def test_a_source_tree_is_first_on_the_path(copied: Path, requires: str, python:
     assert call[2:] == [f".venv-{python}", "-m pytest -p tests.progress tests/dist"]
 
 
-def test_a_failing_release_fails_the_run_and_the_others_still_run(copied: Path) -> None:
-    done = run(copied, CODE="1")
-    assert done.returncode == 1
-    assert len(calls(done)) == len(TESTED_RELEASES)
-    assert run(copied, "--sample", CODE="1").returncode == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

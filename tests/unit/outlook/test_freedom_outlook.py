@@ -1,4 +1,4 @@
-"""Dry runs and sweeps with split samples and split backwards."""
+"""Dry runs and sweeps with split samples, split backwards and rows over several DP ranks."""
 
 from __future__ import annotations
 
@@ -51,6 +51,16 @@ SPACE = Space(
 )
 
 
+# One sample as long as 40 others.
+WIDE_WORK = replace(WORK, lengths=np.array([8000, *([200] * 40)]))
+WIDE_SPACE = Space(
+    num_gpus=4,
+    pp=(1,),
+    count_rule=("legal", "per_rank"),
+    context_parallel=("fixed", "dynamic"),
+)
+
+
 def test_a_sweep_has_a_candidate_of_each_kind() -> None:
     tuning = tune(WORK, SPACE)
     best = {candidate.kind: candidate for candidate in tuning.best_of_layouts}
@@ -98,3 +108,49 @@ def test_a_dry_run_has_the_orders_of_the_first_batch() -> None:
     assert split.logprobs.seconds < 0.6 * split.steps.seconds
     # The last stage may hold as much as the first.
     assert split.memory[1].activations > joint.memory[1].activations
+
+
+def test_a_sweep_has_wide_rows_where_they_are_faster() -> None:
+    tuning = tune(WIDE_WORK, WIDE_SPACE)
+    dynamic, fixed = tuning.best_of_layouts
+    assert (dynamic.policy.context_parallel, fixed.policy.context_parallel) == ("dynamic", "fixed")
+    assert dynamic.layout == fixed.layout == Layout(dp=4)
+    assert dynamic.report.wide_fraction >= 0.5
+    assert fixed.report.wide_fraction == 0
+    assert dynamic.report.seconds < 0.6 * fixed.report.seconds
+    assert all(
+        candidate.policy.count_rule == "legal"
+        for candidate in tuning.ranked
+        if candidate.policy.context_parallel == "dynamic"
+    )
+
+
+def test_budgets_below_the_longest_sample_are_for_rows_over_several_ranks() -> None:
+    tuning = tune(WIDE_WORK, WIDE_SPACE)
+    budgets = {
+        kind: {c.max_tokens_per_gpu for c in tuning.ranked if c.policy.context_parallel == kind}
+        for kind in ("fixed", "dynamic")
+    }
+    assert min(budgets["fixed"]) == 8000
+    assert min(budgets["dynamic"]) == 2000
+    least = min(tuning.ranked, key=lambda candidate: candidate.memory.activations)
+    assert least.policy.context_parallel == "dynamic"
+    # A row of the budget in flight, and what attention gathers of it.
+    longest = MemoryModel(sizes=SIZES).stage(Layout(dp=4), 0, live_tokens=8000, row_tokens=8000)
+    assert least.memory.activations < 0.5 * longest.activations
+
+
+def test_a_dry_run_counts_the_tokens_on_each_gpu() -> None:
+    lengths = np.array([2000, *([100] * 30)])
+    batch = Batch(lengths=lengths, rollout_ids=list(range(31)), pair_ids=None, source="a test")
+    budget = "plan.max_tokens_per_gpu=1000"
+    activations = {}
+    for kind in ("fixed", "dynamic"):
+        overrides = [budget, f"plan.context_parallel={kind}", "plan.global_batch_size=31"]
+        config = load_config(CONFIG, overrides, TrainConfig)
+        layout = check_start(config, 4)
+        found = predict(config, layout, batch, config.cost_model(layout))
+        activations[kind] = found.fullest_stage.activations
+        assert found.steps.widest == (2 if kind == "dynamic" else 1)
+    # 2000 tokens are on one GPU, or 1000 on each of two.
+    assert activations["dynamic"] < 0.75 * activations["fixed"]
