@@ -13,7 +13,7 @@ pytestmark = pytest.mark.dist
 
 # Others have the same parts.
 WEEKLY_CASES = {
-    *("dp2", "tp2", "dp2_frozen", "dp2_ep2_bf16_not_distributed", "tp2_hybrid", "dp2_hybrid_bf16"),
+    *("dp2", "tp2", "dp2_frozen", "tp2_hybrid", "dp2_hybrid_bf16"),
 }
 
 
