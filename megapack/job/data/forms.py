@@ -209,7 +209,7 @@ class _Marks:
             found["parameters"] = {**parameters, "properties": properties}
         return found
 
-    def _value(self, value: Any, index: int, name: str) -> Any:
+    def _value(self, value: Any, index: int | None, name: str) -> Any:
         """The value with markers as its texts."""
         if isinstance(value, str):
             return self._new(index, name) if value else value

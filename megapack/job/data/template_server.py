@@ -69,8 +69,8 @@ def write_chat(request: ChatRequest) -> list[ChatText]:
 
     messages = request.messages[: request.turns[-1] + 1]
     # Arguments may decide what is written.
-    known = _forms(source.text, repr(sorted(request.arguments.items())))
-    fitting, tools = fit(messages, request.tools, bind, known)
+    forms = _forms(source.text, repr(sorted(request.arguments.items())))
+    fitting, tools = fit(messages, request.tools, bind, forms)
     return chat_texts(fitting, bind(tools), request.turns)
 
 

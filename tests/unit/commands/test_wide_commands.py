@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,12 +50,3 @@ def test_diff_sees_that_a_row_lies_over_more_ranks(call: Call) -> None:
     assert [line.partition(": ")[0] for line in out.splitlines()[1:]] == [
         f"steps[0].ranks[{rank}][1]" for rank in range(4)
     ]
-
-
-def test_simulate_says_how_many_tokens_are_in_wide_rows(call: Call) -> None:
-    head, step, *_ = call("simulate", "plan.json")[1].splitlines()
-    assert head.split()[-2:] == ["wide", "widest"]
-    assert step.split()[-2:] == [f"{WIDE_TOKENS / TOKENS:.1%}", "4"]
-    (found,) = json.loads(call("simulate", "plan.json", "--json")[1])["steps"].values()
-    assert found["wide_rows"] == {"2": 1, "4": 1}
-    assert found["tokens"] == TOKENS
