@@ -126,7 +126,6 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a cost model": (lambda path: read_cost(path, Layout()), "cost: {per_token: 1.0}\n"),
     "a plan": (read_plan, PLAN.to_json()),
-    "a plan's text": (read_plan, str(PLAN)),
     "a model's config": (lambda path: read_hf_config(str(path)), json.dumps(HF_KEYS)),
 }
 
