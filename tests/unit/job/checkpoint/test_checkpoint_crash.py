@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megapack.base.files import write_whole
 from megapack.job.checkpoint import folders
 from tests.unit.job.checkpoint.test_checkpoint_folders import manifest
 
@@ -171,3 +172,19 @@ def test_everything_is_synced_before_the_folder_gets_its_name(
     syncs = [i for i, call in enumerate(disk.made) if call == ("fsync", str(part))]
     assert last_write < syncs[0] < renamed
     assert ("fsync", str(folder)) in disk.made[renamed:]
+
+
+def test_a_crash_leaves_the_old_file_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    seen = []
+    for crash_at in range(1, 100):
+        path.write_text("old")
+        with crashing(monkeypatch, crash_at) as disk:
+            write_whole(path, "new")
+        seen.append(path.read_text())
+        if len(disk.made) < crash_at:
+            break
+    assert set(seen) == {"old", "new"}
+    assert len(seen) > 4
