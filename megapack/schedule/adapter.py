@@ -45,7 +45,6 @@ from megapack.plan.check import check_plan
 from megapack.plan.plan import MicroBatch, Plan
 from megapack.ranks.agree import Agreement, agree, on_any_rank
 from megapack.ranks.links import Ranks, process_ranks
-from megapack.rows.chain import has_piece
 from megapack.rows.outputs import Scope, reduce_metrics, scatter_to_samples
 from megapack.rows.packed import PackedRow
 from megapack.rows.packing import pack_row
@@ -57,7 +56,7 @@ from megapack.schedule.between_steps import BetweenSteps
 from megapack.schedule.call import StepCall
 from megapack.schedule.faults import check_loss
 from megapack.schedule.forward import HeadOptions, accepted_inputs
-from megapack.schedule.row_rules import Feature, check_rows
+from megapack.schedule.row_rules import check_rows, row_features
 from megapack.schedule.runner import ScheduleRunner, evaluating, process_groups
 
 # Seconds to wait for the other ranks if a call is not the one that `next_step` announced. Ranks
@@ -436,14 +435,9 @@ class ScheduleAdapter:
         if call.has_planned_rows:
             checks.check_planned_rows(self.config, plan.policy)
         checks.check_counts(plan, self.config)
-        features: set[Feature] = set()
-        if plan.prefixes is not None:
-            features.add("prefixes")
-        if plan.policy.context_parallel == "dynamic":
-            features.add("wide")
+        features = row_features(plan, call.rows(self.dp_rank))
+        if "wide" in features:
             self.runner.row_groups.check(self.dp_rank)
-        if any(map(has_piece, call.rows(self.dp_rank))):
-            features.add("pieces")
         check_rows(self.chunks, self.config, features, is_training=call.is_training)
         shared_by = {self.layout.cp * row.width for row in call.step_plan.microbatches}
         check_heads(map(unwrapped, self.chunks), shared_by)

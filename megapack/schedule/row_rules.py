@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,9 @@ from megapack.model.attention.te_rows import te_attentions
 from megapack.model.attention.varlen import PackedVarlen
 from megapack.model.head import unwrapped
 from megapack.model.mtp import num_depths
+from megapack.plan.microbatch import MicroBatch
+from megapack.plan.plan import Plan
+from megapack.rows.chain import has_piece
 
 Feature = Literal["prefixes", "wide", "pieces"]
 
@@ -98,6 +101,16 @@ def _contradictions(
 
 def _drops(module: Any) -> bool:
     return isinstance(module, torch.nn.Dropout) and module.training and module.p > 0
+
+
+def row_features(plan: Plan, rows: Iterable[MicroBatch]) -> set[Feature]:
+    """The features that a plan's rows may have; pieces if some of these `rows` hold one."""
+    has: dict[Feature, bool] = {
+        "prefixes": plan.prefixes is not None,
+        "wide": plan.policy.context_parallel == "dynamic",
+        "pieces": any(map(has_piece, rows)),
+    }
+    return {feature for feature, is_so in has.items() if is_so}
 
 
 def check_rows(
