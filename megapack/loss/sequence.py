@@ -18,7 +18,7 @@ from torch import Tensor
 from megapack.base.choices import KlLevel
 from megapack.errors import ConfigError
 from megapack.loss.distillation import TOPK_LOGPROBS
-from megapack.loss.token import GRPO, AnyObjective, kl_estimate
+from megapack.loss.token import GRPO, Objective, kl_estimate
 from megapack.rows.segments import Segments, no_segments
 
 
@@ -122,7 +122,7 @@ class ValueLoss:
 
 
 def call_objective(
-    objective: AnyObjective,
+    objective: Objective,
     values_R: Tensor,
     entropy_R: Tensor | None,
     fields: Mapping[str, Tensor],
@@ -133,12 +133,12 @@ def call_objective(
     return objective(values_R, entropy_R, fields, *more)
 
 
-def reads_topk(objective: AnyObjective | None) -> bool:
+def reads_topk(objective: Objective | None) -> bool:
     """Whether an objective is called with the log-probs of a teacher's ids."""
     return getattr(objective, "reads", None) == TOPK_LOGPROBS
 
 
-def metric_names(objective: AnyObjective, with_entropy: bool) -> list[str]:
+def metric_names(objective: Objective, with_entropy: bool) -> list[str]:
     """Names of an objective's sums, the same on every rank, from a call without tokens."""
     empty = torch.zeros(0)
     fields = dict.fromkeys(objective.required_fields, empty)

@@ -158,6 +158,7 @@ class Objective(Protocol):
 
 
 AnyObjective = Objective
+"""Another name, which users' code may have; ours says `Objective`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from megapack.base.choices import ExecutorChoice
 from megapack.errors import ConfigError, DataError, ScheduleError, of_all_ranks
 from megapack.layout import Layout
 from megapack.loss.sequence import metric_names
-from megapack.loss.token import AnyObjective, LossWeighting
+from megapack.loss.token import LossWeighting, Objective
 from megapack.model import weight_gradients
 from megapack.model.attention.latent import close_gaps
 from megapack.model.attention.rotary import gather_rotary_tables
@@ -204,7 +204,7 @@ class ScheduleAdapter:
         plan: Plan,
         batch: SampleBatch,
         *,
-        objective: AnyObjective,
+        objective: Objective,
         step: int = 0,
         weighting: LossWeighting = "token-mean",
         norm_constant: float | None = None,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megapack.base.choices import Executor, ExecutorChoice
 from megapack.errors import DataError
-from megapack.loss.token import AnyObjective, LossWeighting, sample_weights
+from megapack.loss.token import LossWeighting, Objective, sample_weights
 from megapack.plan.executor import choose_executor
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
 from megapack.rows.outputs import Scope
@@ -33,7 +33,7 @@ class StepCall:
     entropy: bool
     """Whether the caller asks for the entropy."""
     routing: Sequence[Tensor | None] | None
-    objective: AnyObjective | None = None
+    objective: Objective | None = None
     weighting: LossWeighting = "token-mean"
     """Only used in training, like `norm_constant`."""
     norm_constant: float | None = None
@@ -162,6 +162,6 @@ class StepCall:
         return list(weights.tolist())
 
 
-def _described(objective: AnyObjective) -> str:
+def _described(objective: Objective) -> str:
     """The objective's repr without addresses, which differ between processes."""
     return f"{type(objective).__module__}.{re.sub(r' at 0x[0-9a-f]+', '', repr(objective))}"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megapack.loss.distillation import TEACHER_IDS
 from megapack.loss.sequence import call_objective, reads_topk
-from megapack.loss.token import AnyObjective
+from megapack.loss.token import Objective
 from megapack.model.head import DeferredHead, ValueHead, deferred_head, row_scores, unwrapped
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.model.mtp import inputs_ahead, loss_name
@@ -52,7 +52,7 @@ class HeadOptions:
 class LastStage:
     """Turns hidden states into log-probs or values, and these into losses or outputs."""
 
-    objective: AnyObjective | None
+    objective: Objective | None
     """Per-token losses; None for a pass that only collects log-probs or values."""
     with_entropy: bool
     """Compute the entropy even if the objective does not need it."""

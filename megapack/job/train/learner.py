@@ -20,7 +20,7 @@ from megapack.job.hf.load import LoadedWeights, load_hf_weights
 from megapack.job.train.metrics import training_metrics
 from megapack.job.train.passes import BatchPasses, PlannedBatch, make_objective
 from megapack.layout import Layout
-from megapack.loss.token import AnyObjective
+from megapack.loss.token import Objective
 from megapack.model.head import unwrapped
 from megapack.ranks.agree import agree
 from megapack.ranks.links import Ranks
@@ -72,7 +72,7 @@ class Learner:
         *,
         hf_path: str | None,
         optim: OptimConfig,
-        critic: AnyObjective | None = None,
+        critic: Objective | None = None,
         policy: Sequence[Any] = (),
         reduction: Settings,
         ranks: Ranks,

@@ -33,7 +33,7 @@ from megapack.loss.correction import Correction
 from megapack.loss.distillation import Distillation
 from megapack.loss.preference import DPO, PairwiseReward
 from megapack.loss.sequence import GSPO
-from megapack.loss.token import GRPO, PPO, SFT, AnyObjective
+from megapack.loss.token import GRPO, PPO, SFT, Objective
 from megapack.model.overlap import finish_param_gathers
 from megapack.plan.plan import Plan, own_samples
 from megapack.rows.transfer import host_copies, host_like
@@ -236,7 +236,7 @@ class BatchPasses:
     """Runs the model."""
     optimizer: Any
     """Megatron's; only its gradients are touched."""
-    objective: AnyObjective
+    objective: Objective
     """The training objective."""
     is_critic: bool = False
     """Whether it trains another model than the policy, without a reference."""
@@ -364,14 +364,14 @@ _OBJECTIVES: dict[str, Any] = {
 }
 
 
-def make_objective(config: ObjectiveConfig) -> AnyObjective:
+def make_objective(config: ObjectiveConfig) -> Objective:
     """The objective that a config names."""
     cls = _OBJECTIVES[config.kind]
     given: dict[str, Any] = {}
     if issubclass(cls, PPO):
         kind = config.correction
         given["correction"] = kind and _filled(Correction, config, "correction_", kind=kind)
-    objective: AnyObjective = _filled(cls, config, f"{config.kind}_", **given)
+    objective: Objective = _filled(cls, config, f"{config.kind}_", **given)
     return objective
 
 
