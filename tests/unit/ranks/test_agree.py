@@ -164,7 +164,9 @@ def test_a_failure_is_raised_before_a_difference(run: Run) -> None:
 
 def test_the_error_names_the_ranks_that_differ(run: Run) -> None:
     results = run(*[call(plan="same", call=text) for text in ("a", "b", "a", "c", "a")])
-    assert error_of_all(results).startswith("ranks [1, 3] differ from the other 3 in call (rank 1: 'b', ")
+    assert error_of_all(results).startswith(
+        "ranks [1, 3] differ from the other 3 in call (rank 1: 'b', "
+    )
 
 
 def test_long_values_are_shown_as_digests(run: Run) -> None:
