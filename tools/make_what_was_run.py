@@ -34,8 +34,13 @@ def page() -> str:
             head = Head.read(path)
             command = head.command.replace("|", r"\|")
             rows.append(
-                [f"[{head.title}]({path.name})", f"`{command}`", head.date, head.commit]
-                + [head.with_versions]
+                (
+                    f"[{head.title}]({path.name})",
+                    f"`{command}`",
+                    head.date,
+                    head.commit,
+                    head.with_versions,
+                )
             )
     return _TOP + table(["what", "command", "date", "commit", "with"], rows) + "\n"
 
