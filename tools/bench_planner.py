@@ -1,19 +1,23 @@
 """Measure the planner: the quality of its plans beside other strategies, and its milliseconds.
 
-    python tools/bench_planner.py                      # prints the tables, writes docs/planner.md
-    python tools/bench_planner.py --peer verl          # with the installed package's own functions
-    python tools/bench_planner.py --only-speed         # writes the tables and the picture of speed
-    python tools/bench_planner.py --only-shared        # writes the tables of shared prefixes
-    python tools/bench_planner.py --only-families      # writes the table of families in pieces
-    python tools/bench_planner.py --only-dynamic       # writes those of rows over several DP ranks
-    python tools/bench_planner.py --only-operations    # those of split samples and backwards
-    python tools/bench_planner.py --only-bound         # writes the table of the lower bound
-    python tools/bench_planner.py --only-hybrid        # writes the table of hybrid models
-    python tools/bench_planner.py --only-shapes        # writes the table of few row lengths
-    python tools/bench_planner.py --only-steps         # writes those of steps of equal work
-    python tools/bench_planner.py --only-common        # writes that of layouts without interleaving
-    python tools/bench_planner.py --only-costs         # writes that of measured costs
-    python tools/bench_planner.py --only-published     # writes the tables of inputs of others
+    python tools/bench_planner.py                      # writes all docs/measured/planner_*.md
+    python tools/bench_planner.py --only-common        # layouts without interleaving, by host
+    python tools/bench_planner.py --only-published     # inputs that others published
+    python tools/bench_planner.py --only-costs         # what the cost model's terms change
+    python tools/bench_planner.py --only-shapes        # rows of few lengths
+    python tools/bench_planner.py --only-steps         # steps of equal work
+    python tools/bench_planner.py --only-hybrid        # hybrid models
+    python tools/bench_planner.py --only-bound         # the distance to a lower bound
+    python tools/bench_planner.py --only-operations    # split samples and split backwards
+    python tools/bench_planner.py --only-dynamic       # rows over several DP ranks
+    python tools/bench_planner.py --only-families      # families of shared prefixes in pieces
+    python tools/bench_planner.py --only-shared        # shared prefixes
+    python tools/bench_planner.py --only-peers         # other strategies, by trace and layout
+    python tools/bench_planner.py --only-speed         # planning time, with its picture
+
+Each option writes one file, planner_NAME.md; what it says above its tables is in
+`tools/benching/planner_parts.py`. `--traces FOLDER` has the length traces; without them lengths are
+generated. `--peer verl` adds the installed package's own partitioner to the peers.
 
 Sources of others, of which tables have their planner or their inputs: `--megatron FOLDER` (the dev
 branch of Megatron-LM), `--distca FOLDER` (hao-ai-lab/DistCA) and `--dynapipe FOLDER`
@@ -31,6 +35,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -65,6 +70,7 @@ from tools.benching.planner_families import (
     trace_steps,
 )
 from tools.benching.planner_hybrid import hybrid_table
+from tools.benching.planner_parts import PARTS
 from tools.benching.planner_peer_code import megatron_strategies, verl_strategy
 from tools.benching.planner_peers import BASELINES, Strategy
 from tools.benching.planner_published import (
@@ -75,9 +81,10 @@ from tools.benching.planner_published import (
     slots_table,
 )
 from tools.benching.planner_shapes import shapes_table
-from tools.benching.planner_speed import draw, growth_tables, target_table
+from tools.benching.planner_speed import draw, gain_table, growth_tables, target_table
 from tools.benching.planner_steps import Way, steps_tables
 from tools.benching.ramp_bound import ramp_bound
+from tools.pages import measured
 
 ROOT = Path(__file__).resolve().parents[1]
 # Samples per optimizer step.
@@ -92,6 +99,8 @@ FAMILY_SAMPLES = 256
 BOUND_SAMPLES = 512
 # Geometric mean of the distance to the bound that is wanted; cells that are further are counted.
 WANTED_DISTANCE = 1.03
+# Evaluations of a second plan of those: about a hundred times the default.
+LONG_SEARCH = 200_000
 # The same for hybrid models, and their traces.
 HYBRID_SAMPLES = 256
 HYBRID_TRACES = ("servegen", "openchat")
@@ -106,8 +115,8 @@ SPREAD_SAMPLES = 128
 STEPS_TRACES = ("openchat", "azure", "servegen")
 STEPS_SAMPLES = 64 * 128
 STEPS_LAYOUTS = ("dp8", "dp4 pp4")
+PICTURE = ROOT / "docs" / "images" / "planner_speed.svg"
 SPEED_MARKS = ("<!-- measured: speed -->", "<!-- end: speed -->")
-MARKS = ("<!-- measured -->", "<!-- end -->")
 FAMILY_MARKS = ("<!-- measured: families -->", "<!-- end: families -->")
 SHARED_MARKS = ("<!-- measured: shared prefixes -->", "<!-- end: shared prefixes -->")
 OPERATION_MARKS = ("<!-- measured: operations -->", "<!-- end: operations -->")
@@ -167,14 +176,14 @@ def quality(data: dict[str, tuple[np.ndarray, int]], peers: dict[str, Strategy])
     names = [*strategies, *ours]
     lines = [f"| data | layout | model | {' | '.join(names)} | M | over | ms |"]
     lines.append("|---" * (len(names) + 6) + "|")
-    results: list[dict[str, Result]] = []
+    results: list[tuple[Case, dict[str, Result]]] = []
     for case in list(cases(data, LAYOUTS))[: len(LAYOUTS) * len(MODELS)]:
         # Compile the kernels first, so that no milliseconds contain it.
         run_ours(case, Policy())
     for case in cases(data, LAYOUTS):
         row = {name: run_strategy(case, strategy) for name, strategy in strategies.items()}
         row |= {name: run(case) for name, run in ours.items()}
-        results.append(row)
+        results.append((case, row))
         planned = row["megapack"]
         cells = " | ".join(
             f"{row[name].ratio:.3f}{'*' * bool(row[name].num_over)}" for name in names
@@ -183,10 +192,13 @@ def quality(data: dict[str, tuple[np.ndarray, int]], peers: dict[str, Strategy])
             f"| {case.data} | {case.layout_name} | {case.model} | {cells} | "
             f"{planned.num_microbatches} | {planned.num_over} | {planned.milliseconds:.0f} |"
         )
-    means = {name: mean([row[name].ratio for row in results]) for name in names}
-    cells = " | ".join(f"**{means[name]:.3f}**" for name in names)
-    lines += [f"| geometric mean | | | {cells} | | | |", "", *summary(results, list(strategies))]
-    return lines
+    by_layout = {
+        name: [row for case, row in results if case.layout_name == name] for name in LAYOUTS
+    }
+    for layout, rows in (*by_layout.items(), ("", [row for _, row in results])):
+        cells = " | ".join(f"**{mean([row[name].ratio for row in rows]):.3f}**" for name in names)
+        lines.append(f"| geometric mean | {layout} | | {cells} | | | |")
+    return [*lines, "", *summary([row for _, row in results], list(strategies))]
 
 
 def summary(results: list[dict[str, Result]], strategies: list[str]) -> list[str]:
@@ -218,9 +230,10 @@ def bound(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
     """The lines of the table of the lower bound, one per case, and the mean distance to it."""
     lines = ["| data | layout | model | megapack | M | lower bound | M | distance |"]
     lines.append("|---" * 8 + "|")
+    longer = ["| data | layout | model | megapack | more search | lower bound | distance |"]
+    longer.append("|---" * 7 + "|")
     bounds: dict[str, LowerBounds] = {}
     by_layout: dict[str, list[float]] = {}
-    start = time.process_time()
     for case in cases(data, LAYOUTS):
         planned = run_ours(case, Policy())
         if case.layout_name not in bounds:
@@ -237,28 +250,40 @@ def bound(data: dict[str, tuple[np.ndarray, int]]) -> list[str]:
             f"{planned.num_microbatches} | {ratio:.3f} | {least.num_microbatches} | "
             f"{planned.ratio / ratio:.3f} |"
         )
+        if planned.ratio / ratio > WANTED_DISTANCE:
+            more = run_ours(case, Policy(search=LONG_SEARCH)).ratio
+            longer.append(
+                f"| {case.data} | {case.layout_name} | {case.model} | {planned.ratio:.3f} | "
+                f"{more:.3f} | {ratio:.3f} | {more / ratio:.3f} |"
+            )
     for layout, distances in by_layout.items():
         lines.append(f"| geometric mean | {layout} | | | | | | **{mean(distances):.3f}** |")
     distances = [distance for own in by_layout.values() for distance in own]
     lines.append(f"| geometric mean | | | | | | | **{mean(distances):.3f}** |")
     far = sum(distance > WANTED_DISTANCE for distance in distances)
-    seconds = (time.process_time() - start) / len(distances)
-    return [
-        *lines,
-        "",
-        f"- cells further than {WANTED_DISTANCE} from the bound: {far} of {len(distances)}",
-        f"- CPU seconds of a cell: {seconds:.1f}",
-    ]
+    counted = f"- cells further than {WANTED_DISTANCE} from the bound: {far} of {len(distances)}"
+    return [*lines, "", counted, "", f"With `search: {LONG_SEARCH}`:", "", *longer]
 
 
-def speed(pictures: Path) -> list[str]:
+def speed() -> list[str]:
     """The tables of CPU milliseconds per plan, and their picture."""
     growth, points = growth_tables()
-    draw(points, pictures / "planner_speed.svg")
+    draw(points, PICTURE)
     compiling = first_call(cached=False)
     cached = first_call(cached=True)
-    first_calls = f"{compiling:.1f} s to compile, {cached:.2f} s from the cache."
-    return [*target_table(), "", *growth, "", f"First plan of a process: {first_calls}"]
+    return [
+        *target_table(),
+        "",
+        f"First plan of a process: {compiling:.1f} s to compile, {cached:.2f} s from the cache.",
+        "",
+        f"![CPU milliseconds of a plan by number of samples](../images/{PICTURE.name})",
+        "",
+        *growth,
+        "",
+        "Simulated seconds of a step:",
+        "",
+        *gain_table(),
+    ]
 
 
 def shared(traces: Path) -> list[str]:
@@ -290,10 +315,10 @@ def operations(traces: Path) -> list[str]:
     """The tables of split samples and split backwards."""
     lines = []
     for batch in OPERATION_BATCHES:
-        lines += [f"### Operations: steps of up to {batch} samples", ""]
+        lines += [f"## Steps of up to {batch} samples", ""]
         lines += [*operation_quality(load(traces, batch)), ""]
     layout, samples = DYNAMIC_SPEED
-    title = f"### Operations: CPU milliseconds of planning {samples} samples on {layout}"
+    title = f"## CPU milliseconds of planning {samples} samples on {layout}"
     return [*lines, title, "", *plan_speed(load(traces, samples), layout, OPERATIONS)]
 
 
@@ -350,11 +375,11 @@ def dynamic(traces: Path) -> list[str]:
     """The tables of rows over several DP ranks."""
     lines = []
     for batch in DYNAMIC_BATCHES:
-        lines += [f"### Dynamic CP: steps of up to {batch} samples", ""]
+        lines += [f"## Steps of up to {batch} samples", ""]
         lines += [*dynamic_quality(load(traces, batch)), ""]
-    lines += ["### Dynamic CP: spread of step times", "", *spread(load(traces, 10**9)), ""]
+    lines += ["## Spread of step times", "", *spread(load(traces, 10**9)), ""]
     layout, samples = DYNAMIC_SPEED
-    title = f"### Dynamic CP: CPU milliseconds of planning {samples} samples on {layout}"
+    title = f"## CPU milliseconds of planning {samples} samples on {layout}"
     policies = {"fixed": Policy(), "dynamic CP": DYNAMIC}
     return [*lines, title, "", *plan_speed(load(traces, samples), layout, policies)]
 
@@ -471,16 +496,6 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
 
 
-def write_between_marks(page: Path, marks: tuple[str, str], tables: str) -> None:
-    """Replace the text between two marks of the page; a page without them gets both at its end."""
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
-    if marks[0] not in text:
-        text += marks[0] + marks[1]
-    before, _, rest = text.partition(marks[0])
-    _, _, after = rest.partition(marks[1])
-    page.write_text(f"{before}{marks[0]}\n{tables}\n{marks[1]}{after}", encoding="utf-8")
-
-
 def shapes(traces: Path) -> Iterator[str]:
     """The table of few row lengths."""
     return shapes_table(cases(load(traces, SHAPE_SAMPLES), LAYOUTS))
@@ -502,7 +517,7 @@ def published(megatron: Path | None, distca: Path | None, dynapipe: Path | None)
     if dynapipe:
         tables.append(("DynaPipe's spread of micro-batches", makespan_table(dynapipe)))
     tables.append(("Padded slots of miles#1766", slots_table(costs)))
-    return [line for title, table in tables for line in (f"### {title}", "", *table, "")]
+    return [line for title, table in tables for line in (f"## {title}", "", *table, "")]
 
 
 def steps(traces: Path) -> Iterator[str]:
@@ -526,8 +541,18 @@ def all_qualities(traces: Path, peers: dict[str, Strategy]) -> list[str]:
     lines = []
     for batch in BATCHES:
         table = quality(load(traces, batch), peers)
-        lines += [f"### Steps of up to {batch} samples", "", *table, ""]
+        lines += [f"## Steps of up to {batch} samples", "", *table, ""]
     return lines
+
+
+def write(name: str, options: str, lines: Iterable[str]) -> Path:
+    """Write and print a file of tables; `options` are those of its own in the command."""
+    body = list(lines)
+    print("\n".join(body))
+    title, what = PARTS[name]
+    what = textwrap.fill(what, 110, break_long_words=False, break_on_hyphens=False)
+    command = f"python tools/bench_planner.py --only-{name}{options}"
+    return measured.write(f"planner_{name}", title, what, body, machine(), command=command)
 
 
 def main() -> None:
@@ -537,42 +562,37 @@ def main() -> None:
     sources = ("megatron", "distca", "dynapipe")
     for name in sources:
         parser.add_argument(f"--{name}", type=Path, metavar="FOLDER")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planner.md")
-    # Each has an option that writes it alone.
-    parts: dict[str, tuple[tuple[str, str], Callable[[Path], Iterable[str]]]] = {
-        "common": (COMMON_MARKS, lambda traces: common(traces, options.megatron)),
-        "published": (PUBLISHED_MARKS, lambda _: published(**folders)),
-        "costs": (COST_MARKS, costs_table),
-        "shapes": (SHAPE_MARKS, shapes),
-        "steps": (STEPS_MARKS, steps),
-        "hybrid": (HYBRID_MARKS, hybrid),
-        "bound": (BOUND_MARKS, lambda traces: bound(load(traces, BOUND_SAMPLES))),
-        "operations": (OPERATION_MARKS, operations),
-        "dynamic": (DYNAMIC_MARKS, dynamic),
-        "families": (FAMILY_MARKS, lambda _: families()),
-        "shared": (SHARED_MARKS, shared),
-        "speed": (SPEED_MARKS, lambda _: speed(options.out.parent / "images")),
-    }
-    for name in parts:
+    for name in PARTS:
         parser.add_argument(f"--only-{name}", action="store_true")
     options = parser.parse_args()
-
-    def write(marks: tuple[str, str], arguments: Iterable[str], lines: Iterable[str]) -> None:
-        command = " ".join(["python tools/bench_planner.py", *arguments])
-        text = "\n".join([f"Measured with `{command}` on {machine()}.", "", *lines])
-        print(text)
-        write_between_marks(options.out, marks, text)
-
     folders = {name: getattr(options, name) for name in sources}
-    given = [f"--{name} FOLDER" for name, folder in folders.items() if folder]
-    only = [name for name in parts if getattr(options, f"only_{name}")]
-    for name in only or parts:
-        marks, tables = parts[name]
-        own = given if name in ("common", "published") else []
-        write(marks, [f"--only-{name}", *own], tables(options.traces))
-    if not only:
-        peers = {name: verl_strategy() for name in options.peer}
-        write(MARKS, [f"--peer {peer}" for peer in peers], all_qualities(options.traces, peers))
+    tables: dict[str, Callable[[Path], Iterable[str]]] = {
+        "common": lambda traces: common(traces, options.megatron),
+        "published": lambda _: published(**folders),
+        "costs": costs_table,
+        "shapes": shapes,
+        "steps": steps,
+        "hybrid": hybrid,
+        "bound": lambda traces: bound(load(traces, BOUND_SAMPLES)),
+        "operations": operations,
+        "dynamic": dynamic,
+        "families": lambda _: families(),
+        "shared": shared,
+        "peers": lambda traces: all_qualities(
+            traces, {name: verl_strategy() for name in options.peer}
+        ),
+        "speed": lambda _: speed(),
+    }
+    # What the command of a file has beside its own option.
+    given = {name: f" --{name} FOLDER" if folder else "" for name, folder in folders.items()}
+    own = {
+        "common": given["megatron"],
+        "published": "".join(given.values()),
+        "peers": "".join(f" --peer {peer}" for peer in options.peer),
+    }
+    only = [name for name in PARTS if getattr(options, f"only_{name}")]
+    for name in only or PARTS:
+        write(name, own.get(name, ""), tables[name](options.traces))
 
 
 if __name__ == "__main__":

@@ -4,21 +4,27 @@
         tools/bench_simulator.py [--vpp 2]
 
 Steps of equal rows give the measurements: their makespan is a known multiple of one chunk's
-forward. The model fitted to them then predicts steps of many unequal rows. Prints each relative
-error and their mean. Nothing is asserted, as the seconds depend on the machine.
+forward. The model fitted to them then predicts steps of many unequal rows. The error of each step
+and their mean go to docs/measured/planner_simulator_*.md. Nothing is asserted, as the seconds
+depend on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megapack import (
     CostModel,
@@ -35,6 +41,8 @@ from megapack.loss import SFT
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.runner import ScheduleRunner
+from tools.bench_planner import machine
+from tools.pages import measured
 
 MODEL = ModelConfig(num_layers=8, hidden_size=128, num_attention_heads=4, num_query_groups=2)
 ROUNDS = 5
@@ -73,7 +81,7 @@ def batch_of(lengths: list[int]) -> SampleBatch:
 Case = tuple[Plan, list[int]]
 
 
-def measured(adapter: TimedAdapter, cases: list[Case]) -> list[float]:
+def step_seconds(adapter: TimedAdapter, cases: list[Case]) -> list[float]:
     """Median seconds of each case's step over rounds, after a round of warm-up.
 
     A round runs every case once, so that a slow period of the machine slows down all cases.
@@ -122,22 +130,37 @@ def measurements(layout: Layout, cases: list[Case], seconds: list[float]) -> lis
     ]
 
 
-def compare_steps(chunks: Sequence[Any], layout: Layout, say: Callable[[str], None]) -> None:
-    """Predict and measure steps of unequal rows in Megatron's order."""
+def compare_steps(chunks: Sequence[Any], layout: Layout) -> Iterator[str]:
+    """Predict and measure steps of unequal rows in Megatron's order: the lines of a table."""
     equal, unequal = equal_cases(layout), unequal_cases(layout)
-    seconds = measured(TimedAdapter(chunks, layout=layout), equal + unequal)
+    seconds = step_seconds(TimedAdapter(chunks, layout=layout), equal + unequal)
     known = measurements(layout, equal, seconds[: len(equal)])
     cost = CostModel.fit(known, layout=layout)
-    say(f"pp2 vpp{layout.vpp}: {cost.to_json()}")
+    yield "| M | predicted, s | measured, s | error |"
+    yield "|---|---|---|---|"
     errors = []
     for (plan, _), real in zip(unequal, seconds[len(equal) :], strict=True):
         predicted = simulate(plan.steps[0], layout=layout, cost=cost).makespan
-        errors.append(predicted / real - 1)
-        say(
-            f"  M={plan.steps[0].num_microbatches}: predicted {predicted:.3f} s, "
-            f"measured {real:.3f} s, error {errors[-1]:+.1%}"
-        )
-    say(f"  mean absolute error {statistics.mean(map(abs, errors)):.1%}")
+        errors.append(100 * (predicted / real - 1))
+        count = plan.steps[0].num_microbatches
+        yield f"| {count} | {predicted:.3f} | {real:.3f} | {errors[-1]:+.1f} % |"
+    yield f"| mean absolute error | | | {statistics.mean(map(abs, errors)):.1f} % |"
+
+
+def write(layout: Layout, lines: list[str]) -> None:
+    """Write the layout's file of docs/measured."""
+    vpp = f" vpp{layout.vpp}" if layout.vpp > 1 else ""
+    measured.write(
+        f"planner_simulator_pp{layout.pp}{vpp.replace(' ', '_')}",
+        f"The simulator against real steps, pp{layout.pp}{vpp}",
+        "Megatron's steps of unequal rows on CPUs, predicted by a cost model that was fitted to\n"
+        f"steps of equal rows: {layout.pp} processes, {MODEL.num_layers} layers of width "
+        f"{MODEL.hidden_size}.",
+        lines,
+        f"megatron-core {version('megatron-core')}, torch {torch.__version__}, {machine()}",
+        command=f"python -m torch.distributed.run --standalone --nproc-per-node {layout.pp} "
+        f"tools/bench_simulator.py --vpp {layout.vpp}",
+    )
 
 
 def main() -> None:
@@ -150,7 +173,10 @@ def main() -> None:
     torch.manual_seed(0)
     initialize_parallel(layout, 0)
     chunks = build_model(MODEL, layout, vocab_size=256, seed=0, distributed_optimizer=False)
-    compare_steps(chunks, layout, print if dist.get_rank() == 0 else lambda *_: None)
+    lines = list(compare_steps(chunks, layout))
+    if dist.get_rank() == 0:
+        print("\n".join(lines))
+        write(layout, lines)
     dist.destroy_process_group()
 
 

@@ -5,7 +5,8 @@
     python tools/planner_judge.py compare before.json after.json
 
 A table is a policy with its layouts and numbers of samples per step; its cells are all traces and
-models of docs/planner.md. A part of the search stays if it is worth 1 % in a table's mean.
+models of the bench. A part of the search stays if it is worth 1 % in a table's mean
+(docs/maintainers/planner.md).
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def add_policy(parser: Parser, *, swept: bool = False) -> None:
     group = parser.add_topic(
         "policy",
         "options for what the planner may do, such as --split-samples auto",
-        "what the planner may do (docs/planner.md)",
+        "what the planner may do (docs/planning_options.md)",
     )
     add_fields(group, Policy, skip=_SWEPT if swept else (), whole=True)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megapack.job.config.sections import TrainConfig
     from megapack.job.view.records import RunRecords
 
-# The cost model without options, in tokens: docs/planner.md's for a 7B dense model. A sample of
+# The cost model without options, in tokens: of a 7B dense model (tools/benching). A sample of
 # 49,152 tokens costs twice its tokens, and each micro-batch FIXED_TOKENS more.
 _TOKENS_PER_SQUARE = 49152
 

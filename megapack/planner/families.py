@@ -23,7 +23,7 @@ from megapack.planner.items import Items, row_sums
 from megapack.planner.step import UNLIMITED
 
 # Limits on a part's work, as fractions of a mean row's at the fewest micro-batches. Of steps of 512
-# samples, none was fastest with finer cuts (docs/planner.md).
+# samples, none was fastest with finer cuts.
 _FRACTIONS = (1.0, 0.5, 0.25)
 # Without a pipeline rows may be as large as the budget, so only one smaller cut is tried.
 _FRACTIONS_WITHOUT_PIPELINE = (0.5,)

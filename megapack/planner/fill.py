@@ -27,7 +27,8 @@ from megapack.planner.board import (
 )
 from megapack.planner.items import Items
 
-# All constants of this module were chosen by hand. docs/planner.md measures the whole search.
+# All constants of this module were chosen by hand. docs/maintainers/planner.md says how to judge a
+# change.
 
 # Choice of a row: a second over the stretched target counts as this many seconds of room left.
 _OVER = 4.0

@@ -43,7 +43,8 @@ from megapack.planner.clock import Clock, score_rank, score_shared
 from megapack.planner.fill import FillRule, fill_board
 from megapack.planner.orders import OwnOrders
 
-# All constants of this module were chosen by hand. docs/planner.md measures the whole search.
+# All constants of this module were chosen by hand. docs/maintainers/planner.md says how to judge a
+# change.
 
 # Start of the pseudo-random sequence.
 _SEED = 88172645463325252 & 0xFFFFFFFFFFFF

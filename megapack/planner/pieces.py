@@ -23,7 +23,8 @@ from megapack.planner.scored import Scored, Way, real_seconds
 from megapack.planner.starts import Choice, counts_to_try, cut_for, cut_start, loosened
 from megapack.planner.step import UNLIMITED
 
-# All constants of this module were chosen by hand. docs/planner.md measures the whole search.
+# All constants of this module were chosen by hand. docs/maintainers/planner.md says how to judge a
+# change.
 
 # The longest piece, in parts of a mean row's work.
 _STRETCHES = (1.0, 1.5)

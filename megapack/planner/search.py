@@ -46,7 +46,8 @@ from megapack.planner.wide import plan_wide
 
 logger = logging.getLogger(__name__)
 
-# All constants of this module were chosen by hand. docs/planner.md measures the whole search.
+# All constants of this module were chosen by hand. docs/maintainers/planner.md says how to judge a
+# change.
 
 # Without a bubble a draft with more micro-batches than the fewest must be this much faster: M=11
 # must take less than 0.998 s if M=10 takes 1 s.

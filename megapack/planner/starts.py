@@ -27,7 +27,8 @@ from megapack.planner.scored import Scored, Way
 from megapack.planner.step import UNLIMITED, spread_counts
 from megapack.planner.targets import Target, equal_target, ramp_targets, snake, uneven_target
 
-# All constants of this module were chosen by hand. docs/planner.md measures the whole search.
+# All constants of this module were chosen by hand. docs/maintainers/planner.md says how to judge a
+# change.
 
 # Values of M are tried up to twice the closed form for equal micro-batches, and up to 6 times the
 # least. A step of few samples needs 40 at times, as long samples fill several cells.

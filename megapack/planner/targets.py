@@ -12,8 +12,8 @@ others take more, at an M that suits them. On pp=4, a sample of a quarter of a r
 ones, whose largest sample is at least half of the largest of all, and light ones. Each kind has a
 profile, and shares of the work with which both end at once.
 
-The first levels below were chosen by hand, for medium-sized steps. docs/planner.md measures what
-they give: the column search=0 uses them as they are, and the default search starts from them.
+The first levels below were chosen by hand, for medium-sized steps. docs/measured/planner_peers.md
+has what they give: the column search=0 uses them as they are, and the default search starts there.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from megapack.planner.starts import MAX_ROUNDS, counts_to_try, loosened, wide_st
 from megapack.planner.step import UNLIMITED
 from megapack.planner.targets import equal_target
 
-# All constants of this module were chosen by hand. docs/planner.md measures the whole search.
+# All constants of this module were chosen by hand. docs/maintainers/planner.md says how to judge a
+# change.
 
 # A step within this part of the best profile is not searched further: 1.005 s for 1 s.
 _NEAR = 0.005

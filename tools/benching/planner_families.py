@@ -42,7 +42,7 @@ class FamilyStep:
 
 
 def generated_steps(num_samples: int) -> list[FamilyStep]:
-    """The generated steps of the page, of about this many samples each."""
+    """The generated steps of the table, of about this many samples each."""
     return [
         _groups("math G=8", num_samples, 8, (100, 500), (500, 8000), 32768),
         _groups("math G=16", num_samples, 16, (100, 500), (500, 8000), 32768),
@@ -186,7 +186,7 @@ def compare(
 def shared_table(
     steps: Iterable[FamilyStep], layouts: dict[str, Layout], costs: dict[str, dict[str, CostModel]]
 ) -> list[str]:
-    """The lines of the page's table: a row per step and layout.
+    """The lines of the table: a row per step and layout.
 
     Args:
         costs: per layout and model.

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megapack import CostModel, Layout, Plan, Policy, build_dp_schedule
+from megapack import Layout, Policy, build_dp_schedule
+from tools.benching.planner_cases import Case, cost_of, run_ours
 
 # Calls per size after one that warms up; the median counts. Plans that take longer are made less
 # often.
@@ -42,6 +43,7 @@ SHORT = Lengths(7.5, 1.0, 16, 32768, 32768)
 # Around 4,000 tokens. One sample in eight is over the budget, by up to eight times.
 LONG = Lengths(8.3, 1.2, 32, 131072, 16384)
 DYNAMIC = Policy(context_parallel="dynamic")
+MODEL = "7B"
 
 
 @dataclass(frozen=True)
@@ -114,26 +116,18 @@ TARGETS = (
 )
 
 
-def plan(
-    num_samples: int, layout: Layout, policy: Policy, drawn: Lengths = SHORT
-) -> tuple[float, Plan]:
-    """Median CPU seconds of a plan of the 7B model's costs, and the plan."""
+def plan_seconds(num_samples: int, layout: Layout, policy: Policy, drawn: Lengths = SHORT) -> float:
+    """Median CPU seconds of a plan."""
     lengths = drawn.drawn(num_samples)
-    per_token = 1e-6
-    cost = CostModel(
-        fixed=256 * per_token / layout.num_chunks,
-        per_token=per_token,
-        per_token_sq=per_token / 49152,
-        cp_overhead=0.05,
-    )
+    cost = cost_of(layout, MODEL)
     times: list[float] = []
     while len(times) <= (LARGE_REPEATS if max(times, default=0) > LARGE_SECONDS else REPEATS):
         began = time.process_time()
-        made = build_dp_schedule(
+        build_dp_schedule(
             lengths, layout=layout, max_tokens_per_gpu=drawn.budget, cost=cost, policy=policy
         )
         times.append(time.process_time() - began)
-    return statistics.median(times[1:]), made
+    return statistics.median(times[1:])
 
 
 def target_table() -> list[str]:
@@ -144,11 +138,28 @@ def target_table() -> list[str]:
     ]
     for target in TARGETS:
         policy = target.policy
-        seconds, _ = plan(target.num_samples, target.layout, policy, target.lengths)
+        seconds = plan_seconds(target.num_samples, target.layout, policy, target.lengths)
         lines.append(
             f"| {target.num_samples} | {target.layout.label} | {NAMES.get(policy, 'fixed')} "
             f"| {policy.search} | {1e3 * seconds:.1f} | {1e3 * target.seconds:.0f} "
             f"| {peak_gib():.2f} |"
+        )
+    return lines
+
+
+def gain_table() -> list[str]:
+    """Simulated seconds of the targets' steps with rows over several ranks, beside rows on one."""
+    lines = ["| samples | layout | fixed | dynamic CP | over equal work |", "|---" * 5 + "|"]
+    for target in TARGETS:
+        if target.policy != DYNAMIC:
+            continue
+        layout, lengths = target.layout, target.lengths
+        drawn, cost = lengths.drawn(target.num_samples), cost_of(layout, MODEL)
+        case = Case("", drawn, lengths.budget, layout.label, layout, MODEL, cost)
+        fixed, wide = (run_ours(case, policy).ratio for policy in (Policy(), DYNAMIC))
+        lines.append(
+            f"| {target.num_samples} | {layout.label} | {fixed * case.equal_seconds:.3f} "
+            f"| {wide * case.equal_seconds:.3f} | {wide:.3f} |"
         )
     return lines
 
@@ -170,7 +181,7 @@ def growth_tables() -> tuple[list[str], Points]:
         ]
         own = []
         for num_samples, layout in series.sizes:
-            seconds, _ = plan(num_samples, layout, series.policy, series.lengths)
+            seconds = plan_seconds(num_samples, layout, series.policy, series.lengths)
             own.append((num_samples, seconds))
             each = seconds / num_samples
             lines.append(

@@ -88,15 +88,25 @@ def commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def write(name: str, title: str, what: str, body: Sequence[str], with_versions: str) -> Path:
+def write(
+    name: str,
+    title: str,
+    what: str,
+    body: Sequence[str],
+    with_versions: str,
+    *,
+    command: str | None = None,
+) -> Path:
     """Write docs/measured/NAME.md, from the command that runs now.
 
     Args:
         body: lines: a table, or several with a line above each.
         with_versions: see `versions`; add the machine where seconds are measured.
+        command: instead of the one that runs now, of which the file is a part, or which names
+            folders of this machine.
     """
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    head = Head(title, what, this_command(), today, commit(), with_versions)
+    head = Head(title, what, command or this_command(), today, commit(), with_versions)
     path = MEASURED / f"{name}.md"
     path.write_text(f"{head.text()}\n" + "\n".join(body).strip() + "\n", encoding="utf-8")
     return path
