@@ -40,7 +40,11 @@ def counts(config: dict[str, Any]) -> tuple[str, str]:
         model = ModelConfig.from_hf(folder, dtype="bf16")
     memory = MemoryModel(sizes=model)
     total = memory.stage(Layout(), 0, live_tokens=0.0, row_tokens=0.0).parameters / 2
-    flops = sum(kind.layer_flops_per_token() * count for kind, count in model.layer_kinds())
+    # A window's keys are no weights, but their operations grow with tokens as those of weights do.
+    flops = sum(
+        (kind.layer_flops_per_token() - kind.layer_attention_tokens(kind.window or 0)) * count
+        for kind, count in model.layer_kinds()
+    )
     return f"{total / 1e9:,.2f}", f"{flops / 2e9:,.2f}"
 
 
