@@ -1,17 +1,19 @@
-"""Compare every layout and feature with one unpadded sample at a time; writes docs/exactness.md.
+"""Compare every layout and feature with one unpadded sample at a time; writes docs/measured.
 
-    python tools/exactness.py [--out docs/exactness.md] [--cases PATTERN] [--models PATTERN]
-        [--prefixes PATTERN] [--dynamic-cp PATTERN] [--split-samples PATTERN]
-        [--hybrid PATTERN] [--executor operations]
+    python tools/exactness.py [--cases PATTERN] [--models PATTERN] [--prefixes PATTERN]
+        [--dynamic-cp PATTERN] [--split-samples PATTERN] [--hybrid PATTERN]
+        [--executor operations]
     python tools/exactness.py --attention te [--te 2.11.0] [the same patterns]
 
 Runs the reference and then each case of `tests/dist/exactness/cases.py` on 1, 2, 4 and 8 processes
 over gloo; models of Hugging Face folders, the cases of `tests/dist/hf/hf_cases.py`, beside
-transformers; rows with shared prefixes and samples in pieces, the cases of
-`tests/dist/rows/prefix_cases.py` and `split_cases.py`; and rows over several data-parallel ranks,
-those of `wide_cases.py`, whose tables go into docs/dynamic_cp.md. With some of the patterns, only
-those. Hybrid models run only with their pattern, on Megatron-Core 0.18 or later; their tables go
-into docs/hybrid.md.
+transformers; and rows with shared prefixes, samples in pieces, and rows over several data-parallel
+ranks, the cases of `tests/dist/rows/prefix_cases.py`, `split_cases.py` and `wide_cases.py`. With
+some of the patterns, only those. Hybrid models, their folders too, run only with their pattern, on
+Megatron-Core 0.18 or later.
+
+Each kind has a file of `tools/pages/exactness_files.py`. A pattern other than '*' leaves the file
+as it is and prints its table only.
 
 With `--executor operations` nothing is written. Cases of `tests/dist/exactness/cases.py` and
 `tests/dist/schedule/overlap_worker.py` run in Megatron's schedules and as lists of their
@@ -19,8 +21,8 @@ operations, which are compared bit for bit; the exit code is 1 if one differs. A
 as lists.
 
 With `--attention te` all cases run over Transformer Engine's layers on stand-ins of their kernels
-(docs/cpu.md), against the same references without it. A table of the largest errors goes into
-docs/exactness.md. `tools/te_python.sh` brings the release that `--te` names.
+(docs/cpu.md), against the same references without it; the file has the largest errors.
+`tools/te_python.sh` brings the release that `--te` names.
 """
 
 from __future__ import annotations
@@ -29,12 +31,9 @@ import argparse
 import fnmatch
 import json
 import os
-import platform
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
@@ -52,7 +51,7 @@ from tests.dist import problem  # noqa: E402
 from tests.dist.exactness.cases import ALL_CASES, HYBRID_CASES, Case  # noqa: E402
 from tests.dist.exactness.te_cases import GRIDS, refusal  # noqa: E402
 from tests.dist.executor import VARIABLE, executor  # noqa: E402
-from tests.dist.hf.hf_cases import ALL_FAMILIES, run_hf_cases, runnable  # noqa: E402
+from tests.dist.hf.hf_cases import ALL_FAMILIES, HF_CASES, run_hf_cases, runnable  # noqa: E402
 from tests.dist.rows.row_case import RowCase  # noqa: E402
 from tests.dist.rows.row_cases import ALL_CASES as ROW_CASES  # noqa: E402
 from tests.dist.rows.row_cases import GROUPS as ROW_GROUPS  # noqa: E402
@@ -63,18 +62,9 @@ from tests.dist.rows.row_problem import TAUGHT  # noqa: E402
 from tests.dist.run_cases import run_cases  # noqa: E402
 from tests.dist.schedule.operations_worker import OVERLAP, OVERLAP_CASES  # noqa: E402
 from tests.dist.spawn import checked_job  # noqa: E402
-from tools.pages.marks import put_between  # noqa: E402
+from tools.pages.exactness_files import is_whole, publish  # noqa: E402
+from tools.pages.measured import versions  # noqa: E402
 
-MARKS = ("<!-- measured -->", "<!-- end -->")
-MODEL_MARKS = ("<!-- models -->", "<!-- end of models -->")
-DYNAMIC_CP_PAGE = ROOT / "docs" / "dynamic_cp.md"
-DYNAMIC_CP_MARKS = ("<!-- dynamic cp -->", "<!-- end of dynamic cp -->")
-SPLIT_MARKS = ("<!-- split samples -->", "<!-- end of split samples -->")
-PREFIX_MARKS = ("<!-- prefixes -->", "<!-- end of prefixes -->")
-HYBRID_PAGE = ROOT / "docs" / "hybrid.md"
-HYBRID_MARKS = ("<!-- layouts -->", "<!-- end of layouts -->")
-HYBRID_ROW_MARKS = ("<!-- rows -->", "<!-- end of rows -->")
-TE_MARKS = ("<!-- te -->", "<!-- end of te -->")
 MODELS = {
     "llama": "Llama",
     "mistral": "Mistral: heads wider than hidden size / heads",
@@ -336,21 +326,16 @@ def _row_errors(runs: list[dict[str, Any]]) -> str:
     return f"{max(run['gradient_error'] for run in runs):.1e}, {max(outputs):.1e}"
 
 
-def measured_with(*packages: str) -> str:
-    """The command, and the versions of what it ran."""
-    versions = ", ".join(f"{name} {version(name)}" for name in packages)
-    command = shlex.join(["tools/exactness.py", *sys.argv[1:]])
-    return f"Measured with `python {command}`: {versions}, Python {platform.python_version()}, gloo"
-
-
 def case_lines(names: list[str]) -> list[str]:
-    """The section of the one-sample reference; of hybrid models, that of their layouts."""
+    """What was found beside the one-sample reference."""
+    if not names:
+        return []
     results = measure(names)
     cases = ALL_CASES | HYBRID_CASES
     exact = [r for name, r in results.items() if cases[name].variant not in problem.PRECISE]
     lines = [
-        f"{measured_with('megatron-core', 'torch')}. {len(exact)} cases in fp32; largest gradient "
-        f"error {max(r['gradient_error'] for r in exact):.1e}, largest log-prob error "
+        f"{len(exact)} cases in fp32; largest gradient error "
+        f"{max(r['gradient_error'] for r in exact):.1e}, largest log-prob error "
         f"{max(r['logprob_max_error'] for r in exact):.1e} nats.",
         "",
         *table(results),
@@ -361,24 +346,28 @@ def case_lines(names: list[str]) -> list[str]:
 
 
 def model_lines(names: list[str]) -> list[str]:
-    """The section of Hugging Face models."""
+    """What was found beside transformers."""
+    if not names:
+        return []
     with tempfile.TemporaryDirectory() as folder:
         results = run_hf_cases(names, Path(folder))
     values = results.values()
     return [
-        f"{measured_with('transformers', 'megatron-core', 'torch')}. {len(results)} cases; largest "
-        f"error of a tensor's gradient {max(r['worst_tensor_error'] for r in values):.1e}, largest "
-        f"mean error of log-probs {max(r['logprobs_mean_error'] for r in values):.1e} nats.",
+        f"{len(results)} cases; largest error of a tensor's gradient "
+        f"{max(r['worst_tensor_error'] for r in values):.1e}, largest mean error of log-probs "
+        f"{max(r['logprobs_mean_error'] for r in values):.1e} nats.",
         "",
         *model_table(results),
     ]
 
 
 def row_lines(group: str, pattern: str) -> list[str]:
-    """The section of a group of rows that are made in a special way."""
+    """What was found for a group of rows that are made in a special way."""
     names = [
         n for n in fnmatch.filter(ROW_CASES, f"{group}/{pattern}") if not ROW_CASES[n].mutation
     ]
+    if not names:
+        return []
     with tempfile.TemporaryDirectory() as folder:
         results = run_row_cases(names, Path(folder))
     grid = [f"{group}/{name}" for name in ROW_GROUPS[group].GRID]
@@ -400,7 +389,7 @@ def row_lines(group: str, pattern: str) -> list[str]:
 
 
 def row_summary(results: dict[str, dict[str, Any]]) -> str:
-    """What was measured with what, and the largest errors."""
+    """The number of cells, and the largest errors."""
     runs = [(name, kind, run) for name, found in results.items() for kind, run in found.items()]
     exact = [(kind, run) for name, kind, run in runs if ROW_CASES[name].model not in ROW_PRECISE]
     # A gradient that is 0 has no relative error, see tests/dist/rows/test_row_cases.py.
@@ -408,24 +397,20 @@ def row_summary(results: dict[str, dict[str, Any]]) -> str:
     means = [run["logprob_mean_error"] for _, run in exact if "logprob_mean_error" in run]
     equal = sum(run["square_to_forward"] == 0 for *_, run in runs)
     return (
-        f"{measured_with('megatron-core', 'torch')}. {len(runs)} cells; in the {len(exact)} of "
-        f"fp32, the largest gradient error is {max(r['gradient_error'] for _, r in exact):.1e}, of "
-        f"a single tensor {max(tensors):.1e}, and the largest mean error "
-        f"of log-probs {max(means):.1e} nats. In {equal} cells the forward pass has the bits of "
-        "the training forward."
+        f"{len(runs)} cells; in the {len(exact)} of fp32, the largest gradient error is "
+        f"{max(r['gradient_error'] for _, r in exact):.1e}, of a single tensor {max(tensors):.1e}, "
+        f"and the largest mean error of log-probs {max(means):.1e} nats. In {equal} cells the "
+        "forward pass has the bits of the training forward."
     )
 
 
-def te_lines(patterns: Mapping[str, str], release: str) -> list[str]:
-    """The section of Transformer Engine: per grid the largest errors of its cases in fp32.
+def te_lines(patterns: Mapping[str, str]) -> list[str]:
+    """Over Transformer Engine, per grid: the largest errors of its cases in fp32.
 
     Args:
         patterns: grid of `tests/dist/exactness/te_cases.py` -> glob of its cases.
     """
     lines = [
-        f"{measured_with('megatron-core', 'torch')}, Transformer Engine {release} on stand-ins of "
-        "its kernels.",
-        "",
         "| cases | run | refused | gradient | one tensor | log-probs mean | log-probs max |",
         "|---" * 7 + "|",
     ]
@@ -465,14 +450,35 @@ def _largest(runs: list[dict[str, Any]], keys: tuple[str, ...]) -> float:
     return max(run[key] for run in runs for key in keys if key in run)
 
 
-def write(page: Path, marks: tuple[str, str], lines: list[str]) -> None:
-    """Replace the part of the page between two marks; only print under another executor."""
-    body = "\n".join(lines)
-    print(body)
-    if executor() == "operations":
+def publish_kind(name: str, lines: list[str], *packages: str, whole: bool) -> None:
+    """Print a kind's table; write it where Megatron's schedules ran all of its cases."""
+    if not lines:
+        print(f"{name}: the pattern names no case")
         return
-    text = put_between(page.read_text(encoding="utf-8"), marks, body)
-    page.write_text(text, encoding="utf-8")
+    with_versions = f"{versions(*packages, 'megatron-core', 'torch')}, gloo"
+    publish(name, lines, with_versions, whole=whole and executor() != "operations")
+
+
+def publish_te(patterns: Mapping[str, str], release: str) -> None:
+    """Run the grids over Transformer Engine's layers, see `te_lines`."""
+    with_versions = f"{versions('megatron-core', 'torch')}, gloo, Transformer Engine {release}"
+    whole = is_whole(*patterns.values()) and patterns.keys() >= GRIDS.keys() - {"hybrid models"}
+    publish("exactness_te", te_lines(patterns), with_versions, whole=whole)
+
+
+def publish_hybrid(pattern: str) -> None:
+    """Run the cases of hybrid models: rows, layouts, and folders beside transformers."""
+    whole = is_whole(pattern)
+    publish_kind("hybrid_rows", row_lines("hybrid", pattern), whole=whole)
+    publish_kind("hybrid_layouts", case_lines(fnmatch.filter(HYBRID_CASES, pattern)), whole=whole)
+    publish_models("hybrid_models", pattern, is_hybrid=True)
+
+
+def publish_models(name: str, pattern: str, *, is_hybrid: bool) -> None:
+    """Run the cases of models of Hugging Face folders."""
+    names = [n for n in runnable() if HF_CASES[n].is_hybrid == is_hybrid]
+    lines = model_lines(fnmatch.filter(names, pattern))
+    publish_kind(name, lines, "transformers", whole=is_whole(pattern))
 
 
 def compare_bits(pattern: str) -> bool:
@@ -503,7 +509,6 @@ def compare_bits(pattern: str) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "exactness.md")
     parser.add_argument("--cases", help="glob of the cases to run")
     parser.add_argument("--models", help="glob of the cases of Hugging Face models to run")
     parser.add_argument("--prefixes", help="glob of the cases with shared prefixes to run")
@@ -532,27 +537,24 @@ def main() -> int:
             for grid, pattern in zip(GRIDS, (*patterns, options.hybrid), strict=True)
             if pattern is not None or (everything and grid != "hybrid models")
         }
-        write(options.out, TE_MARKS, te_lines(globs, options.te))
+        publish_te(globs, options.te)
         return 0
     if options.hybrid is not None:
-        write(HYBRID_PAGE, HYBRID_ROW_MARKS, row_lines("hybrid", options.hybrid))
-        names = fnmatch.filter(HYBRID_CASES, options.hybrid)
-        write(HYBRID_PAGE, HYBRID_MARKS, case_lines(names))
-    for group, pattern, page, marks in (
-        ("wide", options.dynamic_cp, DYNAMIC_CP_PAGE, DYNAMIC_CP_MARKS),
-        ("split", options.split_samples, options.out, SPLIT_MARKS),
-        ("prefixes", options.prefixes, options.out, PREFIX_MARKS),
+        publish_hybrid(options.hybrid)
+    for group, pattern, name in (
+        ("wide", options.dynamic_cp, "exactness_dynamic_cp"),
+        ("split", options.split_samples, "exactness_split_samples"),
+        ("prefixes", options.prefixes, "exactness_prefixes"),
     ):
         if everything or pattern is not None:
-            write(page, marks, row_lines(group, pattern or "*"))
+            publish_kind(name, row_lines(group, pattern or "*"), whole=is_whole(pattern))
     if everything or options.models is not None:
-        names = fnmatch.filter(runnable(), options.models or "*")
-        write(options.out, MODEL_MARKS, model_lines(names))
+        publish_models("exactness_models", options.models or "*", is_hybrid=False)
     if everything or options.cases is not None:
         names = fnmatch.filter(ALL_CASES, options.cases or "*")
         if options.executor == "operations":
             return 0 if compare_bits(options.cases or "*") else 1
-        write(options.out, MARKS, case_lines(names))
+        publish_kind("exactness_layouts", case_lines(names), whole=is_whole(options.cases))
     return 0
 
 

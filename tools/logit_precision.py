@@ -1,10 +1,11 @@
 """What logits rounded to 16 bits cost: errors of log-probs of a bf16 model's sampled tokens.
 
-    python tools/logit_precision.py [--device cuda] [--positions 256] [--vocab 32768]
+    python tools/logit_precision.py [--device cuda] [--positions 256] [--vocab 32768] [--write]
 
 Hidden states and weights are random bf16 numbers whose logits have a standard deviation of 4, like
 those of a trained model. Labels are sampled from the distribution. Errors are against fp64 products
-of the same bf16 numbers; the largest logit is printed.
+of the same bf16 numbers; the largest logit is printed. With `--write` the table goes into
+docs/measured/logit_precision.md.
 
 Shape suffixes: R positions, H hidden, V vocabulary.
 """
@@ -12,12 +13,18 @@ Shape suffixes: R positions, H hidden, V vocabulary.
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
+from tools.pages.marks import table
+from tools.pages.measured import versions, write
 
 LOGIT_STD = 4.0
 
@@ -57,16 +64,22 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=32768)
-    options = parser.parse_args()
-    found, largest_logit = measure(**vars(options))
-    print(
-        f"{options.positions} positions, vocabulary {options.vocab}, hidden {options.hidden}, "
-        f"largest logit {largest_logit:.1f}, {options.device}, torch {torch.__version__}\n"
-    )
-    print("| logits | mean error, nats | largest, nats |")
-    print("|---|---|---|")
-    for name, (mean, largest) in found.items():
-        print(f"| {name} | {mean:.1e} | {largest:.1e} |")
+    parser.add_argument("--write", action="store_true", help="write the file of docs/measured")
+    options = vars(parser.parse_args())
+    writes = options.pop("write")
+    found, largest_logit = measure(**options)
+    rows = [(name, f"{mean:.1e}", f"{largest:.1e}") for name, (mean, largest) in found.items()]
+    lines = [
+        f"{options['positions']} positions, vocabulary {options['vocab']}, hidden size "
+        f"{options['hidden']}, largest logit {largest_logit:.1f}.",
+        "",
+        table(["logits", "mean error, nats", "largest, nats"], rows),
+    ]
+    print("\n".join(lines))
+    if writes:
+        title = "Log-probs from rounded logits"
+        what = "Errors of log-probs of the sampled tokens of a bf16 model, against fp64."
+        write("logit_precision", title, what, lines, f"{versions('torch')}, {options['device']}")
 
 
 if __name__ == "__main__":

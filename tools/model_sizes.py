@@ -1,4 +1,4 @@
-"""Print the parameters that megapack counts in the config.json of published models, as a table.
+"""Write docs/measured/model_sizes.md: parameters counted from config.json of published models.
 
     python tools/model_sizes.py
 
@@ -22,6 +22,8 @@ from megapack.job.config.model import ModelConfig  # noqa: E402
 from megapack.layout import Layout  # noqa: E402
 from tests.unit.job.config.hybrid_configs import HYBRID  # noqa: E402
 from tests.unit.job.config.published_configs import CONFIGS  # noqa: E402
+from tools.pages.marks import table  # noqa: E402
+from tools.pages.measured import versions, write  # noqa: E402
 
 HYBRID_NAMES = {
     "qwen3_next": "Qwen3-Next-80B-A3B",
@@ -35,19 +37,38 @@ def counts(config: dict[str, Any]) -> tuple[str, str]:
     """Billions of parameters, and of those that a token is multiplied by in layers."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
-        model = ModelConfig.from_hf(folder)
+        model = ModelConfig.from_hf(folder, dtype="bf16")
     memory = MemoryModel(sizes=model)
     total = memory.stage(Layout(), 0, live_tokens=0.0, row_tokens=0.0).parameters / 2
-    flops = sum(kind.layer_flops_per_token() * count for kind, count in model.layer_kinds())
+    # A window's keys are no weights, but their operations grow with tokens as those of weights do.
+    flops = sum(
+        (kind.layer_flops_per_token() - kind.layer_attention_tokens(kind.window or 0)) * count
+        for kind, count in model.layer_kinds()
+    )
     return f"{total / 1e9:,.2f}", f"{flops / 2e9:,.2f}"
 
 
-def main() -> int:
+def lines() -> list[str]:
+    """The table, and the number of its models."""
     models = CONFIGS | {name: HYBRID[key] for key, name in HYBRID_NAMES.items()}
-    print("| model | `model_type` | parameters, 1e9 | used by a token in layers, 1e9 |")
-    print("|---|---|---|---|")
-    for name, config in sorted(models.items()):
-        print(f"| {name} | `{config['model_type']}` | {' | '.join(counts(config))} |")
+    rows = [
+        (name, f"`{config['model_type']}`", *counts(config))
+        for name, config in sorted(models.items())
+    ]
+    heads = ["model", "`model_type`", "parameters, 1e9", "used by a token in layers, 1e9"]
+    return [f"{len(rows)} models.", "", table(heads, rows)]
+
+
+def main() -> int:
+    path = write(
+        "model_sizes",
+        "Parameters of published models",
+        "Parameters that megapack counts from `config.json` alone. Layers of multi-token "
+        "prediction are not counted.",
+        lines(),
+        versions(),
+    )
+    print(path)
     return 0
 
 

@@ -1,7 +1,7 @@
 """Train random models on random layouts, and compare with one unpadded sample at a time.
 
     python tools/random_cells.py [--seed N] [--count N] [--seconds S] [--processes 2 4 8]
-                                 [--out runs/cells]
+                                 [--out runs/cells] [--write]
     python tools/random_cells.py --cell SEED_N
 
 A cell is the main job for two to four steps on 1 to 8 processes over gloo: a random model,
@@ -9,7 +9,8 @@ objective and file of samples (a problem), layout, plan and optimizer. Loss, met
 gradient norm, weights and log-probs of each step are compared with those of the same job in one
 process that runs one sample at a time. Prints a line of JSON per cell, and tables at the end. The
 exit code is 1 if a cell is wrong, hangs, crashes, or is refused late or in several lines. Such
-cells leave their folder, with `config.yaml`, in --out. Equal seeds give equal cells.
+cells leave their folder, with `config.yaml`, in --out. Equal seeds give equal cells. With `--write`
+the tables go into docs/measured/random_cells.md.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from megapack.job.config.sections import TrainConfig  # noqa: E402
 from tests.dist.spawn import run_job  # noqa: E402
 from tools.cells.draw import Cell, draw_cell, nested  # noqa: E402
 from tools.cells.judge import ACCEPTED, judge, table  # noqa: E402
+from tools.pages.measured import versions, write  # noqa: E402
 
 WORKER = "tools.cells.worker"
 GOOD = ("right", "refused")
@@ -130,11 +132,20 @@ def main() -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--cell", help="run this one alone, and keep its folder")
     parser.add_argument("--out", type=Path, default=Path("runs/cells"))
+    parser.add_argument("--write", action="store_true", help="write the file of docs/measured")
     options = parser.parse_args()
     options.out = options.out.absolute()
     results = run_cells(options)
     accepted = sum(cell["verdict"] in ACCEPTED for cell in results)
-    print(f"\n{len(results)} cells, {accepted} accepted\n\n{table(results)}")
+    lines = [f"{len(results)} cells, {accepted} accepted.", "", table(results)]
+    print("", *lines, sep="\n")
+    if options.write:
+        what = (
+            "Random models, objectives, samples, layouts, plans and optimizers: each step of the "
+            "main job against the job in one process that runs one sample at a time."
+        )
+        with_versions = f"{versions('megatron-core', 'torch')}, gloo"
+        write("random_cells", "Exactness of random cells", what, lines, with_versions)
     return int(any(cell["verdict"] not in GOOD for cell in results))
 
 
