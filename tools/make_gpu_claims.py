@@ -41,7 +41,10 @@ PART_MARKS = ("<!-- parts -->", "<!-- end of parts -->")
 ATTENTIONS = ("te", "varlen", "sdpa")
 _HEADER = ("claim", "read", "on CPU stand-ins", "one GPU", "several ranks, NCCL")
 _WHAT = (
-    "How far each claim about GPUs has been checked; [the columns](../maintainers/gpu_checks.md)."
+    "How far each claim about GPUs has been checked: [what the columns and cells mean]"
+    '(../maintainers/gpu_checks.md#the-table-of-claims). "check" is `REHEARSE=1 '
+    "tools/gpu_check.sh`; a cell of one GPU that names no machine is what the first run showed, "
+    "on an H200."
 )
 # What a failed part found is cut to this, so that a row of the table stays readable.
 _LINE_CHARS = 160
