@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.benching.gpu_report import failures, last_line, markdown
 from tools.benching.hf_configs import write_hf_configs
+from tools.pages.measured import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 # Configs, the models whose sizes they have, and tokens per step: a step of every way in every mode
@@ -66,6 +67,14 @@ def packages() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def checked_out() -> str:
+    """The checked-out commit; the machine may have no git, and the folder no history."""
+    try:
+        return commit()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def run_model(
@@ -143,6 +152,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": checked_out(),
         "packages": packages(),
         "rehearsed": options.rehearse,
         "models": [],

@@ -1,10 +1,10 @@
 """Peak memory of the vocabulary head, forward and backward: whole logits compared with chunks.
 
-    python tools/bench_head_memory.py [--device cuda] [--chunk-tokens 1024]
+    python tools/bench_head_memory.py [--device cuda] [--chunk-tokens 1024] [--measured]
 
 Each way runs in a separate process, which reports how far its peak is above its start: of the
 resident set on a CPU, of allocated memory on CUDA. The weight has an fp32 gradient to which a hook
-adds autograd's, as in Megatron's DDP.
+adds autograd's, as in Megatron's DDP. `--measured` writes docs/measured/head_memory.md.
 
 Shape suffixes: T row tokens, R response positions, H hidden, V vocabulary.
 """
@@ -15,12 +15,17 @@ import argparse
 import resource
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
+from tools.pages.marks import table
+from tools.pages.measured import versions, write
 
 MIB = 2**20
 
@@ -79,7 +84,13 @@ def measure(way: str, options: argparse.Namespace) -> float:
     return (peak_bytes(options.device) - before) / MIB
 
 
-WAYS = ["whole", "whole, response only", "chunks", "chunks, response only"]
+# The ways, and how the table calls them.
+WAYS = {
+    "whole": "whole logits",
+    "whole, response only": "whole logits, response only",
+    "chunks": "chunks",
+    "chunks, response only": "chunks, response only (the default)",
+}
 
 
 def in_process(way: str) -> float:
@@ -98,19 +109,26 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=65536)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--way", choices=WAYS, help="measure only this way, in this process")
+    parser.add_argument("--measured", action="store_true", help="write docs/measured as well")
     options = parser.parse_args()
     if options.way:
         print(measure(options.way, options))
         return
-    print(
-        f"{options.tokens} tokens, vocabulary {options.vocab}, hidden {options.hidden}, "
-        f"{options.dtype}, chunks of {options.chunk_tokens} tokens, {options.device}\n"
+    what = (
+        f"One forward and backward of {options.tokens:,} tokens, {options.response:.0%} of them "
+        f"response, vocabulary {options.vocab:,}, hidden size {options.hidden}, {options.dtype}, "
+        f"chunks of {options.chunk_tokens} tokens, {options.device}. Each way has a process of its "
+        "own; MiB above the start."
     )
     peak_mib = {way: in_process(way) for way in WAYS}
-    print("| way | peak MiB | of whole |")
-    print("|---|---|---|")
-    for way, mib in peak_mib.items():
-        print(f"| {way} | {mib:.0f} | {mib / peak_mib['whole']:.3f} |")
+    rows = [
+        (WAYS[way], f"{mib:.0f}", f"{mib / peak_mib['whole']:.3f}") for way, mib in peak_mib.items()
+    ]
+    body = table(["way", "peak MiB", "of whole"], rows)
+    print(f"{what}\n\n{body}")
+    if options.measured:
+        title = "Peak memory of the vocabulary head"
+        write("head_memory", title, what, [body], versions("torch"))
 
 
 if __name__ == "__main__":

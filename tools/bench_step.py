@@ -1,12 +1,13 @@
 """Times a training step on the same samples: one per micro-batch, padded dense, and packed.
 
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
-        tools/bench_step.py [--rollouts FILE.jsonl] [--markdown OUT.md]
+        tools/bench_step.py [--rollouts FILE.jsonl] [--measured]
 
-All ways run in turn, in one process group and on one model. The table gives the median over rounds
-of each way's time divided by that of packed rows with planned shapes in the same round. A padded
-dense batch is a row whose samples are all padded to the longest sample of the micro-batch;
-attention then runs as one [B, heads, S, d] batch.
+All ways run one after another, in one process group and on one model. The table gives the median
+over rounds of each way's time divided by that of packed rows with planned shapes in the same round.
+A padded dense batch is a row whose samples are all padded to the longest sample of the micro-batch;
+attention then runs as one [B, heads, S, d] batch. `--measured` writes
+docs/measured/step_packings.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megapack import (
     Layout,
@@ -44,11 +48,19 @@ from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
 from megapack.schedule.p2p import PlannedP2PCommunicator
 from megapack.schedule.runner import ScheduleRunner
+from tools.pages import measured
+from tools.pages.marks import table
 
 Sample = tuple[Ids, Ids]
 """Token ids of the prompt and of the response."""
 
 LAYOUT = Layout(pp=2, vpp=2)
+TITLE = "A training step: packed rows, padded batches, one sample at a time"
+WHAT = (
+    "A GPT of 4 layers, width 64, on pp2 x vpp2, SFT, forward and backward. Every round runs each "
+    "way once; the ratio to packed rows is taken within a round, and the median over the rounds is "
+    "shown. Smaller is better."
+)
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2)
 
 
@@ -167,29 +179,24 @@ def ratios(ways: Sequence[Way], rounds: int) -> list[tuple[Way, float]]:
     return [(way, statistics.median(c)) for way, c in zip(ways, columns, strict=True)]
 
 
-def table(title: str, samples: Sequence[Sample], results: list[tuple[Way, float]]) -> str:
-    """A Markdown table of ratios to the first way."""
+def section(title: str, samples: Sequence[Sample], results: list[tuple[Way, float]]) -> str:
+    """A Markdown table of ratios to the first way, under a title."""
     tokens = sum(map(num_tokens, samples))
-    lines = [
-        f"### {title}: {len(samples)} samples, {tokens} tokens",
-        "",
-        "| way | M | real / row tokens | step time, packed = 1 |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for way, ratio in results:
         step = way.plan.steps[0]
         row_tokens = sum(mb.row_tokens for rank in step.ranks for mb in rank)
-        lines.append(
-            f"| {way.name} | {step.num_microbatches} | {tokens / row_tokens:.3f} | {ratio:.3f} |"
-        )
-    return "\n".join(lines)
+        filled = tokens / row_tokens
+        rows.append((way.name, str(step.num_microbatches), f"{filled:.3f}", f"{ratio:.2f}"))
+    head = ["way", "M", "real / row tokens", "step time, packed = 1"]
+    return f"### {title}: {len(samples)} samples, {tokens} tokens\n\n{table(head, rows)}"
 
 
 def machine() -> str:
-    """The machine and versions of the measurement."""
+    """The versions and the machine of the measurement."""
     return (
-        f"{os.cpu_count()} cores {platform.machine()}, Python {platform.python_version()}, torch "
-        f"{torch.__version__}, {dist.get_world_size()} processes over gloo, "
+        f"{measured.versions('torch', 'megatron-core')}, {os.cpu_count()} cores "
+        f"{platform.machine()}, {dist.get_world_size()} processes over gloo, "
         f"{torch.get_num_threads()} thread(s) each"
     )
 
@@ -212,7 +219,8 @@ def compare_packings(options: argparse.Namespace) -> list[str]:
     tables = []
     for title, samples, budget, dense in data:
         ways = make_ways(samples, chunks, budget, dense)
-        tables.append(table(f"{title}, rows of {budget}", samples, ratios(ways, options.rounds)))
+        results = ratios(ways, options.rounds)
+        tables.append(section(f"{title}, rows of {budget}", samples, results))
     return tables
 
 
@@ -223,15 +231,14 @@ def main() -> None:
     parser.add_argument("--num-rollouts", type=int, default=32, help="lines of the file to use")
     parser.add_argument("--max-length", type=int, default=8192, help="skip longer samples")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    parser.add_argument("--measured", action="store_true", help="write docs/measured as well")
     options = parser.parse_args()
     launch.start("cpu")
     tables = compare_packings(options)
     if dist.get_rank() == 0:
-        text = "\n\n".join([machine(), *tables])
-        print(text)
-        if options.markdown:
-            options.markdown.write_text(text + "\n", encoding="utf-8")
+        print("\n\n".join([machine(), *tables]))
+        if options.measured:
+            measured.write("step_packings", TITLE, WHAT, ["\n\n".join(tables)], machine())
     launch.stop()
 
 

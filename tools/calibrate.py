@@ -1,12 +1,14 @@
 """Times packed rows of a config's model on this machine and fits a cost model to them.
 
     python tools/calibrate.py CONFIG [section.key=value ...] --out cost.yaml [--trace TRACE.csv]
+        [--measured]
 
 With tensor or context parallelism, start it with torchrun on tp * cp ranks. On 2, 4, ... times as
 many, it also times long rows over 2, 4, ... data-parallel ranks (plan.context_parallel=dynamic).
 With plan.backward=split it times input gradients and weight gradients apart.
-All layers run on one pipeline stage; docs/calibration.md explains how the seconds of the layout's
-chunks follow. The training job reads the file with plan.cost_model=cost.yaml.
+All layers run on one pipeline stage; docs/maintainers/calibration.md explains how the seconds of
+the layout's chunks follow. The training job reads the file with plan.cost_model=cost.yaml.
+`--measured` writes docs/measured/calibration_fit.md, what the command prints of its fit.
 """
 
 from __future__ import annotations
@@ -70,6 +72,8 @@ from tools.benching.calibration_rows import (
     weight_errors,
     worth_sharing,
 )
+from tools.pages import measured
+from tools.pages.marks import table
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 _WARM_UP_ROUNDS = 2
@@ -493,10 +497,31 @@ def run(args: argparse.Namespace) -> None:
     trace = Trace.read(args.trace, args.trace_samples, job.longest) if args.trace else None
     initialize_parallel(job.layout, config.seed)
     on_first_rank = dist.get_rank() == 0
-    calibration = calibrate(job, trace, args.rounds, print if on_first_rank else lambda text: None)
+    lines: list[str] = []
+
+    def report(line: str) -> None:
+        lines.append(line)
+        if on_first_rank:
+            print(line)
+
+    calibration = calibrate(job, trace, args.rounds, report)
     if on_first_rank:
         args.out.write_text(dump_yaml(calibration), encoding="utf-8")
         print(f"wrote {args.out}")
+        if args.measured:
+            _write_measured(lines, calibration.origin)
+
+
+def _write_measured(lines: Sequence[str], of: Origin | None) -> None:
+    assert of is not None
+    what = (
+        "What the tool printed of its fit: relative errors of a row's seconds, for rows that were "
+        "fitted and for rows of other samples that were not."
+    )
+    rows = [tuple(line.rpartition(": ")[::2]) for line in lines]
+    body = table(["rows, or what was fitted", "error, or value"], rows)
+    title = "Error of a measured cost model"
+    measured.write("calibration_fit", title, what, [body], f"{of.versions}, {of.device}")
 
 
 def main() -> int:
@@ -510,6 +535,7 @@ def main() -> int:
     )
     parser.add_argument("--trace-samples", type=int, default=256, help="samples of the trace used")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each row")
+    parser.add_argument("--measured", action="store_true", help="write docs/measured as well")
     args = parser.parse_intermixed_args()
     if min(args.rounds, args.trace_samples) < 1:
         parser.error("--rounds and --trace-samples must be 1 or more")

@@ -1,11 +1,13 @@
-"""Write docs/gpu.md's table of claims from docs/measured, and its table of the ranks' parts.
+"""Write the table of claims about GPUs, and the table of the ranks' parts.
 
     python tools/make_gpu_claims.py [--check]
 
+The claims become docs/measured/gpu_claims.md, the parts a table of docs/maintainers/gpu_checks.md.
+
 A report is `gpu_report.json` or `ranks_report.json` of `tools/gpu_check.sh`, under any name. A
 claim of claims.yaml names the parts that show it; of the reports with such parts the newest counts.
-Rehearsed reports show nothing. With `--check` nothing is written; the exit code is 1 if
-the page differs.
+Reports of a run on CPU stand-ins show nothing. With `--check` nothing is written; the exit code is
+1 if a table differs.
 """
 
 from __future__ import annotations
@@ -31,13 +33,19 @@ from tools.benching.gpu_report import last_line  # noqa: E402
 from tools.nccl.parts import NAMES, PARTS  # noqa: E402
 from tools.nccl.problem import cases  # noqa: E402
 from tools.pages.marks import put_between, table  # noqa: E402
+from tools.pages.measured import MEASURED, Head, write  # noqa: E402
 
-PAGE = ROOT / "docs" / "gpu.md"
-FOLDER = ROOT / "docs" / "measured"
-MARKS = ("<!-- claims -->", "<!-- end of claims -->")
+PAGE = ROOT / "docs" / "maintainers" / "gpu_checks.md"
+CLAIMS = MEASURED / "gpu_claims.md"
 PART_MARKS = ("<!-- parts -->", "<!-- end of parts -->")
 ATTENTIONS = ("te", "varlen", "sdpa")
-_HEADER = ("claim", "read", "rehearsed", "one GPU", "several ranks, NCCL")
+_HEADER = ("claim", "read", "on CPU stand-ins", "one GPU", "several ranks, NCCL")
+_WHAT = (
+    "How far each claim about GPUs has been checked: [what the columns and cells mean]"
+    '(../maintainers/gpu_checks.md#the-table-of-claims). "check" is `REHEARSE=1 '
+    "tools/gpu_check.sh`; a cell of one GPU that names no machine is what the first run showed, "
+    "on an H200."
+)
 # What a failed part found is cut to this, so that a row of the table stays readable.
 _LINE_CHARS = 160
 
@@ -169,7 +177,7 @@ def read_reports(folder: Path) -> list[Report]:
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
         if report["rehearsed"]:
-            print(f"{path}: rehearsed, so it shows nothing; remove it", file=sys.stderr)
+            print(f"{path}: it ran on CPU stand-ins and shows nothing; remove it", file=sys.stderr)
         else:
             found.append(_report(path.stem, report))
     return sorted(found, key=lambda report: (report.date, report.name), reverse=True)
@@ -253,9 +261,7 @@ def claims_text(claims: tuple[Claim, ...], reports: list[Report]) -> str:
         )
         for claim in claims
     ]
-    links = [
-        f"[{each.name}](measured/{each.name}.json) ({each.where}, {each.date})" for each in reports
-    ]
+    links = [f"[{each.name}]({each.name}.json) ({each.where}, {each.date})" for each in reports]
     return f"{table(_HEADER, rows)}\n\nReports: {', '.join(links) or 'none yet'}."
 
 
@@ -268,25 +274,40 @@ def parts_text() -> str:
     return table(("part", "shows"), rows)
 
 
-def page(folder: Path) -> str:
-    """The page's text with the tables of a folder of claims and reports."""
+def claims_of(folder: Path) -> str:
+    """The table of a folder of claims and reports."""
     claims = read_claims(folder / "claims.yaml", one_gpu_parts(), rank_parts())
-    text = claims_text(claims, read_reports(folder))
-    with_claims = put_between(PAGE.read_text(encoding="utf-8"), MARKS, text)
-    return put_between(with_claims, PART_MARKS, parts_text())
+    return claims_text(claims, read_reports(folder))
+
+
+def written_claims() -> str:
+    """The table as it stands, without the head of its file."""
+    text = CLAIMS.read_text(encoding="utf-8") if CLAIMS.exists() else ""
+    return text.removeprefix(Head.read(CLAIMS).text()).strip() if text else ""
+
+
+def page_text() -> str:
+    """The maintainers' page with the table of the ranks' parts."""
+    return put_between(PAGE.read_text(encoding="utf-8"), PART_MARKS, parts_text())
 
 
 def main() -> int:
-    """Write the page, or compare it."""
+    """Write what differs, or name it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say whether the page differs")
+    parser.add_argument("--check", action="store_true", help="only say whether a table differs")
     options = parser.parse_args()
-    text = page(FOLDER)
-    if not options.check:
-        PAGE.write_text(text, encoding="utf-8")
-    elif text != PAGE.read_text(encoding="utf-8"):
-        print("docs/gpu.md differs: run python tools/make_gpu_claims.py", file=sys.stderr)
+    claims, text = claims_of(MEASURED), page_text()
+    old = [CLAIMS] * (claims != written_claims())
+    old += [PAGE] * (text != PAGE.read_text(encoding="utf-8"))
+    if options.check and old:
+        names = " and ".join(str(path.relative_to(ROOT)) for path in old)
+        print(f"{names}: old, run python tools/make_gpu_claims.py", file=sys.stderr)
         return 1
+    if CLAIMS in old:
+        title = "What has been checked on a GPU"
+        write(CLAIMS.stem, title, _WHAT, [claims], "the packages of each report")
+    if PAGE in old:
+        PAGE.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -28,7 +28,7 @@ import torch
 
 from megapack.base.files import write_whole
 from tests.gpu.rehearsed import REHEARSED
-from tools.bench_gpu import packages
+from tools.bench_gpu import checked_out, packages
 from tools.nccl.found import NOT_RUN, PASSED, Found
 from tools.nccl.on_ranks import faked
 from tools.nccl.parts import NAMES, PARTS, TOTAL_S, Part
@@ -60,6 +60,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": checked_out(),
         "packages": packages(),
         "device": torch.cuda.get_device_name(),
         "num_gpus": num_gpus,

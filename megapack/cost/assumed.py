@@ -23,8 +23,8 @@ _H100_TFLOPS: dict[Dtype, float] = {"bf16": 989.4, "fp32": 66.9}
 _CPU_CORE_TFLOPS = 0.1
 # A kernel of attention takes about as long for a sample as if each of its tokens met so many keys
 # more, half of which are operations of a causal sample: short samples do not fill its blocks. Row
-# tokens of several ranks meet as many again for each further rank. docs/calibration.md has what an
-# H200 and an H100 take.
+# tokens of several ranks meet as many again for each further rank. docs/maintainers/calibration.md
+# has what an H200 and an H100 take.
 ATTENTION_TOKENS = 600.0
 ATTENTION_TOKENS_PER_RANK = 325.0
 
@@ -36,7 +36,7 @@ class GpuSpeed:
     # The share of the peak is the lowest that Megatron-LM's README gives for H100: 41 to 48 %. The
     # overhead (about 20 kernels of 5 us) and the bandwidths (NVLink 4 moves 450 GB/s per direction)
     # were chosen by hand. NCCL's all-gather has a latency of 25, 33 and 51 us on 2, 4 and 8 H100s
-    # (docs/calibration.md).
+    # (docs/maintainers/calibration.md).
     peak_tflops: float | None = None
     """Peak TFLOPS of one GPU, 989 for an H100 in bf16."""
     utilisation: float = 0.4

@@ -1,4 +1,4 @@
-"""The Markdown of a GPU report, in the shape of docs/benchmarks.md."""
+"""The Markdown of a GPU report, a file of docs/measured."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from tools.pages.marks import table
+from tools.pages.measured import Head
+
 GIB = 2**30
 NOT_MEASURED = "not measured"
-REHEARSED = "Rehearsed on a CPU: no time and no memory of it means anything."
+REHEARSED = "On CPU stand-ins: no time and no memory of it means anything."
 # FLOPs of a mode in units of one forward; recomputed forwards are not counted.
 FORWARDS = {"train": 3, "forward": 1, "logprobs": 1}
 
@@ -34,11 +37,14 @@ def utilisation(way: dict[str, Any], mode: str, peak_flops: float | None) -> flo
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
-    packages = ", ".join(f"{name} {number}" for name, number in report["packages"].items())
-    lines = [f"`{report['command']}`, {report['date']}; {packages}.", ""]
-    if report.get("rehearsed"):
-        lines += [f"**{REHEARSED}**", ""]
+    """The report as Markdown, with the head of a measured file."""
+    device = next((model["device"] for model in report["models"] if "device" in model), "a GPU")
+    what = (
+        "Single kernels, packed rows against padded batches and one sample at a time, and the "
+        "errors that the tests of the GPU found."
+    )
+    head = report_head(report, f"Check of one {device}", what)
+    lines = [head.text()]
     lines += _tests(report.get("tests"))
     lines += _kernels(report.get("kernels", []))
     for model in report["models"]:
@@ -46,6 +52,14 @@ def markdown(report: dict[str, Any]) -> str:
     found = failures(report)
     lines += ["### What failed", "", *(f"- {text}" for text in found or ["nothing"])]
     return "\n".join(lines) + "\n"
+
+
+def report_head(report: dict[str, Any], title: str, what: str) -> Head:
+    """The head of a report of one GPU or of several ranks."""
+    packages = ", ".join(f"{name} {number}" for name, number in report["packages"].items())
+    if report.get("rehearsed"):
+        what = f"{REHEARSED} {what}"
+    return Head(title, what, report["command"], report["date"], report["commit"], packages)
 
 
 def failures(report: dict[str, Any]) -> list[str]:
@@ -88,7 +102,7 @@ def _tests(tests: dict[str, Any] | None) -> list[str]:
         return []
     head = ["attention", "in", "gradient", "one sample", "log-probs mean", "one sample"]
     title = "### Against one unpadded fp32 sample at a time"
-    return [title, "", *_table([*head, "log-probs max"], rows), ""]
+    return [title, "", table([*head, "log-probs max"], rows), ""]
 
 
 _ERRORS = (
@@ -111,7 +125,7 @@ def _kernels(lines: list[dict[str, Any]]) -> list[str]:
         for size in sorted({line["size"] for line in lines})
     ]
     title = "### TFLOP/s of a forward and of a backward, by tokens of a sample (a matrix: of a row)"
-    return [title, "", *_table(["tokens", *columns], rows), ""]
+    return [title, "", table(["tokens", *columns], rows), ""]
 
 
 def _rates(line: dict[str, Any]) -> str:
@@ -141,9 +155,9 @@ def _model(model: dict[str, Any]) -> list[str]:
             f"{cell['response_tokens']} of them response, the longest {cell['longest']}; rows of "
             f"{cell['max_tokens_per_gpu']}.",
             "",
-            *_table(_COLUMNS, [_way(name, way, model) for name, way in cell["ways"].items()]),
+            table(_COLUMNS, [_way(name, way, model) for name, way in cell["ways"].items()]),
             "",
-            *_table(["target", "asked", "measured"], comparisons(cell)),
+            table(["target", "asked", "measured"], comparisons(cell)),
             "",
         ]
     return lines
@@ -224,10 +238,6 @@ def _host(host: dict[str, Any] | None, step: float | None) -> list[list[str]]:
 
 
 _HOST_PARTS = ("planning", "adapter")
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
 
 
 def _number(value: float | None, form: str) -> str:

@@ -1,8 +1,8 @@
 """The table of what attention's kernels and exchanges change in plans.
 
 Plans of two cost models from sizes: one that counts squared tokens alone, with 5 % of a token for
-each further rank of a row, and ours, which follows measured GPUs (docs/calibration.md). Both are
-judged by ours.
+each further rank of a row, and ours, which follows measured GPUs
+(docs/maintainers/calibration.md). Both are judged by ours.
 """
 
 from __future__ import annotations

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from tools.benching.gpu_report import report_head
 from tools.nccl.found import FAILED
 
-REHEARSED = "Rehearsed over gloo on a CPU: it shows nothing of NCCL, and no time means anything."
 ON_ONE = "Ranks share a GPU and take turns on it: no time of this report says how fast a job is."
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
-    packages = ", ".join(f"{name} {number}" for name, number in report["packages"].items())
-    lines = [f"`{report['command']}`, {report['date']}; {packages}.", ""]
-    lines += [
-        f"{report['ranks']} ranks on {report['num_gpus']} x {report['device']}, "
-        f"NCCL by {report['way'] or 'no way'}.",
-        "",
-    ]
+    """The report as Markdown, with the head of a measured file."""
+    where = f"{report['ranks']} ranks on {report['num_gpus']} x {report['device']}"
+    what = f"What several ranks do over NCCL, by {report['way'] or 'no way'}."
     if report["rehearsed"]:
-        lines += [f"**{REHEARSED}**", ""]
+        what = f"{what} Over gloo it shows nothing of NCCL."
     elif report["ranks"] > report["num_gpus"]:
-        lines += [f"**{ON_ONE}**", ""]
+        what = f"{what} {ON_ONE}"
+    lines = [report_head(report, f"Check of {where}", what).text()]
     lines += ["| part | shows | status | found | seconds |", "|---|---|---|---|---|"]
     for part in report["parts"]:
         cells = [str(part[name]) for name in ("name", "shows", "status", "line", "seconds")]

@@ -1,8 +1,9 @@
 """Megatron's settings for speed: which are on for a model on this machine.
 
-The values are those of Megatron-Bridge's recipes where packed rows allow them; docs/gpu.md has the
-table. A config key set to true or false overrides the choice; true where it cannot run is an error
-that says why. The model is built with these settings, and the first lines of a run print them.
+The values are those of Megatron-Bridge's recipes where packed rows allow them;
+docs/maintainers/gpu_checks.md has the table. A config key set to true or false overrides the
+choice; true where it cannot run is an error that says why. The model is built with these settings,
+and the first lines of a run print them.
 """
 
 from __future__ import annotations

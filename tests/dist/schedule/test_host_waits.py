@@ -12,8 +12,9 @@ from tests.marks import needs_te
 
 pytestmark = pytest.mark.dist
 
-# The most waits of one pass, apart from those of experts. docs/gpu.md has the places. Megatron-Core
-# 0.19 takes the norm of experts' gradients apart, with one more copy and one more read.
+# The most waits of one pass, apart from those of experts. docs/measured/waits.md has the
+# places. Megatron-Core 0.19 takes the norm of experts' gradients apart, with one more copy and one
+# more read.
 LIMITS = {"forward": 4, "step": 6, "update": 4}
 # The most waits of one place per step of the main job: ranks agree several times.
 PLACE_LIMIT = 4

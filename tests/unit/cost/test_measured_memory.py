@@ -1,4 +1,4 @@
-"""The memory model against peaks that were measured on a GPU: the tables of docs/benchmarks.md."""
+"""The memory model against peaks that were measured on a GPU: docs/measured/one_gpu.md."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Cell(NamedTuple):
 
 def measured(repo_root: Path) -> Iterator[Cell]:
     config, tokens, longest = "", 0, 0
-    for line in (repo_root / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines():
+    for line in (
+        (repo_root / "docs" / "measured" / "one_gpu.md").read_text(encoding="utf-8").splitlines()
+    ):
         if match := _MODEL.match(line):
             config = match[1]
         elif match := _TRACE.search(line):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from megapack.job.config.sections import ModelConfig
 from tools.benching import gpu_ways
+from tools.benching.gpu_report import FORWARDS, REHEARSED, markdown
 from tools.benching.model_flops import forward_flops
+from tools.pages.measured import Head
 
 pytestmark = pytest.mark.unit
 
@@ -45,14 +48,28 @@ def test_dense_batches_predict_only_response_tokens() -> None:
     assert batch.labels_R.equal(wanted)
 
 
-def report(**ways: Any) -> dict[str, Any]:
+def report() -> dict[str, Any]:
+    """A report of one GPU without figures."""
     host = {
         "num_microbatches": 4,
         "planning_seconds": [0.01, 0.02, 0.9],
         "adapter_seconds": [0.06, 0.06, 0.06],
     }
     cell = {"trace": "lengths", "num_samples": 3, "tokens": 1000, "response_tokens": 600}
+    names = ("one sample", "padded", "packed, te", "dense")
+    ways = {name: {"seconds": {mode: [] for mode in FORWARDS}} for name in names}
     cell |= {"longest": 500, "max_tokens_per_gpu": 512, "ways": ways, "host": host}
     model = {"model": "toy", "device": "gpu", "peak_flops": 1e12, "parameters": 2e9}
     model |= {"dtype": "bf16", "recompute": "none", "cells": [cell]}
-    return {"command": "bench", "date": "2026-01-02", "packages": {"torch": "2"}, "models": [model]}
+    about = {"command": "bench", "date": "2026-01-02", "commit": "1234567"}
+    return {**about, "packages": {"torch": "2"}, "models": [model]}
+
+
+def test_a_report_is_a_file_of_measured_tables(tmp_path: Path) -> None:
+    for changes, says in (({}, "Single kernels"), ({"rehearsed": True}, REHEARSED)):
+        path = tmp_path / "h200_1.md"
+        path.write_text(markdown(report() | changes))
+        head = Head.read(path)
+        assert (head.title, head.date, head.commit) == ("Check of one gpu", "2026-01-02", "1234567")
+        assert head.what.startswith(says)
+        assert "| packed, te | not measured |" in path.read_text()

@@ -15,8 +15,10 @@ from tools.nccl.found import FAILED, PASSED
 from tools.nccl.launch import Ended, run_ranks
 from tools.nccl.layouts import busy_layout, layout_name
 from tools.nccl.problem import FEATURES, REFERENCES, cases
+from tools.nccl.report import ON_ONE, markdown
 from tools.nccl.ways import HOST_ID, MULTI_RANK, OWN_GPUS, ways
 from tools.nccl_check import default_ranks
+from tools.pages.measured import Head
 
 pytestmark = pytest.mark.unit
 
@@ -135,3 +137,27 @@ def test_jobs_on_a_gpu_need_no_packages_of_the_tests() -> None:
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_report_is_a_file_of_measured_tables(tmp_path: Path) -> None:
+    part = {
+        "name": "probe",
+        "shows": "a way",
+        "status": PASSED,
+        "line": "one | two",
+        "seconds": 1.5,
+    }
+    report = {"command": "check", "date": "2026-01-02", "commit": "1234567", "rehearsed": False}
+    report |= {
+        "packages": {"torch": "2"},
+        "ranks": 4,
+        "num_gpus": 1,
+        "device": "gpu",
+        "way": "host",
+    }
+    path = tmp_path / "ranks_1.md"
+    path.write_text(markdown(report | {"parts": [part | {"failures": [], "cases": {}}]}))
+    head = Head.read(path)
+    assert (head.title, head.commit) == ("Check of 4 ranks on 1 x gpu", "1234567")
+    assert head.what.endswith(ON_ONE)
+    assert "| probe | a way | passed | one / two | 1.5 |" in path.read_text()
