@@ -149,8 +149,8 @@ def write_row(host: str, options: str, pairs: Sequence[tuple[list[Step], list[St
         _FILE,
         "CPU seconds of hosts' steps with the patches",
         "CPU seconds of all ranks with the patches over those without, in pairs of steps after a "
-        "first one. Each row is a run of the command with its host and options, of its own date and "
-        "commit.",
+        "first one. Each row is a run of the command with its host and options, and has its date "
+        "and commit.",
         [*_TABLE_HEAD, *sorted([*others, row])],
         measured.versions("megatron-core", "torch"),
     )
