@@ -16,16 +16,21 @@ share prefixes at the call of the model alone: `PlannedSchedule(share_prefixes=T
 CPU seconds are those of all threads of all ranks, so that ranks which wait for each other or for
 other work of the machine do not count. The first step of each job is left out: it compiles and
 fills caches. "simulated" is the makespan of the rows that the host ran, by row tokens, per step.
+
+--write puts the run's row into docs/measured/hosts_step.md, in place of an older one of the same
+host and options.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
+import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
@@ -38,13 +43,22 @@ from megapack import Layout, simulate
 from megapack.plan.plan import MicroBatch, StepPlan
 from tests.hosts.steps.job import Report, parse_layout, run_step, workers
 from tests.toy import WIDTH_VARIABLE
+from tools.host_matrix import version_of
 from tools.hosting.sources import NoSource, source
+from tools.pages import measured
 
 # Of a job: steps of a wide model beside other work.
 _TIMEOUT_S = 1800
 _MOST_STEPS = 1000
 # Hosts whose workers have the case "long", eight answers of 512 tokens to prompts of 512.
 _LONG = {"slime", "miles"}
+# The file of docs/measured, and the options that tell its rows apart.
+_FILE = "hosts_step"
+_ROW_OPTIONS = ("layout", "patches", "case", "baseline_patches", "baseline_case", "width")
+_TABLE_HEAD = [
+    "| host | options | M, with and without | ratio: median (range), pairs | date | commit |",
+    "|---|---|---|---|---|---|",
+]
 
 
 def main() -> None:
@@ -62,6 +76,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256, help="of the host's toy model")
     parser.add_argument("--steps", type=int, default=6, help="of each way in a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help=f"a row of docs/measured/{_FILE}.md")
     args = parser.parse_args()
     if args.steps < 2:
         parser.error("--steps must be at least 2: the first is left out")
@@ -73,7 +88,7 @@ def main() -> None:
         args.case, args.baseline_case = "tokens+long+shared", "tokens+long"
         args.baseline_patches = args.patches or args.host
     try:
-        source(args.host)
+        folder_of_host = source(args.host)
     except NoSource as error:
         parser.error(str(error))
     os.environ[WIDTH_VARIABLE] = str(args.width)
@@ -101,6 +116,50 @@ def main() -> None:
         steps_without = ([Step.of(report, i) for report in without] for i in range(args.steps))
         pairs += list(zip(steps, steps_without, strict=True))[1:]
     _print(layout, pairs)
+    if args.write:
+        host = f"{args.host} {version_of(folder_of_host) or ''}".strip()
+        given = {name: getattr(args, name) for name in _ROW_OPTIONS}
+        print(write_row(host, options_text(given, parser.get_default), pairs))
+
+
+def options_text(given: Mapping[str, object], default: Callable[[str], object]) -> str:
+    """Options as one types them, without those that have their default."""
+    return " ".join(
+        f"--{name.replace('_', '-')} {shlex.quote(str(value))}"
+        for name, value in given.items()
+        if value != default(name)
+    )
+
+
+def write_row(host: str, options: str, pairs: Sequence[tuple[list[Step], list[Step]]]) -> Path:
+    """Put a run's row into the measured file, in place of that of the same host and options."""
+    ratios = _ratios(pairs)
+    counts = [sorted({len(way[0].row_tokens) for way in ways}) for ways in zip(*pairs, strict=True)]
+    text = ", ".join(str(m[0]) if len(m) == 1 else f"{m[0]} to {m[-1]}" for m in counts)
+    ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    row = (
+        f"| {host} | {options} | {text} | {ratio}, {len(ratios)} | {today} | {measured.commit()} |"
+    )
+    path = measured.MEASURED / f"{_FILE}.md"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    rows = [line for line in lines if line.startswith("| ")][1:]
+    others = [line for line in rows if _row_key(line) != _row_key(row)]
+    return measured.write(
+        _FILE,
+        "CPU seconds of hosts' steps with the patches",
+        "CPU seconds of all ranks with the patches over those without, in pairs of steps after a "
+        "first one. Each row is a run of the command with its host and options, and has its date "
+        "and commit.",
+        [*_TABLE_HEAD, *sorted([*others, row])],
+        measured.versions("megatron-core", "torch"),
+    )
+
+
+def _row_key(row: str) -> tuple[str, str]:
+    """A host without its version, and options."""
+    host, options = row.split("|")[1:3]
+    return host.split()[0], options.strip()
 
 
 @dataclass(frozen=True)
@@ -154,7 +213,7 @@ def _layout_text(text: str) -> str:
 
 
 def _print(layout: Layout, pairs: Sequence[tuple[list[Step], list[Step]]]) -> None:
-    ratios = [_cpu_seconds(patched) / _cpu_seconds(without) for patched, without in pairs]
+    ratios = _ratios(pairs)
     print(
         f"CPU seconds of all ranks, with / without: {statistics.geometric_mean(ratios):.3f} "
         f"(geometric mean of {len(ratios)} pairs; {min(ratios):.3f} to {max(ratios):.3f}, median "
@@ -170,6 +229,10 @@ def _print(layout: Layout, pairs: Sequence[tuple[list[Step], list[Step]]]) -> No
             work = statistics.mean(_simulated(step, layout) for step in steps)
             text += f", simulated {work:.1f} tokens of work"
         print(text)
+
+
+def _ratios(pairs: Sequence[tuple[list[Step], list[Step]]]) -> list[float]:
+    return [_cpu_seconds(patched) / _cpu_seconds(without) for patched, without in pairs]
 
 
 def _cpu_seconds(step: Sequence[Step]) -> float:

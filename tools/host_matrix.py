@@ -2,7 +2,8 @@
 
     tools/host_matrix.py --trees FOLDER            # every source tree in a folder
     tools/host_matrix.py --releases                # the releases that the patches are tested with
-    tools/host_matrix.py --latest --markdown       # the newest ones, as the table of the documents
+    tools/host_matrix.py --latest --markdown       # the newest ones, as a table
+    tools/host_matrix.py --releases --write        # also writes docs/measured/hosts_signatures.md
 
 Nothing of a host is imported: signatures are read from its source (`hosting/read_signature.py`), so
 no GPU and none of a host's dependencies are needed. Releases come from the package index as wheels
@@ -32,6 +33,7 @@ from megapack.hosts.patching.target import accepts
 from tools.hosting.read_signature import signatures
 from tools.hosting.read_source import NotRead, Outside, Sources, package_of
 from tools.hosting.sources import VARIABLE, NoSource, installed, newest
+from tools.pages import measured
 
 # Package on the index -> releases that the patches are tested with, and the Python of the newest.
 RELEASES = {
@@ -262,6 +264,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     rows.sort(key=lambda row: (row.host, "==" in row.source, _numbers(row.version), row.source))
     print(as_markdown(rows) if args.markdown else as_text(rows))
+    if args.write:
+        measured.write(
+            "hosts_signatures",
+            "Do the patches fit the hosts' code?",
+            "Signatures of what the patches replace, read from source trees and releases.",
+            [as_markdown(rows)],
+            measured.versions(),
+        )
     moved = sum(row.moved for row in rows)
     hosts = {file.host for file in files} - {row.host for row in rows}
     without = f"; no source of {', '.join(sorted(hosts))}" if hosts else ""
@@ -287,6 +297,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--releases", action="store_true", help="that the patches are tested with")
     parser.add_argument("--latest", action="store_true", help="the newest release of each host")
     parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--write", action="store_true", help="docs/measured/hosts_signatures.md")
     args = parser.parse_args(argv)
     if not (args.trees or args.releases or args.latest):
         args.releases = True

@@ -91,7 +91,7 @@ class MegatronCall:
         }
         if len(self.chunks) > 1:
             settings["microbatch_group_size_per_vp_stage"] = self.group_size
-            # Else interleaved stages take one tensor for another, see docs/hosts/megatron_lm.md.
+            # Else interleaved stages take one tensor for another, see docs/maintainers/patching.md.
             settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
             if keeps_outputs:
                 settings["deallocate_pipeline_outputs"] = False

@@ -469,7 +469,7 @@ def _next_name(kind: str) -> str:
 
 def _warn_of(config: Any) -> None:
     """Warn once of the host's settings under which interleaved stages take one tensor for another,
-    see docs/hosts/megatron_lm.md."""
+    see docs/maintainers/patching.md."""
     settings = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if frees_while_sending(megatron_version):
         settings["deallocate_pipeline_outputs"] = False

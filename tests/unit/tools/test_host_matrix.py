@@ -18,6 +18,8 @@ from tools.host_matrix import Source, main, rows_of
 from tools.hosting.read_signature import signatures
 from tools.hosting.read_source import NotRead, Sources
 from tools.hosting.sources import NoSource
+from tools.pages import measured
+from tools.pages.measured import Head
 
 pytestmark = pytest.mark.unit
 
@@ -147,6 +149,17 @@ def test_the_command_says_what_moved(
     assert re.match(r"\d+ names, [1-9]\d* moved; no source of .*verl", printed.err)
     (tmp_path / "empty").mkdir()
     assert main(["--trees", str(tmp_path / "empty")]) == 2
+
+
+def test_the_table_is_written_as_a_measured_file(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("trees/slime/slime/utils/dp_schedule.py", "def build_dp_schedule(args): pass")
+    monkeypatch.setattr(measured, "MEASURED", tmp_path)
+    assert main(["--trees", str(tmp_path / "trees"), "--write"]) == 1
+    path = tmp_path / "hosts_signatures.md"
+    assert Head.read(path).title == "Do the patches fit the hosts' code?"
+    assert "\n| host | result | of |\n|---|---|---|\n| `slime` |" in path.read_text()
 
 
 def test_wrong_input_and_an_index_out_of_reach_are_not_taken_for_moved(

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from tools import bench_host_step
+from tools.bench_host_step import Step
+from tools.pages import measured
+from tools.pages.measured import Head
 
 pytestmark = pytest.mark.unit
 
@@ -60,3 +63,27 @@ def test_the_runner_of_steps_reads_its_options(
     )
     assert done.returncode == code
     assert says in done.stdout + done.stderr
+
+
+def test_a_run_of_the_benchmark_writes_its_row_in_place_of_an_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "MEASURED", tmp_path)
+
+    def write(host: str, options: str, seconds: float) -> list[str]:
+        ways = ([Step(seconds, [5, 5, 5], None)], [Step(2.0, [5, 5], None)])
+        path = bench_host_step.write_row(host, options, [ways, ways])
+        assert Head.read(path).title == "CPU seconds of hosts' steps with the patches"
+        return [line for line in path.read_text().splitlines() if line.startswith("| ")][1:]
+
+    assert len(write("verl 0.9.0", "", 3.0)) == 1
+    assert len(write("slime", "--layout dp=2", 3.0)) == 2
+    (slime, verl) = write("verl 0.9.1", "", 2.0)
+    assert slime.startswith("| slime | --layout dp=2 | 3, 2 | 1.50 (1.50 to 1.50), 2 |")
+    assert verl.startswith("| verl 0.9.1 |  | 3, 2 | 1.00 (1.00 to 1.00), 2 |")
+
+
+def test_a_row_names_the_options_that_are_not_the_default() -> None:
+    given = {"layout": "pp=2", "case": "a b", "baseline_case": None}
+    default = {"layout": "pp=2", "case": "", "baseline_case": None}.get
+    assert bench_host_step.options_text(given, default) == "--case 'a b'"
