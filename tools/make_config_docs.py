@@ -83,6 +83,7 @@ _PAGES = {
     "data": "[Data files and checkpoints](data_and_resume.md) has the details.",
     "objective": "[Objectives](api/objectives.md) has the formulas.",
     "critic": "[Critics](critics.md) has the details.",
+    "optim": "[Muon](muon.md) explains the keys `muon_*`.",
     "train": "[Data files and checkpoints](data_and_resume.md#checkpoints) has the details.",
 }
 
