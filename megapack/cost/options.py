@@ -61,7 +61,7 @@ class ModelOptions:
     """Transformer layers; a multiple of pp * vpp, or split by `layout`. Each letter of a pattern is
     one."""
     megatron_class: Literal["gpt", "hybrid"] | None = None
-    """GPTModel or HybridModel (Megatron-Core 0.18 or later); null = hybrid if there is a
+    """GPTModel or HybridModel (Megatron-Core `0.18` or later); null = hybrid if there is a
     pattern."""
     hybrid_layer_pattern: str | None = None
     """A letter per layer: G gated delta net, M Mamba-2, * attention, - MLP, E experts; after a `/`
@@ -107,7 +107,7 @@ class ModelOptions:
     rotary_percent: float = 1.0
     """Part of a head's channels that is rotated, in (0, 1]."""
     rotary_interleaved: bool = False
-    """Rotate neighbouring channels as pairs (Ernie 4.5)."""
+    """Rotate neighbouring channels as pairs (Ernie)."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """Longer wavelengths of the rotary embedding; see `RopeScaling`."""
     local_rotary_base: int | None = None
@@ -194,8 +194,8 @@ class ModelOptions:
     indexer_loss_coef: float = 0.0
     """Weight of the indexer's loss; 0 = the indexer is frozen."""
     attention: Attention = "auto"
-    """Kernel of packed rows: te (Transformer Engine), varlen (torch's; bf16, torch 2.11 or later),
-    sdpa (torch's, per sample). auto: the first that can run."""
+    """Kernel of packed rows: te (Transformer Engine), varlen (torch's; bf16, torch `2.11` or
+    later), sdpa (torch's, per sample). auto: the first that can run."""
     dtype: Dtype = "fp32"
     """Of weights and activations; bf16 keeps main weights and gradients in fp32."""
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"] | None = None
@@ -250,7 +250,7 @@ class ModelOptions:
     """Experts whose scores rank their group (DeepSeek-V2: 1); null = moe_top_k /
     moe_group_top_k."""
     moe_route_scale: float | None = None
-    """Factor of the chosen experts' scores (DeepSeek-V3: 2.5); null = 1."""
+    """Factor of the chosen experts' scores (DeepSeek-V3: `2.5`); null = 1."""
     moe_expert_bias: bool = False
     """Choose experts by scores plus a bias per expert (DeepSeek-V3)."""
     moe_balance_loss_coef: float = 0.0

@@ -15,7 +15,7 @@ class RopeScaling:
     other kinds have no effect."""
 
     kind: Literal["none", "linear", "llama3", "yarn", "longrope", "ntk", "proportional"] = "none"
-    """linear: Gemma 3. llama3: Llama 3.1 and later. yarn: DeepSeek-V3, OLMo-3. longrope:
+    """linear: Gemma 3. llama3: Llama-3.1 and later. yarn: DeepSeek-V3, OLMo-3. longrope:
     Phi-4-mini. ntk: Hunyuan. proportional: Gemma 4. MLA has none and yarn."""
     factor: float = 1.0
     """By how much long wavelengths are stretched, 1 or more."""
@@ -42,7 +42,7 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()
     """longrope: the same in longer samples."""
     rotated_part: float = 1.0
-    """proportional: part of a head's pairs that is rotated (Gemma 4: 0.25)."""
+    """proportional: part of a head's pairs that is rotated (Gemma 4: `0.25`)."""
 
     def __post_init__(self) -> None:
         key = "model.rope_scaling"

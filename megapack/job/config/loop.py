@@ -15,7 +15,7 @@ class OptimConfig:
     """The optimizer and its learning-rate schedule, counted in optimizer steps."""
 
     name: Literal["adam", "muon"] = "adam"
-    """muon: Muon for layers' matrices, Adam for the rest. Needs Megatron-Core 0.18,
+    """muon: Muon for layers' matrices, Adam for the rest. Needs Megatron-Core `0.18`,
     emerging-optimizers, and distributed_optimizer=false."""
     lr: float = 1e-5
     """The highest learning rate."""
@@ -42,7 +42,7 @@ class OptimConfig:
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     """Factor for a matrix [out, in]: sqrt(max(out, in)), sqrt(out / in), sqrt(max(1, out / in))."""
     muon_extra_scale_factor: float = 1.0
-    """A further factor. With 0.2 and spectral, updates are about Adam's."""
+    """A further factor. With `0.2` and spectral, updates are about Adam's."""
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "blockwise"
     """tp > 1. blockwise: each rank's part by itself, so that results depend on tp. Others: the
     whole matrix."""

@@ -77,7 +77,7 @@ class ObjectiveConfig:
     dpo_beta: float = 0.1
     """dpo: factor of the log-ratio between policy and reference."""
     dpo_label_smoothing: float = 0.0
-    """dpo: assumed share of wrong labels, in [0, 0.5)."""
+    """dpo: assumed share of wrong labels, in `[0, 0.5)`."""
     correction: CorrectionKind | None = None
     """ppo, grpo, gspo: weigh tokens by the ratio of old log-probs to the engine's (column
     rollout_logprobs), cut to the bounds or 0 outside."""
