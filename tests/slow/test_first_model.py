@@ -22,7 +22,7 @@ _SKIPPED = re.compile(
 _PAGES = ("first_model.md", "rollouts.md")
 # What a CPU needs. Everything else runs as it is printed.
 _ON_A_CPU = {"device: cuda": "device: cpu", "dtype: bf16": "dtype: fp32"}
-_TIMEOUT_S = 600
+_TIMEOUT_S = 1200
 
 
 def script(pages: str) -> str:

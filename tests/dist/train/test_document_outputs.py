@@ -25,7 +25,7 @@ CASES = [
 _SLOW = [("docs/quick_start.md", True)]
 # What the commands read of the clone that they are started in.
 _CLONE = ("configs", "examples", "tools")
-_TIMEOUT_S = 400
+_TIMEOUT_S = 600
 
 
 def parts(document: str) -> dict[bool, list[Shown]]:
