@@ -48,19 +48,18 @@ class ParallelSizes:
     pp: int = 1
     """Pipeline stages."""
     vpp: int = 1
-    """Model chunks per stage (virtual pipeline); 1 = plain 1F1B, more = interleaved 1F1B."""
+    """Model chunks per stage; 1 = plain 1F1B, more = interleaved 1F1B."""
     cp: int = 1
-    """Context-parallel ranks: each row is cut over them."""
+    """Context-parallel ranks, over which each row is cut."""
     ep: int = 1
     """Expert-parallel ranks; etp * ep divides dp * cp * tp."""
     etp: int | None = 1
-    """Tensor-parallel ranks of each expert, a divisor of tp; null = tp. With 1, experts are not
-    split by tensor parallelism and ep may span its ranks."""
+    """Tensor-parallel ranks of each expert, a divisor of tp; null = tp."""
     sequence_parallel: bool = False
-    """Scatter activations outside attention over the tensor-parallel ranks; needs tp > 1."""
+    """Split activations outside attention over tensor-parallel ranks. Needs tp > 1."""
     microbatch_group_size: int | None = None
-    """Micro-batches that a stage runs through one chunk before the next chunk (G), Megatron's
-    microbatch_group_size_per_vp_stage; pp by default. Needs vpp > 1."""
+    """G: micro-batches that a stage runs through one chunk before the next; null = pp. Needs vpp >
+    1."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,60 +48,48 @@ class Policy:
     """
 
     count_rule: CountRule = "legal"
-    """Numbers of micro-batches per rank (M) that are allowed. "legal": all that Megatron runs.
-    "multiple": multiples of the group size G only. "per_rank": an old name of "legal"."""
+    """Allowed numbers of micro-batches per rank (M). legal: all that Megatron runs. multiple:
+    multiples of G only. per_rank: an old name of legal."""
     unreachable: Unreachable = "pad"
-    """When splitting rows reaches no allowed M: add padding micro-batches, drop whole trailing
-    rollouts of the step (recorded and logged), or raise an error."""
+    """Where splitting rows reaches no allowed M: add padding micro-batches, drop trailing rollouts
+    of the step, or raise an error."""
     oversize: Oversize = "alone"
     """A sample over the budget: alone in its row, or an error."""
     row_shape: RowShape = "planned"
-    """"planned": each row is as long as its samples. "uniform": all rows of a step are of one
-    length, for kernels and dispatchers that need it."""
+    """planned: each row is as long as its samples. uniform: all rows of a step are equally long."""
     round_row_tokens: int | None = None
-    """Row tokens are rounded up to a multiple of this, so that rows have few lengths: for kernels
-    and engines whose sums are the same for equal shapes only. The budget holds after rounding. No
-    rounding by default, but for the layout's alignment."""
+    """Round row tokens up to a multiple of this, within the budget (for batch-invariant
+    kernels)."""
     row_shapes: int | None = None
-    """The most row lengths, for CUDA graphs and kernels that are compiled for a length: equal parts
-    of the budget, to which rows are padded. No sample may exceed the budget then. No limit by
-    default."""
+    """The most row lengths (for CUDA graphs): equal parts of the budget, to which rows are padded.
+    No sample may exceed the budget then."""
     balance: Balance = "time"
-    """"time": the cost model's seconds are balanced over ranks and rows."""
+    """time: balance the cost model's seconds over ranks and rows."""
     step_split: StepSplit = "contiguous"
-    """Rollouts go to steps in input order, or so that the steps' tokens are balanced."""
+    """Rollouts go to steps in input order, or so that tokens per step are balanced."""
     search: int = 2048
-    """Simulated rank-steps that one step's search may spend; 0 = construction only. A count and
-    not a time, so that every rank finds the same plan. With context_parallel="dynamic", up to as
-    many simulations of all ranks together are added; with split_samples="auto" or
-    backward="split", up to six times as many of one rank."""
+    """Simulations that a step's search may spend; 0 = none. A count, so that all ranks find the
+    same plan. Dynamic rows may double it; pieces and split backwards may take six times as many."""
     group_size: GroupSize = "fixed"
-    """"fixed": the layout's G, which is its `microbatch_group_size`."""
+    """fixed: G is the layout's `microbatch_group_size`."""
     max_live_tokens_per_gpu: int | None = None
-    """Row tokens per GPU whose activations a stage may hold at once. No cap by default; a step in
-    an order of its own then holds at most what Megatron's order of full rows would."""
+    """Row tokens per GPU whose activations a stage may hold at once; null = no cap."""
     share_prefixes: SharePrefixes = "auto"
-    """"auto": a row holds the tokens that its samples have in common at their beginnings once,
-    where that pays; the planner must be given them. "off": each sample has its own tokens."""
+    """auto: a row holds a prefix that samples have in common once, where that pays. The planner
+    must be given the prefixes."""
     context_parallel: ContextParallel = "fixed"
-    """"fixed": each row is cut over the layout's cp ranks. "dynamic": a row may lie over 2, 4 or
-    more consecutive DP ranks and is cut over all of their cp ranks, where that is faster or where a
-    sample is over the budget otherwise. Needs planned rows."""
+    """dynamic: a row may lie over 2, 4 or more consecutive DP ranks, where that is faster or a
+    sample is over the budget. Needs planned rows."""
     max_width: int | None = None
-    """The most DP ranks that a row may lie over with context_parallel="dynamic"; no limit by
-    default. Layers of hybrid models need one: cp times the width divides their heads of a GPU."""
+    """The most DP ranks of a row under context_parallel=dynamic; null = no limit."""
     split_samples: SplitSamples = "off"
-    """"auto": a long sample may be cut into pieces in consecutive micro-batches of one DP rank, or
-    of the same few with context_parallel="dynamic", where that is faster or where it is over the
-    budget; samples with a common prefix may be cut at its end, where that is faster. "off": every
-    sample is whole in its row."""
+    """auto: a long sample may be cut into pieces, in consecutive micro-batches of its DP ranks,
+    where that is faster or it is over the budget."""
     least_piece: int | None = None
-    """Padded tokens of the shortest piece with split_samples="auto", as far as a row holds two such
-    pieces; no limit by default, but in a job with a hybrid model what the states that a cut keeps
-    cost in tokens of activations (`MemoryModel.least_piece`)."""
+    """Tokens of the shortest piece under split_samples=auto; null = no limit, for hybrid models
+    what a cut costs."""
     backward: Backward = "joint"
-    """"split": weight gradients are computed apart from input gradients, where a stage waits.
-    "joint": together."""
+    """split: weight gradients are computed apart from input gradients, in a stage's idle time."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -55,245 +55,215 @@ class ModelOptions:
     """What stands before an option's name in errors."""
 
     hf_path: str | None = None
-    """A folder of a Hugging Face model. Its config.json gives the keys of the architecture, from
-    `num_layers` to `rope_scaling` and those of attention and experts; a key that is also set here
-    must be equal. null = the keys here."""
+    """A Hugging Face folder, whose config.json gives the keys of the architecture. A key set here
+    too must be equal."""
     num_layers: int = 4
-    """Transformer layers; a multiple of pp * vpp, or split by keys of `layout`. Each
-    letter of a pattern is one."""
+    """Transformer layers; a multiple of pp * vpp, or split by `layout`. Each letter of a pattern is
+    one."""
     megatron_class: Literal["gpt", "hybrid"] | None = None
-    """Megatron's class: gpt (GPTModel) or hybrid (HybridModel, Megatron-Core 0.18 and later), whose
-    layers are attention or an MLP alone; null = hybrid if there is a pattern."""
+    """GPTModel or HybridModel (Megatron-Core `0.18` or later); null = hybrid if there is a
+    pattern."""
     hybrid_layer_pattern: str | None = None
-    """Kinds of the layers of a hybrid model, a letter each: G gated delta net (arXiv 2412.06464), M
-    Mamba-2 (arXiv 2405.21060), * attention, - MLP, E experts. A block of Qwen3-Next is two letters,
-    `GE` or `*E`. After a `/` come the layers of each depth of multi-token prediction, as in
-    `GEGE*E/*E`. null = `*-` or `*E` for each of `num_layers`, if megatron_class is hybrid."""
+    """A letter per layer: G gated delta net, M Mamba-2, * attention, - MLP, E experts; after a `/`
+    the MTP layers, as in `GE*E/*E`."""
     hidden_size: int = 64
     """Width of the residual stream."""
     num_attention_heads: int = 4
     """Query heads; a multiple of tp."""
     num_query_groups: int | None = None
-    """Key and value heads (grouped queries); null = one per query head."""
+    """Key and value heads; null = one per query head."""
     kv_channels: int | None = None
     """Width of a head, even; null = hidden_size / num_attention_heads."""
     qk_layernorm: bool = False
-    """Normalise each head's queries and keys before the rotary embedding (Qwen3). With multi-latent
-    attention: normalise the compressed queries and keys (DeepSeek-V3)."""
+    """Normalise queries and keys before their rotation: per head (Qwen3), or compressed
+    (DeepSeek-V3)."""
     qk_layernorm_over_heads: bool = False
-    """With `qk_layernorm`: normalise the queries of all heads together, and so the keys, with a
-    weight per channel of each head (OLMo-2)."""
+    """With `qk_layernorm`: over all heads together (OLMo-2)."""
     qk_layernorm_after_rotation: bool = False
-    """With `qk_layernorm`: normalise after the rotary embedding (Hunyuan), not before."""
+    """With `qk_layernorm`: after the rotation (Hunyuan)."""
     value_layernorm: bool = False
     """Normalise each head's values, without weights (Gemma 4)."""
     global_kv_channels: int | None = None
-    """With `rotary_pattern`: width of a head in global layers, even (Gemma 4: 512); null =
-    `kv_channels`."""
+    """With `rotary_pattern`: width of a head in global layers; null = `kv_channels`."""
     global_query_groups: int | None = None
     """With `rotary_pattern`: key and value heads of global layers; null = `num_query_groups`."""
     global_keys_as_values: bool = False
-    """With `rotary_pattern`: global layers have no projection to values, which are the keys before
-    their norm and rotation (Gemma 4)."""
+    """With `rotary_pattern`: keys of global layers, before norm and rotation, are their values
+    (Gemma 4)."""
     attention_scale: float | None = None
-    """Factor of the scores before the softmax; null = 1 / sqrt(width of a head)."""
+    """Factor of the scores before the softmax; null = 1 / sqrt(head width)."""
     attention_score_cap: float | None = None
-    """Scores s become cap * tanh(s / cap) before the softmax (Gemma 2: 50). Runs in torch's own
-    operations, with attention=sdpa; null = they are not capped."""
+    """Scores s become cap * tanh(s / cap) (Gemma 2: 50), in torch's own operations."""
     qkv_bias: bool = False
-    """Add biases to queries, keys and values (Qwen2)."""
+    """Biases of queries, keys and values (Qwen2)."""
     ffn_hidden_size: int | None = None
-    """Width inside the MLP of layers without experts; null = 4 * hidden_size."""
+    """Width inside a dense MLP; null = 4 * hidden_size."""
     vocab_size: int | None = None
-    """Rows of the embedding before Megatron pads them; null = the tokenizer's."""
+    """Rows of the embedding before padding; null = the tokenizer's."""
     max_position_embeddings: int = 4096
-    """Tokens of the longest sample that the model supports."""
+    """Tokens of the longest sample."""
     rotary_base: int = 10000
-    """Base of the rotary embedding's wavelengths."""
+    """Base of the rotary wavelengths."""
     rotary_percent: float = 1.0
-    """Part of a head's channels that is rotated, in (0, 1] (GLM-4.5: 0.5)."""
+    """Part of a head's channels that is rotated, in (0, 1]."""
     rotary_interleaved: bool = False
-    """Rotate neighbouring channels as pairs (Ernie 4.5), instead of those of both halves."""
+    """Rotate neighbouring channels as pairs (Ernie)."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """Longer wavelengths of the rotary embedding; see `RopeScaling`."""
     local_rotary_base: int | None = None
-    """Base of the rotary embedding of local layers, which is not stretched (Gemma 3, OLMo-3); null
-    = all layers have the same."""
+    """`rotary_base` of local layers, which is not stretched (Gemma 3); null = no local layers."""
     rotary_pattern: str | None = None
-    """With `local_rotary_base`: L for a local layer, G for a global one, repeated over the layers
-    (Gemma 3: LLLLLG)."""
+    """With `local_rotary_base`: L local, G global, repeated over the layers (Gemma 3: LLLLLG)."""
     position_embedding_type: Literal["rope", "none"] = "rope"
-    """none = attention without positions (Nemotron-H)."""
+    """none: attention without positions (Nemotron-H)."""
     attention_window: int | None = None
-    """Tokens that a token sees in layers with a sliding window, its own among them (Mistral: 4096);
-    null = all before it."""
+    """Tokens that a token sees in windowed layers, itself included; null = all before it."""
     attention_window_pattern: str | None = None
-    """With `attention_window`: L for a layer with the window, G for one without, repeated over the
-    layers (gpt-oss: LG); null = all layers have it."""
+    """L windowed, G not, repeated over the layers (gpt-oss: LG); null = all are windowed."""
     attention_sinks: bool = False
-    """A learned logit per head in the softmax of attention, whose value is 0 (gpt-oss)."""
+    """A learned logit per head in attention's softmax (gpt-oss)."""
     attention_output_gate: bool = False
-    """Multiply what a head's attention gives by a sigmoid gate (Qwen3-Next)."""
+    """A sigmoid gate on each head's output (Qwen3-Next)."""
     linear_num_key_heads: int | None = None
-    """For layers G: heads of queries and keys, a multiple of tp * cp."""
+    """Layers G: heads of queries and keys, a multiple of tp * cp."""
     linear_num_value_heads: int | None = None
-    """For layers G: heads of values, a multiple of `linear_num_key_heads`."""
+    """Layers G: heads of values, a multiple of `linear_num_key_heads`."""
     linear_key_head_dim: int | None = None
-    """For layers G: channels of a head's queries and keys."""
+    """Layers G: channels of a query or key head."""
     linear_value_head_dim: int | None = None
-    """For layers G: channels of a head's values."""
+    """Layers G: channels of a value head."""
     linear_conv_kernel_dim: int = 4
-    """For layers G: tokens that the convolution before the scan sees."""
+    """Layers G: tokens that the convolution sees."""
     mamba_num_heads: int | None = None
-    """For layers M: heads, a multiple of tp * cp."""
+    """Layers M: heads, a multiple of tp * cp."""
     mamba_head_dim: int = 64
-    """For layers M: channels of a head."""
+    """Layers M: channels of a head."""
     mamba_state_dim: int = 128
-    """For layers M: channels of the state by which a head's channels are multiplied."""
+    """Layers M: channels of the state."""
     mamba_num_groups: int = 8
-    """For layers M: groups of heads that share B and C; a multiple of tp."""
+    """Layers M: groups of heads that share B and C; a multiple of tp."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """The norm of every layer."""
     norm_epsilon: float = 1e-5
-    """Added to the mean square under the square root of a norm."""
+    """Added to a norm's mean square."""
     layernorm_zero_centered_gamma: bool = False
-    """Norms multiply by 1 + weight (Qwen3-Next), except those inside of layers G and M."""
+    """Norms multiply by 1 + weight (Qwen3-Next), except inside layers G and M."""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    """Where attention and MLP have their norms: pre = of their inputs, post = of what they add to
-    the residual stream (OLMo-2), sandwich = both (Gemma)."""
+    """Norms of inputs (pre), of what is added to the residual stream (post: OLMo-2), or of both
+    (sandwich: Gemma)."""
     gated_linear_unit: bool = True
-    """A gate in the MLP: SwiGLU."""
+    """A gate in the MLP (SwiGLU)."""
     activation: Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu"] | None = None
-    """Activation of the MLP; null = silu with a gate, gelu without. gelu_tanh approximates gelu by
-    a tanh (Gemma), squared_relu has no gate (Nemotron-H), quick_gelu is x * sigmoid(1.702 x)
-    (gpt-oss)."""
+    """Of the MLP; null = silu with a gate, gelu without."""
     activation_clamp: float | None = None
-    """With quick_gelu: limit of the gate from above, and of the part that it multiplies from both
-    sides (gpt-oss: 7); null = none."""
+    """With quick_gelu: limit of the gate and of what it multiplies (gpt-oss: 7)."""
     glu_linear_offset: float = 0.0
-    """With quick_gelu: added to the part that the gate multiplies (gpt-oss: 1)."""
+    """With quick_gelu: added to what the gate multiplies (gpt-oss: 1)."""
     layer_scalars: bool = False
-    """Multiply what a layer adds up to by a number of its own, which is not trained (Gemma 4)."""
+    """Multiply a layer's result by a number that is not trained (Gemma 4)."""
     linear_bias: bool = False
-    """Add biases to all linear layers of attention, MLPs and experts, and to routers (gpt-oss)."""
+    """Biases of all linear layers and routers (gpt-oss)."""
     scale_embeddings: bool = False
-    """Multiply the input embeddings by sqrt(hidden_size), rounded to `dtype` (Gemma)."""
+    """Multiply input embeddings by sqrt(hidden_size) (Gemma)."""
     logit_cap: float | None = None
-    """Logits l become cap * tanh(l / cap), before a temperature (Gemma 2: 30); null = they are not
-    capped."""
+    """Logits l become cap * tanh(l / cap) (Gemma 2: 30)."""
     untie_embeddings: bool = False
-    """Use a separate output matrix; false = the input embedding's, on the first and last stage."""
+    """A separate output matrix."""
     kv_lora_rank: int | None = None
-    """Channels of a token's compressed keys and values in multi-latent attention (MLA, arXiv
-    2405.04434); null = grouped queries."""
+    """Channels of a token's compressed keys and values (multi-latent attention, MLA); null =
+    grouped queries."""
     q_lora_rank: int | None = None
-    """For MLA: channels of a token's compressed queries; null = queries are not compressed."""
+    """MLA: channels of compressed queries; null = not compressed."""
     qk_nope_head_dim: int | None = None
-    """For MLA: channels of a head's queries and keys that are not rotated."""
+    """MLA: channels of a head that are not rotated."""
     qk_rope_head_dim: int | None = None
-    """For MLA: channels that are rotated, even; all heads share those of keys."""
+    """MLA: channels that are rotated, even."""
     v_head_dim: int | None = None
-    """For MLA: channels of a head's values."""
+    """MLA: channels of a value head."""
     latent_norm_epsilon: float | None = None
-    """For MLA: `norm_epsilon` of the norms of compressed queries and keys, which is 1e-6 in
-    transformers whatever the other norms have (GLM-4.7-Flash); null = the same."""
+    """MLA: `norm_epsilon` of compressed queries and keys; null = the same."""
     indexer_top_k: int | None = None
-    """For MLA: tokens that a query attends to, chosen by the layer's indexer (sparse attention of
-    DeepSeek-V3.2, "DSA"); null = all. Runs in torch's own operations, with attention=sdpa."""
+    """MLA: tokens that a query attends to, chosen by an indexer (DeepSeek-V3.2); null = all. Runs
+    in torch's own operations."""
     indexer_num_heads: int | None = None
     """Heads of the indexer."""
     indexer_head_dim: int | None = None
-    """Channels of an indexer's head, of which `qk_rope_head_dim` are rotated."""
+    """Channels of an indexer's head."""
     indexer_rope_interleaved: bool = False
-    """The indexer rotates neighbouring channels together (GLM-5), not those of two halves."""
+    """The indexer rotates neighbouring channels as pairs (GLM-5)."""
     indexer_loss_coef: float = 0.0
-    """Weight of the indexer's loss, see `model.attention.sparse`; 0 = the indexer is frozen."""
+    """Weight of the indexer's loss; 0 = the indexer is frozen."""
     attention: Attention = "auto"
-    """Attention over packed rows: te (Transformer Engine), varlen (torch's varlen attention; bf16,
-    torch 2.11 or later), sdpa (torch's SDPA per sample), or auto: the first of these that can run.
-    Any other choice that cannot run is an error."""
+    """Kernel of packed rows: te (Transformer Engine), varlen (torch's; bf16, torch `2.11` or
+    later), sdpa (torch's, per sample). auto: the first that can run."""
     dtype: Dtype = "fp32"
-    """Type of weights and activations; bf16 keeps main weights and gradients in fp32."""
+    """Of weights and activations; bf16 keeps main weights and gradients in fp32."""
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"] | None = None
-    """Transformer Engine's FP8 recipe for the linear layers, or its FP4 recipe nvfp4 (Blackwell);
-    rows are aligned for it. Needs a GPU, attention=te and dtype=bf16. Weights stay bf16; attention
-    and the vocabulary projection do not use FP8. null = no FP8."""
+    """Transformer Engine's recipe of the linear layers; nvfp4 is FP4. Needs a GPU, attention=te and
+    dtype=bf16. Weights stay bf16; attention and the vocabulary projection stay as they are."""
     bias_activation_fusion: bool | None = None
-    """Run SwiGLU forward and backward as one kernel each (torch.compile); the backward then keeps
-    three values per channel instead of five. null = on CUDA."""
+    """SwiGLU as one kernel each way, which keeps less for the backward; null = on CUDA."""
     gradient_accumulation_fusion: bool | None = None
-    """Let the linear layers' matrix products add to the fp32 gradients. Needs CUDA, and Transformer
-    Engine's layers or an extension of apex; null = where these are."""
+    """Matrix products add to the fp32 gradients. Needs CUDA, and Transformer Engine's layers or
+    apex; null = where these are."""
     recompute: Recompute = "none"
-    """Activations that the backward recomputes: none; full: whole layers; selective: those of
-    `recompute_modules`."""
+    """Activations that the backward recomputes: of whole layers (full), or of `recompute_modules`
+    (selective)."""
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
-    """What recompute=selective recomputes: core_attn (attention without its projections), mlp
-    (dense layers), moe (whole layers of experts), and with Transformer Engine's layers also
-    layernorm and moe_act (the activation inside grouped experts). Recomputing fused attention alone
-    frees next to nothing."""
+    """core_attn: attention without projections. mlp: dense layers. moe: layers of experts. With
+    Transformer Engine's layers also layernorm, and moe_act inside grouped experts."""
     init_std: float = 0.02
     """Standard deviation of the initial weights."""
     freeze: tuple[str, ...] = ()
-    """Parameters that are not trained: globs of their names in the whole model, for example
-    `embedding.*` or `decoder.layers.0.*`. Names are those of Megatron's local layers with every
-    `attention`: a norm is `input_layernorm` or `pre_mlp_layernorm`, also where it is fused with
-    the projection after it."""
+    """Globs of parameters that are not trained, such as `embedding.*` or `decoder.layers.0.*`, in
+    the names of Megatron's local layers."""
     num_experts: int | None = None
-    """Experts in the MLP of a layer, a multiple of layout.ep; null = a dense model."""
+    """Experts of a layer, a multiple of layout.ep; null = a dense model."""
     moe_first_dense_layers: int = 0
-    """The first layers that have a dense MLP instead of experts (DeepSeek-V3: 3)."""
+    """First layers without experts (DeepSeek-V3: 3)."""
     moe_top_k: int = 2
-    """Experts per token (top-k). Experts have no capacity limit, so no token is dropped."""
+    """Experts per token. No token is dropped."""
     moe_ffn_hidden_size: int | None = None
-    """Width inside an expert; null = the MLP's ffn_hidden_size."""
+    """Width inside an expert; null = ffn_hidden_size."""
     moe_shared_ffn_hidden_size: int | None = None
-    """Width inside the shared expert, which every token goes through; null = none."""
+    """Width inside the shared expert; null = none."""
     moe_shared_gate: bool = False
-    """Multiply the shared expert's output by a sigmoid gate (Qwen2-MoE)."""
+    """A sigmoid gate on the shared expert's output (Qwen2-MoE)."""
     moe_inner_norms: bool = False
-    """With a shared expert and norm_placement=sandwich: it and the experts have each a norm before
-    and after them, and the router a norm and two scales of its own (Gemma 4, whose MLP is the
-    shared expert)."""
+    """With norm_placement=sandwich: norms of the shared expert, of the experts and of the router
+    (Gemma 4)."""
     moe_grouped_gemm: bool | None = None
-    """Run the experts of a rank as one grouped matrix product instead of one after another. Needs
-    Transformer Engine's layers; null = where these are."""
+    """A rank's experts as one grouped matrix product. Needs Transformer Engine's layers; null =
+    where these are."""
     moe_permute_fusion: bool | None = None
-    """Sort tokens by expert, and back, in one kernel each. Needs Transformer Engine's layers; null
-    = where these are."""
+    """Sort tokens by expert in one kernel. Needs Transformer Engine's layers; null = where these
+    are."""
     moe_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's logits become scores: softmax, or sigmoids (DeepSeek-V3)."""
+    """Scores from the router's logits."""
     moe_norm_top_k: bool = True
-    """Divide the scores of a token's experts by their sum. false needs softmax scores. One expert
-    per token has its score as it is."""
+    """Divide the scores of a token's experts by their sum. false needs softmax."""
     moe_num_groups: int | None = None
-    """Groups of experts, of which each token uses `moe_group_top_k` (DeepSeek-V3: 8); null = no
-    groups."""
+    """Groups of experts, of which a token uses `moe_group_top_k` (DeepSeek-V3: 8)."""
     moe_group_top_k: int | None = None
-    """Groups of experts per token, those with the largest sums of their best `moe_group_best`
-    scores."""
+    """Groups per token, those with the largest sums of their best `moe_group_best` scores."""
     moe_group_best: int | None = None
-    """Experts whose scores rank their group (DeepSeek-V2: 1); null = moe_top_k / moe_group_top_k,
-    Megatron-Core's number."""
+    """Experts whose scores rank their group (DeepSeek-V2: 1); null = moe_top_k /
+    moe_group_top_k."""
     moe_route_scale: float | None = None
-    """Factor of the scores of the chosen experts (DeepSeek-V3: 2.5); null = 1."""
+    """Factor of the chosen experts' scores (DeepSeek-V3: `2.5`); null = 1."""
     moe_expert_bias: bool = False
-    """Choose experts by scores plus a bias per expert (DeepSeek-V3, Ernie 4.5). It changes only by
-    `moe_bias_update_rate`."""
+    """Choose experts by scores plus a bias per expert (DeepSeek-V3)."""
     moe_balance_loss_coef: float = 0.0
-    """Weight of the load-balancing loss of each sample, see `model.experts.rows`; 0 = no such
-    loss."""
+    """Weight of each sample's load-balancing loss."""
     moe_z_loss_coef: float = 0.0
-    """Weight of the router z-loss per token; 0 = no such loss."""
+    """Weight of the router z-loss per token."""
     moe_bias_update_rate: float = 0.0
-    """Update step of the expert bias, which balances experts without a loss. 0 = the bias stays as
-    it is, see `moe_expert_bias`."""
+    """Update step of the expert bias; 0 = the bias stays."""
     mtp_num_layers: int = 0
-    """Multi-token prediction layers on the last stage. Each predicts one token further ahead;
-    0 = none. With `hf_path` they begin as those of the folder, which may have more; layers that are
-    not trained are exported as they were."""
+    """Multi-token prediction (MTP) layers to train, on the last stage. An export copies the
+    folder's others."""
     mtp_loss_coef: float = 0.1
-    """Weight of the mean loss of the multi-token prediction layers."""
+    """Weight of the mean loss of the MTP layers."""
 
     def __post_init__(self) -> None:
         self._check_numbers()

@@ -15,42 +15,34 @@ class RopeScaling:
     other kinds have no effect."""
 
     kind: Literal["none", "linear", "llama3", "yarn", "longrope", "ntk", "proportional"] = "none"
-    """none; linear (Gemma 3); llama3 (Llama 3.1 and later); yarn (arXiv 2309.00071: DeepSeek-V3,
-    OLMo-3); longrope (arXiv 2402.13753: Phi-4-mini); ntk, which raises the base so that the longest
-    wave is stretched by the factor (Hunyuan); proportional, which stretches as linear does and
-    rotates the channels of short waves only (Gemma 4). Multi-latent attention has none and yarn."""
+    """linear: Gemma 3. llama3: Llama-3.1 and later. yarn: DeepSeek-V3, OLMo-3. longrope:
+    Phi-4-mini. ntk: Hunyuan. proportional: Gemma 4. MLA has none and yarn."""
     factor: float = 1.0
-    """By how much long wavelengths are stretched, 1 or more. For longrope it only gives the default
-    of `attention_factor`."""
+    """By how much long wavelengths are stretched, 1 or more."""
     original_max_position_embeddings: int = 8192
-    """Tokens of the longest sample before stretching, except with linear and proportional."""
+    """Tokens of the longest sample before stretching."""
     low_freq_factor: float = 1.0
-    """For llama3: wavelengths above the original length divided by this are stretched."""
+    """llama3: wavelengths above the original length / this are stretched."""
     high_freq_factor: float = 4.0
-    """For llama3: wavelengths below the original length divided by this are kept."""
+    """llama3: wavelengths below the original length / this are kept."""
     beta_fast: float = 32.0
-    """For yarn: channels with more rotations than this over the original length are kept."""
+    """yarn: channels with more rotations over the original length are kept."""
     beta_slow: float = 1.0
-    """For yarn: channels with fewer rotations than this are stretched in full."""
+    """yarn: channels with fewer rotations are stretched in full."""
     truncate: bool = True
-    """For yarn without multi-latent attention: round the numbers of those channels."""
+    """yarn without MLA: round the bounds of these channels."""
     mscale: float = 1.0
-    """For yarn with multi-latent attention: weight of log(factor) in the scale of the rotated
-    channels."""
+    """yarn with MLA: weight of log(factor) in the scale of rotated channels."""
     mscale_all_dim: float = 1.0
-    """For yarn with multi-latent attention: weight of log(factor) in the scale of the attention
-    scores, by which the scale of the rotated channels is divided."""
+    """yarn with MLA: weight of log(factor) in the scale of attention scores."""
     attention_factor: float | None = None
-    """For longrope, and yarn without multi-latent attention: scale of the rotated channels; null =
-    0.1 ln(factor) + 1 (yarn), sqrt(1 + ln(factor) / ln(original length)) (longrope)."""
+    """longrope, and yarn without MLA: scale of rotated channels; null = from the factor."""
     short_factor: tuple[float, ...] = ()
-    """For longrope: by how much each wavelength is stretched in samples up to the original length,
-    a number for each pair of rotated channels."""
+    """longrope: stretch of each pair of channels, up to the original length."""
     long_factor: tuple[float, ...] = ()
-    """For longrope: the same in longer samples."""
+    """longrope: the same in longer samples."""
     rotated_part: float = 1.0
-    """For proportional: part of the pairs of a head's channels that are rotated, with the
-    wavelengths that they have where all are (Gemma 4: 0.25)."""
+    """proportional: part of a head's pairs that is rotated (Gemma 4: `0.25`)."""
 
     def __post_init__(self) -> None:
         key = "model.rope_scaling"

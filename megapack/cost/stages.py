@@ -197,9 +197,8 @@ class LayerSplit:
     """How layers are split over pipeline stages, named as in Megatron-Core's TransformerConfig."""
 
     pipeline_model_parallel_layout: str | None = None
-    """The content of each chunk in model order, separated by `|`: E embedding, t transformer layer,
-    m multi-token prediction layer, L output layer and loss; `t*3` and `(tt|)*3` repeat. For 37
-    layers on pp=4: `Et*9|t*10|t*10|t*8L`. null = all chunks have equally many layers."""
+    """Contents of the chunks, separated by `|`: E embedding, t layer, m MTP layer, L output layer.
+    For 37 layers on pp=4: `Et*9|t*10|t*10|t*8L`. null = equal chunks."""
 
     def stage_layers(
         self, num_layers: int, *, pp: int, vpp: int = 1, num_mtp_layers: int = 0

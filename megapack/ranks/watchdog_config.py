@@ -12,13 +12,12 @@ class WatchdogConfig:
     """When a step counts as late, and when the job is aborted."""
 
     slow_factor: float = 5.0
-    """A step is late after this many times its predicted seconds, but not before `slow_after_s`;
-    every rank then logs its phase, micro-batch and last exchange."""
+    """A step is late after this many times its predicted seconds; ranks then log where they are."""
     slow_after_s: float = 60.0
-    """Seconds before which no step is late; the only limit for a step without a prediction."""
+    """Seconds before which no step is late."""
     abort_after_s: float | None = None
-    """Seconds after which a step, a pass for log-probs or a checkpoint is aborted and the job ends
-    with an error on every rank; null = never, except for the timeouts of the process groups."""
+    """Seconds after which a step, pass or checkpoint ends the job on all ranks; null = never, but
+    for process groups' timeouts."""
 
     def __post_init__(self) -> None:
         for name in ("slow_factor", "slow_after_s", "abort_after_s"):

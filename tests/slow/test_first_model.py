@@ -1,4 +1,4 @@
-"""Every command of docs/first_model.md, in order, with a tiny model in place of the download."""
+"""Every command of docs/first_model.md and docs/rollouts.md, with a tiny model as the download."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from tests.hf_models import make_folder
 pytestmark = pytest.mark.weekly
 
 _BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_INSTALL = re.compile(r"^(?:pip install|hf download) .*\n", re.MULTILINE)
+# Installs, and the command that docs/rollouts.md begins with, before its files are made.
+_SKIPPED = re.compile(
+    r"^(?:pip install|hf download|megapack train grpo.yaml data.path=) ?.*\n", re.MULTILINE
+)
+_PAGES = ("first_model.md", "rollouts.md")
 # What a CPU needs. Everything else runs as it is printed.
 _ON_A_CPU = {"device: cuda": "device: cpu", "dtype: bf16": "dtype: fp32"}
-_TIMEOUT_S = 600
+_TIMEOUT_S = 1200
 
 
-def script(page: str) -> str:
-    """The page's commands as one script that ends at the first that fails."""
-    text = "".join(_BLOCK.findall(page))
-    text = _INSTALL.sub("", text)
+def script(pages: str) -> str:
+    """The pages' commands as one script that ends at the first that fails."""
+    text = _SKIPPED.sub("", "".join(_BLOCK.findall(pages)))
     for on_gpu, on_cpu in _ON_A_CPU.items():
         assert on_gpu in text
         text = text.replace(on_gpu, on_cpu)
     return f"set -euxo pipefail\n{text}"
 
 
-def test_every_command_of_the_page_runs(tmp_path: Path, repo_root: Path) -> None:
+def test_every_command_of_the_pages_runs(tmp_path: Path, repo_root: Path) -> None:
     pytest.importorskip("transformers")
     make_folder(tmp_path / "models" / "Qwen3-0.6B", "qwen3_tied", max_position_embeddings=4096)
     (tmp_path / "tools").symlink_to(repo_root / "tools")
@@ -43,8 +46,9 @@ def test_every_command_of_the_page_runs(tmp_path: Path, repo_root: Path) -> None
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    pages = "".join((repo_root / "docs" / name).read_text("utf-8") for name in _PAGES)
     done = subprocess.run(
-        ["bash", "-c", script((repo_root / "docs" / "first_model.md").read_text("utf-8"))],
+        ["bash", "-c", script(pages)],
         cwd=tmp_path,
         env=environment,
         timeout=_TIMEOUT_S,

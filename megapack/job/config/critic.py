@@ -20,22 +20,18 @@ class CriticConfig:
     """
 
     enabled: bool = False
-    """Train a critic. Samples then need a `reward`; objective.kind must be ppo or grpo."""
+    """Train a critic. Needs rewards, and objective.kind ppo or grpo."""
     hf_path: str | None = None
-    """A folder of a Hugging Face model with which the critic starts, such as a reward model
-    (`...ForSequenceClassification` with one label); a folder without `score.weight` starts with
-    values of 0. Its sizes may differ from the policy's. null = the policy's sizes and initial
+    """A folder to start from, such as a reward model; its sizes may differ. null = the policy's
     weights."""
     warmup_steps: int = 0
-    """Optimizer steps at the start of a run that train the critic alone (verl's
-    trainer.critic_warmup, which counts batches). The policy's learning rate begins after them."""
+    """First optimizer steps, which train the critic alone."""
     lr: float | None = None
-    """The highest learning rate; it decays as the policy's, by the same factor. null = optim.lr."""
+    """The highest learning rate; null = optim.lr."""
     clip: float | None = 0.2
-    """A value counts in the loss at most this far from the value that the batch began with, as in
-    PPO's clipped value loss; null = no clipping."""
+    """How far a value may move in a batch (PPO's clipped value loss); null = no clipping."""
     whiten_advantages: bool = True
-    """Give the advantages mean 0 and variance 1 over the loss tokens of each batch."""
+    """Advantages get mean 0 and variance 1 over a batch's loss tokens."""
 
     def __post_init__(self) -> None:
         at_least(self, "critic", 0, "lr", "warmup_steps")

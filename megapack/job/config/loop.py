@@ -15,56 +15,50 @@ class OptimConfig:
     """The optimizer and its learning-rate schedule, counted in optimizer steps."""
 
     name: Literal["adam", "muon"] = "adam"
-    """Megatron-Core's optimizer. muon: Muon for the matrices of layers, and Adam for embeddings,
-    the head, norms and biases; it needs Megatron-Core 0.18 and the package emerging-optimizers, and
-    distributed_optimizer=false. See docs/muon.md."""
+    """muon: Muon for layers' matrices, Adam for the rest. Needs Megatron-Core `0.18`,
+    emerging-optimizers, and distributed_optimizer=false."""
     lr: float = 1e-5
     """The highest learning rate."""
     min_lr: float = 0.0
     """The learning rate at the end of the decay."""
     warmup_steps: int = 0
-    """Optimizer steps in which the learning rate rises linearly from 0."""
+    """Optimizer steps in which the learning rate rises from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes from `lr` to `min_lr` after the warm-up."""
+    """From `lr` to `min_lr`, after the warm-up."""
     weight_decay: float = 0.01
-    """Decoupled weight decay; not applied to biases and norms."""
+    """Decoupled; not of biases and norms."""
     adam_beta1: float = 0.9
     """Decay of the first moment, in [0, 1)."""
     adam_beta2: float = 0.95
     """Decay of the second moment, in [0, 1)."""
     adam_eps: float = 1e-8
-    """Added to the square root of the second moment."""
+    """Added to the root of the second moment."""
     muon_momentum: float = 0.95
-    """Decay of Muon's momentum, in [0, 1)."""
+    """Muon's momentum, in [0, 1)."""
     muon_nesterov: bool = False
     """Nesterov's momentum."""
     muon_num_ns_steps: int = 5
-    """Newton-Schulz iterations that make a matrix about orthogonal."""
+    """Newton-Schulz iterations."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
-    """What the orthogonal matrix is multiplied with, for one of shape [out, in]:
-    sqrt(max(out, in)), sqrt(out / in), or sqrt(max(1, out / in))."""
+    """Factor for a matrix [out, in]: sqrt(max(out, in)), sqrt(out / in), sqrt(max(1, out / in))."""
     muon_extra_scale_factor: float = 1.0
-    """A further factor. With 0.2 and spectral, updates are about as large as Adam's, so that its
-    learning rate and weight decay can stay."""
+    """A further factor. With `0.2` and spectral, updates are about Adam's."""
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "blockwise"
-    """With layout.tp > 1. blockwise: each rank makes its part of a matrix orthogonal by itself, so
-    results depend on tp. duplicated and distributed: the whole matrix, gathered on each rank, or by
-    sums over the ranks."""
+    """tp > 1. blockwise: each rank's part by itself, so that results depend on tp. Others: the
+    whole matrix."""
     muon_fp32_matmul_prec: Literal["highest", "high", "medium"] = "medium"
-    """Precision of the iterations' products, as in torch.set_float32_matmul_precision."""
+    """Precision of the iterations' products."""
     clip_grad: float = 1.0
-    """Gradients are scaled down to this global norm; 0 = no clipping."""
+    """Highest norm of the gradient; 0 = no clipping."""
     distributed_optimizer: bool = False
-    """Split the optimizer's state over the data-parallel ranks."""
+    """Split the optimizer's state over data-parallel ranks."""
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients in buckets while the last backward of a step runs. null = on CUDA with more
-    than one data-parallel rank."""
+    """Reduce gradients during a step's last backward; null = on CUDA with dp > 1."""
     overlap_param_gather: bool | None = None
-    """Gather the updated weights in buckets while the next forward runs. Needs
-    distributed_optimizer and overlap_grad_reduce; null = with both."""
+    """Gather updated weights during the next forward; null = with the two keys that it needs:
+    distributed_optimizer and overlap_grad_reduce."""
     bucket_size: int | None = None
-    """Parameters of a bucket; null = 40 million, or a million per data-parallel rank if that is
-    more."""
+    """Parameters of a bucket; null = 40 million, or a million per data-parallel rank if more."""
 
     def __post_init__(self) -> None:
         at_least(self, "optim", 0, "lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")
@@ -110,50 +104,41 @@ class LoopConfig:
     """How long the job runs, what it logs and saves, and how it resumes."""
 
     num_batches: int | None = None
-    """Stop after this many batches of prompts; null = after the epochs."""
+    """Batches after which the run stops; null = after the epochs."""
     epochs: int = 1
     """Passes over the data."""
     log_interval: int = 1
-    """Log a line every this many optimizer steps; `metrics.jsonl` gets every step."""
+    """Optimizer steps between lines of the log; `metrics.jsonl` gets every step."""
     entropy_interval: int = 10
-    """Report the entropy every this many optimizer steps, from the first on; 0 = never. The metric
-    costs a pass over all logits, and it moves over tens of steps. With `objective.entropy_coef` it
-    is computed, and reported, in every step."""
+    """Optimizer steps between entropies in the metrics, each a pass over all logits; 0 = never."""
     trace_steps: int = 0
-    """Number of optimizer steps, from the second on, whose forwards and backwards are timed on
-    every rank and written to `trace.jsonl`, for `megapack trace` and `megapack report`; 0 = no
-    trace."""
+    """Optimizer steps, from the second on, that are timed for `megapack trace` and `megapack
+    report`."""
     save_interval: int | None = None
-    """Save a checkpoint every this many optimizer steps, after the last step, and when SIGTERM or
-    SIGUSR1 ends the run; null = no checkpoints. All ranks must see the run's folder."""
+    """Optimizer steps between checkpoints; null = none. Also saved: the last step, and on SIGTERM
+    or SIGUSR1. All ranks must see the run's folder."""
     keep_checkpoints: int | None = 2
-    """Number of complete checkpoints to keep, the latest ones; null = all."""
+    """Latest checkpoints to keep; null = all."""
     async_save: bool = False
-    """Write checkpoints while training goes on: it waits only for a copy of the tensors into host
-    memory. Each rank needs that much memory more."""
+    """Write checkpoints while training goes on, from a copy in host memory."""
     save_threads: int = 4
-    """Threads per rank that write a checkpoint, each into a file of its own."""
+    """Threads per rank that write a checkpoint."""
     resume: str | None = None
-    """Resume from a checkpoint: its folder, the folder of a run (its latest checkpoint), or auto
-    (the latest checkpoint of this run, or the start if it has none); null = from the start."""
+    """A checkpoint, a run's folder, or auto: this run's latest checkpoint, if any."""
     export_hf: Literal["last", "checkpoints"] | None = None
-    """Write the weights as a Hugging Face folder `hf/step-N` in the run's folder: last = after the
-    last step; checkpoints = also with every checkpoint of `save_interval`. Needs model.hf_path;
-    null = never, `megapack export` does it later from a checkpoint."""
+    """Write weights to `hf/step-N` of the run's folder: after the last step, or also with every
+    checkpoint. Needs model.hf_path."""
     routing_replay: RoutingReplay = "none"
-    """The experts that tokens go through in all steps of a batch: none: those that the routers
-    choose; rollout: those in the rollouts' `routed_experts`, also in the pass for old log-probs;
-    old_logprobs: those of that pass."""
+    """Experts in a batch's steps: the routers' (none), those of the column `routed_experts`, or
+    those of the pass for old log-probs."""
     executor: ExecutorChoice = "auto"
-    """What runs a step: megatron: Megatron's schedules; operations: the plan's list of forwards,
-    backwards and weight gradients, or the one that Megatron's schedules would run; auto: operations
-    where the plan needs them, under plan.split_samples=auto or plan.backward=split."""
+    """Megatron's schedules, or the plan's list of operations. auto: operations where the plan needs
+    them."""
     manual_gc_interval: int | None = 100
-    """Collect Python's cyclic garbage every this many optimizer steps, on all ranks at the same
-    step; ranks that collect at different times wait for each other. null = Python decides."""
+    """Optimizer steps between Python's garbage collections, on all ranks together; null = Python
+    decides."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab"], ...] = ()
-    """Where metrics go in addition to `metrics.jsonl`; the packages of these names must be
-    installed."""
+    """Where metrics go beside `metrics.jsonl`; their packages must be installed."""
 
     def __post_init__(self) -> None:
         at_least(self, "train", 1, "num_batches", "epochs", "log_interval", "save_interval")

@@ -34,86 +34,74 @@ class ObjectiveConfig:
     """The loss, and how tokens are weighted in it."""
 
     kind: Literal["sft", "ppo", "grpo", "gspo", "dpo", "reward", "distill"] = "grpo"
-    """sft: negative log-likelihood. ppo: the clipped policy loss. grpo: the same with a KL penalty
-    in the loss. gspo: the same with one ratio per sample (set seq-mean-token-mean, and clips near
-    3e-4). dpo: direct preference optimization of pairs, against a reference policy. reward: a
-    reward model, trained on pairs; a value head replaces the vocabulary's projection. Both need
-    seq-mean-token-mean, which makes their loss the mean over pairs. distill: the KL from a teacher,
-    whose most likely ids the data has."""
+    """sft: negative log-likelihood. ppo: the clipped policy loss. grpo: with a KL penalty. gspo:
+    with one ratio per sample (set clips near 3e-4). dpo and reward (a reward model with a value
+    head) read pairs, distill a teacher's top ids. dpo and reward need seq-mean-token-mean, which
+    suits gspo too."""
     loss_weighting: LossWeighting = "token-mean"
-    """The weight of a response token in a step's loss, see `megapack.loss`."""
+    """The weight of a response token in a step's loss."""
     norm_constant: float | None = None
-    """The divisor of seq-mean-token-sum-norm, in tokens; null for the other weightings."""
+    """Divisor of seq-mean-token-sum-norm, in tokens."""
     clip_low: float = 0.2
-    """The probability ratio is clipped below at 1 - clip_low; in [0, 1]."""
+    """The probability ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.2
     """The ratio is clipped above at 1 + clip_high."""
     dual_clip: float | None = None
-    """Bound on the loss of tokens with negative advantages, above 1; null = no bound."""
+    """Bound on the loss of tokens with negative advantages, above 1."""
     kl_coef: float = 0.0
-    """Weight of the KL to the reference policy; 0 = no reference pass."""
+    """grpo and gspo: weight of the KL to the reference policy; 0 = no reference pass."""
     reference_hf_path: str | None = None
-    """A folder of a Hugging Face model of the policy's sizes whose weights the reference policy
-    has, for `kl_coef`, `kl_in_reward_coef` and dpo; null = the policy's initial weights."""
+    """A folder with the reference policy's weights; null = the initial weights."""
     kl_kind: KlKind = "k3"
     """The estimator of the KL."""
     kl_level: KlLevel = "token"
-    """For gspo: apply the estimator to each token's log-ratio, or to the mean over a sample."""
+    """gspo: estimate each token's KL, or that of a sample's mean log-ratio."""
     entropy_coef: float = 0.0
-    """Weight of the entropy, which is subtracted from the loss; 0 = entropy is only reported."""
+    """Weight of the entropy, which is subtracted from the loss."""
     advantage_norm: AdvantageNorm = "group"
-    """How rewards become advantages without a critic, see
-    `megapack.job.data.advantages.group_advantages`."""
+    """How rewards become advantages without a critic."""
     gamma: float = 1.0
-    """With a critic: the factor of a reward one token later, in [0, 1]."""
+    """Critic: the factor of a reward one token later, in [0, 1]."""
     gae_lambda: float = 1.0
-    """With a critic: lambda of GAE (arXiv 1506.02438), in [0, 1]. 1 uses rewards alone, less relies
-    on the critic's values instead."""
+    """Critic: lambda of GAE, in [0, 1]."""
     kl_in_reward_coef: float = 0.0
-    """With a critic: weight of the log-ratio to the reference policy that is
-    subtracted from each token's reward, as in InstructGPT; 0 = no reference pass."""
+    """Critic: weight of the log-ratio to the reference that each token's reward loses; 0 = no
+    reference pass."""
     max_response_tokens: int | None = None
-    """The longest response that the rollouts could have, in tokens; null = not known. Only
-    `overlong_buffer_tokens` uses it."""
+    """The longest response that the rollouts could have."""
     overlong_buffer_tokens: int | None = None
-    """Rewards fall linearly over this many tokens before `max_response_tokens`: DAPO's penalty of
-    overlong responses, see `megapack.job.data.advantages.penalize_overlong`. null = no penalty. Not
-    with data.overlong=truncate, which would hide the lengths."""
+    """Tokens before `max_response_tokens` over which rewards fall (DAPO's overlong penalty). Not
+    with data.overlong=truncate."""
     overlong_penalty: float = 1.0
-    """What the reward of a response of `max_response_tokens` or more loses. Needs
-    `overlong_buffer_tokens`."""
+    """What a response of `max_response_tokens` loses."""
     dpo_beta: float = 0.1
-    """For dpo: factor of the log-ratio between policy and reference, above 0."""
+    """dpo: factor of the log-ratio between policy and reference."""
     dpo_label_smoothing: float = 0.0
-    """For dpo: assumed share of pairs whose label is wrong, in [0, 0.5)."""
+    """dpo: assumed share of wrong labels, in `[0, 0.5)`."""
     correction: CorrectionKind | None = None
-    """For ppo, grpo and gspo: weigh each token's policy loss by the importance ratio of the
-    trainer's old log-probs to the engine's, the column rollout_logprobs. truncate: the ratio is cut
-    to the bounds. mask: it is 0 outside of them. null = no weights."""
+    """ppo, grpo, gspo: weigh tokens by the ratio of old log-probs to the engine's (column
+    rollout_logprobs), cut to the bounds or 0 outside."""
     correction_level: RatioLevel = "token"
-    """What is compared with the bounds: the ratio of a token, of a sequence (the product), or its
-    geometric mean."""
+    """What is compared with the bounds: a token's ratio, a sequence's product, or its geometric
+    mean."""
     correction_low: float = 0.0
     """Lower bound of the ratio."""
     correction_high: float = 2.0
     """Upper bound of the ratio."""
     correction_weight_level: RatioLevel | None = None
-    """For mask: the ratio that is the weight of what is kept; null = that of `correction_level`."""
+    """mask: the ratio that weighs what is kept; null = `correction_level`."""
     teacher_kl_coef: float = 0.0
-    """For ppo, grpo and gspo: on-policy distillation. Each token's advantage loses this times old
-    log-prob - the column teacher_logprobs. Without rewards in the data, it starts at 0."""
+    """ppo, grpo, gspo: advantages lose this times old log-prob - teacher_logprobs (on-policy
+    distillation)."""
     distill_reverse_weight: float = 0.0
-    """For distill: share of the reverse KL in the loss, in [0, 1]; 0 is forward, 1 is reverse."""
+    """distill: share of the reverse KL in the loss, in [0, 1]."""
     distill_tail: Tail = "lump"
-    """For distill: what happens to ids that are not among the teacher's k most likely. lump: they
-    count as one id. ignore: they are left out. renormalize: the k probabilities are divided by
-    their sum."""
+    """distill: ids outside the teacher's top k count as one, are left out, or the k are
+    renormalized."""
     distill_sft_coef: float = 0.0
-    """For distill: factor of the negative log-likelihood that is added to the loss."""
+    """distill: weight of the negative log-likelihood that is added."""
     logprob_chunk_tokens: int | None = None
-    """Tokens whose logits are in memory at once in the vocabulary head; fewer save memory. null =
-    a power of two of at most 8,192 whose fp32 logits fit into 2.5 GiB on a GPU: 4,096 for 151,936
-    vocabulary rows at tp=1."""
+    """Tokens whose logits are in memory at once; null = by the vocabulary's size."""
 
     def __post_init__(self) -> None:
         at_least(self, "objective", 0, "clip_high", "kl_coef", "kl_in_reward_coef")

@@ -16,8 +16,7 @@ from megapack.policy import Policy, SharePrefixes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutConfig(LayerSplit, ParallelSizes):
-    """How the ranks are split into parallel groups, the sizes of `megapack.Layout`, and how layers
-    are split over pipeline stages, see `megapack.cost.stages`."""
+    """How ranks are split into parallel groups, and layers over pipeline stages."""
 
     def __post_init__(self) -> None:
         sizes = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
@@ -51,39 +50,35 @@ class _BatchSizes:
     """Sizes of micro-batches and steps, and the cost model."""
 
     max_tokens_per_gpu: int | None = None
-    """Padded tokens that a micro-batch may have on one GPU, after context parallelism;
-    null = count-based, by `micro_batch_size`."""
+    """Budget: padded tokens of a micro-batch on one GPU, after context parallelism. Set this or
+    `micro_batch_size`."""
     micro_batch_size: int | None = None
-    """Samples per micro-batch of a count-based plan; null = token-based."""
+    """Samples per micro-batch, in place of a budget."""
     global_batch_size: int | None = None
-    """Rollouts per optimizer step; null = all rollouts of a batch in one step."""
+    """Rollouts per optimizer step; null = a whole batch."""
     num_steps: int | None = None
-    """Optimizer steps per batch, balanced by tokens; null = by `global_batch_size`."""
+    """Optimizer steps per batch, balanced by tokens, in place of `global_batch_size`."""
     forward_max_tokens_per_gpu: int | None = None
-    """The budget of forward-only passes (log-probs), which may be larger because they keep no
-    activations; null = `max_tokens_per_gpu`."""
+    """Budget of forward-only passes (log-probs), which may be larger; null =
+    `max_tokens_per_gpu`."""
     cost_model: str | None = None
-    """YAML file of a cost model in seconds, written by tools/calibrate.py. Relative to the working
-    directory; must be the same on all ranks. null = from the model's sizes, for a GPU of an assumed
-    speed."""
+    """A cost model's YAML file, from tools/calibrate.py, equal on all ranks. null = from the
+    model's sizes."""
     calibrate: Calibrate = "off"
-    """"online": fit the cost model to the run's own seconds while it trains, plan with it, and
-    write it to cost.yaml in the run's folder at the end. Plans then depend on measured times; a
-    resumed run fits anew. "off": one model, which the run begins with."""
+    """online: fit the cost model to the run's own seconds, and plan with it. Plans then depend on
+    measured times."""
     calibrate_interval: int = 5
-    """Optimizer steps from one fit of `calibrate` to the next."""
+    """Optimizer steps between fits of `calibrate`."""
 
 
 # A dataclass lists the fields of its last base first: so the sizes, of which one must be set, lead.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(Policy, _BatchSizes):
-    """How samples become steps and micro-batches: sizes, then the fields of `megapack.Policy`."""
+    """How samples become steps and micro-batches. From `count_rule` on: `megapack.Policy`."""
 
     share_prefixes: SharePrefixes = "auto"
-    """"auto": a row holds the tokens that its samples have in common at their beginnings (such as
-    the prompt of a group) once, where that pays; but not where Transformer Engine's ring runs over
-    context-parallel ranks, since shared rows would gather the keys of all. "off": each sample has
-    its own tokens."""
+    """auto: a row holds a prefix that samples have in common once, where that pays; not where
+    Transformer Engine's ring runs over several ranks."""
 
     def __post_init__(self) -> None:
         sizes = ("max_tokens_per_gpu", "micro_batch_size", "global_batch_size", "num_steps")

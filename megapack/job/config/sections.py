@@ -56,13 +56,13 @@ class TrainConfig:
     """All settings of a run. The run's folder gets them as they were resolved."""
 
     name: str
-    """The run's name, and the name of its folder under `runs_dir`."""
+    """The run's name and folder."""
     device: Device = "cuda"
-    """cpu redirects Megatron-Core's CUDA calls to the CPU; it is never chosen automatically."""
+    """cpu redirects Megatron-Core's CUDA calls; it is never chosen automatically."""
     seed: int = 1234
-    """Seed of the weights, dropout, and the order of shuffled data."""
+    """Of weights, dropout, and the order of shuffled data."""
     runs_dir: str = "runs"
-    """The folder of run folders; relative to the working directory."""
+    """The folder of run folders."""
     layout: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
     """Parallel groups."""
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
