@@ -251,7 +251,8 @@ class ScheduleAdapter:
 
         Raises:
             ConfigError, DataError, PlanError: the call cannot run; nothing has changed.
-            ScheduleError: on every rank: plans differ, or a loss or gradient is not finite.
+            ScheduleError: on every rank: plans differ, one rank's work failed, or a loss or
+                gradient is not finite.
             RankError: on every rank: one of them failed or ended; end the job. The process groups
                 cannot be used any more.
             StepOutOfMemory: in a job of one process; in others a RankError names it.
