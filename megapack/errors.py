@@ -100,7 +100,7 @@ class RunInterrupted(MegapackError, RuntimeError):
 
 
 class CheckpointError(MegapackError, RuntimeError):
-    """A checkpoint that cannot be written, or that does not fit the run that would resume it."""
+    """A checkpoint that cannot be written, or does not fit the run that would resume it."""
 
 
 class PatchError(MegapackError, RuntimeError):

@@ -31,19 +31,25 @@ def world_size() -> int:
 
 
 def start(device: Device) -> torch.device:
-    """Join the job that torchrun started, or a job of one.
+    """Join the job that torchrun started, or a job of one process; call it first.
 
-    On "cpu" this gives Megatron-Core stand-ins for what needs CUDA (`cpu.enable`), so call it
-    before Megatron's process groups are made. Warnings that Megatron-Core gives at every import are
-    silenced.
+        device = launch.start("cpu")
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+        ...
+        launch.stop()
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without RANK the job has one
-    rank and needs no port.
+    Args:
+        device: "cuda" (NCCL), or "cpu" (gloo, with CPU stand-ins for what Megatron-Core does on
+            CUDA).
+
+    Returns:
+        This rank's device.
 
     Raises:
-        ConfigError: the device is cuda and torch finds none or too few, or the environment is
-            incomplete.
+        ConfigError: no GPU, fewer GPUs than ranks, or an incomplete environment.
     """
+    # Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without RANK the job has one
+    # rank and needs no port. Also silences the warnings that Megatron-Core gives at every import.
     _check_environment()
     quiet_known_warnings()
     if device == "cpu":
@@ -69,13 +75,14 @@ def start(device: Device) -> torch.device:
 
 
 def stop(*, broken: bool = False) -> None:
-    """Leave the job.
+    """Leave the job: end megapack's threads and torch's process groups.
 
     Args:
-        broken: whether a rank failed. Others may then be in a collective that this rank will not
-            join, and destroying process groups could wait for them. So NCCL's groups are aborted,
-            and the end of the process, which the watchdog ensures, does the rest.
+        broken: a rank failed, so do not wait for the others.
     """
+    # After a failure others may be in a collective that this rank will not join, and destroying
+    # process groups could wait for them. So NCCL's groups are aborted, and the end of the process,
+    # which the watchdog ensures, does the rest.
     if not broken:
         close_all()
         if dist.is_initialized():

@@ -64,10 +64,13 @@ class ParallelSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(ParallelSizes):
-    """Sizes of the parallel groups of one training job.
+    """How a model is spread over GPUs: the sizes of a job's parallel groups.
+
+        layout = Layout(dp=2, pp=4, vpp=2)
+        layout.world_size  # 8 GPUs
 
     Raises:
-        ConfigError: a size that is not a positive integer, or sizes that contradict each other.
+        ConfigError: a size is not a positive integer, or sizes contradict each other.
     """
 
     dp: int = 1

@@ -41,7 +41,10 @@ _MAX_INT = 2**40
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What the planner may choose.
+    """The planning options: what the planner may do to reach a legal plan and to shorten its steps.
+
+        policy = Policy(split_samples="auto", backward="split")
+        plan = build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=16384, policy=policy)
 
     Raises:
         ConfigError: an unknown choice or a number out of range.

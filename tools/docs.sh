@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the documents into build/site. A broken link, an unknown name, or a page that would load
+# Builds the documents into build/site. A broken link, or a page that would load
 # something from another machine is an error.
 #
 #   tools/docs.sh [mkdocs build arguments]
@@ -11,7 +11,7 @@ python=$root/.venv/bin/python
 cd "$root"
 
 # tools/venv.sh does not install these, because neither the demo nor the tests need them.
-if ! "$python" -c 'import material, mkdocstrings_handlers.python' 2>/dev/null; then
+if ! "$python" -c 'import material' 2>/dev/null; then
     "$python" -m pip install --quiet --disable-pip-version-check \
         --constraint .venv/constraints.txt --editable "${root}[docs]"
 fi

@@ -34,10 +34,14 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicted seconds of a micro-batch. The coefficients are for the whole model's forward.
+    """Predicted seconds of a micro-batch, which the planner balances.
 
-    With T row tokens (alignment and padding included, as they are computed too) and n samples of
-    aligned lengths L_i, the forward of one of the pp*vpp chunks takes
+        cost = CostModel(per_token=2e-6, per_token_sq=3e-11)
+        plan = build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=16384, cost=cost)
+
+    The coefficients are for the whole model's forward. With T row tokens (alignment and padding
+    included, as they are computed too) and n samples of aligned lengths L_i, the forward of one of
+    the pp*vpp chunks takes
 
         fixed + (per_token * T + per_token_sq * sum(L_i^2) + per_sample * n) / (pp * vpp * cp)
 

@@ -38,24 +38,33 @@ _MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """Weights of the policy loss from the engine's log-probs, the field `rollout_logprobs`.
+    """Importance correction of policy losses, where the sampling engine differs from the trainer.
 
-    `docs/api/objectives.md` says what NeMo-RL, slime, miles and verl call each combination.
+        batch.set_field("rollout_logprobs", engine_logprobs)
+        objective = GRPO(correction=Correction(kind="truncate", level="token", high=2.0))
+
+    Each token's clipped loss is multiplied by a bounded ratio without a gradient. `docs/losses.md`
+    says what NeMo-RL, slime, miles and verl call each combination.
+
+    Reads:
+        rollout_logprobs: the engine's log-probs (nats), one per response token.
+
+    Metrics: engine_ratio, engine_ratio_max, engine_clip_fraction, kl_engine (k3, nats).
 
     Raises:
         ConfigError: an unknown choice, or bounds out of order.
     """
 
     kind: CorrectionKind = "truncate"
-    """"truncate": ratios are cut to [low, high]. "mask": those outside become 0."""
+    """Ratios outside [low, high] are cut to it ("truncate") or become 0 ("mask")."""
     level: RatioLevel = "token"
-    """What is compared with the bounds."""
+    """The ratio of each token, its product over the sample, or its geometric mean."""
     low: float = 0.0
     """Lower bound of the ratio."""
     high: float = 2.0
     """Upper bound of the ratio."""
     weight_level: RatioLevel | None = None
-    """With "mask": the ratio that is the weight of what the mask keeps; None: that of `level`."""
+    """With "mask": the ratio that weights what the mask keeps; None: `level`."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(CorrectionKind):

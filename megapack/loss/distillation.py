@@ -37,9 +37,18 @@ _LEAST_REST = 1e-6
 class Distillation:
     """The KL divergence of the model from a teacher, over the teacher's k most likely ids.
 
+        batch.set_field("teacher_topk_ids", ids)
+        batch.set_field("teacher_topk_logprobs", logprobs)
+        adapter.step(plan, batch, objective=Distillation(reverse_weight=0.5))
+
     Forward: sum of p_teacher * (log p_teacher - log p_model), which covers all of the teacher's
     modes. Reverse: sum of p_model * (log p_model - log p_teacher), which keeps to some of them.
-    Reads `teacher_topk_ids` and `teacher_topk_logprobs`.
+
+    Reads:
+        teacher_topk_ids: per sample int [response tokens, k], the teacher's most likely ids.
+        teacher_topk_logprobs: their log-probs (nats) under the teacher, of the same shape.
+
+    Metrics: kl_forward, kl_reverse, nll (nats); teacher_mass, student_mass (probability of the k).
 
     Raises:
         ConfigError: an unknown tail, or a number out of range.
@@ -53,11 +62,10 @@ class Distillation:
     reverse_weight: float = 0.0
     """Share of the reverse divergence in the loss, in [0, 1]: 0 is forward, 1 is reverse."""
     tail: Tail = "lump"
-    """What happens to the other ids. "lump": they count as one id, so that the loss is a divergence
-    (of at most that over the whole vocabulary). "ignore": they are left out. "renormalize": teacher
-    and model are divided by their sums over the k ids."""
+    """The other ids "lump" together as one id, are left out ("ignore"), or all sums "renormalize".
+    With "lump" the loss is a divergence, of at most that over the whole vocabulary."""
     sft_coef: float = 0.0
-    """Factor of the negative log-likelihood of the response, which is added to the loss."""
+    """Factor of the response's negative log-likelihood, which is added to the loss."""
 
     def __post_init__(self) -> None:
         if self.tail not in get_args(Tail):

@@ -64,17 +64,32 @@ class _Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class DPO(_Pairs):
-    """Direct preference optimization (arXiv 2305.18290), with label smoothing (cDPO).
+    """The loss of direct preference optimization (arXiv 2305.18290), with label smoothing (cDPO).
 
-    The loss of a pair is -log sigmoid(beta * margin). A response's gain is its log-prob minus that
-    under the reference; the margin is the gain of the preferred response minus that of the other.
-    Reads `pair_sign` and `ref_logprobs`: per token, or per sample as the sum over its response.
+        pair_of_sample, signs = pair_signs(pairs, num_samples=len(batch))
+        batch.set_field("pair_sign", signs)
+        plan = build_dp_schedule(
+            batch.lengths, layout=layout, max_tokens_per_gpu=16384, colocate_ids=pair_of_sample
+        )
+        adapter.step(plan, batch, objective=DPO(), weighting="seq-mean-token-mean")
+
+    The loss of a pair is -log sigmoid(beta * margin). A response's gain is its log-prob minus its
+    log-prob under the reference; the margin is the preferred response's gain minus the other's.
+
+    Reads:
+        pair_sign: per sample 1 (preferred) or -1, as `pair_signs` gives them.
+        ref_logprobs: the reference's log-probs (nats), per response token or summed per sample.
+
+    Metrics: preferred_fraction, margin (nats), preferred_reward, other_reward (beta * gain).
+
+    Raises:
+        ConfigError: a number out of range.
     """
 
     required_fields = ("ref_logprobs", PAIR_SIGN)
 
     beta: float = 0.1
-    """Inverse temperature of the margin."""
+    """Factor of the margin (1 / nats), above 0."""
     label_smoothing: float = 0.0
     """Assumed probability that a pair's label is wrong, below 0.5."""
 
@@ -121,9 +136,18 @@ class DPO(_Pairs):
 
 @dataclass(frozen=True, kw_only=True)
 class PairwiseReward(_Pairs):
-    """Bradley-Terry loss of a reward model: -log sigmoid(preferred score - other score).
+    """The Bradley-Terry loss of a reward model: -log sigmoid(preferred score - other score).
 
-    The score of a sample is the value head's value at its last token. Reads `pair_sign`.
+        adapter = ScheduleAdapter(chunks, layout=layout, head="value")
+        adapter.step(plan, batch, objective=PairwiseReward(), weighting="seq-mean-token-mean")
+
+    The score of a sample is the value head's value at its last token. Pairs are planned as for
+    `DPO`.
+
+    Reads:
+        pair_sign: per sample 1 (preferred) or -1, as `pair_signs` gives them.
+
+    Metrics: preferred_fraction, margin, preferred_reward, other_reward (the scores).
     """
 
     reads = "values"
@@ -168,10 +192,17 @@ def _spread(
 
 
 def pair_signs(pairs: Sequence[tuple[int, int]], num_samples: int) -> tuple[list[int], list[float]]:
-    """Colocate ids and pair signs of all samples, from pairs of (preferred, other) indices.
+    """What DPO and PairwiseReward need of pairs: ids for the plan, and signs for the batch.
 
     >>> pair_signs([(0, 3), (2, 1)], 4)
     ([0, 1, 1, 0], [1.0, -1.0, 1.0, -1.0])
+
+    Args:
+        pairs: sample indices (preferred, other) of each pair.
+        num_samples: samples of the batch; each must be in one pair.
+
+    Returns:
+        Per sample its pair, for `colocate_ids`, and its sign, for the field `pair_sign`.
 
     Raises:
         DataError: a sample is in no pair or in several.

@@ -24,22 +24,28 @@ from megapack.rows.segments import Segments, no_segments
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(GRPO):
-    """Group sequence policy optimization (arXiv 2507.18071): one clipped ratio per sample.
+    """The loss of GSPO (arXiv 2507.18071): GRPO's, with one clipped ratio per sample.
 
-    The ratio is the geometric mean of its tokens' ratios, exp(mean(log-prob - old)). Reads what
-    GRPO reads.
+        result = adapter.step(
+            plan, batch, objective=GSPO(), weighting="seq-mean-token-mean"
+        )
+
+    The ratio is the geometric mean of its tokens' ratios: exp(mean(log-prob - old log-prob)).
+    Reads the fields of `GRPO` and has its metrics, with ratio and kl_old per sample.
+
+    Raises:
+        ConfigError: a number out of range, or an unknown choice.
     """
 
     clip_low: float = 3e-4
-    """As in PPO, but smaller: a mean over tokens varies far less than one token's ratio."""
+    """As in PPO, but smaller: the mean over a sample varies less than one token's ratio."""
     clip_high: float = 4e-4
     """As in PPO."""
     token_level: bool = False
-    """GSPO-token: each token has its own gradient and advantage, with the ratio of its sample. The
+    """GSPO-token: each token has its own gradient and advantage, and the sample's ratio. The
     gradient is that of GSPO if all tokens of a sample have the same advantage."""
     kl_level: KlLevel = "token"
-    """"token": the KL estimate of each token's log-ratio to the reference; "sequence": that of the
-    mean log-ratio over the sample."""
+    """The KL penalty is estimated per "token", or from the "sequence"'s mean log-ratio."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,17 +87,27 @@ class GSPO(GRPO):
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
-    """The clipped value loss of a PPO critic: half the squared error to the return.
+    """The value loss of a PPO critic: half the squared error to the return.
 
-    Reads `returns` and, if `clip` is set, `old_values`: the values that `ScheduleAdapter.forward`
-    returned before the update.
+        critic = ScheduleAdapter(critic_chunks, layout=layout, head="value")
+        batch.set_field("old_values", critic.forward(plan, batch)["values"])
+        result = critic.step(plan, batch, objective=ValueLoss(clip=0.2))
+
+    Reads:
+        returns: one number per response token, in the unit of the rewards.
+        old_values: with `clip`: the values before the update, one per response token.
+
+    Metrics: value, and with `clip` value_clip_fraction.
+
+    Raises:
+        ConfigError: `clip` is not above 0.
     """
 
     reads = "values"
     needs_entropy = False
 
     clip: float | None = None
-    """Values are clipped to old_values -+ clip and the larger loss is used; None: no clipping."""
+    """Values are clipped to old_values -+ clip, and the larger loss counts; None: no clipping."""
 
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:

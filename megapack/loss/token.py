@@ -41,10 +41,13 @@ def sample_weights(
     step: int = 0,
     norm_constant: float | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Weight of one response token, per sample of the batch; 0 for samples not in the step.
+    """The weight of each response token in the step's loss, one number per sample.
 
-    With n_i response tokens in sample i, and S samples and R rollouts with response tokens in the
-    step:
+        plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=16384)
+        weights = sample_weights("token-mean", batch.num_loss_tokens, plan)
+
+    `ScheduleAdapter.step` computes these itself, from its `weighting`. With n_i response tokens in
+    sample i, and S samples and R rollouts with response tokens in the step:
 
     - `token-mean`: 1 / sum(n), every token counts the same
     - `seq-mean-token-mean`: 1 / (S * n_i), every sample counts the same
@@ -56,7 +59,14 @@ def sample_weights(
     tokens, the weight under `token-mean` is 1 / 4.
 
     Args:
-        num_loss_tokens: per sample of the whole batch, the same on every rank.
+        weighting: what the loss is averaged over.
+        num_loss_tokens: per sample of the whole batch the response tokens that count in the loss.
+        plan: a plan of this batch.
+        step: index of the plan's step.
+        norm_constant: tokens per sample under "seq-mean-token-sum-norm", above 0.
+
+    Returns:
+        fp64 [samples of the batch]; 0 for samples that the step leaves out.
 
     Raises:
         ConfigError: the weighting is unknown, or the norm constant is missing or not positive.
@@ -116,9 +126,18 @@ def _denominators(
 
 
 class Objective(Protocol):
-    """Per-token losses from log-probs; the interface of custom objectives.
+    """The interface of objectives, for a loss of your own: per token, or per sample.
 
-    An objective may also have:
+        class Reinforce:
+            required_fields = ("advantages",)
+            needs_entropy = False
+
+            def __call__(self, logprobs_R, entropy_R, fields):
+                return -fields["advantages"] * logprobs_R, {"nll": -logprobs_R}
+
+        adapter.step(plan, batch, objective=Reinforce())
+
+    R is the number of response tokens of a micro-batch. An objective may also have:
 
     - `needs_segments = True`: it is called with a fourth argument, the row's
       `rows.segments.Segments`.
@@ -149,10 +168,15 @@ class Objective(Protocol):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses [R] and metrics (name -> [R], with the weights of the loss) at response positions.
+        """The losses [R] and metrics (name -> [R]) of a micro-batch's response tokens.
 
-        Of metrics whose name ends with `_max` a step has the maximum, of all others the sum with
-        the weights of the loss.
+        A step reports a metric's sum with the weights of the loss, or its maximum if the name ends
+        with `_max`.
+
+        Args:
+            logprobs_R: fp32 log-probs (nats) of the response tokens.
+            entropy_R: fp32 entropies (nats) of their distributions; None unless needed or reported.
+            fields: the required fields by name, each [R], or [R, k] for wide ones.
         """
         ...
 
@@ -163,7 +187,12 @@ AnyObjective = Objective
 
 @dataclass(frozen=True, kw_only=True)
 class SFT:
-    """Negative log-likelihood of the response."""
+    """The negative log-likelihood of the response: supervised fine-tuning.
+
+        result = adapter.step(plan, batch, objective=SFT())
+
+    A token's loss is -log-prob, in nats. It reads no fields and has no metrics.
+    """
 
     required_fields = ()
     needs_entropy = False
@@ -179,8 +208,23 @@ class SFT:
 class PPO:
     """The clipped policy loss of PPO (arXiv 1707.06347), with an entropy bonus.
 
-    Reads the fields `advantages` and `old_logprobs`, with a correction `rollout_logprobs`, and if
-    `teacher_kl_coef` is not 0 `teacher_logprobs`.
+        batch.set_field("advantages", advantages)  # per sample or per token
+        batch.set_field("old_logprobs", adapter.forward(plan, batch)["logprobs"])
+        result = adapter.step(plan, batch, objective=PPO(clip_high=0.28))
+
+    With r = exp(log-prob - old log-prob) and advantage A, a token's loss is
+    max(-A * r, -A * clip(r, 1 - clip_low, 1 + clip_high)) - entropy_coef * entropy.
+
+    Reads:
+        advantages: one number per sample, or one per response token.
+        old_logprobs: log-probs (nats) at the batch's start, one per response token.
+        rollout_logprobs: with `correction`: the inference engine's log-probs (nats).
+        teacher_logprobs: with `teacher_kl_coef`: a teacher's log-probs (nats).
+
+    Metrics: ratio, clip_fraction, kl_old (k3, nats), those of `Correction`, kl_teacher (k1).
+
+    Raises:
+        ConfigError: a number out of range.
     """
 
     clip_low: float = 0.2
@@ -188,16 +232,15 @@ class PPO:
     clip_high: float = 0.2
     """The ratio is clipped above at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
     dual_clip: float | None = None
-    """Upper bound of the loss at negative advantages, in multiples of |advantage|
-    (arXiv 1912.09729); above 1. None: no bound."""
+    """Upper bound of the ratio at negative advantages, above 1 (arXiv 1912.09729). None: none."""
     entropy_coef: float = 0.0
     """Factor of the entropy, which is subtracted from the loss."""
     correction: Correction | None = None
-    """Weights of the clipped loss, by the log-probs of the engine that sampled; None: no weights.
+    """Weights of the clipped loss from the log-probs of the engine that sampled; None: no weights.
     Entropy and KL are not weighted."""
     teacher_kl_coef: float = 0.0
-    """On-policy distillation: each token's advantage loses this times old log-prob - log-prob of a
-    teacher, an estimate of KL(policy || teacher) (k1). Advantages of 0 leave only the teacher."""
+    """On-policy distillation: advantages lose this * (old log-prob - teacher's log-prob). That is
+    the k1 estimate of KL(policy || teacher). Advantages of 0 leave only the teacher."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.clip_low <= 1 or not 0 <= self.clip_high < math.inf:
@@ -283,16 +326,27 @@ class PPO:
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO(PPO):
-    """PPO's clipped loss with a KL penalty to a reference policy in the loss (arXiv 2402.03300).
+    """The policy loss of GRPO (arXiv 2402.03300): PPO's, plus a KL penalty to a reference policy.
 
-    Reads `advantages` and `old_logprobs`, and `ref_logprobs` if `kl_coef` is not 0.
+        batch = SampleBatch.from_prompt_response(prompts, responses, {"advantages": advantages})
+        batch.set_field("old_logprobs", adapter.forward(plan, batch)["logprobs"])
+        result = adapter.step(plan, batch, objective=GRPO(clip_high=0.28))
+
+    Reads:
+        advantages, old_logprobs: as `PPO`; `group_advantages` makes advantages from rewards.
+        ref_logprobs: with `kl_coef`: the reference's log-probs (nats), one per response token.
+
+    Metrics: those of `PPO`, and kl_ref (nats).
+
+    Raises:
+        ConfigError: a number out of range, or an unknown estimator.
     """
 
     kl_coef: float = 0.0
     """Factor of the KL estimate, which is added to the loss."""
     kl_kind: KlKind = "k3"
-    """Estimator: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x, with x = log-prob - reference
-    (joschu.net/blog/kl-approx.html)."""
+    """Estimator: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x, with x = log-prob - reference.
+    See joschu.net/blog/kl-approx.html."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

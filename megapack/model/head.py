@@ -126,10 +126,13 @@ class ValueHead(torch.nn.Module):
 
 
 def replace_output_layer(model: Any) -> None:
-    """Replace the output layer of a GPT model's last chunk by a value head.
+    """Replace the output layer of a GPT by a value head; call it for each chunk before DDP.
 
-    Call this for each chunk before DDP wraps it; other chunks do not change. All chunks of all
-    ranks must be built with untied embeddings.
+    Chunks without an output layer do not change. All chunks of all ranks must be built with untied
+    embeddings.
+
+    Args:
+        model: a GPT chunk of this rank.
 
     Raises:
         ConfigError: the embedding is tied to the output layer.

@@ -64,9 +64,13 @@ def _bucket_groups(chunk: Any) -> list[Any]:
 
 
 def finish_param_gathers(chunks: Sequence[Any]) -> None:
-    """Gather all parameters now, so that `param.data` holds the optimizer's values. A collective.
+    """Gather all parameters now, under `overlap_param_gather`; a collective of all ranks.
 
-    Call it before parameters are read or written outside of a forward.
+    Call it before parameters are read or written outside of a forward: until then `param.data` may
+    hold values from before the optimizer's step.
+
+    Args:
+        chunks: this rank's chunks in DDP.
     """
     for chunk in chunks:
         if overlaps_gather(chunk):

@@ -37,19 +37,22 @@ _FACTOR = -0x40A7B892E31B1A47
 
 
 def check_replicas(chunks: Sequence[Any], *, device: torch.device) -> None:
-    """Compare weights, and saved buffers, between the ranks that should hold the same ones.
+    """Compare the weights of ranks that should hold the same ones; a collective of all ranks.
 
-    A collective of all ranks. Call it once the weights are drawn or loaded, before the first
+        load_my_weights(chunks)
+        check_replicas(chunks, device=device)
+
+    Saved buffers are compared, too. Call it once the weights are drawn or loaded, before the first
     optimizer step: after one, `overlap_param_gather` leaves old values in the weights. It reads
     each weight once; the ranks then gather 16 bytes for each tensor. Weights that Transformer
     Engine keeps in FP8 are left out.
 
     Args:
         chunks: this rank's GPT models, wrapped in DDP or not.
-        device: the device of the collectives; the default group's backend must support it.
+        device: the device of the collectives, as `launch.start` returns it.
 
     Raises:
-        ScheduleError: on every rank, if a tensor differs. It names the tensor and ranks, and counts
+        ScheduleError: on every rank: a tensor differs. It names the tensor and ranks, and counts
             how many others differ.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -36,8 +36,8 @@ class Report(Counts):
 
     num_gpus: int
     fill: float | None
-    """Real tokens of the rows within the budget over their budget, which is that of all their DP
-    ranks; None for a count-based plan, or if no row is within it."""
+    """Real tokens of the rows within the budget, over their budget on all their DP ranks. None for
+    a count-based plan, or if no row is within it."""
     num_rows_over: int
     """Rows over the budget: a sample that is longer has one alone."""
     imbalance: float
@@ -51,7 +51,8 @@ class Report(Counts):
     """The samples' own work spread evenly over all GPUs: no bubble, padding or fixed cost. What
     samples of a step share is counted once. None without the samples' lengths."""
     peak_live_tokens: float
-    """See `Simulation.peak_live_tokens`; the largest of any step."""
+    """The most row tokens per GPU whose activations a stage holds at once, of any step. See
+    `Simulation.peak_live_tokens`."""
     peak_in_flight: float
     """The same peak in micro-batches."""
 
@@ -95,7 +96,7 @@ class StepReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(Report):
-    """Numbers of all steps of a plan, and of each."""
+    """Numbers of all steps of a plan, and of each; without a cost model, seconds are row tokens."""
 
     steps: tuple[StepReport, ...]
 
@@ -103,9 +104,13 @@ class PlanReport(Report):
 def plan_report(
     plan: Plan, lengths: Sequence[int] | Ints | None = None, cost: CostModel | None = None
 ) -> PlanReport:
-    """Count and simulate a plan.
+    """Count and simulate a plan: how full its rows are, and how long its steps take.
+
+        report = plan_report(plan, batch.lengths)
+        report.time_over_equal_work  # 1.0: a perfect split of the work over all GPUs
 
     Args:
+        plan: any plan.
         lengths: real tokens of each sample, as they were planned; None leaves
             `equal_work_seconds` out.
         cost: seconds of micro-batches; None: time is in row tokens.

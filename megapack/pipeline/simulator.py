@@ -118,9 +118,14 @@ def simulate(
     lockstep: bool = False,
     forward_only: bool = False,
 ) -> Simulation:
-    """Simulate a step in the plan's order of operations, or in that of Megatron's schedule.
+    """Simulate a step's timeline, in the plan's order of operations or in Megatron's.
+
+        simulation = simulate(plan.steps[0], layout=plan.layout, cost=cost)
+        simulation.makespan, simulation.slowest_rank, simulation.events
 
     Args:
+        step: a step of a plan.
+        layout: the plan's layout.
         cost: seconds of micro-batches; None: time is in row tokens.
         lockstep: ranks wait for each other at every micro-batch, as with experts spread over DP:
             they begin the k-th one together, and it takes as long on each as on the slowest.

@@ -58,10 +58,10 @@ if TYPE_CHECKING:
 
 
 def check_plan(plan: Plan, lengths: Sequence[int] | Ints) -> None:
-    """Check a plan against its invariants.
+    """Check a plan, such as one read from a file, against its invariants; raise if one is broken.
 
     Args:
-        plan: any plan, for example one read from a file.
+        plan: any plan.
         lengths: real tokens of each sample, as they were planned.
 
     Raises:

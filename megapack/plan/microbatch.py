@@ -45,15 +45,15 @@ class MicroBatch:
     squared positions that samples share with another one, or that are before a piece. The cost of
     attention grows with it."""
     padded_tokens: int
-    """Tokens that the row holds, plus the alignment of the samples and of the row; 0 for a padding
+    """Tokens that the row holds, with the alignment of samples and row. 0 for a padding
     micro-batch."""
     shared_tokens: int = 0
     """Tokens that the row does not hold again, because another of its samples begins with them."""
     dp_ranks: tuple[int, ...] = ()
     """The DP ranks that share the row; () if one rank has it."""
     pieces: tuple[Part, ...] = ()
-    """What the row has of the samples that it has not whole; these are the first of `samples`, and
-    their other pieces are in the neighbouring micro-batches."""
+    """Which tokens the row has of samples that are cut. These are the first of `samples`, and their
+    other pieces are in the neighbouring micro-batches."""
 
     def cell(self) -> tuple[Any, ...]:
         """The row in a plan's JSON; `from_cell` is the inverse. What only features need stands at

@@ -37,7 +37,7 @@ RolloutId = int | str
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One optimizer step."""
+    """One optimizer step of a plan: the micro-batches of each DP rank."""
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
     """Micro-batches of each DP rank, in the order in which the pipeline runs them. One that several
@@ -126,7 +126,11 @@ class StepPlan:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Steps of packed micro-batches, with all that `check_plan` needs except the lengths."""
+    """Steps of packed micro-batches, as `build_dp_schedule` returns them; `print(plan)` shows them.
+
+    for step in plan.steps:
+        own_rows = step.ranks[adapter.dp_rank]
+    """
 
     steps: tuple[StepPlan, ...]
     layout: Layout
@@ -175,15 +179,15 @@ class Plan:
         return parse_json(text, _build)
 
     def explain(self) -> Explanation:
-        """What each freedom of the policy gains: shared prefixes, wide rows, pieces of samples,
-        split backwards.
+        """Say what each planning option gains, compared with a plan that differs in it alone.
 
-        The plan is compared with one that has only this freedom changed: turned off if it is on,
-        turned on if it is off. Each of them takes as long as planning.
+            print(plan.explain())
+
+        The options are shared prefixes, rows over several ranks, samples in pieces and split
+        backwards. Each comparison takes as long as planning.
 
         Raises:
-            PlanError: the plan was read from a file or a text, which has neither the lengths nor
-                the cost model.
+            PlanError: the plan was read from a file or a text, without lengths and cost model.
         """
         if self._explainer is None:
             raise PlanError(

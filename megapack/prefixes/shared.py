@@ -35,7 +35,7 @@ Reader = Callable[[int, int, int], npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Tokens that samples have in common at their beginnings.
+    """The tokens that samples have in common at their beginnings, such as a group's prompt.
 
     Samples [5, 6, 7, 8], [1, 2] and [5, 6, 7, 9]:
 
@@ -63,17 +63,16 @@ class SharedPrefixes:
         routing: Sequence[Any] | None = None,
         mtp_num_layers: int = 0,
     ) -> SharedPrefixes:
-        """Find common beginnings in token ids.
+        """Find what samples have in common from their token ids.
 
         Args:
-            token_ids: per sample its ids: a list, an array, or a tensor on the CPU.
-            routing: per sample the experts that a step replays, [tokens, MoE layers, experts per
-                token], as for `ScheduleAdapter.step`. Samples share only tokens that go to the same
-                experts, in any order. None: the routers choose.
-            mtp_num_layers: layers of multi-token prediction of the model.
+            token_ids: per sample its ids: list, array, or CPU tensor.
+            routing: the experts that a step replays, as for `ScheduleAdapter.step`. Samples share
+                only tokens that go to the same experts, in any order. None: the routers choose.
+            mtp_num_layers: the model's layers of multi-token prediction.
 
         Raises:
-            DataError: ids that are not a flat sequence of integers from 0 to 2**31 - 1, or routing
+            DataError: ids that are not flat sequences of integers from 0 to 2**31 - 1, or routing
                 of other shapes.
             ConfigError: mtp_num_layers is not an integer of at least 0.
         """
@@ -128,15 +127,15 @@ class SharedPrefixes:
         *,
         mtp_num_layers: int = 0,
     ) -> SharedPrefixes:
-        """Common prompts from lengths, where token ids are not at hand.
+        """Tell which samples have one prompt, where token ids are not at hand.
 
         Args:
-            group_ids: per sample an int or str; samples with the same id have the same prompt.
-            prompt_tokens: per sample the tokens of its prompt.
+            group_ids: per sample an int or str; samples of one id have the same prompt.
+            prompt_tokens: per sample the number of tokens of its prompt.
+            mtp_num_layers: the model's layers of multi-token prediction.
 
         Raises:
-            DataError: prompts that are not integers, or samples of one group with prompts of
-                different lengths.
+            DataError: samples of one group with prompts of different lengths.
         """
         lengths = _read_numbers("prompt_tokens", prompt_tokens)
         group_of, _ = read_ids("group", group_ids, lengths.size)

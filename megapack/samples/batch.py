@@ -28,15 +28,21 @@ RESPONSE_MASK = "response_mask"
 
 
 class SampleBatch:
-    """Samples in input order; the index is the plan's sample index.
+    """The samples of a batch, unpadded, with the fields that objectives read.
+
+        batch = SampleBatch([[5, 6, 7], [5, 6]], {"response_mask": [[0, 0, 1], [0, 1]]})
+        plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=16384)
+
+    Their order is the plan's: sample i of the plan is sample i here. `from_prompt_response`,
+    `from_padded` and `from_lengths` make batches from other forms.
 
     Args:
-        tokens: token ids of each sample (tensor, array or list of ints), at least one per sample.
-        fields: name -> per sample one value per token, one per token of the response (its last
-            tokens; the others get 0), or one number. A value may be k numbers: [tokens, k].
-            `response_mask` marks the tokens that count in the loss; without it all do. A sample's
-            first token never counts: nothing predicts it.
-        tensors: name -> tensors of other shapes, keyword arguments of the model's forward.
+        tokens: per sample its token ids, at least one: list, array or 1-d integer tensor.
+        fields: by name one entry per sample: a number, [tokens], or [response tokens]. The
+            response is the sample's last tokens; the others get 0. An entry may have k numbers per
+            token: [tokens, k]. `response_mask` marks the tokens that count in the loss; without it
+            all do. A sample's first token never counts: nothing predicts it.
+        tensors: by name what else the model's forward takes, such as images.
 
     Raises:
         DataError: an input is invalid; the message gives sample, field and numbers.
@@ -97,13 +103,16 @@ class SampleBatch:
     def set_tokens(self, sample: int, prompt: Any, response: Any, loss_mask: Any = None) -> None:
         """Set the tokens of one sample of a batch made by `from_lengths`.
 
+            for i in own_samples([plan], adapter.dp_rank):
+                batch.set_tokens(i, prompts[i], responses[i])
+
         Args:
-            loss_mask: one 0 or 1 per token of the response: whether it counts in the loss; None =
-                all do.
+            sample: index of the sample.
+            prompt, response: its token ids, as many as the batch has for them.
+            loss_mask: per response token 0 or 1, whether it counts in the loss; None: all do.
 
         Raises:
-            DataError: their number differs from the sample's length, or the number of those that
-                count from the `loss_tokens` of the batch.
+            DataError: other numbers of tokens, or of tokens that count, than the batch has.
         """
         prompt_ids = _part(sample, prompt)
         response_ids = _part(sample, response)
@@ -194,7 +203,15 @@ class SampleBatch:
         return self._num_loss_tokens
 
     def set_field(self, name: str, values: Sequence[Any]) -> None:
-        """Add or replace a field; checked as in the constructor."""
+        """Add or replace a field.
+
+        Args:
+            name: of the field, such as "advantages" or "old_logprobs".
+            values: one entry per sample, as in the constructor.
+
+        Raises:
+            DataError: another number of entries, or an entry of another shape or not finite.
+        """
         if not isinstance(values, Sized):
             raise DataError(f"field {name!r} is {brief(values)}; give a value per sample")
         if len(values) != len(self):
@@ -256,16 +273,18 @@ class SampleBatch:
         *,
         tensors: Mapping[str, TensorField] | None = None,
     ) -> SampleBatch:
-        """A batch from prompt and response ids per sample; the response counts in the loss.
+        """A batch from prompts and responses; the responses count in the loss.
+
+            batch = SampleBatch.from_prompt_response(
+                [[5, 6], [5, 6]], [[7, 8, 9], [7]], {"advantages": [0.5, -0.5]}
+            )
 
         Args:
-            prompts, responses: per sample the token ids, a list or 1-d integer tensor, unpadded.
-            fields: per name one entry per sample: a number, or a list or tensor of one value per
-                token of the sample or of its response.
-            tensors: what else the model's forward takes, see `TensorField`.
+            prompts, responses: per sample its token ids, unpadded: list or 1-d integer tensor.
+            fields, tensors: as in the constructor.
 
         Raises:
-            DataError: names the sample, and what it should be.
+            DataError: an invalid entry; the message names the sample and what to give.
         """
         if len(prompts) != len(responses):
             raise _unpaired(prompts, responses)
@@ -286,14 +305,22 @@ class SampleBatch:
         *,
         loss_tokens: Sequence[int] | None = None,
     ) -> SampleBatch:
-        """A batch with lengths only, which is enough for plans and loss weights.
+        """A batch of lengths alone, for ranks that hold only their own samples' tokens.
 
-        A rank sets the tokens of its own samples with `set_tokens` before it packs them.
+            batch = SampleBatch.from_lengths([512, 512], [1800, 90])
+
+        Lengths are enough for plans and loss weights. A rank sets the tokens of its own samples
+        with `set_tokens` before the step.
 
         Args:
-            loss_tokens: per sample the number of response tokens that count in the loss; a sample's
-                first token never does. All ranks weight the loss by these numbers. Where fewer than
-                all count, `set_tokens` must give the mask. None = all count.
+            prompt_tokens, response_tokens: per sample the number of tokens, 0 or more.
+            fields: as in the constructor.
+            loss_tokens: per sample the response tokens that count in the loss; None: all. A
+                sample's first token never counts. All ranks weight the loss by these numbers;
+                where fewer than all count, `set_tokens` must give the mask.
+
+        Raises:
+            DataError: a number that is not an integer of at least 0, or an invalid field.
         """
         if len(prompt_tokens) != len(response_tokens):
             raise _unpaired(prompt_tokens, response_tokens)
@@ -336,10 +363,12 @@ class SampleBatch:
     ) -> SampleBatch:
         """A batch from left- or right-padded tensors with an attention mask.
 
+            batch = SampleBatch.from_padded(input_ids, attention_mask, {"response_mask": mask})
+
         Args:
-            input_ids_BS: token ids.
-            attention_mask_BS: nonzero at real tokens; one unbroken run per sample.
-            fields: [B, S]; [B, R] for the last R columns (those of the response); or [B].
+            input_ids_BS: token ids [B, S].
+            attention_mask_BS: [B, S], nonzero at real tokens: one unbroken run per sample.
+            fields: by name [B], [B, S], or [B, R] for the last R columns.
 
         Raises:
             DataError: shapes differ, a sample is empty, or a mask has a hole.

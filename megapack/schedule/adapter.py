@@ -70,47 +70,52 @@ class StepResult:
     """The result of a training step, the same on every rank."""
 
     loss: float
-    """Sum of weight * loss over every token of the step."""
+    """Sum over all tokens of the step of weight * loss."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The objective's metrics, weighted like the loss."""
+    """The objective's metrics by name: sums of weight * value, or the maximum of one in `_max`."""
 
 
+# The calls of a `ScheduleAdapter.step`, in order:
+#
+#     step: makes a `StepCall`; `Ranks.prepare` packs its rows on a thread during the step before
+#     _check_and_pack: `StepCall.check`, then `pack_row`, `slice_row` and
+#         `ModelRouting.with_routing` make a `PackedRow` of each micro-batch
+#     `agree`: all ranks have packed the same call, or all raise
+#     `ScheduleRunner.run`: makes the `SchedulePass`, which collects sums and outputs
+#     `ScheduleRunner.run_schedule`: makes each a `PlacedRow` on the device, runs Megatron's
+#         schedule, or the plan's operations, with a `ForwardStep`
+#     `ForwardStep.run_row`: runs a row through a chunk; `LastStage` computes the loss
+#     `FiniteFlags.refuse`: all ranks raise if one of them has a NaN
+#     `reduce_metrics`: adds the pass's sums over ranks, for the `StepResult`
 class ScheduleAdapter:
-    """Runs planned steps of a Megatron-Core model. The constructor is a collective of all ranks.
+    """Trains a Megatron-Core model on planned steps, and computes log-probs with it.
 
-    The calls of a `step`, in order:
+        adapter = ScheduleAdapter(model_chunks, layout=layout)
+        plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=16384)
+        batch.set_field("old_logprobs", adapter.forward(plan, batch)["logprobs"])
+        result = adapter.step(plan, batch, objective=GRPO())
 
-        step: makes a `StepCall`; `Ranks.prepare` packs its rows on a thread during the step before
-        _check_and_pack: `StepCall.check`, then `pack_row`, `slice_row` and
-            `ModelRouting.with_routing` make a `PackedRow` of each micro-batch
-        `agree`: all ranks have packed the same call, or all raise
-        `ScheduleRunner.run`: makes the `SchedulePass`, which collects sums and outputs
-        `ScheduleRunner.run_schedule`: makes each a `PlacedRow` on the device, runs Megatron's
-            schedule, or the plan's operations, with a `ForwardStep`
-        `ForwardStep.run_row`: runs a row through a chunk; `LastStage` computes the loss
-        `FiniteFlags.refuse`: all ranks raise if one of them has a NaN
-        `reduce_metrics`: adds the pass's sums over ranks, for the `StepResult`
+    Every rank makes one after Megatron's process groups; the constructor and both methods are
+    collectives of all ranks.
 
     Args:
-        model: the chunks of this rank, one per virtual stage, with or without DDP.
-        layout: the layout of the plans; checked against Megatron's groups.
-        vocab_size: number of ids of a vocabulary that the model pads: rows after them get neither
-            probability nor gradient, and such ids are refused. None: what `build_model` was given;
-            for another model, all of its rows are ids.
-        logprob_chunk_tokens: positions whose logits are in memory at the same time; None: as many
-            as `cost.head.default_chunk_tokens` gives for the vocabulary.
-        temperature: logits are divided by it.
-        head: "value" if the last chunk has a value head (`head.replace_output_layer`).
+        model: this rank's GPT chunks, one per virtual stage, with or without Megatron's DDP.
+        layout: the layout of the plans; must have the sizes of Megatron's process groups.
+        vocab_size: number of token ids, if the model pads its vocabulary. Rows after them get
+            neither probability nor gradient, and such ids are refused. None: what `build_model`
+            was given; for another model, all of its rows are ids.
+        logprob_chunk_tokens: positions whose logits are in memory at one time. None: a number that
+            follows from the vocabulary.
+        temperature: logits are divided by it, in log-probs and gradients.
+        head: "value" for a model with a value head, see `replace_output_layer`.
         executor: what runs a step: "megatron", its `forward_backward_func`; "operations", the
-            operations in the plan's order, by default Megatron's, with receives posted early; or
-            "auto", the latter for plans whose policy allows orders of operations.
-        ranks: the threads and connections that carry an error of one rank to the others and pack
-            the next step ahead. None: in a job of several processes, the first adapter of a
-            process starts them for all its adapters (`Ranks.start()`); a job of one process has
-            none (`Ranks.alone()`). `launch.stop`, or the end of the process, closes them.
+            plan's own order of operations; "auto", what the plan's policy needs.
+        ranks: the threads that pack ahead and carry errors between ranks. None: the first adapter
+            of a process starts them for all its adapters, and a job of one process has none.
+            `launch.stop`, or the end of the process, ends them.
 
     Raises:
-        ConfigError: Megatron would hang or train wrongly with a setting; says what to set.
+        ConfigError: Megatron would hang or train wrongly with these settings; all are named.
         ScheduleError: only some ranks refuse their settings.
     """
 
@@ -213,41 +218,46 @@ class ScheduleAdapter:
         next_step: int | None = None,
         next_entropy: bool | None = None,
     ) -> StepResult:
-        """Forward and backward of one step; gradients are added to the model's.
+        """Run the forward and backward of one step; its gradients are added to the model's.
 
-        A collective: every rank calls it with the same plan, step, objective and weighting.
+            for chunk in model_chunks:
+                chunk.zero_grad_buffer()
+            result = adapter.step(plan, batch, objective=GRPO(), weighting="seq-mean-token-mean")
+            optimizer.step()
 
-        They are in each parameter's `main_grad`, in fp32 and reduced over data-parallel ranks, and
-        `grad` is empty. (Without Megatron's DDP they are in `grad`.) Gradients of several steps add
-        up, with and without DDP's overlap, until the chunks' `zero_grad_buffer`. A further step
-        without it copies the sum so far while it runs: 4 bytes per parameter with fp32 gradients.
-        After an error, zero them. What a loop leaves behind between steps is cleared, handled or
-        refused, see `between_steps`.
+        Every rank calls it with the same arguments. Gradients are in `param.main_grad`, fp32 and
+        reduced over data-parallel ranks; `param.grad` is empty. (Without Megatron's DDP they are
+        in `param.grad`.) Gradients of several steps add up until `zero_grad_buffer`; from the
+        second step on that takes memory for a copy of them. After an error, zero them.
 
         Args:
-            plan: made for this layout and the lengths of `batch`.
-            batch: the samples that the plan counts.
-            objective: per-token losses; its required fields must be in the batch.
-            step: index of the step in the plan.
-            weighting: the weights of tokens, see `loss.sample_weights`.
-            norm_constant: see `loss.sample_weights`; only seq-mean-token-sum-norm uses it.
-            entropy: report the entropy even if the objective does not read it.
-            routing: the experts to use, as `forward(record_routing=True)` returns them: [tokens,
-                MoE layers, experts per token] for each sample of this data-parallel rank. None
-                lets the routers choose. Routing probabilities come from the current logits.
-            next_step: the step of this plan that is called next, with the same other arguments. It
-                is packed and agreed on while this one runs, so do not change fields in place
-                meanwhile; a change by `set_field` is noticed. None if it is not known.
-            next_entropy: `entropy` of that next call; None = the same.
+            plan: a plan for the adapter's layout and for `batch.lengths`.
+            batch: all samples of the plan, not only this rank's.
+            objective: the loss, one number per response token; the batch must have its fields.
+            step: index of the plan's step.
+            weighting: what the loss is averaged over, see `sample_weights`.
+            norm_constant: tokens per sample under "seq-mean-token-sum-norm"; else None.
+            entropy: also report the entropy (nats) as a metric.
+            routing: experts to replay, per sample of this DP rank int [tokens, MoE layers,
+                experts per token], as `forward(record_routing=True)` returns them. None: the
+                routers choose. Routing probabilities come from the current logits.
+            next_step: index of the step that is called next with the same other arguments, to pack
+                it while this one runs. Do not change fields in place meanwhile; a change by
+                `set_field` is noticed. None: not known.
+            next_entropy: `entropy` of that next call; None: the same.
+
+        Returns:
+            The loss and the objective's metrics, the same on every rank.
 
         Raises:
-            ConfigError, DataError, PlanError: no rank can run the call.
-            ScheduleError: on every rank, if plans differ, one rank's work failed, or a loss or
+            ConfigError, DataError, PlanError: the call cannot run; nothing has changed.
+            ScheduleError: on every rank: plans differ, one rank's work failed, or a loss or
                 gradient is not finite.
-            RankError: on every rank, if one failed or ended inside the step. The process groups
+            RankError: on every rank: one of them failed or ended; end the job. The process groups
                 cannot be used any more.
-            faults.StepOutOfMemory: in a job of one process; in others a RankError names it.
+            StepOutOfMemory: in a job of one process; in others a RankError names it.
         """
+        # `between_steps` clears, handles or refuses what a loop leaves behind between steps.
         call = StepCall(
             plan=plan,
             batch=batch,
@@ -293,22 +303,27 @@ class ScheduleAdapter:
         record_routing: bool = False,
         routing_scope: Scope | None = None,
     ) -> dict[str, list[Tensor | None]]:
-        """Log-probs (or values) of one step's responses without gradients, in sample order.
+        """Compute log-probs (or values) of one step's responses, without gradients.
 
-        A collective, like `step`. The model is in evaluation mode during the call.
+            old = adapter.forward(plan, batch)["logprobs"]
+            batch.set_field("old_logprobs", old)
+
+        Every rank calls it with the same arguments. The model is in evaluation mode meanwhile.
 
         Args:
-            entropy: also compute the entropy of each next-token distribution.
-            scope: see `rows.outputs.scatter_to_samples`.
-            routing: see `step`.
-            record_routing: also return the experts that were used.
-            routing_scope: the scope of these; None = `scope`.
+            plan, batch, step: as for `step`; a plan with `forward_only=True` suits, too.
+            entropy: also return the entropy (nats) of each next-token distribution.
+            scope: samples that a rank gets: "all" of the step, or those of its own "dp_rank".
+            routing: experts to replay, as for `step`.
+            record_routing: also return the experts that each token used.
+            routing_scope: the scope of these; None: `scope`.
 
         Returns:
-            "logprobs" (and "entropy"), or "values" if the model has a value head: per sample of the
-            batch one fp32 value per token on the CPU, 0 outside the response; None for samples that
-            the step or the scope leaves out. A value head also gives "scores": one number per
-            sample, [1]. "routing": see `model.experts.rows.collect_routing`.
+            By name a list with one fp32 CPU tensor [tokens] per sample, in the batch's order;
+            None for samples outside the step or the scope. The names are "logprobs" (nats, 0
+            outside the response), "entropy" and "routing", int [tokens, MoE layers, experts per
+            token]; a value head gives "values" and "scores" ([1], the last token's value) instead
+            of log-probs.
 
         Raises:
             ConfigError, DataError, PlanError, ScheduleError, RankError: see `step`.

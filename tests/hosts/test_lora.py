@@ -163,7 +163,7 @@ def test_the_loop_of_the_document_runs(tmp_path: Path) -> None:
         packages.install()
     except sources.NoSource as error:
         pytest.skip(str(error))
-    (block,) = python_blocks("docs/api/lora.md")
+    (block,) = python_blocks("docs/lora.md")
     (tmp_path / "my_lora.py").write_text(block)
     make_folder(tmp_path / "models/Qwen3-0.6B", "qwen3")
     bridge = sources.installed(sources.release("megatron_bridge"))

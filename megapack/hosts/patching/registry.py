@@ -42,22 +42,23 @@ class Finding:
 
 
 def apply(*names: str) -> tuple[Status, ...]:
-    """Replace the names of hosts: now if its module is imported, otherwise after the import.
+    """Replace the names of a framework: now, or right after its import.
+
+        patching.apply("slime")
 
     Call it in every process: children do not inherit patches (see `startup`). A second call changes
     nothing.
 
     Args:
-        names: hosts that megapack ships patches for, each with what it brings, or paths of patch
-            files, ending in `.yaml`. A name after a minus is left out:
-            `apply("slime", "-megatron_core")`.
+        names: frameworks that megapack has patches for, or paths of patch files (`.yaml`).
+            A name after a minus is left out: `apply("slime", "-megatron_core")`.
 
     Returns:
-        The state of each name of these hosts.
+        The state of each name.
 
     Raises:
-        ConfigError: no such host or file.
-        PatchError: an imported module of a host is not as expected; nothing was replaced.
+        ConfigError: no such framework or file.
+        PatchError: a name is not what was expected; nothing was replaced.
     """
     files = patch_set(names)
     with _LOCK:
@@ -81,7 +82,7 @@ def apply(*names: str) -> tuple[Status, ...]:
 
 
 def revert(*names: str) -> None:
-    """Restore what `apply` replaced for the same names; does nothing for what is not patched."""
+    """Restore what `apply` replaced for the same names."""
     with _LOCK:
         for file in reversed(patch_set(names)):
             for patch in reversed(_ACTIVE.pop(file.host, [])):
@@ -112,7 +113,7 @@ def original(name: str) -> Any:
 
 
 def check(*names: str) -> tuple[Finding, ...]:
-    """Import the modules of hosts and report which names can be replaced; replaces nothing.
+    """Import a framework's modules and report which names can be replaced, without replacing any.
 
     Args:
         names: as those of `apply`.

@@ -364,25 +364,34 @@ def build_model(
     splits_backward: bool = False,
     before_wrapping: Callable[[list[Any]], object] | None = None,
 ) -> list[DistributedDataParallel]:
-    """This rank's chunks, wrapped in Megatron's DDP; initial weights depend only on the seed.
+    """Build this rank's GPT chunks for packed rows, wrapped in Megatron's DDP.
+
+        model = ModelConfig.from_hf("models/Qwen3-0.6B", dtype="bf16")
+        chunks = build_model(
+            model, layout, vocab_size=model.vocab_size, seed=0, distributed_optimizer=True
+        )
 
     Args:
-        vocab_size: number of the tokenizer's ids. The embedding and the output layer are padded to
-            a multiple of 128 rows, which get neither probability nor gradient.
-        stage_layers: layers of each pipeline chunk; None = equally many.
+        model: the model's options, of a folder or of a config's section `model`.
+        layout: the sizes of Megatron's process groups.
+        vocab_size: number of the tokenizer's ids; rows are padded to a multiple of 128. The padding
+            gets neither probability nor gradient.
+        seed: initial weights depend on it alone, not on the layout.
+        distributed_optimizer: shard gradients and optimizer state over data-parallel ranks.
+        stage_layers: layers of each pipeline chunk; None: equally many.
         value_head: one fp32 value per token instead of logits; needs untied embeddings.
-        model_class: GPTModel or a subclass, for example one whose forward has more inputs.
-        reduction: settings of DDP; None = those that `reduction_settings` chooses by default.
-        draws_weights: False leaves matrices as they were allocated, for weights that are loaded
-            next: drawing 4 billion numbers takes minutes.
-        splits_backward: Transformer Engine's layers put off their weight gradients, which
-            Policy(backward="split") needs and Megatron's own schedules never compute.
-        before_wrapping: called with the chunks before DDP wraps them: it may load weights and add
-            adapters, which freeze the others. DDP gives frozen parameters no gradients, and is
-            to be told of them first.
+        model_class: GPTModel or a subclass, such as one whose forward has more inputs.
+        reduction: settings of DDP; None: the defaults, without overlap of parameter gathers.
+        draws_weights: False leaves matrices as they were allocated, for weights that you load next.
+            Drawing 4 billion numbers takes minutes.
+        splits_backward: Transformer Engine's layers put off their weight gradients. That is what
+            Policy(backward="split") needs, and Megatron's own schedules never compute them.
+        before_wrapping: called with the chunks before DDP wraps them, to load weights or add
+            adapters. DDP must know by then what is frozen.
 
     Raises:
-        ConfigError: see `transformer_config` and `freeze`, or a value head has tied embeddings.
+        ConfigError: options that Megatron or packed rows do not allow, or a value head with tied
+            embeddings.
     """
     config = transformer_config(model, layout, stage_layers)
     # Set later: Megatron refuses it in the constructor without its own schedule that uses it.

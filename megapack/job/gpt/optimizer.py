@@ -35,10 +35,15 @@ def check_optimizer(optim: OptimConfig) -> None:
 
 
 def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], bf16: bool) -> Any:
-    """Megatron's optimizer with gradient clipping; sharded if `optim.distributed_optimizer`.
+    """Megatron's Adam or Muon with gradient clipping, for chunks that `build_model` made.
+
+    Args:
+        optim: the options, as in a config's section `optim`.
+        chunks: this rank's chunks in DDP.
+        bf16: whether the weights are bf16; the optimizer then keeps them in fp32.
 
     Raises:
-        ConfigError: see `check_optimizer`.
+        ConfigError: options that this Megatron-Core does not have.
     """
     check_optimizer(optim)
     muon = {}

@@ -240,9 +240,9 @@ def local_layer_spec(
     """Megatron's local layer spec, with attention in which packed samples do not see each other.
 
     Args:
-        attention: "varlen", torch's kernel for packed rows, on GPUs; "sdpa", torch's attention per
-            sample, anywhere.
-        experts: whether the layer has experts; None = if the model has.
+        config: Megatron's config of the model.
+        attention: "varlen", torch's packed kernel, on GPUs; "sdpa", torch's attention, anywhere.
+        experts: whether the layer has experts; None: if the model has.
     """
     has_experts = bool(config.num_moe_experts) if experts is None else experts
     latent = config.multi_latent_attention

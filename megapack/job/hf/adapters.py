@@ -45,14 +45,13 @@ def export_adapters(
     device: torch.device,
     replace: bool = False,
 ) -> Exported:
-    """Write a model's adapters in a folder that peft loads, whole or not at all; a collective.
+    """Write LoRA adapters as a folder that peft loads, whole or not at all; a collective.
 
     Args:
-        chunks: this rank's GPT models with adapters of Megatron-Bridge's `LoRA`, wrapped in DDP or
-            not.
+        chunks: this rank's GPT chunks with adapters of Megatron-Bridge's `LoRA`, in DDP or not.
         folder: to write; all ranks see it.
         like: the folder that the model without adapters was loaded from.
-        device: see `agree`; parts of tensors are sent from there.
+        device: the device of the collectives, as `launch.start` returns it.
         replace: replace a folder of that name.
 
     Raises:
@@ -70,17 +69,19 @@ def export_adapters(
 def load_adapters(
     chunks: Sequence[Any], folder: str | Path, *, like: str | Path, device: torch.device
 ) -> None:
-    """Fill a model's adapters from a folder of peft's; a collective of all ranks.
+    """Fill a model's LoRA adapters from a folder of peft's; a collective of all ranks.
 
     Call it before the optimizer is built, which copies the weights.
 
     Args:
-        chunks, like, device: see `export_adapters`.
+        chunks: this rank's GPT chunks with adapters of Megatron-Bridge's `LoRA`, in DDP or not.
         folder: with adapter_config.json and adapter_model.safetensors.
+        like: the folder that the model without adapters was loaded from.
+        device: the device of the collectives, as `launch.start` returns it.
 
     Raises:
-        ConfigError, ScheduleError: on every rank: the folder has other adapters than the model, or
-            another lora_A for each part of a fused projection, which Bridge's have in common.
+        ConfigError, ScheduleError: on every rank: other adapters than the model's, or a lora_A per
+            part of a fused projection, which Bridge's adapters have in common.
     """
     dim, alpha = _scale(chunks, device)
     base = agree(lambda: HfFolder(like), device=device)

@@ -40,14 +40,14 @@ def export_checkpoint(
     dtype: ExportDtype | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> Exported:
-    """Write a checkpoint's weights in a Hugging Face folder, whole or not at all.
+    """Write a checkpoint of `megapack train` as a Hugging Face folder, whole or not at all.
 
     A collective of all ranks, each of which writes a part; one process is enough. Memory: the
     largest tensor twice.
 
     Args:
         source: a checkpoint, or a run, whose latest one is taken.
-        like: the folder that the run started from; None = its `model.hf_path`.
+        like: the folder that the run started from; None: its `model.hf_path`.
         folder, device, dtype, max_shard_bytes: see `export_hf`.
 
     Raises:

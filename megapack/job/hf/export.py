@@ -67,15 +67,17 @@ def export_hf(
     max_shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
 ) -> Exported:
-    """Write the model in a Hugging Face folder, whole or not at all; a collective of all ranks.
+    """Write the model as a Hugging Face folder, whole or not at all; a collective of all ranks.
+
+        export_hf(chunks, "models/trained", like="models/Qwen3-0.6B", device=device)
 
     Args:
-        chunks: this rank's GPT models, wrapped in DDP or not.
-        folder: to write; all ranks see it. It is `FOLDER.part` until it is complete.
-        like: the folder that the model was loaded from: its names, config and tokenizer.
-        device: see `agree`; parts of tensors are sent from there.
-        dtype: of the weights; None = each tensor's in `like`. An expert bias keeps its type.
-        max_shard_bytes: a file holds at most this many bytes, or one tensor.
+        chunks: this rank's GPT chunks, in DDP or not.
+        folder: to write, on a disk that all ranks see. It is `FOLDER.part` until it is complete.
+        like: the folder of the initial model, for names, config and tokenizer.
+        device: the device of the collectives, as `launch.start` returns it.
+        dtype: of the weights; None: each tensor's in `like`. An expert bias keeps its type.
+        max_shard_bytes: most bytes of a file with several tensors.
         replace: replace a folder of that name.
 
     Raises:

@@ -65,20 +65,23 @@ class LoadedWeights:
 def load_hf_weights(
     chunks: Sequence[Any], folder: str | Path, *, device: torch.device
 ) -> LoadedWeights:
-    """Fill this rank's chunks from a folder of safetensors; a collective of all ranks.
+    """Fill this rank's chunks from a Hugging Face folder; a collective of all ranks.
+
+        chunks = build_model(model, layout, ..., draws_weights=False)
+        load_hf_weights(chunks, "models/Qwen3-0.6B", device=device)
 
     Values are cast to the parameters' types. Rows of the padded vocabulary become zeros, and so
     does a value head if the folder has none. Call it before the optimizer is built, which copies
     the weights.
 
     Args:
-        chunks: this rank's GPT models, wrapped in DDP or not, of the sizes in the folder's config.
+        chunks: this rank's GPT chunks, in DDP or not, of the folder's sizes.
         folder: with config.json, and safetensors in one file or several.
-        device: see `agree`.
+        device: the device of the collectives, as `launch.start` returns it.
 
     Raises:
-        ConfigError, ScheduleError: on every rank, before any weight has changed: files are missing
-            or damaged, tensors are missing, left over, of another shape, or quantized.
+        ConfigError, ScheduleError: on every rank, before any weight has changed: missing or damaged
+            files, or tensors that are missing, left over, quantized or of another shape.
     """
     started = time.perf_counter()
     stored = agree(lambda: HfFolder(folder), device=device)
