@@ -37,12 +37,11 @@ BUDGET = 8192
 
 
 def main() -> None:
-    """Draw all pictures, print what they say, and write the table of the README's."""
+    """Draw all pictures, print what they say, and write it as a table."""
     lengths = lognormal_lengths(256, mean=1200, sigma=0.9, most=BUDGET)
     plan = planned_by(Policy(), lengths)
     next_fit = naive_plans(plan, np.array(lengths))["next-fit"]
     packings = {"next-fit": Shown(next_fit, COST), "megapack": Shown(plan, COST)}
-    write_table(packings)
     # A long sample and few others: fixed and dynamic context parallelism.
     outlier = [BUDGET, *lengths[:63]]
     wide = {
@@ -62,17 +61,15 @@ def main() -> None:
         name: Shown(planned_by(policy, outlier, whole, cost), cost)
         for name, policy in policies.items()
     }
+    compared = {"next_fit_and_megapack": packings, "dynamic_cp": wide, "operations": orders}
+    write_table(compared)
+    pictures = {name: slowest(shown) for name, shown in compared.items()}
     one = packings["megapack"]
-    pictures = {
-        "dynamic_cp.png": slowest(wide),
-        "next_fit_and_megapack.png": slowest(packings),
-        "operations.png": slowest(orders),
-        "step.png": {f"step 0: {one.numbers}": typical_step([one.timeline])},
-    }
+    pictures["step"] = {f"step 0: {one.numbers}": typical_step([one.timeline])}
     FOLDER.mkdir(exist_ok=True)
     for name, steps in pictures.items():
-        write_whole(FOLDER / name, draw_steps(steps, "token times", "png"))
-        print("\n  ".join([name, *steps]))
+        write_whole(FOLDER / f"{name}.png", draw_steps(steps, "token times", "png"))
+        print("\n  ".join([f"{name}.png", *steps]))
 
 
 @dataclass(frozen=True)
@@ -117,26 +114,30 @@ def slowest(shown: dict[str, Shown]) -> dict[str, dict[str, Any]]:
     }
 
 
-def write_table(packings: dict[str, Shown]) -> None:
-    """The file that the README's caption links to."""
-    least = min(one.report.seconds for one in packings.values())
+def write_table(shown: dict[str, dict[str, Shown]]) -> None:
+    """The file that captions link to: what the pictures of slowest ranks say, by their name."""
     body = [
-        "| packing | step, token times | over the shorter step | M | slowest DP rank | bubble |",
-        "|---|---|---|---|---|---|",
+        "| picture | packing | step, token times | over the shortest | M | slowest DP rank | bubble |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, one in packings.items():
-        report = one.report
-        body.append(
-            f"| {name} | {report.seconds:.0f} | {report.seconds / least:.2f} "
-            f"| {report.microbatch_span} | {report.slowest_rank} | {report.bubble_fraction:.1%} |"
-        )
+    for picture, each in shown.items():
+        least = min(one.report.seconds for one in each.values())
+        for name, one in each.items():
+            report = one.report
+            body.append(
+                f"| {picture} | {name} | {report.seconds:.0f} | {report.seconds / least:.2f} "
+                f"| {report.microbatch_span} | {report.slowest_rank} "
+                f"| {report.bubble_fraction:.1%} |"
+            )
     write(
         "timeline_picture",
-        "The README's timelines",
-        "One batch in two packings, as the simulator runs it: 256 lognormal lengths (mean 1200,\n"
-        f"sigma 0.9, at most {BUDGET} tokens) on {LAYOUT.label}, {BUDGET} tokens per GPU.\n"
-        "A token time is the time of one token. The picture shows the slowest DP rank of each\n"
-        "packing; bubble: the step's time over the work of that rank's busiest stage, minus 1.",
+        "The timelines of docs/images",
+        "Each picture is of one batch, as the simulator runs it on the slowest DP rank of each\n"
+        f"packing, with dp={LAYOUT.dp}, pp={LAYOUT.pp} and {BUDGET} tokens per GPU. A token time is the\n"
+        "time of one token. Bubble: the step's time over the work of that rank's busiest stage,\n"
+        "minus 1. `next_fit_and_megapack` has 256 lognormal lengths (mean 1200, sigma 0.9) and\n"
+        f"vpp={LAYOUT.vpp}; the others have one sample of {BUDGET} tokens and 63 of these, `operations` "
+        "with vpp=1.",
         body,
         versions("megapack", "numpy"),
     )

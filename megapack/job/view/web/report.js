@@ -237,7 +237,7 @@ class Timeline {
   drawAxis(paint, width) {
     const x = this.scale(width);
     paint.fillStyle = css("--faint");
-    const values = ticks(this.low, this.high, Math.max(2, width / 110));
+    const values = ticks(this.low, this.high, Math.max(2, width / 90));
     for (const value of values) {
       const at = x(value);
       paint.textAlign = at < 24 ? "start" : at > width - 24 ? "end" : "center";
