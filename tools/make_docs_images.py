@@ -117,7 +117,7 @@ def slowest(shown: dict[str, Shown]) -> dict[str, dict[str, Any]]:
 def write_table(shown: dict[str, dict[str, Shown]]) -> None:
     """The file that captions link to: what the pictures of slowest ranks say, by their name."""
     body = [
-        "| picture | packing | step, token times | over the shortest | M | slowest DP rank | bubble |",
+        "| picture | packing | token times | over the shortest | M | slowest DP rank | bubble |",
         "|---|---|---|---|---|---|---|",
     ]
     for picture, each in shown.items():
@@ -133,11 +133,11 @@ def write_table(shown: dict[str, dict[str, Shown]]) -> None:
         "timeline_picture",
         "The timelines of docs/images",
         "Each picture is of one batch, as the simulator runs it on the slowest DP rank of each\n"
-        f"packing, with dp={LAYOUT.dp}, pp={LAYOUT.pp} and {BUDGET} tokens per GPU. A token time is the\n"
-        "time of one token. Bubble: the step's time over the work of that rank's busiest stage,\n"
-        "minus 1. `next_fit_and_megapack` has 256 lognormal lengths (mean 1200, sigma 0.9) and\n"
-        f"vpp={LAYOUT.vpp}; the others have one sample of {BUDGET} tokens and 63 of these, `operations` "
-        "with vpp=1.",
+        f"packing, with dp={LAYOUT.dp}, pp={LAYOUT.pp} and {BUDGET} tokens per GPU. A token time is\n"
+        "the time of one token. Bubble: the step's time over the work of that rank's busiest\n"
+        "stage, minus 1. `next_fit_and_megapack` has 256 lognormal lengths (mean 1200, sigma 0.9)\n"
+        f"and vpp={LAYOUT.vpp}; the others have one sample of {BUDGET} tokens and 63 of those\n"
+        "lengths, `operations` with vpp=1.",
         body,
         versions("megapack", "numpy"),
     )
