@@ -133,8 +133,8 @@ def write_table(shown: dict[str, dict[str, Shown]]) -> None:
         "timeline_picture",
         "The timelines of docs/images",
         "Each picture is of one batch, as the simulator runs it on the slowest DP rank of each\n"
-        f"packing, with dp={LAYOUT.dp}, pp={LAYOUT.pp} and {BUDGET} tokens per GPU. A token time is\n"
-        "the time of one token. Bubble: the step's time over the work of that rank's busiest\n"
+        f"packing, with dp={LAYOUT.dp}, pp={LAYOUT.pp} and {BUDGET} tokens per GPU. A token time\n"
+        "is the time of one token. Bubble: the step's time over the work of that rank's busiest\n"
         "stage, minus 1. `next_fit_and_megapack` has 256 lognormal lengths (mean 1200, sigma 0.9)\n"
         f"and vpp={LAYOUT.vpp}; the others have one sample of {BUDGET} tokens and 63 of those\n"
         "lengths, `operations` with vpp=1.",
