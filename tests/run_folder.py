@@ -38,6 +38,7 @@ def _lines(payloads: Any) -> str:
 def _metrics(step: int) -> dict[str, Any]:
     return {
         "step": step,
+        "plan_digest": make_plan().digest()[:12],
         "loss": "nan" if step == 4 else 1 / step,
         "grad_norm": 0.5 * step,
         "step_predicted_s": None if step == 1 else 2.0,

@@ -1,28 +1,32 @@
-"""Draw the pictures of the documents, docs/images/, from generated lengths.
+"""Draw the timelines of the documents, docs/images/*.png, from generated lengths.
 
     python tools/make_docs_images.py
 
-Equal versions of megapack and matplotlib make equal files.
+It also writes docs/measured/timeline_picture.md. Equal versions of megapack and matplotlib make
+equal pictures.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
-from megapack import CostModel, Layout, Policy, build_dp_schedule
+from megapack import CostModel, Layout, Plan, Policy, build_dp_schedule
 from megapack.base.files import write_whole
-from megapack.job.view.page import step_data, typical_step
+from megapack.job.view.page import typical_step
 from megapack.job.view.plot import draw_steps
 from megapack.job.view.timeline import Timeline, planned
 from megapack.outlook.baselines import naive_plans
 from megapack.outlook.stats import StepReport, step_report
 from megapack.policy import ContextParallel
+from tools.pages.measured import versions, write
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"
 
@@ -33,29 +37,18 @@ BUDGET = 8192
 
 
 def main() -> None:
-    """Draw all pictures."""
+    """Draw all pictures, print what they say, and write it as a table."""
     lengths = lognormal_lengths(256, mean=1200, sigma=0.9, most=BUDGET)
-    plan = build_dp_schedule(lengths, layout=LAYOUT, max_tokens_per_gpu=BUDGET, cost=COST)
-    plans = {"next-fit": naive_plans(plan, np.array(lengths))["next-fit"], "megapack": plan}
-    reports = {name: step_report(plan, plan.steps[0], COST) for name, plan in plans.items()}
-    named = {titled(name, reports[name]): planned(plans[name], 0, 0, COST) for name in plans}
-    FOLDER.mkdir(exist_ok=True)
-    unit = "token times"
+    plan = planned_by(Policy(), lengths)
+    next_fit = naive_plans(plan, np.array(lengths))["next-fit"]
+    packings = {"next-fit": Shown(next_fit, COST), "megapack": Shown(plan, COST)}
     # A long sample and few others: fixed and dynamic context parallelism.
     outlier = [BUDGET, *lengths[:63]]
-    shared = {}
-    for kind in get_args(ContextParallel):
-        step = build_dp_schedule(
-            outlier,
-            layout=LAYOUT,
-            max_tokens_per_gpu=BUDGET,
-            cost=COST,
-            policy=Policy(context_parallel=kind),
-        )
-        title = titled(f"context_parallel={kind}", step_report(step, step.steps[0], COST))
-        shared[title] = planned(step, 0, 0, COST)
+    wide = {
+        f"context_parallel={kind}": Shown(planned_by(Policy(context_parallel=kind), outlier), COST)
+        for kind in get_args(ContextParallel)
+    }
     # The same samples without interleaving: Megatron's order, and orders of operations.
-    ordered = {}
     whole = Layout(dp=LAYOUT.dp, pp=LAYOUT.pp)
     cost = replace(COST, fixed=256 / whole.num_chunks)
     policies = {
@@ -64,22 +57,90 @@ def main() -> None:
         "split_samples=auto": Policy(split_samples="auto"),
         "both": Policy(split_samples="auto", backward="split"),
     }
-    for name, policy in policies.items():
-        step = build_dp_schedule(
-            outlier, layout=whole, max_tokens_per_gpu=BUDGET, cost=cost, policy=policy
-        )
-        title = titled(name, step_report(step, step.steps[0], cost))
-        ordered[title] = planned(step, 0, 0, cost)
-    one, timeline = titled("step 0", reports["megapack"]), planned(plan, 0, 0, COST)
-    pictures = {
-        "dynamic_cp.png": draw_steps(slowest(shared), unit, "png"),
-        "next_fit_and_megapack.png": draw_steps(slowest(named), unit, "png"),
-        "operations.png": draw_steps(slowest(ordered), unit, "png"),
-        "step.png": draw_steps({one: typical_step([timeline])}, unit, "png"),
+    orders = {
+        name: Shown(planned_by(policy, outlier, whole, cost), cost)
+        for name, policy in policies.items()
     }
-    for name, picture in pictures.items():
-        write_whole(FOLDER / name, picture)
-        print(f"{FOLDER / name}: {len(picture) / 1000:.0f} kB")
+    compared = {"next_fit_and_megapack": packings, "dynamic_cp": wide, "operations": orders}
+    write_table(compared)
+    pictures = {name: slowest(shown) for name, shown in compared.items()}
+    one = packings["megapack"]
+    pictures["step"] = {f"step 0: {one.numbers}": typical_step([one.timeline])}
+    FOLDER.mkdir(exist_ok=True)
+    for name, steps in pictures.items():
+        write_whole(FOLDER / f"{name}.png", draw_steps(steps, "token times", "png"))
+        print("\n  ".join([f"{name}.png", *steps]))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A plan whose first step is drawn."""
+
+    plan: Plan
+    cost: CostModel
+
+    @property
+    def timeline(self) -> Timeline:
+        return planned(self.plan, 0, 0, self.cost)
+
+    @cached_property
+    def report(self) -> StepReport:
+        return step_report(self.plan, self.plan.steps[0], self.cost)
+
+    @property
+    def numbers(self) -> str:
+        """The numbers to compare."""
+        report = self.report
+        return (
+            f"{report.seconds:.0f} token times, M={report.microbatch_span}, "
+            f"bubble {report.bubble_fraction:.1%}"
+        )
+
+
+def planned_by(
+    policy: Policy, lengths: Sequence[int], layout: Layout = LAYOUT, cost: CostModel = COST
+) -> Plan:
+    """The lengths' plan of one step."""
+    return build_dp_schedule(
+        lengths, layout=layout, max_tokens_per_gpu=BUDGET, cost=cost, policy=policy
+    )
+
+
+def slowest(shown: dict[str, Shown]) -> dict[str, dict[str, Any]]:
+    """What is drawn of the slowest rank of each, by a title that says so."""
+    return {
+        f"{name}, slowest DP rank: {one.numbers}": typical_step([one.timeline], most=1)
+        for name, one in shown.items()
+    }
+
+
+def write_table(shown: dict[str, dict[str, Shown]]) -> None:
+    """The file that captions link to: what the pictures of slowest ranks say, by their name."""
+    body = [
+        "| picture | packing | token times | over the shortest | M | slowest DP rank | bubble |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for picture, each in shown.items():
+        least = min(one.report.seconds for one in each.values())
+        for name, one in each.items():
+            report = one.report
+            body.append(
+                f"| {picture} | {name} | {report.seconds:.0f} | {report.seconds / least:.2f} "
+                f"| {report.microbatch_span} | {report.slowest_rank} "
+                f"| {report.bubble_fraction:.1%} |"
+            )
+    write(
+        "timeline_picture",
+        "The timelines of docs/images",
+        "Each picture is of one batch, as the simulator runs it on the slowest DP rank of each\n"
+        f"packing, with dp={LAYOUT.dp}, pp={LAYOUT.pp} and {BUDGET} tokens per GPU. A token time\n"
+        "is the time of one token. Bubble: the step's time over the work of that rank's busiest\n"
+        "stage, minus 1. `next_fit_and_megapack` has 256 lognormal lengths (mean 1200, sigma 0.9)\n"
+        f"and vpp={LAYOUT.vpp}; the others have one sample of {BUDGET} tokens and 63 of those\n"
+        "lengths, `operations` with vpp=1.",
+        body,
+        versions("megapack", "numpy"),
+    )
 
 
 def lognormal_lengths(count: int, *, mean: float, sigma: float, most: int) -> list[int]:
@@ -87,22 +148,6 @@ def lognormal_lengths(count: int, *, mean: float, sigma: float, most: int) -> li
     rng = random.Random(1)
     mu = math.log(mean) - sigma**2 / 2
     return [min(most, max(16, int(rng.lognormvariate(mu, sigma)))) for _ in range(count)]
-
-
-def slowest(timelines: dict[str, Timeline]) -> dict[str, dict[str, Any]]:
-    """What is drawn of the slowest rank of each."""
-    return {
-        title: step_data([timeline], [int(np.argmax(timeline.rank_ends))])
-        for title, timeline in timelines.items()
-    }
-
-
-def titled(name: str, step: StepReport) -> str:
-    """A title with the numbers to compare."""
-    return (
-        f"{name}: {step.seconds:.0f} token times, M={step.microbatch_span}, "
-        f"bubble {step.bubble_fraction:.0%}"
-    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Write one HTML page about a plan or a run; it needs no network. The page of a run shows its
-losses, and predicted against measured times.
+"""Write one HTML page about a plan or a run; it needs no network. The page of a plan shows its
+timeline beside that of simple packing. The page of a run shows its losses, its planned timeline,
+and predicted against measured times.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def draw(points: Points, path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "megapack"
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 3.6))
+    figure, axes = pyplot.subplots(figsize=(6, 4.4), layout="constrained")
     label: str | None = "n log n from the first point"
     for title, own in points.items():
         samples, seconds = zip(*own, strict=True)
@@ -213,9 +213,9 @@ def draw(points: Points, path: Path) -> None:
         label = None
     axes.set_xlabel("samples")
     axes.set_ylabel("CPU ms to plan")
-    axes.legend(fontsize="small")
+    # Below the axes, where it hides no line.
+    figure.legend(fontsize="small", loc="outside lower left", frameon=False)
     axes.grid(alpha=0.3)
-    figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 

@@ -95,7 +95,6 @@ def _begins(timelines: Sequence[Timeline]) -> dict[int, float]:
     """Start of each step; a step lasts as long as the longer of its timelines."""
     longest: dict[int, float] = {}
     for timeline in timelines:
-        seconds = max(timeline.rank_ends, default=0.0)
-        longest[timeline.number] = max(seconds, longest.get(timeline.number, 0.0))
+        longest[timeline.number] = max(longest.get(timeline.number, 0.0), *timeline.rank_ends)
     ends = itertools.accumulate(longest.values(), initial=0.0)
     return dict(zip(longest, ends, strict=False))

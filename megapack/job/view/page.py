@@ -8,6 +8,7 @@ It contains its style, script and numbers. `plot` draws the same steps and chart
 from __future__ import annotations
 
 import html
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,11 +20,12 @@ import numpy as np
 from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import CostModel
 from megapack.job.view.records import RunRecords, number_or_none
-from megapack.job.view.timeline import Timeline, planned, traced, typical_ranks
+from megapack.job.view.timeline import Timeline, last_batch, planned, traced, typical_ranks
+from megapack.outlook.baselines import naive_plans
 from megapack.outlook.stats import full_row, plan_report, row_fill
 from megapack.plan.facts import FEATURES, features_of, row_facts
 from megapack.plan.order import KINDS
-from megapack.plan.plan import Plan, StepPlan
+from megapack.plan.plan import Plan
 
 # Limits of a page, chosen by hand; a full one stays below 2 MB (tests/unit/job/view/test_page.py).
 _MAX_EVENTS = 20_000
@@ -33,8 +35,6 @@ _MAX_RANKS = 8
 _MAX_LANES = 64
 _MAX_POINTS = 2_000
 _NUM_BINS = 40
-
-_CHARTS = ("unit", "steps", "curves", "histograms")
 
 Facts = list[tuple[str, str]]
 
@@ -58,41 +58,48 @@ class Page:
 
 
 def plan_page(plan: Plan, lengths: Ints | None, cost: CostModel, unit: str) -> Page:
-    """A page about a plan.
+    """A page about a plan, beside simple packing of the same samples.
 
     Args:
-        lengths: real tokens of each sample, as they were planned; None leaves their histogram out.
+        lengths: real tokens of each sample, as they were planned; None leaves their histogram and
+            simple packing out.
         cost: time of micro-batches, in `unit`.
     """
-    report = plan_report(plan, cost=cost)
     page = Page(title=f"plan {plan.digest()[:12]}", facts=_plan_facts(plan), unit=unit)
-    total = report.seconds
-    page.facts += [
-        ("predicted", f"{total:.4g} s" if unit == "s" else f"{total:.0f} {unit}"),
-        ("bubble", f"{report.bubble_fraction:.1%}"),
-    ]
-    numbers = list(range(report.num_steps))
-    seconds = [step.seconds for step in report.steps]
-    if report.num_steps > 1:
-        bubbles = [100 * step.bubble_fraction for step in report.steps]
-        page.curves += [
-            _curve("predicted time", unit, numbers, {"step": seconds}),
-            _curve("bubble", "%", numbers, {"step": bubbles}),
-        ]
-    slowest = sorted(numbers, key=lambda number: (-seconds[number], number))
-    _add_timelines(page, ([planned(plan, n, n, cost)] for n in slowest), report.num_steps)
+    plans = {"planned": plan}
+    if lengths is not None:
+        plans["next-fit"] = naive_plans(plan, lengths)["next-fit"]
+    reports = {source: plan_report(packed, cost=cost) for source, packed in plans.items()}
+    ours = reports["planned"]
+    numbers = list(range(ours.num_steps))
+    times, idles = {}, {}
+    for source, report in reports.items():
+        time = f"{report.seconds:.4g} s" if unit == "s" else f"{report.seconds:.0f} {unit}"
+        ratio = "" if report is ours else f", {report.seconds / ours.seconds:.2f} x planned"
+        page.facts.append((f"time, {source}", f"{time}{ratio}"))
+        page.facts.append((f"bubble, {source}", f"{report.bubble_fraction:.1%}"))
+        times[source] = [step.seconds for step in report.steps]
+        idles[source] = [100 * step.bubble_fraction for step in report.steps]
+    if ours.num_steps > 1:
+        page.curves.append(_curve("time of a step", unit, numbers, times))
+        page.curves.append(_curve("bubble", "%", numbers, idles))
+    groups = (
+        [planned(packed, number, number, cost, source) for source, packed in plans.items()]
+        for number in sorted(numbers, key=lambda number: -times["planned"][number])
+    )
+    _add_timelines(page, groups, len(numbers))
     page.histograms += _histograms(plan, lengths)
     return page
 
 
 def run_page(records: RunRecords, cost: CostModel | None) -> Page:
-    """A page about a run.
+    """A page about a run: timelines of its traced steps, or else the planned ones of its last
+    batch.
 
     Args:
         cost: see `timeline.traced`.
     """
     plan = records.plan
-    metrics = records.metrics
     page = Page(title=f"run {records.name}", facts=_run_facts(records), unit="s")
     page.facts += [(f"last batch: {name}", value) for name, value in _plan_facts(plan)]
     charts: list[tuple[str, str, dict[str, str]]] = [
@@ -104,39 +111,33 @@ def run_page(records: RunRecords, cost: CostModel | None) -> Page:
     ]
     for feature in FEATURES:
         share = feature.share
-        if share.metric and any(line.get(share.metric) for line in metrics):
+        if share.metric and any(_column(records, share.metric)):
             what = "of the tokens" if share.form else "number"
             charts.append((feature.name, "", {what: share.metric}))
-    numbers = [line["step"] for line in metrics]
+    numbers = [line["step"] for line in records.metrics]
     for title, unit, keys in charts:
-        series = {
-            name: [number_or_none(line.get(key)) for line in metrics] for name, key in keys.items()
-        }
+        series = {name: _column(records, key) for name, key in keys.items()}
         page.curves.append(_curve(title, unit, numbers, series))
     timelines = traced(records, cost)
-    pairs = [timelines[i : i + 2] for i in range(0, len(timelines), 2)]
-    _add_timelines(page, iter(pairs), len(pairs))
-    if not pairs:
-        page.notes.append("no step was traced; train.trace_steps=2 shows measured timelines")
+    groups = [timelines[i : i + 2] for i in range(0, len(timelines), 2)]
+    if not groups:
+        groups = [[timeline] for timeline in last_batch(records, cost)]
+        page.notes.append(
+            "no step was traced: timelines are those planned for the last batch; "
+            "train.trace_steps=2 shows measured ones beside"
+        )
+    _add_timelines(page, iter(groups), len(groups))
     page.histograms += _histograms(plan, records.lengths)
     return page
 
 
 def page_html(page: Page) -> str:
-    """The content of the HTML file. Text from plans and runs is escaped."""
-    payload = asdict(page)
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in page.notes)
-    facts = "".join(
-        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
-        for name, value in page.facts
-    )
+    """The content of the HTML file. Text from plans and runs is data, which no browser parses."""
     parts = {
         "TITLE": html.escape(page.title),
-        "FACTS": facts,
-        "NOTES": notes,
         "STYLE": _resource("report.css"),
         "SCRIPT": _resource("report.js"),
-        "DATA": _inline_json({key: payload[key] for key in _CHARTS}),
+        "DATA": _inline_json(asdict(page)),
     }
     # The template is split once, so that inserted text is not searched for markers.
     pieces = _resource("report.html").split("@@")
@@ -154,14 +155,13 @@ def _resource(name: str) -> str:
 
 
 def _plan_facts(plan: Plan) -> Facts:
-    layout = plan.layout
     counts = plan.counts
     num_microbatches = counts.num_rows + counts.num_padding_rows
     budget = f"{plan.max_tokens_per_gpu} tokens per GPU"
     if plan.max_tokens_per_gpu is None:
         budget = f"{plan.micro_batch_size} samples per micro-batch"
     return [
-        ("layout", f"{layout.label}, {layout.world_size} GPUs"),
+        ("layout", f"{plan.layout.label}, {plan.layout.world_size} GPUs"),
         ("budget", budget),
         ("samples", f"{plan.num_samples}"),
         ("optimizer steps", f"{counts.num_steps}"),
@@ -175,31 +175,28 @@ def _plan_facts(plan: Plan) -> Facts:
 
 
 def _run_facts(records: RunRecords) -> Facts:
-    metrics = records.metrics
-    if not metrics:
+    if not records.metrics:
         return [("steps", "0")]
-    last = metrics[-1]
-    seconds = _numbers(records, "step_measured_s")
-    error = [
-        abs(predicted / measured - 1)
-        for line in metrics
-        if (predicted := number_or_none(line.get("step_predicted_s"))) is not None
-        and (measured := number_or_none(line.get("step_measured_s")))
+    last = records.metrics[-1]
+    measured = _column(records, "step_measured_s")
+    errors = [
+        abs(predicted / seconds - 1) if predicted is not None and seconds else None
+        for predicted, seconds in zip(_column(records, "step_predicted_s"), measured, strict=True)
+    ]
+    medians = [
+        ("median step", "{:.4g} s", measured),
+        ("prediction off by", "{:.1%} in the median step", errors),
+        ("tokens per second", "{:.0f} in the median step", _column(records, "tokens_per_second")),
     ]
     facts = [("steps", f"{last['step']}"), ("last loss", _shown(last.get("loss")))]
-    if seconds:
-        facts.append(("median step", f"{np.median(seconds):.4g} s"))
-    if error:
-        facts.append(("prediction off by", f"{np.median(error):.1%} in the median step"))
-    speed = _numbers(records, "tokens_per_second")
-    if speed:
-        facts.append(("tokens per second", f"{np.median(speed):.0f} in the median step"))
+    for name, text, values in medians:
+        if known := [value for value in values if value is not None]:
+            facts.append((name, text.format(np.median(known))))
     return facts
 
 
-def _numbers(records: RunRecords, key: str) -> list[float]:
-    values = (number_or_none(line.get(key)) for line in records.metrics)
-    return [value for value in values if value is not None]
+def _column(records: RunRecords, key: str) -> list[float | None]:
+    return [number_or_none(line.get(key)) for line in records.metrics]
 
 
 def _shown(value: Any) -> str:
@@ -228,33 +225,40 @@ def _add_timelines(page: Page, groups: Iterator[list[Timeline]], num_groups: int
         page.notes.append(f"timelines of {len(page.steps)} of {num_groups} steps are shown")
 
 
-def typical_step(group: Sequence[Timeline]) -> dict[str, Any]:
-    """`step_data` of as many ranks as are to be drawn: typical ones, if the step has more."""
+def typical_step(group: Sequence[Timeline], most: int = _MAX_RANKS) -> dict[str, Any]:
+    """What is drawn of a step: its number, label and end, and a track of each drawn rank in each
+    timeline, such as the planned and the measured one.
+
+    Args:
+        most: so many tracks are drawn of a timeline, or fewer of several and of many operations:
+            typical ranks if the step has more; 1 = the slowest.
+    """
     layout = group[0].plan.layout
     per_rank = sum(len(timeline.events) for timeline in group) / layout.dp
     lanes = _MAX_LANES // (layout.pp * len(group))
-    most = max(1, min(_MAX_RANKS, lanes, int(_MAX_EVENTS / per_rank)))
-    return step_data(group, typical_ranks(group[-1].rank_ends, most))
-
-
-def step_data(group: Sequence[Timeline], ranks: Sequence[int]) -> dict[str, Any]:
-    """What is drawn of a step: its number, label and end, and a track for each of these ranks in
-    each timeline, such as the planned and the measured one."""
-    dp = group[0].plan.layout.dp
+    # Planned and measured, the same ranks are drawn; packed in another way, the slowest are others.
+    ends = {id(timeline.step): timeline.rank_ends for timeline in group}
+    most = max(1, min(most // len(ends), lanes, int(_MAX_EVENTS / per_rank)))
+    tracks = [
+        [_track(timeline, rank) for rank in typical_ranks(ends[id(timeline.step)], most)]
+        for timeline in group
+    ]
     label = f"step {group[0].number}"
-    if len(ranks) < dp:
-        label += f": {len(ranks)} of {dp} DP ranks, from the slowest to the fastest"
+    if most < layout.dp:
+        label += f": {most} of {layout.dp} DP ranks, slowest first"
     return {
         "number": group[0].number,
         "label": label,
         "end": max(max(timeline.rank_ends) for timeline in group),
-        "tracks": [_track(timeline, rank) for rank in ranks for timeline in group],
+        "tracks": list(itertools.chain(*zip(*tracks, strict=True))),
     }
 
 
 def _track(timeline: Timeline, rank: int) -> dict[str, Any]:
+    ends = timeline.rank_ends
+    slowest = " (slowest)" if len(ends) > 1 and ends[rank] == max(ends) else ""
     return {
-        "label": f"{timeline.source}, rank {rank}",
+        "label": f"{timeline.source}, rank {rank}{slowest}",
         "source": timeline.source,
         "stages": timeline.plan.layout.pp,
         "chunks": timeline.plan.layout.vpp,
@@ -281,25 +285,21 @@ def _short(value: float) -> float:
 
 
 def _histograms(plan: Plan, lengths: Ints | None) -> list[dict[str, Any]]:
-    charts = row_charts(plan, plan.steps)
-    if lengths is None:
-        return charts
-    return [_histogram("sample lengths", "tokens", "samples", lengths.astype(float)), *charts]
-
-
-def row_charts(plan: Plan, steps: Sequence[StepPlan]) -> list[dict[str, Any]]:
-    """Histograms of the fill and the samples of the rows of some of a plan's steps."""
-    rows = [mb for step in steps for mb in step.microbatches if mb.samples]
-    full, name = full_row(plan, steps)
+    """Sample lengths, if they are known, and the fill and the samples of rows."""
+    rows = [mb for step in plan.steps for mb in step.microbatches if mb.samples]
+    full, name = full_row(plan, plan.steps)
     fills = np.array([100 * row_fill(mb, full) for mb in rows])
     num_over = int((fills > 100).sum())
     over = f"; {num_over} rows over it, in the last bar" if num_over else ""
     fills = np.minimum(fills, 100.0)
     samples = np.array([float(len(mb.samples)) for mb in rows])
-    return [
+    charts = [
         _histogram(f"row fill: real tokens over {name}{over}", "%", "rows", fills, high=100.0),
         _histogram("samples per row", "samples", "rows", samples),
     ]
+    if lengths is not None:
+        charts.insert(0, _histogram("sample lengths", "tokens", "samples", lengths.astype(float)))
+    return charts
 
 
 def _histogram(

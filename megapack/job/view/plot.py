@@ -8,6 +8,7 @@ Needs matplotlib, which the functions import when they draw.
 from __future__ import annotations
 
 import io
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,12 +22,16 @@ from megapack.plan.order import KINDS
 _COLOURS = {"forward": "#56b4e9", "backward": "#e69f00", "weight gradients": "#009e73"}
 _NAMES = dict(zip(KINDS, _COLOURS, strict=True))
 _PADDING = "#999999"
-_WAITING = "#ececec"
+_IDLE = "#ececec"
 _INK = "#1a1a1a"
 _SHARED = "#cc0066"
 _MAX_LABELS = 400
+# Shares of the time axis that are about 3 and 6 pixels wide: narrower boxes have no lines between
+# them, and no frame but its lower edge. Outlines would hide their colours.
+_SEEN, _FRAMED = 0.0026, 0.0052
 # Between the lanes of two ranks, in lanes.
 _GAP = 0.6
+_LEGEND: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False, "fontsize": 8}
 _FONT = {"font.size": 9, "svg.hashsalt": "megapack", "svg.fonttype": "none"}
 
 
@@ -36,7 +41,7 @@ def draw_steps(
     """Timelines of steps, one below the other on a shared time axis.
 
     Args:
-        steps: what `page.step_data` gives, by title.
+        steps: what `page.typical_step` gives, by title.
         unit: unit of the timelines' times.
         suffix: png, svg or pdf.
 
@@ -48,20 +53,24 @@ def draw_steps(
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("matplotlib is not installed; pip install matplotlib") from None
+    tracks = [track for step in steps.values() for track in step["tracks"]]
     with matplotlib.rc_context(_FONT):
-        height = sum(_height(step) + 0.25 for step in steps.values())
+        # Inches of lanes, of the space between ranks and steps, and of the axis and the heading.
+        height = sum(0.17 * track["stages"] + 0.3 for track in tracks) + 0.25 * len(steps)
         size = (11, height + 0.5 + 0.2 * len(heading.splitlines()))
         figure = Figure(figsize=size, layout="constrained")
         plots = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]
         end = max(step["end"] for step in steps.values())
-        tracks = [track for step in steps.values() for track in step["tracks"]]
         frames = _frames(tracks)
         for axes, (title, step) in zip(plots, steps.items(), strict=True):
             _draw_timeline(axes, step, end, frames)
             axes.set_title(title, fontsize=9, loc="left")
         _legend(plots[0], tracks, frames)
         paler = "; paler: later chunks" if tracks[-1]["chunks"] > 1 else ""
-        plots[-1].set_xlabel(f"{unit}; stage 0 is the upmost of a rank{paler}")
+        plots[-1].ticklabel_format(axis="x", style="plain", useOffset=False)
+        plots[-1].set_xlabel(
+            f"time in {unit}; a rank's lanes are its stages, the first on top{paler}"
+        )
         figure.suptitle(heading, fontsize=10)
         # Leave the date out, so that equal plans give equal files.
         metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
@@ -70,21 +79,11 @@ def draw_steps(
         return buffer.getvalue()
 
 
-def _height(step: dict[str, Any]) -> float:
-    """Inches of a step's timeline."""
-    return float(sum(0.17 * track["stages"] + 0.3 for track in step["tracks"]))
-
-
 def _frames(tracks: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
     """What rows of these tracks are framed for, by `RowFact.key`: legend and colour."""
     had = {key for track in tracks for *_, own in track["rows"] for key in own}
-    rows = (feature.row for feature in facts.FEATURES)
-    colours = {"dp_ranks": _SHARED}
-    return {
-        row.key: (row.legend, colours.get(row.key, _INK))
-        for row in rows
-        if row and row.legend and row.key in had
-    }
+    rows = [row for feature in facts.FEATURES if (row := feature.row) and row.key in had]
+    return {r.key: (r.legend, _SHARED if r.key == "dp_ranks" else _INK) for r in rows if r.legend}
 
 
 def _draw_timeline(
@@ -97,38 +96,33 @@ def _draw_timeline(
     """
     from matplotlib.collections import LineCollection, PolyCollection
 
-    boxes, colours, framed, frame_colours, labels = [], [], [], [], []
+    # Of each box its corners, and the colours of its face and its edge, and the width of the edge.
+    boxes, framed, labels = [], [], []
     # Begins of micro-batches that several ranks share, on the first stage, which a line joins.
-    joins: dict[tuple[int, int, str], list[tuple[float, float]]] = {}
+    joins: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     ticks = {}
     top = 0.0
     for track in step["tracks"]:
-        axes.add_patch(_rectangle(0, top, step["end"], track["stages"], facecolor=_WAITING))
-        ticks[track["label"].partition(", ")[2]] = top + track["stages"] / 2
+        axes.barh(top, step["end"], track["stages"], align="edge", color=_IDLE)
+        ticks[track["label"].partition(", ")[2].replace(" (", "\n(")] = top + track["stages"] / 2
         for stage, chunk, microbatch, kind, start, stop in track["events"]:
             samples, _, _, own = track["rows"][microbatch]
             low, high = top + stage + 0.06, top + stage + 0.94
             box = [(start, low), (stop, low), (stop, high), (start, high)]
-            boxes.append(box)
-            colours.append(_colour(KINDS[kind], chunk / max(1, track["chunks"] - 1), samples))
+            wide = (stop - start) / end
+            face = _colour(KINDS[kind], chunk / max(1, track["chunks"] - 1), samples)
+            boxes.append((box, face, "white", 0.4 if wide > _SEEN else 0.0))
             for key in frames.keys() & own.keys():
-                framed.append(box)
-                frame_colours.append(frames[key][1])
-            if "dp_ranks" in own and stage == chunk == 0:
-                joins.setdefault((kind, microbatch, own["dp_ranks"]), []).extend(
-                    [(start, low), (start, high)]
-                )
+                outline = box if wide > _FRAMED else box[2:]
+                framed.append((outline, "none", frames[key][1], 1.0))
+            if "dp_ranks" in own and stage == chunk == 0 and wide > _FRAMED:
+                joins[kind, microbatch, own["dp_ranks"]] += [(start, low), (start, high)]
             # Only boxes that are wide enough have their number in them.
-            if stop - start > 0.011 * end:
+            if wide > 0.011:
                 labels.append(((start + stop) / 2, (low + high) / 2, str(microbatch)))
         top += track["stages"] + _GAP
-    widths = 0.4 if len(boxes) < 2000 else 0.0
-    axes.add_collection(
-        PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=widths)
-    )
-    axes.add_collection(
-        PolyCollection(framed, facecolors="none", edgecolors=frame_colours, linewidths=1)
-    )
+    corners, faces, edges, widths = zip(*boxes, *framed, strict=True)
+    axes.add_collection(PolyCollection(corners, fc=faces, ec=edges, lw=widths))
     axes.add_collection(LineCollection(list(joins.values()), colors=_SHARED, linewidths=1.6))
     for x, y, text in labels if len(labels) <= _MAX_LABELS else ():
         axes.text(x, y, text, ha="center", va="center", fontsize=6, color=_INK)
@@ -137,12 +131,6 @@ def _draw_timeline(
     axes.set_yticks(list(ticks.values()), list(ticks))
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
-
-
-def _rectangle(x: float, y: float, width: float, height: float, **style: Any) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x, y), width, height, **({"linewidth": 0} | style))
 
 
 def _colour(kind: str, place: float, num_samples: int) -> Any:
@@ -159,22 +147,14 @@ def _legend(
     axes: Any, tracks: Sequence[dict[str, Any]], frames: dict[str, tuple[str, str]]
 ) -> None:
     """The colours of the operations that some of the tracks have, and the frames."""
+    from matplotlib.patches import Patch
+
     kinds = {kind for track in tracks for _, _, _, kind, _, _ in track["events"]}
     names = {_NAMES[KINDS[kind]]: _COLOURS[_NAMES[KINDS[kind]]] for kind in sorted(kinds)}
-    names |= {"padding": _PADDING, "waiting": _WAITING}
-    patches = [_rectangle(0, 0, 1, 1, facecolor=colour) for colour in names.values()]
-    for name, colour in frames.values():
-        patches.append(_rectangle(0, 0, 1, 1, fill=False, edgecolor=colour, linewidth=1.5))
-        names[name] = colour
-    axes.legend(
-        patches,
-        names,
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        ncols=len(names),
-        frameon=False,
-        fontsize=8,
-        # Room for a title beside six entries.
-        columnspacing=1.1,
-        handlelength=1.5,
-    )
+    if any(not row[0] for track in tracks for row in track["rows"]):
+        names["padding"] = _PADDING
+    names["idle"] = _IDLE
+    patches = [Patch(color=colour, lw=0, label=name) for name, colour in names.items()]
+    patches += [Patch(fill=False, ec=c, lw=1.5, label=name) for name, c in frames.values()]
+    # Narrow, with room for a title beside six entries.
+    axes.legend(handles=patches, ncols=9, columnspacing=1.1, handlelength=1.5, **_LEGEND)

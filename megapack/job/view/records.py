@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 from megapack.base.arrays import Ints
 from megapack.base.files import read_text, strict_json
 from megapack.cost.model import CostModel
-from megapack.errors import DataError, PlanError, first_line
+from megapack.errors import ConfigError, DataError, PlanError, first_line
 from megapack.job.data.lengths import Columns, read_length_file
 from megapack.pipeline.simulator import Event
 from megapack.plan.file import read_plan
 from megapack.plan.order import KINDS
 from megapack.plan.plan import Plan
+from megapack.plan.text import COST
 
 METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace.jsonl"
@@ -53,17 +54,18 @@ class RunRecords:
     """Lines of metrics.jsonl; `step` is an int in each."""
     plan: Plan
     """Plan of the last batch."""
+    cost: CostModel | None
+    """Cost model that it was made with; None if the run did not write it."""
     lengths: Ints | None
     """Lengths of the last batch; None if the run did not write them."""
     traced: tuple[TracedStep, ...]
     """Steps traced by `train.trace_steps`."""
 
-    def predicted_seconds(self, number: int) -> float | None:
-        """Seconds that the run predicted for a step; None if it did not."""
-        for line in self.metrics:
-            if line["step"] == number:
-                return number_or_none(line.get("step_predicted_s"))
-        return None
+    def seconds(self, number: int) -> float | None:
+        """Seconds that the run predicted for a step, or else measured; None if it did neither."""
+        line = next((line for line in self.metrics if line["step"] == number), {})
+        values = (line.get("step_predicted_s"), line.get("step_measured_s"))
+        return next(filter(None, map(number_or_none, values)), None)
 
 
 def read_run(folder: str | Path) -> RunRecords:
@@ -76,12 +78,12 @@ def read_run(folder: str | Path) -> RunRecords:
     path = Path(folder)
     lengths = path / LENGTHS_FILE
     trace = path / TRACE_FILE
-    metrics = tuple(_lines(path / METRICS_FILE, _metrics))
-    plan = read_plan(path / PLAN_FILE)
+    plan = path / PLAN_FILE
     return RunRecords(
         name=path.resolve().name,
-        metrics=metrics,
-        plan=plan,
+        metrics=tuple(_lines(path / METRICS_FILE, _metrics)),
+        plan=read_plan(plan),
+        cost=_plan_cost(plan),
         lengths=read_length_file(str(lengths), Columns()).lengths if lengths.exists() else None,
         traced=tuple(_lines(trace, _traced)) if trace.exists() else (),
     )
@@ -115,6 +117,17 @@ def _bad_line(path: Path, number: int, reason: str) -> DataError:
     )
 
 
+def _plan_cost(path: Path) -> CostModel | None:
+    try:
+        return _cost(strict_json(read_text(path)).get(COST))
+    except ConfigError as error:
+        raise DataError(f"{path}: {error}") from None
+
+
+def _cost(fields: Any) -> CostModel | None:
+    return None if fields is None else CostModel.from_json(json.dumps(fields))
+
+
 def _metrics(line: dict[str, Any]) -> dict[str, Any]:
     if type(line["step"]) is not int:
         raise ValueError("step is not an integer")
@@ -138,7 +151,6 @@ def _traced(line: dict[str, Any]) -> TracedStep:
         is_time = -math.inf < event.start <= event.end < math.inf
         if event.kind not in set(KINDS) or not is_time:
             raise ValueError(f"an event {event.kind!r} from {event.start} to {event.end}")
-    fields = line.get("cost")
-    cost = None if fields is None else CostModel.from_json(json.dumps(fields))
+    cost = _cost(line.get(COST))
     is_calibrated = line.get("is_calibrated", cost is not None)
     return TracedStep(_metrics(line)["step"], plan, cost, is_calibrated is True, events)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -18,7 +19,7 @@ class Timeline:
     """When each operation of one step runs."""
 
     source: str
-    """"planned" or "measured"."""
+    """"planned", "measured", or how else the samples are packed."""
     number: int
     """The step's number, from 0 in a plan and from 1 in a run."""
     plan: Plan
@@ -30,7 +31,7 @@ class Timeline:
         """The micro-batch that an event runs."""
         return self.step.ranks[event.rank][event.microbatch]
 
-    @property
+    @cached_property
     def rank_ends(self) -> list[float]:
         """End of each DP rank's last operation."""
         ends = np.zeros(self.plan.layout.dp)
@@ -39,7 +40,9 @@ class Timeline:
         return [float(end) for end in ends]
 
 
-def planned(plan: Plan, index: int, number: int, cost: CostModel | None) -> Timeline:
+def planned(
+    plan: Plan, index: int, number: int, cost: CostModel | None, source: str = "planned"
+) -> Timeline:
     """The timeline of a plan's step as the simulator runs it.
 
     Args:
@@ -52,7 +55,7 @@ def planned(plan: Plan, index: int, number: int, cost: CostModel | None) -> Time
     """
     step = plan.steps[index]
     run = simulate_planned(plan, step, cost)
-    return Timeline("planned", number, plan, step, run.events)
+    return Timeline(source, number, plan, step, run.events)
 
 
 def traced(records: RunRecords, cost: CostModel | None) -> list[Timeline]:
@@ -68,14 +71,35 @@ def traced(records: RunRecords, cost: CostModel | None) -> list[Timeline]:
         simulated = planned(step.plan, 0, step.number, cost or step.cost)
         measured = Timeline("measured", step.number, step.plan, step.plan.steps[0], step.events)
         if cost is None and not step.is_calibrated:
-            seconds = records.predicted_seconds(step.number) or max(measured.rank_ends)
-            simulated = scaled(simulated, seconds / max(simulated.rank_ends))
+            simulated = scaled(simulated, records.seconds(step.number) or max(measured.rank_ends))
         timelines += [simulated, measured]
     return timelines
 
 
-def scaled(timeline: Timeline, factor: float) -> Timeline:
-    """The timeline with all times multiplied by a factor."""
+def last_batch(records: RunRecords, cost: CostModel | None) -> list[Timeline]:
+    """The planned timelines of a run's last batch, in seconds.
+
+    Args:
+        cost: cost model in seconds; None uses the run's, scaled as in `traced`, and leaves out
+            steps that the run has not finished.
+    """
+    plan = records.plan
+    ran = [m["step"] for m in records.metrics if m.get("plan_digest") == plan.digest()[:12]]
+    # A plan can be made again, of the same batch in a later epoch.
+    again = (len(ran) - 1) // len(plan.steps) * len(plan.steps)
+    first = ran[again] if ran else len(records.metrics) + 1
+    timelines = []
+    for index in range(len(plan.steps)):
+        seconds = records.seconds(first + index)
+        if cost is not None or seconds:
+            timeline = planned(plan, index, first + index, cost or records.cost)
+            timelines.append(timeline if cost or not seconds else scaled(timeline, seconds))
+    return timelines
+
+
+def scaled(timeline: Timeline, end: float) -> Timeline:
+    """The timeline with all times multiplied so that it ends then."""
+    factor = end / max(timeline.rank_ends)
     events = (
         replace(event, start=event.start * factor, end=event.end * factor)
         for event in timeline.events

@@ -3,14 +3,22 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// A number in a few digits: 1234567 -> 1.235M.
-function short(value) {
-  const size = Math.abs(value);
+// A number in a few digits: 1234567 -> 1.235M. Numbers of one axis have the suffix of its largest.
+function short(value, largest = value) {
+  const size = Math.abs(largest);
+  if (value === 0) return "0";
   if (size >= 1e9) return trim(value / 1e9) + "G";
   if (size >= 1e6) return trim(value / 1e6) + "M";
   if (size >= 1e4) return trim(value / 1e3) + "k";
   if (size !== 0 && size < 1e-3) return value.toExponential(1);
   return trim(value);
+}
+
+// A time of the timeline with its unit; `largest` decides between s, ms and µs.
+function time(value, largest = value) {
+  if (data.unit !== "s") return short(value, largest);
+  const [factor, unit] = largest >= 1 ? [1, "s"] : largest >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
+  return `${trim(value * factor)} ${unit}`;
 }
 
 function trim(value) {
@@ -28,6 +36,23 @@ function ticks(low, high, count, least = 0) {
   }
   return found;
 }
+
+// ---- texts; as text, what a plan or a run calls something is never markup
+
+function element(name, text, ...children) {
+  const made = document.createElement(name);
+  made.append(...children);
+  if (text !== null) made.textContent = text;
+  return made;
+}
+
+for (const [name, value] of data.facts) {
+  const fact = element("div", null, element("dt", name), element("dd", value));
+  document.getElementById("facts").append(fact);
+}
+for (const note of data.notes) document.getElementById("notes").append(element("li", note));
+const unitName = data.unit === "s" ? "seconds" : data.unit;
+document.getElementById("unit").textContent = `Timeline, in ${unitName}`;
 
 // ---- timeline
 
@@ -86,12 +111,15 @@ class Timeline {
 
   show(index) {
     this.step = this.steps[index];
-    const isShared = this.step.tracks.some(({ rows }) => rows.some((row) => row[3].dp_ranks));
-    document.getElementById("shared").hidden = !isShared;
-    const hasPieces = this.step.tracks.some(({ rows }) => rows.some((row) => row[3].piece));
-    document.getElementById("pieces").hidden = !hasPieces;
-    const hasWeights = this.step.tracks.some(({ events }) => events.some((event) => event[3] === 2));
-    document.getElementById("weights").hidden = !hasWeights;
+    const rows = this.step.tracks.flatMap((track) => track.rows);
+    const has = {
+      shared: rows.some((row) => row[3].dp_ranks),
+      pieces: rows.some((row) => row[3].piece),
+      packings: this.step.tracks.some(({ source }) => source === "next-fit"),
+      padded: rows.some((row) => !row[0]),
+      weights: this.step.tracks.some(({ events }) => events.some((event) => event[3] === 2)),
+    };
+    for (const id in has) document.getElementById(id).hidden = !has[id];
     this.lit = null;
     this.tip.hidden = true;
     this.zoom(0, 0);
@@ -141,7 +169,7 @@ class Timeline {
     paint.fillStyle = css("--faint");
     paint.fillText(track.label, 0, top + LABEL / 2);
     const first = top + LABEL;
-    paint.fillStyle = css("--waiting");
+    paint.fillStyle = css("--idle");
     paint.fillRect(0, first, width, track.stages * LANE);
     for (const event of track.events) {
       const [stage, chunk, microbatch, kind, start, end] = event;
@@ -174,9 +202,7 @@ class Timeline {
       const [stage, chunk, microbatch, kind] = event, ranks = track.rows[microbatch][3].dp_ranks;
       if (!ranks) continue;
       const [x, y, w, h] = box, hit = this.lit === sharedKey(event, track);
-      paint.lineWidth = hit ? 2.5 : 1;
-      paint.strokeRect(x + 0.5, y + 0.5, Math.max(0.5, w - 1), h - 1);
-      if (!hit && (stage || chunk)) continue;
+      if (!frame(paint, box, hit) || (!hit && (stage || chunk))) continue;
       const key = `${sharedKey(event, track)} ${stage} ${chunk} ${kind}`;
       if (!joins.has(key)) joins.set(key, []);
       joins.get(key).push([x + 0.5, y], [x + 0.5, y + h]);
@@ -195,9 +221,7 @@ class Timeline {
     paint.strokeStyle = css("--ink");
     for (const { box, event, track } of this.boxes) {
       if (!track.rows[event[2]][3].piece) continue;
-      const [x, y, w, h] = box;
-      paint.lineWidth = this.lit === pieceKey(event, track) ? 2.5 : 1;
-      paint.strokeRect(x + 0.5, y + 0.5, Math.max(0.5, w - 1), h - 1);
+      frame(paint, box, this.lit === pieceKey(event, track));
     }
   }
 
@@ -213,11 +237,12 @@ class Timeline {
   drawAxis(paint, width) {
     const x = this.scale(width);
     paint.fillStyle = css("--faint");
-    paint.textAlign = "center";
-    for (const value of ticks(this.low, this.high, Math.max(2, width / 110))) {
-      const at = Math.min(width - 24, Math.max(24, x(value)));
-      paint.fillRect(x(value), AXIS - 5, 1, 4);
-      paint.fillText(`${short(value)}${data.unit === "s" ? " s" : ""}`, at, 8);
+    const values = ticks(this.low, this.high, Math.max(2, width / 90));
+    for (const value of values) {
+      const at = x(value);
+      paint.textAlign = at < 24 ? "start" : at > width - 24 ? "end" : "center";
+      paint.fillRect(Math.min(at, width - 1), AXIS - 5, 1, 4);
+      paint.fillText(time(value, values[values.length - 1]), at, 8);
     }
     paint.textAlign = "start";
   }
@@ -245,11 +270,27 @@ class Timeline {
       `${hit.track.label}, stage ${stage}, chunk ${chunk}\n` +
       `${samples} samples, ${tokens} tokens, row of ${rowTokens}\n` +
       Object.values(facts).map((fact) => `${fact}\n`).join("") +
-      `${short(start)} to ${short(end)} ${data.unit}: ${short(end - start)}`;
+      `${time(start, end)} to ${time(end)}: ${time(end - start, end)}` +
+      (data.unit === "s" ? "" : ` ${data.unit}`);
     const room = this.canvas.clientWidth - this.tip.offsetWidth;
     this.tip.style.left = `${Math.max(0, Math.min(room, px + 12))}px`;
     this.tip.style.top = `${py + 14}px`;
   }
+}
+
+// Frame a box. A narrow one gets only its lower edge: outlines would hide its colour. Returns whether
+// it has a frame.
+function frame(paint, [x, y, w, h], hit) {
+  paint.lineWidth = hit ? 2.5 : 1;
+  const whole = hit || w >= 6;
+  if (whole) paint.strokeRect(x + 0.5, y + 0.5, Math.max(0.5, w - 1), h - 1);
+  else {
+    paint.beginPath();
+    paint.moveTo(x, y + h - 0.5);
+    paint.lineTo(x + w, y + h - 0.5);
+    paint.stroke();
+  }
+  return whole;
 }
 
 // The micro-batch of an event among those that several ranks share, of one source.
@@ -280,35 +321,33 @@ function node(name, attributes, text) {
   return made;
 }
 
+const most = (values) => Math.max(...values.map(Math.abs));
+
 // Add a figure with axes; returns its svg and the scales of both axes.
 function chart(section, title, xRange, yRange, xLabel, yLeast = 0) {
-  const figure = document.createElement("figure");
-  const head = document.createElement("h3");
-  head.textContent = title;
   const svg = node("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title });
-  figure.append(head, svg);
+  const figure = element("figure", null, element("h3", title), svg);
   document.getElementById(section).append(figure);
   const between = ([low, high], from, to) => (value) =>
     from + ((value - low) / (high - low || 1)) * (to - from);
   const x = between(xRange, LEFT, WIDTH - RIGHT), y = between(yRange, HEIGHT - BOTTOM, TOP);
-  for (const value of ticks(...yRange, 5, yLeast)) {
+  const yTicks = ticks(...yRange, 5, yLeast), xTicks = ticks(...xRange, 5, 1);
+  for (const value of yTicks) {
     svg.append(node("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
-    svg.append(node("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, short(value)));
+    svg.append(node("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, short(value, most(yTicks))));
   }
   // Steps, tokens, samples and percents are whole.
-  for (const value of ticks(...xRange, 5, 1)) {
-    svg.append(
-      node("text", { x: x(value), y: HEIGHT - BOTTOM + 14, "text-anchor": "middle" }, short(value)),
-    );
+  for (const value of xTicks) {
+    const at = { x: x(value), y: HEIGHT - BOTTOM + 14, "text-anchor": "middle" };
+    svg.append(node("text", at, short(value, most(xTicks))));
   }
   svg.append(node("text", { x: WIDTH - RIGHT, y: HEIGHT - 3, "text-anchor": "end" }, xLabel));
   return { svg, x, y };
 }
 
 function histogram({ title, unit, what, low, high, counts }) {
-  const most = Math.max(1, ...counts);
-  const named = `${title} (${what})`;
-  const { svg, x, y } = chart("histograms", named, [low, high], [0, most], unit, 1);
+  const named = `${title} (${what})`, top = Math.max(1, ...counts);
+  const { svg, x, y } = chart("histograms", named, [low, high], [0, top], unit, 1);
   const edge = (i) => low + (i * (high - low)) / counts.length;
   counts.forEach((count, i) => {
     if (!count) return;

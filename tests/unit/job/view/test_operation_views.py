@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,12 +40,26 @@ def test_a_picture_has_weight_gradients_and_frames_around_pieces() -> None:
     assert "piece of a sample" not in plain
 
 
+def test_narrow_pieces_have_no_outline_that_hides_their_colour() -> None:
+    """Boxes of a few pixels have only their lower edge: there and back, as a shape."""
+    step = typical_step([planned(split_plan(), 0, 0, COST)])
+    assert frames_of(step, "#1a1a1a") == {5}
+    assert frames_of(step | {"end": 40 * step["end"]}, "#1a1a1a") == {3}
+
+
+def frames_of(step: dict[str, Any], colour: str) -> set[int]:
+    """Corners of the shapes that are drawn with this edge, beside the legend's."""
+    svg = draw_steps({"one": step}, "token times", "svg").decode().split('id="legend_1"')[0]
+    paths = re.findall(rf'<path d="([^"]*)"[^>]*stroke: {colour}', svg)
+    return {len(re.findall("[ML]", path)) for path in paths}
+
+
 def test_a_page_has_the_kinds_and_the_pieces() -> None:
     page = plan_page(split_plan(), np.array(LENGTHS), COST, "token times")
     facts = dict(page.facts)
     assert facts["split samples"] == "1 in 3 pieces (44.6% of the tokens)"
     assert facts["split backwards"] == "20"
-    first, second = page.steps[0]["tracks"]
+    first, _, second, next_fit = page.steps[0]["tracks"]
     assert [row[3].get("piece") for row in first["rows"]] == [
         "sample 0, tokens 0 to 2800",
         "sample 0, tokens 2800 to 5200",
@@ -54,6 +69,8 @@ def test_a_page_has_the_kinds_and_the_pieces() -> None:
     ]
     for track in (first, second):
         assert Counter(event[3] for event in track["events"]) == {0: 10, 1: 10, 2: 10}
+    # Simple packing has no pieces.
+    assert not any("piece" in row[3] for row in next_fit["rows"])
     html = page_html(page)
     assert "drawPieces" in html
     assert 'id="weights"' in html

@@ -14,6 +14,8 @@ import pytest
 from megapack import CostModel, Layout, build_dp_schedule
 from megapack.job.view.page import Page, page_html, plan_page, run_page
 from megapack.job.view.records import read_run
+from megapack.outlook.baselines import naive_plans
+from megapack.outlook.stats import plan_report
 from tests.run_folder import LENGTHS, make_plan, write_run
 
 pytestmark = pytest.mark.unit
@@ -32,7 +34,12 @@ def test_a_plans_page() -> None:
     page = plan_page(make_plan(), np.array(LENGTHS), COST, "token times")
     assert dict(page.facts)["samples"] == str(len(LENGTHS))
     assert [step["label"] for step in page.steps] == ["step 0", "step 1"]
-    assert [len(step["tracks"]) for step in page.steps] == [2, 2]
+    # Beside the plan, simple packing of the same samples.
+    for step in page.steps:
+        assert [track["source"] for track in step["tracks"]] == ["planned", "next-fit"] * 2
+        samples = [sum(row[0] for row in track["rows"]) for track in step["tracks"]]
+        assert samples[0] + samples[2] == samples[1] + samples[3]
+    assert [series["name"] for series in page.curves[0]["series"]] == ["planned", "next-fit"]
     lengths, fills, samples = page.histograms
     assert (
         sum(lengths["counts"])
@@ -41,7 +48,28 @@ def test_a_plans_page() -> None:
     )
     assert sum(fills["counts"]) == sum(samples["counts"])
     assert data(page_html(page))["steps"] == json.loads(json.dumps(page.steps))
-    assert len(plan_page(make_plan(), None, COST, "s").histograms) == 2
+    without = plan_page(make_plan(), None, COST, "s")
+    assert len(without.histograms) == 2
+    assert {track["source"] for track in without.steps[0]["tracks"]} == {"planned"}
+
+
+def test_a_plans_page_has_the_step_time_of_simple_packing_too() -> None:
+    plan = make_plan()
+    next_fit = naive_plans(plan, np.array(LENGTHS))["next-fit"]
+    ours, theirs = (plan_report(packed, cost=COST) for packed in (plan, next_fit))
+    facts = dict(plan_page(plan, np.array(LENGTHS), COST, "token times").facts)
+    assert facts["time, planned"] == f"{ours.seconds:.0f} token times"
+    ratio = theirs.seconds / ours.seconds
+    assert facts["time, next-fit"] == f"{theirs.seconds:.0f} token times, {ratio:.2f} x planned"
+    assert facts["bubble, next-fit"] == f"{theirs.bubble_fraction:.1%}"
+
+
+def test_packings_are_compared_by_their_slowest_ranks() -> None:
+    lengths = [64 + (i * 7919) % 900 for i in range(256)]
+    plan = build_dp_schedule(lengths, layout=Layout(dp=8, pp=2), max_tokens_per_gpu=2048)
+    (step,) = plan_page(plan, np.array(lengths), COST, "s").steps
+    assert step["label"] == "step 0: 4 of 8 DP ranks, slowest first"
+    assert ["(slowest)" in track["label"] for track in step["tracks"]] == [True] * 2 + [False] * 6
 
 
 def test_a_runs_page(tmp_path: Path) -> None:
@@ -53,9 +81,21 @@ def test_a_runs_page(tmp_path: Path) -> None:
     # A loss of NaN is a gap.
     assert page.curves[1]["series"][0]["y"] == [1.0, 0.5, 1 / 3, None]
     assert [track["label"] for track in page.steps[0]["tracks"]] == [
-        f"{source}, rank {rank}" for rank in (0, 1) for source in ("planned", "measured")
+        f"{source}, rank {rank}{slowest}"
+        for rank, slowest in enumerate((" (slowest)", ""))
+        for source in ("planned", "measured")
     ]
     assert dict(page.facts)["prediction off by"] == "33.3% in the median step"
+
+
+def test_a_run_without_traces_shows_its_last_plan(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "trace.jsonl").unlink()
+    page = run_page(read_run(folder), None)
+    assert [step["label"] for step in page.steps] == ["step 3", "step 4"]
+    assert [step["end"] for step in page.steps] == pytest.approx([2.0, 2.0])
+    assert {track["source"] for track in page.steps[0]["tracks"]} == {"planned"}
+    assert any("train.trace_steps" in note for note in page.notes)
 
 
 def test_a_run_without_steps_or_traces(tmp_path: Path) -> None:

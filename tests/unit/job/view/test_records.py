@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megapack import CostModel, MegapackError
+from megapack import CostModel, DataError, MegapackError
 from megapack.job.view.records import number_or_none, read_run
 from tests.run_folder import LENGTHS, make_plan, write_run
 
@@ -27,7 +27,19 @@ def test_all_files_of_a_run_are_read(tmp_path: Path) -> None:
     assert [step.number for step in records.traced] == [2, 3]
     assert {step.cost for step in records.traced} == {cost}
     assert records.traced[1].plan.steps == make_plan().steps[1:]
-    assert [records.predicted_seconds(step) for step in (1, 2, 9)] == [None, 2.0, None]
+    assert [records.seconds(step) for step in (1, 2, 9)] == [3.0, 2.0, None]
+
+
+def test_the_cost_model_of_the_plan_is_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert read_run(folder).cost is None
+    plan = json.loads((folder / "plan.json").read_text())
+    cost = CostModel(per_token=1e-3)
+    (folder / "plan.json").write_text(json.dumps(plan | {"cost": json.loads(cost.to_json())}))
+    assert read_run(folder).cost == cost
+    (folder / "plan.json").write_text(json.dumps(plan | {"cost": {"per_token": -1}}))
+    with pytest.raises(DataError, match=r"plan\.json: .*per_token"):
+        read_run(folder)
 
 
 def test_a_run_without_traces_and_lengths(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megapack import CostModel, simulate
 from megapack.job.view.records import read_run
-from megapack.job.view.timeline import planned, traced, typical_ranks
+from megapack.job.view.timeline import last_batch, planned, traced, typical_ranks
 from tests.run_folder import LAYOUT, make_plan, write_run
 
 pytestmark = pytest.mark.unit
@@ -53,6 +53,32 @@ def test_times_of_a_measured_cost_model_are_not_scaled(tmp_path: Path) -> None:
     for cost, used in ((None, own), (given, given)):
         seconds = simulate(step, layout=LAYOUT, cost=used).makespan
         assert max(traced(records, cost)[0].rank_ends) == pytest.approx(seconds)
+
+
+def test_the_plan_of_the_last_batch_has_the_runs_steps_and_seconds(tmp_path: Path) -> None:
+    """The same batch of two steps twice: steps 3 and 4 are the second time."""
+    records = read_run(write_run(tmp_path / "run"))
+    timelines = last_batch(records, None)
+    assert [(t.source, t.number) for t in timelines] == [("planned", 3), ("planned", 4)]
+    assert [t.step for t in timelines] == list(records.plan.steps)
+    assert [max(t.rank_ends) for t in timelines] == pytest.approx([2.0, 2.0])
+    # A run that was stopped within the batch.
+    (first,) = last_batch(replace(records, metrics=records.metrics[:3]), None)
+    assert first.number == 3
+    assert last_batch(replace(records, metrics=()), None) == []
+    # Seconds of a given cost model need no scale, and no steps that ran.
+    cost = CostModel(per_token=1e-3)
+    seconds = [simulate(s, layout=LAYOUT, cost=cost).makespan for s in records.plan.steps]
+    for metrics in (records.metrics, ()):
+        timelines = last_batch(replace(records, metrics=metrics), cost)
+        assert [max(t.rank_ends) for t in timelines] == pytest.approx(seconds)
+
+
+def test_the_last_batch_runs_by_the_cost_model_of_its_plan(tmp_path: Path) -> None:
+    records = read_run(write_run(tmp_path / "run"))
+    costly = replace(records, cost=CostModel(fixed=1.0, per_token=1e-9))
+    ends = [t.events[0].end for t in (*last_batch(records, None), *last_batch(costly, None))]
+    assert len(set(ends)) == 4
 
 
 @pytest.mark.parametrize(

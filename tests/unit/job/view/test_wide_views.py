@@ -43,10 +43,11 @@ def test_a_page_names_the_ranks_of_each_row() -> None:
     assert facts["wide micro-batches"] == "1 over 2 ranks, 1 over 4 (60.0% of the tokens)"
     assert facts["micro-batches"] == "12, 0 of them padding"
     ranks = [
-        [row[3].get("dp_ranks", "") for row in track["rows"]] for track in page.steps[0]["tracks"]
+        [row[3].get("dp_ranks", "") for row in track["rows"]]
+        for track in page.steps[0]["tracks"]
+        if track["source"] == "planned"
     ]
     assert ranks == [["ranks 0-3", "", "", ""]] * 2 + [["ranks 0-3", "ranks 2-3", "", ""]] * 2
-    assert {track["source"] for track in page.steps[0]["tracks"]} == {"planned"}
     fills = next(chart for chart in page.histograms if "fill" in chart["title"])
     assert sum(fills["counts"]) == 12
     assert fills["high"] == 100
