@@ -42,7 +42,7 @@ def main() -> None:
             sizes_kib = (saved.held, keys, 2 * keys, waiting)
             rows.append((f"{name}, {recompute}", *(f"{n / 1024:.0f} KiB" for n in sizes_kib)))
     what = (
-        "Bytes of a token in one layer, by megapack's memory model: what a row keeps in any order,\n"
+        "Bytes of a token in one layer, by megapack's memory model: what a row keeps in an order,\n"
         "and what split samples and split backwards keep. bf16, without tensor parallelism."
     )
     title = "Planning options: memory of a token in a layer"
