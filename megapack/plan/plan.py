@@ -175,10 +175,10 @@ class Plan:
         return parse_json(text, _build)
 
     def explain(self) -> Explanation:
-        """What each freedom of the policy gains: shared prefixes, wide rows, pieces of samples,
+        """What each planning option gains: shared prefixes, wide rows, pieces of samples,
         split backwards.
 
-        The plan is compared with one that has only this freedom changed: turned off if it is on,
+        The plan is compared with one that has only this option changed: turned off if it is on,
         turned on if it is off. Each of them takes as long as planning.
 
         Raises:
