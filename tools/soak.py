@@ -1,12 +1,13 @@
 """Train twice on this machine's CPU, once undisturbed and once with faults, and compare.
 
     python tools/soak.py [--steps 2000] [--faults 28] [--kinds KIND ...] [--seed 0] [--world 4]
-                         [--out runs/soak]
+                         [--out runs/soak] [--write]
 
 Faults kill or suspend a rank, signal the job to stop, fill the disk, or kill the job with a
 checkpoint half written. A job that ended is started again with train.resume=auto. At the end every
 step's numbers must equal those of the undisturbed run, digit by digit, and memory, threads, files
-and process groups must not have grown. Prints tables; the exit code is 1 if a check fails.
+and process groups must not have grown. Prints tables; --write also writes docs/measured/soak.md if
+all checks pass. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools.pages.marks import table
+from tools.pages.measured import versions, write
 from tools.soaking.faults import KINDS, Fault, draw, due
 from tools.soaking.job import Job, Sample
-from tools.soaking.judge import fault_table, judge_counts, judge_memory, judge_steps
+from tools.soaking.judge import fault_table, judge_counts, judge_memory, judge_steps, summary
 
 LAYOUTS = {
     1: ("layout.dp=1", "layout.pp=1", "layout.vpp=1"),
@@ -39,6 +42,10 @@ MODEL = ("model.hidden_size=32", "model.num_attention_heads=2", "model.num_query
 STEP_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 90.0
 _POLL_S = 0.02
+_WHAT = (
+    "Two runs of the main job on this machine's CPU: one with faults on a schedule, which resumes\n"
+    "after each, and one without."
+)
 
 
 class SoakFailed(Exception):
@@ -211,6 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         failed += judge_counts(run.folder.name, run.samples)
     failed += judge_memory(calm.samples, args.steps)
     print("\n".join(f"FAILED: {text}" for text in failed) or "all holds")
+    if args.write and not failed:
+        rows = summary(wild.struck, calm.samples, args.steps)
+        lines = table(["what", "figure"], rows).splitlines()
+        print(write("soak", "Soak", _WHAT, lines, versions("megatron-core", "torch")))
     return int(bool(failed))
 
 
@@ -225,6 +236,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--set", nargs="+", default=(), metavar="section.key=value", help="settings of the run"
     )
+    found.add_argument("--write", action="store_true", help="write docs/measured/soak.md")
     found.add_argument("--timeout-s", type=float, default=3600.0, help="of each of the two runs")
     return found
 

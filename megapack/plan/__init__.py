@@ -4,7 +4,7 @@ Modules:
     microbatch: MicroBatch: the samples of one row
     plan: Plan and StepPlan; digest
     facts: Counts of steps, and the table of features that everything printed reads
-    explanation: Explanation: what each freedom of a plan gains
+    explanation: Explanation: what each planning option of a plan gains
     order: StepOrder: the operations of each stage, Megatron's or planned
     executor: choose_executor: what runs the steps of a policy
     check: check_plan: the invariants, numbered

@@ -1,4 +1,4 @@
-"""What each freedom of a plan gains, in a line each."""
+"""What each planning option of a plan gains, in a line each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NEEDS = {"backward": "Transformer Engine 2.7, or Megatron's own layers"}
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """One freedom of the policy, and the time of the plan's steps with it and without it.
+    """One planning option, and the time of the plan's steps with it and without it.
 
     Seconds follow the cost model; without one, they are times of row tokens.
     """
@@ -28,7 +28,7 @@ class Gain:
     used: str
     """How much of it the plan has, for people; "" if it has nothing of it."""
     seconds_with: float | None
-    """None if the planner refuses the freedom here."""
+    """None if the planner refuses the option here."""
     seconds_without: float | None
     """None if the planner refuses to plan without it."""
     live_with: float | None = None
@@ -48,12 +48,12 @@ class Gain:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What each freedom gained, or would gain if it were on, the others as they are."""
+    """What each planning option gained, or would gain if it were on, the others as they are."""
 
     gains: tuple[Gain, ...]
 
     def __str__(self) -> str:
-        """A line for each freedom that changes the time, the largest change first."""
+        """A line for each planning option that changes the time, the largest change first."""
         shown = [gain for gain in self.gains if abs(gain.gain or 0.0) >= _LEAST_SHOWN]
         lines = [_line(gain) for gain in sorted(shown, key=lambda gain: -abs(gain.gain or 0.0))]
         same = [_set(gain) for gain in self.gains if gain not in shown and not gain.refusal]
@@ -68,7 +68,7 @@ class Explanation:
 
 
 def _set(gain: Gain) -> str:
-    """The setting with the value that turns the freedom on."""
+    """The setting with the value that turns the option on."""
     return f"{gain.setting}={gain.on}"
 
 

@@ -1,6 +1,6 @@
-"""What each freedom of a plan gains: the plan beside others of the same samples.
+"""What each planning option of a plan gains: the plan beside others of the same samples.
 
-plan -> per freedom: the policy with only this one changed -> plan -> simulated seconds
+plan -> per option: the policy with only this one changed -> plan -> simulated seconds
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Planner = Callable[[Policy], Plan]
 def explain(
     plan: Plan, planner: Planner, cost: CostModel | None, *, has_prefixes: bool
 ) -> Explanation:
-    """Compare a plan with those that the planner makes if one freedom is changed.
+    """Compare a plan with those that the planner makes if one option is changed.
 
-    A freedom that is on is turned off, one that is off is turned on.
+    An option that is on is turned off, one that is off is turned on.
 
     Args:
         cost: seconds of micro-batches; None: time is in row tokens.

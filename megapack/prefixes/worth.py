@@ -18,7 +18,7 @@ from megapack.prefixes.table import shared_positions
 # A branch is kept if it saves at least 1/32 of the positions below it. Eight answers of 1,000
 # tokens keep 36 shared positions: 7 * 36 = 252, and 8,000 / 32 = 250. Chosen by hand: a second call
 # reads and merges outputs of all tokens below. With 32 shared tokens before answers of 512, a step
-# takes 0.96 of its time (docs/prefixes.md).
+# takes 0.96 of its time (docs/measured/prefix_steps.md).
 _LEAST_PART = 32
 
 

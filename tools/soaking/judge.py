@@ -81,19 +81,54 @@ def judge_memory(samples: Sequence[Sample], num_steps: int) -> list[str]:
         One line for each measure that grew; empty for a run shorter than two warm-ups.
     """
     failed = []
-    warm = min(WARMUP_STEPS, num_steps // 2)
-    print(f"\nMiB after {warm} steps and at the end, on a fitted line:")
-    for rank in sorted({sample.rank for sample in samples}):
-        own = [s for s in samples if s.rank == rank and s.step >= warm]
-        for name in MEMORY:
-            first, last = trend([(s.step, getattr(s, name)) for s in own])
-            growth = last / first - 1
-            print(f"  rank {rank} {name:8} {first:8.1f} {last:8.1f}  {growth:+.2%}")
-            # PSS is printed but not judged: it grows when another process that shared pages ends.
-            judged = name != "pss_mib" and num_steps >= 2 * WARMUP_STEPS
-            if judged and growth > MAX_GROWTH:
-                failed.append(f"rank {rank}: {name} grew by {growth:.2%}")
+    print(f"\nMiB after {warm_up(num_steps)} steps and at the end, on a fitted line:")
+    for rank, name, first, last in memory_trends(samples, num_steps):
+        growth = last / first - 1
+        print(f"  rank {rank} {name:8} {first:8.1f} {last:8.1f}  {growth:+.2%}")
+        # PSS is printed but not judged: it grows when another process that shared pages ends.
+        judged = name != "pss_mib" and num_steps >= 2 * WARMUP_STEPS
+        if judged and growth > MAX_GROWTH:
+            failed.append(f"rank {rank}: {name} grew by {growth:.2%}")
     return failed
+
+
+def warm_up(num_steps: int) -> int:
+    """Steps after which memory is compared with that of the end."""
+    return min(WARMUP_STEPS, num_steps // 2)
+
+
+def memory_trends(
+    samples: Sequence[Sample], num_steps: int
+) -> Iterator[tuple[int, str, float, float]]:
+    """Each rank and measure of memory, with its MiB after the warm-up and at the end."""
+    for rank in sorted({sample.rank for sample in samples}):
+        own = [s for s in samples if s.rank == rank and s.step >= warm_up(num_steps)]
+        for name in MEMORY:
+            yield rank, name, *trend([(s.step, getattr(s, name)) for s in own])
+
+
+def summary(
+    struck: Sequence[dict[str, Any]], samples: Sequence[Sample], num_steps: int
+) -> list[tuple[str, str]]:
+    """Rows of docs/measured/soak.md, of runs that passed all checks.
+
+    Args:
+        struck: the faults of the disturbed run.
+        samples: of the undisturbed run.
+    """
+    kinds = sorted({one["kind"] for one in struck})
+    again = [one["step"] - one["resumed"] for one in struck if "resumed" in one]
+    rows = [
+        ("faults", f"{len(struck)} of {len(kinds)} kinds: {', '.join(kinds)}"),
+        ("steps that differ from those of the run without faults", f"0 of {num_steps:,}"),
+        ("most steps run again after a fault", str(max(again, default=0))),
+    ]
+    for name in MEMORY:
+        grown = [b / a - 1 for _, of, a, b in memory_trends(samples, num_steps) if of == name]
+        what = f"growth of {name.removesuffix('_mib').upper()} of a rank after the warm-up"
+        rows.append((what, f"{min(grown):+.2%} to {max(grown):+.2%}"))
+    rows.append(("threads, file descriptors and process groups of a rank", "no growth"))
+    return rows
 
 
 def trend(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

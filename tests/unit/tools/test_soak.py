@@ -77,3 +77,15 @@ def test_growth_is_reported_with_its_rank(name: str, way: Any, grew: bool) -> No
     failed = judge.judge_counts("calm", found) + judge.judge_memory(found, 1000)
     assert len(failed) == grew
     assert all("rank 1" in text and name in text for text in failed)
+
+
+def test_the_summary_has_the_faults_and_the_growth() -> None:
+    struck = [
+        {"kind": "kill_rank", "step": 40, "resumed": 25},
+        {"kind": "suspend", "step": 60},
+        {"kind": "kill_rank", "step": 80, "resumed": 75},
+    ]
+    rows = dict(judge.summary(struck, samples(rss_mib=lambda time: 500.0 + time / 10), 1000))
+    assert rows["faults"] == "3 of 2 kinds: kill_rank, suspend"
+    assert rows["most steps run again after a fault"] == "15"
+    assert rows["growth of RSS of a rank after the warm-up"] == "+0.00% to +1.57%"
