@@ -75,18 +75,11 @@ class StepResult:
     """The objective's metrics by name: sums of weight * value, or the maximum of one in `_max`."""
 
 
-# The calls of a `ScheduleAdapter.step`, in order:
-#
-#     step: makes a `StepCall`; `Ranks.prepare` packs its rows on a thread during the step before
-#     _check_and_pack: `StepCall.check`, then `pack_row`, `slice_row` and
-#         `ModelRouting.with_routing` make a `PackedRow` of each micro-batch
-#     `agree`: all ranks have packed the same call, or all raise
-#     `ScheduleRunner.run`: makes the `SchedulePass`, which collects sums and outputs
-#     `ScheduleRunner.run_schedule`: makes each a `PlacedRow` on the device, runs Megatron's
-#         schedule, or the plan's operations, with a `ForwardStep`
-#     `ForwardStep.run_row`: runs a row through a chunk; `LastStage` computes the loss
-#     `FiniteFlags.refuse`: all ranks raise if one of them has a NaN
-#     `reduce_metrics`: adds the pass's sums over ranks, for the `StepResult`
+# The calls of a `ScheduleAdapter.step`, in order. `_check_and_pack`: `pack_row` makes a `PackedRow`
+# of each micro-batch, on a thread during the step before if that one announced this. `agree`: all
+# ranks have packed the same call, or all raise. `ScheduleRunner.run`: Megatron's schedule, or the
+# plan's operations, run rows with a `ForwardStep`; `LastStage` computes the loss. Then all ranks
+# raise if one has a NaN, and `reduce_metrics` adds sums over ranks.
 class ScheduleAdapter:
     """Trains a Megatron-Core model on planned steps, and computes log-probs with it.
 

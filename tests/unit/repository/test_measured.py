@@ -1,7 +1,8 @@
-"""Pages quote what was measured: each number stands in a file of docs/measured that they link to."""
+"""A number that a page quotes stands in a file of docs/measured to which its section links."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def sections(text: str) -> list[str]:
     """A page's parts from one heading to the next, without blocks of code."""
     text = _FENCE.sub("", text)
     starts = [0, *(m.start() for m in _HEADING.finditer(text)), len(text)]
-    return [text[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(starts)]
 
 
 def quoted(section: str) -> list[tuple[str, bool]]:
