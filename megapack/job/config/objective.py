@@ -35,7 +35,7 @@ class ObjectiveConfig:
 
     kind: Literal["sft", "ppo", "grpo", "gspo", "dpo", "reward", "distill"] = "grpo"
     """sft: negative log-likelihood. ppo: the clipped policy loss. grpo: with a KL penalty. gspo:
-    with one ratio per sample (set clips near 3e-4). dpo and reward (a reward model with a value
+    with one ratio per sample (set clips near `3e-4`). dpo and reward (a reward model with a value
     head) read pairs, distill a teacher's top ids. dpo and reward need seq-mean-token-mean, which
     suits gspo too."""
     loss_weighting: LossWeighting = "token-mean"

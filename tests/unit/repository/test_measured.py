@@ -20,7 +20,7 @@ REFERENCE = ("configuration.md", "commands.md")
 """Long pages in which one looks up a name."""
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1[^\S\n]*$", re.MULTILINE | re.DOTALL)
-_NOT_READ = re.compile(r"<!--.*?-->|`[^`]*`|(?<=\])\([^)\s]*\)", re.DOTALL)
+_NOT_READ = re.compile(r"<!--.*?-->|`[^`]*`|(?<=\])\([^)\s]*\)|arXiv[: ]?[\d.]+", re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s#]*)(?:#[^)]*)?\)")
 _HEADING = re.compile(r"^#{1,6} ", re.MULTILINE)
 _UNITS = "%|s|ms|min|times|x|[KMGT]i?B|TFLOP/s|tokens/s|tokens per second|nats"
