@@ -18,7 +18,7 @@ backward begins, and adds them to `param.main_grad`. A loop easily leaves more b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -130,11 +130,13 @@ def clear_gradients(chunks: Sequence[Any]) -> None:
         ConfigError: names the parameter whose gradient would be wrong, and says what to do.
     """
     for chunk in chunks:
-        buffers = {b.grad_data.untyped_storage().data_ptr() for b in gradient_buffers(chunk)}
+        found = gradient_buffers(chunk)
+        buffers = {buffer.grad_data.untyped_storage().data_ptr() for buffer in found}
         if not buffers:
             continue
+        is_reduced = any(buffer.data_parallel_world_size > 1 for buffer in found)
         for name, param in unwrapped(chunk).named_parameters():
-            _check_trained(name, param, overlaps=overlaps_reduction(chunk))
+            _check_trained(name, param, is_reduced, overlaps=overlaps_reduction(chunk))
             grad = param.grad if param.requires_grad else None
             if grad is None:
                 continue
@@ -155,10 +157,14 @@ def has_gradients(chunks: Sequence[Any]) -> bool:
     return any(param.grad is not None for chunk in chunks for param in chunk.parameters())
 
 
-def _check_trained(name: str, param: Any, *, overlaps: bool) -> None:
-    """Raise ConfigError if a parameter has changed `requires_grad` since DDP was made."""
+def _check_trained(name: str, param: Any, is_reduced: bool, *, overlaps: bool) -> None:
+    """Raise ConfigError if a parameter has changed `requires_grad` since DDP was made.
+
+    A parameter that DDP does not know has its gradient in `param.grad`. With one data-parallel rank
+    nothing must be added to it: AReaL adds LoRA's adapters after DDP was made.
+    """
     has_buffer = hasattr(param, "main_grad")
-    if param.requires_grad and not has_buffer:
+    if param.requires_grad and not has_buffer and is_reduced:
         raise ConfigError(
             f"{name} requires a gradient and has no main_grad: it was frozen when the model was "
             "wrapped in DDP, which would not reduce its gradient; set requires_grad before "
@@ -188,12 +194,7 @@ def _check_hooks(chunk: Any) -> None:
 
 def _sampled(chunks: Sequence[Any]) -> Tensor:
     """A few values of each trained parameter, copied: one small kernel."""
-    return torch.cat([*_parts(chunks)] or [torch.zeros(1)])
-
-
-def _parts(chunks: Sequence[Any]) -> Iterator[Tensor]:
-    for chunk in chunks:
-        for param in chunk.parameters():
-            # Slicing weights that are kept in FP8, which have a type of their own, converts them.
-            if param.requires_grad and type(param) is torch.nn.Parameter:
-                yield param.detach().reshape(-1)[:_SAMPLED_VALUES]
+    trained = [param for chunk in chunks for param in chunk.parameters() if param.requires_grad]
+    # Slicing weights that are kept in FP8, which have a type of their own, converts them.
+    plain = [param.detach() for param in trained if type(param) is torch.nn.Parameter]
+    return torch.cat([values.reshape(-1)[:_SAMPLED_VALUES] for values in plain] or [torch.zeros(1)])

@@ -133,10 +133,20 @@ chunk.ddp_config.overlap_grad_reduce = True
 found["frozen"] = refusal_of(gradients)
 chunk.ddp_config.overlap_grad_reduce = False
 norm.requires_grad_(True)
-kept = norm.main_grad
-del norm.main_grad
+last = chunk.module.decoder.final_layernorm
+last.scale = torch.nn.Parameter(torch.ones_like(norm))
+added = last.register_forward_hook(lambda module, _, output: output * module.scale)
+gradients()
+wanted = norm.main_grad * norm.detach()
+found["added"] = float((last.scale.grad - wanted).norm() / wanted.norm())
+last.scale.grad = None
+for buffer in chunk.buffers:
+    buffer.data_parallel_world_size = 2
 found["unfrozen"] = refusal_of(gradients)
-norm.main_grad = kept
+for buffer in chunk.buffers:
+    buffer.data_parallel_world_size = 1
+added.remove()
+del last.scale
 
 config.hidden_dropout = 0.1
 gradients()
@@ -194,6 +204,10 @@ def test_hooks_see_gradients_or_are_refused(found: dict[str, Any]) -> None:
     assert "output_layer.weight has a hook" in found["hook"]
 
 
+def test_parameters_that_ddp_does_not_know_train_on_one_rank(found: dict[str, Any]) -> None:
+    assert found["added"] < 1e-6
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -202,7 +216,7 @@ def test_hooks_see_gradients_or_are_refused(found: dict[str, Any]) -> None:
         ("autocast_forward", "torch.autocast is on"),
         ("evaluation", "call train() on each chunk"),
         ("frozen", "decoder.final_layernorm.weight was frozen after"),
-        ("unfrozen", "decoder.final_layernorm.weight requires a gradient and has no main_grad"),
+        ("unfrozen", "decoder.final_layernorm.scale requires a gradient and has no main_grad"),
     ],
 )
 def test_states_that_give_other_gradients_are_refused(
