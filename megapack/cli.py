@@ -68,16 +68,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    args = _parse(_parser(argv[:1]), argv)
+    code, is_others_program = _STDOUT_CLOSED, False
     on_first_rank = os.environ.get("RANK", "0") == "0"
-    if not args.is_others_program:
-        handler = logging.StreamHandler()
-        handler.setFormatter(OwnWords(args.parser))
-        level = logging.WARNING if on_first_rank else logging.ERROR
-        logging.basicConfig(level=level, handlers=[handler])
-    code = _STDOUT_CLOSED
     try:
-        code = int(args.run(args))
+        try:
+            args = _parse(_parser(argv[:1]), argv)
+        except SystemExit:  # `megapack train --list | head` and helps have printed here
+            sys.stdout.flush()
+            raise
+        is_others_program = getattr(args.module, "IS_OTHERS_PROGRAM", False)
+        if not is_others_program:
+            handler = logging.StreamHandler()
+            handler.setFormatter(OwnWords(args.parser))
+            level = logging.WARNING if on_first_rank else logging.ERROR
+            logging.basicConfig(level=level, handlers=[handler])
+        code = int(args.module.run(args))
         print(end="", flush=True)
         return code
     except MegapackError as error:
@@ -90,7 +95,7 @@ def _run(argv: Sequence[str]) -> int:
             print(f"megapack: rank {os.environ['RANK']}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as error:
-        if args.is_others_program:
+        if is_others_program:
             raise
         if on_first_rank:
             print(f"megapack: {error if error.args else 'interrupted'}", file=sys.stderr)
@@ -144,8 +149,5 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
             module = importlib.import_module(f"megapack.commands.{name.replace('-', '_')}")
             command.description = f"{module.EXAMPLE}\n\n{str(module.__doc__).strip()}"
             module.add_arguments(command)
-            is_others_program = getattr(module, "IS_OTHERS_PROGRAM", False)
-            command.set_defaults(
-                run=module.run, is_others_program=is_others_program, parser=command
-            )
+            command.set_defaults(module=module, parser=command)
     return parser

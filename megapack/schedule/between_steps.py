@@ -94,8 +94,8 @@ class BetweenSteps:
 
         Megatron's default of both settings is 0.1.
         """
-        values = {name: getattr(self._config, name, 0.0) for name in _DROPOUTS}
-        names = [f"{name}={value}" for name, value in values.items() if value]
+        values = [(name, getattr(self._config, name, 0.0)) for name in _DROPOUTS]
+        names = [f"{name}={value}" for name, value in values if value]
         if names and not self._is_warned:
             self._is_warned = True
             logger.warning(
@@ -112,12 +112,11 @@ class BetweenSteps:
             return
         now = _sampled(self._chunks)
         if now.shape != before.shape or not torch.equal(now, before):
-            advice = "zero_grad_buffer() on each chunk and optimizer.zero_grad()"
-            if not reduces(self._chunks):
-                advice = "optimizer.zero_grad()"
+            buffers = "zero_grad_buffer() on each chunk and " if reduces(self._chunks) else ""
             raise ConfigError(
                 "the weights have changed since the last step, and its gradients are still there: "
-                f"this step would add to them; call {advice} after optimizer.step()"
+                f"this step would add to them; call {buffers}optimizer.zero_grad() after "
+                "optimizer.step()"
             )
 
 

@@ -252,6 +252,9 @@ def test_an_unwritable_stdout_sets_the_exit_code(tmp_path: Path) -> None:
     # The exit code reports the difference though nobody reads the output.
     assert shell(tmp_path, "megapack diff a.json b.json | true") == (1, "")
     assert shell(tmp_path, "megapack diff a.json a.json | true") == (0, "")
+    # Printed while the options are read.
+    assert shell(tmp_path, "megapack train --list | true") == (141, "")
+    assert shell(tmp_path, "megapack plan --help | true") == (141, "")
 
 
 def test_a_closed_pipe_exits_with_141(
