@@ -35,9 +35,9 @@ class ObjectiveConfig:
 
     kind: Literal["sft", "ppo", "grpo", "gspo", "dpo", "reward", "distill"] = "grpo"
     """sft: negative log-likelihood. ppo: the clipped policy loss. grpo: with a KL penalty. gspo:
-    with one ratio per sample (set both clips near `3e-4`). dpo and reward (a reward model with a value
-    head) read pairs, distill a teacher's top ids. dpo and reward need seq-mean-token-mean, which
-    suits gspo too."""
+    with one ratio per sample (set both clips near `3e-4`). dpo and reward (a reward model with a
+    value head) read pairs, distill a teacher's top ids. dpo and reward need seq-mean-token-mean,
+    which suits gspo too."""
     loss_weighting: LossWeighting = "token-mean"
     """The weight of a response token in a step's loss."""
     norm_constant: float | None = None
