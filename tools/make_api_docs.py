@@ -52,6 +52,7 @@ PAGES: dict[str, str] = {
         megapack.samples.SampleBatch:from_prompt_response:from_padded:from_lengths:set_tokens:set_field
         megapack.samples.TensorField
         -megapack.samples.to_padded
+        -megapack.job.data.advantages.SampleReward
         -megapack.job.data.advantages.group_advantages
     """,
     "objectives": """
@@ -72,7 +73,7 @@ PAGES: dict[str, str] = {
         megapack.schedule.ScheduleAdapter:step:forward
         megapack.schedule.StepResult
         megapack.launch.start
-        megapack.launch.stop
+        -megapack.launch.stop
         megapack.job.gpt.build_model
         -megapack.job.gpt.specs.local_layer_spec
         -megapack.job.gpt.optimizer.build_optimizer
@@ -110,6 +111,7 @@ _FIELDS = {
 }
 _NOTES = {
     "CostModel": "[Calibration](../calibration.md) measures one.",
+    "Objective": "Optional: `needs_segments = True` for sums over samples as a fourth argument.",
     "Layout": "Fields without a line are sizes of Megatron's groups.",
     "Policy": "Each field is a key of the section [`plan`](../configuration.md#plan). What the "
     "options gain and cost: [planning options](../planning_options.md).",

@@ -32,8 +32,8 @@ name: grpo
 layout: {pp: 2, vpp: 2}          # dp = number of ranks / (tp * pp * cp)
 model: {hf_path: models/Qwen3-4B, dtype: bf16}
 data: {path: rollouts.jsonl, prompts_per_batch: 64}
-plan: {max_tokens_per_gpu: 16384, global_batch_size: 256}
-objective: {kind: grpo, clip_high: 0.28}
+plan: {max_tokens_per_gpu: 16384, num_steps: 2}
+objective: {kind: grpo, clip_high: 0.28, advantage_norm: group-std}
 optim: {lr: 1.0e-6}
 train: {save_interval: 50, resume: auto}
 ```
@@ -43,7 +43,7 @@ one line, which names the file, the line and the nearest key. The resolved confi
 `runs/NAME/config.yaml`. `megapack train CONFIG --dry-run world=N` checks a config without a GPU:
 [commands](commands.md#dry-run).
 
-## The twelve keys that you set
+## The keys that you set
 
 | key | set it to |
 |---|---|
@@ -53,8 +53,9 @@ one line, which names the file, the line and the nearest key. The resolved confi
 | `model.dtype` | `bf16` on a GPU |
 | `data.path` | your data: [columns](data_and_resume.md#columns) |
 | `data.prompts_per_batch` | prompts of a batch, which is planned as a whole |
-| `plan.max_tokens_per_gpu` | the budget of a micro-batch, as your GPU's memory allows |
-| `objective.kind` | the loss |
+| `plan.max_tokens_per_gpu` | the budget of a micro-batch: what `megapack tune` prints; halve it if memory runs out |
+| `plan.num_steps` | optimizer steps per batch; with one, the default, nothing is clipped |
+| `objective.kind`, `.advantage_norm`, `.loss_weighting` | the loss: [by name](losses.md#methods) |
 | `optim.lr` | the learning rate |
 | `train.save_interval` | steps between checkpoints |
 
@@ -81,7 +82,7 @@ _PAGES = {
     "plan": "[Planning options](planning_options.md) says what each costs.",
     "model": "Layers G and M are those of [hybrid models](hybrid.md).",
     "data": "[Data files and checkpoints](data_and_resume.md) has the details.",
-    "objective": "[Objectives](api/objectives.md) has the formulas.",
+    "objective": "[Losses](losses.md) has the formulas.",
     "critic": "[Critics](critics.md) has the details.",
     "optim": "[Muon](muon.md) explains the keys `muon_*`.",
     "train": "[Data files and checkpoints](data_and_resume.md#checkpoints) has the details.",

@@ -254,7 +254,7 @@ class ModelOptions:
     moe_expert_bias: bool = False
     """Choose experts by scores plus a bias per expert (DeepSeek-V3)."""
     moe_balance_loss_coef: float = 0.0
-    """Weight of each sample's load-balancing loss."""
+    """Weight of each sample's load-balancing loss (`seq_aux_loss`)."""
     moe_z_loss_coef: float = 0.0
     """Weight of the router z-loss per token."""
     moe_bias_update_rate: float = 0.0

@@ -248,7 +248,7 @@ class ScheduleAdapter:
                 gradient is not finite.
             RankError: on every rank: one of them failed or ended; end the job. The process groups
                 cannot be used any more.
-            StepOutOfMemory: in a job of one process; in others a RankError names it.
+            StepOutOfMemory: in a job of one process.
         """
         # `between_steps` clears, handles or refuses what a loop leaves behind between steps.
         call = StepCall(

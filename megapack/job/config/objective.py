@@ -35,9 +35,9 @@ class ObjectiveConfig:
 
     kind: Literal["sft", "ppo", "grpo", "gspo", "dpo", "reward", "distill"] = "grpo"
     """sft: negative log-likelihood. ppo: the clipped policy loss. grpo: with a KL penalty. gspo:
-    with one ratio per sample (set clips near `3e-4`). dpo and reward (a reward model with a value
-    head) read pairs, distill a teacher's top ids. dpo and reward need seq-mean-token-mean, which
-    suits gspo too."""
+    with one ratio per sample (set both clips near `3e-4`). dpo and reward (a reward model with a
+    value head) read pairs, distill a teacher's top ids. dpo and reward need seq-mean-token-mean,
+    which suits gspo too."""
     loss_weighting: LossWeighting = "token-mean"
     """The weight of a response token in a step's loss."""
     norm_constant: float | None = None
@@ -59,7 +59,7 @@ class ObjectiveConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy, which is subtracted from the loss."""
     advantage_norm: AdvantageNorm = "group"
-    """How rewards become advantages without a critic."""
+    """How rewards become advantages without a critic. GRPO's paper: group-std."""
     gamma: float = 1.0
     """Critic: the factor of a reward one token later, in [0, 1]."""
     gae_lambda: float = 1.0

@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True)
 class SampleReward:
-    """The fields of `Rollout` that a sample's advantage is computed from."""
+    """What a sample's advantage is computed from: its reward, or the advantage itself."""
 
     group: int | str
     rollout: int | str
@@ -36,6 +36,10 @@ class SampleReward:
 
 def group_advantages(records: Sequence[SampleReward], mode: AdvantageNorm = "group") -> Floats:
     """Advantages of a batch's samples, float64 [len(records)].
+
+    >>> records = [SampleReward(group=0, rollout=i, reward=r) for i, r in enumerate([1.0, 0.0])]
+    >>> group_advantages(records).tolist()
+    [0.5, -0.5]
 
     A given `advantage` is used unchanged. Otherwise it follows from the sample's reward R. Means
     and standard deviations (n - 1) are over rollouts, each of which counts once, with the mean
