@@ -83,8 +83,16 @@ def this_command() -> str:
 
 
 def commit() -> str:
-    """The short name of the checked-out commit, with "+" if tracked files differ from it."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    """The short name of the checked-out commit, with "+" if tracked files differ from it.
+
+    Files of docs/measured may differ: one run writes several.
+    """
+    rest = ["--untracked-files=no", "--", ".", ":(exclude)docs/measured"]
+    return _git("rev-parse", "--short=8", "HEAD") + "+" * bool(_git("status", "--short", *rest))
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
