@@ -53,7 +53,7 @@ one line, which names the file, the line and the nearest key. The resolved confi
 | `model.dtype` | `bf16` on a GPU |
 | `data.path` | your data: [columns](data_and_resume.md#columns) |
 | `data.prompts_per_batch` | prompts of a batch, which is planned as a whole |
-| `plan.max_tokens_per_gpu` | the budget of a micro-batch: what `megapack tune` prints; halve it if memory runs out |
+| `plan.max_tokens_per_gpu` | a row's budget, from `megapack tune`; halve it if memory runs out |
 | `plan.num_steps` | optimizer steps per batch; with one, the default, nothing is clipped |
 | `objective.kind`, `.advantage_norm`, `.loss_weighting` | the loss: [by name](losses.md#methods) |
 | `optim.lr` | the learning rate |

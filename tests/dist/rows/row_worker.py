@@ -111,7 +111,7 @@ class Run:
             model=model,
             split=case.split,
             value_head=value_head,
-            splits_backward=case.lag is not None and runs_te(),
+            splits_backward=runs_te() and (case.lag is not None or case.policy.backward == "split"),
         )
         self.adapter = ScheduleAdapter(
             self.chunks,
