@@ -76,13 +76,13 @@ def _run(argv: Sequence[str]) -> int:
         except SystemExit:  # `megapack train --list | head` and helps have printed here
             sys.stdout.flush()
             raise
-        is_others_program = getattr(args.module, "IS_OTHERS_PROGRAM", False)
+        is_others_program = getattr(args.command_module, "IS_OTHERS_PROGRAM", False)
         if not is_others_program:
             handler = logging.StreamHandler()
             handler.setFormatter(OwnWords(args.parser))
             level = logging.WARNING if on_first_rank else logging.ERROR
             logging.basicConfig(level=level, handlers=[handler])
-        code = int(args.module.run(args))
+        code = int(args.command_module.run(args))
         print(end="", flush=True)
         return code
     except MegapackError as error:
@@ -149,5 +149,5 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
             module = importlib.import_module(f"megapack.commands.{name.replace('-', '_')}")
             command.description = f"{module.EXAMPLE}\n\n{str(module.__doc__).strip()}"
             module.add_arguments(command)
-            command.set_defaults(module=module, parser=command)
+            command.set_defaults(command_module=module, parser=command)
     return parser
