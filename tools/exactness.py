@@ -335,8 +335,8 @@ def case_lines(names: list[str]) -> list[str]:
     exact = [r for name, r in results.items() if cases[name].variant not in problem.PRECISE]
     lines = [
         f"{len(exact)} cases in fp32; largest gradient error "
-        f"{max(r['gradient_error'] for r in exact):.1e}, largest log-prob error "
-        f"{max(r['logprob_max_error'] for r in exact):.1e} nats.",
+        f"{max((r['gradient_error'] for r in exact), default=0):.1e}, largest log-prob error "
+        f"{max((r['logprob_max_error'] for r in exact), default=0):.1e} nats.",
         "",
         *table(results),
     ]
