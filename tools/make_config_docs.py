@@ -57,7 +57,19 @@ one line, which names the file, the line and the nearest key. The resolved confi
 | `plan.num_steps` | optimizer steps per batch; with one, the default, nothing is clipped |
 | `objective.kind`, `.advantage_norm`, `.loss_weighting` | the loss: [by name](losses.md#methods) |
 | `optim.lr` | the learning rate |
+| `optim.distributed_optimizer` | `true` on several GPUs |
 | `train.save_interval` | steps between checkpoints |
+
+By the names of Megatron-LM's arguments:
+
+| Megatron-LM | here |
+|---|---|
+| `--micro-batch-size` | `plan.max_tokens_per_gpu`, or `plan.micro_batch_size` |
+| `--global-batch-size` | `plan.global_batch_size`, in rollouts |
+| `--num-layers-per-virtual-pipeline-stage N` | `layout.vpp`: layers / (pp * N) |
+| `--tensor-model-parallel-size` and its like | `layout.tp`, `pp`, `cp`, `ep`, `etp` |
+| `--recompute-granularity` | `model.recompute` |
+| `--use-distributed-optimizer`, `--overlap-grad-reduce` | `optim`, the same names |
 
 ## From Python
 

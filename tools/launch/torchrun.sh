@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job on this node, under torchrun.
+# `megapack train` on this node, under torchrun.
 #
 #   tools/launch/torchrun.sh CONFIG [section.key=value ...]
 #
