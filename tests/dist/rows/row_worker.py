@@ -106,19 +106,21 @@ class Run:
         self._plans: dict[tuple[str, int], tuple[Plan, Plan]] = {}
         self._outputs: dict[tuple[str, int], dict[str, Any]] = {}
         model = dataclasses.replace(MODELS[name], recompute=case.recompute, freeze=case.frozen)
+        # Layers of Transformer Engine put weight gradients off in every plan, or in none.
+        weights_later = case.lag is not None or (runs_te() and case.policy.backward == "split")
         self.chunks = build_chunks(
             case.layout,
             model=model,
             split=case.split,
             value_head=value_head,
-            splits_backward=runs_te() and (case.lag is not None or case.policy.backward == "split"),
+            splits_backward=runs_te() and weights_later,
         )
         self.adapter = ScheduleAdapter(
             self.chunks,
             layout=case.layout,
             logprob_chunk_tokens=16,
             head="value" if value_head else "vocabulary",
-            executor=executor() if case.lag is None else "operations",
+            executor="operations" if weights_later else executor(),
         )
         modules = [module for chunk in self.chunks for module in unwrapped(chunk).modules()]
         self._routers = [module for module in modules if isinstance(module, PackedRouter)]
