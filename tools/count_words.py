@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 
-_FENCE = re.compile(r"^(```|~~~).*?^\1[^\S\n]*$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^(```|~~~).*?^\1[^\S\n]*$", re.MULTILINE | re.DOTALL)
+"""A block of code in a page."""
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _TARGET = re.compile(r"\]\([^)\s]*\)")
 _WORD = re.compile(r"[^\s|]*\w[^\s|]*")
@@ -35,8 +36,8 @@ class Words(NamedTuple):
 
 
 def words(text: str) -> Words:
-    code = sum(len(_WORD.findall(block.group())) for block in _FENCE.finditer(text))
-    rest = _TARGET.sub("]", _COMMENT.sub("", _FENCE.sub("", text)))
+    code = sum(len(_WORD.findall(block.group())) for block in FENCE.finditer(text))
+    rest = _TARGET.sub("]", _COMMENT.sub("", FENCE.sub("", text)))
     counts = {True: 0, False: 0}
     for line in rest.splitlines():
         counts[line.lstrip().startswith("|")] += len(_WORD.findall(line))

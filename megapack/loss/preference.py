@@ -91,7 +91,7 @@ class DPO(_Pairs):
     beta: float = 0.1
     """Factor of the margin (1 / nats), above 0."""
     label_smoothing: float = 0.0
-    """Assumed probability that a pair's label is wrong, below 0.5."""
+    """Assumed probability that a pair's label is wrong, below `0.5`."""
 
     def __post_init__(self) -> None:
         if not 0 < self.beta < math.inf or not 0 <= self.label_smoothing < 0.5:

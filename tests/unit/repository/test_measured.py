@@ -9,29 +9,30 @@ from pathlib import Path
 import pytest
 
 from tests.documents import ROOT
-from tools.count_words import pages, reader, words
+from tools.count_words import FENCE, pages, reader, words
 from tools.make_what_was_run import PAGE, page
 from tools.pages.measured import MEASURED, Head
 
 pytestmark = pytest.mark.unit
 
-QUOTING = [p for p in pages() if reader(p) != "measured" and p != PAGE]
+QUOTING = [p for p in pages() if reader(p) != "measured"]
 REFERENCE = ("configuration.md", "commands.md")
 """Long pages in which one looks up a name."""
 
-_FENCE = re.compile(r"^(```|~~~).*?^\1[^\S\n]*$", re.MULTILINE | re.DOTALL)
 _NOT_READ = re.compile(r"<!--.*?-->|`[^`]*`|(?<=\])\([^)\s]*\)|arXiv[: ]?[\d.]+", re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s#]*)(?:#[^)]*)?\)")
 _HEADING = re.compile(r"^#{1,6} ", re.MULTILINE)
 _UNITS = "%|s|ms|min|times|x|[KMGT]i?B|TFLOP/s|tokens/s|tokens per second|nats"
 _NUMBER = r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
-_QUOTED = re.compile(rf"({_NUMBER})(?:(?=\s*(%)(?![\w/]))|(?=\s(?:{_UNITS})(?![\w/]))|(?![\w.]))")
+# Not a part of a word or of a version; a full stop may follow.
+_ENDS = rf"(?=\s*(%)(?![\w/]))|(?=\s(?:{_UNITS})(?![\w/]))|(?!\w|\.\d)"
+_QUOTED = re.compile(rf"({_NUMBER})(?:{_ENDS})")
 _CELL = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 def sections(text: str) -> list[str]:
     """A page's parts from one heading to the next, without blocks of code."""
-    text = _FENCE.sub("", text)
+    text = FENCE.sub("", text)
     starts = [0, *(m.start() for m in _HEADING.finditer(text)), len(text)]
     return [text[a:b] for a, b in itertools.pairwise(starts)]
 
@@ -87,6 +88,7 @@ def wrong(text: str, folder: Path) -> list[str]:
 def test_numbers_are_found_and_compared(tmp_path: Path) -> None:
     text = "# A\nIt takes 1.07 times as long, 12 % or 3 s on dp8, with `clip 0.2` and 0.16.1.\n"
     assert [number for number, _ in quoted(text)] == ["1.07", "12", "3"]
+    assert quoted("# A\nIt takes 1.07.\n") == [("1.07", False)]
     assert is_in("1.07", False, [1.0734])
     assert not is_in("1.08", False, [1.0734])
     assert is_in("18", True, [0.82])
