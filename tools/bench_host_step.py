@@ -24,7 +24,6 @@ host and options.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import shlex
 import statistics
@@ -137,10 +136,8 @@ def write_row(host: str, options: str, pairs: Sequence[tuple[list[Step], list[St
     counts = [sorted({len(way[0].row_tokens) for way in ways}) for ways in zip(*pairs, strict=True)]
     text = ", ".join(str(m[0]) if len(m) == 1 else f"{m[0]} to {m[-1]}" for m in counts)
     ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    row = (
-        f"| {host} | {options} | {text} | {ratio}, {len(ratios)} | {today} | {measured.commit()} |"
-    )
+    made = f"{measured.today()} | {measured.commit()}"
+    row = f"| {host} | {options} | {text} | {ratio}, {len(ratios)} | {made} |"
     path = measured.MEASURED / f"{_FILE}.md"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     rows = [line for line in lines if line.startswith("| ")][1:]

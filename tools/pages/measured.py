@@ -82,6 +82,11 @@ def this_command() -> str:
     return shlex.join(["python", name, *sys.argv[1:]])
 
 
+def today() -> str:
+    """The date in UTC, as ISO 8601."""
+    return datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+
+
 def commit() -> str:
     """The short name of the checked-out commit, with "+" if tracked files differ from it.
 
@@ -113,8 +118,7 @@ def write(
         command: instead of the one that runs now, of which the file is a part, or which names
             folders of this machine.
     """
-    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    head = Head(title, what, command or this_command(), today, commit(), with_versions)
+    head = Head(title, what, command or this_command(), today(), commit(), with_versions)
     path = MEASURED / f"{name}.md"
     path.write_text(f"{head.text()}\n" + "\n".join(body).strip() + "\n", encoding="utf-8")
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -46,8 +47,8 @@ def test_pages_stay_short() -> None:
     ],
     ids=lambda function: function.__qualname__,
 )
-def test_docstrings_name_every_argument(function: object) -> None:
-    signature = inspect.signature(function)  # type: ignore[arg-type]
+def test_docstrings_name_every_argument(function: Callable[..., object]) -> None:
+    signature = inspect.signature(function)
     entries = tool.read_docstring(function).entries("Args")
     named = [name.strip() for names, _ in entries for name in names.split(",")]
     assert named == [name for name in signature.parameters if name != "self"]
