@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from megapack.base.arrays import Ints, read_budget
-from megapack.cost.model import CostModel
+from megapack.cost.model import CostModel, cost_in_tokens
 from megapack.errors import ConfigError
 from megapack.layout import Layout
 from megapack.plan.plan import Plan, RolloutId, StepPlan
@@ -61,7 +61,8 @@ def build_dp_schedule(
         global_batch_size: rollouts per step; the last step gets the rest.
         num_steps: number of steps, of about equal tokens, instead of `global_batch_size`. Without
             either number, there is one step.
-        cost: seconds of a micro-batch; None: the planner counts tokens.
+        cost: seconds of a micro-batch; None: those of `cost_in_tokens`, what `megapack plan`
+            assumes too.
         policy: what the planner may do; None: the defaults.
         forward_only: plan a pass without backwards.
         prefixes: tokens that samples share at their beginnings; None: nothing is shared. Under
@@ -93,14 +94,14 @@ def build_dp_schedule(
         micro_batch_size=micro_batch_size,
         global_batch_size=global_batch_size,
         num_steps=num_steps,
-        cost=cost,
+        cost=cost or cost_in_tokens(layout),
         forward_only=forward_only,
         prefixes=prefixes,
     )
     # Before the sets: it refuses an invalid budget.
     request.step(policy)
     check_set_sizes(batch, micro_batch_size)
-    check_cost(batch, layout, cost)
+    check_cost(batch, layout, request.cost)
     return request.plan(policy)
 
 
@@ -114,7 +115,7 @@ class Request:
     micro_batch_size: int | None
     global_batch_size: int | None
     num_steps: int | None
-    cost: CostModel | None
+    cost: CostModel
     forward_only: bool
     prefixes: SharedPrefixes | None
 

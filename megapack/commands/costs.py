@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from megapack.commands.arguments import add_fields, given_fields, selected_steps
 from megapack.commands.parser import Parser
-from megapack.cost.assumed import GpuSpeed, cost_from_sizes
-from megapack.cost.model import FIXED_TOKENS, CostModel, cost_in_tokens
+from megapack.cost.assumed import GPU_NAMES, GpuSpeed, cost_from_sizes
+from megapack.cost.model import FIXED_TOKENS, TOKENS_PER_SQUARE, CostModel, cost_in_tokens
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Layout
@@ -21,10 +21,6 @@ from megapack.plan.plan import Plan
 if TYPE_CHECKING:
     from megapack.job.config.sections import TrainConfig
     from megapack.job.view.records import RunRecords
-
-# The cost model without options, in tokens: of a 7B dense model (tools/benching). A sample of
-# 49,152 tokens costs twice its tokens, and each micro-batch FIXED_TOKENS more.
-_TOKENS_PER_SQUARE = 49152
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,9 @@ def add_model(parser: Parser, *, one_layout: bool = True) -> None:
     """`add_costs`, and a GPU's speed behind --help-model."""
     add_costs(parser, one_layout=one_layout)
     what = "options for the speed of a GPU that a model is priced with"
-    add_fields(parser.add_topic("model", what, "speed of a GPU"), GpuSpeed)
+    group = parser.add_topic("model", what, "speed of a GPU")
+    group.add_argument("--gpu", choices=GPU_NAMES, help="kind of GPU (h100; an H200 is one too)")
+    add_fields(group, GpuSpeed, skip=("is_measured",))
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,8 @@ class CostOptions:
     """Of --config or --model, with --recompute; None if neither is given."""
     speed: dict[str, Any]
     """The given fields of `GpuSpeed`."""
+    gpu: str | None = None
+    """The kind of GPU; None: the config's."""
 
     def stage_layers(self, layout: Layout) -> StageLayers | None:
         """The config's split of the layers if it is for this pp and vpp; or None."""
@@ -112,7 +112,10 @@ class CostOptions:
         config = self.config
         if config is None:
             return _in_tokens(layout)
-        speed = replace(config.assumed_speed, **self.speed)
+        assumed = config.assumed_speed
+        if self.gpu is not None:
+            assumed = GpuSpeed.of("cuda", config.model.dtype, self.gpu)
+        speed = replace(assumed, **self.speed)
         sizes = config.model
         if config.objective.has_value_head:
             # Only seconds are priced by these sizes; `memory_model` knows the head itself.
@@ -141,12 +144,14 @@ def read_costs(args: argparse.Namespace) -> CostOptions:
     flags = ", ".join(f"--{name.replace('_', '-')}" for name in speed)
     if cost_file is not None and (config is not None or speed):
         raise ConfigError(f"--cost and {flags or 'a model'} given; set one of them")
-    if config is None and speed:
+    gpu = getattr(args, "gpu", None)
+    flags = ", ".join([flags] * bool(flags) + ["--gpu"] * bool(gpu))
+    if config is None and (speed or gpu):
         raise ConfigError(f"{flags} given without a model; set --model")
     recompute = getattr(args, "recompute", None)
     if config is not None and recompute is not None:
         config = replace(config, model=replace(config.model, recompute=recompute))
-    return CostOptions(cost_file, config, speed)
+    return CostOptions(cost_file, config, speed, gpu)
 
 
 def _read_config(name: str | None) -> TrainConfig | None:
@@ -190,12 +195,11 @@ def _measured(path: str, layout: Layout) -> Pricing:
 
 
 def _in_tokens(layout: Layout) -> Pricing:
-    cost = cost_in_tokens(layout, per_token_sq=1 / _TOKENS_PER_SQUARE)
     basis = (
         f"assumed: a micro-batch costs {FIXED_TOKENS} tokens more than it has, a squared token "
-        f"1/{_TOKENS_PER_SQUARE} of a token; give --model for seconds"
+        f"1/{TOKENS_PER_SQUARE} of a token; give --model for seconds"
     )
-    return Pricing(cost, False, basis)
+    return Pricing(cost_in_tokens(layout), False, basis)
 
 
 def priced_plan(args: argparse.Namespace, path: str) -> tuple[Plan, range, Pricing]:

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dry-run", type=_world, metavar="world=N", help="as if on N GPUs")
     add_memory_limit(group)
     add_json(group)
-    add_fields(group, GpuSpeed)
+    add_fields(group, GpuSpeed, skip=("is_measured",))
 
 
 def run(args: argparse.Namespace) -> int:

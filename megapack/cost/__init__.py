@@ -18,7 +18,7 @@ Modules:
     calibration: the content of a cost model's file
 """
 
-from megapack.cost.model import TOKENS, CostModel
+from megapack.cost.model import CostModel, cost_in_tokens
 from megapack.cost.stages import LayerSplit, StageLayers
 
-__all__ = ["CostModel", "LayerSplit", "StageLayers", "TOKENS"]
+__all__ = ["CostModel", "LayerSplit", "StageLayers", "cost_in_tokens"]

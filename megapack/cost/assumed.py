@@ -1,8 +1,9 @@
 """A cost model without measurements: the model's operations on a GPU whose speed is assumed.
 
 A plan depends on ratios: attention to matrices, the vocabulary head to a chunk's layers, a
-micro-batch's fixed cost to its tokens. The first two follow from sizes; the assumed speed decides
-only the third, and the absolute seconds. `tools/calibrate.py` measures all of them.
+micro-batch's fixed cost to its tokens. Their operations follow from sizes, and their speeds differ:
+kernels of attention reach half of what products do. `schedule.speed` measures the three speeds in
+seconds, `tools/calibrate.py` a whole cost model.
 """
 
 from __future__ import annotations
@@ -17,8 +18,15 @@ from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import Layout
 
-# Peaks of an H100 SXM without sparsity, from NVIDIA's data sheet. fp32 does not use tensor cores.
-_H100_TFLOPS: dict[Dtype, float] = {"bf16": 989.4, "fp32": 66.9}
+# By GPU: the peaks in bf16 and in fp32, which does not use tensor cores, without sparsity (NVIDIA's
+# data sheets), and the share of the peak that attention's kernels reach (sources in
+# docs/maintainers/calibration.md). An H200 has the cores of an H100.
+_GPUS = {
+    "a100": (312.0, 19.5, 0.55),
+    "h100": (989.4, 66.9, 0.35),
+    "b200": (2250.0, 75.0, 0.45),
+}
+GPU_NAMES = tuple(_GPUS)
 # One core with AVX2 at 3 GHz: 2 units * 8 numbers * 2 operations * 3e9 = 96 GFLOPS.
 _CPU_CORE_TFLOPS = 0.1
 # A kernel of attention takes about as long for a sample as if each of its tokens met so many keys
@@ -33,14 +41,18 @@ ATTENTION_TOKENS_PER_RANK = 325.0
 class GpuSpeed:
     """Speed of a GPU, to predict seconds from a model's sizes."""
 
-    # The share of the peak is the lowest that Megatron-LM's README gives for H100: 41 to 48 %. The
-    # overhead (about 20 kernels of 5 us) and the bandwidths (NVLink 4 moves 450 GB/s per direction)
-    # were chosen by hand. NCCL's all-gather has a latency of 25, 33 and 51 us on 2, 4 and 8 H100s
-    # (docs/maintainers/calibration.md).
+    # docs/maintainers/calibration.md has the sources of all numbers. Large products reach 0.7 to
+    # 0.84 of an H100's peak; norms, activations and rotary embeddings between them take a sixth of
+    # a layer's time. The overhead is about 20 kernels of 5 us. NVLink 4 moves 450 GB/s per
+    # direction, an adapter of 400 Gb/s 50.
     peak_tflops: float | None = None
     """Peak TFLOPS of one GPU, 989 for an H100 in bf16."""
-    utilisation: float = 0.4
-    """Share of the peak that kernels reach."""
+    utilisation: float = 0.65
+    """Share of the peak that layers reach outside of attention's kernels."""
+    attention_utilisation: float = 0.35
+    """The same of attention's kernels on long samples."""
+    head_utilisation: float = 0.65
+    """The same of the vocabulary head."""
     layer_overhead_us: float = 100.0
     """Microseconds of a layer's forward on top of its FLOPs: kernel launches."""
     tp_gbs: float = 300.0
@@ -49,20 +61,42 @@ class GpuSpeed:
     """GB/s of a GPU in exchanges of keys and values."""
     cp_latency_us: float = 40.0
     """Microseconds of a layer's exchange of keys and values, whatever its bytes."""
+    node_gpus: int = 8
+    """GPUs of a node."""
+    node_gbs: float = 50.0
+    """GB/s of a GPU in exchanges of keys and values between nodes."""
+    is_measured: bool = False
+    """Whether the three shares of the peak were measured."""
 
     @classmethod
-    def of(cls, device: Device, dtype: Dtype) -> GpuSpeed:
-        """The speed that a run assumes: an H100, or one core of a CPU."""
-        return cls(peak_tflops=_H100_TFLOPS[dtype] if device == "cuda" else _CPU_CORE_TFLOPS)
+    def of(cls, device: Device, dtype: Dtype, gpu: str = "h100") -> GpuSpeed:
+        """The speed that a run assumes: of a kind of GPU, or of one core of a CPU."""
+        if device == "cpu":
+            return cls(
+                peak_tflops=_CPU_CORE_TFLOPS,
+                utilisation=0.4,
+                attention_utilisation=0.2,
+                head_utilisation=0.4,
+            )
+        in_bf16, in_fp32, attention = _GPUS[gpu]
+        peak = in_bf16 if dtype == "bf16" else in_fp32
+        return cls(peak_tflops=peak, attention_utilisation=attention)
+
+    @property
+    def attention_factor(self) -> float:
+        """What an operation of attention takes longer than one of a layer's products."""
+        return self.utilisation / self.attention_utilisation
 
     @property
     def basis(self) -> str:
         """What is assumed, one line to print."""
         return (
-            f"assumed: {self.utilisation:.0%} of {self.peak_tflops:g} TFLOPS per GPU, "
-            f"{self.layer_overhead_us:g} us per layer and micro-batch, TP at {self.tp_gbs:g} GB/s, "
-            f"rows over DP ranks at {self.cp_gbs:g} GB/s and {self.cp_latency_us:g} us per layer; "
-            "CP, EP and DP communication is not counted"
+            f"{'measured' if self.is_measured else 'assumed'}: {self.utilisation:.0%} of "
+            f"{self.peak_tflops:g} TFLOPS per GPU, attention {self.attention_utilisation:.0%}, "
+            f"head {self.head_utilisation:.0%}; assumed: {self.layer_overhead_us:g} us per layer "
+            f"and micro-batch, TP at {self.tp_gbs:g} GB/s, rows over DP ranks at {self.cp_gbs:g} "
+            f"GB/s ({self.node_gbs:g} between nodes of {self.node_gpus} GPUs) and "
+            f"{self.cp_latency_us:g} us per layer; CP, EP and DP communication is not counted"
         )
 
 
@@ -94,7 +128,8 @@ def cost_from_sizes(
     peak = _checked_peak(speed)
     num_forwards = 1 + _recomputed_share(sizes, mean_length)
     trained = _trained_share(sizes)
-    kinds = list(sizes.layer_kinds(mean_length=mean_length))
+    factor = speed.attention_factor
+    kinds = list(sizes.layer_kinds(mean_length=mean_length, attention_factor=factor))
     matrices = sum(n * kind.layer_flops_per_token() for kind, n in kinds)
     matrices /= sum(n * kind.layer_cost(mean_length) for kind, n in kinds)
     backward_ratio = 1.0 + num_forwards - (1.0 - trained) * matrices
@@ -108,7 +143,8 @@ def cost_from_sizes(
         mean_length=mean_length,
         # Log-probs in chunks: a product in the forward, and three in the backward, which makes the
         # logits again. 4/3 of a head that keeps its logits; with recomputation like the layers.
-        head_factor=4 / (1 + backward_ratio),
+        head_factor=4 / (1 + backward_ratio) * speed.utilisation / speed.head_utilisation,
+        attention_factor=factor,
         stage_layers=stage_layers,
     )
     # TP traffic: a backward moves as many bytes as a forward (twice as many with full
@@ -118,17 +154,24 @@ def cost_from_sizes(
     passes = (1 + num_forwards) / (1 + backward_ratio)
     flops = peak * 1e12 * speed.utilisation * tp
     parts, more_parts = (
-        sum(n * kind.layer_attention_tokens(tokens) for kind, n in sizes.layer_kinds()) / flops
+        sum(n * kind.layer_attention_tokens(tokens) for kind, n in kinds) / flops
         for tokens in (ATTENTION_TOKENS, ATTENTION_TOKENS_PER_RANK)
     )
-    exchanged = sum(n * kind.layer_cp_bytes_per_token() for kind, n in sizes.layer_kinds()) / tp
+    exchanged = sum(n * kind.layer_cp_bytes_per_token() for kind, n in kinds) / tp
     per_token = cost.per_token + passes * traffic / (speed.tp_gbs * 1e9) + parts
-    num_attention = sum(n for kind, n in sizes.layer_kinds() if kind.layer_cp_bytes_per_token())
+    num_attention = sum(n for kind, n in kinds if kind.layer_cp_bytes_per_token())
+    # Over several nodes the ring is as slow as its slowest link.
+    overheads = [
+        (width - 1) * (more_parts + exchanged / (gbs * 1e9)) / per_token
+        for width in layout.widths[1:]
+        for gbs in [speed.cp_gbs if tp * layout.cp * width <= speed.node_gpus else speed.node_gbs]
+    ]
     return replace(
         cost,
         backward_ratio=backward_ratio,
         per_token=per_token,
-        cp_overhead=(more_parts + exchanged / (speed.cp_gbs * 1e9)) / per_token,
+        cp_overheads=tuple(overheads) or None,
+        square_range=(1.0,) if speed.is_measured else cost.square_range,
         cp_fixed=speed.cp_latency_us * 1e-6 * num_attention / layout.num_chunks,
         weight_ratio=trained,
     )
@@ -165,11 +208,14 @@ def _recomputed_share(sizes: ModelSizes, mean_length: float) -> float:
 
 def _checked_peak(speed: GpuSpeed) -> float:
     peak = speed.peak_tflops or 0.0
-    rates = (peak, speed.utilisation, speed.tp_gbs, speed.cp_gbs)
-    if not all(rate > 0 for rate in rates) or speed.utilisation > 1:
-        raise ConfigError(
-            f"--peak-tflops={peak:g}, --utilisation={speed.utilisation:g}, --tp-gbs="
-            f"{speed.tp_gbs:g}, --cp-gbs={speed.cp_gbs:g}; set all above 0, and --utilisation to "
-            "at most 1"
-        )
+    shares = {
+        name: getattr(speed, name)
+        for name in ("utilisation", "attention_utilisation", "head_utilisation")
+    }
+    rates = {name: getattr(speed, name) for name in ("tp_gbs", "cp_gbs", "node_gbs")}
+    wrong = {name: own for name, own in shares.items() if not 0 < own <= 1}
+    wrong |= {name: own for name, own in {"peak_tflops": peak, **rates}.items() if not own > 0}
+    for name, own in wrong.items():
+        most = " and at most 1" if name in shares else ""
+        raise ConfigError(f"--{name.replace('_', '-')}={own:g}; set a number above 0{most}")
     return peak

@@ -135,8 +135,9 @@ def _weight_ratio(rows: Sequence[Measurement], without_attention: Floats) -> dic
 
 def _over_ranks(
     rows: Sequence[Measurement], wide: Sequence[Measurement], fixed: float, work: Floats
-) -> dict[str, float]:
-    """`cp_overhead` and `cp_fixed` that predict the seconds of rows over several DP ranks best.
+) -> dict[str, Any]:
+    """`cp_overhead` and `cp_fixed` that predict the seconds of rows over several DP ranks best; and
+    `cp_overheads`, if more than one width was measured.
 
     They have the smallest sum of relative errors, which a row during which the machine paused does
     not move. A row of 1 s on one rank, with fixed seconds of 0.1, has 0.45 s of work on each of two
@@ -155,7 +156,7 @@ def _over_ranks(
     alone: dict[tuple[int, int, int], list[float]] = {}
     for row in rows:
         alone.setdefault(row.sizes, []).append(row.forward_seconds - fixed)
-    more, per_overhead = [], []
+    more, per_overhead, widths = [], [], []
     for row in wide:
         on_one = alone.get(row.sizes)
         seconds = float(np.median(on_one)) if on_one else float(work @ np.array(row.sizes))
@@ -163,6 +164,7 @@ def _over_ranks(
         if of_tokens < _LEAST_WORK * row.forward_seconds:
             continue
         more.append((row.forward_seconds - fixed - seconds / row.width) / row.forward_seconds)
+        widths.append(row.width)
         per_overhead.append((of_tokens / row.forward_seconds, 1 / row.forward_seconds))
     if not more:
         return {}
@@ -176,4 +178,16 @@ def _over_ranks(
         b_ub=np.concatenate([y, -y]),
         method="highs",
     )
-    return {"cp_overhead": float(found.x[0]), "cp_fixed": float(found.x[1])}
+    each, fixed_more = float(found.x[0]), float(found.x[1])
+    fields: dict[str, Any] = {"cp_overhead": each, "cp_fixed": fixed_more}
+    # A width costs what the median of its rows does; one between others that was not measured, as
+    # much for each further rank as the one before.
+    own = (y - fixed_more * x[:, 1]) / x[:, 0]
+    by_width = {width: own[np.equal(widths, width)] for width in sorted(set(widths))}
+    if len(by_width) > 1:
+        overheads = []
+        for level in range(1, max(widths).bit_length()):
+            each = max(float(np.median(by_width.get(1 << level, each))), 0.0)
+            overheads.append(each * ((1 << level) - 1))
+        fields["cp_overheads"] = tuple(overheads)
+    return fields

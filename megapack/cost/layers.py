@@ -65,6 +65,9 @@ class LayerKind:
     """Keys that a token meets in attention with a sliding window; None = all before it."""
     is_global: bool = False
     """Whether attention has the heads of global layers."""
+    attention_factor: float = 1.0
+    """What an operation of attention counts: in costs, where its kernels are slower than
+    products, more than 1."""
 
     @property
     def num_experts(self) -> int:
@@ -184,13 +187,13 @@ class LayerKind:
         has_squares = "*" in self.parts and self.window is None
         return float(self._flops_per_key()) if has_squares else 0.0
 
-    def _flops_per_key(self) -> int:
+    def _flops_per_key(self) -> float:
         """Half of the operations of a pair of tokens; a sample of L tokens has L^2 / 2 pairs.
 
         With an indexer, the scores of all keys are computed before and after its choice.
         """
         heads = self.model.num_attention_heads * (self.head_width + self.value_width)
-        return heads + self.indexer_widths[1]
+        return self.attention_factor * (heads + self.indexer_widths[1])
 
     def layer_attention_tokens(self, tokens: float) -> float:
         """Operations of one layer's attention per token that meets so many keys, forward."""

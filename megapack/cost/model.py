@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,11 @@ _NUMBERS = (
     "cp_fixed",
     "weight_ratio",
 )
+
+
+ASSUMED_SQUARES = (1.0, 0.7, 2.0)
+"""`square_range` without measurements: kernels of attention on an H100 reach from 0.29 to 0.52 of
+its peak (docs/maintainers/calibration.md)."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,16 @@ class CostModel:
     `per_token`: keys and values are exchanged, and attention runs in more and smaller parts. Tokens
     of 1 s take 1.05 / 2 s over two ranks and 1.15 / 4 s over four; squared tokens take no more.
     0.05 is assumed until measured."""
+    cp_overheads: tuple[float, ...] | None = None
+    """What a token costs more over 2, 4, 8, ... ranks in all, in place of `cp_overhead`: (0.1, 0.3,
+    2.0) if 8 ranks are on two nodes. Each rank beyond the last of them costs as much as its
+    mean one. None = `cp_overhead` for each further rank."""
     cp_fixed: float = 0.0
     """Seconds that a chunk takes more for a row over several DP ranks, whatever its length: the
     latency of the exchanges."""
+    square_range: tuple[float, ...] = (1.0,)
+    """Factors of `per_token_sq` that may be the truth. An order of a step's own is planned only
+    where it is faster under all of them. (1,) for measured seconds."""
     weight_ratio: float = 1.0
     """Seconds of the weight gradients over those of the forward's part without attention. A product
     y = x W takes as long as dW = x^T dy, so 1 is assumed until measured."""
@@ -89,12 +101,12 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             _check_number(name, getattr(self, name))
-        for name in ("stage_weights", "square_factors"):
+        for name in ("stage_weights", "square_factors", "cp_overheads", "square_range"):
             given = getattr(self, name)
             if given is None:
                 continue
             if not isinstance(given, Iterable):
-                raise ConfigError(f"{name}={brief(given)}; set one number per chunk")
+                raise ConfigError(f"{name}={brief(given)}; set a list of numbers")
             numbers = tuple(given)
             for number in numbers:
                 _check_number(name, number)
@@ -148,8 +160,22 @@ class CostModel:
 
         With cp_overhead=0.05 the factor is 1 on one rank, 1.05 on two and 1.15 on four.
         """
-        fixed = self.fixed + self.cp_fixed if width > 1 else self.fixed
-        return fixed, 1.0 + self.cp_overhead * (width - 1)
+        if width == 1:
+            return self.fixed, 1.0
+        each = self.cp_overhead
+        if self.cp_overheads:
+            level = min(width.bit_length() - 1, len(self.cp_overheads))
+            each = self.cp_overheads[level - 1] / ((1 << level) - 1)
+        return self.fixed + self.cp_fixed, 1.0 + each * (width - 1)
+
+    def every_speed(self) -> list[CostModel]:
+        """The model by each factor of `square_range`, as if that were measured."""
+        if self.square_range == (1.0,):
+            return [self]
+        return [
+            replace(self, per_token_sq=factor * self.per_token_sq, square_range=(1.0,))
+            for factor in self.square_range
+        ]
 
     @staticmethod
     def share_of_rank(layout: Layout, width: int = 1) -> float:
@@ -234,6 +260,7 @@ class CostModel:
         fixed: float = 0.0,
         mean_length: float = 4096.0,
         head_factor: float = 1.0,
+        attention_factor: float = 1.0,
         stage_layers: StageLayers | None = None,
     ) -> CostModel:
         """Derive the coefficients from a model's sizes and a GPU's speed.
@@ -247,6 +274,7 @@ class CostModel:
             mean_length: tokens of a typical sample, for `stage_weights` and sliding windows.
             head_factor: cost of the vocabulary head over that of its operations, relative to the
                 layers.
+            attention_factor: cost of attention over that of its operations, the same.
             stage_layers: layers of each chunk; None = equally many.
 
         Raises:
@@ -257,9 +285,13 @@ class CostModel:
             raise ConfigError("flops_per_gpu=0; set the achieved operations per second")
         speed = flops_per_gpu * layout.tp
         weights, factors = sizes.chunk_weights(
-            layout, mean_length, head_factor=head_factor, stage_layers=stage_layers
+            layout,
+            mean_length,
+            head_factor=head_factor,
+            attention_factor=attention_factor,
+            stage_layers=stage_layers,
         )
-        kinds = list(sizes.layer_kinds(mean_length=mean_length))
+        kinds = list(sizes.layer_kinds(mean_length=mean_length, attention_factor=attention_factor))
         per_token = sum(n * kind.layer_flops_per_token() for kind, n in kinds)
         per_token += head_factor * sizes.head_flops_per_token()
         per_token_sq = sum(n * kind.layer_flops_per_token_sq() for kind, n in kinds)
@@ -269,6 +301,7 @@ class CostModel:
             per_token_sq=per_token_sq / speed,
             stage_weights=weights,
             square_factors=factors,
+            square_range=ASSUMED_SQUARES,
         )
 
     @classmethod
@@ -302,21 +335,20 @@ def _check_number(name: str, value: Any) -> None:
         raise ConfigError(f"{name}={brief(value)}; set a finite number of at least 0")
 
 
-TOKENS = CostModel(per_token=1.0)
-"""The model for `cost=None`: a row costs its tokens."""
 FIXED_TOKENS = 256
 """Cost of a micro-batch on top of its tokens, in tokens, until it is measured. Chosen by hand."""
+TOKENS_PER_SQUARE = 49152
+"""A sample of so many tokens costs twice its tokens, until it is measured: a 7B dense model."""
 
 
-def cost_in_tokens(
-    layout: Layout, *, per_token_sq: float = 0.0, fixed_tokens: int = FIXED_TOKENS
-) -> CostModel:
-    """A cost model in units of one token's forward, which needs no GPU speed.
+def cost_in_tokens(layout: Layout, *, per_token_sq: float = 1 / TOKENS_PER_SQUARE) -> CostModel:
+    """The cost model where none is given, in units of one token's forward: no GPU speed is needed.
 
     Args:
         per_token_sq: cost of a squared token of a sample.
-        fixed_tokens: cost of a micro-batch on top of its tokens. Without it, more micro-batches
-            would always be cheaper in a pipeline.
     """
-    fixed = fixed_tokens / layout.num_chunks
-    return CostModel(fixed=fixed, per_token=1.0, per_token_sq=per_token_sq)
+    # Without a fixed cost more micro-batches would always be cheaper in a pipeline.
+    fixed = FIXED_TOKENS / layout.num_chunks
+    return CostModel(
+        fixed=fixed, per_token=1.0, per_token_sq=per_token_sq, square_range=ASSUMED_SQUARES
+    )

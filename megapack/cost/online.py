@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -134,9 +134,11 @@ def fit_sums(sums: Floats, start: CostModel, layout: Layout) -> CostModel:
         if curvature_b > 0:
             ratio = float(weights @ (products_b @ theta)) / curvature_b
     fixed, per_token, per_token_sq, per_sample, per_further, cp_fixed = theta.tolist()
-    over_ranks = {}
+    over_ranks: dict[str, Any] = {}
     if size[-1] > 0 and per_token > 0:
+        # The run's widths say more of it than what was assumed for each.
         over_ranks = {"cp_overhead": per_further / per_token, "cp_fixed": cp_fixed}
+        over_ranks["cp_overheads"] = None
     return replace(
         start,
         fixed=fixed,
@@ -147,6 +149,7 @@ def fit_sums(sums: Floats, start: CostModel, layout: Layout) -> CostModel:
         stage_weights=tuple(weights.tolist()),
         **over_ranks,
         weight_ratio=_weight_ratio(sums, theta, weights, start.weight_ratio),
+        square_range=(1.0,),
         fit_error=None,
     )
 
@@ -174,7 +177,7 @@ def _quadratic(squares: Floats, theta: Floats) -> Floats:
 
 def _theta(model: CostModel) -> Floats:
     rates = (model.fixed, model.per_token, model.per_token_sq, model.per_sample)
-    return np.array([*rates, model.per_token * model.cp_overhead, model.cp_fixed])
+    return np.array([*rates, model.per_token * (model.over_ranks(2)[1] - 1), model.cp_fixed])
 
 
 def _least_squares(squares: Floats, products: Floats, prior: Floats, strength: float) -> Floats:

@@ -77,7 +77,12 @@ class ModelSizes(ModelOptions):
         return width // 2
 
     def layer_kinds(
-        self, first: int = 0, num_layers: int | None = None, *, mean_length: float | None = None
+        self,
+        first: int = 0,
+        num_layers: int | None = None,
+        *,
+        mean_length: float | None = None,
+        attention_factor: float = 1.0,
     ) -> Iterator[tuple[LayerKind, int]]:
         """The kinds of layers among some that follow each other, each with their number, not 0.
 
@@ -88,13 +93,14 @@ class ModelSizes(ModelOptions):
                 the first w - 1 meet fewer than w keys, w L - w (w - 1) / 2 pairs in all, which is
                 96 keys per token at w = 128 and L = 256. Samples that do not reach the window have
                 none. None = each token meets w keys.
+            attention_factor: see `LayerKind`.
         """
         end = self.num_stage_layers if num_layers is None else first + num_layers
         window = _keys_met(self.attention_window, mean_length)
         pattern = self.layer_pattern
         if pattern is not None:
             for letter, count in Counter(pattern[first:end]).items():
-                yield LayerKind(self, letter, window), count
+                yield LayerKind(self, letter, window, False, attention_factor), count
             return
         windows, rotary = self.attention_window_pattern or "L", self.rotary_pattern or "L"
         num_dense = self.moe_first_dense_layers if self.num_experts else self.num_layers
@@ -107,7 +113,7 @@ class ModelSizes(ModelOptions):
             for layer in range(first, end)
         )
         for key, count in kinds.items():
-            yield LayerKind(self, *key), count
+            yield LayerKind(self, *key, attention_factor), count
 
     @property
     def last_kind(self) -> LayerKind:
@@ -129,6 +135,7 @@ class ModelSizes(ModelOptions):
         mean_length: float,
         *,
         head_factor: float = 1.0,
+        attention_factor: float = 1.0,
         stage_layers: StageLayers | None = None,
     ) -> tuple[tuple[float, ...], tuple[float, ...] | None]:
         """`stage_weights` and `square_factors` of a `CostModel`.
@@ -139,7 +146,7 @@ class ModelSizes(ModelOptions):
 
         Args:
             mean_length: tokens of a typical sample, for the share of attention and for windows.
-            head_factor: see `CostModel.from_model`.
+            head_factor, attention_factor: see `CostModel.from_model`.
             stage_layers: layers of each chunk; None = equally many.
 
         Raises:
@@ -148,7 +155,10 @@ class ModelSizes(ModelOptions):
         split = stage_layers_of(self.num_stage_layers, layout, stage_layers)
         linear, squares = [], []
         for first, count in zip(split.offsets, split.num_layers, strict=True):
-            kinds = list(self.layer_kinds(first, count, mean_length=mean_length))
+            layers = self.layer_kinds(
+                first, count, mean_length=mean_length, attention_factor=attention_factor
+            )
+            kinds = list(layers)
             linear.append(sum(kind.layer_flops_per_token() * n for kind, n in kinds))
             squares.append(sum(kind.layer_flops_per_token_sq() * n for kind, n in kinds))
         linear[0] += self.embedding_flops_per_token()

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from megapack.base.arrays import Ints
-from megapack.cost.model import cost_in_tokens
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError
 from megapack.hosts import megatron_core, patching
@@ -191,7 +190,7 @@ class _StepPacker:
         settings: dict[str, Any] = {
             "layout": layout,
             "max_tokens_per_gpu": self.packer.bin_capacity // layout.cp,
-            "cost": self.options.cost or cost_in_tokens(layout),
+            "cost": self.options.cost,
             # A shard cannot express a micro-batch without rows.
             "policy": Policy(oversize="error", unreachable="error"),
         }

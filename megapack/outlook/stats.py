@@ -18,7 +18,7 @@ import numpy as np
 
 from megapack.base.arrays import Floats, Ints, read_lengths
 from megapack.cost.memory import Carried
-from megapack.cost.model import TOKENS, CostModel
+from megapack.cost.model import CostModel, cost_in_tokens
 from megapack.errors import PlanError
 from megapack.pipeline.simulator import Simulation, bubble_fraction, simulate_planned
 from megapack.plan.facts import Counts, feature_numbers, features_of
@@ -31,7 +31,7 @@ from megapack.plan.plan import Plan, StepPlan, count_steps
 class Report(Counts):
     """Numbers of optimizer steps that run one after the other.
 
-    Seconds follow the cost model; without one, time is in row tokens.
+    Seconds follow the cost model; without one, their unit is the forward of one token.
     """
 
     num_gpus: int
@@ -96,7 +96,8 @@ class StepReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(Report):
-    """Numbers of all steps of a plan, and of each; without a cost model, seconds are row tokens."""
+    """Numbers of all steps of a plan, and of each; without a cost model, their unit is the forward
+    of one token."""
 
     steps: tuple[StepReport, ...]
 
@@ -113,7 +114,7 @@ def plan_report(
         plan: any plan.
         lengths: real tokens of each sample, as they were planned; None leaves
             `equal_work_seconds` out.
-        cost: seconds of micro-batches; None: time is in row tokens.
+        cost: seconds of micro-batches; None: those of `cost_in_tokens`.
 
     Raises:
         PlanError: the number of lengths is not the plan's number of samples, or Megatron would not
@@ -259,8 +260,9 @@ class _SimulatedStep:
 def _simulate(
     plan: Plan, step: StepPlan, cost: CostModel | None, lengths: Ints | None
 ) -> _SimulatedStep:
+    cost = cost or cost_in_tokens(plan.layout)
     run = simulate_planned(plan, step, cost)
-    equal = None if lengths is None else _equal_work_seconds(plan, step, lengths, cost or TOKENS)
+    equal = None if lengths is None else _equal_work_seconds(plan, step, lengths, cost)
     return _SimulatedStep(step, run, equal)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megapack.base.arrays import Floats, Ints
-from megapack.cost.model import TOKENS, CostModel
+from megapack.cost.model import CostModel, cost_in_tokens
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import Layout
 from megapack.pipeline.kernels import (
@@ -126,7 +126,7 @@ def simulate(
     Args:
         step: a step of a plan.
         layout: the plan's layout.
-        cost: seconds of micro-batches; None: time is in row tokens.
+        cost: seconds of micro-batches; None: those of `cost_in_tokens`.
         lockstep: ranks wait for each other at every micro-batch, as with experts spread over DP:
             they begin the k-th one together, and it takes as long on each as on the slowest.
         forward_only: no backwards, and no activations kept.
@@ -139,7 +139,7 @@ def simulate(
     """
     if not step.ranks:
         raise PlanError(f"a step of 0 ranks for dp={layout.dp}; give one with micro-batches")
-    cost = cost or TOKENS
+    cost = cost or cost_in_tokens(layout)
     runner = Runner(layout, cost, forward_only)
     forward = [_forward_seconds(rank, layout, cost, runner.factors) for rank in step.ranks]
     work = forward

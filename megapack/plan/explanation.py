@@ -14,7 +14,7 @@ _NEEDS = {"backward": "Transformer Engine 2.7, or Megatron's own layers"}
 class Gain:
     """One planning option, and the time of the plan's steps with it and without it.
 
-    Seconds follow the cost model; without one, they are times of row tokens.
+    Seconds follow the cost model; without one, their unit is the forward of one token.
     """
 
     name: str
@@ -34,6 +34,9 @@ class Gain:
     live_with: float | None = None
     """Peak of the row tokens whose activations a GPU holds, as `Simulation.peak_live_tokens`."""
     live_without: float | None = None
+    gain_range: tuple[float, float] | None = None
+    """The least and the most of `gain` over the speeds that attention's kernels may have; None if
+    the speeds are measured, or there is no gain."""
     refusal: str = ""
     """Why one of the two is None."""
 
@@ -76,8 +79,14 @@ def _line(gain: Gain) -> str:
     saved = gain.gain or 0.0
     verbs = ("saves", "costs") if gain.is_on else ("would save", "would cost")
     needs = f" (needs {_NEEDS[gain.setting]})" if gain.setting in _NEEDS else ""
+    surely = ""
+    if gain.gain_range is not None:
+        least, most = gain.gain_range
+        surely = f", {least:.1%} to {most:.1%} by the speed of attention"
     used = f": {gain.used}" if gain.used else ""
     live = ""
     if gain.live_with is not None and gain.live_without is not None:
         live = f"; live tokens of a GPU {gain.live_without:.0f} -> {gain.live_with:.0f}"
-    return f"{_set(gain)} {verbs[saved < 0]} {abs(saved):.1%} of the time{needs}{used}{live}"
+    return (
+        f"{_set(gain)} {verbs[saved < 0]} {abs(saved):.1%} of the time{surely}{needs}{used}{live}"
+    )

@@ -212,7 +212,7 @@ class _CutRule(NamedTuple):
 
 def _cut_rule(items: Items, most: int, unit: int, width: int) -> _CutRule:
     step = items.step
-    cost = step.real_cost
+    cost = step.cost
     unit = math.lcm(unit, step.layout.over(width).sample_alignment)
     least = round_up(step.least_piece, unit)
     room = step.capacity * width // unit * unit

@@ -13,6 +13,7 @@ from megapack.pipeline.simulator import simulate
 from megapack.plan.microbatch import MicroBatch, Part
 from megapack.plan.plan import RolloutId, StepPlan
 from megapack.planner.items import Items, row_sums
+from megapack.planner.step import Step
 
 PADDING = -1
 """The row number of a padding micro-batch, which has no row."""
@@ -74,6 +75,12 @@ class Draft:
             layout = self.items.step.layout.over(width)
             padded[rows] = layout.aligned_row_tokens(tokens[rows])
         return padded
+
+    def under(self, step: Step) -> Draft:
+        """The same rows and orders, of a step with other costs."""
+        if step is self.items.step:
+            return self
+        return replace(self, items=self.items.under(step), board_seconds=None)
 
     def seconds(self) -> float:
         """Simulated seconds of the step by the cost model."""

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, PlanError
@@ -24,15 +24,13 @@ Planner = Callable[[Policy], Plan]
 """`build_dp_schedule`, with all arguments but the policy."""
 
 
-def explain(
-    plan: Plan, planner: Planner, cost: CostModel | None, *, has_prefixes: bool
-) -> Explanation:
+def explain(plan: Plan, planner: Planner, cost: CostModel, *, has_prefixes: bool) -> Explanation:
     """Compare a plan with those that the planner makes if one option is changed.
 
     An option that is on is turned off, one that is off is turned on.
 
     Args:
-        cost: seconds of micro-batches; None: time is in row tokens.
+        cost: seconds of micro-batches.
         has_prefixes: the planner is given what samples share.
     """
     own = _times(plan, cost)
@@ -41,7 +39,7 @@ def explain(
         value = getattr(plan.policy, freedom.setting)
         is_on = value == freedom.on
         refusal = ""
-        other: _Times = (None, None)
+        other: _Times | None = None
         try:
             if freedom.setting == "share_prefixes" and not has_prefixes:
                 raise ConfigError("no prefixes are given")
@@ -52,6 +50,11 @@ def explain(
             # What to set follows after the semicolon; that is for a policy that someone chose.
             refusal = str(error).split("; ")[0]
         with_it, without = (own, other) if is_on else (other, own)
+        gain_range = None
+        if with_it and without and len(with_it.seconds) > 1 and all(without.seconds):
+            columns = zip(with_it.seconds, without.seconds, strict=True)
+            found = sorted(1 - after / before for after, before in columns)
+            gain_range = found[0], found[-1]
         gains.append(
             Gain(
                 name=freedom.name,
@@ -60,10 +63,11 @@ def explain(
                 is_on=is_on,
                 on=freedom.on,
                 used=freedom.text(plan.counts) if freedom.shown(plan.counts) else "",
-                seconds_with=with_it[0],
-                seconds_without=without[0],
-                live_with=with_it[1],
-                live_without=without[1],
+                seconds_with=with_it and with_it.seconds[0],
+                seconds_without=without and without.seconds[0],
+                live_with=with_it and with_it.live,
+                live_without=without and without.live,
+                gain_range=gain_range,
                 refusal=refusal,
             )
         )
@@ -84,18 +88,22 @@ def quiet_planner() -> Iterator[None]:
             logger.setLevel(level)
 
 
-_Times = tuple[float | None, float | None]
-"""Seconds of all steps, and the most live tokens of any."""
+class _Times(NamedTuple):
+    seconds: list[float]
+    """Of all steps, by each speed that attention's kernels may have."""
+    live: float
+    """The most live tokens of any step."""
 
 
-def _times(plan: Plan, cost: CostModel | None) -> _Times:
-    runs = [simulate_planned(plan, step, cost) for step in plan.steps]
-    return math.fsum(run.makespan for run in runs), max(run.peak_live_tokens for run in runs)
+def _times(plan: Plan, cost: CostModel) -> _Times:
+    runs = [
+        [simulate_planned(plan, step, own) for step in plan.steps] for own in cost.every_speed()
+    ]
+    seconds = [math.fsum(run.makespan for run in own) for own in runs]
+    return _Times(seconds, max(run.peak_live_tokens for run in runs[0]))
 
 
-def _other_times(
-    plan: Plan, planner: Planner, cost: CostModel | None, change: dict[str, Any]
-) -> _Times:
+def _other_times(plan: Plan, planner: Planner, cost: CostModel, change: dict[str, Any]) -> _Times:
     """Times of the plan under a changed policy.
 
     Raises:

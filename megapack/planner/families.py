@@ -178,8 +178,8 @@ def _part_starts(items: Items, families: Families, most_work: float) -> Bools:
         step.capacity,
         UNLIMITED if step.max_samples is None else step.max_samples,
         most_work,
-        float(step.real_cost.per_token),
-        float(step.real_cost.per_token_sq),
+        float(step.cost.per_token),
+        float(step.cost.per_token_sq),
     )
     starts: Bools = _cut(
         _units(items.aligned[members], items.item_samples[members], items.work[members]),
@@ -431,7 +431,7 @@ def _rows_of_pieces(items: Items, samples: Ints, depth: int, room: int) -> list[
     """The samples of each row of second pieces: as few rows as needed, the largest one small."""
     step = items.step
     aligned = step.layout.aligned_sample_tokens(step.lengths[samples])
-    cost = step.real_cost
+    cost = step.cost
     work = float(cost.per_token) * (aligned - depth).astype(np.float64)
     work += float(cost.per_token_sq) * (aligned * aligned - depth * depth).astype(np.float64)
     starts = np.zeros(samples.size, dtype=np.bool_)

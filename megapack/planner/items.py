@@ -118,7 +118,7 @@ class Items:
 
         Rows and ranks are balanced by it.
         """
-        cost = self.step.real_cost
+        cost = self.step.cost
         work = float(cost.per_token) * self.aligned.astype(np.float64)
         work += float(cost.per_token_sq) * self.aligned_sq.astype(np.float64)
         return work + cost.per_sample * self.item_samples
@@ -126,7 +126,7 @@ class Items:
     @cached_property
     def square_share(self) -> float:
         """The part of the work that is squares of tokens."""
-        squares = self.step.real_cost.per_token_sq * float(self.aligned_sq.sum())
+        squares = self.step.cost.per_token_sq * float(self.aligned_sq.sum())
         return squares / float(self.work.sum()) if squares else 0.0
 
     @cached_property
@@ -182,6 +182,10 @@ class Items:
         if self.num_pieces:
             spans = Spans(self.begin[item], self.end[item], self.is_piece[item])
         return table.over(width).saved(self.samples, row_of[item], num_rows, spans)
+
+    def under(self, step: Step) -> Items:
+        """The same items, of a step with other costs."""
+        return self if step is self.step else replace(self, step=step)
 
     def take(self, chosen: Ints) -> Items:
         """Some of the items: int64, in any order, and each any number of times."""

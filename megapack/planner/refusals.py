@@ -20,10 +20,8 @@ _MAX_SECONDS = 1e200
 logger = logging.getLogger(__name__)
 
 
-def check_cost(batch: Batch, layout: Layout, cost: CostModel | None) -> None:
+def check_cost(batch: Batch, layout: Layout, cost: CostModel) -> None:
     """Raise ConfigError if sums of seconds could overflow; the search compares such sums."""
-    if cost is None:
-        return
     cost.weights_for(layout)
     cost.factors_for(layout)
     tokens = int(layout.aligned_sample_tokens(batch.lengths).sum())

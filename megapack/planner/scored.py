@@ -60,7 +60,7 @@ class Way:
     @property
     def cost(self) -> CostModel:
         """What rows take."""
-        return self.items.step.real_cost
+        return self.items.step.cost
 
     @property
     def runner(self) -> Runner:
@@ -315,7 +315,7 @@ def row_cost(step: Step, num_levels: int = 1) -> RowCost:
     Args:
         num_levels: rows over up to 2**(num_levels - 1) DP ranks.
     """
-    cost = step.real_cost
+    cost = step.cost
     rates, widths, unit = _rates(step.layout, cost, num_levels)
     # Where items over the budget do not go over several ranks, they may be alone in their rows.
     widens = step.policy.context_parallel == "dynamic"

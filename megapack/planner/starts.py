@@ -81,7 +81,7 @@ def counts_to_try(way: Way, least: int, most: int) -> list[int]:
         best = round(min(math.sqrt(equal), top))
     if step.policy.search == 0:
         wanted = [max(least, min(best, 2 * least)), least]
-    elif layout.pp > 1 and step.cost is not None:
+    elif layout.pp > 1:
         wanted = spread_counts(least, max(min(2 * best, top), least + layout.group_size))
     elif way.num_levels > 1:
         wanted = spread_counts(least, least + _EXTRA_POSITIONS)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megapack.base.arrays import Ints
-from megapack.cost.model import TOKENS, CostModel
+from megapack.cost.model import CostModel
 from megapack.layout import Layout
 from megapack.pipeline.simulator import Runner
 from megapack.policy import Policy
@@ -29,8 +29,8 @@ class Step:
     """int64: real tokens of every sample of the input, those of other steps included."""
     layout: Layout
     policy: Policy
-    cost: CostModel | None
-    """Seconds of a row; None counts tokens."""
+    cost: CostModel
+    """Seconds of a row."""
     budget: int | None
     """Padded tokens that a row of one DP rank may hold, a multiple of the row alignment; None for a
     count-based plan."""
@@ -94,11 +94,6 @@ class Step:
         return None if cap is None else cap * self.layout.cp * self.layout.vpp
 
     @property
-    def real_cost(self) -> CostModel:
-        """What a step takes; tokens without a cost model."""
-        return self.cost or TOKENS
-
-    @property
     def lockstep(self) -> bool:
         """Whether DP ranks wait for each other at every micro-batch."""
         return self.layout.ep_spans_dp
@@ -106,7 +101,7 @@ class Step:
     @cached_property
     def runner(self) -> Runner:
         """The simulator of the step's ranks."""
-        return Runner(self.layout, self.real_cost, self.forward_only)
+        return Runner(self.layout, self.cost, self.forward_only)
 
 
 def spread_counts(least: int, top: int) -> list[int]:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import megapack
-from megapack.cost.model import cost_in_tokens
 from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts.shared.options import HostOptions
 from megapack.hosts.shared.rank_rows import for_step
@@ -61,7 +60,7 @@ class PlannedStep:
         objective: per-token losses; None for `SFT()`. Its fields are keys of the items.
         weighting: weights of tokens, see `loss.sample_weights`.
         norm_constant: see `loss.sample_weights`; only seq-mean-token-sum-norm uses it.
-        cost: see `build_dp_schedule`; None counts tokens as `cost_in_tokens` does.
+        cost: see `build_dp_schedule`.
         policy: see `build_dp_schedule`; with split samples or split backwards, the steps run as
             lists of operations. Under share_prefixes="auto", rows hold the tokens that samples have
             in common at their beginnings once, if the model can: dropout must be 0.
@@ -158,7 +157,7 @@ class PlannedStep:
                 batch.lengths,
                 layout=adapter.layout,
                 max_tokens_per_gpu=self._budget,
-                cost=self._cost or cost_in_tokens(adapter.layout),
+                cost=self._cost,
                 policy=for_step(self._policy, len(batch)),
                 forward_only=forward_only,
                 prefixes=self._prefixes(adapter, batch),

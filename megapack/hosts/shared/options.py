@@ -37,7 +37,8 @@ class PlannerOptions:
     """The job's layout: rows are planned and ordered for its pipeline, alignment counts against the
     budget, and M is any count that Megatron runs. None: the host's own packing."""
     cost: CostModel | None = None
-    """Seconds of a micro-batch, for planning with a layout; None counts its tokens and 256 more."""
+    """Seconds of a micro-batch, for planning with a layout; None: as in
+    `build_dp_schedule`."""
     share_prefixes: bool = field(default_factory=shares_prefixes)
     """Samples with common beginnings are packed into one row, in which `megatron_core` lets them
     share these. The budget counts every copy."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 
 from megapack.base.arrays import Floats, Ints
-from megapack.cost.model import CostModel, cost_in_tokens
+from megapack.cost.model import CostModel
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
 from megapack.planner.counts import split_heaviest
@@ -129,7 +129,7 @@ def plan_rank(
         lengths: int64 [n]; a sample without tokens counts as one token.
         max_tokens: budget of a micro-batch before CP.
         layout: the job's; None fills rows to `max_tokens` without alignment.
-        cost: None counts tokens, with a layout as `cost_in_tokens` does.
+        cost: see `build_dp_schedule`.
         colocate_ids, oversize: as in `build_dp_schedule` and `Policy`.
 
     Returns:
@@ -137,11 +137,7 @@ def plan_rank(
         count: the M that the planner chose.
     """
     # This plans one rank (dp=1), and expert parallelism does not change what is packed.
-    if layout is None:
-        layout = Layout()
-    else:
-        layout = dataclasses.replace(layout, dp=1, ep=1)
-        cost = cost or cost_in_tokens(layout)
+    layout = Layout() if layout is None else dataclasses.replace(layout, dp=1, ep=1)
     plan = build_dp_schedule(
         np.maximum(lengths, 1),
         layout=layout,

@@ -125,12 +125,27 @@ def test_rows_over_several_ranks_give_the_overhead(overhead: float) -> None:
     assert found.cp_overhead == pytest.approx(overhead, abs=1e-6)
     assert found.cp_fixed == pytest.approx(cost.cp_fixed, rel=1e-6)
     alone = CostModel.fit(measured(cost, 1))
-    others = replace(found, cp_overhead=alone.cp_overhead, cp_fixed=alone.cp_fixed)
+    assert found.cp_overheads == pytest.approx((overhead, 3 * overhead), abs=1e-6)
+    others = replace(
+        found, cp_overhead=alone.cp_overhead, cp_fixed=alone.cp_fixed, cp_overheads=None
+    )
     assert others == alone, "wide rows change other numbers"
     # Rows that were measured over several ranks only.
     others = [row._replace(row_tokens=row.row_tokens + 8) for row in measured(cost, 2)]
     found = CostModel.fit([*measured(cost, 1), *others])
     assert found.cp_overhead == pytest.approx(overhead, abs=0.02)
+
+
+def test_widths_have_overheads_of_their_own() -> None:
+    # Eight ranks are on two nodes. Sixteen, which are not measured, go on as eight.
+    cost = replace(WIDE, cp_overheads=(0.1, 0.3, 2.1))
+    found = CostModel.fit(measured(cost, 1, 2, 4, 8))
+    assert found.cp_overheads == pytest.approx((0.1, 0.3, 2.1), rel=0.3)
+    assert cost.over_ranks(8)[1] == pytest.approx(3.1)
+    assert cost.over_ranks(16)[1] == pytest.approx(1 + 15 * 0.3)
+    # A width between others that was not measured costs what the one before does for each rank.
+    found = CostModel.fit(measured(replace(WIDE, cp_overhead=0.12), 1, 2, 8))
+    assert found.cp_overheads == pytest.approx((0.12, 0.36, 0.84), abs=1e-6)
 
 
 def test_a_pause_of_the_machine_does_not_move_the_overhead() -> None:

@@ -245,7 +245,7 @@ def test_frozen_matrices_have_no_weight_gradients_to_wait_for() -> None:
         return cost_from_sizes(
             replace(GPT, recompute=recompute, freeze=frozen),
             Layout(),
-            GpuSpeed(peak_tflops=1.0),
+            GpuSpeed(peak_tflops=1.0, attention_utilisation=0.65),
             mean_length=1000.0,
         )
 

@@ -14,6 +14,7 @@ from megapack.plan import MicroBatch, Plan, StepPlan
 
 pytestmark = pytest.mark.unit
 
+TOKENS = CostModel(per_token=1.0)
 COST = CostModel(fixed=2.0, per_token=1.0, per_token_sq=1e-3, p2p=0.5)
 LENGTHS = np.random.default_rng(3).integers(1, 400, 90)
 
@@ -47,7 +48,7 @@ def test_no_plan_is_faster_than_equal_work(layout: Layout, forward_only: bool) -
 def test_a_perfect_plan_takes_equal_work() -> None:
     lengths = [100] * 32
     plan = build_dp_schedule(lengths, layout=Layout(dp=4), max_tokens_per_gpu=400)
-    (step,) = plan_report(plan, lengths).steps
+    (step,) = plan_report(plan, lengths, TOKENS).steps
     assert (step.num_rows, step.num_padding_rows) == (8, 0)
     assert step.imbalance == 1
     assert (step.bubble_fraction, step.padding_fraction, step.fill) == (0, 0, 1)
@@ -96,13 +97,13 @@ def test_imbalance_measures_work_not_waiting() -> None:
     mean."""
     plan = build_dp_schedule([1], layout=Layout(dp=2, pp=2), micro_batch_size=1)
     step = step_of([100, 100, 100], [100])
-    found = step_report(plan, step)
+    found = step_report(plan, step, TOKENS)
     assert found.imbalance == 1.5
     assert found.slowest_rank == 0
     assert found.rank_seconds[0] / np.mean(found.rank_seconds) < 1.4
     # With experts, ranks wait for each other; their work stays the same.
     experts = replace(plan, layout=Layout(dp=2, pp=2, ep=2))
-    found = step_report(experts, step_of([300, 100], [100, 100]))
+    found = step_report(experts, step_of([300, 100], [100, 100]), TOKENS)
     assert found.imbalance == pytest.approx(4 / 3)
     assert found.rank_seconds[0] == found.rank_seconds[1]
 

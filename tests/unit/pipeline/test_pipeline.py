@@ -19,6 +19,9 @@ from megapack.plan.order import KINDS, step_order
 
 pytestmark = pytest.mark.unit
 
+TOKENS = CostModel(per_token=1.0)
+"""Time is in row tokens."""
+
 SHAPES = [
     (1, 1, None, 3),
     (2, 1, None, 1),
@@ -49,7 +52,7 @@ def test_equal_micro_batches_match_the_closed_form(
     layout = Layout(pp=pp, vpp=vpp, microbatch_group_size=group)
     plan = build_dp_schedule([10] * count, layout=layout, max_tokens_per_gpu=10)
     assert plan.steps[0].num_microbatches == count
-    simulation = simulate(plan.steps[0], layout=layout)
+    simulation = simulate(plan.steps[0], layout=layout, cost=TOKENS)
     assert simulation.bubble_fraction == pytest.approx((pp - 1) / (vpp * count), abs=1e-12)
     work = 10 * count * 3 / pp
     assert simulation.makespan == pytest.approx(work * (1 + simulation.bubble_fraction))
@@ -132,10 +135,13 @@ def test_uneven_stages() -> None:
 
 def test_ranks_with_different_counts_and_lockstep() -> None:
     layout = Layout(dp=2)
-    assert simulate(step_of([[1, 9], [9, 1]]), layout=layout).makespan == 30
-    assert simulate(step_of([[1, 9], [9, 1]]), layout=layout, lockstep=True).makespan == 54
+    assert simulate(step_of([[1, 9], [9, 1]]), layout=layout, cost=TOKENS).makespan == 30
+    assert (
+        simulate(step_of([[1, 9], [9, 1]]), layout=layout, lockstep=True, cost=TOKENS).makespan
+        == 54
+    )
     uneven = step_of([[5], [1, 1, 1]])
-    simulation = simulate(uneven, layout=layout)
+    simulation = simulate(uneven, layout=layout, cost=TOKENS)
     assert simulation.rank_makespans == (15, 9)
     with pytest.raises(ConfigError, match="lockstep"):
         simulate(uneven, layout=layout, lockstep=True)
@@ -143,7 +149,7 @@ def test_ranks_with_different_counts_and_lockstep() -> None:
 
 def test_forward_only_has_no_backwards() -> None:
     layout = Layout(pp=2)
-    simulation = simulate(step_of([[4, 4, 4]]), layout=layout, forward_only=True)
+    simulation = simulate(step_of([[4, 4, 4]]), layout=layout, forward_only=True, cost=TOKENS)
     assert {event.kind for event in simulation.events} == {"F"}
     assert simulation.makespan == 2 * 4
     assert simulation.peak_live_tokens == 4
@@ -151,11 +157,11 @@ def test_forward_only_has_no_backwards() -> None:
 
 def test_warm_up_sets_the_peak_of_live_tokens() -> None:
     rows = [[1, 2, 3, 4, 5, 6, 7, 8]]
-    simulation = simulate(step_of(rows), layout=Layout(pp=4))
+    simulation = simulate(step_of(rows), layout=Layout(pp=4), cost=TOKENS)
     assert simulation.peak_in_flight == 4
     assert simulation.peak_live_tokens == 5 + 6 + 7 + 8
     layout = Layout(pp=2, vpp=2, cp=2)
-    interleaved = simulate(step_of([[8] * 4], 2), layout=layout)
+    interleaved = simulate(step_of([[8] * 4], 2), layout=layout, cost=TOKENS)
     # Stage 0 holds 2 * (pp - 1) + (vpp - 1) * G = 4 warm-up forwards and 1, each half a stage.
     assert interleaved.peak_in_flight == 2.5
     assert interleaved.peak_live_tokens == 2.5 * 4

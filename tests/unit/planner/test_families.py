@@ -47,7 +47,7 @@ def items(
         lengths=lengths,
         layout=layout,
         policy=policy or Policy(),
-        cost=None,
+        cost=CostModel(per_token=1.0),
         budget=budget,
         max_samples=max_samples,
         prefixes=PrefixTable(prefixes, lengths.size, layout),
