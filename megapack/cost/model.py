@@ -350,5 +350,12 @@ def cost_in_tokens(layout: Layout, *, per_token_sq: float = 1 / TOKENS_PER_SQUAR
     # Without a fixed cost more micro-batches would always be cheaper in a pipeline.
     fixed = FIXED_TOKENS / layout.num_chunks
     return CostModel(
-        fixed=fixed, per_token=1.0, per_token_sq=per_token_sq, square_range=ASSUMED_SQUARES
+        fixed=fixed,
+        per_token=1.0,
+        per_token_sq=per_token_sq,
+        square_range=ASSUMED_SQUARES,
+        # Latencies of a layer's exchange and products' part of a layer, as `cost.assumed` has them
+        # for 7B on an H100. On tp GPUs tokens are cheaper, and latencies are not.
+        cp_fixed=0.4 * layout.tp * fixed,
+        weight_ratio=0.7,
     )
