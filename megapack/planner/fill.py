@@ -75,7 +75,8 @@ def fill_board(board: Board, rule: FillRule, stretch: float) -> bool:
     one, and no row is left without items where padding is not allowed.
 
     Args:
-        stretch: a row may take this many times its target before its item goes over more ranks.
+        stretch: a row may take this many times its target before its item goes over more ranks;
+            inf: each item goes over the fewest ranks that have room for it.
     """
     cost = board.cost
     goals = Goals(rule.targets, _mean_target(rule.targets), stretch)
@@ -95,6 +96,8 @@ def fill_board(board: Board, rule: FillRule, stretch: float) -> bool:
         rank, position, level = -1, 0, 0
         for k in range(rule.least[item], cost.unit.size):
             size = cost.alone[k] if must_open else board.item_tokens[k, item]
+            if stretch == np.inf and rank >= 0:
+                break
             leaf = best_leaf(places.missing[k], places.room[k], size)
             if leaf >= 0:
                 blocks = dp >> k

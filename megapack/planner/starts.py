@@ -265,6 +265,33 @@ def wide_starts(way: Way, targets: list[Target], fastest: float) -> Iterator[Sco
             yield scored
 
 
+def falling_starts(way: Way) -> Iterator[Scored]:
+    """Boards whose positions are as long as their tallest item over the fewest ranks that hold it:
+    the longest items are side by side, and the shortest ones at the end.
+
+    Equal positions leave room beside items that differ: items of 3, 3, 2 and 2 s on two ranks take
+    5 s in positions of 3 and 2 s.
+    """
+    rule = fill_rule(way.items, way.row_cost, way.work, np.zeros((1, 1)))
+    if rule is None:
+        return
+    # Seconds of each item over its fewest ranks, and the work of all before it.
+    alone = (way.work / np.float64(2.0) ** rule.least)[np.lexsort((-way.work, rule.least))]
+    tallest = np.sort(alone)[::-1]
+    before = np.cumsum(np.sort(way.work)[::-1]) / way.layout.dp
+    heights: list[float] = []
+    while math.fsum(heights) < before[-1]:
+        left = int(np.searchsorted(before, math.fsum(heights), side="right"))
+        heights.append(float(tallest[min(left, tallest.size - 1)]))
+    for more in (0, 1):
+        count = way.step.legal_count(len(heights) + more)
+        rows = np.array((heights + heights[-1:] * count)[:count])
+        for stretch in (_STRETCH, math.inf):
+            scored = filled(way, np.tile(rows, (way.layout.dp, 1)), stretch)
+            if scored is not None and scored.seconds < math.inf:
+                yield scored
+
+
 def loosened(way: Way, draft: Draft) -> Scored:
     """A draft as a board whose items may choose other rows, over several ranks."""
     way = replace(way, items=draft.items)
@@ -273,11 +300,15 @@ def loosened(way: Way, draft: Draft) -> Scored:
     return way.score_draft(draft, fill_rule(way.items, way.row_cost, way.work, equal))
 
 
-def filled(way: Way, targets: Floats) -> Scored | None:
-    """Items in rows over one rank or several; None if they find no room."""
+def filled(way: Way, targets: Floats, stretch: float = _STRETCH) -> Scored | None:
+    """Items in rows over one rank or several; None if they find no room.
+
+    Args:
+        stretch: see `fill_board`.
+    """
     rule = fill_rule(way.items, way.row_cost, way.work, targets + way.cost.fixed)
     board = way.blank(targets.shape[1])
-    if rule is None or not fill_board(board, rule, _STRETCH):
+    if rule is None or not fill_board(board, rule, stretch):
         return None
     return way.score(board, rule)
 
