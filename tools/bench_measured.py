@@ -71,7 +71,9 @@ SHARES = (0, 1 / 4, 1 / 2, 3 / 4, 1)
 ROUNDING = 1 + 1e-9
 
 ROOT = Path(__file__).resolve().parents[1]
-PEER = "peer"
+# The fastest of the others' plans; of those without rows over several ranks, which our default
+# policy has neither.
+PEER, FIXED_PEER, DYNAMIC_PEER = "peer", "fixed peer", "peer, default_dynamic_cp"
 TITLE = "Plans under measured seconds"
 WHAT = """Seconds of plans by tables of what attention, matrices and exchanges took on H100s and an
 H200 (`tools/benching/measured_tables.py`), not by the cost model that planned them. Cells are five
@@ -80,7 +82,8 @@ traces, steps of 128 and 512 samples, Qwen3-8B and Qwen3-30B-A3B; with `ep8` the
 the rows that `tools/calibrate.py` times; `tokens`: without one. `megapack` is the default policy,
 `dynamic CP` is `context_parallel: dynamic`, and `everything` adds `split_samples: auto` and
 `backward: split`. The others are those of `tools/benching/planner_peers.py` and Megatron's dev
-branch, each with the best of up to five budgets. A column has the geometric mean, the largest ratio
+branch, each with the best of up to five budgets; `megapack` is compared with those of them that
+have no rows over several ranks. A column has the geometric mean, the largest ratio
 and the number of cells above 1."""
 
 Cell = dict[str, float]
@@ -189,7 +192,7 @@ def run(args: argparse.Namespace) -> dict[str, Cell]:
                 recompute="none",
             )
             case = Case(trace, lengths, budget, layout, on, model, cost)
-            judge = MeasuredSeconds(sizes, on, lengths, 1e-3 * args.host_ms, args.noise)
+            judge = MeasuredSeconds(sizes, on, lengths, 1e-3 * args.host_ms, args.noise, args.seed)
             cells[f"{layout}, {model}, {samples} samples, {trace}"] = race(case, judge, peers)
         spent = time.process_time() - start
         print(f"{layout}, {model}, {samples} samples: {spent:.0f} s", file=sys.stderr, flush=True)
@@ -198,7 +201,7 @@ def run(args: argparse.Namespace) -> dict[str, Cell]:
 
 def tables(cells: Mapping[str, Cell]) -> Iterator[str]:
     """The lines of the tables: our plans beside the best peer's, and beside each other."""
-    pairs = {policy: (policy, PEER) for policy in OURS}
+    pairs = {policy: (policy, FIXED_PEER if policy == DEFAULT else PEER) for policy in OURS}
     yield "Our plans over the best plan of the others:"
     yield from _table(cells, pairs)
     yield "Our plans over each other:"
@@ -235,9 +238,10 @@ def _table(cells: Mapping[str, Cell], pairs: Mapping[str, tuple[str, str]]) -> I
 
 def _seconds(cell: Cell, cost: str, policy: str) -> float:
     """Of a plan of ours, or of the best plan of the others."""
-    if policy != PEER:
+    if policy not in (PEER, FIXED_PEER):
         return cell[f"{cost}, {policy}"]
-    return min(seconds for name, seconds in cell.items() if name.startswith(PEER))
+    peers = [name for name in cell if name.startswith(PEER)]
+    return min(cell[name] for name in peers if policy == PEER or name != DYNAMIC_PEER)
 
 
 def changes(before: Mapping[str, Cell], after: Mapping[str, Cell]) -> Iterator[str]:
@@ -254,6 +258,14 @@ def changes(before: Mapping[str, Cell], after: Mapping[str, Cell]) -> Iterator[s
         yield f"| {plan} | {mean([*ratios.values()]):.3f} | {ratios[worst]:.3f} | {worst} |"
 
 
+def write(lines: Sequence[str], has_megatron: bool) -> Path:
+    """Write docs/measured/planner_measured.md."""
+    command = "python tools/bench_measured.py" + " --megatron FOLDER" * has_megatron + " --write"
+    what = textwrap.fill(WHAT, 110, break_long_words=False, break_on_hyphens=False)
+    versions = measured.versions()
+    return measured.write("planner_measured", TITLE, what, lines, versions, command=command)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces")
@@ -262,6 +274,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="layouts whose name contains this text")
     parser.add_argument("--megatron", type=Path, help="sources of Megatron-LM's dev branch")
     parser.add_argument("--noise", type=float, default=0.0, help="of each row's seconds, a part")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise")
     parser.add_argument(
         "--host-ms", type=float, default=1e3 * HOST_SECONDS, help="host time of a layer's forward"
     )
@@ -274,16 +287,7 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps(cells, indent=0), encoding="utf-8")
     if args.write:
-        command = "python tools/bench_measured.py" + " --megatron FOLDER" * bool(args.megatron)
-        what = textwrap.fill(WHAT, 110, break_long_words=False, break_on_hyphens=False)
-        measured.write(
-            "planner_measured",
-            TITLE,
-            what,
-            lines,
-            measured.versions(),
-            command=command + " --write",
-        )
+        write(lines, bool(args.megatron))
     if args.compare:
         lines += changes(json.loads(args.compare.read_text(encoding="utf-8")), cells)
     print("\n".join(lines))
