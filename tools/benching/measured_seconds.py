@@ -22,8 +22,8 @@ from megapack.pipeline.simulator import Runner
 from tools.benching import measured_tables as tables
 
 # Seconds of a token in a layer, per channel of its hidden states, that neither matrices nor
-# attention take (norms, rotary embeddings, activations, residuals), in a forward and in a backward: what is
-# left of the rows of docs/measured/one_gpu.md with `varlen`, whose four sums are then within 4 %.
+# attention take (norms, rotary embeddings, activations, residuals), in a forward and in a backward:
+# what is left of the rows with `varlen` of docs/measured/one_gpu.md.
 REST = (6.1e-11, 1.04e-10)
 # What the vocabulary head reaches of an H100's peak in bf16, 989.4 TFLOP/s. Chosen by hand.
 HEAD_FLOPS = 0.7 * 989.4e12
@@ -111,28 +111,29 @@ class MeasuredSeconds:
         tp, ranks = layout.tp, layout.cp * width
         mine = tokens / ranks
         dense = kind.layer_flops_per_token()
-        products = 0.0
+        products = sent = 0.0
         if kind.num_experts:
             experts = 6.0 * sizes.hidden_size * kind.width * sizes.moe_top_k
             dense -= experts
             each = mine * sizes.moe_top_k * layout.ep / kind.num_experts
             # All experts' matrices together, in products of few tokens each.
-            products = product_seconds(each, experts) * mine / max(each, 1e-9)
+            products = product_seconds(each, experts) * mine / each
+            sent = dispatch_seconds(2.0 * mine * sizes.hidden_size, sizes.moe_top_k, layout.ep)
         products += product_seconds(mine, dense / tp)
         attention, backward = attention_seconds(spans, sizes.num_attention_heads // tp, ranks)
         rest, backward_rest = (mine * sizes.hidden_size / tp * part for part in REST)
         # Hidden states before and after attention and MLP, in the backward too.
         hidden = 2.0 * mine * sizes.hidden_size
-        gathered = 2 * (collective(tables.GATHER_US, hidden, tp, tp))
-        gathered += 2 * collective(tables.SCATTER_US, hidden, tp, tp)
+        moved = 2 * collective(tables.GATHER_US, hidden, tp, tp) + sent
+        moved += 2 * collective(tables.SCATTER_US, hidden, tp, tp)
         # Keys and values; in the backward also their gradients.
         keys = tokens * kind.layer_cp_bytes_per_token() / tp
         exchanged = collective(tables.GATHER_US, keys, ranks, tp * ranks)
         returned = collective(tables.SCATTER_US, keys, ranks, tp * ranks)
         return np.array(
             [
-                products + attention + rest + gathered + exchanged,
-                2 * products + backward + backward_rest + gathered + exchanged + returned,
+                products + attention + rest + moved + exchanged,
+                2 * products + backward + backward_rest + moved + exchanged + returned,
                 products,
             ]
         )
@@ -146,32 +147,6 @@ class MeasuredSeconds:
         gpus = layout.world_size
         # Within a node a rank's all-gather over two sends it as many bytes as it gets.
         return collective(tables.GATHER_US, 4.0 * tokens * self.sizes.hidden_size, 2, gpus)
-
-
-@dataclass(frozen=True)
-class ModelSeconds:
-    """A judge by a cost model, which compares this recurrence with megapack's simulator."""
-
-    cost: CostModel
-    layout: Layout
-
-    def row(self, row: MicroBatch) -> RowSeconds:
-        """Seconds of a row on each chunk."""
-        cost, layout = self.cost, self.layout
-        sizes = {"row_tokens": row.row_tokens, "num_samples": len(row.samples), "width": row.width}
-        weights = np.array(cost.weights_for(layout))
-        forward = weights * [
-            cost.forward_seconds(layout, tokens_sq=row.tokens_sq, square_factor=factor, **sizes)
-            for factor in cost.factors_for(layout)
-        ]
-        backward = cost.backward_ratio * forward
-        return RowSeconds(
-            forward, backward, np.minimum(weights * cost.weight_seconds(layout, **sizes), backward)
-        )
-
-    def p2p(self, step: StepPlan) -> float:
-        """As the cost model has it."""
-        return self.cost.p2p
 
 
 def split_layers(sizes: ModelSizes, layout: Layout) -> StageLayers:
@@ -277,3 +252,17 @@ def collective(table_us: dict[int, list[int]], size: float, ranks: int, gpus: in
     if gpus > tables.NODE_GPUS:
         return float(latency + size * (ranks - 1) / ranks / tables.NODE_BYTES_PER_SECOND)
     return float(np.interp(size, [0.0, *x], [latency, *y]))
+
+
+def dispatch_seconds(size: float, top_k: int, ep: int) -> float:
+    """Seconds in which a GPU's tokens reach their experts and come back.
+
+    A token goes once to each rank that has some of its experts: with ep=8 and 8 experts that any
+    rank may have, to 8 * (1 - (7/8)^8) = 5.25 ranks.
+
+    Args:
+        size: bytes of the tokens.
+    """
+    sent = size * ep * (1 - (1 - 1 / ep) ** top_k)
+    per_byte = 1 / tables.DISPATCH_BYTES_PER_SECOND + 1 / tables.COMBINE_BYTES_PER_SECOND
+    return sent * per_byte if ep > 1 else 0.0

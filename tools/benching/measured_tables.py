@@ -81,7 +81,10 @@ SCATTER_US = {
     4: [57, 70, 106, 216, 355, 676, 1303, 2510, 4842, 9519, 18536],
     8: [92, 93, 116, 204, 381, 721, 1401, 2740, 5394, 10639, 20969],
 }
-# Bytes per second of a GPU's own adapter between nodes (NDR InfiniBand):
+# Bytes per second that a GPU receives through its own adapter between nodes (NDR InfiniBand):
 # https://github.com/NVIDIA/nccl-tests/issues/290
 NODE_BYTES_PER_SECOND = 48e9
 NODE_GPUS = 8
+# The same for tokens on their way to experts and back, on 8 GPUs of a node (H800):
+# https://github.com/deepseek-ai/DeepEP, docs/legacy.md
+DISPATCH_BYTES_PER_SECOND, COMBINE_BYTES_PER_SECOND = 153e9, 158e9
