@@ -46,7 +46,7 @@ class GpuSpeed:
 
     # docs/maintainers/calibration.md has the sources of all numbers. Large products reach 0.7 to
     # 0.84 of an H100's peak; norms, activations and rotary embeddings between them take a sixth of
-    # a layer's time. The overhead is about 20 kernels of 5 us. NVLink 4 moves 450 GB/s per
+    # a layer's time. The overhead is about 30 kernels of 5 us. NVLink 4 moves 450 GB/s per
     # direction, an adapter of 400 Gb/s 50.
     peak_tflops: float | None = None
     """Peak TFLOPS of one GPU, 989 for an H100 in bf16."""
@@ -56,7 +56,7 @@ class GpuSpeed:
     """The same of attention's kernels on long samples."""
     head_utilisation: float = 0.65
     """The same of the vocabulary head."""
-    layer_overhead_us: float = 100.0
+    layer_overhead_us: float = 150.0
     """Microseconds of a layer's forward on top of its FLOPs: kernel launches."""
     tp_gbs: float = 300.0
     """GB/s of a GPU in tensor-parallel collectives."""
@@ -136,8 +136,9 @@ def cost_from_sizes(
     products = sum(n * kind.layer_flops_per_token() for kind, n in kinds)
     matrices = products / sum(n * kind.layer_cost(mean_length) for kind, n in kinds)
     backward_ratio = 1.0 + num_forwards - (1.0 - trained) * matrices
-    # A layer of a hybrid model is half of a transformer layer.
-    num_blocks = sum(n * len(kind.parts) / 2 for kind, n in sizes.layer_kinds())
+    # A layer of a hybrid model is half of a transformer layer. Experts launch about as many kernels
+    # as a dense layer more: for the router, their tokens' ways and their groups of products.
+    num_blocks = sum(n * (len(k.parts) / 2 + bool(k.num_experts)) for k, n in sizes.layer_kinds())
     cost = CostModel.from_model(
         sizes,
         layout=layout,
