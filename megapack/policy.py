@@ -72,7 +72,8 @@ class Policy:
     """Rollouts go to steps in input order, or so that tokens per step are balanced."""
     search: int = 2048
     """Simulations that a step's search may spend; 0 = none. A count, so that all ranks find the
-    same plan. Dynamic rows may double it; pieces and split backwards may take four times as many."""
+    same plan. Dynamic rows may double it; pieces and split backwards may take four times as
+    many."""
     group_size: GroupSize = "fixed"
     """fixed: G is the layout's `microbatch_group_size`."""
     max_live_tokens_per_gpu: int | None = None

@@ -12,4 +12,5 @@ cd "$root"
 export OMP_NUM_THREADS=1
 # --standalone picks a free port; --local-addr avoids a look-up of the machine's name.
 exec .venv/bin/python -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
-    --nproc-per-node 4 -m megapack train configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml "$@"
+    --nproc-per-node 4 -m megapack train configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml \
+    plan.calibrate=start "$@"

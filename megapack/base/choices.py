@@ -18,7 +18,7 @@ Kernel = Literal["te", "varlen", "sdpa"]
 Attention = Literal["auto", "te", "varlen", "sdpa"]
 """A kernel, or "auto": the first that can run."""
 
-Calibrate = Literal["off", "online"]
+Calibrate = Literal["auto", "off", "start", "online"]
 """Whether a run fits its cost model to its own seconds."""
 
 Executor = Literal["megatron", "operations"]

@@ -35,8 +35,8 @@ _CPU_CORE_TFLOPS = 0.1
 # has what an H200 and an H100 take.
 ATTENTION_TOKENS = 600.0
 ATTENTION_TOKENS_PER_RANK = 325.0
-# The part of a layer's forward without attention's kernels that products take; the rest is in norms,
-# activations and rotary embeddings, and has no weight gradients that can wait.
+# The part of a layer's forward without attention's kernels that products take. The rest is in
+# norms, activations and rotary embeddings, and has no weight gradients that can wait.
 PRODUCTS = 5 / 6
 
 

@@ -40,8 +40,8 @@ _CLOSER_STRETCHES = (1.0, 1.25, 1.5)
 _CLOSER_PLACES = (-0.25, 0.0, 0.25)
 # This part of the limit at most: 32 boards of 256 on dp=4.
 _CLOSER_PART = 8
-# Simulations of ranks for boards, as a part of the policy's evaluations: 1,024, which are 256 boards
-# on dp=4. Four times as many, and four times the moves, make steps 0.26 % faster in the mean and
+# Simulations of ranks for boards, as a part of the policy's evaluations: 1,024, which are 256
+# boards on dp=4. Four times as many boards and moves make steps 0.26 % faster in the mean, and
 # planning twice as slow.
 _BOARDS_PART = 2
 # Boards that have both pieces and rows over several ranks, of each kind: those that try 2**23 cells

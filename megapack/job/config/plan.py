@@ -64,9 +64,10 @@ class _BatchSizes:
     cost_model: str | None = None
     """A cost model's YAML file, from tools/calibrate.py, equal on all ranks. null = from the
     model's sizes."""
-    calibrate: Calibrate = "off"
-    """online: fit the cost model to the run's own seconds, and plan with it. Plans then depend on
-    measured times."""
+    calibrate: Calibrate = "auto"
+    """start: without a `cost_model`, measure the speeds of attention, products and the head when
+    the run starts. online: fit the cost model to the run's own seconds, and plan with it. Plans
+    then depend on measured times. auto: start on a GPU, off on a CPU."""
     calibrate_interval: int = 5
     """Optimizer steps between fits of `calibrate`."""
 

@@ -189,6 +189,13 @@ class TrainConfig:
         return GpuSpeed.of(self.device, self.model.dtype)
 
     @property
+    def measures_speed(self) -> bool:
+        """Whether a run measures the speeds of its kernels when it starts."""
+        plan = self.plan
+        on_gpu = self.device == "cuda" and plan.calibrate in ("auto", "online")
+        return plan.cost_model is None and (on_gpu or plan.calibrate == "start")
+
+    @property
     def cost_basis(self) -> str:
         """Where the cost model comes from, in one line."""
         if self.plan.cost_model is not None:

@@ -24,7 +24,7 @@ def first_lines(run: Any) -> Iterator[str]:
     of_machine = [
         str(run.kernels),
         describe(settings, run.reduction),
-        f"cost model {config.cost_basis}",
+        f"cost model {run.cost_basis}",
     ]
     if run.folder is not None:
         run.folder.write_text(SETTINGS_FILE, "\n".join([*of_machine, ""]))

@@ -61,6 +61,7 @@ from megapack.job.train.trace import StepTracer
 from megapack.job.train.trackers import open_trackers
 from megapack.loss.preference import PAIR_SIGN
 from megapack.model import check_replicas
+from megapack.model.speed import measured_speed
 from megapack.outlook.stats import step_report
 from megapack.outlook.warm_up import COMPILE_S, compile_planner
 from megapack.pipeline.simulator import simulate_planned
@@ -132,6 +133,13 @@ class Trainer:
         self.kernels = agreed_kernels(config, self.layout, device=device)
         # All models of the run are built with the kernel that was agreed on.
         model = dataclasses.replace(config.model, attention=self.kernels.attention)
+        self.cost_basis = config.cost_basis
+        if config.measures_speed:
+            speed = measured_speed(
+                model, dtype=model.dtype, tp=self.layout.tp, kernel=self.kernels.attention
+            )
+            self.cost_basis = f"from the model's sizes; {speed.basis}"
+            cost = agree(lambda: config.cost_from_sizes(self.layout, speed), device=device)
         initialize_parallel(self.layout, config.seed)
         hf_path = config.model.hf_path
         if hf_path is not None and config.train.export_hf is not None:
