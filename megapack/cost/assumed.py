@@ -61,8 +61,8 @@ class GpuSpeed:
         return (
             f"assumed: {self.utilisation:.0%} of {self.peak_tflops:g} TFLOPS per GPU, "
             f"{self.layer_overhead_us:g} us per layer and micro-batch, TP at {self.tp_gbs:g} GB/s, "
-            f"rows over DP ranks at {self.cp_gbs:g} GB/s and {self.cp_latency_us:g} us per layer; "
-            "CP, EP and DP communication is not counted"
+            f"CP and rows over DP ranks at {self.cp_gbs:g} GB/s and {self.cp_latency_us:g} us per "
+            "layer; EP and DP communication is not counted"
         )
 
 
@@ -75,8 +75,8 @@ def cost_from_sizes(
     stage_layers: StageLayers | None = None,
     **options: Any,
 ) -> CostModel:
-    """Seconds of a micro-batch from a model's sizes. EP and DP communication is not counted, nor
-    that of `layout.cp`; that of rows over several DP ranks is.
+    """Seconds of a micro-batch from a model's sizes. EP and DP communication is not counted. That
+    of `layout.cp` is, like that of rows over as many DP ranks.
 
     Args:
         sizes: also say what each backward runs again: with recompute="full" all of a layer's
@@ -122,14 +122,19 @@ def cost_from_sizes(
         for tokens in (ATTENTION_TOKENS, ATTENTION_TOKENS_PER_RANK)
     )
     exchanged = sum(n * kind.layer_cp_bytes_per_token() for kind, n in sizes.layer_kinds()) / tp
+    per_rank = more_parts + exchanged / (speed.cp_gbs * 1e9)
     per_token = cost.per_token + passes * traffic / (speed.tp_gbs * 1e9) + parts
+    # A row over w DP ranks is over cp * w, of which these are the first cp.
+    per_token += per_rank * (layout.cp - 1)
     num_attention = sum(n for kind, n in sizes.layer_kinds() if kind.layer_cp_bytes_per_token())
+    latency = speed.cp_latency_us * 1e-6 * num_attention / layout.num_chunks
     return replace(
         cost,
+        fixed=cost.fixed + latency * (layout.cp > 1),
         backward_ratio=backward_ratio,
         per_token=per_token,
-        cp_overhead=(more_parts + exchanged / (speed.cp_gbs * 1e9)) / per_token,
-        cp_fixed=speed.cp_latency_us * 1e-6 * num_attention / layout.num_chunks,
+        cp_overhead=per_rank * layout.cp / per_token,
+        cp_fixed=latency * (layout.cp == 1),
         weight_ratio=trained,
     )
 
