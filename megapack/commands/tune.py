@@ -192,12 +192,11 @@ def _tuning(work: Workload, space: Space, num_best: int | None) -> Tuning:
 
     from megapack.outlook.tune import tune
 
-    said = "{n} of at most {total} plans after {elapsed}"
     often = {"delay": 1.0, "mininterval": 1.0 if sys.stderr.isatty() else 10.0, "miniters": 1}
-    with tqdm(bar_format=said, leave=False, **often) as bar:
+    with tqdm(bar_format="{n} plans, {desc}; {elapsed}", leave=False, **often) as bar:
 
-        def watch(num_plans: int) -> None:
-            bar.total = num_plans
+        def watch(num_tried: int, num_layouts: int) -> None:
+            bar.desc = f"{num_tried} of at most {num_layouts} layouts"
             bar.update()
 
         return tune(work, space, num_best=num_best, watch=watch)
@@ -225,7 +224,7 @@ def _payload(tuning: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str
         "num_plans": tuning.num_plans,
         "num_fitting": len(tuning.ranked),
         "num_passed_over": tuning.num_passed_over,
-        "least_memory_bytes": tuning.least_memory.total,
+        "least_memory_bytes": tuning.least_memory and tuning.least_memory.total,
         "refusal": tuning.refusal,
         "ranked": [
             {
@@ -253,8 +252,8 @@ def _print(
     )
     if tuning.num_passed_over:
         print(
-            f"{tuning.num_passed_over} more were not planned: the busiest stage of their layouts "
-            f"is slower than the first {args.top}"
+            f"{tuning.num_passed_over} were not planned: their busiest stage alone is slower "
+            f"than the first {args.top}"
         )
     if not tuning.num_plans and tuning.refusal is not None:
         print(f"nothing has a legal plan: {tuning.refusal}")

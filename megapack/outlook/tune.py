@@ -84,9 +84,9 @@ class Tuning:
     num_plans: int
     """Plans that were made and differ."""
     num_passed_over: int
-    """Plans of layouts whose busiest stage alone is slower than the last of the fastest."""
-    least_memory: GpuMemory
-    """Memory of the layout that needs the least, at its smallest budget."""
+    """Layouts whose busiest stage alone is slower than the last of the fastest."""
+    least_memory: GpuMemory | None
+    """Memory of the layout that needs the least, at its smallest budget; None if any fits."""
     refusal: str | None
     """What keeps the last budget and policy that have no legal plan from one; None if all have."""
     own: Candidate | PlanError | None
@@ -136,14 +136,14 @@ def tune(
     space: Space,
     *,
     num_best: int | None = None,
-    watch: Callable[[int], object] = lambda num_plans: None,
+    watch: Callable[[int, int], object] = lambda num_tried, num_layouts: None,
 ) -> Tuning:
     """Plan and simulate every candidate of a space.
 
     Args:
         num_best: so many of the fastest are asked for: layouts that are slower at best are not
             planned; None: everything is planned.
-        watch: called after each plan with the number of plans to make.
+        watch: called after each plan with the number of layouts tried so far, and of all.
 
     Raises:
         ConfigError: no layout fills the GPUs and divides the model, or nothing that `Kind` has is
@@ -159,7 +159,11 @@ def tune(
             f"{sizes.num_stage_layers} layers, {sizes.num_attention_heads} heads and "
             f"{sizes.num_experts or 'no'} experts; set other sizes"
         )
-    kinds = [(setups, kind) for setups in layouts for kind in _kinds(work, space, setups[0].layout)]
+    kinds = [
+        (setups, found)
+        for setups in layouts
+        if (found := list(_kinds(work, space, setups[0].layout)))
+    ]
     if not kinds:
         raise ConfigError(
             f"context_parallel {list(space.context_parallel)}, split_samples "
@@ -167,35 +171,35 @@ def tune(
             f"{len(layouts)} layouts: rows over several ranks need dp > 1, pieces and split "
             "backwards pp > 1; add fixed, off and joint, or other sizes"
         )
-    trials = [trial for each in kinds for trial in _trials(work, space, *each)]
-    sweep = _Sweep(work, len(trials) + (work.own is not None), watch)
+    sweep = _Sweep(work, space, kinds, watch)
     own = None if work.own is None else sweep.own(work.own)
-    sweep.run(trials, num_best)
-    # The last of the setups recomputes most and splits experts most.
-    needs = (
-        _memory(work, Trial(setups[-1], kind, min(budgets), work.policy))
-        for setups, kind in kinds
-        if (budgets := list(_budgets(work, space, setups[-1].layout, kind)))
-    )
+    sweep.run(num_best)
     return Tuning(
         ranked=tuple(sweep.ranked),
         num_layouts=len(layouts),
         num_plans=len(sweep.seen),
-        num_passed_over=sweep.num_passed_over,
-        least_memory=min(needs, key=lambda memory: memory.total),
+        num_passed_over=len(kinds) - len(sweep.tried),
+        least_memory=None if sweep.ranked else sweep.least_memory(),
         refusal=sweep.refusal,
         own=own,
     )
 
 
 class _Sweep:
-    def __init__(self, work: Workload, num_trials: int, watch: Callable[[int], object]) -> None:
+    def __init__(
+        self,
+        work: Workload,
+        space: Space,
+        kinds: list[tuple[list[Setup], list[Kind]]],
+        watch: Callable[[int, int], object],
+    ) -> None:
         self.work = work
+        self.space = space
+        self.kinds = kinds
         self.watch = watch
-        self.num_trials = num_trials
         self.ranked: list[Candidate] = []
-        self.num_done = 0
-        self.num_passed_over = 0
+        self.tried: dict[int, list[Trial]] = {}
+        """The trials of the layouts that were reached, by their numbers."""
         self.refusal: str | None = None
         self.seen: set[tuple[Setup, tuple[StepPlan, ...]]] = set()
 
@@ -205,21 +209,32 @@ class _Sweep:
         self._note(trial, made)
         return made if isinstance(made, PlanError) else made[1]
 
-    def run(self, trials: list[Trial], num_best: int | None) -> None:
+    def run(self, num_best: int | None) -> None:
         """Make the plans, which `ranked` then has."""
-        if num_best is None:
-            self._plan(trials)
-            return
-        of_setup: dict[Setup, list[Trial]] = {}
-        for trial in trials:
-            of_setup.setdefault(trial.setup, []).append(trial)
-        bounds = {setup: _bound(self.work, setup) for setup in of_setup}
-        for setup in sorted(of_setup, key=lambda setup: -bounds[setup]):
+        bounds = {
+            (number, recompute): _bound(self.work, setups[0]._replace(recompute=recompute))
+            for number, (setups, _) in enumerate(self.kinds)
+            for recompute in self.space.recompute
+        }
+        for number, recompute in sorted(bounds, key=lambda key: -bounds[key]):
             best = _best_of_layouts(self.ranked)[:num_best]
-            if len(best) == num_best and bounds[setup] < best[-1].tokens_per_gpu_second:
-                self.num_passed_over = self.num_trials - self.num_done
+            bound = bounds[number, recompute]
+            if len(best) == num_best and bound < best[-1].tokens_per_gpu_second:
                 break
-            self._plan(of_setup[setup])
+            if number not in self.tried:
+                self.tried[number] = list(_trials(self.work, self.space, *self.kinds[number]))
+            self._plan([one for one in self.tried[number] if one.setup.recompute == recompute])
+
+    def least_memory(self) -> GpuMemory:
+        """Of the layout that needs the least, at its smallest budget."""
+        # The last setup recomputes most and splits experts most.
+        needs = (
+            _memory(self.work, Trial(setups[-1], kind, min(budgets), self.work.policy))
+            for setups, kinds in self.kinds
+            for kind in kinds
+            if (budgets := list(_budgets(self.work, self.space, setups[-1].layout, kind)))
+        )
+        return min(needs, key=lambda memory: memory.total)
 
     def _plan(self, trials: Sequence[Trial]) -> None:
         """Plan the trials on all cores, and rank those that fit and differ from earlier ones."""
@@ -244,7 +259,6 @@ class _Sweep:
         return plan, Candidate(**vars(trial), report=report, memory=memory)
 
     def _note(self, trial: Trial, made: tuple[Plan, Candidate] | PlanError) -> None:
-        self.num_done += 1
         if isinstance(made, PlanError):
             self.refusal = str(made)
         else:
@@ -255,7 +269,7 @@ class _Sweep:
                 if candidate.memory.total <= self.work.memory_bytes:
                     # After equally fast ones, which came before it in the sweep.
                     bisect.insort(self.ranked, candidate, key=_slowness)
-        self.watch(self.num_trials)
+        self.watch(len(self.tried), len(self.kinds))
 
 
 def _slowness(candidate: Candidate) -> float:
@@ -272,16 +286,23 @@ def _best_of_layouts(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
     return tuple(best.values())
 
 
-def _trials(work: Workload, space: Space, setups: list[Setup], kind: Kind) -> Iterator[Trial]:
+def _trials(
+    work: Workload, space: Space, setups: list[Setup], kinds: list[Kind]
+) -> Iterator[Trial]:
     """Budgets that fit, from the smallest on, each on the first setup that holds it."""
-    for budget in _budgets(work, space, setups[0].layout, kind):
-        trials = (Trial(setup, kind, budget, work.policy) for setup in setups)
-        fits = (trial for trial in trials if _memory(work, trial).total <= work.memory_bytes)
-        trial = next(fits, None)
-        if trial is None:
-            break
-        for policy in _policies(work, space, trial):
-            yield replace(trial, policy=policy)
+    for kind in kinds:
+        for budget in _budgets(work, space, setups[0].layout, kind):
+            trials = [Trial(setup, kind, budget, work.policy) for setup in setups]
+            # The last one needs the least: where it does not fit, none does.
+            if not _fits(work, trials[-1]):
+                break
+            trial = next(trial for trial in trials if _fits(work, trial))
+            for policy in _policies(work, space, trial):
+                yield replace(trial, policy=policy)
+
+
+def _fits(work: Workload, trial: Trial) -> bool:
+    return _memory(work, trial).total <= work.memory_bytes
 
 
 def _kinds(work: Workload, space: Space, layout: Layout) -> Iterator[Kind]:
