@@ -39,15 +39,11 @@ if TYPE_CHECKING:
     from megapack.outlook.tune import Candidate, Trial, Tuning, Workload
     from megapack.outlook.tune_space import Space
 
-EXAMPLE = "megapack tune lengths.csv --gpus 64 --model Qwen3-4B --tp 1,2,4"
+EXAMPLE = "megapack tune lengths.csv --gpus 64 --model Qwen3-4B"
 # Fields of `Space`: their option, what it is, its values (None: integers), and the default.
 _TRIED: dict[str, tuple[str, str, Any, tuple[Any, ...] | None]] = {
     "tp": ("--tp", "tensor-parallel ranks (all that divide 8 GPUs)", None, None),
-    "cp": (
-        "--cp",
-        "context-parallel ranks (up to 16 with 8192 tokens of the longest sample or more)",
-        *(None, None),
-    ),
+    "cp": ("--cp", "context-parallel ranks (more for longer samples)", None, None),
     "ep": ("--ep", "expert-parallel ranks (all that divide)", None, None),
     "etp": ("--etp", "tensor-parallel ranks of experts (all that divide)", None, None),
     "recompute": ("--recompute", "activations to recompute", Recompute, get_args(Recompute)),
