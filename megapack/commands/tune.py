@@ -146,24 +146,21 @@ def run(args: argparse.Namespace) -> int:
         work = replace(work, memory=replace(memory, distributed_optimizer=True))
         tuning = _tuning(work, space, num_best)
     shown = list((tuning.ranked if args.all else tuning.best_of_layouts)[: args.top])
-    own = tuning.own
-    if tuning.ranked and own is not None and not isinstance(own, PlanError) and own not in shown:
+    own, is_split = tuning.own, work.memory.distributed_optimizer
+    is_shown = any(candidate is own for candidate in shown)
+    if shown and not (is_shown or own is None or isinstance(own, PlanError)):
         shown.append(own)
     if args.json:
-        print_json(_payload(tuning, shown, basis) | {"distributed_optimizer": _is_split(work)})
-        return 0 if tuning.ranked else 1
+        print_json(_payload(tuning, shown, basis) | {"distributed_optimizer": is_split})
+        return 0 if shown else 1
     _print(tuning, shown, basis, args, int(table.lengths.max()))
     if isinstance(own, PlanError):
         print(f"the config's own layout has no legal plan: {own}")
-    if _is_split(work) and not memory.distributed_optimizer:
-        print("all with optim.distributed_optimizer=true: with false, as in the config, none fits")
-    elif not (_is_split(work) or memory.muon):
+    if is_split and not memory.distributed_optimizer:
+        print("optim.distributed_optimizer=true: with false, as in the config, nothing fits")
+    elif not (is_split or memory.muon):
         print("optim.distributed_optimizer=false, as in the config; true takes less memory")
-    return 0 if tuning.ranked else 1
-
-
-def _is_split(work: Workload) -> bool:
-    return work.memory.distributed_optimizer
+    return 0 if shown else 1
 
 
 def _own_trial(config: TrainConfig, num_gpus: int) -> Trial | None:
@@ -273,7 +270,10 @@ def _columns(shown: Sequence[Candidate], own: Any, limit: float) -> list[Column]
     shares = [f.share for f in features_of(*map(report, shown)) if f.share.form]
     has_etp = any(candidate.layout.etp > 1 for candidate in shown)
     is_uneven = not all(candidate.setup.stage_layers.is_even for candidate in shown)
-    mark = "the config's own"
+
+    def mark(candidate: Candidate) -> str:
+        is_too_large = candidate.memory.total > limit
+        return ("the config's own" + ", too large" * is_too_large) * (candidate is own)
 
     def size(name: str, is_shown: bool = True) -> Column:
         return Column(name, lambda c: f"{getattr(c.layout, name)}", is_shown)
@@ -291,9 +291,5 @@ def _columns(shown: Sequence[Candidate], own: Any, limit: float) -> list[Column]
         Column("GiB", lambda c: f"{c.memory.total / GIB:.1f}"),
         *fact_columns(columns_named("tokens/s/GPU"), report),
         Column("layers", lambda c: f"{c.setup.stage_layers}", is_uneven),
-        Column(
-            "",
-            lambda c: (mark + ", too large" * (c.memory.total > limit)) * (c is own),
-            own in shown,
-        ),
+        Column("", mark, any(map(mark, shown))),
     ]
