@@ -58,17 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(sys.argv[1:] if argv is None else argv)
     from megapack.base.garbage import no_collections
 
-    # The process makes this plan only, so neither searching for garbage nor compiling the planner
-    # would pay.
+    # The process makes this plan only, so searching for garbage would not pay.
     with no_collections():
-        from megapack.base.jit import plan_without_compiling
-
-        plan_without_compiling()
         return _run(sys.argv[1:])
 
 
 def _run(argv: Sequence[str]) -> int:
     code, is_others_program = _STDOUT_CLOSED, False
+    # For an error that comes before the arguments are known: numba cannot be imported.
+    args = argparse.Namespace(parser=Parser())
     on_first_rank = os.environ.get("RANK", "0") == "0"
     try:
         try:

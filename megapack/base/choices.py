@@ -9,7 +9,8 @@ from typing import Literal
 
 Device = Literal["cuda", "cpu"]
 Dtype = Literal["fp32", "bf16"]
-Recompute = Literal["none", "full", "selective"]
+Recompute = Literal["none", "selective", "full"]
+"""By the operations that they cost."""
 RecomputeModule = Literal["core_attn", "mlp", "layernorm", "moe_act", "moe"]
 """A part of a layer, as Megatron-Core names it."""
 

@@ -1,9 +1,8 @@
 """`kernel`: numba's njit, with machine code that the processes of a machine share on disk.
 
 Kernels use neither fastmath nor parallel reductions, so that equal inputs give equal bits on every
-rank and machine. As plain Python they give the same bits too. They run so with
-MEGAPACK_COMPILE=off, where numba cannot be imported, and in a process that asked for it with
-`plan_without_compiling`.
+rank and machine. As plain Python they give the same bits too, many times slower: with
+MEGAPACK_COMPILE=off, for a machine without numba.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import threading
 import time
@@ -21,29 +19,31 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from megapack.errors import ConfigError
+
 _NumbaCache: Any = object
 _Dispatcher: Any = object
-_missing = ""
-_IS_OFF = os.environ.get("MEGAPACK_COMPILE", "") == "off"
-if not _IS_OFF:
+IS_OFF = os.environ.get("MEGAPACK_COMPILE", "") == "off"
+"""Whether kernels run as plain Python."""
+if not IS_OFF:
     try:
-        import llvmlite.binding as llvm
         import numba
         from numba.core import caching
         from numba.core.registry import CPUDispatcher
         from numba.core.runtime import rtsys
-
-        _NumbaCache = caching.FunctionCache
-        _Dispatcher = CPUDispatcher
     except ImportError as error:
-        _missing = str(error)
+        raise ConfigError(
+            f"numba cannot be imported: {error}; install one that fits, or set "
+            "MEGAPACK_COMPILE=off for plans in plain Python, many times slower"
+        ) from None
+
+    _NumbaCache = caching.FunctionCache
+    _Dispatcher = CPUDispatcher
 
 logger = logging.getLogger(__name__)
 
 # The whole package, because kernels are defined in several rooms.
 _PACKAGE = Path(__file__).resolve().parents[1]
-# A kernel that every plan needs, and that is compiled after most of the others.
-_MAIN_KERNEL = "megapack.planner.clock.score_all"
 
 # Machine code of old sources is kept for a month: another checkout of a branch may need it again.
 _MAX_AGE_S = 30 * 24 * 3600.0
@@ -52,13 +52,6 @@ _MAX_AGE_S = 30 * 24 * 3600.0
 _LOCK_NAME = "megapack-compiling.lock"
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class _Mode:
-    """How this process runs kernels; all of them in one way, because they call each other."""
-
-    compiles = not (_IS_OFF or _missing)
-    num_kernels = 0
 
 
 def kernel(function: F) -> F:
@@ -79,10 +72,7 @@ def inner(function: F) -> F:
 
 
 def _compiled(function: F, *, is_inner: bool) -> F:
-    _Mode.num_kernels += 1
-    if not _Mode.compiles:
-        if _missing and _Mode.num_kernels == 1:
-            logger.warning("numba: %s; plans are made in plain Python, which is slow", _missing)
+    if IS_OFF:
         return function
     compiled = numba.njit(
         error_model="numpy", nogil=True, no_cfunc_wrapper=True, no_cpython_wrapper=is_inner
@@ -121,42 +111,18 @@ def _call_without_literals(compiled: Any) -> None:
     compiled.get_call_template = get_call_template
 
 
-def plan_without_compiling() -> bool:
-    """Run kernels as plain Python in this process, if the machine has no machine code of them yet.
-
-    Must be called before the first kernel is defined; later it does nothing.
-
-    Returns:
-        Whether kernels run as plain Python.
-    """
-    if _Mode.num_kernels == 0 and _Mode.compiles and not is_compiled():
-        _Mode.compiles = False
-    return not _Mode.compiles
-
-
-def compiles() -> bool:
-    """Whether this process runs compiled kernels."""
-    return _Mode.compiles
-
-
-def is_compiled() -> bool:
-    """Whether a process of this machine has compiled the planner from these sources."""
-    with contextlib.suppress(OSError, RuntimeError):
-        return _mark().exists()
-    return False
-
-
-def _mark() -> Path:
-    """A file that is there once the planner is compiled for this machine's processor."""
-    return cache_folder() / f"megapack-compiled-{_machine()}"
+@cache
+def _say_once() -> None:
+    """Tell why nothing happens for a while; of a job's processes the first one does."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "compiling the planner's kernels, once per machine: up to a minute "
+            "(`megapack warm-up` does it beforehand)"
+        )
 
 
 class _SharedCache(_NumbaCache):  # type: ignore[misc]
     """numba's cache of one kernel, whose misses are compiled by one process of a machine."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self._full_name = f"{function.__module__}.{function.__qualname__}"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled kernel; on a miss, the lock is held until `_compiling` ends."""
@@ -166,18 +132,16 @@ class _SharedCache(_NumbaCache):  # type: ignore[misc]
         compiled = self._load_overload(sig, target_context)
         if compiled is None:
             target_context.refresh()
+            _say_once()
             _lock.acquire()
             # Another process may have compiled it before this one had the lock.
             compiled = self._load_overload(sig, target_context)
         return compiled
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Write the compiled kernel, and a mark if it is the main one."""
+        """Write the compiled kernel."""
         super().save_overload(sig, data)
         _forget_old_sources()
-        if self._full_name == _MAIN_KERNEL:
-            with contextlib.suppress(OSError):
-                _mark().touch()
 
 
 def _share(compiled: Any) -> None:
@@ -288,21 +252,12 @@ def can_store() -> bool:
             raise PermissionError(f"{cache_folder()} is not writable")
     except (OSError, RuntimeError) as error:
         logger.warning(
-            "compiled code cannot be stored (%s), so every process compiles the planner again; "
-            "set NUMBA_CACHE_DIR to a writable folder",
+            "compiled code cannot be stored (%s), so every process compiles the planner again, up "
+            "to a minute; set NUMBA_CACHE_DIR to a writable folder",
             error,
         )
         return False
     return True
-
-
-@cache
-def _machine() -> str:
-    """A digest of what machine code depends on apart from the sources."""
-    features = llvm.get_host_cpu_features().flatten()
-    given = (numba.config.CPU_NAME, numba.config.CPU_FEATURES, numba.config.OPT)
-    parts = (numba.__version__, platform.python_version(), llvm.get_host_cpu_name(), features)
-    return hashlib.sha256(repr((*parts, *given)).encode()).hexdigest()[:16]
 
 
 @cache

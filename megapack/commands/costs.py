@@ -77,7 +77,7 @@ class CostOptions:
 
     cost_file: str | None
     config: TrainConfig | None
-    """Of --config or --model, with --recompute; None if neither is given."""
+    """Of --config or --model; None if neither is given."""
     speed: dict[str, Any]
     """The given fields of `GpuSpeed`."""
     gpu: str | None = None
@@ -96,13 +96,18 @@ class CostOptions:
         return None if split is None or split.is_even else split
 
     def pricing(
-        self, layout: Layout, mean_length: float, stage_layers: StageLayers | None = None
+        self,
+        layout: Layout,
+        mean_length: float,
+        stage_layers: StageLayers | None = None,
+        **options: Any,
     ) -> Pricing:
         """The cost model on a layout.
 
         Args:
             mean_length: length of a typical sample, the sum of squared lengths over their sum.
             stage_layers: layers of each chunk; None: see `stage_layers`.
+            options: of the model in place of its own, such as recompute="none".
 
         Raises:
             ConfigError: an invalid cost model file.
@@ -126,6 +131,7 @@ class CostOptions:
             speed,
             mean_length=mean_length,
             stage_layers=stage_layers or self.stage_layers(layout),
+            **options,
         )
         return Pricing(cost, True, speed.basis)
 
@@ -148,9 +154,6 @@ def read_costs(args: argparse.Namespace) -> CostOptions:
     flags = ", ".join([flags] * bool(flags) + ["--gpu"] * bool(gpu))
     if config is None and (speed or gpu):
         raise ConfigError(f"{flags} given without a model; set --model")
-    recompute = getattr(args, "recompute", None)
-    if config is not None and recompute is not None:
-        config = replace(config, model=replace(config.model, recompute=recompute))
     return CostOptions(cost_file, config, speed, gpu)
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megapack.base.jit import compiles
 from megapack.commands.arguments import (
     add_json,
     add_layout,
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from megapack.outlook.stats import PlanReport
 
 EXAMPLE = "megapack plan lengths.csv --dp 8 --pp 4 --vpp 2 --max-tokens-per-gpu 16384"
-logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -72,11 +69,6 @@ def run(args: argparse.Namespace) -> int:
     check_output(args, args.lengths)
     typical = typical_length(table.lengths)
     pricing = read_costs(args).pricing(layout, typical)
-    if not compiles():
-        logger.warning(
-            "the planner is not compiled on this machine: plain Python makes the same plan, "
-            "several times slower; `megapack warm-up` compiles it, once and in a minute"
-        )
     # The planner's compiler takes a third of a second to import: report bad input before.
     from megapack.dp_schedule import build_dp_schedule
     from megapack.outlook.baselines import naive_plans

@@ -6,7 +6,7 @@ import argparse
 import logging
 import time
 
-from megapack.base.jit import cache_folder, can_store, compiles
+from megapack.base.jit import IS_OFF, cache_folder, can_store
 from megapack.errors import ConfigError
 
 EXAMPLE = "megapack warm-up"
@@ -25,11 +25,12 @@ def run(args: argparse.Namespace) -> int:
     """Compile, or load what is compiled, and say where it is."""
     from megapack.outlook.warm_up import ALL, COMPILE_S, USUAL, compile_planner
 
-    if not compiles():
-        raise ConfigError("MEGAPACK_COMPILE=off, or numba is missing: nothing can be compiled")
+    if IS_OFF:
+        raise ConfigError("MEGAPACK_COMPILE=off: nothing is compiled; unset it")
     if not can_store():
         raise ConfigError("compiled code cannot be stored, so there is nothing to compile ahead")
-    logging.getLogger("megapack").setLevel(logging.WARNING)
+    # The line about compiling names this command.
+    logging.getLogger("megapack.base.jit").setLevel(logging.ERROR)
     began = time.perf_counter()
     usual = "" if args.all else f", which takes about {COMPILE_S:.0f} s the first time"
     print(f"compiling the planner{usual}", flush=True)

@@ -97,9 +97,9 @@ class GpuSpeed:
             f"{'measured' if self.is_measured else 'assumed'}: {self.utilisation:.0%} of "
             f"{self.peak_tflops:g} TFLOPS per GPU, attention {self.attention_utilisation:.0%}, "
             f"head {self.head_utilisation:.0%}; assumed: {self.layer_overhead_us:g} us per layer "
-            f"and micro-batch, TP at {self.tp_gbs:g} GB/s, rows over DP ranks at {self.cp_gbs:g} "
-            f"GB/s ({self.node_gbs:g} between nodes of {self.node_gpus} GPUs) and "
-            f"{self.cp_latency_us:g} us per layer; CP, EP and DP communication is not counted"
+            f"and micro-batch, TP at {self.tp_gbs:g} GB/s, CP and rows over DP ranks at "
+            f"{self.cp_gbs:g} GB/s ({self.node_gbs:g} between nodes of {self.node_gpus} GPUs) and "
+            f"{self.cp_latency_us:g} us per layer; EP and DP communication is not counted"
         )
 
 
@@ -112,8 +112,8 @@ def cost_from_sizes(
     stage_layers: StageLayers | None = None,
     **options: Any,
 ) -> CostModel:
-    """Seconds of a micro-batch from a model's sizes. EP and DP communication is not counted, nor
-    that of `layout.cp`; that of rows over several DP ranks is.
+    """Seconds of a micro-batch from a model's sizes. EP and DP communication is not counted. That
+    of `layout.cp` is, like that of rows over as many DP ranks.
 
     Args:
         sizes: also say what each backward runs again: with recompute="full" all of a layer's
@@ -162,21 +162,26 @@ def cost_from_sizes(
         for tokens in (ATTENTION_TOKENS, ATTENTION_TOKENS_PER_RANK)
     )
     exchanged = sum(n * kind.layer_cp_bytes_per_token() for kind, n in kinds) / tp
-    per_token = cost.per_token + passes * traffic / (speed.tp_gbs * 1e9) + parts
+
+    def over(num_ranks: int) -> float:
+        """Seconds that a token costs more over so many ranks of CP and of the row. Over several
+        nodes the ring is as slow as its slowest link."""
+        gbs = speed.cp_gbs if tp * num_ranks <= speed.node_gpus else speed.node_gbs
+        return (num_ranks - 1) * (more_parts + exchanged / (gbs * 1e9))
+
+    cp = layout.cp
+    per_token = cost.per_token + passes * traffic / (speed.tp_gbs * 1e9) + parts + over(cp)
+    overheads = [(over(cp * width) - over(cp)) / per_token for width in layout.widths[1:]]
     num_attention = sum(n for kind, n in kinds if kind.layer_cp_bytes_per_token())
-    # Over several nodes the ring is as slow as its slowest link.
-    overheads = [
-        (width - 1) * (more_parts + exchanged / (gbs * 1e9)) / per_token
-        for width in layout.widths[1:]
-        for gbs in [speed.cp_gbs if tp * layout.cp * width <= speed.node_gpus else speed.node_gbs]
-    ]
+    latency = speed.cp_latency_us * 1e-6 * num_attention / layout.num_chunks
     return replace(
         cost,
+        fixed=cost.fixed + latency * (layout.cp > 1),
         backward_ratio=backward_ratio,
         per_token=per_token,
         cp_overheads=tuple(overheads) or None,
         square_range=(1.0,) if speed.is_measured else cost.square_range,
-        cp_fixed=speed.cp_latency_us * 1e-6 * num_attention / layout.num_chunks,
+        cp_fixed=latency * (cp == 1),
         weight_ratio=trained * PRODUCTS * products / flops / per_token,
     )
 

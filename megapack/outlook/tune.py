@@ -2,11 +2,12 @@
 
     layouts of the GPUs -> budgets -> plans under each rule -> simulated, those that fit ranked
 
-Layouts come in the order of their bounds, until a bound is below the fastest plans.
+Layouts come in the order of their bounds, until a bound is below the fastest plans. Of setups that
+differ in experts and recomputation only, a budget has the first that fits (`Space.setups`).
 
 The prediction covers the pipeline's bubbles, imbalance and padding, and what the cost model has.
-It leaves out the communication of CP, EP and DP: compare layouts of equal cp and ep, and measure
-the best few.
+It leaves out the communication of EP and DP: compare layouts of similar ep and dp, and measure the
+best few.
 """
 
 from __future__ import annotations
@@ -26,13 +27,11 @@ from megapack.base.arrays import Ids, Ints
 from megapack.base.choices import Executor
 from megapack.cost.memory import GpuMemory, MemoryModel
 from megapack.cost.model import CostModel
-from megapack.cost.sizes import typical_length
-from megapack.cost.stages import StageLayers
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import Layout
 from megapack.outlook.stats import PlanReport, full_rows, plan_report
-from megapack.outlook.tune_space import Kind, Space
+from megapack.outlook.tune_space import Kind, Setup, Space
 from megapack.plan.plan import Plan, StepPlan
 from megapack.policy import Policy, check_policy
 from megapack.prefixes import SharedPrefixes
@@ -42,24 +41,22 @@ _MAX_BUDGETS = 5
 # With dynamic context parallelism it is the longest sample over 4, 2 and 1 DP ranks; and where
 # samples may be split, a quarter, a half and all of it.
 _MAX_SHARERS = 4
-# The search of plans with rows over several ranks is limited to this: 145 plans of 1,000 samples on
-# 64 GPUs take 31 s of CPU, with 2048 they take 36. Plans are up to 2 % slower, mostly 0.7 %.
-_DYNAMIC_SEARCH = 256
-# That of plans with orders of operations to this: a plan of 1,000 samples takes 0.1 s instead of
-# 0.25 and is up to 3 % slower than with 256 (pp=4, split backwards), mostly 1 %.
-_ORDER_SEARCH = 64
 
 
 @dataclass(frozen=True)
 class Trial:
     """A plan to make."""
 
-    layout: Layout
-    stage_layers: StageLayers
+    setup: Setup
     kind: Kind
     """What the plan may do."""
     max_tokens_per_gpu: int
     policy: Policy
+
+    @property
+    def layout(self) -> Layout:
+        """Of the setup."""
+        return self.setup.layout
 
 
 @dataclass(frozen=True)
@@ -87,15 +84,17 @@ class Tuning:
     num_plans: int
     """Plans that were made and differ."""
     num_passed_over: int
-    """Plans of layouts whose busiest stage alone is slower than the last of the fastest."""
-    least_memory: GpuMemory
-    """Memory of the layout that needs the least, at its smallest budget."""
+    """Layouts whose busiest stage alone is slower than the last of the fastest."""
+    least_memory: GpuMemory | None
+    """Memory of the layout that needs the least, at its smallest budget; None if any fits."""
     refusal: str | None
     """What keeps the last budget and policy that have no legal plan from one; None if all have."""
+    own: Candidate | PlanError | None
+    """The plan of `Workload.own`, whether or not it fits, or why it is not legal."""
 
     @property
     def best_of_layouts(self) -> tuple[Candidate, ...]:
-        """The fastest candidate of each layout and kind, the fastest first."""
+        """The fastest candidate of each kind and layout, whatever its ep and etp."""
         return _best_of_layouts(self.ranked)
 
 
@@ -110,19 +109,25 @@ class Workload:
     global_batch_size: int | None
     num_steps: int | None
     policy: Policy
-    """All settings but `count_rule` and the fields of `Kind`, which `Space` has.
-    Plans with rows over several ranks are searched with at most 256, those with orders with 64."""
+    """All settings but `count_rule` and the fields of `Kind`, which `Space` has."""
     memory: MemoryModel
     memory_bytes: int
     """Memory that one GPU may use."""
-    cost_of: Callable[[Layout, StageLayers], CostModel]
+    cost_of: Callable[[Setup], CostModel]
+    own: Trial | None = None
+    """What is run today, to be planned and ranked in any case."""
     prefixes: SharedPrefixes | None = None
     """Tokens that samples have in common; None: nothing is shared."""
 
-    def policy_of(self, layout: Layout, **changes: Any) -> Policy:
+    def memory_of(self, setup: Setup) -> MemoryModel:
+        """`memory` with a setup's recomputation and layers."""
+        sizes = replace(self.memory.sizes, recompute=setup.recompute)
+        return replace(self.memory, sizes=sizes, stage_layers=setup.stage_layers)
+
+    def policy_of(self, setup: Setup, **changes: Any) -> Policy:
         """`policy` with these changes, within the model's limits."""
-        memory = self.memory
-        policy = replace(self.policy, **changes)
+        memory, policy = self.memory_of(setup), replace(self.policy, **changes)
+        layout = setup.layout
         return policy.within(memory.sizes.max_width(layout), memory.least_piece(layout))
 
 
@@ -131,29 +136,34 @@ def tune(
     space: Space,
     *,
     num_best: int | None = None,
-    watch: Callable[[int], object] = lambda num_plans: None,
+    watch: Callable[[int, int], object] = lambda num_tried, num_layouts: None,
 ) -> Tuning:
     """Plan and simulate every candidate of a space.
 
     Args:
         num_best: so many of the fastest are asked for: layouts that are slower at best are not
             planned; None: everything is planned.
-        watch: called after each plan with the number of plans to make.
+        watch: called after each plan with the number of layouts tried so far, and of all.
 
     Raises:
         ConfigError: no layout fills the GPUs and divides the model, or nothing that `Kind` has is
             tried on any of them.
     """
     sizes = work.memory.sizes
-    layouts = list(space.layouts(sizes, typical_length(work.lengths)))
+    layouts = list(space.setups(sizes, work.lengths))
     if not layouts:
+        tried = {name: getattr(space, name) for name in ("tp", "cp", "ep", "etp", "pp", "vpp")}
+        given = ", ".join(f"{name} {list(sizes)}" for name, sizes in tried.items() if sizes)
         raise ConfigError(
-            f"no layout of tp {list(space.tp)}, cp {list(space.cp)}, ep {list(space.ep)}, etp "
-            f"{list(space.etp)} fills {space.num_gpus} GPUs and divides {sizes.num_stage_layers} "
-            f"layers, {sizes.num_attention_heads} heads and {sizes.num_experts or 'no'} experts; "
-            "set other sizes"
+            f"no layout of {given or 'any size'} fills {space.num_gpus} GPUs and divides "
+            f"{sizes.num_stage_layers} layers, {sizes.num_attention_heads} heads and "
+            f"{sizes.num_experts or 'no'} experts; set other sizes"
         )
-    kinds = [(*each, kind) for each in layouts for kind in _kinds(work, space, each[0])]
+    kinds = [
+        (setups, found)
+        for setups in layouts
+        if (found := list(_kinds(work, space, setups[0].layout)))
+    ]
     if not kinds:
         raise ConfigError(
             f"context_parallel {list(space.context_parallel)}, split_samples "
@@ -161,49 +171,70 @@ def tune(
             f"{len(layouts)} layouts: rows over several ranks need dp > 1, pieces and split "
             "backwards pp > 1; add fixed, off and joint, or other sizes"
         )
-    trials = [trial for each in kinds for trial in _trials(work, space, *each)]
-    sweep = _Sweep(work, len(trials), watch)
-    sweep.run(trials, num_best)
-    needs = (
-        _memory(work, Trial(*each, min(_budgets(work, space, each[0], each[2])), work.policy))
-        for each in kinds
-    )
+    sweep = _Sweep(work, space, kinds, watch)
+    own = None if work.own is None else sweep.own(work.own)
+    sweep.run(num_best)
     return Tuning(
         ranked=tuple(sweep.ranked),
         num_layouts=len(layouts),
         num_plans=len(sweep.seen),
-        num_passed_over=sweep.num_passed_over,
-        least_memory=min(needs, key=lambda memory: memory.total),
+        num_passed_over=len(kinds) - len(sweep.tried),
+        least_memory=None if sweep.ranked else sweep.least_memory(),
         refusal=sweep.refusal,
+        own=own,
     )
 
 
 class _Sweep:
-    def __init__(self, work: Workload, num_trials: int, watch: Callable[[int], object]) -> None:
+    def __init__(
+        self,
+        work: Workload,
+        space: Space,
+        kinds: list[tuple[list[Setup], list[Kind]]],
+        watch: Callable[[int, int], object],
+    ) -> None:
         self.work = work
+        self.space = space
+        self.kinds = kinds
         self.watch = watch
-        self.num_trials = num_trials
         self.ranked: list[Candidate] = []
-        self.num_done = 0
-        self.num_passed_over = 0
+        self.tried: dict[int, list[Trial]] = {}
+        """The trials of the layouts that were reached, by their numbers."""
         self.refusal: str | None = None
-        self.seen: set[tuple[Layout, StageLayers, tuple[StepPlan, ...]]] = set()
+        self.seen: set[tuple[Setup, tuple[StepPlan, ...]]] = set()
 
-    def run(self, trials: list[Trial], num_best: int | None) -> None:
+    def own(self, trial: Trial) -> Candidate | PlanError:
+        """Plan a trial before the others, and rank it if it fits."""
+        made = self._made(trial)
+        self._note(trial, made)
+        return made if isinstance(made, PlanError) else made[1]
+
+    def run(self, num_best: int | None) -> None:
         """Make the plans, which `ranked` then has."""
-        if num_best is None:
-            self._plan(trials)
-            return
-        own: dict[tuple[Layout, StageLayers], list[Trial]] = {}
-        for trial in trials:
-            own.setdefault((trial.layout, trial.stage_layers), []).append(trial)
-        bounds = {key: _bound(self.work, *key) for key in own}
-        for key in sorted(own, key=lambda key: -bounds[key]):
+        bounds = {
+            (number, recompute): _bound(self.work, setups[0]._replace(recompute=recompute))
+            for number, (setups, _) in enumerate(self.kinds)
+            for recompute in self.space.recompute
+        }
+        for number, recompute in sorted(bounds, key=lambda key: -bounds[key]):
             best = _best_of_layouts(self.ranked)[:num_best]
-            if len(best) == num_best and bounds[key] < best[-1].tokens_per_gpu_second:
-                self.num_passed_over = self.num_trials - self.num_done
+            bound = bounds[number, recompute]
+            if len(best) == num_best and bound < best[-1].tokens_per_gpu_second:
                 break
-            self._plan(own[key])
+            if number not in self.tried:
+                self.tried[number] = list(_trials(self.work, self.space, *self.kinds[number]))
+            self._plan([one for one in self.tried[number] if one.setup.recompute == recompute])
+
+    def least_memory(self) -> GpuMemory:
+        """Of the layout that needs the least, at its smallest budget."""
+        # The last setup recomputes most and splits experts most.
+        needs = (
+            _memory(self.work, Trial(setups[-1], kind, min(budgets), self.work.policy))
+            for setups, kinds in self.kinds
+            for kind in kinds
+            if (budgets := list(_budgets(self.work, self.space, setups[-1].layout, kind)))
+        )
+        return min(needs, key=lambda memory: memory.total)
 
     def _plan(self, trials: Sequence[Trial]) -> None:
         """Plan the trials on all cores, and rank those that fit and differ from earlier ones."""
@@ -222,24 +253,23 @@ class _Sweep:
             plan = _plan(self.work, trial)
         except PlanError as error:
             return error
-        cost = self.work.cost_of(trial.layout, trial.stage_layers)
+        cost = self.work.cost_of(trial.setup)
         report = plan_report(plan, self.work.lengths, cost)
         memory = _memory(self.work, trial, plan)
         return plan, Candidate(**vars(trial), report=report, memory=memory)
 
     def _note(self, trial: Trial, made: tuple[Plan, Candidate] | PlanError) -> None:
-        self.num_done += 1
         if isinstance(made, PlanError):
             self.refusal = str(made)
         else:
             plan, candidate = made
-            key = (trial.layout, trial.stage_layers, plan.steps)
+            key = (trial.setup, plan.steps)
             if key not in self.seen and trial.kind.has(plan):
                 self.seen.add(key)
                 if candidate.memory.total <= self.work.memory_bytes:
                     # After equally fast ones, which came before it in the sweep.
                     bisect.insort(self.ranked, candidate, key=_slowness)
-        self.watch(self.num_trials)
+        self.watch(len(self.tried), len(self.kinds))
 
 
 def _slowness(candidate: Candidate) -> float:
@@ -248,22 +278,31 @@ def _slowness(candidate: Candidate) -> float:
 
 
 def _best_of_layouts(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    best: dict[tuple[Layout, Kind], Candidate] = {}
+    best: dict[tuple[object, ...], Candidate] = {}
     for candidate in ranked:
-        best.setdefault((candidate.layout, candidate.kind), candidate)
+        layout = candidate.layout
+        sizes = (layout.dp, layout.tp, layout.pp, layout.vpp, layout.cp)
+        best.setdefault((*sizes, candidate.kind), candidate)
     return tuple(best.values())
 
 
 def _trials(
-    work: Workload, space: Space, layout: Layout, split: StageLayers, kind: Kind
+    work: Workload, space: Space, setups: list[Setup], kinds: list[Kind]
 ) -> Iterator[Trial]:
-    """Budgets that fit, from the smallest on, under each policy."""
-    for budget in _budgets(work, space, layout, kind):
-        trial = Trial(layout, split, kind, budget, work.policy)
-        if _memory(work, trial).total > work.memory_bytes:
-            break
-        for policy in _policies(work, space, layout, kind):
-            yield replace(trial, policy=policy)
+    """Budgets that fit, from the smallest on, each on the first setup that holds it."""
+    for kind in kinds:
+        for budget in _budgets(work, space, setups[0].layout, kind):
+            trials = [Trial(setup, kind, budget, work.policy) for setup in setups]
+            # The last one needs the least: where it does not fit, none does.
+            if not _fits(work, trials[-1]):
+                break
+            trial = next(trial for trial in trials if _fits(work, trial))
+            for policy in _policies(work, space, trial):
+                yield replace(trial, policy=policy)
+
+
+def _fits(work: Workload, trial: Trial) -> bool:
+    return _memory(work, trial).total <= work.memory_bytes
 
 
 def _kinds(work: Workload, space: Space, layout: Layout) -> Iterator[Kind]:
@@ -295,7 +334,8 @@ def _budgets(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterat
         return
     longest = _longest(work, layout)
     if kind.context_parallel == "dynamic":
-        policy = work.policy_of(layout, context_parallel="dynamic", count_rule="legal")
+        policy = replace(work.policy, context_parallel="dynamic", count_rule="legal")
+        policy = policy.within(work.memory.sizes.max_width(layout), None)
         shared = [width for width in policy.widths(layout) if width <= _MAX_SHARERS]
         yield from (_longest(work, layout.over(width)) for width in reversed(shared))
     elif kind.split_samples == "auto":
@@ -307,17 +347,11 @@ def _budgets(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterat
         yield from (longest << doubling for doubling in range(_MAX_BUDGETS))
 
 
-def _policies(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterator[Policy]:
-    search = work.policy.search
-    rules = space.count_rule
-    if kind.context_parallel == "dynamic":
-        search = min(search, _DYNAMIC_SEARCH)
-    if kind.has_orders:
-        search = min(search, _ORDER_SEARCH)
-        rules = rules[:1]
-    for rule in rules:
-        policy = work.policy_of(layout, count_rule=rule, search=search, **kind._asdict())
-        if _is_allowed(policy, layout):
+def _policies(work: Workload, space: Space, trial: Trial) -> Iterator[Policy]:
+    kind = trial.kind
+    for rule in space.count_rule[:1] if kind.has_orders else space.count_rule:
+        policy = work.policy_of(trial.setup, count_rule=rule, **kind._asdict())
+        if _is_allowed(policy, trial.layout):
             yield policy
 
 
@@ -338,22 +372,22 @@ def _plan(work: Workload, trial: Trial) -> Plan:
         colocate_ids=work.colocate_ids,
         global_batch_size=work.global_batch_size,
         num_steps=work.num_steps,
-        cost=work.cost_of(trial.layout, trial.stage_layers),
+        cost=work.cost_of(trial.setup),
         policy=replace(policy, oversize="error") if is_cut else policy,
         prefixes=work.prefixes,
     )
     return replace(plan, policy=policy)
 
 
-def _bound(work: Workload, layout: Layout, split: StageLayers) -> float:
-    """Tokens per second and GPU of a layout whose busiest stage never waits: no plan has more.
+def _bound(work: Workload, setup: Setup) -> float:
+    """Tokens per second and GPU of a setup whose busiest stage never waits: no plan has more.
 
     64 layers on 64 stages: the last one has the head too, as much as 1.5 layers, so that no plan
     has more than 1 / 2.4 of the speed of one stage.
     """
     if work.prefixes is not None:
         return math.inf
-    cost = work.cost_of(layout, split)
+    layout, cost = setup.layout, work.cost_of(setup)
     tokens = work.lengths.astype(np.float64)
     forward = cost.per_token * tokens + cost.per_token_sq * tokens**2 + cost.per_sample
     per_token = float(forward.sum() / tokens.sum()) or 1.0
@@ -378,7 +412,7 @@ def _memory(work: Workload, trial: Trial, plan: Plan | None = None) -> GpuMemory
     if plan is not None:
         held = full_rows(plan, row)
     executor: Executor = "operations" if trial.kind.has_orders else "megatron"
-    memory = replace(work.memory, stage_layers=trial.stage_layers, executor=executor)
+    memory = replace(work.memory_of(trial.setup), executor=executor)
     return memory.fullest_stage(layout, **held)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, get_args
 
-from megapack.cost.sizes import ModelSizes
+from megapack.base.arrays import Ints
+from megapack.base.choices import Recompute
+from megapack.cost.sizes import ModelSizes, typical_length
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
 from megapack.layout import CountRule, Layout
@@ -16,6 +18,12 @@ from megapack.plan.plan import Plan
 from megapack.policy import Backward, ContextParallel, SplitSamples
 
 _MAX_VPP = 8
+# GPUs that NVLink connects: TP stays within them, and EP beyond them comes last.
+_NODE = 8
+# CP is tried while a GPU has so many tokens of the longest sample: 16,384 tokens on 1 and 2 ranks.
+# Both numbers are chosen by hand.
+_LEAST_CP_TOKENS = 8192
+_MAX_CP = 16
 
 
 class Kind(NamedTuple):
@@ -44,20 +52,32 @@ class Kind(NamedTuple):
         )
 
 
+class Setup(NamedTuple):
+    """What a run sets before it plans."""
+
+    layout: Layout
+    stage_layers: StageLayers
+    recompute: Recompute
+
+
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Layouts, budgets and rules to try.
+    """Layouts, budgets and rules to try. Sizes that do not divide a layout are left out of it.
 
     Raises:
         ConfigError: a size below 1.
     """
 
     num_gpus: int
-    tp: Sequence[int] = (1,)
-    cp: Sequence[int] = (1,)
-    ep: Sequence[int] = (1,)
-    etp: Sequence[int] = (1,)
-    """Sizes that do not divide a layout's tp are left out of it."""
+    tp: Sequence[int] | None = None
+    """None: all sizes within a node of 8 GPUs that divide it."""
+    cp: Sequence[int] | None = None
+    """None: 1, 2, 4, 8 and 16 while a GPU has 8192 tokens or more of the longest sample."""
+    ep: Sequence[int] | None = None
+    """None: all sizes that divide the experts."""
+    etp: Sequence[int] | None = None
+    """None: all sizes that divide tp."""
+    recompute: Sequence[Recompute] = get_args(Recompute)
     pp: Sequence[int] | None = None
     """None: all sizes that divide the GPUs and, without `uneven`, the layers."""
     vpp: Sequence[int] | None = None
@@ -87,17 +107,24 @@ class Space:
         if self.num_gpus < 1:
             raise ConfigError(f"{self.num_gpus} GPUs; set at least 1")
 
-    def layouts(
-        self, sizes: ModelSizes, mean_length: float
-    ) -> Iterator[tuple[Layout, StageLayers]]:
-        """Every layout that fills the GPUs and divides the model, with each split of its layers.
+    def setups(self, sizes: ModelSizes, lengths: Ints) -> Iterator[list[Setup]]:
+        """Setups of all layouts that fill the GPUs and divide the model, with each split of layers.
+
+        Those of a list differ in ep, etp and recomputation only: the first one that fits is the
+        fastest. Recomputation costs operations, and experts traffic, which is not predicted: that
+        between nodes comes last.
 
         Args:
-            mean_length: tokens of a typical sample, for splits that balance chunks.
+            lengths: of the samples. The longest decides which cp are tried, a typical one splits
+                that balance chunks.
         """
-        for layout in self._layouts(sizes):
-            for split in self._splits(sizes, layout, mean_length):
-                yield layout, split
+        typical = typical_length(lengths)
+        for layout in self._layouts(sizes, int(lengths.max())):
+            layouts = list(self._with_experts(sizes, layout))
+            for split in self._splits(sizes, layout, typical):
+                found = itertools.product(layouts, (split,), self.recompute)
+                if layouts:
+                    yield sorted(itertools.starmap(Setup, found), key=_expense)
 
     def _splits(
         self, sizes: ModelSizes, layout: Layout, mean_length: float
@@ -115,29 +142,39 @@ class Space:
             if not (divides and balanced.is_even):
                 yield balanced
 
-    def _layouts(self, sizes: ModelSizes) -> Iterator[Layout]:
-        """Every layout that fills the GPUs and divides the model but for its layers."""
+    def _layouts(self, sizes: ModelSizes, longest: int) -> Iterator[Layout]:
+        """Every layout that fills the GPUs and divides the model but for its layers and experts."""
         num_layers = sizes.num_stage_layers
+        tps = self.tp or _divisors(min(_NODE, self.num_gpus))
+        cps = self.cp or [
+            cp for cp in _divisors(_MAX_CP) if cp == 1 or longest >= cp * _LEAST_CP_TOKENS
+        ]
         stages = self.pp or range(1, min(self.num_gpus, num_layers) + 1)
-        for tp, cp, ep, etp, pp in itertools.product(self.tp, self.cp, self.ep, self.etp, stages):
-            ranks = tp * cp * pp
-            dp = self.num_gpus // ranks
-            if self.num_gpus % ranks or tp % etp or (dp * cp * tp) % (etp * ep):
+        for tp, cp, pp in itertools.product(tps, cps, stages):
+            if self.num_gpus % (tp * cp * pp) or sizes.max_width(Layout(tp=tp, cp=cp)) == 0:
                 continue
-            if not _divides(sizes, tp, ep, etp) or sizes.max_width(Layout(tp=tp, cp=cp)) == 0:
-                continue
+            dp = self.num_gpus // (tp * cp * pp)
             for vpp in self.vpp or range(1, _MAX_VPP + 1):
                 if pp > 1 or vpp == 1:
-                    yield Layout(
-                        dp=dp,
-                        tp=tp,
-                        pp=pp,
-                        vpp=vpp,
-                        cp=cp,
-                        ep=ep,
-                        etp=etp,
-                        sequence_parallel=tp > 1,
-                    )
+                    yield Layout(dp=dp, tp=tp, pp=pp, vpp=vpp, cp=cp, sequence_parallel=tp > 1)
+
+    def _with_experts(self, sizes: ModelSizes, layout: Layout) -> Iterator[Layout]:
+        """The layout with each size of ep and etp that divides it and the model."""
+        eps = self.ep or _divisors(sizes.num_experts or 1)
+        for ep, etp in itertools.product(eps, self.etp or _divisors(layout.tp)):
+            if layout.tp % etp or (layout.dp * layout.cp * layout.tp) % (etp * ep):
+                continue
+            if _divides(sizes, layout.tp, ep, etp):
+                yield replace(layout, ep=ep, etp=etp)
+
+
+def _expense(setup: Setup) -> tuple[bool, int, int, int]:
+    ep, etp = setup.layout.ep, setup.layout.etp
+    return ep * etp > _NODE, get_args(Recompute).index(setup.recompute), etp, ep
+
+
+def _divisors(size: int) -> list[int]:
+    return [part for part in range(1, size + 1) if size % part == 0]
 
 
 def _divides(sizes: ModelSizes, tp: int, ep: int, etp: int) -> bool:

@@ -117,7 +117,7 @@ def test_a_model_is_a_folder_a_file_or_a_known_name(given: str, call: Call) -> N
     Path("folder/config.json").write_text(shipped.read_text())
     Path("q.yaml").write_text(
         "name: q\nplan: {max_tokens_per_gpu: 16}\nmodel: {dtype: bf16, hf_path: folder}\n"
-        "optim: {distributed_optimizer: true}\n"
+        "optim: {distributed_optimizer: true}\nlayout: {dp: 4}\n"
     )
     found = [
         json.loads(call("plan", "a.csv", *BUDGET, *args, "--json")[1])
@@ -126,7 +126,9 @@ def test_a_model_is_a_folder_a_file_or_a_known_name(given: str, call: Call) -> N
     assert found[0] == found[1]
     assert found[0]["time_unit"] == "seconds"
     tuned = [
-        json.loads(call("tune", "a.csv", "--gpus", "2", "--pp", "2", *args, "--json")[1])
+        json.loads(
+            call("tune", "a.csv", "--gpus", "2", "--pp", "2", "--vpp", "1", *args, "--json")[1]
+        )
         for args in (("--model", given), ("--config", "q.yaml"))
     ]
     assert tuned[0] == tuned[1]
@@ -206,11 +208,32 @@ def test_tune_ranks_what_fits(call: Call) -> None:
     assert code == 0
     speeds = [candidate["tokens_per_gpu_second"] for candidate in ranked]
     assert speeds == sorted(speeds, reverse=True)
-    assert {c["layout"]["dp"] * c["layout"]["pp"] for c in ranked} == {4}
+    sizes = [c["layout"] for c in ranked]
+    assert {one["dp"] * one["tp"] * one["pp"] for one in sizes} == {4}
+    assert {one["tp"] for one in sizes} == {1, 2, 4}
     code, out, _ = call(*args[:-1], "--gpu-memory-gib", "0.0001")
     assert code == 1
     assert "nothing fits: the least is " in out
     assert re.search(r"longest samples \(up to \d+ tokens\)", out)
+
+
+def test_tune_plans_what_the_config_sets_and_marks_it(call: Call) -> None:
+    Path("a.yaml").write_text("name: a\nplan: {max_tokens_per_gpu: 12}\nmodel: {vocab_size: 512}\n")
+    args = ("tune", "a.csv", "--gpus", "2", "--config", "a.yaml", *SPEED, "--pp", "1", "--cp", "1")
+    found = json.loads(call(*args, "--tp", "2", "--json")[1])
+    assert not found["distributed_optimizer"]
+    (own,) = (one for one in found["ranked"] if one["is_config"])
+    assert (own["layout"]["dp"], own["layout"]["tp"], own["max_tokens_per_gpu"]) == (2, 1, 12)
+    code, out, _ = call(*args, "--tp", "2")
+    assert (code, out.count("the config's own\n")) == (0, 1)
+    assert "true takes less memory" in out
+    # Where nothing fits with the config's optimizer, it is split over DP ranks.
+    needed = own["memory_bytes"]
+    gib = f"{(needed['total'] - needed['optimizer'] / 4) / 2**30:.9f}"
+    args = (*args, "--tp", "1", "--recompute", "none", "--max-tokens-per-gpu", "12")
+    code, out, _ = call(*args, "--gpu-memory-gib", gib)
+    assert code == 0
+    assert "optim.distributed_optimizer=true: with false, as in the config, nothing fits" in out
 
 
 def test_stages_may_have_different_numbers_of_layers(call: Call) -> None:
@@ -230,7 +253,7 @@ def test_stages_may_have_different_numbers_of_layers(call: Call) -> None:
     uneven = seconds("pipeline_model_parallel_layout: Et|t*3L")
     # The costlier stage has 3 of 4 layers instead of 2, and an eighth of the work is warm-up.
     assert 1.3 < uneven / even < 1.5
-    tune = ("tune", "a.csv", "--gpus", "4", *SPEED, "--search", "16", "--vpp", "1")
+    tune = ("tune", "a.csv", "--gpus", "4", *SPEED, "--search", "16", "--vpp", "1", "--tp", "1")
     ranked = json.loads(call(*tune, "--config", "a.yaml", "--all", "--json")[1])["ranked"]
     splits = {c["layout"]["pp"]: c["stage_layers"] for c in ranked}
     assert splits == {1: [4], 2: [1, 3], 4: [1, 1, 1, 1]}

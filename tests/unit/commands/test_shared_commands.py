@@ -70,6 +70,7 @@ def test_a_plan_that_shares_is_shown_checked_and_simulated(call: Call) -> None:
 def test_tune_plans_with_groups(call: Call) -> None:
     Path("a.yaml").write_text("name: a\nplan: {max_tokens_per_gpu: 16}\nmodel: {vocab_size: 512}\n")
     tune = ("tune", "groups.csv", "--gpus", "4", "--config", "a.yaml", "--peak-tflops", "1")
+    tune = (*tune, "--tp", "1", "--pp", "1,2")
     assert "first, shared prefixes: " in call(*tune, *GROUPS)[1]
     assert "shared" not in call(*tune)[1]
 

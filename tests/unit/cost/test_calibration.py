@@ -157,6 +157,21 @@ def test_forward_and_backward_are_fitted_together() -> None:
         fit_whole_model([], ONE_STAGE)
 
 
+def test_cp_costs_what_as_many_data_parallel_ranks_of_a_row_cost() -> None:
+    def seconds(width: int, **layout: int) -> float:
+        sizes = ModelSizes(num_layers=4, num_attention_heads=8)
+        on = Layout(pp=2, **layout)
+        cost = cost_from_sizes(sizes, on, GpuSpeed(peak_tflops=100.0), mean_length=4096)
+        return cost.forward_seconds(
+            on, row_tokens=9000, tokens_sq=4096**2, num_samples=3, width=width
+        )
+
+    wide = seconds(4, dp=4)
+    assert seconds(1, cp=4) == pytest.approx(wide)
+    assert seconds(2, dp=2, cp=2) == pytest.approx(wide)
+    assert seconds(1, dp=4) / 4 < 0.99 * wide
+
+
 def test_sizes_give_what_rows_over_several_ranks_cost_more() -> None:
     sizes = ModelSizes(
         num_layers=4,

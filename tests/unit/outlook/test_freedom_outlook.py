@@ -38,10 +38,11 @@ WORK = Workload(
     policy=Policy(search=64),
     memory=MemoryModel(sizes=SIZES),
     memory_bytes=2**40,
-    cost_of=lambda layout, split: CostModel(per_token=1.0),
+    cost_of=lambda setup: CostModel(per_token=1.0),
 )
 SPACE = Space(
     num_gpus=4,
+    tp=(1,),
     pp=(2,),
     vpp=(1,),
     budgets=(4000,),
@@ -55,6 +56,7 @@ SPACE = Space(
 WIDE_WORK = replace(WORK, lengths=np.array([8000, *([200] * 40)]))
 WIDE_SPACE = Space(
     num_gpus=4,
+    tp=(1,),
     pp=(1,),
     count_rule=("legal", "per_rank"),
     context_parallel=("fixed", "dynamic"),
