@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megapack import PlanError
-from tools.benching.karmarkar_karp import karmarkar_karp
+from megapack.outlook.baselines import karmarkar_karp
 
 pytestmark = pytest.mark.unit
 
