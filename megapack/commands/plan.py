@@ -184,7 +184,7 @@ def _print(
     ]
     print_columns(columns, reports.items())
     for name, (setting, report) in tuned.items():
-        over = f"; {report.num_rows_over} rows over the budget" * bool(report.num_rows_over)
+        over = f", {report.num_rows_over} rows over the budget" if report.num_rows_over else ""
         print(f"{name} at {setting}: {report.seconds / ours.seconds:.2f}{over}")
     for line in ours.lines():
         print(line)

@@ -72,9 +72,10 @@ def peer_plans(plan: Plan, lengths: Ints, cost: CostModel, strategy: Strategy) -
         raise ConfigError("other schedulers fill a budget of tokens; set max_tokens_per_gpu")
 
     def pack(sizes: Ints, tokens: int) -> Ranks:
-        return strategy(sizes, sample_work(sizes, cost), layout, tokens * layout.cp)
+        row = layout.longest_row(tokens * layout.cp)
+        return strategy(sizes, sample_work(sizes, cost), layout, row)
 
-    longest = -(-int(layout.aligned_sample_tokens(lengths).max()) // layout.cp)
+    longest = -(-layout.padded_tokens([int(lengths.max())]) // layout.cp)
     return {n: _packed(plan, lengths, partial(pack, tokens=n)) for n in budgets(most, longest)}
 
 

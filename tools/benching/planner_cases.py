@@ -167,10 +167,10 @@ def run_ours(case: Case, policy: Policy) -> Result:
     return judge(case, plan.steps[0], time.process_time() - start)
 
 
-def run_strategy(case: Case, strategy: Strategy) -> Result:
-    """Plan a case as another scheduler does."""
+def run_strategy(case: Case, strategy: Strategy, budget: int | None = None) -> Result:
+    """Plan a case as another scheduler does, under the case's budget or another."""
     start = time.process_time()
-    ranks = strategy(case.lengths, case.work, case.layout, case.budget)
+    ranks = strategy(case.lengths, case.work, case.layout, budget or case.budget)
     seconds = time.process_time() - start
     return judge(case, as_step(case, ranks), seconds)
 

@@ -6,12 +6,10 @@ Each column plans as the host of that name does today; GPUs and samples of a ste
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from megapack import Layout
-from megapack.base.arrays import Floats, Ints
-from megapack.outlook.baselines import Ranks, Strategy, budgets
+from megapack.outlook.baselines import Strategy, budgets
 from tools.benching.planner_cases import (
     BASELINES,
     OURS,
@@ -73,9 +71,9 @@ def common_table(traces: Path, peer_code: Mapping[str, Strategy]) -> list[str]:
         for layout, sizes in layouts.items():
             for case in cases(data, {layout: sizes}):
                 ours = {name: run_ours(case, policy) for name, policy in OURS.items()}
-                given = {host: _best(case, ways, [case.budget]) for host, ways in hosts.items()}
-                tried = budgets(case.budget, int(case.lengths.max()))
-                tuned = {host: _best(case, ways, tried) for host, ways in hosts.items()}
+                tried = {host: _tried(case, ways) for host, ways in hosts.items()}
+                given = {host: found[0] for host, found in tried.items()}
+                tuned = {host: min(found, key=_ratio) for host, found in tried.items()}
                 tables[0].cells.append({**given, **ours})
                 tables[1].cells.append({**tuned, "megapack": ours["megapack"]})
             for table in tables:
@@ -88,16 +86,16 @@ def common_table(traces: Path, peer_code: Mapping[str, Strategy]) -> list[str]:
     ]
 
 
-def _best(case: Case, ways: Sequence[Strategy], tried: Sequence[int]) -> Result:
-    """The fastest of a host's ways under these budgets, judged by the case's own."""
-    results = (run_strategy(case, partial(_under, way, budget)) for way in ways for budget in tried)
-    return min(results, key=lambda result: result.ratio)
+def _tried(case: Case, ways: Sequence[Strategy]) -> list[Result]:
+    """The fastest of a host's ways under each budget, judged by the case's own, which is first."""
+    return [
+        min((run_strategy(case, way, budget) for way in ways), key=_ratio)
+        for budget in budgets(case.budget, int(case.lengths.max()))
+    ]
 
 
-def _under(
-    way: Strategy, budget: int, lengths: Ints, work: Floats, layout: Layout, _: int
-) -> Ranks:
-    return way(lengths, work, layout, budget)
+def _ratio(result: Result) -> float:
+    return result.ratio
 
 
 class _Table:
