@@ -71,12 +71,11 @@ def peer_plans(plan: Plan, lengths: Ints, cost: CostModel, strategy: Strategy) -
     if most is None:
         raise ConfigError("other schedulers fill a budget of tokens; set max_tokens_per_gpu")
 
-    def pack(sizes: Ints, tokens: int) -> Ranks:
-        row = layout.longest_row(tokens * layout.cp)
-        return strategy(sizes, sample_work(sizes, cost), layout, row)
+    def pack(sizes: Ints, n: int) -> Ranks:
+        return strategy(sizes, sample_work(sizes, cost), layout, layout.longest_row(n * layout.cp))
 
     longest = -(-layout.padded_tokens([int(lengths.max())]) // layout.cp)
-    return {n: _packed(plan, lengths, partial(pack, tokens=n)) for n in budgets(most, longest)}
+    return {n: _packed(plan, lengths, partial(pack, n=n)) for n in budgets(most, longest)}
 
 
 def budgets(most: int, longest: int) -> list[int]:
@@ -229,8 +228,7 @@ def karmarkar_karp(sizes: Floats, num_parts: int, *, equal_size: bool = False) -
     while len(heap) > 1:
         (_, one), (_, other) = heapq.heappop(heap), heapq.heappop(heap)
         pairs = zip(one, reversed(other), strict=True)
-        merged = ((a + b, n + m, items + more) for (a, n, items), (b, m, more) in pairs)
-        heapq.heappush(heap, spread(merged))
+        heapq.heappush(heap, spread((a + b, n + m, i + j) for (a, n, i), (b, m, j) in pairs))
     return [sorted(~item for item in items) for _, _, items in heap[0][1]]
 
 
