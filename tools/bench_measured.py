@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megapack import CostModel, Layout, StepPlan, build_dp_schedule
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.fit import Measurement
+from megapack.outlook.baselines import Strategy
 from tools.benching.calibration_rows import (
     fit_whole_model,
     grid,
@@ -44,10 +45,9 @@ from tools.benching.measured_seconds import (
     split_layers,
     step_seconds,
 )
-from tools.benching.planner_cases import OURS, Case, as_step, load, mean
+from tools.benching.planner_cases import BASELINES, OURS, Case, as_step, load, mean
 from tools.benching.planner_costs import MODELS
 from tools.benching.planner_peer_code import megatron_strategies
-from tools.benching.planner_peers import BASELINES, Strategy
 from tools.pages import measured
 
 LAYOUTS = {
@@ -81,7 +81,7 @@ traces, steps of 128 and 512 samples, Qwen3-8B and Qwen3-30B-A3B; with `ep8` the
 `sizes`: planned with the cost model from sizes; `fitted`: with one fitted to the judge's seconds of
 the rows that `tools/calibrate.py` times; `tokens`: without one. `megapack` is the default policy,
 `dynamic CP` is `context_parallel: dynamic`, and `everything` adds `split_samples: auto` and
-`backward: split`. The others are those of `tools/benching/planner_peers.py` and Megatron's dev
+`backward: split`. The others are those of `megapack/outlook/baselines.py` and Megatron's dev
 branch, each with the best of up to five budgets; `megapack` is compared with those of them that
 have no rows over several ranks. A column has the geometric mean, the largest ratio
 and the number of cells above 1."""

@@ -47,6 +47,21 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{brief(text)}; set a number") from None
 
 
+def listed(choices: tuple[str, ...], text: str) -> tuple[Any, ...]:
+    """A list separated by commas: of these choices, or without any of integers."""
+    found = text.split(",")
+    if not choices:
+        try:
+            return tuple(map(int, found))
+        except ValueError:
+            wanted = "set integers separated by commas"
+            raise argparse.ArgumentTypeError(f"{brief(text)}; {wanted}") from None
+    unknown = [part for part in found if part not in choices]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{brief(unknown[0])}; set some of {', '.join(choices)}")
+    return tuple(found)
+
+
 class ListConfigs(argparse.Action):
     """An option that lists the shipped configs, with the first sentence of each, and ends."""
 

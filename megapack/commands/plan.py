@@ -17,6 +17,7 @@ from megapack.commands.arguments import (
     add_steps,
     check_output,
     integer,
+    listed,
     output_of,
     print_json,
     read_layout,
@@ -30,6 +31,7 @@ from megapack.commands.tables import Column, fact_columns, print_columns
 from megapack.cost.sizes import typical_length
 from megapack.errors import PlanError
 from megapack.job.data.lengths import LengthTable
+from megapack.outlook.baselines import HOSTS, naive_plans, peer_plans
 from megapack.plan.facts import FEATURES, columns_named, features_of
 from megapack.plan.plan import Plan
 
@@ -54,6 +56,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--explain", action="store_true", help="also say which options would make the step faster"
     )
+    parser.add_argument(
+        "--compare",
+        type=partial(listed, tuple(HOSTS)),
+        metavar="HOST,...",
+        default=(),
+        help=f"also plan as these schedulers do, and find their best budget: {', '.join(HOSTS)}",
+    )
     add_json(parser)
     add_layout(parser)
     add_steps(parser)
@@ -71,7 +80,6 @@ def run(args: argparse.Namespace) -> int:
     pricing = read_costs(args).pricing(layout, typical)
     # The planner's compiler takes a third of a second to import: report bad input before.
     from megapack.dp_schedule import build_dp_schedule
-    from megapack.outlook.baselines import naive_plans
     from megapack.outlook.stats import plan_report
 
     make = partial(
@@ -97,15 +105,21 @@ def run(args: argparse.Namespace) -> int:
             other = replace(policy, oversize="error", **without)  # type: ignore[arg-type]
             strategies[rival] = make(policy=other)
     strategies |= naive_plans(plan, table.lengths)
-    reports = {
-        name: plan_report(strategy, table.lengths, pricing.cost)
-        for name, strategy in strategies.items()
-    }
+    report = partial(plan_report, lengths=table.lengths, cost=pricing.cost)
+    reports = {name: report(strategy) for name, strategy in strategies.items()}
+    tuned = {}
+    for setting, ways in (HOSTS[name] for name in args.compare):
+        for name, way in ways.items():
+            plans = peer_plans(plan, table.lengths, pricing.cost, way)
+            tried = {tokens: report(other) for tokens, other in plans.items()}
+            reports[name] = next(iter(tried.values()))
+            best, fastest = min(tried.items(), key=lambda item: item[1].seconds)
+            tuned[name] = (f"{setting} {best}", fastest)
     write_result(args, plan.to_json() + "\n")
     if args.json:
-        print_json(_payload(args, plan, table, pricing, reports))
+        print_json(_payload(args, plan, table, pricing, reports, tuned))
     else:
-        _print(args, plan, table, pricing, reports)
+        _print(args, plan, table, pricing, reports, tuned)
     return 0
 
 
@@ -115,6 +129,7 @@ def _payload(
     table: LengthTable,
     pricing: Pricing,
     reports: dict[str, PlanReport],
+    tuned: dict[str, tuple[str, PlanReport]],
 ) -> dict[str, Any]:
     payload = {
         "plan": output_of(args),
@@ -126,6 +141,10 @@ def _payload(
         "time_unit": "seconds" if pricing.in_seconds else "tokens",
         "time_basis": pricing.basis,
         "strategies": {name: in_unit(report.totals(), pricing) for name, report in reports.items()},
+        "best_budgets": {
+            name: {"setting": setting, **in_unit(report.totals(), pricing)}
+            for name, (setting, report) in tuned.items()
+        },
     }
     if args.explain:
         payload["freedoms"] = [in_unit(gain, pricing) for gain in plan.explain().to_payload()]
@@ -138,6 +157,7 @@ def _print(
     table: LengthTable,
     pricing: Pricing,
     reports: dict[str, PlanReport],
+    tuned: dict[str, tuple[str, PlanReport]],
 ) -> None:
     lengths = table.lengths
     ours = reports["megapack"]
@@ -155,6 +175,9 @@ def _print(
         Column("time/megapack", lambda item: f"{item[1].seconds / ours.seconds:.2f}"),
     ]
     print_columns(columns, reports.items())
+    for name, (setting, report) in tuned.items():
+        over = f", {report.num_rows_over} rows over the budget" if report.num_rows_over else ""
+        print(f"{name} at {setting}: {report.seconds / ours.seconds:.2f}{over}")
     for line in ours.lines():
         print(line)
     if args.explain:

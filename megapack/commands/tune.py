@@ -18,6 +18,7 @@ from megapack.commands.arguments import (
     add_policy,
     add_steps,
     integer,
+    listed,
     print_json,
     read_memory_limit,
     read_policy,
@@ -29,7 +30,7 @@ from megapack.commands.tables import Column, fact_columns, print_columns
 from megapack.cost.memory import GIB
 from megapack.cost.sizes import typical_length
 from megapack.cost.stages import StageLayers
-from megapack.errors import ConfigError, PlanError, brief
+from megapack.errors import ConfigError, PlanError
 from megapack.layout import CountRule, Layout
 from megapack.plan.facts import columns_named, features_of
 from megapack.policy import Backward, ContextParallel, SplitSamples
@@ -82,7 +83,7 @@ def add_arguments(parser: Parser) -> None:
             option,
             # Not by its own name, which is the policy's.
             dest=f"tried_{field}",
-            type=partial(_listed, choices),
+            type=partial(listed, choices),
             default=default,
             metavar="CHOICE,..." if choices else "N,...",
             help=f"{what}: {', '.join(choices)} ({','.join(default or ())})" if choices else what,
@@ -193,21 +194,6 @@ def _tuning(work: Workload, space: Space, num_best: int | None) -> Tuning:
             bar.update()
 
         return tune(work, space, num_best=num_best, watch=watch)
-
-
-def _listed(choices: tuple[str, ...], text: str) -> tuple[Any, ...]:
-    """A list separated by commas: of these choices, or without any of integers."""
-    found = text.split(",")
-    if not choices:
-        try:
-            return tuple(map(int, found))
-        except ValueError:
-            wanted = "set integers separated by commas"
-            raise argparse.ArgumentTypeError(f"{brief(text)}; {wanted}") from None
-    unknown = [part for part in found if part not in choices]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{brief(unknown[0])}; set some of {', '.join(choices)}")
-    return tuple(found)
 
 
 def _payload(tuning: Tuning, shown: Sequence[Candidate], basis: str) -> dict[str, Any]:

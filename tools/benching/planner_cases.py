@@ -27,7 +27,7 @@ from megapack import (
 from megapack.base.choices import Recompute
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.sizes import ModelSizes
-from tools.benching.planner_peers import Ranks, Strategy
+from megapack.outlook.baselines import HOSTS, Ranks, Strategy
 
 # Each micro-batch costs this many tokens more than its samples: launches, small GEMMs, p2p.
 FIXED_TOKENS = 256
@@ -42,6 +42,10 @@ TRACES = {
     "math500": ("skythought_math500_g4.csv", 36864),
     "azure": ("azure2023_conv.csv", 16384),
     "openchat": ("openchat_v1_sft.csv", 32768),
+}
+# What other schedulers do, by the names in tables.
+BASELINES: dict[str, Strategy] = {
+    way.__name__: way for _, ways in HOSTS.values() for way in ways.values()
 }
 # Columns of tables that have our plans beside those of others.
 OURS = {
@@ -163,10 +167,10 @@ def run_ours(case: Case, policy: Policy) -> Result:
     return judge(case, plan.steps[0], time.process_time() - start)
 
 
-def run_strategy(case: Case, strategy: Strategy) -> Result:
-    """Plan a case as another scheduler does."""
+def run_strategy(case: Case, strategy: Strategy, budget: int | None = None) -> Result:
+    """Plan a case as another scheduler does, under the case's budget or another."""
     start = time.process_time()
-    ranks = strategy(case.lengths, case.work, case.layout, case.budget)
+    ranks = strategy(case.lengths, case.work, case.layout, budget or case.budget)
     seconds = time.process_time() - start
     return judge(case, as_step(case, ranks), seconds)
 

@@ -15,9 +15,9 @@ class Part(NamedTuple):
 
 _RATIO = "[Time over equal work](../planner.md), by the simulator."
 _STRATEGIES = """\
-The other strategies are reimplementations (`tools/benching/planner_peers.py`): `next_fit`,
-`first_fit` and `first_fit_flops` (by work), `kk_per_rank` (Karmarkar-Karp) and `mffd`. `*`: rows
-over the budget."""
+The other strategies are reimplementations (`megapack/outlook/baselines.py`): `next_fit`
+(Megatron-LM), `first_fit_flops` and `kk_flops` (slime under `--balance-data` and
+`--balance-by-flops`), `mffd` (NeMo-RL) and `kk_per_rank` (verl). `*`: rows over the budget."""
 
 # By the option that writes the file alone, --only-NAME.
 PARTS = {
@@ -25,9 +25,12 @@ PARTS = {
         "Plans by layout, beside other schedulers",
         f"""{_RATIO} Geometric means of five traces of lengths and two cost models. Columns of
 Megatron's dev branch are its own schedulers, from its sources. Megatron-LM, slime, NeMo-RL and
-verl are reimplementations of what these hosts do (`tools/benching/planner_peers.py`). `megapack`
-is the default policy, `dynamic CP` is `context_parallel: dynamic`, and `everything` adds
-`split_samples: auto` and `backward: split`.""",
+verl are reimplementations of what these hosts do (`megapack/outlook/baselines.py`); of slime's
+`--balance-data` and `--balance-by-flops` each cell has the better. `megapack` is the default
+policy, `dynamic CP` is `context_parallel: dynamic`, and `everything` adds `split_samples: auto` and
+`backward: split`. Second table: in each cell the others have the best of five budgets, from the
+first table's down to a quarter of it, or to the longest sample. Rows over the budget are over that
+of the first table.""",
     ),
     "published": Part(
         "Plans for inputs that others published",

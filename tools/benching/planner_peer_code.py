@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megapack import Layout, cpu
-from tools.benching.planner_peers import Ranks, Strategy
+from megapack.outlook.baselines import Ranks, Strategy
 
 
 def verl_strategy() -> Strategy:

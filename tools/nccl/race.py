@@ -25,12 +25,12 @@ from megapack.config.load import load_config
 from megapack.cost.calibration import Calibration
 from megapack.errors import PlanError
 from megapack.job.config.sections import TrainConfig
+from megapack.outlook.baselines import Ranks, sample_work
 from megapack.outlook.stats import carried, gathered_tokens
 from megapack.pipeline.simulator import simulate_planned
 from tests.made_rows import made_row
 from tools.benching.gpu_ways import Sample
-from tools.benching.planner_cases import OURS
-from tools.benching.planner_peers import BASELINES, Ranks
+from tools.benching.planner_cases import BASELINES, OURS
 from tools.nccl.exact import progress_of
 from tools.nccl.found import FAILED, NOT_RUN, PASSED, Found
 from tools.nccl.layouts import layout_name
@@ -39,7 +39,7 @@ from tools.nccl.session import Session
 from tools.nccl.widths import cost_file
 
 MODULE = "tools.nccl.on_ranks.race"
-PEERS = {"Megatron-LM": "next_fit", "slime": "first_fit", "verl": "kk_per_rank"}
+PEERS = {"Megatron-LM": "next_fit", "slime": "first_fit_flops", "verl": "kk_per_rank"}
 """Whose rows, and the strategy that makes them."""
 FIRST = "Megatron-LM"
 """The way that the line compares with."""
@@ -103,9 +103,7 @@ def ways(config: TrainConfig, lengths: Ints, layout: Layout, cost: CostModel) ->
     """The plans of the peers' rows and ours, with what is predicted of each."""
     budget = config.plan.max_tokens_per_gpu
     assert budget is not None
-    work = cost.per_token * lengths + cost.per_token_sq * lengths.astype(float) ** 2
-    # In tokens, of which the peers round to whole ones; a model of launches alone has none.
-    work = work * lengths.sum() / work.sum() if work.any() else lengths
+    work = sample_work(lengths, cost)
     plans = {
         f"{name} ({strategy})": plan_of(
             BASELINES[strategy](lengths, work, layout, budget), lengths, layout, budget

@@ -66,6 +66,29 @@ def test_plan_writes_a_valid_plan_and_compares(call: Call) -> None:
     assert list(Path().glob("*.part")) == []
 
 
+def test_plan_compares_with_other_schedulers_and_says_their_best_budget(call: Call) -> None:
+    Path("cost.yaml").write_text("cost:\n  per_token: 1.0\n  per_token_sq: 0.1\n")
+    args = ("plan", "a.csv", "--dp", "2", "--pp", "4", "--max-tokens-per-gpu", "22")
+    args += ("--cost", "cost.yaml", "--compare", "nemo_rl,slime,verl")
+    code, out, err = call(*args)
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[6:-2] == [
+        "NeMo-RL 1 2 4 50.0% 0.0% 1.133 268.3% 113.2 0 4.171 2.07",
+        "slime --balance-data 1 2 4 50.0% 0.0% 1.119 221.0% 97.5 0 3.591 1.78",
+        "slime --balance-by-flops 1 1 2 100.0% 0.0% 1.011 300.0% 109.8 0 4.044 2.01",
+        "verl 1 1 2 100.0% 0.0% 1.022 300.0% 111 0 4.088 2.03",
+        "NeMo-RL at train_mb_tokens/cp 9: 1.14",
+        "slime --balance-data at --max-tokens-per-gpu 9: 1.12",
+        "slime --balance-by-flops at --max-tokens-per-gpu 9: 1.12",
+        "verl at ppo_max_token_len_per_gpu 9: 1.08",
+    ]
+    printed = json.loads(call(*args, "--json")[1])
+    assert list(printed["strategies"])[4:] == list(printed["best_budgets"])
+    assert printed["best_budgets"]["verl"]["setting"] == "ppo_max_token_len_per_gpu 9"
+    assert printed["strategies"]["verl"]["seconds"] == 111
+
+
 def test_plan_prints_json(call: Call) -> None:
     args = ("plan", "a.csv", *BUDGET, *MODEL, *SPEED, "-o", "b.json", "--json")
     code, out, _ = call(*args)
@@ -324,6 +347,11 @@ BAD = [
     ((*TUNE, "--backward", "joint,both"), ["--backward", "'both'; set some of joint, split"]),
     ((*PLAN, "--model", "Qwen9"), ["no such folder or file; megapack knows", "Qwen3-4B"]),
     ((*PLAN, "--model", "a", "--config", "b"), ["both --config and --model given"]),
+    ((*PLAN, "--compare", "verl,slim"), ["'slim'", "some of megatron_lm, slime, nemo_rl, verl"]),
+    (
+        (*PLAN[:2], "--micro-batch-size", "2", "--compare", "verl"),
+        ["fill a budget of tokens; set --max-tokens-per-gpu"],
+    ),
     (
         (*PLAN, "--split-samples", "auto", "--row-shape", "uniform"),
         ["--split-samples=auto with --row-shape=uniform", "set --row-shape=planned, or --split-"],

@@ -9,7 +9,7 @@ import pytest
 
 from megapack import CostModel, Layout, Policy
 from tools import bench_planner
-from tools.benching import planner_speed
+from tools.benching import planner_common, planner_speed
 from tools.benching.planner_families import compare, generated_steps
 from tools.benching.planner_parts import PARTS
 from tools.pages import measured
@@ -66,6 +66,20 @@ def test_the_table_of_strategies_has_a_mean_of_each_layout() -> None:
     means = [line.split(" | ")[1] for line in lines if line.startswith("| geometric mean")]
     assert means == [*bench_planner.LAYOUTS, ""]
     assert lines[0].count("|") == lines[-7].count("|")
+
+
+def test_others_are_as_fast_with_the_best_of_five_budgets_or_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner_common, "JOBS", {4: (24, {"dp2 pp2": Layout(dp=2, pp=2)})})
+    lines = planner_common.common_table(tmp_path / "none", {})
+    given, tuned = (line.split(" | ")[3:] for line in lines if line.startswith("| 4 |"))
+    hosts = ["Megatron-LM", "slime", "NeMo-RL", "verl"]
+    heads = [line.strip("| ").split(" | ")[3:] for line in lines if line.startswith("| GPUs")]
+    assert heads == [[*hosts, *planner_common.OURS], [*hosts, "megapack"]]
+    # On two stages smaller rows make the bubble smaller.
+    assert all(float(own) < float(other) for own, other in zip(tuned, given[:4], strict=False))
+    assert given[4] == tuned[4].strip("| ")
 
 
 def test_cells_far_from_the_bound_are_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from tools.nccl.session import Session
 pytestmark = pytest.mark.unit
 
 WAYS = [
-    *("Megatron-LM (next_fit)", "slime (first_fit)", "verl (kk_per_rank)"),
+    *("Megatron-LM (next_fit)", "slime (first_fit_flops)", "verl (kk_per_rank)"),
     *("megapack", "dynamic CP", "everything"),
 ]
 
