@@ -45,9 +45,10 @@ from tools.benching.measured_seconds import (
     split_layers,
     step_seconds,
 )
-from tools.benching.planner_cases import BASELINES, OURS, Case, as_step, load, mean
+from tools.benching.planner_cases import OURS, Case, as_step, load, mean
 from tools.benching.planner_costs import MODELS
 from tools.benching.planner_peer_code import megatron_strategies
+from tools.benching.planner_peers import BASELINES
 from tools.pages import measured
 
 LAYOUTS = {

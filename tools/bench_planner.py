@@ -48,7 +48,6 @@ from megapack import Layout, Policy, check_plan
 from megapack.outlook.baselines import Strategy
 from tools.benching.lower_bound import LowerBounds, sample_seconds
 from tools.benching.planner_cases import (
-    BASELINES,
     MODELS,
     Case,
     Result,
@@ -74,6 +73,7 @@ from tools.benching.planner_families import (
 from tools.benching.planner_hybrid import hybrid_table
 from tools.benching.planner_parts import PARTS
 from tools.benching.planner_peer_code import megatron_strategies, verl_strategy
+from tools.benching.planner_peers import BASELINES
 from tools.benching.planner_published import (
     MILES_LAYOUT,
     documents_table,

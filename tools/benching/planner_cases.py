@@ -27,7 +27,7 @@ from megapack import (
 from megapack.base.choices import Recompute
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.sizes import ModelSizes
-from megapack.outlook.baselines import HOSTS, Ranks, Strategy
+from megapack.outlook.baselines import Ranks, Strategy
 
 # Each micro-batch costs this many tokens more than its samples: launches, small GEMMs, p2p.
 FIXED_TOKENS = 256
@@ -42,10 +42,6 @@ TRACES = {
     "math500": ("skythought_math500_g4.csv", 36864),
     "azure": ("azure2023_conv.csv", 16384),
     "openchat": ("openchat_v1_sft.csv", 32768),
-}
-# What other schedulers do, by the names in tables.
-BASELINES: dict[str, Strategy] = {
-    way.__name__: way for _, ways in HOSTS.values() for way in ways.values()
 }
 # Columns of tables that have our plans beside those of others.
 OURS = {

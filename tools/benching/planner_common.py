@@ -11,7 +11,6 @@ from pathlib import Path
 from megapack import Layout
 from megapack.outlook.baselines import Strategy, budgets
 from tools.benching.planner_cases import (
-    BASELINES,
     OURS,
     Case,
     Result,
@@ -21,6 +20,7 @@ from tools.benching.planner_cases import (
     run_ours,
     run_strategy,
 )
+from tools.benching.planner_peers import BASELINES
 
 # GPUs of the job -> samples of a step, and layouts.
 JOBS: dict[int, tuple[int, dict[str, Layout]]] = {

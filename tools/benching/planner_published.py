@@ -14,7 +14,6 @@ import numpy as np
 from megapack import CostModel, Layout, MicroBatch, Policy, StepPlan, build_dp_schedule, simulate
 from megapack.cost.sizes import ModelSizes
 from tools.benching.planner_cases import (
-    BASELINES,
     OURS,
     Case,
     as_step,
@@ -26,6 +25,7 @@ from tools.benching.planner_cases import (
     runs_of,
 )
 from tools.benching.planner_peer_code import megatron_scheduler
+from tools.benching.planner_peers import BASELINES
 
 # GPUs -> milliseconds of a step with fixed and with dynamic CP: trimmed means in the README of
 # Megatron-LM's examples/dynamic_context_parallel (dev), and what its script sets.

@@ -30,7 +30,8 @@ from megapack.outlook.stats import carried, gathered_tokens
 from megapack.pipeline.simulator import simulate_planned
 from tests.made_rows import made_row
 from tools.benching.gpu_ways import Sample
-from tools.benching.planner_cases import BASELINES, OURS
+from tools.benching.planner_cases import OURS
+from tools.benching.planner_peers import BASELINES
 from tools.nccl.exact import progress_of
 from tools.nccl.found import FAILED, NOT_RUN, PASSED, Found
 from tools.nccl.layouts import layout_name

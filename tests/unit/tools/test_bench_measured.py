@@ -19,8 +19,9 @@ from tools.benching.measured_seconds import (
     product_seconds,
     step_seconds,
 )
-from tools.benching.planner_cases import BASELINES, Case
+from tools.benching.planner_cases import Case
 from tools.benching.planner_costs import MODELS
+from tools.benching.planner_peers import BASELINES
 
 pytestmark = pytest.mark.unit
 
