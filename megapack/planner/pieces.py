@@ -1,6 +1,6 @@
 """The search for steps whose stages run other operations than Megatron's schedules.
 
-    M, the longest piece, chains' place   -> boards packed anew, then more close to the best
+    M, the longest piece, chains' place   -> boards packed anew
     the drafts of whole samples           -> their seconds in orders of their own
     the best few of each kind             -> moves; a board that is far behind gets none
 
@@ -10,7 +10,7 @@ Under context_parallel="dynamic" this is done for rows on one rank each and for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -33,13 +33,6 @@ _STRETCHES = (1.0, 1.5)
 _SHARES = (0.15, 0.3, 0.6)
 # Places of chains in a rank's order.
 _PLACES = (0.0, 0.5, 1.0)
-# Then boards are made that are close to the best three: with values of M halfway to those tried
-# before, other longest pieces, and the next places.
-_CLOSER_TO = 3
-_CLOSER_STRETCHES = (1.0, 1.25, 1.5)
-_CLOSER_PLACES = (-0.25, 0.0, 0.25)
-# This part of the limit at most: 32 boards of 256 on dp=4.
-_CLOSER_PART = 8
 # Simulations of ranks for boards, as a part of the policy's evaluations: 1,024, which are 256
 # boards on dp=4. Four times as many boards and moves make steps 0.26 % faster in the mean, and
 # planning twice as slow.
@@ -70,8 +63,8 @@ _NEAR = 0.003
 # An order of its own has to be this much faster than Megatron's, 0.999 s for 1 s.
 _LEAST_GAIN = 1e-3
 
-# The fastest board of each M, and how its samples are cut.
-_ByCount = dict[int, tuple[Scored, Choice]]
+# The fastest board of each M.
+_ByCount = dict[int, Scored]
 
 
 def plan_pieces(
@@ -173,11 +166,6 @@ class _Search:
         pools: tuple[_ByCount, _ByCount, _ByCount] = ({}, {}, {})
         for choice in self._choices():
             self._try(choice, pools[2 if choice.is_wide else int(choice.stretch is not None)])
-        for pool in pools:
-            closer = list(self._closer_choices(pool))
-            limit = self._most_boards(max(pool, default=1) if pool is pools[2] else 0)
-            for choice in _some(closer, limit // _CLOSER_PART):
-                self._try(choice, pool)
         uncut, cut, wide = map(_contenders, pools)
         return uncut, cut, wide
 
@@ -216,28 +204,12 @@ class _Search:
             choices += _some([replace(choice, is_wide=True) for choice in every], limit)
         return choices
 
-    def _closer_choices(self, found: _ByCount) -> Iterable[Choice]:
-        """Choices that are close to those of the fastest boards."""
-        legal = [pair for pair in found.values() if pair[0].seconds < math.inf]
-        ranked = sorted(legal, key=lambda pair: pair[0].seconds)
-        closer: dict[Choice, None] = {}
-        for _, best in ranked[:_CLOSER_TO]:
-            below = max((count for count in found if count < best.count), default=best.count)
-            above = min((count for count in found if count > best.count), default=best.count)
-            for other in (below, best.count, above):
-                count = self.step.legal_count((best.count + other) // 2)
-                stretches = (None,) if best.stretch is None else _CLOSER_STRETCHES
-                for stretch, step in product(stretches, _CLOSER_PLACES):
-                    place = min(max(best.place + step, 0.0), 1.0)
-                    closer[replace(best, count=count, stretch=stretch, place=place)] = None
-        return closer
-
     def _try(self, choice: Choice, found: _ByCount) -> None:
         """Keep the board of a choice if it is the fastest of its M."""
         scored = self._start(choice)
         best = found.get(choice.count)
-        if scored is not None and (best is None or scored.seconds < best[0].seconds):
-            found[choice.count] = scored, choice
+        if scored is not None and (best is None or scored.seconds < best.seconds):
+            found[choice.count] = scored
 
     def _start(self, choice: Choice) -> Scored | None:
         """The board of a choice; None if items find no rows, or another choice has the same one."""
@@ -300,7 +272,7 @@ def _contenders(found: _ByCount) -> list[Scored]:
     """The fastest boards within the cap on live tokens, the fastest first, of values of M that are
     apart."""
     chosen: dict[int, Scored] = {}
-    for scored, _ in sorted(found.values(), key=lambda pair: pair[0].seconds):
+    for scored in sorted(found.values(), key=lambda scored: scored.seconds):
         is_apart = all(abs(scored.count - other) >= _APART * other for other in chosen)
         if is_apart and scored.seconds < math.inf:
             chosen[scored.count] = scored
