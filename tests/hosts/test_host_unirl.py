@@ -108,12 +108,6 @@ class DRPO(SimpleNamespace):
     """An algorithm with the name of UniRL's."""
 
 
-class PackedStage:
-    """A stage whose replay the patch has replaced."""
-
-    replay = unirl.replay
-
-
 def made_stack(
     monkeypatch: pytest.MonkeyPatch, algorithm: Any, **options: Any
 ) -> tuple[SimpleNamespace, dict[str, Any]]:
@@ -132,22 +126,13 @@ def made_stack(
     return stack, called
 
 
-@pytest.mark.parametrize(
-    ("options", "packed"),
-    [
-        ({"micro_token_budget": 64, "micro_cost_model": "sum"}, True),
-        ({"micro_token_budget": 64}, False),
-        ({"micro_token_budget": 64, "packed_replay": True}, True),
-        ({"packed_replay": True}, True),
-        ({"packed_replay": False}, False),
-    ],
-)
-def test_replays_are_packed_where_the_budget_counts_real_tokens(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], packed: bool
-) -> None:
-    algorithm = SimpleNamespace(loss_agg_mode="token-mean", stage=PackedStage())
-    made_stack(monkeypatch, algorithm, **options)
-    assert vars(algorithm.stage) == ({"packed_replay": True} if packed else {})
+def test_settings_that_ask_for_nothing_new_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of recipes that were written for packed replays, where nothing is packed."""
+    algorithm = SimpleNamespace(loss_agg_mode="token-mean")
+    for options in ({"micro_token_budget": 64}, {"micro_cost_model": "sum"}):
+        stack, called = made_stack(monkeypatch, algorithm, packed_replay=False, **options)
+        assert stack.micro_token_budget == options.get("micro_token_budget")
+        assert "packed_replay" not in called
 
 
 @pytest.mark.parametrize(
@@ -155,11 +140,15 @@ def test_replays_are_packed_where_the_budget_counts_real_tokens(
     [
         (SimpleNamespace(loss_agg_mode=None), {}, "no mean over sequences or tokens"),
         (DRPO(loss_agg_mode="seq-mean-token-mean"), {}, "DRPO does not know it"),
-        (SimpleNamespace(loss_agg_mode="token-mean"), {"micro_cost_model": "sum"}, "NoneType pads"),
         (
-            SimpleNamespace(loss_agg_mode="token-mean", stage=PackedStage()),
-            {"micro_cost_model": "sum", "packed_replay": False},
-            "set micro_cost_model=dense",
+            SimpleNamespace(loss_agg_mode="token-mean"),
+            {"micro_cost_model": "sum"},
+            "'sum': UniRL's replays pad.* set micro_cost_model=dense",
+        ),
+        (
+            SimpleNamespace(loss_agg_mode="token-mean"),
+            {"packed_replay": True},
+            "packed_replay=True.* leave packed_replay out",
         ),
         (SimpleNamespace(loss_agg_mode="token-mean"), {"micro_token_budget": 0}, "token_budget"),
     ],

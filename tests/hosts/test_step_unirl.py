@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
 OWN = ("count", "count+two", "count+tokens", "count+drpo", "count+anchor")
 PATCHED = (
-    *("count", "packed", "dense", "sum", "sum+two", "sum+tokens", "dense+two+tokens+defer"),
-    *("sum+drpo", "dense+anchor", "sum+empty"),
+    *("count", "dense", "dense+two", "dense+tokens", "dense+two+tokens+defer"),
+    *("dense+drpo", "dense+anchor", "dense+empty"),
 )
 ON_ONE_RANK = ("whole+all+tokens", "whole+all+two+tokens", "whole+all+empty")
 
@@ -77,11 +77,9 @@ def differences(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[f
 @pytest.mark.parametrize(
     ("case", "count"),
     [
-        ("packed", "count"),
         ("dense", "count"),
-        ("sum", "count"),
-        ("sum+two", "count+two"),
-        ("sum+drpo", "count+drpo"),
+        ("dense+two", "count+two"),
+        ("dense+drpo", "count+drpo"),
         ("dense+anchor", "count+anchor"),
     ],
 )
@@ -105,7 +103,7 @@ def test_without_a_budget_all_is_unirls_own(own: Job, patched: Job) -> None:
 @pytest.mark.parametrize(
     ("case", "whole"),
     [
-        ("sum+tokens", "whole+all+tokens"),
+        ("dense+tokens", "whole+all+tokens"),
         ("dense+two+tokens+defer", "whole+all+two+tokens"),
     ],
 )
@@ -120,23 +118,24 @@ def test_unirls_own_means_over_tokens_are_not(own: Job, exact: Job) -> None:
 def test_samples_without_responses_make_no_rank_wait(patched: Job, exact: Job) -> None:
     """Rank 0 has micro-batches without any response token, which add nothing."""
     # The second step's weights have been through Adam, which divides by small numbers.
-    first, second = differences(patched.gradients("sum+empty"), exact.gradients("whole+all+empty"))
+    first, second = differences(
+        patched.gradients("dense+empty"), exact.gradients("whole+all+empty")
+    )
     assert first < 3e-6
     assert second < 3e-5
 
 
 def test_ranks_run_equally_many_micro_batches_within_the_budget(patched: Job, own: Job) -> None:
-    for case in ("dense", "sum"):
-        one, other = patched.of_ranks(case, "tokens")
-        assert [len(step) for step in one] == [len(step) for step in other]
-        assert max(max(step) for step in (*one, *other)) <= 64
-    padded = [sum(step[0]) for step in own.of_ranks("count", "tokens")]
-    packed = [sum(step[0]) for step in patched.of_ranks("sum", "tokens")]
-    assert all(a < b for a, b in zip(packed, padded, strict=True))
+    one, other = patched.of_ranks("dense", "tokens")
+    assert [len(step) for step in one] == [len(step) for step in other]
+    assert max(max(step) for step in (*one, *other)) <= 64
+    by_count = [sum(step[0]) for step in own.of_ranks("count", "tokens")]
+    planned = [sum(step[0]) for step in patched.of_ranks("dense", "tokens")]
+    assert sum(planned) < sum(by_count)
 
 
 @pytest.mark.parametrize(
-    ("case", "count"), [("sum+drpo", "count+drpo"), ("dense+anchor", "count+anchor")]
+    ("case", "count"), [("dense+drpo", "count+drpo"), ("dense+anchor", "count+anchor")]
 )
 def test_anchors_are_in_track_order(own: Job, patched: Job, case: str, count: str) -> None:
     for found, wanted in zip(
@@ -148,7 +147,7 @@ def test_anchors_are_in_track_order(own: Job, patched: Job, case: str, count: st
 def test_the_loss_is_the_mean_and_a_budget_adds_metrics(own: Job, patched: Job) -> None:
     for rank, other in zip(patched.ranks, own.ranks, strict=True):
         sums = [loss / 4 for loss in other["count"]["losses"]]
-        assert rank["sum"]["losses"] == pytest.approx(sums, abs=1e-5)
-        assert rank["sum"]["metrics"][0]["num_micro_batches"] > 0
+        assert rank["dense"]["losses"] == pytest.approx(sums, abs=1e-5)
+        assert rank["dense"]["metrics"][0]["num_micro_batches"] > 0
     efficiency = patched.of_ranks("dense", "metrics")
     assert all(0.5 < rank[0]["packing_efficiency"] < 1 for rank in efficiency)

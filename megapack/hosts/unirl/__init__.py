@@ -1,4 +1,4 @@
-"""UniRL: micro-batches of one data-parallel rank under a token budget, and packed replays.
+"""UniRL: micro-batches of one data-parallel rank under a token budget.
 
     lengths -> equal updates in track order -> rows under the budget -> K rows, as many as the rank
     that needs most -> an order of the track, and ranges of it
@@ -6,20 +6,17 @@
 Ranks run collectives in every micro-batch (FSDP), so they need equal counts. They agree on the
 counts of all updates at once; either all ranks go on or all raise.
 
-The patch puts this into UniRL's `TrainStack` and its AR stage; `plan_micro_batches` is for a stack
-of one's own.
+The patch puts this into UniRL's `TrainStack`; `plan_micro_batches` is for a stack of one's own.
 
 Modules:
     plan: micro-batches of a track, as many on every rank
-    rows: the replay of an AR model on one packed row
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megapack.errors import ConfigError, PlanError
 from megapack.hosts import patching
@@ -31,24 +28,18 @@ from megapack.hosts.unirl.plan import (
     plan_micro_batches,
 )
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = [
     "MicroPlan",
     "init_stack",
     "optimizer_step_slices",
     "plan_micro_batches",
     "prepare_segment",
-    "replay",
-    "replay_forward",
     "train",
 ]
 
 logger = logging.getLogger(__name__)
 
 _STACK = "unirl.train.stack.TrainStack"
-_AR = "unirl.models.qwen3.ar"
 
 
 def init_stack(
@@ -67,11 +58,11 @@ def init_stack(
 
     Args:
         micro_token_budget: computed tokens per micro-batch; None: `micro_batch_size` samples.
-        micro_cost_model: "dense" for padded replays, "sum" for packed ones.
-        packed_replay: whether replays run on packed rows; None: under a budget with "sum".
+        micro_cost_model: "dense", since UniRL's replays pad.
+        packed_replay: not true, for the same reason.
 
     Raises:
-        ConfigError: the loss, or the AR stage, does not go with these settings.
+        ConfigError: the loss does not go with a budget, or the settings count on packed replays.
     """
     patching.original(f"{_STACK}.__init__")(
         self,
@@ -82,26 +73,17 @@ def init_stack(
         num_updates_per_batch=num_updates_per_batch,
     )
     check_budget(micro_token_budget, micro_cost_model)
+    if packed_replay or (micro_token_budget is not None and micro_cost_model == "sum"):
+        raise ConfigError(
+            f"packed_replay={packed_replay}, micro_cost_model={micro_cost_model!r}: UniRL's "
+            "replays pad, and megapack no longer packs them; leave packed_replay out, and set "
+            "micro_cost_model=dense"
+        )
     self.micro_plan = None
     self.micro_token_budget = micro_token_budget
-    self.micro_cost_model = micro_cost_model
     if micro_token_budget is not None:
         mean_over(algorithm)
         logger.info("UniRL counts tokens per micro-batch: token_budget=%d", micro_token_budget)
-    packs = micro_token_budget is not None and micro_cost_model == "sum"
-    if packs and packed_replay is False:
-        raise ConfigError(
-            "micro_cost_model='sum' counts tokens of packed rows, and packed_replay=false pads "
-            "them; set micro_cost_model=dense"
-        )
-    stage: Any = getattr(algorithm, "stage", None)
-    if packs or packed_replay:
-        if getattr(type(stage), "replay", None) is not replay:
-            raise ConfigError(
-                f"the replay of {type(stage).__name__} pads, Qwen3ARStage's alone can be packed; "
-                "set micro_cost_model=dense, and leave packed_replay out"
-            )
-        stage.packed_replay = True
 
 
 def optimizer_step_slices(self: Any, total: int) -> list[list[Range]]:
@@ -171,89 +153,6 @@ def train(
     return dataclasses.replace(result, metrics={**result.metrics, **own})
 
 
-def replay(self: Any, conditions: Any, *, segment: Any, temperature: float = 1.0) -> torch.Tensor:
-    """`Qwen3ARStage.replay` on one packed row; padded where `packed_replay` is not set.
-
-    A token that nothing precedes, the first of a sample without a prompt, keeps the log-prob of the
-    rollout and has no gradient.
-
-    Returns:
-        log-probs of all response tokens [R], as UniRL's.
-    """
-    import torch
-
-    from megapack.hosts.unirl.rows import attention_arguments, pack_row
-
-    own: Callable[..., torch.Tensor] = patching.original(f"{_AR}.Qwen3ARStage.replay")
-    prompt = conditions.prompt
-    fields = (getattr(prompt, name, None) for name in ("input_ids", "attention_mask"))
-    incomplete = any(part is None for part in (*fields, segment.tokens, segment.lengths))
-    if incomplete or not getattr(self, "packed_replay", False):
-        return own(self, conditions, segment=segment, temperature=temperature)
-    transformer = self.model.transformer
-    device = next(transformer.parameters()).device
-    tokens = segment.tokens.to(device=device, dtype=torch.int64)
-    row = pack_row(
-        prompt.input_ids.to(device), prompt.attention_mask.to(device), tokens, segment.lengths
-    )
-    if not row.lengths:
-        # Nothing predicts a token; UniRL's forward runs FSDP's collectives.
-        return own(self, conditions, segment=segment, temperature=temperature)
-    found: torch.Tensor = transformer(
-        input_ids=row.ids,
-        position_ids=row.position_ids,
-        predict_index=row.predict_index,
-        response_tokens=row.targets,
-        temperature=temperature,
-        autocast_dtype=self.autocast_dtype if device.type == "cuda" else None,
-        **attention_arguments(transformer, row),
-    )
-    if not row.predicted.all():
-        given = segment.log_probs
-        known = found.new_zeros(len(tokens)) if given is None else given.to(found)
-        found = known.masked_scatter(row.predicted, found)
-    return found.to(self.logprob_dtype)
-
-
-def replay_forward(
-    self: Any,
-    *,
-    response_tokens: Any = None,
-    prompt_len: int | None = None,
-    temperature: float = 1.0,
-    autocast_dtype: Any = None,
-    predict_index: Any = None,
-    **kw: Any,
-) -> Any:
-    """`_replay_aware_forward`, the forward of UniRL's causal LMs, with packed rows.
-
-    It runs inside the model's own forward, because FSDP gathers the weights of embedding and head
-    there.
-
-    Args:
-        predict_index: places of a packed row that predict `response_tokens`; None: UniRL's own.
-    """
-    if predict_index is None:
-        return patching.original(f"{_AR}._replay_aware_forward")(
-            self,
-            response_tokens=response_tokens,
-            prompt_len=prompt_len,
-            temperature=temperature,
-            autocast_dtype=autocast_dtype,
-            **kw,
-        )
-    from megapack.hosts.unirl.rows import row_logprobs
-
-    return row_logprobs(
-        self,
-        predict_index=predict_index,
-        targets=response_tokens,
-        temperature=float(temperature),
-        autocast_dtype=autocast_dtype,
-        **kw,
-    )
-
-
 def _plan_of_track(stack: Any, track: Any) -> MicroPlan | None:
     """None: by count, because there is no budget or a rank has no lengths. Collective."""
     budget = getattr(stack, "micro_token_budget", None)
@@ -266,7 +165,6 @@ def _plan_of_track(stack: Any, track: Any) -> MicroPlan | None:
         num_updates=stack.num_updates_per_batch,
         micro_batch_size=stack.micro_batch_size,
         micro_token_budget=budget,
-        micro_cost_model=stack.micro_cost_model,
         prompt_lengths=_prompt_lengths(track, num_samples),
     )
     return plan if plan.mean_response_tokens else None

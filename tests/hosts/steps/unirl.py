@@ -1,11 +1,10 @@
 """UniRL's `TrainStack`, on its FSDP backend, its losses and its AR stage.
 
-    torchrun --nproc-per-node 2 -m tests.hosts.steps.unirl OUT --patches unirl --case sum,dense
+    torchrun --nproc-per-node 2 -m tests.hosts.steps.unirl OUT --patches unirl --case count,dense
 
 A case is words with `+`:
 
-    count, dense, sum   micro-batches by count, or under a budget where the patch is on
-    packed              packed replays of micro-batches by count
+    count, dense        micro-batches by count, or under a budget where the patch is on
     one, whole          1 sample or all in a micro-batch by count, in place of 2
     tokens              a mean over tokens
     drpo, anchor        DRPO, or GRPO, on anchors that are replayed
@@ -130,11 +129,8 @@ def make_stack(words: list[str], *, patched: bool) -> Any:
         device=cpu,
     )
     settings: dict[str, Any] = {}
-    if patched and ("dense" in words or "sum" in words):
+    if patched and "dense" in words:
         settings["micro_token_budget"] = BUDGET * (8 if "large" in words else 1)
-        settings["micro_cost_model"] = "dense" if "dense" in words else "sum"
-    if patched and "packed" in words:
-        settings["packed_replay"] = True
     micro_batch_size = 1 if "one" in words else 2
     return TrainStack(
         fsdp_backend=backend,
