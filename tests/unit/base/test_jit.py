@@ -70,7 +70,8 @@ def _start(package: Path, code: str = _CALL, **folders: str) -> subprocess.Popen
     return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=package.parent,
-        env={**environment, **folders},
+        # A source that changes within a second, at the same size, keeps its .pyc.
+        env={**environment, **folders, "PYTHONDONTWRITEBYTECODE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -97,7 +97,7 @@ def test_without_a_file_the_cost_model_comes_from_the_sizes() -> None:
     assert cost.weights_for(layout)[1] / cost.weights_for(layout)[0] == pytest.approx(
         (layers + head) / (layers + 128)
     )
-    assert cost.fixed == pytest.approx(2 * 100e-6)
+    assert cost.fixed == pytest.approx(2 * 150e-6)
     on_cpu = replace(config, device="cpu").cost_model(layout)
     assert on_cpu.per_token > 5000 * cost.per_token
     full = replace(config, model=replace(config.model, recompute="full")).cost_model(layout)

