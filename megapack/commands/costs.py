@@ -68,6 +68,9 @@ def add_model(parser: Parser, *, one_layout: bool = True) -> None:
     what = "options for the speed of a GPU that a model is priced with"
     group = parser.add_topic("model", what, "speed of a GPU")
     group.add_argument("--gpu", choices=GPU_NAMES, help="kind of GPU (h100; an H200 is one too)")
+    group.add_argument(
+        "--measure", action="store_true", help="measure the speeds on this machine's GPU"
+    )
     add_fields(group, GpuSpeed, skip=("is_measured",))
 
 
@@ -151,10 +154,28 @@ def read_costs(args: argparse.Namespace) -> CostOptions:
     if cost_file is not None and (config is not None or speed):
         raise ConfigError(f"--cost and {flags or 'a model'} given; set one of them")
     gpu = getattr(args, "gpu", None)
+    if getattr(args, "measure", False):
+        if config is None or gpu is not None:
+            raise ConfigError("--measure measures a model's kernels; set --model, and leave --gpu")
+        speed = _measured_speed(config) | speed
     flags = ", ".join([flags] * bool(flags) + ["--gpu"] * bool(gpu))
     if config is None and (speed or gpu):
         raise ConfigError(f"{flags} given without a model; set --model")
     return CostOptions(cost_file, config, speed, gpu)
+
+
+def _measured_speed(config: TrainConfig) -> dict[str, Any]:
+    """The fields of `GpuSpeed` for a model's kernels on this machine."""
+    import torch
+
+    from megapack.base.known_warnings import quiet_known_warnings
+
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--measure: this machine has no GPU; leave it out, or set --gpu")
+    quiet_known_warnings()
+    from megapack.model.speed import measured_speed
+
+    return vars(measured_speed(config.model, dtype=config.model.dtype))
 
 
 def _read_config(name: str | None) -> TrainConfig | None:
