@@ -263,17 +263,6 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-def is_run(target: str) -> bool:
-    """Whether PLAN|RUN is the folder of a run, and not a plan.
-
-    Raises:
-        ConfigError: no such file or folder.
-    """
-    if not os.path.exists(target):
-        raise ConfigError(f"{target}: no such file; give a plan.json, or the folder of a run")
-    return os.path.isdir(target)
-
-
 def selected_steps(plan: Plan, step: int | None) -> range:
     """Indices of the steps that --step selects: one, or all.
 

@@ -20,7 +20,6 @@ from megapack.plan.plan import Plan
 
 if TYPE_CHECKING:
     from megapack.job.config.sections import TrainConfig
-    from megapack.job.view.records import RunRecords
 
 
 @dataclass(frozen=True)
@@ -209,27 +208,11 @@ def priced_plan(args: argparse.Namespace, path: str) -> tuple[Plan, range, Prici
     """A plan, its steps that --step selects, and the cost model of the options for its samples."""
     plan = read_plan(path)
     numbers = selected_steps(plan, getattr(args, "step", None))
-    return plan, numbers, _plan_pricing(args, plan)
+    return plan, numbers, plan_pricing(args, plan)
 
 
-def priced_run(args: argparse.Namespace, path: str) -> tuple[RunRecords, CostModel | None, str]:
-    """A run's records, the cost model of the options, and the basis of planned times.
-
-    Without options for seconds the cost model is None: the run's own is the basis.
-    """
-    from megapack.job.view.records import read_run
-
-    records = read_run(path)
-    pricing = _plan_pricing(args, records.plan)
-    if pricing.in_seconds:
-        return records, pricing.cost, pricing.basis
-    basis = "of the run's cost model"
-    if not (records.traced and records.traced[0].is_calibrated):
-        basis += ", scaled to the seconds that the run had measured before the step"
-    return records, None, basis
-
-
-def _plan_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
+def plan_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
+    """The cost model of the options for the samples of a plan."""
     microbatches = (mb for step in plan.steps for mb in step.microbatches)
     typical = sum(mb.tokens_sq for mb in microbatches) / max(1, plan.counts.held_tokens)
     return read_costs(args).pricing(plan.layout, typical)
