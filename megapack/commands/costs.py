@@ -21,6 +21,11 @@ from megapack.plan.plan import Plan
 if TYPE_CHECKING:
     from megapack.job.config.sections import TrainConfig
 
+_IN_TOKENS = (
+    f"assumed: a micro-batch costs {FIXED_TOKENS} tokens more than it has, a squared token "
+    f"1/{TOKENS_PER_SQUARE} of a token; give --model for seconds"
+)
+
 
 @dataclass(frozen=True)
 class Pricing:
@@ -115,7 +120,7 @@ class CostOptions:
             return _measured(self.cost_file, layout)
         config = self.config
         if config is None:
-            return _in_tokens(layout)
+            return Pricing(cost_in_tokens(layout), False, _IN_TOKENS)
         assumed = config.assumed_speed
         if self.gpu is not None:
             assumed = GpuSpeed.of("cuda", config.model.dtype, self.gpu)
@@ -144,14 +149,13 @@ def read_costs(args: argparse.Namespace) -> CostOptions:
     if args.config is not None and args.model is not None:
         raise ConfigError("both --config and --model given; set one of them")
     config = _read_config(args.config) if args.model is None else _config_of(args.model)
-    speed = given_fields(args, GpuSpeed)
+    speed, gpu = given_fields(args, GpuSpeed), getattr(args, "gpu", None)
     cost_file = getattr(args, "cost", None)
-    flags = ", ".join(f"--{name.replace('_', '-')}" for name in speed)
-    if cost_file is not None and (config is not None or speed):
+    given = [*speed, "gpu"] if gpu else [*speed]
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    if cost_file is not None and (config is not None or given):
         raise ConfigError(f"--cost and {flags or 'a model'} given; set one of them")
-    gpu = getattr(args, "gpu", None)
-    flags = ", ".join([flags] * bool(flags) + ["--gpu"] * bool(gpu))
-    if config is None and (speed or gpu):
+    if config is None and given:
         raise ConfigError(f"{flags} given without a model; set --model")
     return CostOptions(cost_file, config, speed, gpu)
 
@@ -194,14 +198,6 @@ def _measured(path: str, layout: Layout) -> Pricing:
     if not (cost.fixed or cost.per_token or cost.per_token_sq or cost.per_sample):
         raise ConfigError(f"{path}: a micro-batch takes 0 seconds; set per_token")
     return Pricing(cost, True, f"of the cost model {path}")
-
-
-def _in_tokens(layout: Layout) -> Pricing:
-    basis = (
-        f"assumed: a micro-batch costs {FIXED_TOKENS} tokens more than it has, a squared token "
-        f"1/{TOKENS_PER_SQUARE} of a token; give --model for seconds"
-    )
-    return Pricing(cost_in_tokens(layout), False, basis)
 
 
 def priced_plan(args: argparse.Namespace, path: str) -> tuple[Plan, range, Pricing]:
