@@ -34,7 +34,6 @@ COMMANDS = {
     "simulate": "predict the steps of a plan",
     "diff": "show what differs between two plans",
     "tune": "rank layouts, budgets and rules for a number of GPUs",
-    "trace": "write a plan's or a run's timeline for Perfetto",
     "plot": "draw a step of a plan",
     "report": "write a page about a plan or a run",
     "data": "show a sample of a data file as it will be trained, or make toy data",

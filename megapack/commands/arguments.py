@@ -8,10 +8,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from megapack.base.field_docs import field_docs
 from megapack.base.files import write_output
@@ -24,38 +24,34 @@ from megapack.layout import Layout
 from megapack.plan.plan import Plan
 from megapack.policy import Policy
 
-# Fields of `Policy` that `megapack tune` sweeps.
-_SWEPT = ("count_rule", "context_parallel", "split_samples", "backward")
+T = TypeVar("T")
 
 # 1 PiB, beyond any GPU: a larger number is in other units.
 _MAX_GIB = 2**20
 
 
+def _read(text: str, read: Callable[[str], T], wanted: str) -> T:
+    try:
+        return read(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{brief(text)}; set {wanted}") from None
+
+
 def integer(text: str) -> int:
     """Read an option's value as an integer."""
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{brief(text)}; set an integer") from None
+    return _read(text, int, "an integer")
 
 
 def number(text: str) -> float:
     """Read an option's value as a number."""
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{brief(text)}; set a number") from None
+    return _read(text, float, "a number")
 
 
 def listed(choices: tuple[str, ...], text: str) -> tuple[Any, ...]:
     """A list separated by commas: of these choices, or without any of integers."""
     found = text.split(",")
     if not choices:
-        try:
-            return tuple(map(int, found))
-        except ValueError:
-            wanted = "set integers separated by commas"
-            raise argparse.ArgumentTypeError(f"{brief(text)}; {wanted}") from None
+        return _read(text, lambda _: tuple(map(int, found)), "integers separated by commas")
     unknown = [part for part in found if part not in choices]
     if unknown:
         raise argparse.ArgumentTypeError(f"{brief(unknown[0])}; set some of {', '.join(choices)}")
@@ -214,14 +210,14 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_policy(parser: Parser, *, swept: bool = False) -> None:
-    """Add every field of `Policy` behind --help-policy; `swept` leaves out what `tune` sweeps."""
+def add_policy(parser: Parser, *, skip: Collection[str] = ()) -> None:
+    """Add every field of `Policy` but for some behind --help-policy."""
     group = parser.add_topic(
         "policy",
         "options for what the planner may do, such as --split-samples auto",
         "what the planner may do (docs/planning_options.md)",
     )
-    add_fields(group, Policy, skip=_SWEPT if swept else (), whole=True)
+    add_fields(group, Policy, skip=skip, whole=True)
 
 
 def read_policy(args: argparse.Namespace) -> Policy:
@@ -261,17 +257,6 @@ def add_json(parser: argparse._ActionsContainer) -> None:
 def print_json(value: Any) -> None:
     """Print JSON for programs; refuses NaN and infinity, which JSON does not have."""
     print(json.dumps(value, indent=2, allow_nan=False))
-
-
-def is_run(target: str) -> bool:
-    """Whether PLAN|RUN is the folder of a run, and not a plan.
-
-    Raises:
-        ConfigError: no such file or folder.
-    """
-    if not os.path.exists(target):
-        raise ConfigError(f"{target}: no such file; give a plan.json, or the folder of a run")
-    return os.path.isdir(target)
 
 
 def selected_steps(plan: Plan, step: int | None) -> range:

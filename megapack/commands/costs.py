@@ -20,7 +20,11 @@ from megapack.plan.plan import Plan
 
 if TYPE_CHECKING:
     from megapack.job.config.sections import TrainConfig
-    from megapack.job.view.records import RunRecords
+
+_IN_TOKENS = (
+    f"assumed: a micro-batch costs {FIXED_TOKENS} tokens more than it has, a squared token "
+    f"1/{TOKENS_PER_SQUARE} of a token; give --model for seconds"
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class CostOptions:
             return _measured(self.cost_file, layout)
         config = self.config
         if config is None:
-            return _in_tokens(layout)
+            return Pricing(cost_in_tokens(layout), False, _IN_TOKENS)
         assumed = config.assumed_speed
         if self.gpu is not None:
             assumed = GpuSpeed.of("cuda", config.model.dtype, self.gpu)
@@ -148,18 +152,17 @@ def read_costs(args: argparse.Namespace) -> CostOptions:
     if args.config is not None and args.model is not None:
         raise ConfigError("both --config and --model given; set one of them")
     config = _read_config(args.config) if args.model is None else _config_of(args.model)
-    speed = given_fields(args, GpuSpeed)
+    speed, gpu = given_fields(args, GpuSpeed), getattr(args, "gpu", None)
     cost_file = getattr(args, "cost", None)
-    flags = ", ".join(f"--{name.replace('_', '-')}" for name in speed)
-    if cost_file is not None and (config is not None or speed):
+    given = [*speed, "gpu"] if gpu else [*speed]
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    if cost_file is not None and (config is not None or given):
         raise ConfigError(f"--cost and {flags or 'a model'} given; set one of them")
-    gpu = getattr(args, "gpu", None)
     if getattr(args, "measure", False):
         if config is None or gpu is not None:
             raise ConfigError("--measure measures a model's kernels; set --model, and leave --gpu")
         speed = _measured_speed(config) | speed
-    flags = ", ".join([flags] * bool(flags) + ["--gpu"] * bool(gpu))
-    if config is None and (speed or gpu):
+    if config is None and given:
         raise ConfigError(f"{flags} given without a model; set --model")
     return CostOptions(cost_file, config, speed, gpu)
 
@@ -218,39 +221,15 @@ def _measured(path: str, layout: Layout) -> Pricing:
     return Pricing(cost, True, f"of the cost model {path}")
 
 
-def _in_tokens(layout: Layout) -> Pricing:
-    basis = (
-        f"assumed: a micro-batch costs {FIXED_TOKENS} tokens more than it has, a squared token "
-        f"1/{TOKENS_PER_SQUARE} of a token; give --model for seconds"
-    )
-    return Pricing(cost_in_tokens(layout), False, basis)
-
-
 def priced_plan(args: argparse.Namespace, path: str) -> tuple[Plan, range, Pricing]:
     """A plan, its steps that --step selects, and the cost model of the options for its samples."""
     plan = read_plan(path)
     numbers = selected_steps(plan, getattr(args, "step", None))
-    return plan, numbers, _plan_pricing(args, plan)
+    return plan, numbers, plan_pricing(args, plan)
 
 
-def priced_run(args: argparse.Namespace, path: str) -> tuple[RunRecords, CostModel | None, str]:
-    """A run's records, the cost model of the options, and the basis of planned times.
-
-    Without options for seconds the cost model is None: the run's own is the basis.
-    """
-    from megapack.job.view.records import read_run
-
-    records = read_run(path)
-    pricing = _plan_pricing(args, records.plan)
-    if pricing.in_seconds:
-        return records, pricing.cost, pricing.basis
-    basis = "of the run's cost model"
-    if not (records.traced and records.traced[0].is_calibrated):
-        basis += ", scaled to the seconds that the run had measured before the step"
-    return records, None, basis
-
-
-def _plan_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
+def plan_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
+    """The cost model of the options for the samples of a plan."""
     microbatches = (mb for step in plan.steps for mb in step.microbatches)
     typical = sum(mb.tokens_sq for mb in microbatches) / max(1, plan.counts.held_tokens)
     return read_costs(args).pricing(plan.layout, typical)

@@ -18,13 +18,13 @@ from megapack.errors import ConfigError
 from megapack.plan.facts import features_of
 
 EXAMPLE = "megapack plot plan.json --step 0 -o step.png"
-_FORMATS = (".png", ".svg", ".pdf")
+_KINDS = ".png, .svg or .pdf"
 
 
 def add_arguments(parser: Parser) -> None:
     """Add PLAN, --step, and a cost model."""
     add_plan(parser)
-    add_output(parser, "plan.png", "a .png, .svg or .pdf")
+    add_output(parser, "plan.png", f"a {_KINDS}")
     add_step(parser, 0)
     add_costs(parser)
 
@@ -33,9 +33,8 @@ def run(args: argparse.Namespace) -> int:
     """Draw and write."""
     output = check_output(args, args.plan)
     suffix = Path(output).suffix
-    if suffix not in _FORMATS:
-        known = f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"
-        raise ConfigError(f"-o {output}: unknown kind of picture; name it {known}")
+    if suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"-o {output}: unknown kind of picture; name it {_KINDS}")
     plan, (number,), pricing = priced_plan(args, args.plan)
     # matplotlib and the simulator's compiler take a second to import: report bad input before.
     from megapack.job.view.page import typical_step

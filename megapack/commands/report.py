@@ -6,17 +6,17 @@ and predicted against measured times.
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from megapack.commands.arguments import (
     add_lengths,
     add_output,
     check_output,
-    is_run,
     read_table,
     write_result,
 )
-from megapack.commands.costs import add_costs, priced_plan, priced_run
+from megapack.commands.costs import add_costs, plan_pricing, priced_plan
 from megapack.commands.parser import Parser
 from megapack.errors import ConfigError, PlanError
 
@@ -37,7 +37,9 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the page and print its notes."""
     output = check_output(args, args.target, args.lengths)
-    page, basis = _run_page(args) if is_run(args.target) else _plan_page(args)
+    if not os.path.exists(args.target):
+        raise ConfigError(f"{args.target}: no such file; give a plan.json, or the folder of a run")
+    page, basis = _run_page(args) if os.path.isdir(args.target) else _plan_page(args)
     page.notes.append(f"planned time {basis}")
     from megapack.job.view.page import page_html
 
@@ -72,6 +74,13 @@ def _run_page(args: argparse.Namespace) -> tuple[Page, str]:
             f"{args.target} is a run, which has its own lengths; leave {args.lengths} out"
         )
     from megapack.job.view.page import run_page
+    from megapack.job.view.records import read_run
 
-    records, cost, basis = priced_run(args, args.target)
-    return run_page(records, cost), basis
+    records = read_run(args.target)
+    pricing = plan_pricing(args, records.plan)
+    if pricing.in_seconds:
+        return run_page(records, pricing.cost), pricing.basis
+    basis = "of the run's cost model"
+    if not (records.traced and records.traced[0].is_calibrated):
+        basis += ", scaled to the seconds that the run had measured before the step"
+    return run_page(records, None), basis

@@ -61,7 +61,11 @@ def run(args: argparse.Namespace) -> int:
     log_to_stderr()
     quiet_known_warnings()
     if args.cpu:
-        _use_cpu()
+        # Imported here: without --cpu the command needs no torch.
+        from megapack import cpu
+
+        cpu.enable()
+        os.environ[CPU_VARIABLE] = "1"
     apply(*args.patch)
     _patch_children(args.patch)
     sys.argv[:] = command
@@ -73,14 +77,6 @@ def run(args: argparse.Namespace) -> int:
     if os.path.isfile(command[0]) and not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(command[0]))
     return _exit_code(lambda: runpy.run_path(command[0], run_name="__main__"))
-
-
-def _use_cpu() -> None:
-    # Imported here: without --cpu the command needs no torch.
-    from megapack import cpu
-
-    cpu.enable()
-    os.environ[CPU_VARIABLE] = "1"
 
 
 def _patch_children(hosts: list[str]) -> None:

@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from megapack.base.garbage import no_collections
-from megapack.base.tables import format_table
 from megapack.commands.arguments import (
     ListConfigs,
     add_fields,
@@ -79,9 +78,8 @@ def run(args: argparse.Namespace) -> int:
             quiet_known_warnings()
             warn_of_other_apex()
             refuse_broken_te()
-            from megapack.job.train.job import (
-                train,  # torch and Megatron-Core take seconds to import
-            )
+            # torch and Megatron-Core take seconds to import.
+            from megapack.job.train.job import train
         train(config, interrupt)
     return 0
 
@@ -185,14 +183,12 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Pred
     speed = prediction.tokens_per_gpu_second
     print(f"{speed * layout.world_size:.4g} tokens/s, {speed:.4g} tokens/s/GPU")
     print(f"time {pricing.basis}; optimizer and data are not counted")
-    parts = list(prediction.memory[0].parts)
-    table = [["GiB of a GPU, stage", *parts, "total"]]
-    table += [[str(stage.stage), *_gib(stage, [*parts, "total"])] for stage in prediction.memory]
-    print(format_table(table))
 
+    def part(name: str) -> Column:
+        return Column(name, lambda stage: f"{getattr(stage, name) / GIB:.1f}")
 
-def _gib(stage: GpuMemory, parts: list[str]) -> list[str]:
-    return [f"{getattr(stage, part) / GIB:.1f}" for part in parts]
+    stage = Column("GiB of a GPU, stage", lambda stage: f"{stage.stage}")
+    print_columns([stage, *map(part, [*prediction.memory[0].parts, "total"])], prediction.memory)
 
 
 def _print_fit(fullest: GpuMemory, limit_gib: float, fits: bool) -> None:

@@ -96,7 +96,7 @@ def add_arguments(parser: Parser) -> None:
     memory = parser.add_argument_group("memory")
     add_memory_limit(memory)
     add_steps(parser)
-    add_policy(parser, swept=True)
+    add_policy(parser, skip=_TRIED)
     add_model(parser, one_layout=False)
 
 
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     if args.top < 1:
         raise ConfigError(f"--top={args.top}; set 1 or more")
     # The planner's compiler takes a third of a second to import: report bad input before.
-    from megapack.outlook.tune import Workload
+    from megapack.outlook.tune import Candidate, Workload
     from megapack.outlook.tune_space import Space
 
     typical = typical_length(table.lengths)
@@ -148,8 +148,7 @@ def run(args: argparse.Namespace) -> int:
         tuning = _tuning(work, space, num_best)
     shown = list((tuning.ranked if args.all else tuning.best_of_layouts)[: args.top])
     own, is_split = tuning.own, work.memory.distributed_optimizer
-    is_shown = any(candidate is own for candidate in shown)
-    if shown and not (is_shown or own is None or isinstance(own, PlanError)):
+    if shown and isinstance(own, Candidate) and not any(one is own for one in shown):
         shown.append(own)
     if args.json:
         print_json(_payload(tuning, shown, basis) | {"distributed_optimizer": is_split})

@@ -96,8 +96,8 @@ class StepReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(Report):
-    """Numbers of all steps of a plan, and of each; without a cost model, their unit is the forward
-    of one token."""
+    """Numbers of all steps of a plan, and of each. Without a cost model, a unit is the forward of a
+    token."""
 
     steps: tuple[StepReport, ...]
 

@@ -268,13 +268,8 @@ class _Sweep:
                 self.seen.add(key)
                 if candidate.memory.total <= self.work.memory_bytes:
                     # After equally fast ones, which came before it in the sweep.
-                    bisect.insort(self.ranked, candidate, key=_slowness)
+                    bisect.insort(self.ranked, candidate, key=lambda c: -c.tokens_per_gpu_second)
         self.watch(len(self.tried), len(self.kinds))
-
-
-def _slowness(candidate: Candidate) -> float:
-    """Candidates are sorted by it: the fastest first."""
-    return -candidate.tokens_per_gpu_second
 
 
 def _best_of_layouts(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:

@@ -1,6 +1,6 @@
 """What is said about a plan: the counts of its steps, and the one table that all printers read.
 
-    steps -> Counts -> FACTS, FEATURES -> tables, JSON, metrics, pages, pictures, traces
+    steps -> Counts -> FACTS, FEATURES -> tables, JSON, metrics, pages, pictures
 
 A feature is what a plan may do beside packing whole samples into rows of one DP rank. Commands,
 metrics, pages and pictures iterate over `FEATURES`: what has an entry here is shown everywhere,

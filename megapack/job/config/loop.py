@@ -112,8 +112,7 @@ class LoopConfig:
     entropy_interval: int = 10
     """Optimizer steps between entropies in the metrics, each a pass over all logits; 0 = never."""
     trace_steps: int = 0
-    """Optimizer steps, from the second on, that are timed for `megapack trace` and `megapack
-    report`."""
+    """Optimizer steps, from the second on, whose operations are timed for `megapack report`."""
     save_interval: int | None = None
     """Optimizer steps between checkpoints; null = none. Also saved: the last step, and on SIGTERM
     or SIGUSR1. All ranks must see the run's folder."""

@@ -2,6 +2,6 @@
 
 Modules:
     records: a run's folder, read back
-    timeline, plot, chrome_trace: simulated and measured timelines, drawn or for Perfetto
+    timeline, plot: simulated and measured timelines, drawn
     page, web/: the HTML report; `plot` draws its steps and charts
 """

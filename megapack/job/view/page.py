@@ -188,7 +188,9 @@ def _run_facts(records: RunRecords) -> Facts:
         ("prediction off by", "{:.1%} in the median step", errors),
         ("tokens per second", "{:.0f} in the median step", _column(records, "tokens_per_second")),
     ]
-    facts = [("steps", f"{last['step']}"), ("last loss", _shown(last.get("loss")))]
+    loss = number_or_none(last.get("loss"))
+    shown = f"{last.get('loss')}" if loss is None else f"{loss:.5g}"
+    facts = [("steps", f"{last['step']}"), ("last loss", shown)]
     for name, text, values in medians:
         if known := [value for value in values if value is not None]:
             facts.append((name, text.format(np.median(known))))
@@ -197,11 +199,6 @@ def _run_facts(records: RunRecords) -> Facts:
 
 def _column(records: RunRecords, key: str) -> list[float | None]:
     return [number_or_none(line.get(key)) for line in records.metrics]
-
-
-def _shown(value: Any) -> str:
-    number = number_or_none(value)
-    return f"{value}" if number is None else f"{number:.5g}"
 
 
 def _curve(title: str, unit: str, x: list[int], series: dict[str, list[Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from megapack.cost.model import CostModel
 from megapack.job.view.records import RunRecords
 from megapack.pipeline.simulator import Event, simulate_planned
-from megapack.plan.plan import MicroBatch, Plan, StepPlan
+from megapack.plan.plan import Plan, StepPlan
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,6 @@ class Timeline:
     """The plan that has the step's layout and budget."""
     step: StepPlan
     events: tuple[Event, ...]
-
-    def microbatch(self, event: Event) -> MicroBatch:
-        """The micro-batch that an event runs."""
-        return self.step.ranks[event.rank][event.microbatch]
 
     @cached_property
     def rank_ends(self) -> list[float]:

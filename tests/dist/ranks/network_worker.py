@@ -31,14 +31,12 @@ COMMANDS = {
     "simulate": "simulate plan.json",
     "diff": "diff plan.json plan.json",
     "tune": f"tune lengths.txt --gpus 2 --gpu-memory-gib 80 --config {CONFIG}",
-    "trace": "trace plan.json -o trace.json",
     "plot": "plot plan.json -o plan.svg",
     "report": "report plan.json lengths.txt -o plan.html",
     "patch list": "patch list",
     "dry run": f"train {CONFIG} --dry-run world=4",
     "train": " ".join(["train", str(CONFIG), *ALONE, *SMALL]),
     "report of a run": "report runs/run -o run.html",
-    "trace of a run": "trace runs/run -o run.json",
 }
 
 # Audit events of socket and of modules that use it. Making or binding a socket reaches nothing.

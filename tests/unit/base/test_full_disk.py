@@ -30,7 +30,6 @@ COMMANDS = [
     "plan many.txt --dp 2 --max-tokens-per-gpu 1024 -o {disk}/plan.json",
     "plot plan.json -o {disk}/plan.svg",
     "report run -o {disk}/run.html",
-    "trace run -o {disk}/run_trace.json",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The commands trace, plot and report: the files that they write, and bad input."""
+"""The commands plot and report: the files that they write, and bad input."""
 
 from __future__ import annotations
 
@@ -26,20 +26,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_trace_of_a_plan_and_of_a_run(call: Call) -> None:
-    code, out, err = call("trace", "plan.json", "--step", "1")
-    assert (code, err) == (0, "")
-    assert out.startswith("trace.json: 1 step(s), planned; ")
-    assert "as microseconds, one per token" in out
-    events = json.loads(Path("trace.json").read_text())["traceEvents"]
-    assert {event["args"].get("step") for event in events} == {None, 1}
-    code, out, _ = call("trace", "run", "-o", "run.json")
-    assert (code, out.splitlines()[0]) == (
-        0,
-        "run.json: 2 step(s), planned and measured; open it at ui.perfetto.dev",
-    )
-
-
 def test_plot_draws_the_given_step(call: Call) -> None:
     code, out, err = call("plot", "plan.json", "--step", "1", "-o", "a.svg")
     assert (code, out.splitlines()[0], err) == (0, "a.svg: step 1 of 2", "")
@@ -60,12 +46,11 @@ def test_report_of_a_plan_and_of_a_run(call: Call) -> None:
 
 
 BAD = [
-    (("trace",), ["PLAN|RUN"]),
-    (("trace", "plan.json", "--step", "2"), ["step 2 of 2", "0 to 1"]),
-    (("trace", "plan.json", "-o", "plan.json"), ["plan.json is the input itself"]),
-    (("trace", "run", "-o", "run"), ["run is the input itself"]),
-    (("trace", "run", "--step", "1"), ["step 1 is not traced", "[2, 3]"]),
-    (("trace", "plan.json", "--cost", "none.yaml"), ["none.yaml"]),
+    (("report",), ["PLAN|RUN"]),
+    (("plot", "plan.json", "--step", "2"), ["step 2 of 2", "0 to 1"]),
+    (("report", "plan.json", "-o", "plan.json"), ["plan.json is the input itself"]),
+    (("report", "run", "-o", "run"), ["run is the input itself"]),
+    (("report", "plan.json", "--cost", "none.yaml"), ["none.yaml"]),
     (("plot", "plan.json", "-o", "png"), ["unknown kind of picture"]),
     (("plot", "run", "-o", "a.png"), ["run: cannot be read"]),
     (("report", "run/plan.json", "run/metrics.jsonl"), ["metrics.jsonl", "no column"]),
@@ -114,6 +99,6 @@ def test_an_edited_plan_prints_one_line(
     plan = json.loads(Path("plan.json").read_text())
     edit(plan)
     Path("plan.json").write_text(json.dumps(plan))
-    code, _, err = call("trace", "plan.json")
+    code, _, err = call("report", "plan.json")
     assert (code, len(err.splitlines())) == (2, 1)
     assert says in err

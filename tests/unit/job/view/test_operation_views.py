@@ -1,8 +1,7 @@
-"""Pictures, pages and traces of steps with pieces of samples and weight gradients."""
+"""Pictures and pages of steps with pieces of samples and weight gradients."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 from megapack import CostModel, Plan, check_plan
-from megapack.job.view.chrome_trace import chrome_trace
 from megapack.job.view.page import page_html, plan_page, typical_step
 from megapack.job.view.plot import draw_steps
 from megapack.job.view.timeline import planned
@@ -74,15 +72,3 @@ def test_a_page_has_the_kinds_and_the_pieces() -> None:
     html = page_html(page)
     assert "drawPieces" in html
     assert 'id="weights"' in html
-
-
-def test_a_trace_names_the_operations_and_the_pieces() -> None:
-    trace = json.loads(chrome_trace([planned(split_plan(), 0, 0, COST)], 1.0))["traceEvents"]
-    slices = [event for event in trace if event["ph"] == "X"]
-    assert len(slices) == 3 * 5 * 2 * 2
-    names = {event["name"] for event in slices if event["args"].get("piece")}
-    assert names == {
-        f"{kind} {k} (sample 0, tokens {start} to {end})"
-        for kind in ("forward", "backward", "weight gradients")
-        for k, (start, end) in enumerate(((0, 2800), (2800, 5200), (5200, 7000)))
-    }

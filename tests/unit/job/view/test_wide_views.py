@@ -1,15 +1,13 @@
-"""Pictures, pages and traces of micro-batches over several DP ranks."""
+"""Pictures and pages of micro-batches over several DP ranks."""
 
 from __future__ import annotations
 
-import json
 import re
 
 import numpy as np
 import pytest
 
 from megapack import CostModel, Layout, Plan, build_dp_schedule
-from megapack.job.view.chrome_trace import chrome_trace
 from megapack.job.view.page import page_html, plan_page, typical_step
 from megapack.job.view.plot import draw_steps
 from megapack.job.view.timeline import planned
@@ -52,20 +50,3 @@ def test_a_page_names_the_ranks_of_each_row() -> None:
     assert sum(fills["counts"]) == 12
     assert fills["high"] == 100
     assert "drawShared" in page_html(page)
-
-
-def test_a_trace_names_the_ranks_and_they_begin_together() -> None:
-    trace = json.loads(chrome_trace([planned(wide_plan(), 0, 0, None)], 1.0))["traceEvents"]
-    slices = [event for event in trace if event["ph"] == "X"]
-    shared = [event for event in slices if "dp_ranks" in event["args"]]
-    assert {event["name"] for event in shared} == {
-        f"{kind} {k} (ranks {ranks})"
-        for kind in ("forward", "backward")
-        for k, ranks in enumerate(("0-3", "2-3"))
-    }
-    assert len(shared) == 8 * (4 + 2)
-    begins: dict[tuple[object, ...], set[float]] = {}
-    for event in shared:
-        key = (event["name"], event["tid"], event["args"]["chunk"])
-        begins.setdefault(key, set()).add(event["ts"])
-    assert all(len(times) == 1 for times in begins.values())
