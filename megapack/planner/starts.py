@@ -41,19 +41,13 @@ _EXTRA_POSITIONS = 12
 # up to 2 evaluations for each of about 2 * pp levels.
 MAX_ROUNDS = 4
 _PROFILE_PART = 4
-# Targets that samples are packed to, best first: of equal work, of unequal work, and of unequal
-# work with the huge samples together. The latter are searched only if that many evaluations per
-# rank are left.
-_MAX_PACKED = (4, 4, 4)
+# Targets that samples are packed to, best first, of equal work and of unequal work. The latter are
+# searched only if that many evaluations per rank are left.
+_MAX_PACKED = 4
 # Of up to 16 items per rank a packed row is far from its target, so each M is packed: 24 samples of
 # about one length on dp2 pp4 take 0.86 of the time.
 _FEW_ITEMS = 16
 _UNEVEN_EVALUATIONS = 40
-# A board is packed again with less work for slow ranks, at most 4 times, until the slowest rank is
-# within 0.2 % of the mean. A rank keeps at least 1 % of a mean rank's work.
-_MAX_EVENED = 4
-_EVEN = 1.002
-_LEAST_SHARE = 0.01
 # A whole item may take this many times its position's target before it goes over more ranks.
 _STRETCH = 1.15
 # Of more than 100 positions a few more or less matter little: only values of M are tried whose
@@ -110,24 +104,22 @@ def narrow_starts(way: Way, evaluations: int) -> Iterator[tuple[Scored, int]]:
         enough = evaluations - spent >= _UNEVEN_EVALUATIONS * way.layout.dp
         if enough and way.layout.pp > 1 and any(target.huge[0].size for target in equal):
             fewer = max(1, rounds // 2)
-            together = [equal_target(way, own.count, fewer, together=True) for own in equal]
-            for alike in (equal, together):
-                found = (uneven_target(way, target, fewer) for target in alike)
-                uneven = [target for target in found if target is not None]
-                kinds.append(sorted(uneven, key=lambda target: target.seconds))
-            spent = sum(target.evaluations for own in (*kinds, together) for target in own)
-        limits = [*_MAX_PACKED[: len(kinds)]]
+            found = (uneven_target(way, target, fewer) for target in equal)
+            uneven = [target for target in found if target is not None]
+            kinds.append(sorted(uneven, key=lambda target: target.seconds))
+            spent = sum(target.evaluations for own in kinds for target in own)
+        limits = [_MAX_PACKED] * len(kinds)
         if rounds and way.layout.pp > 1 and items.num_items <= _FEW_ITEMS * way.layout.dp:
             others = sorted({*_every_count(way, least)} - {*counts})
             kinds.append([equal_target(way, count, 0) for count in others])
             limits.append(len(others))
         for targets, limit in zip(kinds, limits, strict=True):
-            boards = (_evened(way, target) for target in targets)
+            boards = (packed(way, target.rows(way)) for target in targets)
             # Under a cap on live tokens few boards are legal.
             most = limit if step.max_live is None else None
-            for scored, used in islice((own for own in boards if own is not None), most):
+            for scored in islice((own for own in boards if own is not None), most):
                 is_packed = True
-                yield scored, spent + used
+                yield scored, spent + way.layout.dp
                 spent = 0
     is_uniform = step.policy.row_shape == "uniform"
     if not is_packed or step.lockstep or is_uniform or step.max_live is not None:
@@ -147,36 +139,6 @@ def _every_count(way: Way, least: int) -> Iterator[int]:
     most = way.items.num_items // way.layout.dp
     legal = (way.step.legal_count(count) for count in range(least, most + 1))
     return (count for count in legal if count <= most)
-
-
-def _evened(way: Way, target: Target) -> tuple[Scored, int] | None:
-    """Items packed to a target, and again with less work for slow ranks as long as that helps; and
-    the evaluations that this took. None if they do not fit.
-
-    Two ranks of 1.2 s and 1.0 s have a mean of 1.1 s; their shares of the work become
-    1 - 0.1 / 1.2 = 0.917 and 1.083.
-    """
-    scored = packed(way, target.rows(way))
-    if scored is None:
-        return None
-    best = scored
-    dp = way.layout.dp
-    shares = np.ones(dp)
-    spent = dp
-    for _ in range(_MAX_EVENED):
-        seconds = scored.board.seconds
-        mean = math.fsum(seconds) / dp
-        slowest = float(seconds.max())
-        if not 0 < slowest < math.inf or slowest < mean * _EVEN:
-            break
-        shares = np.maximum(shares * (1 - (seconds - mean) / slowest), _LEAST_SHARE)
-        again = packed(way, target.rows(way, shares))
-        if again is None:
-            break
-        scored = again
-        spent += dp
-        best = min(best, scored, key=lambda own: own.seconds)
-    return best, spent
 
 
 def packed(way: Way, targets: Floats) -> Scored | None:

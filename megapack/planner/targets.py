@@ -122,15 +122,10 @@ class Target:
         """M."""
         return int(self.heavy.classes.size)
 
-    def rows(self, way: Way, factors: Floats | None = None) -> Floats:
-        """float64 [dp, M]: work that each row should have.
-
-        Args:
-            factors: float64 [dp], on the shares of the ranks; None: ones.
-        """
+    def rows(self, way: Way) -> Floats:
+        """float64 [dp, M]: work that each row should have."""
         dp = len(self.huge)
         shares = np.repeat(self.shares, (self.num_heavy, dp - self.num_heavy))
-        shares = shares if factors is None else shares * factors
         shares = shares * (dp / math.fsum(shares))
         profiles = [self.heavy] * self.num_heavy + [self.light] * (dp - self.num_heavy)
         columns = zip(profiles, shares.tolist(), self.huge, strict=True)
@@ -139,22 +134,21 @@ class Target:
         )
 
 
-def equal_target(way: Way, count: int, rounds: int, *, together: bool = False) -> Target:
+def equal_target(way: Way, count: int, rounds: int) -> Target:
     """The target of M with equal work for all ranks.
 
     Args:
         rounds: see `find_profile`; 0: the profile is not searched.
-        together: huge samples are on few ranks, so that these rise and fall beside each other.
     """
     dp = way.layout.dp
-    huge = _huge_samples(way, count, together)
+    huge = _huge_samples(way, count)
     profile = _profile(way, count, rounds, huge[0])
     return Target(huge, profile, profile, dp, (1.0, 1.0), profile.seconds, profile.evaluations)
 
 
 def uneven_target(way: Way, equal: Target, rounds: int) -> Target | None:
     """The same M with less work for ranks that have huge samples, so that heavy and light ranks end
-    together; None if all are alike."""
+    at once; None if all are alike."""
     dp = way.layout.dp
     huge = equal.huge
     largest = np.array([own[0] if own.size else 0.0 for own in huge])
@@ -218,7 +212,7 @@ def snake(size: int, num_ranks: int) -> Ints:
     return np.minimum(turn, 2 * num_ranks - 1 - turn)
 
 
-def _huge_samples(way: Way, count: int, together: bool) -> list[Floats]:
+def _huge_samples(way: Way, count: int) -> list[Floats]:
     """Per rank the work of its items of more than a mean row, in descending order.
 
     All ranks have none if they have the same targets: ranks in lockstep, or rows of one length.
@@ -230,12 +224,6 @@ def _huge_samples(way: Way, count: int, together: bool) -> list[Floats]:
         return [np.zeros(0)] * dp
     heavy = -np.sort(-way.work[way.work > way.rank_work / count])
     rank_of = snake(heavy.size, dp)
-    if together and heavy.size:
-        # The largest on the first rank, the next on the second, with equal sums of work.
-        ends = np.cumsum(heavy)
-        rank_of = ((ends - heavy / 2) * dp / ends[-1]).astype(np.int64)
-        # The first one is on the first rank, even if it has more than a rank's part.
-        rank_of -= rank_of[0]
     by_rank = heavy[np.argsort(rank_of, kind="stable")]
     own = np.split(by_rank, np.cumsum(np.bincount(rank_of, minlength=dp))[:-1])
     # Two micro-batches are left for the other items.
