@@ -1,8 +1,8 @@
 """`kernel`: numba's njit, with machine code that the processes of a machine share on disk.
 
 Kernels use neither fastmath nor parallel reductions, so that equal inputs give equal bits on every
-rank and machine. As plain Python they give the same bits too, many times slower: with
-MEGAPACK_COMPILE=off, for a machine without numba.
+rank and machine. As plain Python they give the same bits too, many times slower: with numba's own
+NUMBA_DISABLE_JIT=1.
 """
 
 from __future__ import annotations
@@ -21,24 +21,13 @@ from typing import IO, Any, TypeVar
 
 from megapack.errors import ConfigError
 
-_NumbaCache: Any = object
-_Dispatcher: Any = object
-IS_OFF = os.environ.get("MEGAPACK_COMPILE", "") == "off"
-"""Whether kernels run as plain Python."""
-if not IS_OFF:
-    try:
-        import numba
-        from numba.core import caching
-        from numba.core.registry import CPUDispatcher
-        from numba.core.runtime import rtsys
-    except ImportError as error:
-        raise ConfigError(
-            f"numba cannot be imported: {error}; install one that fits, or set "
-            "MEGAPACK_COMPILE=off for plans in plain Python, many times slower"
-        ) from None
-
-    _NumbaCache = caching.FunctionCache
-    _Dispatcher = CPUDispatcher
+try:
+    import numba
+    from numba.core import caching
+    from numba.core.registry import CPUDispatcher
+    from numba.core.runtime import rtsys
+except ImportError as error:
+    raise ConfigError(f"numba cannot be imported: {error}; install one that fits") from None
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +61,6 @@ def inner(function: F) -> F:
 
 
 def _compiled(function: F, *, is_inner: bool) -> F:
-    if IS_OFF:
-        return function
     compiled = numba.njit(
         error_model="numpy", nogil=True, no_cfunc_wrapper=True, no_cpython_wrapper=is_inner
     )(function)
@@ -89,7 +76,7 @@ def _compiled(function: F, *, is_inner: bool) -> F:
     return compiled  # type: ignore[no-any-return]
 
 
-class _InnerDispatcher(_Dispatcher):  # type: ignore[misc]
+class _InnerDispatcher(CPUDispatcher):  # type: ignore[misc]
     """What numba knows of an inner kernel; a call by Python would jump to nowhere."""
 
     def __call__(self, *args: Any) -> Any:
@@ -121,7 +108,7 @@ def _say_once() -> None:
         )
 
 
-class _SharedCache(_NumbaCache):  # type: ignore[misc]
+class _SharedCache(caching.FunctionCache):  # type: ignore[misc]
     """numba's cache of one kernel, whose misses are compiled by one process of a machine."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:

@@ -31,7 +31,7 @@ from megapack.cost.memory import GIB
 from megapack.cost.sizes import typical_length
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError, PlanError
-from megapack.layout import CountRule, Layout
+from megapack.layout import Layout
 from megapack.plan.facts import columns_named, features_of
 from megapack.policy import Backward, ContextParallel, SplitSamples
 
@@ -55,7 +55,6 @@ _TRIED: dict[str, tuple[str, str, Any, tuple[Any, ...] | None]] = {
         "budgets (the longest sample and doublings of it; for cut samples less)",
         *(None, None),
     ),
-    "count_rule": ("--count-rule", "allowed M", CountRule, ("legal",)),
     "context_parallel": (
         *("--context-parallel", "rows over DP ranks", ContextParallel),
         ("fixed", "dynamic"),
@@ -270,7 +269,6 @@ def _columns(shown: Sequence[Candidate], own: Any, limit: float) -> list[Column]
         Column("backward", lambda c: c.policy.backward),
         Column("recompute", lambda c: c.setup.recompute),
         Column("budget", lambda c: f"{c.max_tokens_per_gpu}"),
-        Column("rule", lambda c: c.policy.count_rule),
         *fact_columns([*columns_named("M", "fill"), *shares], report),
         *fact_columns(columns_named("bubble", "seconds"), report),
         Column("GiB", lambda c: f"{c.memory.total / GIB:.1f}"),

@@ -6,7 +6,7 @@ import argparse
 import logging
 import time
 
-from megapack.base.jit import IS_OFF, cache_folder, can_store
+from megapack.base.jit import cache_folder, can_store
 from megapack.errors import ConfigError
 
 EXAMPLE = "megapack warm-up"
@@ -25,8 +25,6 @@ def run(args: argparse.Namespace) -> int:
     """Compile, or load what is compiled, and say where it is."""
     from megapack.outlook.warm_up import ALL, COMPILE_S, USUAL, compile_planner
 
-    if IS_OFF:
-        raise ConfigError("MEGAPACK_COMPILE=off: nothing is compiled; unset it")
     if not can_store():
         raise ConfigError("compiled code cannot be stored, so there is nothing to compile ahead")
     # The line about compiling names this command.

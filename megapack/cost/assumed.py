@@ -8,6 +8,7 @@ seconds, `tools/calibrate.py` a whole cost model.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -216,15 +217,10 @@ def _recomputed_share(sizes: ModelSizes, mean_length: float) -> float:
 
 
 def _checked_peak(speed: GpuSpeed) -> float:
-    peak = speed.peak_tflops or 0.0
-    shares = {
-        name: getattr(speed, name)
-        for name in ("utilisation", "attention_utilisation", "head_utilisation")
-    }
-    rates = {name: getattr(speed, name) for name in ("tp_gbs", "cp_gbs", "node_gbs")}
-    wrong = {name: own for name, own in shares.items() if not 0 < own <= 1}
-    wrong |= {name: own for name, own in {"peak_tflops": peak, **rates}.items() if not own > 0}
-    for name, own in wrong.items():
-        most = " and at most 1" if name in shares else ""
-        raise ConfigError(f"--{name.replace('_', '-')}={own:g}; set a number above 0{most}")
-    return peak
+    shares = ("utilisation", "attention_utilisation", "head_utilisation")
+    for name in ("peak_tflops", *shares, "tp_gbs", "cp_gbs", "node_gbs"):
+        own, most = getattr(speed, name) or 0.0, 1.0 if name in shares else math.inf
+        if not 0 < own <= most:
+            flag = f"--{name.replace('_', '-')}={own:g}"
+            raise ConfigError(f"{flag}; set a number above 0" + " and at most 1" * (most == 1))
+    return float(speed.peak_tflops or 0.0)

@@ -1,54 +1,29 @@
-"""Megatron-Bridge's recipes: planned steps in `pretrain` and `finetune`, and its offline packer.
+"""Megatron-Bridge's recipes: planned steps in `pretrain` and `finetune`.
 
     patching.apply("megatron_bridge")      # above every import of megatron.bridge
     forward_step = megatron_bridge.PlannedStep(max_tokens_per_gpu=16384)
     finetune(config, forward_step)
 
 Bridge packs a data set once, into rows of one length, and trains on M such rows per rank and step.
-Its packer's replacement makes as few bins of more even cost. A planned step takes the samples out
-of a step's rows again and plans them over all ranks. Any other forward step runs as it is.
+A planned step takes the samples out of a step's rows again and plans them over all ranks. Any other
+forward step runs as it is.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from megapack.base.arrays import check_count
-from megapack.cost.model import CostModel
 from megapack.errors import ConfigError
 from megapack.hosts import megatron_lm
-from megapack.hosts.shared.bins import even_bins
-from megapack.hosts.shared.options import HostOptions
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BridgeOptions:
-    """Options of the packer, read where the data set is packed."""
-
-    cost: CostModel | None = None
-    """Seconds of a row; None evens out the squares of the samples' lengths: full bins have about
-    equally many tokens, and attention is what they differ in."""
-    global_batch_size: int = 1
-    """The number of bins is a multiple of it. Bridge leaves the last, incomplete batch of bins out
-    in every epoch."""
-
-    def __post_init__(self) -> None:
-        check_count("global_batch_size", self.global_batch_size)
 
 
 # Where a row's samples start. `cu_seqlens_q` leaves out what `pad_seq_to_mult` added to samples, so
 # the first one has the places in the row.
 _BOUNDS = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens")
-
-_OPTIONS = HostOptions(BridgeOptions())
-configure = _OPTIONS.configure
 
 
 class PlannedStep(megatron_lm.PlannedStep):
@@ -118,41 +93,3 @@ def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
     Under the patch `megatron_core` it is that patch's function.
     """
     return megatron_lm.get_forward_backward_func(*args, **kwargs)
-
-
-def first_fit_shuffle(seqlens: list[int], pack_size: int) -> list[list[int]]:
-    """Pack a data set's samples into bins, as few as Bridge's packer or fewer, of more even cost.
-
-    Their order is shuffled by numpy's global random state, as Bridge shuffles samples.
-
-    Args:
-        seqlens: tokens of each sample, before its last one (which is only a label).
-        pack_size: tokens of a bin.
-
-    Returns:
-        The lengths of each bin's samples. A sample that is longer than a bin is alone in one.
-    """
-    options = _OPTIONS.current
-    sizes = np.array(seqlens, dtype=np.int64)
-    num_long = int((sizes > pack_size).sum())
-    if num_long:
-        logger.warning(
-            "%d of %d samples are longer than a pack of %d tokens (%d at most), and are alone in "
-            "theirs; pack with a larger size, or truncate them",
-            num_long,
-            len(sizes),
-            pack_size,
-            sizes.max(),
-        )
-    work = _work(sizes, options.cost)
-    bins = even_bins(sizes, work, pack_size, multiple=options.global_batch_size)
-    return [sizes[bins[number]].tolist() for number in np.random.permutation(len(bins))]
-
-
-def _work(sizes: np.ndarray[Any, np.dtype[np.int64]], cost: CostModel | None) -> Any:
-    """float64 [n]: each sample's part of its row's seconds."""
-    squares = sizes.astype(np.float64) ** 2
-    if cost is None:
-        # One more per sample, so that samples without tokens count too.
-        return squares + 1.0
-    return cost.per_token * sizes + cost.per_token_sq * squares + cost.per_sample

@@ -7,6 +7,7 @@ whole cost model instead.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -22,10 +23,12 @@ from megapack.base.choices import Device, Dtype, Kernel
 from megapack.cost.assumed import PRODUCTS, GpuSpeed, cost_from_sizes
 from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes
+from megapack.errors import first_line
 from megapack.layout import Layout
 from megapack.model.attention.choice import choose_attention
 from megapack.model.attention.varlen import varlen_causal_attention
-from megapack.ranks.agree import agree
+
+logger = logging.getLogger(__name__)
 
 # Tokens of two samples, whose difference is attention's squares, and of a row of products: on a GPU
 # they fill it, and on a core of a CPU they take a second in all.
@@ -57,8 +60,7 @@ def measured_cost(
         dtype: of the model's activations.
         kernel: of attention; None: what megapack would choose here.
 
-    Raises:
-        ConfigError: the kernel cannot run here.
+    If a kernel fails, speeds are assumed, with a warning.
     """
     speed = measured_speed(sizes, dtype=dtype, tp=layout.tp, kernel=kernel)
     return cost_from_sizes(sizes, layout, speed, mean_length=mean_length)
@@ -69,90 +71,88 @@ def measured_speed(
 ) -> GpuSpeed:
     """The speed of this machine for a model's kernels, see `measured_cost`."""
     device = torch.device("cuda" if cpu.uses_cuda() else "cpu")
-    kernel = kernel or choose_attention("auto", dtype)
-    if not dist.is_initialized():
-        return _measured(sizes, dtype, tp, kernel, device)
+    has_others = dist.is_initialized()
+    speeds = [GpuSpeed.of("cuda" if device.type == "cuda" else "cpu", dtype)]
+    if not has_others or dist.get_rank() == 0:
+        try:
+            speeds[0] = _measured(sizes, dtype, tp, kernel or choose_attention("auto", dtype))
+        except Exception as error:  # an assumed speed is better than no run
+            logger.warning("the speeds of this machine are assumed: %s", first_line(error))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if has_others:
+        dist.broadcast_object_list(speeds, src=0, device=device)
+    return speeds[0]
 
-    def work() -> GpuSpeed | None:
-        return _measured(sizes, dtype, tp, kernel, device) if dist.get_rank() == 0 else None
 
-    speeds = [agree(work, device=device)]
-    dist.broadcast_object_list(speeds, src=0, device=device)
-    (speed,) = speeds
-    assert speed is not None
-    return speed
-
-
-def _measured(
-    sizes: ModelSizes, dtype: Dtype, tp: int, kernel: Kernel, device: torch.device
-) -> GpuSpeed:
-    kind = sizes.last_kind
-    where: Device = "cuda" if device.type == "cuda" else "cpu"
-    short, tokens = _TOKENS[where]
+def _measured(sizes: ModelSizes, dtype: Dtype, tp: int, kernel: Kernel) -> GpuSpeed:
+    where: Device = "cuda" if cpu.uses_cuda() else "cpu"
+    device = torch.device(where)
+    short, long = _TOKENS[where]
     torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
     # Its own, so that a run draws the same weights with and without this.
     generator = torch.Generator(device=device).manual_seed(0)
 
-    def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
-        made = [
-            torch.randn(shape, generator=generator, device=device, dtype=torch_dtype)
-            for shape in shapes
-        ]
-        return [tensor.requires_grad_() for tensor in made]
+    def seconds(run: Callable[..., Tensor], *shapes: tuple[int, ...]) -> float:
+        """Median seconds of a forward and backward, after one that warms up."""
+        inputs = [torch.empty(shape, dtype=torch_dtype, device=device) for shape in shapes]
+        for tensor in inputs:
+            tensor.normal_(generator=generator).requires_grad_()
+        times = []
+        for _ in range(_REPEATS + 1):
+            started = time.perf_counter()
+            out = run(*inputs)
+            torch.autograd.grad(out, inputs, torch.ones_like(out))
+            if out.is_cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[1:])
 
-    # 1. A product with an MLP's matrix; the rest of a layer takes its part.
-    width = max(1, sizes.dense_width // tp)
-    flops = 2 * tokens * sizes.hidden_size * width
-    seconds = _seconds(F.linear, drawn((tokens, sizes.hidden_size), (width, sizes.hidden_size)))
-    rates = {"utilisation": PRODUCTS * 3 * flops / seconds}
-    # 2. The vocabulary head, of fewer tokens: its logits are large.
-    width = max(1, sizes.num_ids // tp)
-    flops = 2 * short * sizes.hidden_size * width
-    head = drawn((short, sizes.hidden_size), (width, sizes.hidden_size))
-    rates["head_utilisation"] = 3 * flops / _seconds(_logprob_sum, head)
-    # 3. Attention's squares: the difference of two samples.
+    # 1. Products with an MLP's matrix, and with the head's, of fewer tokens: logits are large.
+    hidden, rates = sizes.hidden_size, []
+    for run, tokens, width in (
+        (F.linear, long, sizes.dense_width // tp),
+        (_first_logprobs, short, sizes.num_ids // tp),
+    ):
+        took = seconds(run, (tokens, hidden), (width, hidden))
+        rates.append(6 * tokens * hidden * width / took)
+    # The rest of a layer takes its part beside the product.
+    rates[0] *= PRODUCTS
+    # 2. Attention's squares: the difference of two samples.
+    kind = sizes.last_kind
     heads, groups = max(1, sizes.num_attention_heads // tp), max(1, kind.groups // tp)
-    times = []
-    for length in (short, tokens):
-        shapes = [(length, heads), (length, groups), (length, groups)]
-        times.append(
-            _seconds(
-                _attention(kernel, length, heads, groups, kind.head_width, device),
-                drawn(*((*shape, kind.head_width) for shape in shapes)),
-            )
-        )
-    flops = 2 * heads * kind.head_width * (tokens**2 - short**2)
-    rates["attention_utilisation"] = 3 * flops / max(times[1] - times[0], 1e-9)
+    took = -seconds(*_attention(kernel, short, heads, groups, kind.head_width, device))
+    took += seconds(*_attention(kernel, long, heads, groups, kind.head_width, device))
+    rates.append(6 * heads * kind.head_width * (long**2 - short**2) / max(took, 1e-9))
+    # 3. A machine may be faster than what is assumed of its kind.
     speed = GpuSpeed.of(where, dtype)
-    peak = 1e12 * (speed.peak_tflops or 0.0)
-    # A machine may be faster than what is assumed of its kind.
-    faster = max(1.0, *(rate / peak for rate in rates.values()))
-    shares = {name: rate / peak / faster for name, rate in rates.items()}
-    shares = {
-        name: max(_STEP, round(_STEP * round(own / _STEP), 2)) for name, own in shares.items()
-    }
+    peak = max(1e12 * (speed.peak_tflops or 0.0), *rates)
+    product, head, attention = (
+        round(_STEP * max(1, round(rate / peak / _STEP)), 2) for rate in rates
+    )
     return replace(
         speed,
-        peak_tflops=faster * peak / 1e12,
-        utilisation=shares["utilisation"],
-        attention_utilisation=shares["attention_utilisation"],
-        head_utilisation=shares["head_utilisation"],
+        peak_tflops=peak / 1e12,
+        utilisation=product,
+        attention_utilisation=attention,
+        head_utilisation=head,
         is_measured=True,
     )
 
 
-def _logprob_sum(hidden: Tensor, weight: Tensor) -> Tensor:
+def _first_logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
     return F.log_softmax(F.linear(hidden, weight).float(), dim=-1)[:, 0]
 
 
 def _attention(
     kernel: Kernel, length: int, heads: int, groups: int, width: int, device: torch.device
-) -> Callable[..., Tensor]:
-    """One causal sample through a kernel, on [tokens, heads, width]."""
+) -> tuple[Callable[..., Tensor], *tuple[tuple[int, ...], ...]]:
+    """One causal sample through a kernel, and the shapes of its queries, keys and values."""
     ends = torch.tensor([0, length], dtype=torch.int32, device=device)
+    shapes = ((length, heads, width), (length, groups, width), (length, groups, width))
     if kernel == "varlen":
         row = (ends, ends, length, length)
-        return lambda q, k, v: varlen_causal_attention(q, k, v, *row, width**-0.5)
+        return lambda q, k, v: varlen_causal_attention(q, k, v, *row, width**-0.5), *shapes
     if kernel == "te" and device.type == "cuda":
         from transformer_engine.pytorch import DotProductAttention
 
@@ -166,24 +166,10 @@ def _attention(
             cu_seqlens_kv=ends,
             max_seqlen_q=length,
             max_seqlen_kv=length,
-        )
+        ), *shapes
 
     def sdpa(*qkv: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in qkv)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    return sdpa
-
-
-def _seconds(run: Callable[..., Tensor], inputs: list[Tensor]) -> float:
-    """Median seconds of a forward and backward, after one that warms up."""
-    times = []
-    for _ in range(_REPEATS + 1):
-        out = None
-        started = time.perf_counter()
-        out = run(*inputs)
-        torch.autograd.grad(out, inputs, torch.ones_like(out))
-        if out.is_cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+    return sdpa, *shapes

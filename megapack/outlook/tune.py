@@ -109,7 +109,7 @@ class Workload:
     global_batch_size: int | None
     num_steps: int | None
     policy: Policy
-    """All settings but `count_rule` and the fields of `Kind`, which `Space` has."""
+    """All settings but the fields of `Kind`, which `Space` has."""
     memory: MemoryModel
     memory_bytes: int
     """Memory that one GPU may use."""
@@ -292,7 +292,8 @@ def _trials(
             if not _fits(work, trials[-1]):
                 break
             trial = next(trial for trial in trials if _fits(work, trial))
-            for policy in _policies(work, space, trial):
+            policy = work.policy_of(trial.setup, **kind._asdict())
+            if _is_allowed(policy, trial.layout):
                 yield replace(trial, policy=policy)
 
 
@@ -311,7 +312,7 @@ def _kinds(work: Workload, space: Space, layout: Layout) -> Iterator[Kind]:
         is_wide = kind.context_parallel == "dynamic"
         if (is_wide and layout.dp == 1) or (kind.has_orders and layout.pp == 1):
             continue
-        if _is_allowed(replace(work.policy, count_rule="legal", **kind._asdict()), layout):
+        if _is_allowed(replace(work.policy, **kind._asdict()), layout):
             yield kind
 
 
@@ -329,7 +330,7 @@ def _budgets(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterat
         return
     longest = _longest(work, layout)
     if kind.context_parallel == "dynamic":
-        policy = replace(work.policy, context_parallel="dynamic", count_rule="legal")
+        policy = replace(work.policy, context_parallel="dynamic")
         policy = policy.within(work.memory.sizes.max_width(layout), None)
         shared = [width for width in policy.widths(layout) if width <= _MAX_SHARERS]
         yield from (_longest(work, layout.over(width)) for width in reversed(shared))
@@ -340,14 +341,6 @@ def _budgets(work: Workload, space: Space, layout: Layout, kind: Kind) -> Iterat
         yield from sorted({-(-longest // (part * unit)) * unit for part in parts})
     else:
         yield from (longest << doubling for doubling in range(_MAX_BUDGETS))
-
-
-def _policies(work: Workload, space: Space, trial: Trial) -> Iterator[Policy]:
-    kind = trial.kind
-    for rule in space.count_rule[:1] if kind.has_orders else space.count_rule:
-        policy = work.policy_of(trial.setup, count_rule=rule, **kind._asdict())
-        if _is_allowed(policy, trial.layout):
-            yield policy
 
 
 def _plan(work: Workload, trial: Trial) -> Plan:

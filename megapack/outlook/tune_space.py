@@ -12,7 +12,7 @@ from megapack.base.choices import Recompute
 from megapack.cost.sizes import ModelSizes, typical_length
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
-from megapack.layout import CountRule, Layout
+from megapack.layout import Layout
 from megapack.plan.facts import FEATURES
 from megapack.plan.plan import Plan
 from megapack.policy import Backward, ContextParallel, SplitSamples
@@ -85,7 +85,6 @@ class Space:
     budgets: Sequence[int] | None = None
     """max_tokens_per_gpu; None: the longest sample's, doubled up to four times while it fits, and
     where rows may lie over several ranks or samples be split a quarter, a half and all of it."""
-    count_rule: Sequence[CountRule] = ("legal",)
     context_parallel: Sequence[ContextParallel] = ("fixed",)
     """"dynamic" is tried with dp > 1, token budgets and one M for all ranks."""
     split_samples: Sequence[SplitSamples] = ("off",)

@@ -76,16 +76,13 @@ def explain(plan: Plan, planner: Planner, cost: CostModel, *, has_prefixes: bool
 
 @contextlib.contextmanager
 def quiet_planner() -> Iterator[None]:
-    """No warnings of the planner: the first plan has had them, such as samples over the budget."""
-    loggers = [logging.getLogger(f"megapack.{name}") for name in ("dp_schedule", "planner")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    """No warnings: the first plan has had them, such as samples over the budget."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
 
 
 class _Times(NamedTuple):

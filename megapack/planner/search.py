@@ -119,7 +119,7 @@ def best_draft(items: Items) -> Draft:
         found = _plan_orders(ways, narrow, wide)
         if cuts and best is None and not found:
             found = _plan_orders(ways, None, None, is_tight=True)
-        best = _surest(best, found)
+        best = _surest(step, best, found)
     if best is not None:
         return best
     if refused is not None:
@@ -150,21 +150,18 @@ def _speeds(step: Step) -> Iterator[Step]:
         yield step if cost is step.cost else replace(step, cost=cost, policy=policy)
 
 
-def _surest(best: Draft | None, found: list[Draft]) -> Draft | None:
+def _surest(step: Step, best: Draft | None, found: Iterable[Draft]) -> Draft | None:
     """The fastest in the mean of those drafts that are faster than the best without an order of
     its own, whatever the speed of attention's kernels."""
-    if not found:
-        return best
-    drafts = found if best is None else [best, *found]
-    step = drafts[0].items.step
-    if len(step.cost.square_range) == 1:
+    drafts = [draft.under(step) for draft in (best, *found) if draft is not None]
+    if len(drafts) < 2 or len(step.cost.square_range) == 1:
         return _fastest(drafts)
-    seconds = np.array([[own.under(at).seconds() for at in _speeds(step)] for own in drafts])
+    seconds = np.array([[draft.under(at).seconds() for at in _speeds(step)] for draft in drafts])
     ratios = seconds / (seconds.min(axis=0) if best is None else seconds[0])
     sure = np.log(ratios).mean(axis=1)
     if best is not None:
         sure[(ratios > 1).any(axis=1)] = 0.0
-    return drafts[int(np.argmin(sure))].under(step)
+    return drafts[int(np.argmin(sure))]
 
 
 def _fastest(drafts: Iterable[Draft | None]) -> Draft | None:

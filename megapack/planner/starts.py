@@ -232,26 +232,25 @@ def falling_starts(way: Way) -> Iterator[Scored]:
     the longest items are side by side, and the shortest ones at the end.
 
     Equal positions leave room beside items that differ: items of 3, 3, 2 and 2 s on two ranks take
-    5 s in positions of 3 and 2 s.
+    5 s in positions of 3 and 2 s. Of many positions a few more or less matter little: none is made.
     """
     rule = fill_rule(way.items, way.row_cost, way.work, np.zeros((1, 1)))
     if rule is None:
         return
-    # Seconds of each item over its fewest ranks, and the work of all before it.
-    alone = (way.work / np.float64(2.0) ** rule.least)[np.lexsort((-way.work, rule.least))]
-    tallest = np.sort(alone)[::-1]
-    before = np.cumsum(np.sort(way.work)[::-1]) / way.layout.dp
+    # Seconds of each item over its fewest ranks, and of a rank with all items up to it.
+    tallest = np.sort(way.work / np.float64(2.0) ** rule.least)[::-1]
+    until = np.cumsum(np.sort(way.work)[::-1]) / way.layout.dp
     heights: list[float] = []
-    while math.fsum(heights) < before[-1]:
-        left = int(np.searchsorted(before, math.fsum(heights), side="right"))
-        heights.append(float(tallest[min(left, tallest.size - 1)]))
-    for more in (0, 1):
-        count = way.step.legal_count(len(heights) + more)
-        rows = np.array((heights + heights[-1:] * count)[:count])
-        for stretch in (_STRETCH, math.inf):
-            scored = filled(way, np.tile(rows, (way.layout.dp, 1)), stretch)
-            if scored is not None and scored.seconds < math.inf:
-                yield scored
+    while math.fsum(heights) < until[-1]:
+        heights.append(float(tallest[np.searchsorted(until, math.fsum(heights), side="right")]))
+        if len(heights) > _ENOUGH_POSITIONS:
+            return
+    count = way.step.legal_count(len(heights))
+    rows = np.array((heights + heights[-1:] * count)[:count])
+    for stretch in (_STRETCH, math.inf):
+        scored = filled(way, np.tile(rows, (way.layout.dp, 1)), stretch)
+        if scored is not None and scored.seconds < math.inf:
+            yield scored
 
 
 def loosened(way: Way, draft: Draft) -> Scored:

@@ -62,11 +62,10 @@ def serve() -> int:
     """Run the jobs that arrive on stdin, one per line; answer each with its exit code."""
     answers = os.fdopen(os.dup(1), "w")
     import megapack.job.train  # noqa: F401
-    from megapack.base.jit import IS_OFF
     from megapack.outlook.warm_up import compile_planner
     from tests.rehearsal import nccl_rules, recorder  # noqa: F401
 
-    if not IS_OFF:
+    if not os.environ.get("NUMBA_DISABLE_JIT"):
         # Load the planner's kernels here. Each rank would take up to a second to load them.
         compile_planner()
     # A rank's collections visit only what it makes itself: 0.2 s less each.

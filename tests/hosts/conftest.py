@@ -10,7 +10,6 @@ import pytest
 
 from megapack.hosts import (
     areal,
-    megatron_bridge,
     megatron_core,
     miles,
     nemo_rl,
@@ -38,7 +37,7 @@ def _default_options() -> Iterator[None]:
     """What a test configures is not the next one's."""
     yield
     for module in (
-        *(areal, megatron_bridge, megatron_core, miles),
+        *(areal, megatron_core, miles),
         *(nemo_rl, skyrl, slime, verl, xtuner),
     ):
         module.configure()

@@ -1,14 +1,11 @@
-"""megapack.hosts.megatron_bridge: Bridge's packer, rows as samples, the forward step's way in."""
+"""megapack.hosts.megatron_bridge: rows as samples, the forward step's way in."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from megatron.core import parallel_state
 
 from megapack.errors import ConfigError, ScheduleError
@@ -16,52 +13,6 @@ from megapack.hosts import megatron_bridge
 from megapack.hosts.megatron_lm.data import read_item
 
 pytestmark = pytest.mark.hosts
-
-PACK = 100
-LENGTHS = st.lists(st.integers(0, PACK), min_size=1, max_size=60)
-
-
-@settings(deadline=None)
-@given(lengths=LENGTHS, multiple=st.integers(1, 5), seed=st.integers(0, 3))
-def test_packs_hold_every_sample_once_and_no_pack_overflows(
-    lengths: list[int], multiple: int, seed: int
-) -> None:
-    np.random.seed(seed)
-    megatron_bridge.configure(global_batch_size=multiple)
-    packs = megatron_bridge.first_fit_shuffle(lengths, PACK)
-    assert sorted(length for pack in packs for length in pack) == sorted(lengths)
-    assert all(packs)
-    assert max(map(sum, packs)) <= PACK
-
-
-def test_packs_divide_into_global_batches() -> None:
-    lengths = [30] * 50
-    assert len(megatron_bridge.first_fit_shuffle(lengths, PACK)) == 17
-    megatron_bridge.configure(global_batch_size=8)
-    assert len(megatron_bridge.first_fit_shuffle(lengths, PACK)) == 24
-
-
-def test_the_order_is_numpys_global_one() -> None:
-    lengths = list(range(1, 90))
-
-    def packed(seed: int) -> list[list[int]]:
-        np.random.seed(seed)
-        return megatron_bridge.first_fit_shuffle(lengths, PACK)
-
-    assert packed(0) == packed(0)
-    assert packed(0) != packed(1)
-
-
-def test_a_sample_over_the_pack_size_is_alone(caplog: pytest.LogCaptureFixture) -> None:
-    packs = megatron_bridge.first_fit_shuffle([3, 101, 97], PACK)
-    assert sorted(map(sorted, packs)) == [[3, 97], [101]]
-    (record,) = caplog.records
-    assert "1 of 3 samples are longer than a pack of 100 tokens (101 at most)" in record.message
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(ConfigError, match="global_batch_size=0"):
-        megatron_bridge.configure(global_batch_size=0)
 
 
 def packed_row() -> dict[str, Any]:

@@ -94,7 +94,7 @@ def test_a_steps_loss_is_that_of_one_sample_at_a_time(run: Runs, patches: str) -
 
 @pytest.mark.parametrize("layout", ["dp=2", "pp=2"])
 def test_planned_steps_train_as_bridge_does_on_the_same_packs(run: Runs, layout: str) -> None:
-    planned = run(layout, PATCHES, "planned,hostpacks")
+    planned = run(layout, PATCHES, "planned")
     assert_same(planned, run("dp=2"))
     # Rows are the planner's: real tokens and labels, and no padding up to the pack size.
     rows = planned[0].row_tokens[0]
@@ -104,7 +104,7 @@ def test_planned_steps_train_as_bridge_does_on_the_same_packs(run: Runs, layout:
 
 
 def test_bridges_own_step_runs_on_the_schedule(run: Runs) -> None:
-    patched = run("pp=2", PATCHES, "hostpacks")
+    patched = run("pp=2", PATCHES, "")
     assert_same(patched, run("dp=2"))
     assert patched[0].row_tokens[0] == [64] * GLOBAL_BATCH
     assert "megatron.bridge.training.train.get_forward_backward_func" in patched[0].patched
@@ -115,28 +115,20 @@ def test_interleaved_stages_are_wrong_without_the_patches_and_right_with_them(ru
     wrong = seen(run("pp=2,vpp=2"))
     assert wrong["losses"][0] != pytest.approx(right["losses"][0], rel=1e-3)
     assert wrong["grad_norms"][0] > 5 * right["grad_norms"][0]
-    assert_same(run("pp=2,vpp=2", PATCHES, "hostpacks"), run("dp=2"))
+    assert_same(run("pp=2,vpp=2", PATCHES, ""), run("dp=2"))
 
 
 def test_planned_interleaved_stages_are_right_with_bridges_overlap(run: Runs) -> None:
     """Without the patches memory is freed while it is sent, which is wrong in some runs only."""
-    assert_same(run("pp=2,vpp=2", PATCHES, "overlap,planned,hostpacks"), run("dp=2"))
+    assert_same(run("pp=2,vpp=2", PATCHES, "overlap,planned"), run("dp=2"))
 
 
 def test_middle_stages_keep_samples_apart(run: Runs) -> None:
     assert_same(run("pp=4", case="crossing"), run("dp=2"))
-    assert_same(run("pp=4", PATCHES, "crossing,hostpacks"), run("dp=2"))
+    assert_same(run("pp=4", PATCHES, "crossing"), run("dp=2"))
 
 
 def test_finetune_from_an_imported_checkpoint_trains_as_the_folder_does(run: Runs) -> None:
-    planned = run("", PATCHES, "finetune,planned,hostpacks")
+    planned = run("", PATCHES, "finetune,planned")
     assert_same(planned, run("dp=2"))
     assert "iter_0000002" in planned[0].more["saved"]
-
-
-def test_the_packer_makes_fewer_packs_of_the_same_samples(run: Runs) -> None:
-    own = run("dp=2")[0].more["packs"][0]
-    planned = run("dp=2", PATCHES, "planned")[0].more["packs"][0]
-    assert planned["packing_factor"] > own["packing_factor"]
-    assert planned["packing_efficiency"] > own["packing_efficiency"]
-    assert planned["dataset_max_seqlen"] == own["dataset_max_seqlen"]

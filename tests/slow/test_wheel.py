@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 # A checkout on PYTHONPATH would be imported instead of the installed megapack.
 ENV = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 # The plans are small, and the wheel's own modules would be compiled anew for two minutes.
-ENV["MEGAPACK_COMPILE"] = "off"
+ENV["NUMBA_DISABLE_JIT"] = "1"
 
 USE = """
 import sys

@@ -18,17 +18,15 @@ _SLACK = 0.005
 _MAX_TRIES = 8
 
 
-def even_bins(sizes: Ints, work: Floats, capacity: int, *, multiple: int = 1) -> Rows:
+def even_bins(sizes: Ints, work: Floats, capacity: int) -> Rows:
     """Pack items into few bins of about equal work.
 
-    Sizes 6, 6, 4, 4 with capacity 10 become two bins of 6 and 4. With `multiple=4` they become four
-    bins of one item.
+    Sizes 6, 6, 4, 4 with capacity 10 become two bins of 6 and 4.
 
     Args:
         sizes: int64 [n], tokens of each item.
         work: float64 [n], what the bins should have equally much of.
         capacity: tokens of a bin.
-        multiple: the number of bins is a multiple of it, as far as there are items for them.
 
     Returns:
         Bins of indices. None is empty, none has more than `capacity` tokens. The exception is an
@@ -38,25 +36,23 @@ def even_bins(sizes: Ints, work: Floats, capacity: int, *, multiple: int = 1) ->
         return []
     fitting = np.flatnonzero(sizes <= capacity)
     if len(fitting) < len(sizes):
-        bins = even_bins(sizes[fitting], work[fitting], capacity, multiple=multiple)
+        bins = even_bins(sizes[fitting], work[fitting], capacity)
         alone = np.flatnonzero(sizes > capacity).tolist()
         return [*([int(fitting[i]) for i in members] for members in bins), *([i] for i in alone)]
     fallback, most = first_fit_decreasing(sizes, capacity)
     fewest = max(fewest_bins_bound(sizes, capacity), 1)
-    for count in _counts(fewest, most, multiple, sizes.size):
+    for count in _counts(fewest, most):
         bin_of = pack_to_targets(sizes, work, np.full(count, work.sum() / count), capacity)
         if bin_of is not None:
             return rows_of(bin_of, count)
     return rows_of(fallback, most)
 
 
-def _counts(fewest: int, most: int, multiple: int, num_items: int) -> list[int]:
+def _counts(fewest: int, most: int) -> list[int]:
     """Numbers of bins to try, rising, from the bound to what first-fit needs or a few more."""
     more = max(most - fewest, int(fewest * _SLACK))
     num_tries = min(_MAX_TRIES, more + 1)
-    tries = {fewest + more * i // max(num_tries - 1, 1) for i in range(num_tries)}
-    counts = sorted({round_up(count, multiple) for count in tries})
-    return [count for count in counts if count <= num_items]
+    return sorted({fewest + more * i // max(num_tries - 1, 1) for i in range(num_tries)})
 
 
 def with_heaviest_split(packer: Any) -> Any:

@@ -15,8 +15,6 @@ What only this host has, in `--case`, separated by commas:
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import json
 import os
 import random
@@ -284,22 +282,12 @@ def record(report: job.Report) -> None:
     evaluation.evaluate = evaluated
 
 
-def apply(hosts: list[str], *, keeps_packer: bool) -> None:
-    """Apply the patches; with Bridge's own packer a run sees the same packs as without them."""
-    if keeps_packer:
-        packing: Any = importlib.import_module("megatron.bridge.data.packing.algorithms")
-        packer = packing.first_fit_shuffle
-    patching.apply(*hosts)
-    if keeps_packer:
-        packing.first_fit_shuffle = packer
-
-
 def main() -> None:
     """Train on a layout and write this rank's report."""
     arguments = job.parse_arguments()
     case = set(filter(None, arguments.case.split(",")))
     import_bridge()
-    apply(arguments.patches, keeps_packer="hostpacks" in case)
+    patching.apply(*arguments.patches)
     from megapack import launch
 
     launch.start("cpu")

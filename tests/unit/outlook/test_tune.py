@@ -105,7 +105,7 @@ def test_by_default_tp_stays_in_a_node_and_cp_follows_the_longest_sample() -> No
 
 @pytest.fixture(scope="module")
 def found() -> Tuning:
-    space = Space(num_gpus=4, tp=(1,), pp=(1, 2, 4), count_rule=("legal", "multiple"))
+    space = Space(num_gpus=4, tp=(1,), pp=(1, 2, 4))
     return tune(work(), space)
 
 
