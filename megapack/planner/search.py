@@ -14,10 +14,10 @@ This is done for each way in which the policy allows a step to be packed:
 
 Each way starts from the draft of the ones before it, too, and gives a draft only if that is faster.
 So no freedom makes a plan slower in the simulator than whole items on one rank each. An order of a
-step's own gains most where rows are timed exactly, and loses most where they are not: 30 % wrong
-coefficients cost own orders 7 %, rows and widths 2 %. With seconds that are not measured such an
-order has to be faster whatever the speed of attention's kernels (`CostModel.square_range`). The
-search counts simulations, never time: every rank finds the same plan.
+step's own gains where rows take what the search expects, and loses more than rows and widths do
+where they do not. With seconds that are not measured it has to be faster whatever the speed of
+attention's kernels (`CostModel.square_range`). The search counts simulations, never time: every
+rank finds the same plan.
 """
 
 from __future__ import annotations
