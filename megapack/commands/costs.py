@@ -169,11 +169,10 @@ def read_costs(args: argparse.Namespace) -> CostOptions:
 
 def _measured_speed(config: TrainConfig) -> dict[str, Any]:
     """The fields of `GpuSpeed` for a model's kernels on this machine."""
-    import torch
-
+    from megapack import cpu
     from megapack.base.known_warnings import quiet_known_warnings
 
-    if config.device == "cuda" and not torch.cuda.is_available():
+    if config.device == "cuda" and not cpu.uses_cuda():
         raise ConfigError("--measure: this machine has no GPU; leave it out, or set --gpu")
     quiet_known_warnings()
     from megapack.model.speed import measured_speed

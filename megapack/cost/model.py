@@ -83,15 +83,14 @@ class CostModel:
     of 1 s take 1.05 / 2 s over two ranks and 1.15 / 4 s over four; squared tokens take no more.
     0.05 is assumed until measured."""
     cp_overheads: tuple[float, ...] | None = None
-    """What a token costs more over 2, 4, 8, ... ranks in all, in place of `cp_overhead`: (0.1, 0.3,
-    2.0) if 8 ranks are on two nodes. Each rank beyond the last of them costs as much as its
-    mean one. None = `cp_overhead` for each further rank."""
+    """What a token costs more over 2, 4, 8, ... ranks in all, in place of `cp_overhead`. Ranks
+    beyond these cost as much as their mean. (0.1, 0.3, 2.0) if 8 ranks are on two nodes."""
     cp_fixed: float = 0.0
     """Seconds that a chunk takes more for a row over several DP ranks, whatever its length: the
     latency of the exchanges."""
     square_range: tuple[float, ...] = (1.0,)
-    """Factors of `per_token_sq` that may be the truth. An order of a step's own is planned only
-    where it is faster under all of them. (1,) for measured seconds."""
+    """Factors of `per_token_sq` that may be the truth: own orders are planned where they are faster
+    under all. (1,) if measured."""
     weight_ratio: float = 1.0
     """Seconds of the weight gradients over those of the forward's part without attention. A product
     y = x W takes as long as dW = x^T dy, so 1 is assumed until measured."""

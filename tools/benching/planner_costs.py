@@ -80,9 +80,12 @@ def _squares(case: Case) -> CostModel:
     sizes, speed = MODELS[case.model], GpuSpeed.of("cuda", "bf16")
     assert speed.peak_tflops is not None
     flops = speed.peak_tflops * 1e12 * speed.utilisation
-    keys = sum(n * kind.layer_attention_tokens(ATTENTION_TOKENS) for kind, n in sizes.layer_kinds())
+    kinds = sizes.layer_kinds(attention_factor=speed.attention_factor)
+    keys = sum(n * kind.layer_attention_tokens(ATTENTION_TOKENS) for kind, n in kinds)
     per_token = case.cost.per_token - keys / flops
-    return replace(case.cost, per_token=per_token, cp_overhead=0.05, cp_fixed=0.0)
+    return replace(
+        case.cost, per_token=per_token, cp_overhead=0.05, cp_overheads=None, cp_fixed=0.0
+    )
 
 
 def _planned(case: Case, cost: CostModel) -> Result:
