@@ -61,8 +61,7 @@ def build_dp_schedule(
         global_batch_size: rollouts per step; the last step gets the rest.
         num_steps: number of steps, of about equal tokens, instead of `global_batch_size`. Without
             either number, there is one step.
-        cost: seconds of a micro-batch; None: those of `cost_in_tokens`, what `megapack plan`
-            assumes too.
+        cost: seconds of a micro-batch; None: what `megapack plan` assumes.
         policy: what the planner may do; None: the defaults.
         forward_only: plan a pass without backwards.
         prefixes: tokens that samples share at their beginnings; None: nothing is shared. Under

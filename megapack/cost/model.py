@@ -83,8 +83,8 @@ class CostModel:
     of 1 s take 1.05 / 2 s over two ranks and 1.15 / 4 s over four; squared tokens take no more.
     0.05 is assumed until measured."""
     cp_overheads: tuple[float, ...] | None = None
-    """What a token costs more over 2, 4, 8, ... ranks in all, in place of `cp_overhead`. Ranks
-    beyond these cost as much as their mean. (0.1, 0.3, 2.0) if 8 ranks are on two nodes."""
+    """What a token costs more over 2, 4, 8, ... ranks in all, in place of `cp_overhead`: (0.1, 0.3,
+    2.0) if 8 ranks are on two nodes. Ranks beyond these cost their mean."""
     cp_fixed: float = 0.0
     """Seconds that a chunk takes more for a row over several DP ranks, whatever its length: the
     latency of the exchanges."""
