@@ -71,16 +71,15 @@ def measured_speed(
 ) -> GpuSpeed:
     """The speed of this machine for a model's kernels, see `measured_cost`."""
     device = torch.device("cuda" if cpu.uses_cuda() else "cpu")
-    has_others = dist.is_initialized()
     speeds = [GpuSpeed.of("cuda" if device.type == "cuda" else "cpu", dtype)]
-    if not has_others or dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             speeds[0] = _measured(sizes, dtype, tp, kernel or choose_attention("auto", dtype))
         except Exception as error:  # an assumed speed is better than no run
             logger.warning("the speeds of this machine are assumed: %s", first_line(error))
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    if has_others:
+    if dist.is_initialized():
         dist.broadcast_object_list(speeds, src=0, device=device)
     return speeds[0]
 

@@ -78,9 +78,8 @@ class Draft:
 
     def under(self, step: Step) -> Draft:
         """The same rows and orders, of a step with other costs."""
-        if step is self.items.step:
-            return self
-        return replace(self, items=self.items.under(step), board_seconds=None)
+        is_same = step is self.items.step
+        return self if is_same else replace(self, items=self.items.under(step), board_seconds=None)
 
     def seconds(self) -> float:
         """Simulated seconds of the step by the cost model."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megapack.cost.model import CostModel
 from megapack.cost.rope import RopeScaling
 from megapack.job.config.sections import ModelConfig
 from megapack.loss import GRPO
@@ -15,6 +16,8 @@ from megapack.samples import SampleBatch
 from tests.toy import few_layers_of, width_of
 
 SEED = 11
+COST = CostModel(per_token=1.0)
+"""Of plans: the default's 256 tokens per micro-batch would put samples of so few into one row."""
 VOCAB_SIZE = 100
 NUM_LAYERS = 8
 FEW_LAYERS = few_layers_of(NUM_LAYERS // 2)

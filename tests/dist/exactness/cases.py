@@ -85,6 +85,7 @@ class Case:
             max_tokens_per_gpu=self.budget,
             micro_batch_size=self.micro_batch_size,
             rollout_ids=problem.ROLLOUT_IDS[: self.num_samples],
+            cost=problem.COST,
             policy=self.policy,
         )
 

@@ -330,7 +330,13 @@ def predict_operations(case: Case) -> dict[str, float]:
     cost = cost_from_sizes(
         sizes,
         case.layout,
-        GpuSpeed(peak_tflops=1.0, utilisation=1.0, layer_overhead_us=0.0),
+        GpuSpeed(
+            peak_tflops=1.0,
+            utilisation=1.0,
+            attention_utilisation=1.0,
+            head_utilisation=1.0,
+            layer_overhead_us=0.0,
+        ),
         mean_length=1.0,
     )
     tokens_sq = sum(n * n for n in LENGTHS)

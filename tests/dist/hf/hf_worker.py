@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.dist.exactness.worker import optimizer_norm
 from tests.dist.executor import executor
 from tests.dist.groups import end_model_parallel
 from tests.dist.hf.hf_cases import HF_CASES, MAX_TOKENS, MTP, ROWS, HfCase, Rows, samples
+from tests.dist.problem import COST
 from tests.dist.setup import on_kernels_of_job
 
 
@@ -55,7 +57,9 @@ def run_case(case: HfCase, folder: Path, device: torch.device) -> dict[str, Any]
     if own.shares_prefixes:
         prefixes = SharedPrefixes.from_samples([batch.tokens(i) for i in range(len(prompts))])
     options = {"layout": case.layout, "max_tokens_per_gpu": own.max_tokens, "prefixes": prefixes}
-    plan = build_dp_schedule(batch.lengths, **options, policy=own.policy)
+    # Rows of several samples, and more than two pieces.
+    cost = replace(COST, fixed=1.0)
+    plan = build_dp_schedule(batch.lengths, **options, cost=cost, policy=own.policy)
     # A pass without backwards has no pieces.
     forward = build_dp_schedule(batch.lengths, **options, forward_only=True)
     outputs = adapter.forward(forward if "pieces" in case.name else plan, batch, entropy=True)

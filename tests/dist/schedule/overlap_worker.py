@@ -103,6 +103,7 @@ def _step(
         layout=case.layout,
         max_tokens_per_gpu=None if is_alone else 64,
         micro_batch_size=1 if is_alone else None,
+        cost=problem.COST,
         policy=case.policy,
     )
     # Without optimizer.zero_grad(): Megatron's fp32 optimizer leaves param.grad = param.main_grad.

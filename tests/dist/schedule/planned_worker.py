@@ -110,7 +110,9 @@ def main(folder: str, layout_text: str, fault: str) -> None:
     # The host's loss knows nothing of rows that pad the vocabulary.
     adapter = ScheduleAdapter(chunks, layout=layout, vocab_size=unwrapped(chunks[0]).vocab_size)
     batch = problem.make_batch()
-    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=BUDGET)
+    plan = build_dp_schedule(
+        batch.lengths, layout=layout, max_tokens_per_gpu=BUDGET, cost=problem.COST
+    )
     cp = parallel_state.get_context_parallel_rank()
 
     def batches() -> Any:

@@ -60,7 +60,9 @@ def run_layout(name: str, num_orders: int) -> dict[str, Any]:
     lengths = LENGTHS * layout.dp
     tokens = [torch.randint(0, 100, (n,), generator=generator).tolist() for n in lengths]
     batch = SampleBatch(tokens)
-    plan = build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=BUDGETS[layout.vpp])
+    plan = build_dp_schedule(
+        lengths, layout=layout, max_tokens_per_gpu=BUDGETS[layout.vpp], cost=problem.COST
+    )
     if name.startswith("wide"):
         plan = dataclasses.replace(plan, policy=Policy(context_parallel="dynamic"))
         plan = with_shared_rows(with_shared_rows(plan, lengths, 1), lengths, 3)
