@@ -2,7 +2,7 @@
 
 A plan depends on ratios: attention to matrices, the vocabulary head to a chunk's layers, a
 micro-batch's fixed cost to its tokens. Their operations follow from sizes, and their speeds differ:
-kernels of attention reach half of what products do. `schedule.speed` measures the three speeds in
+kernels of attention reach half of what products do. `model.speed` measures the three speeds in
 seconds, `tools/calibrate.py` a whole cost model.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megapack.base.choices import Device, Dtype
+from megapack.cost.layers import LayerKind
 from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes
 from megapack.cost.stages import StageLayers
@@ -76,12 +77,7 @@ class GpuSpeed:
     def of(cls, device: Device, dtype: Dtype, gpu: str = "h100") -> GpuSpeed:
         """The speed that a run assumes: of a kind of GPU, or of one core of a CPU."""
         if device == "cpu":
-            return cls(
-                peak_tflops=_CPU_CORE_TFLOPS,
-                utilisation=0.4,
-                attention_utilisation=0.2,
-                head_utilisation=0.4,
-            )
+            return cls(peak_tflops=_CPU_CORE_TFLOPS)
         in_bf16, in_fp32, attention = _GPUS[gpu]
         peak = in_bf16 if dtype == "bf16" else in_fp32
         return cls(peak_tflops=peak, attention_utilisation=attention)
@@ -130,11 +126,13 @@ def cost_from_sizes(
     if options:
         sizes = replace(sizes, **options)
     peak = _checked_peak(speed)
-    num_forwards = 1 + _recomputed_share(sizes, mean_length)
     trained = _trained_share(sizes)
     factor = speed.attention_factor
     kinds = list(sizes.layer_kinds(mean_length=mean_length, attention_factor=factor))
-    products = sum(n * kind.layer_flops_per_token() for kind, n in kinds)
+    num_forwards = 1 + _recomputed_share(sizes, kinds, mean_length)
+    # Keys of a window cost each token as much; they are no products with weights.
+    in_windows = sum(n * kind.layer_attention_tokens(kind.window or 0) for kind, n in kinds)
+    products = sum(n * kind.layer_flops_per_token() for kind, n in kinds) - in_windows
     matrices = products / sum(n * kind.layer_cost(mean_length) for kind, n in kinds)
     backward_ratio = 1.0 + num_forwards - (1.0 - trained) * matrices
     # A layer of a hybrid model is half of a transformer layer. Experts launch about as many kernels
@@ -201,13 +199,14 @@ def _trained_share(sizes: ModelSizes) -> float:
     return shares[1] / shares[0]
 
 
-def _recomputed_share(sizes: ModelSizes, mean_length: float) -> float:
+def _recomputed_share(
+    sizes: ModelSizes, kinds: list[tuple[LayerKind, int]], mean_length: float
+) -> float:
     """The share of the layers' forward that their backward runs again."""
     if sizes.recompute == "full":
         return 1.0
     if sizes.recompute == "none":
         return 0.0
-    kinds = list(sizes.layer_kinds(mean_length=mean_length))
     again = sum(
         n * kind.mlp_flops_per_token()
         for kind, n in kinds

@@ -110,6 +110,9 @@ class CostModel:
             for number in numbers:
                 _check_number(name, number)
             object.__setattr__(self, name, numbers)
+        speeds = self.square_range
+        if not speeds or speeds[0] != 1 or min(speeds) <= 0:
+            raise ConfigError(f"square_range={brief(speeds)}; set factors above 0, the first 1")
         weights = self.stage_weights
         # Loose enough for weights that were rounded to six decimals.
         if weights is not None and not (weights and abs(sum(weights) / len(weights) - 1) <= 1e-6):

@@ -6,6 +6,7 @@ A sliding window costs as many keys as a token meets on average (see `layer_kind
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -163,10 +164,10 @@ class ModelSizes(ModelOptions):
             squares.append(sum(kind.layer_flops_per_token_sq() * n for kind, n in kinds))
         linear[0] += self.embedding_flops_per_token()
         linear[-1] += head_factor * self.head_flops_per_token()
-        # Whole numbers, so that equal shares are equal.
+        # Equal shares may differ by the rounding of `attention_factor`.
         total = sum(squares)
         chunks = zip(squares, split.num_layers, strict=True)
-        if all(own * split.total == total * layers for own, layers in chunks):
+        if all(math.isclose(own * split.total, total * layers) for own, layers in chunks):
             pairs = zip(linear, squares, strict=True)
             return _over_mean([a + b * mean_length for a, b in pairs]), None
         weights = _over_mean(linear)

@@ -8,6 +8,7 @@ whole cost model instead.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from megapack import cpu
 from megapack.base.choices import Device, Dtype, Kernel
 from megapack.cost.assumed import PRODUCTS, GpuSpeed, cost_from_sizes
 from megapack.cost.model import CostModel
-from megapack.cost.sizes import ModelSizes
+from megapack.cost.sizes import FLASH_WIDTH, ModelSizes
 from megapack.errors import first_line
 from megapack.layout import Layout
 from megapack.model.attention.choice import choose_attention
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 # they fill it, and on a core of a CPU they take a second in all.
 _TOKENS = {"cuda": (4096, 16384), "cpu": (128, 256)}
 _REPEATS = 5
-# Shares of the peak are rounded to this: the same machine gives the same plans from run to run.
+# Shares of the peak are rounded to this, so that the same machine mostly gives the same plans.
 _STEP = 0.05
 
 
@@ -111,21 +112,23 @@ def _measured(sizes: ModelSizes, dtype: Dtype, tp: int, kernel: Kernel) -> GpuSp
     hidden, rates = sizes.hidden_size, []
     for run, tokens, width in (
         (F.linear, long, sizes.dense_width // tp),
-        (_first_logprobs, short, sizes.num_ids // tp),
+        (lambda h, w: F.log_softmax(F.linear(h, w).float(), -1)[:, 0], short, sizes.num_ids // tp),
     ):
         took = seconds(run, (tokens, hidden), (width, hidden))
         rates.append(6 * tokens * hidden * width / took)
     # The rest of a layer takes its part beside the product.
     rates[0] *= PRODUCTS
-    # 2. Attention's squares: the difference of two samples.
+    # 2. Attention's squares: the difference of two samples. Fused kernels have no wider heads.
     kind = sizes.last_kind
     heads, groups = max(1, sizes.num_attention_heads // tp), max(1, kind.groups // tp)
-    took = -seconds(*_attention(kernel, short, heads, groups, kind.head_width, device))
-    took += seconds(*_attention(kernel, long, heads, groups, kind.head_width, device))
-    rates.append(6 * heads * kind.head_width * (long**2 - short**2) / max(took, 1e-9))
-    # 3. A machine may be faster than what is assumed of its kind.
+    width = min(kind.head_width, FLASH_WIDTH)
+    took = -seconds(*_attention(kernel, short, heads, groups, width, device))
+    took += seconds(*_attention(kernel, long, heads, groups, width, device))
+    rates.append(6 * heads * width * (long**2 - short**2) / max(took, 1e-9))
+    # 3. A machine may be faster than what is assumed of its kind, in steps of a fifth.
     speed = GpuSpeed.of(where, dtype)
-    peak = max(1e12 * (speed.peak_tflops or 0.0), *rates)
+    peak = 1e12 * (speed.peak_tflops or 0.0)
+    peak *= 1.2 ** max(0, math.ceil(math.log(max(rates) / peak, 1.2)))
     product, head, attention = (
         round(_STEP * max(1, round(rate / peak / _STEP)), 2) for rate in rates
     )
@@ -137,10 +140,6 @@ def _measured(sizes: ModelSizes, dtype: Dtype, tp: int, kernel: Kernel) -> GpuSp
         head_utilisation=head,
         is_measured=True,
     )
-
-
-def _first_logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
-    return F.log_softmax(F.linear(hidden, weight).float(), dim=-1)[:, 0]
 
 
 def _attention(

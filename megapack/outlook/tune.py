@@ -227,12 +227,12 @@ class _Sweep:
 
     def least_memory(self) -> GpuMemory:
         """Of the layout that needs the least, at its smallest budget."""
-        # The last setup recomputes most and splits experts most.
         needs = (
-            _memory(self.work, Trial(setups[-1], kind, min(budgets), self.work.policy))
+            _memory(self.work, Trial(setup, kind, min(budgets), self.work.policy))
             for setups, kinds in self.kinds
+            for setup in setups
             for kind in kinds
-            if (budgets := list(_budgets(self.work, self.space, setups[-1].layout, kind)))
+            if (budgets := list(_budgets(self.work, self.space, setup.layout, kind)))
         )
         return min(needs, key=lambda memory: memory.total)
 
@@ -288,17 +288,12 @@ def _trials(
     for kind in kinds:
         for budget in _budgets(work, space, setups[0].layout, kind):
             trials = [Trial(setup, kind, budget, work.policy) for setup in setups]
-            # The last one needs the least: where it does not fit, none does.
-            if not _fits(work, trials[-1]):
+            fitting = [one for one in trials if _memory(work, one).total <= work.memory_bytes]
+            if not fitting:
                 break
-            trial = next(trial for trial in trials if _fits(work, trial))
-            policy = work.policy_of(trial.setup, **kind._asdict())
-            if _is_allowed(policy, trial.layout):
-                yield replace(trial, policy=policy)
-
-
-def _fits(work: Workload, trial: Trial) -> bool:
-    return _memory(work, trial).total <= work.memory_bytes
+            policy = work.policy_of(fitting[0].setup, **kind._asdict())
+            if _is_allowed(policy, fitting[0].layout):
+                yield replace(fitting[0], policy=policy)
 
 
 def _kinds(work: Workload, space: Space, layout: Layout) -> Iterator[Kind]:

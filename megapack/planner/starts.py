@@ -100,20 +100,18 @@ def narrow_starts(way: Way, evaluations: int) -> Iterator[tuple[Scored, int]]:
         equal = [equal_target(way, count, rounds) for count in counts]
         equal.sort(key=lambda target: target.seconds)
         spent = sum(target.evaluations for target in equal)
-        kinds = [equal]
+        kinds = [(equal, _MAX_PACKED)]
         enough = evaluations - spent >= _UNEVEN_EVALUATIONS * way.layout.dp
         if enough and way.layout.pp > 1 and any(target.huge[0].size for target in equal):
             fewer = max(1, rounds // 2)
             found = (uneven_target(way, target, fewer) for target in equal)
             uneven = [target for target in found if target is not None]
-            kinds.append(sorted(uneven, key=lambda target: target.seconds))
-            spent = sum(target.evaluations for own in kinds for target in own)
-        limits = [_MAX_PACKED] * len(kinds)
+            kinds.append((sorted(uneven, key=lambda target: target.seconds), _MAX_PACKED))
+            spent += sum(target.evaluations for target in uneven)
         if rounds and way.layout.pp > 1 and items.num_items <= _FEW_ITEMS * way.layout.dp:
             others = sorted({*_every_count(way, least)} - {*counts})
-            kinds.append([equal_target(way, count, 0) for count in others])
-            limits.append(len(others))
-        for targets, limit in zip(kinds, limits, strict=True):
+            kinds.append(([equal_target(way, count, 0) for count in others], len(others)))
+        for targets, limit in kinds:
             boards = (packed(way, target.rows(way)) for target in targets)
             # Under a cap on live tokens few boards are legal.
             most = limit if step.max_live is None else None

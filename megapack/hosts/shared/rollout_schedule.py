@@ -197,8 +197,8 @@ def plan_dynamic(
 ) -> Schedule:
     """Plan rows of at most `args.max_tokens_per_gpu`.
 
-    Ranks are balanced by FLOPs if the arguments have the model's sizes, otherwise by tokens. The
-    search may take longer if the host's flags ask for balance.
+    Ranks are balanced by FLOPs if the arguments have the model's sizes, otherwise by the default
+    cost. The search may take longer if the host's flags ask for balance.
 
     Args:
         config: see `layout_of`.

@@ -44,7 +44,7 @@ def planned(
     Args:
         index: index of the step in the plan.
         number: the number to show for it.
-        cost: seconds of micro-batches; None: time is in row tokens.
+        cost: seconds of micro-batches; None: those of `cost_in_tokens`.
 
     Raises:
         PlanError: the step has an M that Megatron would not run.

@@ -148,6 +148,12 @@ def test_widths_have_overheads_of_their_own() -> None:
     assert found.cp_overheads == pytest.approx((0.12, 0.36, 0.84), abs=1e-6)
 
 
+@pytest.mark.parametrize("given", [(), (0.7, 1.0), (1.0, 0.0), None])
+def test_a_range_of_squares_begins_with_the_model_itself(given: object) -> None:
+    with pytest.raises(ConfigError, match="square_range=.*; set factors above 0, the first 1"):
+        CostModel(per_token=1.0, square_range=given)  # type: ignore[arg-type]
+
+
 def test_a_pause_of_the_machine_does_not_move_the_overhead() -> None:
     rows = measured(WIDE, 1, 2)
     slow = [

@@ -115,3 +115,23 @@ def test_global_layers_have_heads_of_their_own() -> None:
     # Stage 1 has 2 local layers, and 2 global ones with as many channels of keys.
     assert gathered == [1000 * 4 * 2 * 2 * 128, 1000 * 4 * 2 * 2 * 128 // 2]
     assert memory.saved(cp2, wide).carried_token == memory.saved(cp2, local).carried_token
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=pp, vpp=vpp) for pp in (1, 2, 4) for vpp in (1, 3)])
+@pytest.mark.parametrize("utilisation", [0.3, 0.35, 0.35000000000000003, 0.45])
+def test_equal_layers_have_one_share_of_squares(layout: Layout, utilisation: float) -> None:
+    """Whatever attention's kernels reach: rounding is no difference between stages."""
+    sizes = ModelSizes(num_layers=36, hidden_size=256, num_attention_heads=4, vocab_size=1000)
+    speed = GpuSpeed(peak_tflops=1.0, attention_utilisation=utilisation)
+    assert cost_from_sizes(sizes, layout, speed, mean_length=500).square_factors is None
+
+
+def test_keys_of_a_window_have_no_weight_gradients() -> None:
+    sizes = ModelSizes(num_layers=4, hidden_size=256, num_attention_heads=4, vocab_size=1)
+    speed = GpuSpeed(peak_tflops=1.0)
+    far, near = (
+        cost_from_sizes(replace(sizes, attention_window=window), Layout(), speed, mean_length=9000)
+        for window in (2048, 256)
+    )
+    # The same products, beside more seconds for each token.
+    assert far.weight_ratio * far.per_token == pytest.approx(near.weight_ratio * near.per_token)

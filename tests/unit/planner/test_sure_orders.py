@@ -42,7 +42,7 @@ def test_an_order_that_one_speed_makes_slower_is_not_planned() -> None:
     """Squares that may be free, or as dear as a hundred times: what is even by one of them is not
     by the others."""
     layout = Layout(dp=2, pp=4, vpp=2)
-    cost = replace(cost_in_tokens(layout), square_range=(1.0, 0.0, 100.0))
+    cost = replace(cost_in_tokens(layout), square_range=(1.0, 0.01, 100.0))
     lengths = np.random.default_rng(11).integers(100, 16000, 24)
 
     def times(policy: Policy, cost: CostModel) -> list[float]:
@@ -51,7 +51,7 @@ def test_an_order_that_one_speed_makes_slower_is_not_planned() -> None:
         )
         return [
             simulate(plan.steps[0], layout=layout, cost=own).makespan
-            for own in replace(cost, square_range=(1.0, 0.0, 100.0)).every_speed()
+            for own in replace(cost, square_range=(1.0, 0.01, 100.0)).every_speed()
         ]
 
     simple = times(Policy(search=256), cost)
