@@ -150,7 +150,7 @@ def test_widths_have_overheads_of_their_own() -> None:
 
 @pytest.mark.parametrize("given", [(), (0.7, 1.0), (1.0, 0.0), None])
 def test_a_range_of_squares_begins_with_the_model_itself(given: object) -> None:
-    with pytest.raises(ConfigError, match="square_range=.*; set factors above 0, the first 1"):
+    with pytest.raises(ConfigError, match=r"square_range=.*; set factors above 0, the first 1"):
         CostModel(per_token=1.0, square_range=given)  # type: ignore[arg-type]
 
 

@@ -117,7 +117,7 @@ def test_global_layers_have_heads_of_their_own() -> None:
     assert memory.saved(cp2, wide).carried_token == memory.saved(cp2, local).carried_token
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=pp, vpp=vpp) for pp in (1, 2, 4) for vpp in (1, 3)])
+@pytest.mark.parametrize("layout", [Layout(pp=pp, vpp=vpp) for pp in (2, 3, 4) for vpp in (1, 3)])
 @pytest.mark.parametrize("utilisation", [0.3, 0.35, 0.35000000000000003, 0.45])
 def test_equal_layers_have_one_share_of_squares(layout: Layout, utilisation: float) -> None:
     """Whatever attention's kernels reach: rounding is no difference between stages."""
