@@ -141,6 +141,8 @@ class RowCase:
             samples.batch.lengths,
             layout=self.layout,
             colocate_ids=shape.sets(samples),
+            # The default cuts the samples of the cases that have pieces more evenly.
+            cost=None if self.policy.split_samples == "auto" else problem.COST,
         )
         policy = replace(
             self.policy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,10 @@ def test_a_run_learns_its_cost_model_and_a_resumed_one_begins_anew(tmp_path: Pat
     layout = Layout(dp=2, pp=2)
     metrics, said = run(tmp_path)
     assert documented("Calibration during the run") <= set(metrics[0])
-    # The slow rank is named once, and the model is that of the others.
-    assert said.count("DP rank 1 of stage 0 took 1.50 times") == 1
+    # The slow rank is named once, and the model is that of the others. Its ratio is to a first fit
+    # that has its own seconds too.
+    (ratio,) = re.findall(r"DP rank 1 of stage 0 took ([\d.]+) times", said)
+    assert 1.4 < float(ratio) < 1.6
     assert_true(fitted(tmp_path, layout))
     assert fitted(tmp_path, layout).stage_weights == pytest.approx(TRUE.stage_weights, rel=0.02)
     # The last batch was planned while the third one's steps ran, by the model at their beginning.
