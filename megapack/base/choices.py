@@ -20,7 +20,7 @@ Attention = Literal["auto", "te", "varlen", "sdpa"]
 """A kernel, or "auto": the first that can run."""
 
 Calibrate = Literal["auto", "off", "start", "online"]
-"""Whether a run fits its cost model to its own seconds."""
+"""What a run measures for its cost model: nothing, speeds at its start, or its own seconds too."""
 
 Executor = Literal["megatron", "operations"]
 """What runs a step: Megatron's schedules, or a list of operations that a plan may order."""

@@ -156,7 +156,8 @@ def _surest(step: Step, best: Draft | None, found: Iterable[Draft]) -> Draft | N
     drafts = [draft.under(step) for draft in (best, *found) if draft is not None]
     if len(drafts) < 2 or len(step.cost.square_range) == 1:
         return _fastest(drafts)
-    seconds = np.array([[draft.under(at).seconds() for at in _speeds(step)] for draft in drafts])
+    # float64 [drafts, speeds]
+    seconds = np.array([[draft.under(at).seconds() for draft in drafts] for at in _speeds(step)]).T
     ratios = seconds / (seconds.min(axis=0) if best is None else seconds[0])
     sure = np.log(ratios).mean(axis=1)
     if best is not None:
