@@ -9,6 +9,7 @@ from typing import NamedTuple, get_args
 
 from megapack.base.arrays import Ints
 from megapack.base.choices import Recompute
+from megapack.cost.assumed import GpuSpeed
 from megapack.cost.sizes import ModelSizes, typical_length
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError
@@ -18,8 +19,6 @@ from megapack.plan.plan import Plan
 from megapack.policy import Backward, ContextParallel, SplitSamples
 
 _MAX_VPP = 8
-# GPUs that NVLink connects: TP stays within them, and EP beyond them comes last.
-_NODE = 8
 # CP is tried while a GPU has so many tokens of the longest sample: 16,384 tokens on 1 and 2 ranks.
 # Both numbers are chosen by hand.
 _LEAST_CP_TOKENS = 8192
@@ -144,7 +143,7 @@ class Space:
     def _layouts(self, sizes: ModelSizes, longest: int) -> Iterator[Layout]:
         """Every layout that fills the GPUs and divides the model but for its layers and experts."""
         num_layers = sizes.num_stage_layers
-        tps = self.tp or _divisors(min(_NODE, self.num_gpus))
+        tps = self.tp or _divisors(min(GpuSpeed.node_gpus, self.num_gpus))
         cps = self.cp or [
             cp for cp in _divisors(_MAX_CP) if cp == 1 or longest >= cp * _LEAST_CP_TOKENS
         ]
@@ -168,8 +167,9 @@ class Space:
 
 
 def _expense(setup: Setup) -> tuple[bool, int, int, int]:
+    # EP beyond the GPUs that NVLink connects comes last.
     ep, etp = setup.layout.ep, setup.layout.etp
-    return ep * etp > _NODE, get_args(Recompute).index(setup.recompute), etp, ep
+    return ep * etp > GpuSpeed.node_gpus, get_args(Recompute).index(setup.recompute), etp, ep
 
 
 def _divisors(size: int) -> list[int]:
