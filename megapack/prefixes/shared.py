@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from megapack.base.arrays import Ints, read_ids
 from megapack.errors import ConfigError, DataError, brief
+from megapack.images import ImageNumbers, Images, checked_images
 
 # Token ids are int32 here: no vocabulary has 2**31 ids.
 _MAX_ID = 2**31 - 1
@@ -62,11 +63,14 @@ class SharedPrefixes:
         *,
         routing: Sequence[Any] | None = None,
         mtp_num_layers: int = 0,
+        images: Sequence[Images] | None = None,
     ) -> SharedPrefixes:
         """Find what samples have in common from their token ids.
 
         Args:
             token_ids: per sample its ids: list, array, or CPU tensor.
+            images: per sample its `ImageRef`s: samples share an image's tokens only if they have
+                the same image there. None: samples have no images.
             routing: the experts that a step replays, as for `ScheduleAdapter.step`. Samples share
                 only tokens that go to the same experts, in any order. None: the routers choose.
             mtp_num_layers: the model's layers of multi-token prediction.
@@ -84,6 +88,9 @@ class SharedPrefixes:
                 "sample, None for samples that share nothing"
             )
         samples = [_read_ids(i, ids) for i, ids in enumerate(token_ids)]
+        if images is not None:
+            refs, numbers = checked_images(images, list(map(len, samples))), ImageNumbers()
+            samples = list(map(numbers.compared, samples, refs))
         return cls.from_reader(
             len(samples),
             lambda i, first, last: samples[i][first:last],

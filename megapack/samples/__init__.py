@@ -2,7 +2,7 @@
 
 Modules:
     batch: SampleBatch
-    tensor_fields: TensorField: tensors that have not one value per token, such as images
+    tensor_fields: TensorField: tensors that have not one value per token
     padded: ragged values from tensors padded to [B, S], and back
 """
 

@@ -1,9 +1,10 @@
 """A batch of samples as ragged fields: the input of packed rows.
 
 A field has one value per token of its sample (a mask, log-probs, advantages), or one per sample.
-Frameworks keep fields ragged or padded to [B, S]; both are accepted. Tensors of other shapes
-(images, grids, audio) are a `TensorField`: they follow their sample into its micro-batch, and the
-model's forward receives them as keyword arguments.
+Frameworks keep fields ragged or padded to [B, S]; both are accepted. Images
+that megapack encodes are `ImageRef`s. Other tensors, and images that the model itself encodes, are
+a `TensorField`: they follow their sample into its micro-batch, and the model's forward receives
+them as keyword arguments.
 
     batch = SampleBatch(tokens, fields, tensors={"pixels": TensorField(images)})
 """
@@ -20,6 +21,13 @@ from torch import Tensor
 
 from megapack.base.arrays import MAX_LENGTH
 from megapack.errors import DataError, brief
+from megapack.images import (
+    ImageRef,
+    Images,
+    checked_images,
+    images_digest,
+    is_image_token,
+)
 from megapack.samples.padded import padded_spans, ragged_values
 from megapack.samples.tensor_fields import RaggedTensor, RowTensor, TensorField, as_tensor
 
@@ -42,7 +50,9 @@ class SampleBatch:
             response is the sample's last tokens; the others get 0. An entry may have k numbers per
             token: [tokens, k]. `response_mask` marks the tokens that count in the loss; without it
             all do. A sample's first token never counts: nothing predicts it.
-        tensors: by name what else the model's forward takes, such as images.
+        tensors: by name what else the model's forward takes.
+        images: per sample its `ImageRef`s. Image tokens never count in the loss, and a mask in
+            which one does is refused.
 
     Raises:
         DataError: an input is invalid; the message gives sample, field and numbers.
@@ -54,6 +64,7 @@ class SampleBatch:
         fields: Mapping[str, Sequence[Any]] | None = None,
         *,
         tensors: Mapping[str, TensorField] | None = None,
+        images: Sequence[Sequence[ImageRef]] | None = None,
     ) -> None:
         if not isinstance(tokens, Sized):
             raise DataError(f"tokens are {brief(tokens)}; give the ids of each sample")
@@ -61,6 +72,7 @@ class SampleBatch:
             raise DataError("the batch has no samples; give at least 1")
         self._tokens = {i: _token_tensor(i, ids) for i, ids in enumerate(tokens)}
         self._lengths = [t.numel() for t in self._tokens.values()]
+        self._images = checked_images(images, self._lengths)
         self._fields: dict[str, list[Tensor]] = {}
         self._num_loss_tokens: list[int] | None = None
         # Samples of which only the number of loss tokens is known so far.
@@ -128,7 +140,7 @@ class SampleBatch:
         self.revision += 1
 
     def _set_mask(self, sample: int, prompt: Tensor, response: Tensor, loss_mask: Any) -> None:
-        mask = torch.ones(response.numel(), dtype=torch.bool)
+        mask = ~self._image_tokens(sample)[prompt.numel() :]
         if loss_mask is not None:
             mask = as_tensor(f"sample {sample}: loss_mask", loss_mask) != 0
         if mask.shape != response.shape:
@@ -137,6 +149,7 @@ class SampleBatch:
                 f"{response.numel()} tokens; give one value per token of the response"
             )
         whole = torch.cat([prompt.new_zeros(prompt.numel(), dtype=torch.bool), mask])
+        self._check_mask(sample, whole)
         count = int(whole[1:].sum())
         if count != self.num_loss_tokens[sample]:
             raise DataError(
@@ -158,6 +171,20 @@ class SampleBatch:
     def field_dtype(self, name: str) -> torch.dtype:
         """The dtype of a field in packed rows."""
         return self._fields[name][0].dtype
+
+    def images(self, sample: int) -> Images:
+        """The images of one sample, in order."""
+        return self._images[sample]
+
+    @functools.cached_property
+    def has_images(self) -> bool:
+        """Whether a sample has an image."""
+        return any(self._images)
+
+    @functools.cached_property
+    def image_signature(self) -> str:
+        """A digest of the images' places and keys; must be equal on all ranks."""
+        return images_digest(self._images)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -192,7 +219,7 @@ class SampleBatch:
         if sample in self._unmasked:
             raise DataError(f"sample {sample} has no mask on this rank; call set_tokens first")
         if RESPONSE_MASK not in self._fields:
-            return torch.ones(self.length(sample), dtype=torch.bool)
+            return ~self._image_tokens(sample)
         return self._fields[RESPONSE_MASK][sample]
 
     @property
@@ -262,7 +289,22 @@ class SampleBatch:
                 "tokens; give one value per token, per response token, or one number"
             )
         rest = tensor.new_zeros(length - tensor.shape[0], *tensor.shape[1:])
-        return torch.cat([rest, tensor])
+        whole = torch.cat([rest, tensor])
+        if name == RESPONSE_MASK:
+            self._check_mask(sample, whole)
+        return whole
+
+    def _image_tokens(self, sample: int) -> Tensor:
+        """bool per token of a sample: whether an image stands there."""
+        return torch.from_numpy(is_image_token(self._images[sample], self.length(sample)))
+
+    def _check_mask(self, sample: int, mask: Tensor) -> None:
+        trained = (mask & self._image_tokens(sample)).nonzero()
+        if trained.numel():
+            raise DataError(
+                f"sample {sample}: {RESPONSE_MASK} counts token {int(trained[0])}, which is an "
+                "image's; give 0 there"
+            )
 
     @classmethod
     def from_prompt_response(
@@ -272,8 +314,9 @@ class SampleBatch:
         fields: Mapping[str, Sequence[Any]] | None = None,
         *,
         tensors: Mapping[str, TensorField] | None = None,
+        images: Sequence[Sequence[ImageRef]] | None = None,
     ) -> SampleBatch:
-        """A batch from prompts and responses; the responses count in the loss.
+        """A batch from prompts and responses; the responses count in the loss, without images.
 
             batch = SampleBatch.from_prompt_response(
                 [[5, 6], [5, 6]], [[7, 8, 9], [7]], {"advantages": [0.5, -0.5]}
@@ -281,7 +324,7 @@ class SampleBatch:
 
         Args:
             prompts, responses: per sample its token ids, unpadded: list or 1-d integer tensor.
-            fields, tensors: as in the constructor.
+            fields, tensors, images: as in the constructor.
 
         Raises:
             DataError: an invalid entry; the message names the sample and what to give.
@@ -292,9 +335,17 @@ class SampleBatch:
             (_part(i, p), _part(i, r))
             for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
         ]
-        masks = [torch.cat([torch.zeros(len(p)), torch.ones(len(r))]) for p, r in pairs]
-        masked = {RESPONSE_MASK: masks, **(fields or {})}
-        return cls([torch.cat(pair) for pair in pairs], masked, tensors=tensors)
+        batch = cls([torch.cat(pair) for pair in pairs], tensors=tensors, images=images)
+        masks = [batch._response(i, len(prompt)) for i, (prompt, _) in enumerate(pairs)]
+        for name, values in {RESPONSE_MASK: masks, **(fields or {})}.items():
+            batch.set_field(name, values)
+        return batch
+
+    def _response(self, sample: int, prompt_tokens: int) -> Tensor:
+        """The mask of a sample whose response counts, without images."""
+        mask = ~self._image_tokens(sample)
+        mask[:prompt_tokens] = False
+        return mask
 
     @classmethod
     def from_lengths(
@@ -304,6 +355,7 @@ class SampleBatch:
         fields: Mapping[str, Sequence[Any]] | None = None,
         *,
         loss_tokens: Sequence[int] | None = None,
+        images: Sequence[Sequence[ImageRef]] | None = None,
     ) -> SampleBatch:
         """A batch of lengths alone, for ranks that hold only their own samples' tokens.
 
@@ -318,6 +370,7 @@ class SampleBatch:
             loss_tokens: per sample the response tokens that count in the loss; None: all. A
                 sample's first token never counts. All ranks weight the loss by these numbers;
                 where fewer than all count, `set_tokens` must give the mask.
+            images: as in the constructor; pixels are asked for on the ranks that encode them.
 
         Raises:
             DataError: a number that is not an integer of at least 0, or an invalid field.
@@ -328,13 +381,12 @@ class SampleBatch:
             raise DataError("the batch has no samples; give at least 1")
         batch = cls([[0]])
         batch._tokens = {}
-        batch._lengths = []
-        masks = []
         pairs = zip(prompt_tokens, response_tokens, strict=True)
         for sample, (prompt, response) in enumerate(pairs):
             _check_counts(sample, prompt, response)
-            batch._lengths.append(prompt + response)
-            masks.append(torch.cat([torch.zeros(prompt), torch.ones(response)]))
+        batch._lengths = [p + r for p, r in zip(prompt_tokens, response_tokens, strict=True)]
+        batch._images = checked_images(images, batch._lengths)
+        masks = [batch._response(i, prompt) for i, prompt in enumerate(prompt_tokens)]
         for name, values in {RESPONSE_MASK: masks, **(fields or {})}.items():
             batch.set_field(name, values)
         if loss_tokens is not None:
