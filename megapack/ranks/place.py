@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 Phase = Literal[
-    "idle", "compile", "plan", "pack", "groups", "schedule", "forward", "backward",
+    "idle", "compile", "plan", "pack", "groups", "images", "schedule", "forward", "backward",
     "weight gradients", "reduction", "output", "optimizer", "calibration", "checkpoint", "export",
 ]  # fmt: skip
 """The last thing that began. `schedule` is the time between forwards and backwards."""

@@ -226,8 +226,8 @@ class PackedRow(RowTokens):
     images: tuple[ImageRef, ...] = field(default=(), metadata={"moves": False})
     """The different images of the row's samples, in the order of their features."""
     features_T: Tensor | None = field(default=None, metadata={"moves": False})
-    """int64, on the host: of each position the feature that stands there, -1 for text; None: the
-    row has no images. Those of an image are one after the other."""
+    """int64, on the host: of each position the feature that stands there, -1 for text; None: no
+    sample of the row has images. Those of an image are one after the other."""
     rotary_T3: Tensor | None = None
     """int64: the three positions of each position's token, see `images.positions`."""
     routing: RoutingRow | None = None

@@ -91,6 +91,8 @@ def pack_row(
     names = batch.field_names if field_names is None else field_names
     end_positions_E, end_samples_E = writer.last_tokens()
     images = held_images(batch, micro_batch)
+    # A piece after an image has none, but its positions follow from it.
+    has_images = any(map(batch.images, samples))
     return PackedRow(
         samples=samples,
         lengths=lengths,
@@ -116,8 +118,8 @@ def pack_row(
         tensors=batch.row_tensors(samples, _trees(branches)),
         ahead=tuple(writer.ahead(depth) for depth in range(1, num_ahead + 1)),
         images=images,
-        features_T=writer.features(images) if images else None,
-        rotary_T3=writer.rotary() if images else None,
+        features_T=writer.features(images) if has_images else None,
+        rotary_T3=writer.rotary() if has_images else None,
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -52,6 +53,7 @@ from megapack.rows.schedule_pass import SchedulePass
 from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch
 from megapack.schedule import checks
+from megapack.schedule.ahead import Ahead, StepImages
 from megapack.schedule.between_steps import BetweenSteps
 from megapack.schedule.call import StepCall
 from megapack.schedule.faults import check_loss
@@ -73,6 +75,14 @@ class StepResult:
     """Sum over all tokens of the step of weight * loss."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The objective's metrics by name: sums of weight * value, or the maximum of one in `_max`."""
+
+
+class Packed(NamedTuple):
+    """What a call runs, packed on this rank."""
+
+    rows: list[PackedRow]
+    images: StepImages | None
+    """None: the batch has none."""
 
 
 # The calls of a `ScheduleAdapter.step`, in order. `_check_and_pack`: `pack_row` makes a `PackedRow`
@@ -103,6 +113,8 @@ class ScheduleAdapter:
         head: "value" for a model with a value head, see `replace_output_layer`.
         executor: what runs a step: "megatron", its `forward_backward_func`; "operations", the
             plan's own order of operations; "auto", what the plan's policy needs.
+        vision: a `VisionTower`, in Megatron's DDP or not, which encodes the images of batches;
+            None: batches have none. Zero its gradients and update it as the chunks.
         ranks: the threads that pack ahead and carry errors between ranks. None: the first adapter
             of a process starts them for all its adapters, and a job of one process has none.
             `launch.stop`, or the end of the process, ends them.
@@ -125,6 +137,7 @@ class ScheduleAdapter:
         temperature: float = 1.0,
         head: checks.Head = "vocabulary",
         executor: ExecutorChoice = "auto",
+        vision: torch.nn.Module | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -170,14 +183,26 @@ class ScheduleAdapter:
             device=self._device,
             routing=self._routing,
             place=self.ranks.place,
+            ahead=self._ahead(vision),
         )
-        self._between_steps = BetweenSteps(self.chunks, self.config)
+        self._between_steps = BetweenSteps(self.runner.modules, self.config)
         self._checked_digest = ""
         self._runs_on_megatron = False
         # Tensor names that all ranks have agreed on; a batch without tensors needs no agreement.
         self._checked_inputs: set[tuple[str, ...]] = {()}
         # The call that `next_step` announced, and its rows.
-        self._announced: tuple[StepCall, Agreement[list[PackedRow]]] | None = None
+        self._announced: tuple[StepCall, Agreement[Packed]] | None = None
+
+    def _ahead(self, vision: Any) -> Ahead | None:
+        if vision is None:
+            return None
+        make = functools.partial(Ahead, vision, self.chunks, self.layout, self._groups)
+        return make(self._device)
+
+    @property
+    def modules(self) -> list[Any]:
+        """What is trained: the chunks, and the tower if there is one."""
+        return self.runner.modules
 
     def _checked_routing(self) -> ModelRouting:
         has_experts = bool(self.config.num_moe_experts)
@@ -264,14 +289,14 @@ class ScheduleAdapter:
             executor_choice=self.executor,
         )
         with self.ranks.guarded(f"step {step} of plan {plan.digest()[:12]}"):
-            rows = self._agreed_rows(call)
+            rows, images = self._agreed_rows(call)
             if next_step is not None:
                 reports = entropy if next_entropy is None else next_entropy
                 following = replace(call, step=next_step, entropy=reports)
                 self._announced = following, self._prepare(following)
             # A training loop may have frozen the embedding, or set recompute, since the last step.
             keep_gradients_through_recompute(self.chunks, self.config)
-            schedule_pass = self.runner.run(call, rows)
+            schedule_pass = self.runner.run(call, rows, images)
             self._between_steps.note_step()
             sums = reduce_metrics(
                 schedule_pass.sums,
@@ -340,8 +365,8 @@ class ScheduleAdapter:
             evaluating(self.chunks),
             gathering_again(self.chunks),
         ):
-            rows = self._agreed_rows(call)
-            schedule_pass = self.runner.run(call, rows)
+            rows, images = self._agreed_rows(call)
+            schedule_pass = self.runner.run(call, rows, images)
             return self._outputs(call, rows, schedule_pass)
 
     def _outputs(
@@ -381,8 +406,8 @@ class ScheduleAdapter:
             )
         return outputs
 
-    def _agreed_rows(self, call: StepCall) -> list[PackedRow]:
-        """This rank's rows, once all ranks have packed theirs for the same call."""
+    def _agreed_rows(self, call: StepCall) -> Packed:
+        """This rank's rows and images, once all ranks have packed theirs for the same call."""
         self.ranks.place.enter("pack")
         announced, self._announced = self._announced, None
         error: ConfigError | None = None
@@ -391,13 +416,13 @@ class ScheduleAdapter:
         except ConfigError as caught:  # raised on all ranks where they agree on the rows
             error = caught
         if announced is None:
-            rows = self._prepare(call, error).result()
+            packed = self._prepare(call, error).result()
         elif announced[0].key == call.key:
-            rows = announced[1].result()
+            packed = announced[1].result()
             if error is not None:
                 raise error
         else:
-            rows = self._unannounced_rows(call, error)
+            packed = self._unannounced_rows(call, error)
         if call.plan.policy.context_parallel == "dynamic":
             self.ranks.place.enter("groups")
             widths = {mb.width for mb in call.step_plan.microbatches}
@@ -406,9 +431,9 @@ class ScheduleAdapter:
             self.ranks.place.enter("groups")
             self.runner.channels.make(self._device)
         self._check_inputs(call.batch.tensor_names)
-        return rows
+        return packed
 
-    def _unannounced_rows(self, call: StepCall, error: ConfigError | None) -> list[PackedRow]:
+    def _unannounced_rows(self, call: StepCall, error: ConfigError | None) -> Packed:
         """Rows of a call that differs from the one that `next_step` announced.
 
         If only some ranks make such a call, the others are in a step by now, and only the
@@ -423,19 +448,17 @@ class ScheduleAdapter:
                 f"on it: {error}; make the same calls on all ranks, or pass next_step=None"
             ) from error
 
-    def _prepare(
-        self, call: StepCall, error: ConfigError | None = None
-    ) -> Agreement[list[PackedRow]]:
+    def _prepare(self, call: StepCall, error: ConfigError | None = None) -> Agreement[Packed]:
         """Pack on a thread, and agree with all ranks; they raise `error` if one of them has one."""
 
-        def work() -> list[PackedRow]:
+        def work() -> Packed:
             if error is not None:
                 raise error
             return self._check_and_pack(call)
 
         return self.ranks.prepare(work, call.same)
 
-    def _check_and_pack(self, call: StepCall) -> list[PackedRow]:
+    def _check_and_pack(self, call: StepCall) -> Packed:
         plan = call.plan
         if plan.layout != self.layout:
             raise DataError(f"the plan is for {plan.layout}, the adapter for {self.layout}")
@@ -466,7 +489,17 @@ class ScheduleAdapter:
             checks.check_reduction(self.config, self.chunks, self.layout)
         call.check(self.head)
         rows = [self._packed(call, microbatch) for microbatch in call.rows(self.dp_rank)]
-        return self._routing.with_routing(rows, call.routing, record=call.record_routing)
+        rows = self._routing.with_routing(rows, call.routing, record=call.record_routing)
+        return Packed(rows, self._images(call))
+
+    def _images(self, call: StepCall) -> StepImages | None:
+        if not call.batch.has_images:
+            return None
+        if self.runner.ahead is None:
+            raise DataError(
+                "the batch has images and the adapter no tower; give ScheduleAdapter(vision=...)"
+            )
+        return self.runner.ahead.prepare(call.step_plan, call.batch)
 
     def _packed(self, call: StepCall, microbatch: MicroBatch) -> PackedRow:
         plan = call.plan

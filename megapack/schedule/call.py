@@ -112,6 +112,7 @@ class StepCall:
             "executor": self.executor_choice,
             "counts of loss tokens": hashlib.sha256(counts).hexdigest(),
             "tensor fields": batch.tensor_signature,
+            "images": batch.image_signature,
         }
 
     def rows(self, dp_rank: int) -> Sequence[MicroBatch]:

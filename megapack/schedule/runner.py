@@ -24,6 +24,7 @@ from megapack.rows.chain import Link, link_rows
 from megapack.rows.packed import PackedRow, PlacedRow
 from megapack.rows.schedule_pass import SchedulePass
 from megapack.schedule import checks
+from megapack.schedule.ahead import Ahead, Encoded, StepImages
 from megapack.schedule.call import StepCall
 from megapack.schedule.channels import Channels, Exchange, StageOrder
 from megapack.schedule.faults import FiniteFlags, StepOutOfMemory, samples_text, stages_of
@@ -62,6 +63,8 @@ class ScheduleRunner:
     """The routing of the model's experts."""
     place: Place
     """The runner keeps it up to date."""
+    ahead: Ahead | None = None
+    """Encodes images; None: batches have none."""
 
     def __post_init__(self) -> None:
         groups = self.groups
@@ -72,8 +75,18 @@ class ScheduleRunner:
         # The step plan and what its stage runs, of this step and the next one.
         self._orders: dict[tuple[int, bool], tuple[StepPlan, StageOrder]] = {}
 
-    def run(self, call: StepCall, rows: list[PackedRow]) -> SchedulePass:
+    @property
+    def modules(self) -> list[Any]:
+        """The chunks, and the tower if there is one."""
+        return self.chunks if self.ahead is None else [*self.chunks, self.ahead.tower]
+
+    def run(
+        self, call: StepCall, rows: list[PackedRow], images: StepImages | None = None
+    ) -> SchedulePass:
         """Run all rows of this rank: forward, and in training also backward and reduction.
+
+        Args:
+            images: those of the step; None: it has none.
 
         Returns:
             This rank's sums and outputs. Recorded routing is in `rows`.
@@ -98,19 +111,30 @@ class ScheduleRunner:
         listeners = [*self.listeners, flags]
         context = PassContext(schedule_pass=schedule_pass, listeners=listeners, flags=flags)
         try:
-            self.run_schedule(call, rows, context)
+            self.run_schedule(call, rows, context, images)
         except torch.OutOfMemoryError as error:
             raise StepOutOfMemory.of(error, rows, self.place) from error
         if is_training and not checks.reduces(self.chunks):
-            params = [list(chunk.parameters()) for chunk in self.chunks]
+            params = [list(module.parameters()) for module in self.modules]
             flags.check_gradients([[p.grad for p in own if p.grad is not None] for own in params])
         self.place.enter("output")
         flags.refuse(lambda k: samples_text(rows[k].samples), device=self.device)
         return context.schedule_pass
 
-    def run_schedule(self, call: StepCall, rows: list[PackedRow], context: PassContext) -> None:
-        """Call Megatron's schedule, or run the operations of the plan's order."""
-        placed = self.placed(call, rows)
+    def run_schedule(
+        self,
+        call: StepCall,
+        rows: list[PackedRow],
+        context: PassContext,
+        images: StepImages | None,
+    ) -> None:
+        """Encode images, call Megatron's schedule or run the operations of the plan's order, and
+        run the tower's backward."""
+        encoded = None
+        if self.ahead is not None and images is not None:
+            self.place.enter("images")
+            encoded = self.ahead.encode(images, is_training=call.is_training)
+        placed = self.placed(call, rows, encoded)
         forward_step = self.forward_step(call, context)
         megatron = MegatronCall(
             chunks=self.chunks,
@@ -131,7 +155,7 @@ class ScheduleRunner:
                 keeps_outputs=call.executor == "megatron",
                 finalize=finalize,
             ),
-            apart_from_earlier(self.chunks) if call.is_training else contextlib.nullcontext(),
+            apart_from_earlier(self.modules) if call.is_training else contextlib.nullcontext(),
             self.routing.following(context.schedule_pass),
         ):
             if call.executor == "megatron":
@@ -150,6 +174,9 @@ class ScheduleRunner:
                 )
             else:
                 self._run_operations(call, placed, forward_step, context)
+            if self.ahead is not None and encoded is not None:
+                self.place.enter("images")
+                self.ahead.backward(encoded)
 
     def _run_operations(
         self,
@@ -204,19 +231,24 @@ class ScheduleRunner:
             self._orders = dict([*self._orders.items()][-1:]) | {key: kept}
         return kept[1]
 
-    def placed(self, call: StepCall, rows: list[PackedRow]) -> list[PlacedRow]:
+    def placed(
+        self, call: StepCall, rows: list[PackedRow], encoded: Encoded | None = None
+    ) -> list[PlacedRow]:
         """The rows on the device, with what a pass over all of them needs."""
         links = link_rows(rows, keeps_gradients=call.is_training, device=self.device)
-        return [self._placed(row, link) for row, link in zip(rows, links, strict=True)]
+        return [self._placed(row, link, encoded) for row, link in zip(rows, links, strict=True)]
 
-    def _placed(self, row: PackedRow, link: Link | None) -> PlacedRow:
+    def _placed(self, row: PackedRow, link: Link | None, encoded: Encoded | None) -> PlacedRow:
+        images = None
+        if self.ahead is not None and encoded is not None:
+            images = self.ahead.row(row, encoded)
         row = row.to(self.device)
         group = self.row_groups.of(row)
         routing = row.routing
         if routing is not None:
             groups = self.row_groups.routing(row)
             routing = dataclasses.replace(routing, groups=groups, link=link)
-        params = row_params(row, group, link)
+        params = row_params(row, group, link, images)
         return PlacedRow.of(row, routing=routing, params=params, cp_group=group, link=link)
 
     def forward_step(self, call: StepCall, context: PassContext) -> ForwardStep:

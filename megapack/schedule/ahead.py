@@ -1,0 +1,362 @@
+"""Images ahead of the schedule: each image of a step is encoded once, on one of all ranks.
+
+    refs, pixels -> prepare (owners) -> encode -> exchange -> FeatureTable -> (the rows' forwards
+    and backwards) -> exchange back -> the tower's backward -> sum over all ranks
+
+A tower in the first stage gives that stage more to do than the others, which no packing cures; and
+a prompt's image would be encoded in every row that has one of its samples. Here the work is spread
+over all ranks, pipeline stages too. A rank gets the features of its own rows, of the levels that
+its layers add. All sizes follow from the plan, so no sizes are sent.
+
+Features of a frozen tower are kept for the passes of a batch: old log-probs, reference and steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import heapq
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapack.errors import ConfigError, DataError
+from megapack.images import ImageRef
+from megapack.layout import Layout
+from megapack.model.head import unwrapped
+from megapack.model.vision.decoder import levels_of, read_images
+from megapack.model.vision.features import FeatureTable, RowFeatures, RowImages
+from megapack.model.vision.tower import VisionTower
+from megapack.plan.plan import StepPlan
+from megapack.rows.packed import PackedRow
+from megapack.rows.packing import held_images
+from megapack.rows.transfer import moved
+from megapack.samples import SampleBatch
+from megapack.schedule.checks import reduces
+
+# Patches of an image whose attention takes as long as everything else: 4 d n of attention and
+# 2 (4 d^2 + 2 d f) of products per patch, with d=1152 and f=4304, are equal at n=6,600.
+_EVEN_PATCHES = 6600
+# Threads that decode and resize, at most. Chosen by hand.
+_MOST_THREADS = 8
+
+
+class _Rank(NamedTuple):
+    """What the others must know of a rank."""
+
+    dp_rank: int
+    levels: tuple[int, ...]
+    """Levels of features that its layers read."""
+    gives_back: bool
+    """Whether its gradients count: without sequence parallelism all tensor-parallel ranks have the
+    same."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepImages:
+    """The images of one pass, the same on every rank but for pixels."""
+
+    refs: list[ImageRef]
+    """Different images."""
+    owners: list[int]
+    """The rank that encodes each."""
+    needs: list[list[int]]
+    """Per data-parallel rank the images of its rows, in the order of its table."""
+    pixels: dict[int, Tensor]
+    """Of images that this rank encodes."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Encoded:
+    """Features of one pass on this rank."""
+
+    images: StepImages
+    table: FeatureTable
+    starts: dict[str, int]
+    """By key: the image's first feature in the table."""
+    own: dict[int, Tensor]
+    """By image that this rank encodes: [levels, tokens, H], with the tower's graph."""
+
+
+class Ahead:
+    """Encodes images before a pass, and runs the tower's backward after it. One per adapter; the
+    constructor is a collective of all ranks.
+
+    Args:
+        tower: in Megatron's DDP, or not.
+        chunks: the decoder's, of this rank.
+        groups: Megatron's process groups.
+        device: of features.
+
+    Raises:
+        ConfigError: the decoder cannot read features.
+    """
+
+    def __init__(
+        self,
+        tower: Any,
+        chunks: Sequence[Any],
+        layout: Layout,
+        groups: Any,
+        device: torch.device,
+    ) -> None:
+        module = unwrapped(tower)
+        if not isinstance(module, VisionTower):
+            raise ConfigError(
+                f"vision is {type(module).__name__}; give a VisionTower, in Megatron's DDP or not"
+            )
+        if module.is_trained and reduces(chunks) != reduces([tower]):
+            raise ConfigError(
+                "of decoder and tower one is wrapped in Megatron's DDP and the other is not; wrap "
+                "both, the tower with pg_collection=tower.groups"
+            )
+        read_images(chunks, module.num_levels)
+        self.tower = tower
+        self._module = module
+        self._layout = layout
+        self._device = device
+        self._rank = dist.get_rank()
+        self._tp_rank = int(groups.tp.rank())
+        own = _Rank(
+            int(groups.dp.rank()),
+            tuple(levels_of(chunks, module.num_levels)),
+            layout.sequence_parallel or self._tp_rank == 0,
+        )
+        self._ranks: list[_Rank] = [own] * dist.get_world_size()
+        dist.all_gather_object(self._ranks, own)
+        self._own = own
+        self._threads = ThreadPoolExecutor(
+            min(_MOST_THREADS, os.cpu_count() or 1), "megapack-image"
+        )
+        self._loading: dict[str, Future[Tensor]] = {}
+        # Features of a frozen tower, by key.
+        self._kept: dict[str, Tensor] = {}
+
+    def prepare(self, step: StepPlan, batch: SampleBatch) -> StepImages:
+        """Who encodes which image, and this rank's pixels; local work, the same on every rank.
+
+        Raises:
+            DataError: an image does not suit the tower, or its pixels cannot be made.
+        """
+        images = self._planned(step, batch)
+        own = [i for i, owner in enumerate(images.owners) if owner == self._rank]
+        missing = [i for i in own if images.refs[i].key not in self._kept]
+        # All begin before the first is waited for.
+        loading = [(i, self._load(images.refs[i])) for i in missing]
+        for i, future in loading:
+            images.pixels[i] = self._checked(images.refs[i], future.result())
+            self._loading.pop(images.refs[i].key, None)
+        return images
+
+    def prefetch(self, step: StepPlan, batch: SampleBatch) -> None:
+        """Begin to make this rank's pixels of a pass that follows."""
+        images = self._planned(step, batch)
+        for ref, owner in zip(images.refs, images.owners, strict=True):
+            if owner == self._rank and ref.key not in self._kept:
+                self._load(ref)
+
+    def _planned(self, step: StepPlan, batch: SampleBatch) -> StepImages:
+        if batch.tensor_names:
+            raise DataError(
+                f"the batch has images and the tensor {batch.tensor_names[0]!r}; give one of them"
+            )
+        held = [
+            {ref.key: ref for mb in rows for ref in held_images(batch, mb)} for rows in step.ranks
+        ]
+        refs = {key: ref for own in held for key, ref in own.items()}
+        if not self._module.is_trained:
+            # The same owners in all passes of the batch, which keep what they have encoded.
+            every = (ref for i in range(len(batch)) for ref in batch.images(i))
+            refs = {ref.key: ref for ref in every}
+        for ref in refs.values():
+            if ref.merge != self._module.merge:
+                raise DataError(
+                    f"image {ref.key!r} has merge={ref.merge}, the tower merges "
+                    f"{self._module.merge} x {self._module.merge} patches; give merge="
+                    f"{self._module.merge}"
+                )
+        number = {key: i for i, key in enumerate(refs)}
+        return StepImages(
+            refs=list(refs.values()),
+            owners=spread([ref.patches for ref in refs.values()], len(self._ranks)),
+            needs=[[number[key] for key in own] for own in held],
+            pixels={},
+        )
+
+    def _load(self, ref: ImageRef) -> Future[Tensor]:
+        if ref.pixels is None:
+            raise DataError(f"image {ref.key!r} has no pixels on the rank that encodes it")
+        found = self._loading.get(ref.key)
+        if found is None:
+            found = self._loading.setdefault(ref.key, self._threads.submit(ref.pixels))
+        return found
+
+    def _checked(self, ref: ImageRef, pixels: Tensor) -> Tensor:
+        shape = (ref.patches, self._module.patch_numbers)
+        if tuple(pixels.shape) != shape:
+            raise DataError(
+                f"image {ref.key!r} of grid {ref.grid} has pixels of shape {tuple(pixels.shape)}, "
+                f"the tower reads {shape}; make grid and pixels with the model's own processor"
+            )
+        return pixels
+
+    def encode(self, images: StepImages, *, is_training: bool) -> Encoded:
+        """Encode this rank's images, and exchange features; a collective of all ranks."""
+        collects = is_training and self._module.is_trained
+        refs = images.refs
+        own = {
+            i: self._kept[refs[i].key]
+            for i, owner in enumerate(images.owners)
+            if owner == self._rank and refs[i].key in self._kept
+        }
+        with torch.set_grad_enabled(collects):
+            found = self._module.encode([refs[i] for i in images.pixels], [*images.pixels.values()])
+        own |= zip(images.pixels, found, strict=True)
+        if not self._module.is_trained:
+            self._kept = {refs[i].key: features for i, features in own.items()}
+        table, starts = self._tables(images, own)
+        return Encoded(images, FeatureTable(table, collects), starts, own)
+
+    def _tables(
+        self, images: StepImages, own: dict[int, Tensor]
+    ) -> tuple[dict[int, Tensor], dict[str, int]]:
+        """Send features to the ranks that need them, and join what arrives."""
+        refs, levels, width = images.refs, self._own.levels, self._module.width
+        sent = [
+            [own[i].detach()[list(to.levels)].flatten(0, 1) for i in self._sent(images, rank)]
+            for rank, to in enumerate(self._ranks)
+        ]
+        needed = images.needs[self._own.dp_rank]
+        due = [[i for i in needed if images.owners[i] == rank] for rank in range(len(self._ranks))]
+        like = next(self._module.parameters()).detach()
+        sizes = [[refs[i].tokens * len(levels) for i in each] for each in due]
+        arrived = _exchange(sent, sizes, like.new_empty(0, width))
+        ends = list(itertools.accumulate((refs[i].tokens for i in needed), initial=0))
+        starts = dict(zip((refs[i].key for i in needed), ends, strict=False))
+        values = like.new_empty(len(levels), ends[-1], width)
+        for i, features in zip(itertools.chain(*due), arrived, strict=True):
+            first, count = starts[refs[i].key], refs[i].tokens
+            values[:, first : first + count] = features.view(len(levels), count, width)
+        return dict(zip(levels, values, strict=True)), starts
+
+    def _sent(self, images: StepImages, reader: int) -> list[int]:
+        """The images of this rank that a rank reads, in the order of that one's table."""
+        needed = images.needs[self._ranks[reader].dp_rank]
+        return [i for i in needed if images.owners[i] == self._rank]
+
+    def backward(self, encoded: Encoded) -> None:
+        """Bring gradients of features back, and run the tower's backward; a collective."""
+        if not encoded.table.collects:
+            return
+        images, width = encoded.images, self._module.width
+        needed = images.needs[self._own.dp_rank] if self._own.gives_back else []
+        sent = [
+            [self._gradient(encoded, images.refs[i]) for i in needed if images.owners[i] == rank]
+            for rank in range(len(self._ranks))
+        ]
+        readers = [
+            (rank.levels, i)
+            for number, rank in enumerate(self._ranks)
+            for i in (self._sent(images, number) if rank.gives_back else ())
+        ]
+        sizes = [
+            [images.refs[i].tokens * len(rank.levels) for i in self._sent(images, number)]
+            if rank.gives_back
+            else []
+            for number, rank in enumerate(self._ranks)
+        ]
+        arrived = _exchange(sent, sizes, torch.empty(0, width, device=self._device))
+        # In the order of ranks, so that sums are the same in each run.
+        sums = {i: torch.zeros_like(one, dtype=torch.float32) for i, one in encoded.own.items()}
+        for (levels, i), grad in zip(readers, arrived, strict=True):
+            sums[i][list(levels)] += grad.view(len(levels), images.refs[i].tokens, width)
+        with self._without_sync():
+            if sums:
+                grads = [sums[i].to(one.dtype) for i, one in encoded.own.items()]
+                torch.autograd.backward([*encoded.own.values()], grads)
+        self._reduce()
+
+    def _gradient(self, encoded: Encoded, ref: ImageRef) -> Tensor:
+        """The gradient of an image's features on this rank, [levels * tokens, H]."""
+        first = encoded.starts[ref.key]
+        gradients = encoded.table.gradients
+        zeros = torch.zeros(ref.tokens, self._module.width, device=self._device)
+        parts = [
+            gradients[level][first : first + ref.tokens] if level in gradients else zeros
+            for level in self._own.levels
+        ]
+        return torch.cat(parts) if parts else zeros[:0]
+
+    @contextlib.contextmanager
+    def _without_sync(self) -> Iterator[None]:
+        with self.tower.no_sync() if reduces([self.tower]) else contextlib.nullcontext():
+            yield
+
+    def _reduce(self) -> None:
+        """Add the tower's gradients over all ranks."""
+        if reduces([self.tower]):
+            if self.tower.ddp_config.overlap_grad_reduce:
+                self.tower.start_grad_sync()
+            self.tower.finish_grad_sync()
+            return
+        for param in self._module.parameters():
+            if param.requires_grad:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                dist.all_reduce(param.grad)
+
+    def row(self, row: PackedRow, encoded: Encoded) -> RowImages | None:
+        """What layers read of a row, on the device; None if no sample of it has images."""
+        if row.features_T is None or row.rotary_T3 is None:
+            return None
+        numbers = [torch.arange(ref.tokens) + encoded.starts[ref.key] for ref in row.images]
+        index_T = row.features_T
+        if self._layout.sequence_parallel:
+            index_T = index_T.chunk(self._layout.tp)[self._tp_rank]
+        (positions_P,) = (index_T >= 0).nonzero(as_tuple=True)
+        # A piece after an image reads no feature.
+        index_P = torch.cat([index_T.new_zeros(0), *numbers])[index_T[positions_P]]
+        places = moved((positions_P, index_P, row.rotary_T3), self._device)
+        features = RowFeatures(encoded.table, *places[:2])
+        return RowImages(places[2], self._module.mrope, features)
+
+
+def _exchange(
+    sent: Sequence[Sequence[Tensor]], due: Sequence[Sequence[int]], empty: Tensor
+) -> Sequence[Tensor]:
+    """Send rows of channels between all ranks.
+
+    Args:
+        sent: per rank what it gets, each [rows, H].
+        due: per rank the rows of each tensor that comes from it.
+        empty: [0, H] of the type and device of what is sent.
+
+    Returns:
+        What arrives, in the order of ranks.
+    """
+    outgoing = torch.cat([empty, *itertools.chain(*sent)])
+    incoming = outgoing.new_empty(sum(map(sum, due)), empty.shape[1])
+    counts = [sum(len(one) for one in each) for each in sent]
+    dist.all_to_all_single(incoming, outgoing, [sum(each) for each in due], counts)
+    return torch.split(incoming, [*itertools.chain(*due)])
+
+
+def spread(patches: Sequence[int], num_ranks: int) -> list[int]:
+    """A rank for each image, so that all have about as much to do: the longest first.
+
+    >>> spread([4, 64, 16, 16, 32], 2)
+    [1, 0, 1, 1, 1]
+    """
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    owners = [0] * len(patches)
+    for i in sorted(range(len(patches)), key=lambda i: -patches[i]):
+        load, rank = heapq.heappop(loads)
+        owners[i] = rank
+        heapq.heappush(loads, (load + patches[i] * (1 + patches[i] / _EVEN_PATCHES), rank))
+    return owners
