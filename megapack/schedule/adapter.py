@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -25,40 +25,35 @@ from megapack.errors import ConfigError, DataError, ScheduleError, of_all_ranks
 from megapack.layout import Layout
 from megapack.loss.sequence import metric_names
 from megapack.loss.token import LossWeighting, Objective
-from megapack.model import weight_gradients
 from megapack.model.attention.latent import close_gaps
 from megapack.model.attention.rotary import gather_rotary_tables
 from megapack.model.attention.te_rows import hook_te_attention
 from megapack.model.biases import repair_biases
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import collect_routing
-from megapack.model.head import marked, unwrapped
+from megapack.model.head import marked
 from megapack.model.logprobs import VocabHead
-from megapack.model.mtp import loss_coefs, loss_names, num_depths
+from megapack.model.mtp import loss_coefs, loss_names
 from megapack.model.overlap import gathering_again
 from megapack.model.parameters import (
     gather_norm_outputs,
     keep_gradients_through_recompute,
     mark_splits,
 )
-from megapack.model.recurrent.heads import check_heads
-from megapack.plan.check import check_plan
-from megapack.plan.plan import MicroBatch, Plan
+from megapack.plan.plan import Plan
 from megapack.ranks.agree import Agreement, agree, on_any_rank
 from megapack.ranks.links import Ranks, process_ranks
 from megapack.rows.outputs import Scope, reduce_metrics, scatter_to_samples
 from megapack.rows.packed import PackedRow
-from megapack.rows.packing import pack_row
 from megapack.rows.schedule_pass import SchedulePass
-from megapack.rows.slices import slice_row
 from megapack.samples import SampleBatch
 from megapack.schedule import checks
-from megapack.schedule.ahead import Ahead, StepImages
+from megapack.schedule.ahead import Ahead
 from megapack.schedule.between_steps import BetweenSteps
 from megapack.schedule.call import StepCall
 from megapack.schedule.faults import check_loss
 from megapack.schedule.forward import HeadOptions, accepted_inputs
-from megapack.schedule.row_rules import check_rows, row_features
+from megapack.schedule.packer import Packed, Packer
 from megapack.schedule.runner import ScheduleRunner, evaluating, process_groups
 
 # Seconds to wait for the other ranks if a call is not the one that `next_step` announced. Ranks
@@ -77,15 +72,7 @@ class StepResult:
     """The objective's metrics by name: sums of weight * value, or the maximum of one in `_max`."""
 
 
-class Packed(NamedTuple):
-    """What a call runs, packed on this rank."""
-
-    rows: list[PackedRow]
-    images: StepImages | None
-    """None: the batch has none."""
-
-
-# The calls of a `ScheduleAdapter.step`, in order. `_check_and_pack`: `pack_row` makes a `PackedRow`
+# The calls of a `ScheduleAdapter.step`, in order. `Packer`: `pack_row` makes a `PackedRow`
 # of each micro-batch, on a thread during the step before if that one announced this. `agree`: all
 # ranks have packed the same call, or all raise. `ScheduleRunner.run`: Megatron's schedule, or the
 # plan's operations, run rows with a `ForwardStep`; `LastStage` computes the loss. Then all ranks
@@ -186,8 +173,7 @@ class ScheduleAdapter:
             ahead=self._ahead(vision),
         )
         self._between_steps = BetweenSteps(self.runner.modules, self.config)
-        self._checked_digest = ""
-        self._runs_on_megatron = False
+        self._packer = Packer(self.runner, self.head, self.vocab_size)
         # Tensor names that all ranks have agreed on; a batch without tensors needs no agreement.
         self._checked_inputs: set[tuple[str, ...]] = {()}
         # The call that `next_step` announced, and its rows.
@@ -454,67 +440,9 @@ class ScheduleAdapter:
         def work() -> Packed:
             if error is not None:
                 raise error
-            return self._check_and_pack(call)
+            return self._packer.pack(call)
 
         return self.ranks.prepare(work, call.same)
-
-    def _check_and_pack(self, call: StepCall) -> Packed:
-        plan = call.plan
-        if plan.layout != self.layout:
-            raise DataError(f"the plan is for {plan.layout}, the adapter for {self.layout}")
-        checks.check_head(self.chunks, self.head)
-        if call.has_planned_rows:
-            checks.check_planned_rows(self.config, plan.policy)
-        checks.check_counts(plan, self.config)
-        features = row_features(plan, call.rows(self.dp_rank))
-        if "wide" in features:
-            self.runner.row_groups.check(self.dp_rank)
-        check_rows(self.chunks, self.config, features, is_training=call.is_training)
-        shared_by = {self.layout.cp * row.width for row in call.step_plan.microbatches}
-        check_heads(map(unwrapped, self.chunks), shared_by)
-        if plan.digest() != self._checked_digest:
-            check_plan(plan, call.batch.lengths)
-            self._checked_digest = plan.digest()
-        checks.check_config(self.config, self.layout)
-        if call.executor == "operations":
-            checks.check_operations(self.config)
-            self.runner.stage_order(call)
-            if call.has_weight_operations:
-                weight_gradients.check(self.chunks, self.config)
-        elif not self._runs_on_megatron:
-            # Layers are built so: later steps need not walk over all modules.
-            weight_gradients.check_none_puts_off(self.chunks)
-            self._runs_on_megatron = True
-        if call.is_training:
-            checks.check_reduction(self.config, self.chunks, self.layout)
-        call.check(self.head)
-        rows = [self._packed(call, microbatch) for microbatch in call.rows(self.dp_rank)]
-        rows = self._routing.with_routing(rows, call.routing, record=call.record_routing)
-        return Packed(rows, self._images(call))
-
-    def _images(self, call: StepCall) -> StepImages | None:
-        if not call.batch.has_images:
-            return None
-        if self.runner.ahead is None:
-            raise DataError(
-                "the batch has images and the adapter no tower; give ScheduleAdapter(vision=...)"
-            )
-        return self.runner.ahead.prepare(call.step_plan, call.batch)
-
-    def _packed(self, call: StepCall, microbatch: MicroBatch) -> PackedRow:
-        plan = call.plan
-        row = pack_row(
-            call.batch,
-            microbatch,
-            plan.layout,
-            call.sample_weights,
-            call.field_names,
-            plan.colocate_ids,
-            self.vocab_size,
-            plan.prefix_table,
-            num_depths(self.config),
-        )
-        return slice_row(row, *self.runner.row_groups.slice_of(microbatch, self.dp_rank))
 
     def _check_inputs(self, names: tuple[str, ...]) -> None:
         """Refuse a tensor that no chunk of any rank accepts: it would be ignored silently."""

@@ -77,7 +77,7 @@ MEGATRON = [
 ]
 
 # Modules that use transformers: its tokenizers and processors, and its towers.
-TRANSFORMERS = ["job.data.hf_tokenizer", "model.vision.tower"]
+TRANSFORMERS = ["job.data.hf_tokenizer", "job.data.toy_images", "model.vision.tower"]
 
 # Only hosts/ imports other frameworks. Megatron-LM's training scripts count as one.
 FRAMEWORKS = (
