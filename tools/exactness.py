@@ -2,7 +2,7 @@
 
     python tools/exactness.py [--cases PATTERN] [--models PATTERN] [--prefixes PATTERN]
         [--dynamic-cp PATTERN] [--split-samples PATTERN] [--hybrid PATTERN]
-        [--executor operations]
+        [--vision PATTERN] [--executor operations]
     python tools/exactness.py --attention te [--te 2.11.0] [the same patterns]
 
 Runs the reference and then each case of `tests/dist/exactness/cases.py` on 1, 2, 4 and 8 processes
@@ -11,6 +11,9 @@ transformers; and rows with shared prefixes, samples in pieces, and rows over se
 ranks, the cases of `tests/dist/rows/prefix_cases.py`, `split_cases.py` and `wide_cases.py`. With
 some of the patterns, only those. Hybrid models, their folders too, run only with their pattern, on
 Megatron-Core 0.18 or later.
+
+Models with images, the cases of `tests/dist/vision/vision_cases.py` beside transformers, run only
+with `--vision`; its mutations, which must be seen, are tests (`-m weekly`).
 
 Each kind has a file of `tools/pages/exactness_files.py`. A pattern other than '*' leaves the file
 as it is and prints its table only.
@@ -62,6 +65,9 @@ from tests.dist.rows.row_problem import TAUGHT  # noqa: E402
 from tests.dist.run_cases import run_cases  # noqa: E402
 from tests.dist.schedule.operations_worker import OVERLAP, OVERLAP_CASES  # noqa: E402
 from tests.dist.spawn import checked_job  # noqa: E402
+from tests.dist.vision.vision_cases import CASES as VISION_CASES  # noqa: E402
+from tests.dist.vision.vision_cases import run_vision_cases  # noqa: E402
+from tests.dist.vision.vision_cases import runnable as runnable_vision  # noqa: E402
 from tools.pages.exactness_files import is_whole, publish  # noqa: E402
 from tools.pages.measured import versions  # noqa: E402
 
@@ -361,6 +367,58 @@ def model_lines(names: list[str]) -> list[str]:
     ]
 
 
+_VISION_ROWS = {
+    "whole": "whole samples",
+    "shared": "shared prefixes",
+    "pieces": "pieces",
+    "shared_pieces": "shared prefixes in pieces",
+    "wide": "over two ranks",
+    "split": "split backwards",
+}
+_VISION_TRAINED = {
+    "all": "all",
+    "merger": "merger alone",
+    "tower": "tower alone",
+    "frozen": "decoder alone",
+}
+
+
+def vision_lines(names: list[str]) -> list[str]:
+    """What was found for models with images beside transformers."""
+    if not names:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_vision_cases(names, Path(folder))
+    parts = ("tower", "merger", "deepstack", "decoder")
+    columns = ("logprob_error", "norm_error")
+    largest = [
+        max(found["gradients"].get(part, 0.0) for found in results.values()) for part in parts
+    ]
+    lines = [
+        f"{len(results)} cells; largest errors of a tensor's gradient: tower {largest[0]:.1e}, "
+        f"mergers {largest[1]:.1e}, DeepStack's mergers {largest[2]:.1e}, decoder "
+        f"{largest[3]:.1e}; of a log-prob {max(r['logprob_error'] for r in results.values()):.1e} nats.",
+        "",
+        "| model | layout | rows | trained | recompute | log-prob | tower | merger | DeepStack | "
+        "decoder | norm |",
+        "|---" * 11 + "|",
+    ]
+    for name in names:
+        case, found = VISION_CASES[name], results[name]
+        cells = [
+            case.family,
+            layout_text(case.layout, "moe" in case.family),
+            _VISION_ROWS[case.rows] + (", then a step of text" if case.text_step else ""),
+            _VISION_TRAINED[case.trained],
+            case.recompute,
+        ]
+        numbers = [found[columns[0]], *(found["gradients"].get(part) for part in parts)]
+        numbers.append(found[columns[1]])
+        cells += ["-" if number is None else f"{number:.1e}" for number in numbers]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def row_lines(group: str, pattern: str) -> list[str]:
     """What was found for a group of rows that are made in a special way."""
     names = [
@@ -515,6 +573,7 @@ def main() -> int:
     parser.add_argument("--dynamic-cp", help="glob of the cases with wide rows to run")
     parser.add_argument("--split-samples", help="glob of the cases with samples in pieces to run")
     parser.add_argument("--hybrid", help="glob of the cases of hybrid models to run")
+    parser.add_argument("--vision", help="glob of the cases of models with images to run")
     parser.add_argument("--executor", choices=get_args(Executor), default="megatron")
     parser.add_argument("--attention", choices=("sdpa", "te"), default="sdpa")
     parser.add_argument("--te", default=te_python.VERSION, help="release of Transformer Engine")
@@ -527,7 +586,8 @@ def main() -> int:
         options.split_samples,
         options.models,
     )
-    everything = all(pattern is None for pattern in (*patterns, options.hybrid))
+    apart = (options.hybrid, options.vision)
+    everything = all(pattern is None for pattern in (*patterns, *apart))
     if options.attention == "te":
         if te_python.without_te(options.te):
             parser.error(te_python.without_te(options.te))
@@ -541,6 +601,10 @@ def main() -> int:
         return 0
     if options.hybrid is not None:
         publish_hybrid(options.hybrid)
+    if options.vision is not None:
+        lines = vision_lines(fnmatch.filter(runnable_vision(), options.vision))
+        whole = is_whole(options.vision)
+        publish_kind("exactness_vision", lines, "transformers", whole=whole)
     for group, pattern, name in (
         ("wide", options.dynamic_cp, "exactness_dynamic_cp"),
         ("split", options.split_samples, "exactness_split_samples"),

@@ -38,6 +38,12 @@ FILES = {
         f"Models of folders on layouts, against transformers with one unpadded sample at a time. "
         f"{_CELL}",
     ),
+    "exactness_vision": (
+        "Exactness of models with images",
+        "Packed steps of models with images on layouts, against transformers with one unpadded "
+        "sample at a time in fp64: the largest error of a log-prob in nats, the relative error of "
+        "the worst tensor's gradient in each part of the model, and of the norm of all gradients.",
+    ),
     "exactness_te": (
         "Exactness over Transformer Engine's layers",
         "The cases of the other files over Transformer Engine's layers on stand-ins of its "

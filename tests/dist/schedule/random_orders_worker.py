@@ -77,11 +77,11 @@ def run_layout(name: str, num_orders: int) -> dict[str, Any]:
         objective=SFT(),
     )
     megatron = ScheduleAdapter(chunks, layout=layout)
-    rows = megatron._agreed_rows(call)
+    rows = megatron._agreed_rows(call).rows
     want = _gradients(megatron, call, rows)
     adapter = ScheduleAdapter(chunks, layout=layout, executor="operations")
     call = dataclasses.replace(call, executor_choice="operations")
-    rows = adapter._agreed_rows(call)
+    rows = adapter._agreed_rows(call).rows
     rng = random.Random(problem.SEED)
     begin = time.monotonic()
     errors = []
