@@ -92,7 +92,11 @@ def _print(data: Dataset, number: int, file: str) -> None:
     (known,) = data.rewards(one)
     (num_prompt,), (num_response,) = data.prompt_tokens(one), data.response_tokens(one)
     num_counting = sum(data.loss_tokens(everything))
-    print(f"{len(data)} samples, {data.lengths.sum()} tokens, {num_counting} count in the loss")
+    images = [image for refs in data.images(everything) for image in refs]
+    num_patches = sum(image.patches for image in images)
+    shown = f", {len(images)} images with {num_patches} patches" if images else ""
+    tokens = data.lengths.sum()
+    print(f"{len(data)} samples, {tokens} tokens{shown}, {num_counting} count in the loss")
     facts = [
         f"{file}:{line}",
         f"sample {part} of its line",
@@ -110,13 +114,21 @@ def _print(data: Dataset, number: int, file: str) -> None:
 
 
 def _cells(data: Dataset, number: int, tokenizer: Tokenizer) -> str:
-    """Each token as text/id, those that count in brackets, in lines of `_WIDTH`."""
+    """Each token as text/id, those that count in brackets, in lines of `_WIDTH`; an image as a box
+    in place of its tokens."""
     tokens = data.tokens(number)
     ids = np.concatenate([tokens.prompt_ids, tokens.response_ids]).tolist()
-    lines = [""]
+    cells = []
     for token, text, counts in zip(ids, tokenizer.token_texts(ids), tokens.counts, strict=True):
         cell = f"{_visible(text)}/{token}"
-        cell = f"[{cell}]" if counts else cell
+        cells.append(f"[{cell}]" if counts else cell)
+    (images,) = data.images(np.array([number]))
+    for image in reversed(images):
+        _, rows, columns = image.grid
+        box = f"[image {rows}x{columns} patches, {image.tokens} tokens, key {image.key[:6]}]"
+        cells[image.offset : image.end] = [box]
+    lines = [""]
+    for cell in cells:
         if lines[-1] and len(lines[-1]) + len(cell) >= _WIDTH:
             lines.append("")
         lines[-1] += f"  {cell}" if not lines[-1] else f" {cell}"

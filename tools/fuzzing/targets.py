@@ -127,7 +127,7 @@ def tokens_of(tokenizer: ByteTokenizer, chat: ChatText) -> ChatTokens:
     for start, stop in chat.spans:
         before, own = chat.text[:start], chat.text[start:stop]
         mask[len(tokenizer.encode(before)) :][: len(tokenizer.encode(own))] = True
-    return ChatTokens(tokenizer.encode(chat.text), mask)
+    return ChatTokens(tokenizer.encode(chat.text), mask, chat.num_messages)
 
 
 class ChatBytes(ByteTokenizer):

@@ -40,6 +40,8 @@ class ChatText:
     text: str
     spans: list[Span]
     """What counts in the loss, in order; of the template's own rendering, what it marks."""
+    num_messages: int = 0
+    """Of a sample: those that it has, from the first on."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class _Endings:
                     text += self._at_the_end(messages, turn)
                 stop = len(text) if marker is None else marker.end()
             spans += [*found.spans[:-1], (start, stop)]
-        return ChatText(text, spans)
+        return ChatText(text, spans, turns[-1] + 1)
 
     def _ends(self, text: str) -> bool:
         """Whether the text of a turn ends with the token that ends turns."""

@@ -24,6 +24,7 @@ COLUMNS = (
     *("messages", "tools", "chat_template_kwargs"),
     *("chosen", "rejected", "chosen_ids", "rejected_ids"),
     *("group", "rollout", "reward", "advantage", "routed_experts"),
+    "images",
     *TOKEN_COLUMNS,
     *UNREAD_COLUMNS,
 )
@@ -31,8 +32,8 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 # What is read, and tokenized by one process, at once: about 1000 short chats.
 _BLOCK_BYTES = 1 << 20
 _BLOCK_ROWS = 512
-# Of rows with the experts of each token, which take kilobytes per token as Python lists.
-_ROUTED_ROWS = 4
+# Of rows with the experts of each token, which take kilobytes per token as Python lists, or images.
+_LARGE_ROWS = 4
 
 Row = bytes | dict[str, Any]
 """One line of JSON Lines, or the cells of a Parquet row by column."""
@@ -181,7 +182,7 @@ def _parquet_blocks(path: Path) -> Iterator[TableRows]:
         raise DataError(f"{path}: not Parquet, it is {kind}") from None
     first = 1
     columns = [name for name in file.schema_arrow.names if name in COLUMNS]
-    at_once = _ROUTED_ROWS if "routed_experts" in columns else _BLOCK_ROWS
+    at_once = _LARGE_ROWS if {"routed_experts", "images"} & {*columns} else _BLOCK_ROWS
     try:
         for batch in file.iter_batches(at_once, columns=columns):
             out = pyarrow.BufferOutputStream()

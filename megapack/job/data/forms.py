@@ -92,7 +92,11 @@ def _kind(message: Message) -> Any:
         (*sorted(call), *sorted(_function(call)), bool(_function(call).get("arguments")))
         for call in message.get("tool_calls", ())
     }
-    return message["role"], keys, frozenset(calls), _THOUGHT_END in (message.get("content") or "")
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        kinds = tuple(part["type"] for part in content)
+        return message["role"], keys, frozenset(calls), kinds
+    return message["role"], keys, frozenset(calls), _THOUGHT_END in content
 
 
 def _kind_of_tools(tools: Sequence[Any] | None) -> Any:
@@ -168,7 +172,13 @@ class _Marks:
             if message.get(key) and key not in ("content", "tool_calls"):
                 found[key] = self._value(message[key], index, f"{key} of role {role}")
         content = message.get("content")
-        if content:
+        if isinstance(content, list):
+            name = f"content of role {role}"
+            found["content"] = [
+                {**part, "text": self._new(index, name)} if part["type"] == "text" else part
+                for part in content
+            ]
+        elif content:
             found["content"] = self._new(index, f"content of role {role}")
             if _THOUGHT_END in content:
                 thought = self._new(index, f"text before {_THOUGHT_END} of role {role}")

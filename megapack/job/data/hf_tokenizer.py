@@ -71,7 +71,7 @@ class HfTokenizer:
     def digest(self) -> str:
         """See `Tokenizer`: of the files' names and contents as they are now, the packages'
         versions, and of what else decides chats."""
-        versions = _versions()
+        versions = package_versions()
         rest = (_FORMAT, versions, self._stop_ids, sorted(self.template_arguments.items()))
         digest = hashlib.sha256(repr(rest).encode())
         for path in sorted(path for pattern in _FILES for path in self.folder.glob(pattern)):
@@ -225,11 +225,11 @@ class HfTokenizer:
             touched = np.flatnonzero((starts < end) & (stops > first) & (stops > starts))
             if touched.size:
                 mask[touched[0] : touched[-1] + 1] = True
-        return ChatTokens(np.array(encoding.ids, dtype=np.int64), mask)
+        return ChatTokens(np.array(encoding.ids, dtype=np.int64), mask, chat.num_messages)
 
 
 @functools.cache
-def _versions() -> list[str]:
+def package_versions() -> list[str]:
     """The versions of the packages that make ids of text; they are not imported."""
     found = []
     for name in ("transformers", "tokenizers", "jinja2"):

@@ -2,7 +2,8 @@
 
     data.jsonl  ->  .data.jsonl.<key>.megapack-index.npy, .megapack-tokens.npy
                     (and .megapack-routes.npy if samples carry routed experts, and one such
-                    file for each column of values per response token)
+                    file for each column of values per response token, and those of
+                    `stored_images` if samples have images)
 
 A rank needs the lengths, prompt groups and rewards of all samples to plan, but only the tokens of
 the samples that it packs. Samples are tokenized once, when the files are written. The files are
@@ -31,9 +32,11 @@ import numpy.typing as npt
 from megapack.base.array_file import ArrayFile
 from megapack.base.files import read_text, write_whole
 from megapack.errors import DataError
+from megapack.images import ImageNumbers, Images
 from megapack.job.data.content import SUFFIX, Content, remembered
 from megapack.job.data.files import list_files, read_blocks
 from megapack.job.data.rollouts import ROUTES, Rollout, TokenColumns
+from megapack.job.data.stored_images import IMAGE_DTYPE, IMAGES, SOURCES, Sources, StoredImages
 from megapack.job.data.token_blocks import (
     ARRAYS,
     BITS,
@@ -67,7 +70,7 @@ _SIGN_BIT = 31
 # Names of arrays in files and in the digest of the samples, which checkpoints hold.
 _STORED = {name: "routes" if name == ROUTES else name for name in ARRAYS}
 _ARRAYS = {name: f".megapack-{stored}.npy" for name, stored in _STORED.items()}
-_SUFFIXES = (_TOKENS, *_ARRAYS.values(), _SAMPLES, _INDEX)
+_SUFFIXES = (_TOKENS, *_ARRAYS.values(), IMAGES, SOURCES, _SAMPLES, _INDEX)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +105,16 @@ class StoredSamples:
     arrays: TokenColumns
     """Columns [response tokens of all samples, ...], and routes [routed tokens of all samples, MoE
     layers, k], of those that the samples have."""
+    stored_images: StoredImages | None = None
+    """None: no sample has one."""
+
+    def images(self, numbers: npt.NDArray[np.int64]) -> list[Images]:
+        """The images of each sample; their `pixels` read and process them, on any thread.
+
+        Those raise DataError with file and line if an image cannot be decoded or has changed.
+        """
+        stored = self.stored_images
+        return [stored.of(sample) if stored else () for sample in self.index[numbers]]
 
     def prefixes(
         self,
@@ -112,7 +125,8 @@ class StoredSamples:
     ) -> SharedPrefixes:
         """What samples have in common at their beginnings, by the order of `numbers`.
 
-        Only tokens that samples have in common are read, and the routes of these.
+        Only tokens that samples have in common are read, and the routes of these. Tokens of images
+        are equal if the images are.
 
         Args:
             mtp_num_layers: layers of multi-token prediction of the model.
@@ -122,12 +136,14 @@ class StoredSamples:
         starts = index["start"].tolist()
         lengths = index["prompt_tokens"] + index["response_tokens"]
         stops = (index["start"] + lengths).tolist()
+        images = self.images(numbers)
+        image_numbers = ImageNumbers()
 
-        def read(sample: int, first: int, last: int) -> Tokens:
+        def read(sample: int, first: int, last: int) -> npt.NDArray[Any]:
             start = starts[sample]
             stored = self.all_tokens[start + first : min(start + last, stops[sample])]
             # ~id is -1 - id, and the sign bit shifts to -1 where it is set.
-            return stored ^ (stored >> _SIGN_BIT)
+            return image_numbers.compared(stored ^ (stored >> _SIGN_BIT), images[sample], first)
 
         routing: list[Routes | None] | None = None
         if replays_routes:
@@ -181,13 +197,16 @@ def load_samples(
         DataError: a file cannot be read or has a bad sample. The message has file, line and reason.
     """
     files = list_files(path)
+    if settings.images is not None:
+        reader = dataclasses.replace(settings.images, data_folder=_data_folder(path))
+        settings = dataclasses.replace(settings, images=reader)
     folders = (_data_folder(path), spare_folder)
     content = Content(Path(path), files, folders)
     key = index_key(content.digest, settings)
     stems = [folder / (content.name + key) for folder in folders]
     for stem in stems:
         with contextlib.suppress(OSError, ValueError, EOFError, IndexError):
-            stored = _read(stem)
+            stored = _read(stem, files, settings)
             content.remember(stem.parent)
             return stored
     for stem in stems:
@@ -195,7 +214,7 @@ def load_samples(
             _write(stem, files, settings, num_workers, content.check)
             content.remember(stem.parent)
             _remove_outdated(stem, content.digest)
-            return _read(stem)
+            return _read(stem, files, settings)
     raise DataError(
         f"the index of {path} can be written neither to {stems[0].parent} nor to "
         f"{stems[1].parent}; set runs_dir to a folder that can be written"
@@ -211,9 +230,10 @@ def index_key(content: str, settings: ReadSettings) -> str:
     rest = [
         getattr(settings, each.name)
         for each in dataclasses.fields(settings)
-        if each.name != "tokenizer"
+        if each.name not in ("tokenizer", "images")
     ]
-    whole = repr((_sources(), content, settings.tokenizer.digest, rest))
+    digests = [settings.tokenizer.digest, settings.images and settings.images.digest]
+    whole = repr((_sources(), content, digests, rest))
     return hashlib.sha256(whole.encode()).hexdigest()[:_KEY_CHARS]
 
 
@@ -226,12 +246,16 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _samples_digest(index: Index, tokens: Tokens, arrays: TokenColumns) -> str:
+def _samples_digest(
+    index: Index, tokens: Tokens, arrays: TokenColumns, images: StoredImages | None = None
+) -> str:
     """`StoredSamples.samples_digest`."""
     trained: dict[str, npt.NDArray[Any]] = {name: index[name] for name in _TRAINED_COLUMNS}
     trained["tokens"] = tokens
     for name, array in arrays.items():
         trained[_STORED[name]] = array.astype(ARRAYS[name], copy=False)
+    if images:
+        trained |= {"images": index["images"], **images.trained}
     parts = sorted(
         (name, hashlib.sha256(np.ascontiguousarray(array).data).hexdigest())
         for name, array in trained.items()
@@ -278,6 +302,7 @@ class _Builder:
         index["start"] = _starts(lengths)
         index["route_start"] = np.where(is_routed, _starts(lengths * is_routed), -1)
         index["response_start"] = _starts(index["response_tokens"])
+        index["image_start"] = _starts(index["images"])
         return index
 
     def _check_arrays(self, token_block: TokenBlock) -> None:
@@ -343,11 +368,19 @@ def _write(
     blocks = ((n, block) for n, path in enumerate(files) for block in read_blocks(path))
     total = sum(path.stat().st_size for path in files)
     builder = _Builder()
+    sources = Sources()
     num_skipped = 0
     num_truncated = 0
     with contextlib.ExitStack() as stack:
         tokens = stack.enter_context(ArrayFile(_named(stem, _TOKENS), np.dtype("<i4")))
         others: dict[str, ArrayFile] = {}
+
+        def write(suffix: str, dtype: npt.DTypeLike, items: Any, shape: tuple[int, ...]) -> None:
+            if suffix not in others:
+                file_of = ArrayFile(_named(stem, suffix), np.dtype(dtype), shape)
+                others[suffix] = stack.enter_context(file_of)
+            others[suffix].write(items)
+
         for file, token_block in read_token_blocks(blocks, settings, num_workers, total):
             try:
                 builder.add(token_block)
@@ -357,12 +390,12 @@ def _write(
                 raise DataError(f"{files[file]}:{token_block.error}")
             tokens.write(token_block.tokens)
             for name, arrays in token_block.arrays.items():
-                if name not in others:
-                    path = _named(stem, _ARRAYS[name])
-                    file_of = ArrayFile(path, np.dtype(ARRAYS[name]), builder.shapes[name])
-                    others[name] = stack.enter_context(file_of)
                 for array in arrays:
-                    others[name].write(array)
+                    write(_ARRAYS[name], ARRAYS[name], array, builder.shapes[name])
+            if token_block.images:
+                rows, added = sources.add(token_block.images)
+                write(IMAGES, IMAGE_DTYPE, rows, ())
+                write(SOURCES, np.uint8, np.frombuffer(b"".join(added), np.uint8), ())
             num_skipped += token_block.num_skipped
             num_truncated += token_block.num_truncated
         index = builder.index()
@@ -380,8 +413,8 @@ def _write(
         check()
         for array_file in (tokens, *others.values()):
             array_file.finish()
-        mapped = {name: _map(stem, _ARRAYS[name]) for name in others}
-        write_whole(_named(stem, _SAMPLES), _samples_digest(index, _map(stem, _TOKENS), mapped))
+        mapped = _map_arrays(stem), _map_images(stem, files, settings)
+        write_whole(_named(stem, _SAMPLES), _samples_digest(index, _map(stem, _TOKENS), *mapped))
         index_file = stack.enter_context(ArrayFile(_named(stem, _INDEX), INDEX_DTYPE))
         index_file.write(index)
         index_file.finish()
@@ -398,7 +431,7 @@ def _remove_outdated(stem: Path, content: str) -> None:
                 other.unlink(missing_ok=True)
 
 
-def _read(stem: Path) -> StoredSamples:
+def _read(stem: Path, files: Sequence[Path], settings: ReadSettings) -> StoredSamples:
     """Map the arrays of a data set.
 
     Raises:
@@ -408,11 +441,8 @@ def _read(stem: Path) -> StoredSamples:
     if index.dtype != INDEX_DTYPE:
         raise ValueError(f"{stem} has other columns")
     tokens = _map(stem, _TOKENS)
-    arrays = {
-        name: _map(stem, suffix)
-        for name, suffix in _ARRAYS.items()
-        if _named(stem, suffix).exists()
-    }
+    arrays = _map_arrays(stem)
+    images = _map_images(stem, files, settings)
     last = index[-1]
     sizes = dict.fromkeys(arrays, last["response_start"] + last["response_tokens"])
     routed = index[index["route_start"] >= 0]
@@ -421,7 +451,24 @@ def _read(stem: Path) -> StoredSamples:
     is_whole = len(tokens) == last["start"] + last["prompt_tokens"] + last["response_tokens"]
     if not is_whole or any(len(arrays.get(name, ())) != size for name, size in sizes.items()):
         raise ValueError(f"{stem} has other tokens or columns than its index")
-    return StoredSamples(index, tokens, read_text(_named(stem, _SAMPLES)), arrays)
+    num_images = index["images"].sum()
+    if num_images != (len(images.rows) if images else 0) or (images and not images.is_current):
+        raise ValueError(f"{stem} has other images than its index, or they have changed")
+    return StoredSamples(index, tokens, read_text(_named(stem, _SAMPLES)), arrays, images)
+
+
+def _map_arrays(stem: Path) -> TokenColumns:
+    return {
+        name: _map(stem, suffix)
+        for name, suffix in _ARRAYS.items()
+        if _named(stem, suffix).exists()
+    }
+
+
+def _map_images(stem: Path, files: Sequence[Path], settings: ReadSettings) -> StoredImages | None:
+    if settings.images is None or not _named(stem, IMAGES).exists():
+        return None
+    return StoredImages(_map(stem, IMAGES), _map(stem, SOURCES), settings.images, files)
 
 
 def _map(stem: Path, suffix: str) -> npt.NDArray[Any]:

@@ -19,6 +19,8 @@ import numpy.typing as npt
 from megapack.base.arrays import is_id
 from megapack.base.files import not_utf8, strict_json
 from megapack.job.data.files import Row
+from megapack.job.data.image_rows import RowImages
+from megapack.job.data.images import ImageReader
 from megapack.job.data.messages import (
     BadLine,
     Conversation,
@@ -29,7 +31,7 @@ from megapack.job.data.messages import (
     tools_of,
 )
 from megapack.job.data.rollouts import TOKEN_COLUMNS, UNREAD_COLUMNS, Rollout
-from megapack.job.data.tokenizer import ChatTokens, Ids, Mask, TextError, Tokenizer
+from megapack.job.data.tokenizer import Ids, Mask, TextError, Tokenizer
 
 # The columns that a sample's tokens come from, by kind, and those that may stand beside them.
 _FORMS = {
@@ -46,6 +48,7 @@ _TOKEN_COLUMNS = tuple(dict.fromkeys(name for names in _FORMS.values() for name 
 _OF_CHATS = ("tools", "chat_template_kwargs")
 # Those that may have messages or tools.
 _NESTED = ("prompt", "messages", "chosen", "rejected", *_OF_CHATS)
+_ONLY_CHATS = "only a chat has; give messages, or leave it out"
 _MASKS = ("response_mask", "loss_mask")
 _MAX_EXPERT = 2**16 - 1
 
@@ -57,6 +60,13 @@ class LineParser:
     tokenizer: Tokenizer
     vocab_size: int
     """Token ids must be below it."""
+    images: ImageReader | None = None
+    """None: images are refused."""
+
+    @cached_property
+    def _image_text(self) -> str:
+        """What the tokenizer reads as an image token."""
+        return self.tokenizer.token_texts([self.images.image_token])[0] if self.images else ""
 
     @cached_property
     def _checks_text(self) -> bool:
@@ -87,8 +97,9 @@ class LineParser:
         if form != "ids":
             why = "is per token id; give prompt_ids and response_ids with it"
             _refuse(row, (*_MASKS, "routed_experts", *TOKEN_COLUMNS), why)
+        images = RowImages(self.images, row.get("images"))
         # The method has the name of the form.
-        samples: list[dict[str, Any]] = getattr(self, f"_{form}")(row)
+        samples: list[dict[str, Any]] = getattr(self, f"_{form}")(row, images)
         shared: dict[str, Any] = {"group": own_id, "rollout": own_id}
         for key, check in _CHECKS:
             if key in row:
@@ -98,15 +109,16 @@ class LineParser:
                 raise BadLine(
                     "the sample is empty: neither prompt nor response has a token; leave it out"
                 )
+            images.place(fields)
         return [Rollout(**shared, part=part, **fields) for part, fields in enumerate(samples)]
 
-    def _text(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        _refuse(row, _OF_CHATS, "only a chat has; give messages, or leave it out")
+    def _text(self, row: dict[str, Any], images: RowImages) -> list[dict[str, Any]]:
+        _refuse(row, (*_OF_CHATS, "images"), _ONLY_CHATS)
         prompt_ids = self._encoded("prompt", row["prompt"], self.tokenizer.encode_prompt)
         response_ids = self._encoded("response", row["response"], self.tokenizer.encode_response)
         return [{"prompt_ids": prompt_ids, "response_ids": response_ids}]
 
-    def _ids(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+    def _ids(self, row: dict[str, Any], images: RowImages) -> list[dict[str, Any]]:
         fields: dict[str, Any] = {
             "prompt_ids": self._token_ids(row, "prompt_ids"),
             "response_ids": self._token_ids(row, "response_ids"),
@@ -147,16 +159,16 @@ class LineParser:
             raise BadLine(f"{key} has a number that is not finite; leave the line out")
         return values.astype(TOKEN_COLUMNS[key])
 
-    def _chat(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+    def _chat(self, row: dict[str, Any], images: RowImages) -> list[dict[str, Any]]:
         chat = conversation(row.get("prompt"), "messages", row["messages"])
-        return [_split(one) for one in self._chat_tokens("messages", chat, row)]
+        return self._chat_samples("messages", images.find("messages", chat), row, images)
 
-    def _pair(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+    def _pair(self, row: dict[str, Any], images: RowImages) -> list[dict[str, Any]]:
         prompt = row.get("prompt")
         if isinstance(row["chosen"], str):
             if not isinstance(prompt, str):
                 raise BadLine(f"chosen is text and prompt is {shown(prompt)}, expected a string")
-            _refuse(row, _OF_CHATS, "only a chat has; give messages, or leave it out")
+            _refuse(row, (*_OF_CHATS, "images"), _ONLY_CHATS)
             prompt_ids = self._encoded("prompt", prompt, self.tokenizer.encode_prompt)
             return _pair(
                 {
@@ -165,7 +177,10 @@ class LineParser:
                 }
                 for key in ("chosen", "rejected")
             )
-        chats = {key: conversation(prompt, key, row[key]) for key in ("chosen", "rejected")}
+        chats = {
+            key: images.find(key, conversation(prompt, key, row[key]))
+            for key in ("chosen", "rejected")
+        }
         num_shared = 0
         for one, other in zip(*(chat.messages for chat in chats.values()), strict=False):
             if one != other:
@@ -175,25 +190,30 @@ class LineParser:
         num_shared = min(num_shared, *(len(chat.messages) - 1 for chat in chats.values()))
         sides = []
         for key, chat in chats.items():
-            samples = self._chat_tokens(key, chat, row, num_shared)
+            samples = self._chat_samples(key, chat, row, images, num_shared)
             if len(samples) > 1:
                 raise BadLine(
                     f"{key} differs from the other in {len(samples)} turns that the template "
                     "writes otherwise when later turns follow; leave one of them"
                 )
-            sides.append(_split(samples[0]))
+            sides += samples
         return _pair(sides)
 
-    def _pair_ids(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+    def _pair_ids(self, row: dict[str, Any], images: RowImages) -> list[dict[str, Any]]:
         prompt_ids = self._token_ids(row, "prompt_ids")
         return _pair(
             {"prompt_ids": prompt_ids, "response_ids": self._token_ids(row, key)}
             for key in ("chosen_ids", "rejected_ids")
         )
 
-    def _chat_tokens(
-        self, key: str, chat: Conversation, row: dict[str, Any], first: int = 0
-    ) -> list[ChatTokens]:
+    def _chat_samples(
+        self,
+        key: str,
+        chat: Conversation,
+        row: dict[str, Any],
+        images: RowImages,
+        first: int = 0,
+    ) -> list[dict[str, Any]]:
         """The samples of a chat of which the turns from message `first` on count."""
         tools, arguments = tools_of(row), template_arguments(row)
         turns = chat.turns(first)
@@ -203,11 +223,14 @@ class LineParser:
             raise BadLine(f"{key} {error}") from None
         if not samples:
             raise BadLine(f"{key} {chat.why_no_turns(first)}")
+        found = []
         for sample in samples:
             self._check_text(sample.ids)
-            if not sample.loss_mask[1:].any():
+            ids, mask, placed = images.of_chat(key, sample, chat.messages, self._image_text)
+            if not mask[1:].any():
                 raise BadLine(f"{key}: no token counts in the loss; leave the line out")
-        return samples
+            found.append({**_split(ids, mask), "images": placed})
+        return found
 
     def _encoded(self, key: str, text: Any, encode: Callable[[str], Ids]) -> Ids:
         if not isinstance(text, str):
@@ -281,7 +304,7 @@ def _pair(sides: Any) -> list[dict[str, Any]]:
         if counts - (len(fields["prompt_ids"]) == 0) < 1:
             raise BadLine(f"{name} has no token that counts in the loss; leave the pair out")
     chosen, rejected = (np.concatenate([one["prompt_ids"], one["response_ids"]]) for one in samples)
-    if np.array_equal(chosen, rejected):
+    if np.array_equal(chosen, rejected) and len({one.get("images") for one in samples}) == 1:
         raise BadLine(
             "chosen and rejected have the same tokens (a template may leave out what differs, such "
             "as thoughts); leave the pair out"
@@ -289,13 +312,13 @@ def _pair(sides: Any) -> list[dict[str, Any]]:
     return samples
 
 
-def _split(chat: ChatTokens) -> dict[str, Any]:
+def _split(ids: Ids, loss_mask: Mask) -> dict[str, Any]:
     """Prompt, response and mask of a chat: the response begins at the first token that counts."""
-    first = int(np.argmax(chat.loss_mask))
-    mask = chat.loss_mask[first:]
+    first = int(np.argmax(loss_mask))
+    mask = loss_mask[first:]
     return {
-        "prompt_ids": chat.ids[:first],
-        "response_ids": chat.ids[first:],
+        "prompt_ids": ids[:first],
+        "response_ids": ids[first:],
         "loss_mask": None if mask.all() else mask,
     }
 

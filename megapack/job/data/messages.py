@@ -1,8 +1,8 @@
 """Chats of a data file -> one normal form for all templates, and which of their turns count.
 
-A message of that form has its content as text, reasoning under each name that templates read, and
-the arguments of calls as objects. What says whether it counts is taken out of it: no template reads
-that.
+A message of that form has its content as text, or with images as parts, reasoning under each name
+that templates read, and the arguments of calls as objects. What says whether it counts is taken out
+of it: no template reads that.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _message(name: str, message: Any) -> tuple[Message, bool]:
     if content is None and not calls:
         raise BadLine(f"{name} has neither content nor tool_calls; give its text as content")
     if isinstance(content, list):
-        found["content"] = _joined(f"{name}.content", content)
+        found["content"] = _parts(f"{name}.content", content)
     elif content is not None and not isinstance(content, str):
         raise BadLine(f"{name}.content is {shown(content)}, expected a string")
     if calls is not None:
@@ -190,17 +190,48 @@ def _counts(name: str, message: dict[str, Any]) -> bool:
     return is_assistant and False not in said
 
 
-def _joined(name: str, parts: list[Any]) -> str:
-    """The text of a content that is given in parts, as OpenAI's messages may be."""
-    for index, part in enumerate(parts):
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            raise BadLine(
-                f'{name}[{index}] is {shown(part)}, expected an object of type "text" with text'
-            )
+def _parts(name: str, parts: list[Any]) -> str | list[dict[str, Any]]:
+    """The text of a content that is given in parts, as OpenAI's messages may be.
+
+    With images it stays in parts: {"type": "text", "text": ...}, {"type": "image", "image": ...};
+    the latter without a source if the data give none.
+    """
+    found = [_part(f"{name}[{index}]", part) for index, part in enumerate(parts)]
     if not parts:
         raise BadLine(f"{name} is [], expected a string or parts of text")
-    return "".join(part["text"] for part in parts)
+    if any(part["type"] == "image" for part in found):
+        return found
+    return "".join(part["text"] for part in found)
+
+
+# The keys under which transformers looks for an image.
+_SOURCES = ("image", "url", "path")
+
+
+def _part(name: str, part: Any) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "image":
+        sources = {key: part[key] for key in _SOURCES if part.get(key) is not None}
+        if len(sources) > 1:
+            raise BadLine(f"{name} has both {' and '.join(sources)}; give one of them")
+        return {"type": "image", **({"image": sources.popitem()[1]} if sources else {})}
+    if kind == "image_url":
+        url = part.get("image_url")
+        return {"type": "image", "image": url.get("url", "") if isinstance(url, dict) else url}
+    if kind in ("video", "video_url", "audio", "input_audio", "audio_url"):
+        raise BadLine(f"{name} is of type {kind}: only text and images are trained; leave it out")
+    raise BadLine(
+        f'{name} is {shown(part)}, expected an object of type "text" with text, or of type "image"'
+    )
+
+
+def image_parts(message: Message) -> list[dict[str, Any]]:
+    """The images of a message in the normal form."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return [part for part in parts if part["type"] == "image"]
 
 
 def _calls(name: str, calls: Any) -> list[Any]:

@@ -28,6 +28,11 @@ A line is one sample, or several. Its tokens come from one of these sets of colu
 - `chosen` and `rejected`: a preference pair, two samples of one rollout, the preferred one first.
   Text after a text `prompt`, or messages: whole chats, or the turns after `prompt` (messages, or
   the text of the user's turn). Of chats only the turns from the first difference on count.
+- `images`: a list of the images beside token ids, in the order of their runs of image tokens, each
+  of which has one token per feature; beside chats, those of the parts {"type": "image"} that name
+  none. An image is a path relative to the data file's folder, a data URI, or in Parquet bytes or
+  {bytes, path}. Parts of messages are {"type": "image", "image": ...} or
+  {"type": "image_url", "image_url": {"url": ...}}. See `images`.
 
 Beside them, for all samples of the line:
 
@@ -51,6 +56,7 @@ import numpy.typing as npt
 
 from megapack.errors import ConfigError
 from megapack.job.data.balance import even_batches
+from megapack.job.data.images import SampleImage
 from megapack.job.data.tokenizer import Ids, Mask
 
 TOKEN_COLUMNS: dict[str, npt.DTypeLike] = {
@@ -76,7 +82,8 @@ UNREAD_COLUMNS: dict[str, str] = {
         "give arguments of the template as chat_template_kwargs",
     ),
     **dict.fromkeys(("system", "history"), "give it in messages"),
-    **dict.fromkeys(("images", "videos", "audios"), "only text is trained: leave the line out"),
+    **dict.fromkeys(("videos", "audios"), "only text and images are trained: leave the line out"),
+    "image": "give images, a list",
     "functions": "give tools",
 }
 """Columns that would change what is trained, and what to do instead: they are refused."""
@@ -110,6 +117,8 @@ class Rollout:
     """The experts that each token was routed to, [tokens, MoE layers, k]; None = not given."""
     columns: TokenColumns = dataclasses.field(default_factory=dict)
     """Those of `TOKEN_COLUMNS` that are given."""
+    images: tuple[SampleImage, ...] = ()
+    """In the order of their tokens, none of which counts in the loss."""
 
     @property
     def num_tokens(self) -> int:
@@ -131,7 +140,11 @@ class Rollout:
         return self.columns if routes is None else {**self.columns, ROUTES: routes}
 
     def cut(self, most: int) -> Rollout:
-        """The first `most` tokens, with their mask, routes and columns."""
+        """The first `most` tokens, with their mask, routes, columns and images; fewer if an image
+        would be cut, or be last."""
+        for image in reversed(self.images):
+            if image.offset < most <= image.offset + image.tokens:
+                most = image.offset
         prompt_ids = self.prompt_ids[:most]
         response_ids = self.response_ids[: most - len(prompt_ids)]
         mask = self.loss_mask
@@ -143,6 +156,7 @@ class Rollout:
             loss_mask=None if mask is None else mask[: len(response_ids)],
             routed_experts=None if routes is None else routes[:most],
             columns={name: value[: len(response_ids)] for name, value in self.columns.items()},
+            images=tuple(image for image in self.images if image.offset < most),
         )
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from megapack.base.choices import Overlong
 from megapack.job.data.files import Block
+from megapack.job.data.images import ImageReader, SampleImage
 from megapack.job.data.lines import LineParser
 from megapack.job.data.messages import BadLine
 from megapack.job.data.rollouts import ROUTES, TOKEN_COLUMNS, Rollout
@@ -41,6 +42,8 @@ INDEX_DTYPE = np.dtype(
         ("advantage", "<f8"),  # NaN = not given
         ("route_start", "<i8"),  # position of its first token among the routes; -1 = none
         ("response_start", "<i8"),  # response tokens of the samples before it
+        ("images", "<i4"),  # number of its images
+        ("image_start", "<i8"),  # images of the samples before it
     ]
 )
 Index = npt.NDArray[np.void]
@@ -54,6 +57,8 @@ class ReadSettings:
     """How samples are read."""
 
     tokenizer: Tokenizer = dataclasses.field(default_factory=ByteTokenizer)
+    images: ImageReader | None = None
+    """None: images are refused."""
     vocab_size: int | None = None
     """Token ids must be below it; None = the tokenizer's."""
     max_length: int | None = None
@@ -67,7 +72,7 @@ class ReadSettings:
     def parser(self) -> LineParser:
         """A parser with this tokenizer and vocabulary."""
         size = self.tokenizer.vocab_size if self.vocab_size is None else self.vocab_size
-        return LineParser(self.tokenizer, size)
+        return LineParser(self.tokenizer, size, self.images)
 
     def fit(self, samples: list[Rollout]) -> list[Rollout]:
         """Apply `overlong` to the samples of one line: those that are kept, perhaps shorter.
@@ -115,6 +120,8 @@ class TokenBlock:
     """Of each sample; bit k: it has the k-th of `ARRAYS`."""
     arrays: dict[str, list[npt.NDArray[Any]]]
     """By name in `ARRAYS`, those of the samples that have one: [tokens or response tokens, ...]."""
+    images: list[SampleImage]
+    """Of all samples, one after another."""
     num_skipped: int = 0
     num_truncated: int = 0
     error: str = ""
@@ -160,10 +167,12 @@ def make_token_block(samples: Iterable[tuple[int, Rollout]], file: int = 0) -> T
     tokens: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
     given: list[int] = []
     arrays: dict[str, list[npt.NDArray[Any]]] = {}
+    images: list[SampleImage] = []
     for number, sample in samples:
         tokens += [sample.prompt_ids, _signed(sample)]
         for name, values in sample.arrays.items():
             arrays.setdefault(name, []).append(values)
+        images += sample.images
         given.append(sum(map(BITS.__getitem__, sample.arrays)))
         rows.append(
             (
@@ -172,7 +181,7 @@ def make_token_block(samples: Iterable[tuple[int, Rollout]], file: int = 0) -> T
                 *(sample.num_loss_tokens, sample.pair_sign, 0, 0),
                 nan if sample.reward is None else sample.reward,
                 nan if sample.advantage is None else sample.advantage,
-                *(-1, 0),
+                *(-1, 0, len(sample.images), 0),
             )
         )
         groups.append(sample.group)
@@ -184,6 +193,7 @@ def make_token_block(samples: Iterable[tuple[int, Rollout]], file: int = 0) -> T
         np.concatenate(tokens).astype(np.int32),
         np.array(given, dtype=np.int8),
         arrays,
+        images,
     )
 
 

@@ -19,7 +19,8 @@ from megapack.cost.options import BYTE_VOCAB_SIZE
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Message = Mapping[str, Any]
-"""A turn of a chat: `role`, `content`, and what else the template reads."""
+"""A turn of a chat: `role`, `content` (text, or parts of text and images), and what else a template
+reads."""
 
 
 class Arguments(dict[str, Any]):
@@ -40,6 +41,8 @@ class ChatTokens:
     ids: Ids
     loss_mask: Mask
     """Per token: whether it counts in the loss."""
+    num_messages: int
+    """Messages that it has, from the first on."""
 
 
 class Tokenizer(Protocol):

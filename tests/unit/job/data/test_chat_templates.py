@@ -280,13 +280,14 @@ def test_messages_that_cannot_be_read_are_refused(
         ({"functions": [{"name": "f"}]}, "has functions, which is not read; give tools"),
         ({"enable_thinking": False}, "has enable_thinking, which is not read; give arguments of"),
         ({"system": "s"}, "has system, which is not read; give it in messages"),
-        ({"images": ["a.png"]}, "has images, which is not read; only text is trained"),
+        ({"images": ["a.png"]}, "has images, which is not read; set model.vision to frozen"),
+        ({"videos": ["a.mp4"]}, "has videos, which is not read; only text and images are trained"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs is [1], expected an object"),
         ({"chat_template_kwargs": {"a": 1}}, "has the template argument a, but the chat template"),
         ({"chat_template_kwargs": {"messages": []}}, "has the template argument messages, but"),
         ({"tools": [CALL]}, "has tools with names, which the chat template does not write"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_columns_that_would_change_what_is_trained_are_refused(
     extra: dict[str, Any], says: str, chatml: HfTokenizer
