@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from megapack.base.files import write_whole
 from megapack.errors import ConfigError
 from megapack.job.data.generated import generate_lengths
 
-_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Special tokens, from id 256 on."""
 _CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "vocab_size": 256 + len(_SPECIAL),
+    "vocab_size": 256 + len(SPECIAL),
     "hidden_size": 64,
     "intermediate_size": 192,
     "num_hidden_layers": 2,
@@ -38,7 +39,7 @@ _CONFIG: dict[str, Any] = {
 }
 _INIT_STD = 0.05
 # ChatML with tools. What is between the generation marks is trained: an answer with its end.
-_TEMPLATE = """\
+TEMPLATE = """\
 {%- if tools %}{{- '<|im_start|>tools\\n' }}
 {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}
 {%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
@@ -80,6 +81,22 @@ def write_toy(folder: str | Path, num_chats: int = 128) -> None:
         from safetensors.numpy import save_file
     except ImportError:
         raise ConfigError("a toy model needs safetensors; pip install safetensors") from None
+    path = new_folder(folder)
+    save_file(dict(_weights()), path / "model.safetensors", metadata={"format": "pt"})
+    chats = (json.dumps(_chat(number)) + "\n" for number in range(num_chats))
+    lengths = (f"{length}\n" for length in generate_lengths(512, 16384, seed=0))
+    texts = {
+        "config.json": json.dumps(_CONFIG, indent=2) + "\n",
+        **tokenizer_files(SPECIAL, TEMPLATE),
+        "chats.jsonl": "".join(chats),
+        "lengths.csv": "".join(["length\n", *lengths]),
+    }
+    for name, text in texts.items():
+        write_whole(path / name, text)
+
+
+def new_folder(folder: str | Path) -> Path:
+    """Make a folder for a toy; ConfigError if it exists."""
     path = Path(folder)
     try:
         path.mkdir(parents=True)
@@ -87,12 +104,14 @@ def write_toy(folder: str | Path, num_chats: int = 128) -> None:
         raise ConfigError(
             f"{folder}: cannot be made ({error.strerror}); set a folder that does not exist"
         ) from None
-    save_file(dict(_weights()), path / "model.safetensors", metadata={"format": "pt"})
-    chats = (json.dumps(_chat(number)) + "\n" for number in range(num_chats))
-    lengths = (f"{length}\n" for length in generate_lengths(512, 16384, seed=0))
-    texts = {
-        "config.json": json.dumps(_CONFIG, indent=2) + "\n",
-        "tokenizer.json": json.dumps(_tokenizer(), indent=1) + "\n",
+    return path
+
+
+def tokenizer_files(special: Sequence[str], template: str) -> dict[str, str]:
+    """The files of a tokenizer of bytes by their names: with special tokens from id 256 on, which
+    begin with `SPECIAL`, and a chat template."""
+    return {
+        "tokenizer.json": json.dumps(_tokenizer(special), indent=1) + "\n",
         "tokenizer_config.json": json.dumps(
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",
@@ -100,12 +119,8 @@ def write_toy(folder: str | Path, num_chats: int = 128) -> None:
                 "pad_token": "<|endoftext|>",
             }
         ),
-        "chat_template.jinja": _TEMPLATE,
-        "chats.jsonl": "".join(chats),
-        "lengths.csv": "".join(["length\n", *lengths]),
+        "chat_template.jinja": template,
     }
-    for name, text in texts.items():
-        write_whole(path / name, text)
 
 
 def _weights() -> Iterator[tuple[str, Any]]:
@@ -137,8 +152,8 @@ def _weights() -> Iterator[tuple[str, Any]]:
         yield f"model.{name}.weight", np.ones(shape, np.float32) if len(shape) == 1 else drawn
 
 
-def _tokenizer() -> dict[str, Any]:
-    """`tokenizer.json` of bytes, as byte-level tokenizers write them, and three special tokens."""
+def _tokenizer(special: Sequence[str]) -> dict[str, Any]:
+    """`tokenizer.json` of bytes, as byte-level tokenizers write them, and special tokens."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     # A byte that is no visible character is written as one above 255.
@@ -155,7 +170,7 @@ def _tokenizer() -> dict[str, Any]:
                 "special": True,
                 **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
             }
-            for number, text in enumerate(_SPECIAL)
+            for number, text in enumerate(special)
         ],
         "pre_tokenizer": {**byte_level, "use_regex": False},
         "decoder": {**byte_level, "use_regex": False},

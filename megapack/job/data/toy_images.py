@@ -1,0 +1,298 @@
+"""A tiny model with a vision tower, and data with images to train it on: on a CPU, no download."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megapack.base.files import write_whole
+from megapack.errors import ConfigError
+from megapack.job.data.toy import SPECIAL, TEMPLATE, new_folder, tokenizer_files
+
+_SPECIAL = (*SPECIAL, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_VISION_START, _VISION_END, _IMAGE, _VIDEO = range(256 + len(SPECIAL), 256 + len(_SPECIAL))
+_IDS = {
+    "vision_start_token_id": _VISION_START,
+    "vision_end_token_id": _VISION_END,
+    "image_token_id": _IMAGE,
+    "video_token_id": _VIDEO,
+}
+_EOS = 258
+_PATCH = 4
+_MERGE = 2
+_INIT_STD = 0.08
+# The toy's template, with content in parts where it is not the assistant's.
+_TEMPLATE = """\
+{%- macro written(content) %}{%- if content is string %}{{- content }}{%- else %}
+{%- for part in content %}{%- if part.type == 'image' %}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{%- else %}{{- part.text }}{%- endif %}
+{%- endfor %}{%- endif %}{%- endmacro %}
+""" + TEMPLATE.replace("message.content + '<", "written(message.content) + '<")
+
+_TOWER: dict[str, Any] = {
+    "depth": 4,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "patch_size": _PATCH,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": _MERGE,
+    "out_hidden_size": 64,
+}
+_POSITIONS = {"num_position_embeddings": 64}
+_DECODER: dict[str, Any] = {
+    "vocab_size": 256 + len(_SPECIAL),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": None,
+    "eos_token_id": _EOS,
+    "pad_token_id": 256,
+    "tie_word_embeddings": False,
+}
+_QWEN3: dict[str, Any] = {
+    **_DECODER,
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+_GATED_DELTA: dict[str, Any] = {
+    **_QWEN3,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.5,
+    },
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+_DEEPSTACK = {**_TOWER, **_POSITIONS, "deepstack_visual_indexes": [0, 1]}
+# By family: the beginning of its classes' names in transformers, the decoder, the tower.
+_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": ("Qwen3VL", _QWEN3, _DEEPSTACK),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {**_QWEN3, **_EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 1},
+        _DEEPSTACK,
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {
+            **_DECODER,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [4, 2, 2],
+            },
+        },
+        {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1, 3]},
+    ),
+    "qwen3_5": ("Qwen3_5", _GATED_DELTA, {**_TOWER, **_POSITIONS}),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {**_GATED_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 48},
+        {**_TOWER, **_POSITIONS},
+    ),
+}
+FAMILIES = tuple(_FAMILIES)
+"""Those that `write_image_model` makes."""
+# Images of 4 to 200 patches.
+_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "size": {"shortest_edge": 4 * _PATCH**2, "longest_edge": 200 * _PATCH**2},
+    "patch_size": _PATCH,
+    "temporal_patch_size": 2,
+    "merge_size": _MERGE,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
+def write_image_model(folder: str | Path, family: str = "qwen3_vl") -> None:
+    """Write a model with random weights, its tokenizer of bytes and its image processor.
+
+    Tower and decoder have four layers. Weights are larger than usual, so that errors show.
+
+    Args:
+        family: one of `FAMILIES`.
+
+    Raises:
+        ConfigError: the folder exists, or transformers or torch are not installed.
+    """
+    try:
+        import torch
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            "a toy model with images needs transformers and torch; pip install transformers torch"
+        ) from None
+    if family not in FAMILIES:
+        raise ConfigError(f"{family} is no family of toys; set one of {', '.join(FAMILIES)}")
+    path = new_folder(folder)
+    name, decoder, tower = _FAMILIES[family]
+    # transformers changes what it is given.
+    config = getattr(transformers, f"{name}Config")(
+        text_config=json.loads(json.dumps(decoder)),
+        vision_config=json.loads(json.dumps(tower)),
+        tie_word_embeddings=False,
+        **_IDS,
+    )
+    config.dtype = torch.float32
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float()
+    _randomize(model)
+    bar_was_on = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    model.save_pretrained(path)
+    if bar_was_on:
+        transformers.logging.enable_progress_bar()
+    files = tokenizer_files(_SPECIAL, _TEMPLATE)
+    files["preprocessor_config.json"] = json.dumps(_PROCESSOR, indent=2) + "\n"
+    for file, text in files.items():
+        write_whole(path / file, text)
+
+
+def _randomize(model: Any) -> None:
+    """Draw all weights. Decays of recurrent layers are mild: they forget within tens of tokens."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, param in sorted(model.named_parameters()):
+            noise = torch.randn(param.shape, generator=generator)
+            if name.endswith("A_log"):
+                param.copy_(0.5 * noise - 2.5)
+            elif "norm" in name and name.endswith("weight"):
+                # Around ones, or around zeros where the norm adds 1.
+                param.add_(torch.rand(param.shape, generator=generator) - 0.5)
+            elif "conv1d" in name:
+                param.copy_(0.4 * noise)
+            else:
+                param.copy_(_INIT_STD * noise)
+
+
+def write_images(folder: str | Path, num_chats: int = 48, num_groups: int = 8) -> None:
+    """Write small images into a folder, chats about them and rollouts with them.
+
+    `chats.jsonl` has several turns; images as paths, as data URIs and in OpenAI's form; every sixth
+    chat has none. `rollouts.jsonl` has prompt groups of four in token ids; in every other group a
+    tool gives an image in the middle of the responses, which does not count in the loss.
+
+    Raises:
+        ConfigError: pillow is not installed.
+    """
+    path = Path(folder)
+    (path / "images").mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    chats = [_chat(path, number, rng) for number in range(num_chats)]
+    rollouts = [row for number in range(num_groups) for row in _rollouts(path, number, rng)]
+    for name, rows in (("chats", chats), ("rollouts", rollouts)):
+        write_whole(path / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
+_COLORS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 50, 220)}
+
+
+def _draw(path: Path, color: str, size: tuple[int, int], rng: np.random.Generator) -> str:
+    """Write an image with a shape of this color on noise; returns its path in the folder."""
+    try:
+        from PIL import Image, ImageDraw
+    except ImportError:
+        raise ConfigError("toy images need pillow; pip install pillow") from None
+    width, height = size
+    noise = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    image = Image.fromarray(noise)
+    draw = ImageDraw.Draw(image)
+    shape = draw.ellipse if rng.integers(2) else draw.rectangle
+    shape((width // 8, height // 8, width * 7 // 8, height * 7 // 8), fill=_COLORS[color])
+    folder = path / "images"
+    kind = "png" if rng.integers(2) else "jpg"
+    name = f"images/{len(list(folder.iterdir()))}.{kind}"
+    data = io.BytesIO()
+    image.save(data, {"png": "PNG", "jpg": "JPEG"}[kind])
+    (path / name).write_bytes(data.getvalue())
+    return name
+
+
+def _data_uri(path: Path) -> str:
+    kind = {".png": "png", ".jpg": "jpeg"}[path.suffix]
+    return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def _chat(path: Path, number: int, rng: np.random.Generator) -> dict[str, Any]:
+    """One to three questions about an image each."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Name the color."}]
+    for turn in range(1 + number % 3):
+        color = list(_COLORS)[rng.integers(3)]
+        text: dict[str, Any] = {"type": "text", "text": "Which color?"}
+        if number % 6 == 5:
+            user: Any = f"What is {color} in capitals?"
+            messages += [{"role": "user", "content": user}]
+            messages += [{"role": "assistant", "content": color.upper()}]
+            continue
+        width, height = rng.integers(8, 64, 2).tolist()
+        name = _draw(path, color, (width, height), rng)
+        part: dict[str, Any] = {"type": "image", "image": name}
+        if (number + turn) % 3 == 1:
+            part["image"] = _data_uri(path / name)
+        elif (number + turn) % 3 == 2:
+            part = {"type": "image_url", "image_url": {"url": _data_uri(path / name)}}
+        messages += [
+            {"role": "user", "content": [part, text] if turn % 2 == 0 else [text, part]},
+            {"role": "assistant", "content": f"It is {color}."},
+        ]
+    return {"messages": messages}
+
+
+def _rollouts(path: Path, number: int, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    """A prompt group: four answers, the right one with a reward."""
+    color, other = list(_COLORS)[rng.integers(3)], list(_COLORS)[rng.integers(3)]
+    shown = _drawn_ids(path, color, rng)
+    seen = _drawn_ids(path, other, rng)
+    for answer in (*_COLORS, "I do not know"):
+        response, mask, images = [*b"I look: "], [1] * 8, [shown[0]]
+        if number % 2:
+            response += seen[1]
+            mask += [0] * len(seen[1])
+            images.append(seen[0])
+        said = [*answer.encode(), _EOS]
+        yield {
+            "prompt_ids": [*b"Which color? ", *shown[1]],
+            "response_ids": response + said,
+            "response_mask": mask + [1] * len(said),
+            "reward": float(answer == color),
+            "group": number,
+            "images": images,
+        }
+
+
+def _drawn_ids(path: Path, color: str, rng: np.random.Generator) -> tuple[str, list[int]]:
+    """An image of whole tokens, and what stands for it."""
+    rows, columns = rng.integers(1, 6, 2).tolist()
+    side = _PATCH * _MERGE
+    name = _draw(path, color, (columns * side, rows * side), rng)
+    return name, [_VISION_START, *[_IMAGE] * (rows * columns), _VISION_END]
