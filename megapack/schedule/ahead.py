@@ -154,6 +154,14 @@ class Ahead:
             self._loading.pop(images.refs[i].key, None)
         return images
 
+    @contextlib.contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Within the block the tower has other weights: what it has encoded does not count, nor
+        what it encodes after the block."""
+        kept, self._kept = self._kept, {}
+        yield
+        self._kept = kept
+
     def prefetch(self, step: StepPlan, batch: SampleBatch) -> None:
         """Begin to make this rank's pixels of a pass that follows."""
         images = self._planned(step, batch)

@@ -18,11 +18,13 @@ from megapack.cost.model import CostModel
 from megapack.cost.sizes import typical_length
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import DataError
+from megapack.job.config.hf_config import read_hf_config
 from megapack.job.config.sections import ObjectiveConfig, PlanConfig, TrainConfig
 from megapack.job.data.advantages import Floats, SampleReward, group_advantages, penalize_overlong
 from megapack.job.data.dataset import Dataset, SampleNumbers
 from megapack.job.data.generated import generate_pairs, generate_rollouts
 from megapack.job.data.hf_tokenizer import HfTokenizer
+from megapack.job.data.images import ImageReader
 from megapack.job.data.rollouts import group_batches
 from megapack.job.data.token_blocks import ReadSettings
 from megapack.job.data.tokenizer import ByteTokenizer, Tokenizer
@@ -69,8 +71,19 @@ def read_settings(config: TrainConfig) -> ReadSettings:
     tokenizer: Tokenizer = ByteTokenizer()
     if folder is not None:
         tokenizer = HfTokenizer(Path(folder), config.data.chat_template_kwargs or {})
+    images: ImageReader | None = None
+    if config.model.vision != "off" and config.model.hf_path is not None:
+        tower = read_hf_config(config.model.hf_path).vision
+        assert tower is not None
+        images = ImageReader(
+            Path(config.model.hf_path),
+            tower.image_token_id,
+            tower.video_token_id,
+            tower.spatial_merge_size,
+        )
     return ReadSettings(
         tokenizer=tokenizer,
+        images=images,
         vocab_size=config.model.vocab_size,
         max_length=config.longest_sample,
         overlong=config.data.overlong,

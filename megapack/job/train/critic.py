@@ -40,7 +40,7 @@ class Critic(Learner):
 
     Args:
         config: the run's, whose model has the kernel that ranks agreed on.
-        policy: the policy's chunks with their initial weights, which become the critic's, unless
+        policy: the policy's modules with their initial weights, which become the critic's, unless
             `critic.hf_path` has its own.
         data: the samples of the batches.
         layout, reduction, ranks, device: see `Learner`.

@@ -167,6 +167,7 @@ class Trainer:
             replays_rollouts=config.train.routing_replay == "rollout",
             mtp_num_layers=config.model.mtp_num_layers,
             token_columns=config.objective.token_columns,
+            ahead=self.adapter.runner.ahead,
         )
         self.calibrator = Calibrator(config.plan, self.adapter, self.layout, cost, ranks, device)
         # The next batch, which a thread plans; and the seconds that it took for this one.
@@ -177,7 +178,7 @@ class Trainer:
             self.critic = Critic(
                 dataclasses.replace(config, model=model),
                 self.layout,
-                self.chunks,
+                self.policy.modules,
                 self.data,
                 reduction=self.reduction,
                 ranks=ranks,
@@ -201,10 +202,10 @@ class Trainer:
             config=config,
             layout=self.layout,
             state=RunState(
-                self.chunks,
+                self.policy.modules,
                 self.policy.optimizer,
                 None if reference is None else reference.initial,
-                None if critic is None else RunState(critic.chunks, critic.optimizer),
+                None if critic is None else RunState(critic.modules, critic.optimizer),
             ),
             data_digest=data_digest,
             device=device,
@@ -217,9 +218,9 @@ class Trainer:
         # Load before the folder is opened, so that a failed resume changes no file.
         if self.resumed is not None:
             self.position = self.checkpoints.load(self.resumed, self._saved_fields)
-        check_replicas(self.chunks, device=self.device)
+        check_replicas(self.policy.modules, device=self.device)
         if self.critic is not None:
-            check_replicas(self.critic.chunks, device=self.device)
+            check_replicas(self.critic.modules, device=self.device)
         self.folder = agree(self._open_folder, device=self.device)
         self.progress = Progress(
             active=dist.get_rank() == 0, log_interval=config.train.log_interval
@@ -390,7 +391,11 @@ class Trainer:
         with self.ranks.guarded(f"the export after step {self.num_steps}"):
             self.ranks.place.enter("export")
             exported = export_hf(
-                self.chunks, folder, like=config.model.hf_path, device=self.device, replace=True
+                self.policy.modules,
+                folder,
+                like=config.model.hf_path,
+                device=self.device,
+                replace=True,
             )
         self._exported_at = self.num_steps
         self.progress.line(f"exported {exported}")

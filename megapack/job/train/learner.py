@@ -16,6 +16,7 @@ from megapack.job.data.tokenizer import ByteTokenizer
 from megapack.job.gpt.build import build_model
 from megapack.job.gpt.optimizer import build_lr_schedule, build_optimizer, check_norm
 from megapack.job.gpt.settings import Settings
+from megapack.job.gpt.vision import build_vision
 from megapack.job.hf.load import LoadedWeights, load_hf_weights
 from megapack.job.train.metrics import training_metrics
 from megapack.job.train.passes import BatchPasses, PlannedBatch, make_objective
@@ -51,13 +52,14 @@ class Learner:
         hf_path: a folder with its first weights, or None.
         optim: of its optimizer.
         critic: the objective of a critic, which has a value head; None: the policy.
-        policy: for a critic without a folder, the policy's chunks with their first weights, which
+        policy: for a critic without a folder, the policy's modules with their first weights, which
             become its own.
         reduction: see `build_model`.
         device: see `agree`.
 
     Attributes:
         chunks: this rank's chunks.
+        modules: the chunks, and the tower of a model with images.
         loaded: what the folder gave; None without it.
         optimizer: Megatron's, for these chunks.
         adapter: runs the chunks.
@@ -93,20 +95,28 @@ class Learner:
             value_head=has_value_head,
             splits_backward=config.plan.backward == "split",
         )
+        tower = None
+        self.modules: list[Any] = list(self.chunks)
+        # A model with a value head has no folder: its tower is built as the policy's.
+        if config.model.vision != "off":
+            distributed = config.optim.distributed_optimizer
+            tower = build_vision(config.model, distributed_optimizer=distributed)
+            self.modules.append(tower)
         # Before the optimizer and the reference copy the weights. A resumed run does so too: what
         # follows from the initial weights, such as the head's kernel, must be as it was.
         self.loaded: LoadedWeights | None = None
         if hf_path is not None:
-            self.loaded = load_hf_weights(self.chunks, hf_path, device=device)
+            self.loaded = load_hf_weights(self.modules, hf_path, device=device)
         elif policy:
-            agree(lambda: copy_weights(policy, self.chunks), device=device)
-        self.optimizer = build_optimizer(optim, self.chunks, config.model.dtype == "bf16")
+            agree(lambda: copy_weights(policy, self.modules), device=device)
+        self.optimizer = build_optimizer(optim, self.chunks, config.model.dtype == "bf16", tower)
         self.adapter = ScheduleAdapter(
             self.chunks,
             layout=layout,
             logprob_chunk_tokens=config.objective.logprob_chunk_tokens,
             head="value" if has_value_head else "vocabulary",
             executor=config.train.executor,
+            vision=tower,
             ranks=ranks,
         )
         self.passes = BatchPasses(
@@ -172,9 +182,9 @@ class Learner:
 
 
 def copy_weights(policy: Sequence[Any], critic: Sequence[Any]) -> None:
-    """Copy all of the policy's weights but the head into the critic's chunks; local work.
+    """Copy all of the policy's weights but the head into the critic's modules; local work.
 
-    Both have the same layout, so parameters of one name in a chunk have the same shape. Expert
+    Both have the same layout, so parameters of one name in a module have the same shape. Expert
     biases are copied too.
     """
     with torch.no_grad():

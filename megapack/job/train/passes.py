@@ -39,6 +39,7 @@ from megapack.plan.plan import Plan, own_samples
 from megapack.rows.transfer import host_copies, host_like
 from megapack.samples import SampleBatch
 from megapack.schedule.adapter import ScheduleAdapter, StepResult
+from megapack.schedule.ahead import Ahead
 
 # Ids are labels, which the head gathers by.
 _COLUMN_DTYPES = {
@@ -137,6 +138,8 @@ class BatchPlanner:
     replays_rollouts: bool = False
     mtp_num_layers: int = 0
     token_columns: tuple[str, ...] = ()
+    ahead: Ahead | None = None
+    """Makes pixels of this rank's images; None: samples have none."""
 
     def plan(
         self,
@@ -157,6 +160,7 @@ class BatchPlanner:
             self.data.response_tokens(numbers),
             fields,
             loss_tokens=self.data.loss_tokens(numbers),
+            images=self.data.images(numbers),
         )
         lengths = samples.lengths
         rollout_ids = self.data.rollout_ids(numbers)
@@ -180,6 +184,8 @@ class BatchPlanner:
             routing=[None] * len(lengths),
         )
         self._give(batch)
+        if self.ahead is not None and samples.has_images:
+            self.ahead.prefetch(batch.forward_plan.steps[0], samples)
         return batch
 
     def _give(self, batch: PlannedBatch) -> None:
@@ -250,9 +256,9 @@ class BatchPasses:
         self.reference: Reference | None = None
         if self.config.has_reference and not self.is_critic:
             folder = self.config.reference_hf_path
-            chunks = self.adapter.chunks
-            load = functools.partial(load_hf_weights, chunks, folder or "", device=self.device)
-            self.reference = Reference(chunks, load if folder is not None else None)
+            modules = self.adapter.modules
+            load = functools.partial(load_hf_weights, modules, folder or "", device=self.device)
+            self.reference = Reference(modules, load if folder is not None else None)
 
     @property
     def logprob_fields(self) -> list[str]:
@@ -272,8 +278,18 @@ class BatchPasses:
         if "old_logprobs" in names:
             samples.set_field("old_logprobs", self.outputs(batch, "logprobs", of_policy=True))
         if self.reference is not None and "ref_logprobs" in names:
-            with self.reference.weights():
+            with self.reference.weights(), self._without_kept_features():
                 samples.set_field("ref_logprobs", self.outputs(batch, "logprobs"))
+
+    @contextlib.contextmanager
+    def _without_kept_features(self) -> Iterator[None]:
+        """Within the block images are encoded by the reference's own tower, if it has one."""
+        ahead = self.adapter.runner.ahead
+        if ahead is None or self.config.reference_hf_path is None:
+            yield
+            return
+        with ahead.forgetting():
+            yield
 
     def outputs(
         self, batch: PlannedBatch, name: str, *, of_policy: bool = False
@@ -324,9 +340,8 @@ class BatchPasses:
             ScheduleError, RankError: as `ScheduleAdapter.step` does.
         """
         started = time.perf_counter()
-        chunks: list[Any] = self.adapter.chunks
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
+        for module in self.adapter.modules:
+            module.zero_grad_buffer()
         self.optimizer.zero_grad()
         plan = batch.plan
         result = self.adapter.step(
