@@ -76,8 +76,8 @@ MEGATRON = [
     "hosts.roll",
 ]
 
-# Modules that read what transformers wrote, with it.
-TRANSFORMERS = ["job.data.hf_tokenizer"]
+# Modules that read what transformers wrote, with it, or build its towers.
+TRANSFORMERS = ["job.data.hf_tokenizer", "job.gpt.vision", "model.vision.tower"]
 
 # Only hosts/ imports other frameworks. Megatron-LM's training scripts count as one.
 FRAMEWORKS = (
