@@ -79,7 +79,7 @@ MEGATRON = [
 # Modules that read or write what transformers reads, with it and, for tensors, torch: inside of
 # functions.
 TRANSFORMERS = [
-    *("job.data.hf_tokenizer", "job.data.images", "job.data.stored_images", "job.data.toy_images"),
+    *("job.data.hf_tokenizer", "job.data.images", "job.data.toy_images"),
 ]
 
 # Only hosts/ imports other frameworks. Megatron-LM's training scripts count as one.

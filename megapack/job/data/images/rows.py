@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megapack.job.data.images import ImageReader, SampleImage
+from megapack.job.data.images.reader import ImageReader, SampleImage
 from megapack.job.data.messages import BadLine, Conversation, image_parts, shown
 from megapack.job.data.tokenizer import ChatTokens, Ids, Mask, Message
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from megapack.errors import ConfigError, DataError, first_line
 from megapack.images import ImageRef, Images
-from megapack.job.data.images import ImageReader, SampleImage
+from megapack.job.data.images.reader import ImageReader, SampleImage
 from megapack.job.data.messages import BadLine
 
 if TYPE_CHECKING:
