@@ -31,7 +31,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 """Letters of `hybrid_layer_pattern` -> options that such a layer needs: gated delta net, Mamba-2,
 attention, MLP, experts."""
 NOT_IN_FOLDERS = (
-    *("hf_path", "megatron_class", "attention", "dtype", "fp8", "init_std", "freeze"),
+    *("hf_path", "megatron_class", "attention", "dtype", "fp8", "init_std", "freeze", "vision"),
     *("bias_activation_fusion", "gradient_accumulation_fusion", "recompute", "recompute_modules"),
     *("moe_grouped_gemm", "moe_permute_fusion", "moe_balance_loss_coef", "moe_z_loss_coef"),
     *("moe_bias_update_rate", "indexer_loss_coef", "mtp_num_layers", "mtp_loss_coef"),
@@ -216,7 +216,10 @@ class ModelOptions:
     """Standard deviation of the initial weights."""
     freeze: tuple[str, ...] = ()
     """Globs of parameters that are not trained, such as `embedding.*` or `decoder.layers.0.*`, in
-    the names of Megatron's local layers."""
+    the names of Megatron's local layers. Those that begin with `visual.` are of the tower:
+    `visual.blocks.*`, `visual.merger.*`, `visual.deepstack_merger_list.*`."""
+    vision: Literal["off", "frozen", "train"] = "off"
+    """The folder's tower for images; off: its text part alone, and an export copies the tower."""
     num_experts: int | None = None
     """Experts of a layer, a multiple of layout.ep; null = a dense model."""
     moe_first_dense_layers: int = 0

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapack.images import ImageRef
 from megapack.prefixes import Branch
 from megapack.rows.chain import Link, Piece
 from megapack.rows.transfer import moved
@@ -222,6 +223,13 @@ class PackedRow(RowTokens):
     """The row's tokens and losses further ahead, one per depth of multi-token prediction: at depth
     k (1, 2, ...) the tokens k positions ahead in the same sample, and the token after each as its
     label; 0 after the end of a sample."""
+    images: tuple[ImageRef, ...] = field(default=(), metadata={"moves": False})
+    """The different images of the row's samples, in the order of their features."""
+    features_T: Tensor | None = field(default=None, metadata={"moves": False})
+    """int64, on the host: of each position the feature that stands there, -1 for text; None: the
+    row has no images. Those of an image are one after the other."""
+    rotary_T3: Tensor | None = None
+    """int64: the three positions of each position's token, see `images.positions`."""
     routing: RoutingRow | None = None
     """The row as this rank's routers see it; None for a model without experts."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megapack.base.arrays import Ints
 from megapack.errors import DataError
+from megapack.images import ImageRef, positions
 from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch
 from megapack.prefixes import Branch, PrefixTable, dummy_spans, row_branches
@@ -48,8 +49,9 @@ def pack_row(
 
     Raises:
         DataError: the samples differ in length from the plan, share positions although their tokens
-            differ (those further ahead too), or have a token id outside the model's vocabulary (on
-            a GPU the embedding lookup would end the process); or a sample in pieces has tensors.
+            (those further ahead too) or images differ, or have a token id outside the model's
+            vocabulary (on a GPU the embedding lookup would end the process); or a sample in pieces
+            has tensors.
     """
     samples = micro_batch.samples
     lengths = tuple(batch.length(i) for i in samples)
@@ -88,6 +90,7 @@ def pack_row(
         writer.check_ids(vocab_size)
     names = batch.field_names if field_names is None else field_names
     end_positions_E, end_samples_E = writer.last_tokens()
+    images = held_images(batch, micro_batch)
     return PackedRow(
         samples=samples,
         lengths=lengths,
@@ -112,7 +115,22 @@ def pack_row(
         piece=row_piece(micro_batch, lengths, branches),
         tensors=batch.row_tensors(samples, _trees(branches)),
         ahead=tuple(writer.ahead(depth) for depth in range(1, num_ahead + 1)),
+        images=images,
+        features_T=writer.features(images) if images else None,
+        rotary_T3=writer.rotary() if images else None,
     )
+
+
+def held_images(batch: SampleBatch, micro_batch: MicroBatch) -> tuple[ImageRef, ...]:
+    """The different images of which a row holds tokens, in the order of its samples."""
+    found: dict[str, ImageRef] = {}
+    lengths = [batch.length(i) for i in micro_batch.samples]
+    parts = sample_spans(micro_batch, lengths)
+    for sample, (begin, end) in zip(micro_batch.samples, parts, strict=True):
+        for ref in batch.images(sample):
+            if ref.offset < end and begin < ref.end:
+                found.setdefault(ref.key, ref)
+    return tuple(found.values())
 
 
 def row_position_ids(branches: Sequence[Branch], padded_lengths: Sequence[int]) -> Tensor:
@@ -201,6 +219,34 @@ class _RowWriter:
                 f"{self.ids_N[token]}, the model's vocabulary is {vocab_size}; give ids of the "
                 "model's tokenizer"
             )
+
+    def features(self, images: Sequence[ImageRef]) -> Tensor:
+        """`PackedRow.features_T`."""
+        ends = itertools.accumulate((ref.tokens for ref in images), initial=0)
+        first = dict(zip((ref.key for ref in images), ends, strict=False))
+        features_N = np.full(self.ids_N.size, -1)
+        for sample, start in zip(self.samples, self.starts, strict=True):
+            for ref in self.batch.images(sample):
+                if ref.key in first:
+                    here = slice(start + ref.offset, start + ref.end)
+                    features_N[here] = first[ref.key] + np.arange(ref.tokens)
+        out_T = np.full(self.row_tokens, -1)
+        values = features_N[self.is_held_N]
+        out_T[self.positions] = values
+        if self.is_shared and not np.array_equal(out_T[self.positions], values):
+            raise DataError(
+                f"samples of {self.samples} share tokens in the plan and have different images "
+                "there; make the prefixes with SharedPrefixes.from_samples(tokens, images=...)"
+            )
+        return torch.from_numpy(out_T)
+
+    def rotary(self) -> Tensor:
+        """`PackedRow.rotary_T3`; 0 at padding."""
+        pairs = zip(self.samples, self.lengths.tolist(), strict=True)
+        each = [positions(self.batch.images(sample), length) for sample, length in pairs]
+        out_T3 = np.zeros((self.row_tokens, 3), dtype=np.int64)
+        out_T3[self.positions] = np.concatenate(each)[self.is_held_N]
+        return torch.from_numpy(out_T3)
 
     def ahead(self, depth: int) -> RowTokens:
         """The row at a depth of multi-token prediction."""

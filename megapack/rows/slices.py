@@ -83,8 +83,8 @@ def assembly_order(spans: Sequence[int], cp: int) -> Tensor:
 def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
     """One context-parallel rank's slice of a row.
 
-    All per-token tensors (named `*_T`) are sliced. Of the losses and the ends (`*_E`), those at
-    positions of the slice stay, and their positions index the slice.
+    All per-token tensors (named `*_T` or `*_T3`) are sliced. Of the losses and the ends (`*_E`),
+    those at positions of the slice stay, and their positions index the slice.
     Attributes of the whole row stay: samples, branches, `cu_seqlens` (Megatron-Core and Transformer
     Engine divide them by cp) and `row_tokens`.
 
@@ -108,7 +108,11 @@ def slice_row(row: PackedRow, cp: int, rank: int) -> PackedRow:
     index_T = indices_in(positions_T, row.row_tokens)
 
     def per_token(tokens: RowTokens) -> dict[str, Any]:
-        sliced = {k: value[positions_T] for k, value in vars(tokens).items() if k.endswith("_T")}
+        sliced = {
+            name: value[positions_T]
+            for name, value in vars(tokens).items()
+            if name.endswith(("_T", "_T3")) and value is not None
+        }
         return {**sliced, "losses": tokens.losses.kept(index_T)}
 
     ends_E = index_T[row.end_positions_E]

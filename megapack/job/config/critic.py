@@ -58,7 +58,8 @@ def critic_model(policy: ModelConfig, hf_path: str | None = None) -> ModelConfig
             hybrid_layer_pattern=pattern and pattern.partition("/")[0],
         )
     try:
-        architecture = {*read_hf_config(hf_path).values, "hf_path", "freeze", "mtp_num_layers"}
+        others = ("hf_path", "freeze", "mtp_num_layers", "vision")
+        architecture = {*read_hf_config(hf_path).values, *others}
         settings = {name: value for name, value in vars(policy).items() if name not in architecture}
         model = ModelConfig.from_hf(hf_path, **settings)
     except ConfigError as error:

@@ -14,6 +14,7 @@ The families are those of `hf_families`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -26,7 +27,17 @@ from megapack.cost.options import NOT_IN_FOLDERS, ModelOptions
 from megapack.errors import ConfigError, first_line
 from megapack.job.config import hf_parts as parts
 from megapack.job.config.hf_families import FAMILIES
-from megapack.job.config.hf_reader import FILE, NEUTRAL, UNUSED, VISION_KEYS, Reader, Values, shown
+from megapack.job.config.hf_reader import (
+    FILE,
+    NEUTRAL,
+    UNUSED,
+    VISION_KEYS,
+    Family,
+    Reader,
+    Values,
+    shown,
+)
+from megapack.job.config.hf_vision import VisionOptions, read_vision
 
 # The longest published config has 40 KB (quantization by layer).
 _MAX_BYTES = 1 << 20
@@ -45,6 +56,17 @@ class HfConfig:
     """Keys of `ModelConfig`, all that describe the architecture."""
     num_mtp_layers: int = 0
     """Depths of multi-token prediction whose weights the folder may have."""
+    keys: Mapping[str, Any] = dataclasses.field(repr=False)
+    """Those of config.json, with those of its text part at the top level."""
+
+    @functools.cached_property
+    def vision(self) -> VisionOptions | None:
+        """The tower; None of a model whose images megapack does not encode.
+
+        Raises:
+            ConfigError: it is not one that megapack trains.
+        """
+        return read_vision(self.folder, self.keys, FAMILIES[self.model_type], self.values)
 
     def values_with_mtp(self, num_mtp_layers: Any) -> Mapping[str, Any]:
         """The values for a model with this number of depths, `ModelConfig.mtp_num_layers`.
@@ -94,7 +116,7 @@ def read_hf_config(folder: str | Path) -> HfConfig:
             f"{name}: {FILE} has model_type={shown(model_type)}; megapack trains {known}"
         )
     if family.in_text_config:
-        keys = _with_text_config(name, keys)
+        keys = _with_text_config(name, keys, family)
     reader = Reader(name, keys, family)
     _check_class(reader)
     values = {**_DEFAULTS, **(family.common or parts.common)(reader), **family.values}
@@ -119,6 +141,7 @@ def read_hf_config(folder: str | Path) -> HfConfig:
         architecture=family.architecture,
         values=values,
         num_mtp_layers=num_mtp_layers,
+        keys=keys,
     )
 
 
@@ -156,15 +179,23 @@ def _read(folder: str) -> Mapping[str, Any]:
     return keys
 
 
-def _with_text_config(folder: str, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_text_config(folder: str, keys: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     """The keys of a multimodal model's text part, and those beside it."""
     text = keys.get("text_config")
+    if text is None and family.may_be_flat:
+        return keys
     if not isinstance(text, dict):
         raise ConfigError(
             f"{folder}: {FILE} has text_config={shown(text)}; expected an object of keys"
         )
-    for key in sorted(text.keys() & keys.keys() - {"model_type", *UNUSED}):
-        if text[key] != keys[key]:
+    if family.tower is not None:
+        # transformers reads it at the top level, and assumes false.
+        keys = {"tie_word_embeddings": False, **keys}
+    for key in sorted(text.keys() & keys.keys() - {"model_type", "architectures", *UNUSED}):
+        is_written = key == "tie_word_embeddings" and text[key] is family.text_ties
+        # transformers 4 wrote tokens of images as null into the text part.
+        is_none = key in VISION_KEYS and text[key] is None
+        if text[key] != keys[key] and not is_written and not is_none:
             raise ConfigError(
                 f"{folder}: {FILE} has {key}={shown(keys[key])}; text_config says otherwise: make "
                 "them equal"

@@ -13,7 +13,7 @@ from megapack.job.config import hf_experts as experts
 from megapack.job.config import hf_hybrid as hybrid
 from megapack.job.config import hf_parts as parts
 from megapack.job.config import hf_tensors as tensors
-from megapack.job.config.hf_reader import Family, Values
+from megapack.job.config.hf_reader import Family, Tower, Values
 
 _DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
@@ -120,6 +120,16 @@ _GEMMA4 = Family(
     tensors=tensors.GEMMA4,
     stacked=tensors.STACKED_BESIDE_MLP,
 )
+_MROPE = ("mrope_section", "mrope_interleaved")
+_QWEN3_TOWER = Tower(activation="gelu_pytorch_tanh", sizes=("num_position_embeddings",))
+_QWEN3_VL = Family(
+    architecture="Qwen3VLForConditionalGeneration",
+    defaults={"head_dim": 128},
+    values={"qk_layernorm": True},
+    unused_rope=_MROPE,
+    in_text_config=True,
+    tower=dataclasses.replace(_QWEN3_TOWER, blocks=("deepstack_visual_indexes",)),
+)
 _QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
     defaults={"partial_rotary_factor": 0.25, "head_dim": 256},
@@ -152,7 +162,7 @@ _QWEN3_5 = dataclasses.replace(
     # `intermediate_size` has no effect.
     unused=("mamba_ssm_dtype", "intermediate_size"),
     # All three positions of a text token are the same one.
-    unused_rope=("mrope_section", "mrope_interleaved"),
+    unused_rope=_MROPE,
     parts=(hybrid.dense_layers,),
     by_key_head=False,
     mtp=tensors.QWEN_MTP,
@@ -162,10 +172,12 @@ _QWEN3_5_MOE = dataclasses.replace(
 )
 
 
-def _with_vision(text: Family) -> Family:
+def _with_vision(text: Family, tower: Tower | None = None, text_ties: bool | None = None) -> Family:
     """The family of a multimodal model with this text part."""
     name = text.architecture.replace("ForCausalLM", "ForConditionalGeneration")
-    return dataclasses.replace(text, architecture=name, in_text_config=True)
+    return dataclasses.replace(
+        text, architecture=name, in_text_config=True, tower=tower, text_ties=text_ties
+    )
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -405,9 +417,33 @@ FAMILIES: Mapping[str, Family] = {
         has_expert_columns=True,
     ),
     "qwen3_next": _QWEN3_NEXT,
-    "qwen3_5": _with_vision(_QWEN3_5),
+    "qwen2_5_vl": Family(
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        values={"qkv_bias": True},
+        unused_rope=_MROPE,
+        rope_names={"mrope": "default"},
+        parts=(parts.no_window,),
+        in_text_config=True,
+        may_be_flat=True,
+        tower=Tower(
+            activation="silu",
+            sizes=("window_size",),
+            blocks=("fullatt_block_indexes",),
+            is_interleaved=False,
+        ),
+    ),
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": dataclasses.replace(
+        _QWEN3_VL,
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        defaults={"norm_topk_prob": True},
+        on=("norm_topk_prob",),
+        parts=(experts.qwen_experts,),
+        text_ties=True,
+    ),
+    "qwen3_5": _with_vision(_QWEN3_5, tower=_QWEN3_TOWER, text_ties=False),
     "qwen3_5_text": _QWEN3_5,
-    "qwen3_5_moe": _with_vision(_QWEN3_5_MOE),
+    "qwen3_5_moe": _with_vision(_QWEN3_5_MOE, tower=_QWEN3_TOWER, text_ties=False),
     "qwen3_5_moe_text": _QWEN3_5_MOE,
     "nemotron_h": Family(
         architecture="NemotronHForCausalLM",

@@ -199,9 +199,9 @@ _LATENT_YARN = (
 
 
 def _rope_scaling(reader: Reader, rope: Values) -> RopeScaling:
-    names = {str(rope.pop(name)) for name in ("rope_type", "type") if name in rope}
+    given = (str(rope.pop(name)) for name in ("rope_type", "type") if name in rope)
+    names = {reader.family.rope_names.get(name, name) for name in given}
     kind = names.pop() if len(names) == 1 else "" if names else "default"
-    kind = reader.family.rope_names.get(kind, kind)
     if kind == "default" and not rope:
         return RopeScaling()
     latent = "kv_lora_rank" in reader.keys

@@ -72,13 +72,27 @@ UNUSED = (
 VISION_KEYS = (
     *("text_config", "vision_config", "audio_config", "language_model_only"),
     *("mm_tokens_per_image", "vision_soft_tokens_per_image"),
-    *("vision_start_token_id", "vision_end_token_id"),
+    *("vision_start_token_id", "vision_end_token_id", "vision_token_id"),
     *(
         f"{token}_token_{kind}"
         for token in ("boi", "eoi", "image", "video", "boa", "eoa", "audio")
         for kind in ("id", "index")
     ),
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tower:
+    """What a family's `vision_config` has in addition to the keys of all towers."""
+
+    activation: str
+    """Its only `hidden_act`."""
+    sizes: tuple[str, ...]
+    """Keys of whole numbers."""
+    blocks: tuple[str, ...] = ()
+    """Keys of lists of blocks."""
+    is_interleaved: bool = True
+    """Whether the pairs of frames, rows and columns alternate in the decoder's heads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +124,13 @@ class Family:
     """Reads sizes, norms and rotary embeddings; None = `hf_parts.common`."""
     in_text_config: bool = False
     """Whether the keys are those of `text_config`, beside a vision model's."""
+    may_be_flat: bool = False
+    """With `in_text_config`: whether transformers 4 wrote them at the top level."""
+    text_ties: bool | None = None
+    """What transformers writes as the text part's `tie_word_embeddings` whatever the model is. That
+    at the top level counts."""
+    tower: Tower | None = None
+    """What encodes images; None = none that megapack trains."""
     parts: tuple[Callable[[Reader], Values], ...] = ()
     """Functions that take several keys together."""
     tensors: Names = dataclasses.field(default_factory=dict)
@@ -136,12 +157,19 @@ class Family:
 
 
 class Reader:
-    """The keys of one config.json; it notes which have been read."""
+    """The keys of one config.json; it notes which have been read.
 
-    def __init__(self, folder: str, keys: Mapping[str, Any], family: Family) -> None:
+    Args:
+        part: stands before the keys' names in errors.
+    """
+
+    def __init__(
+        self, folder: str, keys: Mapping[str, Any], family: Family, *, part: str = ""
+    ) -> None:
         self.folder = folder
         self.keys = keys
         self.family = family
+        self.part = part
         self.known: set[str] = set()
 
     def get(self, key: str, default: Any = MISSING) -> Any:
@@ -151,8 +179,8 @@ class Reader:
         value = self.keys.get(key, default)
         if value is MISSING:
             raise ConfigError(
-                f"{self.folder}: {FILE} has no {key}; transformers would assume a value: write it "
-                "into the file"
+                f"{self.folder}: {FILE} has no {self.part}{key}; transformers would assume a "
+                "value: write it into the file"
             )
         return value
 
@@ -232,7 +260,7 @@ class Reader:
 
     def error(self, key: str, value: Any, advice: str) -> ConfigError:
         """The error of a key."""
-        return ConfigError(f"{self.folder}: {FILE} has {key}={shown(value)}; {advice}")
+        return ConfigError(f"{self.folder}: {FILE} has {self.part}{key}={shown(value)}; {advice}")
 
 
 def is_number(value: Any) -> bool:

@@ -55,6 +55,8 @@ STACKED_COLUMNS = STACKED | {
     "mlp.experts.experts.linear_fc1.bias": "mlp.experts.gate_up_proj_bias",
     "mlp.experts.experts.linear_fc2.bias": "mlp.experts.down_proj_bias",
 }
+TOWER = "visual."
+"""How the names of a tower's tensors begin."""
 # How names begin that an export copies from a folder of a multimodal model.
 VISION = tuple(
     f"{prefix}{part}."

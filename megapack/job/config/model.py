@@ -10,6 +10,7 @@ from megapack.cost.sizes import ModelSizes
 from megapack.errors import ConfigError
 from megapack.job.config.architecture import check_architecture
 from megapack.job.config.hf_config import HfConfig, read_hf_config
+from megapack.job.config.hf_tensors import TOWER
 from megapack.layout import Fp8, fp8_rows
 
 
@@ -20,9 +21,11 @@ class ModelConfig(ModelSizes):
     SECTION: ClassVar[str] = "model."
 
     def __post_init__(self) -> None:
-        if self.hf_path is not None:
+        folder = None if self.hf_path is None else read_hf_config(self.hf_path)
+        if folder is not None:
             # Not the keys that a file leaves out: `resolve` has taken those from the folder.
-            _check_folder(read_hf_config(self.hf_path), vars(self))
+            _check_folder(folder, vars(self))
+        self._check_vision(folder)
         try:
             super().__post_init__()
             check_architecture(self)
@@ -72,13 +75,47 @@ class ModelConfig(ModelSizes):
         """The same model with a value head in place of its output layer.
 
         The head must not be the embedding, so a tied model is untied. It is not the model of its
-        Hugging Face folder any more.
+        Hugging Face folder any more, and has no tower.
         """
-        return dataclasses.replace(self, hf_path=None, untie_embeddings=True)
+        return dataclasses.replace(
+            self,
+            hf_path=None,
+            untie_embeddings=True,
+            vision="off",
+            freeze=self.freeze_of(tower=False),
+        )
+
+    def freeze_of(self, *, tower: bool) -> tuple[str, ...]:
+        """The globs of `freeze` that are of the tower, or of the decoder."""
+        return tuple(glob for glob in self.freeze if glob.startswith(TOWER) is tower)
 
     def check_same_sizes(self, folder: str) -> None:
         """Raise ConfigError if a Hugging Face folder's model has another architecture."""
         _check_folder(read_hf_config(folder), vars(self))
+
+    def _check_vision(self, folder: HfConfig | None) -> None:
+        globs = self.freeze_of(tower=True)
+        if globs and self.vision != "train":
+            raise ConfigError(
+                f"model.freeze has {globs[0]!r}, but with model.vision={self.vision} no tower is "
+                "trained; leave it out, or set model.vision=train"
+            )
+        if self.vision == "off":
+            return
+        reasons = {
+            "needs the tower of a Hugging Face folder; set model.hf_path": folder is None,
+            f"with model.mtp_num_layers={self.mtp_num_layers}, which would embed image tokens as "
+            "text; set model.mtp_num_layers=0": self.mtp_num_layers,
+            f"with model.fp8={self.fp8}, which megapack does not train with images; set "
+            "model.fp8=null": self.fp8 is not None,
+        }
+        if folder is not None and folder.vision is None:
+            is_gemma = folder.model_type in ("gemma3", "gemma4")
+            why = "image tokens of Gemma attend in both directions" if is_gemma else "has no tower"
+            reasons[f"but {folder.file}: {why}; set model.vision=off"] = True
+        for reason, holds in reasons.items():
+            if holds:
+                raise ConfigError(f"model.vision={self.vision} {reason}")
 
     @property
     def fp8_rows(self) -> Fp8:

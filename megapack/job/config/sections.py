@@ -448,6 +448,11 @@ def _others(config: TrainConfig) -> _Table:
         f"model.fp8={model.fp8} needs a GPU; set device=cuda or model.fp8=null",
     )
     yield (
+        config.optim.name == "muon" and model.vision == "train",
+        "optim.name=muon with model.vision=train: a tower is trained by Adam only; set "
+        "optim.name=adam, or model.vision=frozen",
+    )
+    yield (
         data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE,
         f"model.vocab_size={vocab_size} is less than the {BYTE_VOCAB_SIZE} of generated rollouts; "
         f"set {BYTE_VOCAB_SIZE} or more, or data.path",

@@ -430,7 +430,7 @@ def build_model(
         )
     if layout.etp != layout.tp:
         mark_experts(chunks)
-    freeze(chunks, model.freeze)
+    freeze(chunks, model.freeze_of(tower=False))
     if before_wrapping is not None:
         before_wrapping(chunks)
     if reduction is None:

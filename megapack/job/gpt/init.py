@@ -20,6 +20,7 @@ from torch import Tensor
 from megapack.errors import ConfigError, of_all_ranks
 from megapack.model.head import unwrapped
 from megapack.model.parameters import GROUPED_EXPERT, global_parameters, is_expert
+from megapack.model.vision.tower import VisionTower
 
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
 # Norms whose weights are around 1 whatever the other ones are.
@@ -123,10 +124,10 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
     something in the whole model.
 
     Args:
-        chunks: this rank's GPT models, not yet wrapped in DDP.
+        chunks: this rank's GPT models, or its tower, not yet wrapped in DDP.
         patterns: globs of names as `global_parameters` gives them, such as `decoder.layers.0.*` for
             the first layer and `embedding.*` for the embedding, which includes a tied output
-            projection.
+            projection; of a tower, such as `visual.blocks.*`.
 
     Raises:
         ConfigError: on every rank, if a pattern matches nothing, only some of the experts that a
@@ -135,7 +136,8 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
     # The last numbers count groups of experts, and linear layers, that are frozen in part.
     num_matches = torch.zeros(len(patterns) + 2, device=torch.cuda.current_device())
     for chunk in chunks:
-        for name, param in global_parameters(chunk):
+        is_tower = isinstance(chunk, VisionTower)
+        for name, param in chunk.named_parameters() if is_tower else global_parameters(chunk):
             matches = [fnmatch.fnmatchcase(name, pattern) for pattern in patterns]
             num_matches[:-2] += torch.tensor(matches, device=num_matches.device)
             if any(matches):
@@ -159,7 +161,8 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
     elif unmatched:
         error = (
             f"model.freeze: no parameter matches {unmatched[0]!r}; names are like "
-            "embedding.word_embeddings.weight or decoder.layers.0.mlp.linear_fc1.weight"
+            "embedding.word_embeddings.weight or decoder.layers.0.mlp.linear_fc1.weight, and of a "
+            "tower like visual.merger.linear_fc1.weight"
         )
     if error:
         raise of_all_ranks(ConfigError(error))

@@ -9,11 +9,12 @@ from typing import Any
 import megatron.core
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megapack.errors import ConfigError, ScheduleError, of_all_ranks
 from megapack.job.config.sections import OptimConfig
+from megapack.model.head import unwrapped
 
 
 def check_optimizer(optim: OptimConfig) -> None:
@@ -34,16 +35,24 @@ def check_optimizer(optim: OptimConfig) -> None:
         )
 
 
-def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], bf16: bool) -> Any:
+def build_optimizer(
+    optim: OptimConfig,
+    chunks: list[DistributedDataParallel],
+    bf16: bool,
+    vision: DistributedDataParallel | None = None,
+) -> Any:
     """Megatron's Adam or Muon with gradient clipping, for chunks that `build_model` made.
+
+    A tower is trained with the same settings, and its gradients count in the same norm.
 
     Args:
         optim: the options, as in a config's section `optim`.
         chunks: this rank's chunks in DDP.
         bf16: whether the weights are bf16; the optimizer then keeps them in fp32.
+        vision: the tower that `build_vision` made.
 
     Raises:
-        ConfigError: options that this Megatron-Core does not have.
+        ConfigError: options that this Megatron-Core does not have, or Muon for a tower.
     """
     check_optimizer(optim)
     muon = {}
@@ -65,7 +74,16 @@ def build_optimizer(optim: OptimConfig, chunks: list[DistributedDataParallel], b
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         **muon,
     )
-    return get_megatron_optimizer(config, chunks)
+    first = get_megatron_optimizer(config, chunks)
+    tower = unwrapped(vision)
+    if tower is None or not tower.is_trained:
+        return first
+    if optim.name == "muon":
+        raise ConfigError("optim.name=muon trains no towers; set optim.name=adam, or freeze it")
+    second = get_megatron_optimizer(
+        config, [vision], use_gloo_process_groups=False, pg_collection=tower.groups
+    )
+    return ChainedOptimizer([*first.chained_optimizers, *second.chained_optimizers])
 
 
 def build_lr_schedule(

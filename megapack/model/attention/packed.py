@@ -33,6 +33,7 @@ from megapack.model.attention.mixers import refuse_unpacked_mixers, sample_indic
 from megapack.model.attention.row import RowView, layer_row, with_view
 from megapack.model.carried import with_earlier_keys
 from megapack.model.sharded import own_sharded_tensors
+from megapack.model.vision.features import RowImages
 from megapack.rows.chain import Link
 from megapack.rows.packed import PackedRow
 
@@ -95,12 +96,17 @@ def packed_seq_params(
     return PackedSeqParams(**{k: v for k, v in values.items() if k in names})
 
 
-def row_params(row: PackedRow, cp_group: Any = None, link: Link | None = None) -> PackedSeqParams:
+def row_params(
+    row: PackedRow,
+    cp_group: Any = None,
+    link: Link | None = None,
+    images: RowImages | None = None,
+) -> PackedSeqParams:
     """Megatron's description of a row, which all model chunks get, with the row's view.
 
     Args:
         row: on its device.
-        cp_group, link: see `RowView`.
+        cp_group, link, images: see `RowView`.
     """
     ends = row.cu_seqlens_S1
     params = packed_seq_params(ends, row.max_seqlen, row.row_tokens, cp=row.num_slices)
@@ -114,6 +120,7 @@ def row_params(row: PackedRow, cp_group: Any = None, link: Link | None = None) -
         branches=row.branches if row.num_shared or row.piece is not None else (),
         cp_group=cp_group,
         link=link,
+        images=images,
         copies=tuple(len(branch.samples) for branch in row.branches),
     )
     return with_view(params, view)

@@ -267,7 +267,10 @@ def _gather(
                 "set plan.share_prefixes=off and plan.split_samples=off"
             )
         return None
-    row_table_Td = table.flatten(1).index_select(0, row.positions_T)
+    if row.images is not None:
+        row_table_Td = row.images.mrope.lines(table.flatten(1), row.images.rotary_T3)
+    else:
+        row_table_Td = table.flatten(1).index_select(0, row.positions_T)
     if tables is not None:
         row_table_Td = tables.for_samples(row_table_Td, row)
     return args, {**kwargs, "rotary_pos_emb": row_table_Td}

@@ -18,6 +18,7 @@ from torch import Tensor
 from megapack.errors import ScheduleError
 from megapack.model.attention.paths import Paths, key_paths
 from megapack.model.recurrent.segments import Segments, row_segments
+from megapack.model.vision.features import RowImages
 from megapack.prefixes import Branch
 from megapack.rows.chain import Link
 from megapack.rows.slices import assembly_order
@@ -47,6 +48,8 @@ class RowView:
     """The ranks that share the row; None: one rank has it, or the model's layers know them."""
     link: Link | None = None
     """The row's place in its chain, if it has a piece of a sample."""
+    images: RowImages | None = None
+    """What layers need of the row's images; None: it has none."""
     copies: tuple[int, ...] = ()
     """Number of samples that each branch belongs to."""
     latent: tuple[PackedSeqParams, Tensor] | None = None

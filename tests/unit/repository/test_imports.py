@@ -76,10 +76,11 @@ MEGATRON = [
     "hosts.roll",
 ]
 
-# Modules that read or write what transformers reads, with it and, for tensors, torch: inside of
-# functions.
+# Modules that read or write what transformers reads, with it, or build its towers. In rooms without
+# torch they import both inside of functions.
 TRANSFORMERS = [
     *("job.data.hf_tokenizer", "job.data.images", "job.data.toy_images"),
+    *("job.gpt.vision", "model.vision.tower"),
 ]
 
 # Only hosts/ imports other frameworks. Megatron-LM's training scripts count as one.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.unit.job.config.published_configs import qwen3_tower
+
 _LAYERS = 3 * ["linear_attention"] + ["full_attention"]
 _GATED_DELTA: dict[str, Any] = {
     "attention_bias": False,
@@ -51,10 +53,10 @@ _VISION: dict[str, Any] = {
     "tie_word_embeddings": False,
     "transformers_version": "4.57.0.dev0",
     "video_token_id": 248057,
-    "vision_config": {"depth": 27, "hidden_size": 1152, "out_hidden_size": 2048},
     "vision_end_token_id": 248054,
     "vision_start_token_id": 248053,
 }
+_NO_DEEPSTACK: dict[str, Any] = {"deepstack_visual_indexes": [], "model_type": "qwen3_5"}
 _DENSE_TEXT: dict[str, Any] = {
     **_QWEN3_5,
     "hidden_size": 5120,
@@ -112,6 +114,7 @@ HYBRID: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "model_type": "qwen3_5",
         "text_config": _DENSE_TEXT,
+        "vision_config": qwen3_tower(27, 1152, 4304, 5120, **_NO_DEEPSTACK),
     },
     "qwen3_5_text": {**_DENSE_TEXT, "architectures": ["Qwen3_5ForCausalLM"]},
     "qwen3_5_moe": {
@@ -119,6 +122,7 @@ HYBRID: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
         "model_type": "qwen3_5_moe",
         "text_config": _EXPERT_TEXT,
+        "vision_config": qwen3_tower(27, 1152, 4304, 2048, **_NO_DEEPSTACK),
     },
     "qwen3_5_moe_text": {**_EXPERT_TEXT, "architectures": ["Qwen3_5MoeForCausalLM"]},
     "nemotron_h": {

@@ -371,6 +371,118 @@ CONFIGS["GLM-5-bf16"] = {
     "topk_method": "noaux_tc",
     "v_head_dim": 256,
 }
+_IMAGE_TOKENS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652,
+}
+
+
+def qwen3_tower(depth: int, width: int, ffn: int, out: int, **keys: Any) -> dict[str, Any]:
+    """The `vision_config` of Qwen3-VL and Qwen3.5."""
+    return {
+        "depth": depth,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": width,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": ffn,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": out,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        **keys,
+    }
+
+
+_QWEN3_VL_TEXT = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "mrope_interleaved": True,
+        "mrope_section": [24, 20, 20],
+        "rope_type": "default",
+    },
+    "rope_theta": 5000000,
+    "use_cache": True,
+}
+CONFIGS["Qwen3-VL-4B"] = {
+    **_IMAGE_TOKENS,
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "text_config": {
+        **_QWEN3_VL_TEXT,
+        **sizes(36, 2560, 9728, 32, 8, 151936, 262144),
+        "model_type": "qwen3_vl_text",
+        "tie_word_embeddings": True,
+    },
+    "tie_word_embeddings": True,
+    "transformers_version": "4.57.0.dev0",
+    "vision_config": qwen3_tower(
+        24, 1024, 4096, 2560, deepstack_visual_indexes=[5, 11, 17], model_type="qwen3_vl"
+    ),
+}
+CONFIGS["Qwen3-VL-30B-A3B"] = {
+    **_IMAGE_TOKENS,
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        **_QWEN3_VL_TEXT,
+        **sizes(48, 2048, 6144, 32, 4, 151936, 262144),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_vl_moe_text",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    "tie_word_embeddings": False,
+    "transformers_version": "4.57.0.dev0",
+    "vision_config": qwen3_tower(
+        27, 1152, 4304, 2048, deepstack_visual_indexes=[8, 16, 24], model_type="qwen3_vl_moe"
+    ),
+}
+CONFIGS["Qwen2.5-VL-7B"] = {
+    **ANY,
+    **sizes(28, 3584, 18944, 28, 4, 152064, 128000),
+    **_IMAGE_TOKENS,
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "max_window_layers": 28,
+    "model_type": "qwen2_5_vl",
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "in_chans": 3,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 2,
+        "window_size": 112,
+    },
+    "vision_token_id": 151654,
+}
 FAMILY_MODELS = {
     "llama": "Llama-3.1-8B",
     "mistral": "Mistral-7B-v0.3",
@@ -403,5 +515,8 @@ FAMILY_MODELS = {
     "gemma4_text": "Gemma-4-26B-A4B",
     "gemma4": "Gemma-4-31B",
     "gpt_oss": "gpt-oss-20b-BF16",
+    "qwen2_5_vl": "Qwen2.5-VL-7B",
+    "qwen3_vl": "Qwen3-VL-4B",
+    "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
 }
 """A model of each `model_type` of a GPT."""

@@ -118,7 +118,7 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
         for name, keys in {**PUBLISHED, **HYBRID}.items()
     )
     assert all(keys == first for keys in others)
-    choices = {"hf_path", "attention", "dtype", "fp8", "init_std", "freeze"}
+    choices = {"hf_path", "attention", "dtype", "fp8", "init_std", "freeze", "vision"}
     choices |= {"bias_activation_fusion", "gradient_accumulation_fusion", "moe_grouped_gemm"}
     choices |= {"moe_permute_fusion", "moe_balance_loss_coef", "moe_z_loss_coef"}
     choices |= {"moe_bias_update_rate", "mtp_num_layers", "mtp_loss_coef"}

@@ -120,7 +120,6 @@ def test_rotary_keys_of_transformers_4_and_5(name: str, tmp_path: Path) -> None:
             "rope_scaling.original",
         ),
         ("qwen3_5", {"text_config": None}, "text_config=null; expected an object of keys"),
-        ("qwen3_5", {"tie_word_embeddings": True}, "text_config says otherwise: make them equal"),
         ("qwen3_5", {"architectures": ["Qwen3_5ForCausalLM"]}, "megapack trains Qwen3_5ForCond"),
         ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
         ("nemotron_h", {"hybrid_override_pattern": "MX"}, "expected letters of M*-E"),
