@@ -18,11 +18,13 @@ from megapack.cost.model import CostModel
 from megapack.cost.sizes import typical_length
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import DataError
+from megapack.job.config.hf_config import read_hf_config
 from megapack.job.config.sections import ObjectiveConfig, PlanConfig, TrainConfig
 from megapack.job.data.advantages import Floats, SampleReward, group_advantages, penalize_overlong
 from megapack.job.data.dataset import Dataset, SampleNumbers
 from megapack.job.data.generated import generate_pairs, generate_rollouts
 from megapack.job.data.hf_tokenizer import HfTokenizer
+from megapack.job.data.images.reader import ImageReader
 from megapack.job.data.rollouts import group_batches
 from megapack.job.data.token_blocks import ReadSettings
 from megapack.job.data.tokenizer import ByteTokenizer, Tokenizer
@@ -71,10 +73,20 @@ def read_settings(config: TrainConfig) -> ReadSettings:
         tokenizer = HfTokenizer(Path(folder), config.data.chat_template_kwargs or {})
     return ReadSettings(
         tokenizer=tokenizer,
+        images=_image_reader(config),
         vocab_size=config.model.vocab_size,
         max_length=config.longest_sample,
         overlong=config.data.overlong,
     )
+
+
+def _image_reader(config: TrainConfig) -> ImageReader | None:
+    folder = config.model.hf_path
+    vision = read_hf_config(folder).vision if folder and config.model.vision != "off" else None
+    if folder is None or vision is None:
+        return None
+    ids = (vision.image_token_id, vision.video_token_id)
+    return ImageReader(Path(folder), *ids, vision.spatial_merge_size)
 
 
 def _check_pairs(config: TrainConfig, data: Dataset) -> None:
