@@ -24,7 +24,7 @@ from megapack.job.data.advantages import Floats, SampleReward, group_advantages,
 from megapack.job.data.dataset import Dataset, SampleNumbers
 from megapack.job.data.generated import generate_pairs, generate_rollouts
 from megapack.job.data.hf_tokenizer import HfTokenizer
-from megapack.job.data.images import ImageReader
+from megapack.job.data.images.reader import ImageReader
 from megapack.job.data.rollouts import group_batches
 from megapack.job.data.token_blocks import ReadSettings
 from megapack.job.data.tokenizer import ByteTokenizer, Tokenizer
@@ -71,23 +71,22 @@ def read_settings(config: TrainConfig) -> ReadSettings:
     tokenizer: Tokenizer = ByteTokenizer()
     if folder is not None:
         tokenizer = HfTokenizer(Path(folder), config.data.chat_template_kwargs or {})
-    images: ImageReader | None = None
-    if config.model.vision != "off" and config.model.hf_path is not None:
-        tower = read_hf_config(config.model.hf_path).vision
-        assert tower is not None
-        images = ImageReader(
-            Path(config.model.hf_path),
-            tower.image_token_id,
-            tower.video_token_id,
-            tower.spatial_merge_size,
-        )
     return ReadSettings(
         tokenizer=tokenizer,
-        images=images,
+        images=_image_reader(config),
         vocab_size=config.model.vocab_size,
         max_length=config.longest_sample,
         overlong=config.data.overlong,
     )
+
+
+def _image_reader(config: TrainConfig) -> ImageReader | None:
+    folder = config.model.hf_path
+    vision = read_hf_config(folder).vision if folder and config.model.vision != "off" else None
+    if folder is None or vision is None:
+        return None
+    ids = (vision.image_token_id, vision.video_token_id)
+    return ImageReader(Path(folder), *ids, vision.spatial_merge_size)
 
 
 def _check_pairs(config: TrainConfig, data: Dataset) -> None:

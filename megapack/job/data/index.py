@@ -3,7 +3,7 @@
     data.jsonl  ->  .data.jsonl.<key>.megapack-index.npy, .megapack-tokens.npy
                     (and .megapack-routes.npy if samples carry routed experts, and one such
                     file for each column of values per response token, and those of
-                    `stored_images` if samples have images)
+                    `images.stored` if samples have images)
 
 A rank needs the lengths, prompt groups and rewards of all samples to plan, but only the tokens of
 the samples that it packs. Samples are tokenized once, when the files are written. The files are
@@ -35,8 +35,8 @@ from megapack.errors import DataError
 from megapack.images import ImageNumbers, Images
 from megapack.job.data.content import SUFFIX, Content, remembered
 from megapack.job.data.files import list_files, read_blocks
+from megapack.job.data.images.stored import IMAGE_DTYPE, IMAGES, SOURCES, Sources, StoredImages
 from megapack.job.data.rollouts import ROUTES, Rollout, TokenColumns
-from megapack.job.data.stored_images import IMAGE_DTYPE, IMAGES, SOURCES, Sources, StoredImages
 from megapack.job.data.token_blocks import (
     ARRAYS,
     BITS,
@@ -241,7 +241,7 @@ def index_key(content: str, settings: ReadSettings) -> str:
 def _sources() -> str:
     """A digest of the code that reads samples: what another version stored is read again."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

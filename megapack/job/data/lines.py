@@ -19,8 +19,8 @@ import numpy.typing as npt
 from megapack.base.arrays import is_id
 from megapack.base.files import not_utf8, strict_json
 from megapack.job.data.files import Row
-from megapack.job.data.image_rows import RowImages
-from megapack.job.data.images import ImageReader
+from megapack.job.data.images.reader import ImageReader
+from megapack.job.data.images.rows import RowImages
 from megapack.job.data.messages import (
     BadLine,
     Conversation,

@@ -56,7 +56,7 @@ import numpy.typing as npt
 
 from megapack.errors import ConfigError
 from megapack.job.data.balance import even_batches
-from megapack.job.data.images import SampleImage
+from megapack.job.data.images.reader import SampleImage
 from megapack.job.data.tokenizer import Ids, Mask
 
 TOKEN_COLUMNS: dict[str, npt.DTypeLike] = {

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megapack.base.choices import Overlong
 from megapack.job.data.files import Block
-from megapack.job.data.images import ImageReader, SampleImage
+from megapack.job.data.images.reader import ImageReader, SampleImage
 from megapack.job.data.lines import LineParser
 from megapack.job.data.messages import BadLine
 from megapack.job.data.rollouts import ROUTES, TOKEN_COLUMNS, Rollout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import io
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +45,16 @@ _TOWER: dict[str, Any] = {
     "spatial_merge_size": _MERGE,
     "out_hidden_size": 64,
 }
-_POSITIONS = {"num_position_embeddings": 64}
+_POSITIONS = {**_TOWER, "num_position_embeddings": 64}
+_DEEPSTACK = {**_POSITIONS, "deepstack_visual_indexes": [0, 1]}
+_WINDOWS = {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1, 3]}
+
+
+def _rope(*sections: int, **others: Any) -> dict[str, Any]:
+    settings = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
+    return {"rope_parameters": {**settings, **others}}
+
+
 _DECODER: dict[str, Any] = {
     "vocab_size": 256 + len(_SPECIAL),
     "hidden_size": 64,
@@ -60,63 +69,27 @@ _DECODER: dict[str, Any] = {
     "pad_token_id": 256,
     "tie_word_embeddings": False,
 }
-_QWEN3: dict[str, Any] = {
-    **_DECODER,
-    "head_dim": 16,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [4, 2, 2],
-        "mrope_interleaved": True,
-    },
-}
-_GATED_DELTA: dict[str, Any] = {
+_QWEN3 = {**_DECODER, "head_dim": 16, **_rope(4, 2, 2, mrope_interleaved=True)}
+_QWEN3_5 = {
     **_QWEN3,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [2, 1, 1],
-        "mrope_interleaved": True,
-        "partial_rotary_factor": 0.5,
-    },
+    **_rope(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.5),
 }
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
-_DEEPSTACK = {**_TOWER, **_POSITIONS, "deepstack_visual_indexes": [0, 1]}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # By family: the beginning of its classes' names in transformers, the decoder, the tower.
 _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VL", _QWEN3, _DEEPSTACK),
-    "qwen3_vl_moe": (
-        "Qwen3VLMoe",
-        {**_QWEN3, **_EXPERTS, "norm_topk_prob": True, "decoder_sparse_step": 1},
-        _DEEPSTACK,
-    ),
-    "qwen2_5_vl": (
-        "Qwen2_5_VL",
-        {
-            **_DECODER,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [4, 2, 2],
-            },
-        },
-        {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1, 3]},
-    ),
-    "qwen3_5": ("Qwen3_5", _GATED_DELTA, {**_TOWER, **_POSITIONS}),
+    "qwen3_vl_moe": ("Qwen3VLMoe", {**_QWEN3, **_EXPERTS}, _DEEPSTACK),
+    "qwen2_5_vl": ("Qwen2_5_VL", {**_DECODER, **_rope(4, 2, 2)}, _WINDOWS),
+    "qwen3_5": ("Qwen3_5", _QWEN3_5, _POSITIONS),
     "qwen3_5_moe": (
         "Qwen3_5Moe",
-        {**_GATED_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 48},
-        {**_TOWER, **_POSITIONS},
+        {**_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 48},
+        _POSITIONS,
     ),
 }
 FAMILIES = tuple(_FAMILIES)
@@ -156,12 +129,8 @@ def write_image_model(folder: str | Path, family: str = "qwen3_vl") -> None:
     path = new_folder(folder)
     name, decoder, tower = _FAMILIES[family]
     # transformers changes what it is given.
-    config = getattr(transformers, f"{name}Config")(
-        text_config=json.loads(json.dumps(decoder)),
-        vision_config=json.loads(json.dumps(tower)),
-        tie_word_embeddings=False,
-        **_IDS,
-    )
+    parts = copy.deepcopy({"text_config": decoder, "vision_config": tower})
+    config = getattr(transformers, f"{name}Config")(**parts, **_IDS, tie_word_embeddings=False)
     config.dtype = torch.float32
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float()
     _randomize(model)
@@ -229,40 +198,35 @@ def _draw(path: Path, color: str, size: tuple[int, int], rng: np.random.Generato
     draw = ImageDraw.Draw(image)
     shape = draw.ellipse if rng.integers(2) else draw.rectangle
     shape((width // 8, height // 8, width * 7 // 8, height * 7 // 8), fill=_COLORS[color])
-    folder = path / "images"
-    kind = "png" if rng.integers(2) else "jpg"
-    name = f"images/{len(list(folder.iterdir()))}.{kind}"
-    data = io.BytesIO()
-    image.save(data, {"png": "PNG", "jpg": "JPEG"}[kind])
-    (path / name).write_bytes(data.getvalue())
+    number = len(list((path / "images").iterdir()))
+    name = f"images/{number}.{('png', 'jpeg')[rng.integers(2)]}"
+    image.save(path / name)
     return name
 
 
 def _data_uri(path: Path) -> str:
-    kind = {".png": "png", ".jpg": "jpeg"}[path.suffix]
-    return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return f"data:image/{path.suffix[1:]};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def _chat(path: Path, number: int, rng: np.random.Generator) -> dict[str, Any]:
-    """One to three questions about an image each."""
+    """One to three questions about an image each, or about none."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Name the color."}]
     for turn in range(1 + number % 3):
         color = list(_COLORS)[rng.integers(3)]
-        text: dict[str, Any] = {"type": "text", "text": "Which color?"}
-        if number % 6 == 5:
-            user: Any = f"What is {color} in capitals?"
-            messages += [{"role": "user", "content": user}]
-            messages += [{"role": "assistant", "content": color.upper()}]
-            continue
-        width, height = rng.integers(8, 64, 2).tolist()
-        name = _draw(path, color, (width, height), rng)
-        part: dict[str, Any] = {"type": "image", "image": name}
-        if (number + turn) % 3 == 1:
-            part["image"] = _data_uri(path / name)
-        elif (number + turn) % 3 == 2:
-            part = {"type": "image_url", "image_url": {"url": _data_uri(path / name)}}
+        content: Any = f"Which color is {color}?"
+        if number % 6 < 5:
+            width, height = rng.integers(8, 64, 2).tolist()
+            name = _draw(path, color, (width, height), rng)
+            uri = _data_uri(path / name)
+            text = {"type": "text", "text": "Which color?"}
+            part = (
+                {"type": "image", "image": name},
+                {"type": "image", "image": uri},
+                {"type": "image_url", "image_url": {"url": uri}},
+            )[(number + turn) % 3]
+            content = [part, text] if turn % 2 == 0 else [text, part]
         messages += [
-            {"role": "user", "content": [part, text] if turn % 2 == 0 else [text, part]},
+            {"role": "user", "content": content},
             {"role": "assistant", "content": f"It is {color}."},
         ]
     return {"messages": messages}

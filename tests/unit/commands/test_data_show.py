@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,24 @@ def test_errors_are_one_line(call: Any, data: str, args: list[str], says: str) -
     assert (code, out) == (2, "")
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_an_image_is_a_box_in_place_of_its_tokens(call: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("PIL")
+    folder = str(tmp_path / "toy")
+    assert call("data", "toy", folder, "--images")[0] == 0
+    args = ["data", "show", f"{folder}/rollouts.jsonl", "--config", "sft_toy_cpu", "--sample", "4"]
+    args.append(f"model.hf_path={folder}")
+    code, out, err = call(*args, "model.vision=train")
+    assert (code, err) == (0, "")
+    first, _, third, *cells = out.splitlines()
+    assert first == "32 samples, 1380 tokens, 48 images with 1520 patches, 488 count in the loss"
+    assert third.startswith("23 tokens of the prompt, 26 of the response; 12 count in the loss")
+    found = re.findall(r"\[(image [^]]*), key [0-9a-f]{6}\]", "\n".join(cells))
+    assert found == ["image 8x4 patches, 8 tokens", "image 6x8 patches, 12 tokens"]
+    assert "image_pad" not in out
+    assert cells[-1].endswith("<|vision_end|>/260 [r/114] [e/101] [d/100] [<|im_end|>/258]")
+    code, _, err = call(*args)
+    says = "rollouts.jsonl:1: has images, which are not read; set model.vision to frozen or train"
+    assert (code, says in err) == (2, True)

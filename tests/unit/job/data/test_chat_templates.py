@@ -280,7 +280,7 @@ def test_messages_that_cannot_be_read_are_refused(
         ({"functions": [{"name": "f"}]}, "has functions, which is not read; give tools"),
         ({"enable_thinking": False}, "has enable_thinking, which is not read; give arguments of"),
         ({"system": "s"}, "has system, which is not read; give it in messages"),
-        ({"images": ["a.png"]}, "has images, which is not read; set model.vision to frozen"),
+        ({"images": ["a.png"]}, "has images, which are not read; set model.vision to frozen"),
         ({"videos": ["a.mp4"]}, "has videos, which is not read; only text and images are trained"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs is [1], expected an object"),
         ({"chat_template_kwargs": {"a": 1}}, "has the template argument a, but the chat template"),

@@ -176,7 +176,7 @@ BAD = [
     ({"messages": [{**USER, "content": []}]}, "messages[0].content is [], expected a string"),
     (
         {"messages": [{**USER, "content": [{"type": "image"}]}]},
-        "has image 0 of messages, which is not read; set model.vision",
+        "has images, which are not read; set model.vision",
     ),
     ({"messages": [{**USER, "tool_calls": "[]"}]}, 'tool_calls is "[]", expected a list of obj'),
     (

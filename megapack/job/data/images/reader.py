@@ -134,7 +134,7 @@ class ImageReader:
             key = self.key_of_path(name, source)
         else:
             raise BadLine(f"{name} is {shown(source)}, expected a path, a data URI or bytes")
-        where = name if isinstance(source, bytes) else f"{name}, {source},"
+        where = name if isinstance(source, bytes) else f"{name} ({source})"
         rows, columns = self._grid_of(where, source)
         return SampleImage(key, rows, columns, rows * columns // self.merge**2, source)
 
@@ -152,7 +152,7 @@ class ImageReader:
         """What the tower reads of an image, fp32 [patches, numbers of a patch].
 
         Raises:
-            ValueError, OSError: it cannot be decoded.
+            Exception: any, if it cannot be decoded.
         """
         from transformers.image_utils import load_image
 
@@ -177,7 +177,7 @@ class ImageReader:
             raise BadLine(f"{where} is too large ({first_line(error)}); make it smaller") from None
         except ConfigError:
             raise
-        except (OSError, ValueError, SyntaxError) as error:
+        except Exception as error:  # pillow raises what it likes for a damaged image
             why = getattr(error, "strerror", None) or first_line(error)
             raise BadLine(f"{where} cannot be read ({why}); leave the line out") from None
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from megapack.errors import ConfigError, DataError, first_line
 from megapack.images import ImageRef, Images
-from megapack.job.data.images import ImageReader, SampleImage
+from megapack.job.data.images.reader import ImageReader, SampleImage
 from megapack.job.data.messages import BadLine
 
 if TYPE_CHECKING:
@@ -96,10 +96,10 @@ class StoredImages:
         except BadLine:
             return False
 
-    def _is_unchanged(self, row: npt.NDArray[np.void]) -> bool:
-        """Whether the file of a path is the one that was indexed."""
+    def _is_unchanged(self, row: npt.NDArray[np.void], name: str = "") -> bool:
+        """Whether the file of a path is the one that was indexed; BadLine if there is none."""
         path = self._source(row).decode()
-        return self.reader.key_of_path("image", path) == row["key"].tobytes()
+        return self.reader.key_of_path(name, path) == row["key"].tobytes()
 
     def _source(self, row: npt.NDArray[np.void]) -> bytes:
         start = int(row["source_start"])
@@ -125,8 +125,8 @@ class StoredImages:
         data = self._source(row)
         try:
             if row["is_path"]:
-                name = f"{name}, {data.decode()},"
-                if not self._is_unchanged(row):
+                name = f"{name} ({data.decode()})"
+                if not self._is_unchanged(row, name):
                     raise DataError(
                         f"{name} has changed since the data were read; remove .*{IMAGES} beside "
                         "the data and start again"
@@ -136,8 +136,8 @@ class StoredImages:
         except (ConfigError, DataError):
             raise
         except BadLine as error:
-            raise DataError(f"{name}: {error}") from None
-        except (OSError, ValueError, SyntaxError) as error:
+            raise DataError(str(error)) from None
+        except Exception as error:  # pillow raises what it likes for a damaged image
             raise DataError(
                 f"{name} cannot be decoded ({first_line(error)}); leave its line out"
             ) from None

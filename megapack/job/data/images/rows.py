@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megapack.job.data.images import ImageReader, SampleImage
+from megapack.job.data.images.reader import ImageReader, SampleImage
 from megapack.job.data.messages import BadLine, Conversation, image_parts, shown
 from megapack.job.data.tokenizer import ChatTokens, Ids, Mask, Message
 
@@ -22,25 +22,25 @@ class RowImages:
     """The images that a row gives."""
 
     reader: ImageReader | None
-    """None: the model has no tower, and images are refused."""
+    """None: images are refused."""
     column: Any
     """The cell `images`; None or empty = not given."""
-    _known: dict[str, SampleImage] = field(default_factory=dict)
-    # By key, those of parts of messages.
+    _found: dict[str, SampleImage] = field(default_factory=dict)
+    """By key, those of chats."""
 
     def __post_init__(self) -> None:
         if self.column and not isinstance(self.column, list):
             raise BadLine(f"images is {shown(self.column)}, expected a list of images")
         if self.column:
-            self._allowed("images")
+            self._allowed()
 
-    def _allowed(self, name: str) -> ImageReader:
+    def _allowed(self) -> ImageReader:
         if self.reader is None:
-            raise BadLine(f"has {name}, which is not read; set model.vision to frozen or train")
+            raise BadLine("has images, which are not read; set model.vision to frozen or train")
         return self.reader
 
     def find(self, key: str, chat: Conversation) -> Conversation:
-        """The chat with the images' keys in place of their sources.
+        """The chat, in which the images' keys have taken the place of their sources.
 
         Args:
             key: the chat's column.
@@ -49,37 +49,24 @@ class RowImages:
             BadLine: an image cannot be read, or the column `images` has another number than parts
                 without a source.
         """
+        parts = [part for message in chat.messages for part in image_parts(message)]
+        if not parts and not self.column:
+            return chat
+        reader = self._allowed()
         column = [(f"images[{number}]", source) for number, source in enumerate(self.column or ())]
-        left = iter(column)
-        num_parts = num_taken = 0
-
-        def found(part: dict[str, Any]) -> dict[str, Any]:
-            nonlocal num_parts, num_taken
-            name, source = f"image {num_parts} of {key}", part.get("image")
-            reader = self._allowed(name)
-            num_parts += 1
-            if source is None:
-                name, source = next(left, (name, None))
-                num_taken += 1
-            image = reader.find(name, source)
-            self._known[image.key.hex()] = image
-            return {"type": "image", "image": image.key.hex()}
-
-        messages: list[Message] = [
-            {
-                **message,
-                "content": [found(p) if p["type"] == "image" else p for p in message["content"]],
-            }
-            if image_parts(message)
-            else message
-            for message in chat.messages
-        ]
-        if num_taken != len(column):
+        num_without = sum("image" not in part for part in parts)
+        if num_without != len(column):
             raise BadLine(
-                f"images has {len(column)}, {key} has {num_taken} parts of type image without a "
+                f"images has {len(column)}, {key} has {num_without} parts of type image without a "
                 "source; give one each"
             )
-        return Conversation(messages, chat.counts)
+        left = iter(column)
+        for number, part in enumerate(parts):
+            name = f"image {number} of {key}"
+            image = reader.find(*((name, part["image"]) if "image" in part else next(left)))
+            part["image"] = image.key.hex()
+            self._found[part["image"]] = image
+        return chat
 
     def of_chat(
         self, key: str, chat: ChatTokens, messages: Sequence[Message], image_text: str
@@ -96,7 +83,7 @@ class RowImages:
         if self.reader is None:
             return chat.ids, chat.loss_mask, ()
         own = messages[: chat.num_messages]
-        images = [self._known[part["image"]] for one in own for part in image_parts(one)]
+        images = [self._found[part["image"]] for one in own for part in image_parts(one)]
         is_image = chat.ids == self.reader.image_token
         where = np.flatnonzero(is_image)
         texts = json.dumps(own, ensure_ascii=False, default=repr) if len(where) else ""
