@@ -394,10 +394,11 @@ def vision_lines(names: list[str]) -> list[str]:
     largest = [
         max(found["gradients"].get(part, 0.0) for found in results.values()) for part in parts
     ]
+    logprob = max(found["logprob_error"] for found in results.values())
     lines = [
         f"{len(results)} cells; largest errors of a tensor's gradient: tower {largest[0]:.1e}, "
         f"mergers {largest[1]:.1e}, DeepStack's mergers {largest[2]:.1e}, decoder "
-        f"{largest[3]:.1e}; of a log-prob {max(r['logprob_error'] for r in results.values()):.1e} nats.",
+        f"{largest[3]:.1e}; of a log-prob {logprob:.1e} nats.",
         "",
         "| model | layout | rows | trained | recompute | log-prob | tower | merger | DeepStack | "
         "decoder | norm |",

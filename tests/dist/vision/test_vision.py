@@ -26,7 +26,7 @@ SAMPLE = (
     "qwen2_5_vl-cp2-shared-merger",
     "qwen2_5_vl-dp2-wide-all",
 )
-"""Of every kind of rows, and of both ways of rotary sections; tools/exactness.py --vision runs all."""
+"""Of every kind of rows, and of both ways of rotary sections."""
 LIMIT = 1e-5
 
 

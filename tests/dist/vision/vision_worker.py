@@ -25,10 +25,9 @@ from megapack.errors import MegapackError
 from megapack.images import ImageRef
 from megapack.job.config.model import ModelConfig
 from megapack.job.config.sections import OptimConfig
-from megapack.job.gpt import build_model, initialize_parallel
+from megapack.job.gpt import build_model, build_vision, initialize_parallel
 from megapack.job.gpt.optimizer import build_optimizer
 from megapack.job.gpt.settings import reduction_settings
-from megapack.job.gpt.vision import build_vision
 from megapack.job.hf import export_hf, load_hf_weights
 from megapack.loss import SFT
 from megapack.prefixes import SharedPrefixes
@@ -67,7 +66,7 @@ def run_case(case: VisionCase, folder: Path, device: torch.device) -> dict[str, 
         reduction=reduction_settings(optim, layout),
         splits_backward=False,
     )
-    tower = build_vision(model, layout, optim)
+    tower = build_vision(model, distributed_optimizer=False)
     load_hf_weights([*chunks, tower], source, device=device)
     adapter = ScheduleAdapter(
         chunks, layout=layout, logprob_chunk_tokens=16, executor=executor(), vision=tower
