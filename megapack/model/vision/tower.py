@@ -7,6 +7,7 @@ convolution, and rotary frequencies that stay fp32 in bf16.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,13 +148,19 @@ def _groups_of_all_ranks() -> ProcessGroupCollection:
     groups = ProcessGroupCollection()
     if not dist.is_initialized():
         return groups
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    alone = _group_of_this_rank(dist.group.WORLD)
     of_one = "tp pp cp ep mp expt_dp intra_expt_dp expt_tp tp_ep tp_ep_pp"
     for name in of_one.split():
         setattr(groups, name, alone)
     for name in ("dp", "dp_cp", "intra_dp_cp", "intra_dist_opt"):
         setattr(groups, name, dist.group.WORLD)
     return groups
+
+
+@functools.cache
+def _group_of_this_rank(world: Any) -> Any:
+    """One group for all towers of a process: of a job's critic, too."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def _use_one_call(visual: Any) -> None:

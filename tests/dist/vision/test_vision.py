@@ -11,6 +11,7 @@ from tests.dist.vision.vision_cases import (
     ALL_CASES,
     CASES,
     MUTATIONS,
+    TRAINED,
     run_vision_cases,
     runnable,
 )
@@ -84,5 +85,5 @@ def test_a_mutation_is_seen(name: str, results: dict[str, dict[str, Any]]) -> No
 def test_the_grid_has_every_kind() -> None:
     cases = list(CASES.values())
     assert {case.rows for case in cases} >= {"whole", "shared", "pieces", "wide", "split"}
-    assert {case.trained for case in cases} == {"all", "merger", "tower", "frozen"}
+    assert {case.trained for case in cases} == set(TRAINED)
     assert set(SAMPLE) <= CASES.keys()

@@ -38,23 +38,17 @@ class Rows:
 ROWS = {
     "whole": Rows(),
     "shared": Rows(shares=True),
-    "pieces": Rows(32, Policy(split_samples="auto")),
+    # Cuts are inside of images.
+    "pieces": Rows(20, Policy(split_samples="auto")),
     "shared_pieces": Rows(32, Policy(split_samples="auto"), shares=True),
     "wide": Rows(24, Policy(context_parallel="dynamic")),
     "split": Rows(policy=Policy(backward="split")),
 }
 
-FREEZE: dict[str, tuple[str, ...]] = {
-    "all": (),
-    "merger": (
-        *("visual.patch_embed.*", "visual.pos_embed.*", "visual.blocks.*"),
-        "visual.deepstack_merger_list.*",
-        *("embedding.*", "decoder.*", "output_layer.*"),
-    ),
-    "tower": ("embedding.*", "decoder.*", "output_layer.*"),
-    "frozen": (),
-}
-"""What is trained -> patterns of `model.freeze`; "frozen" is the tower as a whole."""
+TRAINED = ("all", "merger", "tower", "frozen")
+"""What is trained: everything, the merger alone, the tower alone, or the decoder alone."""
+_DECODER = ("embedding.*", "decoder.*", "output_layer.*")
+_TOWER = ("visual.patch_embed.*", "visual.blocks.*")
 
 
 @dataclass(frozen=True)
@@ -85,6 +79,16 @@ class VisionCase:
     @property
     def is_hybrid(self) -> bool:
         return self.family in HYBRID_FAMILIES
+
+    @property
+    def freeze(self) -> tuple[str, ...]:
+        """Patterns of `model.freeze`."""
+        if self.trained == "merger":
+            tower = _TOWER if self.family == "qwen2_5_vl" else (*_TOWER, "visual.pos_embed.*")
+            has_levels = self.family.startswith("qwen3_vl")
+            levels = ("visual.deepstack_merger_list.*",) if has_levels else ()
+            return (*_DECODER, *tower, *levels)
+        return _DECODER if self.trained == "tower" else ()
 
 
 def _grid() -> Iterable[VisionCase]:
