@@ -110,6 +110,8 @@ _VISION: dict[str, Any] = {
     "num_position_embeddings": 16,
     "patch_size": 4,
 }
+_NO_POSITIONS = {key: _VISION[key] for key in _VISION if key != "num_position_embeddings"}
+_MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
 _NEMOTRON: dict[str, Any] = {
     **{
         name: value
@@ -546,6 +548,37 @@ FAMILIES: dict[str, Family] = {
         name="Qwen3Next",
         settings={**_MOE, **_GATED_DELTA, **_GATED_EXPERTS, "mlp_only_layers": [1]},
         mtp=("qwen", 2),
+    ),
+    "qwen2_5_vl": Family(
+        name="Qwen2_5_VL",
+        head="ForConditionalGeneration",
+        settings={
+            "text_config": {**_DENSE, "rope_parameters": _MROPE},
+            "vision_config": {**_NO_POSITIONS, "window_size": 16, "fullatt_block_indexes": [0]},
+        },
+    ),
+    "qwen3_vl": Family(
+        name="Qwen3VL",
+        head="ForConditionalGeneration",
+        settings={
+            "text_config": {
+                **_DENSE,
+                "head_dim": 8,
+                "rope_parameters": _MROPE,
+                "tie_word_embeddings": True,
+            },
+            "vision_config": {**_VISION, "deepstack_visual_indexes": [0]},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_vl_moe": Family(
+        name="Qwen3VLMoe",
+        head="ForConditionalGeneration",
+        settings={
+            "text_config": {**_MOE, "moe_intermediate_size": 48, "rope_parameters": _MROPE},
+            "vision_config": {**_VISION, "deepstack_visual_indexes": [0]},
+        },
+        stacks_experts=True,
     ),
     "qwen3_5": Family(
         name="Qwen3_5",

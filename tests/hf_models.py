@@ -207,8 +207,9 @@ def load(folder: Path, family: str) -> Any:
     import transformers
 
     kind = FAMILIES[family]
-    is_remote = "auto_map" in kind.published
-    name = f"{kind.name}ForCausalLM" if is_remote else "AutoModelForCausalLM"
+    # Not in its table of language models.
+    has_class = "auto_map" in kind.published or "VL" in kind.name
+    name = f"{kind.name}{kind.head}" if has_class else "AutoModelForCausalLM"
     with _quiet():
         model = getattr(transformers, name).from_pretrained(folder, attn_implementation="eager")
     return model.float().eval()
@@ -292,7 +293,7 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
             model.named_parameters(), twin.named_parameters(), strict=True
         ):
             # transformers 4 leaves out experts that no token chose.
-            untrained = (".experts.", ".indexer.", "e_score_correction_bias")
+            untrained = (".experts.", ".indexer.", "e_score_correction_bias", ".visual.")
             may_have_none = any(part in name for part in untrained)
             assert own.grad is not None or may_have_none, f"{name} has no gradient"
             param.copy_(torch.zeros_like(own) if own.grad is None else own.grad)
@@ -302,7 +303,7 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
     return {
         name: value
         for name, value in tensors_of(twin).items()
-        if not name.endswith(left_out) and ".indexer." not in name
+        if not name.endswith(left_out) and ".indexer." not in name and "visual." not in name
     }
 
 

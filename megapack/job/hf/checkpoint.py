@@ -23,12 +23,13 @@ from megapack.job.checkpoint.folders import (
     read_checkpoint,
 )
 from megapack.job.checkpoint.index import check_index
+from megapack.job.config.hf_tensors import TOWER
 from megapack.job.hf.blocks import Block
 from megapack.job.hf.export import SHARD_BYTES, ExportDtype, Exported, Exporter
 from megapack.ranks.agree import agree
 
 # The same tensors of the optimizer, of the reference policy and of a critic have other prefixes.
-_MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.")
+_MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.", TOWER)
 
 
 def export_checkpoint(

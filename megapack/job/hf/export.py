@@ -72,7 +72,8 @@ def export_hf(
         export_hf(chunks, "models/trained", like="models/Qwen3-0.6B", device=device)
 
     Args:
-        chunks: this rank's GPT chunks, in DDP or not.
+        chunks: this rank's GPT chunks, and its tower if it has one, in DDP or not. Without a tower
+            that of `like` is copied.
         folder: to write, on a disk that all ranks see. It is `FOLDER.part` until it is complete.
         like: the folder of the initial model, for names, config and tokenizer.
         device: the device of the collectives, as `launch.start` returns it.

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapack.cost.options import ModelOptions
 from megapack.errors import ConfigError
-from megapack.job.config.hf_config import read_hf_config
+from megapack.job.config.hf_config import HfConfig, read_hf_config
+from megapack.job.config.hf_families import FAMILIES
 from megapack.job.hf.blocks import (
     Block,
     RowSpan,
@@ -75,7 +77,8 @@ def load_hf_weights(
     the weights.
 
     Args:
-        chunks: this rank's GPT chunks, in DDP or not, of the folder's sizes.
+        chunks: this rank's GPT chunks, and its tower if it has one, in DDP or not, of the folder's
+            sizes.
         folder: with config.json, and safetensors in one file or several.
         device: the device of the collectives, as `launch.start` returns it.
 
@@ -123,7 +126,33 @@ def names_of(
         keys,
         is_value_model=is_value_model,
         num_mtp_layers=config.num_mtp_layers,
+        has_expert_columns=_has_expert_columns(stored, config),
     )
+
+
+def _has_expert_columns(stored: HfFolder, config: HfConfig) -> bool:
+    """Whether stacked experts are [experts, columns, rows], as in published folders of Qwen3-VL.
+
+    A square matrix does not tell; then the other one of its layer does.
+    """
+    family, model = FAMILIES[config.model_type], ModelOptions(**config.values)
+    if model.num_experts is None or family.has_expert_columns:
+        return False
+    hidden, width = model.hidden_size, model.expert_width
+    told = {
+        one.shape[1:] == (columns, rows)
+        for end, rows, columns in zip(
+            family.stacked.values(), (2 * width, hidden), (hidden, width), strict=True
+        )
+        for name, one in stored.tensors.items()
+        if name.endswith(end) and rows != columns
+    }
+    if len(told) == 2:
+        raise ConfigError(
+            f"{stored} has experts as [experts, rows, columns] and as [experts, columns, rows]; "
+            "download the folder again, or write it anew by transformers"
+        )
+    return told == {True}
 
 
 def check_tensors(model: Shapes, stored: HfFolder, names: TensorNames) -> list[str]:

@@ -26,7 +26,7 @@ from typing import Any
 from megapack.cost.options import ModelOptions
 from megapack.errors import ConfigError
 from megapack.job.config.hf_families import FAMILIES
-from megapack.job.config.hf_tensors import COMMON, EMBEDDING, VISION, Mtp
+from megapack.job.config.hf_tensors import COMMON, EMBEDDING, TOWER, VISION, Mtp
 from megapack.model.parameters import local_name
 
 
@@ -136,8 +136,10 @@ class TensorNames:
         keys: Megatron's tensors, all or those of a rank. They say whether a layer is a block.
         is_value_model: whether the model has a value head. It has no multi-token prediction.
         num_mtp_layers: depths of multi-token prediction that config.json counts.
+        has_expert_columns: whether stacked experts have Megatron's rows as columns.
 
     Attributes:
+        tower: how the names of a vision tower's tensors begin.
         depths: how the names of these depths' layers begin, of those that the folder has.
     """
 
@@ -150,6 +152,7 @@ class TensorNames:
         *,
         is_value_model: bool = False,
         num_mtp_layers: int = 0,
+        has_expert_columns: bool = False,
     ) -> None:
         self.model_type = model_type
         self._family = family = FAMILIES[model_type]
@@ -169,6 +172,7 @@ class TensorNames:
         names = list(stored)
         begins = (b for b in _PREFIXES if any(name.startswith(b) for name in names))
         self._prefix = _PREFIXES.get(next(begins, ""), "model.")
+        self.tower = TOWER if any(name.startswith(TOWER) for name in names) else f"model.{TOWER}"
         self._mtp = family.mtp
         self._is_value_model = is_value_model
         self._stored = set(names)
@@ -180,6 +184,7 @@ class TensorNames:
         ]
         ends = tuple(family.stacked.values())
         self._stacks_experts = any(name.endswith(ends) for name in names)
+        self._has_expert_columns = has_expert_columns or family.has_expert_columns
 
     def rows(self, key: str, index: Sequence[int], num_rows: int) -> list[Rows]:
         """The rows that make up one of Megatron's tensors, from its first one on.
@@ -201,6 +206,8 @@ class TensorNames:
                 return [self._mtp_rows(self._mtp, int(match[1]), match[3], key, num_rows)]
             prefix = self._of_depth(self._mtp.layer, int(match[1]))
             name = local_name(match[2])
+        elif key.startswith(TOWER) and self._family.tower is not None:
+            return [Rows(self.tower + key.removeprefix(TOWER), 0, num_rows)]
         else:
             return [self._outer_rows(key, num_rows)]
         if name in self._places:
@@ -225,9 +232,9 @@ class TensorNames:
         """An expert's rows in the tensor of all."""
         stacked = prefix + self._family.stacked[name]
         count = self._model.num_experts or 0
-        if not self._family.has_expert_columns:
+        if not self._has_expert_columns:
             return [Rows(stacked, 0, num_rows, expert, count)]
-        step = 2 if "linear_fc1" in name else 1
+        step = 2 if self._family.has_expert_columns and "linear_fc1" in name else 1
         is_matrix = name.endswith("weight")
         return [
             Rows(

@@ -31,6 +31,7 @@ class LeftOut:
         self._names = names
         self._model = model
         self._shared = names.shared
+        self._has_tower = any(own.startswith(names.tower) for own in model)
         self._trained = {one for one in names.depths if any(own.startswith(one) for own in model)}
 
     def may_be(self, name: str) -> bool:
@@ -38,6 +39,8 @@ class LeftOut:
         # A tied model has no head, and a value head replaces it.
         if name == LM_HEAD or self._names.is_rotary_table(name):
             return True
+        if self._has_tower and name.startswith(self._names.tower):
+            return False
         begin = self._names.depth_of(name)
         if begin in self._trained:
             return name in self._shared

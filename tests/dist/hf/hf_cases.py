@@ -25,7 +25,7 @@ FAMILIES = (
     *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "mimo"),
     *("glm4", "minimax_m2"),
     *("olmo2", "olmo3", "phi3", "gemma2", "gemma3_text"),
-    *("gemma4_text", "gemma4_experts"),
+    *("gemma4_text", "gemma4_experts", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
 )
 HYBRID_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
 AS_HYBRID = {
@@ -43,7 +43,7 @@ EXPERTS = (
     *("minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "deepseek_v2_groups"),
     *("moonlight", "deepseek_v2", "glm4_moe_lite", "glm4_moe_lite_mtp", "qwen3_next_mtp"),
     *("deepseek_v32", "glm_moe_dsa", "gemma4_experts"),
-    *("qwen3_next", "qwen3_5_moe", "nemotron_h", "qwen2_moe_hybrid"),
+    *("qwen3_next", "qwen3_5_moe", "nemotron_h", "qwen2_moe_hybrid", "qwen3_vl_moe"),
 )
 
 LAYOUTS = {

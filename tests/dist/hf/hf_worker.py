@@ -134,7 +134,7 @@ def gradient_errors(
     # The expert bias and layer scalars are no parameters, an export copies a vision model, and
     # transformers does not train indexers.
     missing = sorted(want.keys() - got.keys())
-    others = ("e_score_correction", "layer_scalar", "model.visual.", ".indexer.")
+    others = ("e_score_correction", "layer_scalar", "visual.", ".indexer.")
     left_over = [
         name
         for name in got.keys() - want.keys() - untrained

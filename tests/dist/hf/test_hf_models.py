@@ -21,13 +21,13 @@ _FAMILIES = {
     "tp2_sp": (
         "mistral llama3_rope qwen3_yarn olmo2 phi3 gemma4_experts qwen2_moe "
         "deepseek_v32 moonlight seed_oss hunyuan_v1_dense deepseek_v2_groups glm4 "
-        "minimax_m2 qwen3_next_mtp qwen3_5 qwen2_moe_hybrid"
+        "minimax_m2 qwen3_next_mtp qwen3_5 qwen2_moe_hybrid qwen3_vl_moe"
     ),
     "pp2_vpp2": (
         "mistral_window qwen2 qwen3_tied gemma3_text deepseek_v2 mimo glm4_moe_lite_mtp "
-        "qwen3_tied_hybrid"
+        "qwen3_tied_hybrid qwen3_vl"
     ),
-    "dp2": "qwen3_moe glm4_moe glm4_moe_lite ernie4_5_moe qwen3_5_moe",
+    "dp2": "qwen3_moe glm4_moe glm4_moe_lite ernie4_5_moe qwen3_5_moe qwen2_5_vl",
 }
 LAYOUT_OF = {one: layout for layout, own in _FAMILIES.items() for one in own.split()}
 NAMES = [
@@ -42,7 +42,7 @@ _IN_EACH_RUN = {
     *("gpt_oss-tp2_sp", "deepseek_v2_groups-tp2_sp", "minimax_m2-tp2_sp"),
     *("gemma4_experts-tp2_sp", "gpt_oss-pp2_vpp2", "gemma3_text-pp2_vpp2"),
     *("glm4_moe_lite_mtp-pp2_vpp2", "llama-cp2", "qwen3-cp2", "deepseek_v3-cp2"),
-    *("glm_moe_dsa-cp2", "olmo3-cp2", "qwen3_moe-dp2", "glm4_moe_lite-dp2"),
+    *("qwen3_vl_moe-tp2_sp", "glm_moe_dsa-cp2", "olmo3-cp2", "qwen3_moe-dp2", "glm4_moe_lite-dp2"),
     *("gemma2-prefixes", "gemma3_text-wide", "gemma3_text-pieces"),
 }
 WEEKLY_CASES = {n for n in NAMES if not HF_CASES[n].is_hybrid and n not in _IN_EACH_RUN}
