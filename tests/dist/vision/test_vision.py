@@ -16,7 +16,7 @@ from tests.dist.vision.vision_cases import (
     runnable,
 )
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.dist
 
 SAMPLE = (
     "qwen3_vl-single-pieces-all",
