@@ -101,8 +101,6 @@ def run(name: str, models: Path, out: Path, device: torch.device) -> None:
         dist.barrier()
         exporter = Exporter(out / f"{name}_saved", folder, None, SHARD_BYTES, device)
         exporter.export(CheckpointTensors(state).sources())
-    if case.vision != "off":
-        dist.destroy_process_group(modules[-1].module.groups.tp)
     end_model_parallel()
 
 

@@ -168,8 +168,6 @@ def run(folder: str, name: str) -> dict[str, Any]:
     after = job.tower.module.state_dict()
     rotary = job.tower.module.visual.rotary_pos_emb.inv_freq
     width = len(rotary)
-    # Named by its rank and the number of groups, as the next case's is.
-    dist.destroy_process_group(job.tower.module.groups.tp)
     return {
         "trained": [name for name, _, _ in job.params()],
         "changed": [name for name in after if not torch.equal(before[name], after[name])],
