@@ -37,19 +37,22 @@ class MeasuredAdapter(ScheduleAdapter):
 
     def __init__(self, model: Sequence[Any], **settings: Any) -> None:
         super().__init__(model, **settings)
-        for chunk in self.chunks:
-            for name, param in global_parameters(chunk):
-                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                drawn = torch.randn(param.shape, generator=generator)
-                param.data.copy_(0.05 * drawn + ("norm" in name and param.ndim == 1))
+        for name, param in self._named():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            drawn = torch.randn(param.shape, generator=generator)
+            param.data.copy_(0.05 * drawn + ("norm" in name and param.ndim == 1))
+
+    def _named(self) -> list[tuple[str, Any]]:
+        """Parameters by their names in the whole model, those of a tower too."""
+        towers = self.modules[len(self.chunks) :]
+        named = [pair for chunk in self.chunks for pair in global_parameters(chunk)]
+        return named + [pair for tower in towers for pair in tower.module.named_parameters()]
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """A step, and the norm of its gradient: each parameter counts once, whoever has it."""
         result = super().step(*args, **kwargs)
         own = {
-            name: float(param.main_grad.double().square().sum())
-            for chunk in self.chunks
-            for name, param in global_parameters(chunk)
+            name: float(param.main_grad.double().square().sum()) for name, param in self._named()
         }
         squares: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(squares, own)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megapack.job.data.toy_images import write_image_model
 from tests.dist.spawn import run_job
 from tests.documents import python_blocks
 from tests.hf_models import make_folder
@@ -18,12 +19,14 @@ from tests.hf_models import make_folder
 pytestmark = pytest.mark.dist
 
 # The steps that each document's blocks run.
-STEPS = {"README.md": 3, "docs/own_loop.md": 6, "docs/api/hf.md": 1}
+STEPS = {"README.md": 3, "docs/own_loop.md": 6, "docs/api/hf.md": 1, "docs/vision.md": 3}
 
 
 def norms(document: str, layout: str, folder: Path) -> list[float]:
     """Norms of the whole gradient after each step of a document's blocks."""
     make_folder(folder / "models/Qwen3-0.6B", "qwen3")
+    if document == "docs/vision.md":
+        write_image_model(folder / "toy")
     args = [document, layout]
     done = run_job(4, "tests.dist.train.documents_worker", args, timeout_s=200, cwd=folder)
     assert done.returncode == 0, done.stdout[-6000:]

@@ -21,6 +21,7 @@ CASES = [
     ("docs/quick_start.md", False),
     ("docs/quick_start.md", True),
     ("docs/first_model.md", True),
+    ("docs/vision.md", True),
 ]
 _SLOW = [("docs/quick_start.md", True)]
 # What the commands read of the clone that they are started in.
@@ -82,7 +83,7 @@ def test_the_example_is_drawn_as_the_page_says(repo_root: Path) -> None:
 def test_commands_print_what_the_page_shows(
     page: str, trains: bool, tmp_path: Path, repo_root: Path
 ) -> None:
-    if page == "docs/first_model.md":
+    if page in ("docs/first_model.md", "docs/vision.md"):
         transformers = pytest.importorskip("transformers")
     for name in _CLONE:
         (tmp_path / name).symlink_to(repo_root / name)
@@ -94,3 +95,6 @@ def test_commands_print_what_the_page_shows(
         # The folder that the page's export wrote is one for other readers.
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "toy_trained")
         assert model.config.num_hidden_layers == 2
+    if page == "docs/vision.md":
+        model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "toy_trained")
+        assert model.config.vision_config.depth == 4
