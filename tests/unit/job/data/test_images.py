@@ -22,7 +22,9 @@ from megapack.images import ImageNumbers, ImageRef, checked_images, positions
 from megapack.job.data import files
 from megapack.job.data.dataset import Dataset
 from megapack.job.data.hf_tokenizer import HfTokenizer
+from megapack.job.data.images import SampleImage
 from megapack.job.data.index import index_key
+from megapack.job.data.rollouts import Rollout
 from megapack.job.data.token_blocks import ReadSettings
 from megapack.prefixes import SharedPrefixes
 from tests.image_data import (
@@ -541,3 +543,19 @@ def test_an_image_that_the_assistant_shows_does_not_count(tmp_path: Path) -> Non
     # Nor does the line break after it.
     assert tokens.loss_mask.tolist() == [*(~is_image[:-1]).tolist(), False]
     assert is_image.sum() == 4
+
+
+def test_text_beside_an_image_that_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
+    now = with_template(tmp_path / "model", "part.text", "''")
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(chat(_PNG)) + "\n")
+    with pytest.raises(DataError, match="messages has content of role user, which the chat templ"):
+        Dataset.from_files(path, now, tmp_path)
+
+
+def test_a_cut_after_two_images_without_text_between_leaves_both_out() -> None:
+    ids = np.array([1, *[IMAGE] * 8, 2])
+    images = tuple(SampleImage(b"", 4, 4, 4, "a", offset) for offset in (1, 5))
+    whole = Rollout(prompt_ids=ids[:0], response_ids=ids, group=0, rollout=0, images=images)
+    cut = [whole.cut(most) for most in range(1, 11)]
+    assert [(one.num_tokens, len(one.images)) for one in cut] == [(1, 0)] * 9 + [(10, 2)]
