@@ -148,17 +148,23 @@ class ImageReader:
         parts = (repr((source, found.st_size)), repr(found.st_mtime_ns))
         return b"".join(hashlib.sha256(part.encode()).digest()[:16] for part in parts)
 
-    def pixels(self, data: bytes) -> Tensor:
+    def pixels(self, data: bytes, rows: int, columns: int) -> Tensor:
         """What the tower reads of an image, fp32 [patches, numbers of a patch].
 
+        Args:
+            rows, columns: of patches, as `find` has them.
+
         Raises:
-            Exception: any, if it cannot be decoded.
+            Exception: any, if it cannot be decoded, or has another grid.
         """
         from transformers.image_utils import load_image
 
         with _pillow().open(io.BytesIO(data)) as image:
             # Turned as EXIF says, and RGB.
             made = self._processor(images=[load_image(image)], return_tensors="pt")
+        grid = made["image_grid_thw"].tolist()
+        if grid != [[1, rows, columns]]:
+            raise ValueError(f"{rows} x {columns} patches by its header, but its grid is {grid}")
         pixels: Tensor = made["pixel_values"]
         return pixels
 

@@ -132,7 +132,7 @@ class StoredImages:
                         "the data and start again"
                     )
                 data = (self.reader.data_folder / data.decode()).read_bytes()
-            pixels = self.reader.pixels(data)
+            return self.reader.pixels(data, int(row["rows"]), int(row["columns"]))
         except (ConfigError, DataError):
             raise
         except BadLine as error:
@@ -141,9 +141,3 @@ class StoredImages:
             raise DataError(
                 f"{name} cannot be decoded ({first_line(error)}); leave its line out"
             ) from None
-        if len(pixels) != row["rows"] * row["columns"]:
-            raise DataError(
-                f"{name} has {len(pixels)} patches, and {row['rows']} x {row['columns']} by its "
-                "header; save it again without EXIF"
-            )
-        return pixels

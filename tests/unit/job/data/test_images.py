@@ -6,7 +6,10 @@ import base64
 import dataclasses
 import io
 import json
+import os
 import pickle
+import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,15 @@ import numpy as np
 import pytest
 
 from megapack.errors import DataError
-from megapack.images import ImageRef, checked_images, positions
+from megapack.images import ImageNumbers, ImageRef, checked_images, positions
+from megapack.job.data import files
 from megapack.job.data.dataset import Dataset
-from megapack.job.data.files import list_files
+from megapack.job.data.hf_tokenizer import HfTokenizer
+from megapack.job.data.images import SampleImage
 from megapack.job.data.index import index_key
+from megapack.job.data.rollouts import Rollout
+from megapack.job.data.token_blocks import ReadSettings
+from megapack.prefixes import SharedPrefixes
 from tests.image_data import (
     END,
     IMAGE,
@@ -163,6 +171,28 @@ def test_prompts_with_other_images_of_equal_ids_share_nothing_of_them(tmp_path: 
     assert len(data.stored_images.sources) == sum(len(picture(16, 24, n)) for n in (1, 2))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_prefixes_are_those_of_whole_samples(seed: int, tmp_path: Path) -> None:
+    """They are read piece by piece, which may begin inside of an image."""
+    rng = np.random.default_rng(seed)
+    # An image of 50 tokens each.
+    for name in "ab":
+        (tmp_path / name).write_bytes(picture(80, 40, ord(name)))
+    rows = []
+    for _ in range(12):
+        text = [[5] * int(n) for n in rng.choice([1, 40, 230], 3)]
+        names = rng.choice(["a", "b"], 3, p=[0.8, 0.2]).tolist()
+        ids = [token for part in text for token in (*part, *[IMAGE] * 50)]
+        rows.append({"prompt_ids": [*ids, 6], "response_ids": [7, 8], "images": names})
+    data = read(tmp_path / "a.jsonl", *rows)
+    numbers = ImageNumbers()
+    compared = [
+        numbers.compared(np.array(row["prompt_ids"] + row["response_ids"]), refs)
+        for row, refs in zip(rows, data.images(everything(data)), strict=True)
+    ]
+    assert data.prefixes(everything(data)) == SharedPrefixes.from_samples(compared)
+
+
 def test_the_digest_is_of_what_is_trained(tmp_path: Path) -> None:
     one, other, padded = (chat(uri(picture(16, 16, seed))) for seed in (1, 2, 1))
     digests = [
@@ -170,6 +200,19 @@ def test_the_digest_is_of_what_is_trained(tmp_path: Path) -> None:
         for n, row in enumerate((one, other, {**padded, "note": 1}))
     ]
     assert (digests[0] == digests[2], digests[0] == digests[1]) == (True, False)
+
+
+def test_a_copy_of_files_has_the_digest_and_no_other_file_the_key(tmp_path: Path) -> None:
+    file = tmp_path / "a.bmp"
+    keys, digests = set(), set()
+    for seed in (1, 2):
+        # Of the same size in bytes.
+        file.write_bytes(picture(16, 16, seed, "BMP"))
+        os.utime(file, ns=(0, seed))
+        data = read(tmp_path / "a.jsonl", chat("a.bmp"))
+        digests.add(data.samples_digest)
+        keys |= {ref.key for ref in data.images(ONE)[0]}
+    assert (len(keys), len(digests)) == (2, 1)
 
 
 def test_bytes_of_parquet_and_columns(tmp_path: Path) -> None:
@@ -219,25 +262,43 @@ def test_pairs_differ_by_images_alone(tmp_path: Path) -> None:
 def test_an_image_is_turned_as_exif_says(orientation: int, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
+    processor = transformers.AutoImageProcessor.from_pretrained(model_folder())
+    file = tmp_path / "a.img"
     for kind in ("JPEG", "PNG"):
-        (tmp_path / "a.img").write_bytes(picture(16, 40, kind=kind, exif=exif))
+        file.write_bytes(picture(16, 40, kind=kind, exif=exif))
         data = read(tmp_path / "a.jsonl", chat("a.img"))
         ((ref,),) = data.images(ONE)
         assert ref.grid == ((1, 4, 10) if orientation > 4 else (1, 10, 4))
-        assert len(pixels_of(ref)) == 40
+        upright = transformers.image_utils.load_image(str(file))
+        wanted = processor(images=[upright], return_tensors="pt")["pixel_values"]
+        assert torch.equal(pixels_of(ref), wanted)
 
 
-def test_several_workers_give_the_same_index(tmp_path: Path) -> None:
+def test_a_turn_that_the_header_does_not_tell_is_an_error(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    before, data, end = re.split(rb"(?=....IDAT|....IEND)", picture(16, 40, exif=exif), flags=re.S)
+    begin = before.index(b"eXIf") - 4
+    moved = before[:begin] + data + before[begin:] + end
+    data_set = read(tmp_path / "a.jsonl", chat(uri(moved)))
+    ((ref,),) = data_set.images(ONE)
+    with pytest.raises(DataError, match=r"10 x 4 patches by its header, but its grid is \[\["):
+        pixels_of(ref)
+
+
+def test_several_workers_give_the_same_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # More blocks than one process would read by itself.
-    rows = [chat(uri(picture(64, 64, seed % 3))) for seed in range(8)]
-    filler = {"prompt_ids": [5] * 200_000, "response_ids": [6]}
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 1)
+    rows = [chat(uri(picture(16, 16, seed % 3))) for seed in range(12)]
     for folder in ("one", "three"):
         (tmp_path / folder).mkdir()
-        lines = [json.dumps(one) + "\n" for row in rows for one in (row, filler, filler)]
+        lines = [json.dumps(row) + "\n" for row in rows]
         (tmp_path / folder / "a.jsonl").write_text("".join(lines))
     one, three = (
         Dataset.from_files(tmp_path / folder / "a.jsonl", settings(), tmp_path, num_workers)
-        for folder, num_workers in (("one", 1), ("three", 3))
+        for folder, num_workers in (("one", 1), ("three", 2))
     )
     assert one.samples_digest == three.samples_digest
     assert one.images(everything(one)) == three.images(everything(three))
@@ -288,7 +349,7 @@ def test_pixels_are_read_on_threads_and_after_pickling(tmp_path: Path) -> None:
     assert reader is not None
     assert reader.backend == "Qwen2VLImageProcessorPil"
     again = pickle.loads(pickle.dumps(reader))
-    assert torch.equal(again.pixels(picture(40, 40, 0)), found[0])
+    assert torch.equal(again.pixels(picture(40, 40, 0), 10, 10), found[0])
 
 
 def test_the_key_of_an_index_is_of_the_reader(tmp_path: Path) -> None:
@@ -436,20 +497,65 @@ def test_bad_images_are_refused_in_one_line(
     assert reason in message
     assert "\n" not in message
     assert len(message) < 400
-    assert list_files(tmp_path) == [path], "nothing is left"
+    assert files.list_files(tmp_path) == [path], "nothing is left"
+
+
+def with_template(folder: Path, old: str, new: str) -> ReadSettings:
+    """Settings with the toy's template changed."""
+    shutil.copytree(model_folder(), folder)
+    file = folder / "chat_template.jinja"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    return dataclasses.replace(settings(), tokenizer=HfTokenizer(folder))
 
 
 def test_a_template_that_leaves_images_out_is_refused(tmp_path: Path) -> None:
-    import shutil
-
-    from megapack.job.data.hf_tokenizer import HfTokenizer
-
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder(), folder)
-    template = (folder / "chat_template.jinja").read_text()
-    (folder / "chat_template.jinja").write_text(template.replace("<|image_pad|>", "an image"))
-    now = dataclasses.replace(settings(), tokenizer=HfTokenizer(folder))
+    now = with_template(tmp_path / "model", "<|image_pad|>", "an image")
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(chat(_PNG)) + "\n")
     with pytest.raises(DataError, match=r"messages has 1 images and 0 tokens <\|image_pad\|>"):
         Dataset.from_files(path, now, tmp_path)
+
+
+def test_samples_of_a_chat_have_the_images_before_their_last_turn(tmp_path: Path) -> None:
+    # A template that shortens the turns before the last.
+    now = with_template(
+        tmp_path / "model", "message.content or ''", "message.content if loop.last else '-'"
+    )
+    sources = [uri(picture(16, 16 + 8 * n, n)) for n in range(3)]
+    turns = [message for source in sources for message in chat(source)["messages"]]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    data = Dataset.from_files(path, now, tmp_path)
+    grids = [[ref.grid[1:] for ref in refs] for refs in data.images(everything(data))]
+    assert grids == [[(4, 4)], [(4, 4), (6, 4)], [(4, 4), (6, 4), (8, 4)]]
+
+
+def test_an_image_that_the_assistant_shows_does_not_count(tmp_path: Path) -> None:
+    now = with_template(tmp_path / "model", "message.content or ''", "written(message.content)")
+    user, answer = chat()["messages"]
+    answer["content"] = [*chat(_PNG)["messages"][0]["content"], {"type": "text", "text": "it"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [user, answer]}) + "\n")
+    tokens = Dataset.from_files(path, now, tmp_path).tokens(0)
+    is_image = tokens.response_ids == IMAGE
+    assert tokens.loss_mask is not None
+    # Nor does the line break after it.
+    assert tokens.loss_mask.tolist() == [*(~is_image[:-1]).tolist(), False]
+    assert is_image.sum() == 4
+
+
+def test_text_beside_an_image_that_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
+    now = with_template(tmp_path / "model", "part.text", "''")
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(chat(_PNG)) + "\n")
+    with pytest.raises(DataError, match="messages has content of role user, which the chat templ"):
+        Dataset.from_files(path, now, tmp_path)
+
+
+def test_a_cut_after_two_images_without_text_between_leaves_both_out() -> None:
+    ids = np.array([1, *[IMAGE] * 8, 2])
+    images = tuple(SampleImage(b"", 4, 4, 4, "a", offset) for offset in (1, 5))
+    whole = Rollout(prompt_ids=ids[:0], response_ids=ids, group=0, rollout=0, images=images)
+    cut = [whole.cut(most) for most in range(1, 11)]
+    assert [(one.num_tokens, len(one.images)) for one in cut] == [(1, 0)] * 9 + [(10, 2)]
