@@ -52,7 +52,7 @@ from megapack.layout import Layout  # noqa: E402
 from tests import te_python  # noqa: E402
 from tests.dist import problem  # noqa: E402
 from tests.dist.exactness.cases import ALL_CASES, HYBRID_CASES, Case  # noqa: E402
-from tests.dist.exactness.te_cases import GRIDS, refusal  # noqa: E402
+from tests.dist.exactness.te_cases import APART, GRIDS, refusal  # noqa: E402
 from tests.dist.executor import VARIABLE, executor  # noqa: E402
 from tests.dist.hf.hf_cases import ALL_FAMILIES, HF_CASES, run_hf_cases, runnable  # noqa: E402
 from tests.dist.rows.row_case import RowCase  # noqa: E402
@@ -390,11 +390,11 @@ def vision_lines(names: list[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         results = run_vision_cases(names, Path(folder))
     parts = ("tower", "merger", "deepstack", "decoder")
-    columns = ("logprob_error", "norm_error")
+    columns = ("logprobs_max_error", "norm_error")
     largest = [
         max(found["gradients"].get(part, 0.0) for found in results.values()) for part in parts
     ]
-    logprob = max(found["logprob_error"] for found in results.values())
+    logprob = max(found["logprobs_max_error"] for found in results.values())
     lines = [
         f"{len(results)} cells; largest errors of a tensor's gradient: tower {largest[0]:.1e}, "
         f"mergers {largest[1]:.1e}, DeepStack's mergers {largest[2]:.1e}, decoder "
@@ -521,7 +521,7 @@ def publish_kind(name: str, lines: list[str], *packages: str, whole: bool) -> No
 def publish_te(patterns: Mapping[str, str], release: str) -> None:
     """Run the grids over Transformer Engine's layers, see `te_lines`."""
     with_versions = f"{versions('megatron-core', 'torch')}, gloo, Transformer Engine {release}"
-    whole = is_whole(*patterns.values()) and patterns.keys() >= GRIDS.keys() - {"hybrid models"}
+    whole = is_whole(*patterns.values()) and patterns.keys() >= GRIDS.keys() - {*APART}
     publish("exactness_te", te_lines(patterns), with_versions, whole=whole)
 
 
@@ -595,8 +595,8 @@ def main() -> int:
         os.environ[te_python.VARIABLE] = options.te
         globs = {
             grid: pattern or "*"
-            for grid, pattern in zip(GRIDS, (*patterns, options.hybrid), strict=True)
-            if pattern is not None or (everything and grid != "hybrid models")
+            for grid, pattern in zip(GRIDS, (*patterns, *apart), strict=True)
+            if pattern is not None or (everything and grid not in APART)
         }
         publish_te(globs, options.te)
         return 0

@@ -11,6 +11,9 @@ from tests.dist.hf.hf_cases import HF_CASES, INDEXED, run_hf_cases, runnable
 from tests.dist.rows.row_cases import ALL_CASES as ROW_CASES
 from tests.dist.rows.row_cases import run_row_cases
 from tests.dist.run_cases import run_cases
+from tests.dist.vision.vision_cases import CASES as VISION_CASES
+from tests.dist.vision.vision_cases import run_vision_cases
+from tests.dist.vision.vision_cases import runnable as runnable_vision
 
 Run = Callable[[Iterable[str], Path], dict[str, dict[str, Any]]]
 
@@ -32,8 +35,14 @@ GRIDS: dict[str, tuple[Mapping[str, Any], Run]] = {
     "samples in pieces": _rows("split"),
     "Hugging Face folders": ({name: HF_CASES[name] for name in runnable()}, run_hf_cases),
     "hybrid models": (HYBRID_CASES, _run_plain),
+    "models with images": (
+        {name: VISION_CASES[name] for name in runnable_vision()},
+        run_vision_cases,
+    ),
 }
 """What a grid is about -> its cases, and what runs them."""
+APART = ("hybrid models", "models with images")
+"""Grids that run only with a pattern of their own."""
 
 
 def refusal(grid: str, name: str) -> str:

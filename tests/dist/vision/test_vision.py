@@ -52,7 +52,7 @@ def test_a_cell_is_exact(name: str, results: dict[str, dict[str, Any]]) -> None:
         parts |= {"deepstack"} if case.family.startswith("qwen3_vl") else set()
     assert found["gradients"].keys() == parts
     assert max(found["gradients"].values()) < LIMIT, found
-    assert found["logprob_error"] < LIMIT
+    assert found["logprobs_max_error"] < LIMIT
     assert found["loss_error"] < LIMIT
     assert found["norm_error"] < LIMIT
     assert found.get("tower_of_text", 0.0) == 0.0

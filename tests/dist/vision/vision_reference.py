@@ -8,6 +8,7 @@ writes FOLDER/FAMILY, a model, and FOLDER/FAMILY.pt.
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import transformers
 
 from megapack.images import positions
 from megapack.job.data.toy_images import write_image_model
+from tests.dist.hf.hf_worker import read
 from tests.dist.vision.vision_samples import IMAGE, Sample, make_samples
 
 
@@ -33,7 +35,10 @@ def inputs_of(sample: Sample, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def reference(folder: Path) -> dict[str, Any]:
-    """Loss, log-probs and gradients of a folder's model, of SFT over all tokens that count."""
+    """Loss, log-probs and gradients of a folder's model, of SFT over all tokens that count.
+
+    Gradients are saved as weights: so they have the names and shapes of the folder's tensors.
+    """
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = getattr(transformers, config.architectures[0])
     # Other implementations round or have no fp64.
@@ -57,12 +62,16 @@ def reference(folder: Path) -> dict[str, Any]:
         own_logprobs = torch.zeros(len(sample.ids), dtype=torch.float64)
         own_logprobs[1:][kept] = values[kept].detach()
         logprobs.append(own_logprobs)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
+    with tempfile.TemporaryDirectory() as saved:
+        model.save_pretrained(saved)
+        gradients = read(Path(saved))
     return {
         "loss": -sum(float(one.sum()) for one in logprobs) / count,
         "logprobs": logprobs,
-        "gradients": {
-            name: param.grad for name, param in model.named_parameters() if param.grad is not None
-        },
+        "gradients": {name: grad for name, grad in gradients.items() if grad.any()},
     }
 
 
