@@ -32,8 +32,8 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 # What is read, and tokenized by one process, at once: about 1000 short chats.
 _BLOCK_BYTES = 1 << 20
 _BLOCK_ROWS = 512
-# Of rows with the experts of each token, which take kilobytes per token as Python lists, and of those
-# with images.
+# Of rows with images, or with the experts of each token, which take kilobytes per token as Python
+# lists.
 _LARGE_ROWS = {"routed_experts": 4, "images": 32}
 
 Row = bytes | dict[str, Any]
