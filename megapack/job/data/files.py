@@ -32,8 +32,9 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 # What is read, and tokenized by one process, at once: about 1000 short chats.
 _BLOCK_BYTES = 1 << 20
 _BLOCK_ROWS = 512
-# Of rows with the experts of each token, which take kilobytes per token as Python lists, or images.
-_LARGE_ROWS = 4
+# Of rows with images, or with the experts of each token, which take kilobytes per token as Python
+# lists.
+_LARGE_ROWS = {"routed_experts": 4, "images": 32}
 
 Row = bytes | dict[str, Any]
 """One line of JSON Lines, or the cells of a Parquet row by column."""
@@ -182,7 +183,7 @@ def _parquet_blocks(path: Path) -> Iterator[TableRows]:
         raise DataError(f"{path}: not Parquet, it is {kind}") from None
     first = 1
     columns = [name for name in file.schema_arrow.names if name in COLUMNS]
-    at_once = _LARGE_ROWS if {"routed_experts", "images"} & {*columns} else _BLOCK_ROWS
+    at_once = min(_LARGE_ROWS.get(name, _BLOCK_ROWS) for name in ("", *columns))
     try:
         for batch in file.iter_batches(at_once, columns=columns):
             out = pyarrow.BufferOutputStream()
