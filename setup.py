@@ -70,8 +70,8 @@ setup(
         # What its SQLite store needs; the whole mlflow has a user interface too.
         "mlflow": ["mlflow-skinny>=2.15", "sqlalchemy>=1.4", "alembic>=1.10"],
         "swanlab": ["swanlab>=0.6"],
-        # Weights, tokenizers and chat templates of Hugging Face folders.
-        "hf": ["transformers>=4.52.1", "safetensors>=0.4.3", "jinja2>=3.1"],
+        # Weights, tokenizers, chat templates and image processors of Hugging Face folders.
+        "hf": ["transformers>=4.52.1", "safetensors>=0.4.3", "jinja2>=3.1", "pillow>=10"],
         "dev": [
             "hypothesis>=6.100",
             "matplotlib>=3.8",

@@ -26,6 +26,9 @@ def first_lines(run: Any) -> Iterator[str]:
         describe(settings, run.reduction),
         f"cost model {run.cost_basis}",
     ]
+    if run.data.stored_images is not None:
+        # transformers has two of each, which may resize otherwise.
+        of_machine.append(f"images by {run.data.stored_images.reader.backend}")
     if run.folder is not None:
         run.folder.write_text(SETTINGS_FILE, "\n".join([*of_machine, ""]))
     if cpu.uses_cuda():
