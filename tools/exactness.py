@@ -409,7 +409,9 @@ def vision_lines(names: list[str]) -> list[str]:
         cells = [
             case.family,
             layout_text(case.layout, "moe" in case.family),
-            _VISION_ROWS[case.rows] + (", then a step of text" if case.text_step else ""),
+            _VISION_ROWS[case.rows]
+            + (", then a step of text" if case.text_step else "")
+            + (", one image" if case.samples == "few" else ""),
             _VISION_TRAINED[case.trained],
             case.recompute,
         ]

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.dist
 SAMPLE = (
     "qwen3_vl-single-pieces-all",
     "qwen3_vl-dp2-whole-all-text_step",
+    "qwen3_vl-dp2-whole-all-few",
     "qwen3_vl-tp2_sp-shared-all-full",
     "qwen3_vl-pp2_vpp2-shared_pieces-all",
     "qwen3_vl_moe-dp2_ep2-shared-all-full",

@@ -60,6 +60,8 @@ class VisionCase:
     rows: str = "whole"
     trained: str = "all"
     recompute: str = "none"
+    samples: str = "all"
+    """See `vision_samples.CHOSEN`."""
     text_step: bool = False
     """A step without images comes after the one that is compared, with an overlapped reduction."""
     mutation: str = ""
@@ -72,7 +74,8 @@ class VisionCase:
     @property
     def name(self) -> str:
         parts = [self.family, self.place, self.rows, self.trained]
-        parts += ["full"] if self.recompute == "full" else []
+        parts += [self.recompute] if self.recompute != "none" else []
+        parts += [self.samples] if self.samples != "all" else []
         parts += ["text_step"] if self.text_step else []
         return "-".join([*parts, *([self.mutation] if self.mutation else [])])
 
@@ -109,6 +112,9 @@ def _grid() -> Iterable[VisionCase]:
         for trained, place in itertools.product(("merger", "tower", "frozen"), places):
             yield VisionCase(family, place, "shared", trained)
         yield VisionCase(family, "dp2", text_step=True)
+        for place in ("dp2", "tp2_sp", "pp2_vpp2"):
+            yield VisionCase(family, place, samples="few")
+            yield VisionCase(family, place, recompute="selective")
         yield VisionCase(family, "pp2", "shared", "merger", recompute="full")
     for family in HYBRID_FAMILIES:
         for place in HYBRID_PLACES:

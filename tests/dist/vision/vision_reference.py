@@ -18,7 +18,7 @@ import transformers
 from megapack.images import positions
 from megapack.job.data.toy_images import write_image_model
 from tests.dist.hf.hf_worker import read
-from tests.dist.vision.vision_samples import IMAGE, Sample, make_samples
+from tests.dist.vision.vision_samples import CHOSEN, IMAGE, Sample, make_samples
 
 
 def inputs_of(sample: Sample, dtype: torch.dtype) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def inputs_of(sample: Sample, dtype: torch.dtype) -> dict[str, Any]:
     return inputs
 
 
-def reference(folder: Path) -> dict[str, Any]:
+def reference(folder: Path, samples: list[Sample]) -> dict[str, Any]:
     """Loss, log-probs and gradients of a folder's model, of SFT over all tokens that count.
 
     Gradients are saved as weights: so they have the names and shapes of the folder's tensors.
@@ -44,7 +44,6 @@ def reference(folder: Path) -> dict[str, Any]:
     # Other implementations round or have no fp64.
     eager = {"experts_implementation": "eager"} if "moe" in config.model_type else {}
     model = kind.from_pretrained(folder, dtype=torch.float64, **eager).eval()
-    samples = make_samples()
     count = sum(int(sample.mask[1:].sum()) for sample in samples)
     logprobs = []
     for sample in samples:
@@ -80,7 +79,8 @@ def main(folder: str, *families: str) -> None:
     for family in families:
         path = Path(folder) / family
         write_image_model(path, family)
-        torch.save(reference(path), Path(folder) / f"{family}.pt")
+        found = {name: reference(path, make_samples(name)) for name in CHOSEN}
+        torch.save(found, Path(folder) / f"{family}.pt")
 
 
 if __name__ == "__main__":

@@ -56,8 +56,12 @@ def _sample(parts: list[list[int] | ImageRef], response_from: int) -> Sample:
     return Sample(ids, refs, prompt_tokens)
 
 
-def make_samples() -> list[Sample]:
-    """Thirteen samples of ten images; the fourth and the first have none."""
+CHOSEN = {"all": range(13), "few": (0, 1, 3)}
+"""Numbers of samples; of the few one has an image, so that a rank has none."""
+
+
+def make_samples(chosen: str = "all") -> list[Sample]:
+    """Thirteen samples of ten images, or some of them; the fourth and the first have none."""
     maker = _Maker()
     text, image = maker.text, maker.image
     samples = [
@@ -78,7 +82,7 @@ def make_samples() -> list[Sample]:
     first, second, third = text(2), text(2), text(1)
     one, two = image(4, 4), image(8, 8)
     samples += [_sample([first, one, second, two, third, text(n)], 5) for n in (10, 6)]
-    return samples
+    return [samples[i] for i in CHOSEN[chosen]]
 
 
 def make_batch(samples: list[Sample]) -> SampleBatch:

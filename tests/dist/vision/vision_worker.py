@@ -71,7 +71,7 @@ def run_case(case: VisionCase, folder: Path, device: torch.device) -> dict[str, 
     adapter = ScheduleAdapter(
         chunks, layout=layout, logprob_chunk_tokens=16, executor=executor(), vision=tower
     )
-    samples = make_samples()
+    samples = make_samples(case.samples)
     batch = make_batch(samples)
     prefixes = None
     if own.shares:
@@ -103,14 +103,14 @@ def run_case(case: VisionCase, folder: Path, device: torch.device) -> dict[str, 
     export_hf(adapter.modules, exported, like=source, device=device)
     if dist.get_rank():
         return {}
-    want = torch.load(folder / f"{case.family}.pt")
+    want = torch.load(folder / f"{case.family}.pt")[case.samples]
     rows = [row for rank in plan.steps[0].ranks for row in rank]
     pairs = zip(outputs, want["logprobs"], strict=True)
+    differences = torch.cat([(o - w).abs() for o, w in pairs if o is not None])
     return {
         **facts,
-        "logprob_error": max(
-            float((o.double() - w).abs().max()) for o, w in pairs if o is not None
-        ),
+        "logprobs_max_error": float(differences.max()),
+        "logprobs_mean_error": float(differences.sum() / sum(batch.num_loss_tokens)),
         "loss_error": abs(step.loss - want["loss"]),
         **_gradient_errors(read(exported), want["gradients"], facts["norm"]),
         "shared_tokens": sum(row.shared_tokens for row in rows),
@@ -133,8 +133,8 @@ def _text_step(adapter: ScheduleAdapter) -> float:
         for module in adapter.modules
         for param in module.parameters()
     ]
-    few = make_samples()
-    batch = make_batch([few[0], few[3]])
+    few = make_samples("few")
+    batch = make_batch([few[0], few[2]])
     plan = build_dp_schedule(batch.lengths, layout=adapter.layout, max_tokens_per_gpu=96, cost=COST)
     for module in adapter.modules:
         module.zero_grad_buffer()
