@@ -135,8 +135,9 @@ class Ahead:
             min(_MOST_THREADS, os.cpu_count() or 1), "megapack-image"
         )
         self._loading: dict[str, Future[Tensor]] = {}
-        # Features of a frozen tower, by key.
+        # Of a frozen tower: features by key, and keys of images that a prepared pass encodes.
         self._kept: dict[str, Tensor] = {}
+        self._encoding: set[str] = set()
 
     def prepare(self, step: StepPlan, batch: SampleBatch) -> StepImages:
         """Who encodes which image, and this rank's pixels; local work, the same on every rank.
@@ -145,28 +146,33 @@ class Ahead:
             DataError: an image does not suit the tower, or its pixels cannot be made.
         """
         images = self._planned(step, batch)
-        own = [i for i, owner in enumerate(images.owners) if owner == self._rank]
-        missing = [i for i in own if images.refs[i].key not in self._kept]
+        own = {i: images.refs[i] for i in self._own_images(images)}
         # All begin before the first is waited for.
-        loading = [(i, self._load(images.refs[i])) for i in missing]
+        loading = [(i, self._load(ref)) for i, ref in own.items() if ref.key not in self._encoding]
         for i, future in loading:
-            images.pixels[i] = self._checked(images.refs[i], future.result())
-            self._loading.pop(images.refs[i].key, None)
+            images.pixels[i] = self._checked(own[i], future.result())
+            self._loading.pop(own[i].key, None)
+        if not self._module.is_trained:
+            self._encoding = {ref.key for ref in own.values()}
         return images
+
+    def _own_images(self, images: StepImages) -> list[int]:
+        return [i for i, owner in enumerate(images.owners) if owner == self._rank]
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
         """Within the block the tower has other weights: what it has encoded does not count, nor
         what it encodes after the block."""
-        kept, self._kept = self._kept, {}
+        before = self._kept, self._encoding
+        self._kept, self._encoding = {}, set()
         yield
-        self._kept = kept
+        self._kept, self._encoding = before
 
     def prefetch(self, step: StepPlan, batch: SampleBatch) -> None:
         """Begin to make this rank's pixels of a pass that follows."""
         images = self._planned(step, batch)
-        for ref, owner in zip(images.refs, images.owners, strict=True):
-            if owner == self._rank and ref.key not in self._kept:
+        for ref in map(images.refs.__getitem__, self._own_images(images)):
+            if ref.key not in self._encoding:
                 self._load(ref)
 
     def _planned(self, step: StepPlan, batch: SampleBatch) -> StepImages:
@@ -217,17 +223,19 @@ class Ahead:
     def encode(self, images: StepImages, *, is_training: bool) -> Encoded:
         """Encode this rank's images, and exchange features; a collective of all ranks."""
         collects = is_training and self._module.is_trained
-        refs = images.refs
-        own = {
-            i: self._kept[refs[i].key]
-            for i, owner in enumerate(images.owners)
-            if owner == self._rank and refs[i].key in self._kept
-        }
+        refs, pixels = images.refs, images.pixels
+        for i in self._own_images(images):
+            # A pass that was prepared to encode it has failed.
+            if i not in pixels and refs[i].key not in self._kept:
+                pixels[i] = self._checked(refs[i], self._load(refs[i]).result())
         with torch.set_grad_enabled(collects):
-            found = self._module.encode([refs[i] for i in images.pixels], [*images.pixels.values()])
-        own |= zip(images.pixels, found, strict=True)
+            found = self._module.encode([refs[i] for i in pixels], [*pixels.values()])
+        own = dict(zip(pixels, found, strict=True))
+        pixels.clear()
         if not self._module.is_trained:
-            self._kept = {refs[i].key: features for i, features in own.items()}
+            every = self._kept | {refs[i].key: features for i, features in own.items()}
+            self._kept = {ref.key: every[ref.key] for ref in refs if ref.key in every}
+            own = {i: self._kept[refs[i].key] for i in self._own_images(images)}
         table, starts = self._tables(images, own)
         return Encoded(images, FeatureTable(table, collects), starts, own)
 

@@ -1,0 +1,52 @@
+"""A GPTModel that a user has built, with a tower; and what is refused of images, before a step."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.dist.spawn import checked_job
+
+pytestmark = pytest.mark.dist
+
+
+def found(world: int) -> dict[str, Any]:
+    printed = checked_job(
+        world, "tests.dist.vision.own_model_worker", [str(world)], timeout_s=200, te=""
+    )
+    lines = [line for line in printed.splitlines() if line.startswith("FOUND ")]
+    return dict(json.loads(lines[0].removeprefix("FOUND ")))
+
+
+@pytest.fixture(scope="module")
+def of_two() -> dict[str, Any]:
+    return found(2)
+
+
+def test_gradients_do_not_depend_on_the_layout(of_two: dict[str, Any]) -> None:
+    alone = found(1)
+    assert alone["norm"] > 0.01
+    assert of_two["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+    assert of_two["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no tower", "give ScheduleAdapter(vision=...)"),
+        ("no DDP", "wrap both, the tower with pg_collection=tower.groups"),
+        ("not a tower", "vision is Linear; give a VisionTower"),
+        ("pixels", "has pixels of shape (3, 96)"),
+        ("no pixels", "has no pixels on the rank that encodes it"),
+        ("tensors", "the batch has images and the tensor 'other'; give one of them"),
+        ("mtp", "images with multi-token prediction"),
+    ],
+)
+def test_refused(what: str, message: str, of_two: dict[str, Any]) -> None:
+    assert message in of_two["messages"][what]
+
+
+def test_rotary_frequencies_stay_fp32(of_two: dict[str, Any]) -> None:
+    assert of_two["types"] == "[torch.bfloat16, torch.float32]"
