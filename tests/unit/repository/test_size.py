@@ -46,15 +46,23 @@ BUDGETS = {
 TOTAL = 38_668
 """The sum of the budgets. It is never raised."""
 IMAGES = {
+    "commands": 27,
+    "cost": 1,
+    "job.config": 240,
+    "job.data": 697,
+    "job.gpt": 67,
+    "job.hf": 31,
+    "job.train": 27,
     "model": 277,
     "modules": 108,
     "prefixes": 5,
-    "rows": 60,
-    "samples": 42,
-    "schedule": 326,
+    "rows": 47,
+    "samples": 37,
+    "schedule": 336,
 }
-"""What models with images have added to rooms; their sum is the feature's own budget."""
+"""What models with images have added to rooms."""
 IMAGES_TOTAL = 1_900
+"""The sum of these. It is not raised either."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
 
