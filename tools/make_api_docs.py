@@ -34,7 +34,7 @@ PAGES: dict[str, str] = {
         megapack.build_dp_schedule
         megapack.Layout
         megapack.Policy
-        megapack.SharedPrefixes:from_samples:from_groups
+        megapack.SharedPrefixes:from_samples:-from_groups
         megapack.Plan:-to_json:-from_json:-digest:explain
         -megapack.StepPlan
         megapack.MicroBatch
@@ -85,7 +85,7 @@ PAGES: dict[str, str] = {
         megapack.job.hf.load_hf_weights
         megapack.job.hf.export_hf
         -megapack.job.hf.export_checkpoint
-        megapack.job.hf.load_adapters
+        -megapack.job.hf.load_adapters
         -megapack.job.hf.export_adapters
     """,
     "patching": """
@@ -225,8 +225,9 @@ def _example(text: str) -> str:
     """The first indented or interactive block of a text."""
     lines: list[str] = []
     for line in text.splitlines():
-        is_interactive = bool(lines) and lines[0].startswith(">>> ") and bool(line)
-        if line.startswith(("    ", ">>> ")) or is_interactive or (lines and not line):
+        # What is printed ends at a blank line, after which the docstring's prose goes on.
+        is_printed = bool(lines and lines[-1]) and lines[0].startswith(">>> ")
+        if line.startswith(("    ", ">>> ")) or is_printed or (lines and not line):
             lines.append(line)
         elif lines:
             break

@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 
+from megapack.job.data.advantages import group_advantages
 from megapack.loss import GRPO
 from megapack.samples import SampleBatch
 from megapack.schedule import ScheduleAdapter
@@ -85,6 +86,10 @@ def test_docstrings_are_read() -> None:
     ]
     assert read.sections["Returns"] == "Nothing. Really."
     assert read.entries("Raises") == [("ValueError", "never.")]
+
+
+def test_an_interactive_example_ends_before_the_prose() -> None:
+    assert tool.read_docstring(group_advantages).example.endswith("\n[0.5, -0.5]")
 
 
 def test_signatures_show_choices_and_defaults() -> None:
