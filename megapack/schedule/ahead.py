@@ -151,7 +151,9 @@ class Ahead:
         loading = [(i, self._load(ref)) for i, ref in own.items() if ref.key not in self._encoding]
         for i, future in loading:
             images.pixels[i] = self._checked(own[i], future.result())
-            self._loading.pop(own[i].key, None)
+        # Of other ranks' images too: an earlier pass may have had other owners.
+        for ref in images.refs:
+            self._loading.pop(ref.key, None)
         if not self._module.is_trained:
             self._encoding = {ref.key for ref in own.values()}
         return images

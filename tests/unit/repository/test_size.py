@@ -58,10 +58,10 @@ IMAGES = {
     "prefixes": 5,
     "rows": 47,
     "samples": 37,
-    "schedule": 336,
+    "schedule": 337,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 1_900
+IMAGES_TOTAL = 1_901
 """The sum of these. It is not raised either."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
