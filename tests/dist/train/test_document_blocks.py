@@ -26,7 +26,7 @@ def norms(document: str, layout: str, folder: Path) -> list[float]:
     """Norms of the whole gradient after each step of a document's blocks."""
     make_folder(folder / "models/Qwen3-0.6B", "qwen3")
     if document == "docs/vision.md":
-        write_image_model(folder / "toy")
+        write_image_model(folder / "toy_images")
     args = [document, layout]
     done = run_job(4, "tests.dist.train.documents_worker", args, timeout_s=200, cwd=folder)
     assert done.returncode == 0, done.stdout[-6000:]

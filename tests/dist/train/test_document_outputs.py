@@ -96,5 +96,7 @@ def test_commands_print_what_the_page_shows(
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "toy_trained")
         assert model.config.num_hidden_layers == 2
     if page == "docs/vision.md":
-        model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "toy_trained")
+        model = transformers.AutoModelForImageTextToText.from_pretrained(
+            tmp_path / "toy_images_trained"
+        )
         assert model.config.vision_config.depth == 4

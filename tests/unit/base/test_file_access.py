@@ -40,6 +40,8 @@ WRITERS = {
     ("base.array_file", "open"): "written in pieces; synced and renamed when complete",
     ("base.array_file", "os.replace"): "the same",
     ("job.data.index", "tempfile.TemporaryFile"): "checks that a folder is writable; has no name",
+    ("job.data.images.reader", "Image.open"): "reads a header",
+    ("job.data.images.reader", "_pillow().open"): "reads an image",
     ("job.data.processes", "os.fdopen"): "a pipe to the parent",
     ("job.data.processes", "pickle.dump"): "into that pipe, or into one to a process of its own",
     ("job.hf.folder", "self.open"): "reads safetensors",

@@ -16,6 +16,7 @@ from megapack.config import dump_yaml, find_config, load_config, parse_config
 from megapack.errors import ConfigError
 from megapack.job.config.sections import TrainConfig
 from megapack.job.data.toy import write_toy
+from megapack.job.data.toy_images import write_image_model
 from megapack.layout import Layout
 from megapack.policy import Policy
 
@@ -210,8 +211,10 @@ def test_defaults_are_valid_and_round_trip() -> None:
 def test_every_shipped_config_loads(
     repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     write_toy("toy")
+    write_image_model("toy_images")
     paths = sorted((repo_root / "configs").glob("*.yaml"))
     assert paths
     for path in paths:

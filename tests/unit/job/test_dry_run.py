@@ -16,6 +16,7 @@ from megapack.config import load_config
 from megapack.cost.memory import GIB
 from megapack.job.config.sections import TrainConfig
 from megapack.job.data.toy import write_toy
+from megapack.job.data.toy_images import write_image_model, write_images
 
 pytestmark = pytest.mark.unit
 
@@ -60,7 +61,11 @@ def sizes_in(name: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_configs_match_their_names_and_fit(path: Path, call: Call) -> None:
-    if "toy" in path.stem:
+    if "images" in path.stem:
+        pytest.importorskip("transformers")
+        write_image_model("toy_images")
+        write_images("toy_images")
+    elif "toy" in path.stem:
         write_toy("toy")
     config = load_config(path, [], TrainConfig)
     named = sizes_in(path.stem)
