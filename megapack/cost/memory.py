@@ -1,9 +1,9 @@
 """Bytes that training needs on one GPU, from a model's sizes and a layout.
 
 Counted: parameters, gradients, optimizer state, activations in flight, what pieces of samples and
-split backwards hold beside these, the vocabulary head, the first three of a critic, and an estimate
-of NCCL's communicators. Not counted: the CUDA context, workspaces, the allocator's fragmentation
-and gradients of activations. Leave a twentieth of the GPU or more for these.
+split backwards hold beside these, the vocabulary head, the first three of a critic, a tower, and an
+estimate of NCCL's communicators. Not counted: the CUDA context, workspaces, the allocator's
+fragmentation and gradients of activations. Leave a twentieth of the GPU or more for these.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megapack.base.choices import Executor, Kernel
 from megapack.cost import communicators
@@ -20,6 +20,7 @@ from megapack.cost.head import default_chunk_tokens
 from megapack.cost.layers import LayerKind
 from megapack.cost.sizes import ModelSizes
 from megapack.cost.stages import StageLayers, stage_layers_of
+from megapack.cost.tower import TowerSizes
 from megapack.cost.weights import NOT_IN_MUON, matches_any
 from megapack.layout import Layout, ParallelSizes
 
@@ -46,6 +47,18 @@ class Carried:
 NOTHING_CARRIED = Carried()
 
 
+class ImageLoad(NamedTuple):
+    """Images of a step on the rank that has the most of each."""
+
+    patches: int
+    """That it encodes."""
+    tokens: int
+    """Image tokens of the different images of its rows."""
+
+
+NO_IMAGES = ImageLoad(0, 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GpuMemory:
     """Bytes on one GPU of one pipeline stage."""
@@ -68,14 +81,15 @@ class GpuMemory:
     critic: int = 0
     """Parameters, gradients and optimizer of a critic. Its steps and the policy's take turns, so
     the larger of their activations are counted."""
+    tower: int = 0
+    """Parameters, gradients and optimizer of a tower for images, the critic's too; of the images
+    that are given, activations of those that the rank encodes, and features of its rows."""
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by name; the critic's only if there is one."""
+        """Bytes by name; a critic's and a tower's only if there is one."""
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "stage"}
-        if not self.critic:
-            del parts["critic"]
-        return parts
+        return {k: v for k, v in parts.items() if v or k not in ("critic", "tower")}
 
     @property
     def total(self) -> int:
@@ -119,6 +133,9 @@ class MemoryModel:
     """Whether the trained model has a value head, of one row, instead of the output matrix."""
     executor: Executor = "megatron"
     """What runs the steps; it decides the connections between stages."""
+    tower: TowerSizes | None = None
+    """The tower, which every rank has whole; None: images are not trained."""
+    trains_tower: bool = False
 
     def stage(
         self,
@@ -130,6 +147,7 @@ class MemoryModel:
         gathered_tokens: float = 0.0,
         carried: Carried = NOTHING_CARRIED,
         wide_sizes: int = 0,
+        images: ImageLoad = NO_IMAGES,
     ) -> GpuMemory:
         """Bytes on one GPU of a pipeline stage.
 
@@ -147,6 +165,7 @@ class MemoryModel:
             carried: what orders of operations hold on any stage. In such an order each stage may
                 hold as many tokens as stage 0.
             wide_sizes: numbers of DP ranks above 1 that rows lie over.
+            images: of a step.
         """
         dense, experts = self._parameters(layout, stage, value_head=self.value_head)
         weights = self._weight_bytes(dense + experts)
@@ -187,7 +206,23 @@ class MemoryModel:
                 tied_embeddings=not self.sizes.untie_embeddings,
             ),
             critic=critic,
+            tower=self._tower(layout, images),
         )
+
+    def _tower(self, layout: Layout, images: ImageLoad) -> int:
+        """Every rank counts as one that reads all levels of features."""
+        tower = self.tower
+        if tower is None:
+            return 0
+        state: float = self._weight_bytes(tower.parameters)
+        if self.trains_tower:
+            split = layout.world_size if self.distributed_optimizer else 1
+            state += tower.parameters * (4 + (12 if self._is_bf16 else 8) / split)
+        held = tower.feature_bytes(images.tokens, is_trained=self.trains_tower)
+        if self.trains_tower:
+            recompute = self.sizes.recompute == "full"
+            held += tower.kept_bytes(images.patches, recompute=recompute)
+        return int(state * (2 if self.critic else 1) + held)
 
     def fullest_stage(self, layout: Layout, **tokens: Any) -> GpuMemory:
         """Bytes on one GPU of the stage that needs most; arguments as for `stage`."""

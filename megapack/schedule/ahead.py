@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import heapq
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack.errors import ConfigError, DataError
-from megapack.images import ImageRef
+from megapack.images import ImageRef, spread
 from megapack.layout import Layout
 from megapack.model.head import unwrapped
 from megapack.model.vision.decoder import levels_of, read_images
@@ -40,9 +39,6 @@ from megapack.rows.transfer import moved
 from megapack.samples import SampleBatch
 from megapack.schedule.checks import reduces
 
-# Patches of an image whose attention takes as long as everything else: 4 d n of attention and
-# 2 (4 d^2 + 2 d f) of products per patch, with d=1152 and f=4304, are equal at n=6,600.
-_EVEN_PATCHES = 6600
 # Threads that decode and resize, at most. Chosen by hand.
 _MOST_THREADS = 8
 
@@ -363,18 +359,3 @@ def _exchange(
     counts = [sum(len(one) for one in each) for each in sent]
     dist.all_to_all_single(incoming, outgoing, [sum(each) for each in due], counts)
     return torch.split(incoming, [*itertools.chain(*due)])
-
-
-def spread(patches: Sequence[int], num_ranks: int) -> list[int]:
-    """A rank for each image, so that all have about as much to do: the longest first.
-
-    >>> spread([4, 64, 16, 16, 32], 2)
-    [1, 0, 1, 1, 1]
-    """
-    loads = [(0.0, rank) for rank in range(num_ranks)]
-    owners = [0] * len(patches)
-    for i in sorted(range(len(patches)), key=lambda i: -patches[i]):
-        load, rank = heapq.heappop(loads)
-        owners[i] = rank
-        heapq.heappush(loads, (load + patches[i] * (1 + patches[i] / _EVEN_PATCHES), rank))
-    return owners

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megapack.cost.tower import TowerSizes
 from megapack.job.config.hf_reader import UNUSED, Family, Reader, Values
 
 _SIZES = (
@@ -68,6 +69,25 @@ class VisionOptions:
     vision_end_token_id: int
     keys: Mapping[str, Any]
     """`vision_config` as the file has it."""
+
+    def sizes(self, element_bytes: int) -> TowerSizes:
+        """What the tower costs, with weights of so many bytes."""
+        has_windows = self.window_size is not None
+        side = (self.window_size or 0) // self.patch_size
+        return TowerSizes(
+            depth=self.depth,
+            width=self.hidden_size,
+            mlp_width=self.intermediate_size,
+            is_gated=has_windows,
+            patch_numbers=self.in_channels * self.temporal_patch_size * self.patch_size**2,
+            num_positions=self.num_position_embeddings or 0,
+            merge=self.spatial_merge_size,
+            out_width=self.out_hidden_size,
+            num_levels=1 + len(self.deepstack_visual_indexes),
+            full_blocks=len(self.fullatt_block_indexes) if has_windows else self.depth,
+            window_patches=side**2,
+            element_bytes=element_bytes,
+        )
 
 
 def read_vision(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from megapack.cost.sizes import ModelSizes
+from megapack.cost.tower import TowerSizes
 from megapack.errors import ConfigError
 from megapack.job.config.architecture import check_architecture
 from megapack.job.config.hf_config import HfConfig, read_hf_config
@@ -88,6 +89,14 @@ class ModelConfig(ModelSizes):
     def freeze_of(self, *, tower: bool) -> tuple[str, ...]:
         """The globs of `freeze` that are of the tower, or of the decoder."""
         return tuple(glob for glob in self.freeze if glob.startswith(TOWER) is tower)
+
+    @property
+    def tower_sizes(self) -> TowerSizes | None:
+        """The sizes of the folder's tower; None if images are not trained."""
+        if self.vision == "off" or self.hf_path is None:
+            return None
+        tower = read_hf_config(self.hf_path).vision
+        return None if tower is None else tower.sizes(4 if self.dtype == "fp32" else 2)
 
     def check_same_sizes(self, folder: str) -> None:
         """Raise ConfigError if a Hugging Face folder's model has another architecture."""

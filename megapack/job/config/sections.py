@@ -265,6 +265,8 @@ class TrainConfig:
             critic_sizes=self.critic_model if self.critic.hf_path is not None else None,
             value_head=self.objective.has_value_head,
             executor=self.executor,
+            tower=model.tower_sizes,
+            trains_tower=model.vision == "train",
         )
 
 

@@ -286,3 +286,23 @@ def test_a_critic_needs_rewards(call: Call, tmp_path: Path) -> None:
     code, _, err = call(TINY, 4, *settings)
     assert code != 0
     assert "a critic's advantages need; give `reward`" in err
+
+
+def test_images_are_counted(call: Call) -> None:
+    pytest.importorskip("transformers")
+    write_image_model("toy_images")
+    write_images("toy_images")
+    found = {
+        vision: output_of(call("grpo_images_toy_cpu", 2, f"model.vision={vision}", "--json"))
+        for vision in ("frozen", "train")
+    }
+    images = found["train"]["images"]
+    assert 0 < images["num_images"] < images["num_uses"]
+    assert images["patches"] / 2 <= images["busiest_patches"] < images["patches"]
+    frozen, trained = (found[name]["memory_bytes"][0]["tower"] for name in ("frozen", "train"))
+    assert 0 < frozen < trained / 3
+    # A frozen tower runs once for all passes; a trained one forward in each, and backward.
+    assert found["train"]["images"]["seconds"] > 4 * found["frozen"]["images"]["seconds"]
+    code, out, _ = call("grpo_images_toy_cpu", 2)
+    assert code == 0
+    assert f"{images['patches']} patches" in out

