@@ -14,7 +14,7 @@ from unittest import mock
 from megapack import Layout, build_dp_schedule, launch
 from megapack.errors import RankError
 from megapack.rows.packing import pack_row
-from megapack.schedule import ScheduleAdapter, adapter
+from megapack.schedule import ScheduleAdapter, adapter, packer
 from tests.dist import problem
 from tests.dist.setup import build_chunks, write_report
 
@@ -29,7 +29,7 @@ class Run:
         self.adapter = ScheduleAdapter(build_chunks(LAYOUT), layout=LAYOUT)
         lengths = problem.make_batch().lengths
         self.plan = build_dp_schedule(lengths, layout=LAYOUT, max_tokens_per_gpu=64, num_steps=2)
-        mock.patch.object(adapter, "pack_row", self.counted).start()
+        mock.patch.object(packer, "pack_row", self.counted).start()
 
     def counted(self, *args: Any) -> Any:
         self.num_packed += 1
