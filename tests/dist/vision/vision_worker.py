@@ -97,7 +97,7 @@ def run_case(case: VisionCase, folder: Path, device: torch.device) -> dict[str, 
     facts["norm"] = _norm(optimizer)
     kept = [param for module in adapter.modules for param in module.parameters()]
     for param in kept:
-        if not hasattr(param, "main_grad"):
+        if getattr(param, "main_grad", None) is None:
             param.main_grad = torch.zeros_like(param)
     show_gradients(adapter.modules)
     export_hf(adapter.modules, exported, like=source, device=device)
