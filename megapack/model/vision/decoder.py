@@ -14,8 +14,8 @@ from megapack.model.attention.row import row_view
 from megapack.model.head import unwrapped
 from megapack.model.mtp import num_depths
 
-# Attribute of a chunk that has the hooks.
-_MARK = "_reads_images"
+# Attribute of a chunk: the number of levels that its hooks read.
+_MARK = "_levels_of_images"
 
 
 def read_images(chunks: Sequence[Any], num_levels: int) -> None:
@@ -29,7 +29,8 @@ def read_images(chunks: Sequence[Any], num_levels: int) -> None:
         ConfigError: a chunk that megapack cannot give features to.
     """
     for chunk in map(unwrapped, chunks):
-        if hasattr(chunk, _MARK):
+        before = getattr(chunk, _MARK, 0)
+        if before >= num_levels:
             continue
         if not gathers(chunk):
             raise ConfigError(
@@ -47,11 +48,11 @@ def read_images(chunks: Sequence[Any], num_levels: int) -> None:
                 f"{num_levels - 1} levels of DeepStack for {chunk.config.num_layers} layers; give "
                 "the decoder one layer per level"
             )
-        setattr(chunk, _MARK, True)
-        if chunk.pre_process:
+        setattr(chunk, _MARK, num_levels)
+        if chunk.pre_process and not before:
             chunk.decoder.register_forward_pre_hook(_replace_embeddings, with_kwargs=True)
         for layer in chunk.decoder.layers:
-            if layer.layer_number < num_levels:
+            if max(before, 1) <= layer.layer_number < num_levels:
                 add = partial(_add_level, layer.layer_number)
                 layer.register_forward_hook(add, with_kwargs=True)
 
