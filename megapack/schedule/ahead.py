@@ -412,6 +412,8 @@ def _checked_tower(tower: Any, chunks: Sequence[Any]) -> VisionTower:
             "gather; wrap the tower with overlap_param_gather=False"
         )
     read_images(chunks, module.num_levels)
+    for chunk in map(unwrapped, chunks):
+        module.mrope.axes(chunk.rotary_pos_emb.inv_freq.numel())
     return module
 
 

@@ -38,6 +38,11 @@ def read_images(chunks: Sequence[Any], num_levels: int) -> None:
                 "attention and TransformerLayer in every layer; build it with "
                 "megapack.gpt.build_model"
             )
+        if chunk.config.rotary_interleaved:
+            raise ConfigError(
+                "images with rotary_interleaved, which turns other pairs of channels than models "
+                "with images do; set rotary_interleaved=False"
+            )
         if num_depths(chunk.config):
             raise ConfigError(
                 "images with multi-token prediction, which would embed image tokens as text; set "

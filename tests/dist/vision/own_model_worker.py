@@ -146,12 +146,17 @@ def refused_towers(chunk: Any, layout: Layout) -> dict[str, str]:
     frozen.requires_grad_(True)
     batch = make_batch(make_samples())
     plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=96)
+    others = {}
+    for name, sections in {"pairs": (3, 2, 2), "far": (2, 3, 3)}.items():
+        others[name] = made_tower()
+        others[name].mrope = Mrope(sections, is_interleaved=True)
     lone = made_tower()
     groups = copy.copy(lone.groups)
     for name in ("dp", "dp_cp", "intra_dp_cp", "intra_dist_opt"):
         setattr(groups, name, groups.tp)
     overlapping = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
     return {
+        **{name: error_of(wrapped(tower)) for name, tower in others.items()},
         "thawed": refused(lambda: adapter.step(plan, batch, objective=SFT())),
         "groups": error_of(wrapped(lone, groups)),
         "gather": error_of(wrapped(made_tower(), **overlapping, overlap_param_gather=True)),
@@ -228,9 +233,11 @@ def main(ranks: str, mode: str = "") -> None:
     messages["offset"] = refused(lambda: adapter.forward(plan, shifted))
     messages["disk"], is_retried = retried(adapter, plan)
     messages["tensors"] = refused(lambda: adapter.forward(plan, both))
+    _, turned = made_decoder(rotary_interleaved=True)
+    lone = made_tower()
+    messages["turned"] = refused(lambda: ScheduleAdapter([turned], layout=layout, vision=lone))
     _, other = made_decoder(mtp_num_layers=None)
     other.config.mtp_num_layers = 1
-    lone = made_tower()
     messages["mtp"] = refused(lambda: ScheduleAdapter([other], layout=layout, vision=lone))
     messages |= refused_towers(chunk, layout)
     kept = kept_features(chunk, layout)
