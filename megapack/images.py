@@ -70,6 +70,15 @@ class ImageRef:
 
     def check(self, name: str, length: int) -> None:
         """Raise DataError, which begins with `name`, if it cannot stand in a sample."""
+        numbers = (self.offset, self.merge, *self.grid) if isinstance(self.grid, tuple) else ()
+        is_typed = isinstance(self.key, str) and all(
+            isinstance(n, int | np.integer) for n in numbers
+        )
+        if not is_typed or len(numbers) != 5 or self.merge < 1:
+            raise DataError(
+                f"{name} is {brief(self)}; give offset and merge as integers, the grid as a tuple "
+                "of three, and the key as text"
+            )
         frames, rows, columns = self.grid
         if frames != 1 or min(rows, columns) < 1 or rows % self.merge or columns % self.merge:
             raise DataError(
@@ -99,15 +108,17 @@ def checked_images(images: Sequence[Any] | None, lengths: Sequence[int]) -> list
         lengths: tokens of each sample.
 
     Raises:
-        DataError: another number of entries, images that overlap or leave their sample, or one key
-            with two grids.
+        DataError: another number of entries, values of other types, images that overlap or leave
+            their sample, or one key with two grids.
     """
     if images is None:
         return [()] * len(lengths)
     if not isinstance(images, Sized) or len(images) != len(lengths):
         raise DataError(f"images are {brief(images)}; give a list per sample, {len(lengths)} lists")
-    grids: dict[str, tuple[int, int, int]] = {}
+    grids: dict[str, tuple[tuple[int, int, int], int]] = {}
     for sample, (refs, length) in enumerate(zip(images, lengths, strict=True)):
+        if not isinstance(refs, Sequence):
+            raise DataError(f"sample {sample}: images are {brief(refs)}; give a list of ImageRefs")
         end = 0
         for number, ref in enumerate(refs):
             name = f"sample {sample}: image {number}"
@@ -120,10 +131,12 @@ def checked_images(images: Sequence[Any] | None, lengths: Sequence[int]) -> list
                     f"{end}; give images in order"
                 )
             end = ref.end
-            if grids.setdefault(ref.key, ref.grid) != ref.grid:
+            own = ref.grid, ref.merge
+            if grids.setdefault(ref.key, own) != own:
+                grid, merge = grids[ref.key]
                 raise DataError(
-                    f"{name} has the grid {ref.grid}, another of the key {ref.key!r} "
-                    f"{grids[ref.key]}; give different images different keys"
+                    f"{name} has the grid {ref.grid} and merge={ref.merge}, another of the key "
+                    f"{ref.key!r} {grid} and merge={merge}; give different images different keys"
                 )
     return [tuple(refs) for refs in images]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megapack.base.arrays import Ints
-from megapack.errors import DataError
+from megapack.errors import DataError, brief
 from megapack.images import ImageRef, positions
 from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch
@@ -229,8 +229,15 @@ class _RowWriter:
         features_N = np.full(self.ids_N.size, -1)
         for sample, start in zip(self.samples, self.starts, strict=True):
             for ref in self.batch.images(sample):
+                here = slice(start + ref.offset, start + ref.end)
+                ids = self.ids_N[here]
+                if (ids != ids[0]).any():
+                    raise DataError(
+                        f"sample {sample}: the image at token {ref.offset} stands at the ids "
+                        f"{brief(ids.tolist())}; give the index of its first image token, and one "
+                        f"image token for each of its {ref.tokens} features"
+                    )
                 if ref.key in first:
-                    here = slice(start + ref.offset, start + ref.end)
                     features_N[here] = first[ref.key] + np.arange(ref.tokens)
         out_T = np.full(self.row_tokens, -1)
         values = features_N[self.is_held_N]

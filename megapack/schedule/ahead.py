@@ -8,7 +8,8 @@ a prompt's image would be encoded in every row that has one of its samples. Here
 over all ranks, pipeline stages too. A rank gets the features of its own rows, of the levels that
 its layers add. All sizes follow from the plan, so no sizes are sent.
 
-Features of a frozen tower are kept for the passes of a batch: old log-probs, reference and steps.
+Features of a frozen tower are kept for the passes of a batch: old log-probs, reference and steps;
+but not if its weights change, as of a reference with another tower.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -25,19 +26,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapack.errors import ConfigError, DataError
+from megapack.errors import ConfigError, DataError, MegapackError, first_line
 from megapack.images import ImageRef, spread
 from megapack.layout import Layout
 from megapack.model.head import unwrapped
+from megapack.model.overlap import overlaps_gather
 from megapack.model.vision.decoder import levels_of, read_images
 from megapack.model.vision.features import FeatureTable, RowFeatures, RowImages
 from megapack.model.vision.tower import VisionTower
 from megapack.plan.plan import StepPlan
+from megapack.ranks.agree import agree
 from megapack.rows.packed import PackedRow
 from megapack.rows.packing import held_images
 from megapack.rows.transfer import moved
 from megapack.samples import SampleBatch
-from megapack.schedule.checks import reduces
+from megapack.schedule.between_steps import sampled
+from megapack.schedule.checks import gradient_buffers, reduces
 
 # Threads that decode and resize, at most. Chosen by hand.
 _MOST_THREADS = 8
@@ -102,17 +106,8 @@ class Ahead:
         groups: Any,
         device: torch.device,
     ) -> None:
-        module = unwrapped(tower)
-        if not isinstance(module, VisionTower):
-            raise ConfigError(
-                f"vision is {type(module).__name__}; give a VisionTower, in Megatron's DDP or not"
-            )
-        if module.is_trained and reduces(chunks) != reduces([tower]):
-            raise ConfigError(
-                "of decoder and tower one is wrapped in Megatron's DDP and the other is not; wrap "
-                "both, the tower with pg_collection=tower.groups"
-            )
-        read_images(chunks, module.num_levels)
+        # Stages differ in their layers: if one refuses its own, all raise.
+        module = agree(lambda: _checked_tower(tower, chunks), device=device)
         self.tower = tower
         self._module = module
         self._layout = layout
@@ -130,9 +125,13 @@ class Ahead:
         self._threads = ThreadPoolExecutor(
             min(_MOST_THREADS, os.cpu_count() or 1), "megapack-image"
         )
+        # Pixels by key, and the keys of the last `prefetch`.
         self._loading: dict[str, Future[Tensor]] = {}
-        # Of a frozen tower: features by key, and keys of images that a prepared pass encodes.
+        self._prefetched: set[str] = set()
+        # Of a frozen tower: features by key, some values of the weights that they are of, and keys
+        # of images that a prepared pass encodes.
         self._kept: dict[str, Tensor] = {}
+        self._weights: Tensor | None = None
         self._encoding: set[str] = set()
 
     def prepare(self, step: StepPlan, batch: SampleBatch) -> StepImages:
@@ -141,35 +140,36 @@ class Ahead:
         Raises:
             DataError: an image does not suit the tower, or its pixels cannot be made.
         """
+        if self._module.is_trained and reduces([self.tower]) and not gradient_buffers(self.tower):
+            raise ConfigError(
+                "the tower was frozen when it was wrapped in Megatron's DDP, which reduces no "
+                "gradients of it; set requires_grad before wrapping it, or freeze it again"
+            )
         images = self._planned(step, batch)
+        encoding = set() if self._module.is_trained else self._encoding
         own = {i: images.refs[i] for i in self._own_images(images)}
         # All begin before the first is waited for.
-        loading = [(i, self._load(ref)) for i, ref in own.items() if ref.key not in self._encoding]
-        for i, future in loading:
-            images.pixels[i] = self._checked(own[i], future.result())
-        # Of other ranks' images too: an earlier pass may have had other owners.
-        for ref in images.refs:
+        loading = [(i, self._load(ref)) for i, ref in own.items() if ref.key not in encoding]
+        for ref in own.values():
+            # What fails is tried again by the next call.
             self._loading.pop(ref.key, None)
-        if not self._module.is_trained:
-            self._encoding = {ref.key for ref in own.values()}
+        images.pixels.update((i, future.result()) for i, future in loading)
+        self._encoding = set() if self._module.is_trained else {r.key for r in own.values()}
         return images
 
     def _own_images(self, images: StepImages) -> list[int]:
         return [i for i, owner in enumerate(images.owners) if owner == self._rank]
 
-    @contextlib.contextmanager
-    def forgetting(self) -> Iterator[None]:
-        """Within the block the tower has other weights: what it has encoded does not count, nor
-        what it encodes after the block."""
-        before = self._kept, self._encoding
-        self._kept, self._encoding = {}, set()
-        yield
-        self._kept, self._encoding = before
-
     def prefetch(self, step: StepPlan, batch: SampleBatch) -> None:
         """Begin to make this rank's pixels of a pass that follows."""
         images = self._planned(step, batch)
-        for ref in map(images.refs.__getitem__, self._own_images(images)):
+        own = [images.refs[i] for i in self._own_images(images)]
+        keys = {ref.key for ref in own}
+        # The passes of the batch before may still need what was begun for them; others are over.
+        for key in {*self._loading} - self._prefetched - keys:
+            self._loading.pop(key, None)
+        self._prefetched = keys
+        for ref in own:
             if ref.key not in self._encoding:
                 self._load(ref)
 
@@ -202,19 +202,30 @@ class Ahead:
         )
 
     def _load(self, ref: ImageRef) -> Future[Tensor]:
-        if ref.pixels is None:
-            raise DataError(f"image {ref.key!r} has no pixels on the rank that encodes it")
         found = self._loading.get(ref.key)
         if found is None:
-            found = self._loading.setdefault(ref.key, self._threads.submit(ref.pixels))
+            found = self._loading.setdefault(ref.key, self._threads.submit(self._pixels, ref))
         return found
 
-    def _checked(self, ref: ImageRef, pixels: Tensor) -> Tensor:
-        shape = (ref.patches, self._module.patch_numbers)
-        if tuple(pixels.shape) != shape:
+    def _pixels(self, ref: ImageRef) -> Tensor:
+        if ref.pixels is None:
+            raise DataError(f"image {ref.key!r} has no pixels on the rank that encodes it")
+        try:
+            pixels = ref.pixels()
+        except MegapackError:
+            raise
+        except Exception as error:  # a user's function raises what it likes
             raise DataError(
-                f"image {ref.key!r} of grid {ref.grid} has pixels of shape {tuple(pixels.shape)}, "
-                f"the tower reads {shape}; make grid and pixels with the model's own processor"
+                f"image {ref.key!r}: its pixels cannot be made ({type(error).__name__}: "
+                f"{first_line(error)}); correct them, or leave its samples out"
+            ) from error
+        shape = (ref.patches, self._module.patch_numbers)
+        is_tensor = isinstance(pixels, Tensor)
+        if not is_tensor or tuple(pixels.shape) != shape:
+            found = f"shape {tuple(pixels.shape)}" if is_tensor else f"type {type(pixels).__name__}"
+            raise DataError(
+                f"image {ref.key!r} of grid {ref.grid} has pixels of {found}, the tower reads a "
+                f"tensor of {shape}; make grid and pixels with the model's own processor"
             )
         return pixels
 
@@ -222,10 +233,15 @@ class Ahead:
         """Encode this rank's images, and exchange features; a collective of all ranks."""
         collects = is_training and self._module.is_trained
         refs, pixels = images.refs, images.pixels
-        for i in self._own_images(images):
-            # A pass that was prepared to encode it has failed.
-            if i not in pixels and refs[i].key not in self._kept:
-                pixels[i] = self._checked(refs[i], self._load(refs[i]).result())
+        self._keep_current()
+        # What a pass was prepared to encode, which has failed, or with weights of before.
+        missing = {
+            i: refs[i]
+            for i in self._own_images(images)
+            if i not in pixels and refs[i].key not in self._kept
+        }
+        made = [(i, self._threads.submit(self._pixels, ref)) for i, ref in missing.items()]
+        pixels.update((i, future.result()) for i, future in made)
         with torch.set_grad_enabled(collects):
             found = self._module.encode([refs[i] for i in pixels], [*pixels.values()])
         own = dict(zip(pixels, found, strict=True))
@@ -236,6 +252,13 @@ class Ahead:
             own = {i: self._kept[refs[i].key] for i in self._own_images(images)}
         table, starts = self._tables(images, own)
         return Encoded(images, FeatureTable(table, collects), starts, own)
+
+    def _keep_current(self) -> None:
+        """Forget features that are not of the tower's weights."""
+        weights = None if self._module.is_trained else sampled(self._module.parameters())
+        if weights is None or self._weights is None or not torch.equal(weights, self._weights):
+            self._kept = {}
+        self._weights = weights
 
     def _tables(
         self, images: StepImages, own: dict[int, Tensor]
@@ -290,11 +313,12 @@ class Ahead:
         sums = {i: torch.zeros_like(one, dtype=torch.float32) for i, one in encoded.own.items()}
         for (levels, i), grad in zip(readers, arrived, strict=True):
             sums[i][list(levels)] += grad.view(len(levels), images.refs[i].tokens, width)
+        earlier = self._without_earlier()
         with self._without_sync():
             if sums:
                 grads = [sums[i].to(one.dtype) for i, one in encoded.own.items()]
                 torch.autograd.backward([*encoded.own.values()], grads)
-        self._reduce()
+        self._reduce(earlier)
 
     def _gradient(self, encoded: Encoded, ref: ImageRef) -> Tensor:
         """The gradient of an image's features on this rank, [levels * tokens, H]."""
@@ -312,8 +336,17 @@ class Ahead:
         with self.tower.no_sync() if reduces([self.tower]) else contextlib.nullcontext():
             yield
 
-    def _reduce(self) -> None:
-        """Add the tower's gradients over all ranks."""
+    def _without_earlier(self) -> dict[Tensor, Tensor]:
+        """Take away `param.grad` of earlier steps, which is added over the ranks already."""
+        if reduces([self.tower]):
+            return {}
+        found = {param: param.grad for param in self._module.parameters()}
+        for param in found:
+            param.grad = None
+        return {param: grad for param, grad in found.items() if grad is not None}
+
+    def _reduce(self, earlier: Mapping[Tensor, Tensor]) -> None:
+        """Add the tower's gradients over all ranks, and then those of earlier steps."""
         if reduces([self.tower]):
             if self.tower.ddp_config.overlap_grad_reduce:
                 self.tower.start_grad_sync()
@@ -324,6 +357,8 @@ class Ahead:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
                 dist.all_reduce(param.grad)
+                if param in earlier:
+                    param.grad += earlier[param]
 
     def row(self, row: PackedRow, encoded: Encoded) -> RowImages | None:
         """What layers read of a row, on the device; None if no sample of it has images."""
@@ -339,6 +374,43 @@ class Ahead:
         places = moved((positions_P, index_P, row.rotary_T3), self._device)
         features = RowFeatures(encoded.table, *places[:2])
         return RowImages(places[2], self._module.mrope, features)
+
+
+def _checked_tower(tower: Any, chunks: Sequence[Any]) -> VisionTower:
+    """The tower, out of its wrapper; lets the chunks read what it encodes.
+
+    Raises:
+        ConfigError: its gradients would not be added over all ranks, or a rank would wait for
+            others; or see `read_images`.
+    """
+    module = unwrapped(tower)
+    if not isinstance(module, VisionTower):
+        raise ConfigError(
+            f"vision is {type(module).__name__}; give a VisionTower, in Megatron's DDP or not"
+        )
+    if reduces(chunks) != reduces([tower]):
+        raise ConfigError(
+            "of decoder and tower one is wrapped in Megatron's DDP and the other is not; wrap "
+            "both, the tower with pg_collection=tower.groups"
+        )
+    world = dist.get_world_size()
+    for buffer in gradient_buffers(tower):
+        ranks, factor = buffer.data_parallel_world_size, buffer.gradient_scaling_factor
+        if ranks != world or factor != 1.0:
+            raise ConfigError(
+                f"the tower's DDP adds gradients times {factor} over {ranks} of {world} ranks; "
+                "wrap it by DistributedDataParallel(tower.config, ..., "
+                "pg_collection=tower.groups)"
+            )
+    if overlaps_gather(tower):
+        raise ConfigError(
+            "the tower's DDP has overlap_param_gather, and a rank without images would never "
+            "gather; wrap the tower with overlap_param_gather=False"
+        )
+    read_images(chunks, module.num_levels)
+    for chunk in map(unwrapped, chunks):
+        module.mrope.axes(chunk.rotary_pos_emb.inv_freq.numel())
+    return module
 
 
 def _exchange(

@@ -18,7 +18,7 @@ backward begins, and adds them to `param.main_grad`. A loop easily leaves more b
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -87,7 +87,10 @@ class BetweenSteps:
 
     def note_step(self) -> None:
         """Remember the weights with which gradients were computed; call it after each step."""
-        self._weights = _sampled(self._chunks)
+        self._weights = sampled(self._trained())
+
+    def _trained(self) -> list[Tensor]:
+        return [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]
 
     def _warn_of_dropout(self) -> None:
         """Log once that gradients of a model with dropout depend on the packing.
@@ -110,7 +113,7 @@ class BetweenSteps:
         before, self._weights = self._weights, None
         if before is None or not has_gradients(self._chunks):
             return
-        now = _sampled(self._chunks)
+        now = sampled(self._trained())
         if now.shape != before.shape or not torch.equal(now, before):
             buffers = "zero_grad_buffer() on each chunk and " if reduces(self._chunks) else ""
             raise ConfigError(
@@ -191,9 +194,8 @@ def _check_hooks(chunk: Any) -> None:
                 )
 
 
-def _sampled(chunks: Sequence[Any]) -> Tensor:
-    """A few values of each trained parameter, copied: one small kernel."""
-    trained = [param for chunk in chunks for param in chunk.parameters() if param.requires_grad]
+def sampled(params: Iterable[Tensor]) -> Tensor:
+    """A few values of each parameter, copied: one small kernel."""
     # Slicing weights that are kept in FP8, which have a type of their own, converts them.
-    plain = [param.detach() for param in trained if type(param) is torch.nn.Parameter]
+    plain = [param.detach() for param in params if type(param) is torch.nn.Parameter]
     return torch.cat([values.reshape(-1)[:_SAMPLED_VALUES] for values in plain] or [torch.zeros(1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,17 +46,23 @@ def test_positions_never_exceed_the_index() -> None:
         ([dataclasses.replace(CAT, grid=(2, 4, 6))], "videos are not trained"),
         ([dataclasses.replace(CAT, grid=(1, 3, 6))], "rows and columns that 2 divides"),
         (["cat"], "give an ImageRef"),
+        (None, "sample 0: images are None; give a list of ImageRefs"),
+        ([dataclasses.replace(CAT, grid=torch.tensor([1, 4, 6]))], "the grid as a tuple of three"),
+        ([dataclasses.replace(CAT, grid=(4, 6))], "the grid as a tuple of three"),
+        ([dataclasses.replace(CAT, grid=(1, 4.0, 6))], "give offset and merge as integers"),
+        ([dataclasses.replace(CAT, merge=0)], "give offset and merge as integers"),
+        ([dataclasses.replace(CAT, key=b"cat")], "and the key as text"),
     ],
 )
-def test_misplaced_images_are_refused(refs: list[ImageRef], message: str) -> None:
+def test_wrong_images_are_refused(refs: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         SampleBatch([range(9)], images=[refs])
 
 
-def test_one_key_has_one_grid() -> None:
-    other = dataclasses.replace(CAT, grid=(1, 6, 4))
+@pytest.mark.parametrize("other", [{"grid": (1, 6, 4)}, {"merge": 1}])
+def test_one_key_has_one_grid(other: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"give different images different keys"):
-        SampleBatch([range(9), range(9)], images=[[CAT], [other]])
+        SampleBatch([range(99), range(99)], images=[[CAT], [dataclasses.replace(CAT, **other)]])
 
 
 def test_a_list_per_sample_is_needed() -> None:

@@ -168,6 +168,7 @@ class Trainer:
             mtp_num_layers=config.model.mtp_num_layers,
             token_columns=config.objective.token_columns,
             ahead=self.adapter.runner.ahead,
+            has_logprobs=bool(self.passes.logprob_fields),
         )
         self.calibrator = Calibrator(config.plan, self.adapter, self.layout, cost, ranks, device)
         # The next batch, which a thread plans; and the seconds that it took for this one.

@@ -140,6 +140,8 @@ class BatchPlanner:
     token_columns: tuple[str, ...] = ()
     ahead: Ahead | None = None
     """Makes pixels of this rank's images; None: samples have none."""
+    has_logprobs: bool = False
+    """Whether log-prob passes come before the steps."""
 
     def plan(
         self,
@@ -185,7 +187,8 @@ class BatchPlanner:
         )
         self._give(batch)
         if self.ahead is not None and samples.has_images:
-            self.ahead.prefetch(batch.forward_plan.steps[0], samples)
+            first = batch.forward_plan if self.has_logprobs else plan
+            self.ahead.prefetch(first.steps[0], samples)
         return batch
 
     def _give(self, batch: PlannedBatch) -> None:
@@ -278,18 +281,8 @@ class BatchPasses:
         if "old_logprobs" in names:
             samples.set_field("old_logprobs", self.outputs(batch, "logprobs", of_policy=True))
         if self.reference is not None and "ref_logprobs" in names:
-            with self.reference.weights(), self._without_kept_features():
+            with self.reference.weights():
                 samples.set_field("ref_logprobs", self.outputs(batch, "logprobs"))
-
-    @contextlib.contextmanager
-    def _without_kept_features(self) -> Iterator[None]:
-        """Within the block images are encoded by the reference's own tower, if it has one."""
-        ahead = self.adapter.runner.ahead
-        if ahead is None or self.config.reference_hf_path is None:
-            yield
-            return
-        with ahead.forgetting():
-            yield
 
     def outputs(
         self, batch: PlannedBatch, name: str, *, of_policy: bool = False

@@ -14,8 +14,8 @@ from megapack.model.attention.row import row_view
 from megapack.model.head import unwrapped
 from megapack.model.mtp import num_depths
 
-# Attribute of a chunk that has the hooks.
-_MARK = "_reads_images"
+# Attribute of a chunk: the number of levels that its hooks read.
+_MARK = "_levels_of_images"
 
 
 def read_images(chunks: Sequence[Any], num_levels: int) -> None:
@@ -29,13 +29,19 @@ def read_images(chunks: Sequence[Any], num_levels: int) -> None:
         ConfigError: a chunk that megapack cannot give features to.
     """
     for chunk in map(unwrapped, chunks):
-        if hasattr(chunk, _MARK):
+        before = getattr(chunk, _MARK, 0)
+        if before >= num_levels:
             continue
         if not gathers(chunk):
             raise ConfigError(
                 f"{type(chunk).__name__} with images needs Megatron's rotary embedding, self "
                 "attention and TransformerLayer in every layer; build it with "
                 "megapack.gpt.build_model"
+            )
+        if chunk.config.rotary_interleaved:
+            raise ConfigError(
+                "images with rotary_interleaved, which turns other pairs of channels than models "
+                "with images do; set rotary_interleaved=False"
             )
         if num_depths(chunk.config):
             raise ConfigError(
@@ -47,11 +53,11 @@ def read_images(chunks: Sequence[Any], num_levels: int) -> None:
                 f"{num_levels - 1} levels of DeepStack for {chunk.config.num_layers} layers; give "
                 "the decoder one layer per level"
             )
-        setattr(chunk, _MARK, True)
-        if chunk.pre_process:
+        setattr(chunk, _MARK, num_levels)
+        if chunk.pre_process and not before:
             chunk.decoder.register_forward_pre_hook(_replace_embeddings, with_kwargs=True)
         for layer in chunk.decoder.layers:
-            if layer.layer_number < num_levels:
+            if max(before, 1) <= layer.layer_number < num_levels:
                 add = partial(_add_level, layer.layer_number)
                 layer.register_forward_hook(add, with_kwargs=True)
 

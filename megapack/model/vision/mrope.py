@@ -30,23 +30,26 @@ class Mrope:
         """The position, 0 to 2, that turns each pair.
 
         Raises:
-            ConfigError: the sections are not of so many pairs.
+            ConfigError: the sections are not of these pairs.
 
         >>> Mrope((4, 2, 2), is_interleaved=False).axes(8)
         [0, 0, 0, 0, 1, 1, 2, 2]
         >>> Mrope((4, 2, 2), is_interleaved=True).axes(8)
         [0, 1, 2, 0, 1, 2, 0, 0]
         """
-        if sum(self.sections) != num_pairs:
+        alternating = [range(axis, 3 * self.sections[axis], 3) for axis in (1, 2)]
+        lasts = [max(pairs, default=0) for pairs in alternating if self.is_interleaved]
+        if sum(self.sections) != num_pairs or max(lasts, default=0) >= num_pairs:
             raise ConfigError(
                 f"mrope_section={list(self.sections)} has {sum(self.sections)} pairs of channels, "
-                f"the rotary embedding turns {num_pairs}; correct config.json"
+                f"the last of those that alternate is {max(lasts, default=0)}, and the rotary "
+                f"embedding turns pairs 0 to {num_pairs - 1}; correct config.json"
             )
         if not self.is_interleaved:
             return [axis for axis, count in enumerate(self.sections) for _ in range(count)]
         axes = [0] * num_pairs
-        for axis in (1, 2):
-            for pair in range(axis, 3 * self.sections[axis], 3):
+        for axis, pairs in enumerate(alternating, start=1):
+            for pair in pairs:
                 axes[pair] = axis
         return axes
 

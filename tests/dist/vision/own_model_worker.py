@@ -1,11 +1,14 @@
 """A GPTModel that a user has built, beside a tower of transformers; and calls that are refused.
 
 torchrun --nproc-per-node 2 -m tests.dist.vision.own_model_worker DP
+torchrun --nproc-per-node 2 -m tests.dist.vision.own_model_worker TP without-ddp
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import json
 import sys
 from typing import Any
@@ -17,11 +20,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from megapack import Layout, build_dp_schedule, launch
 from megapack.errors import MegapackError
+from megapack.images import ImageRef
 from megapack.job.gpt.specs import local_layer_spec
 from megapack.loss import SFT
 from megapack.model.vision.mrope import Mrope
@@ -81,10 +86,114 @@ def refused(call: Any) -> str:
     return ""
 
 
-def main(dp: str) -> None:
+def norm_of(grads: list[Tensor]) -> float:
+    return float(torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt())
+
+
+def wrapped(tower: VisionTower, groups: Any = None, **options: Any) -> DistributedDataParallel:
+    ddp = DistributedDataParallelConfig(**{"use_distributed_optimizer": False, **options})
+    groups = tower.groups if groups is None else groups
+    return DistributedDataParallel(tower.config, ddp, tower, pg_collection=groups)
+
+
+def without_ddp(tp: int) -> dict[str, Any]:
+    """Norms of the gradients of one step, and of two between which nothing is zeroed."""
+    layout = Layout(dp=1, tp=tp)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    _, model = made_decoder(tensor_model_parallel_size=tp)
+    tower = made_tower()
+    adapter = ScheduleAdapter([model], layout=layout, vision=tower)
+    batch = make_batch(make_samples())
+    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=96)
+    norms = []
+    for _ in range(2):
+        adapter.step(plan, batch, objective=SFT())
+        norms.append(norm_of([param.grad for param in tower.parameters()]))
+    return {"norms": norms}
+
+
+def kept_features(chunk: Any, layout: Layout) -> dict[str, float]:
+    """By how much log-probs change with the weights of a frozen tower."""
+    tower = made_tower()
+    tower.requires_grad_(False)
+    batch = make_batch(make_samples())
+    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=96)
+    frozen = wrapped(tower)
+
+    def logprobs(adapter: ScheduleAdapter) -> Tensor:
+        return torch.cat(adapter.forward(plan, batch)["logprobs"])
+
+    adapter = ScheduleAdapter([chunk], layout=layout, vision=frozen)
+    before = logprobs(adapter)
+    for param in tower.parameters():
+        param.data.copy_(1.3 * param)
+    after = logprobs(adapter)
+    true = logprobs(ScheduleAdapter([chunk], layout=layout, vision=frozen))
+    return {
+        "change": float((true - before).abs().max()),
+        "error": float((true - after).abs().max()),
+    }
+
+
+def refused_towers(chunk: Any, layout: Layout) -> dict[str, str]:
+    def error_of(tower: Any) -> str:
+        return refused(lambda: ScheduleAdapter([chunk], layout=layout, vision=tower))
+
+    frozen = made_tower()
+    frozen.requires_grad_(False)
+    other = wrapped(frozen)
+    adapter = ScheduleAdapter([chunk], layout=layout, vision=other)
+    frozen.requires_grad_(True)
+    batch = make_batch(make_samples())
+    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=96)
+    others = {}
+    for name, sections in {"pairs": (3, 2, 2), "far": (2, 3, 3)}.items():
+        others[name] = made_tower()
+        others[name].mrope = Mrope(sections, is_interleaved=True)
+    lone = made_tower()
+    groups = copy.copy(lone.groups)
+    for name in ("dp", "dp_cp", "intra_dp_cp", "intra_dist_opt"):
+        setattr(groups, name, groups.tp)
+    overlapping = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
+    return {
+        **{name: error_of(wrapped(tower)) for name, tower in others.items()},
+        "thawed": refused(lambda: adapter.step(plan, batch, objective=SFT())),
+        "groups": error_of(wrapped(lone, groups)),
+        "gather": error_of(wrapped(made_tower(), **overlapping, overlap_param_gather=True)),
+    }
+
+
+def retried(adapter: ScheduleAdapter, plan: Any) -> tuple[str, bool]:
+    """What a call says of pixels that cannot be read, and whether it runs once they can."""
+    is_there = []
+
+    def later(ref: ImageRef) -> Tensor:
+        if not is_there:
+            raise OSError("no such disk")
+        assert ref.pixels is not None
+        return ref.pixels()
+
+    every = make_samples()
+    images = [
+        [dataclasses.replace(ref, pixels=functools.partial(later, ref)) for ref in sample.refs]
+        for sample in every
+    ]
+    batch = SampleBatch([sample.ids for sample in every], images=images)
+    message = refused(lambda: adapter.forward(plan, batch))
+    is_there.append(True)
+    return message, bool(adapter.forward(plan, batch))
+
+
+def main(ranks: str, mode: str = "") -> None:
     """Print the tower's gradient norm, and what refused calls say."""
     launch.start("cpu")
-    layout = Layout(dp=int(dp))
+    if mode:
+        found = without_ddp(int(ranks))
+        if dist.get_rank() == 0:
+            print("FOUND", json.dumps(found), flush=True)
+        launch.stop()
+        return
+    layout = Layout(dp=int(ranks))
     parallel_state.initialize_model_parallel()
     tower = made_tower()
     config, model = made_decoder()
@@ -101,11 +210,9 @@ def main(dp: str) -> None:
             lambda: ScheduleAdapter([chunk], layout=layout, vision=torch.nn.Linear(1, 1))
         ),
     }
-    wrapped = DistributedDataParallel(tower.config, ddp, tower, pg_collection=tower.groups)
-    adapter = ScheduleAdapter([chunk], layout=layout, vision=wrapped)
+    adapter = ScheduleAdapter([chunk], layout=layout, vision=wrapped(tower))
     result = adapter.step(plan, batch, objective=SFT())
-    grads = [param.main_grad.double() for param in tower.parameters()]
-    norm = float(torch.stack([grad.square().sum() for grad in grads]).sum().sqrt())
+    norm = norm_of([param.main_grad for param in tower.parameters()])
 
     def changed(**values: Any) -> SampleBatch:
         images = [[dataclasses.replace(r, **values) for r in s.refs] for s in make_samples()]
@@ -114,21 +221,31 @@ def main(dp: str) -> None:
 
     for name, wrong in {
         "pixels": changed(pixels=lambda: torch.zeros(3, 96)),
+        "array": changed(pixels=lambda: [[0.0]]),
         "no pixels": changed(pixels=None),
     }.items():
         messages[name] = refused(lambda wrong=wrong: adapter.forward(plan, wrong))
     every = make_samples()
     tensors = {"other": TensorField([[1.0]] * len(every))}
     both = SampleBatch([s.ids for s in every], tensors=tensors, images=[s.refs for s in every])
+    early = [[dataclasses.replace(r, offset=r.offset - 1) for r in s.refs] for s in every]
+    shifted = SampleBatch([s.ids for s in every], images=early)
+    messages["offset"] = refused(lambda: adapter.forward(plan, shifted))
+    messages["disk"], is_retried = retried(adapter, plan)
     messages["tensors"] = refused(lambda: adapter.forward(plan, both))
+    _, turned = made_decoder(rotary_interleaved=True)
+    lone = made_tower()
+    messages["turned"] = refused(lambda: ScheduleAdapter([turned], layout=layout, vision=lone))
     _, other = made_decoder(mtp_num_layers=None)
     other.config.mtp_num_layers = 1
-    lone = made_tower()
     messages["mtp"] = refused(lambda: ScheduleAdapter([other], layout=layout, vision=lone))
+    messages |= refused_towers(chunk, layout)
+    kept = kept_features(chunk, layout)
     half = in_dtype(made_tower().visual, torch.bfloat16)
     if dist.get_rank() == 0:
         types = [next(half.parameters()).dtype, half.rotary_pos_emb.inv_freq.dtype]
         found = {"norm": norm, "loss": result.loss, "messages": messages, "types": str(types)}
+        found |= {"kept": kept, "retried": is_retried}
         print("FOUND", json.dumps(found), flush=True)
     launch.stop()
 

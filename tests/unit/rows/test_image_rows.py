@@ -54,7 +54,7 @@ def test_a_row_without_images_has_neither() -> None:
 
 def test_a_piece_after_an_image_keeps_its_positions() -> None:
     tall = ImageRef(offset=1, grid=(1, 8, 8), key="tall")
-    batch = SampleBatch([list(range(22))], images=[[tall]])
+    batch = SampleBatch([[5, *[9] * 16, *range(5)]], images=[[tall]])
     piece = row_of((0,), [4], pieces=(Part(0, begin=18, end=22),))
     row = pack_row(batch, piece, Layout())
     assert row.images == ()
@@ -82,3 +82,11 @@ def test_shared_positions_with_other_images_are_refused() -> None:
     table = PrefixTable(by_ids, 2, Layout())
     with pytest.raises(DataError, match="have different images there"):
         pack_row(batch, row, Layout(), prefixes=table)
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+def test_an_image_stands_at_one_id(offset: int) -> None:
+    wrong = dataclasses.replace(CAT, offset=offset)
+    batch = SampleBatch([[5, 9, 9, 6, 7]], images=[[wrong]])
+    with pytest.raises(DataError, match=f"the image at token {offset} stands at the ids"):
+        pack_row(batch, row_of((0,), [5]), Layout())

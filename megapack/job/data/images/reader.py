@@ -29,6 +29,8 @@ _CONFIGS = ("preprocessor_config.json", "processor_config.json")
 _ORIENTATION = 0x0112
 # Values of EXIF's orientation of which rows are columns.
 _TURNED = range(5, 9)
+# How pillow's modes of integers above 255 and of floats begin.
+_CLIPPED = "IF"
 
 
 @dataclass(frozen=True)
@@ -176,12 +178,18 @@ class ImageReader:
                 # The method of PNG decodes the image, in search of EXIF behind it.
                 turned = Image.Image.getexif(image).get(_ORIENTATION) in _TURNED
                 width, height = image.size
+                mode = image.mode
+            if mode[0] in _CLIPPED:
+                raise BadLine(
+                    f"{where} has pixels of mode {mode}, which become white or black in 8 bits; "
+                    "scale them to 8 bits"
+                )
             return self.grid(*((height, width) if turned else (width, height)))
         except Image.UnidentifiedImageError:
             raise BadLine(f"{where} is no image that pillow reads; leave the line out") from None
         except Image.DecompressionBombError as error:
             raise BadLine(f"{where} is too large ({first_line(error)}); make it smaller") from None
-        except ConfigError:
+        except (BadLine, ConfigError):
             raise
         except Exception as error:  # pillow raises what it likes for a damaged image
             why = getattr(error, "strerror", None) or first_line(error)

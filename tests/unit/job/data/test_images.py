@@ -403,6 +403,8 @@ _PNG = uri(picture(16, 16))
 _IDS = {"prompt_ids": [1, START, *[IMAGE] * 4, END], "response_ids": [2, 3], "images": [_PNG]}
 _BOMB = io.BytesIO()
 Image.new("1", (20_000, 20_000)).save(_BOMB, "PNG")
+_DEEP = io.BytesIO()
+Image.new("I;16", (16, 16)).save(_DEEP, "PNG")
 BAD: list[tuple[dict[str, Any], str]] = [
     (chat("https://a.b/c.png"), 'image 0 of messages is "https://a.b/c.png", not fetched; give a'),
     (chat("no.png"), 'image 0 of messages is "no.png", which cannot be read (No such file or dir'),
@@ -413,6 +415,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (chat("data:image/png;base64,a!"), "a data URI that cannot be read ("),
     (chat(uri(picture(16, 16)[:20])), "cannot be read ("),
     (chat(uri(_BOMB.getvalue())), "is too large (Image size (400000000 pixels) exceeds limit of"),
+    (chat(uri(_DEEP.getvalue())), "has pixels of mode I;16, which become white or black in 8 bits"),
     (chat(uri(picture(300, 1))), "cannot be read (absolute aspect ratio must be smaller than 200"),
     (chat(3), "image 0 of messages is 3, expected a path, a data URI or bytes"),
     (chat(None), "images has 0, messages has 1 parts of type image without a source; give"),
