@@ -13,7 +13,6 @@ Pixels are asked for where an image is encoded, on one rank; grids and keys are 
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -219,16 +218,26 @@ def images_digest(images: Sequence[Images]) -> str:
     return hashlib.sha256(repr(places).encode()).hexdigest() if any(places) else ""
 
 
-def spread(patches: Sequence[int], num_ranks: int) -> list[int]:
+def spread(
+    patches: Sequence[int], num_ranks: int, users: Sequence[Sequence[int]] | None = None
+) -> list[int]:
     """A rank for each image, so that all have about as much to do: the longest first.
+
+    Args:
+        patches: of each image.
+        users: ranks that read each image; of ranks with equally little to do, one of these encodes
+            it, which sends less. None: not known.
 
     >>> spread([4, 64, 16, 16, 32], 2)
     [1, 0, 1, 1, 1]
+    >>> spread([16, 16], 2, users=[[1], [0]])
+    [1, 0]
     """
-    loads = [(0.0, rank) for rank in range(num_ranks)]
+    loads = np.zeros(num_ranks)
     owners = [0] * len(patches)
     for i in sorted(range(len(patches)), key=lambda i: -patches[i]):
-        load, rank = heapq.heappop(loads)
-        owners[i] = rank
-        heapq.heappush(loads, (load + patches[i] * (1 + patches[i] / _EVEN_PATCHES), rank))
+        least = loads.min()
+        own = (rank for rank in (users[i] if users else ()) if loads[rank] == least)
+        owners[i] = next(own, int(loads.argmin()))
+        loads[owners[i]] += patches[i] * (1 + patches[i] / _EVEN_PATCHES)
     return owners

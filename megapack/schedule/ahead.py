@@ -194,10 +194,17 @@ class Ahead:
                     f"{self._module.merge}"
                 )
         number = {key: i for i, key in enumerate(refs)}
+        needs = [[number[key] for key in own] for own in held]
+        users: list[list[int]] = [[] for _ in refs]
+        if self._module.is_trained:
+            for rank, one in enumerate(self._ranks):
+                for i in needs[one.dp_rank]:
+                    users[i].append(rank)
+        patches = [ref.patches for ref in refs.values()]
         return StepImages(
             refs=list(refs.values()),
-            owners=spread([ref.patches for ref in refs.values()], len(self._ranks)),
-            needs=[[number[key] for key in own] for own in held],
+            owners=spread(patches, len(self._ranks), users),
+            needs=needs,
             pixels={},
         )
 
