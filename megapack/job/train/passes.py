@@ -188,7 +188,8 @@ class BatchPlanner:
         self._give(batch)
         if self.ahead is not None and samples.has_images:
             first = batch.forward_plan if self.has_logprobs else plan
-            self.ahead.prefetch(first.steps[0], samples)
+            for step in first.steps[:1]:
+                self.ahead.prefetch(step, samples)
         return batch
 
     def _give(self, batch: PlannedBatch) -> None:
