@@ -64,7 +64,7 @@ def run_case(case: VisionCase, folder: Path, device: torch.device) -> dict[str, 
         seed=1,
         distributed_optimizer=False,
         reduction=reduction_settings(optim, layout),
-        splits_backward=False,
+        splits_backward=own.policy.backward == "split",
     )
     tower = build_vision(model, distributed_optimizer=False)
     load_hf_weights([*chunks, tower], source, device=device)
