@@ -49,19 +49,19 @@ IMAGES = {
     "commands": 30,
     "cost": 70,
     "job.config": 267,
-    "job.data": 697,
+    "job.data": 704,
     "job.gpt": 67,
     "job.hf": 31,
-    "job.train": 27,
-    "model": 277,
-    "modules": 175,
+    "job.train": 23,
+    "model": 286,
+    "modules": 190,
     "prefixes": 5,
-    "rows": 47,
+    "rows": 54,
     "samples": 37,
-    "schedule": 327,
+    "schedule": 393,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 2_057
+IMAGES_TOTAL = 2_157
 """The sum of these, which what else images need is taken from."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
