@@ -30,6 +30,7 @@ from megapack.job.gpt.optimizer import build_optimizer
 from megapack.job.gpt.settings import reduction_settings
 from megapack.job.hf import export_hf, load_hf_weights
 from megapack.loss import SFT
+from megapack.policy import Policy
 from megapack.prefixes import SharedPrefixes
 from megapack.rows import packing
 from megapack.schedule import ScheduleAdapter, ahead
@@ -81,8 +82,11 @@ def run_case(case: VisionCase, folder: Path, device: torch.device) -> dict[str, 
     plan = build_dp_schedule(
         batch.lengths, max_tokens_per_gpu=own.max_tokens, policy=own.policy, **options
     )
-    # A pass without backwards has no pieces.
-    forward = build_dp_schedule(batch.lengths, max_tokens_per_gpu=96, forward_only=True, **options)
+    # A pass without backwards has no pieces. Layers that put off weight gradients run as operations.
+    policy = own.policy if case.rows == "split" else Policy()
+    forward = build_dp_schedule(
+        batch.lengths, max_tokens_per_gpu=96, forward_only=True, policy=policy, **options
+    )
     outputs = adapter.forward(forward, batch)["logprobs"]
     optimizer = build_optimizer(optim, chunks, bf16=False, vision=tower)
     for module in adapter.modules:
