@@ -82,7 +82,7 @@ def run_case(case: VisionCase, folder: Path, device: torch.device) -> dict[str, 
     plan = build_dp_schedule(
         batch.lengths, max_tokens_per_gpu=own.max_tokens, policy=own.policy, **options
     )
-    # A pass without backwards has no pieces. Layers that put off weight gradients run as operations.
+    # A pass without backwards has no pieces; layers that put off weight gradients are operations.
     policy = own.policy if case.rows == "split" else Policy()
     forward = build_dp_schedule(
         batch.lengths, max_tokens_per_gpu=96, forward_only=True, policy=policy, **options
