@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         PlanError,
         ScheduleError,
     )
+    from megapack.images import ImageRef
     from megapack.layout import Layout
     from megapack.outlook.stats import PlanReport, StepReport, plan_report
     from megapack.pipeline.simulator import simulate
@@ -41,6 +42,7 @@ __all__ = [
     "Policy",
     "build_dp_schedule",
     "SharedPrefixes",
+    "ImageRef",
     "Plan",
     "StepPlan",
     "MicroBatch",
@@ -68,6 +70,7 @@ _MODULES = {
     "errors": (
         "MegapackError ConfigError PlanError DataError ScheduleError CheckpointError PatchError"
     ),
+    "images": "ImageRef",
     "layout": "Layout",
     "outlook.stats": "plan_report PlanReport StepReport",
     "pipeline": "simulate",

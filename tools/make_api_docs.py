@@ -50,6 +50,7 @@ PAGES: dict[str, str] = {
     """,
     "samples": """
         megapack.samples.SampleBatch:from_prompt_response:from_padded:from_lengths:set_tokens:set_field
+        megapack.ImageRef
         megapack.samples.TensorField
         -megapack.samples.to_padded
         -megapack.job.data.advantages.SampleReward
@@ -75,6 +76,7 @@ PAGES: dict[str, str] = {
         megapack.launch.start
         -megapack.launch.stop
         megapack.job.gpt.build_model
+        -megapack.job.gpt.build_vision
         -megapack.job.gpt.specs.local_layer_spec
         -megapack.job.gpt.optimizer.build_optimizer
         -megapack.model.check_replicas

@@ -54,14 +54,14 @@ IMAGES = {
     "job.hf": 31,
     "job.train": 23,
     "model": 286,
-    "modules": 190,
+    "modules": 193,
     "prefixes": 5,
     "rows": 54,
     "samples": 37,
     "schedule": 393,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 2_157
+IMAGES_TOTAL = 2_160
 """The sum of these, which what else images need is taken from."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
