@@ -50,7 +50,7 @@ PAGES: dict[str, str] = {
     """,
     "samples": """
         megapack.samples.SampleBatch:from_prompt_response:from_padded:from_lengths:set_tokens:set_field
-        megapack.ImageRef
+        -megapack.ImageRef
         megapack.samples.TensorField
         -megapack.samples.to_padded
         -megapack.job.data.advantages.SampleReward
