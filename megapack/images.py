@@ -36,8 +36,7 @@ _FIRST_NUMBER = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRef:
-    """One image of a sample: where its tokens begin, its frames, rows and columns of patches, its key,
-    and what gives its pixels, [patches, numbers of a patch], on the rank that encodes it."""
+    """One image of a sample; `pixels` gives [patches, numbers] on the rank that encodes it."""
 
     offset: int
     """Index of its first image token in the sample."""
