@@ -24,18 +24,22 @@ def run_on_daemon(name: str, call: Callable[[], T]) -> Future[T]:
 
 
 class DaemonThread:
-    """Runs calls one after another on a daemon thread.
+    """Runs calls one after another on a daemon thread, or on several.
 
     Args:
-        name: the thread's name.
+        name: of the threads.
+        count: of threads, which take the calls in order.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, count: int = 1) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._calls = queue.SimpleQueue()
         self._is_stopped = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._work, name=name, daemon=True) for _ in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call; the future gets its result or its error.
@@ -50,10 +54,12 @@ class DaemonThread:
         return future
 
     def stop(self, limit_s: float) -> None:
-        """Accept no more calls, and wait up to `limit_s` seconds for the queued ones."""
+        """Accept no more calls, and wait up to `limit_s` seconds per thread for the queued ones."""
         self._is_stopped = True
-        self._calls.put(None)
-        self._thread.join(limit_s)
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join(limit_s)
 
     def _work(self) -> None:
         while (item := self._calls.get()) is not None:

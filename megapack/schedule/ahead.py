@@ -18,8 +18,10 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,7 @@ from megapack.model.vision.features import FeatureTable, RowFeatures, RowImages
 from megapack.model.vision.tower import VisionTower
 from megapack.plan.plan import StepPlan
 from megapack.ranks.agree import agree
+from megapack.ranks.threads import DaemonThread
 from megapack.rows.packed import PackedRow
 from megapack.rows.packing import held_images
 from megapack.rows.transfer import moved
@@ -122,9 +125,10 @@ class Ahead:
         self._ranks: list[_Rank] = [own] * dist.get_world_size()
         dist.all_gather_object(self._ranks, own)
         self._own = own
-        self._threads = ThreadPoolExecutor(
-            min(_MOST_THREADS, os.cpu_count() or 1), "megapack-image"
-        )
+        count = min(_MOST_THREADS, os.cpu_count() or 1)
+        # Daemons: pixels on a file system that is lost must not keep the process.
+        self._threads = DaemonThread("megapack-image", count)
+        weakref.finalize(self, self._threads.stop, 0.0)
         # Pixels by key, and the keys of the last `prefetch`.
         self._loading: dict[str, Future[Tensor]] = {}
         self._prefetched: set[str] = set()
@@ -211,7 +215,9 @@ class Ahead:
     def _load(self, ref: ImageRef) -> Future[Tensor]:
         found = self._loading.get(ref.key)
         if found is None:
-            found = self._loading.setdefault(ref.key, self._threads.submit(self._pixels, ref))
+            found = self._loading.setdefault(
+                ref.key, self._threads.submit(partial(self._pixels, ref))
+            )
         return found
 
     def _pixels(self, ref: ImageRef) -> Tensor:
@@ -247,7 +253,7 @@ class Ahead:
             for i in self._own_images(images)
             if i not in pixels and refs[i].key not in self._kept
         }
-        made = [(i, self._threads.submit(self._pixels, ref)) for i, ref in missing.items()]
+        made = [(i, self._threads.submit(partial(self._pixels, ref))) for i, ref in missing.items()]
         pixels.update((i, future.result()) for i, future in made)
         with torch.set_grad_enabled(collects):
             found = self._module.encode([refs[i] for i in pixels], [*pixels.values()])

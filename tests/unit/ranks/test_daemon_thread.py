@@ -41,3 +41,13 @@ def test_an_idle_executor_holds_no_results() -> None:
 
     until(is_freed)
     worker.stop(30.0)
+
+
+def test_several_threads_run_calls_at_the_same_time() -> None:
+    threads = DaemonThread("test", 2)
+    together = threading.Barrier(2, timeout=30)
+    futures = [threads.submit(together.wait) for _ in range(2)]
+    assert sorted(future.result(30) for future in futures) == [0, 1]
+    threads.stop(30)
+    with pytest.raises(RuntimeError, match="was stopped"):
+        threads.submit(int)

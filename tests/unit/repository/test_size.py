@@ -56,12 +56,13 @@ IMAGES = {
     "model": 286,
     "modules": 193,
     "prefixes": 5,
+    "ranks": 5,
     "rows": 54,
     "samples": 37,
-    "schedule": 393,
+    "schedule": 398,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 2_160
+IMAGES_TOTAL = 2_170
 """The sum of these, which what else images need is taken from."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
