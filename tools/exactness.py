@@ -487,7 +487,8 @@ def te_lines(patterns: Mapping[str, str]) -> list[str]:
         errors = " | ".join(f"{_largest(exact, keys):.1e}" for keys in _TE_ERRORS)
         lines.append(f"| {grid} | {len(taken)} | {len(names) - len(taken)} | {errors} |")
     reasons = {refusal(grid, name) for grid in patterns for name in GRIDS[grid][0]} - {""}
-    return [*lines, "", f"Refused before a step: {'; '.join(sorted(reasons))}."]
+    refused = f"Refused before a step: {'; '.join(sorted(reasons))}."
+    return [*lines, "", refused] if reasons else lines
 
 
 _TE_ERRORS = (

@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -327,7 +327,7 @@ class Ahead:
         for (levels, i), grad in zip(readers, arrived, strict=True):
             sums[i][list(levels)] += grad.view(len(levels), images.refs[i].tokens, width)
         earlier = self._without_earlier()
-        with self._without_sync():
+        with self.tower.no_sync() if reduces([self.tower]) else contextlib.nullcontext():
             if sums:
                 grads = [sums[i].to(one.dtype) for i, one in encoded.own.items()]
                 torch.autograd.backward([*encoded.own.values()], grads)
@@ -343,11 +343,6 @@ class Ahead:
             for level in self._own.levels
         ]
         return torch.cat(parts) if parts else zeros[:0]
-
-    @contextlib.contextmanager
-    def _without_sync(self) -> Iterator[None]:
-        with self.tower.no_sync() if reduces([self.tower]) else contextlib.nullcontext():
-            yield
 
     def _without_earlier(self) -> dict[Tensor, Tensor]:
         """Take away `param.grad` of earlier steps, which is added over the ranks already."""

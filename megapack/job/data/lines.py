@@ -20,7 +20,7 @@ from megapack.base.arrays import is_id
 from megapack.base.files import not_utf8, strict_json
 from megapack.job.data.files import Row
 from megapack.job.data.images.reader import ImageReader
-from megapack.job.data.images.rows import RowImages
+from megapack.job.data.images.rows import LineImages
 from megapack.job.data.messages import (
     BadLine,
     Conversation,
@@ -97,7 +97,7 @@ class LineParser:
         if form != "ids":
             why = "is per token id; give prompt_ids and response_ids with it"
             _refuse(row, (*_MASKS, "routed_experts", *TOKEN_COLUMNS), why)
-        images = RowImages(self.images, row.get("images"))
+        images = LineImages(self.images, row.get("images"))
         # The method has the name of the form.
         samples: list[dict[str, Any]] = getattr(self, f"_{form}")(row, images)
         shared: dict[str, Any] = {"group": own_id, "rollout": own_id}
@@ -112,13 +112,13 @@ class LineParser:
             images.place(fields)
         return [Rollout(**shared, part=part, **fields) for part, fields in enumerate(samples)]
 
-    def _text(self, row: dict[str, Any], images: RowImages) -> list[dict[str, Any]]:
+    def _text(self, row: dict[str, Any], images: LineImages) -> list[dict[str, Any]]:
         _refuse(row, (*_OF_CHATS, "images"), _ONLY_CHATS)
         prompt_ids = self._encoded("prompt", row["prompt"], self.tokenizer.encode_prompt)
         response_ids = self._encoded("response", row["response"], self.tokenizer.encode_response)
         return [{"prompt_ids": prompt_ids, "response_ids": response_ids}]
 
-    def _ids(self, row: dict[str, Any], images: RowImages) -> list[dict[str, Any]]:
+    def _ids(self, row: dict[str, Any], images: LineImages) -> list[dict[str, Any]]:
         fields: dict[str, Any] = {
             "prompt_ids": self._token_ids(row, "prompt_ids"),
             "response_ids": self._token_ids(row, "response_ids"),
@@ -159,11 +159,11 @@ class LineParser:
             raise BadLine(f"{key} has a number that is not finite; leave the line out")
         return values.astype(TOKEN_COLUMNS[key])
 
-    def _chat(self, row: dict[str, Any], images: RowImages) -> list[dict[str, Any]]:
+    def _chat(self, row: dict[str, Any], images: LineImages) -> list[dict[str, Any]]:
         chat = conversation(row.get("prompt"), "messages", row["messages"])
         return self._chat_samples("messages", images.find("messages", chat), row, images)
 
-    def _pair(self, row: dict[str, Any], images: RowImages) -> list[dict[str, Any]]:
+    def _pair(self, row: dict[str, Any], images: LineImages) -> list[dict[str, Any]]:
         prompt = row.get("prompt")
         if isinstance(row["chosen"], str):
             if not isinstance(prompt, str):
@@ -199,7 +199,7 @@ class LineParser:
             sides += samples
         return _pair(sides)
 
-    def _pair_ids(self, row: dict[str, Any], images: RowImages) -> list[dict[str, Any]]:
+    def _pair_ids(self, row: dict[str, Any], images: LineImages) -> list[dict[str, Any]]:
         prompt_ids = self._token_ids(row, "prompt_ids")
         return _pair(
             {"prompt_ids": prompt_ids, "response_ids": self._token_ids(row, key)}
@@ -211,7 +211,7 @@ class LineParser:
         key: str,
         chat: Conversation,
         row: dict[str, Any],
-        images: RowImages,
+        images: LineImages,
         first: int = 0,
     ) -> list[dict[str, Any]]:
         """The samples of a chat of which the turns from message `first` on count."""

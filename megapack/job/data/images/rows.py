@@ -1,4 +1,4 @@
-"""The images of one row of a data file, and where they stand among the tokens of its samples."""
+"""The images of one line of a data file, and where they stand among the tokens of its samples."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Images = tuple[SampleImage, ...]
 
 
 @dataclass(frozen=True)
-class RowImages:
-    """The images that a row gives."""
+class LineImages:
+    """The images that a line of a data file gives."""
 
     reader: ImageReader | None
     """None: images are refused."""
