@@ -20,6 +20,7 @@ SharePrefixes = Literal["auto", "off"]
 ContextParallel = Literal["fixed", "dynamic"]
 SplitSamples = Literal["off", "auto"]
 Backward = Literal["joint", "split"]
+ImagePlace = Literal["ahead", "row"]
 
 # Fields that a payload leaves out at their defaults, so that plans from before they were fields
 # keep their digests.
@@ -32,6 +33,7 @@ _LATER_FIELDS = (
     "least_piece",
     "round_row_tokens",
     "row_shapes",
+    "images",
 )
 
 # Compiled code multiplies these numbers by sizes of the layout (at most 2**20) in int64:
@@ -94,6 +96,9 @@ class Policy:
     what a cut costs."""
     backward: Backward = "joint"
     """split: weight gradients are computed apart from input gradients, in a stage's idle time."""
+    images: ImagePlace = "ahead"
+    """ahead: each image is encoded once, before the rows of a step, on one of all GPUs. row: the
+    first chunk encodes the images of each row, as models of other frameworks do."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -266,6 +271,20 @@ _RULES = (
         lambda facts: facts.ahead,
         "multi-token prediction needs tokens of a sample's next piece; set it to 0, or "
         "split_samples='off'",
+    ),
+    *(
+        _Rule(
+            "images",
+            "row",
+            lambda facts, setting=setting, value=value: facts.has(setting, value),  # type: ignore[misc]
+            f"rows that encode images are planned whole, on one rank, in Megatron's order; set "
+            f"{setting}={off!r}, or images='ahead'",
+        )
+        for setting, value, off in (
+            ("context_parallel", "dynamic", "fixed"),
+            ("split_samples", "auto", "off"),
+            ("backward", "split", "joint"),
+        )
     ),
 )
 

@@ -29,6 +29,7 @@ from megapack.cost.memory import GpuMemory, MemoryModel
 from megapack.cost.model import CostModel
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
+from megapack.images import Images
 from megapack.layout import Layout
 from megapack.outlook.stats import PlanReport, full_rows, plan_report
 from megapack.outlook.tune_space import Kind, Setup, Space
@@ -118,6 +119,8 @@ class Workload:
     """What is run today, to be planned and ranked in any case."""
     prefixes: SharedPrefixes | None = None
     """Tokens that samples have in common; None: nothing is shared."""
+    images: Sequence[Images] | None = None
+    """Of each sample; None: no sample has one."""
 
     def memory_of(self, setup: Setup) -> MemoryModel:
         """`memory` with a setup's recomputation and layers."""
@@ -358,6 +361,7 @@ def _plan(work: Workload, trial: Trial) -> Plan:
         cost=work.cost_of(trial.setup),
         policy=replace(policy, oversize="error") if is_cut else policy,
         prefixes=work.prefixes,
+        images=work.images,
     )
     return replace(plan, policy=policy)
 

@@ -236,13 +236,15 @@ class TrainConfig:
         model = self.critic_model if value_head else self.model
         has_policys_layers = not value_head or self.critic.hf_path is None
         has_value_head = value_head or self.objective.has_value_head
-        return cost_from_sizes(
+        speed = speed or self.assumed_speed
+        cost = cost_from_sizes(
             dataclasses.replace(model.with_value_head(), vocab_size=1) if has_value_head else model,
             layout,
-            speed or self.assumed_speed,
+            speed,
             mean_length=self.typical_sample,
             stage_layers=self._split(layout) if has_policys_layers else None,
         )
+        return self.model.with_image_costs(cost, layout, speed, model.recompute)
 
     def memory_model(self) -> MemoryModel:
         """The memory model of this config, with the kernels that its device is meant to have."""
@@ -453,6 +455,10 @@ def _others(config: TrainConfig) -> _Table:
         config.optim.name == "muon" and model.vision == "train",
         "optim.name=muon with model.vision=train: a tower is trained by Adam only; set "
         "optim.name=adam, or model.vision=frozen",
+    )
+    yield (
+        config.plan.images == "row",
+        "plan.images=row is for models of other frameworks; set plan.images=ahead",
     )
     yield (
         data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE,

@@ -33,6 +33,7 @@ from megapack.base.files import (
 )
 from megapack.config.typed import shown
 from megapack.errors import ConfigError, DataError, brief, first_line
+from megapack.images import ImageRef, Images
 from megapack.job.data.files import Lines, not_json_lines, unreadable
 from megapack.job.data.lines import json_object
 from megapack.job.data.messages import BadLine
@@ -91,6 +92,9 @@ class Columns:
     group: str | None = None
     """Samples with equal values have the same prompt, whose tokens rows may share. Needs columns of
     prompts and responses."""
+    patches: str | None = None
+    """Patches of each image of a sample: a list, or numbers apart by blanks. Samples of one group
+    have the same images."""
 
     def __post_init__(self) -> None:
         has_parts = self.prompt is not None, self.response is not None
@@ -125,6 +129,7 @@ class Columns:
     def needed(self, names: list[str]) -> list[str]:
         """The columns to read; all columns if one is missing, so that the error can list them."""
         needed = [*self.summands(names), *self.ids.values()]
+        needed += [] if self.patches is None else [self.patches]
         return needed if set(needed) <= set(names) else names
 
     @property
@@ -146,6 +151,8 @@ class LengthTable:
     """The columns that were read as the length, such as `prompt_len + response_len`."""
     prefixes: SharedPrefixes | None = None
     """Prompts that samples have in common; None if the file does not say."""
+    images: list[Images] | None = None
+    """Of each sample; None if the file does not say."""
 
 
 def read_length_file(path: str, columns: Columns, config: str | None = None) -> LengthTable:
@@ -202,6 +209,7 @@ def _tokenized(path: str, columns: Columns, config_name: str) -> LengthTable:
         None if pairs is None else tuple(pairs),
         f"counted by the tokenizer {config.tokenizer_folder or 'of bytes'}",
         None if columns.group is None else data.prefixes(numbers),
+        data.images(numbers) if config.model.vision != "off" else None,
     )
 
 
@@ -231,6 +239,7 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
     lengths: list[int] = []
     prompt_tokens: list[int] = []
     ids: dict[str, list[int | str]] = {name: [] for name in columns.ids}
+    images: list[Images] = []
     for place, row in itertools.chain([first], rows):
         try:
             counts = [_count(row, column) for column in summands]
@@ -238,6 +247,9 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
             prompt_tokens.append(counts[0])
             for name, column in columns.ids.items():
                 ids[name].append(_identity(row, column))
+            if columns.patches is not None:
+                group = ids["group"][-1] if columns.group else f"line {len(images)}"
+                images.append(_images(row, columns.patches, group))
         except DataError as error:
             raise type(error)(f"{place}: {error}") from None
     groups = ids.get("group")
@@ -247,7 +259,26 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
         _ids(ids.get("colocate")),
         _sum(summands),
         None if groups is None else SharedPrefixes.from_groups(groups, prompt_tokens),
+        images if columns.patches is not None else None,
     )
+
+
+def _images(row: dict[str, Any], column: str, group: int | str) -> Images:
+    """A sample's images, one after the other from its first token on; one grid stands for all
+    with as many patches."""
+    value = _cell(row, column)
+    numbers = value if isinstance(value, list) else str(value).split()
+    found: list[ImageRef] = []
+    for number, patches in enumerate(numbers):
+        if not _WHOLE.fullmatch(str(patches)) or int(patches) < 4 or int(patches) % 4:
+            raise DataError(
+                f"{_one_line(column)} is {shown(value)}; give the patches of each image, multiples "
+                "of 4, which are one token"
+            )
+        grid = (1, 2, int(patches) // 2)
+        offset = found[-1].end if found else 0
+        found.append(ImageRef(offset=offset, grid=grid, key=f"{group} image {number}"))
+    return tuple(found)
 
 
 def _length(counts: list[int], summands: tuple[str, ...]) -> int:

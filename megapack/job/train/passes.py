@@ -157,12 +157,13 @@ class BatchPlanner:
         Raises:
             PlanError, ConfigError: there is no legal plan for their lengths.
         """
+        images = self.data.images(numbers)
         samples = SampleBatch.from_lengths(
             self.data.prompt_tokens(numbers),
             self.data.response_tokens(numbers),
             fields,
             loss_tokens=self.data.loss_tokens(numbers),
-            images=self.data.images(numbers),
+            images=images,
         )
         lengths = samples.lengths
         rollout_ids = self.data.rollout_ids(numbers)
@@ -175,8 +176,8 @@ class BatchPlanner:
             replays_routes=self.replays_rollouts,
         )
         settings = (self.config, self.layout, self.cost, lengths)
-        plan = plan_steps(*settings, rollout_ids, pair_ids, prefixes)
-        forward_plan = plan_logprobs(*settings, prefixes)
+        plan = plan_steps(*settings, rollout_ids, pair_ids, prefixes, images)
+        forward_plan = plan_logprobs(*settings, prefixes, images)
         batch = PlannedBatch(
             numbers=numbers,
             samples=samples,

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from megapack import Layout, build_dp_schedule, launch
+from megapack import Layout, Plan, build_dp_schedule, launch
 from megapack.errors import MegapackError
 from megapack.images import ImageRef
 from megapack.job.gpt.specs import local_layer_spec
@@ -96,6 +96,11 @@ def wrapped(tower: VisionTower, groups: Any = None, **options: Any) -> Distribut
     return DistributedDataParallel(tower.config, ddp, tower, pg_collection=groups)
 
 
+def planned(batch: SampleBatch, layout: Layout) -> Plan:
+    images = [batch.images(i) for i in range(len(batch))]
+    return build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=96, images=images)
+
+
 def without_ddp(tp: int) -> dict[str, Any]:
     """Norms of the gradients of one step, and of two between which nothing is zeroed."""
     layout = Layout(dp=1, tp=tp)
@@ -104,7 +109,7 @@ def without_ddp(tp: int) -> dict[str, Any]:
     tower = made_tower()
     adapter = ScheduleAdapter([model], layout=layout, vision=tower)
     batch = make_batch(make_samples())
-    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=96)
+    plan = planned(batch, layout)
     norms = []
     for _ in range(2):
         adapter.step(plan, batch, objective=SFT())
@@ -117,7 +122,7 @@ def kept_features(chunk: Any, layout: Layout) -> dict[str, float]:
     tower = made_tower()
     tower.requires_grad_(False)
     batch = make_batch(make_samples())
-    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=96)
+    plan = planned(batch, layout)
     frozen = wrapped(tower)
 
     def logprobs(adapter: ScheduleAdapter) -> Tensor:
@@ -145,7 +150,7 @@ def refused_towers(chunk: Any, layout: Layout) -> dict[str, str]:
     adapter = ScheduleAdapter([chunk], layout=layout, vision=other)
     frozen.requires_grad_(True)
     batch = make_batch(make_samples())
-    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=96)
+    plan = planned(batch, layout)
     others = {}
     for name, sections in {"pairs": (3, 2, 2), "far": (2, 3, 3)}.items():
         others[name] = made_tower()
@@ -200,7 +205,7 @@ def main(ranks: str, mode: str = "") -> None:
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=False)
     chunk = DistributedDataParallel(config, ddp, model)
     batch = make_batch(make_samples())
-    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=96)
+    plan = planned(batch, layout)
     messages = {
         "no tower": refused(
             lambda: ScheduleAdapter([chunk], layout=layout).step(plan, batch, objective=SFT())

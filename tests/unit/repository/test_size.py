@@ -46,23 +46,28 @@ BUDGETS = {
 TOTAL = 38_668
 """The sum of the budgets. It is never raised."""
 IMAGES = {
-    "commands": 30,
-    "cost": 70,
-    "job.config": 267,
-    "job.data": 704,
+    "commands": 41,
+    "cost": 123,
+    "job.config": 283,
+    "job.data": 733,
     "job.gpt": 67,
     "job.hf": 31,
-    "job.train": 23,
-    "model": 286,
-    "modules": 193,
+    "job.train": 24,
+    "job.view": 14,
+    "model": 285,
+    "modules": 174,
+    "outlook": 18,
+    "pipeline": 64,
+    "plan": 124,
+    "planner": 51,
     "prefixes": 5,
     "ranks": 5,
     "rows": 54,
     "samples": 37,
-    "schedule": 398,
+    "schedule": 419,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 2_170
+IMAGES_TOTAL = 2_552
 """The sum of these, which what else images need is taken from."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
