@@ -104,6 +104,9 @@ class Ahead:
         groups: Megatron's process groups.
         device: of features.
 
+    Attributes:
+        encoded_patches: of each image that this rank has encoded in the last pass.
+
     Raises:
         ConfigError: the decoder cannot read features.
     """
@@ -147,6 +150,7 @@ class Ahead:
         self._weights: Tensor | None = None
         self._encoding: set[str] = set()
         self._places: dict[str, int] = {}
+        self.encoded_patches: tuple[int, ...] = ()
 
     def prepare(self, step: StepPlan, batch: SampleBatch) -> StepImages:
         """The images of a step, and this rank's pixels; local work.
@@ -275,6 +279,7 @@ class Ahead:
             {i: pixels[i] for i in call}
             for call in self._module.calls({i: refs[i] for i in pixels})
         ]
+        self.encoded_patches = tuple(refs[i].patches for i in pixels)
         pixels.clear()
         waves = calls if collects and len(calls) > 1 else []
         listeners.begin("E", 0, -1)

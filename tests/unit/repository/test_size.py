@@ -47,12 +47,12 @@ TOTAL = 38_668
 """The sum of the budgets. It is never raised."""
 IMAGES = {
     "commands": 41,
-    "cost": 123,
+    "cost": 142,
     "job.config": 283,
     "job.data": 733,
     "job.gpt": 67,
     "job.hf": 31,
-    "job.train": 24,
+    "job.train": 39,
     "job.view": 14,
     "model": 285,
     "modules": 174,
@@ -64,10 +64,10 @@ IMAGES = {
     "ranks": 5,
     "rows": 54,
     "samples": 37,
-    "schedule": 419,
+    "schedule": 421,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 2_552
+IMAGES_TOTAL = 2_588
 """The sum of these, which what else images need is taken from."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
