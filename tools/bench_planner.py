@@ -72,7 +72,7 @@ from tools.benching.planner_families import (
     trace_steps,
 )
 from tools.benching.planner_hybrid import hybrid_table
-from tools.benching.planner_images import images_table, sent_table
+from tools.benching.planner_images import images_table, layouts_table, sent_table
 from tools.benching.planner_parts import PARTS
 from tools.benching.planner_peer_code import megatron_strategies, verl_strategy
 from tools.benching.planner_peers import BASELINES
@@ -576,7 +576,7 @@ def main() -> None:
         "shapes": shapes,
         "steps": steps,
         "hybrid": hybrid,
-        "images": lambda _: [*images_table(), "", *sent_table()],
+        "images": lambda _: [*images_table(), "", *sent_table(), "", *layouts_table()],
         "bound": lambda traces: bound(load(traces, BOUND_SAMPLES)),
         "operations": operations,
         "dynamic": dynamic,

@@ -87,7 +87,7 @@ class Tuning:
     num_passed_over: int
     """Layouts whose busiest stage alone is slower than the last of the fastest."""
     least_memory: GpuMemory | None
-    """Memory of the layout that needs the least, at its smallest budget; None if any fits."""
+    """Memory of what needs the least; None if any fits."""
     refusal: str | None
     """What keeps the last budget and policy that have no legal plan from one; None if all have."""
     own: Candidate | PlanError | None
@@ -204,6 +204,8 @@ class _Sweep:
         self.tried: dict[int, list[Trial]] = {}
         """The trials of the layouts that were reached, by their numbers."""
         self.refusal: str | None = None
+        self.too_large: list[GpuMemory] = []
+        """Of plans that do not fit."""
         self.seen: set[tuple[Setup, tuple[StepPlan, ...]]] = set()
 
     def own(self, trial: Trial) -> Candidate | PlanError:
@@ -229,7 +231,10 @@ class _Sweep:
             self._plan([one for one in self.tried[number] if one.setup.recompute == recompute])
 
     def least_memory(self) -> GpuMemory:
-        """Of the layout that needs the least, at its smallest budget."""
+        """Of the plan that needs the least; if none was made, of a layout at its smallest
+        budget, without images."""
+        if self.too_large:
+            return min(self.too_large, key=lambda memory: memory.total)
         needs = (
             _memory(self.work, Trial(setup, kind, min(budgets), self.work.policy))
             for setups, kinds in self.kinds
@@ -272,6 +277,8 @@ class _Sweep:
                 if candidate.memory.total <= self.work.memory_bytes:
                     # After equally fast ones, which came before it in the sweep.
                     bisect.insort(self.ranked, candidate, key=lambda c: -c.tokens_per_gpu_second)
+                else:
+                    self.too_large.append(candidate.memory)
         self.watch(len(self.tried), len(self.kinds))
 
 

@@ -22,6 +22,8 @@ from megapack.images import Images
 from megapack.job.config.sections import TrainConfig
 from megapack.outlook.baselines import first_fit_flops, kk_per_rank, next_fit, peer_plans
 from megapack.outlook.stats import image_load, plan_report
+from megapack.outlook.tune import Workload, tune
+from megapack.outlook.tune_space import Setup, Space
 from megapack.policy import ImagePlace
 from megapack.prefixes import SharedPrefixes
 from tools.benching.image_traces import TRACES, images, lengths, trace
@@ -175,3 +177,63 @@ def sent_table() -> Iterator[str]:
         most = counts.most_patches / (counts.image_patches / plan.layout.world_size)
         shown = [f"{counts.num_images}", f"{counts.num_image_uses}", f"{most:.2f}", *cells]
         yield f"| {name} | {' | '.join(shown)} |"
+
+
+GPUS = {8: 64, 64: 512, 512: 1024}
+"""Prompts of a step by the number of GPUs."""
+LAYOUTS_TRACE = "charts"
+
+
+def layouts_table() -> Iterator[str]:
+    """Yield the table of the fastest layouts: a row per model."""
+    yield f"| model | {' | '.join(f'{gpus} GPUs' for gpus in GPUS)} |"
+    yield "|---" * (len(GPUS) + 1) + "|"
+    for name in dict.fromkeys(model for model, _ in CASES):
+        yield f"| {name} | {' | '.join(_fastest(name, *size) for size in GPUS.items())} |"
+
+
+def _fastest(name: str, gpus: int, prompts: int) -> str:
+    config = config_of(name)
+    config = replace(config, model=replace(config.model, recompute="full"))
+    model, speed = config.model, GpuSpeed.of("cuda", "bf16")
+    samples = trace(LAYOUTS_TRACE, prompts, GROUP)
+    sizes = np.array(lengths(samples))
+    typical = typical_length(sizes)
+
+    def cost_of(setup: Setup) -> CostModel:
+        cost = cost_from_sizes(
+            model, setup.layout, speed, mean_length=typical, stage_layers=setup.stage_layers
+        )
+        return model.with_image_costs(cost, setup.layout, speed, setup.recompute)
+
+    found = tune(
+        Workload(
+            lengths=sizes,
+            rollout_ids=None,
+            colocate_ids=None,
+            global_batch_size=None,
+            num_steps=None,
+            policy=Policy(search=512),
+            memory=config.memory_model(),
+            memory_bytes=76 * GIB,
+            cost_of=cost_of,
+            prefixes=SharedPrefixes.from_groups(
+                [i // GROUP for i in range(len(samples))],
+                [sample.length - sample.response_tokens for sample in samples],
+            ),
+            images=images(samples),
+        ),
+        Space(num_gpus=gpus, cp=(1,), pp=(1, 2, 4, 8), vpp=(1,), uneven=True, recompute=("full",)),
+        num_best=1,
+    )
+    if not found.ranked:
+        assert found.least_memory is not None
+        return f"does not fit: {found.least_memory.total / GIB:.0f} GiB"
+    best = found.ranked[0]
+    layout = best.layout
+    label = _label(layout) + (f" ep{layout.ep}" if layout.ep > 1 else "")
+    part = best.report.image_seconds / best.report.seconds
+    return (
+        f"{label or 'one GPU'}: {best.memory.total / GIB:.0f} GiB, of it tower "
+        f"{best.memory.tower / GIB:.1f}; {best.tokens_per_gpu_second:,.0f}; images {part:.1%}"
+    )

@@ -85,7 +85,9 @@ TP ranks share a row's images (`over TP`). `ahead`: each image once, on one of a
 with shared prefixes too; `images' part`: of the time of `ahead`, what is before and after the rows.
 Second table, Qwen3-VL-8B on dp4 tp2 pp4: different images and their uses, patches of the busiest
 GPU over the mean, GiB of features that a rank of the first stage gets, and holds with their
-gradients, without and with shared prefixes.""",
+gradients, without and with shared prefixes. Third table: the fastest layout that fits into 76 GiB
+on charts, with full recomputation, one chunk per stage and shared prefixes; 64, 512 and 1,024
+prompts; memory of the fullest GPU, tokens per second and GPU, and the images' part.""",
     ),
     "bound": Part(
         "Distance to a lower bound",
