@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megapack.base.arrays import Floats, Ints, read_budget
+from megapack.base.arrays import Ints, read_budget
 from megapack.cost.model import CostModel, cost_in_tokens
 from megapack.errors import ConfigError
 from megapack.images import Images, checked_images
@@ -139,7 +139,7 @@ class Request:
             budget=self._budget(rows),
             max_samples=_as_int(self.micro_batch_size),
             forward_only=self.forward_only,
-            image_seconds=self._image_seconds() if policy.images == "row" else None,
+            **(self._row_images() if policy.images == "row" else {}),
         )
         row_lengths = policy.row_lengths(self.layout, step.capacity)
         if not row_lengths:
@@ -165,12 +165,15 @@ class Request:
         settings |= {"lockstep": step.lockstep, "forward_only": step.forward_only}
         return min(plans, key=lambda plan: simulate(plan, **settings).makespan)
 
-    def _image_seconds(self) -> Floats | None:
-        """Of the forward of each sample's images."""
+    def _row_images(self) -> dict[str, Any]:
+        """The fields of `Step` about images in rows."""
         if self.images is None:
-            return None
-        patches = ([ref.patches for ref in refs] for refs in self.images)
-        return np.array([self.cost.image_seconds(own).sum() for own in patches])
+            return {}
+        patches = [np.array([ref.patches for ref in refs], dtype=np.int64) for refs in self.images]
+        return {
+            "image_seconds": np.array([self.cost.image_seconds(own).sum() for own in patches]),
+            "patches": np.array([own.sum() for own in patches]),
+        }
 
     def _budget(self, rows: Layout) -> int | None:
         return read_budget(rows, self.max_tokens_per_gpu, self.micro_batch_size)

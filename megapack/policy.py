@@ -34,6 +34,7 @@ _LATER_FIELDS = (
     "round_row_tokens",
     "row_shapes",
     "images",
+    "max_patches_per_gpu",
 )
 
 # Compiled code multiplies these numbers by sizes of the layout (at most 2**20) in int64:
@@ -99,6 +100,9 @@ class Policy:
     images: ImagePlace = "ahead"
     """ahead: each image is encoded once, before the rows of a step, on one of all GPUs. row: the
     first chunk encodes the images of each row, as models of other frameworks do."""
+    max_patches_per_gpu: int | None = None
+    """Patches of the images of a micro-batch under images=row, beside the budget of tokens; null =
+    no limit."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -111,7 +115,8 @@ class Policy:
         _check_int("search", self.search, 0)
         if self.max_live_tokens_per_gpu is not None:
             _check_int("max_live_tokens_per_gpu", self.max_live_tokens_per_gpu, 1)
-        for name in ("max_width", "least_piece", "round_row_tokens", "row_shapes"):
+        counts = ("max_width", "least_piece", "round_row_tokens", "row_shapes")
+        for name in (*counts, "max_patches_per_gpu"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1)
 
@@ -271,6 +276,13 @@ _RULES = (
         lambda facts: facts.ahead,
         "multi-token prediction needs tokens of a sample's next piece; set it to 0, or "
         "split_samples='off'",
+    ),
+    _Rule(
+        "max_patches_per_gpu",
+        None,
+        lambda facts: facts.has("images", "ahead") or facts.counts_samples,
+        "it bounds the images that rows within a budget of tokens encode; set "
+        "max_patches_per_gpu=None, or images='row' and max_tokens_per_gpu",
     ),
     *(
         _Rule(

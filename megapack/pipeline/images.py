@@ -66,8 +66,7 @@ def row_image_seconds(step: StepPlan, rank: int, cost: CostModel) -> Floats:
     if not step.images or step.images[0].owner is not None:
         return np.zeros(len(step.ranks[rank]))
     seconds = cost.image_seconds([image.patches for image in step.images])
-    images = [[n for i in mb.samples for n in step.images_of.get(i, ())] for mb in step.ranks[rank]]
-    return np.array([seconds[own].sum() for own in images])
+    return np.array([seconds[step.images_in(mb)].sum() for mb in step.ranks[rank]])
 
 
 def on_first_chunk(order: StepOrder, row_seconds: Floats, ratio: float) -> Floats:

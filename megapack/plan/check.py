@@ -35,7 +35,8 @@
 12. Under row_shapes each row has one of so many lengths at most, `Plan.row_lengths`. Invariant 5
    then says that it is the shortest one that holds the row's padded tokens.
 13. A step has each different image of its samples once, with the samples that use it. Under
-   images="ahead" a GPU of the layout encodes it.
+   images="ahead" a GPU of the layout encodes it; under images="row" no row of several items has
+   more patches than `max_patches_per_gpu`.
 """
 
 from __future__ import annotations

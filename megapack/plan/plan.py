@@ -70,12 +70,14 @@ class StepPlan:
                 found.setdefault(sample, []).append(number)
         return found
 
+    def images_in(self, mb: MicroBatch) -> list[int]:
+        """The numbers of the images of a row's samples, once for each use."""
+        return [number for i in mb.samples for number in self.images_of.get(i, ())]
+
     @property
     def rank_images(self) -> list[list[int]]:
         """Per DP rank: the numbers of the images that its rows read, ascending."""
-        of = self.images_of
-        rows = ({i for mb in own for i in mb.samples} for own in self.ranks)
-        return [sorted({n for i in samples for n in of.get(i, ())}) for samples in rows]
+        return [sorted({n for mb in own for n in self.images_in(mb)}) for own in self.ranks]
 
     def chains(self, rank: int) -> list[range]:
         """The micro-batches of a DP rank that have the pieces of one sample or of one family, chain

@@ -140,6 +140,22 @@ class Items:
         return np.rint(seconds / per_square).astype(np.int64)
 
     @cached_property
+    def room(self) -> Ints:
+        """int64 [I]: padded tokens that each item takes of a row's budget: its own, or its share of
+        the budget of patches if that is more.
+
+        With budgets of 8,192 tokens and 16,384 patches an item of 1,000 tokens and 8,192 patches
+        takes 4,096 tokens. Rows are within both budgets, and hold less than both allow where
+        items of many patches and items of text share them.
+        """
+        step, most = self.step, self.step.policy.max_patches_per_gpu
+        if step.patches is None or most is None:
+            return self.aligned
+        patches = np.add.reduceat(step.patches[self.samples], self.first_samples)
+        taken: Ints = -(-patches * step.capacity // most)
+        return np.maximum(self.aligned, taken)
+
+    @cached_property
     def square_share(self) -> float:
         """The part of the work that is squares of tokens."""
         squares = self.step.cost.per_token_sq * float(self.aligned_sq.sum())
@@ -157,7 +173,7 @@ class Items:
         """
         if self.step.max_samples is not None:
             return first_fit(self.item_samples, self.step.max_samples)
-        return first_fit_decreasing(self.aligned, self.step.capacity)
+        return first_fit_decreasing(self.room, self.step.capacity)
 
     def at_width(self, width: int) -> ItemSizes:
         """The items' sizes in rows over `width` DP ranks, whose alignment is coarser."""

@@ -100,8 +100,12 @@ class Way:
         """A board of M micro-batches per rank with no item in a row."""
         items = self.items
         sizes = [items.at_width(1 << level) for level in range(self.num_levels)]
-        tokens = np.stack([size.aligned for size in sizes])
-        tokens_sq = np.stack([size.aligned_sq + items.image_squares for size in sizes])
+        # What an item takes of the budget beyond its tokens costs nothing: squares make up for it.
+        more = items.room - items.aligned
+        per_square = self.cost.per_token_sq or math.inf
+        squares = items.image_squares - np.rint(more * (self.cost.per_token / per_square))
+        tokens = np.stack([size.aligned + more for size in sizes])
+        tokens_sq = np.stack([size.aligned_sq + squares.astype(np.int64) for size in sizes])
         # Shifts of cuts change where pieces begin and end, of this board alone.
         pieces = items.begin.copy(), items.end.copy(), items.chain
         shape = self.layout.dp, count

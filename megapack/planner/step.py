@@ -42,6 +42,8 @@ class Step:
     image_seconds: Floats | None = None
     """float64: seconds of the first chunk's forward of each sample's images, of the whole input;
     None: rows encode no images."""
+    patches: Ints | None = None
+    """int64: patches of each sample's images, of the whole input; None: rows may have any."""
 
     @cached_property
     def capacity(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from megapack.plan.checks.reading import Reading, broken
 from megapack.plan.images import used_images
 
@@ -10,7 +12,14 @@ def check_images(read: Reading) -> None:
     """Raise PlanError if a step's images are not those of its samples, or none encodes them."""
     plan = read.plan
     is_ahead = plan.policy.images == "ahead"
+    most = plan.policy.max_patches_per_gpu
     for where, step in read.steps:
+        for mb in step.microbatches if most is not None else ():
+            patches = sum(step.images[n].patches for n in step.images_in(mb))
+            if patches > (most or 0) and np.unique(read.set_of[list(mb.samples)]).size > 1:
+                raise broken(
+                    13, f"{where} has a row of {patches} patches, max_patches_per_gpu={most}"
+                )
         kept = set(step.kept_samples)
         for image in step.images:
             name = f"{where}: image {image.key!r}"

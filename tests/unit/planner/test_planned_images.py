@@ -189,6 +189,44 @@ def test_images_in_rows_are_in_plain_rows(setting: dict[str, Any]) -> None:
         planned(policy=Policy(images="row", **setting))
 
 
+def test_rows_are_within_a_budget_of_patches() -> None:
+    images = [(image(i, 32),) if i % 2 else () for i in range(32)]
+    lengths = [300 + 17 * i for i in range(32)]
+    options: dict[str, Any] = {"layout": Layout(dp=2), "images": images, "cost": COST}
+    most, plans = [], []
+    for policy in (Policy(images="row"), Policy(images="row", max_patches_per_gpu=2048)):
+        plan = build_dp_schedule(lengths, max_tokens_per_gpu=8192, policy=policy, **options)
+        check_plan(plan, lengths, images)
+        assert Plan.from_json(plan.to_json()) == plan
+        (step,) = plan.steps
+        most.append(max(1024 * len(step.images_in(mb)) for mb in step.microbatches))
+        plans.append(plan)
+    assert most[1] == 2048 < most[0]
+    wrong = dataclasses.replace(plans[0], policy=plans[1].policy)
+    with pytest.raises(PlanError, match=r"a row of \d+ patches, max_patches_per_gpu=2048"):
+        check_plan(wrong, lengths, images)
+    # An image over the budget is alone.
+    policy = Policy(images="row", max_patches_per_gpu=512)
+    plan = build_dp_schedule(lengths, max_tokens_per_gpu=8192, policy=policy, **options)
+    check_plan(plan, lengths, images)
+    (step,) = plan.steps
+    assert {len(mb.samples) for mb in step.microbatches if step.images_in(mb)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget"),
+    [
+        (Policy(max_patches_per_gpu=512), {"max_tokens_per_gpu": 2048}),
+        (Policy(images="row", max_patches_per_gpu=512), {"micro_batch_size": 2}),
+    ],
+)
+def test_a_budget_of_patches_is_beside_one_of_tokens(
+    policy: Policy, budget: dict[str, int]
+) -> None:
+    with pytest.raises(ConfigError, match="set max_patches_per_gpu=None, or images='row'"):
+        build_dp_schedule(LENGTHS, layout=LAYOUT, images=IMAGES, policy=policy, **budget)
+
+
 def test_explain_compares_with_images_in_rows() -> None:
     text = str(planned().explain())
     assert "images=ahead saves" in text

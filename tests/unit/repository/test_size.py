@@ -55,11 +55,11 @@ IMAGES = {
     "job.train": 39,
     "job.view": 14,
     "model": 285,
-    "modules": 174,
-    "outlook": 18,
-    "pipeline": 64,
-    "plan": 124,
-    "planner": 51,
+    "modules": 187,
+    "outlook": 23,
+    "pipeline": 63,
+    "plan": 132,
+    "planner": 63,
     "prefixes": 5,
     "ranks": 5,
     "rows": 54,
@@ -67,7 +67,7 @@ IMAGES = {
     "schedule": 421,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 2_588
+IMAGES_TOTAL = 2_625
 """The sum of these, which what else images need is taken from."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
