@@ -51,16 +51,13 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
-        ...
 
     @property
     def digest(self) -> str:
         """Names everything that decides the ids: two tokenizers with one digest are equal."""
-        ...
 
     def encode_prompt(self, text: str) -> Ids:
         """The ids of a prompt, with the special tokens that begin a sample."""
-        ...
 
     def encode_response(self, text: str) -> Ids:
         """The ids of a response, with the special token that ends it.
@@ -68,7 +65,6 @@ class Tokenizer(Protocol):
         Raises:
             TextError: the tokenizer cannot encode it.
         """
-        ...
 
     def encode_chat(
         self,
@@ -86,11 +82,9 @@ class Tokenizer(Protocol):
         Raises:
             TextError: the tokenizer has no chats, or the template refuses this one.
         """
-        ...
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Each token's text by itself, special tokens by name; for people."""
-        ...
 
 
 class ByteTokenizer:
