@@ -96,7 +96,8 @@ class ModelConfig(ModelSizes):
         if self.vision == "off" or self.hf_path is None:
             return None
         tower = read_hf_config(self.hf_path).vision
-        return None if tower is None else tower.sizes(4 if self.dtype == "fp32" else 2)
+        element_bytes = 4 if self.dtype == "fp32" else 2
+        return tower and dataclasses.replace(tower.sizes, element_bytes=element_bytes)
 
     def check_same_sizes(self, folder: str) -> None:
         """Raise ConfigError if a Hugging Face folder's model has another architecture."""

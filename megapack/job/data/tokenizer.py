@@ -7,7 +7,7 @@ pass through unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +32,18 @@ class Arguments(dict[str, Any]):
 
 class TextError(ValueError):
     """Why a text or a chat cannot become a sample."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat to tokenize."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None
+    turns: Sequence[int]
+    """Numbers of the messages that count in the loss."""
+    arguments: Mapping[str, Any]
+    """Of the template, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,18 +78,8 @@ class Tokenizer(Protocol):
             TextError: the tokenizer cannot encode it.
         """
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        turns: Sequence[int],
-        arguments: Mapping[str, Any],
-    ) -> list[ChatTokens]:
+    def encode_chat(self, chat: Chat) -> list[ChatTokens]:
         """The samples of a chat; see `chats.chat_texts`.
-
-        Args:
-            turns: numbers of the messages that count in the loss.
-            arguments: of the template, by name.
 
         Raises:
             TextError: the tokenizer has no chats, or the template refuses this one.
@@ -108,14 +110,6 @@ class ByteTokenizer:
         """See `Tokenizer`."""
         return f"bytes {self.vocab_size}"
 
-    def encode(self, text: str) -> Ids:
-        """The bytes of a text, int64, without special tokens.
-
-        Raises:
-            TextError: the text has half of a surrogate pair.
-        """
-        return _ID_OF_BYTE[np.frombuffer(_utf8(text), dtype=np.uint8)]
-
     def encode_prompt(self, text: str) -> Ids:
         """`bos`, then the bytes."""
         return _ID_OF_BYTE[np.frombuffer(_BOS_BYTE + _utf8(text), dtype=np.uint8)]
@@ -124,13 +118,7 @@ class ByteTokenizer:
         """The bytes, then `eos`."""
         return _ID_OF_BYTE[np.frombuffer(_utf8(text) + _EOS_BYTE, dtype=np.uint8)]
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        turns: Sequence[int],
-        arguments: Mapping[str, Any],
-    ) -> list[ChatTokens]:
+    def encode_chat(self, chat: Chat) -> list[ChatTokens]:
         """See `Tokenizer`."""
         raise TextError("needs a chat template, bytes have none; set data.tokenizer=hf")
 
@@ -138,10 +126,6 @@ class ByteTokenizer:
         """See `Tokenizer`; bytes outside of ASCII as `\\xe9`."""
         names = {self.bos: "<bos>", self.eos: "<eos>", self.pad: "<pad>"}
         return [names.get(i) or (chr(i) if i < 128 else f"\\x{i:02x}") for i in map(int, ids)]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids without special tokens; invalid UTF-8 becomes U+FFFD."""
-        return bytes(token for token in map(int, ids) if 0 <= token < 256).decode(errors="replace")
 
 
 def _utf8(text: str) -> bytes:
