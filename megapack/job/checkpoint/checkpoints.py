@@ -108,7 +108,7 @@ class Checkpoints:
             checkpoint.path / "state",
             num_updates=manifest.position.num_updates,
             num_critic_updates=manifest.position.num_critic_updates,
-            with_reference=manifest.has_reference and self.state.has_reference,
+            with_reference=manifest.has_reference and self.state.reference is not None,
             device=self.device,
         )
         agree(lambda: self._load_rng(checkpoint), device=self.device)
@@ -336,14 +336,14 @@ class Checkpoints:
                 f"{found.path} is of a run with other settings: {', '.join(changed)}; set them as "
                 "they were, or train.resume=null"
             )
-        if self.state.has_reference and not manifest.has_reference:
+        if self.state.reference is not None and not manifest.has_reference:
             moved = folders.differences(manifest.config, to_dict(self.config), _REFERENCE)
             if moved:
                 raise CheckpointError(
                     f"{found.path} has no reference policy, and the folder of the initial weights "
                     f"is another one: {moved[0]}; set it as it was, or objective.kl_coef=0"
                 )
-        if self.state.has_critic and not manifest.has_critic:
+        if self.state.critic is not None and not manifest.has_critic:
             raise CheckpointError(
                 f"{found.path} has no critic; set critic.enabled=false, or train.resume=null"
             )
@@ -392,8 +392,8 @@ class Checkpoints:
             plan_digest=plan.digest(),
             samples_done_digest=samples_done_digest(plan, position.step_in_batch),
             data_digest=self.data_digest,
-            has_reference=self.state.has_reference,
-            has_critic=self.state.has_critic,
+            has_reference=self.state.reference is not None,
+            has_critic=self.state.critic is not None,
             megatron_core=importlib.metadata.version("megatron-core"),
         )
 

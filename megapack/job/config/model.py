@@ -96,8 +96,9 @@ class ModelConfig(ModelSizes):
         if self.vision == "off" or self.hf_path is None:
             return None
         tower = read_hf_config(self.hf_path).vision
-        element_bytes = 4 if self.dtype == "fp32" else 2
-        return tower and dataclasses.replace(tower.sizes, element_bytes=element_bytes)
+        if tower is None:
+            return None
+        return dataclasses.replace(tower.sizes, element_bytes=4 if self.dtype == "fp32" else 2)
 
     def check_same_sizes(self, folder: str) -> None:
         """Raise ConfigError if a Hugging Face folder's model has another architecture."""
