@@ -21,13 +21,7 @@ from torch import Tensor
 
 from megapack.base.arrays import MAX_LENGTH
 from megapack.errors import DataError, brief
-from megapack.images import (
-    ImageRef,
-    Images,
-    checked_images,
-    images_digest,
-    is_image_token,
-)
+from megapack.images import ImageRef, Images, checked_images, images_digest, is_image_token
 from megapack.samples.padded import padded_spans, ragged_values
 from megapack.samples.tensor_fields import RaggedTensor, RowTensor, TensorField, as_tensor
 

@@ -138,11 +138,7 @@ class Checkpoints:
             batch.set_field(name, list(fields[name].split(batch.lengths)))
 
     def load_routing(
-        self,
-        checkpoint: Checkpoint,
-        plan: Plan,
-        dp_rank: int,
-        routing: list[torch.Tensor | None],
+        self, checkpoint: Checkpoint, plan: Plan, dp_rank: int, routing: list[torch.Tensor | None]
     ) -> None:
         """Set the recorded experts of the samples that this rank has yet to train on.
 

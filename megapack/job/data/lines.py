@@ -207,12 +207,7 @@ class LineParser:
         )
 
     def _chat_samples(
-        self,
-        key: str,
-        chat: Conversation,
-        row: dict[str, Any],
-        images: LineImages,
-        first: int = 0,
+        self, key: str, chat: Conversation, row: dict[str, Any], images: LineImages, first: int = 0
     ) -> list[dict[str, Any]]:
         """The samples of a chat of which the turns from message `first` on count."""
         given = Chat(chat.messages, tools_of(row), chat.turns(first), template_arguments(row))

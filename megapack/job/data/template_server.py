@@ -187,11 +187,7 @@ def _json(
 ) -> str:
     """JSON as it is; jinja2's own filter writes `<` as an escape."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -180,11 +180,7 @@ def _tokenizer(special: Sequence[str]) -> dict[str, Any]:
         ],
         "pre_tokenizer": {**byte_level, "use_regex": False},
         "decoder": {**byte_level, "use_regex": False},
-        "model": {
-            "type": "BPE",
-            "vocab": {shown[byte]: byte for byte in range(256)},
-            "merges": [],
-        },
+        "model": {"type": "BPE", "vocab": {shown[byte]: byte for byte in range(256)}, "merges": []},
     }
 
 

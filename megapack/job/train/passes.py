@@ -143,11 +143,7 @@ class BatchPlanner:
     has_logprobs: bool = False
     """Whether log-prob passes come before the steps."""
 
-    def plan(
-        self,
-        numbers: SampleNumbers,
-        fields: Mapping[str, Sequence[Any]],
-    ) -> PlannedBatch:
+    def plan(self, numbers: SampleNumbers, fields: Mapping[str, Sequence[Any]]) -> PlannedBatch:
         """Plan a batch of these samples and read this rank's tokens; local work.
 
         Args:

@@ -57,11 +57,7 @@ def seqlen_bucket(max_seqlen: int, row_tokens: int) -> int:
 
 
 def packed_seq_params(
-    cu_seqlens_S1: Tensor,
-    max_seqlen: int,
-    row_tokens: int,
-    *,
-    cp: int = 1,
+    cu_seqlens_S1: Tensor, max_seqlen: int, row_tokens: int, *, cp: int = 1
 ) -> PackedSeqParams:
     """Megatron's description of a packed row, with the fields of the installed version.
 
@@ -97,10 +93,7 @@ def packed_seq_params(
 
 
 def row_params(
-    row: PackedRow,
-    cp_group: Any = None,
-    link: Link | None = None,
-    images: RowImages | None = None,
+    row: PackedRow, cp_group: Any = None, link: Link | None = None, images: RowImages | None = None
 ) -> PackedSeqParams:
     """Megatron's description of a row, which all model chunks get, with the row's view.
 
