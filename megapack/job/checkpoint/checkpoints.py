@@ -368,7 +368,8 @@ class Checkpoints:
                 "from a checkpoint at a batch's end"
             )
         records = self.config.train.routing_replay == "old_logprobs"
-        if manifest.position.step_in_batch and records and not _has_routing(manifest):
+        has_routing = any(name.startswith(_ROUTING) for name in manifest.files)
+        if manifest.position.step_in_batch and records and not has_routing:
             raise CheckpointError(
                 f"{checkpoint.path} was saved inside a batch and has no recorded experts; set "
                 "train.routing_replay as it was, or resume from a checkpoint at a batch's end"
@@ -433,10 +434,6 @@ def _routing_file(
     left = {i for step in plan.steps[num_done:] for i in step.kept_samples}
     own = {str(i): value for i, value in enumerate(routing) if i in left and value is not None}
     return {f"{_ROUTING}{dp_rank}.pt": own} if is_first_of_data_parallel_rank() else {}
-
-
-def _has_routing(manifest: Manifest) -> bool:
-    return any(name.startswith(_ROUTING) for name in manifest.files)
 
 
 def _flat(batch: SampleBatch, name: str) -> torch.Tensor:
