@@ -122,31 +122,37 @@ def _redirect_cuda_module(capability: tuple[int, int]) -> None:
         total_memory=memory,
         multi_processor_count=os.cpu_count(),
     )
+    answers: dict[str, Any] = {
+        **dict.fromkeys(("set_device", "set_stream", "synchronize", "empty_cache")),
+        **dict.fromkeys(_USED_MEMORY, 0),
+        "reset_peak_memory_stats": None,
+        "current_device": torch.device("cpu"),
+        "is_current_stream_capturing": False,
+        "is_bf16_supported": True,
+        "get_device_properties": properties,
+        "get_device_capability": capability,
+        "get_device_name": properties.name,
+        "mem_get_info": (memory, memory),
+    }
     replacements: dict[str, Callable[..., Any]] = {
-        **dict.fromkeys(("set_device", "set_stream", "synchronize"), _always(None)),
-        **dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), _always(None)),
-        **dict.fromkeys(_USED_MEMORY, _always(0)),
-        **dict.fromkeys(("current_stream", "default_stream"), _always(NoStream())),
-        **dict.fromkeys(("stream", "device"), _always(contextlib.nullcontext())),
-        "current_device": _always(torch.device("cpu")),
+        # A function for each: torch.compile has a rule for some of them, and a table by function.
+        **{name: _always(answer) for name, answer in answers.items()},
+        "current_stream": lambda device=None: NoStream(),
+        "default_stream": lambda device=None: NoStream(),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "device": lambda device: contextlib.nullcontext(),
         "Stream": NoStream,
         "Event": HostEvent,
         "manual_seed": torch.default_generator.manual_seed,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "is_current_stream_capturing": _always(False),
-        "is_bf16_supported": _always(True),
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        "get_device_properties": _always(properties),
-        "get_device_capability": _always(capability),
-        "get_device_name": _always(properties.name),
-        "mem_get_info": _always((memory, memory)),
         "memory_stats": lambda device=None: collections.defaultdict(int),
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
     torch.cuda.random.get_rng_state = replacements["get_rng_state"]
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _always(0)
+    torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = _always(0), _always(0)
 
 
 def _always(value: Any) -> Callable[..., Any]:
