@@ -98,7 +98,9 @@ class ModelConfig(ModelSizes):
         if self.vision == "off" or self.hf_path is None:
             return None
         tower = read_hf_config(self.hf_path).vision
-        return None if tower is None else tower.sizes(4 if self.dtype == "fp32" else 2)
+        if tower is None:
+            return None
+        return dataclasses.replace(tower.sizes, element_bytes=4 if self.dtype == "fp32" else 2)
 
     def with_image_costs(
         self, cost: CostModel, layout: Layout, speed: GpuSpeed, recompute: str

@@ -87,7 +87,7 @@ def _image_reader(config: TrainConfig) -> ImageReader | None:
     if folder is None or vision is None:
         return None
     ids = (vision.image_token_id, vision.video_token_id)
-    return ImageReader(Path(folder), *ids, vision.spatial_merge_size)
+    return ImageReader(Path(folder), *ids, vision.sizes.merge)
 
 
 def _check_pairs(config: TrainConfig, data: Dataset) -> None:

@@ -23,14 +23,7 @@ from typing import Any
 import numpy as np
 
 from megapack.base.arrays import MAX_LENGTH, Ids, Ints, is_id
-from megapack.base.files import (
-    GZIP,
-    HEAD_BYTES,
-    PARQUET,
-    read_whole,
-    text_of,
-    what_it_is,
-)
+from megapack.base.files import GZIP, HEAD_BYTES, PARQUET, read_whole, text_of, what_it_is
 from megapack.config.typed import shown
 from megapack.errors import ConfigError, DataError, brief, first_line
 from megapack.images import ImageRef, Images

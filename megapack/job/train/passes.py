@@ -143,11 +143,7 @@ class BatchPlanner:
     has_logprobs: bool = False
     """Whether log-prob passes come before the steps."""
 
-    def plan(
-        self,
-        numbers: SampleNumbers,
-        fields: Mapping[str, Sequence[Any]],
-    ) -> PlannedBatch:
+    def plan(self, numbers: SampleNumbers, fields: Mapping[str, Sequence[Any]]) -> PlannedBatch:
         """Plan a batch of these samples and read this rank's tokens; local work.
 
         Args:
@@ -229,7 +225,6 @@ class BatchPlanner:
 
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -311,12 +306,9 @@ class BatchPasses:
                 # Routes are large: 48 layers of 8 experts are 384 bytes a token.
                 routing_scope="dp_rank",
             )
-            merged = [new if new is not None else old for old, new in _pairs(merged, found[name])]
+            merged = _updated(merged, found[name])
             if replay == "old_logprobs":
-                batch.routing[:] = [
-                    new if new is not None else old
-                    for old, new in _pairs(batch.routing, found["routing"])
-                ]
+                batch.routing[:] = _updated(batch.routing, found["routing"])
         return merged
 
     def gradients(
@@ -359,8 +351,9 @@ class BatchPasses:
         return interval > 0 and num_steps % interval == 0
 
 
-def _pairs(old: Sequence[T], new: Sequence[U]) -> Iterator[tuple[T, U]]:
-    return zip(old, new, strict=True)
+def _updated(old: Sequence[T], new: Sequence[torch.Tensor | None]) -> list[T | torch.Tensor]:
+    """The new values where there are some, else the old ones."""
+    return [before if after is None else after for before, after in zip(old, new, strict=True)]
 
 
 _OBJECTIVES: dict[str, Any] = {

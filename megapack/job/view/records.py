@@ -14,6 +14,7 @@ from megapack.base.arrays import Ints
 from megapack.base.files import read_text, strict_json
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, DataError, PlanError, first_line
+from megapack.job.data.files import unreadable
 from megapack.job.data.lengths import Columns, read_length_file
 from megapack.pipeline.simulator import EVENT_KINDS, Event
 from megapack.plan.file import read_plan
@@ -100,8 +101,7 @@ def _lines(path: Path, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
         # A killed run may leave half a line at the end.
         lines = read_text(path).split("\n")[:-1]
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise DataError(f"{path}: cannot be read ({reason}); give the folder of a run") from None
+        raise unreadable(path, error, "give the folder of a run") from None
     for number, line in enumerate(lines, start=1):
         try:
             yield read(strict_json(line))
