@@ -137,6 +137,21 @@ def checked_images(images: Sequence[Any] | None, lengths: Sequence[int]) -> list
     return [tuple(refs) for refs in images]
 
 
+def of_patches(patches: Sequence[int], name: str) -> Images:
+    """Images of which only the patches are known, to plan with: one after the other from the
+    sample's first token on, 4 patches a token. Images of one name are the same ones.
+
+    >>> [(ref.offset, ref.grid, ref.key) for ref in of_patches([8, 16], "a")]
+    [(0, (1, 2, 4), 'a image 0'), (2, (1, 2, 8), 'a image 1')]
+    """
+    found: list[ImageRef] = []
+    for number, count in enumerate(patches):
+        offset = found[-1].end if found else 0
+        grid = (1, 2, 2 * max(1, count // 4))
+        found.append(ImageRef(offset=offset, grid=grid, key=f"{name} image {number}"))
+    return tuple(found)
+
+
 def is_image_token(refs: Images, length: int) -> npt.NDArray[np.bool_]:
     """Per token of a sample: whether an image stands there."""
     found = np.zeros(length, dtype=np.bool_)

@@ -26,7 +26,7 @@ from megapack.base.arrays import MAX_LENGTH, Ids, Ints, is_id
 from megapack.base.files import GZIP, HEAD_BYTES, PARQUET, read_whole, text_of, what_it_is
 from megapack.config.typed import shown
 from megapack.errors import ConfigError, DataError, brief, first_line
-from megapack.images import ImageRef, Images
+from megapack.images import Images, of_patches
 from megapack.job.data.files import Lines, not_json_lines, unreadable
 from megapack.job.data.lines import json_object
 from megapack.job.data.messages import BadLine
@@ -257,21 +257,14 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
 
 
 def _images(row: dict[str, Any], column: str, group: int | str) -> Images:
-    """A sample's images, one after the other from its first token on; one grid stands for all
-    with as many patches."""
     value = _cell(row, column)
     numbers = value if isinstance(value, list) else str(value).split()
-    found: list[ImageRef] = []
-    for number, patches in enumerate(numbers):
-        if not _WHOLE.fullmatch(str(patches)) or int(patches) < 4 or int(patches) % 4:
-            raise DataError(
-                f"{_one_line(column)} is {shown(value)}; give the patches of each image, multiples "
-                "of 4, which are one token"
-            )
-        grid = (1, 2, int(patches) // 2)
-        offset = found[-1].end if found else 0
-        found.append(ImageRef(offset=offset, grid=grid, key=f"{group} image {number}"))
-    return tuple(found)
+    if not all(_WHOLE.fullmatch(str(n)) and int(n) >= 4 and int(n) % 4 == 0 for n in numbers):
+        raise DataError(
+            f"{_one_line(column)} is {shown(value)}; give the patches of each image, multiples of "
+            "4, which are one token"
+        )
+    return of_patches([int(n) for n in numbers], str(group))
 
 
 def _length(counts: list[int], summands: tuple[str, ...]) -> int:

@@ -49,13 +49,13 @@ IMAGES = {
     "commands": 41,
     "cost": 142,
     "job.config": 268,
-    "job.data": 701,
+    "job.data": 696,
     "job.gpt": 67,
     "job.hf": 31,
     "job.train": 39,
     "job.view": 14,
     "model": 285,
-    "modules": 187,
+    "modules": 194,
     "outlook": 23,
     "pipeline": 63,
     "plan": 132,
@@ -67,7 +67,7 @@ IMAGES = {
     "schedule": 421,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 2_578
+IMAGES_TOTAL = 2_580
 """The sum of these, which what else images need is taken from."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
