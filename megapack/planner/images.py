@@ -51,7 +51,7 @@ def spread(seconds: Floats, num_gpus: int, users: Sequence[Sequence[int]]) -> li
             it, which sends less.
 
     >>> spread(np.array([4.0, 64, 16, 16, 32]), 2, [[]] * 5)
-    [1, 0, 1, 1, 1]
+    [0, 0, 1, 1, 1]
     >>> spread(np.array([16.0, 16]), 2, users=[[1], [0]])
     [1, 0]
     """
