@@ -276,10 +276,8 @@ class Ahead:
         }
         made = [(i, self._threads.submit(partial(self._pixels, ref))) for i, ref in missing.items()]
         pixels.update((i, future.result()) for i, future in made)
-        calls = [
-            {i: pixels[i] for i in call}
-            for call in self._module.calls({i: refs[i] for i in pixels})
-        ]
+        groups = self._module.calls({i: refs[i] for i in pixels})
+        calls = [{i: pixels[i] for i in group} for group in groups]
         self.encoded_patches = tuple(refs[i].patches for i in pixels)
         pixels.clear()
         waves = calls if collects and len(calls) > 1 else []
