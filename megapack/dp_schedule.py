@@ -154,8 +154,7 @@ class Request:
         ways = [step] if step.image_seconds is None else [step, replace(step, image_seconds=None)]
         plans = []
         for own in ways:
-            items = Items.whole(own, samples, self.batch.item_of[samples])
-            plan = _plan_step(items, self.batch)
+            plan = _plan_step(Items.whole(own, samples, self.batch.item_of[samples]), self.batch)
             if self.images is not None:
                 plan = with_images(plan, self.images, self.layout, self.cost, own.policy.images)
             plans.append(plan)

@@ -54,9 +54,11 @@ class ImageLoad(NamedTuple):
     """That it encodes."""
     tokens: int
     """Image tokens of the different images of its rows."""
+    largest: int
+    """Patches of the largest image, which is encoded whole."""
 
 
-NO_IMAGES = ImageLoad(0, 0)
+NO_IMAGES = ImageLoad(0, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +213,7 @@ class MemoryModel:
 
     def _tower(self, layout: Layout, stage: int, images: ImageLoad) -> int:
         """A stage reads the features of its own layers: the embedding's, and with DeepStack one
-        more level in each of the first layers."""
+        more level in each of the first layers. A GPU holds all levels of what it encodes."""
         tower = self.tower
         if tower is None:
             return 0
@@ -226,10 +228,12 @@ class MemoryModel:
         held = tower.feature_bytes(
             images.tokens, num_levels + (stage == 0), is_trained=self.trains_tower
         )
+        own_tokens = images.patches // tower.merge**2
+        held += tower.feature_bytes(own_tokens, tower.num_levels, is_trained=False)
         if self.trains_tower:
             recompute = self.sizes.recompute == "full"
             # What is more than one call is encoded again, call by call.
-            patches = min(images.patches, CALL_PATCHES[recompute])
+            patches = min(images.patches, max(images.largest, CALL_PATCHES[recompute]))
             held += tower.kept_bytes(patches, recompute=recompute)
         return int(state * (2 if self.critic else 1) + held)
 

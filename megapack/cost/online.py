@@ -106,14 +106,10 @@ def fit_images(sums: Floats, start: CostModel) -> CostModel:
         return start
     prior = np.array([start.per_patch, start.per_patch_sq]) * size
     squares = sums[:4].reshape(2, 2) / np.outer(size, size)
-    per_patch, per_patch_sq = _least_squares(squares, sums[4:6] / size, prior, _PRIOR) / size
+    found = _least_squares(squares, sums[4:6] / size, prior, _PRIOR) / size
     ratio = sums[7] / sums[6] if sums[6] else start.tower_ratio
-    return replace(
-        start,
-        per_patch=float(per_patch),
-        per_patch_sq=float(per_patch_sq),
-        tower_ratio=float(ratio),
-    )
+    values = dict(zip(("per_patch", "per_patch_sq"), found.tolist(), strict=True))
+    return replace(start, **values, tower_ratio=float(ratio))
 
 
 def slowness(rows: Sequence[ChunkSeconds], model: CostModel, layout: Layout) -> float:

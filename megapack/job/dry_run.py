@@ -59,7 +59,8 @@ class Prediction:
     steps: PlanReport
     """Forward and backward of all optimizer steps."""
     logprobs: PlanReport | None
-    """One log-prob pass over the batch; None if the objective needs no log-probs."""
+    """One log-prob pass over the batch, the mean if the first one alone encodes images; None if
+    the objective needs no log-probs."""
     num_logprob_passes: int
     critic_steps: PlanReport | None
     """The critic's forward and backward of all optimizer steps; None without a critic."""
@@ -162,25 +163,32 @@ def predict(
     shared = batch.prefixes, batch.images
     plan = plan_steps(*settings, batch.rollout_ids, batch.pair_ids, *shared)
     logprobs = critic_steps = values = None
-    if config.objective.num_logprob_passes:
+    critic_cost, later = critic_cost or cost, 1.0
+    if num_passes := config.objective.num_logprob_passes:
+        # A frozen tower has encoded all images in the first pass.
+        later = 0.0 if config.model.vision == "frozen" else 1.0
         forward_plan = plan_logprobs(*settings, *shared)
         forward_plan = forward_plan or dataclasses.replace(plan, forward_only=True)
-        logprobs = plan_report(forward_plan, batch.lengths, cost)
+        mean = (1 + later * (num_passes - 1)) / num_passes
+        logprobs = plan_report(forward_plan, batch.lengths, _encoding(cost, mean))
         if config.critic.enabled:
-            critic_steps = plan_report(plan, batch.lengths, critic_cost or cost)
-            values = plan_report(forward_plan, batch.lengths, critic_cost or cost)
-    if logprobs is not None and config.model.vision == "frozen":
-        # The first pass has encoded all images.
-        cost = dataclasses.replace(cost, per_patch=0.0, per_patch_sq=0.0)
+            critic_steps = plan_report(plan, batch.lengths, _encoding(critic_cost, later))
+            values = plan_report(forward_plan, batch.lengths, critic_cost)
     return Prediction(
         plan=plan,
-        steps=plan_report(plan, batch.lengths, cost),
+        steps=plan_report(plan, batch.lengths, _encoding(cost, later)),
         logprobs=logprobs,
-        num_logprob_passes=config.objective.num_logprob_passes,
+        num_logprob_passes=num_passes,
         critic_steps=critic_steps,
         values=values,
         memory=_memory(config, plan),
     )
+
+
+def _encoding(cost: CostModel, share: float) -> CostModel:
+    """The cost model with this share of the seconds of encoding images."""
+    per_patch, per_patch_sq = share * cost.per_patch, share * cost.per_patch_sq
+    return dataclasses.replace(cost, per_patch=per_patch, per_patch_sq=per_patch_sq)
 
 
 def _rollouts_per_batch(config: TrainConfig) -> int:

@@ -157,12 +157,13 @@ def full_rows(plan: Plan, row_tokens: int) -> dict[str, Any]:
 
 
 def image_load(plan: Plan) -> ImageLoad:
-    """The most patches that a GPU encodes ahead of a step, and the most image tokens of the
-    different images that a DP rank's rows read."""
+    """The most patches that a GPU encodes ahead of a step, the most image tokens of the different
+    images that a DP rank's rows read, and the largest image."""
     tokens = (
         sum(step.images[n].tokens for n in own) for step in plan.steps for own in step.rank_images
     )
-    return ImageLoad(plan.counts.most_patches, max(tokens, default=0))
+    largest = max((image.patches for step in plan.steps for image in step.images), default=0)
+    return ImageLoad(plan.counts.most_patches, max(tokens, default=0), largest)
 
 
 def gathered_tokens(plan: Plan) -> float:

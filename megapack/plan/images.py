@@ -41,6 +41,7 @@ def used_images(images: Sequence[Images], samples: Iterable[int]) -> list[Planne
     users: dict[str, list[int]] = {}
     for sample in samples:
         for ref in images[sample]:
-            sizes.setdefault(ref.key, (ref.patches, ref.tokens))
+            # A grid may have numpy's integers, which JSON refuses.
+            sizes.setdefault(ref.key, (int(ref.patches), int(ref.tokens)))
             users.setdefault(ref.key, []).append(sample)
     return [PlannedImage(key, *sizes[key], None, tuple(own)) for key, own in users.items()]

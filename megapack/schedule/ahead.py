@@ -137,18 +137,16 @@ class Ahead:
         self._own = own
         # The rank of each GPU as plans count them.
         self._rank_of_gpu = sorted(range(len(self._ranks)), key=lambda r: self._ranks[r].dp_rank)
-        count = min(_MOST_THREADS, os.cpu_count() or 1)
         # Daemons: pixels on a file system that is lost must not keep the process.
-        self._threads = DaemonThread("megapack-image", count)
+        self._threads = DaemonThread("megapack-image", min(_MOST_THREADS, os.cpu_count() or 1))
         weakref.finalize(self, self._threads.stop, 0.0)
         # Pixels by key, and the keys of the last `prefetch`.
         self._loading: dict[str, Future[Tensor]] = {}
         self._prefetched: set[str] = set()
-        # Of a frozen tower: features by key, some values of the weights that they are of, keys of
-        # images that a prepared pass encodes, and by key the rank that does, the same on all ranks.
+        # Of a frozen tower: features by key, some values of the weights that they are of, and by
+        # key the rank that an earlier pass of the batch has encode an image, alike on all ranks.
         self._kept: dict[str, Tensor] = {}
         self._weights: Tensor | None = None
-        self._encoding: set[str] = set()
         self._places: dict[str, int] = {}
         self.encoded_patches: tuple[int, ...] = ()
 
@@ -166,20 +164,25 @@ class Ahead:
             )
         images = self._planned(step, batch)
         own = {i: images.refs[i] for i in self._own_images(images)}
-        encoding: set[str] = set()
-        if not self._module.is_trained:
-            encoding = self._encoding & images.batch_keys
-            self._encoding = encoding | {ref.key for ref in own.values()}
-            kept = {key: self._places[key] for key in self._places.keys() & images.batch_keys}
-            found = zip(images.refs, images.owners, strict=True)
-            self._places = kept | {ref.key: rank for ref, rank in found}
         # All begin before the first is waited for.
-        loading = [(i, self._load(ref)) for i, ref in own.items() if ref.key not in encoding]
+        loading = [(i, self._load(ref)) for i, ref in own.items() if ref.key not in self._placed]
         for ref in own.values():
             # What fails is tried again by the next call.
             self._loading.pop(ref.key, None)
         images.pixels.update((i, future.result()) for i, future in loading)
         return images
+
+    def agreed(self, images: StepImages) -> None:
+        """Note who encodes what in a pass that all ranks have prepared; those of a pass that one
+        of them could not prepare must not count."""
+        kept = {key: self._placed[key] for key in self._placed.keys() & images.batch_keys}
+        found = zip(images.refs, images.owners, strict=True)
+        self._places = kept | {ref.key: rank for ref, rank in found}
+
+    @property
+    def _placed(self) -> dict[str, int]:
+        """Features of a frozen tower stay where the batch's first pass makes them."""
+        return {} if self._module.is_trained else self._places
 
     def _own_images(self, images: StepImages) -> list[int]:
         return [i for i, owner in enumerate(images.owners) if owner == self._rank]
@@ -194,7 +197,7 @@ class Ahead:
             self._loading.pop(key, None)
         self._prefetched = keys
         for ref in own:
-            if ref.key not in self._encoding:
+            if ref.key not in self._placed:
                 self._load(ref)
 
     def _planned(self, step: StepPlan, batch: SampleBatch) -> StepImages:
@@ -203,9 +206,8 @@ class Ahead:
                 f"the batch has images and the tensor {batch.tensor_names[0]!r}; give one of them"
             )
         images = [batch.images(i) for i in range(len(batch))]
-        every: dict[str, ImageRef] = {}
-        for ref in itertools.chain(*images):
-            every.setdefault(ref.key, ref)
+        # Of samples with one image the first, which errors name.
+        every = {ref.key: ref for refs in reversed(images) for ref in reversed(refs)}
         used = used_images(images, step.kept_samples)
         if [image._replace(owner=None) for image in step.images] != used:
             raise DataError(
@@ -220,13 +222,13 @@ class Ahead:
                     f"{self._module.merge} x {self._module.merge} patches; give merge="
                     f"{self._module.merge}"
                 )
-        # Features of a frozen tower stay where the batch's first pass has made them.
-        places = {} if self._module.is_trained else self._places
+        owners = [
+            self._placed.get(image.key, self._rank_of_gpu[image.owner or 0])
+            for image in step.images
+        ]
         return StepImages(
             refs=refs,
-            owners=[
-                places.get(image.key, self._rank_of_gpu[image.owner or 0]) for image in step.images
-            ],
+            owners=owners,
             needs=step.rank_images,
             batch_keys={*every},
             pixels={},
@@ -275,10 +277,8 @@ class Ahead:
         }
         made = [(i, self._threads.submit(partial(self._pixels, ref))) for i, ref in missing.items()]
         pixels.update((i, future.result()) for i, future in made)
-        calls = [
-            {i: pixels[i] for i in call}
-            for call in self._module.calls({i: refs[i] for i in pixels})
-        ]
+        groups = self._module.calls({i: refs[i] for i in pixels})
+        calls = [{i: pixels[i] for i in group} for group in groups]
         self.encoded_patches = tuple(refs[i].patches for i in pixels)
         pixels.clear()
         waves = calls if collects and len(calls) > 1 else []

@@ -140,6 +140,30 @@ def kept_features(chunk: Any, layout: Layout) -> dict[str, float]:
     }
 
 
+def after_a_rank_failed(chunk: Any, layout: Layout) -> float:
+    """By how much log-probs of a frozen tower change after a pass that only the last rank could not
+    prepare, with other owners."""
+    tower = made_tower()
+    tower.requires_grad_(False)
+    frozen = wrapped(tower)
+    every = make_samples()
+    batch = make_batch(every)
+    plan = planned(batch, layout)
+    (step,) = plan.steps
+    wrong = next(i for mb in step.ranks[-1] for i in mb.samples if every[i].refs)
+    images = [sample.refs for sample in every]
+    images[wrong] = [dataclasses.replace(r, offset=r.offset - 1) for r in images[wrong]]
+    shifted = SampleBatch([sample.ids for sample in every], images=images)
+    world = layout.world_size
+    others = tuple(one._replace(owner=(one.owner or 0) ^ (world - 1)) for one in step.images)
+    turned = dataclasses.replace(plan, steps=(dataclasses.replace(step, images=others),))
+    adapter = ScheduleAdapter([chunk], layout=layout, vision=frozen)
+    assert refused(lambda: adapter.forward(plan, shifted))
+    found = torch.cat(adapter.forward(turned, batch)["logprobs"])
+    true = ScheduleAdapter([chunk], layout=layout, vision=frozen).forward(plan, batch)["logprobs"]
+    return float((torch.cat(true) - found).abs().max())
+
+
 def refused_towers(chunk: Any, layout: Layout) -> dict[str, str]:
     def error_of(tower: Any) -> str:
         return refused(lambda: ScheduleAdapter([chunk], layout=layout, vision=tower))
@@ -185,6 +209,7 @@ def retried(adapter: ScheduleAdapter, plan: Any) -> tuple[str, bool]:
     ]
     batch = SampleBatch([sample.ids for sample in every], images=images)
     message = refused(lambda: adapter.forward(plan, batch))
+    assert refused(lambda: adapter.forward(plan, batch)) == message
     is_there.append(True)
     return message, bool(adapter.forward(plan, batch))
 
@@ -237,6 +262,10 @@ def main(ranks: str, mode: str = "") -> None:
     shifted = SampleBatch([s.ids for s in every], images=early)
     messages["offset"] = refused(lambda: adapter.forward(plan, shifted))
     messages["disk"], is_retried = retried(adapter, plan)
+    lone = made_tower()
+    lone.requires_grad_(False)
+    frozen = ScheduleAdapter([chunk], layout=layout, vision=wrapped(lone))
+    is_retried &= retried(frozen, plan)[1]
     messages["tensors"] = refused(lambda: adapter.forward(plan, both))
     _, turned = made_decoder(rotary_interleaved=True)
     lone = made_tower()
@@ -246,11 +275,12 @@ def main(ranks: str, mode: str = "") -> None:
     messages["mtp"] = refused(lambda: ScheduleAdapter([other], layout=layout, vision=lone))
     messages |= refused_towers(chunk, layout)
     kept = kept_features(chunk, layout)
+    failed = after_a_rank_failed(chunk, layout)
     half = in_dtype(made_tower().visual, torch.bfloat16)
     if dist.get_rank() == 0:
         types = [next(half.parameters()).dtype, half.rotary_pos_emb.inv_freq.dtype]
         found = {"norm": norm, "loss": result.loss, "messages": messages, "types": str(types)}
-        found |= {"kept": kept, "retried": is_retried}
+        found |= {"kept": kept, "retried": is_retried, "failed": failed}
         print("FOUND", json.dumps(found), flush=True)
     launch.stop()
 

@@ -68,6 +68,14 @@ def test_images_are_part_of_the_digest_and_come_back() -> None:
     assert [step.ranks for step in plan.steps] == [step.ranks for step in without.steps]
 
 
+def test_grids_may_be_numpys() -> None:
+    rows, columns = np.array([16, 8])
+    images = [(ImageRef(offset=1, grid=(1, rows, columns), key="a"),)] * 2
+    plan = build_dp_schedule([100, 90], layout=LAYOUT, max_tokens_per_gpu=256, images=images)
+    assert Plan.from_json(plan.to_json()) == plan
+    check_plan(plan, [100, 90], images)
+
+
 def edited(plan: Plan, **changes: Any) -> Plan:
     (step,) = plan.steps
     first, *others = step.images
@@ -251,7 +259,7 @@ def test_ahead_is_near_equal_work_where_rows_are_not() -> None:
 def test_the_load_of_the_fullest_gpu() -> None:
     plan = planned()
     load = image_load(plan)
-    assert load.patches == 1024
+    assert load.patches == load.largest == 1024
     assert load.tokens == max(
         sum(step.images[n].tokens for n in own) for step in plan.steps for own in step.rank_images
     )
