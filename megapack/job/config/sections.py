@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from megapack.base.choices import Device, Executor, Kernel
 from megapack.config.bounds import at_least, without_effect
+from megapack.config.cost_file import read_cost
 from megapack.config.shipped import absent_weights
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
@@ -33,18 +34,8 @@ from megapack.plan.executor import choose_executor
 from megapack.policy import check_policy
 from megapack.ranks.watchdog_config import WatchdogConfig
 
-__all__ = [
-    "TrainConfig",
-    "LayoutConfig",
-    "PlanConfig",
-    "ModelConfig",
-    "DataConfig",
-    "ObjectiveConfig",
-    "CriticConfig",
-    "OptimConfig",
-    "LoopConfig",
-    "WatchdogConfig",
-]
+__all__ = ["TrainConfig", "LayoutConfig", "PlanConfig", "ModelConfig", "DataConfig"]
+__all__ += ["ObjectiveConfig", "CriticConfig", "OptimConfig", "LoopConfig", "WatchdogConfig"]
 
 
 # A token of `generate_lengths` up to 16,384 tokens is on average in a sample of 3,800 tokens.
@@ -211,9 +202,9 @@ class TrainConfig:
         Raises:
             ConfigError: see `cost_file.read_cost`.
         """
-        measured = self.plan.read_cost(layout)
-        if measured is None:
+        if self.plan.cost_model is None:
             return self.cost_from_sizes(layout)
+        measured = read_cost(self.plan.cost_model, layout)
         split = self._split(layout)
         is_even = split.is_even and len(set(self.model.layer_pattern or "")) < 2
         if is_even or measured.stage_weights is not None:

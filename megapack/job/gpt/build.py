@@ -338,12 +338,8 @@ def _faster(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
 def initialize_parallel(layout: Layout, seed: int) -> None:
     """Create Megatron's process groups and random states for a layout."""
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
+        **_read(layout, _LAYOUT_FIELDS),
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
     )
     model_parallel_cuda_manual_seed(seed)
 

@@ -71,14 +71,11 @@ def packed_seq_params(
         cp: number of ranks that share the row.
     """
     bucket = seqlen_bucket(max_seqlen, row_tokens)
-    values = {
+    values: dict[str, Any] = {
         "qkv_format": "thd",
-        "cu_seqlens_q": cu_seqlens_S1,
-        "cu_seqlens_kv": cu_seqlens_S1,
-        "cu_seqlens_q_padded": cu_seqlens_S1,
-        "cu_seqlens_kv_padded": cu_seqlens_S1,
-        "max_seqlen_q": bucket,
-        "max_seqlen_kv": bucket,
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens_S1),
+        **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), cu_seqlens_S1),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), bucket),
         "pad_between_seqs": False,
     }
     names = {field.name for field in dataclasses.fields(PackedSeqParams)}
