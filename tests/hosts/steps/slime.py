@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from tests.hosts.steps import job, rollout_hosts
+from tests.hosts.steps import images, job, rollout_hosts
 
 
 def main() -> None:
     """Run slime on one rollout, and report."""
-    rollout_hosts.run("slime", make_actor, split_rollout, train)
+    rollout_hosts.run("slime", make_actor, split_rollout, train, make_image_model=make_image_model)
+
+
+def make_image_model(args: Any, config: Any, **place: Any) -> Any:
+    """slime's Qwen3.5 with a tower, on layers that run on a CPU in place of its decoder's."""
+    from slime_plugins.models.qwen3_5_vl import Qwen3_5VLModel
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
+
+    from megapack.job.gpt.specs import local_layer_spec
+    from tests.dist import problem
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": images.MROPE_SECTION}
+    hf_config = Qwen3_5Config(
+        text_config={"hidden_size": config.hidden_size, "rope_parameters": rope},
+        vision_config={**images.VISION_CONFIG, "out_hidden_size": config.hidden_size},
+        **images.TOKENS,
+    )
+    config.use_cpu_initialization = True
+    args.padded_vocab_size = problem.VOCAB_SIZE
+    args.max_position_embeddings = args.seq_length
+    args.rotary_percent = 1.0
+    args.rotary_base = 10000
+    model = Qwen3_5VLModel(config, local_layer_spec(config), hf_config, args, **place)
+    if "unpatched" not in args.case:
+        # slime's image patches Megatron so that its GPTModel says this.
+        rotary = model.language_model.rotary_pos_emb
+        rotary.forward = functools.partial(rotary.forward, packed_seq=True)
+    return model
 
 
 def split_rollout(arguments: job.Arguments, args: Any) -> tuple[list[Any], list[Any]]:
