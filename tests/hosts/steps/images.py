@@ -5,16 +5,26 @@ A sample's images stand at its beginning, each between two tokens; some samples 
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import random
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megapack import Layout
 from tests.hosts.steps.job import Report
+from tools.hosting import import_stubs, sources
 
 START, IMAGE, VIDEO, END = 96, 97, 98, 99
 """Token ids, the last ones of the toy's vocabulary; texts have lower ones."""
 MERGE = 2
+BRIDGE = "megatron-bridge==0.6.2"
+_PACKAGES = (
+    *("", ".utils", ".training", ".training.utils"),
+    *(".models", ".models.qwen_vl", ".models.qwen_vl.modelling_qwen3_vl"),
+)
 PATCH_NUMBERS = 3 * 2 * 2 * 2
 _GRIDS = ((2, 2), (4, 6), (6, 4), (8, 8))
 # Of three samples in turn.
@@ -59,6 +69,77 @@ def draw_images(number: int) -> tuple[list[int], dict[str, Any] | None]:
         "pixel_values": torch.randn(num_patches, PATCH_NUMBERS, generator=generator),
         "image_grid_thw": torch.tensor([(1, high, wide) for high, wide in sizes]),
     }
+
+
+@functools.cache
+def import_bridge_model() -> Any:
+    """Megatron-Bridge's module of Qwen3VLModel; the rest of Bridge is a stand-in.
+
+    It imports Transformer Engine, so the CPU must already be in CUDA's place.
+    """
+    import transformers.models.qwen3_vl.configuration_qwen3_vl  # noqa: F401
+
+    sys.path.append(str(sources.installed("einops==0.8.1")))
+    import_stubs.install("megatron.bridge", "megatron.training")
+    # Its Python is that of 0.6's Megatron-Core; these modules run on an older one.
+    folder = sources.installed(BRIDGE, python="3.12")
+    packages = [importlib.import_module(f"megatron.bridge{name}") for name in _PACKAGES]
+    for package in packages:
+        package.__path__ = [str(folder.joinpath(*package.__name__.split(".")))]
+    module = importlib.import_module(f"{packages[-1].__name__}.model")
+    # Later imports of the others find the stand-ins.
+    for package in packages:
+        package.__path__ = []
+    return module
+
+
+def make_bridge_model(config: Any, **place: Any) -> Any:
+    """Bridge's Qwen3-VL with DeepStack on the toy's decoder."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+
+    from tests.dist import problem
+
+    own = {
+        **TOKENS,
+        "vocab_size": problem.VOCAB_SIZE,
+        "should_pad_vocab": False,
+        "language_max_sequence_length": 4096,
+        "rotary_percent": 1.0,
+        "rotary_base": 10000,
+        "mrope_section": MROPE_SECTION,
+        "share_embeddings_and_output_weights": True,
+        "fp16_lm_cross_entropy": False,
+        "use_hf_vision_model": False,
+        "vision_dp_when_cp": False,
+        "spatial_merge_size": MERGE,
+        "apply_rotary_pos_emb_in_fp32": False,
+        "apply_rope_fusion": False,
+    }
+    for name, value in own.items():
+        setattr(config, name, value)
+    model = import_bridge_model().Qwen3VLModel(
+        config,
+        get_gpt_layer_with_transformer_engine_spec(),
+        Qwen3VLVisionConfig(
+            **VISION_CONFIG, out_hidden_size=config.hidden_size, deepstack_visual_indexes=[0]
+        ),
+        **place,
+    )
+    decoder = model.language_model
+    decoder._postprocess = _without_newer_arguments(decoder._postprocess)
+    return model
+
+
+def _without_newer_arguments(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's method, which takes None for arguments that its release does not have yet."""
+    known = inspect.signature(method).parameters
+
+    def call(**arguments: Any) -> Any:
+        assert all(value is None for name, value in arguments.items() if name not in known)
+        return method(**{name: value for name, value in arguments.items() if name in known})
+
+    return call
 
 
 def image_chunks(
@@ -110,20 +191,22 @@ def draw_weights(model: Any) -> None:
     import torch
     from megatron.core import parallel_state
 
-    from megapack.job.gpt.init import initialize_by_name
+    from megapack.job.gpt.init import full_shape, initialize_by_name, local_slice
     from tests.dist import problem
 
+    tp_group = parallel_state.get_tensor_model_parallel_group()
     initialize_by_name(
         [model.language_model],
         seed=problem.SEED,
         std=problem.MODEL.init_std,
         num_layers=problem.NUM_LAYERS,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        tp_group=tp_group,
     )
     generator = torch.Generator().manual_seed(problem.SEED)
     for name, param in tower_parameters([model]):
-        drawn = torch.randn(param.shape, generator=generator) * 0.2
-        param.data.copy_(1 + drawn if "norm" in name and name.endswith("weight") else drawn)
+        drawn = torch.randn(full_shape(param, tp_group.size()), generator=generator) * 0.2
+        drawn += "norm" in name and name.endswith("weight")
+        param.data.copy_(local_slice(drawn, param, tp_group.rank(), tp_group.size()))
 
 
 def tower_parameters(chunks: Iterable[Any]) -> list[tuple[str, Any]]:
@@ -146,24 +229,44 @@ def watch_tower(report: Report, optimizer: Any, chunks: Sequence[Any]) -> None:
 
 
 def gradients(chunks: Sequence[Any]) -> dict[str, list[float]]:
-    """The tower's gradients, by name; {} on stages without it."""
+    """The tower's whole gradients, by name; {} on stages without it."""
     named = tower_parameters(chunks)
-    return {name: param.main_grad.flatten().tolist() for name, param in named}
+    return {name: _whole_gradient(param).flatten().tolist() for name, param in named}
+
+
+def _whole_gradient(param: Any) -> Any:
+    """From all tensor-parallel ranks, if they split the parameter."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1 or not getattr(param, "tensor_model_parallel", False):
+        return param.main_grad
+    parts = [torch.empty_like(param.main_grad) for _ in range(group.size())]
+    dist.all_gather(parts, param.main_grad, group=group)
+    return torch.cat(parts, dim=param.partition_dim)
 
 
 def assert_same_gradients(found: dict[str, Any], wanted: dict[str, Any], rel: float) -> None:
-    """Each tensor's error is below `rel` of its norm, and none is nothing.
+    """Each tensor's error is below `rel` of its norm, and none is nothing."""
+    assert found
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert gradient_error(found, wanted, name) < rel, name
 
-    Keys' biases have no gradient but rounding: softmax does not see them.
+
+def gradient_error(found: dict[str, Any], wanted: dict[str, Any], name: str) -> float:
+    """Of a tensor, relative to its norm.
+
+    Keys' biases have no gradient but rounding: softmax does not see them. transformers has queries,
+    keys and values one after the other, Megatron those of a head.
     """
     import torch
 
-    assert found.keys() == wanted.keys()
-    assert found
-    for name, values in wanted.items():
-        want, got = torch.tensor(values).double(), torch.tensor(found[name]).double()
-        if name.endswith("qkv.bias"):
-            parts = [tensor.chunk(3) for tensor in (want, got)]
-            want, got = (torch.cat([query, value]) for query, _, value in parts)
-        assert want.norm() > 1e-6, name
-        assert float((got - want).norm() / want.norm()) < rel, name
+    got, want = (torch.tensor(grads[name]).double() for grads in (found, wanted))
+    if name.endswith("qkv.bias"):
+        heads = VISION_CONFIG["num_heads"] if "linear_qkv" in name else 1
+        got, want = (grad.view(heads, 3, -1)[:, ::2] for grad in (got, want))
+    assert want.norm() > 1e-6, name
+    return float((got - want).norm() / want.norm())

@@ -89,7 +89,7 @@ def parse_arguments() -> Arguments:
 
 
 def parse_layout(text: str) -> Layout:
-    """`dp=2,pp=2` as a layout.
+    """`dp=2,pp=2` or `tp=2,sequence_parallel=true` as a layout.
 
     >>> parse_layout("pp=2,vpp=2").pp
     2
@@ -99,7 +99,8 @@ def parse_layout(text: str) -> Layout:
     """
     parts = [part.partition("=") for part in filter(None, text.split(","))]
     try:
-        return Layout(**{name: int(value) for name, _, value in parts})
+        sizes = {name: value == "true" or int(value) for name, _, value in parts}
+        return Layout(**sizes)  # type: ignore[arg-type]
     except (TypeError, ValueError, ConfigError) as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a layout like dp=2,pp=2: {error}"
