@@ -29,6 +29,8 @@ PATCH_NUMBERS = 3 * 2 * 2 * 2
 _GRIDS = ((2, 2), (4, 6), (6, 4), (8, 8))
 # Of three samples in turn.
 _NUM_IMAGES = (1, 2, 0)
+WITHOUT = 2
+"""The number of a sample without images."""
 
 VISION_CONFIG: dict[str, Any] = {
     "depth": 2,

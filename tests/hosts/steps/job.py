@@ -286,13 +286,23 @@ class Runs:
         folder: where reports go.
         case: of runs that name none.
         timeout_s: of one run.
+        te: see `run_step`.
     """
 
-    def __init__(self, host: str, folder: Path, *, case: str = "", timeout_s: float = 300) -> None:
+    def __init__(
+        self,
+        host: str,
+        folder: Path,
+        *,
+        case: str = "",
+        timeout_s: float = 300,
+        te: str | None = None,
+    ) -> None:
         self.host = host
         self._folder = folder
         self._case = case
         self._timeout_s = timeout_s
+        self._te = te
         self._done: dict[tuple[str, str, str], list[Report]] = {}
 
     def __call__(self, layout: str, patches: str = "", case: str | None = None) -> list[Report]:
@@ -311,5 +321,6 @@ class Runs:
                 patches=[name for name in patches.split(",") if name],
                 case=key[2],
                 timeout_s=self._timeout_s,
+                te=self._te,
             )
         return self._done[key]

@@ -18,6 +18,8 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     nooverlap   overlap_p2p_comm=False, which Megatron-LM's arguments refuse with pp2 x vpp2
     images      samples with pixels and grids, and the host's own model with its tower
     odd         with images: samples of odd numbers of tokens, too
+    few         with images: only every eighth sample has some
+    reduce      with images: gradients are reduced while the backward runs
     unpatched   with images: without what slime's image patches in Megatron
     narrow      half of the budget: the same samples in more rows
     reference   also run `one_sample_step`, on one rank
@@ -324,7 +326,10 @@ def make_samples(sample_class: Any, arguments: Arguments) -> list[Any]:
                 remove_sample="removed" in case and len(samples) % 7 == 3,
             )
             if "images" in case:
-                add_images(sample, len(samples), is_even="odd" not in case)
+                number = len(samples)
+                if "few" in case and number % 8:
+                    number = images.WITHOUT
+                add_images(sample, number, is_even="odd" not in case)
             samples.append(sample)
     return samples
 
@@ -389,7 +394,9 @@ def build_image_chunks(arguments: Arguments, make_model: Callable[..., Any]) -> 
     from tests.dist import problem
 
     build.initialize_parallel(arguments.layout, problem.SEED)
-    return images.image_chunks(arguments.layout, host_settings(arguments), make_model)
+    overlaps = {"overlap_grad_reduce": "reduce" in words(arguments)}
+    settings = host_settings(arguments)
+    return images.image_chunks(arguments.layout, settings, make_model, **overlaps)
 
 
 def parallel_config(arguments: Arguments) -> dict[str, int]:
