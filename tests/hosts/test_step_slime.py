@@ -114,6 +114,17 @@ def test_slimes_images_need_even_samples(runs: Runs) -> None:
         runs("", BOTH, "images+odd")
 
 
+def test_a_micro_batch_without_images_breaks_an_overlapped_reduction(runs: Runs) -> None:
+    check_equal(runs("", BOTH, "images+few"), runs("", "", "images+few"))
+    with pytest.raises(AssertionError, match="Communication call has not been issued"):
+        runs("", "", "images+few+reduce")
+
+
+def test_slimes_tower_in_bf16_has_rounded_angles(runs: Runs) -> None:
+    """The error of the angle of an image's row 63, in radians."""
+    assert runs("", "", "images+reference")[0].more["angle_error"] > 0.1
+
+
 def test_slimes_images_need_its_patch_of_megatron_under_context_parallelism(runs: Runs) -> None:
     wrong = merged_logprobs(runs("cp=2", "", "images+unpatched"))
     right = merged_logprobs(runs("", "", "images+reference"))

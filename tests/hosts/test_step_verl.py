@@ -160,6 +160,17 @@ def test_levels_of_deepstack_are_wrong_under_sequence_parallelism(
     assert max(error for name, error in errors.items() if ".merger." in name) < 1e-5
 
 
+@needs_te
+def test_levels_of_deepstack_are_right_with_the_patch(
+    folder: Path, alone_with_images: Report
+) -> None:
+    patches = (*PATCHES, "bridge_deepstack")
+    report = with_images(folder, "tp=2,sequence_parallel=true", patches)[0]
+    wanted = alone_with_images.more["tower_gradients"]
+    images.assert_same_gradients(report.more["tower_gradients"], wanted, rel=1e-5)
+    assert report.grad_norms == pytest.approx(alone_with_images.grad_norms, rel=1e-5)
+
+
 @needs_mamba
 def test_a_row_tells_mamba_layers_its_samples(folder: Path) -> None:
     """On Megatron-Core 0.17 and later, verl's rows do not, and its log-probs depend on them."""

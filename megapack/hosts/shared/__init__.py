@@ -12,4 +12,5 @@ Modules:
     rank_rows: rows of one rank, and numbers that ranks agree on
     rollout_schedule: schedules of whole rollouts
     tensor_rows: samples of tensor fields
+    towers: warnings of the towers of hosts' models
 """
