@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megapack.errors import ConfigError
-from megapack.hosts import megatron_lm
+from megapack.hosts import megatron_lm, patching
 
 logger = logging.getLogger(__name__)
 
 
 # Where a row's samples start. `cu_seqlens_q` leaves out what `pad_seq_to_mult` added to samples, so
 # the first one has the places in the row.
+_VISION = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils"
 _BOUNDS = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens")
 
 
@@ -78,6 +79,22 @@ def without_fill(item: Mapping[str, Any]) -> dict[str, Any]:
             is_sample = (bounds >= 0) & (bounds <= _token_count(item))
             return {**item, "cu_seqlens": bounds[is_sample]}
     return dict(item)
+
+
+def split_deepstack_embs(
+    visual_pos_masks: Any, deepstack_visual_embeds: Any, *sizes: int, **named: Any
+) -> Any:
+    """Bridge's split of DeepStack's features, whose gradients tensor-parallel ranks add up.
+
+    Under sequence parallelism a rank takes the features of its own tokens out of those of all. The
+    patch `bridge_deepstack` adds up what their gradients are on each rank; Bridge leaves it out.
+    """
+    own = patching.original(f"{_VISION}.split_deepstack_embs")
+    if deepstack_visual_embeds is not None and named.get("sequence_parallel", True):
+        from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region as whole
+
+        deepstack_visual_embeds = [whole(features) for features in deepstack_visual_embeds]
+    return own(visual_pos_masks, deepstack_visual_embeds, *sizes, **named)
 
 
 def _token_count(item: Mapping[str, Any]) -> int:

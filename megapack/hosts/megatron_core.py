@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from megapack.hosts.shared.options import HostOptions, shares_prefixes
+from megapack.hosts.shared.towers import warning_of_towers
 
 if TYPE_CHECKING:
     from megapack.schedule.planned import PlannedSchedule
@@ -56,7 +57,7 @@ def get_forward_backward_func(
     schedule = megatron_func(**{name: value for name, value in given.items() if value is not None})
     options = OPTIONS.current
     return PlannedSchedule(
-        schedule,
+        warning_of_towers(schedule),
         lengths=options.lengths,
         non_finite=options.non_finite,
         share_prefixes=options.share_prefixes,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megapack.errors import PlanError
+from megapack.hosts import patching
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.native import Provider
 from megapack.hosts.shared.rollout_schedule import (
@@ -21,6 +22,7 @@ from megapack.hosts.shared.rollout_schedule import (
 
 __all__ = [
     "build_dp_schedule",
+    "can_schedule_on_rollout_side",
     "configure",
     "get_miles_extra_args_provider",
     "loss_function",
@@ -31,6 +33,11 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 configure = OPTIONS.configure
+
+_RUNS_PLANNED = "miles.ray.rollout.train_data_conversion.can_schedule_on_rollout_side"
+_IMAGES = "multimodal_train_inputs"
+# What a processor leaves whose images' tokens miles puts in after it has split the samples.
+_GROWS = {"grid_thws", "mm_vision_num_patches", "mm_audio_num_tokens"}
 
 
 def get_miles_extra_args_provider(add_custom_arguments: Provider | None = None) -> Provider:
@@ -90,6 +97,20 @@ def build_dp_schedule(
             train_parallel_config["dp_size"],
         )
         return schedule
+
+
+def can_schedule_on_rollout_side(
+    args: Any, data: dict[str, Any], train_parallel_config: Mapping[str, Any] | None
+) -> bool:
+    """Whether a rollout's steps are planned; without the patch they are not if there are images.
+
+    Kimi's and Inkling's samples are not, as without the patch: their lengths change afterwards.
+    """
+    if any(_GROWS & set(images or ()) for images in data.get(_IMAGES, ())):
+        return False
+    rest = {name: values for name, values in data.items() if name != _IMAGES}
+    own = patching.original(_RUNS_PLANNED)
+    return bool(own(args, rest, train_parallel_config))
 
 
 def loss_function(

@@ -18,6 +18,7 @@ from megapack.errors import DataError
 from megapack.hosts import patching
 from megapack.hosts.shared.bins import with_heaviest_split
 from megapack.hosts.shared.families import family_parts, real_tokens
+from megapack.hosts.shared.images import image_tokens, patches_of
 from megapack.hosts.shared.options import HostOptions, PlannerOptions
 from megapack.hosts.shared.rank_rows import (
     Need,
@@ -53,9 +54,9 @@ def init_iterator(self: Any, data: Any, max_tokens_per_microbatch: int) -> None:
     layout = options.layout
     count = need.count if layout is None else layout.next_legal_count(need.count)
     log_budget("SkyRL", max_tokens, layout and layout.cp)
-    rows = split_rows(rank.rows, count, rank.lengths)
+    rows = split_rows(rank.rows, count, rank.work)
     if rows is not rank.rows:
-        rows = small_at_ends(rows, rank.lengths)
+        rows = small_at_ends(rows, rank.work)
     self.data = data
     self._microbatches = rows
     self._num_padding_microbatches = max(count - len(rows), 0)
@@ -85,6 +86,9 @@ class _RankRows:
         self.lengths: Ints = np.array(data["attention_mask"].sum(dim=1).tolist(), dtype=np.int64)
         if not self.lengths.size:
             raise DataError("a rank has no samples; give every rank one or more")
+        grids = data.get("image_grid_thw")
+        patches = patches_of({"image_grid_thw": grid} for grid in (() if grids is None else grids))
+        self.work = self.lengths + image_tokens(patches, self.lengths.size)
         parts = None
         if options.share_prefixes:
             token_ids = real_tokens(data["sequences"], data["attention_mask"])

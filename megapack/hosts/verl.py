@@ -18,6 +18,7 @@ from megapack.base.arrays import Ints
 from megapack.errors import ConfigError, HostAssertionError
 from megapack.hosts import megatron_core, patching
 from megapack.hosts.shared.families import real_tokens
+from megapack.hosts.shared.images import patches_of
 from megapack.hosts.shared.native import NativeSettings
 from megapack.hosts.shared.options import HostOptions, PlannerOptions
 from megapack.hosts.shared.rank_items import RankItems
@@ -117,6 +118,7 @@ def rearrange_micro_batches(
         batch: a TensorDict, or another type that has `items()` and can be made from a dict. Real
             tokens are those of `input_ids` if it is a nested tensor, else those of
             `attention_mask` [B, S].
+            Of images in `multi_modal_inputs`, micro-batches have about equal work, too.
         max_token_len: tokens of a micro-batch on this rank, before CP.
         dp_group: ranks that run the same number of micro-batches; None: this rank alone.
         num_batches_divided_by: M is a multiple of it: the G of interleaved schedules.
@@ -150,6 +152,7 @@ def rearrange_micro_batches(
             step=step,
             least=min_num_micro_batch or 1,
             token_ids=_token_ids(batch) if options.share_prefixes else None,
+            patches=patches_of(_image_inputs(batch)),
         )
 
     if dp_group is not None and same_micro_num_in_dp:
@@ -232,6 +235,13 @@ def _token_ids(batch: Any) -> list[Ints]:
         return real_tokens(ids, batch["attention_mask"])
     ends = ids.offsets().tolist()[1:-1]
     return np.split(ids.values().cpu().numpy(), ends)
+
+
+def _image_inputs(batch: Any) -> list[Any]:
+    """What verl's processor made of each sample's images."""
+    samples = batch.get("multi_modal_inputs", None)
+    # A TensorDict has each in a wrapper with it in `data`.
+    return [getattr(sample, "data", sample) for sample in (() if samples is None else samples)]
 
 
 def _select(batch: Any, rows: Rows) -> list[Any]:

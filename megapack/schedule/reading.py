@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.utils import StragglerDetector
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -116,7 +117,7 @@ def read_row_shapes(
     with torch.no_grad(), _leaving(wrappers, sharing), _same_state(chunks), keeping():
         for _ in range(num_microbatches):
             call = _model_call(forward_step_func, reader, chunks[0])
-            shapes.append(_row_shape(call.get("input_ids"), sequence_shards))
+            shapes.append(_row_shape(call, sequence_shards))
             if sharing is not None:
                 sharing.note(call)
     if replayed is not None:
@@ -226,14 +227,18 @@ _known_routers: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]
 _known_routers = weakref.WeakKeyDictionary()
 
 
-def _row_shape(input_ids: Any, sequence_shards: int) -> RowShape | None:
-    """(tokens, batch size) of hidden states, from ids [batch size, tokens]."""
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
-        return None
+def _row_shape(call: Mapping[str, Any], sequence_shards: int) -> RowShape | None:
+    """(tokens, batch size) of hidden states, from the model's ids [batch size, tokens]."""
+    input_ids = call.get("input_ids")
     # verl's nested tensor of samples is packed inside the model's call.
-    if input_ids.is_nested:
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_nested:
         return None
     batch_size, num_tokens = input_ids.shape
+    bounds = getattr(call.get("packed_seq_params"), "cu_seqlens_q_padded", None)
+    if batch_size > 1 and bounds is not None:
+        # So are its padded samples for models with images.
+        cp = parallel_state.get_context_parallel_world_size()
+        batch_size, num_tokens = 1, int(bounds[-1]) // cp
     return num_tokens // sequence_shards, batch_size
 
 

@@ -13,7 +13,10 @@ import pytest
 import torch
 from packaging.version import Version
 
+from tests.hosts.steps.images import assert_same_gradients
 from tests.hosts.steps.job import Report, Runs
+from tests.marks import needs_te
+from tests.te_python import VERSION
 from tools.hosting import sources
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
@@ -35,6 +38,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     # busy cores.
     folder = tmp_path_factory.mktemp("megatron_bridge")
     return Runs("megatron_bridge", folder, timeout_s=600)
+
+
+@pytest.fixture(scope="module")
+def run_with_images(run: Runs, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("megatron_bridge_images")
+    return Runs("megatron_bridge", folder, timeout_s=600, te=VERSION)
 
 
 def seen(reports: list[Report]) -> dict[str, list[float]]:
@@ -126,6 +135,35 @@ def test_planned_interleaved_stages_are_right_with_bridges_overlap(run: Runs) ->
 def test_middle_stages_keep_samples_apart(run: Runs) -> None:
     assert_same(run("pp=4", case="crossing"), run("dp=2"))
     assert_same(run("pp=4", PATCHES, "crossing"), run("dp=2"))
+
+
+@needs_te
+@pytest.mark.parametrize(
+    ("layout", "patches"),
+    # Without the patches interleaved stages hang with the recipe's settings.
+    [("", ""), ("", PATCHES), ("pp=2", ""), ("pp=2", PATCHES), ("pp=2,vpp=2", PATCHES)],
+)
+def test_images_are_those_of_one_sample_at_a_time(
+    run_with_images: Runs, layout: str, patches: str
+) -> None:
+    """Bridge's own Qwen3-VL and forward step; the tower is on the first chunk."""
+    (alone,) = run_with_images("", case="images,reference")
+    assert alone.losses[0] == pytest.approx(alone.more["reference_loss"], rel=1e-6)
+    reports = run_with_images(layout, patches, "images")
+    assert reports[-1].losses == pytest.approx(alone.losses, rel=1e-6)
+    assert reports[-1].grad_norms == pytest.approx(alone.grad_norms, rel=1e-6)
+    wanted = alone.more["reference_tower_gradients"]
+    assert_same_gradients(reports[0].more["tower_gradients"], wanted, rel=1e-5)
+    exchanges = sum(report.num_shape_exchanges for report in reports)
+    assert bool(exchanges) == ("pp" in layout and not patches)
+
+
+@needs_te
+def test_bridges_qwen3_vl_does_not_tell_its_decoder_the_virtual_stage(
+    run_with_images: Runs,
+) -> None:
+    with pytest.raises(AssertionError, match="vp_stage must be provided"):
+        run_with_images("pp=2,vpp=2", PATCHES, "images,unpatched")
 
 
 def test_finetune_from_an_imported_checkpoint_trains_as_the_folder_does(run: Runs) -> None:

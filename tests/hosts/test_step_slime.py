@@ -15,7 +15,9 @@ from tests.hosts.steps.rollout_checks import (
     check_planned_rows,
     check_rows_of_mamba_layers,
     check_shared_prefixes,
+    check_tower,
     check_unpatched_exchanges,
+    merged_logprobs,
     values_of,
 )
 
@@ -85,6 +87,48 @@ def check_reference(runs: Runs, patches: str, case: str, *, expected: float) -> 
     for name, reference in (("losses", "reference_loss"), ("grad_norms", "reference_grad_norm")):
         ratio = values_of([report], name)[0] / report.more[reference]
         assert ratio == pytest.approx(expected, abs=2e-6)
+
+
+@pytest.mark.parametrize("patches", ["", BOTH])
+@pytest.mark.parametrize("layout", ["", "dp=2", "cp=2", "pp=2", "pp=2,vpp=2"])
+def test_images_are_those_of_one_sample_at_a_time(runs: Runs, layout: str, patches: str) -> None:
+    """slime's Qwen3.5 encodes them in its rows, on its first chunk."""
+    (alone,) = runs("", "", "images+reference")
+    assert alone.losses[0] == pytest.approx(alone.more["reference_loss"], rel=2e-6)
+    assert alone.grad_norms[0] == pytest.approx(alone.more["reference_grad_norm"], rel=2e-6)
+    reports = runs(layout, patches, "images")
+    check_equal(reports, [alone])
+    check_tower(reports, alone.more["reference_tower_gradients"])
+    if patches:
+        assert all(report.num_shape_exchanges == 0 for report in reports)
+    else:
+        assert bool(reports[0].num_shape_exchanges) == ("pp" in layout)
+
+
+def test_planned_rows_count_images(runs: Runs) -> None:
+    check_planned_rows(slime, runs("pp=2", BOTH, "images"), "pp=2", "images")
+
+
+def test_slimes_images_need_even_samples(runs: Runs) -> None:
+    with pytest.raises(AssertionError, match="must be divisible by 2 \\* CP size 1"):
+        runs("", BOTH, "images+odd")
+
+
+def test_a_micro_batch_without_images_breaks_an_overlapped_reduction(runs: Runs) -> None:
+    check_equal(runs("", BOTH, "images+few"), runs("", "", "images+few"))
+    with pytest.raises(AssertionError, match="Communication call has not been issued"):
+        runs("", "", "images+few+reduce")
+
+
+def test_slimes_tower_in_bf16_has_rounded_angles(runs: Runs) -> None:
+    """The error of the angle of an image's row 63, in radians."""
+    assert runs("", "", "images+reference")[0].more["angle_error"] > 0.1
+
+
+def test_slimes_images_need_its_patch_of_megatron_under_context_parallelism(runs: Runs) -> None:
+    wrong = merged_logprobs(runs("cp=2", "", "images+unpatched"))
+    right = merged_logprobs(runs("", "", "images+reference"))
+    assert max(abs(a - b) for a, b in zip(wrong, right, strict=True)) > 1
 
 
 @needs_mamba

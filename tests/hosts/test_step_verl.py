@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts.steps import images
 from tests.hosts.steps.job import Report, assert_shared, run_step
 from tests.hosts.steps.mamba import needs_mamba
 from tests.hosts.steps.verl import REQUIREMENTS
-from tests.marks import KERNELS
+from tests.marks import KERNELS, needs_te
+from tests.te_python import VERSION
 from tools.hosting.sources import NoSource, installed
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
@@ -102,6 +104,71 @@ def test_the_horizon_of_dr_grpo_is_that_of_a_micro_batch(folder: Path) -> None:
     assert grad_norm("dr_grpo") != pytest.approx(grad_norm("dr_grpo_whole"), rel=0.05)
     exact = grad_norm("dr_grpo_factor_whole")
     assert grad_norm("dr_grpo_factor") == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone_with_images(folder: Path) -> Report:
+    """verl without patches on one rank, each sample in a micro-batch of its own."""
+    try:
+        installed(images.BRIDGE, python="3.12")
+    except NoSource as error:
+        pytest.skip(str(error))
+    place = folder / "images_alone"
+    return run_step("verl", place, layout="", world=1, case="images_alone", te=VERSION)[0]
+
+
+def with_images(folder: Path, layout: str, patches: Sequence[str]) -> list[Report]:
+    place = folder / f"images{layout}{len(patches)}"
+    world = 1 if not layout else 4 if "dp=2,pp=2" in layout else 2
+    return run_step(
+        "verl", place, layout=layout, world=world, patches=patches, case="images", te=VERSION
+    )
+
+
+@needs_te
+@pytest.mark.parametrize("patches", [(), PATCHES])
+@pytest.mark.parametrize("layout", ["", "dp=2", "pp=2", "pp=2,vpp=2", "tp=2"])
+def test_images_are_those_of_one_sample_at_a_time(
+    layout: str, patches: Sequence[str], folder: Path, alone_with_images: Report
+) -> None:
+    """Megatron-Bridge's Qwen3-VL with DeepStack encodes them in its rows, on its first chunk."""
+    reports = with_images(folder, layout, patches)
+    wanted = alone_with_images.more["tower_gradients"]
+    for found in filter(None, (report.more["tower_gradients"] for report in reports)):
+        images.assert_same_gradients(found, wanted, rel=1e-5)
+    assert reports[0].more["tower_gradients"]
+    assert last(reports).grad_norms == pytest.approx(alone_with_images.grad_norms, rel=1e-5)
+    if "dp" not in layout:
+        assert last(reports).losses == pytest.approx(alone_with_images.losses, rel=1e-5)
+        found = reports[0].logprobs[0]
+        assert found == pytest.approx(alone_with_images.logprobs[0], abs=1e-5)
+    exchanges = sum(report.num_shape_exchanges for report in reports)
+    assert bool(exchanges) == ("pp" in layout and not patches)
+
+
+@needs_te
+def test_levels_of_deepstack_are_wrong_under_sequence_parallelism(
+    folder: Path, alone_with_images: Report
+) -> None:
+    """Bridge gives each rank the features of its own tokens, and does not add up the gradients."""
+    report = with_images(folder, "tp=2,sequence_parallel=true", ())[0]
+    wanted = alone_with_images.more["tower_gradients"]
+    found = report.more["tower_gradients"]
+    assert report.logprobs[0] == pytest.approx(alone_with_images.logprobs[0], abs=1e-5)
+    errors = {name: images.gradient_error(found, wanted, name) for name in wanted}
+    assert max(error for name, error in errors.items() if "deepstack" in name) > 0.5
+    assert max(error for name, error in errors.items() if ".merger." in name) < 1e-5
+
+
+@needs_te
+def test_levels_of_deepstack_are_right_with_the_patch(
+    folder: Path, alone_with_images: Report
+) -> None:
+    patches = (*PATCHES, "bridge_deepstack")
+    report = with_images(folder, "tp=2,sequence_parallel=true", patches)[0]
+    wanted = alone_with_images.more["tower_gradients"]
+    images.assert_same_gradients(report.more["tower_gradients"], wanted, rel=1e-5)
+    assert report.grad_norms == pytest.approx(alone_with_images.grad_norms, rel=1e-5)
 
 
 @needs_mamba

@@ -18,6 +18,7 @@ from megapack.base.arrays import Ints
 from megapack.cost.model import CostModel
 from megapack.errors import DataError, HostAssertionError, PlanError
 from megapack.hosts.shared.families import family_parts, members_of
+from megapack.hosts.shared.images import Patches, image_tokens
 from megapack.hosts.shared.options import PlannerOptions
 from megapack.hosts.shared.rank_rows import Need, Rows, plan_rank, split_rows
 from megapack.layout import round_up
@@ -61,6 +62,8 @@ class RankItems:
     token_ids: Sequence[Any] | None = None
     """Of the samples, to pack those with common beginnings as one. Items of several samples, which
     the host keeps together, are packed without."""
+    patches: Patches | None = None
+    """Of the samples' images, which the model encodes in the samples' rows."""
     work_of: Callable[[Ints], Ints] = calculate_workload
     """Work of samples by their tokens, by which rows are even."""
     error: type[PlanError] = HostAssertionError
@@ -93,7 +96,8 @@ class RankItems:
     @cached_property
     def work(self) -> Ints:
         """int64 [items]: work of each item."""
-        return self._sums(self.work_of(self.lengths))
+        images = _WORK_PER_TOKEN * image_tokens(self.patches, self.lengths.size)
+        return self._sums(self.work_of(self.lengths) + images.astype(np.int64))
 
     @cached_property
     def parts(self) -> Rows:

@@ -89,7 +89,7 @@ def parse_arguments() -> Arguments:
 
 
 def parse_layout(text: str) -> Layout:
-    """`dp=2,pp=2` as a layout.
+    """`dp=2,pp=2` or `tp=2,sequence_parallel=true` as a layout.
 
     >>> parse_layout("pp=2,vpp=2").pp
     2
@@ -99,7 +99,8 @@ def parse_layout(text: str) -> Layout:
     """
     parts = [part.partition("=") for part in filter(None, text.split(","))]
     try:
-        return Layout(**{name: int(value) for name, _, value in parts})
+        sizes = {name: value == "true" or int(value) for name, _, value in parts}
+        return Layout(**sizes)  # type: ignore[arg-type]
     except (TypeError, ValueError, ConfigError) as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a layout like dp=2,pp=2: {error}"
@@ -285,13 +286,23 @@ class Runs:
         folder: where reports go.
         case: of runs that name none.
         timeout_s: of one run.
+        te: see `run_step`.
     """
 
-    def __init__(self, host: str, folder: Path, *, case: str = "", timeout_s: float = 300) -> None:
+    def __init__(
+        self,
+        host: str,
+        folder: Path,
+        *,
+        case: str = "",
+        timeout_s: float = 300,
+        te: str | None = None,
+    ) -> None:
         self.host = host
         self._folder = folder
         self._case = case
         self._timeout_s = timeout_s
+        self._te = te
         self._done: dict[tuple[str, str, str], list[Report]] = {}
 
     def __call__(self, layout: str, patches: str = "", case: str | None = None) -> list[Report]:
@@ -310,5 +321,6 @@ class Runs:
                 patches=[name for name in patches.split(",") if name],
                 case=key[2],
                 timeout_s=self._timeout_s,
+                te=self._te,
             )
         return self._done[key]

@@ -9,6 +9,9 @@ What only this host has, in `--case`, separated by commas:
     hostpacks   the patched host packs with its own packer, so that steps have the same samples
     finetune    `finetune` from a checkpoint that Bridge imports from the folder, and save another
     crossing    rows without sample bounds are attended to as one sample, as on a GPU
+    images      Bridge's own Qwen3-VL and forward step, in place of the recipe's
+    reference   with images, also run `bridge_images.one_sample_step`, on one rank
+    unpatched   with images, the provider as it is: it does not hand on the stage's number
     overlap     Bridge's own setting for interleaved stages, `overlap_p2p_comm`
 """
 
@@ -28,7 +31,8 @@ from typing import Any
 
 from megapack import Layout, patching
 from megapack.hosts import megatron_bridge
-from tests.hosts.steps import job
+from tests.hosts.steps import bridge_images, images, job
+from tests.te_python import runs_te
 from tools.hosting import import_stubs, sources
 
 SEQ_LENGTH = 64
@@ -42,9 +46,10 @@ _PACKAGES = (
     *("einops==0.8.1", "omegaconf==2.3.0", "antlr4-python3-runtime==4.9.3"),
     "psutil==7.1.0",
 )
+_TE = ("transformer_engine", "transformer_engine_torch", "nvdlfw_inspect")
 _STUBS = (
-    *("transformer_engine", "transformer_engine_torch", "mamba_ssm", "causal_conv1d", "fla"),
-    *("modelopt", "nvidia_resiliency_ext", "nvdlfw_inspect", "nemo_run", "megatron.energon"),
+    *("mamba_ssm", "causal_conv1d", "fla"),
+    *("modelopt", "nvidia_resiliency_ext", "nemo_run", "megatron.energon"),
     *("wandb", "mlflow", "tensorboard", "google", "six", "datasets", "hydra"),
     *("qwen_vl_utils", "timm", "open_clip", "triton"),
 )
@@ -66,7 +71,7 @@ def import_bridge() -> None:
 
     # The process that forks the ranks imported it before psutil was on the path.
     vars(filesystem_async).update(psutil=psutil, HAVE_PSUTIL=True)
-    import_stubs.install(*_STUBS)
+    import_stubs.install(*_STUBS, *(() if runs_te() else _TE))
 
 
 def redirect_to_cpu() -> None:
@@ -241,7 +246,7 @@ def _spec(crosses: bool) -> Callable[[Any], Any]:
     return spec
 
 
-def record(report: job.Report) -> None:
+def record(report: job.Report, case: set[str]) -> None:
     """From here on, note what Bridge's train step and evaluation are given and return."""
     from megatron.bridge.training import eval as evaluation
     from megatron.bridge.training import train
@@ -258,6 +263,11 @@ def record(report: job.Report) -> None:
         rows.append(length if tokens is None else int(tokens.numel()))
 
     def step(forward_step_func: Any, data_iterator: Any, model: Any, *others: Any) -> Any:
+        if "images" in case and not report.losses and not report.grad_norms:
+            images.watch_tower(report, others[0], model)
+            if "reference" in case:
+                found = bridge_images.one_sample_step(model[0], GLOBAL_BATCH)
+                report.more["reference_loss"], report.more["reference_tower_gradients"] = found
         hook = model[0].register_forward_pre_hook(note_row, with_kwargs=True)
         result = job.timed(
             report, lambda: train_step(forward_step_func, data_iterator, model, *others)
@@ -286,11 +296,15 @@ def main() -> None:
     """Train on a layout and write this rank's report."""
     arguments = job.parse_arguments()
     case = set(filter(None, arguments.case.split(",")))
-    import_bridge()
-    patching.apply(*arguments.patches)
     from megapack import launch
 
-    launch.start("cpu")
+    if runs_te():
+        # Before the stand-ins, which would take the place of Transformer Engine's kernels.
+        launch.start("cpu")
+    import_bridge()
+    patching.apply(*arguments.patches)
+    if not runs_te():
+        launch.start("cpu")
     import torch.distributed as dist
 
     redirect_to_cpu()
@@ -309,9 +323,13 @@ def main() -> None:
     dist.barrier()
     report = job.Report()
     job.count_shape_exchanges(report)
-    record(report)
+    record(report, case)
     cfg = recipe(folder, arguments.layout, arguments.steps, case)
     step: Any = forward_step
+    if "images" in case:
+        from megatron.bridge.models.qwen_vl.qwen3_vl_step import forward_step as step
+
+        bridge_images.set_model(cfg, arguments.layout, case)
     if "planned" in case and "megatron_bridge" in arguments.patches:
         step = megatron_bridge.PlannedStep(max_tokens_per_gpu=BUDGET)
     (finetune if "finetune" in case else pretrain)(cfg, step)

@@ -25,7 +25,8 @@ def one_sample_step(
 
     Args:
         chunk: the whole model, in Megatron's DDP.
-        samples: of the host's class; only tokens, response_length, loss_mask, rollout_id are read.
+        samples: of the host's class; tokens, response_length, loss_mask, rollout_id and images are
+            read.
         rewards: advantage of each sample.
         per_token: every token has one share; otherwise every rollout has one, which its tokens
             divide. A rollout of two samples with 3 and 7 loss tokens gives each 1/10 of its share.
@@ -63,6 +64,7 @@ def _responses(chunk: Any, sample: Any) -> tuple[torch.Tensor, torch.Tensor]:
         position_ids=None,
         attention_mask=None,
         packed_seq_params=_one_sequence(tokens_1T.shape[1]),
+        **(getattr(sample, "multimodal_train_inputs", None) or {}),
     )
     all_TV = logits_1TV[0, -sample.response_length - 1 : -1].log_softmax(-1)
     logprobs_R = all_TV.gather(1, tokens_1T[0, -sample.response_length :, None])[:, 0]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.dist import problem
+from tests.hosts.steps.images import START, draw_images
 
 GROUP = 4
 """Samples of one prompt, which GRPO compares."""
@@ -23,6 +25,8 @@ class Sample:
     """Which response tokens have a loss, int64: turns of a tool have none."""
     reward: float
     group: int
+    images: dict[str, Any] | None = None
+    """What a processor makes of its images, whose tokens are in the prompt."""
 
     @property
     def tokens(self) -> Tensor:
@@ -30,7 +34,11 @@ class Sample:
 
 
 def draw(
-    num_samples: int, seed: int = 5, longest: int = 44, common_prompts: bool = False
+    num_samples: int,
+    seed: int = 5,
+    longest: int = 44,
+    common_prompts: bool = False,
+    images: bool = False,
 ) -> list[Sample]:
     """The same samples on every rank: prompts of 2 to 11 tokens, responses of 2 to `longest`.
 
@@ -38,6 +46,7 @@ def draw(
 
     Args:
         common_prompts: samples of a group have one prompt, of 14 tokens.
+        images: prompts begin with images, see `images.draw_images`.
     """
     generator = torch.Generator().manual_seed(seed)
     samples = []
@@ -52,7 +61,19 @@ def draw(
             group = torch.Generator().manual_seed(seed + i // GROUP)
             prompt = torch.randint(1, problem.VOCAB_SIZE, (14,), generator=group)
         reward = float(torch.rand((), generator=generator))
+        inputs = None
+        if images:
+            tokens, inputs = draw_images(i)
+            prompt, response = (ids.clamp(max=START - 1) for ids in (prompt, response))
+            prompt = torch.cat([torch.tensor(tokens, dtype=prompt.dtype), prompt])
         samples.append(
-            Sample(prompt=prompt, response=response, mask=mask, reward=reward, group=i // GROUP)
+            Sample(
+                prompt=prompt,
+                response=response,
+                mask=mask,
+                reward=reward,
+                group=i // GROUP,
+                images=inputs,
+            )
         )
     return samples

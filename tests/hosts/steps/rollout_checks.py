@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import megatron.core
 import pytest
 
+from tests.hosts.steps.images import assert_same_gradients
 from tests.hosts.steps.job import Arguments, Report, Runs, assert_shared, parse_layout
 from tests.hosts.steps.rollout_hosts import (
     PAD_MULTIPLE,
@@ -95,6 +96,14 @@ def check_equal(found: list[Report], wanted: list[Report]) -> None:
         assert len(values) == len(others) == STEPS
         for value, other, tolerance in zip(values, others, tolerances, strict=True):
             assert value == pytest.approx(other, rel=tolerance, abs=tolerance), name
+
+
+def check_tower(reports: list[Report], wanted: dict[str, list[float]]) -> None:
+    """The tower's gradients of the first step, on the ranks that have it."""
+    found = [report.more["tower_gradients"] for report in reports]
+    assert found[0]
+    for gradients in filter(None, found):
+        assert_same_gradients(gradients, wanted, rel=1e-5)
 
 
 def values_of(reports: list[Report], name: str) -> list[float]:

@@ -16,6 +16,11 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     mamba       the model has Mamba-2 layers
     lora        the model has adapters, which miles makes
     nooverlap   overlap_p2p_comm=False, which Megatron-LM's arguments refuse with pp2 x vpp2
+    images      samples with pixels and grids, and the host's own model with its tower
+    odd         with images: samples of odd numbers of tokens, too
+    few         with images: only every eighth sample has some
+    reduce      with images: gradients are reduced while the backward runs
+    unpatched   with images: without what slime's image patches in Megatron
     narrow      half of the budget: the same samples in more rows
     reference   also run `one_sample_step`, on one rank
 """
@@ -23,6 +28,7 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import random
 import sys
@@ -31,7 +37,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from tests.hosts.steps import adapters
+from tests.hosts.steps import adapters, images
 from tests.hosts.steps.job import (
     Arguments,
     Report,
@@ -97,6 +103,7 @@ def run(
     split_rollout: Callable[[Arguments, Any], tuple[list[Any], list[Any]]],
     train: Callable[..., None],
     make_lora: Callable[[Any], Any] | None = None,
+    make_image_model: Callable[..., Any] | None = None,
 ) -> None:
     """A worker: the host's training actor on one rollout, and the report.
 
@@ -105,6 +112,7 @@ def run(
         split_rollout: the samples, and each data-parallel rank's part of them.
         train: notes in the report what the steps give.
         make_lora: of the host's arguments, for cases with `lora`.
+        make_image_model: the same for cases with `images`; see `images.image_chunks`.
     """
     arguments = start(host)
     from megapack import launch
@@ -117,12 +125,18 @@ def run(
         make_lora(args)(chunks, training=True)
         adapters.draw(chunks)
 
-    chunks = build_host_chunks(arguments, adapt if "lora" in words(arguments) else None)
+    if "images" in words(arguments):
+        assert make_image_model is not None, f"{host} has no images"
+        chunks = build_image_chunks(arguments, functools.partial(make_image_model, args))
+    else:
+        chunks = build_host_chunks(arguments, adapt if "lora" in words(arguments) else None)
     actor = make_actor(args, chunks)
     samples, refs = split_rollout(arguments, args)
     if "reference" in words(arguments):
-        note_reference(report, args, chunks, samples, refs[0].inner)
+        note_reference(report, args, chunks, samples, refs[0].inner, words(arguments))
     adapters.watch(report, actor.optimizer, chunks)
+    if "images" in words(arguments):
+        images.watch_tower(report, actor.optimizer, chunks)
     train(report, actor, refs, num_samples=len(samples))
     write(report, arguments.folder)
     launch.stop()
@@ -169,6 +183,7 @@ def host_arguments(arguments: Arguments) -> HostArguments:
     num_rollouts = _rollouts_per_step(case) * arguments.steps
     budget = 8 * 1024 if "long" in case else BUDGET
     return HostArguments(
+        case=case,
         **_sizes(_model(case)),
         micro_batch_size=1,
         max_tokens_per_gpu=budget // 2 if "narrow" in case else budget,
@@ -310,8 +325,29 @@ def make_samples(sample_class: Any, arguments: Arguments) -> list[Any]:
                 status=sample_class.Status.COMPLETED,
                 remove_sample="removed" in case and len(samples) % 7 == 3,
             )
+            if "images" in case:
+                number = len(samples)
+                if "few" in case and number % 8:
+                    number = images.WITHOUT
+                add_images(sample, number, is_even="odd" not in case)
             samples.append(sample)
     return samples
+
+
+def add_images(sample: Any, number: int, *, is_even: bool) -> None:
+    """Put images before a sample's text.
+
+    Args:
+        is_even: of an even number of tokens, as slime's Qwen3.5 wants it.
+    """
+    tokens, inputs = images.draw_images(number)
+    text = [min(token, images.START - 1) for token in sample.tokens[-60:]]
+    if is_even and (len(tokens) + len(text)) % 2:
+        text.insert(0, 1)
+    sample.tokens = tokens + text
+    sample.response_length = min(sample.response_length, len(sample.tokens) - len(tokens) - 1)
+    sample.loss_mask = sample.loss_mask[-sample.response_length :]
+    sample.multimodal_train_inputs = inputs
 
 
 def build_host_chunks(
@@ -323,14 +359,7 @@ def build_host_chunks(
     from tests.dist.setup import build_chunks
 
     case = words(arguments)
-    overlaps = arguments.layout.vpp > 1 and "nooverlap" not in case
-    settings = {
-        "calculate_per_token_loss": "tokens" in case,
-        "variable_seq_lengths": True,
-        "overlap_p2p_comm": overlaps,
-        "batch_p2p_comm": not overlaps,
-        "deallocate_pipeline_outputs": True,
-    }
+    settings = host_settings(arguments)
     if "mamba" in case:
         build.initialize_parallel(arguments.layout, problem.SEED)
         return mamba_chunks(settings)
@@ -344,6 +373,30 @@ def build_host_chunks(
 
     build.transformer_config = host_config
     return build_chunks(arguments.layout, model=_model(case), before_wrapping=before_wrapping)
+
+
+def host_settings(arguments: Arguments) -> dict[str, Any]:
+    """What Megatron-LM's arguments set of its config."""
+    case = words(arguments)
+    overlaps = arguments.layout.vpp > 1 and "nooverlap" not in case
+    return {
+        "calculate_per_token_loss": "tokens" in case,
+        "variable_seq_lengths": True,
+        "overlap_p2p_comm": overlaps,
+        "batch_p2p_comm": not overlaps,
+        "deallocate_pipeline_outputs": True,
+    }
+
+
+def build_image_chunks(arguments: Arguments, make_model: Callable[..., Any]) -> list[Any]:
+    """This rank's chunks of the host's own model with a tower."""
+    from megapack.job.gpt import build
+    from tests.dist import problem
+
+    build.initialize_parallel(arguments.layout, problem.SEED)
+    overlaps = {"overlap_grad_reduce": "reduce" in words(arguments)}
+    settings = host_settings(arguments)
+    return images.image_chunks(arguments.layout, settings, make_model, **overlaps)
 
 
 def parallel_config(arguments: Arguments) -> dict[str, int]:
@@ -448,7 +501,12 @@ def note_advantages(report: Report, rollout_data: Any, gather: Callable[..., Any
 
 
 def note_reference(
-    report: Report, args: Any, chunks: Sequence[Any], samples: Sequence[Any], part: Any
+    report: Report,
+    args: Any,
+    chunks: Sequence[Any],
+    samples: Sequence[Any],
+    part: Any,
+    case: set[str],
 ) -> None:
     """Run the reference of the first step on the only rank's samples.
 
@@ -468,6 +526,8 @@ def note_reference(
     )
     report.more["reference_loss"] = loss
     report.more["reference_grad_norm"] = grad_norm
+    if "images" in case:
+        report.more["reference_tower_gradients"] = images.gradients(chunks)
     # What the hosts divide by under `tokens`, over what they should divide by.
     num_tokens = sum(sum(sample.loss_mask) for sample in first)
     num_removed = sum(sample.remove_sample for sample in first)

@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from tests.hosts.steps import job, rollout_hosts
+from tests.hosts.steps import images, job, rollout_hosts
 
 
 def main() -> None:
     """Run slime on one rollout, and report."""
-    rollout_hosts.run("slime", make_actor, split_rollout, train)
+    rollout_hosts.run("slime", make_actor, split_rollout, train, make_image_model=make_image_model)
+
+
+def make_image_model(args: Any, config: Any, **place: Any) -> Any:
+    """slime's Qwen3.5 with a tower, on layers that run on a CPU in place of its decoder's."""
+    import torch
+    from slime_plugins.models.qwen3_5_vl import Qwen3_5VLModel, _load_vision_model
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
+
+    from megapack.job.gpt.specs import local_layer_spec
+    from tests.dist import problem
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": images.MROPE_SECTION}
+    hf_config = Qwen3_5Config(
+        text_config={"hidden_size": config.hidden_size, "rope_parameters": rope},
+        vision_config={**images.VISION_CONFIG, "out_hidden_size": config.hidden_size},
+        **images.TOKENS,
+    )
+    config.use_cpu_initialization = True
+    args.padded_vocab_size = problem.VOCAB_SIZE
+    args.max_position_embeddings = args.seq_length
+    args.rotary_percent = 1.0
+    args.rotary_base = 10000
+    model = Qwen3_5VLModel(config, local_layer_spec(config), hf_config, args, **place)
+    # Heads are as wide as Qwen3.5's.
+    wide = Qwen3_5Config(vision_config={**images.VISION_CONFIG, "hidden_size": 144})
+    bf16 = _load_vision_model(wide, torch.bfloat16, use_cpu_initialization=True)
+    rounded = bf16.rotary_pos_emb.inv_freq.float()
+    exact = 10000.0 ** (-torch.arange(len(rounded)) / len(rounded))
+    args.angle_error = 63 * float((rounded - exact).abs().max())
+    if "unpatched" not in args.case:
+        # slime's image patches Megatron so that its GPTModel says this.
+        rotary = model.language_model.rotary_pos_emb
+        rotary.forward = functools.partial(rotary.forward, packed_seq=True)
+    return model
 
 
 def split_rollout(arguments: job.Arguments, args: Any) -> tuple[list[Any], list[Any]]:
@@ -73,6 +108,7 @@ def train(report: job.Report, actor: Any, refs: list[Any], *, num_samples: int) 
     )
     report.num_microbatches = list(counts)
     rollout_hosts.note_result(report, actor.model, logged)
+    report.more["angle_error"] = actor.args.angle_error
 
 
 if __name__ == "__main__":

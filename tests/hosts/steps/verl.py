@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megapack import Layout, launch, patching
 from tests.dist import problem
-from tests.hosts.steps import adapters
+from tests.hosts.steps import adapters, images
 from tests.hosts.steps.chunks import bridge_settings, host_chunks
 from tests.hosts.steps.job import (
     Report,
@@ -50,6 +50,9 @@ class Case:
     mamba: bool = False
     common_prompts: bool = False
     lora: bool = False
+    images: bool = False
+    alone: bool = False
+    """Each sample is a micro-batch."""
 
 
 DR_GRPO = {"loss_agg_mode": "seq-mean-token-sum-norm"}
@@ -63,6 +66,8 @@ CASES = {
     "prompts": Case(common_prompts=True),
     "prompts_shared": Case(common_prompts=True),
     "lora": Case(lora=True),
+    "images": Case(images=True),
+    "images_alone": Case(images=True, alone=True),
     "mamba": Case(mamba=True),
     "mamba_whole": Case(budget=4000, mamba=True),
 }
@@ -111,11 +116,12 @@ def make_engine(layout: Layout, case: Case) -> Any:
             model_parallel_cuda_manual_seed(problem.SEED)
             settings = bridge_settings(layout)
             adapt = self._adapt if case.lora else None
-            chunks = (
-                mamba_chunks(settings)
-                if case.mamba
-                else host_chunks(layout, settings, before_wrapping=adapt)
-            )
+            if case.images:
+                chunks = images.image_chunks(layout, settings, images.make_bridge_model)
+            elif case.mamba:
+                chunks = mamba_chunks(settings)
+            else:
+                chunks = host_chunks(layout, settings, before_wrapping=adapt)
             self.tf_config = chunks[0].config
             return chunks
 
@@ -128,7 +134,12 @@ def make_engine(layout: Layout, case: Case) -> Any:
     engine = Engine(
         model_config=types.SimpleNamespace(
             model_type="language_model",
-            hf_config=types.SimpleNamespace(architectures=["Qwen2ForCausalLM"], model_type="qwen2"),
+            hf_config=types.SimpleNamespace(
+                architectures=["Qwen2ForCausalLM"],
+                model_type="qwen2",
+                # By this verl tells a model with images.
+                **({"vision_config": images.VISION_CONFIG} if case.images else {}),
+            ),
             local_path="",
             mtp=types.SimpleNamespace(enable=False, enable_train=False),
             tokenizer=types.SimpleNamespace(pad_token_id=0),
@@ -146,7 +157,7 @@ def make_engine(layout: Layout, case: Case) -> Any:
             context_parallel_size=layout.cp,
             tensor_model_parallel_size=layout.tp,
             use_distributed_optimizer=False,
-            use_dynamic_bsz=True,
+            use_dynamic_bsz=not case.alone,
             max_token_len_per_gpu=case.budget // layout.cp,
         ),
         optimizer_config=McoreOptimizerConfig(
@@ -179,10 +190,16 @@ def make_batch(samples: list[Sample], dp_rank: int, dp_size: int) -> Any:
         "loss_mask": [samples[i].mask for i in own],
         "advantages": [advantages[i, : samples[i].response.numel()] for i in own],
     }
-    return tu.get_tensordict(
+    batch = tu.get_tensordict(
         {name: nested(values) for name, values in fields.items()},
-        {"temperature": 1.0, "global_batch_size": len(samples), "use_dynamic_bsz": True},
+        {"temperature": 1.0, "global_batch_size": len(samples)},
     )
+    if any(sample.images for sample in samples):
+        from tensordict import NonTensorData, NonTensorStack
+
+        inputs = [NonTensorData(samples[i].images or {}) for i in own]
+        batch["multi_modal_inputs"] = NonTensorStack(*inputs)
+    return batch
 
 
 def nested(values: list[Tensor]) -> Tensor:
@@ -223,7 +240,12 @@ def copy_of(batch: Any, engine: Any) -> Any:
     from verl.utils import tensordict_utils as tu
 
     copy = batch.copy()
-    tu.assign_non_tensor(copy, max_token_len_per_gpu=engine.engine_config.max_token_len_per_gpu)
+    tu.assign_non_tensor(
+        copy,
+        max_token_len_per_gpu=engine.engine_config.max_token_len_per_gpu,
+        micro_batch_size_per_gpu=1,
+        use_dynamic_bsz=engine.engine_config.use_dynamic_bsz,
+    )
     return copy
 
 
@@ -246,6 +268,8 @@ def main() -> None:
     launch.start("cpu")
     if case.lora:
         adapters.import_bridge()
+    if case.images:
+        images.import_bridge_model()
     import_verl()
     patching.apply(*arguments.patches)
     from verl.workers.config import ActorConfig
@@ -255,7 +279,7 @@ def main() -> None:
     layout = arguments.layout
     engine = make_engine(layout, case)
     count_shape_exchanges(report)
-    samples = draw(NUM_SAMPLES, common_prompts=case.common_prompts)
+    samples = draw(NUM_SAMPLES, common_prompts=case.common_prompts, images=case.images)
     actor = ActorConfig(strategy="megatron", rollout_n=4, use_dynamic_bsz=True, **case.loss)
     batch = make_batch(samples, engine.get_data_parallel_rank(), engine.get_data_parallel_size())
     old = log_probs(engine, batch)
@@ -267,6 +291,8 @@ def main() -> None:
     watch_rows(engine, report)
     count_layer_tokens(report, engine.module[0])
     adapters.watch(report, engine.optimizer, engine.module)
+    if case.images:
+        images.watch_tower(report, engine.optimizer, engine.module)
     report.more["told"] = Told(engine.module[0]).rows
     for _ in range(arguments.steps):
         report.row_tokens.append([])

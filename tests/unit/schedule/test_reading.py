@@ -232,3 +232,23 @@ def test_samples_in_a_nested_tensor_are_not_taken_for_a_row() -> None:
     samples = [torch.zeros(5, dtype=torch.long), torch.zeros(3, dtype=torch.long)]
     nested = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
     assert read(step, iter([{"ids": nested}]), Chunk(), 1)[0] == [None]
+
+
+def test_padded_samples_that_the_model_packs_have_their_rows_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """verl gives models with images the samples [3, 9] of a row of 20 tokens, over two GPUs."""
+    cp_size = "get_context_parallel_world_size"
+    monkeypatch.setattr(f"megapack.schedule.reading.parallel_state.{cp_size}", lambda: 2)
+
+    class Packing(Chunk):
+        def forward(self, input_ids: Any = None, packed_seq_params: Any = None) -> Any:
+            raise AssertionError("it must not run")
+
+    def padded(iterator: Any, model: Any) -> Any:
+        bounds = torch.tensor([0, 8, 16, 20])
+        params = SimpleNamespace(cu_seqlens_q_padded=bounds)
+        return model(torch.zeros(3, 9, dtype=torch.long), packed_seq_params=params), None
+
+    assert read(padded, batches(1), Packing(), 1)[0] == [(10, 1)]
+    assert read(padded, batches(1), Packing(), 1, shards=2)[0] == [(5, 1)]
