@@ -47,10 +47,10 @@ TOTAL = 38_305
 """The sum of the budgets. It is never raised."""
 IMAGES = {
     "commands": 41,
-    "cost": 141,
+    "cost": 135,
     "hosts": 101,
     "job.config": 268,
-    "job.data": 696,
+    "job.data": 703,
     "job.gpt": 67,
     "job.hf": 31,
     "job.train": 39,
@@ -68,7 +68,7 @@ IMAGES = {
     "schedule": 422,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 2_685
+IMAGES_TOTAL = 2_686
 """The sum of these, which what else images need is taken from."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
