@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from megapack.base.arrays import Ints, read_budget
 from megapack.cost.model import CostModel, cost_in_tokens
 from megapack.errors import ConfigError
+from megapack.images import Images, checked_images
 from megapack.layout import Layout
+from megapack.pipeline.simulator import simulate
 from megapack.plan.plan import Plan, RolloutId, StepPlan
 from megapack.planner.batch import Batch
 from megapack.planner.counts import keep_reachable, split_rollouts
 from megapack.planner.explain import explain
+from megapack.planner.images import with_images
 from megapack.planner.items import Items
 from megapack.planner.refusals import check_cost, check_oversize, check_set_sizes
 from megapack.planner.search import best_draft
@@ -38,6 +42,7 @@ def build_dp_schedule(
     policy: Policy | None = None,
     forward_only: bool = False,
     prefixes: SharedPrefixes | None = None,
+    images: Sequence[Images] | None = None,
 ) -> Plan:
     """Plan the steps and micro-batches of a batch from its samples' lengths.
 
@@ -66,12 +71,14 @@ def build_dp_schedule(
         forward_only: plan a pass without backwards.
         prefixes: tokens that samples share at their beginnings; None: nothing is shared. Under
             `Policy(share_prefixes="auto")` a row holds them once, where that pays.
+        images: per sample its `ImageRef`s, as a `SampleBatch` has them; `Policy.images` says where
+            they are encoded. None: no sample has one.
 
     Returns:
         A plan that `check_plan` accepts.
 
     Raises:
-        DataError: invalid lengths, ids or prefixes.
+        DataError: invalid lengths, ids, prefixes or images.
         ConfigError: arguments that contradict each other.
         PlanError: no legal plan exists; the message says what to set.
     """
@@ -96,6 +103,7 @@ def build_dp_schedule(
         cost=cost or cost_in_tokens(layout),
         forward_only=forward_only,
         prefixes=prefixes,
+        images=None if images is None else checked_images(images, batch.lengths.tolist()),
     )
     # Before the sets: it refuses an invalid budget.
     request.step(policy)
@@ -117,6 +125,7 @@ class Request:
     cost: CostModel
     forward_only: bool
     prefixes: SharedPrefixes | None
+    images: list[Images] | None
 
     def step(self, policy: Policy) -> Step:
         """What its steps have in common, but for prefixes."""
@@ -130,12 +139,40 @@ class Request:
             budget=self._budget(rows),
             max_samples=_as_int(self.micro_batch_size),
             forward_only=self.forward_only,
+            **(self._row_images() if policy.images == "row" else {}),
         )
         row_lengths = policy.row_lengths(self.layout, step.capacity)
         if not row_lengths:
             return step
         rows = self.layout.rounding(policy.round_row_tokens, row_lengths)
         return replace(step, layout=rows, budget=self._budget(rows))
+
+    def _planned(self, step: Step, samples: Ints) -> StepPlan:
+        """The plan of a step; of rows that encode images the faster one of two, balanced with the
+        images and without: the search counts them in all chunks, which is too much where few
+        micro-batches follow each other."""
+        ways = [step] if step.image_seconds is None else [step, replace(step, image_seconds=None)]
+        plans = []
+        for own in ways:
+            plan = _plan_step(Items.whole(own, samples, self.batch.item_of[samples]), self.batch)
+            if self.images is not None:
+                plan = with_images(plan, self.images, self.layout, self.cost, own.policy.images)
+            plans.append(plan)
+        if len(plans) == 1:
+            return plans[0]
+        settings: dict[str, Any] = {"layout": self.layout, "cost": self.cost}
+        settings |= {"lockstep": step.lockstep, "forward_only": step.forward_only}
+        return min(plans, key=lambda plan: simulate(plan, **settings).makespan)
+
+    def _row_images(self) -> dict[str, Any]:
+        """The fields of `Step` about images in rows."""
+        if self.images is None:
+            return {}
+        patches = [np.array([ref.patches for ref in refs], dtype=np.int64) for refs in self.images]
+        return {
+            "image_seconds": np.array([self.cost.image_seconds(own).sum() for own in patches]),
+            "patches": np.array([own.sum() for own in patches]),
+        }
 
     def _budget(self, rows: Layout) -> int | None:
         return read_budget(rows, self.max_tokens_per_gpu, self.micro_batch_size)
@@ -159,7 +196,7 @@ class Request:
             step_split=policy.step_split,
         )
         steps = tuple(
-            _plan_step(Items.whole(replace(step, number=n), own, batch.item_of[own]), batch)
+            self._planned(replace(step, number=n), own)
             for n, own in enumerate(batch.steps(rollouts))
         )
         shares = any(mb.shared_tokens for planned in steps for mb in planned.microbatches)

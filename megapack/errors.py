@@ -30,6 +30,11 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0][:120]
 
 
+def reason_of(error: BaseException) -> str:
+    """Why a file cannot be read or written: the system's words, or the error's own."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def one_line(error: BaseException) -> str:
     """Another library's error for a message: all of its lines as one."""
     return " ".join(str(error).split())

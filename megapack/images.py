@@ -26,9 +26,6 @@ from megapack.errors import DataError, brief
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Patches of an image whose attention takes as long as everything else: 4 d n of attention and
-# 2 (4 d^2 + 2 d f) of products per patch, with d=1152 and f=4304, are equal at n=6,600.
-_EVEN_PATCHES = 6600
 # Numbers that stand for image tokens when samples are compared begin here: above all vocabularies,
 # and below the 2^31 of `SharedPrefixes` with as many again.
 _FIRST_NUMBER = 1 << 30
@@ -140,6 +137,21 @@ def checked_images(images: Sequence[Any] | None, lengths: Sequence[int]) -> list
     return [tuple(refs) for refs in images]
 
 
+def of_patches(patches: Sequence[int], name: str) -> Images:
+    """Images of which only the patches are known, to plan with: one after the other from the
+    sample's first token on, 4 patches a token. Images of one name are the same ones.
+
+    >>> [(ref.offset, ref.grid, ref.key) for ref in of_patches([8, 16], "a")]
+    [(0, (1, 2, 4), 'a image 0'), (2, (1, 2, 8), 'a image 1')]
+    """
+    found: list[ImageRef] = []
+    for number, count in enumerate(patches):
+        offset = found[-1].end if found else 0
+        grid = (1, 2, 2 * max(1, count // 4))
+        found.append(ImageRef(offset=offset, grid=grid, key=f"{name} image {number}"))
+    return tuple(found)
+
+
 def is_image_token(refs: Images, length: int) -> npt.NDArray[np.bool_]:
     """Per token of a sample: whether an image stands there."""
     found = np.zeros(length, dtype=np.bool_)
@@ -216,28 +228,3 @@ def images_digest(images: Sequence[Images]) -> str:
     """A digest of where images stand and of their keys, which all ranks must have alike."""
     places = [[(ref.offset, ref.grid, ref.key) for ref in refs] for refs in images]
     return hashlib.sha256(repr(places).encode()).hexdigest() if any(places) else ""
-
-
-def spread(
-    patches: Sequence[int], num_ranks: int, users: Sequence[Sequence[int]] | None = None
-) -> list[int]:
-    """A rank for each image, so that all have about as much to do: the longest first.
-
-    Args:
-        patches: of each image.
-        users: ranks that read each image; of ranks with equally little to do, one of these encodes
-            it, which sends less. None: not known.
-
-    >>> spread([4, 64, 16, 16, 32], 2)
-    [1, 0, 1, 1, 1]
-    >>> spread([16, 16], 2, users=[[1], [0]])
-    [1, 0]
-    """
-    loads = np.zeros(num_ranks)
-    owners = [0] * len(patches)
-    for i in sorted(range(len(patches)), key=lambda i: -patches[i]):
-        least = loads.min()
-        own = (rank for rank in (users[i] if users else ()) if loads[rank] == least)
-        owners[i] = next(own, int(loads.argmin()))
-        loads[owners[i]] += patches[i] * (1 + patches[i] / _EVEN_PATCHES)
-    return owners

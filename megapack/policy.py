@@ -20,6 +20,7 @@ SharePrefixes = Literal["auto", "off"]
 ContextParallel = Literal["fixed", "dynamic"]
 SplitSamples = Literal["off", "auto"]
 Backward = Literal["joint", "split"]
+ImagePlace = Literal["ahead", "row"]
 
 # Fields that a payload leaves out at their defaults, so that plans from before they were fields
 # keep their digests.
@@ -32,6 +33,8 @@ _LATER_FIELDS = (
     "least_piece",
     "round_row_tokens",
     "row_shapes",
+    "images",
+    "max_patches_per_gpu",
 )
 
 # Compiled code multiplies these numbers by sizes of the layout (at most 2**20) in int64:
@@ -94,6 +97,12 @@ class Policy:
     what a cut costs."""
     backward: Backward = "joint"
     """split: weight gradients are computed apart from input gradients, in a stage's idle time."""
+    images: ImagePlace = "ahead"
+    """ahead: each image is encoded once, before the rows of a step, on one of all GPUs. row: the
+    first chunk encodes the images of each row, as models of other frameworks do."""
+    max_patches_per_gpu: int | None = None
+    """Patches of the images of a micro-batch under images=row, beside the budget of tokens; null =
+    no limit."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -106,7 +115,8 @@ class Policy:
         _check_int("search", self.search, 0)
         if self.max_live_tokens_per_gpu is not None:
             _check_int("max_live_tokens_per_gpu", self.max_live_tokens_per_gpu, 1)
-        for name in ("max_width", "least_piece", "round_row_tokens", "row_shapes"):
+        counts = ("max_width", "least_piece", "round_row_tokens", "row_shapes")
+        for name in (*counts, "max_patches_per_gpu"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1)
 
@@ -266,6 +276,27 @@ _RULES = (
         lambda facts: facts.ahead,
         "multi-token prediction needs tokens of a sample's next piece; set it to 0, or "
         "split_samples='off'",
+    ),
+    _Rule(
+        "max_patches_per_gpu",
+        None,
+        lambda facts: facts.has("images", "ahead") or facts.counts_samples,
+        "it bounds the images that rows within a budget of tokens encode; set "
+        "max_patches_per_gpu=None, or images='row' and max_tokens_per_gpu",
+    ),
+    *(
+        _Rule(
+            "images",
+            "row",
+            lambda facts, setting=setting, value=value: facts.has(setting, value),  # type: ignore[misc]
+            f"rows that encode images are planned whole, on one rank, in Megatron's order; set "
+            f"{setting}={off!r}, or images='ahead'",
+        )
+        for setting, value, off in (
+            ("context_parallel", "dynamic", "fixed"),
+            ("split_samples", "auto", "off"),
+            ("backward", "split", "joint"),
+        )
     ),
 )
 

@@ -78,8 +78,4 @@ def _is_release_without_compiled_part(folder: Path) -> bool:
 
 
 def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(importlib.metadata.distributions(name=distribution))

@@ -7,6 +7,7 @@
     python tools/bench_planner.py --only-shapes        # rows of few lengths
     python tools/bench_planner.py --only-steps         # steps of equal work
     python tools/bench_planner.py --only-hybrid        # hybrid models
+    python tools/bench_planner.py --only-images        # models with images
     python tools/bench_planner.py --only-bound         # the distance to a lower bound
     python tools/bench_planner.py --only-operations    # split samples and split backwards
     python tools/bench_planner.py --only-dynamic       # rows over several DP ranks
@@ -71,6 +72,7 @@ from tools.benching.planner_families import (
     trace_steps,
 )
 from tools.benching.planner_hybrid import hybrid_table
+from tools.benching.planner_images import images_table, layouts_table, sent_table
 from tools.benching.planner_parts import PARTS
 from tools.benching.planner_peer_code import megatron_strategies, verl_strategy
 from tools.benching.planner_peers import BASELINES
@@ -574,6 +576,7 @@ def main() -> None:
         "shapes": shapes,
         "steps": steps,
         "hybrid": hybrid,
+        "images": lambda _: [*images_table(), "", *sent_table(), "", *layouts_table()],
         "bound": lambda traces: bound(load(traces, BOUND_SAMPLES)),
         "operations": operations,
         "dynamic": dynamic,

@@ -40,7 +40,6 @@ PAGES: dict[str, str] = {
         megapack.MicroBatch
         -megapack.check_plan
         -megapack.plan.file.read_plan
-        -megapack.plan.file.write_plan
         -megapack.plan_report
         megapack.PlanReport
         -megapack.simulate

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import uuid
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -34,12 +33,7 @@ class ArrayFile:
     def __enter__(self) -> ArrayFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
         self._part.unlink(missing_ok=True)
 

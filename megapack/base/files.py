@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from megapack.errors import ConfigError, brief
+from megapack.errors import ConfigError, brief, reason_of
 
 GZIP = b"\x1f\x8b"
 # With the first byte of a header: a CSV may have a column PAR1.
@@ -157,8 +157,8 @@ def write_output(path: str | Path, content: str | bytes) -> None:
     try:
         write_whole(Path(path), content)
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise ConfigError(f"{path}: cannot be written ({reason}); set another -o") from None
+        why = reason_of(error)
+        raise ConfigError(f"{path}: cannot be written ({why}); set another -o") from None
 
 
 def strict_json(text: str) -> Any:

@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check and print; 1 if an invariant is broken."""
     plan = read_plan(args.plan)
-    lengths = read_table(args).lengths
+    table = read_table(args)
     problem = None
     try:
-        check_plan(plan, lengths)
+        check_plan(plan, table.lengths, table.images)
     except MegapackError as error:
         problem = str(error)
     if args.json:

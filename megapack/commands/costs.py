@@ -140,18 +140,31 @@ class CostOptions:
             stage_layers=stage_layers or self.stage_layers(layout),
             **options,
         )
+        recompute = options.get("recompute", config.model.recompute)
+        cost = config.model.with_image_costs(cost, layout, speed, recompute)
         return Pricing(cost, True, speed.basis)
 
 
-def read_costs(args: argparse.Namespace) -> CostOptions:
+def read_costs(args: argparse.Namespace, *, has_images: bool = False) -> CostOptions:
     """The options of `add_costs` or `add_model`.
+
+    Args:
+        has_images: samples have images, which a model's tower encodes.
 
     Raises:
         ConfigError: an invalid config, or options that exclude each other.
     """
     if args.config is not None and args.model is not None:
         raise ConfigError("both --config and --model given; set one of them")
-    config = _read_config(args.config) if args.model is None else _config_of(args.model)
+    if args.model is not None:
+        config: TrainConfig | None = _config_of(args.model, "train" if has_images else "off")
+    else:
+        config = _read_config(args.config)
+    if has_images and config is not None and config.model.vision == "off":
+        raise ConfigError(
+            f"samples have images and {args.config} has model.vision=off; set --model, or a config "
+            "with model.vision=train or frozen"
+        )
     speed, gpu = given_fields(args, GpuSpeed), getattr(args, "gpu", None)
     cost_file = getattr(args, "cost", None)
     given = [*speed, "gpu"] if gpu else [*speed]
@@ -190,7 +203,7 @@ def _read_config(name: str | None) -> TrainConfig | None:
     return load_config(find_config(name), [], TrainConfig)
 
 
-def _config_of(model: str) -> TrainConfig:
+def _config_of(model: str, vision: str) -> TrainConfig:
     """The config of a run of a model, which is trained in bf16 with a distributed optimizer."""
     from megapack.config.load import parse_config
     from megapack.config.shipped import shipped_models
@@ -206,7 +219,7 @@ def _config_of(model: str) -> TrainConfig:
         folder = str(known[model])
     keys = (
         "{name: model, plan: {max_tokens_per_gpu: 1}, optim: {distributed_optimizer: true}, "
-        f"model: {{dtype: bf16, hf_path: {json.dumps(folder)}}}}}"
+        f"model: {{dtype: bf16, vision: {json.dumps(vision)}, hf_path: {json.dumps(folder)}}}}}"
     )
     return parse_config(keys, [], TrainConfig, "--model")
 
@@ -231,4 +244,5 @@ def plan_pricing(args: argparse.Namespace, plan: Plan) -> Pricing:
     """The cost model of the options for the samples of a plan."""
     microbatches = (mb for step in plan.steps for mb in step.microbatches)
     typical = sum(mb.tokens_sq for mb in microbatches) / max(1, plan.counts.held_tokens)
-    return read_costs(args).pricing(plan.layout, typical)
+    costs = read_costs(args, has_images=plan.counts.num_images > 0)
+    return costs.pricing(plan.layout, typical)

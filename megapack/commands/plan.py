@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     table = read_table(args)
     check_output(args, args.lengths)
     typical = typical_length(table.lengths)
-    pricing = read_costs(args).pricing(layout, typical)
+    costs = read_costs(args, has_images=table.images is not None)
+    pricing = costs.pricing(layout, typical)
     # The planner's compiler takes a third of a second to import: report bad input before.
     from megapack.dp_schedule import build_dp_schedule
     from megapack.outlook.stats import plan_report
@@ -95,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         cost=pricing.cost,
         forward_only=args.forward_only,
         prefixes=table.prefixes,
+        images=table.images,
     )
     plan = make(policy=policy)
     strategies = {"megapack": plan}

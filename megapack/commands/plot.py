@@ -5,13 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megapack.commands.arguments import (
-    add_output,
-    add_plan,
-    add_step,
-    check_output,
-    write_result,
-)
+from megapack.commands.arguments import add_output, add_plan, add_step, check_output, write_result
 from megapack.commands.costs import add_costs, priced_plan
 from megapack.commands.parser import Parser
 from megapack.errors import ConfigError

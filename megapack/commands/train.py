@@ -142,7 +142,6 @@ def _payload(
         "num_logprob_passes": prediction.num_logprob_passes,
         "critic_steps": _totals(prediction.critic_steps),
         "value_pass": _totals(prediction.values),
-        "images": prediction.images and asdict(prediction.images),
         "seconds": prediction.seconds,
         "tokens_per_gpu_second": prediction.tokens_per_gpu_second,
         "time_basis": pricing.basis,
@@ -181,8 +180,6 @@ def _print(config: TrainConfig, batch: Batch, pricing: Pricing, prediction: Pred
     print_columns(columns, [item for item in passes if item[2] is not None])
     for line in prediction.steps.lines():
         print(line)
-    if prediction.images is not None:
-        print(prediction.images)
     speed = prediction.tokens_per_gpu_second
     print(f"{speed * layout.world_size:.4g} tokens/s, {speed:.4g} tokens/s/GPU")
     print(f"time {pricing.basis}; optimizer and data are not counted")

@@ -102,7 +102,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Sweep, rank and print; 1 if nothing fits."""
     table = read_table(args)
-    costs = read_costs(args)
+    costs = read_costs(args, has_images=table.images is not None)
     if costs.config is None:
         raise ConfigError(
             "tune needs a model; set --model to its folder or config.json, or --config"
@@ -130,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
         ),
         own=_own_trial(costs.config, args.gpus) if args.config is not None else None,
         prefixes=table.prefixes,
+        images=table.images,
     )
     space = Space(
         num_gpus=args.gpus,

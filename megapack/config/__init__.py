@@ -7,13 +7,8 @@ Modules:
     shipped: the configs that megapack ships, and config.json of their models
 """
 
-from megapack.config.load import dump_yaml, load_config, parse_config, to_dict
-from megapack.config.shipped import find_config
-
-__all__ = [
-    "load_config",
-    "parse_config",
-    "dump_yaml",
-    "find_config",
-    "to_dict",
-]
+from megapack.config.load import dump_yaml as dump_yaml
+from megapack.config.load import load_config as load_config
+from megapack.config.load import parse_config as parse_config
+from megapack.config.load import to_dict as to_dict
+from megapack.config.shipped import find_config as find_config

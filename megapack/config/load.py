@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from megapack.base.files import read_whole, text_of
 from megapack.config.typed import Converter, shown
 from megapack.config.yaml import Node, dump, parse
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, reason_of
 
 T = TypeVar("T")
 
@@ -47,9 +47,8 @@ def load_config(path: str | Path, overrides: Sequence[str], cls: type[T]) -> T:
     try:
         data = read_whole(path, _MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{path}: cannot be read ({reason}); give the path of a YAML file"
+            f"{path}: cannot be read ({reason_of(error)}); give the path of a YAML file"
         ) from None
     if len(data) > _MAX_BYTES:
         raise ConfigError(f"{path}: longer than {_MAX_BYTES} bytes; give the path of a config")

@@ -17,6 +17,7 @@ from megapack.cost.layers import LayerKind
 from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes
 from megapack.cost.stages import StageLayers
+from megapack.cost.tower import TowerSizes
 from megapack.errors import ConfigError
 from megapack.layout import Layout
 
@@ -182,6 +183,35 @@ def cost_from_sizes(
         square_range=(1.0,) if speed.is_measured else cost.square_range,
         cp_fixed=latency * (cp == 1),
         weight_ratio=trained * PRODUCTS * products / flops / per_token,
+    )
+
+
+def with_image_costs(
+    cost: CostModel,
+    tower: TowerSizes,
+    layout: Layout,
+    speed: GpuSpeed,
+    *,
+    trained: bool,
+    recompute: bool,
+) -> CostModel:
+    """The cost model with seconds of images that a tower encodes.
+
+    Args:
+        recompute: the tower's backward runs its blocks again.
+    """
+    peak = _checked_peak(speed) * 1e12
+    per_patch, per_patch_sq = tower.coefficients(
+        peak * speed.utilisation, peak * speed.attention_utilisation
+    )
+    gbs = speed.cp_gbs if layout.world_size <= speed.node_gpus else speed.node_gbs
+    read = tower.feature_bytes(1, tower.num_levels, is_trained=False)
+    return replace(
+        cost,
+        per_patch=per_patch,
+        per_patch_sq=per_patch_sq,
+        per_image_token=read / (gbs * 1e9) if layout.world_size > 1 else 0.0,
+        tower_ratio=2.0 + recompute if trained else 0.0,
     )
 
 

@@ -20,7 +20,7 @@ from megapack.cost.head import default_chunk_tokens
 from megapack.cost.layers import LayerKind
 from megapack.cost.sizes import ModelSizes
 from megapack.cost.stages import StageLayers, stage_layers_of
-from megapack.cost.tower import TowerSizes
+from megapack.cost.tower import CALL_PATCHES, TowerSizes
 from megapack.cost.weights import NOT_IN_MUON, matches_any
 from megapack.layout import Layout, ParallelSizes
 
@@ -54,9 +54,11 @@ class ImageLoad(NamedTuple):
     """That it encodes."""
     tokens: int
     """Image tokens of the different images of its rows."""
+    largest: int
+    """Patches of the largest image, which is encoded whole."""
 
 
-NO_IMAGES = ImageLoad(0, 0)
+NO_IMAGES = ImageLoad(0, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,11 +208,12 @@ class MemoryModel:
                 tied_embeddings=not self.sizes.untie_embeddings,
             ),
             critic=critic,
-            tower=self._tower(layout, images),
+            tower=self._tower(layout, stage, images),
         )
 
-    def _tower(self, layout: Layout, images: ImageLoad) -> int:
-        """Every rank counts as one that reads all levels of features."""
+    def _tower(self, layout: Layout, stage: int, images: ImageLoad) -> int:
+        """A stage reads the features of its own layers: the embedding's, and with DeepStack one
+        more level in each of the first layers. A GPU holds all levels of what it encodes."""
         tower = self.tower
         if tower is None:
             return 0
@@ -218,10 +221,20 @@ class MemoryModel:
         if self.trains_tower:
             split = layout.world_size if self.distributed_optimizer else 1
             state += tower.parameters * (4 + (12 if self._is_bf16 else 8) / split)
-        held = tower.feature_bytes(images.tokens, is_trained=self.trains_tower)
+        chunks = self._chunks(layout, stage)
+        num_levels = sum(
+            len(range(first, min(first + n, tower.num_levels - 1))) for first, n in chunks
+        )
+        held = tower.feature_bytes(
+            images.tokens, num_levels + (stage == 0), is_trained=self.trains_tower
+        )
+        own_tokens = images.patches // tower.merge**2
+        held += tower.feature_bytes(own_tokens, tower.num_levels, is_trained=False)
         if self.trains_tower:
             recompute = self.sizes.recompute == "full"
-            held += tower.kept_bytes(images.patches, recompute=recompute)
+            # What is more than one call is encoded again, call by call.
+            patches = min(images.patches, max(images.largest, CALL_PATCHES[recompute]))
+            held += tower.kept_bytes(patches, recompute=recompute)
         return int(state * (2 if self.critic else 1) + held)
 
     def fullest_stage(self, layout: Layout, **tokens: Any) -> GpuMemory:

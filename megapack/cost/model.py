@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megapack.base.arrays import Floats, Ints
 from megapack.base.files import strict_json
 from megapack.cost.stages import StageLayers
 from megapack.errors import ConfigError, brief, first_line
@@ -29,6 +30,10 @@ _NUMBERS = (
     "cp_overhead",
     "cp_fixed",
     "weight_ratio",
+    "per_patch",
+    "per_patch_sq",
+    "per_image_token",
+    "tower_ratio",
 )
 
 
@@ -94,6 +99,16 @@ class CostModel:
     weight_ratio: float = 1.0
     """Seconds of the weight gradients over those of the forward's part without attention. A product
     y = x W takes as long as dW = x^T dy, so 1 is assumed until measured."""
+    per_patch: float = 0.0
+    """Seconds of a tower's forward on one GPU, per patch of an image."""
+    per_patch_sq: float = 0.0
+    """The same per squared patches of an image. With both 0, images take no time, and are spread
+    over GPUs by n + n^2 / 6600 for n patches."""
+    per_image_token: float = 0.0
+    """Seconds per image token until its features have come to the ranks that read them. Gradients
+    take twice as long back: they are fp32."""
+    tower_ratio: float = 2.0
+    """Seconds of a tower's backward over those of its forward; 0 of a frozen one."""
     fit_error: float | None = field(default=None, compare=False)
     """Mean relative error of the fitted forward seconds; None = not fitted."""
 
@@ -155,6 +170,11 @@ class CostModel:
         return self.weight_ratio * self.forward_seconds(
             layout, row_tokens=row_tokens, tokens_sq=0, num_samples=num_samples, width=width
         )
+
+    def image_seconds(self, patches: Sequence[int] | Ints) -> Floats:
+        """float64 [images]: seconds of the tower's forward of images with so many patches."""
+        n = np.array(patches, dtype=np.float64)
+        return self.per_patch * n + self.per_patch_sq * n * n
 
     def over_ranks(self, width: int) -> tuple[float, float]:
         """What `width` DP ranks change that share a row: the fixed seconds of a chunk, and the
@@ -341,6 +361,11 @@ FIXED_TOKENS = 256
 """Cost of a micro-batch on top of its tokens, in tokens, until it is measured. Chosen by hand."""
 TOKENS_PER_SQUARE = 49152
 """A sample of so many tokens costs twice its tokens, until it is measured: a 7B dense model."""
+# A tower of 0.5e9 parameters takes 1 GFLOP for a patch, where 7B take 14 for a token.
+_TOKENS_PER_PATCH = 0.07
+EVEN_PATCHES = 6600
+"""Patches of an image whose attention takes as long as everything else: 4 d n of attention and
+2 (4 d^2 + 2 d f) of products per patch, with d=1152 and f=4304, are equal at n=6,600."""
 
 
 def cost_in_tokens(layout: Layout, *, per_token_sq: float = 1 / TOKENS_PER_SQUARE) -> CostModel:
@@ -360,4 +385,7 @@ def cost_in_tokens(layout: Layout, *, per_token_sq: float = 1 / TOKENS_PER_SQUAR
         # for 7B on an H100. On tp GPUs tokens are cheaper, and latencies are not.
         cp_fixed=0.4 * layout.tp * fixed,
         weight_ratio=0.7,
+        # One GPU encodes an image, and tp GPUs run a token.
+        per_patch=layout.tp * _TOKENS_PER_PATCH,
+        per_patch_sq=layout.tp * _TOKENS_PER_PATCH / EVEN_PATCHES,
     )

@@ -81,6 +81,37 @@ def row_sums(rows: Sequence[ChunkSeconds], model: CostModel, layout: Layout) -> 
     return sums
 
 
+def image_sums(patches: Sequence[int], forward: float, backward: float | None) -> Floats:
+    """Sums of the images that a GPU encoded in a step, float64 [8], which add up as `row_sums`.
+
+    Args:
+        patches: of each image.
+        forward, backward: seconds of the tower's; None: it had no backward.
+    """
+    n = np.array(patches, dtype=np.float64)
+    x = np.array([n.sum(), (n * n).sum()]) / forward
+    both = (0.0, 0.0) if backward is None else (forward, backward)
+    return np.concatenate([np.outer(x, x).ravel(), x, both])
+
+
+def fit_images(sums: Floats, start: CostModel) -> CostModel:
+    """The model with `per_patch`, `per_patch_sq` and `tower_ratio` of least relative error; `start`
+    where the sums tell nothing.
+
+    Args:
+        sums: see `image_sums`.
+    """
+    size = np.sqrt(sums[[0, 3]])
+    if not size.all():
+        return start
+    prior = np.array([start.per_patch, start.per_patch_sq]) * size
+    squares = sums[:4].reshape(2, 2) / np.outer(size, size)
+    found = _least_squares(squares, sums[4:6] / size, prior, _PRIOR) / size
+    ratio = sums[7] / sums[6] if sums[6] else start.tower_ratio
+    values = dict(zip(("per_patch", "per_patch_sq"), found.tolist(), strict=True))
+    return replace(start, **values, tower_ratio=float(ratio))
+
+
 def slowness(rows: Sequence[ChunkSeconds], model: CostModel, layout: Layout) -> float:
     """Seconds of forwards and backwards over those that a model gives; 0 without rows."""
     weights = model.weights_for(layout)
@@ -185,7 +216,7 @@ def _least_squares(squares: Floats, products: Floats, prior: Floats, strength: f
     from scipy.optimize import nnls
 
     # With S = L L^T this is |L^T z - L^-1 p|^2 plus a constant.
-    lower = np.linalg.cholesky(squares + strength * np.eye(_NUM_FEATURES))
+    lower = np.linalg.cholesky(squares + strength * np.eye(prior.size))
     solution: Floats = nnls(lower.T, np.linalg.solve(lower, products + strength * prior))[0]
     return solution
 

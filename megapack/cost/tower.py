@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CALL_PATCHES = {False: 1 << 13, True: 1 << 16}
+"""Patches of one call of a tower, without and with recomputation. A backward needs the activations
+of a call: 8,192 patches are 2 images of 1,024 x 1,024 pixels, and 7 GiB in Qwen3-VL-8B's tower;
+65,536 with recomputation 4 GiB. Chosen by hand."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TowerSizes:
@@ -77,6 +82,18 @@ class TowerSizes:
         per_patch = 2 * products + 4 * self.width * seen
         return patches * per_patch + 2 * self.num_levels * self._merger * (patches / self.merge**2)
 
+    def coefficients(self, product_speed: float, attention_speed: float) -> tuple[float, float]:
+        """Seconds of the forward per patch, and per squared patches of an image.
+
+        Args:
+            product_speed, attention_speed: operations per second. Windows count as full.
+        """
+        per_patch = 2 * (self.depth * self._block + self.patch_numbers * self.width)
+        per_patch += 2 * self.num_levels * self._merger // self.merge**2
+        in_windows = 4 * self.width * (self.depth - self.full_blocks) * self.window_patches
+        per_patch_sq = 4 * self.width * self.full_blocks / attention_speed
+        return per_patch / product_speed + in_windows / attention_speed, per_patch_sq
+
     def kept_bytes(self, patches: int, *, recompute: bool) -> int:
         """Of activations between forward and backward, for patches of one rank.
 
@@ -88,7 +105,11 @@ class TowerSizes:
         kept = self.depth * self.width + block if recompute else self.depth * block
         return self.element_bytes * patches * kept
 
-    def feature_bytes(self, tokens: int, *, is_trained: bool) -> int:
-        """Of the features that a rank's rows read, with their fp32 gradients."""
+    def feature_bytes(self, tokens: int, num_levels: int, *, is_trained: bool) -> int:
+        """Of the features that a rank's rows read, with their fp32 gradients.
+
+        Args:
+            num_levels: that the rank's layers read.
+        """
         per_channel = self.element_bytes + (4 if is_trained else 0)
-        return tokens * self.num_levels * self.out_width * per_channel
+        return tokens * num_levels * self.out_width * per_channel

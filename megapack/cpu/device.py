@@ -29,6 +29,10 @@ _FACTORIES = (
     *("ones", "ones_like", "eye", "arange", "linspace", "tensor", "as_tensor"),
     *("rand", "rand_like", "randint", "randn", "randn_like", "randperm"),
 )
+_USED_MEMORY = (
+    *("memory_allocated", "memory_reserved", "device_memory_used"),
+    *("max_memory_allocated", "max_memory_reserved"),
+)
 _MARKER = "_megapack_cpu"
 # Blackwell's. Megatron-LM asks for CUDA_DEVICE_MAX_CONNECTIONS=1 on earlier ones.
 _DEFAULT_CAPABILITY = (10, 0)
@@ -75,8 +79,7 @@ def enable(capability: tuple[int, int] | None = None) -> None:
     torch.Tensor.type = _cuda_type_name(torch.Tensor.type)  # type: ignore[method-assign]
     torch.nn.Module.cuda = _identity  # type: ignore[method-assign]
     _redirect_process_groups()
-    _redirect_cuda_module()
-    _redirect_device_facts(capability or _DEFAULT_CAPABILITY)
+    _redirect_cuda_module(capability or _DEFAULT_CAPABILITY)
     _compile_nothing()
     from wrapt import register_post_import_hook
 
@@ -106,35 +109,9 @@ def _redirect_process_groups() -> None:
         setattr(dist.distributed_c10d, name, make)
 
 
-def _redirect_cuda_module() -> None:
-    cpu = torch.device("cpu")
-    replacements: dict[str, Callable[..., Any]] = {
-        "current_device": lambda: cpu,
-        "set_device": lambda device: None,
-        "synchronize": lambda device=None: None,
-        "empty_cache": lambda: None,
-        "current_stream": lambda device=None: NoStream(),
-        "default_stream": lambda device=None: NoStream(),
-        "set_stream": lambda stream: None,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "device": lambda device: contextlib.nullcontext(),
-        "Stream": NoStream,
-        "Event": HostEvent,
-        "manual_seed": torch.default_generator.manual_seed,
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "is_current_stream_capturing": lambda: False,
-        "is_bf16_supported": lambda *args, **kwargs: True,
-    }
-    for name, replacement in replacements.items():
-        setattr(torch.cuda, name, replacement)
-    torch.cuda.random.get_rng_state = replacements["get_rng_state"]
-    torch.cuda.nvtx.range_push = lambda message: 0
-    torch.cuda.nvtx.range_pop = lambda: 0
-
-
-def _redirect_device_facts(capability: tuple[int, int]) -> None:
-    """What a recipe asks of its device: a GPU per local rank, with the host's memory, all free."""
+def _redirect_cuda_module(capability: tuple[int, int]) -> None:
+    """Streams that run in order, and what a recipe asks of its device: a GPU per local rank, with
+    the host's memory, all free."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     properties = types.SimpleNamespace(
         name="cpu",
@@ -145,21 +122,41 @@ def _redirect_device_facts(capability: tuple[int, int]) -> None:
         total_memory=memory,
         multi_processor_count=os.cpu_count(),
     )
-    facts: dict[str, Callable[..., Any]] = {
-        "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: capability,
-        "get_device_name": lambda device=None: properties.name,
-        "mem_get_info": lambda device=None: (memory, memory),
-        "memory_stats": lambda device=None: collections.defaultdict(int),
-        "reset_peak_memory_stats": lambda device=None: None,
+    answers: dict[str, Any] = {
+        **dict.fromkeys(("set_device", "set_stream", "synchronize", "empty_cache")),
+        **dict.fromkeys(_USED_MEMORY, 0),
+        "reset_peak_memory_stats": None,
+        "current_device": torch.device("cpu"),
+        "is_current_stream_capturing": False,
+        "is_bf16_supported": True,
+        "get_device_properties": properties,
+        "get_device_capability": capability,
+        "get_device_name": properties.name,
+        "mem_get_info": (memory, memory),
     }
-    for name in ("allocated", "reserved"):
-        facts[f"memory_{name}"] = lambda device=None: 0
-        facts[f"max_memory_{name}"] = lambda device=None: 0
-    facts["device_memory_used"] = lambda device=None: 0
-    for name, fact in facts.items():
-        setattr(torch.cuda, name, fact)
+    replacements: dict[str, Callable[..., Any]] = {
+        # A function for each: torch.compile has a rule for some of them, and a table by function.
+        **{name: _always(answer) for name, answer in answers.items()},
+        "current_stream": lambda device=None: NoStream(),
+        "default_stream": lambda device=None: NoStream(),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "device": lambda device: contextlib.nullcontext(),
+        "Stream": NoStream,
+        "Event": HostEvent,
+        "manual_seed": torch.default_generator.manual_seed,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "memory_stats": lambda device=None: collections.defaultdict(int),
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+    torch.cuda.random.get_rng_state = replacements["get_rng_state"]
+    torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = _always(0), _always(0)
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
 
 
 def _identity(self: Any, *args: Any, **kwargs: Any) -> Any:

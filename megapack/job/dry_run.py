@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megapack.base.arrays import Ints
-from megapack.cost.memory import NO_IMAGES, GpuMemory, ImageLoad
+from megapack.cost.memory import GpuMemory
 from megapack.cost.model import CostModel
-from megapack.images import Images, spread
+from megapack.images import Images
 from megapack.job.config.sections import TrainConfig, check_installed
 from megapack.job.data.batches import (
     all_batches,
@@ -47,30 +47,8 @@ class Batch:
     """Where the lengths come from, in one line for people."""
     prefixes: SharedPrefixes | None = None
     """What rows may share; None without `plan.share_prefixes`, and for lengths without tokens."""
-    images: list[Images] = dataclasses.field(default_factory=list)
-    """Those of each sample; none = no sample has images."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageReport:
-    """The images of the step that has the most patches; each is encoded once in a pass."""
-
-    num_images: int
-    """Different ones."""
-    num_uses: int
-    """By samples."""
-    patches: int
-    busiest_patches: int
-    """Of the rank that has the most to do."""
-    seconds: float
-    """Before and after the rows of all passes of the batch, each as long as its busiest rank's."""
-    load: ImageLoad
-
-    def __str__(self) -> str:
-        return (
-            f"images: {self.num_images} of {self.num_uses} are encoded, {self.patches} patches, "
-            f"{self.busiest_patches} on the busiest rank; {self.seconds:.4g} s beside the rows"
-        )
+    images: list[Images] | None = None
+    """Those of each sample; None = no sample has images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,22 +59,21 @@ class Prediction:
     steps: PlanReport
     """Forward and backward of all optimizer steps."""
     logprobs: PlanReport | None
-    """One log-prob pass over the batch; None if the objective needs no log-probs."""
+    """One log-prob pass over the batch, the mean if the first one alone encodes images; None if
+    the objective needs no log-probs."""
     num_logprob_passes: int
     critic_steps: PlanReport | None
     """The critic's forward and backward of all optimizer steps; None without a critic."""
     values: PlanReport | None
     """The pass for the critic's values; None without a critic."""
-    images: ImageReport | None
-    """None without images."""
     memory: tuple[GpuMemory, ...]
     """Each stage with every row in flight as long as the budget, as may happen in a later batch."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of the steps and of the passes before them, the critic's and images' included."""
+        """Seconds of the steps and of the passes before them, the critic's included."""
         passes = self.num_logprob_passes * self.logprobs.seconds if self.logprobs else 0.0
-        others = (self.critic_steps, self.values, self.images)
+        others = (self.critic_steps, self.values)
         return self.steps.seconds + passes + sum(report.seconds for report in others if report)
 
     @property
@@ -159,7 +136,7 @@ def first_batch(config: TrainConfig) -> Batch:
             mtp_num_layers=config.model.mtp_num_layers,
             replays_routes=config.train.routing_replay == "rollout",
         ),
-        images=dataset.images(rows) if config.model.vision != "off" else [],
+        images=dataset.images(rows) if config.model.vision != "off" else None,
     )
 
 
@@ -183,74 +160,42 @@ def predict(
     planning_cost = config.cost_model(layout)
     lengths = batch.lengths.tolist()
     settings = (config.row_plan, layout, planning_cost, lengths)
-    plan = plan_steps(*settings, batch.rollout_ids, batch.pair_ids, batch.prefixes)
+    shared = batch.prefixes, batch.images
+    plan = plan_steps(*settings, batch.rollout_ids, batch.pair_ids, *shared)
     logprobs = critic_steps = values = None
-    if config.objective.num_logprob_passes:
-        forward_plan = plan_logprobs(*settings, batch.prefixes)
+    critic_cost, later = critic_cost or cost, 1.0
+    if num_passes := config.objective.num_logprob_passes:
+        # A frozen tower has encoded all images in the first pass.
+        later = 0.0 if config.model.vision == "frozen" else 1.0
+        forward_plan = plan_logprobs(*settings, *shared)
         forward_plan = forward_plan or dataclasses.replace(plan, forward_only=True)
-        logprobs = plan_report(forward_plan, batch.lengths, cost)
+        mean = (1 + later * (num_passes - 1)) / num_passes
+        logprobs = plan_report(forward_plan, batch.lengths, _encoding(cost, mean))
         if config.critic.enabled:
-            critic_steps = plan_report(plan, batch.lengths, critic_cost or cost)
-            values = plan_report(forward_plan, batch.lengths, critic_cost or cost)
-    images = _images(config, plan, batch.images) if any(batch.images) else None
+            critic_steps = plan_report(plan, batch.lengths, _encoding(critic_cost, later))
+            values = plan_report(forward_plan, batch.lengths, critic_cost)
     return Prediction(
         plan=plan,
-        steps=plan_report(plan, batch.lengths, cost),
+        steps=plan_report(plan, batch.lengths, _encoding(cost, later)),
         logprobs=logprobs,
-        num_logprob_passes=config.objective.num_logprob_passes,
+        num_logprob_passes=num_passes,
         critic_steps=critic_steps,
         values=values,
-        images=images,
-        memory=_memory(config, plan, images),
+        memory=_memory(config, plan),
     )
 
 
-def _images(config: TrainConfig, plan: Plan, images: list[Images]) -> ImageReport:
-    """What the ranks encode; rows count all images of their samples, pieces too."""
-    tower = config.model.tower_sizes
-    assert tower is not None
-    is_trained = config.model.vision == "train"
-    # A backward takes twice the operations of a forward; features of a frozen tower are kept.
-    forwards = 1 + config.objective.num_logprob_passes + (config.model.recompute == "full")
-    passes = (forwards + 2) if is_trained else 1 / len(plan.steps)
-    passes *= 1 + config.critic.enabled
-    speed = config.assumed_speed
-    assert speed.peak_tflops is not None
-    flops_per_s = speed.peak_tflops * 1e12 * speed.utilisation
-    found = []
-    for step in plan.steps:
-        held = [
-            {ref.key: ref for row in rows for i in row.samples for ref in images[i]}
-            for rows in step.ranks
-        ]
-        refs = list({key: ref for own in held for key, ref in own.items()}.values())
-        patches = [ref.patches for ref in refs]
-        owners = np.array(spread(patches, plan.layout.world_size), dtype=np.int64)
-        flops = np.bincount(owners, [tower.forward_flops(n) for n in patches])
-        busiest = int(flops.argmax()) if refs else 0
-        load = ImageLoad(
-            sum(n for n, owner in zip(patches, owners, strict=True) if owner == busiest),
-            max(sum(ref.tokens for ref in own.values()) for own in held),
-        )
-        found.append(
-            ImageReport(
-                num_images=len(refs),
-                num_uses=sum(len(images[i]) for i in step.kept_samples),
-                patches=sum(patches),
-                busiest_patches=load.patches,
-                seconds=passes * float(flops.max(initial=0.0)) / flops_per_s,
-                load=load,
-            )
-        )
-    largest = max(found, key=lambda report: report.patches)
-    return dataclasses.replace(largest, seconds=sum(report.seconds for report in found))
+def _encoding(cost: CostModel, share: float) -> CostModel:
+    """The cost model with this share of the seconds of encoding images."""
+    per_patch, per_patch_sq = share * cost.per_patch, share * cost.per_patch_sq
+    return dataclasses.replace(cost, per_patch=per_patch, per_patch_sq=per_patch_sq)
 
 
 def _rollouts_per_batch(config: TrainConfig) -> int:
     return config.data.prompts_per_batch * config.data.generated_group_size
 
 
-def _memory(config: TrainConfig, plan: Plan, images: ImageReport | None) -> tuple[GpuMemory, ...]:
+def _memory(config: TrainConfig, plan: Plan) -> tuple[GpuMemory, ...]:
     """Memory of each stage with full rows in flight. A sample over the budget is a longer row, and
     a row over several DP ranks is cut over all of their GPUs."""
     layout = plan.layout
@@ -258,5 +203,4 @@ def _memory(config: TrainConfig, plan: Plan, images: ImageReport | None) -> tupl
     rows = (mb for step in plan.steps for mb in step.microbatches)
     longest = max(-(-mb.row_tokens // (layout.cp * mb.width)) for mb in rows)
     held = full_rows(plan, max(plan.max_tokens_per_gpu or 0, longest))
-    load = NO_IMAGES if images is None else images.load
-    return tuple(model.stage(layout, stage, images=load, **held) for stage in range(layout.pp))
+    return tuple(model.stage(layout, stage, **held) for stage in range(layout.pp))

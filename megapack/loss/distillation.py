@@ -10,7 +10,6 @@ Shape suffixes: R response positions, K ids of the teacher, J ids of a divergenc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from megapack.base.choices import Tail
 from megapack.errors import ConfigError, DataError
+from megapack.loss.token import Fields, Losses
 from megapack.plan.plan import Plan
 from megapack.samples import SampleBatch
 
@@ -90,9 +90,7 @@ class Distillation:
                     "log-probs of one shape [tokens, k]"
                 )
 
-    def __call__(
-        self, logprobs_R1K: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, logprobs_R1K: Tensor, entropy_R: Tensor | None, fields: Fields) -> Losses:
         """See `Objective`; metrics: kl_forward, kl_reverse, nll, and the probability of the k ids
         under both, teacher_mass and student_mass.
 

@@ -13,13 +13,14 @@ Shape suffixes: R response positions, n samples of the row.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megapack.errors import ConfigError, DataError
+from megapack.loss.token import Fields, Losses
 from megapack.plan.plan import Plan
 from megapack.rows.segments import Segments
 from megapack.samples import SampleBatch
@@ -111,12 +112,8 @@ class DPO(_Pairs):
             )
 
     def __call__(
-        self,
-        logprobs_R: Tensor,
-        entropy_R: Tensor | None,
-        fields: Mapping[str, Tensor],
-        segments: Segments,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Fields, segments: Segments
+    ) -> Losses:
         """See `Objective`; metrics: preferred_fraction, margin (nats), and preferred_reward and
         other_reward, beta times the gain of each response."""
         exact_R = logprobs_R.double()
@@ -154,12 +151,8 @@ class PairwiseReward(_Pairs):
     required_fields = (PAIR_SIGN,)
 
     def __call__(
-        self,
-        values_R: Tensor,
-        entropy_R: Tensor | None,
-        fields: Mapping[str, Tensor],
-        segments: Segments,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self, values_R: Tensor, entropy_R: Tensor | None, fields: Fields, segments: Segments
+    ) -> Losses:
         """See `Objective`; metrics: preferred_fraction, margin, and preferred_reward and
         other_reward, the scores."""
         if segments.scores_n is None:
@@ -171,7 +164,7 @@ class PairwiseReward(_Pairs):
 
 def _spread(
     segments: Segments, loss_n: Tensor, margin_n: Tensor, reward_n: Tensor, size_n: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> Losses:
     """Losses and metrics of pairs at the response positions of both samples.
 
     Args:

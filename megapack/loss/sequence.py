@@ -8,7 +8,6 @@ Shape suffixes: R response positions, n samples of the row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from megapack.base.choices import KlLevel
 from megapack.errors import ConfigError
 from megapack.loss.distillation import TOPK_LOGPROBS
-from megapack.loss.token import GRPO, Objective, kl_estimate
+from megapack.loss.token import GRPO, Fields, Losses, Objective, kl_estimate
 from megapack.rows.segments import Segments, no_segments
 
 
@@ -57,31 +56,18 @@ class GSPO(GRPO):
         """See `Objective`."""
         return True
 
-    def __call__(
-        self,
-        logprobs_R: Tensor,
-        entropy_R: Tensor | None,
-        fields: Mapping[str, Tensor],
-        segments: Segments | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Objective`; metrics as GRPO, with ratio and kl_old per sample."""
+    def _log_ratio(self, exact_R: Tensor, old_R: Tensor, segments: Segments | None) -> Tensor:
         assert segments is not None
-        exact_R = logprobs_R.double()
-        log_ratio_n = segments.mean(exact_R - fields["old_logprobs"])
-        log_ratio_R = segments.spread(log_ratio_n)
+        log_ratio_R = segments.spread(segments.mean(exact_R - old_R))
         if self.token_level:
-            log_ratio_R = log_ratio_R.detach() + exact_R - exact_R.detach()
-        loss_R, metrics = self._clipped(log_ratio_R, entropy_R, fields, segments)
-        if self.kl_coef:
-            kl_R = self._kl(exact_R, fields["ref_logprobs"], segments)
-            metrics["kl_ref"] = kl_R
-            loss_R = loss_R + self.kl_coef * kl_R
-        return loss_R.to(logprobs_R.dtype), metrics
+            return log_ratio_R.detach() + exact_R - exact_R.detach()
+        return log_ratio_R
 
-    def _kl(self, logprobs_R: Tensor, reference_R: Tensor, segments: Segments) -> Tensor:
+    def _kl(self, exact_R: Tensor, reference_R: Tensor, segments: Segments | None) -> Tensor:
         if self.kl_level == "token":
-            return kl_estimate(logprobs_R, reference_R, self.kl_kind)
-        mean_n = segments.mean(logprobs_R - reference_R)
+            return super()._kl(exact_R, reference_R, segments)
+        assert segments is not None
+        mean_n = segments.mean(exact_R - reference_R)
         return segments.spread(kl_estimate(mean_n, torch.zeros_like(mean_n), self.kl_kind))
 
 
@@ -118,9 +104,7 @@ class ValueLoss:
         """See `Objective`."""
         return ("returns",) if self.clip is None else ("returns", "old_values")
 
-    def __call__(
-        self, values_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, values_R: Tensor, entropy_R: Tensor | None, fields: Fields) -> Losses:
         """See `Objective`; metrics: value, and value_clip_fraction if `clip` is set."""
         metrics = {"value": values_R}
         dtype = values_R.dtype
@@ -141,9 +125,9 @@ def call_objective(
     objective: Objective,
     values_R: Tensor,
     entropy_R: Tensor | None,
-    fields: Mapping[str, Tensor],
+    fields: Fields,
     segments: Segments,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> Losses:
     """Call an objective, with the segments if it needs them; its losses and metrics."""
     more: tuple[Any, ...] = (segments,) if getattr(objective, "needs_segments", False) else ()
     return objective(values_R, entropy_R, fields, *more)

@@ -31,6 +31,10 @@ TEACHER_LOGPROBS = "teacher_logprobs"
 MAX_LOG_RATIO = 88.0
 """Metrics take larger log-ratios (nats) as this one, whose exp is near the largest fp32 number."""
 
+Fields = Mapping[str, Tensor]
+"""An objective's required fields by name, each [R], or [R, k] for wide ones."""
+Losses = tuple[Tensor, dict[str, Tensor]]
+"""The losses [R] and metrics (name -> [R]) of a micro-batch's response tokens."""
 __all__ = ["GRPO", "PPO", "SFT", "LossWeighting", "Objective", "kl_estimate", "sample_weights"]
 
 
@@ -152,12 +156,10 @@ class Objective(Protocol):
     @property
     def required_fields(self) -> tuple[str, ...]:
         """Fields of the batch that the objective reads."""
-        ...
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the objective needs the entropy of the next-token distribution."""
-        ...
 
     def __call__(
         self,
@@ -178,7 +180,6 @@ class Objective(Protocol):
             entropy_R: fp32 entropies (nats) of their distributions; None unless needed or reported.
             fields: the required fields by name, each [R], or [R, k] for wide ones.
         """
-        ...
 
 
 AnyObjective = Objective
@@ -197,9 +198,7 @@ class SFT:
     required_fields = ()
     needs_entropy = False
 
-    def __call__(
-        self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, logprobs_R: Tensor, entropy_R: Tensor | None, fields: Fields) -> Losses:
         """See `Objective`."""
         return -logprobs_R, {}
 
@@ -274,23 +273,13 @@ class PPO:
         self,
         logprobs_R: Tensor,
         entropy_R: Tensor | None,
-        fields: Mapping[str, Tensor],
+        fields: Fields,
         segments: Segments | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> Losses:
         """See `Objective`; metrics: ratio, clip_fraction, kl_old (k3), those of `Correction`, and
         kl_teacher (k1)."""
-        log_ratio_R = logprobs_R.double() - fields["old_logprobs"]
-        loss_R, metrics = self._clipped(log_ratio_R, entropy_R, fields, segments)
-        return loss_R.to(logprobs_R.dtype), metrics
-
-    def _clipped(
-        self,
-        log_ratio_R: Tensor,
-        entropy_R: Tensor | None,
-        fields: Mapping[str, Tensor],
-        segments: Segments | None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses and metrics from log-ratios, all in fp64: its exp ends at e^709."""
+        # All in fp64, whose exp ends at e^709.
+        log_ratio_R = self._log_ratio(logprobs_R.double(), fields["old_logprobs"], segments)
         advantages_R = fields["advantages"].double()
         more = {}
         if self.teacher_kl_coef:
@@ -321,7 +310,10 @@ class PPO:
         }
         if self.entropy_coef and entropy_R is not None:
             loss_R = loss_R - self.entropy_coef * entropy_R
-        return loss_R, metrics
+        return loss_R.to(logprobs_R.dtype), metrics
+
+    def _log_ratio(self, exact_R: Tensor, old_R: Tensor, segments: Segments | None) -> Tensor:
+        return exact_R - old_R
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,16 +355,19 @@ class GRPO(PPO):
         self,
         logprobs_R: Tensor,
         entropy_R: Tensor | None,
-        fields: Mapping[str, Tensor],
+        fields: Fields,
         segments: Segments | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> Losses:
         """See `Objective`; metrics of PPO, and kl_ref."""
         loss_R, metrics = super().__call__(logprobs_R, entropy_R, fields, segments)
         if self.kl_coef:
-            kl_R = kl_estimate(logprobs_R.double(), fields["ref_logprobs"], self.kl_kind)
+            kl_R = self._kl(logprobs_R.double(), fields["ref_logprobs"], segments)
             metrics["kl_ref"] = kl_R
             loss_R = loss_R + (self.kl_coef * kl_R).to(loss_R.dtype)
         return loss_R, metrics
+
+    def _kl(self, exact_R: Tensor, reference_R: Tensor, segments: Segments | None) -> Tensor:
+        return kl_estimate(exact_R, reference_R, self.kl_kind)
 
 
 def _check_finite(name: str, value: float) -> None:

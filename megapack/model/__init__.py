@@ -12,8 +12,4 @@ Modules:
     weight_gradients: weight gradients that are computed later than the rest of a backward
 """
 
-from megapack.model.replicas import check_replicas
-
-__all__ = [
-    "check_replicas",
-]
+from megapack.model.replicas import check_replicas as check_replicas

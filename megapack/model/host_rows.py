@@ -169,20 +169,11 @@ class _Slices:
         own = slice_positions(row.spans, self._cp, _cp_rank())
         host_index = _sliced(row.to_shared, row.spans, row.host_spans, layout)
         shared_index = _sliced(row.to_host, row.host_spans, row.spans, layout)
-        tensors = (
-            ends,
-            row_position_ids(row.branches, row.spans)[own],
-            self._scattered(host_index, layout.tp),
-            shared_index,
-            self._scattered(shared_index, layout.tp),
-        )
-        (
-            self._ends,
-            self.positions_T,
-            self._host_index,
-            self._ids_index,
-            self._shared_index,
-        ) = moved(tensors, device)
+        positions_T = row_position_ids(row.branches, row.spans)[own]
+        scattered = (self._scattered(index, layout.tp) for index in (host_index, shared_index))
+        tensors = (ends, positions_T, shared_index, *scattered)
+        self._ends, self.positions_T, self._ids_index, *indices = moved(tensors, device)
+        self._host_index, self._shared_index = indices
 
     def _scattered(self, index_T: Tensor, tp: int) -> Tensor:
         if not self._sp:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -14,10 +14,7 @@ from megapack.model.head import unwrapped
 
 # Each layer has its number in the whole model in its name, and optimizer state is by parameter, so
 # the names do not depend on the layout.
-METADATA = {
-    "non_homogeneous_layers": True,
-    "chained_optim_avoid_prefix": True,
-}
+METADATA = {"non_homogeneous_layers": True, "chained_optim_avoid_prefix": True}
 
 
 def sharded_tensors(chunk: Any) -> dict[str, Any]:
@@ -44,27 +41,24 @@ def saved_blocks(chunk: Any) -> Iterator[ShardedTensor]:
             yield from nested_values({"parts": value.build()})
 
 
-def own_sharded_tensors(
-    module: Any, split: dict[str, int], prefix: str, sharded_offsets: Any, metadata: Any
-) -> dict[str, Any]:
-    """Megatron's `sharded_state_dict` of a module that is ours.
+class Sharded:
+    """A module of ours, whose weights are in Megatron's checkpoints as those of its own modules."""
 
-    Args:
-        split: parameter -> the dimension that tensor-parallel ranks split; all have others whole.
-        prefix, sharded_offsets, metadata: those of `sharded_state_dict`.
-    """
-    groups = {"dp_cp_group": metadata["dp_cp_group"]} if metadata else {}
-    if split:
-        # Megatron-Core sets the group of its modules since 0.19.
-        own = getattr(module, "tp_group", None)
-        groups["tp_group"] = own or get_tensor_model_parallel_group()
-    return make_sharded_tensors_for_checkpoint(  # type: ignore[no-any-return]
-        module.state_dict(prefix="", keep_vars=True),
-        prefix,
-        split,
-        sharded_offsets,
-        **groups,
-    )
+    splits: ClassVar[Mapping[str, int]] = {}
+    """Parameter -> the dimension that tensor-parallel ranks split; all have others whole."""
+
+    def sharded_state_dict(
+        self: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        """As Megatron's modules have it."""
+        groups = {"dp_cp_group": metadata["dp_cp_group"]} if metadata else {}
+        if self.splits:
+            # Megatron-Core sets the group of its modules since 0.19.
+            own = getattr(self, "tp_group", None)
+            groups["tp_group"] = own or get_tensor_model_parallel_group()
+        state = self.state_dict(prefix="", keep_vars=True)
+        splits = dict(self.splits)
+        return make_sharded_tensors_for_checkpoint(state, prefix, splits, sharded_offsets, **groups)
 
 
 def is_tensor(value: Any) -> bool:

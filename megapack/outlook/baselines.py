@@ -301,6 +301,9 @@ def _packed(plan: Plan, lengths: Ints, pack: Callable[[Ints], Ranks], pad: bool 
             group_size=layout.group_size if layout.vpp > 1 else None,
             kept_rollouts=step.kept_rollouts,
             dropped_rollouts=step.dropped_rollouts,
+            # These hosts' models encode images in rows.
+            images=tuple(image._replace(owner=None) for image in step.images),
         )
 
-    return replace(plan, steps=tuple(map(packed, plan.steps)))
+    policy = replace(plan.policy, images="row") if plan.counts.num_images else plan.policy
+    return replace(plan, steps=tuple(map(packed, plan.steps)), policy=policy)

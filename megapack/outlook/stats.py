@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megapack.base.arrays import Floats, Ints, read_lengths
-from megapack.cost.memory import Carried
+from megapack.cost.memory import Carried, ImageLoad
 from megapack.cost.model import CostModel, cost_in_tokens
 from megapack.errors import PlanError
 from megapack.pipeline.simulator import Simulation, bubble_fraction, simulate_planned
@@ -47,6 +47,8 @@ class Report(Counts):
     """Seconds over the work of the slowest rank's busiest stage, minus 1."""
     seconds: float
     """Simulated seconds of forward and backward."""
+    image_seconds: float
+    """The part of `seconds` before and after the rows, of images that are encoded ahead."""
     equal_work_seconds: float | None
     """The samples' own work spread evenly over all GPUs: no bubble, padding or fixed cost. What
     samples of a step share is counted once. None without the samples' lengths."""
@@ -79,6 +81,8 @@ class Report(Counts):
             lines.append(
                 f"over the budget: {self.num_rows_over} of {self.num_rows} rows, left out of fill"
             )
+        if self.image_seconds:
+            lines.append(f"images before and after rows: {self.image_seconds / self.seconds:.1%}")
         if self.num_ordered_steps:
             lines.append(f"live tokens: at most {self.peak_live_tokens:.0f} on a GPU")
         return lines
@@ -148,7 +152,18 @@ def full_rows(plan: Plan, row_tokens: int) -> dict[str, Any]:
         "gathered_tokens": gathered_tokens(plan),
         "carried": carried(plan),
         "wide_sizes": len(plan.counts.wide_rows),
+        "images": image_load(plan),
     }
+
+
+def image_load(plan: Plan) -> ImageLoad:
+    """The most patches that a GPU encodes ahead of a step, the most image tokens of the different
+    images that a DP rank's rows read, and the largest image."""
+    tokens = (
+        sum(step.images[n].tokens for n in own) for step in plan.steps for own in step.rank_images
+    )
+    largest = max((image.patches for step in plan.steps for image in step.images), default=0)
+    return ImageLoad(plan.counts.most_patches, max(tokens, default=0), largest)
 
 
 def gathered_tokens(plan: Plan) -> float:
@@ -280,15 +295,17 @@ def _sums(plan: Plan, parts: Sequence[_SimulatedStep]) -> dict[str, Any]:
     busiest = math.fsum(max(run.rank_work) for run in runs)
     mean_work = math.fsum(math.fsum(run.rank_work) / len(run.rank_work) for run in runs)
     seconds = math.fsum(run.makespan for run in runs)
+    rows = math.fsum(run.makespan - run.image_seconds for run in runs)
     known = [part.equal_work_seconds for part in parts if part.equal_work_seconds is not None]
     return {
         **vars(counts),
         "num_gpus": plan.layout.world_size,
         **_fill(plan, [mb for part in parts for mb in part.step.microbatches if mb.samples]),
         "imbalance": busiest / mean_work if mean_work else 1.0,
-        "bubble_fraction": bubble_fraction(seconds, math.fsum(run.busy_seconds for run in runs)),
+        "bubble_fraction": bubble_fraction(rows, math.fsum(run.busy_seconds for run in runs)),
         "seconds": seconds,
         "peak_live_tokens": max((run.peak_live_tokens for run in runs), default=0.0),
+        "image_seconds": math.fsum(run.image_seconds for run in runs),
         "peak_in_flight": max((run.peak_in_flight for run in runs), default=0.0),
         "equal_work_seconds": math.fsum(known) if known else None,
     }
@@ -320,5 +337,7 @@ def _equal_work_seconds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostMod
         num_samples=kept.size,
     )
     passes = 1.0 if plan.forward_only else 1.0 + cost.backward_ratio
-    # A stage runs its vpp chunks, and a DP rank its share of the samples.
-    return passes * (work - cost.fixed) * layout.vpp / layout.dp
+    # A stage runs its vpp chunks, and a DP rank its share of the samples; every GPU encodes.
+    images = cost.image_seconds([image.patches for image in step.images]).sum()
+    images *= (1.0 if plan.forward_only else 1.0 + cost.tower_ratio) / layout.world_size
+    return float(passes * (work - cost.fixed) * layout.vpp / layout.dp + images)

@@ -29,6 +29,7 @@ from megapack.cost.memory import GpuMemory, MemoryModel
 from megapack.cost.model import CostModel
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
+from megapack.images import Images
 from megapack.layout import Layout
 from megapack.outlook.stats import PlanReport, full_rows, plan_report
 from megapack.outlook.tune_space import Kind, Setup, Space
@@ -86,7 +87,7 @@ class Tuning:
     num_passed_over: int
     """Layouts whose busiest stage alone is slower than the last of the fastest."""
     least_memory: GpuMemory | None
-    """Memory of the layout that needs the least, at its smallest budget; None if any fits."""
+    """Memory of what needs the least; None if any fits."""
     refusal: str | None
     """What keeps the last budget and policy that have no legal plan from one; None if all have."""
     own: Candidate | PlanError | None
@@ -118,6 +119,8 @@ class Workload:
     """What is run today, to be planned and ranked in any case."""
     prefixes: SharedPrefixes | None = None
     """Tokens that samples have in common; None: nothing is shared."""
+    images: Sequence[Images] | None = None
+    """Of each sample; None: no sample has one."""
 
     def memory_of(self, setup: Setup) -> MemoryModel:
         """`memory` with a setup's recomputation and layers."""
@@ -201,6 +204,8 @@ class _Sweep:
         self.tried: dict[int, list[Trial]] = {}
         """The trials of the layouts that were reached, by their numbers."""
         self.refusal: str | None = None
+        self.too_large: list[GpuMemory] = []
+        """Of plans that do not fit."""
         self.seen: set[tuple[Setup, tuple[StepPlan, ...]]] = set()
 
     def own(self, trial: Trial) -> Candidate | PlanError:
@@ -226,7 +231,10 @@ class _Sweep:
             self._plan([one for one in self.tried[number] if one.setup.recompute == recompute])
 
     def least_memory(self) -> GpuMemory:
-        """Of the layout that needs the least, at its smallest budget."""
+        """Of the plan that needs the least; if none was made, of a layout at its smallest
+        budget, without images."""
+        if self.too_large:
+            return min(self.too_large, key=lambda memory: memory.total)
         needs = (
             _memory(self.work, Trial(setup, kind, min(budgets), self.work.policy))
             for setups, kinds in self.kinds
@@ -269,6 +277,8 @@ class _Sweep:
                 if candidate.memory.total <= self.work.memory_bytes:
                     # After equally fast ones, which came before it in the sweep.
                     bisect.insort(self.ranked, candidate, key=lambda c: -c.tokens_per_gpu_second)
+                else:
+                    self.too_large.append(candidate.memory)
         self.watch(len(self.tried), len(self.kinds))
 
 
@@ -358,6 +368,7 @@ def _plan(work: Workload, trial: Trial) -> Plan:
         cost=work.cost_of(trial.setup),
         policy=replace(policy, oversize="error") if is_cut else policy,
         prefixes=work.prefixes,
+        images=work.images,
     )
     return replace(plan, policy=policy)
 

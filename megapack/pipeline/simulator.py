@@ -5,6 +5,10 @@ operation that makes the input ended. Each stage runs the plan's order of operat
 Megatron's schedule. Sends overlap: a stage never waits to send. For M equal micro-batches in
 Megatron's order the bubble is (pp - 1) / (vpp * M): 3/16 with pp=4, vpp=2, M=8. DP ranks that share
 a micro-batch begin its forwards and backwards together, and all ranks do so in lockstep.
+
+Images that are encoded ahead come before the first operation and after the last one: each GPU
+encodes its own, all wait until the features have been exchanged, and so do their gradients, before
+the tower's backward. Images in rows are a part of the first chunk's forwards and backwards.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -22,6 +26,7 @@ from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import CostModel, cost_in_tokens
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import Layout
+from megapack.pipeline.images import image_phases, on_first_chunk, row_image_seconds
 from megapack.pipeline.kernels import (
     CoupledOps,
     RankOps,
@@ -36,6 +41,10 @@ _MAX_CHUNKS = 2**12
 _MAX_FORWARDS = 2**24
 
 
+EVENT_KINDS = (*KINDS, "E", "T")
+"""What `Event.kind` may be."""
+
+
 @dataclass(frozen=True)
 class Event:
     """One operation of one chunk."""
@@ -47,9 +56,10 @@ class Event:
     chunk: int
     """Chunk of the stage, 0 to vpp - 1."""
     microbatch: int
-    """Index among the rank's micro-batches."""
-    kind: Literal["F", "B", "W"]
-    """Forward, backward, or weight gradients that the backward left."""
+    """Index among the rank's micro-batches; -1 of images ahead of all."""
+    kind: Literal["F", "B", "W", "E", "T"]
+    """Forward, backward, or weight gradients that the backward left; images encoded ahead by the
+    stage's slowest GPU, or the tower's backward."""
     start: float
     """Seconds since the start of the step."""
     end: float
@@ -74,17 +84,21 @@ class Simulation:
     one chunk counts 1/vpp: the unit is the activations of one token in a whole stage."""
     peak_in_flight: float
     """The same peak in micro-batches."""
+    image_seconds: float
+    """Seconds before and after the rows, of images that are encoded ahead."""
+    _phases: tuple[Event, ...] = field(repr=False)
     _runs: tuple[_RankRun, ...] = field(repr=False)
 
     @property
     def bubble_fraction(self) -> float:
-        """Makespan over the work of the slowest rank's busiest stage, minus 1."""
-        return bubble_fraction(self.makespan, self.busy_seconds)
+        """Seconds of the rows over the work of the slowest rank's busiest stage, minus 1."""
+        return bubble_fraction(self.makespan - self.image_seconds, self.busy_seconds)
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """The timeline by rank, then in the order in which the simulator ran it."""
-        return tuple(event for rank, run in enumerate(self._runs) for event in run.events(rank))
+        rows = (event for rank, run in enumerate(self._runs) for event in run.events(rank))
+        return (*rows, *self._phases)
 
 
 @dataclass(frozen=True)
@@ -157,6 +171,12 @@ def simulate(
     weight = [_weight_seconds(rank, layout, cost) for rank in step.ranks]
     columns = zip(orders, forward, _slowest(weight) if lockstep else weight, strict=True)
     seconds = [runner.seconds(*own) for own in columns]
+    in_rows = [row_image_seconds(step, rank, cost) for rank in range(len(step.ranks))]
+    for rank, images in enumerate(_slowest(in_rows) if lockstep else in_rows):
+        seconds[rank] += on_first_chunk(orders[rank], images, cost.tower_ratio)
+        if in_rows[rank].any():
+            work[rank] = work[rank] + in_rows[rank]
+            busiest[rank] = float(np.bincount(orders[rank].stage, seconds[rank]).max())
     if lockstep:
         blocks, firsts = [range(len(step.ranks))], [[0] * len(rank) for rank in step.ranks]
     elif any(mb.dp_ranks for mb in step.microbatches):
@@ -169,7 +189,12 @@ def simulate(
         own = slice(block.start, block.stop)
         first_DM = np.array(firsts[own]) - block.start
         runs += runner.coupled_timelines(orders[own], seconds[own], first_DM, block.start)
+    phases = image_phases(step, layout, cost, forward_only=forward_only)
+    before, after = phases.before, phases.after
+    if before:
+        runs = [replace(run, start=run.start + before, end=run.end + before) for run in runs]
     ends = [float(run.end.max()) for run in runs]
+    spans = phases.spans(max(ends))
     slowest = max(range(len(ends)), key=lambda r: (ends[r], busiest[r]))
     live = [
         order.peak_live(_rows_per_gpu(rank, layout)).max()
@@ -177,13 +202,15 @@ def simulate(
     ]
     flight = [order.peak_live(np.ones(order.microbatch.max() + 1)).max() for order in orders]
     return Simulation(
-        makespan=ends[slowest],
-        rank_makespans=tuple(ends),
+        makespan=ends[slowest] + after,
+        rank_makespans=tuple(end + after for end in ends),
         slowest_rank=slowest,
         rank_work=tuple(math.fsum(seconds.tolist()) for seconds in work),
         busy_seconds=busiest[slowest],
         peak_live_tokens=float(max(live)) / layout.vpp,
         peak_in_flight=float(max(flight)) / layout.vpp,
+        image_seconds=before + after,
+        _phases=tuple(Event(r, stage, 0, -1, kind, *span) for r, stage, kind, *span in spans),
         _runs=tuple(runs),
     )
 

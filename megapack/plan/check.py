@@ -34,6 +34,9 @@
    order. Weight gradients may be at other places of each.
 12. Under row_shapes each row has one of so many lengths at most, `Plan.row_lengths`. Invariant 5
    then says that it is the shortest one that holds the row's padded tokens.
+13. A step has each different image of its samples once, with the samples that use it. Under
+   images="ahead" a GPU of the layout encodes it; under images="row" no row of several items has
+   more patches than `max_patches_per_gpu`.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ import numpy as np
 
 from megapack.base.arrays import Ints, read_lengths
 from megapack.errors import PlanError
+from megapack.images import Images, checked_images
+from megapack.plan.checks.images import check_images
 from megapack.plan.checks.orders import check_orders
 from megapack.plan.checks.pieces import check_pieces
 from megapack.plan.checks.prefixes import check_prefixes
@@ -57,16 +62,19 @@ if TYPE_CHECKING:
     from megapack.plan.plan import MicroBatch, Plan, RolloutId
 
 
-def check_plan(plan: Plan, lengths: Sequence[int] | Ints) -> None:
+def check_plan(
+    plan: Plan, lengths: Sequence[int] | Ints, images: Sequence[Images] | None = None
+) -> None:
     """Check a plan, such as one read from a file, against its invariants; raise if one is broken.
 
     Args:
         plan: any plan.
         lengths: real tokens of each sample, as they were planned.
+        images: of each sample, as they were planned; None: those of the plan are not compared.
 
     Raises:
         PlanError: an invariant is broken; the message says which and where.
-        DataError: `lengths` is not a sequence of integers of at least 1.
+        DataError: `lengths` is not a sequence of integers of at least 1, or invalid images.
     """
     sizes = read_lengths(lengths)
     if sizes.size != plan.num_samples:
@@ -74,7 +82,8 @@ def check_plan(plan: Plan, lengths: Sequence[int] | Ints) -> None:
             f"{sizes.size} lengths for a plan of {plan.num_samples} samples; give those that it "
             "was made for"
         )
-    read = Reading(plan, sizes)
+    own = None if images is None else checked_images(images, sizes.tolist())
+    read = Reading(plan, sizes, own)
     for check in CHECKS:
         check(read)
 
@@ -180,6 +189,7 @@ CHECKS: tuple[Callable[[Reading], None], ...] = (
     check_rows,
     check_colocated,
     check_row_lengths,
+    check_images,
 )
 """In this order: later ones rely on what earlier ones have checked, such as known samples."""
 

@@ -52,6 +52,16 @@ class Counts:
     """Backwards of a micro-batch through a chunk whose weight gradients are apart."""
     num_ordered_steps: int
     """Steps that run in an order of their own, not in Megatron's."""
+    num_images: int
+    """Different images of a step."""
+    num_image_uses: int
+    """Images of its samples, each as often as a sample has it."""
+    image_patches: int
+    """Patches of the different images."""
+    image_tokens: int
+    """Image tokens of the samples."""
+    most_patches: int
+    """Patches that a GPU encodes ahead of a step, the most of any; 0 where rows encode images."""
 
     @property
     def num_wide_rows(self) -> int:
@@ -216,6 +226,15 @@ def _pieces_text(mb: MicroBatch) -> str:
     return "; ".join(f"sample {i}, tokens {begin} to {end}" for i, begin, end in mb.pieces)
 
 
+def _images_text(c: Counts) -> str:
+    if not c.most_patches:
+        return f"{c.num_image_uses} are encoded in rows"
+    return (
+        f"{c.num_images} of {c.num_image_uses} are encoded, {c.image_patches} patches, "
+        f"{c.most_patches} on the busiest GPU"
+    )
+
+
 FEATURES = (
     Feature(
         "shared prefixes",
@@ -279,6 +298,21 @@ FEATURES = (
         lambda c: f"{c.num_split_backwards}",
         (Fact("num_split_backwards", "num_split_backwards", "split B"),),
         rival="Megatron's order",
+    ),
+    Feature(
+        "images",
+        "images",
+        "row",
+        "ahead",
+        _images_text,
+        (
+            Fact("num_images", "num_images", "images"),
+            Fact("num_image_uses", "num_image_uses"),
+            Fact("image_patches", "image_patches"),
+            Fact("image_tokens", "image_tokens"),
+            Fact("most_patches", "most_patches_per_gpu"),
+        ),
+        rival="images in rows",
     ),
 )
 

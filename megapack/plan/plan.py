@@ -23,6 +23,7 @@ from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.plan.explanation import Explanation
 from megapack.plan.facts import Counts
+from megapack.plan.images import PlannedImage
 from megapack.plan.microbatch import MicroBatch, Part
 from megapack.plan.order import StepOrder, step_order
 from megapack.plan.order_text import read_order
@@ -52,11 +53,31 @@ class StepPlan:
     """Ids that unreachable="drop" left out, in order of first appearance."""
     orders: tuple[tuple[str, ...], ...] = ()
     """Per DP rank, what each of its stages runs, as `StepOrder.lines`; () is Megatron's order."""
+    images: tuple[PlannedImage, ...] = ()
+    """The different images of its samples, see `build_dp_schedule`."""
 
     @cached_property
     def kept_samples(self) -> tuple[int, ...]:
         """Sample indices of the step, ascending."""
         return tuple(sorted(i for mb in self.microbatches for i in mb.begun_samples))
+
+    @cached_property
+    def images_of(self) -> dict[int, list[int]]:
+        """By sample: the numbers of its images in `images`, once for each use."""
+        found: dict[int, list[int]] = {}
+        for number, image in enumerate(self.images):
+            for sample in image.samples:
+                found.setdefault(sample, []).append(number)
+        return found
+
+    def images_in(self, mb: MicroBatch) -> list[int]:
+        """The numbers of the images of a row's samples, once for each use."""
+        return [number for i in mb.samples for number in self.images_of.get(i, ())]
+
+    @property
+    def rank_images(self) -> list[list[int]]:
+        """Per DP rank: the numbers of the images that its rows read, ascending."""
+        return [sorted({n for mb in own for n in self.images_in(mb)}) for own in self.ranks]
 
     def chains(self, rank: int) -> list[range]:
         """The micro-batches of a DP rank that have the pieces of one sample or of one family, chain
@@ -302,7 +323,23 @@ def count_steps(steps: Sequence[StepPlan]) -> Counts:
             line.count("W") for step in steps for stages in step.orders for line in stages
         ),
         num_ordered_steps=sum(bool(step.orders) for step in steps),
+        num_images=sum(len(step.images) for step in steps),
+        num_image_uses=sum(len(image.samples) for step in steps for image in step.images),
+        image_patches=sum(image.patches for step in steps for image in step.images),
+        image_tokens=sum(
+            image.tokens * len(image.samples) for step in steps for image in step.images
+        ),
+        most_patches=max(map(_most_patches, steps), default=0),
     )
+
+
+def _most_patches(step: StepPlan) -> int:
+    """Patches that the busiest GPU encodes ahead of the schedule."""
+    patches: Counter[int] = Counter()
+    for image in step.images:
+        if image.owner is not None:
+            patches[image.owner] += image.patches
+    return max(patches.values(), default=0)
 
 
 def own_samples(plans: Sequence[Plan], dp_rank: int) -> list[int]:
@@ -320,6 +357,7 @@ def _step_payload(step: StepPlan) -> dict[str, Any]:
         "dropped_rollouts": step.dropped_rollouts,
         "ranks": [[mb.cell() for mb in rank] for rank in step.ranks],
         **({"orders": step.orders} if step.orders else {}),
+        **({"images": step.images} if step.images else {}),
     }
 
 
@@ -358,4 +396,5 @@ def _build_step(step: dict[str, Any]) -> StepPlan:
         kept_rollouts=tuple(step["kept_rollouts"]),
         dropped_rollouts=tuple(step["dropped_rollouts"]),
         orders=tuple(map(tuple, step.get("orders", ()))),
+        images=tuple(map(PlannedImage.from_cell, step.get("images", ()))),
     )

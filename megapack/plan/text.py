@@ -16,6 +16,10 @@ If the step has orders, a line for each stage of each rank follows:
 
     order 0 1 | 0F0 0B0 1F0 1B0      what stage 1 of rank 0 runs, see `plan.order`
 
+and if its samples have images, a line for each different one:
+
+    image ["a cat", 64, 16, 3, [0, 5]]   key, patches, tokens, the GPU that encodes it, its samples
+
 Consecutive rollout ids are written as a range, `0..2047`. A plan without `colocate_ids` has no such
 line, and neither has one without `prefixes` or `row_lengths`.
 """
@@ -56,6 +60,7 @@ def format_plan(payload: Mapping[str, Any]) -> str:
             lines.append(f"rank {rank} | " + " ".join(_format_cell(cell) for cell in row))
         for rank, stages in enumerate(step.get("orders", ())):
             lines += [f"order {rank} {stage} | {text}" for stage, text in enumerate(stages)]
+        lines += [f"image {json.dumps(image)}" for image in step.get("images", ())]
     return "\n".join(lines) + "\n"
 
 
@@ -97,6 +102,13 @@ def parse_json(text: str, build: Callable[[dict[str, Any]], P]) -> P:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MAX_COUNT
+
+
+def _is_image(cell: Any) -> bool:
+    is_cell = isinstance(cell, list) and len(cell) == 5 and isinstance(cell[0], str)
+    if not is_cell or not isinstance(cell[4], list):
+        return False
+    return all(map(_is_count, [*cell[1:3], *cell[4], 0 if cell[3] is None else cell[3]]))
 
 
 def _list_of(good: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -147,7 +159,8 @@ _STEP = {
     "dropped_rollouts": _IDS,
     "ranks": _LIST,
 }
-_STEP_OPTIONAL = {"orders": _TEXTS}
+_IMAGES = _Kind(_list_of(_is_image), "a list of [key, patches, tokens, GPU or null, [samples]]")
+_STEP_OPTIONAL = {"orders": _TEXTS, "images": _IMAGES}
 
 
 def _check_payload(payload: Any) -> None:

@@ -121,9 +121,9 @@ def _least_rows(items: Items) -> list[int]:
     if step.max_samples is not None:
         return [int(n) for n in -(-np.cumsum(items.item_samples) // step.max_samples)]
     capacity = step.capacity
-    by_tokens = -(-np.cumsum(np.minimum(items.aligned, capacity)) // capacity)
+    by_tokens = -(-np.cumsum(np.minimum(items.room, capacity)) // capacity)
     # Two items larger than half a row never share a row.
-    by_halves = np.cumsum(2 * items.aligned > capacity)
+    by_halves = np.cumsum(2 * items.room > capacity)
     return [int(n) for n in np.maximum(by_tokens, by_halves)]
 
 

@@ -36,6 +36,8 @@ def explain(plan: Plan, planner: Planner, cost: CostModel, *, has_prefixes: bool
     own = _times(plan, cost)
     gains = []
     for freedom in facts.FEATURES:
+        if freedom.setting == "images" and not plan.counts.num_images:
+            continue
         value = getattr(plan.policy, freedom.setting)
         is_on = value == freedom.on
         refusal = ""

@@ -27,7 +27,7 @@ from megapack.planner.clock import Clock, score_all, score_shared
 from megapack.planner.draft import PADDING, Draft
 from megapack.planner.fill import FillRule
 from megapack.planner.improve import improve_blocks, improve_ranks
-from megapack.planner.items import Items
+from megapack.planner.items import Items, row_sums
 from megapack.planner.orders import OwnOrders, order_lines
 from megapack.planner.step import UNLIMITED, Step
 
@@ -100,8 +100,12 @@ class Way:
         """A board of M micro-batches per rank with no item in a row."""
         items = self.items
         sizes = [items.at_width(1 << level) for level in range(self.num_levels)]
-        tokens = np.stack([size.aligned for size in sizes])
-        tokens_sq = np.stack([size.aligned_sq for size in sizes])
+        # What an item takes of the budget beyond its tokens costs nothing: squares make up for it.
+        more = items.room - items.aligned
+        per_square = self.cost.per_token_sq or math.inf
+        squares = items.image_squares - np.rint(more * (self.cost.per_token / per_square))
+        tokens = np.stack([size.aligned + more for size in sizes])
+        tokens_sq = np.stack([size.aligned_sq + squares.astype(np.int64) for size in sizes])
         # Shifts of cuts change where pieces begin and end, of this board alone.
         pieces = items.begin.copy(), items.end.copy(), items.chain
         shape = self.layout.dp, count
@@ -125,7 +129,8 @@ class Way:
         if self.is_real and self.step.prefixes is not None:
             tokens, tokens_sq, _ = draft.sizes
             board.tokens[: draft.num_rows] = tokens
-            board.tokens_sq[: draft.num_rows] = tokens_sq
+            images = row_sums(draft.items.image_squares, draft.row_of, draft.num_rows)
+            board.tokens_sq[: draft.num_rows] = tokens_sq + images
             add_up_rows(board)
         return board
 

@@ -145,7 +145,7 @@ def packed(way: Way, targets: Floats) -> Scored | None:
         targets = np.full_like(targets, way.rank_work / targets.shape[1])
     items = way.items
     row_of = pack_to_targets(
-        items.aligned, way.work, targets.ravel(), way.step.capacity, order=way.order
+        items.room, way.work, targets.ravel(), way.step.capacity, order=way.order
     )
     if row_of is None:
         return None

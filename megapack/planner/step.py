@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megapack.base.arrays import Ints
+from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import CostModel
 from megapack.layout import Layout
 from megapack.pipeline.simulator import Runner
@@ -39,6 +39,11 @@ class Step:
     forward_only: bool = False
     prefixes: PrefixTable | None = None
     """What samples of a row share; None: nothing."""
+    image_seconds: Floats | None = None
+    """float64: seconds of the first chunk's forward of each sample's images, of the whole input;
+    None: rows encode no images."""
+    patches: Ints | None = None
+    """int64: patches of each sample's images, of the whole input; None: rows may have any."""
 
     @cached_property
     def capacity(self) -> int:

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from megapack.errors import RunInterrupted
@@ -71,12 +71,7 @@ class Interrupt:
             self._before = {one: signal.signal(one, self._note) for one in SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for one, handler in self._before.items():
             signal.signal(one, handler)
         self._before = {}

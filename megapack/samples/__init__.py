@@ -6,15 +6,9 @@ Modules:
     padded: ragged values from tensors padded to [B, S], and back
 """
 
-from megapack.samples.batch import RESPONSE_MASK, SampleBatch
-from megapack.samples.padded import padded_spans, to_padded
-from megapack.samples.tensor_fields import RowTensor, TensorField
-
-__all__ = [
-    "RESPONSE_MASK",
-    "RowTensor",
-    "SampleBatch",
-    "TensorField",
-    "padded_spans",
-    "to_padded",
-]
+from megapack.samples.batch import RESPONSE_MASK as RESPONSE_MASK
+from megapack.samples.batch import SampleBatch as SampleBatch
+from megapack.samples.padded import padded_spans as padded_spans
+from megapack.samples.padded import to_padded as to_padded
+from megapack.samples.tensor_fields import RowTensor as RowTensor
+from megapack.samples.tensor_fields import TensorField as TensorField

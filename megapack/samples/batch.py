@@ -21,13 +21,7 @@ from torch import Tensor
 
 from megapack.base.arrays import MAX_LENGTH
 from megapack.errors import DataError, brief
-from megapack.images import (
-    ImageRef,
-    Images,
-    checked_images,
-    images_digest,
-    is_image_token,
-)
+from megapack.images import ImageRef, Images, checked_images, images_digest, is_image_token
 from megapack.samples.padded import padded_spans, ragged_values
 from megapack.samples.tensor_fields import RaggedTensor, RowTensor, TensorField, as_tensor
 
@@ -336,16 +330,18 @@ class SampleBatch:
             for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
         ]
         batch = cls([torch.cat(pair) for pair in pairs], tensors=tensors, images=images)
-        masks = [batch._response(i, len(prompt)) for i, (prompt, _) in enumerate(pairs)]
-        for name, values in {RESPONSE_MASK: masks, **(fields or {})}.items():
-            batch.set_field(name, values)
+        batch._set_fields([len(prompt) for prompt, _ in pairs], fields)
         return batch
 
-    def _response(self, sample: int, prompt_tokens: int) -> Tensor:
-        """The mask of a sample whose response counts, without images."""
-        mask = ~self._image_tokens(sample)
-        mask[:prompt_tokens] = False
-        return mask
+    def _set_fields(
+        self, prompt_tokens: Sequence[int], fields: Mapping[str, Sequence[Any]] | None
+    ) -> None:
+        """Set masks by which responses count, without images, and the given fields."""
+        masks = [~self._image_tokens(sample) for sample in range(len(self))]
+        for mask, num_prompt in zip(masks, prompt_tokens, strict=True):
+            mask[:num_prompt] = False
+        for name, values in {RESPONSE_MASK: masks, **(fields or {})}.items():
+            self.set_field(name, values)
 
     @classmethod
     def from_lengths(
@@ -382,13 +378,9 @@ class SampleBatch:
         batch = cls([[0]])
         batch._tokens = {}
         pairs = zip(prompt_tokens, response_tokens, strict=True)
-        for sample, (prompt, response) in enumerate(pairs):
-            _check_counts(sample, prompt, response)
-        batch._lengths = [p + r for p, r in zip(prompt_tokens, response_tokens, strict=True)]
+        batch._lengths = [_checked_length(sample, *pair) for sample, pair in enumerate(pairs)]
         batch._images = checked_images(images, batch._lengths)
-        masks = [batch._response(i, prompt) for i, prompt in enumerate(prompt_tokens)]
-        for name, values in {RESPONSE_MASK: masks, **(fields or {})}.items():
-            batch.set_field(name, values)
+        batch._set_fields(prompt_tokens, fields)
         if loss_tokens is not None:
             batch._set_loss_tokens(loss_tokens)
         return batch
@@ -463,7 +455,7 @@ def _unpaired(prompts: Sequence[Any], responses: Sequence[Any]) -> DataError:
     )
 
 
-def _check_counts(sample: int, prompt: int, response: int) -> None:
+def _checked_length(sample: int, prompt: int, response: int) -> int:
     for count in (prompt, response):
         if not isinstance(count, int | np.integer) or not 0 <= count <= MAX_LENGTH:
             raise DataError(
@@ -472,13 +464,11 @@ def _check_counts(sample: int, prompt: int, response: int) -> None:
             )
     if prompt + response < 1:
         raise DataError(f"sample {sample} has no tokens; leave it out of the batch")
+    return prompt + response
 
 
 def _part(sample: int, ids: Any) -> Tensor:
     """Token ids of a prompt or response; unlike a sample it may be empty."""
     tensor = as_tensor(f"sample {sample}", ids)
-    return (
-        tensor.new_zeros(0, dtype=torch.int64)
-        if tensor.numel() == 0
-        else _token_tensor(sample, tensor)
-    )
+    is_empty = tensor.numel() == 0
+    return tensor.new_zeros(0, dtype=torch.int64) if is_empty else _token_tensor(sample, tensor)

@@ -417,6 +417,8 @@ class ScheduleAdapter:
             self.ranks.place.enter("groups")
             self.runner.channels.make(self._device)
         self._check_inputs(call.batch.tensor_names)
+        if self.runner.ahead is not None and packed.images is not None:
+            self.runner.ahead.agreed(packed.images)
         return packed
 
     def _unannounced_rows(self, call: StepCall, error: ConfigError | None) -> Packed:

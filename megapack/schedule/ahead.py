@@ -29,22 +29,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapack.errors import ConfigError, DataError, MegapackError, first_line
-from megapack.images import ImageRef, spread
+from megapack.images import ImageRef
 from megapack.layout import Layout
 from megapack.model.head import unwrapped
 from megapack.model.overlap import overlaps_gather
 from megapack.model.vision.decoder import levels_of, read_images
 from megapack.model.vision.features import FeatureTable, RowFeatures, RowImages
 from megapack.model.vision.tower import VisionTower
+from megapack.plan.images import used_images
 from megapack.plan.plan import StepPlan
 from megapack.ranks.agree import agree
 from megapack.ranks.threads import DaemonThread
 from megapack.rows.packed import PackedRow
-from megapack.rows.packing import held_images
 from megapack.rows.transfer import moved
 from megapack.samples import SampleBatch
 from megapack.schedule.between_steps import sampled
 from megapack.schedule.checks import gradient_buffers, reduces
+from megapack.schedule.listeners import Listeners
 
 # Threads that decode and resize, at most. Chosen by hand.
 _MOST_THREADS = 8
@@ -66,11 +67,13 @@ class StepImages:
     """The images of one pass, the same on every rank but for pixels."""
 
     refs: list[ImageRef]
-    """Different images."""
+    """Different images, as `StepPlan.images` has them."""
     owners: list[int]
     """The rank that encodes each."""
     needs: list[list[int]]
     """Per data-parallel rank the images of its rows, in the order of its table."""
+    batch_keys: set[str]
+    """Keys of the whole batch's images."""
     pixels: dict[int, Tensor]
     """Of images that this rank encodes."""
 
@@ -84,7 +87,11 @@ class Encoded:
     starts: dict[str, int]
     """By key: the image's first feature in the table."""
     own: dict[int, Tensor]
-    """By image that this rank encodes: [levels, tokens, H], with the tower's graph."""
+    """By image that this rank encodes: [levels, tokens, H]; with the tower's graph, unless there
+    are waves."""
+    waves: list[dict[int, Tensor]]
+    """By image the pixels of each call that the backward makes again, as the graphs of all calls
+    would not fit; none where the rank's images are one call."""
 
 
 class Ahead:
@@ -96,6 +103,9 @@ class Ahead:
         chunks: the decoder's, of this rank.
         groups: Megatron's process groups.
         device: of features.
+
+    Attributes:
+        encoded_patches: of each image that this rank has encoded in the last pass.
 
     Raises:
         ConfigError: the decoder cannot read features.
@@ -125,24 +135,27 @@ class Ahead:
         self._ranks: list[_Rank] = [own] * dist.get_world_size()
         dist.all_gather_object(self._ranks, own)
         self._own = own
-        count = min(_MOST_THREADS, os.cpu_count() or 1)
+        # The rank of each GPU as plans count them.
+        self._rank_of_gpu = sorted(range(len(self._ranks)), key=lambda r: self._ranks[r].dp_rank)
         # Daemons: pixels on a file system that is lost must not keep the process.
-        self._threads = DaemonThread("megapack-image", count)
+        self._threads = DaemonThread("megapack-image", min(_MOST_THREADS, os.cpu_count() or 1))
         weakref.finalize(self, self._threads.stop, 0.0)
         # Pixels by key, and the keys of the last `prefetch`.
         self._loading: dict[str, Future[Tensor]] = {}
         self._prefetched: set[str] = set()
-        # Of a frozen tower: features by key, some values of the weights that they are of, and keys
-        # of images that a prepared pass encodes.
+        # Of a frozen tower: features by key, some values of the weights that they are of, and by
+        # key the rank that an earlier pass of the batch has encode an image, alike on all ranks.
         self._kept: dict[str, Tensor] = {}
         self._weights: Tensor | None = None
-        self._encoding: set[str] = set()
+        self._places: dict[str, int] = {}
+        self.encoded_patches: tuple[int, ...] = ()
 
     def prepare(self, step: StepPlan, batch: SampleBatch) -> StepImages:
-        """Who encodes which image, and this rank's pixels; local work, the same on every rank.
+        """The images of a step, and this rank's pixels; local work.
 
         Raises:
-            DataError: an image does not suit the tower, or its pixels cannot be made.
+            DataError: an image is not the plan's or does not suit the tower, or its pixels cannot
+                be made.
         """
         if self._module.is_trained and reduces([self.tower]) and not gradient_buffers(self.tower):
             raise ConfigError(
@@ -150,16 +163,26 @@ class Ahead:
                 "gradients of it; set requires_grad before wrapping it, or freeze it again"
             )
         images = self._planned(step, batch)
-        encoding = set() if self._module.is_trained else self._encoding
         own = {i: images.refs[i] for i in self._own_images(images)}
         # All begin before the first is waited for.
-        loading = [(i, self._load(ref)) for i, ref in own.items() if ref.key not in encoding]
+        loading = [(i, self._load(ref)) for i, ref in own.items() if ref.key not in self._placed]
         for ref in own.values():
             # What fails is tried again by the next call.
             self._loading.pop(ref.key, None)
         images.pixels.update((i, future.result()) for i, future in loading)
-        self._encoding = set() if self._module.is_trained else {r.key for r in own.values()}
         return images
+
+    def agreed(self, images: StepImages) -> None:
+        """Note who encodes what in a pass that all ranks have prepared; those of a pass that one
+        of them could not prepare must not count."""
+        kept = {key: self._placed[key] for key in self._placed.keys() & images.batch_keys}
+        found = zip(images.refs, images.owners, strict=True)
+        self._places = kept | {ref.key: rank for ref, rank in found}
+
+    @property
+    def _placed(self) -> dict[str, int]:
+        """Features of a frozen tower stay where the batch's first pass makes them."""
+        return {} if self._module.is_trained else self._places
 
     def _own_images(self, images: StepImages) -> list[int]:
         return [i for i, owner in enumerate(images.owners) if owner == self._rank]
@@ -174,7 +197,7 @@ class Ahead:
             self._loading.pop(key, None)
         self._prefetched = keys
         for ref in own:
-            if ref.key not in self._encoding:
+            if ref.key not in self._placed:
                 self._load(ref)
 
     def _planned(self, step: StepPlan, batch: SampleBatch) -> StepImages:
@@ -182,33 +205,32 @@ class Ahead:
             raise DataError(
                 f"the batch has images and the tensor {batch.tensor_names[0]!r}; give one of them"
             )
-        held = [
-            {ref.key: ref for mb in rows for ref in held_images(batch, mb)} for rows in step.ranks
-        ]
-        refs = {key: ref for own in held for key, ref in own.items()}
-        if not self._module.is_trained:
-            # The same owners in all passes of the batch, which keep what they have encoded.
-            every = (ref for i in range(len(batch)) for ref in batch.images(i))
-            refs = {ref.key: ref for ref in every}
-        for ref in refs.values():
+        images = [batch.images(i) for i in range(len(batch))]
+        # Of samples with one image the first, which errors name.
+        every = {ref.key: ref for refs in reversed(images) for ref in reversed(refs)}
+        used = used_images(images, step.kept_samples)
+        if [image._replace(owner=None) for image in step.images] != used:
+            raise DataError(
+                f"the step was planned with {len(step.images)} images, its samples have "
+                f"{len(used)}, or others; give build_dp_schedule the images of the batch"
+            )
+        refs = [every[image.key] for image in step.images]
+        for ref in refs:
             if ref.merge != self._module.merge:
                 raise DataError(
                     f"image {ref.key!r} has merge={ref.merge}, the tower merges "
                     f"{self._module.merge} x {self._module.merge} patches; give merge="
                     f"{self._module.merge}"
                 )
-        number = {key: i for i, key in enumerate(refs)}
-        needs = [[number[key] for key in own] for own in held]
-        users: list[list[int]] = [[] for _ in refs]
-        if self._module.is_trained:
-            for rank, one in enumerate(self._ranks):
-                for i in needs[one.dp_rank]:
-                    users[i].append(rank)
-        patches = [ref.patches for ref in refs.values()]
+        owners = [
+            self._placed.get(image.key, self._rank_of_gpu[image.owner or 0])
+            for image in step.images
+        ]
         return StepImages(
-            refs=list(refs.values()),
-            owners=spread(patches, len(self._ranks), users),
-            needs=needs,
+            refs=refs,
+            owners=owners,
+            needs=step.rank_images,
+            batch_keys={*every},
             pixels={},
         )
 
@@ -242,7 +264,7 @@ class Ahead:
             )
         return pixels
 
-    def encode(self, images: StepImages, *, is_training: bool) -> Encoded:
+    def encode(self, images: StepImages, listeners: Listeners, *, is_training: bool) -> Encoded:
         """Encode this rank's images, and exchange features; a collective of all ranks."""
         collects = is_training and self._module.is_trained
         refs, pixels = images.refs, images.pixels
@@ -255,16 +277,25 @@ class Ahead:
         }
         made = [(i, self._threads.submit(partial(self._pixels, ref))) for i, ref in missing.items()]
         pixels.update((i, future.result()) for i, future in made)
-        with torch.set_grad_enabled(collects):
-            found = self._module.encode([refs[i] for i in pixels], [*pixels.values()])
-        own = dict(zip(pixels, found, strict=True))
+        groups = self._module.calls({i: refs[i] for i in pixels})
+        calls = [{i: pixels[i] for i in group} for group in groups]
+        self.encoded_patches = tuple(refs[i].patches for i in pixels)
         pixels.clear()
+        waves = calls if collects and len(calls) > 1 else []
+        listeners.begin("E", 0, -1)
+        with torch.set_grad_enabled(collects and not waves):
+            own = {i: one for call in calls for i, one in self._encoded(refs, call).items()}
+        listeners.end("E", 0, -1)
         if not self._module.is_trained:
             every = self._kept | {refs[i].key: features for i, features in own.items()}
-            self._kept = {ref.key: every[ref.key] for ref in refs if ref.key in every}
+            self._kept = {key: every[key] for key in every.keys() & images.batch_keys}
             own = {i: self._kept[refs[i].key] for i in self._own_images(images)}
         table, starts = self._tables(images, own)
-        return Encoded(images, FeatureTable(table, collects), starts, own)
+        return Encoded(images, FeatureTable(table, collects), starts, own, waves)
+
+    def _encoded(self, refs: list[ImageRef], pixels: dict[int, Tensor]) -> dict[int, Tensor]:
+        found = self._module.encode([refs[i] for i in pixels], [*pixels.values()])
+        return dict(zip(pixels, found, strict=True))
 
     def _keep_current(self) -> None:
         """Forget features that are not of the tower's weights."""
@@ -300,7 +331,7 @@ class Ahead:
         needed = images.needs[self._ranks[reader].dp_rank]
         return [i for i in needed if images.owners[i] == self._rank]
 
-    def backward(self, encoded: Encoded) -> None:
+    def backward(self, encoded: Encoded, listeners: Listeners) -> None:
         """Bring gradients of features back, and run the tower's backward; a collective."""
         if not encoded.table.collects:
             return
@@ -327,10 +358,14 @@ class Ahead:
         for (levels, i), grad in zip(readers, arrived, strict=True):
             sums[i][list(levels)] += grad.view(len(levels), images.refs[i].tokens, width)
         earlier = self._without_earlier()
+        listeners.begin("T", 0, -1)
         with self.tower.no_sync() if reduces([self.tower]) else contextlib.nullcontext():
-            if sums:
-                grads = [sums[i].to(one.dtype) for i, one in encoded.own.items()]
-                torch.autograd.backward([*encoded.own.values()], grads)
+            for wave in encoded.waves or [{}]:
+                made = self._encoded(images.refs, wave) if wave else encoded.own
+                if made:
+                    grads = [sums[i].to(one.dtype) for i, one in made.items()]
+                    torch.autograd.backward([*made.values()], grads)
+        listeners.end("T", 0, -1)
         self._reduce(earlier)
 
     def _gradient(self, encoded: Encoded, ref: ImageRef) -> Tensor:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megapack.ranks.place import Phase, Place
 
-Kind = Literal["F", "B", "W"]
-"""Forward, backward, or the weight gradients that a backward has left."""
+Kind = Literal["F", "B", "W", "E", "T"]
+"""Forward, backward, or the weight gradients that a backward has left; images encoded ahead, or the
+tower's backward, both of micro-batch -1."""
 
 
 class Listener:
@@ -75,4 +76,5 @@ class PlaceKeeper(Listener):
         self._place = place
 
     def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        self._place.enter(_PHASES[kind], chunk, microbatch)
+        if kind in _PHASES:
+            self._place.enter(_PHASES[kind], chunk, microbatch)

@@ -86,7 +86,7 @@ class Packer:
         return Packed(rows, self._images(call))
 
     def _images(self, call: StepCall) -> StepImages | None:
-        if not call.batch.has_images:
+        if not (call.batch.has_images or call.step_plan.images):
             return None
         ahead = self._runner.ahead
         if ahead is None:

@@ -131,9 +131,10 @@ class ScheduleRunner:
         """Encode images, call Megatron's schedule or run the operations of the plan's order, and
         run the tower's backward."""
         encoded = None
+        listeners = Listeners(context.listeners)
         if self.ahead is not None and images is not None:
             self.place.enter("images")
-            encoded = self.ahead.encode(images, is_training=call.is_training)
+            encoded = self.ahead.encode(images, listeners, is_training=call.is_training)
         placed = self.placed(call, rows, encoded)
         forward_step = self.forward_step(call, context)
         megatron = MegatronCall(
@@ -176,7 +177,7 @@ class ScheduleRunner:
                 self._run_operations(call, placed, forward_step, context)
             if self.ahead is not None and encoded is not None:
                 self.place.enter("images")
-                self.ahead.backward(encoded)
+                self.ahead.backward(encoded, listeners)
 
     def _run_operations(
         self,

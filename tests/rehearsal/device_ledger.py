@@ -141,7 +141,7 @@ class DeviceLedger(TorchDispatchMode):
     def kernel(
         self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a stand-in for a compiled kernel, see `megapack.cpu.te.around`, as one operation.
+        """Run a stand-in for a compiled kernel, see `megapack.cpu.te.calls.run`, as one operation.
 
         All of its tensors must be on the GPU, and so are its results; what the stand-in does
         inside does not count.

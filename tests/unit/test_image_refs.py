@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megapack.errors import DataError
-from megapack.images import ImageNumbers, ImageRef, positions, spread
+from megapack.images import ImageNumbers, ImageRef, positions
 from megapack.prefixes import SharedPrefixes
 from megapack.samples import SampleBatch, TensorField
 
@@ -114,13 +114,3 @@ def test_images_beside_tensors_differ_by_signature() -> None:
     assert batch.image_signature != other.image_signature
     assert plain.image_signature == ""
     assert not plain.has_images
-
-
-def test_images_are_spread_evenly() -> None:
-    sizes = [4 * (1 + k % 7) ** 2 for k in range(64)]
-    owners = spread(sizes, 4)
-    loads = [sum(n for n, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(4)]
-    assert max(loads) < 1.05 * sum(loads) / 4
-    assert spread([], 4) == []
-    # Ranks without images before a second one for any rank.
-    assert sorted(spread([8] * 4, 4, users=[[2]] * 4)) == [0, 1, 2, 3]

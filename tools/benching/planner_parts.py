@@ -74,6 +74,21 @@ those of the shipped configs. `one weight`: the planner knows one weight per sta
 also knows that stages have other shares of attention. Both are timed with what stages really
 take.""",
     ),
+    "images": Part(
+        "Plans for models with images",
+        f"""{_RATIO} Each different image is a part of that work once. A step is 512 samples, prompt
+groups of 8 with the same images (`tools/benching/image_traces.py`); H100, the tower trained.
+Megatron-LM, verl and slime: their rows, at the best of five budgets, which encode their images on
+the first stage, on each of its TP ranks. The same for rows of megapack's that are balanced by
+tokens (`by tokens`) and with the seconds of images (`by cost`, `Policy(images="row")`), and where
+TP ranks share a row's images (`over TP`). `ahead`: each image once, on one of all GPUs; `shared`:
+with shared prefixes too; `images' part`: of the time of `ahead`, what is before and after the rows.
+Second table, Qwen3-VL-8B on dp4 tp2 pp4: different images and their uses, patches of the busiest
+GPU over the mean, GiB of features that a rank of the first stage gets, and holds with their
+gradients, without and with shared prefixes. Third table: the fastest layout that fits into 76 GiB
+on charts, with full recomputation, one chunk per stage and shared prefixes; 64, 512 and 1,024
+prompts; memory of the fullest GPU, tokens per second and GPU, and the images' part.""",
+    ),
     "bound": Part(
         "Distance to a lower bound",
         f"""{_RATIO} The default policy beside what no plan of whole samples in Megatron's order

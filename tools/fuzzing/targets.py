@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import numpy as np
 
@@ -34,9 +34,9 @@ from megapack.job.data.lengths import Columns, read_length_file
 from megapack.job.data.lines import BadLine, LineParser
 from megapack.job.data.rollouts import group_batches
 from megapack.job.data.template_server import write_chat
-from megapack.job.data.templates import ChatRequest, TemplateSource
+from megapack.job.data.templates import TemplateSource
 from megapack.job.data.token_blocks import ReadSettings
-from megapack.job.data.tokenizer import ByteTokenizer, ChatTokens, Message
+from megapack.job.data.tokenizer import ByteTokenizer, Chat, ChatTokens, Message
 from megapack.plan.show import diff_plans
 from tests import chat_templates
 from tools.fuzzing import seeds
@@ -123,26 +123,22 @@ def hold_hf_config(data: bytes) -> bool:
 
 def tokens_of(tokenizer: ByteTokenizer, chat: ChatText) -> ChatTokens:
     """A chat as bytes."""
-    mask = np.zeros(len(tokenizer.encode(chat.text)), dtype=np.bool_)
+    ids = tokenizer.encode_prompt(chat.text)[1:]
+    mask = np.zeros(len(ids), dtype=np.bool_)
     for start, stop in chat.spans:
-        before, own = chat.text[:start], chat.text[start:stop]
-        mask[len(tokenizer.encode(before)) :][: len(tokenizer.encode(own))] = True
-    return ChatTokens(tokenizer.encode(chat.text), mask, chat.num_messages)
+        before, own = chat.text[:start].encode(), chat.text[start:stop].encode()
+        mask[len(before) :][: len(own)] = True
+    return ChatTokens(ids, mask, chat.num_messages)
 
 
 class ChatBytes(ByteTokenizer):
     """Bytes with a chat template that, like Qwen3's, shortens the turns before the user's last."""
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        turns: Sequence[int],
-        arguments: Mapping[str, Any],
-    ) -> list[ChatTokens]:
+    def encode_chat(self, chat: Chat) -> list[ChatTokens]:
         """See `Tokenizer`."""
         template = ChatTemplate(self._write, False, ("|",), ("|",))
-        return [tokens_of(self, chat) for chat in chat_texts(messages, template, turns)]
+        texts = chat_texts(chat.messages, template, chat.turns)
+        return [tokens_of(self, text) for text in texts]
 
     def _write(self, messages: Sequence[Message], asks: bool) -> ChatText:
         last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=0)
@@ -158,22 +154,16 @@ class WrittenBytes(ByteTokenizer):
         texts = tuple(specials.split())
         self._source = TemplateSource(template, {"eos_token": texts[0]}, texts, texts[:1])
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        turns: Sequence[int],
-        arguments: Mapping[str, Any],
-    ) -> list[ChatTokens]:
+    def encode_chat(self, chat: Chat) -> list[ChatTokens]:
         """See `Tokenizer`."""
-        chats = write_chat(ChatRequest(self._source, messages, turns, tools, arguments))
-        spans = [chat.text[start:stop] for chat in chats for start, stop in chat.spans]
-        require(len(spans) == len(turns), "a turn that counts has no text, or another one has")
-        for turn, text in zip(turns, spans, strict=True):
-            content = messages[turn].get("content") or ""
+        written = write_chat(self._source, chat)
+        spans = [one.text[start:stop] for one in written for start, stop in one.spans]
+        require(len(spans) == len(chat.turns), "a turn that counts has no text, or another one has")
+        for turn, text in zip(chat.turns, spans, strict=True):
+            content = chat.messages[turn].get("content") or ""
             require(content in text, f"turn {turn} is not trained as it is")
             require(text.endswith(self._source.special_texts), f"nothing ends turn {turn}")
-        return [tokens_of(self, chat) for chat in chats]
+        return [tokens_of(self, one) for one in written]
 
 
 CHAT_TOKENIZERS = tuple(

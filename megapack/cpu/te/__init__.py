@@ -13,6 +13,4 @@ compute something else in silence.
 `megapack.te_finder` imports `loader` when Transformer Engine is imported on such a machine.
 """
 
-from megapack.cpu.te.calls import COUNTS as COUNTS
 from megapack.cpu.te.calls import KernelFault as KernelFault
-from megapack.cpu.te.calls import around as around

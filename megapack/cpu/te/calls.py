@@ -1,11 +1,9 @@
-"""What all stand-ins have in common: a name, a count of calls, checks, arguments by release."""
+"""What all stand-ins have in common: a name, checks, arguments by release."""
 
 from __future__ import annotations
 
-import collections
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,15 +11,10 @@ import torch
 from megapack.errors import MegapackError
 
 Kernel = Callable[..., Any]
-Around = Callable[[str, Kernel, tuple[Any, ...], dict[str, Any]], Any]
 
 KERNELS: dict[str, Kernel] = {}
 """Name in Transformer Engine's compiled module, or of a Triton kernel -> its stand-in."""
 
-COUNTS: collections.Counter[str] = collections.Counter()
-"""Calls of each stand-in in this process."""
-
-_around: list[Around] = []
 _version: list[tuple[int, ...]] = [(2, 11)]
 
 
@@ -49,14 +42,9 @@ def refuse(wanted: bool, what: str) -> None:
         raise NotImplementedError(f"{what} is not rehearsed on the CPU")
 
 
-@contextmanager
-def around(function: Around) -> Iterator[None]:
-    """Within the block, `function(name, run, args, kwargs)` runs every stand-in by `run(*args)`."""
-    _around.append(function)
-    try:
-        yield
-    finally:
-        _around.remove(function)
+def run(name: str, stand_in: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a stand-in; a rehearsal watches them by putting its own function in this place."""
+    return stand_in(*args, **kwargs)
 
 
 def set_version(version: tuple[int, ...]) -> None:
@@ -86,15 +74,12 @@ def _registered(order: str, stand_in: Kernel) -> Kernel:
 
     @functools.wraps(stand_in)
     def call(*args: Any, **kwargs: Any) -> Any:
-        COUNTS[name] += 1
         if order:
             kwargs |= dict(zip(_names(order), args, strict=False))
             args = ()
         # Kernels know nothing of autograd.
         with torch.no_grad():
-            if _around:
-                return _around[-1](name, stand_in, args, kwargs)
-            return stand_in(*args, **kwargs)
+            return run(name, stand_in, args, kwargs)
 
     call.__module__ = "transformer_engine_torch"
     KERNELS[name] = call

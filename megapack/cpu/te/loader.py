@@ -170,11 +170,7 @@ _EDITS: dict[str, tuple[_Edit, ...]] = {
         ),
     ),
     f"{_PYTORCH}.constants": (
-        _Edit(
-            "\nTE_DType = {",
-            "\nTE_DType = {torch.float64: tex.DType.kFloat64,",
-            before=(2, 17),
-        ),
+        _Edit("\nTE_DType = {", "\nTE_DType = {torch.float64: tex.DType.kFloat64,", before=(2, 17)),
         # Since 2.17 the names of the compiled module's enumeration stand here, too.
         _Edit("\nTE_DType = {", "\nTE_DType = {torch.float64: DType.kFloat64,", since=(2, 17)),
         _Edit(

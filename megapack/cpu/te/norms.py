@@ -28,12 +28,7 @@ def rmsnorm_fwd(
 
 @kernel
 def rmsnorm_bwd(
-    dz: Tensor,
-    x: Tensor,
-    rsigma: Tensor,
-    weight: Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
+    dz: Tensor, x: Tensor, rsigma: Tensor, weight: Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the rows and of the weight."""
     g, v = rows(dz), rows(x)

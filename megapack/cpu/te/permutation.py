@@ -47,8 +47,7 @@ def permute_with_mask_map(
     refuse(scale is not None, "permutation of FP8 rows")
     token, expert, rows = _copies(row_id_map, pad_offsets)
     require(
-        len(rows) == num_out_tokens,
-        f"{len(rows)} routed copies, num_out_tokens={num_out_tokens}",
+        len(rows) == num_out_tokens, f"{len(rows)} routed copies, num_out_tokens={num_out_tokens}"
     )
     out = inp.new_empty(num_out_tokens, hidden_size)
     out[rows] = inp[token]

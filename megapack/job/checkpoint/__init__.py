@@ -9,9 +9,5 @@ Modules:
     index: checks the pickled index before torch reads it
 """
 
-from megapack.job.checkpoint.checkpoints import Checkpoints, samples_done_digest
-
-__all__ = [
-    "Checkpoints",
-    "samples_done_digest",
-]
+from megapack.job.checkpoint.checkpoints import Checkpoints as Checkpoints
+from megapack.job.checkpoint.checkpoints import samples_done_digest as samples_done_digest

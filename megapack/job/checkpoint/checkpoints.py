@@ -108,7 +108,7 @@ class Checkpoints:
             checkpoint.path / "state",
             num_updates=manifest.position.num_updates,
             num_critic_updates=manifest.position.num_critic_updates,
-            with_reference=manifest.has_reference and self.state.has_reference,
+            with_reference=manifest.has_reference and self.state.reference is not None,
             device=self.device,
         )
         agree(lambda: self._load_rng(checkpoint), device=self.device)
@@ -138,11 +138,7 @@ class Checkpoints:
             batch.set_field(name, list(fields[name].split(batch.lengths)))
 
     def load_routing(
-        self,
-        checkpoint: Checkpoint,
-        plan: Plan,
-        dp_rank: int,
-        routing: list[torch.Tensor | None],
+        self, checkpoint: Checkpoint, plan: Plan, dp_rank: int, routing: list[torch.Tensor | None]
     ) -> None:
         """Set the recorded experts of the samples that this rank has yet to train on.
 
@@ -336,14 +332,14 @@ class Checkpoints:
                 f"{found.path} is of a run with other settings: {', '.join(changed)}; set them as "
                 "they were, or train.resume=null"
             )
-        if self.state.has_reference and not manifest.has_reference:
+        if self.state.reference is not None and not manifest.has_reference:
             moved = folders.differences(manifest.config, to_dict(self.config), _REFERENCE)
             if moved:
                 raise CheckpointError(
                     f"{found.path} has no reference policy, and the folder of the initial weights "
                     f"is another one: {moved[0]}; set it as it was, or objective.kl_coef=0"
                 )
-        if self.state.has_critic and not manifest.has_critic:
+        if self.state.critic is not None and not manifest.has_critic:
             raise CheckpointError(
                 f"{found.path} has no critic; set critic.enabled=false, or train.resume=null"
             )
@@ -372,7 +368,8 @@ class Checkpoints:
                 "from a checkpoint at a batch's end"
             )
         records = self.config.train.routing_replay == "old_logprobs"
-        if manifest.position.step_in_batch and records and not _has_routing(manifest):
+        has_routing = any(name.startswith(_ROUTING) for name in manifest.files)
+        if manifest.position.step_in_batch and records and not has_routing:
             raise CheckpointError(
                 f"{checkpoint.path} was saved inside a batch and has no recorded experts; set "
                 "train.routing_replay as it was, or resume from a checkpoint at a batch's end"
@@ -392,8 +389,8 @@ class Checkpoints:
             plan_digest=plan.digest(),
             samples_done_digest=samples_done_digest(plan, position.step_in_batch),
             data_digest=self.data_digest,
-            has_reference=self.state.has_reference,
-            has_critic=self.state.has_critic,
+            has_reference=self.state.reference is not None,
+            has_critic=self.state.critic is not None,
             megatron_core=importlib.metadata.version("megatron-core"),
         )
 
@@ -437,10 +434,6 @@ def _routing_file(
     left = {i for step in plan.steps[num_done:] for i in step.kept_samples}
     own = {str(i): value for i, value in enumerate(routing) if i in left and value is not None}
     return {f"{_ROUTING}{dp_rank}.pt": own} if is_first_of_data_parallel_rank() else {}
-
-
-def _has_routing(manifest: Manifest) -> bool:
-    return any(name.startswith(_ROUTING) for name in manifest.files)
 
 
 def _flat(batch: SampleBatch, name: str) -> torch.Tensor:

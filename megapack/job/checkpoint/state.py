@@ -59,16 +59,6 @@ class RunState:
         # Which rank writes which replicated tensor. The same in every save of a run.
         self._writers_of: ShardDistribution | None = None
 
-    @property
-    def has_reference(self) -> bool:
-        """Whether the state has reference weights."""
-        return self.reference is not None
-
-    @property
-    def has_critic(self) -> bool:
-        """Whether the state has a critic."""
-        return self.critic is not None
-
     def writer(self, folder: Path, *, num_threads: int, device: torch.device) -> StateWriter:
         """A writer of all tensors into an empty folder that all ranks see. A collective.
 

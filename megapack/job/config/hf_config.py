@@ -24,7 +24,7 @@ from typing import Any
 from megapack.base.files import read_whole, text_of
 from megapack.config.shipped import download_hint, shipped_model
 from megapack.cost.options import NOT_IN_FOLDERS, ModelOptions
-from megapack.errors import ConfigError, first_line
+from megapack.errors import ConfigError, first_line, reason_of
 from megapack.job.config import hf_parts as parts
 from megapack.job.config.hf_families import FAMILIES
 from megapack.job.config.hf_reader import (
@@ -161,10 +161,9 @@ def _read(folder: str) -> Mapping[str, Any]:
     try:
         data = read_whole(path, _MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{folder}: {FILE} cannot be read ({reason}); give the folder of a Hugging Face model"
-            f"{download_hint(folder)}"
+            f"{folder}: {FILE} cannot be read ({reason_of(error)}); give the folder of a Hugging "
+            f"Face model{download_hint(folder)}"
         ) from None
     if len(data) > _MAX_BYTES:
         raise ConfigError(f"{path}: longer than {_MAX_BYTES} bytes; give a model's {FILE}")

@@ -64,11 +64,7 @@ _OLMO2 = Family(
     values={"qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_placement": "post"},
     tensors=tensors.NORMS_AFTER,
 )
-_GEMMA: Values = {
-    "activation": "gelu_tanh",
-    "norm_placement": "sandwich",
-    "scale_embeddings": True,
-}
+_GEMMA: Values = {"activation": "gelu_tanh", "norm_placement": "sandwich", "scale_embeddings": True}
 _GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     defaults={"query_pre_attn_scalar": 256, "sliding_window_pattern": 6},
@@ -194,9 +190,7 @@ FAMILIES: Mapping[str, Family] = {
         tensors=tensors.MIXTRAL,
     ),
     "qwen2": Family(
-        architecture="Qwen2ForCausalLM",
-        values={"qkv_bias": True},
-        parts=(parts.switched_window,),
+        architecture="Qwen2ForCausalLM", values={"qkv_bias": True}, parts=(parts.switched_window,)
     ),
     "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",

@@ -71,7 +71,7 @@ def rope(reader: Reader) -> Values:
             "transformers rotates whole heads of this family whatever it says: remove the key",
         )
     return {
-        "rotary_base": _rotary_base(reader, "rope_theta", merged["rope_theta"]),
+        "rotary_base": _rotary_base(reader, merged["rope_theta"]),
         "rotary_percent": 1.0 if percent is None else float(percent),
         "rope_scaling": _rope_scaling(reader, rope),
     }
@@ -107,7 +107,7 @@ def layered_rope(reader: Reader) -> Values:
             )
         whole, local = map(dict, kinds)
     base, local_base = (
-        _rotary_base(reader, "rope_theta", rope.pop("rope_theta", None)) for rope in (whole, local)
+        _rotary_base(reader, rope.pop("rope_theta", None)) for rope in (whole, local)
     )
     if local.pop("rope_type", "default") != "default" or local:
         raise reader.error("rope_parameters", given, "megapack stretches global layers only")
@@ -165,10 +165,10 @@ def _rope_object(reader: Reader, key: str) -> dict[str, Any] | None:
     return value
 
 
-def _rotary_base(reader: Reader, key: str, base: Any) -> int:
+def _rotary_base(reader: Reader, base: Any) -> int:
     # Whole numbers up to 2^53 are fp64 numbers.
     if not is_number(base) or not 1 <= base <= 2**53 or base % 1:
-        raise reader.error(key, base, "expected a whole number of 1 to 2^53")
+        raise reader.error("rope_theta", base, "expected a whole number of 1 to 2^53")
     return int(base)
 
 

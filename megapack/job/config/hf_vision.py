@@ -36,58 +36,16 @@ class VisionOptions:
 
     model_type: str
     """Of the tower's config class, such as qwen3_vl_vision."""
-    depth: int
-    """Blocks."""
-    hidden_size: int
-    num_heads: int
-    intermediate_size: int
-    patch_size: int
-    """Pixels of a patch's side."""
-    temporal_patch_size: int
-    """Frames of a patch; an image is repeated."""
-    in_channels: int
-    spatial_merge_size: int
-    """Patches of a token in each direction."""
-    out_hidden_size: int
-    """Channels of a feature, the decoder's hidden size."""
-    hidden_act: str
-    num_position_embeddings: int | None = None
-    """Of the learned grid of positions, a square; None: the tower has none."""
-    deepstack_visual_indexes: tuple[int, ...] = ()
-    """Blocks after which a level of features is taken for the decoder's first layers."""
-    window_size: int | None = None
-    """Pixels of a window's side; None: every block attends within the whole image."""
-    fullatt_block_indexes: tuple[int, ...] = ()
-    """With windows: the blocks without."""
+    sizes: TowerSizes
+    """What the tower costs, with weights of 2 bytes."""
     mrope_section: tuple[int, int, int]
     """Pairs of channels that turn by frame, row and column."""
     mrope_interleaved: bool
     """Whether these alternate."""
     image_token_id: int
     video_token_id: int
-    vision_start_token_id: int
-    vision_end_token_id: int
     keys: Mapping[str, Any]
     """`vision_config` as the file has it."""
-
-    def sizes(self, element_bytes: int) -> TowerSizes:
-        """What the tower costs, with weights of so many bytes."""
-        has_windows = self.window_size is not None
-        side = (self.window_size or 0) // self.patch_size
-        return TowerSizes(
-            depth=self.depth,
-            width=self.hidden_size,
-            mlp_width=self.intermediate_size,
-            is_gated=has_windows,
-            patch_numbers=self.in_channels * self.temporal_patch_size * self.patch_size**2,
-            num_positions=self.num_position_embeddings or 0,
-            merge=self.spatial_merge_size,
-            out_width=self.out_hidden_size,
-            num_levels=1 + len(self.deepstack_visual_indexes),
-            full_blocks=len(self.fullatt_block_indexes) if has_windows else self.depth,
-            window_patches=side**2,
-            element_bytes=element_bytes,
-        )
 
 
 def read_vision(
@@ -114,18 +72,35 @@ def read_vision(
     values: Values = reader.counts(*_SIZES, *tower.sizes)
     values |= {name: _blocks(reader, name, values["depth"]) for name in tower.blocks}
     _check_values(reader, values, decoder)
-    for name in _TOKENS:
-        values[name] = outer.count(name)
-        if values[name] >= decoder["vocab_size"]:
-            why = f"vocab_size is {decoder['vocab_size']}: correct one"
-            raise outer.error(name, values[name], why)
+    tokens = {name: outer.count(name) for name in _TOKENS}
+    for name, token in tokens.items():
+        if token >= decoder["vocab_size"]:
+            raise outer.error(name, token, f"vocab_size is {decoder['vocab_size']}: correct one")
     return VisionOptions(
         model_type=f"{keys['model_type']}_vision",
-        hidden_act=tower.activation,
+        sizes=_sizes(values),
         mrope_section=_mrope_section(outer, decoder, is_interleaved=tower.is_interleaved),
         mrope_interleaved=tower.is_interleaved,
+        image_token_id=tokens["image_token_id"],
+        video_token_id=tokens["video_token_id"],
         keys=given,
-        **values,
+    )
+
+
+def _sizes(values: Values) -> TowerSizes:
+    side, window = values["patch_size"], values.get("window_size")
+    return TowerSizes(
+        depth=values["depth"],
+        width=values["hidden_size"],
+        mlp_width=values["intermediate_size"],
+        is_gated=window is not None,
+        patch_numbers=values["in_channels"] * values["temporal_patch_size"] * side**2,
+        num_positions=values.get("num_position_embeddings", 0),
+        merge=values["spatial_merge_size"],
+        out_width=values["out_hidden_size"],
+        num_levels=1 + len(values.get("deepstack_visual_indexes", ())),
+        full_blocks=len(values.get("fullatt_block_indexes", range(values["depth"]))),
+        window_patches=((window or 0) // side) ** 2,
     )
 
 

@@ -6,13 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from megapack.cost.assumed import GpuSpeed, with_image_costs
+from megapack.cost.model import CostModel
 from megapack.cost.sizes import ModelSizes
 from megapack.cost.tower import TowerSizes
 from megapack.errors import ConfigError
 from megapack.job.config.architecture import check_architecture
 from megapack.job.config.hf_config import HfConfig, read_hf_config
 from megapack.job.config.hf_tensors import TOWER
-from megapack.layout import Fp8, fp8_rows
+from megapack.layout import Fp8, Layout, fp8_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,19 @@ class ModelConfig(ModelSizes):
         if self.vision == "off" or self.hf_path is None:
             return None
         tower = read_hf_config(self.hf_path).vision
-        return None if tower is None else tower.sizes(4 if self.dtype == "fp32" else 2)
+        if tower is None:
+            return None
+        return dataclasses.replace(tower.sizes, element_bytes=4 if self.dtype == "fp32" else 2)
+
+    def with_image_costs(
+        self, cost: CostModel, layout: Layout, speed: GpuSpeed, recompute: str
+    ) -> CostModel:
+        """The cost model with seconds of images, if images are trained."""
+        tower = self.tower_sizes
+        if tower is None:
+            return cost
+        trained, again = self.vision == "train", recompute == "full"
+        return with_image_costs(cost, tower, layout, speed, trained=trained, recompute=again)
 
     def check_same_sizes(self, folder: str) -> None:
         """Raise ConfigError if a Hugging Face folder's model has another architecture."""

@@ -6,8 +6,6 @@ import dataclasses
 
 from megapack.base.choices import Calibrate
 from megapack.config.bounds import at_least
-from megapack.config.cost_file import read_cost
-from megapack.cost.model import CostModel
 from megapack.cost.stages import LayerSplit
 from megapack.errors import ConfigError
 from megapack.layout import Fp8, Layout, ParallelSizes
@@ -99,11 +97,3 @@ class PlanConfig(Policy, _BatchSizes):
         """The planner's policy, without the sizes."""
         names = [field.name for field in dataclasses.fields(Policy)]
         return Policy(**{name: getattr(self, name) for name in names})
-
-    def read_cost(self, layout: Layout) -> CostModel | None:
-        """Read the file `cost_model`; None if it is not set, see `TrainConfig.cost_model`.
-
-        Raises:
-            ConfigError: see `cost_file.read_cost`.
-        """
-        return None if self.cost_model is None else read_cost(self.cost_model, layout)

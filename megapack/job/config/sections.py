@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from megapack.base.choices import Device, Executor, Kernel
 from megapack.config.bounds import at_least, without_effect
+from megapack.config.cost_file import read_cost
 from megapack.config.shipped import absent_weights
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
 from megapack.cost.memory import MemoryModel
@@ -33,18 +34,8 @@ from megapack.plan.executor import choose_executor
 from megapack.policy import check_policy
 from megapack.ranks.watchdog_config import WatchdogConfig
 
-__all__ = [
-    "TrainConfig",
-    "LayoutConfig",
-    "PlanConfig",
-    "ModelConfig",
-    "DataConfig",
-    "ObjectiveConfig",
-    "CriticConfig",
-    "OptimConfig",
-    "LoopConfig",
-    "WatchdogConfig",
-]
+__all__ = ["TrainConfig", "LayoutConfig", "PlanConfig", "ModelConfig", "DataConfig"]
+__all__ += ["ObjectiveConfig", "CriticConfig", "OptimConfig", "LoopConfig", "WatchdogConfig"]
 
 
 # A token of `generate_lengths` up to 16,384 tokens is on average in a sample of 3,800 tokens.
@@ -211,9 +202,9 @@ class TrainConfig:
         Raises:
             ConfigError: see `cost_file.read_cost`.
         """
-        measured = self.plan.read_cost(layout)
-        if measured is None:
+        if self.plan.cost_model is None:
             return self.cost_from_sizes(layout)
+        measured = read_cost(self.plan.cost_model, layout)
         split = self._split(layout)
         is_even = split.is_even and len(set(self.model.layer_pattern or "")) < 2
         if is_even or measured.stage_weights is not None:
@@ -236,13 +227,15 @@ class TrainConfig:
         model = self.critic_model if value_head else self.model
         has_policys_layers = not value_head or self.critic.hf_path is None
         has_value_head = value_head or self.objective.has_value_head
-        return cost_from_sizes(
+        speed = speed or self.assumed_speed
+        cost = cost_from_sizes(
             dataclasses.replace(model.with_value_head(), vocab_size=1) if has_value_head else model,
             layout,
-            speed or self.assumed_speed,
+            speed,
             mean_length=self.typical_sample,
             stage_layers=self._split(layout) if has_policys_layers else None,
         )
+        return self.model.with_image_costs(cost, layout, speed, model.recompute)
 
     def memory_model(self) -> MemoryModel:
         """The memory model of this config, with the kernels that its device is meant to have."""
@@ -453,6 +446,10 @@ def _others(config: TrainConfig) -> _Table:
         config.optim.name == "muon" and model.vision == "train",
         "optim.name=muon with model.vision=train: a tower is trained by Adam only; set "
         "optim.name=adam, or model.vision=frozen",
+    )
+    yield (
+        config.plan.images == "row",
+        "plan.images=row is for models of other frameworks; set plan.images=ahead",
     )
     yield (
         data.path is None and vocab_size is not None and vocab_size < BYTE_VOCAB_SIZE,

@@ -206,8 +206,7 @@ def penalize_overlong(
         record
         if record.reward is None or tokens <= start
         else dataclasses.replace(
-            record,
-            reward=record.reward - penalty * min((tokens - start) / buffer_tokens, 1.0),
+            record, reward=record.reward - penalty * min((tokens - start) / buffer_tokens, 1.0)
         )
         for record, tokens in zip(records, response_tokens, strict=True)
     ]

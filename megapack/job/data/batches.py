@@ -18,6 +18,7 @@ from megapack.cost.model import CostModel
 from megapack.cost.sizes import typical_length
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import DataError
+from megapack.images import Images
 from megapack.job.config.hf_config import read_hf_config
 from megapack.job.config.sections import ObjectiveConfig, PlanConfig, TrainConfig
 from megapack.job.data.advantages import Floats, SampleReward, group_advantages, penalize_overlong
@@ -86,7 +87,7 @@ def _image_reader(config: TrainConfig) -> ImageReader | None:
     if folder is None or vision is None:
         return None
     ids = (vision.image_token_id, vision.video_token_id)
-    return ImageReader(Path(folder), *ids, vision.spatial_merge_size)
+    return ImageReader(Path(folder), *ids, vision.sizes.merge)
 
 
 def _check_pairs(config: TrainConfig, data: Dataset) -> None:
@@ -213,12 +214,14 @@ def plan_steps(
     rollout_ids: Sequence[int],
     pair_ids: Sequence[int] | None = None,
     prefixes: SharedPrefixes | None = None,
+    images: Sequence[Images] | None = None,
 ) -> Plan:
     """Plan the optimizer steps of a batch; arguments and errors as for `build_dp_schedule`.
 
     Args:
         pair_ids: `Dataset.pair_ids`; a pair stays in one micro-batch.
         prefixes: `batch_prefixes`.
+        images: `Dataset.images`.
     """
     return build_dp_schedule(
         lengths,
@@ -232,6 +235,7 @@ def plan_steps(
         cost=cost,
         policy=plan.to_policy(),
         prefixes=prefixes,
+        images=images,
     )
 
 
@@ -241,6 +245,7 @@ def plan_logprobs(
     cost: CostModel | None,
     lengths: Sequence[int],
     prefixes: SharedPrefixes | None = None,
+    images: Sequence[Images] | None = None,
 ) -> Plan | None:
     """Plan one forward pass over all samples with `forward_max_tokens_per_gpu` as the budget.
 
@@ -260,4 +265,5 @@ def plan_logprobs(
         policy=dataclasses.replace(plan.to_policy(), unreachable="pad"),
         forward_only=True,
         prefixes=prefixes,
+        images=images,
     )

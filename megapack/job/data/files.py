@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megapack.base.files import GZIP, HEAD_BYTES, PARQUET, read_whole, what_it_is
-from megapack.errors import ConfigError, DataError, brief
+from megapack.errors import ConfigError, DataError, brief, reason_of
 from megapack.job.data.rollouts import TOKEN_COLUMNS, UNREAD_COLUMNS
 
 # Keys of a JSON line, and columns of a Parquet file. Other columns are not read.
@@ -198,5 +198,4 @@ def _parquet_blocks(path: Path) -> Iterator[TableRows]:
 
 def unreadable(path: str | Path, error: Exception, remedy: str = "check data.path") -> DataError:
     """The error for a file that could not be opened or read."""
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return DataError(f"{path}: cannot be read ({reason}); {remedy}")
+    return DataError(f"{path}: cannot be read ({reason_of(error)}); {remedy}")

@@ -44,10 +44,7 @@ LONGEST_OVER_MEAN = 8
 
 
 def generate_rollouts(
-    num_groups: int,
-    group_size: int,
-    seed: int,
-    columns: Sequence[str] = (),
+    num_groups: int, group_size: int, seed: int, columns: Sequence[str] = ()
 ) -> list[Rollout]:
     """`group_size` rollouts for each of `num_groups` prompts; equal arguments, equal rollouts.
 

@@ -14,7 +14,7 @@ import importlib.metadata
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from megapack.base.files import misplaced
 from megapack.config.shipped import download_hint
 from megapack.errors import ConfigError, first_line
 from megapack.job.data.chats import ChatText
-from megapack.job.data.templates import ChatRequest, TemplateSource, template_texts
-from megapack.job.data.tokenizer import ChatTokens, Ids, Message, TextError
+from megapack.job.data.templates import TemplateSource, template_texts
+from megapack.job.data.tokenizer import Chat, ChatTokens, Ids, TextError
 
 _MAIN_FILE = "tokenizer.json"
 # What decides ids and chats, in the folder and in `additional_chat_templates`.
@@ -102,17 +102,11 @@ class HfTokenizer:
         ids = self._encode(text)
         return ids if ids[-1:].tolist() == [eos] else np.concatenate([ids, np.array([eos])])
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        turns: Sequence[int],
-        arguments: Mapping[str, Any],
-    ) -> list[ChatTokens]:
+    def encode_chat(self, chat: Chat) -> list[ChatTokens]:
         """See `Tokenizer`."""
-        given = {**self.template_arguments, **arguments}
-        request = ChatRequest(self._template(tools is not None), messages, turns, tools, given)
-        return list(map(self._chat_tokens, template_texts(request)))
+        chat = replace(chat, arguments={**self.template_arguments, **chat.arguments})
+        texts = template_texts(self._template(chat.tools is not None), chat)
+        return list(map(self._chat_tokens, texts))
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """See `Tokenizer`; a token that is a part of a character as the tokenizer names it."""

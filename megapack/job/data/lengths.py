@@ -23,16 +23,10 @@ from typing import Any
 import numpy as np
 
 from megapack.base.arrays import MAX_LENGTH, Ids, Ints, is_id
-from megapack.base.files import (
-    GZIP,
-    HEAD_BYTES,
-    PARQUET,
-    read_whole,
-    text_of,
-    what_it_is,
-)
+from megapack.base.files import GZIP, HEAD_BYTES, PARQUET, read_whole, text_of, what_it_is
 from megapack.config.typed import shown
 from megapack.errors import ConfigError, DataError, brief, first_line
+from megapack.images import Images, of_patches
 from megapack.job.data.files import Lines, not_json_lines, unreadable
 from megapack.job.data.lines import json_object
 from megapack.job.data.messages import BadLine
@@ -91,6 +85,9 @@ class Columns:
     group: str | None = None
     """Samples with equal values have the same prompt, whose tokens rows may share. Needs columns of
     prompts and responses."""
+    patches: str | None = None
+    """Patches of each image of a sample: a list, or numbers apart by blanks. Samples of one group
+    have the same images."""
 
     def __post_init__(self) -> None:
         has_parts = self.prompt is not None, self.response is not None
@@ -125,6 +122,7 @@ class Columns:
     def needed(self, names: list[str]) -> list[str]:
         """The columns to read; all columns if one is missing, so that the error can list them."""
         needed = [*self.summands(names), *self.ids.values()]
+        needed += [] if self.patches is None else [self.patches]
         return needed if set(needed) <= set(names) else names
 
     @property
@@ -146,6 +144,8 @@ class LengthTable:
     """The columns that were read as the length, such as `prompt_len + response_len`."""
     prefixes: SharedPrefixes | None = None
     """Prompts that samples have in common; None if the file does not say."""
+    images: list[Images] | None = None
+    """Of each sample; None if the file does not say."""
 
 
 def read_length_file(path: str, columns: Columns, config: str | None = None) -> LengthTable:
@@ -202,6 +202,7 @@ def _tokenized(path: str, columns: Columns, config_name: str) -> LengthTable:
         None if pairs is None else tuple(pairs),
         f"counted by the tokenizer {config.tokenizer_folder or 'of bytes'}",
         None if columns.group is None else data.prefixes(numbers),
+        data.images(numbers) if config.model.vision != "off" else None,
     )
 
 
@@ -231,6 +232,7 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
     lengths: list[int] = []
     prompt_tokens: list[int] = []
     ids: dict[str, list[int | str]] = {name: [] for name in columns.ids}
+    images: list[Images] = []
     for place, row in itertools.chain([first], rows):
         try:
             counts = [_count(row, column) for column in summands]
@@ -238,6 +240,9 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
             prompt_tokens.append(counts[0])
             for name, column in columns.ids.items():
                 ids[name].append(_identity(row, column))
+            if columns.patches is not None:
+                group = ids["group"][-1] if columns.group else f"line {len(images)}"
+                images.append(_images(row, columns.patches, group))
         except DataError as error:
             raise type(error)(f"{place}: {error}") from None
     groups = ids.get("group")
@@ -247,7 +252,19 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
         _ids(ids.get("colocate")),
         _sum(summands),
         None if groups is None else SharedPrefixes.from_groups(groups, prompt_tokens),
+        images if columns.patches is not None else None,
     )
+
+
+def _images(row: dict[str, Any], column: str, group: int | str) -> Images:
+    value = _cell(row, column)
+    numbers = value if isinstance(value, list) else str(value).split()
+    if not all(_WHOLE.fullmatch(str(n)) and int(n) >= 4 and int(n) % 4 == 0 for n in numbers):
+        raise DataError(
+            f"{_one_line(column)} is {shown(value)}; give the patches of each image, multiples of "
+            "4, which are one token"
+        )
+    return of_patches([int(n) for n in numbers], str(group))
 
 
 def _length(counts: list[int], summands: tuple[str, ...]) -> int:

@@ -31,7 +31,7 @@ from megapack.job.data.messages import (
     tools_of,
 )
 from megapack.job.data.rollouts import TOKEN_COLUMNS, UNREAD_COLUMNS, Rollout
-from megapack.job.data.tokenizer import Ids, Mask, TextError, Tokenizer
+from megapack.job.data.tokenizer import Chat, Ids, Mask, TextError, Tokenizer
 
 # The columns that a sample's tokens come from, by kind, and those that may stand beside them.
 _FORMS = {
@@ -207,18 +207,12 @@ class LineParser:
         )
 
     def _chat_samples(
-        self,
-        key: str,
-        chat: Conversation,
-        row: dict[str, Any],
-        images: LineImages,
-        first: int = 0,
+        self, key: str, chat: Conversation, row: dict[str, Any], images: LineImages, first: int = 0
     ) -> list[dict[str, Any]]:
         """The samples of a chat of which the turns from message `first` on count."""
-        tools, arguments = tools_of(row), template_arguments(row)
-        turns = chat.turns(first)
+        given = Chat(chat.messages, tools_of(row), chat.turns(first), template_arguments(row))
         try:
-            samples = self.tokenizer.encode_chat(chat.messages, tools, turns, arguments)
+            samples = self.tokenizer.encode_chat(given)
         except TextError as error:
             raise BadLine(f"{key} {error}") from None
         if not samples:

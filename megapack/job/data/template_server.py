@@ -24,8 +24,8 @@ from megapack.errors import first_line
 from megapack.job.data.chats import ChatTemplate, ChatText, chat_texts
 from megapack.job.data.forms import Forms, fit
 from megapack.job.data.processes import answer_messages
-from megapack.job.data.templates import MAX_SECONDS, ChatRequest
-from megapack.job.data.tokenizer import Message, TextError
+from megapack.job.data.templates import MAX_SECONDS, TemplateSource
+from megapack.job.data.tokenizer import Chat, Message, TextError
 
 # Beyond what the process has before it reads a template.
 _MAX_GIB = 2
@@ -44,34 +44,33 @@ def serve() -> None:
         num_pages = int(file.read().split()[0])
     limit = num_pages * resource.getpagesize() + (_MAX_GIB << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    answer_messages(write_chat)
+    answer_messages(lambda message: write_chat(*message))
 
 
-def write_chat(request: ChatRequest) -> list[ChatText]:
+def write_chat(source: TemplateSource, chat: Chat) -> list[ChatText]:
     """The samples of a chat. A template that runs for too long ends this process."""
-    if not request.turns:
+    if not chat.turns:
         return []
-    source = request.source
     program = _program(source.text)
     known = program.names - _OWN - source.specials.keys()
-    for name in request.arguments:
+    for name in chat.arguments:
         if name not in known:
             raise TextError(
                 f"has the template argument {name:.40}, but the chat template reads "
                 f"{', '.join(sorted(known)) or 'none'}; correct chat_template_kwargs"
             )
-    values = {**source.specials, **request.arguments}
+    values = {**source.specials, **chat.arguments}
 
     def bind(tools: Sequence[Any] | None) -> ChatTemplate:
         write = functools.partial(_render, program, {**values, "tools": tools})
         has_marks = program.marks.num_tags > 0
         return ChatTemplate(write, has_marks, source.special_texts, source.end_texts)
 
-    messages = request.messages[: request.turns[-1] + 1]
+    messages = chat.messages[: chat.turns[-1] + 1]
     # Arguments may decide what is written.
-    forms = _forms(source.text, repr(sorted(request.arguments.items())))
-    fitting, tools = fit(messages, request.tools, bind, forms)
-    return chat_texts(fitting, bind(tools), request.turns)
+    forms = _forms(source.text, repr(sorted(chat.arguments.items())))
+    fitting, tools = fit(messages, chat.tools, bind, forms)
+    return chat_texts(fitting, bind(tools), chat.turns)
 
 
 @functools.lru_cache(maxsize=64)
@@ -188,11 +187,7 @@ def _json(
 ) -> str:
     """JSON as it is; jinja2's own filter writes `<` as an escape."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -13,14 +13,14 @@ import functools
 import importlib.util
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megapack.errors import ConfigError
 from megapack.job.data.chats import ChatText
 from megapack.job.data.processes import AnsweringProcess, ProcessEnded
-from megapack.job.data.tokenizer import Message, TextError
+from megapack.job.data.tokenizer import Chat, TextError
 
 MAX_SECONDS = 5
 """CPU time of one rendering. A thousand turns take a tenth of it."""
@@ -39,20 +39,7 @@ class TemplateSource:
     """See `chats.ChatTemplate`."""
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    """A chat to write as text."""
-
-    source: TemplateSource
-    messages: Sequence[Message]
-    turns: Sequence[int]
-    """See `chats.chat_texts`."""
-    tools: Sequence[Any] | None
-    arguments: Mapping[str, Any]
-    """Of the template, by name."""
-
-
-def template_texts(request: ChatRequest) -> list[ChatText]:
+def template_texts(source: TemplateSource, chat: Chat) -> list[ChatText]:
     """The samples of a chat, see `chats.chat_texts`, from the process of templates.
 
     Raises:
@@ -62,7 +49,7 @@ def template_texts(request: ChatRequest) -> list[ChatText]:
     """
     process = _process(os.getpid())
     try:
-        process.send(request)
+        process.send((source, chat))
         texts: list[ChatText] = process.receive()
     except ProcessEnded as ended:
         # The next chat starts another one.

@@ -7,7 +7,7 @@ pass through unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +34,18 @@ class TextError(ValueError):
     """Why a text or a chat cannot become a sample."""
 
 
+@dataclass(frozen=True)
+class Chat:
+    """A chat to tokenize."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None
+    turns: Sequence[int]
+    """Numbers of the messages that count in the loss."""
+    arguments: Mapping[str, Any]
+    """Of the template, by name."""
+
+
 @dataclass(frozen=True, eq=False)
 class ChatTokens:
     """A chat as one sample."""
@@ -51,16 +63,13 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
-        ...
 
     @property
     def digest(self) -> str:
         """Names everything that decides the ids: two tokenizers with one digest are equal."""
-        ...
 
     def encode_prompt(self, text: str) -> Ids:
         """The ids of a prompt, with the special tokens that begin a sample."""
-        ...
 
     def encode_response(self, text: str) -> Ids:
         """The ids of a response, with the special token that ends it.
@@ -68,29 +77,16 @@ class Tokenizer(Protocol):
         Raises:
             TextError: the tokenizer cannot encode it.
         """
-        ...
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        turns: Sequence[int],
-        arguments: Mapping[str, Any],
-    ) -> list[ChatTokens]:
+    def encode_chat(self, chat: Chat) -> list[ChatTokens]:
         """The samples of a chat; see `chats.chat_texts`.
-
-        Args:
-            turns: numbers of the messages that count in the loss.
-            arguments: of the template, by name.
 
         Raises:
             TextError: the tokenizer has no chats, or the template refuses this one.
         """
-        ...
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Each token's text by itself, special tokens by name; for people."""
-        ...
 
 
 class ByteTokenizer:
@@ -114,14 +110,6 @@ class ByteTokenizer:
         """See `Tokenizer`."""
         return f"bytes {self.vocab_size}"
 
-    def encode(self, text: str) -> Ids:
-        """The bytes of a text, int64, without special tokens.
-
-        Raises:
-            TextError: the text has half of a surrogate pair.
-        """
-        return _ID_OF_BYTE[np.frombuffer(_utf8(text), dtype=np.uint8)]
-
     def encode_prompt(self, text: str) -> Ids:
         """`bos`, then the bytes."""
         return _ID_OF_BYTE[np.frombuffer(_BOS_BYTE + _utf8(text), dtype=np.uint8)]
@@ -130,13 +118,7 @@ class ByteTokenizer:
         """The bytes, then `eos`."""
         return _ID_OF_BYTE[np.frombuffer(_utf8(text) + _EOS_BYTE, dtype=np.uint8)]
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        turns: Sequence[int],
-        arguments: Mapping[str, Any],
-    ) -> list[ChatTokens]:
+    def encode_chat(self, chat: Chat) -> list[ChatTokens]:
         """See `Tokenizer`."""
         raise TextError("needs a chat template, bytes have none; set data.tokenizer=hf")
 
@@ -144,10 +126,6 @@ class ByteTokenizer:
         """See `Tokenizer`; bytes outside of ASCII as `\\xe9`."""
         names = {self.bos: "<bos>", self.eos: "<eos>", self.pad: "<pad>"}
         return [names.get(i) or (chr(i) if i < 128 else f"\\x{i:02x}") for i in map(int, ids)]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids without special tokens; invalid UTF-8 becomes U+FFFD."""
-        return bytes(token for token in map(int, ids) if 0 <= token < 256).decode(errors="replace")
 
 
 def _utf8(text: str) -> bytes:

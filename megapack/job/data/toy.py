@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from megapack.base.files import write_whole
 from megapack.errors import ConfigError
@@ -17,8 +16,6 @@ from megapack.job.data.generated import generate_lengths
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Special tokens, from id 256 on."""
 _CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
     "vocab_size": 256 + len(SPECIAL),
     "hidden_size": 64,
     "intermediate_size": 192,
@@ -26,18 +23,13 @@ _CONFIG: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "hidden_act": "silu",
-    "attention_bias": False,
     "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
     "tie_word_embeddings": True,
-    "torch_dtype": "float32",
+    "bos_token_id": None,
     "eos_token_id": 258,
     "pad_token_id": 256,
 }
-_INIT_STD = 0.05
+_INIT_STD = 0.08
 # ChatML with tools. What is between the generation marks is trained: an answer with its end.
 TEMPLATE = """\
 {%- if tools %}{{- '<|im_start|>tools\\n' }}
@@ -75,18 +67,13 @@ def write_toy(folder: str | Path, num_chats: int = 128) -> None:
     calls of a tool, and `lengths.csv` for `megapack plan`.
 
     Raises:
-        ConfigError: the folder exists, or the package safetensors is not installed.
+        ConfigError: the folder exists, or transformers or torch are not installed.
     """
-    try:
-        from safetensors.numpy import save_file
-    except ImportError:
-        raise ConfigError("a toy model needs safetensors; pip install safetensors") from None
     path = new_folder(folder)
-    save_file(dict(_weights()), path / "model.safetensors", metadata={"format": "pt"})
+    write_model(path, "Qwen3ForCausalLM", _CONFIG)
     chats = (json.dumps(_chat(number)) + "\n" for number in range(num_chats))
     lengths = (f"{length}\n" for length in generate_lengths(512, 16384, seed=0))
     texts = {
-        "config.json": json.dumps(_CONFIG, indent=2) + "\n",
         **tokenizer_files(SPECIAL, TEMPLATE),
         "chats.jsonl": "".join(chats),
         "lengths.csv": "".join(["length\n", *lengths]),
@@ -123,33 +110,52 @@ def tokenizer_files(special: Sequence[str], template: str) -> dict[str, str]:
     }
 
 
-def _weights() -> Iterator[tuple[str, Any]]:
-    """Tensors by their names in transformers: norms are ones, the rest is drawn."""
-    width, inner, head = (_CONFIG[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
-    heads, groups = _CONFIG["num_attention_heads"], _CONFIG["num_key_value_heads"]
-    layer = {
-        "input_layernorm": (width,),
-        "self_attn.q_proj": (heads * head, width),
-        "self_attn.k_proj": (groups * head, width),
-        "self_attn.v_proj": (groups * head, width),
-        "self_attn.q_norm": (head,),
-        "self_attn.k_norm": (head,),
-        "self_attn.o_proj": (width, heads * head),
-        "post_attention_layernorm": (width,),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens": (_CONFIG["vocab_size"], width),
-        "norm": (width,),
-    }
-    for number in range(_CONFIG["num_hidden_layers"]):
-        shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
-    rng = np.random.default_rng(0)
-    for name, shape in shapes.items():
-        drawn = rng.standard_normal(shape, dtype=np.float32) * np.float32(_INIT_STD)
-        yield f"model.{name}.weight", np.ones(shape, np.float32) if len(shape) == 1 else drawn
+def write_model(path: Path, name: str, keys: dict[str, Any]) -> None:
+    """Write a model with random weights into a folder, the same on every machine.
+
+    Weights are larger than usual, so that errors show.
+
+    Args:
+        name: its class in transformers.
+        keys: of its config; the others are as transformers assumes.
+
+    Raises:
+        ConfigError: transformers or torch are not installed.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            "a toy model needs transformers and torch; pip install transformers torch"
+        ) from None
+    kind = getattr(transformers, name)
+    # transformers changes what it is given.
+    model = kind(kind.config_class(**copy.deepcopy(keys))).float()
+    _randomize(model)
+    bar_was_on = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    model.save_pretrained(path)
+    if bar_was_on:
+        transformers.logging.enable_progress_bar()
+
+
+def _randomize(model: Any) -> None:
+    """Draw all weights. Decays of recurrent layers are mild: they forget within tens of tokens."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, param in sorted(model.named_parameters()):
+            noise = torch.randn(param.shape, generator=generator)
+            if name.endswith("A_log"):
+                param.copy_(0.5 * noise - 2.5)
+            elif "norm" in name and name.endswith("weight"):
+                # Around ones, or around zeros where the norm adds 1.
+                param.add_(torch.rand(param.shape, generator=generator) - 0.5)
+            elif "conv1d" in name:
+                param.copy_(0.4 * noise)
+            else:
+                param.copy_(_INIT_STD * noise)
 
 
 def _tokenizer(special: Sequence[str]) -> dict[str, Any]:
@@ -174,11 +180,7 @@ def _tokenizer(special: Sequence[str]) -> dict[str, Any]:
         ],
         "pre_tokenizer": {**byte_level, "use_regex": False},
         "decoder": {**byte_level, "use_regex": False},
-        "model": {
-            "type": "BPE",
-            "vocab": {shown[byte]: byte for byte in range(256)},
-            "merges": [],
-        },
+        "model": {"type": "BPE", "vocab": {shown[byte]: byte for byte in range(256)}, "merges": []},
     }
 
 

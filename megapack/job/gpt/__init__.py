@@ -10,12 +10,7 @@ Modules:
     vision: the tower of a model with images
 """
 
-from megapack.job.gpt.build import build_model, initialize_parallel, transformer_config
-from megapack.job.gpt.vision import build_vision
-
-__all__ = [
-    "build_model",
-    "build_vision",
-    "initialize_parallel",
-    "transformer_config",
-]
+from megapack.job.gpt.build import build_model as build_model
+from megapack.job.gpt.build import initialize_parallel as initialize_parallel
+from megapack.job.gpt.build import transformer_config as transformer_config
+from megapack.job.gpt.vision import build_vision as build_vision

@@ -45,6 +45,7 @@ from megapack.model.experts.router import PackedRouter
 from megapack.model.fp32 import in_bf16
 from megapack.model.head import mark_head, replace_output_layer
 from megapack.model.parameters import mark_experts, mark_splits
+from megapack.model.replaced import replaced
 
 
 def _same(*names: str) -> dict[str, str]:
@@ -307,10 +308,8 @@ def _fp8(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
 def without_cuda_graphs() -> dict[str, Any]:
     """An empty scope: Megatron-Core 0.16.1 warns about its own default; 0.19 renamed the field."""
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
-    for name in ("cuda_graph_modules", "cuda_graph_scope"):
-        if name in names:
-            return {name: []}
-    return {}
+    known = ("cuda_graph_modules", "cuda_graph_scope")
+    return next(({name: []} for name in known if name in names), {})
 
 
 def _faster(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
@@ -339,12 +338,8 @@ def _faster(model: ModelConfig, kernel: Kernel) -> dict[str, Any]:
 def initialize_parallel(layout: Layout, seed: int) -> None:
     """Create Megatron's process groups and random states for a layout."""
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
+        **_read(layout, _LAYOUT_FIELDS),
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
     )
     model_parallel_cuda_manual_seed(seed)
 
@@ -561,11 +556,8 @@ def _plain_output_layer() -> Iterator[None]:
         own.gradient_accumulation_fusion = False
         return layer(*args, config=own, **kwargs)
 
-    tensor_parallel.ColumnParallelLinear = plain
-    try:
+    with replaced(tensor_parallel, ColumnParallelLinear=plain):
         yield
-    finally:
-        tensor_parallel.ColumnParallelLinear = layer
 
 
 def _drop_unused_weight(chunk: GPTModel) -> None:

@@ -80,7 +80,8 @@ def _stack_spec(kernel: Kernel, config: TransformerConfig) -> ModuleSpec:
     dense = layer_spec(kernel, config, experts=False).submodules
     # Transformer Engine's projections begin with the norm.
     norm = IdentityOp if kernel == "te" else packed_norm(config)
-    into, out_of = _projections(kernel)
+    into, out_of, column = _linears(kernel)
+    last_norm = final_norm(kernel, config)
     attention = TransformerLayerSubmodules(
         input_layernorm=dense.input_layernorm,
         self_attention=dense.self_attention,
@@ -91,7 +92,7 @@ def _stack_spec(kernel: Kernel, config: TransformerConfig) -> ModuleSpec:
         self_attention=ModuleSpec(
             PackedGatedDeltaNet,
             submodules=GatedDeltaNetSubmodules(
-                in_proj=into, out_norm=_plain(final_norm(kernel, config)), out_proj=out_of
+                in_proj=into, out_norm=_plain(last_norm), out_proj=out_of
             ),
         ),
         self_attn_bda=get_bias_dropout_add,
@@ -111,7 +112,7 @@ def _stack_spec(kernel: Kernel, config: TransformerConfig) -> ModuleSpec:
             attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(MLPLayer, submodules=_mlp(dense)),
             moe_layer=_experts(kernel, config),
-            mtp_block_spec=_mtp(kernel, config),
+            mtp_block_spec=_mtp(last_norm, column),
         ),
     )
 
@@ -129,15 +130,10 @@ def _experts(kernel: Kernel, config: TransformerConfig) -> Any:
     return ModuleSpec(MoETransformerLayer, submodules=_mlp(layer))
 
 
-def _mtp(kernel: Kernel, config: TransformerConfig) -> ModuleSpec:
+def _mtp(norm: Any, projection: Any) -> ModuleSpec:
     """What multi-token prediction has besides layers of the stack's kinds."""
-    norm = final_norm(kernel, config)
     layer = MultiTokenPredictionLayerSubmodules(
-        enorm=norm,
-        hnorm=norm,
-        eh_proj=_column_linear(kernel),
-        mtp_model_layer=None,
-        layer_norm=norm,
+        enorm=norm, hnorm=norm, eh_proj=projection, mtp_model_layer=None, layer_norm=norm
     )
     return ModuleSpec(
         MultiTokenPredictionBlock,
@@ -147,24 +143,13 @@ def _mtp(kernel: Kernel, config: TransformerConfig) -> ModuleSpec:
     )
 
 
-def _column_linear(kernel: Kernel) -> Any:
+def _linears(kernel: Kernel) -> tuple[Any, Any, Any]:
+    """The classes of a recurrent layer's projections, and of one without a norm before it."""
     if kernel != "te":
-        return ColumnParallelLinear
-    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+        return ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear
+    from megatron.core.extensions import transformer_engine as te
 
-    return TEColumnParallelLinear
-
-
-def _projections(kernel: Kernel) -> tuple[Any, Any]:
-    """The classes of a recurrent layer's projections."""
-    if kernel != "te":
-        return ColumnParallelLinear, RowParallelLinear
-    from megatron.core.extensions.transformer_engine import (
-        TELayerNormColumnParallelLinear,
-        TERowParallelLinear,
-    )
-
-    return TELayerNormColumnParallelLinear, TERowParallelLinear
+    return te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TEColumnParallelLinear
 
 
 def _plain(norm: Any) -> type:

@@ -16,6 +16,9 @@ from megapack.errors import ConfigError, ScheduleError, of_all_ranks
 from megapack.job.config.sections import OptimConfig
 from megapack.model.head import unwrapped
 
+# Options that Megatron's config has under the same names.
+_FIELDS = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+
 
 def check_optimizer(optim: OptimConfig) -> None:
     """Raise ConfigError if the installed Megatron-Core does not have the optimizer."""
@@ -55,24 +58,17 @@ def build_optimizer(
         ConfigError: options that this Megatron-Core does not have, or Muon for a tower.
     """
     check_optimizer(optim)
-    muon = {}
+    names = [*_FIELDS]
     if optim.name == "muon":
-        names = [field.name for field in dataclasses.fields(optim)]
-        muon = {name: getattr(optim, name) for name in names if name.startswith("muon_")}
+        fields = (field.name for field in dataclasses.fields(optim))
+        names += filter(lambda name: name.startswith("muon_"), fields)
     config = OptimizerConfig(
         optimizer=optim.name,
-        lr=optim.lr,
-        min_lr=optim.min_lr,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.adam_beta1,
-        adam_beta2=optim.adam_beta2,
-        adam_eps=optim.adam_eps,
-        clip_grad=optim.clip_grad,
+        **{name: getattr(optim, name) for name in names},
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=optim.distributed_optimizer,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-        **muon,
     )
     first = get_megatron_optimizer(config, chunks)
     tower = unwrapped(vision)

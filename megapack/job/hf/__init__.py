@@ -11,16 +11,9 @@ Modules:
     export_plan, shards, output: which rank writes what; safetensors files; the folder
 """
 
-from megapack.job.hf.adapters import export_adapters, load_adapters
-from megapack.job.hf.checkpoint import export_checkpoint
-from megapack.job.hf.export import export_hf
-from megapack.job.hf.load import LoadedWeights, load_hf_weights
-
-__all__ = [
-    "LoadedWeights",
-    "export_adapters",
-    "export_checkpoint",
-    "export_hf",
-    "load_adapters",
-    "load_hf_weights",
-]
+from megapack.job.hf.adapters import export_adapters as export_adapters
+from megapack.job.hf.adapters import load_adapters as load_adapters
+from megapack.job.hf.checkpoint import export_checkpoint as export_checkpoint
+from megapack.job.hf.export import export_hf as export_hf
+from megapack.job.hf.load import LoadedWeights as LoadedWeights
+from megapack.job.hf.load import load_hf_weights as load_hf_weights

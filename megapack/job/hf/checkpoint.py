@@ -16,12 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megapack.errors import CheckpointError, ConfigError, one_line
-from megapack.job.checkpoint.folders import (
-    MANIFEST,
-    Checkpoint,
-    latest_checkpoint,
-    read_checkpoint,
-)
+from megapack.job.checkpoint.folders import MANIFEST, Checkpoint, latest_checkpoint, read_checkpoint
 from megapack.job.checkpoint.index import check_index
 from megapack.job.config.hf_tensors import TOWER
 from megapack.job.hf.blocks import Block

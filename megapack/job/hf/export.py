@@ -86,8 +86,7 @@ def export_hf(
     """
     finish_param_gathers(chunks)
     held = agree(
-        lambda: {block: in_memory(data) for block, data in own_blocks(chunks)},
-        device=device,
+        lambda: {block: in_memory(data) for block, data in own_blocks(chunks)}, device=device
     )
     exporter = Exporter(Path(folder), Path(like), dtype, max_shard_bytes, device)
     return exporter.export(held, replace=replace)

@@ -20,14 +20,7 @@ from megapack.cost.options import ModelOptions
 from megapack.errors import ConfigError
 from megapack.job.config.hf_config import HfConfig, read_hf_config
 from megapack.job.config.hf_families import FAMILIES
-from megapack.job.hf.blocks import (
-    Block,
-    RowSpan,
-    gather_distinct,
-    hf_shapes,
-    own_blocks,
-    row_spans,
-)
+from megapack.job.hf.blocks import Block, RowSpan, gather_distinct, hf_shapes, own_blocks, row_spans
 from megapack.job.hf.folder import HfFolder
 from megapack.job.hf.names import VALUE_HEAD, TensorNames
 from megapack.job.hf.unused import LeftOut, check_values

@@ -14,9 +14,5 @@ Modules:
     marks: points in a rank's work, on the GPU's or the host's clock
 """
 
-from megapack.job.train.job import Trainer, train
-
-__all__ = [
-    "Trainer",
-    "train",
-]
+from megapack.job.train.job import Trainer as Trainer
+from megapack.job.train.job import train as train

@@ -25,7 +25,15 @@ from megatron.core import parallel_state
 from megapack.base.arrays import Floats
 from megapack.cost.fit import Measurement
 from megapack.cost.model import CostModel
-from megapack.cost.online import KEEP, ChunkSeconds, fit_sums, row_sums, slowness
+from megapack.cost.online import (
+    KEEP,
+    ChunkSeconds,
+    fit_images,
+    fit_sums,
+    image_sums,
+    row_sums,
+    slowness,
+)
 from megapack.cost.slowness import SlowRanks
 from megapack.job.config.sections import PlanConfig
 from megapack.job.train.marks import Recorder, reports_for_stage, seconds_between
@@ -70,6 +78,7 @@ class Calibrator:
         # This rank's: sums of the steps until the last fit, and the rows of each step since then.
         self._sums = row_sums((), self.cost, self.layout)
         self._steps: list[list[ChunkSeconds]] = []
+        self._image_sums: Floats = np.zeros(8)
 
     @contextlib.contextmanager
     def step(self, step: StepPlan, number: int) -> Iterator[list[str]]:
@@ -112,6 +121,11 @@ class Calibrator:
             seconds_of.setdefault((chunk, microbatch), {})[kind] = seconds_between(begin, end)
         rows = step.ranks[self.adapter.dp_rank]
         found = []
+        ahead = self.adapter.runner.ahead
+        images = seconds_of.pop((0, -1), {})
+        if ahead is not None and ahead.encoded_patches and images.get("E", 0.0) > 0:
+            own = image_sums(ahead.encoded_patches, images["E"], images.get("T"))
+            self._image_sums = KEEP * self._image_sums + own
         for (chunk, microbatch), seconds in seconds_of.items():
             # A clock may be too coarse for a row of few tokens, and a frozen first chunk has no
             # backward.
@@ -152,11 +166,12 @@ class Calibrator:
         sums = self._sums
         for rows in steps:
             sums = KEEP * sums + row_sums(rows, self.cost, self.layout)
-        total = self._summed(sums)
+        total, of_images = self._summed(sums), self._summed(self._image_sums)
 
         def fit() -> str:
-            is_first = dist.get_rank() == 0
-            return fit_sums(total, self.cost, self.layout).to_json() if is_first else ""
+            if dist.get_rank():
+                return ""
+            return fit_images(of_images, fit_sums(total, self.cost, self.layout)).to_json()
 
         # The text holds every bit.
         texts = [agree(fit, device=self.device)]

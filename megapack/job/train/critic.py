@@ -84,12 +84,7 @@ class Critic(Learner):
         agree(lambda: self._estimate(batch), device=self._device)
 
     def step(
-        self,
-        batch: PlannedBatch,
-        index: int,
-        *,
-        num_steps: int,
-        predicted_s: float | None,
+        self, batch: PlannedBatch, index: int, *, num_steps: int, predicted_s: float | None
     ) -> Update:
         """Take the critic's optimizer step, whose metrics begin with `critic_`. A collective.
 

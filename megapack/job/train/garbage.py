@@ -11,26 +11,21 @@ import gc
 from collections.abc import Iterator
 
 
-class GarbageCollection:
-    """Collects after every `interval` optimizer steps; None leaves it to Python."""
+@contextlib.contextmanager
+def collecting_every(interval: int | None) -> Iterator[None]:
+    """Within the block Python does not collect on its own, if there is an interval."""
+    was_enabled = gc.isenabled()
+    if interval is not None:
+        gc.collect()
+        gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
-    def __init__(self, interval: int | None) -> None:
-        self._interval = interval
 
-    @contextlib.contextmanager
-    def manual(self) -> Iterator[None]:
-        """Within the block Python does not collect on its own, if there is an interval."""
-        was_enabled = gc.isenabled()
-        if self._interval is not None:
-            gc.collect()
-            gc.disable()
-        try:
-            yield
-        finally:
-            if was_enabled:
-                gc.enable()
-
-    def after_step(self, step: int) -> None:
-        """Collect if the interval ends with this optimizer step; steps count from 1."""
-        if self._interval is not None and step % self._interval == 0:
-            gc.collect()
+def collect_after(step: int, interval: int | None) -> None:
+    """Collect if the interval ends with this optimizer step; steps count from 1."""
+    if interval is not None and step % interval == 0:
+        gc.collect()

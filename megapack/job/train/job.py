@@ -46,7 +46,7 @@ from megapack.job.train.calibrator import Calibrator
 from megapack.job.train.critic import FIELDS, REWARDS, Critic
 from megapack.job.train.first_lines import first_lines, last_line
 from megapack.job.train.folder import COST_FILE, RunFolder
-from megapack.job.train.garbage import GarbageCollection
+from megapack.job.train.garbage import collect_after, collecting_every
 from megapack.job.train.kernels import agreed_kernels
 from megapack.job.train.learner import Learner, Update
 from megapack.job.train.metrics import (
@@ -191,7 +191,6 @@ class Trainer:
         self.tracer = StepTracer(
             self.adapter, config.train.trace_steps, is_calibrated=self.is_measured
         )
-        self.garbage = GarbageCollection(config.train.manual_gc_interval)
         self.position = Position()
         self.resumed: Checkpoint | None = None
         self._last: PlannedBatch | None = None
@@ -229,7 +228,7 @@ class Trainer:
         for line in first_lines(self):
             self.progress.line(line)
         try:
-            with self.garbage.manual():
+            with collecting_every(config.train.manual_gc_interval):
                 for numbers, following in self._batches():
                     self._train_on(numbers, following)
             if config.train.save_interval is not None and self._last is not None:
@@ -507,7 +506,7 @@ class Trainer:
                 ),
             }
         )
-        self.garbage.after_step(self.num_steps)
+        collect_after(self.num_steps, self.config.train.manual_gc_interval)
 
     def _data_metrics(self) -> dict[str, int]:
         dropped = {"num_dropped_groups": self.data.num_dropped_groups}

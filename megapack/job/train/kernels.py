@@ -33,10 +33,7 @@ def agreed_kernels(config: TrainConfig, layout: Layout, *, device: torch.device)
     sizes = attention_sizes(model, layout, has_wide_rows=is_dynamic)
     kernels = agree(
         lambda: find_kernels(
-            model.attention,
-            model.dtype,
-            sizes,
-            layer_pattern=model.layer_pattern,
+            model.attention, model.dtype, sizes, layer_pattern=model.layer_pattern
         ),
         device=device,
     )

@@ -143,11 +143,7 @@ class BatchPlanner:
     has_logprobs: bool = False
     """Whether log-prob passes come before the steps."""
 
-    def plan(
-        self,
-        numbers: SampleNumbers,
-        fields: Mapping[str, Sequence[Any]],
-    ) -> PlannedBatch:
+    def plan(self, numbers: SampleNumbers, fields: Mapping[str, Sequence[Any]]) -> PlannedBatch:
         """Plan a batch of these samples and read this rank's tokens; local work.
 
         Args:
@@ -157,12 +153,13 @@ class BatchPlanner:
         Raises:
             PlanError, ConfigError: there is no legal plan for their lengths.
         """
+        images = self.data.images(numbers)
         samples = SampleBatch.from_lengths(
             self.data.prompt_tokens(numbers),
             self.data.response_tokens(numbers),
             fields,
             loss_tokens=self.data.loss_tokens(numbers),
-            images=self.data.images(numbers),
+            images=images,
         )
         lengths = samples.lengths
         rollout_ids = self.data.rollout_ids(numbers)
@@ -175,8 +172,8 @@ class BatchPlanner:
             replays_routes=self.replays_rollouts,
         )
         settings = (self.config, self.layout, self.cost, lengths)
-        plan = plan_steps(*settings, rollout_ids, pair_ids, prefixes)
-        forward_plan = plan_logprobs(*settings, prefixes)
+        plan = plan_steps(*settings, rollout_ids, pair_ids, prefixes, images)
+        forward_plan = plan_logprobs(*settings, prefixes, images)
         batch = PlannedBatch(
             numbers=numbers,
             samples=samples,
@@ -228,7 +225,6 @@ class BatchPlanner:
 
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -310,12 +306,9 @@ class BatchPasses:
                 # Routes are large: 48 layers of 8 experts are 384 bytes a token.
                 routing_scope="dp_rank",
             )
-            merged = [new if new is not None else old for old, new in _pairs(merged, found[name])]
+            merged = _updated(merged, found[name])
             if replay == "old_logprobs":
-                batch.routing[:] = [
-                    new if new is not None else old
-                    for old, new in _pairs(batch.routing, found["routing"])
-                ]
+                batch.routing[:] = _updated(batch.routing, found["routing"])
         return merged
 
     def gradients(
@@ -358,8 +351,9 @@ class BatchPasses:
         return interval > 0 and num_steps % interval == 0
 
 
-def _pairs(old: Sequence[T], new: Sequence[U]) -> Iterator[tuple[T, U]]:
-    return zip(old, new, strict=True)
+def _updated(old: Sequence[T], new: Sequence[torch.Tensor | None]) -> list[T | torch.Tensor]:
+    """The new values where there are some, else the old ones."""
+    return [before if after is None else after for before, after in zip(old, new, strict=True)]
 
 
 _OBJECTIVES: dict[str, Any] = {

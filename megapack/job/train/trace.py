@@ -8,6 +8,7 @@ Steps that are not traced run without these marks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -97,17 +98,10 @@ class _TraceRecorder(Recorder):
         """The fields of each `pipeline.Event`, with seconds from the step's begin."""
         torch.cuda.synchronize()
         stage = parallel_state.get_pipeline_model_parallel_rank()
+        since_begin = functools.partial(seconds_between, self._begin)
         return [
-            [
-                dp_rank,
-                stage,
-                chunk,
-                microbatch,
-                kind,
-                seconds_between(self._begin, begin),
-                seconds_between(self._begin, end),
-            ]
-            for kind, chunk, microbatch, begin, end in self.spans
+            [dp_rank, stage, chunk, microbatch, kind, *map(since_begin, marks)]
+            for kind, chunk, microbatch, *marks in self.spans
         ]
 
 

@@ -23,8 +23,8 @@ from megapack.job.view.records import RunRecords, number_or_none
 from megapack.job.view.timeline import Timeline, last_batch, planned, traced, typical_ranks
 from megapack.outlook.baselines import naive_plans
 from megapack.outlook.stats import full_row, plan_report, row_fill
+from megapack.pipeline.simulator import EVENT_KINDS
 from megapack.plan.facts import FEATURES, features_of, row_facts
-from megapack.plan.order import KINDS
 from megapack.plan.plan import Plan
 
 # Limits of a page, chosen by hand; a full one stays below 2 MB (tests/unit/job/view/test_page.py).
@@ -246,7 +246,7 @@ def typical_step(group: Sequence[Timeline], most: int = _MAX_RANKS) -> dict[str,
     return {
         "number": group[0].number,
         "label": label,
-        "end": max(max(timeline.rank_ends) for timeline in group),
+        "end": max(timeline.end for timeline in group),
         "tracks": list(itertools.chain(*zip(*tracks, strict=True))),
     }
 
@@ -269,7 +269,14 @@ def _track(timeline: Timeline, rank: int) -> dict[str, Any]:
             for mb in timeline.step.ranks[rank]
         ],
         "events": [
-            (e.stage, e.chunk, e.microbatch, KINDS.index(e.kind), _short(e.start), _short(e.end))
+            (
+                e.stage,
+                e.chunk,
+                e.microbatch,
+                EVENT_KINDS.index(e.kind),
+                _short(e.start),
+                _short(e.end),
+            )
             for e in timeline.events
             if e.rank == rank
         ],

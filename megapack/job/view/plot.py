@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 
 from megapack.errors import ConfigError
+from megapack.pipeline.simulator import EVENT_KINDS
 from megapack.plan import facts
-from megapack.plan.order import KINDS
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish too.
 _COLOURS = {"forward": "#56b4e9", "backward": "#e69f00", "weight gradients": "#009e73"}
-_NAMES = dict(zip(KINDS, _COLOURS, strict=True))
+_COLOURS["images"] = "#cc79a7"
+_NAMES = dict(zip(EVENT_KINDS, [*_COLOURS, "images"], strict=True))
+# Of images ahead of all micro-batches.
+_NO_ROW: Any = (1, 0, 0, {})
 _PADDING = "#999999"
 _IDLE = "#ececec"
 _INK = "#1a1a1a"
@@ -106,11 +109,11 @@ def _draw_timeline(
         axes.barh(top, step["end"], track["stages"], align="edge", color=_IDLE)
         ticks[track["label"].partition(", ")[2].replace(" (", "\n(")] = top + track["stages"] / 2
         for stage, chunk, microbatch, kind, start, stop in track["events"]:
-            samples, _, _, own = track["rows"][microbatch]
+            samples, _, _, own = track["rows"][microbatch] if microbatch >= 0 else _NO_ROW
             low, high = top + stage + 0.06, top + stage + 0.94
             box = [(start, low), (stop, low), (stop, high), (start, high)]
             wide = (stop - start) / end
-            face = _colour(KINDS[kind], chunk / max(1, track["chunks"] - 1), samples)
+            face = _colour(EVENT_KINDS[kind], chunk / max(1, track["chunks"] - 1), samples)
             boxes.append((box, face, "white", 0.4 if wide > _SEEN else 0.0))
             for key in frames.keys() & own.keys():
                 outline = box if wide > _FRAMED else box[2:]
@@ -118,7 +121,7 @@ def _draw_timeline(
             if "dp_ranks" in own and stage == chunk == 0 and wide > _FRAMED:
                 joins[kind, microbatch, own["dp_ranks"]] += [(start, low), (start, high)]
             # Only boxes that are wide enough have their number in them.
-            if wide > 0.011:
+            if wide > 0.011 and microbatch >= 0:
                 labels.append(((start + stop) / 2, (low + high) / 2, str(microbatch)))
         top += track["stages"] + _GAP
     corners, faces, edges, widths = zip(*boxes, *framed, strict=True)
@@ -150,7 +153,7 @@ def _legend(
     from matplotlib.patches import Patch
 
     kinds = {kind for track in tracks for _, _, _, kind, _, _ in track["events"]}
-    names = {_NAMES[KINDS[kind]]: _COLOURS[_NAMES[KINDS[kind]]] for kind in sorted(kinds)}
+    names = {(name := _NAMES[EVENT_KINDS[kind]]): _COLOURS[name] for kind in sorted(kinds)}
     if any(not row[0] for track in tracks for row in track["rows"]):
         names["padding"] = _PADDING
     names["idle"] = _IDLE

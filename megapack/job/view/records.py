@@ -14,8 +14,9 @@ from megapack.base.arrays import Ints
 from megapack.base.files import read_text, strict_json
 from megapack.cost.model import CostModel
 from megapack.errors import ConfigError, DataError, PlanError, first_line
+from megapack.job.data.files import unreadable
 from megapack.job.data.lengths import Columns, read_length_file
-from megapack.pipeline.simulator import Event
+from megapack.pipeline.simulator import EVENT_KINDS, Event
 from megapack.plan.file import read_plan
 from megapack.plan.order import KINDS
 from megapack.plan.plan import Plan
@@ -100,8 +101,7 @@ def _lines(path: Path, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
         # A killed run may leave half a line at the end.
         lines = read_text(path).split("\n")[:-1]
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise DataError(f"{path}: cannot be read ({reason}); give the folder of a run") from None
+        raise unreadable(path, error, "give the folder of a run") from None
     for number, line in enumerate(lines, start=1):
         try:
             yield read(strict_json(line))
@@ -146,10 +146,11 @@ def _traced(line: dict[str, Any]) -> TracedStep:
         counts = ((event.rank, layout.dp), (event.stage, layout.pp), (event.chunk, layout.vpp))
         if not all(0 <= index < count for index, count in counts):
             raise ValueError(f"an event outside of {layout}")
-        if not 0 <= event.microbatch < len(plan.steps[0].ranks[event.rank]):
+        first = 0 if event.kind in KINDS else -1
+        if not first <= event.microbatch < len(plan.steps[0].ranks[event.rank]):
             raise ValueError(f"micro-batch {event.microbatch} of rank {event.rank}")
         is_time = -math.inf < event.start <= event.end < math.inf
-        if event.kind not in set(KINDS) or not is_time:
+        if event.kind not in EVENT_KINDS or not is_time:
             raise ValueError(f"an event {event.kind!r} from {event.start} to {event.end}")
     cost = _cost(line.get(COST))
     is_calibrated = line.get("is_calibrated", cost is not None)

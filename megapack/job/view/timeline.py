@@ -29,11 +29,17 @@ class Timeline:
 
     @cached_property
     def rank_ends(self) -> list[float]:
-        """End of each DP rank's last operation."""
+        """End of each DP rank's last micro-batch."""
         ends = np.zeros(self.plan.layout.dp)
         for event in self.events:
-            ends[event.rank] = max(ends[event.rank], event.end)
+            if event.microbatch >= 0:
+                ends[event.rank] = max(ends[event.rank], event.end)
         return [float(end) for end in ends]
+
+    @property
+    def end(self) -> float:
+        """End of the step, images after the last micro-batch included."""
+        return max(event.end for event in self.events)
 
 
 def planned(
@@ -67,7 +73,7 @@ def traced(records: RunRecords, cost: CostModel | None) -> list[Timeline]:
         simulated = planned(step.plan, 0, step.number, cost or step.cost)
         measured = Timeline("measured", step.number, step.plan, step.plan.steps[0], step.events)
         if cost is None and not step.is_calibrated:
-            simulated = scaled(simulated, records.seconds(step.number) or max(measured.rank_ends))
+            simulated = scaled(simulated, records.seconds(step.number) or measured.end)
         timelines += [simulated, measured]
     return timelines
 
@@ -95,7 +101,7 @@ def last_batch(records: RunRecords, cost: CostModel | None) -> list[Timeline]:
 
 def scaled(timeline: Timeline, end: float) -> Timeline:
     """The timeline with all times multiplied so that it ends then."""
-    factor = end / max(timeline.rank_ends)
+    factor = end / timeline.end
     events = (
         replace(event, start=event.start * factor, end=event.end * factor)
         for event in timeline.events

@@ -24,7 +24,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from megapack.model.sharded import own_sharded_tensors
+from megapack.model.sharded import Sharded
 
 if not transformer_engine.HAVE_TE:
     # Megatron-Core 0.16.1 takes the import of its wrappers for Transformer Engine itself.
@@ -75,7 +75,7 @@ class LatentAttention(PlainQueries):
             self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
 
 
-class WholeLinear(torch.nn.Linear):
+class WholeLinear(Sharded, torch.nn.Linear):
     """A projection that every tensor-parallel rank has whole, of hidden states or a latent.
 
     Weights are allocated and not drawn; see `gpt.init`.
@@ -105,9 +105,3 @@ class WholeLinear(torch.nn.Linear):
             tp_group=None,
         )
         return product, None
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> Any:
-        """The weight as Megatron's checkpoints have it: the same on all tensor-parallel ranks."""
-        return own_sharded_tensors(self, {}, prefix, sharded_offsets, metadata)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core import parallel_state
@@ -32,7 +32,7 @@ from megapack.errors import ConfigError
 from megapack.model.attention.mixers import refuse_unpacked_mixers, sample_indices
 from megapack.model.attention.row import RowView, layer_row, with_view
 from megapack.model.carried import with_earlier_keys
-from megapack.model.sharded import own_sharded_tensors
+from megapack.model.sharded import Sharded
 from megapack.model.vision.features import RowImages
 from megapack.rows.chain import Link
 from megapack.rows.packed import PackedRow
@@ -57,11 +57,7 @@ def seqlen_bucket(max_seqlen: int, row_tokens: int) -> int:
 
 
 def packed_seq_params(
-    cu_seqlens_S1: Tensor,
-    max_seqlen: int,
-    row_tokens: int,
-    *,
-    cp: int = 1,
+    cu_seqlens_S1: Tensor, max_seqlen: int, row_tokens: int, *, cp: int = 1
 ) -> PackedSeqParams:
     """Megatron's description of a packed row, with the fields of the installed version.
 
@@ -75,14 +71,11 @@ def packed_seq_params(
         cp: number of ranks that share the row.
     """
     bucket = seqlen_bucket(max_seqlen, row_tokens)
-    values = {
+    values: dict[str, Any] = {
         "qkv_format": "thd",
-        "cu_seqlens_q": cu_seqlens_S1,
-        "cu_seqlens_kv": cu_seqlens_S1,
-        "cu_seqlens_q_padded": cu_seqlens_S1,
-        "cu_seqlens_kv_padded": cu_seqlens_S1,
-        "max_seqlen_q": bucket,
-        "max_seqlen_kv": bucket,
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens_S1),
+        **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), cu_seqlens_S1),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), bucket),
         "pad_between_seqs": False,
     }
     names = {field.name for field in dataclasses.fields(PackedSeqParams)}
@@ -97,10 +90,7 @@ def packed_seq_params(
 
 
 def row_params(
-    row: PackedRow,
-    cp_group: Any = None,
-    link: Link | None = None,
-    images: RowImages | None = None,
+    row: PackedRow, cp_group: Any = None, link: Link | None = None, images: RowImages | None = None
 ) -> PackedSeqParams:
     """Megatron's description of a row, which all model chunks get, with the row's view.
 
@@ -126,7 +116,7 @@ def row_params(
     return with_view(params, view)
 
 
-class PackedAttention(MegatronModule):  # type: ignore[misc]
+class PackedAttention(Sharded, MegatronModule):  # type: ignore[misc]
     """Core attention for Megatron's local spec: causal within each sample of a packed row.
 
     Replaces `DotProductAttention` in `SelfAttentionSubmodules.core_attention`. Rows that are not
@@ -147,6 +137,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     Raises:
         ConfigError: the config has a setting that packed kernels do not support.
     """
+
+    splits: ClassVar = {"softmax_offset": 0}
 
     def __init__(
         self,
@@ -197,12 +189,6 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         row = layer_row(self, packed_seq_params, self.cp_group)
         key, value = with_earlier_keys(row, self, key, value)
         return self.attend(query, key, value, row).flatten(1)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> Any:
-        """The sinks as Megatron's checkpoints have them: split by heads."""
-        return own_sharded_tensors(self, {"softmax_offset": 0}, prefix, sharded_offsets, metadata)
 
     def _make_sinks(self, config: Any) -> None:
         """`softmax_offset`: a logit of each of this rank's heads, or None."""

@@ -7,7 +7,7 @@ description, and keeps what the first layer computes for all others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -56,6 +56,7 @@ class RowView:
     """Of `rotary.latent_row`, once a layer has asked for it."""
     gathered: PackedSeqParams | None = None
     """Of `te_rows.gathered_params`, once a layer has asked for it."""
+    _paths: dict[tuple[int | None, int | None], Paths] = field(default_factory=dict)
 
     @property
     def cp(self) -> int:
@@ -103,8 +104,8 @@ class RowView:
 
     def paths(self, window: int | None = None, max_queries: int | None = None) -> Paths:
         """The sequences of this rank's queries, and the keys of each; see `key_paths`."""
-        found = self._paths.get((window, max_queries))
-        if found is None:
+        asked = window, max_queries
+        if asked not in self._paths:
             paths = key_paths(
                 self.padded_lengths,
                 self.branches,
@@ -114,13 +115,8 @@ class RowView:
                 window=window,
                 max_queries=max_queries,
             )
-            found = moved(paths, self.cu_seqlens_S1.device)
-            self._paths[window, max_queries] = found
-        return found
-
-    @cached_property
-    def _paths(self) -> dict[tuple[int | None, int | None], Paths]:
-        return {}
+            self._paths[asked] = moved(paths, self.cu_seqlens_S1.device)
+        return self._paths[asked]
 
     @cached_property
     def segments(self) -> Segments:

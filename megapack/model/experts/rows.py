@@ -59,10 +59,7 @@ class RoutingShape:
 
 
 def routing_row(
-    row: PackedRow,
-    part: Tensor,
-    choices: Sequence[Tensor | None] | None,
-    shape: RoutingShape,
+    row: PackedRow, part: Tensor, choices: Sequence[Tensor | None] | None, shape: RoutingShape
 ) -> RoutingRow:
     """The row as this rank's routers see it, with the choices of its samples.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from megapack.model.recurrent.convolution import convolve_row
 from megapack.model.recurrent.heads import HeadExchange, Section, sizes
 from megapack.model.recurrent.scan import at_least_fp32, scan_row
 from megapack.model.replaced import replaced
-from megapack.model.sharded import own_sharded_tensors
+from megapack.model.sharded import Sharded
 
 
 class PackedMambaMixer(MambaMixer):
@@ -87,11 +87,13 @@ class PackedMambaMixer(MambaMixer):
         return self.conv1d_weight, self.conv1d_bias
 
 
-class GatedGroupNorm(torch.nn.Module):
+class GatedGroupNorm(Sharded, torch.nn.Module):
     """RMS norm of groups of channels after a gate, as mamba_ssm's `RMSNormGated`, by torch.
 
     Megatron takes mamba_ssm's, which needs a GPU.
     """
+
+    splits: ClassVar = {"weight": 0}
 
     def __init__(
         self, hidden_size: int, eps: float, group_size: int, dtype: torch.dtype, **_: Any
@@ -107,12 +109,6 @@ class GatedGroupNorm(torch.nn.Module):
         groups = gated.unflatten(-1, (-1, self.group_size))
         scale = (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return ((groups * scale).flatten(-2) * self.weight).to(x.dtype)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """As Megatron's subclass of mamba_ssm's norm: split over tensor-parallel ranks."""
-        return own_sharded_tensors(self, {"weight": 0}, prefix, sharded_offsets, metadata)
 
 
 @contextlib.contextmanager

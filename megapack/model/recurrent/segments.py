@@ -171,10 +171,7 @@ def _convolution(segments: Segments, kernel_size: int) -> Convolution:
     starts = list(itertools.accumulate(segments.lengths, initial=0))
     first = reach + 1
     # What the path through a segment ends with: its last lines.
-    through: dict[int, Tensor] = {
-        -1: torch.full((reach,), reach),
-        EARLIER: torch.arange(reach),
-    }
+    through: dict[int, Tensor] = {-1: torch.full((reach,), reach), EARLIER: torch.arange(reach)}
     lines = []
     kept = []
     at = 0

@@ -8,7 +8,7 @@ convolution, and rotary frequencies that stay fp32 in bf16.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,13 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from megapack.cost.tower import CALL_PATCHES
 from megapack.images import ImageRef
 from megapack.model.attention.varlen import varlen_kernel
 from megapack.model.vision.mrope import Mrope
 
 # transformers hands the bounds of images to what it takes for flash attention, by the name.
 _ATTENTION = "flash_attention_megapack"
-# Patches of one call: 65,536 are 16 images of 1,024 x 1,024 pixels. Chosen by hand.
-_PATCHES_OF_A_CALL = 1 << 16
 
 
 class VisionTower(MegatronModule):  # type: ignore[misc]
@@ -47,6 +46,7 @@ class VisionTower(MegatronModule):  # type: ignore[misc]
     Attributes:
         groups: process groups for Megatron's DDP and optimizer: data parallel over all ranks.
         num_levels: tensors of features per image: 1, and those of DeepStack.
+        call_patches: patches of one call, at most, but for an image that is larger by itself.
     """
 
     def __init__(self, visual: Any, *, mrope: Mrope, recompute: bool = False) -> None:
@@ -65,6 +65,7 @@ class VisionTower(MegatronModule):  # type: ignore[misc]
         self.visual: Any = visual
         self.mrope = mrope
         self.groups = _groups_of_all_ranks()
+        self.call_patches = CALL_PATCHES[recompute]
         self.num_levels = 1 + len(getattr(visual, "deepstack_merger_list", ()))
         self.merge = int(visual.config.spatial_merge_size)
         _use_one_call(visual)
@@ -86,8 +87,20 @@ class VisionTower(MegatronModule):  # type: ignore[misc]
         """Numbers of a patch."""
         return int(self.visual.patch_embed.proj.weight[0].numel())
 
-    def encode(self, refs: Sequence[ImageRef], pixels: Sequence[Tensor]) -> list[Tensor]:
-        """The features of images, in calls of bounded size.
+    def calls(self, images: Mapping[int, ImageRef]) -> list[list[int]]:
+        """Images by number, in calls of bounded size, in order."""
+        found: list[list[int]] = []
+        held = 0
+        for number, ref in images.items():
+            if not found or held + ref.patches > self.call_patches:
+                found.append([])
+                held = 0
+            found[-1].append(number)
+            held += ref.patches
+        return found
+
+    def encode(self, refs: Sequence[ImageRef], pixels: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The features of images, in one call.
 
         Args:
             pixels: of each image [patches, numbers of a patch].
@@ -95,20 +108,8 @@ class VisionTower(MegatronModule):  # type: ignore[misc]
         Returns:
             Of each image [levels, tokens, H].
         """
-        found: list[Tensor] = []
-        calls: list[list[int]] = []
-        held = 0
-        for index, ref in enumerate(refs):
-            if not calls or held + ref.patches > _PATCHES_OF_A_CALL:
-                calls.append([])
-                held = 0
-            calls[-1].append(index)
-            held += ref.patches
-        for call in calls:
-            patches = torch.cat([pixels[index] for index in call])
-            levels = self(patches, torch.tensor([refs[index].grid for index in call]))
-            found += levels.split([refs[index].tokens for index in call], dim=1)
-        return found
+        levels = self(torch.cat([*pixels]), torch.tensor([ref.grid for ref in refs]))
+        return torch.split(levels, [ref.tokens for ref in refs], dim=1)
 
     def forward(self, patches: Tensor, grids: Tensor) -> Tensor:
         """[patches of all images, numbers] and int64 [images, 3] -> [levels, tokens, H]."""

@@ -14,6 +14,7 @@ from megapack.errors import ConfigError, PlanError
 from megapack.prefixes import PrefixTable, Spans
 
 if TYPE_CHECKING:
+    from megapack.images import Images
     from megapack.plan.plan import MicroBatch, Plan, RolloutId, StepPlan
 
 
@@ -24,6 +25,8 @@ class Reading:
     plan: Plan
     lengths: Ints
     """int64 [samples], real tokens."""
+    images: list[Images] | None = None
+    """Of each sample; None: not known."""
 
     @property
     def steps(self) -> Iterator[tuple[str, StepPlan]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from megapack import Layout, build_dp_schedule, launch
+from megapack import Layout, Plan, build_dp_schedule, launch
 from megapack.errors import MegapackError
 from megapack.images import ImageRef
 from megapack.job.gpt.specs import local_layer_spec
@@ -96,6 +96,11 @@ def wrapped(tower: VisionTower, groups: Any = None, **options: Any) -> Distribut
     return DistributedDataParallel(tower.config, ddp, tower, pg_collection=groups)
 
 
+def planned(batch: SampleBatch, layout: Layout) -> Plan:
+    images = [batch.images(i) for i in range(len(batch))]
+    return build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=96, images=images)
+
+
 def without_ddp(tp: int) -> dict[str, Any]:
     """Norms of the gradients of one step, and of two between which nothing is zeroed."""
     layout = Layout(dp=1, tp=tp)
@@ -104,7 +109,7 @@ def without_ddp(tp: int) -> dict[str, Any]:
     tower = made_tower()
     adapter = ScheduleAdapter([model], layout=layout, vision=tower)
     batch = make_batch(make_samples())
-    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=96)
+    plan = planned(batch, layout)
     norms = []
     for _ in range(2):
         adapter.step(plan, batch, objective=SFT())
@@ -117,7 +122,7 @@ def kept_features(chunk: Any, layout: Layout) -> dict[str, float]:
     tower = made_tower()
     tower.requires_grad_(False)
     batch = make_batch(make_samples())
-    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=96)
+    plan = planned(batch, layout)
     frozen = wrapped(tower)
 
     def logprobs(adapter: ScheduleAdapter) -> Tensor:
@@ -135,6 +140,30 @@ def kept_features(chunk: Any, layout: Layout) -> dict[str, float]:
     }
 
 
+def after_a_rank_failed(chunk: Any, layout: Layout) -> float:
+    """By how much log-probs of a frozen tower change after a pass that only the last rank could not
+    prepare, with other owners."""
+    tower = made_tower()
+    tower.requires_grad_(False)
+    frozen = wrapped(tower)
+    every = make_samples()
+    batch = make_batch(every)
+    plan = planned(batch, layout)
+    (step,) = plan.steps
+    wrong = next(i for mb in step.ranks[-1] for i in mb.samples if every[i].refs)
+    images = [sample.refs for sample in every]
+    images[wrong] = [dataclasses.replace(r, offset=r.offset - 1) for r in images[wrong]]
+    shifted = SampleBatch([sample.ids for sample in every], images=images)
+    world = layout.world_size
+    others = tuple(one._replace(owner=(one.owner or 0) ^ (world - 1)) for one in step.images)
+    turned = dataclasses.replace(plan, steps=(dataclasses.replace(step, images=others),))
+    adapter = ScheduleAdapter([chunk], layout=layout, vision=frozen)
+    assert refused(lambda: adapter.forward(plan, shifted))
+    found = torch.cat(adapter.forward(turned, batch)["logprobs"])
+    true = ScheduleAdapter([chunk], layout=layout, vision=frozen).forward(plan, batch)["logprobs"]
+    return float((torch.cat(true) - found).abs().max())
+
+
 def refused_towers(chunk: Any, layout: Layout) -> dict[str, str]:
     def error_of(tower: Any) -> str:
         return refused(lambda: ScheduleAdapter([chunk], layout=layout, vision=tower))
@@ -145,7 +174,7 @@ def refused_towers(chunk: Any, layout: Layout) -> dict[str, str]:
     adapter = ScheduleAdapter([chunk], layout=layout, vision=other)
     frozen.requires_grad_(True)
     batch = make_batch(make_samples())
-    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=96)
+    plan = planned(batch, layout)
     others = {}
     for name, sections in {"pairs": (3, 2, 2), "far": (2, 3, 3)}.items():
         others[name] = made_tower()
@@ -180,6 +209,7 @@ def retried(adapter: ScheduleAdapter, plan: Any) -> tuple[str, bool]:
     ]
     batch = SampleBatch([sample.ids for sample in every], images=images)
     message = refused(lambda: adapter.forward(plan, batch))
+    assert refused(lambda: adapter.forward(plan, batch)) == message
     is_there.append(True)
     return message, bool(adapter.forward(plan, batch))
 
@@ -200,7 +230,7 @@ def main(ranks: str, mode: str = "") -> None:
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=False)
     chunk = DistributedDataParallel(config, ddp, model)
     batch = make_batch(make_samples())
-    plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=96)
+    plan = planned(batch, layout)
     messages = {
         "no tower": refused(
             lambda: ScheduleAdapter([chunk], layout=layout).step(plan, batch, objective=SFT())
@@ -232,6 +262,10 @@ def main(ranks: str, mode: str = "") -> None:
     shifted = SampleBatch([s.ids for s in every], images=early)
     messages["offset"] = refused(lambda: adapter.forward(plan, shifted))
     messages["disk"], is_retried = retried(adapter, plan)
+    lone = made_tower()
+    lone.requires_grad_(False)
+    frozen = ScheduleAdapter([chunk], layout=layout, vision=wrapped(lone))
+    is_retried &= retried(frozen, plan)[1]
     messages["tensors"] = refused(lambda: adapter.forward(plan, both))
     _, turned = made_decoder(rotary_interleaved=True)
     lone = made_tower()
@@ -241,11 +275,12 @@ def main(ranks: str, mode: str = "") -> None:
     messages["mtp"] = refused(lambda: ScheduleAdapter([other], layout=layout, vision=lone))
     messages |= refused_towers(chunk, layout)
     kept = kept_features(chunk, layout)
+    failed = after_a_rank_failed(chunk, layout)
     half = in_dtype(made_tower().visual, torch.bfloat16)
     if dist.get_rank() == 0:
         types = [next(half.parameters()).dtype, half.rotary_pos_emb.inv_freq.dtype]
         found = {"norm": norm, "loss": result.loss, "messages": messages, "types": str(types)}
-        found |= {"kept": kept, "retried": is_retried}
+        found |= {"kept": kept, "retried": is_retried, "failed": failed}
         print("FOUND", json.dumps(found), flush=True)
     launch.stop()
 

@@ -66,6 +66,10 @@ def test_features_of_a_frozen_tower_are_of_its_weights(of_two: dict[str, Any]) -
     assert of_two["kept"]["error"] == 0
 
 
+def test_ranks_agree_on_owners_after_one_of_them_failed(of_two: dict[str, Any]) -> None:
+    assert of_two["failed"] == 0
+
+
 def test_gradients_of_two_steps_add_up_without_ddp() -> None:
     one, two = found(2, "without-ddp")["norms"]
     assert two == pytest.approx(2 * one, rel=1e-5)

@@ -22,6 +22,7 @@ SAMPLE = (
     "qwen3_vl-single-pieces-all",
     "qwen3_vl-dp2-whole-all-text_step",
     "qwen3_vl-dp2-whole-all-few",
+    "qwen3_vl-pp2_vpp2-whole-all-waves",
     "qwen3_vl-tp2_sp-shared-all-full",
     "qwen3_vl-pp2_vpp2-shared_pieces-all",
     "qwen3_vl_moe-dp2_ep2-shared-all-full",

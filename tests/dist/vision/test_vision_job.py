@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megapack.config.cost_file import read_cost
 from megapack.job.data.toy_images import write_image_model, write_images
+from megapack.layout import Layout
 from tests.dist.spawn import checked_job, run_code, run_job
 
 pytestmark = pytest.mark.dist
@@ -183,3 +185,27 @@ def test_a_truncated_image_is_every_rank_s_error(toy: Path, tmp_path: Path) -> N
     assert f"rollouts.jsonl:{number}: image 0 ({name})" in done.stdout
     assert "cannot be decoded" in done.stdout
     assert "Traceback" not in done.stdout
+
+
+def test_seconds_of_images_are_traced_and_fitted(toy: Path, tmp_path: Path) -> None:
+    fits = ("plan.calibrate=online", "plan.calibrate_interval=2", "train.trace_steps=2")
+    finished(toy, tmp_path, "objective.kind=grpo", *PP2_VPP2, TRAIN, *fits)
+    folder = tmp_path / "runs/run"
+    traced = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
+    assert len(traced) == 2
+    for line in traced:
+        (step,) = line["plan"]["steps"]
+        owners = {image[3] for image in step["images"]}
+        kinds = {event[4] for event in line["events"]}
+        assert kinds >= {"F", "B", "E", "T"}
+        # Stages in order; each that has images takes time before the first forward.
+        first = min(event[5] for event in line["events"] if event[4] == "F")
+        encoded = {event[1]: event[6] - event[5] for event in line["events"] if event[4] == "E"}
+        assert owners == {0, 1} == encoded.keys()
+        assert all(0 < seconds < first for seconds in encoded.values())
+    fitted = read_cost(folder / "cost.yaml", Layout(pp=2, vpp=2))
+    assert fitted.per_patch + fitted.per_patch_sq > 0
+    assert fitted.tower_ratio > 0.2
+    args = ["report", "runs/run", "-o", "page.html"]
+    page = run_job(1, "megapack", args, timeout_s=60, cwd=tmp_path)
+    assert page.returncode == 0, page.stdout

@@ -64,6 +64,8 @@ class VisionCase:
     """See `vision_samples.CHOSEN`."""
     text_step: bool = False
     """A step without images comes after the one that is compared, with an overlapped reduction."""
+    waves: bool = False
+    """The tower has an image or two in a call, and makes the calls again in its backward."""
     mutation: str = ""
     """What the case does wrong, see `vision_worker`; it must be seen."""
 
@@ -77,6 +79,7 @@ class VisionCase:
         parts += [self.recompute] if self.recompute != "none" else []
         parts += [self.samples] if self.samples != "all" else []
         parts += ["text_step"] if self.text_step else []
+        parts += ["waves"] if self.waves else []
         return "-".join([*parts, *([self.mutation] if self.mutation else [])])
 
     @property
@@ -115,7 +118,9 @@ def _grid() -> Iterable[VisionCase]:
         for place in ("dp2", "tp2_sp", "pp2_vpp2"):
             yield VisionCase(family, place, samples="few")
             yield VisionCase(family, place, recompute="selective")
+            yield VisionCase(family, place, waves=True)
         yield VisionCase(family, "pp2", "shared", "merger", recompute="full")
+        yield VisionCase(family, "dp2", "shared", "merger", recompute="full", waves=True)
     for family in HYBRID_FAMILIES:
         for place in HYBRID_PLACES:
             if "ep2" in place and "moe" not in family:

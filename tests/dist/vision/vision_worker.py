@@ -78,7 +78,14 @@ def run_case(case: VisionCase, folder: Path, device: torch.device) -> dict[str, 
     if own.shares:
         images = None if case.mutation == "token_prefixes" else [one.refs for one in samples]
         prefixes = SharedPrefixes.from_samples([one.ids for one in samples], images=images)
-    options = {"layout": layout, "prefixes": prefixes, "cost": dataclasses.replace(COST, fixed=1.0)}
+    if case.waves:
+        tower.module.call_patches = 32
+    options: dict[str, Any] = {
+        "layout": layout,
+        "prefixes": prefixes,
+        "images": [batch.images(i) for i in range(len(batch))],
+        "cost": dataclasses.replace(COST, fixed=1.0),
+    }
     plan = build_dp_schedule(
         batch.lengths, max_tokens_per_gpu=own.max_tokens, policy=own.policy, **options
     )
@@ -229,7 +236,7 @@ def _closure() -> Any:
     stack = contextlib.ExitStack()
     stack.enter_context(_replaced(ahead.Ahead, "_tables", tables))
     stack.enter_context(_replaced(ahead.RowFeatures, "put", put))
-    stack.enter_context(_replaced(ahead.Ahead, "backward", lambda self, encoded: None))
+    stack.enter_context(_replaced(ahead.Ahead, "backward", lambda self, *_: None))
     return stack
 
 

@@ -10,7 +10,8 @@ import pytest
 from megapack import CostModel, Layout, ModelSizes
 from megapack.base.choices import Dtype, Recompute
 from megapack.cost.assumed import GpuSpeed, cost_from_sizes
-from megapack.cost.memory import MemoryModel
+from megapack.cost.memory import ImageLoad, MemoryModel
+from megapack.cost.tower import CALL_PATCHES, TowerSizes
 
 pytestmark = pytest.mark.unit
 
@@ -262,3 +263,60 @@ def test_frozen_matrices_have_no_weight_gradients_to_wait_for() -> None:
     assert cost("*.mlp.*").weight_ratio / whole == pytest.approx(1 / 3, rel=0.1)
     assert cost("decoder.layers.[0-3].*").weight_ratio / whole == pytest.approx(1 / 2, rel=0.1)
     assert cost("embedding.*") == cost()
+
+
+TOWER = TowerSizes(
+    depth=2,
+    width=64,
+    mlp_width=256,
+    is_gated=False,
+    patch_numbers=96,
+    num_positions=16,
+    merge=2,
+    out_width=H,
+    num_levels=4,
+    full_blocks=2,
+)
+
+
+def tower_bytes(model: MemoryModel, layout: Layout, images: ImageLoad) -> list[int]:
+    """What images add to the tower's bytes of each stage."""
+    found = []
+    for s in range(layout.pp):
+        one, none = (
+            model.stage(layout, s, live_tokens=0, row_tokens=0, images=load).tower
+            for load in (images, ImageLoad(0, 0, 0))
+        )
+        found.append(one - none)
+    return found
+
+
+def test_a_stage_holds_the_features_that_its_layers_read() -> None:
+    trained = model_of(GPT, tower=TOWER, trains_tower=True)
+    layout = Layout(pp=4)
+    read = ImageLoad(0, 1000, 0)
+    # The embedding's and those of layers 0 and 1; of layer 2; gradients are fp32.
+    assert tower_bytes(trained, layout, read) == [n * 1000 * H * (2 + 4) for n in (3, 1, 0, 0)]
+    interleaved = Layout(pp=2, vpp=4)
+    assert tower_bytes(trained, interleaved, read) == [n * 1000 * H * 6 for n in (3, 1)]
+    frozen = model_of(GPT, tower=TOWER)
+    assert tower_bytes(frozen, layout, read) == [n * 1000 * H * 2 for n in (3, 1, 0, 0)]
+    # Each GPU has all levels of what it encodes.
+    assert tower_bytes(frozen, layout, ImageLoad(4000, 0, 4000)) == [4 * 1000 * H * 2] * 4
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_backward_holds_one_call_of_the_tower_or_the_largest_image(recompute: Recompute) -> None:
+    model = model_of(GPT, tower=TOWER, trains_tower=True, recompute=recompute)
+    again = recompute == "full"
+    call = CALL_PATCHES[again]
+    for patches, largest, kept in (
+        (call // 2, call // 4, call // 2),
+        (4 * call, call // 4, call),
+        (4 * call, 3 * call, 3 * call),
+        # The largest image may be another GPU's.
+        (2 * call, 3 * call, 2 * call),
+    ):
+        (found,) = tower_bytes(model, Layout(), ImageLoad(patches, 0, largest))
+        features = TOWER.feature_bytes(patches // 4, 4, is_trained=False)
+        assert found == features + TOWER.kept_bytes(kept, recompute=again)

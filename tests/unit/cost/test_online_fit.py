@@ -10,7 +10,15 @@ import pytest
 
 from megapack import CostModel, Layout, Plan, Policy, build_dp_schedule, simulate
 from megapack.base.arrays import Floats
-from megapack.cost.online import KEEP, ChunkSeconds, fit_sums, row_sums, slowness
+from megapack.cost.online import (
+    KEEP,
+    ChunkSeconds,
+    fit_images,
+    fit_sums,
+    image_sums,
+    row_sums,
+    slowness,
+)
 from megapack.cost.slowness import SlowRanks
 from tests.made_clock import MadeClock
 
@@ -237,3 +245,23 @@ def test_rows_that_cannot_tell_two_constants_apart_keep_them_as_they_were() -> N
     assert model.per_token == pytest.approx(1e-6, rel=0.01)
     assert model.fixed == pytest.approx(3e-4, rel=0.05)
     assert model.per_sample == pytest.approx(2e-4, rel=0.05)
+
+
+def test_seconds_of_images_are_found() -> None:
+    random = np.random.default_rng(3)
+    true = replace(TRUE, per_patch=2e-5, per_patch_sq=4e-9, tower_ratio=2.4)
+    start = replace(TRUE, per_patch=6e-5, per_patch_sq=1e-9, tower_ratio=2.0)
+    sums = np.zeros(8)
+    for _ in range(40):
+        patches = random.integers(64, 16384, random.integers(1, 6)).tolist()
+        forward = float(true.image_seconds(patches).sum()) * random.uniform(0.98, 1.02)
+        sums = KEEP * sums + image_sums(patches, forward, 2.4 * forward)
+    found = fit_images(sums, start)
+    assert found.per_patch == pytest.approx(true.per_patch, rel=0.05)
+    assert found.per_patch_sq == pytest.approx(true.per_patch_sq, rel=0.05)
+    assert found.tower_ratio == pytest.approx(true.tower_ratio)
+    # Nothing was encoded, and no tower is trained.
+    assert fit_images(np.zeros(8), start) == start
+    frozen = fit_images(image_sums([1024], 1.0, None), replace(start, tower_ratio=0.0))
+    assert frozen.tower_ratio == 0.0
+    assert float(frozen.image_seconds([1024])[0]) == pytest.approx(1.0, rel=0.01)

@@ -98,7 +98,7 @@ def test_parameters_of_folders(family: str, tmp_path: Any) -> None:
         count = sum(tensors.get_tensor(name).numel() for name in names)
     tower = read_hf_config(tmp_path / family).vision
     assert tower is not None
-    assert tower.sizes(4).parameters == count
+    assert tower.sizes.parameters == count
 
 
 def test_windows_bound_attention() -> None:

@@ -186,3 +186,15 @@ def test_device_cuda_never_falls_back_to_the_cpu() -> None:
     with pytest.raises(ConfigError, match="finds no CUDA device; set device=cpu"):
         launch.start("cuda")
     assert not cpu.enabled()
+
+
+def test_torch_can_compile_afterwards() -> None:
+    """Its table of rules, by function, is made at the first import of `torch._dynamo`."""
+    code = """
+import json
+from megapack import cpu
+cpu.enable()
+import torch._dynamo.trace_rules
+print(json.dumps({"rules": len(torch._dynamo.trace_rules.get_torch_obj_rule_map())}))
+"""
+    assert child(code)["rules"] > 1000

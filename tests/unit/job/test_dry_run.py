@@ -296,13 +296,21 @@ def test_images_are_counted(call: Call) -> None:
         vision: output_of(call("grpo_images_toy_cpu", 2, f"model.vision={vision}", "--json"))
         for vision in ("frozen", "train")
     }
-    images = found["train"]["images"]
-    assert 0 < images["num_images"] < images["num_uses"]
-    assert images["patches"] / 2 <= images["busiest_patches"] < images["patches"]
+    steps = found["train"]["steps"]
+    assert 0 < steps["num_images"] < steps["num_image_uses"]
+    assert steps["image_patches"] / 4 <= steps["most_patches"] < steps["image_patches"]
     frozen, trained = (found[name]["memory_bytes"][0]["tower"] for name in ("frozen", "train"))
     assert 0 < frozen < trained / 3
     # A frozen tower runs once for all passes; a trained one forward in each, and backward.
-    assert found["train"]["images"]["seconds"] > 4 * found["frozen"]["images"]["seconds"]
+    passes = {name: one["logprob_pass"]["image_seconds"] for name, one in found.items()}
+    assert steps["image_seconds"] > 2.9 * passes["train"]
+    assert found["frozen"]["steps"]["image_seconds"] < 0.2 * passes["train"]
+    # Old and reference log-probs are two passes, and their mean is given.
+    assert found["frozen"]["num_logprob_passes"] == 2
+    assert passes["frozen"] == pytest.approx(passes["train"] / 2, rel=0.1)
+    critic = ["critic.enabled=true", "objective.kind=ppo", "objective.kl_coef=0"]
+    frozen = output_of(call("grpo_images_toy_cpu", 2, *critic, "--json"))
+    assert frozen["critic_steps"]["image_seconds"] < 0.2 * frozen["value_pass"]["image_seconds"]
     code, out, _ = call("grpo_images_toy_cpu", 2)
     assert code == 0
-    assert f"{images['patches']} patches" in out
+    assert f"{steps['image_patches']} patches" in out

@@ -79,7 +79,7 @@ MEGATRON = [
 # Modules that read or write what transformers reads, with it, or build its towers. In rooms without
 # torch they import both inside of functions.
 TRANSFORMERS = [
-    *("job.data.hf_tokenizer", "job.data.images", "job.data.toy_images"),
+    *("job.data.hf_tokenizer", "job.data.images", "job.data.toy"),
     *("job.gpt.vision", "model.vision.tower"),
 ]
 

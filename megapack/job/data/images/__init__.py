@@ -6,6 +6,5 @@ Modules:
     stored: images beside the index of a data set
 """
 
-from megapack.job.data.images.reader import ImageReader, SampleImage
-
-__all__ = ["ImageReader", "SampleImage"]
+from megapack.job.data.images.reader import ImageReader as ImageReader
+from megapack.job.data.images.reader import SampleImage as SampleImage

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megapack.errors import ConfigError, first_line
+from megapack.errors import ConfigError, first_line, reason_of
 from megapack.job.data.hf_tokenizer import package_versions
 from megapack.job.data.messages import BadLine, shown
 
@@ -243,8 +243,7 @@ def _decoded(name: str, uri: str) -> bytes:
 
 
 def _unreadable(name: str, source: str, error: Exception) -> BadLine:
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return BadLine(
-        f"{name} is {shown(source)}, which cannot be read ({reason}); give a path relative to the "
-        "data file's folder"
+        f"{name} is {shown(source)}, which cannot be read ({reason_of(error)}); give a path "
+        "relative to the data file's folder"
     )

@@ -56,7 +56,7 @@ document.getElementById("unit").textContent = `Timeline, in ${unitName}`;
 
 // ---- timeline
 
-const KINDS = ["forward", "backward", "weight gradients"];
+const KINDS = ["forward", "backward", "weight gradients", "images encoded", "images' backward"];
 const LANE = 13, LABEL = 18, GAP = 8, AXIS = 22;
 
 class Timeline {
@@ -118,6 +118,7 @@ class Timeline {
       packings: this.step.tracks.some(({ source }) => source === "next-fit"),
       padded: rows.some((row) => !row[0]),
       weights: this.step.tracks.some(({ events }) => events.some((event) => event[3] === 2)),
+      images: this.step.tracks.some(({ events }) => events.some((event) => event[3] > 2)),
     };
     for (const id in has) document.getElementById(id).hidden = !has[id];
     this.lit = null;
@@ -164,7 +165,8 @@ class Timeline {
   }
 
   drawTrack(paint, track, top, width) {
-    const colours = [css("--forward"), css("--backward"), css("--weights")];
+    const names = ["forward", "backward", "weights", "images", "images"];
+    const colours = names.map((name) => css(`--${name}`));
     const padding = css("--padding"), ground = css("--ground"), x = this.scale(width);
     paint.fillStyle = css("--faint");
     paint.fillText(track.label, 0, top + LABEL / 2);
@@ -182,10 +184,10 @@ class Timeline {
       paint.fillRect(...box);
       const strength = 1 - (0.5 * chunk) / Math.max(1, track.chunks - 1);
       paint.globalAlpha = strength;
-      paint.fillStyle = track.rows[microbatch][0] ? colours[kind] : padding;
+      paint.fillStyle = rowOf(event, track)[0] ? colours[kind] : padding;
       paint.fillRect(...box);
       paint.globalAlpha = 1;
-      if (wide > 20) {
+      if (wide > 20 && microbatch >= 0) {
         const ink = strength < 0.75 ? css("--ink") : "#14171b";
         this.drawNumber(paint, microbatch, (left + right) / 2, y + LANE / 2, ink);
       }
@@ -199,7 +201,7 @@ class Timeline {
     const joins = new Map();
     paint.strokeStyle = css("--shared");
     for (const { box, event, track } of this.boxes) {
-      const [stage, chunk, microbatch, kind] = event, ranks = track.rows[microbatch][3].dp_ranks;
+      const [stage, chunk, microbatch, kind] = event, ranks = rowOf(event, track)[3].dp_ranks;
       if (!ranks) continue;
       const [x, y, w, h] = box, hit = this.lit === sharedKey(event, track);
       if (!frame(paint, box, hit) || (!hit && (stage || chunk))) continue;
@@ -220,7 +222,7 @@ class Timeline {
   drawPieces(paint) {
     paint.strokeStyle = css("--ink");
     for (const { box, event, track } of this.boxes) {
-      if (!track.rows[event[2]][3].piece) continue;
+      if (!rowOf(event, track)[3].piece) continue;
       frame(paint, box, this.lit === pieceKey(event, track));
     }
   }
@@ -264,11 +266,12 @@ class Timeline {
     this.tip.hidden = !hit;
     if (!hit) return;
     const [stage, chunk, microbatch, kind, start, end] = hit.event;
-    const [samples, tokens, rowTokens, facts] = hit.track.rows[microbatch];
+    const [samples, tokens, rowTokens, facts] = rowOf(hit.event, hit.track);
+    const ofRow = microbatch >= 0;
     this.tip.textContent =
-      `${KINDS[kind]} of micro-batch ${microbatch}\n` +
-      `${hit.track.label}, stage ${stage}, chunk ${chunk}\n` +
-      `${samples} samples, ${tokens} tokens, row of ${rowTokens}\n` +
+      `${KINDS[kind]}${ofRow ? ` of micro-batch ${microbatch}` : ""}\n` +
+      `${hit.track.label}, stage ${stage}${ofRow ? `, chunk ${chunk}` : ""}\n` +
+      (ofRow ? `${samples} samples, ${tokens} tokens, row of ${rowTokens}\n` : "") +
       Object.values(facts).map((fact) => `${fact}\n`).join("") +
       `${time(start, end)} to ${time(end)}: ${time(end - start, end)}` +
       (data.unit === "s" ? "" : ` ${data.unit}`);
@@ -293,19 +296,24 @@ function frame(paint, [x, y, w, h], hit) {
   return whole;
 }
 
+// The row of an event; images ahead of all micro-batches have none.
+function rowOf(event, track) {
+  return track.rows[event[2]] ?? [1, 0, 0, {}];
+}
+
 // The micro-batch of an event among those that several ranks share, of one source.
 function sharedKey(event, track) {
-  return `${track.source} ${event[2]} ${track.rows[event[2]][3].dp_ranks}`;
+  return `${track.source} ${event[2]} ${rowOf(event, track)[3].dp_ranks}`;
 }
 
 // The sample of an event's piece, of one source: the text of a piece begins with it.
 function pieceKey(event, track) {
-  return `${track.source} ${track.rows[event[2]][3].piece.split(",")[0]}`;
+  return `${track.source} ${rowOf(event, track)[3].piece.split(",")[0]}`;
 }
 
 // What lights up with an event that the pointer is on; null: nothing.
 function litKey(event, track) {
-  const facts = track.rows[event[2]][3];
+  const facts = rowOf(event, track)[3];
   if (facts.dp_ranks) return sharedKey(event, track);
   return facts.piece ? pieceKey(event, track) : null;
 }

@@ -17,7 +17,7 @@ from megapack.job.data.dataset import Dataset
 from megapack.job.data.hf_tokenizer import HfTokenizer
 from megapack.job.data.index import index_key
 from megapack.job.data.token_blocks import ReadSettings
-from megapack.job.data.tokenizer import ChatTokens, TextError
+from megapack.job.data.tokenizer import Chat, ChatTokens, TextError
 
 pytest.importorskip("transformers")
 from tests.hf_models import PLAIN_TEMPLATE, TEMPLATE, make_tokenizer
@@ -85,7 +85,7 @@ def encode(
 ) -> list[ChatTokens]:
     """The samples of a chat of which all turns of the assistant from `first` on count."""
     turns = [i for i, one in enumerate(chat) if i >= first and one["role"] == "assistant"]
-    return tokenizer.encode_chat(chat, tools, turns, {})
+    return tokenizer.encode_chat(Chat(chat, tools, turns, {}))
 
 
 TURNS = [CHAT[i]["content"] + "<|im_end|>" for i in (2, 4, 6)]
@@ -236,7 +236,9 @@ def test_encoding_does_not_import_torch(tmp_path: Path) -> None:
         "from megapack.job.data.hf_tokenizer import HfTokenizer\n"
         f"tokenizer = HfTokenizer(Path({str(tmp_path)!r})); tokenizer.digest\n"
         "assert 'transformers' not in sys.modules\n"
-        "tokenizer.encode_chat([{'role': 'assistant', 'content': 'a'}], None, [0], {})\n"
+        "from megapack.job.data.tokenizer import Chat\n"
+        "chat = Chat([{'role': 'assistant', 'content': 'a'}], None, [0], {})\n"
+        "tokenizer.encode_chat(chat)\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)

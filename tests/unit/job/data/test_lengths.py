@@ -114,6 +114,36 @@ def test_text_is_counted_by_the_tokenizer_of_a_config(tmp_path: Path) -> None:
     assert read_length_file(lengths, Columns(), "no such config").lengths.tolist() == [7]
 
 
+def test_patches_of_images_are_read(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"prompt_len": 30, "response_len": 4, "q": "a", "patches": [64, 16]},
+        {"prompt_len": 30, "response_len": 9, "q": "a", "patches": [64, 16]},
+        {"prompt_len": 7, "response_len": 2, "q": "b", "patches": []},
+    ]
+    path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    images = read_length_file(path, Columns(patches="patches", group="q")).images
+    assert images is not None
+    assert [[ref.patches for ref in own] for own in images] == [[64, 16], [64, 16], []]
+    assert images[0][1].offset == 16
+    # Samples of a group have the same images, others have their own.
+    assert [ref.key for ref in images[0]] == [ref.key for ref in images[1]]
+    apart = read_length_file(path, Columns(patches="patches")).images
+    assert apart is not None
+    assert len({ref.key for own in apart for ref in own}) == 4
+    assert read_length_file(path, Columns()).images is None
+    table = "length,patches\n40,64 16\n9,\n"
+    cells = read_length_file(write(tmp_path / "a.csv", table), Columns(patches="patches")).images
+    assert cells is not None
+    assert [[ref.patches for ref in own] for own in cells] == [[64, 16], []]
+
+
+@pytest.mark.parametrize("cell", ['"a"', "[64, 3]", "[-4]", "[1.5]", "[[2, 2]]", "true", "0"])
+def test_other_patches_are_refused(tmp_path: Path, cell: str) -> None:
+    path = write(tmp_path / "a.jsonl", f'{{"length": 40, "patches": {cell}}}\n')
+    with pytest.raises(DataError, match=r"a.jsonl: line 1: patches is .*multiples of 4"):
+        read_length_file(path, Columns(patches="patches"))
+
+
 def test_lengths_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"7\n9\n6\n")))
     assert read_length_file("-", Columns()).lengths.tolist() == LENGTHS

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megapack.job.train.garbage import GarbageCollection
+from megapack.job.train.garbage import collect_after, collecting_every
 
 pytestmark = pytest.mark.unit
 
@@ -32,23 +32,21 @@ def enabled() -> Iterator[None]:
 
 
 def test_garbage_is_collected_after_every_interval() -> None:
-    garbage = GarbageCollection(interval=3)
-    with garbage.manual():
+    with collecting_every(3):
         assert not gc.isenabled()
         cycle = is_alive()
         for step in (1, 2, 4, 5):
-            garbage.after_step(step)
+            collect_after(step, 3)
             assert cycle() is not None
-        garbage.after_step(6)
+        collect_after(6, 3)
         assert cycle() is None
 
 
 def test_without_an_interval_python_decides() -> None:
-    garbage = GarbageCollection(interval=None)
-    with garbage.manual():
+    with collecting_every(None):
         assert gc.isenabled()
         gc.disable()
         cycle = is_alive()
-        garbage.after_step(100)
+        collect_after(100, None)
         assert cycle() is not None
         gc.enable()
