@@ -14,7 +14,7 @@ import numpy as np
 
 from megapack.base.arrays import Ints
 from megapack.errors import HostRuntimeError
-from megapack.hosts.shared.families import callers_tokens, real_tokens
+from megapack.hosts.shared.families import callers_data, real_tokens
 from megapack.hosts.shared.options import HostOptions, PlannerOptions
 from megapack.hosts.shared.rank_items import RankItems
 from megapack.hosts.shared.rank_rows import Rows, agree_on_need
@@ -50,7 +50,7 @@ def allocate_balanced_mbs_synced(
     options = _OPTIONS.current
     capacity = int(mb_spec.max_tokens_per_mb)
     divisor = int(mb_spec.n_mbs_divisor or 1)
-    token_ids = callers_tokens(lens, _tokens_of) if options.share_prefixes else None
+    token_ids = callers_data(lens, _tokens_of)[1] if options.share_prefixes else None
 
     def read() -> RankItems:
         return RankItems(
