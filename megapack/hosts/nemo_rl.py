@@ -40,15 +40,6 @@ from megapack.policy import Policy
 
 logger = logging.getLogger(__name__)
 
-__all__ = [
-    "configure",
-    "get_packer",
-    "megatron_forward_backward",
-    "pack_sequence_parameters",
-    "read_settings",
-    "shard_by_batch_size",
-]
-
 _WORKER_MODULES = "nemo_rl.models.megatron"
 
 
