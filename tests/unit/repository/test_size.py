@@ -48,6 +48,7 @@ TOTAL = 38_305
 IMAGES = {
     "commands": 41,
     "cost": 141,
+    "hosts": 101,
     "job.config": 268,
     "job.data": 696,
     "job.gpt": 67,
@@ -64,10 +65,10 @@ IMAGES = {
     "ranks": 5,
     "rows": 54,
     "samples": 37,
-    "schedule": 418,
+    "schedule": 422,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 2_580
+IMAGES_TOTAL = 2_685
 """The sum of these, which what else images need is taken from."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
