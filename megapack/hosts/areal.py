@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megapack.base.arrays import Ints
 from megapack.errors import HostRuntimeError
-from megapack.hosts.shared.families import callers_tokens, real_tokens
+from megapack.hosts.shared.families import callers_data, real_tokens
 from megapack.hosts.shared.options import HostOptions, PlannerOptions
 from megapack.hosts.shared.rank_items import RankItems
 from megapack.hosts.shared.rank_rows import Rows, agree_on_need
@@ -50,7 +49,7 @@ def allocate_balanced_mbs_synced(
     options = _OPTIONS.current
     capacity = int(mb_spec.max_tokens_per_mb)
     divisor = int(mb_spec.n_mbs_divisor or 1)
-    token_ids = callers_tokens(lens, _tokens_of) if options.share_prefixes else None
+    token_ids = callers_data(lens, _tokens_of)[1] if options.share_prefixes else None
 
     def read() -> RankItems:
         return RankItems(
@@ -62,7 +61,7 @@ def allocate_balanced_mbs_synced(
             step=divisor,
             least=max(int(mb_spec.n_mbs or 1), divisor),
             token_ids=token_ids,
-            work_of=_tokens_as_work,
+            work_of=lambda tokens: tokens,
             error=HostRuntimeError,
         )
 
@@ -82,10 +81,6 @@ def _partition(mb_spec: Any, tokens: list[int], count: int) -> Rows:
     except RuntimeError:
         return []
     return [[int(i) for i in row] for row in rows]
-
-
-def _tokens_as_work(lengths: Ints) -> Ints:
-    return lengths
 
 
 def _tokens_of(data: dict[str, Any]) -> Sequence[Any] | None:

@@ -20,16 +20,6 @@ from megapack.hosts.shared.rollout_schedule import (
     with_settings,
 )
 
-__all__ = [
-    "build_dp_schedule",
-    "can_schedule_on_rollout_side",
-    "configure",
-    "get_miles_extra_args_provider",
-    "loss_function",
-    "normalize_advantages",
-    "read_settings",
-]
-
 logger = logging.getLogger(__name__)
 
 configure = OPTIONS.configure
@@ -70,14 +60,8 @@ def build_dp_schedule(
     """
     read_settings(args)
     if not args.use_dynamic_batch_size:
-        sizes = train_parallel_config, total_lengths
-        return own_schedule(
-            "miles",
-            args,
-            *sizes,
-            global_batch_size=global_batch_size,
-            rollout_indices=rollout_indices,
-        )
+        ids = {"global_batch_size": global_batch_size, "rollout_indices": rollout_indices}
+        return own_schedule("miles", args, train_parallel_config, total_lengths, **ids)
 
     def plan(rollouts: Rollouts) -> Schedule:
         return plan_dynamic(args, train_parallel_config, total_lengths, rollouts, host="miles")
@@ -136,9 +120,7 @@ def loss_function(
         apply_megatron_loss_scaling=apply_megatron_loss_scaling,
         num_rollouts=num_rollouts,
     )
-    if not args.calculate_per_token_loss:
-        return result
-    return without_empty_samples(result, batch["loss_masks"])
+    return without_empty_samples(args, result, batch["loss_masks"])
 
 
 def normalize_advantages(

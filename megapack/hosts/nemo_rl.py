@@ -31,6 +31,7 @@ from megapack.hosts.shared.families import (
     members_of,
     plan_families,
 )
+from megapack.hosts.shared.images import GRIDS, Patches, patches_of, with_images
 from megapack.hosts.shared.native import NativeSettings
 from megapack.hosts.shared.options import HostOptions, PlannerOptions
 from megapack.hosts.shared.rank_rows import Rows, log_budget
@@ -38,15 +39,6 @@ from megapack.layout import Layout
 from megapack.policy import Policy
 
 logger = logging.getLogger(__name__)
-
-__all__ = [
-    "configure",
-    "get_packer",
-    "megatron_forward_backward",
-    "pack_sequence_parameters",
-    "read_settings",
-    "shard_by_batch_size",
-]
 
 _WORKER_MODULES = "nemo_rl.models.megatron"
 
@@ -123,7 +115,8 @@ def shard_by_batch_size(
         token_ids = _token_ids(data, sequence_packing_args) if shares else None
         if layout is not None or token_ids is not None:
             _check_layout(layout, shards)
-            plan_with = functools.partial(_StepPacker, shards, options, token_ids)
+            patches = _patches(data)
+            plan_with = functools.partial(_StepPacker, shards, options, token_ids, patches)
     before = _PLANNED.set(plan_with)
     try:
         return own(data, shards, batch_size, *settings)  # type: ignore[no-any-return]
@@ -137,6 +130,16 @@ def _token_ids(data: Any, args: dict[str, Any]) -> list[Ints] | None:
     ids = data.data[args["input_key"]].cpu().numpy()
     rows = [row[:length] for row, length in zip(ids, lengths, strict=True)]
     return rows if has_lengths(rows, lengths) else None
+
+
+def _patches(data: Any) -> Patches | None:
+    """Of the images of each row, whose grids are in NeMo-RL's `PackedTensor`s."""
+    grids = {name: data.data[name] for name in GRIDS if name in data.data}
+    num_rows = len(next(iter(grids.values()), ()))
+    return patches_of(
+        {name: packed.slice([row]).as_tensor() for name, packed in grids.items()}
+        for row in range(num_rows)
+    )
 
 
 def _check_layout(layout: Layout | None, shards: int) -> None:
@@ -156,6 +159,8 @@ class _StepPacker:
     options: PlannerOptions
     token_ids: list[Ints] | None
     """Of all rows, to pack rows with common beginnings together."""
+    patches: Patches | None
+    """Of the images of all rows."""
     packer: Any
     """NeMo-RL's own."""
     start: int = 0
@@ -164,14 +169,14 @@ class _StepPacker:
     def pack(self, sequence_lengths: Sequence[int]) -> Rows:
         """Bins of one step: micro-batch 0 of each shard, then micro-batch 1 of each, ..."""
         padded = np.array(sequence_lengths, dtype=np.int64)
-        ids = None
-        if self.token_ids is not None:
-            ids = self.token_ids[self.start : self.start + padded.size]
+        own = slice(self.start, self.start + padded.size)
+        ids = None if self.token_ids is None else self.token_ids[own]
+        patches = None if self.patches is None else self.patches[own]
         self.start += padded.size
         if self.options.layout is None:
             rows: Rows = self._pack_families(padded, ids) or self.packer.pack(sequence_lengths)
             return rows
-        return self._plan(padded, ids, self.options.layout)
+        return self._plan(padded, ids, patches, self.options.layout)
 
     def _pack_families(self, padded: Ints, ids: list[Ints] | None) -> Rows | None:
         """Bins of whole parts of families; None if there are none, or they do not fill the bins."""
@@ -186,14 +191,15 @@ class _StepPacker:
             return [sorted(chain.from_iterable(parts[p] for p in row)) for row in bins]
         return None
 
-    def _plan(self, padded: Ints, ids: list[Ints] | None, layout: Layout) -> Rows:
-        settings: dict[str, Any] = {
-            "layout": layout,
-            "max_tokens_per_gpu": self.packer.bin_capacity // layout.cp,
-            "cost": self.options.cost,
-            # A shard cannot express a micro-batch without rows.
-            "policy": Policy(oversize="error", unreachable="error"),
-        }
+    def _plan(
+        self, padded: Ints, ids: list[Ints] | None, patches: Patches | None, layout: Layout
+    ) -> Rows:
+        # A shard cannot express a micro-batch without rows.
+        policy = Policy(oversize="error", unreachable="error")
+        settings = with_images(
+            patches, padded, layout=layout, cost=self.options.cost, policy=policy
+        )
+        settings["max_tokens_per_gpu"] = self.packer.bin_capacity // layout.cp
         plan = None if ids is None else plan_families(ids, padded, [0] * padded.size, **settings)
         plan = plan or build_dp_schedule(padded, **settings)
         (step,) = plan.steps

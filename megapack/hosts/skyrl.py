@@ -102,5 +102,6 @@ class _RankRows:
             layout=options.layout,
             cost=options.cost,
             colocate_ids=parts,
+            patches=patches,
         )
         self.need = Need(count, self.lengths.size, int(self.lengths.max()))

@@ -18,14 +18,6 @@ from megapack.hosts.shared.rollout_schedule import (
     with_settings,
 )
 
-__all__ = [
-    "build_dp_schedule",
-    "configure",
-    "get_slime_extra_args_provider",
-    "loss_function",
-    "read_settings",
-]
-
 configure = OPTIONS.configure
 
 
@@ -107,6 +99,4 @@ def loss_function(
     from slime.backends.megatron_utils.loss import loss_function as host_function
 
     result = host_function(args, batch, num_microbatches, step_global_batch_size, logits)
-    if not args.calculate_per_token_loss:
-        return result
-    return without_empty_samples(result, batch["loss_masks"])
+    return without_empty_samples(args, result, batch["loss_masks"])

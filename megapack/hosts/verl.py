@@ -29,15 +29,6 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-__all__ = [
-    "VerlOptions",
-    "configure",
-    "get_group_balanced_partitions",
-    "read_settings",
-    "rearrange_micro_batches",
-    "restore_dynamic_batch",
-]
-
 _MODULE = "verl.utils.seqlen_balancing"
 
 # Fields that are set to zero in padding copies: which tokens have a loss.

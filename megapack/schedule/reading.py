@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core.parallel_state import get_context_parallel_world_size as cp_size
 from megatron.core.utils import StragglerDetector
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -106,13 +106,8 @@ def read_row_shapes(
         return [None] * num_microbatches, data_iterator
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     own = iterators[0]
-    if hasattr(own, "__next__"):
-        replayed = ReplayedIterator(own)
-        reader: Any = replayed
-        iterators = [replayed, *iterators[1:]]
-    else:
-        replayed = None
-        reader = copy.copy(own)
+    replayed = ReplayedIterator(own) if hasattr(own, "__next__") else None
+    reader = copy.copy(own) if replayed is None else replayed
     shapes = []
     with torch.no_grad(), _leaving(wrappers, sharing), _same_state(chunks), keeping():
         for _ in range(num_microbatches):
@@ -122,6 +117,7 @@ def read_row_shapes(
                 sharing.note(call)
     if replayed is not None:
         replayed.is_reading = False
+        iterators = [replayed, *iterators[1:]]
     return shapes, iterators if isinstance(data_iterator, list) else iterators[0]
 
 
@@ -233,13 +229,11 @@ def _row_shape(call: Mapping[str, Any], sequence_shards: int) -> RowShape | None
     # verl's nested tensor of samples is packed inside the model's call.
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_nested:
         return None
-    batch_size, num_tokens = input_ids.shape
     bounds = getattr(call.get("packed_seq_params"), "cu_seqlens_q_padded", None)
-    if batch_size > 1 and bounds is not None:
+    if len(input_ids) > 1 and bounds is not None:
         # So are its padded samples for models with images.
-        cp = parallel_state.get_context_parallel_world_size()
-        batch_size, num_tokens = 1, int(bounds[-1]) // cp
-    return num_tokens // sequence_shards, batch_size
+        return int(bounds[-1]) // cp_size() // sequence_shards, 1
+    return input_ids.shape[1] // sequence_shards, len(input_ids)
 
 
 def common_shapes(reports: Sequence[Sequence[RowShape | None]]) -> list[RowShape] | None:

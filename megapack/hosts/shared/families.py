@@ -19,6 +19,7 @@ from megapack.base.arrays import Ints
 from megapack.cost.model import CostModel
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import PlanError
+from megapack.images import Images
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
 from megapack.policy import Policy
@@ -28,17 +29,17 @@ if TYPE_CHECKING:
     import torch
 
 
-def callers_tokens(
+def callers_data(
     lengths: Sequence[int], read: Callable[[dict[str, Any]], Sequence[Any] | None]
-) -> Sequence[Any] | None:
-    """The token ids of the samples that a host's planner is called for; None if they are not found.
+) -> tuple[dict[str, Any], Sequence[Any] | None]:
+    """The batch that a host's planner is called for, and its token ids; {} and None if not found.
 
-    slime, miles and AReaL give their planner lengths, out of a function that has the ids in its
+    slime, miles and AReaL give their planner lengths, out of a function that has the samples in its
     local variable `data`. This is read, because slime's is a method of a Ray actor, whose class
     cannot be patched.
 
     Args:
-        lengths: those that the planner got; ids of other lengths are not taken.
+        lengths: those that the planner got; samples of other lengths are not taken.
         read: finds the ids of each sample in the host's dict.
     """
     frame: FrameType | None = sys._getframe(1)
@@ -46,7 +47,7 @@ def callers_tokens(
         frame = frame.f_back
     data = None if frame is None else frame.f_locals.get("data")
     tokens = read(data) if isinstance(data, dict) else None
-    return tokens if has_lengths(tokens, lengths) else None
+    return (data, tokens) if data and has_lengths(tokens, lengths) else ({}, None)
 
 
 def has_lengths(token_ids: Sequence[Any] | None, lengths: Sequence[int] | Ints) -> bool:
@@ -135,6 +136,7 @@ def plan_families(
     max_tokens_per_gpu: int,
     cost: CostModel | None,
     policy: Policy,
+    images: Sequence[Images] | None = None,
 ) -> Plan | None:
     """A plan for all ranks with the parts of families in one row each.
 
@@ -160,6 +162,7 @@ def plan_families(
             rollout_ids=step_of,
             colocate_ids=parts,
             global_batch_size=1,
+            images=images,
             cost=cost,
             policy=policy,
         )

@@ -1,28 +1,28 @@
-"""Work of images that a host's model encodes in the rows of their samples, on its first chunk.
+"""Images that a host's model encodes in the rows of their samples, on its first chunk.
 
-Hosts have grids: int [images, 3] of frames, rows and columns of patches. The forward of an image of
-n patches takes a n + b n^2 FLOPs, which count as tokens of the decoder here.
+Hosts have grids: int [images, 3] of frames, rows and columns of patches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from megapack.base.arrays import Floats
+from megapack.base.arrays import Floats, Ints
+from megapack.cost.model import CostModel, cost_in_tokens
+from megapack.images import of_patches
+from megapack.layout import Layout
+from megapack.policy import Policy
 
 Patches = list[list[int]]
 """Of each image of each sample."""
 
-TOWER_FLOPS = (9.0e8, 1.24e5)
-"""a and b of a tower of 27 x 1152, which Qwen3-VL from 8B on, Qwen3.5 and Kimi K2.5 have; other
-towers are up to twice as heavy."""
-DECODER_FLOPS = 12.9e9
-"""Forward of a token in a 7B decoder, which verl and ROLL assume, too."""
-
-_GRIDS = ("image_grid_thw", "video_grid_thw", "grid_thws")
+DECODER_FLOPS = 14e9
+"""Forward of a token, in which `cost_in_tokens` counts patches: a 7B decoder."""
+GRIDS = ("image_grid_thw", "video_grid_thw", "grid_thws")
 
 
 def patches_of(samples: Iterable[Any]) -> Patches | None:
@@ -34,7 +34,7 @@ def patches_of(samples: Iterable[Any]) -> Patches | None:
     >>> patches_of([{"image_grid_thw": [[1, 4, 6], [1, 2, 2]]}, None])
     [[24, 4], []]
     """
-    found = [[n for name in _GRIDS for n in _frames((one or {}).get(name))] for one in samples]
+    found = [[n for name in GRIDS for n in _frames((one or {}).get(name))] for one in samples]
     return found if any(found) else None
 
 
@@ -45,12 +45,39 @@ def _frames(grids: Any) -> list[int]:
     return [high * wide for frames, high, wide in numbers.tolist() for _ in range(frames)]
 
 
-def image_tokens(
+def image_tokens(patches: Patches | None, num_samples: int) -> Floats:
+    """float64 [samples]: as many tokens of a 7B decoder as each sample's images cost."""
+    cost = cost_in_tokens(Layout())
+    return np.array([cost.image_seconds(one).sum() for one in patches or [[]] * num_samples])
+
+
+def with_images(
     patches: Patches | None,
-    num_samples: int,
-    flops_per_token: float = DECODER_FLOPS,
-) -> Floats:
-    """float64 [samples]: as many tokens as each sample's images cost."""
-    per_patch, per_patch_sq = TOWER_FLOPS
-    flops = [sum(per_patch * n + per_patch_sq * n * n for n in one) for one in patches or ()]
-    return np.array(flops or np.zeros(num_samples)) / flops_per_token
+    lengths: Sequence[int] | Ints,
+    *,
+    layout: Layout,
+    cost: CostModel | None,
+    policy: Policy,
+    scale: float | None = None,
+) -> dict[str, Any]:
+    """Arguments of `build_dp_schedule` for samples with these images.
+
+    Images of samples that are shorter than their image tokens do not count: such lengths are those
+    before the host puts the tokens in.
+
+    Args:
+        scale: the tower's seconds over those that `cost_in_tokens` has. None: those of a cost model
+            that was measured with images, or of a tower that tensor-parallel ranks split.
+    """
+    plain = {"layout": layout, "cost": cost, "policy": policy}
+    refs = [of_patches(one, str(sample)) for sample, one in enumerate(patches or ())]
+    if not refs or any(one and one[-1].end >= n for one, n in zip(refs, lengths, strict=True)):
+        return plain
+    if cost is None or not cost.per_patch or scale is not None:
+        assumed = cost_in_tokens(layout)
+        cost = cost or assumed
+        factor = cost.per_token * (1 / layout.tp if scale is None else scale)
+        rates = {name: factor * getattr(assumed, name) for name in ("per_patch", "per_patch_sq")}
+        cost = dataclasses.replace(cost, **rates)
+    policy = dataclasses.replace(policy, images="row")
+    return {"layout": layout, "cost": cost, "policy": policy, "images": refs}

@@ -10,8 +10,8 @@ from typing import Any
 _NOT_ZERO = 1e-30
 
 
-def without_empty_samples(result: Any, loss_masks: Sequence[Any]) -> Any:
-    """A host's loss, divided by the number of loss tokens.
+def without_empty_samples(args: Any, result: Any, loss_masks: Sequence[Any]) -> Any:
+    """A host's loss, under `args.calculate_per_token_loss` divided by the number of loss tokens.
 
     Both hosts count a sample without loss tokens as one token. Three samples with 5, 0 and 3 loss
     tokens give 9 instead of 8: the loss and its gradient are 8/9 of what they should be.
@@ -24,6 +24,8 @@ def without_empty_samples(result: Any, loss_masks: Sequence[Any]) -> Any:
     Returns:
         The same with the corrected numbers. The sum of losses is the host's.
     """
+    if not args.calculate_per_token_loss:
+        return result
     # Imported here: the planners of both hosts do without torch.
     import torch
 

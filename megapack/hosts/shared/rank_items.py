@@ -195,6 +195,7 @@ class RankItems:
             oversize="error",
             layout=layout,
             cost=_COST if layout is None else self.options.cost,
+            patches=self.patches,
             colocate_ids=together.tolist() if len(self.parts) < self.lengths.size else None,
         )
         return [sorted({i // self.group_size for i in row}) for row in rows], count

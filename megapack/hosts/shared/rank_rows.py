@@ -19,6 +19,7 @@ import numpy as np
 from megapack.base.arrays import Floats, Ints
 from megapack.cost.model import CostModel
 from megapack.dp_schedule import build_dp_schedule
+from megapack.hosts.shared.images import Patches, with_images
 from megapack.layout import Layout
 from megapack.planner.counts import split_heaviest
 from megapack.policy import Oversize, Policy
@@ -121,6 +122,7 @@ def plan_rank(
     layout: Layout | None = None,
     cost: CostModel | None = None,
     colocate_ids: Sequence[int] | None = None,
+    patches: Patches | None = None,
     oversize: Oversize = "alone",
 ) -> tuple[Rows, int]:
     """Plan one rank's micro-batches, in the order in which the pipeline runs them.
@@ -130,6 +132,7 @@ def plan_rank(
         max_tokens: budget of a micro-batch before CP.
         layout: the job's; None fills rows to `max_tokens` without alignment.
         cost: see `build_dp_schedule`.
+        patches: of the samples' images, which are encoded in the samples' rows.
         colocate_ids, oversize: as in `build_dp_schedule` and `Policy`.
 
     Returns:
@@ -138,13 +141,13 @@ def plan_rank(
     """
     # This plans one rank (dp=1), and expert parallelism does not change what is packed.
     layout = Layout() if layout is None else dataclasses.replace(layout, dp=1, ep=1)
+    lengths = np.maximum(lengths, 1)
+    policy = for_step(Policy(oversize=oversize), lengths.size)
     plan = build_dp_schedule(
-        np.maximum(lengths, 1),
-        layout=layout,
+        lengths,
         max_tokens_per_gpu=max_tokens // layout.cp,
         colocate_ids=colocate_ids,
-        cost=cost,
-        policy=for_step(Policy(oversize=oversize), lengths.size),
+        **with_images(patches, lengths, layout=layout, cost=cost, policy=policy),
     )
     micro_batches = plan.steps[0].ranks[0]
     return [list(mb.samples) for mb in micro_batches if mb.samples], len(micro_batches)

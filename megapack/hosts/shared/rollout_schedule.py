@@ -16,8 +16,9 @@ from megapack.cost.model import cost_in_tokens
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, HostAssertionError, PlanError
 from megapack.hosts import megatron_core, patching
-from megapack.hosts.shared.families import callers_tokens, plan_families
+from megapack.hosts.shared.families import callers_data, plan_families
 from megapack.hosts.shared.flops import model_flops
+from megapack.hosts.shared.images import DECODER_FLOPS, patches_of, with_images
 from megapack.hosts.shared.native import NativeSettings, Provider
 from megapack.hosts.shared.options import HostOptions, shares_prefixes
 from megapack.hosts.shared.rank_rows import log_budget
@@ -213,35 +214,38 @@ def plan_dynamic(
     layout = layout_of(args, config)
     log_budget(host, args.max_tokens_per_gpu * layout.cp, layout.cp)
     own_lengths = [lengths[i] for i in rollouts.samples]
-    budget = int(args.max_tokens_per_gpu)
     flops = model_flops(args)
     cost = None if flops is None else cost_in_tokens(layout, per_token_sq=flops[1] / flops[0])
     balanced = any(getattr(args, flag, False) for flag in ("balance_data", "balance_by_flops"))
-    policy = options.policy(layout.dp, balanced=bool(balanced))
-    token_ids = None
-    if options.share_prefixes:
-        token_ids = callers_tokens(lengths, lambda data: data.get("tokens"))
-    if token_ids is not None:
+    data, token_ids = callers_data(lengths, lambda data: data.get("tokens"))
+    images = data.get("multimodal_train_inputs")
+    patches = None if images is None else patches_of(images[i] for i in rollouts.samples)
+    scale = 1.0 if flops is None else DECODER_FLOPS / flops[0]
+    settings = with_images(
+        patches,
+        own_lengths,
+        layout=layout,
+        cost=cost,
+        policy=options.policy(layout.dp, balanced=bool(balanced)),
+        # slime's towers are whole on each tensor-parallel rank, those of Megatron-Bridge are split.
+        scale=scale if host == "slime" else scale / layout.tp,
+    )
+    settings["max_tokens_per_gpu"] = int(args.max_tokens_per_gpu)
+    if options.share_prefixes and token_ids is not None:
         plan = plan_families(
             [token_ids[i] for i in rollouts.samples],
             own_lengths,
             [rollout // rollouts.per_step[0] for rollout in rollouts.rollout_of],
-            layout=layout,
-            max_tokens_per_gpu=budget,
-            cost=cost,
-            policy=replace(policy, unreachable="error"),
+            **{**settings, "policy": replace(settings["policy"], unreachable="error")},
         )
         if plan is not None:
             return _lists_of(plan, rollouts.samples, rollouts.per_step)
     try:
         plan = build_dp_schedule(
             own_lengths,
-            layout=layout,
-            max_tokens_per_gpu=budget,
             rollout_ids=rollouts.ids,
             global_batch_size=rollouts.per_step[0],
-            cost=cost,
-            policy=policy,
+            **settings,
         )
     except PlanError as error:
         problem = str(error).partition(";")[0]

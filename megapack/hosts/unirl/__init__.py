@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from itertools import chain
 from typing import Any, Literal
 
 from megapack.errors import ConfigError, PlanError
@@ -116,7 +117,7 @@ def prepare_segment(self: Any, resp_track: Any) -> None:
         self.algorithm.prepare_segment(conditions=resp_track.conditions, segment=resp_track.segment)
         return
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    for start, end in _all_ranges(self.micro_plan):
+    for start, end in chain.from_iterable(self.micro_plan.updates):
         micro, filled = with_response(resp_track.select(self.micro_plan.order[start:end]))
         self.algorithm.prepare_segment(conditions=micro.conditions, segment=micro.segment)
         for name, values in parts.items():
@@ -168,10 +169,6 @@ def _plan_of_track(stack: Any, track: Any) -> MicroPlan | None:
         prompt_lengths=_prompt_lengths(track, num_samples),
     )
     return plan if plan.mean_response_tokens else None
-
-
-def _all_ranges(plan: MicroPlan) -> list[Range]:
-    return [micro_batch for update in plan.updates for micro_batch in update]
 
 
 def _train_planned(

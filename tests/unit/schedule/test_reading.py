@@ -238,8 +238,7 @@ def test_padded_samples_that_the_model_packs_have_their_rows_shape(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """verl gives models with images the samples [3, 9] of a row of 20 tokens, over two GPUs."""
-    cp_size = "get_context_parallel_world_size"
-    monkeypatch.setattr(f"megapack.schedule.reading.parallel_state.{cp_size}", lambda: 2)
+    monkeypatch.setattr("megapack.schedule.reading.cp_size", lambda: 2)
 
     class Packing(Chunk):
         def forward(self, input_ids: Any = None, packed_seq_params: Any = None) -> Any:
