@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megapack import CostModel, Layout
+from megapack.cost.assumed import GpuSpeed, with_image_costs
 from megapack.cost.tower import TowerSizes
 from megapack.job.config.hf_config import read_hf_config
 from megapack.job.data.toy_images import FAMILIES, write_image_model
@@ -119,3 +121,14 @@ def test_recomputed_blocks_keep_their_inputs() -> None:
     # 3.4 GiB, and 0.3 GiB with all of one block.
     assert 3.3 < kept / 2**30 < 3.5
     assert 0.24 < recomputed / 2**30 < 0.4
+
+
+def test_a_backward_takes_two_forwards_and_one_more_if_it_recomputes() -> None:
+    speed = GpuSpeed.of("cuda", "bf16")
+    ratios = [
+        with_image_costs(
+            CostModel(per_token=1.0), sizes(), Layout(), speed, trained=trained, recompute=recompute
+        ).tower_ratio
+        for trained, recompute in ((True, False), (True, True), (False, True))
+    ]
+    assert ratios == [2.0, 3.0, 0.0]

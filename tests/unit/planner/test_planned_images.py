@@ -13,6 +13,7 @@ import pytest
 from megapack import CostModel, ImageRef, Layout, Plan, Policy, build_dp_schedule, simulate
 from megapack.errors import ConfigError, DataError, PlanError
 from megapack.images import Images
+from megapack.outlook.baselines import naive_plans
 from megapack.outlook.stats import image_load, plan_report
 from megapack.plan.check import check_plan
 from megapack.plan.show import format_grid
@@ -174,6 +175,23 @@ def test_rows_that_encode_images_take_longer_on_the_first_chunk() -> None:
     assert busy(run, 0) == pytest.approx(busy(bare, 0) + seconds)
     assert busy(run, 1) == pytest.approx(busy(bare, 1))
     assert "16 are encoded in rows" in format_grid(plan)
+
+
+def test_gpus_are_counted_by_dp_rank_and_then_by_stage() -> None:
+    # GPUs 2 and 3 are stage 1 of DP rank 0.
+    images = [(image(0),), *[()] * 31]
+    (step,) = edited(planned(images=images), owner=2).steps
+    events = simulate(step, layout=LAYOUT, cost=COST).events
+    assert [(e.kind, e.rank, e.stage) for e in events if e.microbatch < 0] == [
+        ("E", 0, 1),
+        ("T", 0, 1),
+    ]
+
+
+def test_other_packings_encode_images_in_rows() -> None:
+    for plan in naive_plans(planned(), np.array(LENGTHS)).values():
+        assert {one.owner for step in plan.steps for one in step.images} == {None}
+        assert plan.policy.images == "row"
 
 
 def test_the_work_of_rows_that_encode_images() -> None:
