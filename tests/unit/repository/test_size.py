@@ -47,7 +47,7 @@ TOTAL = 38_294
 """The sum of the budgets. It is never raised."""
 IMAGES = {
     "commands": 41,
-    "cost": 135,
+    "cost": 139,
     "hosts": 95,
     "job.config": 268,
     "job.data": 703,
@@ -55,20 +55,20 @@ IMAGES = {
     "job.hf": 31,
     "job.train": 39,
     "job.view": 14,
-    "model": 285,
+    "model": 291,
     "modules": 197,
     "outlook": 24,
-    "pipeline": 63,
+    "pipeline": 67,
     "plan": 132,
-    "planner": 63,
+    "planner": 64,
     "prefixes": 5,
     "ranks": 5,
     "rows": 54,
     "samples": 37,
-    "schedule": 416,
+    "schedule": 421,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 2_674
+IMAGES_TOTAL = 2_694
 """The sum of these, which what else images need is taken from."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
