@@ -46,7 +46,7 @@ BUDGETS = {
 TOTAL = 38_294
 """The sum of the budgets. It is never raised."""
 IMAGES = {
-    "commands": 41,
+    "commands": 47,
     "cost": 139,
     "hosts": 95,
     "job.config": 268,
@@ -68,7 +68,7 @@ IMAGES = {
     "schedule": 421,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 2_694
+IMAGES_TOTAL = 2_700
 """The sum of these, which what else images need is taken from."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
