@@ -411,7 +411,8 @@ def vision_lines(names: list[str]) -> list[str]:
             layout_text(case.layout, "moe" in case.family),
             _VISION_ROWS[case.rows]
             + (", then a step of text" if case.text_step else "")
-            + (", one image" if case.samples == "few" else ""),
+            + (", one image" if case.samples == "few" else "")
+            + (", the tower in waves" if case.waves else ""),
             _VISION_TRAINED[case.trained],
             case.recompute,
         ]

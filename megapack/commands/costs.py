@@ -207,6 +207,7 @@ def _config_of(model: str, vision: str) -> TrainConfig:
     """The config of a run of a model, which is trained in bf16 with a distributed optimizer."""
     from megapack.config.load import parse_config
     from megapack.config.shipped import shipped_models
+    from megapack.job.config.hf_config import read_hf_config
     from megapack.job.config.sections import TrainConfig
 
     folder = model
@@ -217,6 +218,11 @@ def _config_of(model: str, vision: str) -> TrainConfig:
                 f"--model {model}: no such folder or file; megapack knows {', '.join(known)}"
             )
         folder = str(known[model])
+    if vision != "off" and read_hf_config(folder).vision is None:
+        raise ConfigError(
+            f"samples have images, and --model {model} no tower that megapack trains; set a model "
+            "that has, or leave the images out"
+        )
     keys = (
         "{name: model, plan: {max_tokens_per_gpu: 1}, optim: {distributed_optimizer: true}, "
         f"model: {{dtype: bf16, vision: {json.dumps(vision)}, hf_path: {json.dumps(folder)}}}}}"

@@ -232,9 +232,14 @@ class MemoryModel:
         held += tower.feature_bytes(own_tokens, tower.num_levels, is_trained=False)
         if self.trains_tower:
             recompute = self.sizes.recompute == "full"
-            # What is more than one call is encoded again, call by call.
-            patches = min(images.patches, max(images.largest, CALL_PATCHES[recompute]))
-            held += tower.kept_bytes(patches, recompute=recompute)
+            # What is more than one call is encoded again, call by call; a larger image by itself,
+            # with recomputation.
+            call = CALL_PATCHES[recompute]
+            large = min(images.patches, images.largest)
+            held += max(
+                tower.kept_bytes(min(images.patches, call), recompute=recompute),
+                tower.kept_bytes(large if large > call else 0, recompute=True),
+            )
         return int(state * (2 if self.critic else 1) + held)
 
     def fullest_stage(self, layout: Layout, **tokens: Any) -> GpuMemory:

@@ -24,8 +24,9 @@ class TowerSizes:
     ...     num_positions=2304, merge=2, out_width=4096, num_levels=4, full_blocks=27)
     >>> sizes.parameters
     576388336
-    >>> f"{sizes.forward_flops(4096) / 1024:.2e} per feature"
-    '5.66e+09 per feature'
+    >>> per_patch, per_patch_sq = sizes.coefficients(1.0, 1.0)
+    >>> f"{4 * (per_patch + 4096 * per_patch_sq):.2e} operations per feature"
+    '5.66e+09 operations per feature'
     """
 
     depth: int
@@ -73,14 +74,6 @@ class TowerSizes:
         embedding = (self.patch_numbers + self.num_positions) * self.width
         embedding += 0 if self.is_gated else self.width
         return self.depth * block + self.num_levels * merger + norms + embedding
-
-    def forward_flops(self, patches: int) -> float:
-        """Of one image."""
-        windows = min(patches, self.window_patches)
-        seen = self.full_blocks * patches + (self.depth - self.full_blocks) * windows
-        products = self.depth * self._block + self.patch_numbers * self.width
-        per_patch = 2 * products + 4 * self.width * seen
-        return patches * per_patch + 2 * self.num_levels * self._merger * (patches / self.merge**2)
 
     def coefficients(self, product_speed: float, attention_speed: float) -> tuple[float, float]:
         """Seconds of the forward per patch, and per squared patches of an image.

@@ -66,7 +66,12 @@ def row_image_seconds(step: StepPlan, rank: int, cost: CostModel) -> Floats:
     if not step.images or step.images[0].owner is not None:
         return np.zeros(len(step.ranks[rank]))
     seconds = cost.image_seconds([image.patches for image in step.images])
-    return np.array([seconds[step.images_in(mb)].sum() for mb in step.ranks[rank]])
+    found = []
+    for mb in step.ranks[rank]:
+        images = step.images_in(mb)
+        # A row that holds a prefix once encodes its images once.
+        found.append(seconds[sorted(set(images)) if mb.shared_tokens else images].sum())
+    return np.array(found)
 
 
 def on_first_chunk(order: StepOrder, row_seconds: Floats, ratio: float) -> Floats:

@@ -13,6 +13,9 @@ from megapack.planner.bins import first_fit, first_fit_decreasing
 from megapack.planner.step import Step
 from megapack.prefixes import Spans
 
+# Sums of a step's items stay within int64.
+_MOST_SQUARES = 2.0**40
+
 
 class ItemSizes(NamedTuple):
     """Sizes of items in rows of one width, int64 [I] each; see `Items`."""
@@ -137,7 +140,7 @@ class Items:
         if step.image_seconds is None or not per_square:
             return np.zeros_like(self.aligned)
         seconds = np.add.reduceat(step.image_seconds[self.samples], self.first_samples)
-        return np.rint(seconds / per_square).astype(np.int64)
+        return np.rint(np.minimum(seconds / per_square, _MOST_SQUARES)).astype(np.int64)
 
     @cached_property
     def room(self) -> Ints:

@@ -205,6 +205,11 @@ class Ahead:
             raise DataError(
                 f"the batch has images and the tensor {batch.tensor_names[0]!r}; give one of them"
             )
+        if any(image.owner is None for image in step.images):
+            raise DataError(
+                "the plan has images='row', and this adapter encodes images ahead of rows; plan "
+                "with Policy(images='ahead')"
+            )
         images = [batch.images(i) for i in range(len(batch))]
         # Of samples with one image the first, which errors name.
         every = {ref.key: ref for refs in reversed(images) for ref in reversed(refs)}

@@ -86,8 +86,8 @@ class Columns:
     """Samples with equal values have the same prompt, whose tokens rows may share. Needs columns of
     prompts and responses."""
     patches: str | None = None
-    """Patches of each image of a sample: a list, or numbers apart by blanks. Samples of one group
-    have the same images."""
+    """Patches of each image of a sample: a list, or numbers apart by blanks or commas. Samples of
+    one group have the same images."""
 
     def __post_init__(self) -> None:
         has_parts = self.prompt is not None, self.response is not None
@@ -242,7 +242,7 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
                 ids[name].append(_identity(row, column))
             if columns.patches is not None:
                 group = ids["group"][-1] if columns.group else f"line {len(images)}"
-                images.append(_images(row, columns.patches, group))
+                images.append(_images(row, columns.patches, group, lengths[-1]))
         except DataError as error:
             raise type(error)(f"{place}: {error}") from None
     groups = ids.get("group")
@@ -256,15 +256,23 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
     )
 
 
-def _images(row: dict[str, Any], column: str, group: int | str) -> Images:
+def _images(row: dict[str, Any], column: str, group: int | str, length: int) -> Images:
     value = _cell(row, column)
-    numbers = value if isinstance(value, list) else str(value).split()
+    # pandas writes a list into CSV with brackets and commas; without images a cell may be empty.
+    text = "" if value is None else str(value).strip("[]").replace(",", " ")
+    numbers = value if isinstance(value, list) else text.split()
     if not all(_WHOLE.fullmatch(str(n)) and int(n) >= 4 and int(n) % 4 == 0 for n in numbers):
         raise DataError(
             f"{_one_line(column)} is {shown(value)}; give the patches of each image, multiples of "
-            "4, which are one token"
+            "4, which are one token, or nothing without images"
         )
-    return of_patches([int(n) for n in numbers], str(group))
+    found = of_patches([int(n) for n in numbers], str(group))
+    if found and found[-1].end >= length:
+        raise DataError(
+            f"{_one_line(column)} are {found[-1].end} image tokens, 4 patches each, and the sample "
+            f"has {length}; give it more tokens than those of its images"
+        )
+    return found
 
 
 def _length(counts: list[int], summands: tuple[str, ...]) -> int:

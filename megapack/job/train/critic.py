@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.job.config.sections import OptimConfig, TrainConfig
+from megapack.job.config.sections import TrainConfig
 from megapack.job.data.dataset import Dataset
 from megapack.job.data.gae import Floats, explained_variance, gae, token_rewards, whitened
 from megapack.job.gpt.settings import Settings
 from megapack.job.train.learner import Learner, Update
 from megapack.job.train.passes import PlannedBatch
 from megapack.layout import Layout
-from megapack.loss.sequence import ValueLoss
 from megapack.ranks.agree import agree
 from megapack.ranks.links import Ranks
 from megapack.samples import SampleBatch
@@ -39,11 +38,8 @@ class Critic(Learner):
     """The critic of one run on one rank. The constructor is a collective of all ranks.
 
     Args:
-        config: the run's, whose model has the kernel that ranks agreed on.
-        policy: the policy's modules with their initial weights, which become the critic's, unless
-            `critic.hf_path` has its own.
         data: the samples of the batches.
-        layout, reduction, ranks, device: see `Learner`.
+        config, layout, policy, reduction, ranks, device: see `Learner`.
     """
 
     def __init__(
@@ -58,16 +54,7 @@ class Critic(Learner):
         device: torch.device,
     ) -> None:
         super().__init__(
-            config,
-            config.critic_model,
-            layout,
-            hf_path=config.critic.hf_path,
-            optim=critic_optim(config),
-            critic=ValueLoss(clip=config.critic.clip),
-            policy=policy,
-            reduction=reduction,
-            ranks=ranks,
-            device=device,
+            config, layout, policy=policy, reduction=reduction, ranks=ranks, device=device
         )
         self._config = config
         self._data = data
@@ -136,16 +123,6 @@ class Critic(Learner):
         """
         kept = sorted(i for step in batch.plan.steps for i in step.kept_samples)
         return {i: torch.from_numpy(self._data.tokens(int(batch.numbers[i])).counts) for i in kept}
-
-
-def critic_optim(config: TrainConfig) -> OptimConfig:
-    """The section `optim` with the critic's learning rate; the lowest rate changes with it."""
-    optim = config.optim
-    lr = config.critic.lr
-    if lr is None:
-        return optim
-    min_lr = optim.min_lr * (lr / optim.lr) if optim.lr else 0.0
-    return dataclasses.replace(optim, lr=lr, min_lr=min(min_lr, lr))
 
 
 def _loss_tokens(samples: SampleBatch, name: str, masks: Mapping[int, Tensor]) -> Floats:

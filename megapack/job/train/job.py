@@ -133,6 +133,7 @@ class Trainer:
         self.kernels = agreed_kernels(config, self.layout, device=device)
         # All models of the run are built with the kernel that was agreed on.
         model = dataclasses.replace(config.model, attention=self.kernels.attention)
+        built = dataclasses.replace(config, model=model)
         self.cost_basis = config.cost_basis
         if config.measures_speed:
             speed = measured_speed(
@@ -146,14 +147,7 @@ class Trainer:
             # What an export would refuse after the last step.
             agree(lambda: small_files(Path(hf_path)), device=device)
         self.policy = Learner(
-            config,
-            model.with_value_head() if config.objective.has_value_head else model,
-            self.layout,
-            hf_path=hf_path,
-            optim=config.optim,
-            reduction=self.reduction,
-            ranks=ranks,
-            device=device,
+            built, self.layout, reduction=self.reduction, ranks=ranks, device=device
         )
         self.chunks = self.policy.chunks
         self.adapter = self.policy.adapter
@@ -177,7 +171,7 @@ class Trainer:
         self.critic: Critic | None = None
         if config.critic.enabled:
             self.critic = Critic(
-                dataclasses.replace(config, model=model),
+                built,
                 self.layout,
                 self.policy.modules,
                 self.data,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megapack.job.config.sections import ModelConfig, OptimConfig, TrainConfig
+from megapack.job.config.sections import OptimConfig, TrainConfig
 from megapack.job.data.tokenizer import ByteTokenizer
 from megapack.job.gpt.build import build_model
 from megapack.job.gpt.optimizer import build_lr_schedule, build_optimizer, check_norm
@@ -21,7 +22,7 @@ from megapack.job.hf.load import LoadedWeights, load_hf_weights
 from megapack.job.train.metrics import training_metrics
 from megapack.job.train.passes import BatchPasses, PlannedBatch, make_objective
 from megapack.layout import Layout
-from megapack.loss.token import Objective
+from megapack.loss.sequence import ValueLoss
 from megapack.model.head import unwrapped
 from megapack.ranks.agree import agree
 from megapack.ranks.links import Ranks
@@ -47,13 +48,10 @@ class Learner:
     """One model of the run on one rank. The constructor is a collective of all ranks.
 
     Args:
-        model: its sizes, with the kernel that ranks agreed on.
+        config: the run's, whose model has the kernel that ranks agreed on.
         layout: the resolved layout.
-        hf_path: a folder with its first weights, or None.
-        optim: of its optimizer.
-        critic: the objective of a critic, which has a value head; None: the policy.
-        policy: for a critic without a folder, the policy's modules with their first weights, which
-            become its own.
+        policy: for a critic the policy's modules with their first weights, which become its own
+            unless `critic.hf_path` has others; None: the policy itself.
         reduction: see `build_model`.
         device: see `agree`.
 
@@ -69,18 +67,20 @@ class Learner:
     def __init__(
         self,
         config: TrainConfig,
-        model: ModelConfig,
         layout: Layout,
         *,
-        hf_path: str | None,
-        optim: OptimConfig,
-        critic: Objective | None = None,
-        policy: Sequence[Any] = (),
+        policy: Sequence[Any] | None = None,
         reduction: Settings,
         ranks: Ranks,
         device: torch.device,
     ) -> None:
-        has_value_head = critic is not None or config.objective.has_value_head
+        is_critic = policy is not None
+        has_value_head = is_critic or config.objective.has_value_head
+        if is_critic:
+            model, hf_path, optim = config.critic_model, config.critic.hf_path, critic_optim(config)
+        else:
+            model, hf_path, optim = config.model, config.model.hf_path, config.optim
+            model = model.with_value_head() if has_value_head else model
         has_same_layers = model.num_stage_layers == config.model.num_stage_layers
         self.chunks = build_model(
             model,
@@ -107,7 +107,7 @@ class Learner:
         self.loaded: LoadedWeights | None = None
         if hf_path is not None:
             self.loaded = load_hf_weights(self.modules, hf_path, device=device)
-        elif policy:
+        elif policy is not None:
             agree(lambda: copy_weights(policy, self.modules), device=device)
         self.optimizer = build_optimizer(optim, self.chunks, config.model.dtype == "bf16", tower)
         self.adapter = ScheduleAdapter(
@@ -123,9 +123,11 @@ class Learner:
             config=config.objective,
             adapter=self.adapter,
             optimizer=self.optimizer,
-            objective=make_objective(config.objective) if critic is None else critic,
-            is_critic=critic is not None,
-            routing_replay="none" if critic is not None else config.train.routing_replay,
+            objective=ValueLoss(clip=config.critic.clip)
+            if is_critic
+            else make_objective(config.objective),
+            is_critic=is_critic,
+            routing_replay="none" if is_critic else config.train.routing_replay,
             # A value head has no entropy.
             entropy_interval=0 if has_value_head else config.train.entropy_interval,
             device=device,
@@ -179,6 +181,16 @@ class Learner:
             measured_s=measured_s,
             metrics=metrics,
         )
+
+
+def critic_optim(config: TrainConfig) -> OptimConfig:
+    """The section `optim` with the critic's learning rate; the lowest rate changes with it."""
+    optim = config.optim
+    lr = config.critic.lr
+    if lr is None:
+        return optim
+    min_lr = optim.min_lr * (lr / optim.lr) if optim.lr else 0.0
+    return dataclasses.replace(optim, lr=lr, min_lr=min(min_lr, lr))
 
 
 def copy_weights(policy: Sequence[Any], critic: Sequence[Any]) -> None:

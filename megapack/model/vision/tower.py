@@ -41,7 +41,8 @@ class VisionTower(MegatronModule):  # type: ignore[misc]
     Args:
         visual: of transformers: Qwen3-VL's, Qwen2.5-VL's or Qwen3.5's. It is changed in place.
         mrope: the rotary embedding of the decoder.
-        recompute: keep the input of each block only, and run it again in the backward.
+        recompute: keep the input of each block only, and run it again in the backward. An image of
+            more than `call_patches` is encoded so in any case.
 
     Attributes:
         groups: process groups for Megatron's DDP and optimizer: data parallel over all ranks.
@@ -66,11 +67,10 @@ class VisionTower(MegatronModule):  # type: ignore[misc]
         self.mrope = mrope
         self.groups = _groups_of_all_ranks()
         self.call_patches = CALL_PATCHES[recompute]
+        self._recomputes = recompute
         self.num_levels = 1 + len(getattr(visual, "deepstack_merger_list", ()))
         self.merge = int(visual.config.spatial_merge_size)
         _use_one_call(visual)
-        if recompute:
-            visual.gradient_checkpointing_enable({"use_reentrant": False})
 
     @property
     def is_trained(self) -> bool:
@@ -108,8 +108,17 @@ class VisionTower(MegatronModule):  # type: ignore[misc]
         Returns:
             Of each image [levels, tokens, H].
         """
+        # An image that is too large for a call is one of its own, and keeps no activations.
+        is_large = sum(ref.patches for ref in refs) > self.call_patches
+        self._keep_inputs_only(self._recomputes or is_large)
         levels = self(torch.cat([*pixels]), torch.tensor([ref.grid for ref in refs]))
         return torch.split(levels, [ref.tokens for ref in refs], dim=1)
+
+    def _keep_inputs_only(self, recompute: bool) -> None:
+        if recompute:
+            self.visual.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.visual.gradient_checkpointing_disable()
 
     def forward(self, patches: Tensor, grids: Tensor) -> Tensor:
         """[patches of all images, numbers] and int64 [images, 3] -> [levels, tokens, H]."""

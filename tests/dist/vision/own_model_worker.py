@@ -31,6 +31,7 @@ from megapack.job.gpt.specs import local_layer_spec
 from megapack.loss import SFT
 from megapack.model.vision.mrope import Mrope
 from megapack.model.vision.tower import VisionTower, in_dtype
+from megapack.policy import Policy
 from megapack.samples import SampleBatch, TensorField
 from megapack.schedule import ScheduleAdapter
 from tests.dist.vision.vision_samples import make_batch, make_samples
@@ -164,6 +165,30 @@ def after_a_rank_failed(chunk: Any, layout: Layout) -> float:
     return float((torch.cat(true) - found).abs().max())
 
 
+def encoded_once(chunk: Any, layout: Layout) -> list[int]:
+    """Images that this rank's frozen tower encodes in two passes of a batch, in one of a few of its
+    samples as a batch, which ends the first, and in one of the first again."""
+    tower = made_tower()
+    tower.requires_grad_(False)
+    adapter = ScheduleAdapter([chunk], layout=layout, vision=wrapped(tower))
+    ahead = adapter.runner.ahead
+    assert ahead is not None
+    whole, part = make_samples(), make_samples("few")
+    counts = []
+    for samples in (whole, whole, part, whole):
+        batch = make_batch(samples)
+        adapter.forward(planned(batch, layout), batch)
+        counts.append(len(ahead.encoded_patches))
+    return counts
+
+
+def rows_refused(adapter: ScheduleAdapter, batch: SampleBatch) -> str:
+    images = [batch.images(i) for i in range(len(batch))]
+    options = {"layout": adapter.layout, "max_tokens_per_gpu": 96, "images": images}
+    plan = build_dp_schedule(batch.lengths, policy=Policy(images="row"), **options)
+    return refused(lambda: adapter.forward(plan, batch))
+
+
 def refused_towers(chunk: Any, layout: Layout) -> dict[str, str]:
     def error_of(tower: Any) -> str:
         return refused(lambda: ScheduleAdapter([chunk], layout=layout, vision=tower))
@@ -274,13 +299,15 @@ def main(ranks: str, mode: str = "") -> None:
     other.config.mtp_num_layers = 1
     messages["mtp"] = refused(lambda: ScheduleAdapter([other], layout=layout, vision=lone))
     messages |= refused_towers(chunk, layout)
+    messages["rows"] = rows_refused(adapter, batch)
+    once = encoded_once(chunk, layout)
     kept = kept_features(chunk, layout)
     failed = after_a_rank_failed(chunk, layout)
     half = in_dtype(made_tower().visual, torch.bfloat16)
     if dist.get_rank() == 0:
         types = [next(half.parameters()).dtype, half.rotary_pos_emb.inv_freq.dtype]
         found = {"norm": norm, "loss": result.loss, "messages": messages, "types": str(types)}
-        found |= {"kept": kept, "retried": is_retried, "failed": failed}
+        found |= {"kept": kept, "retried": is_retried, "failed": failed, "once": once}
         print("FOUND", json.dumps(found), flush=True)
     launch.stop()
 

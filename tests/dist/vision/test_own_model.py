@@ -51,6 +51,7 @@ def test_gradients_do_not_depend_on_the_layout(of_two: dict[str, Any]) -> None:
         ("no pixels", "has no pixels on the rank that encodes it"),
         ("tensors", "the batch has images and the tensor 'other'; give one of them"),
         ("mtp", "images with multi-token prediction"),
+        ("rows", "the plan has images='row', and this adapter encodes images ahead"),
     ],
 )
 def test_refused(what: str, message: str, of_two: dict[str, Any]) -> None:
@@ -64,6 +65,14 @@ def test_a_call_is_made_again_after_pixels_failed(of_two: dict[str, Any]) -> Non
 def test_features_of_a_frozen_tower_are_of_its_weights(of_two: dict[str, Any]) -> None:
     assert of_two["kept"]["change"] > 1e-3
     assert of_two["kept"]["error"] == 0
+
+
+def test_a_frozen_tower_encodes_the_images_of_a_batch_once(of_two: dict[str, Any]) -> None:
+    first, second, few, again = of_two["once"]
+    assert second == few == 0
+    # The few samples' features were kept, and no others.
+    assert first - 1 <= again <= first
+    assert again > 1
 
 
 def test_ranks_agree_on_owners_after_one_of_them_failed(of_two: dict[str, Any]) -> None:

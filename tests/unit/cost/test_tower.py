@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megapack import CostModel, Layout
+from megapack.cost.assumed import GpuSpeed, with_image_costs
 from megapack.cost.tower import TowerSizes
 from megapack.job.config.hf_config import read_hf_config
 from megapack.job.data.toy_images import FAMILIES, write_image_model
@@ -103,9 +105,15 @@ def test_parameters_of_folders(family: str, tmp_path: Any) -> None:
 
 def test_windows_bound_attention() -> None:
     whole, windows = sizes(), sizes(full_blocks=0, window_patches=64)
-    assert windows.forward_flops(64) == whole.forward_flops(64)
-    assert windows.forward_flops(4096) == 64 * windows.forward_flops(64)
-    assert whole.forward_flops(4096) > 64 * whole.forward_flops(64)
+    per_patch, per_patch_sq = whole.coefficients(2.0, 1.0)
+    in_windows, none = windows.coefficients(2.0, 1.0)
+    assert none == 0
+    # An image of one window; attention is not divided by the speed of products.
+    assert in_windows == pytest.approx(per_patch + 64 * per_patch_sq)
+    assert per_patch_sq == 4 * 1152 * 27
+    products = 27 * (4 * 1152**2 + 2 * 1152 * 4304) + 1536 * 1152
+    merger = (4 * 1152) ** 2 + 4 * 1152 * 4096
+    assert per_patch == pytest.approx((2 * products + 2 * 4 * merger / 4) / 2.0)
 
 
 def test_recomputed_blocks_keep_their_inputs() -> None:
@@ -113,3 +121,14 @@ def test_recomputed_blocks_keep_their_inputs() -> None:
     # 3.4 GiB, and 0.3 GiB with all of one block.
     assert 3.3 < kept / 2**30 < 3.5
     assert 0.24 < recomputed / 2**30 < 0.4
+
+
+def test_a_backward_takes_two_forwards_and_one_more_if_it_recomputes() -> None:
+    speed = GpuSpeed.of("cuda", "bf16")
+    ratios = [
+        with_image_costs(
+            CostModel(per_token=1.0), sizes(), Layout(), speed, trained=trained, recompute=recompute
+        ).tower_ratio
+        for trained, recompute in ((True, False), (True, True), (False, True))
+    ]
+    assert ratios == [2.0, 3.0, 0.0]

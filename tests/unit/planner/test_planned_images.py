@@ -13,6 +13,7 @@ import pytest
 from megapack import CostModel, ImageRef, Layout, Plan, Policy, build_dp_schedule, simulate
 from megapack.errors import ConfigError, DataError, PlanError
 from megapack.images import Images
+from megapack.outlook.baselines import naive_plans
 from megapack.outlook.stats import image_load, plan_report
 from megapack.plan.check import check_plan
 from megapack.plan.show import format_grid
@@ -122,6 +123,8 @@ def test_images_are_spread_evenly() -> None:
     loads = [sum(n for n, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(4)]
     assert max(loads) < 1.05 * sum(loads) / 4
     assert spread(np.array([]), 4, []) == []
+    # Of GPUs with as little to do, one that reads it.
+    assert spread(np.array([8.0, 4]), 4, [[2, 3], [2, 1]]) == [2, 1]
     # GPUs without images before a second one for any.
     assert sorted(spread(np.array([8] * 4), 4, [[2]] * 4)) == [0, 1, 2, 3]
 
@@ -172,6 +175,66 @@ def test_rows_that_encode_images_take_longer_on_the_first_chunk() -> None:
     assert busy(run, 0) == pytest.approx(busy(bare, 0) + seconds)
     assert busy(run, 1) == pytest.approx(busy(bare, 1))
     assert "16 are encoded in rows" in format_grid(plan)
+
+
+def test_gpus_are_counted_by_dp_rank_and_then_by_stage() -> None:
+    # GPUs 2 and 3 are stage 1 of DP rank 0.
+    images = [(image(0),), *[()] * 31]
+    (step,) = edited(planned(images=images), owner=2).steps
+    events = simulate(step, layout=LAYOUT, cost=COST).events
+    assert [(e.kind, e.rank, e.stage) for e in events if e.microbatch < 0] == [
+        ("E", 0, 1),
+        ("T", 0, 1),
+    ]
+
+
+def test_other_packings_encode_images_in_rows() -> None:
+    for plan in naive_plans(planned(), np.array(LENGTHS)).values():
+        assert {one.owner for step in plan.steps for one in step.images} == {None}
+        assert plan.policy.images == "row"
+
+
+def test_the_work_of_rows_that_encode_images() -> None:
+    layout = Layout(dp=2, pp=2)
+    (step,) = planned(layout, policy=Policy(images="row")).steps
+    bare = dataclasses.replace(step, images=())
+    frozen = dataclasses.replace(COST, tower_ratio=0.0)
+
+    def first_stage(one: Any, **options: Any) -> list[float]:
+        events = simulate(one, layout=layout, **{"cost": COST, **options}).events
+        return [
+            sum(e.end - e.start for e in events if (e.rank, e.stage) == (rank, 0))
+            for rank in range(2)
+        ]
+
+    def images_of(rank: int, number: int) -> float:
+        numbers = [n for i in step.ranks[rank][number].samples for n in step.images_of.get(i, ())]
+        return float(COST.image_seconds([step.images[n].patches for n in numbers]).sum())
+
+    count = range(step.num_microbatches)
+    own = [sum(images_of(rank, k) for k in count) for rank in range(2)]
+    added = np.subtract(first_stage(step, cost=frozen), first_stage(bare))
+    assert added == pytest.approx(own)
+    # In lockstep each micro-batch takes as long as on the slowest rank.
+    slowest = 3 * sum(max(images_of(0, k), images_of(1, k)) for k in count)
+    added = np.subtract(first_stage(step, lockstep=True), first_stage(bare, lockstep=True))
+    assert added == pytest.approx([slowest] * 2)
+    run = simulate(step, layout=layout, cost=COST)
+    assert run.busy_seconds == pytest.approx(first_stage(step)[run.slowest_rank])
+
+
+def test_equal_work_has_a_tower_s_backward() -> None:
+    plan = planned()
+
+    def equal_work(cost: CostModel) -> float:
+        return plan_report(plan, LENGTHS, cost).equal_work_seconds or 0.0
+
+    trained, frozen, bare = (
+        equal_work(dataclasses.replace(COST, **changes))
+        for changes in ({}, {"tower_ratio": 0.0}, {"per_patch": 0.0, "per_patch_sq": 0.0})
+    )
+    assert trained - bare == pytest.approx(3 * (frozen - bare))
+    assert frozen > bare
 
 
 def test_rows_are_balanced_with_their_images() -> None:

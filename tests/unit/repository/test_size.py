@@ -28,7 +28,7 @@ BUDGETS = {
     "job.data": 3101,
     "job.gpt": 1167,
     "job.hf": 1384,
-    "job.train": 1524,
+    "job.train": 1513,
     "job.view": 510,
     "loss": 530,
     "model": 4198,
@@ -43,32 +43,32 @@ BUDGETS = {
     "samples": 409,
     "schedule": 3059,
 }
-TOTAL = 38_305
+TOTAL = 38_294
 """The sum of the budgets. It is never raised."""
 IMAGES = {
-    "commands": 41,
-    "cost": 141,
-    "hosts": 101,
+    "commands": 47,
+    "cost": 139,
+    "hosts": 95,
     "job.config": 268,
-    "job.data": 696,
+    "job.data": 703,
     "job.gpt": 67,
     "job.hf": 31,
     "job.train": 39,
     "job.view": 14,
-    "model": 285,
+    "model": 291,
     "modules": 197,
     "outlook": 24,
-    "pipeline": 63,
+    "pipeline": 67,
     "plan": 132,
-    "planner": 63,
+    "planner": 64,
     "prefixes": 5,
     "ranks": 5,
     "rows": 54,
     "samples": 37,
-    "schedule": 422,
+    "schedule": 421,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 2_685
+IMAGES_TOTAL = 2_700
 """The sum of these, which what else images need is taken from."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20

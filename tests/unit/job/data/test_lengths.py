@@ -223,6 +223,48 @@ def test_contradicting_columns_are_refused(columns: dict[str, str]) -> None:
         Columns(**columns)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"n": 300, "p": [256, 64]}\n{"n": 9, "p": []}\n{"n": 90, "p": null}\n{"n": 90, "p": 64}\n',
+        "n;p\n300;256 64\n9;[]\n90;\n90;64\n",
+        'n,p\n300,"[256, 64]"\n9,[]\n90,\n90,[64]\n',
+    ],
+)
+def test_patches_are_those_of_images_from_the_first_token_on(tmp_path: Path, text: str) -> None:
+    table = read_length_file(write(tmp_path / "n", text), Columns(length="n", patches="p"))
+    assert table.images is not None
+    places = [[(ref.offset, ref.patches, ref.tokens) for ref in refs] for refs in table.images]
+    assert places == [[(0, 256, 64), (64, 64, 16)], [], [], [(0, 64, 16)]]
+    assert len({ref.key for refs in table.images for ref in refs}) == 3
+
+
+def test_samples_of_a_group_have_the_same_images(tmp_path: Path) -> None:
+    rows = [("a", 64), ("a", 64), ("b", 64)]
+    text = "".join(json.dumps({"g": g, "s": 30, "r": 9, "p": [n]}) + "\n" for g, n in rows)
+    columns = Columns(prompt="s", response="r", group="g", patches="p")
+    images = read_length_file(write(tmp_path / "n.jsonl", text), columns).images
+    assert images is not None
+    assert [refs[0].key for refs in images] == ["a image 0", "a image 0", "b image 0"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ('[256, "x"]', "give the patches of each image, multiples of 4"),
+        ("[256, 0]", "multiples of 4"),
+        ("66", "multiples of 4"),
+        ("[64.0]", "multiples of 4"),
+        ("[true]", "multiples of 4"),
+        ("[64, 136]", "tokens, 4 patches each, and the sample has 50; give it more"),
+    ],
+)
+def test_patches_that_no_sample_has_are_refused(tmp_path: Path, cell: str, message: str) -> None:
+    path = write(tmp_path / "n.jsonl", f'{{"n": 9, "p": []}}\n{{"n": 50, "p": {cell}}}\n')
+    with pytest.raises(DataError, match=f"n.jsonl: line 2: p (is|are) .*{message}"):
+        read_length_file(path, Columns(length="n", patches="p"))
+
+
 def test_text_ids_become_integers_if_none_is_lost(tmp_path: Path) -> None:
     text = "length,id\n5,7\n6,07\n"
     table = read_length_file(write(tmp_path / "a.csv", text), Columns(rollout="id"))

@@ -14,8 +14,7 @@ from megapack.config import load_config
 from megapack.job.config.critic import critic_model
 from megapack.job.config.model import ModelConfig
 from megapack.job.config.sections import TrainConfig
-from megapack.job.train.critic import critic_optim
-from megapack.job.train.learner import copy_weights
+from megapack.job.train.learner import copy_weights, critic_optim
 from tests.unit.job.config.hybrid_configs import HYBRID
 from tests.unit.job.config.published_configs import CONFIGS
 
