@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megapack.hosts import miles
+from tests.hosts.steps.images import BRIDGE, gradient_error
 from tests.hosts.steps.job import Runs
 from tests.hosts.steps.mamba import needs_mamba
 from tests.hosts.steps.rollout_checks import (
@@ -12,10 +13,15 @@ from tests.hosts.steps.rollout_checks import (
     check_interleaving_without_overlap_fails,
     check_patched,
     check_planned_interleaving_without_overlap,
+    check_planned_rows,
     check_rows_of_mamba_layers,
     check_shared_prefixes,
+    check_tower,
     check_unpatched_exchanges,
 )
+from tests.marks import needs_te
+from tests.te_python import VERSION
+from tools.hosting.sources import NoSource, installed
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
 
@@ -69,6 +75,36 @@ def test_advantages_are_normalized_over_context_parallel_ranks_with_the_patch(ru
     assert patched[0].more["advantages"] == pytest.approx(wanted, abs=1e-4)
     own = runs("cp=2", "", case)[0].more["advantages"]
     assert max(abs(own[sample] - wanted[sample]) for sample in wanted) > 0.05
+
+
+@pytest.fixture(scope="module")
+def runs_with_images(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    try:
+        installed(BRIDGE, python="3.12")
+    except NoSource as error:
+        pytest.skip(str(error))
+    return Runs("miles", tmp_path_factory.mktemp("miles_images"), te=VERSION)
+
+
+@needs_te
+@pytest.mark.parametrize(
+    ("layout", "patches"),
+    [("pp=2", ""), ("", BOTH), ("dp=2", BOTH), ("pp=2", BOTH), ("pp=2,vpp=2", BOTH)],
+)
+def test_steps_with_images_are_planned_and_those_of_one_rank(
+    runs_with_images: Runs, layout: str, patches: str
+) -> None:
+    """Megatron-Bridge's Qwen3-VL, whose steps miles does not plan on its own."""
+    (alone,) = runs_with_images("", "", "images+reference")
+    reports = runs_with_images(layout, patches, "images")
+    check_equal(reports, [alone])
+    wanted = alone.more["tower_gradients"]
+    check_tower(reports, wanted)
+    # Megatron's fused cross-entropy returns gradients of logits in bf16.
+    reference = alone.more["reference_tower_gradients"]
+    assert max(gradient_error(wanted, reference, name) for name in wanted) < 3e-3
+    if patches and "dp" not in layout:
+        check_planned_rows(miles, reports, layout, "images")
 
 
 @needs_mamba

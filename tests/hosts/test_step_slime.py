@@ -105,8 +105,9 @@ def test_images_are_those_of_one_sample_at_a_time(runs: Runs, layout: str, patch
         assert bool(reports[0].num_shape_exchanges) == ("pp" in layout)
 
 
-def test_planned_rows_count_images(runs: Runs) -> None:
-    check_planned_rows(slime, runs("pp=2", BOTH, "images"), "pp=2", "images")
+@pytest.mark.parametrize("layout", ["", "pp=2"])
+def test_planned_rows_count_images(runs: Runs, layout: str) -> None:
+    check_planned_rows(slime, runs(layout, BOTH, "images"), layout, "images")
 
 
 def test_slimes_images_need_even_samples(runs: Runs) -> None:

@@ -82,7 +82,7 @@ def import_bridge_model() -> Any:
     import transformers.models.qwen3_vl.configuration_qwen3_vl  # noqa: F401
 
     sys.path.append(str(sources.installed("einops==0.8.1")))
-    import_stubs.install("megatron.bridge", "megatron.training")
+    import_stubs.install("megatron.bridge", "megatron.training", "megatron.training.vocab_utils")
     # Its Python is that of 0.6's Megatron-Core; these modules run on an older one.
     folder = sources.installed(BRIDGE, python="3.12")
     packages = [importlib.import_module(f"megatron.bridge{name}") for name in _PACKAGES]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.hosts.steps import job, rollout_hosts
+from tests.hosts.steps import images, job, rollout_hosts
 
 
 def main() -> None:
     """Run miles on one rollout, and report."""
-    rollout_hosts.run("miles", make_actor, split_rollout, train, make_lora)
+    rollout_hosts.run("miles", make_actor, split_rollout, train, make_lora, make_image_model)
+
+
+def make_image_model(args: Any, config: Any, **place: Any) -> Any:
+    """Megatron-Bridge's Qwen3-VL, which miles trains."""
+    return images.make_bridge_model(config, **place)
 
 
 def make_lora(args: Any) -> Any:

@@ -124,10 +124,14 @@ def check_planned_rows(host: ModuleType, reports: list[Report], layout: str, cas
     """The model was given the rows of the planner, in its order."""
     arguments = Arguments(layout=parse_layout(layout), case=case, steps=STEPS)
     samples = make_samples(_Sample, arguments)
+    # Where the replacement looks for images, as in the hosts.
+    data = {"tokens": [sample.tokens for sample in samples]}
+    if "images" in case:
+        data["multimodal_train_inputs"] = [sample.multimodal_train_inputs for sample in samples]
     partitions, rows, counts, _ = host.build_dp_schedule(
         host_arguments(arguments),
         parallel_config(arguments),
-        [len(sample.tokens) for sample in samples],
+        [len(tokens) for tokens in data["tokens"]],
         global_batch_size=ROLLOUTS_PER_STEP,
         rollout_indices=[sample.rollout_id for sample in samples],
     )
