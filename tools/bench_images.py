@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,8 @@ def main() -> None:
     body = table(HEAD, [row for pair in zip(steps, found, strict=True) for row in rows(*pair)])
     print(body)
     if options.measured:
-        tested = f"{measured.versions('megatron-core', 'torch')}, {machine()}"
-        measured.write("images_cpu", TITLE, what(steps[0]), [body], tested)
+        versions = ", ".join(f"{name} {version(name)}" for name in ("megatron-core", "torch"))
+        measured.write("images_cpu", TITLE, what(steps[0]), [body], f"{versions}, {machine()}")
 
 
 if __name__ == "__main__":
