@@ -104,24 +104,15 @@ class Simulation:
 @dataclass(frozen=True)
 class _RankRun:
     order: StepOrder
-    pp: int
     start: Floats
     end: Floats
 
     def events(self, rank: int) -> list[Event]:
         order = self.order
-        columns = (order.stage, order.chunk // self.pp, order.microbatch)
         kinds: list[Any] = [KINDS[kind] for kind in order.kind.tolist()]
-        return [
-            Event(rank, stage, chunk, k, kind, start, end)
-            for stage, chunk, k, kind, start, end in zip(
-                *(column.tolist() for column in columns),
-                kinds,
-                self.start.tolist(),
-                self.end.tolist(),
-                strict=True,
-            )
-        ]
+        columns = (order.stage, order.chunk // order.pp, order.microbatch, self.start, self.end)
+        rows = zip(kinds, *(column.tolist() for column in columns), strict=True)
+        return [Event(rank, stage, chunk, k, kind, *span) for kind, stage, chunk, k, *span in rows]
 
 
 def simulate(
@@ -338,22 +329,17 @@ class Runner:
                     "and backwards in different orders; give a plan that check_plan accepts"
                 )
         ends = np.cumsum([0, *(order.stage.size for order in orders)])
+        of_ranks = [(one.stage, one.microbatch, one.kind, one.waits_for) for one in orders]
+        stage, microbatch, kind, waits_for = map(np.concatenate, zip(*of_ranks, strict=True))
         ops = CoupledOps(
-            stage=np.concatenate([order.stage for order in orders]),
-            microbatch=np.concatenate([order.microbatch for order in orders]),
-            kind=np.concatenate([order.kind for order in orders]),
-            waits_for=np.concatenate([order.waits_for for order in orders]),
-            ends=ends,
-            first_DM=first_DM,
-            pp=self.layout.pp,
-            p2p=self.p2p,
+            stage, microbatch, kind, waits_for, ends, first_DM, self.layout.pp, self.p2p
         )
         flat = np.concatenate(seconds)
         end = np.empty(flat.size)
         coupled_order_seconds(ops, flat, end)
         start = end - flat
         return [
-            _RankRun(order, self.layout.pp, start[begin:stop], end[begin:stop])
+            _RankRun(order, start[begin:stop], end[begin:stop])
             for order, begin, stop in zip(orders, ends[:-1], ends[1:], strict=True)
         ]
 

@@ -107,10 +107,8 @@ class StepOrder:
         """What a stage runs, in this order."""
         mine = self.stage == stage
         columns = (self.kind[mine], self.microbatch[mine], self.chunk[mine] // self.pp)
-        return [
-            Operation(KINDS[kind], microbatch, chunk)
-            for kind, microbatch, chunk in zip(*(c.tolist() for c in columns), strict=True)
-        ]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [Operation(KINDS[kind], *place) for kind, *place in rows]
 
     def lines(self) -> tuple[str, ...]:
         """One text line per stage; `read_order` is the inverse.
@@ -128,12 +126,9 @@ class StepOrder:
         """
         if self.held.min() > 0:
             return np.full(self.pp, float(amounts.max()))
-        return np.array(
-            [
-                np.cumsum((self.held * amounts[self.microbatch])[self.stage == stage]).max()
-                for stage in range(self.pp)
-            ]
-        )
+        changes = self.held * amounts[self.microbatch]
+        stages = range(self.pp)
+        return np.array([np.cumsum(changes[self.stage == stage]).max() for stage in stages])
 
 
 @lru_cache(maxsize=256)

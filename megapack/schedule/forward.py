@@ -267,9 +267,12 @@ class ForwardStep:
         """
         microbatch, row = next(rows)
         chunk = next(i for i, own in enumerate(self._chunks) if own is model)
-        output, head = self._forward(row, model, chunk, microbatch)
+        self._listeners.begin("F", chunk, microbatch)
+        output, head = self.run_row(row, model)
         if head is None:
+            self._listeners.end_forward(chunk, microbatch, output)
             return output, None
+        # Megatron calls the loss function right after, which ends the forward of the last chunk.
         return output, partial(self._loss, row, head, chunk, microbatch)
 
     def run_row(self, row: PlacedRow, model: Any) -> tuple[Tensor, DeferredHead | None]:
@@ -291,16 +294,6 @@ class ForwardStep:
         shifting = inputs_ahead(row, inputs["input_ids"], inputs["position_ids"])
         with deferred_head(model) as head, shifting:
             return model(**inputs, **_in_own_dtype(model)), head
-
-    def _forward(
-        self, row: PlacedRow, model: Any, chunk: int, microbatch: int
-    ) -> tuple[Tensor, DeferredHead | None]:
-        self._listeners.begin("F", chunk, microbatch)
-        output, head = self.run_row(row, model)
-        # Megatron calls the loss function right after, which ends the forward of the last chunk.
-        if head is None:
-            self._listeners.end_forward(chunk, microbatch, output)
-        return output, head
 
     def _loss(
         self,

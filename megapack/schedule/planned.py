@@ -51,8 +51,6 @@ from megapack.schedule.sharing import (
     make_sharing,
 )
 
-logger = logging.getLogger(__name__)
-
 Lengths = Literal["read", "exchange"]
 """Where row lengths come from: the host's batches, or Megatron's exchange of shapes."""
 NonFinite = Literal["warn", "error", "ignore"]
@@ -475,13 +473,9 @@ def _warn_of(config: Any) -> None:
         settings["deallocate_pipeline_outputs"] = False
     wrong = [name for name, value in settings.items() if getattr(config, name) != value]
     if wrong:
-        _warn_once(
+        log_once(
             f"{', '.join(f'{name}={getattr(config, name)}' for name in wrong)} can give wrong "
             "gradients or hang with virtual pipeline stages; the call runs with "
-            f"{', '.join(f'{name}={settings[name]}' for name in wrong)}"
+            f"{', '.join(f'{name}={settings[name]}' for name in wrong)}",
+            logging.WARNING,
         )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from megapack.errors import ConfigError, ScheduleError
 from megapack.hosts import megatron_core
-from megapack.schedule import PlannedSchedule, checks, planned, reading
+from megapack.schedule import PlannedSchedule, checks, planned, reading, sharing
 
 pytestmark = pytest.mark.unit
 
@@ -59,7 +59,7 @@ def test_wrong_settings_under_interleaving_are_named_once(
         "deallocate_pipeline_outputs": False,
     }
     config = SimpleNamespace(**{**settings, "batch_p2p_comm": True})
-    planned._warn_once.cache_clear()
+    sharing.log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         planned._warn_of(config)
         planned._warn_of(config)
