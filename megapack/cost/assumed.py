@@ -201,9 +201,8 @@ def with_image_costs(
         recompute: the tower's backward runs its blocks again.
     """
     peak = _checked_peak(speed) * 1e12
-    per_patch, per_patch_sq = tower.coefficients(
-        peak * speed.utilisation, peak * speed.attention_utilisation
-    )
+    speeds = peak * speed.utilisation, peak * speed.attention_utilisation
+    per_patch, per_patch_sq = tower.coefficients(*speeds)
     gbs = speed.cp_gbs if layout.world_size <= speed.node_gpus else speed.node_gbs
     read = tower.feature_bytes(1, tower.num_levels, is_trained=False)
     return replace(

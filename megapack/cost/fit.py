@@ -65,9 +65,7 @@ def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> dic
     wide = [row for row in given if row.width > 1]
     seconds = np.array([row.forward_seconds for row in rows])
     share = 1.0 / (layout.num_chunks * layout.cp)
-    columns = np.array(
-        [[1.0, *(share * float(x) for x in row.sizes)] for row in rows], dtype=np.float64
-    )
+    columns = np.array([[1.0, *(share * float(size) for size in row.sizes)] for row in rows])
     relative = columns / seconds[:, None]
     # Scale the columns to a maximum of 1, for a well-conditioned solve: a sample of 32768 tokens
     # has 1e9 squared tokens. 1e-300 avoids dividing by 0 in a column of zeros.

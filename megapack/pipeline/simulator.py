@@ -383,31 +383,21 @@ def _forward_seconds(
     rank: tuple[MicroBatch, ...], layout: Layout, cost: CostModel, factors: tuple[float, ...]
 ) -> Floats:
     """float64 [kinds * M], see `kernels.rank_seconds`."""
-    return np.array(
-        [
-            cost.forward_seconds(
-                layout,
-                row_tokens=mb.row_tokens,
-                tokens_sq=mb.tokens_sq,
-                num_samples=len(mb.samples),
-                width=mb.width,
-                square_factor=factor,
-            )
-            for factor in factors
-            for mb in rank
-        ]
-    )
+    seconds = [
+        cost.forward_seconds(layout, tokens_sq=mb.tokens_sq, square_factor=factor, **_sizes(mb))
+        for factor in factors
+        for mb in rank
+    ]
+    return np.array(seconds)
 
 
 def _weight_seconds(rank: tuple[MicroBatch, ...], layout: Layout, cost: CostModel) -> Floats:
-    return np.array(
-        [
-            cost.weight_seconds(
-                layout, row_tokens=mb.row_tokens, num_samples=len(mb.samples), width=mb.width
-            )
-            for mb in rank
-        ]
-    )
+    return np.array([cost.weight_seconds(layout, **_sizes(mb)) for mb in rank])
+
+
+def _sizes(mb: MicroBatch) -> dict[str, int]:
+    """What the seconds of a row follow from, but for its squared tokens."""
+    return {"row_tokens": mb.row_tokens, "num_samples": len(mb.samples), "width": mb.width}
 
 
 def _rows_per_gpu(rank: tuple[MicroBatch, ...], layout: Layout) -> Floats:

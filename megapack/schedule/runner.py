@@ -104,10 +104,8 @@ class ScheduleRunner:
             reads_gradients=not self.config.fp16,
         )
         is_training = call.is_training
-        schedule_pass = SchedulePass(
-            record=call.record_routing,
-            token_weight=token_weight(call.step_plan) if is_training else None,
-        )
+        weight = token_weight(call.step_plan) if is_training else None
+        schedule_pass = SchedulePass(record=call.record_routing, token_weight=weight)
         listeners = [*self.listeners, flags]
         context = PassContext(schedule_pass=schedule_pass, listeners=listeners, flags=flags)
         try:
