@@ -225,12 +225,7 @@ def operation_texts(
 
 
 def _frozen(
-    pp: int,
-    vpp: int,
-    num_microbatches: int,
-    group: int,
-    forward_only: bool,
-    backwards: Ints,
+    pp: int, vpp: int, num_microbatches: int, group: int, forward_only: bool, backwards: Ints
 ) -> StepOrder:
     warmup = np.arange(pp - 1, -1, -1) if vpp == 1 else deep_warmup(pp, vpp, group)
     if forward_only:
@@ -260,12 +255,7 @@ def order_of(columns: Ints, pp: int) -> StepOrder:
 
 @kernel
 def stage_lists(
-    warmup: Ints,
-    vpp: int,
-    num_microbatches: int,
-    group: int,
-    forward_only: bool,
-    backwards: Ints,
+    warmup: Ints, vpp: int, num_microbatches: int, group: int, forward_only: bool, backwards: Ints
 ) -> tuple[Ints, Ints]:
     """What each stage runs: kind, micro-batch and chunk in the model, int64 [3, operations], stage
     after stage; and where each stage begins, int64 [pp + 1].
