@@ -22,11 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def split_rollouts(
-    tokens: Ints,
-    *,
-    global_batch_size: int | None,
-    num_steps: int | None,
-    step_split: StepSplit,
+    tokens: Ints, *, global_batch_size: int | None, num_steps: int | None, step_split: StepSplit
 ) -> list[Ints]:
     """Rollout numbers of each step, ascending within a step.
 

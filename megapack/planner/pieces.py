@@ -254,9 +254,7 @@ class _Search:
 
 
 def _every_choice(
-    counts: list[int],
-    stretches: tuple[float | None, ...],
-    shares: Sequence[float] = (math.inf,),
+    counts: list[int], stretches: tuple[float | None, ...], shares: Sequence[float] = (math.inf,)
 ) -> list[Choice]:
     """The choices of these values of M, longest pieces and shares, with all places."""
     return [

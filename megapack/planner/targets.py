@@ -247,14 +247,7 @@ def _profile(way: Way, count: int, rounds: int, huge: Floats) -> Profile:
 
 
 def find_profile(
-    runner: Runner,
-    count: int,
-    *,
-    work: float,
-    fixed: float,
-    cap: float,
-    huge: Floats,
-    rounds: int,
+    runner: Runner, count: int, *, work: float, fixed: float, cap: float, huge: Floats, rounds: int
 ) -> Profile:
     """The fastest profile found in the simulator. All work but the huge samples is divisible.
 
