@@ -27,11 +27,7 @@ from megapack.cost.model import CostModel, cost_in_tokens
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import Layout
 from megapack.pipeline.images import image_phases, on_first_chunk, row_image_seconds
-from megapack.pipeline.kernels import (
-    CoupledOps,
-    RankOps,
-    coupled_order_seconds,
-)
+from megapack.pipeline.kernels import CoupledOps, RankOps, coupled_order_seconds
 from megapack.plan.order import KINDS, StepOrder, step_order
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
 
@@ -305,11 +301,7 @@ class Runner:
         return seconds
 
     def coupled_timelines(
-        self,
-        orders: Sequence[StepOrder],
-        seconds: Sequence[Floats],
-        first_DM: Ints,
-        first: int = 0,
+        self, orders: Sequence[StepOrder], seconds: Sequence[Floats], first_DM: Ints, first: int = 0
     ) -> list[_RankRun]:
         """The timeline of each DP rank, where ranks wait for those that share a micro-batch.
 
@@ -366,11 +358,7 @@ def simulate_planned(plan: Plan, step: StepPlan, cost: CostModel | None) -> Simu
     """
     layout = plan.layout
     return simulate(
-        step,
-        layout=layout,
-        cost=cost,
-        lockstep=layout.ep_spans_dp,
-        forward_only=plan.forward_only,
+        step, layout=layout, cost=cost, lockstep=layout.ep_spans_dp, forward_only=plan.forward_only
     )
 
 
