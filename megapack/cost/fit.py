@@ -171,10 +171,7 @@ def _over_ranks(
     x, y, ones = np.array(per_overhead), np.array(more), np.eye(len(more))
     cost = np.concatenate([[0.0, 1e-3 * float(x[:, 1].mean())], np.ones(len(more))])
     found = linprog(
-        cost,
-        A_ub=np.block([[x, -ones], [-x, -ones]]),
-        b_ub=np.concatenate([y, -y]),
-        method="highs",
+        cost, A_ub=np.block([[x, -ones], [-x, -ones]]), b_ub=np.concatenate([y, -y]), method="highs"
     )
     each, fixed_more = float(found.x[0]), float(found.x[1])
     fields: dict[str, Any] = {"cp_overhead": each, "cp_fixed": fixed_more}
