@@ -21,8 +21,4 @@ Modules:
 from megapack.schedule.adapter import ScheduleAdapter, StepResult
 from megapack.schedule.planned import PlannedSchedule
 
-__all__ = [
-    "PlannedSchedule",
-    "ScheduleAdapter",
-    "StepResult",
-]
+__all__ = ["PlannedSchedule", "ScheduleAdapter", "StepResult"]

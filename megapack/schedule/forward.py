@@ -91,11 +91,7 @@ class LastStage:
         return _report(values_R.sum())
 
     def _loss(
-        self,
-        row: PlacedRow,
-        values_R: Tensor,
-        entropy_R: Tensor | None,
-        scores_n: Tensor | None,
+        self, row: PlacedRow, values_R: Tensor, entropy_R: Tensor | None, scores_n: Tensor | None
     ) -> Tensor:
         inputs = LossInputs(
             values_R=values_R,
@@ -296,12 +292,7 @@ class ForwardStep:
             return model(**inputs, **_in_own_dtype(model)), head
 
     def _loss(
-        self,
-        row: PlacedRow,
-        head: DeferredHead,
-        chunk: int,
-        microbatch: int,
-        hidden: Tensor,
+        self, row: PlacedRow, head: DeferredHead, chunk: int, microbatch: int, hidden: Tensor
     ) -> LossReport:
         report = self._last_stage(row, head, hidden)
         self._listeners.end_forward(chunk, microbatch, report[0])

@@ -65,11 +65,7 @@ class MegatronCall:
 
     @contextlib.contextmanager
     def running(
-        self,
-        *,
-        variable: bool,
-        keeps_outputs: bool,
-        finalize: Callable[..., None] | None,
+        self, *, variable: bool, keeps_outputs: bool, finalize: Callable[..., None] | None
     ) -> Iterator[None]:
         """Within the block the config has the pass's settings: stages exchange the right tensors,
         DDP reduces when the schedule says so, and gradients are checked.

@@ -42,14 +42,7 @@ from megapack.schedule.megatron_call import MegatronCall
 from megapack.schedule.reading import Keeping, common_shapes, read_row_shapes
 from megapack.schedule.row_groups import replica_group
 from megapack.schedule.runner import process_groups
-from megapack.schedule.sharing import (
-    RowShape,
-    Sharing,
-    Spans,
-    log_once,
-    log_sharing,
-    make_sharing,
-)
+from megapack.schedule.sharing import RowShape, Sharing, Spans, log_once, log_sharing, make_sharing
 
 Lengths = Literal["read", "exchange"]
 """Where row lengths come from: the host's batches, or Megatron's exchange of shapes."""

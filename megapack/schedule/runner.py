@@ -120,11 +120,7 @@ class ScheduleRunner:
         return context.schedule_pass
 
     def run_schedule(
-        self,
-        call: StepCall,
-        rows: list[PackedRow],
-        context: PassContext,
-        images: StepImages | None,
+        self, call: StepCall, rows: list[PackedRow], context: PassContext, images: StepImages | None
     ) -> None:
         """Encode images, call Megatron's schedule or run the operations of the plan's order, and
         run the tower's backward."""
@@ -178,11 +174,7 @@ class ScheduleRunner:
                 self.ahead.backward(encoded, listeners)
 
     def _run_operations(
-        self,
-        call: StepCall,
-        rows: list[PlacedRow],
-        forward_step: ForwardStep,
-        context: PassContext,
+        self, call: StepCall, rows: list[PlacedRow], forward_step: ForwardStep, context: PassContext
     ) -> None:
         order = self.stage_order(call)
         exchange = None
