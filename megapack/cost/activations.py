@@ -61,18 +61,15 @@ class SavedActivations:
         """Rotated queries and keys, values, the output and the softmax statistic."""
         model, head = self.kind.model, self.kind.head_width
         queries, keys, runs = self._heads * head, self._groups * head, self._runs_attention
+        rows = self._gathered_rows
         channels = {
             "rotated queries, output": 2 * queries,
-            "rotated keys, values": self._gathered_rows * 2 * keys,
+            "rotated keys, values": rows * 2 * keys,
             "output of linear_qkv": self._whole_qkv(queries, keys),
             # `packed_causal_attention` joins the outputs of its runs of samples: a copy.
             "joined outputs": runs * (self.attention == "sdpa" or self._is_wide) * queries,
             # Keys and values of each query head, instead of those of each group.
-            "repeated keys, values": runs
-            * self._is_wide
-            * self._gathered_rows
-            * 2
-            * (queries - keys),
+            "repeated keys, values": runs * self._is_wide * rows * 2 * (queries - keys),
             "cosines, sines": (self.attention != "te") * 4 * head,
             "gate, sigmoid, output before it": model.attention_output_gate * 3 * queries,
         }

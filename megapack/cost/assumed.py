@@ -24,11 +24,7 @@ from megapack.layout import Layout
 # By GPU: the peaks in bf16 and in fp32, which does not use tensor cores, without sparsity (NVIDIA's
 # data sheets), and the share of the peak that attention's kernels reach (sources in
 # docs/maintainers/calibration.md). An H200 has the cores of an H100.
-_GPUS = {
-    "a100": (312.0, 19.5, 0.55),
-    "h100": (989.4, 66.9, 0.35),
-    "b200": (2250.0, 75.0, 0.45),
-}
+_GPUS = {"a100": (312.0, 19.5, 0.55), "h100": (989.4, 66.9, 0.35), "b200": (2250.0, 75.0, 0.45)}
 GPU_NAMES = tuple(_GPUS)
 # One core with AVX2 at 3 GHz: 2 units * 8 numbers * 2 operations * 3e9 = 96 GFLOPS.
 _CPU_CORE_TFLOPS = 0.1
@@ -201,9 +197,8 @@ def with_image_costs(
         recompute: the tower's backward runs its blocks again.
     """
     peak = _checked_peak(speed) * 1e12
-    per_patch, per_patch_sq = tower.coefficients(
-        peak * speed.utilisation, peak * speed.attention_utilisation
-    )
+    speeds = peak * speed.utilisation, peak * speed.attention_utilisation
+    per_patch, per_patch_sq = tower.coefficients(*speeds)
     gbs = speed.cp_gbs if layout.world_size <= speed.node_gpus else speed.node_gbs
     read = tower.feature_bytes(1, tower.num_levels, is_trained=False)
     return replace(

@@ -65,9 +65,7 @@ def fit_coefficients(measurements: Sequence[Measurement], layout: Layout) -> dic
     wide = [row for row in given if row.width > 1]
     seconds = np.array([row.forward_seconds for row in rows])
     share = 1.0 / (layout.num_chunks * layout.cp)
-    columns = np.array(
-        [[1.0, *(share * float(x) for x in row.sizes)] for row in rows], dtype=np.float64
-    )
+    columns = np.array([[1.0, *(share * float(size) for size in row.sizes)] for row in rows])
     relative = columns / seconds[:, None]
     # Scale the columns to a maximum of 1, for a well-conditioned solve: a sample of 32768 tokens
     # has 1e9 squared tokens. 1e-300 avoids dividing by 0 in a column of zeros.
@@ -173,10 +171,7 @@ def _over_ranks(
     x, y, ones = np.array(per_overhead), np.array(more), np.eye(len(more))
     cost = np.concatenate([[0.0, 1e-3 * float(x[:, 1].mean())], np.ones(len(more))])
     found = linprog(
-        cost,
-        A_ub=np.block([[x, -ones], [-x, -ones]]),
-        b_ub=np.concatenate([y, -y]),
-        method="highs",
+        cost, A_ub=np.block([[x, -ones], [-x, -ones]]), b_ub=np.concatenate([y, -y]), method="highs"
     )
     each, fixed_more = float(found.x[0]), float(found.x[1])
     fields: dict[str, Any] = {"cp_overhead": each, "cp_fixed": fixed_more}

@@ -184,19 +184,19 @@ class MemoryModel:
         share = layout.chunks_in_flight(stage) / layout.chunks_in_flight()
         if carried != NOTHING_CARRIED:
             share = 1.0
+        live, gathered = live_tokens * share, gathered_tokens * share
+        kept = (
+            one._activations(layout, stage, live, row_tokens, gathered)
+            + one._carried(layout, stage, carried)
+            for one in models
+        )
         last = stage == layout.pp - 1
         return GpuMemory(
             stage=stage,
             parameters=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=max(
-                one._activations(
-                    layout, stage, live_tokens * share, row_tokens, gathered_tokens * share
-                )
-                + one._carried(layout, stage, carried)
-                for one in models
-            ),
+            activations=max(kept),
             head=self._head(layout, row_tokens) if last and not self.value_head else 0,
             communicators=communicators.BYTES
             * communicators.num_communicators(
@@ -222,12 +222,9 @@ class MemoryModel:
             split = layout.world_size if self.distributed_optimizer else 1
             state += tower.parameters * (4 + (12 if self._is_bf16 else 8) / split)
         chunks = self._chunks(layout, stage)
-        num_levels = sum(
-            len(range(first, min(first + n, tower.num_levels - 1))) for first, n in chunks
-        )
-        held = tower.feature_bytes(
-            images.tokens, num_levels + (stage == 0), is_trained=self.trains_tower
-        )
+        ends = ((first, min(first + n, tower.num_levels - 1)) for first, n in chunks)
+        num_levels = (stage == 0) + sum(len(range(*own)) for own in ends)
+        held = tower.feature_bytes(images.tokens, num_levels, is_trained=self.trains_tower)
         own_tokens = images.patches // tower.merge**2
         held += tower.feature_bytes(own_tokens, tower.num_levels, is_trained=False)
         if self.trains_tower:
@@ -316,16 +313,12 @@ class MemoryModel:
         ]
         num_chunks = sum(bool(kinds) for kinds in by_chunk)
         full = self.sizes.recompute == "full"
-        kept = (
-            live_tokens
-            * layout.vpp
-            * max(sum(n * saved.held for saved, n in kinds) for kinds in by_chunk)
-        )
+        held = max(sum(n * saved.held for saved, n in kinds) for kinds in by_chunk)
+        kept = live_tokens * layout.vpp * held
         gathered = [sum(n * saved.gathered_token for saved, n in kinds) for kinds in by_chunk]
         one_layer = (saved.gathered_token for kinds in by_chunk for saved, _ in kinds)
-        kept += gathered_tokens * (
-            max(one_layer, default=0.0) if full else layout.vpp * max(gathered)
-        )
+        most = max(one_layer, default=0.0) if full else layout.vpp * max(gathered)
+        kept += gathered_tokens * most
         # One layer is in its backward, and has again what it did not keep.
         again = (saved.recomputed_layer for kinds in by_chunk for saved, _ in kinds)
         kept += row_tokens * max(again, default=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,23 +19,6 @@ from megapack.layout import Layout
 if TYPE_CHECKING:
     from megapack.cost.fit import Measurement
     from megapack.cost.sizes import ModelSizes
-
-_NUMBERS = (
-    "fixed",
-    "per_token",
-    "per_token_sq",
-    "per_sample",
-    "backward_ratio",
-    "p2p",
-    "cp_overhead",
-    "cp_fixed",
-    "weight_ratio",
-    "per_patch",
-    "per_patch_sq",
-    "per_image_token",
-    "tower_ratio",
-)
-
 
 ASSUMED_SQUARES = (1.0, 0.7, 2.0)
 """`square_range` without measurements: kernels of attention on an H100 reach from 0.29 to 0.52 of
@@ -113,8 +96,9 @@ class CostModel:
     """Mean relative error of the fitted forward seconds; None = not fitted."""
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            _check_number(name, getattr(self, name))
+        for coefficient in fields(self):
+            if coefficient.type == "float":
+                _check_number(coefficient.name, getattr(self, coefficient.name))
         for name in ("stage_weights", "square_factors", "cp_overheads", "square_range"):
             given = getattr(self, name)
             if given is None:

@@ -46,6 +46,8 @@ _ROUNDS = 30
 # The model in force counts as much as this share of the rows. It decides what the rows leave open,
 # such as `per_sample` against `fixed` where every row holds one sample.
 _PRIOR = 1e-3
+# What theta begins with.
+_RATES = ("fixed", "per_token", "per_token_sq", "per_sample")
 # Weight gradients have no part per squared token: attention has no weights.
 _WITHOUT_ATTENTION = np.array([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
 
@@ -164,21 +166,17 @@ def fit_sums(sums: Floats, start: CostModel, layout: Layout) -> CostModel:
         curvature_b = float(weights**2 @ _quadratic(squares_b, theta))
         if curvature_b > 0:
             ratio = float(weights @ (products_b @ theta)) / curvature_b
-    fixed, per_token, per_token_sq, per_sample, per_further, cp_fixed = theta.tolist()
-    over_ranks: dict[str, Any] = {}
-    if size[-1] > 0 and per_token > 0:
+    *rates, per_further, cp_fixed = theta.tolist()
+    values: dict[str, Any] = dict(zip(_RATES, rates, strict=True))
+    if size[-1] > 0 and values["per_token"] > 0:
         # The run's widths say more of it than what was assumed for each.
-        over_ranks = {"cp_overhead": per_further / per_token, "cp_fixed": cp_fixed}
-        over_ranks["cp_overheads"] = None
+        values |= {"cp_overhead": per_further / values["per_token"], "cp_fixed": cp_fixed}
+        values["cp_overheads"] = None
     return replace(
         start,
-        fixed=fixed,
-        per_token=per_token,
-        per_token_sq=per_token_sq,
-        per_sample=per_sample,
+        **values,
         backward_ratio=ratio,
         stage_weights=tuple(weights.tolist()),
-        **over_ranks,
         weight_ratio=_weight_ratio(sums, theta, weights, start.weight_ratio),
         square_range=(1.0,),
         fit_error=None,
@@ -207,7 +205,7 @@ def _quadratic(squares: Floats, theta: Floats) -> Floats:
 
 
 def _theta(model: CostModel) -> Floats:
-    rates = (model.fixed, model.per_token, model.per_token_sq, model.per_sample)
+    rates = (getattr(model, name) for name in _RATES)
     return np.array([*rates, model.per_token * (model.over_ranks(2)[1] - 1), model.cp_fixed])
 
 

@@ -84,9 +84,8 @@ class RopeScaling:
             return 1.0
         if self.kind == "yarn":
             return 0.1 * math.log(self.factor) + 1
-        return math.sqrt(
-            1 + math.log(self.factor) / math.log(self.original_max_position_embeddings)
-        )
+        growth = math.log(self.factor) / math.log(self.original_max_position_embeddings)
+        return math.sqrt(1 + growth)
 
     @property
     def depends_on_length(self) -> bool:

@@ -145,10 +145,6 @@ class StageLayers:
         """For each chunk, the number of layers before it in the model."""
         return (0, *accumulate(self.num_layers[:-1]))
 
-    def of_stage(self, stage: int) -> tuple[int, ...]:
-        """The number of layers of each chunk of a pipeline stage."""
-        return self.num_layers[stage :: self.pp]
-
     def __str__(self) -> str:
         return self.to_text()
 
@@ -177,13 +173,10 @@ def stage_layers_of(
     split = (stage_layers.total, stage_layers.pp, stage_layers.vpp)
     needed = (num_layers, layout.pp, layout.vpp)
     if split != needed:
-        names = ("num_layers", "pp", "vpp")
-        texts = (
-            ", ".join(f"{name}={n}" for name, n in zip(names, numbers, strict=True))
-            for numbers in (split, needed)
-        )
+        text = "num_layers={}, pp={}, vpp={}"
         raise ConfigError(
-            "stage_layers splits {}; the model and layout have {}: set it to match".format(*texts)
+            f"stage_layers splits {text.format(*split)}; the model and layout have "
+            f"{text.format(*needed)}: set it to match"
         )
     return stage_layers
 

@@ -251,7 +251,7 @@ def megatron_forward_backward(model: Any, *args: Any, **kwargs: Any) -> Any:
     """
     from megatron.core.utils import get_model_config
 
-    from megapack.schedule.overrides import config_with
+    from megapack.schedule.megatron_call import config_with
 
     own = patching.original(f"{_WORKER_MODULES}.train.megatron_forward_backward")
     config = get_model_config(model)

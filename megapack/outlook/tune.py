@@ -18,7 +18,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -188,25 +188,19 @@ def tune(
     )
 
 
+@dataclass
 class _Sweep:
-    def __init__(
-        self,
-        work: Workload,
-        space: Space,
-        kinds: list[tuple[list[Setup], list[Kind]]],
-        watch: Callable[[int, int], object],
-    ) -> None:
-        self.work = work
-        self.space = space
-        self.kinds = kinds
-        self.watch = watch
-        self.ranked: list[Candidate] = []
-        self.tried: dict[int, list[Trial]] = {}
-        """The trials of the layouts that were reached, by their numbers."""
-        self.refusal: str | None = None
-        self.too_large: list[GpuMemory] = []
-        """Of plans that do not fit."""
-        self.seen: set[tuple[Setup, tuple[StepPlan, ...]]] = set()
+    work: Workload
+    space: Space
+    kinds: list[tuple[list[Setup], list[Kind]]]
+    watch: Callable[[int, int], object]
+    ranked: list[Candidate] = field(default_factory=list)
+    tried: dict[int, list[Trial]] = field(default_factory=dict)
+    """The trials of the layouts that were reached, by their numbers."""
+    refusal: str | None = None
+    too_large: list[GpuMemory] = field(default_factory=list)
+    """Of plans that do not fit."""
+    seen: set[tuple[Setup, tuple[StepPlan, ...]]] = field(default_factory=set)
 
     def own(self, trial: Trial) -> Candidate | PlanError:
         """Plan a trial before the others, and rank it if it fits."""

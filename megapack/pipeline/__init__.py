@@ -7,10 +7,4 @@ Modules:
 
 from megapack.pipeline.simulator import Event, Runner, Simulation, simulate, simulate_planned
 
-__all__ = [
-    "Event",
-    "Simulation",
-    "simulate",
-    "simulate_planned",
-    "Runner",
-]
+__all__ = ["Event", "Simulation", "simulate", "simulate_planned", "Runner"]

@@ -27,11 +27,7 @@ from megapack.cost.model import CostModel, cost_in_tokens
 from megapack.errors import ConfigError, PlanError
 from megapack.layout import Layout
 from megapack.pipeline.images import image_phases, on_first_chunk, row_image_seconds
-from megapack.pipeline.kernels import (
-    CoupledOps,
-    RankOps,
-    coupled_order_seconds,
-)
+from megapack.pipeline.kernels import CoupledOps, RankOps, coupled_order_seconds
 from megapack.plan.order import KINDS, StepOrder, step_order
 from megapack.plan.plan import MicroBatch, Plan, StepPlan
 
@@ -104,24 +100,15 @@ class Simulation:
 @dataclass(frozen=True)
 class _RankRun:
     order: StepOrder
-    pp: int
     start: Floats
     end: Floats
 
     def events(self, rank: int) -> list[Event]:
         order = self.order
-        columns = (order.stage, order.chunk // self.pp, order.microbatch)
         kinds: list[Any] = [KINDS[kind] for kind in order.kind.tolist()]
-        return [
-            Event(rank, stage, chunk, k, kind, start, end)
-            for stage, chunk, k, kind, start, end in zip(
-                *(column.tolist() for column in columns),
-                kinds,
-                self.start.tolist(),
-                self.end.tolist(),
-                strict=True,
-            )
-        ]
+        columns = (order.stage, order.chunk // order.pp, order.microbatch, self.start, self.end)
+        rows = zip(kinds, *(column.tolist() for column in columns), strict=True)
+        return [Event(rank, stage, chunk, k, kind, *span) for kind, stage, chunk, k, *span in rows]
 
 
 def simulate(
@@ -314,11 +301,7 @@ class Runner:
         return seconds
 
     def coupled_timelines(
-        self,
-        orders: Sequence[StepOrder],
-        seconds: Sequence[Floats],
-        first_DM: Ints,
-        first: int = 0,
+        self, orders: Sequence[StepOrder], seconds: Sequence[Floats], first_DM: Ints, first: int = 0
     ) -> list[_RankRun]:
         """The timeline of each DP rank, where ranks wait for those that share a micro-batch.
 
@@ -338,22 +321,17 @@ class Runner:
                     "and backwards in different orders; give a plan that check_plan accepts"
                 )
         ends = np.cumsum([0, *(order.stage.size for order in orders)])
+        of_ranks = [(one.stage, one.microbatch, one.kind, one.waits_for) for one in orders]
+        stage, microbatch, kind, waits_for = map(np.concatenate, zip(*of_ranks, strict=True))
         ops = CoupledOps(
-            stage=np.concatenate([order.stage for order in orders]),
-            microbatch=np.concatenate([order.microbatch for order in orders]),
-            kind=np.concatenate([order.kind for order in orders]),
-            waits_for=np.concatenate([order.waits_for for order in orders]),
-            ends=ends,
-            first_DM=first_DM,
-            pp=self.layout.pp,
-            p2p=self.p2p,
+            stage, microbatch, kind, waits_for, ends, first_DM, self.layout.pp, self.p2p
         )
         flat = np.concatenate(seconds)
         end = np.empty(flat.size)
         coupled_order_seconds(ops, flat, end)
         start = end - flat
         return [
-            _RankRun(order, self.layout.pp, start[begin:stop], end[begin:stop])
+            _RankRun(order, start[begin:stop], end[begin:stop])
             for order, begin, stop in zip(orders, ends[:-1], ends[1:], strict=True)
         ]
 
@@ -380,11 +358,7 @@ def simulate_planned(plan: Plan, step: StepPlan, cost: CostModel | None) -> Simu
     """
     layout = plan.layout
     return simulate(
-        step,
-        layout=layout,
-        cost=cost,
-        lockstep=layout.ep_spans_dp,
-        forward_only=plan.forward_only,
+        step, layout=layout, cost=cost, lockstep=layout.ep_spans_dp, forward_only=plan.forward_only
     )
 
 
@@ -397,31 +371,21 @@ def _forward_seconds(
     rank: tuple[MicroBatch, ...], layout: Layout, cost: CostModel, factors: tuple[float, ...]
 ) -> Floats:
     """float64 [kinds * M], see `kernels.rank_seconds`."""
-    return np.array(
-        [
-            cost.forward_seconds(
-                layout,
-                row_tokens=mb.row_tokens,
-                tokens_sq=mb.tokens_sq,
-                num_samples=len(mb.samples),
-                width=mb.width,
-                square_factor=factor,
-            )
-            for factor in factors
-            for mb in rank
-        ]
-    )
+    seconds = [
+        cost.forward_seconds(layout, tokens_sq=mb.tokens_sq, square_factor=factor, **_sizes(mb))
+        for factor in factors
+        for mb in rank
+    ]
+    return np.array(seconds)
 
 
 def _weight_seconds(rank: tuple[MicroBatch, ...], layout: Layout, cost: CostModel) -> Floats:
-    return np.array(
-        [
-            cost.weight_seconds(
-                layout, row_tokens=mb.row_tokens, num_samples=len(mb.samples), width=mb.width
-            )
-            for mb in rank
-        ]
-    )
+    return np.array([cost.weight_seconds(layout, **_sizes(mb)) for mb in rank])
+
+
+def _sizes(mb: MicroBatch) -> dict[str, int]:
+    """What the seconds of a row follow from, but for its squared tokens."""
+    return {"row_tokens": mb.row_tokens, "num_samples": len(mb.samples), "width": mb.width}
 
 
 def _rows_per_gpu(rank: tuple[MicroBatch, ...], layout: Layout) -> Floats:

@@ -13,28 +13,18 @@ Modules:
     file: plans read from and written to files
 """
 
-from megapack.plan.check import check_plan
-from megapack.plan.explanation import Explanation, Gain
-from megapack.plan.facts import Counts
-from megapack.plan.microbatch import MicroBatch, Part
-from megapack.plan.order import Operation, StepOrder, chain_order, step_order
-from megapack.plan.order_text import read_order
-from megapack.plan.plan import Plan, RolloutId, StepPlan, own_samples
-
-__all__ = [
-    "Counts",
-    "Explanation",
-    "Gain",
-    "MicroBatch",
-    "Part",
-    "Operation",
-    "Plan",
-    "RolloutId",
-    "StepOrder",
-    "StepPlan",
-    "chain_order",
-    "check_plan",
-    "own_samples",
-    "read_order",
-    "step_order",
-]
+from megapack.plan.check import check_plan as check_plan
+from megapack.plan.explanation import Explanation as Explanation
+from megapack.plan.explanation import Gain as Gain
+from megapack.plan.facts import Counts as Counts
+from megapack.plan.microbatch import MicroBatch as MicroBatch
+from megapack.plan.microbatch import Part as Part
+from megapack.plan.order import Operation as Operation
+from megapack.plan.order import StepOrder as StepOrder
+from megapack.plan.order import chain_order as chain_order
+from megapack.plan.order import step_order as step_order
+from megapack.plan.order_text import read_order as read_order
+from megapack.plan.plan import Plan as Plan
+from megapack.plan.plan import RolloutId as RolloutId
+from megapack.plan.plan import StepPlan as StepPlan
+from megapack.plan.plan import own_samples as own_samples

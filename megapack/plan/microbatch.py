@@ -76,20 +76,12 @@ class MicroBatch:
     def from_cell(cls, rank: int, cell: Sequence[Any]) -> MicroBatch:
         """The row of a cell whose types were checked. The ranks of a shared row are an aligned
         block, so one of them and the width say which they are."""
-        samples, row_tokens, tokens, tokens_sq, padded_tokens, *more = cell
+        samples, more = cell[0], cell[5:]
         shared, width = (more[k] if k < len(more) else plain for k, plain in enumerate(_PLAIN))
         ends = more[len(_PLAIN) :]
         pieces = [Part(*part) for part in zip(samples, ends[::2], ends[1::2], strict=False)]
-        return cls(
-            tuple(samples),
-            row_tokens,
-            tokens,
-            tokens_sq,
-            padded_tokens,
-            shared,
-            block_ranks(rank, width),
-            tuple(pieces),
-        )
+        others = (*cell[1:5], shared, block_ranks(rank, width), tuple(pieces))
+        return cls(tuple(samples), *others)
 
     def ranks(self, own: int) -> tuple[int, ...]:
         """The DP ranks that run it, of which `own` is one."""

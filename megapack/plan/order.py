@@ -107,10 +107,8 @@ class StepOrder:
         """What a stage runs, in this order."""
         mine = self.stage == stage
         columns = (self.kind[mine], self.microbatch[mine], self.chunk[mine] // self.pp)
-        return [
-            Operation(KINDS[kind], microbatch, chunk)
-            for kind, microbatch, chunk in zip(*(c.tolist() for c in columns), strict=True)
-        ]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [Operation(KINDS[kind], *place) for kind, *place in rows]
 
     def lines(self) -> tuple[str, ...]:
         """One text line per stage; `read_order` is the inverse.
@@ -128,12 +126,9 @@ class StepOrder:
         """
         if self.held.min() > 0:
             return np.full(self.pp, float(amounts.max()))
-        return np.array(
-            [
-                np.cumsum((self.held * amounts[self.microbatch])[self.stage == stage]).max()
-                for stage in range(self.pp)
-            ]
-        )
+        changes = self.held * amounts[self.microbatch]
+        stages = range(self.pp)
+        return np.array([np.cumsum(changes[self.stage == stage]).max() for stage in stages])
 
 
 @lru_cache(maxsize=256)
@@ -230,12 +225,7 @@ def operation_texts(
 
 
 def _frozen(
-    pp: int,
-    vpp: int,
-    num_microbatches: int,
-    group: int,
-    forward_only: bool,
-    backwards: Ints,
+    pp: int, vpp: int, num_microbatches: int, group: int, forward_only: bool, backwards: Ints
 ) -> StepOrder:
     warmup = np.arange(pp - 1, -1, -1) if vpp == 1 else deep_warmup(pp, vpp, group)
     if forward_only:
@@ -265,12 +255,7 @@ def order_of(columns: Ints, pp: int) -> StepOrder:
 
 @kernel
 def stage_lists(
-    warmup: Ints,
-    vpp: int,
-    num_microbatches: int,
-    group: int,
-    forward_only: bool,
-    backwards: Ints,
+    warmup: Ints, vpp: int, num_microbatches: int, group: int, forward_only: bool, backwards: Ints
 ) -> tuple[Ints, Ints]:
     """What each stage runs: kind, micro-batch and chunk in the model, int64 [3, operations], stage
     after stage; and where each stage begins, int64 [pp + 1].

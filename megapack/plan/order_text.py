@@ -10,14 +10,7 @@ import numpy.typing as npt
 
 from megapack.base.arrays import Ints
 from megapack.errors import PlanError, brief
-from megapack.plan.order import (
-    KINDS,
-    Chains,
-    StepOrder,
-    interleave,
-    operation_texts,
-    order_of,
-)
+from megapack.plan.order import KINDS, Chains, StepOrder, interleave, operation_texts, order_of
 
 
 def read_order(

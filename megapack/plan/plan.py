@@ -277,13 +277,11 @@ class Plan:
     @property
     def _payload(self) -> dict[str, Any]:
         # Left out if None, so that plans without them keep their digests.
-        optional: dict[str, Any] = {}
-        if self.colocate_ids is not None:
-            optional["colocate_ids"] = self.colocate_ids
-        if self.prefixes is not None:
-            optional["prefixes"] = asdict(self.prefixes)
-        if self.row_lengths:
-            optional["row_lengths"] = self.row_lengths
+        optional: dict[str, Any] = {
+            "colocate_ids": self.colocate_ids,
+            "prefixes": None if self.prefixes is None else asdict(self.prefixes),
+            "row_lengths": self.row_lengths or None,
+        }
         return {
             "layout": self.layout.to_payload(),
             "policy": self.policy.to_payload(),
@@ -292,7 +290,7 @@ class Plan:
             "forward_only": self.forward_only,
             "num_samples": self.num_samples,
             "rollout_ids": self.rollout_ids,
-            **optional,
+            **{name: value for name, value in optional.items() if value is not None},
             "steps": [_step_payload(step) for step in self.steps],
         }
 
@@ -304,6 +302,8 @@ def count_steps(steps: Sequence[StepPlan]) -> Counts:
     pieces = [part for mb in microbatches for part in mb.pieces]
     per_rank = [len(rank) for step in steps for rank in step.ranks]
     num_rows = sum(bool(mb.samples) for mb in microbatches)
+    lines = [line for step in steps for stages in step.orders for line in stages]
+    images = [image for step in steps for image in step.images]
     return Counts(
         num_steps=len(steps),
         num_microbatches=(min(per_rank, default=0), max(per_rank, default=0)),
@@ -319,16 +319,12 @@ def count_steps(steps: Sequence[StepPlan]) -> Counts:
         num_pieces=len(pieces),
         num_split_samples=sum(part.begin == 0 for part in pieces),
         piece_tokens=sum(part.tokens for part in pieces),
-        num_split_backwards=sum(
-            line.count("W") for step in steps for stages in step.orders for line in stages
-        ),
+        num_split_backwards=sum(line.count("W") for line in lines),
         num_ordered_steps=sum(bool(step.orders) for step in steps),
-        num_images=sum(len(step.images) for step in steps),
-        num_image_uses=sum(len(image.samples) for step in steps for image in step.images),
-        image_patches=sum(image.patches for step in steps for image in step.images),
-        image_tokens=sum(
-            image.tokens * len(image.samples) for step in steps for image in step.images
-        ),
+        num_images=len(images),
+        num_image_uses=sum(len(image.samples) for image in images),
+        image_patches=sum(image.patches for image in images),
+        image_tokens=sum(image.tokens * len(image.samples) for image in images),
         most_patches=max(map(_most_patches, steps), default=0),
     )
 

@@ -69,18 +69,15 @@ def _head(plan: Plan) -> str:
 
 
 def _step_line(number: int, step: StepPlan) -> str:
-    return f"step {number}: {_sizes(step)}"
-
-
-def _sizes(step: StepPlan) -> str:
     counts = step.counts
     group = "" if step.group_size is None else f" G={step.group_size}"
     num_dropped = counts.num_dropped_rollouts
     dropped = f", {num_dropped} rollouts dropped" if num_dropped else ""
     features = "".join(f"; {feature.line(counts)}" for feature in features_of(counts))
     return (
-        f"M={counts.microbatch_span}{group}, {counts.num_rows} rows, {counts.num_padding_rows} "
-        f"padding, {counts.tokens} tokens in {counts.row_tokens} row tokens{dropped}{features}"
+        f"step {number}: M={counts.microbatch_span}{group}, {counts.num_rows} rows, "
+        f"{counts.num_padding_rows} padding, {counts.tokens} tokens in {counts.row_tokens} row "
+        f"tokens{dropped}{features}"
     )
 
 
@@ -104,12 +101,8 @@ def _cell(plan: Plan, mb: MicroBatch) -> str:
     if not mb.samples:
         return "."
     marks = "".join(fact.mark(mb) for fact in row_facts(mb))
-    return f"{len(mb.samples)}:{mb.row_tokens}{marks}{_mark(plan, mb)}"
-
-
-def _mark(plan: Plan, mb: MicroBatch) -> str:
-    capacity = plan.capacity
-    return "" if capacity is None or mb.padded_tokens <= capacity * mb.width else "!"
+    is_over = plan.capacity is not None and mb.padded_tokens > plan.capacity * mb.width
+    return f"{len(mb.samples)}:{mb.row_tokens}{marks}{'!' * is_over}"
 
 
 def _row_line(plan: Plan, k: int, mb: MicroBatch) -> str:

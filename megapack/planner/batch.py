@@ -53,10 +53,7 @@ class Batch:
 
     def names_of(self, rollouts: Ints) -> tuple[RolloutId, ...]:
         """The ids of rollout numbers."""
-        numbers = rollouts.tolist()
-        if self.ids is None:
-            return tuple(numbers)  # A range numbers itself.
-        return tuple(map(self.names.__getitem__, numbers))
+        return tuple(map(self.names.__getitem__, rollouts.tolist()))
 
     def rollout_tokens(self, layout: Layout) -> Ints:
         """int64 [R]: aligned tokens of each rollout."""

@@ -82,11 +82,7 @@ def heaviest_first(sizes: Ints, work: Floats) -> Ints:
 
 
 def pack_to_targets(
-    sizes: Ints,
-    work: Floats,
-    targets: Floats,
-    capacity: int,
-    order: Ints | None = None,
+    sizes: Ints, work: Floats, targets: Floats, capacity: int, order: Ints | None = None
 ) -> Ints | None:
     """Fill rows towards their targets.
 

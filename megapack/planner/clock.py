@@ -8,13 +8,7 @@ import numpy as np
 
 from megapack.base.jit import inner, kernel
 from megapack.pipeline.kernels import RankOps, coupled_seconds, peak_live, rank_seconds
-from megapack.planner.board import (
-    Board,
-    block_width,
-    kind_seconds,
-    microbatch_tokens,
-    slowest,
-)
+from megapack.planner.board import Board, block_width, kind_seconds, microbatch_tokens, slowest
 from megapack.planner.orders import OwnOrders, choose_order
 
 

@@ -22,11 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def split_rollouts(
-    tokens: Ints,
-    *,
-    global_batch_size: int | None,
-    num_steps: int | None,
-    step_split: StepSplit,
+    tokens: Ints, *, global_batch_size: int | None, num_steps: int | None, step_split: StepSplit
 ) -> list[Ints]:
     """Rollout numbers of each step, ascending within a step.
 
@@ -100,13 +96,9 @@ def keep_reachable(items: Items, rollout_ends: Ints) -> tuple[Items, int]:
             continue  # Too few items even for a lower bound of the rows: packing is not needed.
         prefix = items.take(np.arange(size))
         if prefix.num_items >= fewest_counts(prefix):
-            logger.warning(
-                "step %d: dropped %d trailing rollout(s) (%d kept, %d samples)",
-                step.number,
-                num_rollouts - kept,
-                kept,
-                prefix.samples.size,
-            )
+            text = "step %d: dropped %d trailing rollout(s) (%d kept, %d samples)"
+            sizes = num_rollouts - kept, kept, prefix.samples.size
+            logger.warning(text, step.number, *sizes)
             return prefix, kept
     least = step.layout.dp * step.least_count(1)
     raise PlanError(

@@ -181,11 +181,8 @@ def _part_starts(items: Items, families: Families, most_work: float) -> Bools:
         float(step.cost.per_token),
         float(step.cost.per_token_sq),
     )
-    starts: Bools = _cut(
-        _units(items.aligned[members], items.item_samples[members], items.work[members]),
-        families.link,
-        limits,
-    )
+    units = _units(items.aligned[members], items.item_samples[members], items.work[members])
+    starts: Bools = _cut(units, families.link, limits)
     return starts
 
 

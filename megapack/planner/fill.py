@@ -19,12 +19,7 @@ from megapack.base.arrays import Floats, Ints
 from megapack.base.jit import inner, kernel
 from megapack.base.loops import copy_into
 from megapack.planner.bins import best_leaf, max_tree, set_leaf
-from megapack.planner.board import (
-    Board,
-    RowCost,
-    put,
-    row_seconds,
-)
+from megapack.planner.board import Board, RowCost, put, row_seconds
 from megapack.planner.items import Items
 
 # All constants of this module were chosen by hand. docs/maintainers/planner.md says how to judge a

@@ -183,11 +183,8 @@ class Items:
         if width == 1:
             return ItemSizes(self.aligned, self.aligned_sq, self.shared, self.shared_sq)
         item = self.sample_items
-        ends = np.where(
-            self.is_piece[item],
-            np.minimum(self.end[item], self.sample_lengths),
-            self.sample_lengths,
-        )
+        lengths = self.sample_lengths
+        ends = np.where(self.is_piece[item], np.minimum(self.end[item], lengths), lengths)
         ends = self.step.layout.over(width).aligned_sample_tokens(ends)
         begin = self.begin[item]
         tokens = np.add.reduceat(ends - begin, self.first_samples)

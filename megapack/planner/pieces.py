@@ -165,7 +165,11 @@ class _Search:
         with pieces, both with rows on one rank each, and those with rows over several."""
         pools: tuple[_ByCount, _ByCount, _ByCount] = ({}, {}, {})
         for choice in self._choices():
-            self._try(choice, pools[2 if choice.is_wide else int(choice.stretch is not None)])
+            found = pools[2 if choice.is_wide else int(choice.stretch is not None)]
+            scored = self._start(choice)
+            best = found.get(choice.count)
+            if scored is not None and (best is None or scored.seconds < best.seconds):
+                found[choice.count] = scored
         uncut, cut, wide = map(_contenders, pools)
         return uncut, cut, wide
 
@@ -203,13 +207,6 @@ class _Search:
             every = _every_choice(self._counts(widest), _STRETCHES, shares)
             choices += _some([replace(choice, is_wide=True) for choice in every], limit)
         return choices
-
-    def _try(self, choice: Choice, found: _ByCount) -> None:
-        """Keep the board of a choice if it is the fastest of its M."""
-        scored = self._start(choice)
-        best = found.get(choice.count)
-        if scored is not None and (best is None or scored.seconds < best.seconds):
-            found[choice.count] = scored
 
     def _start(self, choice: Choice) -> Scored | None:
         """The board of a choice; None if items find no rows, or another choice has the same one."""
@@ -257,9 +254,7 @@ class _Search:
 
 
 def _every_choice(
-    counts: list[int],
-    stretches: tuple[float | None, ...],
-    shares: Sequence[float] = (math.inf,),
+    counts: list[int], stretches: tuple[float | None, ...], shares: Sequence[float] = (math.inf,)
 ) -> list[Choice]:
     """The choices of these values of M, longest pieces and shares, with all places."""
     return [

@@ -34,12 +34,7 @@ from megapack.errors import PlanError
 from megapack.planner.counts import fewest_counts
 from megapack.planner.cuts import is_alone
 from megapack.planner.draft import Draft
-from megapack.planner.families import (
-    Families,
-    cut_families,
-    families_in_pieces,
-    parts_of_families,
-)
+from megapack.planner.families import Families, cut_families, families_in_pieces, parts_of_families
 from megapack.planner.items import Items
 from megapack.planner.pieces import plan_pieces
 from megapack.planner.refusals import no_pieces, no_whole_rows

@@ -93,7 +93,9 @@ def narrow_starts(way: Way, evaluations: int) -> Iterator[tuple[Scored, int]]:
     spent = 0
     is_packed = False
     if step.max_samples is None:
-        counts = counts_to_try(way, least, items.num_items // way.layout.dp)
+        # With more micro-batches a row would be empty.
+        most = items.num_items // way.layout.dp
+        counts = counts_to_try(way, least, most)
         per_round = 2 * max(1, len(counts)) * 2 * way.layout.pp
         rounds = min(MAX_ROUNDS, evaluations // (_PROFILE_PART * per_round))
         rounds = max(1, rounds) if evaluations else 0
@@ -109,13 +111,14 @@ def narrow_starts(way: Way, evaluations: int) -> Iterator[tuple[Scored, int]]:
             kinds.append((sorted(uneven, key=lambda target: target.seconds), _MAX_PACKED))
             spent += sum(target.evaluations for target in uneven)
         if rounds and way.layout.pp > 1 and items.num_items <= _FEW_ITEMS * way.layout.dp:
-            others = sorted({*_every_count(way, least)} - {*counts})
+            legal = {step.legal_count(count) for count in range(least, most + 1)}
+            others = sorted(count for count in legal - {*counts} if count <= most)
             kinds.append(([equal_target(way, count, 0) for count in others], len(others)))
         for targets, limit in kinds:
             boards = (packed(way, target.rows(way)) for target in targets)
             # Under a cap on live tokens few boards are legal.
-            most = limit if step.max_live is None else None
-            for scored in islice((own for own in boards if own is not None), most):
+            first = limit if step.max_live is None else None
+            for scored in islice((own for own in boards if own is not None), first):
                 is_packed = True
                 yield scored, spent + way.layout.dp
                 spent = 0
@@ -130,13 +133,6 @@ def narrow_starts(way: Way, evaluations: int) -> Iterator[tuple[Scored, int]]:
             turn = np.arange(least) % way.layout.chunks_in_flight()
             apart = np.tile(-turn.astype(np.float64), (way.layout.dp, 1))
             yield _in_rounds(way, row_of, apart), way.layout.dp
-
-
-def _every_count(way: Way, least: int) -> Iterator[int]:
-    """All legal values of M with which no row is empty."""
-    most = way.items.num_items // way.layout.dp
-    legal = (way.step.legal_count(count) for count in range(least, most + 1))
-    return (count for count in legal if count <= most)
 
 
 def packed(way: Way, targets: Floats) -> Scored | None:

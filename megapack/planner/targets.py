@@ -163,14 +163,11 @@ def uneven_target(way: Way, equal: Target, rounds: int) -> Target | None:
     shares = best = 1.0, 1.0
     fewest = np.inf
     for _ in range(_SHARE_STEPS):
-        heavy, light = (
-            float(
-                rank_seconds(
-                    ops, profile.sizes(share * way.rank_work, own, way.cap) + way.cost.fixed, end
-                )
-            )
+        sizes = (
+            profile.sizes(share * way.rank_work, own, way.cap)
             for share, (profile, own) in zip(shares, kinds, strict=True)
         )
+        heavy, light = (float(rank_seconds(ops, own + way.cost.fixed, end)) for own in sizes)
         slowest = max(heavy, light)
         if slowest < fewest:
             best, fewest = shares, slowest
@@ -250,14 +247,7 @@ def _profile(way: Way, count: int, rounds: int, huge: Floats) -> Profile:
 
 
 def find_profile(
-    runner: Runner,
-    count: int,
-    *,
-    work: float,
-    fixed: float,
-    cap: float,
-    huge: Floats,
-    rounds: int,
+    runner: Runner, count: int, *, work: float, fixed: float, cap: float, huge: Floats, rounds: int
 ) -> Profile:
     """The fastest profile found in the simulator. All work but the huge samples is divisible.
 

@@ -11,22 +11,14 @@ Modules:
         prefixes once
 """
 
-from megapack.prefixes.branches import DUMMY_TOKENS, EARLIER, Branch, dummy_spans, row_branches
-from megapack.prefixes.host_rows import HostRow, find_host_row
-from megapack.prefixes.shared import SharedPrefixes
-from megapack.prefixes.table import PrefixTable, Spans
-from megapack.prefixes.worth import worthwhile
-
-__all__ = [
-    "DUMMY_TOKENS",
-    "EARLIER",
-    "Branch",
-    "HostRow",
-    "PrefixTable",
-    "SharedPrefixes",
-    "Spans",
-    "dummy_spans",
-    "find_host_row",
-    "row_branches",
-    "worthwhile",
-]
+from megapack.prefixes.branches import DUMMY_TOKENS as DUMMY_TOKENS
+from megapack.prefixes.branches import EARLIER as EARLIER
+from megapack.prefixes.branches import Branch as Branch
+from megapack.prefixes.branches import dummy_spans as dummy_spans
+from megapack.prefixes.branches import row_branches as row_branches
+from megapack.prefixes.host_rows import HostRow as HostRow
+from megapack.prefixes.host_rows import find_host_row as find_host_row
+from megapack.prefixes.shared import SharedPrefixes as SharedPrefixes
+from megapack.prefixes.table import PrefixTable as PrefixTable
+from megapack.prefixes.table import Spans as Spans
+from megapack.prefixes.worth import worthwhile as worthwhile

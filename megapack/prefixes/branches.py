@@ -146,9 +146,7 @@ def _tree_branches(
 
 
 def _placed(branches: Sequence[Branch]) -> list[Branch]:
-    starts = [0]
-    for branch in branches:
-        starts.append(starts[-1] + branch.tokens)
+    starts = [*itertools.accumulate((branch.tokens for branch in branches), initial=0)]
     ends = starts[1:]
     for k in range(len(branches) - 1, -1, -1):
         parent = branches[k].parent

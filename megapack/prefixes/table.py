@@ -146,8 +146,7 @@ class PrefixTable:
         (array([2, 0]), array([4, 0]))
         """
         chosen, shared = self.neighbours(samples, row_of, spans)
-        tokens = np.zeros(num_rows, dtype=np.int64)
-        tokens_sq = np.zeros(num_rows, dtype=np.int64)
+        tokens, tokens_sq = np.zeros((2, num_rows), dtype=np.int64)
         np.add.at(tokens, row_of[chosen], shared)
         # A position of a piece attends to those before the piece too.
         before = 0 if spans is None else 2 * spans.begin[chosen]

@@ -11,7 +11,6 @@ Modules:
     chains: the losses of rows with pieces of one sample
     listeners: who is told of each forward and backward
     megatron_call: what surrounds a call of Megatron's schedule: settings, communicator, checks
-    overrides: settings of Megatron's config for a while
     row_groups: the ranks that hold the slices of one row
     p2p: sends rows between stages with the lengths that the plan knows
     faults: a step that runs out of memory or has a NaN
@@ -22,8 +21,4 @@ Modules:
 from megapack.schedule.adapter import ScheduleAdapter, StepResult
 from megapack.schedule.planned import PlannedSchedule
 
-__all__ = [
-    "PlannedSchedule",
-    "ScheduleAdapter",
-    "StepResult",
-]
+__all__ = ["PlannedSchedule", "ScheduleAdapter", "StepResult"]

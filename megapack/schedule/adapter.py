@@ -149,6 +149,9 @@ class ScheduleAdapter:
         gather_rotary_tables(self.chunks)
         hook_te_attention(self.chunks)
         self._groups = process_groups()
+        ahead = None
+        if vision is not None:
+            ahead = Ahead(vision, self.chunks, layout, self._groups, self._device)
         self.runner = self.runner_class(
             self.chunks,
             self.config,
@@ -170,7 +173,7 @@ class ScheduleAdapter:
             device=self._device,
             routing=self._routing,
             place=self.ranks.place,
-            ahead=self._ahead(vision),
+            ahead=ahead,
         )
         self._between_steps = BetweenSteps(self.runner.modules, self.config)
         self._packer = Packer(self.runner, self.head, self.vocab_size)
@@ -178,12 +181,6 @@ class ScheduleAdapter:
         self._checked_inputs: set[tuple[str, ...]] = {()}
         # The call that `next_step` announced, and its rows.
         self._announced: tuple[StepCall, Agreement[Packed]] | None = None
-
-    def _ahead(self, vision: Any) -> Ahead | None:
-        if vision is None:
-            return None
-        make = functools.partial(Ahead, vision, self.chunks, self.layout, self._groups)
-        return make(self._device)
 
     @property
     def modules(self) -> list[Any]:

@@ -149,11 +149,7 @@ class StepCall:
         if self.objective is None:
             return None
         weights = sample_weights(
-            self.weighting,
-            self.batch.num_loss_tokens,
-            self.plan,
-            self.step,
-            self.norm_constant,
+            self.weighting, self.batch.num_loss_tokens, self.plan, self.step, self.norm_constant
         )
         if not np.isfinite(weights).all():
             raise DataError(

@@ -18,6 +18,7 @@ import contextlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -71,14 +72,13 @@ class Channels:
         if self._key not in _MADE:
             sets = link_sets(self.pp, wraps=self.vpp > 1)
             made: dict[tuple[Direction, int], Any] = {}
-            for direction in DIRECTIONS:
-                for links in sets:
-                    made |= dict.fromkeys([(direction, link) for link in links], self._new_group())
+            for direction, links in product(DIRECTIONS, sets):
+                with _connecting(self._ranks):
+                    group = dist.new_group(group_desc="megapack stages")
+                made |= {(direction, link): group for link in links}
             self._groups = made
-            for direction in DIRECTIONS:
-                for links in sets:
-                    for link in links:
-                        self._use(direction, link, device)
+            for direction, link in made:
+                self._use(direction, link, device)
             _MADE[self._key] = made
         self._groups = _MADE[self._key]
 
@@ -101,10 +101,6 @@ class Channels:
     def target_rank(self, direction: Direction) -> int:
         """The global rank to which this one sends."""
         return self._ranks[(self.stage + (1 if direction == "activations" else -1)) % self.pp]
-
-    def _new_group(self) -> Any:
-        with _connecting(self._ranks):
-            return dist.new_group(group_desc="megapack stages")
 
     def _use(self, direction: Direction, link: int, device: torch.device) -> None:
         ends = (link, (link + 1) % self.pp)
@@ -187,9 +183,7 @@ class StageOrder:
         for direction, kind in zip(DIRECTIONS, "FB", strict=True):
             target = order.chunk + (1 if kind == "F" else -1)
             is_sent = (order.kind == KINDS.index(kind)) & (target >= 0) & (target < pp * vpp)
-            is_own = is_sent & (target % pp == stage)
-            if pp == 1:
-                is_own[:] = False
+            is_own = is_sent & (target % pp == stage) & (pp > 1)
             chunks = (target[is_own] // pp).tolist()
             self.messages[direction] = list(
                 zip(order.microbatch[is_own].tolist(), chunks, strict=True)

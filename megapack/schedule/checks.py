@@ -253,15 +253,11 @@ def shares_fp8_scales(config: Any) -> bool:
 def meets_in_every_microbatch(config: Any, chunks: Sequence[Any]) -> bool:
     """Whether data-parallel ranks communicate in each forward, so that all need the same M."""
     kinds = getattr(config, "moe_router_load_balancing_type", None) or ()
-    shards_params = any(
-        getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks
-    )
-    spreads_experts = (
-        bool(config.num_moe_experts) and parallel_state.get_expert_model_parallel_world_size() > 1
-    )
+    wrappers = (getattr(chunk, "ddp_config", None) for chunk in chunks)
+    ep = parallel_state.get_expert_model_parallel_world_size() if config.num_moe_experts else 1
     return (
-        spreads_experts
-        or shards_params
+        ep > 1
+        or any(getattr(wrapper, "use_megatron_fsdp", False) for wrapper in wrappers)
         or shares_fp8_scales(config)
         or "global_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds)
     )

@@ -91,11 +91,7 @@ class LastStage:
         return _report(values_R.sum())
 
     def _loss(
-        self,
-        row: PlacedRow,
-        values_R: Tensor,
-        entropy_R: Tensor | None,
-        scores_n: Tensor | None,
+        self, row: PlacedRow, values_R: Tensor, entropy_R: Tensor | None, scores_n: Tensor | None
     ) -> Tensor:
         inputs = LossInputs(
             values_R=values_R,
@@ -267,9 +263,12 @@ class ForwardStep:
         """
         microbatch, row = next(rows)
         chunk = next(i for i, own in enumerate(self._chunks) if own is model)
-        output, head = self._forward(row, model, chunk, microbatch)
+        self._listeners.begin("F", chunk, microbatch)
+        output, head = self.run_row(row, model)
         if head is None:
+            self._listeners.end_forward(chunk, microbatch, output)
             return output, None
+        # Megatron calls the loss function right after, which ends the forward of the last chunk.
         return output, partial(self._loss, row, head, chunk, microbatch)
 
     def run_row(self, row: PlacedRow, model: Any) -> tuple[Tensor, DeferredHead | None]:
@@ -292,23 +291,8 @@ class ForwardStep:
         with deferred_head(model) as head, shifting:
             return model(**inputs, **_in_own_dtype(model)), head
 
-    def _forward(
-        self, row: PlacedRow, model: Any, chunk: int, microbatch: int
-    ) -> tuple[Tensor, DeferredHead | None]:
-        self._listeners.begin("F", chunk, microbatch)
-        output, head = self.run_row(row, model)
-        # Megatron calls the loss function right after, which ends the forward of the last chunk.
-        if head is None:
-            self._listeners.end_forward(chunk, microbatch, output)
-        return output, head
-
     def _loss(
-        self,
-        row: PlacedRow,
-        head: DeferredHead,
-        chunk: int,
-        microbatch: int,
-        hidden: Tensor,
+        self, row: PlacedRow, head: DeferredHead, chunk: int, microbatch: int, hidden: Tensor
     ) -> LossReport:
         report = self._last_stage(row, head, hidden)
         self._listeners.end_forward(chunk, microbatch, report[0])

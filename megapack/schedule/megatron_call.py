@@ -10,7 +10,6 @@ from typing import Any
 from megapack.model.overlap import dropping_reductions, sync_functions
 from megapack.ranks.place import Place
 from megapack.schedule.faults import FiniteFlags, checking_finalize
-from megapack.schedule.overrides import config_with
 from megapack.schedule.p2p import PlannedP2PCommunicator, RecordingP2PCommunicator
 
 
@@ -66,11 +65,7 @@ class MegatronCall:
 
     @contextlib.contextmanager
     def running(
-        self,
-        *,
-        variable: bool,
-        keeps_outputs: bool,
-        finalize: Callable[..., None] | None,
+        self, *, variable: bool, keeps_outputs: bool, finalize: Callable[..., None] | None
     ) -> Iterator[None]:
         """Within the block the config has the pass's settings: stages exchange the right tensors,
         DDP reduces when the schedule says so, and gradients are checked.
@@ -103,3 +98,16 @@ class MegatronCall:
             )
         with dropping_reductions(self.chunks), config_with(self.config, settings):
             yield
+
+
+@contextlib.contextmanager
+def config_with(config: Any, overrides: dict[str, Any]) -> Iterator[None]:
+    """Within the block, Megatron's config has the call's settings instead of the user's."""
+    before = {name: getattr(config, name) for name in overrides}
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)

@@ -42,16 +42,7 @@ from megapack.schedule.megatron_call import MegatronCall
 from megapack.schedule.reading import Keeping, common_shapes, read_row_shapes
 from megapack.schedule.row_groups import replica_group
 from megapack.schedule.runner import process_groups
-from megapack.schedule.sharing import (
-    RowShape,
-    Sharing,
-    Spans,
-    log_once,
-    log_sharing,
-    make_sharing,
-)
-
-logger = logging.getLogger(__name__)
+from megapack.schedule.sharing import RowShape, Sharing, Spans, log_once, log_sharing, make_sharing
 
 Lengths = Literal["read", "exchange"]
 """Where row lengths come from: the host's batches, or Megatron's exchange of shapes."""
@@ -475,13 +466,9 @@ def _warn_of(config: Any) -> None:
         settings["deallocate_pipeline_outputs"] = False
     wrong = [name for name, value in settings.items() if getattr(config, name) != value]
     if wrong:
-        _warn_once(
+        log_once(
             f"{', '.join(f'{name}={getattr(config, name)}' for name in wrong)} can give wrong "
             "gradients or hang with virtual pipeline stages; the call runs with "
-            f"{', '.join(f'{name}={settings[name]}' for name in wrong)}"
+            f"{', '.join(f'{name}={settings[name]}' for name in wrong)}",
+            logging.WARNING,
         )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)

@@ -104,10 +104,8 @@ class ScheduleRunner:
             reads_gradients=not self.config.fp16,
         )
         is_training = call.is_training
-        schedule_pass = SchedulePass(
-            record=call.record_routing,
-            token_weight=token_weight(call.step_plan) if is_training else None,
-        )
+        weight = token_weight(call.step_plan) if is_training else None
+        schedule_pass = SchedulePass(record=call.record_routing, token_weight=weight)
         listeners = [*self.listeners, flags]
         context = PassContext(schedule_pass=schedule_pass, listeners=listeners, flags=flags)
         try:
@@ -122,11 +120,7 @@ class ScheduleRunner:
         return context.schedule_pass
 
     def run_schedule(
-        self,
-        call: StepCall,
-        rows: list[PackedRow],
-        context: PassContext,
-        images: StepImages | None,
+        self, call: StepCall, rows: list[PackedRow], context: PassContext, images: StepImages | None
     ) -> None:
         """Encode images, call Megatron's schedule or run the operations of the plan's order, and
         run the tower's backward."""
@@ -180,11 +174,7 @@ class ScheduleRunner:
                 self.ahead.backward(encoded, listeners)
 
     def _run_operations(
-        self,
-        call: StepCall,
-        rows: list[PlacedRow],
-        forward_step: ForwardStep,
-        context: PassContext,
+        self, call: StepCall, rows: list[PlacedRow], forward_step: ForwardStep, context: PassContext
     ) -> None:
         order = self.stage_order(call)
         exchange = None

@@ -265,14 +265,9 @@ def log_sharing(kind: str, rows: Sequence[HostRow | None]) -> None:
         return
     _logged.add(kind)
     found = [row for row in rows if row is not None]
-    logger.info(
-        "shared prefixes: %d of %d rows of this %s run %d tokens instead of %d",
-        len(found),
-        len(rows),
-        kind,
-        sum(row.tokens for row in found),
-        sum(row.host_tokens for row in found),
-    )
+    tokens = sum(row.tokens for row in found), sum(row.host_tokens for row in found)
+    text = "shared prefixes: %d of %d rows of this %s run %d tokens instead of %d"
+    logger.info(text, len(found), len(rows), kind, *tokens)
 
 
 _logged: set[str] = set()
@@ -292,6 +287,6 @@ def why_not_shared(chunks: Sequence[Any], config: Any, lengths: str) -> str:
 
 
 @functools.cache
-def log_once(message: str) -> None:
+def log_once(message: str, level: int = logging.INFO) -> None:
     """Log a line the first time that it is said."""
-    logger.info("%s", message)
+    logger.log(level, "%s", message)

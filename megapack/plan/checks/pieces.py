@@ -17,24 +17,16 @@ def check_pieces(read: Reading) -> None:
     """Raise PlanError if a sample is in pieces that no executor runs."""
     for where, step in read.steps:
         for rank, row in enumerate(step.ranks):
-            if any(mb.pieces for mb in row):
-                _check_may_split(read, f"{where} rank {rank}")
+            is_off = read.plan.policy.split_samples == "off"
+            if any(mb.pieces for mb in row) and (is_off or read.budget is None):
+                reason = "split_samples='off'" if is_off else "no budget"
+                raise broken(10, f"{where} rank {rank} has pieces of samples with {reason}")
             for chain in step.chains(rank):
                 here = f"{where} rank {rank} micro-batches {chain.start} to {chain.stop - 1}"
                 _check_chain(read, [row[k] for k in chain], here)
                 group = step.group_size
                 if group is not None and chain.start // group != (chain.stop - 1) // group:
                     raise broken(10, f"{here} are not in one group of G={group}")
-
-
-def _check_may_split(read: Reading, where: str) -> None:
-    reasons = {
-        "split_samples='off'": read.plan.policy.split_samples == "off",
-        "no budget": read.budget is None,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise broken(10, f"{where} has pieces of samples with {reason}")
 
 
 def _check_chain(read: Reading, rows: list[MicroBatch], where: str) -> None:

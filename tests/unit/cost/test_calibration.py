@@ -72,8 +72,8 @@ def test_a_written_cost_model_is_read_back_exactly(tmp_path: Path) -> None:
     found = read_cost(path, Layout(pp=2))
     assert found == cost
     assert found.fit_error == cost.fit_error
-    config = PlanConfig(max_tokens_per_gpu=8, cost_model=str(path))
-    assert config.read_cost(Layout(pp=2)) == cost
+    plan = PlanConfig(max_tokens_per_gpu=8, cost_model=str(path))
+    assert TrainConfig(name="file", plan=plan).cost_model(Layout(pp=2)) == cost
 
 
 def test_without_a_file_the_cost_model_comes_from_the_sizes() -> None:
@@ -82,7 +82,6 @@ def test_without_a_file_the_cost_model_comes_from_the_sizes() -> None:
         plan=PlanConfig(max_tokens_per_gpu=8),
         model=ModelConfig(num_layers=4, hidden_size=128, vocab_size=1000, dtype="bf16"),
     )
-    assert config.plan.read_cost(Layout()) is None
     layout = Layout(pp=2)
     cost = config.cost_model(layout)
     assert cost == config.cost_from_sizes(layout, GpuSpeed.of("cuda", "bf16"))
