@@ -35,7 +35,7 @@ from megapack.loss import SFT
 from megapack.model.vision.features import FeatureTable, RowFeatures, RowImages
 from megapack.model.vision.tower import VisionTower
 from megapack.pipeline.simulator import simulate_planned
-from megapack.plan.plan import Plan
+from megapack.plan.plan import Plan, StepPlan
 from megapack.policy import Policy
 from megapack.rows.packed import PackedRow
 from megapack.samples import SampleBatch
@@ -128,6 +128,11 @@ class InRows(Ahead):
 
     _module: VisionTower
 
+    def _planned(self, step: StepPlan, batch: SampleBatch) -> StepImages:
+        # Plans with images in rows name no GPU.
+        images = tuple(image._replace(owner=0) for image in step.images)
+        return super()._planned(replace(step, images=images), batch)
+
     def _own_images(self, images: StepImages) -> list[int]:
         return images.needs[self._own.dp_rank] if 0 in self._own.levels else []
 
@@ -156,22 +161,15 @@ class InRows(Ahead):
         self._reduce({})
 
 
-class AheadAdapter(TimedAdapter):
-    """The product's way."""
-
-    ahead_class: type[Ahead] = Ahead
-
-    def _ahead(self, vision: Any) -> Ahead | None:
-        return self.ahead_class(vision, self.chunks, self.layout, self._groups, self._device)
-
-
-class RowAdapter(AheadAdapter):
+class RowAdapter(TimedAdapter):
     """The tower in rows."""
 
-    ahead_class = InRows
+    def __init__(self, chunks: list[Any], *, layout: Layout, vision: Any) -> None:
+        super().__init__(chunks, layout=layout, vision=vision)
+        self.runner.ahead = InRows(vision, chunks, layout, self._groups, self._device)
 
 
-ADAPTERS = {"row": RowAdapter, "ahead": AheadAdapter}
+ADAPTERS = {"row": RowAdapter, "ahead": TimedAdapter}
 
 
 # --- Seconds -------------------------------------------------------------------------------------
