@@ -47,6 +47,7 @@ class VisionTower(MegatronModule):  # type: ignore[misc]
     Attributes:
         groups: process groups for Megatron's DDP and optimizer: data parallel over all ranks.
         num_levels: tensors of features per image: 1, and those of DeepStack.
+        patch_numbers: numbers of a patch.
         call_patches: patches of one call, at most, but for an image that is larger by itself.
     """
 
@@ -70,6 +71,9 @@ class VisionTower(MegatronModule):  # type: ignore[misc]
         self._recomputes = recompute
         self.num_levels = 1 + len(getattr(visual, "deepstack_merger_list", ()))
         self.merge = int(visual.config.spatial_merge_size)
+        # Asked for by threads, which must run no torch operation on a parameter: it takes the
+        # parameter's lock under Python's, and a forward takes them the other way round.
+        self.patch_numbers = int(visual.patch_embed.proj.weight[0].numel())
         _use_one_call(visual)
 
     @property
@@ -81,11 +85,6 @@ class VisionTower(MegatronModule):  # type: ignore[misc]
     def width(self) -> int:
         """Channels of a feature."""
         return int(self.visual.config.out_hidden_size)
-
-    @property
-    def patch_numbers(self) -> int:
-        """Numbers of a patch."""
-        return int(self.visual.patch_embed.proj.weight[0].numel())
 
     def calls(self, images: Mapping[int, ImageRef]) -> list[list[int]]:
         """Images by number, in calls of bounded size, in order."""

@@ -21,6 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
@@ -182,6 +183,25 @@ def encoded_once(chunk: Any, layout: Layout) -> list[int]:
     return counts
 
 
+class _Untouched(TorchFunctionMode):
+    """Refuses operations on parameters, which end in a deadlock on threads beside a forward."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(one, torch.nn.Parameter) for one in args):
+            assert func.__name__ == "__get__", func
+        return func(*args, **(kwargs or {}))
+
+
+def prepared_untouched(adapter: ScheduleAdapter, plan: Plan, batch: SampleBatch) -> None:
+    """Prepare a step's images and make their pixels, as threads do."""
+    ahead = adapter.runner.ahead
+    assert ahead is not None
+    with _Untouched():
+        images = ahead.prepare(plan.steps[0], batch)
+        for ref in images.refs:
+            ahead._pixels(ref)
+
+
 def rows_refused(adapter: ScheduleAdapter, batch: SampleBatch) -> str:
     images = [batch.images(i) for i in range(len(batch))]
     options = {"layout": adapter.layout, "max_tokens_per_gpu": 96, "images": images}
@@ -300,6 +320,7 @@ def main(ranks: str, mode: str = "") -> None:
     messages["mtp"] = refused(lambda: ScheduleAdapter([other], layout=layout, vision=lone))
     messages |= refused_towers(chunk, layout)
     messages["rows"] = rows_refused(adapter, batch)
+    prepared_untouched(adapter, plan, batch)
     once = encoded_once(chunk, layout)
     kept = kept_features(chunk, layout)
     failed = after_a_rank_failed(chunk, layout)
