@@ -41,6 +41,8 @@ POLICY: dict[str, Sequence[Any]] = {
     "split_samples": ("off",) * 5 + ("auto",),
     "least_piece": (None, None, 1, 40),
     "backward": ("joint",) * 5 + ("split",),
+    "images": ("ahead",) * 5 + ("row",),
+    "max_patches_per_gpu": (None,),
 }
 """Every field of `Policy`."""
 _COST: dict[str, Sequence[float]] = {

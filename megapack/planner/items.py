@@ -13,8 +13,8 @@ from megapack.planner.bins import first_fit, first_fit_decreasing
 from megapack.planner.step import Step
 from megapack.prefixes import Spans
 
-# Sums of a step's items stay within int64.
-_MOST_SQUARES = 2.0**40
+MOST_SQUARES = 2.0**40
+"""What images may count as: sums of a step's items stay within int64."""
 
 
 class ItemSizes(NamedTuple):
@@ -140,7 +140,7 @@ class Items:
         if step.image_seconds is None or not per_square:
             return np.zeros_like(self.aligned)
         seconds = np.add.reduceat(step.image_seconds[self.samples], self.first_samples)
-        return np.rint(np.minimum(seconds / per_square, _MOST_SQUARES)).astype(np.int64)
+        return np.rint(np.minimum(seconds / per_square, MOST_SQUARES)).astype(np.int64)
 
     @cached_property
     def room(self) -> Ints:

@@ -27,7 +27,7 @@ from megapack.planner.clock import Clock, score_all, score_shared
 from megapack.planner.draft import PADDING, Draft
 from megapack.planner.fill import FillRule
 from megapack.planner.improve import improve_blocks, improve_ranks
-from megapack.planner.items import Items, row_sums
+from megapack.planner.items import MOST_SQUARES, Items, row_sums
 from megapack.planner.orders import OwnOrders, order_lines
 from megapack.planner.step import UNLIMITED, Step
 
@@ -103,7 +103,8 @@ class Way:
         # What an item takes of the budget beyond its tokens costs nothing: squares make up for it.
         more = items.room - items.aligned
         per_square = self.cost.per_token_sq or math.inf
-        squares = items.image_squares - np.rint(more * (self.cost.per_token / per_square))
+        paid = np.minimum(more * (self.cost.per_token / per_square), MOST_SQUARES)
+        squares = items.image_squares - np.rint(paid)
         tokens = np.stack([size.aligned + more for size in sizes])
         tokens_sq = np.stack([size.aligned_sq + squares.astype(np.int64) for size in sizes])
         # Shifts of cuts change where pieces begin and end, of this board alone.

@@ -60,7 +60,7 @@ IMAGES = {
     "outlook": 24,
     "pipeline": 67,
     "plan": 131,
-    "planner": 64,
+    "planner": 65,
     "prefixes": 5,
     "ranks": 5,
     "rows": 54,
@@ -68,7 +68,7 @@ IMAGES = {
     "schedule": 419,
 }
 """What models with images have added to rooms."""
-IMAGES_TOTAL = 2_693
+IMAGES_TOTAL = 2_694
 """The sum of these, which what else images need is taken from."""
 # Lines that a room may be below its budget before that is lowered.
 _SLACK = 20
