@@ -21,9 +21,11 @@ from megapack.hosts import megatron_lm, patching
 logger = logging.getLogger(__name__)
 
 
+# Where `split_deepstack_embs` stands in Bridge.
+_VISION = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils"
+
 # Where a row's samples start. `cu_seqlens_q` leaves out what `pad_seq_to_mult` added to samples, so
 # the first one has the places in the row.
-_VISION = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils"
 _BOUNDS = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens")
 
 

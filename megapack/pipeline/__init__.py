@@ -2,6 +2,7 @@
 
 Modules:
     kernels: the compiled recurrence over them
+    images: seconds of images, ahead of the rows or in them
     simulator: simulate(step) -> Simulation: makespan, bubble, activations, events
 """
 

@@ -2,6 +2,7 @@
 
 Modules:
     microbatch: MicroBatch: the samples of one row
+    images: PlannedImage: an image of a step, the GPU that encodes it, the samples that use it
     plan: Plan and StepPlan; digest
     facts: Counts of steps, and the table of features that everything printed reads
     explanation: Explanation: what each planning option of a plan gains

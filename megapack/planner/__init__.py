@@ -6,6 +6,7 @@ Read `search` first: pack, order, improve. What it calls, in the order of the da
     counts, refusals       which rollouts train when, how many rows; what cannot be planned
     families, cuts         items as parts of families, samples and families in pieces
     targets                how long each row should take
+    images                 which GPU encodes each image
     starts: bins, fill     items into rows, on one rank or several
     board, clock, orders   the draft in arrays, its seconds, orders that stages choose
     improve                moves while they make the step faster
