@@ -25,7 +25,7 @@ from megapack.planner.draft import Draft
 from megapack.planner.fill import fill_board, fill_rule
 from megapack.planner.scored import Scored, Way
 from megapack.planner.step import UNLIMITED, spread_counts
-from megapack.planner.targets import Target, equal_target, ramp_targets, snake, uneven_target
+from megapack.planner.targets import Target, equal_target, ramp_targets, snake
 
 # All constants of this module were chosen by hand. docs/maintainers/planner.md says how to judge a
 # change.
@@ -41,13 +41,11 @@ _EXTRA_POSITIONS = 12
 # up to 2 evaluations for each of about 2 * pp levels.
 MAX_ROUNDS = 4
 _PROFILE_PART = 4
-# Targets that samples are packed to, best first, of equal work and of unequal work. The latter are
-# searched only if that many evaluations per rank are left.
+# Targets that samples are packed to, best first.
 _MAX_PACKED = 4
 # Of up to 16 items per rank a packed row is far from its target, so each M is packed: 24 samples of
 # about one length on dp2 pp4 take 0.86 of the time.
 _FEW_ITEMS = 16
-_UNEVEN_EVALUATIONS = 40
 # A whole item may take this many times its position's target before it goes over more ranks.
 _STRETCH = 1.15
 # Of more than 100 positions a few more or less matter little: only values of M are tried whose
@@ -101,15 +99,8 @@ def narrow_starts(way: Way, evaluations: int) -> Iterator[tuple[Scored, int]]:
         rounds = max(1, rounds) if evaluations else 0
         equal = [equal_target(way, count, rounds) for count in counts]
         equal.sort(key=lambda target: target.seconds)
-        spent = sum(target.evaluations for target in equal)
+        spent = sum(target.profile.evaluations for target in equal)
         kinds = [(equal, _MAX_PACKED)]
-        enough = evaluations - spent >= _UNEVEN_EVALUATIONS * way.layout.dp
-        if enough and way.layout.pp > 1 and any(target.huge[0].size for target in equal):
-            fewer = max(1, rounds // 2)
-            found = (uneven_target(way, target, fewer) for target in equal)
-            uneven = [target for target in found if target is not None]
-            kinds.append((sorted(uneven, key=lambda target: target.seconds), _MAX_PACKED))
-            spent += sum(target.evaluations for target in uneven)
         if rounds and way.layout.pp > 1 and items.num_items <= _FEW_ITEMS * way.layout.dp:
             legal = {step.legal_count(count) for count in range(least, most + 1)}
             others = sorted(count for count in legal - {*counts} if count <= most)
@@ -218,32 +209,6 @@ def wide_starts(way: Way, targets: list[Target], fastest: float) -> Iterator[Sco
         scored = filled(way, equal_target(way, count, 0).rows(way) * _OVERHEAD)
         if scored is not None:
             fastest = scored.seconds
-            yield scored
-
-
-def falling_starts(way: Way) -> Iterator[Scored]:
-    """Boards whose positions are as long as their tallest item over the fewest ranks that hold it:
-    the longest items are side by side, and the shortest ones at the end.
-
-    Equal positions leave room beside items that differ: items of 3, 3, 2 and 2 s on two ranks take
-    5 s in positions of 3 and 2 s. Of many positions a few more or less matter little: none is made.
-    """
-    rule = fill_rule(way.items, way.row_cost, way.work, np.zeros((1, 1)))
-    if rule is None:
-        return
-    # Seconds of each item over its fewest ranks, and of a rank with all items up to it.
-    tallest = np.sort(way.work / np.float64(2.0) ** rule.least)[::-1]
-    until = np.cumsum(np.sort(way.work)[::-1]) / way.layout.dp
-    heights: list[float] = []
-    while math.fsum(heights) < until[-1]:
-        heights.append(float(tallest[np.searchsorted(until, math.fsum(heights), side="right")]))
-        if len(heights) > _ENOUGH_POSITIONS:
-            return
-    count = way.step.legal_count(len(heights))
-    rows = np.array((heights + heights[-1:] * count)[:count])
-    for stretch in (_STRETCH, math.inf):
-        scored = filled(way, np.tile(rows, (way.layout.dp, 1)), stretch)
-        if scored is not None and scored.seconds < math.inf:
             yield scored
 
 

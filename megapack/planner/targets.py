@@ -5,12 +5,8 @@ for the last ones while it drains. Small micro-batches at both ends shorten both
 search finds the profile, the sizes of a rank's micro-batches, in the simulator, for divisible work;
 samples are packed to them afterwards.
 
-A huge sample slows its rank down: no row beside it can be as long, so stages wait. With equal work
-that rank is the last to end, and more micro-batches help it little. With less work for it, the
-others take more, at an M that suits them. On pp=4, a sample of a quarter of a rank's work leaves
-0.7 of the work to its rank at M=18, and 1.1 to three others. So there are two kinds of ranks: heavy
-ones, whose largest sample is at least half of the largest of all, and light ones. Each kind has a
-profile, and shares of the work with which both end at once.
+A huge sample slows its rank down: no row beside it can be as long. The profile is found for the
+rank with the largest ones, which have rows of their own; the other ranks fill the same profile.
 
 The first levels below were chosen by hand, for medium-sized steps. docs/measured/planner_peers.md
 has what they give: the column search=0 uses them as they are, and the default search starts there.
@@ -38,17 +34,8 @@ _TAIL = (0.85, 0.65)
 # With pp=4 they are 0.15, 0.21, 0.31, 0.44, 0.63, 0.9 and 1.
 _RAMP_FIRST = 0.15
 _RAMP_GROWTH = 1.3
-# 1F1B: levels of the three micro-batches on either side of the huge samples, the nearest first.
-# M=20 on pp=4 has two huge samples at 10 and 11; 9 and 12 start at 1.8, 8 and 13 at 1.4, 7 and 14
-# at 1.15.
-_SLOPES = (1.8, 1.4, 1.15)
-# Interleaved: levels of the first and of the last group, and those between which the other groups
-# fall. Six groups start at 0.45, 1.22, 1.14, 1.06, 0.98, 0.6.
-_FIRST_GROUP = 0.45
-_LAST_GROUP = 0.6
-_GROUP_SLOPE = (1.3, 0.9)
-# Interleaved: levels of both groups if there are only two.
-_TWO_GROUPS = (1.2, 0.8)
+# Interleaved: levels of the first and of the last group.
+_END_GROUPS = (0.45, 0.6)
 # Interleaved: most levels, as each costs up to two simulations per round of the search. M=48 with
 # G=4 has 12 groups, and the ten in the middle share six levels.
 _MAX_GROUP_LEVELS = 8
@@ -59,13 +46,6 @@ _FIRST_STEP = 0.25
 _LEAST_GAIN = 1e-9
 # Limit on passes of `spread`. Chosen by hand.
 _FILL_PASSES = 8
-
-
-# Times that the shares of heavy and light ranks are changed towards equal seconds: 1.4 s and 1.0 s
-# become 1.13 s and 1.10 s after the first, and differ by less than 1 % after the third. A rank
-# keeps at least 1 % of a mean rank's work. Chosen by hand.
-_SHARE_STEPS = 4
-_LEAST_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -102,36 +82,25 @@ class Profile:
 
 @dataclass(frozen=True)
 class Target:
-    """A profile for each rank, and what it was made for."""
+    """A profile, and what it was made for."""
 
     huge: list[Floats]
     """Per rank the work of the samples that get a micro-batch each, in descending order."""
-    heavy: Profile
-    """Of the first `num_heavy` ranks."""
-    light: Profile
-    num_heavy: int
-    shares: tuple[float, float]
-    """Shares of the work of heavy and light ranks; the mean of all ranks is 1."""
-    seconds: float
-    """Simulated seconds of the slower kind, for divisible work; inf if not simulated."""
-    evaluations: int
-    """Simulations spent."""
+    profile: Profile
+
+    @property
+    def seconds(self) -> float:
+        """Simulated seconds for divisible work; inf if not simulated."""
+        return self.profile.seconds
 
     @property
     def count(self) -> int:
         """M."""
-        return int(self.heavy.classes.size)
+        return int(self.profile.classes.size)
 
     def rows(self, way: Way) -> Floats:
         """float64 [dp, M]: work that each row should have."""
-        dp = len(self.huge)
-        shares = np.repeat(self.shares, (self.num_heavy, dp - self.num_heavy))
-        shares = shares * (dp / math.fsum(shares))
-        profiles = [self.heavy] * self.num_heavy + [self.light] * (dp - self.num_heavy)
-        columns = zip(profiles, shares.tolist(), self.huge, strict=True)
-        return np.stack(
-            [own.sizes(share * way.rank_work, huge, way.cap) for own, share, huge in columns]
-        )
+        return np.stack([self.profile.sizes(way.rank_work, own, way.cap) for own in self.huge])
 
 
 def equal_target(way: Way, count: int, rounds: int) -> Target:
@@ -140,47 +109,8 @@ def equal_target(way: Way, count: int, rounds: int) -> Target:
     Args:
         rounds: see `find_profile`; 0: the profile is not searched.
     """
-    dp = way.layout.dp
     huge = _huge_samples(way, count)
-    profile = _profile(way, count, rounds, huge[0])
-    return Target(huge, profile, profile, dp, (1.0, 1.0), profile.seconds, profile.evaluations)
-
-
-def uneven_target(way: Way, equal: Target, rounds: int) -> Target | None:
-    """The same M with less work for ranks that have huge samples, so that heavy and light ranks end
-    at once; None if all are alike."""
-    dp = way.layout.dp
-    huge = equal.huge
-    largest = np.array([own[0] if own.size else 0.0 for own in huge])
-    num_heavy = int(np.count_nonzero(2 * largest >= largest[0]))
-    if num_heavy == dp:
-        return None
-    profiles = equal.heavy, _profile(way, equal.count, rounds, huge[-1])
-    kinds = tuple(zip(profiles, (huge[0], huge[-1]), strict=True))
-    ops = _divisible(way).ops(equal.count)
-    counts = num_heavy, dp - num_heavy
-    end = np.empty(ops.stage.size)
-    shares = best = 1.0, 1.0
-    fewest = np.inf
-    for _ in range(_SHARE_STEPS):
-        sizes = (
-            profile.sizes(share * way.rank_work, own, way.cap)
-            for share, (profile, own) in zip(shares, kinds, strict=True)
-        )
-        heavy, light = (float(rank_seconds(ops, own + way.cost.fixed, end)) for own in sizes)
-        slowest = max(heavy, light)
-        if slowest < fewest:
-            best, fewest = shares, slowest
-        mean = (counts[0] * heavy + counts[1] * light) / dp
-        changed = [
-            max(share * (1 - (own - mean) / slowest), _LEAST_SHARE)
-            for share, own in zip(shares, (heavy, light), strict=True)
-        ]
-        # The mean of all ranks is 1 again.
-        factor = dp / (counts[0] * changed[0] + counts[1] * changed[1])
-        shares = factor * changed[0], factor * changed[1]
-    used = profiles[1].evaluations + 2 * _SHARE_STEPS
-    return Target(huge, *profiles, num_heavy, best, fewest, used)
+    return Target(huge, _profile(way, count, rounds, huge[0]))
 
 
 def ramp_targets(way: Way, held: Floats) -> Floats:
@@ -259,7 +189,7 @@ def find_profile(
         huge: work of the samples that get a micro-batch each, in descending order.
         rounds: rounds of the pattern search; each tries every level. 0: the first levels.
     """
-    classes, levels, huge_order = _classes(runner.layout, count, huge.size)
+    classes, levels, huge_order = _classes(runner.layout, count)
     if not rounds:
         return Profile(classes, levels, huge_order, math.inf, 0)
     floors = _floors(huge_order, huge)
@@ -276,27 +206,26 @@ def _floors(huge_order: Ints, huge: Floats) -> Floats:
     return floors
 
 
-def _classes(layout: Layout, count: int, num_huge: int) -> tuple[Ints, Floats, Ints]:
+def _classes(layout: Layout, count: int) -> tuple[Ints, Floats, Ints]:
     """Which micro-batches share a level, and the levels that the search starts with.
 
-    1F1B: each of the first and last pp micro-batches has its own level, and so have those beside
-    the huge samples in the middle. Interleaved: the micro-batches of a group share a level, and
-    huge samples go to the groups after the first one.
+    1F1B: each of the first and last pp micro-batches has its own level, and huge samples are in the
+    middle. Interleaved: the micro-batches of a group share a level, and huge samples go to the
+    groups after the first one.
 
     Returns:
         classes, levels, huge_order: as in `Profile`.
     """
-    if layout.pp == 1:
-        return np.zeros(count, dtype=np.int64), np.ones(1), np.arange(count)
-    if layout.vpp == 1:
-        return _mountain(layout.pp, count, num_huge)
-    return _grouped(count, layout.group_size)
-
-
-def _grouped(count: int, group: int) -> tuple[Ints, Floats, Ints]:
-    """`_classes` of the interleaved schedule."""
     position = np.arange(count)
-    groups = position // group
+    if layout.pp == 1:
+        return np.zeros(count, dtype=np.int64), np.ones(1), position
+    if layout.vpp == 1:
+        ends = min(layout.pp, (count - 1) // 2)
+        classes = np.minimum(position, ends) + np.maximum(position - (count - 1 - ends), 0)
+        # From the middle outwards; M=11: 5 6 4 7 3 ...
+        from_middle = np.abs(position - count // 2) * 2 - (position > count // 2)
+        return classes, _mountain_levels(2 * ends + 1), np.argsort(from_middle, kind="stable")
+    groups = position // layout.group_size
     last = int(groups[-1])
     huge_order = np.concatenate([position[groups > 0], position[groups == 0]])
     if last >= _MAX_GROUP_LEVELS:
@@ -304,31 +233,10 @@ def _grouped(count: int, group: int) -> tuple[Ints, Floats, Ints]:
         after_first = np.where(groups == last, _MAX_GROUP_LEVELS - 1, middle)
         groups = np.where(groups == 0, 0, after_first)
         last = _MAX_GROUP_LEVELS - 1
-    levels = np.linspace(*_GROUP_SLOPE, last + 1)
-    if last == 1:
-        levels[:] = _TWO_GROUPS
-    elif last > 1:
-        levels[0] = _FIRST_GROUP
-        levels[-1] = _LAST_GROUP
+    levels = np.ones(last + 1)
+    if last > 1:
+        levels[[0, -1]] = _END_GROUPS
     return groups, levels, huge_order
-
-
-def _mountain(pp: int, count: int, num_huge: int) -> tuple[Ints, Floats, Ints]:
-    """`_classes` of 1F1B: sizes rise from both ends towards the huge samples in the middle."""
-    position = np.arange(count)
-    ends = min(pp, (count - 1) // 2)
-    classes = np.minimum(position, ends) + np.maximum(position - (count - 1 - ends), 0)
-    levels = _mountain_levels(2 * ends + 1)
-    # From the middle outwards; M=11: 5 6 4 7 3 ...
-    from_middle = np.abs(position - count // 2) * 2 - (position > count // 2)
-    huge_order = np.argsort(from_middle, kind="stable")
-    if num_huge:
-        beside = huge_order[num_huge : num_huge + 2 * len(_SLOPES)]
-        slopes = [p for p in beside if classes[p] == ends]
-        for k, p in enumerate(slopes):
-            classes[p] = levels.size + k
-        levels = np.concatenate([levels, np.repeat(_SLOPES, 2)[: len(slopes)]])
-    return classes, levels, huge_order
 
 
 def _mountain_levels(size: int) -> Floats:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from megapack.planner.draft import Draft
 from megapack.planner.items import Items
 from megapack.planner.scored import Way
-from megapack.planner.starts import MAX_ROUNDS, counts_to_try, falling_starts, loosened, wide_starts
+from megapack.planner.starts import MAX_ROUNDS, counts_to_try, loosened, wide_starts
 from megapack.planner.step import UNLIMITED
 from megapack.planner.targets import equal_target
 
@@ -65,7 +65,6 @@ def plan_wide(items: Items, fixed: Draft | None) -> Draft | None:
     before = min((scored.seconds for scored in found), default=math.inf)
     if before <= goal < math.inf:
         return None
-    found += falling_starts(way)
     found += wide_starts(way, targets, before)
     found.sort(key=lambda scored: scored.seconds)
     # 3. Moves.
