@@ -16,7 +16,8 @@ from megapack.job.data.dataset import Dataset
 from megapack.job.data.hf_tokenizer import HfTokenizer
 from megapack.job.data.images import ImageReader
 from megapack.job.data.token_blocks import ReadSettings
-from megapack.job.data.toy_images import write_image_model, write_images
+from megapack.job.data.toy_images import write_images
+from tests.toy_towers import write_image_model
 
 START, END, IMAGE, VIDEO = 259, 260, 261, 262
 

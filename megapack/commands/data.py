@@ -17,7 +17,7 @@ from megapack.job.data.dataset import Dataset
 from megapack.job.data.files import list_files
 from megapack.job.data.tokenizer import Tokenizer
 from megapack.job.data.toy import write_toy
-from megapack.job.data.toy_images import FAMILIES, write_image_model, write_images
+from megapack.job.data.toy_images import write_image_model, write_images
 
 EXAMPLE = """megapack data show chats.jsonl --config sft.yaml --sample 0
 megapack data toy FOLDER
@@ -32,15 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     summary = "make a tiny model with a tokenizer, chats and lengths, to try megapack with"
     toy = actions.add_parser("toy", help=summary, description=write_toy.__doc__)
     toy.add_argument("folder", metavar="FOLDER", help="to write; it must not exist")
-    toy.add_argument(
-        "--images",
-        nargs="?",
-        const=FAMILIES[0],
-        choices=FAMILIES,
-        metavar="FAMILY",
-        help="a model with a vision tower, and chats and rollouts with images; the family is one "
-        f"of {', '.join(FAMILIES)} ({FAMILIES[0]})",
-    )
+    what = "a model with a vision tower (Qwen3-VL), and chats and rollouts with images"
+    toy.add_argument("--images", action="store_true", help=what)
     summary = "print a sample as it will be trained: its tokens, and which count in the loss"
     show = actions.add_parser("show", help=summary, description=summary)
     show.add_argument("file", metavar="FILE", help="a data file, or a folder of them")
@@ -63,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     columns `group` and `rollout` say.
     """
     if args.action == "toy" and args.images:
-        write_image_model(args.folder, args.images)
+        write_image_model(args.folder)
         write_images(args.folder)
         print(f"{args.folder}: model, tokenizer and image processor, chats.jsonl, rollouts.jsonl")
         return 0

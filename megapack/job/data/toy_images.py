@@ -33,7 +33,7 @@ _TEMPLATE = """\
 {%- endfor %}{%- endif %}{%- endmacro %}
 """ + TEMPLATE.replace("message.content + '<", "written(message.content) + '<")
 
-_TOWER: dict[str, Any] = {
+TOWER: dict[str, Any] = {
     "depth": 4,
     "hidden_size": 32,
     "num_heads": 2,
@@ -42,56 +42,32 @@ _TOWER: dict[str, Any] = {
     "temporal_patch_size": 2,
     "spatial_merge_size": _MERGE,
     "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
 }
-_POSITIONS = {**_TOWER, "num_position_embeddings": 64}
-_DEEPSTACK = {**_POSITIONS, "deepstack_visual_indexes": [0, 1]}
-_WINDOWS = {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1, 3]}
-
-
-def _rope(*sections: int, **others: Any) -> dict[str, Any]:
-    settings = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
-    return {"rope_parameters": {**settings, **others}}
-
-
-_DECODER: dict[str, Any] = {
+"""Keys of the tower's config."""
+DECODER: dict[str, Any] = {
     "vocab_size": 256 + len(_SPECIAL),
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 16,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6,
     "bos_token_id": None,
     "eos_token_id": _EOS,
     "pad_token_id": 256,
     "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
 }
-_QWEN3 = {**_DECODER, "head_dim": 16, **_rope(4, 2, 2, mrope_interleaved=True)}
-_QWEN3_5 = {
-    **_QWEN3,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
-    **_rope(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.5),
-}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# By family: the beginning of its classes' names in transformers, the decoder, the tower.
-_FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "qwen3_vl": ("Qwen3VL", _QWEN3, _DEEPSTACK),
-    "qwen3_vl_moe": ("Qwen3VLMoe", {**_QWEN3, **_EXPERTS}, _DEEPSTACK),
-    "qwen2_5_vl": ("Qwen2_5_VL", {**_DECODER, **_rope(4, 2, 2)}, _WINDOWS),
-    "qwen3_5": ("Qwen3_5", _QWEN3_5, _POSITIONS),
-    "qwen3_5_moe": (
-        "Qwen3_5Moe",
-        {**_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 48},
-        _POSITIONS,
-    ),
-}
-FAMILIES = tuple(_FAMILIES)
-"""Those that `write_image_model` makes."""
+"""Keys of the decoder's config."""
 # Images of 4 to 200 patches.
 _PROCESSOR: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
@@ -104,21 +80,21 @@ _PROCESSOR: dict[str, Any] = {
 }
 
 
-def write_image_model(folder: str | Path, family: str = "qwen3_vl") -> None:
+def write_image_model(
+    folder: str | Path,
+    name: str = "Qwen3VL",
+    decoder: dict[str, Any] = DECODER,
+    tower: dict[str, Any] = TOWER,
+) -> None:
     """Write a model with random weights, its tokenizer of bytes and its image processor.
 
-    Tower and decoder have four layers.
-
     Args:
-        family: one of `FAMILIES`.
+        name: beginning of its classes' names in transformers.
 
     Raises:
         ConfigError: the folder exists, or transformers or torch are not installed.
     """
-    if family not in FAMILIES:
-        raise ConfigError(f"{family} is no family of toys; set one of {', '.join(FAMILIES)}")
     path = new_folder(folder)
-    name, decoder, tower = _FAMILIES[family]
     parts = {"text_config": decoder, "vision_config": tower, "tie_word_embeddings": False}
     write_model(path, f"{name}ForConditionalGeneration", parts | _IDS)
     files = tokenizer_files(_SPECIAL, _TEMPLATE)

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megapack.job.data.toy_images import write_image_model
 from tests.dist.hf.hf_images_worker import CASES
 from tests.dist.spawn import checked_job
 from tests.marks import needs_hybrid
 from tests.megatron import HAS_HYBRID
+from tests.toy_towers import write_image_model
 from tests.unit.job.hf.tiny_llama import read_folder
 
 pytestmark = pytest.mark.dist

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megapack.job.data.toy_images import write_image_model
 from tests.dist.model.towers_worker import CASES
 from tests.dist.spawn import checked_job, rank_reports
+from tests.toy_towers import write_image_model
 
 pytestmark = pytest.mark.dist
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megapack.job.data.toy_images import write_image_model
 from tests.dist.spawn import run_job
 from tests.documents import python_blocks
 from tests.hf_models import make_folder
+from tests.toy_towers import write_image_model
 
 pytestmark = pytest.mark.dist
 

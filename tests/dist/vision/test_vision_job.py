@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from megapack.config.cost_file import read_cost
-from megapack.job.data.toy_images import write_image_model, write_images
+from megapack.job.data.toy_images import write_images
 from megapack.layout import Layout
 from tests.dist.spawn import checked_job, run_code, run_job
+from tests.toy_towers import write_image_model
 
 pytestmark = pytest.mark.dist
 

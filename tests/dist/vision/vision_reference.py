@@ -16,9 +16,9 @@ import torch
 import transformers
 
 from megapack.images import positions
-from megapack.job.data.toy_images import write_image_model
 from tests.dist.hf.hf_worker import read
 from tests.dist.vision.vision_samples import CHOSEN, IMAGE, Sample, make_samples
+from tests.toy_towers import write_image_model
 
 
 def inputs_of(sample: Sample, dtype: torch.dtype) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from megapack.config import dump_yaml, find_config, load_config, parse_config
 from megapack.errors import ConfigError
 from megapack.job.config.sections import TrainConfig
 from megapack.job.data.toy import write_toy
-from megapack.job.data.toy_images import write_image_model
 from megapack.layout import Layout
 from megapack.policy import Policy
+from tests.toy_towers import write_image_model
 
 pytestmark = pytest.mark.unit
 

@@ -11,7 +11,7 @@ from megapack import CostModel, Layout
 from megapack.cost.assumed import GpuSpeed, with_image_costs
 from megapack.cost.tower import TowerSizes
 from megapack.job.config.hf_config import read_hf_config
-from megapack.job.data.toy_images import FAMILIES, write_image_model
+from tests.toy_towers import FAMILIES, write_image_model
 
 pytestmark = pytest.mark.unit
 

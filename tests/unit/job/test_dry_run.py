@@ -16,7 +16,8 @@ from megapack.config import load_config
 from megapack.cost.memory import GIB
 from megapack.job.config.sections import TrainConfig
 from megapack.job.data.toy import write_toy
-from megapack.job.data.toy_images import write_image_model, write_images
+from megapack.job.data.toy_images import write_images
+from tests.toy_towers import write_image_model
 
 pytestmark = pytest.mark.unit
 
