@@ -213,7 +213,7 @@ def write_model(folder: Path) -> None:
     """The toy of `job.data.toy_images` with more layers in its decoder."""
     import transformers
 
-    from tests.toy_towers import write_image_model
+    from megapack.job.data.toy_images import write_image_model
 
     write_image_model(folder)
     config = transformers.AutoConfig.from_pretrained(folder)
