@@ -29,7 +29,7 @@ from megapack.errors import CheckpointError
 from megapack.job.checkpoint import folders
 from megapack.job.checkpoint.folders import Checkpoint, Manifest, Position
 from megapack.job.checkpoint.index import check_index, read_fault
-from megapack.job.checkpoint.state import RunState, is_first_of_data_parallel_rank
+from megapack.job.checkpoint.state import RunState
 from megapack.job.checkpoint.writer import PendingSave
 from megapack.job.config.sections import TrainConfig
 from megapack.layout import Layout
@@ -40,7 +40,6 @@ from megapack.samples import SampleBatch
 # Folders that the reference's weights may come from.
 _REFERENCE = ("model.hf_path", "objective.reference_hf_path")
 _BATCH_FILE = "batch.pt"
-_ROUTING = "routing-dp"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -137,44 +136,6 @@ class Checkpoints:
         for name in field_names:
             batch.set_field(name, list(fields[name].split(batch.lengths)))
 
-    def load_routing(
-        self, checkpoint: Checkpoint, plan: Plan, dp_rank: int, routing: list[torch.Tensor | None]
-    ) -> None:
-        """Set the recorded experts of the samples that this rank has yet to train on.
-
-        Args:
-            plan: the plan of the batch in progress, which may be for another layout than the one
-                that saved.
-            dp_rank: this process's data-parallel rank.
-            routing: see `save`; filled in place.
-
-        Raises:
-            CheckpointError: the checkpoint lacks a sample's experts, or samples may share tokens
-                whose experts differ.
-        """
-        # Samples that shared a row when routes were recorded have the same ones. Another plan may
-        # put others into a row, and a router may choose by the last bit of a sum.
-        shares = plan.prefixes is not None
-        if shares and checkpoint.manifest.plan_digest != plan.digest():
-            raise CheckpointError(
-                f"{checkpoint.path} was saved inside a batch with the experts of rows that share "
-                "prefixes, and this plan has other rows; set plan.share_prefixes=off, or resume "
-                "from a checkpoint at a batch's end"
-            )
-        steps = plan.steps[checkpoint.manifest.position.step_in_batch :]
-        missing = {i for step in steps for mb in step.ranks[dp_rank] for i in mb.samples}
-        for name in sorted(checkpoint.manifest.files):
-            if name.startswith(_ROUTING) and missing:
-                found = _read_tensors(checkpoint.path / name)
-                for sample in [i for i in missing if str(i) in found]:
-                    routing[sample] = found[str(sample)]
-                    missing.discard(sample)
-        if missing:
-            raise CheckpointError(
-                f"{checkpoint.path} has no experts of sample {min(missing)} of the batch in "
-                "progress; resume from a checkpoint at a batch's end"
-            )
-
     @property
     def last_saved(self) -> Path | None:
         """The last complete checkpoint in the run's folder; None if this run has none."""
@@ -200,8 +161,6 @@ class Checkpoints:
         plan: Plan,
         batch: SampleBatch,
         field_names: Sequence[str],
-        routing: Sequence[torch.Tensor | None] | None = None,
-        dp_rank: int = 0,
     ) -> None:
         """Write a checkpoint, with `train.async_save` on threads. A collective.
 
@@ -212,9 +171,6 @@ class Checkpoints:
             plan, batch: the plan and the samples of that step's batch.
             field_names: fields to save inside a batch, such as the log-probs that the weights at
                 the batch's start gave. All ranks have them.
-            routing: the experts recorded in that pass, of each sample that this rank packs, or None
-                if no pass records them.
-            dp_rank: this process's data-parallel rank.
 
         Raises:
             CheckpointError, ScheduleError: the checkpoint cannot be written. If only some ranks
@@ -233,8 +189,6 @@ class Checkpoints:
         with self._removing(path):
             self._write(path, self._on_first_rank, folders.open_part, path)
             small = _small_files(batch, fields)
-            if routing is not None and position.step_in_batch:
-                small |= _routing_file(plan, position.step_in_batch, dp_rank, routing)
             self._pending = self._start(path, manifest, small)
         self._blocked_s += time.perf_counter() - started
         if not self.config.train.async_save:
@@ -367,13 +321,6 @@ class Checkpoints:
                 f"which {', '.join(changed)} needs; set the section objective as it was, or resume "
                 "from a checkpoint at a batch's end"
             )
-        records = self.config.train.routing_replay == "old_logprobs"
-        has_routing = any(name.startswith(_ROUTING) for name in manifest.files)
-        if manifest.position.step_in_batch and records and not has_routing:
-            raise CheckpointError(
-                f"{checkpoint.path} was saved inside a batch and has no recorded experts; set "
-                "train.routing_replay as it was, or resume from a checkpoint at a batch's end"
-            )
         return fields
 
     def _load_rng(self, checkpoint: Checkpoint) -> None:
@@ -422,18 +369,6 @@ def _small_files(
     if dist.get_rank() == 0 and field_names:
         files[_BATCH_FILE] = {name: _flat(batch, name) for name in field_names}
     return files
-
-
-def _routing_file(
-    plan: Plan, num_done: int, dp_rank: int, routing: Sequence[torch.Tensor | None]
-) -> dict[str, dict[str, torch.Tensor]]:
-    """The recorded experts of this data-parallel rank's samples in the steps that are left.
-
-    Its first rank writes them; the others have the same.
-    """
-    left = {i for step in plan.steps[num_done:] for i in step.kept_samples}
-    own = {str(i): value for i, value in enumerate(routing) if i in left and value is not None}
-    return {f"{_ROUTING}{dp_rank}.pt": own} if is_first_of_data_parallel_rank() else {}
 
 
 def _flat(batch: SampleBatch, name: str) -> torch.Tensor:

@@ -5,8 +5,6 @@
                               rng/rank0.pt      random states of a rank
                               batch.pt          log-probs of the batch in progress, if any; with a
                                                 critic values, advantages and returns
-                              routing-dp0.pt    experts that the log-prob pass of that batch
-                                                recorded on data-parallel rank 0, if steps replay it
 
 A folder is written as `step-00000012.part`. It is renamed when all ranks have finished and all
 files are on the disk, so a folder without `.part` is complete. All ranks must see the same file

@@ -185,16 +185,6 @@ class RunState:
         return {n: self.reference[t.data] for n, t in tensors.items() if t.data in self.reference}
 
 
-def is_first_of_data_parallel_rank() -> bool:
-    """Whether this is the first of the ranks that run the same samples."""
-    places = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_context_parallel_rank(),
-    )
-    return not any(places)
-
-
 def _read(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Read the tensors that a sharded state dict asks for; a collective in Megatron-Core 0.16."""
     tensors, kept, factories = load_preprocess(sharded)

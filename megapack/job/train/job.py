@@ -255,10 +255,6 @@ class Trainer:
         names = self.passes.logprob_fields
         return names if self.critic is None else [*names, *FIELDS]
 
-    @property
-    def _records_routing(self) -> bool:
-        return self.config.train.routing_replay == "old_logprobs"
-
     def _open_folder(self) -> RunFolder | None:
         """Open the run's folder on rank 0: the existing one if the run resumes its own checkpoint,
         else a new one."""
@@ -330,7 +326,8 @@ class Trainer:
         first_step = self.position.step_in_batch
         resumed = self._resumed_inside
         if resumed is not None:
-            agree(lambda: self._load_batch(resumed, batch), device=self.device)
+            saved = resumed, batch.samples, batch.plan, self._saved_fields
+            agree(lambda: self.checkpoints.load_batch(*saved), device=self.device)
         else:
             self.passes.add_logprobs(batch)
         passed = time.perf_counter()
@@ -340,34 +337,29 @@ class Trainer:
                 self.critic.add_advantages(batch)
             batch_seconds["value_pass_s"] = time.perf_counter() - passed
         self._last = batch
+        records_routing = self.config.train.routing_replay == "old_logprobs"
+        wants_save = False
         for index in range(first_step, len(batch.plan.steps)):
-            self._raise_if_stopping()
+            if not wants_save:
+                self._raise_if_stopping()
             self.interrupt.begin()
             self._step(batch, index, batch_seconds)
-            if self._stopping or self.checkpoints.due(self.num_steps):
+            wants_save |= self._stopping or self.checkpoints.due(self.num_steps)
+            # Recorded experts are not saved, so such a batch runs to its end before.
+            if records_routing and self.position.step_in_batch:
+                continue
+            if wants_save:
                 self._save(batch)
+                wants_save = False
                 if self.config.train.export_hf == "checkpoints" and not self._stopping:
                     self._export()
             if self._stopping:
                 self._finish_save()
 
-    def _load_batch(self, saved: Checkpoint, batch: PlannedBatch) -> None:
-        plan = batch.plan
-        self.checkpoints.load_batch(saved, batch.samples, plan, self._saved_fields)
-        if self._records_routing:
-            self.checkpoints.load_routing(saved, plan, self.adapter.dp_rank, batch.routing)
-
     def _save(self, batch: PlannedBatch) -> None:
         with self.ranks.guarded(f"the checkpoint after step {self.num_steps}"):
             self.ranks.place.enter("checkpoint")
-            self.checkpoints.save(
-                self.position,
-                batch.plan,
-                batch.samples,
-                self._saved_fields,
-                batch.routing if self._records_routing else None,
-                self.adapter.dp_rank,
-            )
+            self.checkpoints.save(self.position, batch.plan, batch.samples, self._saved_fields)
 
     def _finish_save(self) -> None:
         """Complete the pending save, if there is one."""
