@@ -3,8 +3,7 @@
 A cell is the place of a micro-batch: one of M positions of one DP rank. Each cell shows a row; a
 row without items is a padding micro-batch. A row of level k lies over 2**k DP ranks, an aligned
 block of cells at one position, and all of them show it. The items of a row are a linked list, and
-the sums of each row are kept. A row may hold a piece of a long sample: the search may shift the cut
-between two neighbouring pieces; they stay in their rows.
+the sums of each row are kept. A row may hold a piece of a long sample, which stays in it.
 """
 
 from __future__ import annotations
@@ -66,10 +65,6 @@ class Board(NamedTuple):
     """[levels, I]: sum of squared aligned lengths."""
     item_samples: Ints
     """[I]: number of samples."""
-    begin: Ints
-    """[I]: first padded token of a piece; 0 for a whole item. See `items.Items`."""
-    end: Ints
-    """[I]: padded token after the last one."""
     chain: Ints
     """[I]: number of the piece's chain; -1 for a whole item, which may change rows."""
     row_of: Ints
@@ -107,13 +102,13 @@ def empty_board(
     item_tokens: Ints,
     item_tokens_sq: Ints,
     item_samples: Ints,
-    pieces: tuple[Ints, Ints, Ints],
+    chain: Ints,
     shape: tuple[int, int],
 ) -> Board:
     """A board with no item in a row.
 
     Args:
-        pieces: begin, end and chain of each item.
+        chain: see `Board.chain`.
         shape: dp and M.
     """
     num_items = item_samples.size
@@ -124,7 +119,7 @@ def empty_board(
         item_tokens,
         item_tokens_sq,
         item_samples,
-        *pieces,
+        chain,
         row_of=np.full(num_items, -1, dtype=np.int64),
         next=np.full(num_items, -1, dtype=np.int64),
         head=np.full(num_rows, -1, dtype=np.int64),
@@ -414,34 +409,6 @@ def exchange(board: Board, a: int, b: int, row_a: int, row_b: int) -> None:
         _link(board, b, row_a)
     add_up(board, row_a)
     add_up(board, row_b)
-
-
-@inner
-def swap_blocks(
-    board: Board, rank: int, position: int, other: int, other_position: int, width: int
-) -> None:
-    """Exchange the rows of two blocks of `width` ranks; no row reaches out of them."""
-    for r in range(width):
-        row = board.rows[rank + r, position]
-        board.rows[rank + r, position] = board.rows[other + r, other_position]
-        board.rows[other + r, other_position] = row
-
-
-@inner
-def shift_cut(board: Board, piece: int, tokens: int) -> None:
-    """Give so many tokens of the next piece of a chain to a piece; negative ones to the next."""
-    before = board.end[piece]
-    after = before + tokens
-    squares = after * after - before * before
-    board.end[piece] = after
-    board.begin[piece + 1] = after
-    for item, sign in ((piece, 1), (piece + 1, -1)):
-        row = board.row_of[item]
-        board.item_tokens[0, item] += sign * tokens
-        board.item_tokens_sq[0, item] += sign * squares
-        board.tokens[row] += sign * tokens
-        board.tokens_sq[row] += sign * squares
-        add_up(board, row)
 
 
 @inner

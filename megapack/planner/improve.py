@@ -2,9 +2,8 @@
 
     draw a move where the step is slow -> change the board -> simulate -> keep it, or take it back
 
-A move exchanges items of two rows, exchanges rows, shifts the cut between two pieces, or takes all
-items out of a few rows and lets them choose again (a ruin). Which of them are drawn depends on what
-the board may have:
+A move exchanges items of two rows, exchanges rows, or takes all items out of a few rows and lets
+them choose again (a ruin). Which of them are drawn depends on what the board may have:
 
 - Rows on one rank each: the ranks that a move changes are simulated, and it is kept if both are
   then faster than the slowest rank was.
@@ -34,9 +33,7 @@ from megapack.planner.board import (
     fits,
     next_random,
     row_seconds,
-    shift_cut,
     slowest,
-    swap_blocks,
     unit_end,
 )
 from megapack.planner.clock import Clock, score_rank, score_shared
@@ -49,14 +46,11 @@ from megapack.planner.orders import OwnOrders
 # Start of the pseudo-random sequence.
 _SEED = 88172645463325252 & 0xFFFFFFFFFFFF
 # Of 8 moves of rows on one rank each, 3 change the order of the slowest rank, 3 exchange items of
-# its rows, one exchanges items with a random rank, and one with the fastest. Where there may be
-# pieces, one move in 5 shifts a cut before that.
+# its rows, one exchanges items with a random rank, and one with the fastest.
 _KINDS = 8
 _FIRST_OWN_ROWS = 3
 _FIRST_OTHER_RANK = 6
-_CUTS = 5
-# Of 8 moves of rows over several ranks, 2 exchange rows, 3 exchange items, and 3 are ruins.
-_FIRST_ITEMS = 2
+# Of 8 moves of rows over several ranks, 5 exchange items, and 3 are ruins.
 _FIRST_RUIN = 5
 # Exchanges with another rank that are drawn per move. The one nearest to the wanted shift is
 # simulated: 0.1 s if the slowest rank takes 1.2 s and the other one 1.0 s. 64 draws take a fifth
@@ -66,8 +60,6 @@ _DRAWS = 12
 # the budget, and 64 more: after 8,256 with a budget of 2,048.
 _MISSES_PER_SIMULATION = 4
 _FREE_MISSES = 64
-# A cut shifts by up to this part of the shorter piece: 1,024 of 8,192 tokens.
-_SHIFT_PART = 8
 # Items choose again from 1 to 3 blocks of at most 2**3 ranks, and no block is added after 64 items;
 # with a stretch from 0.9 to 1.5 and targets that are up to 0.3 higher.
 _MAX_RUINED = 3
@@ -108,23 +100,18 @@ def improve_ranks(
             other = fastest(board)
             if kind % 2 == 0 or clock.lockstep or other == rank:
                 other = next_random(random, dp)
-        piece, shift = -1, 0
         a, b, row_a, row_b = -1, -1, -1, -1
         p, q = next_random(random, count), next_random(random, count)
         is_drawn = p != q or rank != other
         # 2. Change the board.
-        if own is not None and next_random(random, _CUTS) == 0:
-            other = rank
-            piece, shift = _draw_cut(board, own, random, rank)
-            is_drawn = piece >= 0
-            if is_drawn:
-                shift_cut(board, piece, shift)
-        elif is_order or board.cost.fixed_rows:
+        if is_order or board.cost.fixed_rows:
             copy_into(before[0], board.rows[rank])
             copy_into(before[1], board.rows[other])
             single = chain_at(board, rank, p) < 0 and chain_at(board, rank, q) < 0
             if not is_order or (single and next_random(random, 2) == 0):
-                swap_blocks(board, rank, p, other, q, 1)
+                row = board.rows[rank, p]
+                board.rows[rank, p] = board.rows[other, q]
+                board.rows[other, q] = row
             elif p != q:
                 _move_unit(board, rank, p, q)
         else:
@@ -150,8 +137,6 @@ def improve_ranks(
             if clock.lockstep:
                 for k in range(dp):
                     board.seconds[k] = seconds
-        elif piece >= 0:
-            shift_cut(board, piece, -shift)
         elif a >= 0:
             exchange(board, a, b, row_b, row_a)
         else:
@@ -196,9 +181,7 @@ def improve_blocks(
                 if board.row_seconds[row] > board.row_seconds[board.rows[rank, position]]:
                     rank = r
         kind = next_random(random, _KINDS)
-        if kind < _FIRST_ITEMS:
-            done = _try_swap(board, random, rank, position)
-        elif kind < _FIRST_RUIN:
+        if kind < _FIRST_RUIN:
             other = next_random(random, dp)
             a, b, row_a, row_b = _draw_exchange(board, random, rank, position, other, 0.0)
             done = a >= 0
@@ -316,63 +299,6 @@ def _draw_exchange(
         if wanted == 0.0:
             break
     return best
-
-
-@inner
-def _draw_cut(board: Board, own: OwnOrders, random: Ints, rank: int) -> tuple[int, int]:
-    """A piece of a rank and the tokens by which the cut behind it is shifted; -1, 0 if the draw is
-    not legal."""
-    row = board.rows[rank, next_random(random, board.rows.shape[1])]
-    a = board.piece_of[row]
-    b = a + 1
-    if a < 0 or b >= board.chain.size or board.chain[b] != board.chain[a]:
-        return -1, 0
-    unit = own.alignment
-    units = min(board.item_tokens[0, a], board.item_tokens[0, b]) // (_SHIFT_PART * unit)
-    if units < 1:
-        return -1, 0
-    shift = (1 + next_random(random, units)) * unit
-    longer, shorter = a, b
-    if next_random(random, 2) == 0:
-        longer, shorter = b, a
-    is_legal = board.tokens[board.row_of[longer]] + shift <= board.cost.capacity[0]
-    if not is_legal or board.item_tokens[0, shorter] - shift < own.least_piece:
-        return -1, 0
-    return int(a), int(shift if longer == a else -shift)
-
-
-@inner
-def _try_swap(board: Board, random: Ints, rank: int, position: int) -> bool:
-    """Exchange a block at a position with a block at another one, or two whole positions."""
-    dp, count = board.rows.shape
-    other_position = next_random(random, count)
-    kind = next_random(random, 3)
-    width = 1 << board.level[board.rows[rank, position]]
-    if next_random(random, 3) == 0 and 2 * width <= dp:
-        width *= 2
-    rank -= rank % width
-    other = rank if kind == 1 else next_random(random, dp // width) * width
-    if kind == 0:
-        rank, other, width = 0, 0, dp
-    if rank + width > dp or (other == rank and other_position == position):
-        return False
-    if not _may_leave(board, rank, position, width):
-        return False
-    if not _may_leave(board, other, other_position, width):
-        return False
-    swap_blocks(board, rank, position, other, other_position, width)
-    return True
-
-
-@inner
-def _may_leave(board: Board, rank: int, position: int, width: int) -> bool:
-    """Whether no row reaches out of a block, and none has a piece."""
-    for r in range(rank, rank + width):
-        row = board.rows[r, position]
-        # A row that is no wider than the block lies within it, as both are aligned.
-        if (1 << board.level[row]) > width or board.piece_of[row] >= 0:
-            return False
-    return True
 
 
 @inner

@@ -46,10 +46,6 @@ class OwnOrders(NamedTuple):
     """Tokens that a stage may hold, each chunk counted whole; inf without a cap."""
     warmup: Ints
     """int64 [pp]: forwards that a stage may run ahead of its backwards."""
-    alignment: int
-    """Cuts between pieces are at multiples of so many tokens."""
-    least_piece: int
-    """Tokens of the shortest piece."""
     forward_only: bool
     backward_ratio: float
     """Backward seconds over forward seconds, W included."""

@@ -107,10 +107,8 @@ class Way:
         squares = items.image_squares - np.rint(paid)
         tokens = np.stack([size.aligned + more for size in sizes])
         tokens_sq = np.stack([size.aligned_sq + squares.astype(np.int64) for size in sizes])
-        # Shifts of cuts change where pieces begin and end, of this board alone.
-        pieces = items.begin.copy(), items.end.copy(), items.chain
-        shape = self.layout.dp, count
-        return empty_board(self.row_cost, tokens, tokens_sq, items.item_samples, pieces, shape)
+        sizes_of = tokens, tokens_sq, items.item_samples, items.chain
+        return empty_board(self.row_cost, *sizes_of, (self.layout.dp, count))
 
     def board_of(self, draft: Draft) -> Board:
         """A draft in arrays."""
@@ -181,8 +179,6 @@ class Way:
             warmup=warmup,
             p2p=self.runner.p2p,
             cap=self._most_live(board),
-            alignment=self.unit,
-            least_piece=step.least_piece,
             forward_only=step.forward_only,
             backward_ratio=float(cost.backward_ratio),
             weight_ratio=float(cost.weight_ratio) if split else 0.0,
@@ -273,29 +269,13 @@ class Scored:
 
     def draft(self) -> Draft:
         """The board as a draft, with its orders."""
-        draft = replace(self.way.draft_of(self.board), items=self._items())
+        draft = self.way.draft_of(self.board)
         if self.own is not None and not self.way.step.forward_only:
             draft = replace(draft, orders=self._orders(self.own))
         is_joined = self.own is not None and bool(self.board.level.any())
         if not is_joined and self.way.step.prefixes is None:
             draft = replace(draft, board_seconds=self.seconds)
         return draft
-
-    def _items(self) -> Items:
-        """The items, with pieces as shifts of their cuts have left them."""
-        items, board = self.way.items, self.board
-        if not items.num_pieces or not self.way.own_order:
-            return items
-        real_end = np.minimum(board.end, items.sample_lengths[items.first_samples])
-        is_cut = items.is_piece & (items.item_samples == 1)
-        return replace(
-            items,
-            lengths=np.where(is_cut, real_end - board.begin, items.lengths),
-            aligned=board.item_tokens[0],
-            aligned_sq=board.item_tokens_sq[0],
-            begin=board.begin,
-            end=board.end,
-        )
 
     def _orders(self, own: OwnOrders) -> tuple[tuple[str, ...], ...]:
         """What each rank's stages run."""
