@@ -22,13 +22,8 @@ from megapack.planner.counts import fewest_counts
 from megapack.planner.items import Items, row_sums
 from megapack.planner.step import UNLIMITED
 
-# Limits on a part's work, as fractions of a mean row's at the fewest micro-batches. Of steps of 512
-# samples, none was fastest with finer cuts.
-_FRACTIONS = (1.0, 0.5, 0.25)
-# Without a pipeline rows may be as large as the budget, so only one smaller cut is tried.
-_FRACTIONS_WITHOUT_PIPELINE = (0.5,)
-# With a pipeline, cuts into as many parts as these multiples of the fewest micro-batches are tried
-# too: 16 families on dp2 x pp4 x vpp2 may be 16, 24 or 32 parts, for M = 8, 12 or 16.
+# Cuts into as many parts as these multiples of the fewest micro-batches are tried; without a pipeline
+# the first alone, as rows may be as large as the budget: 16 families on dp2 x pp4 x vpp2 may be 16, 24 or 32 parts, for M = 8, 12 or 16.
 _MULTIPLES = (1.0, 1.5, 2.0)
 # Bisections of the limit that gives so many parts: it is then within 1/4096 of the largest one.
 _LIMIT_BISECTIONS = 12
@@ -107,26 +102,15 @@ def parts_of_families(items: Items, families: Families) -> Iterator[Items]:
     nothing inside.
     """
     before = 0
-    for parts in sorted(_cuts(items, families), key=lambda cut: cut.num_items):
+    coarsest = cut_families(items, families, np.inf)
+    for multiple in _MULTIPLES if items.step.layout.pp > 1 else _MULTIPLES[:1]:
+        parts = _cut_into(items, families, coarsest, int(multiple * fewest_counts(coarsest)))
         enough = parts.num_items >= fewest_counts(parts)
         if before < parts.num_items < items.num_items and enough:
             before = parts.num_items
             yield parts
     if items.shared.any():
         yield items
-
-
-def _cuts(items: Items, families: Families) -> Iterator[Items]:
-    coarsest = cut_families(items, families, np.inf)
-    yield coarsest
-    fewest = fewest_counts(coarsest)
-    has_pipeline = items.step.layout.pp > 1
-    for multiple in _MULTIPLES if has_pipeline else (1.0,):
-        yield _cut_into(items, families, coarsest, int(multiple * fewest))
-    # Cumulative, because sums by vector instructions may differ between machines.
-    mean = float(np.cumsum(items.work)[-1]) / fewest_counts(items)
-    for fraction in _FRACTIONS if has_pipeline else _FRACTIONS_WITHOUT_PIPELINE:
-        yield cut_families(items, families, fraction * mean)
 
 
 def _cut_into(items: Items, families: Families, coarsest: Items, num_parts: int) -> Items:
