@@ -22,8 +22,9 @@ from megapack.planner.counts import fewest_counts
 from megapack.planner.items import Items, row_sums
 from megapack.planner.step import UNLIMITED
 
-# Cuts into as many parts as these multiples of the fewest micro-batches are tried; without a pipeline
-# the first alone, as rows may be as large as the budget: 16 families on dp2 x pp4 x vpp2 may be 16, 24 or 32 parts, for M = 8, 12 or 16.
+# Cuts into as many parts as these multiples of the fewest micro-batches are tried: 16 families on
+# dp2 x pp4 x vpp2 may be 16, 24 or 32 parts, for M = 8, 12 or 16. Without a pipeline rows may be as
+# large as the budget: the first alone.
 _MULTIPLES = (1.0, 1.5, 2.0)
 # Bisections of the limit that gives so many parts: it is then within 1/4096 of the largest one.
 _LIMIT_BISECTIONS = 12
