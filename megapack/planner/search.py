@@ -1,8 +1,8 @@
 """The search for a step's fastest legal draft: pack, order, improve.
 
     1. Start    values of M and targets of their rows; items packed to them; boards simulated
-    2. Improve  the best few boards, by moves
-    3. Finish   the fastest board as a draft, with the order of each rank
+    2. Improve  the fastest board, by moves
+    3. Finish   it as a draft, with the order of each rank
 
 This is done for each way in which the policy allows a step to be packed:
 
@@ -51,10 +51,8 @@ logger = logging.getLogger(__name__)
 # Without a bubble a draft with more micro-batches than the fewest must be this much faster: M=11
 # must take less than 0.998 s if M=10 takes 1 s.
 _LEAST_GAIN = 0.002
-# The best boards get a quarter of the remaining evaluations each; the fastest then gets the rest.
-# Without a pipeline only the sums of ranks matter, and a half is enough for the same seconds.
-_CONTENDERS = 2
-_CONTENDERS_PART = 4
+# Without a pipeline only the sums of ranks matter: half of the evaluations that are left give the
+# same seconds.
 _SUMS_PART = 2
 # Of the policy's evaluations, each cut of families gets a sixteenth, and the best one half of them
 # again. The draft without sharing gets all of them, as it would without prefixes; if none is made,
@@ -280,14 +278,8 @@ def plan_rows(items: Items, evaluations: int) -> Draft:
         more = scored.count > fewest and not has_bubble
         return scored.seconds * (1 + _LEAST_GAIN if more else 1.0)
 
-    found = sorted(found, key=seconds)[:_CONTENDERS]
-    if found[0].seconds == math.inf:
-        raise no_whole_rows(items)
-    if way.layout.pp == 1:
-        evaluations //= _SUMS_PART
-    each = evaluations // _CONTENDERS_PART
-    for scored in found:
-        scored.improve(each)
     best = min(found, key=seconds)
-    best.improve(evaluations - each * len(found))
+    if best.seconds == math.inf:
+        raise no_whole_rows(items)
+    best.improve(evaluations if has_bubble else evaluations // _SUMS_PART)
     return best.draft()

@@ -31,9 +31,6 @@ _NEAR = 0.005
 _OPERATIONS = 1536
 # Places that moves try for items, for each simulation; see `Scored.affordable`.
 _MOST_PLACES = 4000
-# The best boards, each of another M, get a third of the moves each; the fastest then gets the rest.
-_CONTENDERS = 3
-_CONTENDERS_PART = 3
 # Relative gain that makes a draft better than the fixed one: more than rounding in fp64.
 _LEAST_GAIN = 1e-9
 
@@ -66,19 +63,14 @@ def plan_wide(items: Items, fixed: Draft | None) -> Draft | None:
     if before <= goal < math.inf:
         return None
     found += wide_starts(way, targets, before)
-    found.sort(key=lambda scored: scored.seconds)
     # 3. Moves.
     if not found:
         return None
-    num_ops = found[0].num_ops * step.layout.dp
+    best = min(found, key=lambda scored: scored.seconds)
+    num_ops = best.num_ops * step.layout.dp
     search = step.policy.search
     budget = min(search, search * _OPERATIONS // num_ops)
-    contenders = found[:_CONTENDERS]
-    each = budget // _CONTENDERS_PART // len(contenders)
-    for scored in contenders:
-        scored.improve(scored.affordable(each, _MOST_PLACES), goal)
-    best = min(contenders, key=lambda scored: scored.seconds)
-    best.improve(best.affordable(budget - each * len(contenders), _MOST_PLACES), goal)
+    best.improve(best.affordable(budget, _MOST_PLACES), goal)
     if best.seconds == math.inf or best.seconds >= before * (1 - _LEAST_GAIN):
         return None
     draft = best.draft()
