@@ -51,7 +51,13 @@ from megapack.base.choices import Executor  # noqa: E402
 from megapack.layout import Layout  # noqa: E402
 from tests import te_python  # noqa: E402
 from tests.dist import problem  # noqa: E402
-from tests.dist.exactness.cases import ALL_CASES, HYBRID_CASES, Case  # noqa: E402
+from tests.dist.exactness.cases import (  # noqa: E402
+    ALL_CASES,
+    EVERY_CASE,
+    HYBRID_CASES,
+    STREAMS_CASES,
+    Case,
+)
 from tests.dist.exactness.te_cases import APART, GRIDS, refusal  # noqa: E402
 from tests.dist.executor import VARIABLE, executor  # noqa: E402
 from tests.dist.hf.hf_cases import ALL_FAMILIES, HF_CASES, run_hf_cases, runnable  # noqa: E402
@@ -201,7 +207,7 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
         "| layout | feature | M | gradient | worst parameter | log-probs mean | log-probs max |"
     ]
     lines.append("|---" * 7 + "|")
-    for name, case in (ALL_CASES | HYBRID_CASES).items():
+    for name, case in EVERY_CASE.items():
         if name not in results or case.variant in problem.PRECISE:
             continue
         result = results[name]
@@ -337,7 +343,7 @@ def case_lines(names: list[str]) -> list[str]:
     if not names:
         return []
     results = measure(names)
-    cases = ALL_CASES | HYBRID_CASES
+    cases = EVERY_CASE
     exact = [r for name, r in results.items() if cases[name].variant not in problem.PRECISE]
     lines = [
         f"{len(exact)} cases in fp32; largest gradient error "

@@ -33,6 +33,10 @@ def inputs_ahead(row: PackedRow, tokens_1T: Tensor, position_ids_1T: Tensor) -> 
     Args:
         tokens_1T, position_ids_1T: the tensors that the model gets.
     """
+    if not row.ahead:
+        # Megatron's dev branch has no such function.
+        yield
+        return
     tokens = [tokens_1T, *(ahead.tokens_T[None] for ahead in row.ahead)]
     positions = [position_ids_1T, *(ahead.position_ids_T[None] for ahead in row.ahead)]
     pairs = itertools.chain(itertools.pairwise(tokens), itertools.pairwise(positions))
