@@ -75,6 +75,14 @@ with contextlib.suppress(ImportError):
 
     _BLOCKS.append(HybridStack.forward)
 
+# Layers that hand both to self attention.
+_LAYERS = [TransformerLayer.forward]
+with contextlib.suppress(ImportError):
+    # Not in Megatron-Core 0.19.
+    from megatron.core.transformer.transformer_layer import HyperConnectionTransformerLayer
+
+    _LAYERS.append(HyperConnectionTransformerLayer.forward)
+
 # Attribute of a chunk that has the hooks.
 _MARK = "_gathers_rotary_tables"
 
@@ -121,7 +129,7 @@ def gathers(chunk: Any) -> bool:
     return (
         getattr(rotary, "forward", None) in _TABLES
         and getattr(type(getattr(chunk, "decoder", None)), "forward", None) in _BLOCKS
-        and all(type(layer).forward is TransformerLayer.forward for layer in layers)
+        and all(type(layer).forward in _LAYERS for layer in layers)
         and all(isinstance(module, SelfAttention) for module in attentions)
         and all(type(module).forward is SelfAttention.forward for module in attentions)
     )
