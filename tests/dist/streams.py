@@ -1,4 +1,4 @@
-"""Models whose residual streams are several, with hyper-connections (arXiv 2512.24880) between them.
+"""Models with several residual streams and hyper-connections (arXiv 2512.24880) between them.
 
 Megatron-Core after 0.19 has the layers and a setting, but none of its specs builds them, and no
 option of megapack's jobs does. Here the problem's model gets them as a loop of one's own would give
@@ -34,8 +34,8 @@ def set_streams(config: Any) -> None:
     own = {"enable_mhc_connections": True, "mhc_num_residual_streams": NUM_STREAMS}
     if not hasattr(config, "enable_mhc_connections"):
         own = {"enable_hyper_connections": True, "num_residual_streams": NUM_STREAMS}
-    # After more iterations rows and columns sum to 1. The first layer, whose streams are equal, then
-    # mixes them without effect, and gradients of how it does so are rounding errors.
+    # After more iterations rows and columns sum to 1. The first layer, whose streams are equal,
+    # then mixes them without effect, and gradients of how it does so are rounding errors.
     for name, value in {**own, "mhc_sinkhorn_iterations": 1}.items():
         setattr(config, name, value)
     # Without Transformer Engine Megatron cannot recompute them.
