@@ -50,6 +50,8 @@ from tests.toy import FEW_LAYERS_VARIABLE  # noqa: E402
 # Tests run most cases through 4 layers. `tests.dist.problem` reads it when it is imported.
 os.environ.setdefault(FEW_LAYERS_VARIABLE, "8")
 
+from megatron.core import __version__ as megatron_version  # noqa: E402
+
 from megapack.base.choices import Executor  # noqa: E402
 from megapack.layout import Layout  # noqa: E402
 from tests import te_python  # noqa: E402
@@ -550,9 +552,18 @@ def publish_hybrid(pattern: str) -> None:
 
 def publish_streams(pattern: str) -> None:
     """Run the cases of models with hyper-connections: layouts, then rows."""
-    lines = case_lines(fnmatch.filter(STREAMS_CASES, pattern))
-    publish_kind(
-        "exactness_streams", [*lines, "", *row_lines("streams", pattern)], whole=is_whole(pattern)
+    lines = [
+        *case_lines(fnmatch.filter(STREAMS_CASES, pattern)),
+        "",
+        *row_lines("streams", pattern),
+    ]
+    # A source tree is not the installed package, whose version `versions` gives.
+    megatron = f"Megatron-LM's sources, {megatron_version}"
+    publish(
+        "exactness_streams",
+        lines,
+        f"{megatron}, {versions('torch')}, gloo",
+        whole=is_whole(pattern),
     )
 
 
