@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.megatron import HAS_HYBRID, NO_MUON
+from tests.megatron import HAS_HYBRID, HAS_STREAMS, NO_MUON
 from tests.te_python import VERSION, without_te
 
 needs_te = pytest.mark.skipif(bool(without_te()), reason=without_te())
@@ -15,6 +15,11 @@ KERNELS = [pytest.param("", id="local"), pytest.param(VERSION, id="te", marks=ne
 
 needs_hybrid = pytest.mark.skipif(not HAS_HYBRID, reason="Megatron-Core has HybridModel since 0.18")
 """For tests of hybrid models."""
+
+needs_streams = pytest.mark.skipif(
+    not HAS_STREAMS, reason="Megatron-Core up to 0.19 has no hyper-connections"
+)
+"""For tests of hyper-connections."""
 
 needs_muon = pytest.mark.skipif(bool(NO_MUON), reason=NO_MUON)
 """For tests of Muon."""

@@ -7,6 +7,9 @@ import importlib.util
 HAS_HYBRID = importlib.util.find_spec("megatron.core.models.hybrid") is not None
 """Whether it has HybridModel."""
 
+HAS_STREAMS = importlib.util.find_spec("megatron.core.transformer.hyper_connection") is not None
+"""Whether it has hyper-connections."""
+
 NO_MUON = next(
     (
         f"Muon: {name} is absent"

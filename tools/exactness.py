@@ -2,7 +2,7 @@
 
     python tools/exactness.py [--cases PATTERN] [--models PATTERN] [--prefixes PATTERN]
         [--dynamic-cp PATTERN] [--split-samples PATTERN] [--hybrid PATTERN]
-        [--vision PATTERN] [--executor operations]
+        [--vision PATTERN] [--streams PATTERN] [--executor operations]
     python tools/exactness.py --attention te [--te 2.11.0] [the same patterns]
 
 Runs the reference and then each case of `tests/dist/exactness/cases.py` on 1, 2, 4 and 8 processes
@@ -11,6 +11,9 @@ transformers; and rows with shared prefixes, samples in pieces, and rows over se
 ranks, the cases of `tests/dist/rows/prefix_cases.py`, `split_cases.py` and `wide_cases.py`. With
 some of the patterns, only those. Hybrid models, their folders too, run only with their pattern, on
 Megatron-Core 0.18 or later.
+
+Models with hyper-connections run only with `--streams`, on Megatron-LM's main or dev branch first
+on PYTHONPATH.
 
 Models with images, the cases of `tests/dist/vision/vision_cases.py` beside transformers, run only
 with `--vision`; its mutations, which must be seen, are tests (`-m weekly`).
@@ -47,11 +50,19 @@ from tests.toy import FEW_LAYERS_VARIABLE  # noqa: E402
 # Tests run most cases through 4 layers. `tests.dist.problem` reads it when it is imported.
 os.environ.setdefault(FEW_LAYERS_VARIABLE, "8")
 
+from megatron.core import __version__ as megatron_version  # noqa: E402
+
 from megapack.base.choices import Executor  # noqa: E402
 from megapack.layout import Layout  # noqa: E402
 from tests import te_python  # noqa: E402
 from tests.dist import problem  # noqa: E402
-from tests.dist.exactness.cases import ALL_CASES, HYBRID_CASES, Case  # noqa: E402
+from tests.dist.exactness.cases import (  # noqa: E402
+    ALL_CASES,
+    EVERY_CASE,
+    HYBRID_CASES,
+    STREAMS_CASES,
+    Case,
+)
 from tests.dist.exactness.te_cases import APART, GRIDS, refusal  # noqa: E402
 from tests.dist.executor import VARIABLE, executor  # noqa: E402
 from tests.dist.hf.hf_cases import ALL_FAMILIES, HF_CASES, run_hf_cases, runnable  # noqa: E402
@@ -147,6 +158,7 @@ VARIANTS = {
     "mamba": "Mamba-2, attention without positions, 4 experts with squared ReLU",
     "hybrid": "gated delta nets, Mamba-2 and attention",
     "gpt_as_hybrid": "dense layers, then experts in groups, as a HybridModel",
+    "streams": "hyper-connections over 3 streams, temperature 0.9",
 }
 
 
@@ -201,7 +213,7 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
         "| layout | feature | M | gradient | worst parameter | log-probs mean | log-probs max |"
     ]
     lines.append("|---" * 7 + "|")
-    for name, case in (ALL_CASES | HYBRID_CASES).items():
+    for name, case in EVERY_CASE.items():
         if name not in results or case.variant in problem.PRECISE:
             continue
         result = results[name]
@@ -303,6 +315,7 @@ _ROW_COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     },
     "split": {},
     "hybrid": {},
+    "streams": {},
 }
 """What the table of a group says of a case's plans."""
 _KIND_TEXTS = {
@@ -337,7 +350,7 @@ def case_lines(names: list[str]) -> list[str]:
     if not names:
         return []
     results = measure(names)
-    cases = ALL_CASES | HYBRID_CASES
+    cases = EVERY_CASE
     exact = [r for name, r in results.items() if cases[name].variant not in problem.PRECISE]
     lines = [
         f"{len(exact)} cases in fp32; largest gradient error "
@@ -537,6 +550,23 @@ def publish_hybrid(pattern: str) -> None:
     publish_models("hybrid_models", pattern, is_hybrid=True)
 
 
+def publish_streams(pattern: str) -> None:
+    """Run the cases of models with hyper-connections: layouts, then rows."""
+    lines = [
+        *case_lines(fnmatch.filter(STREAMS_CASES, pattern)),
+        "",
+        *row_lines("streams", pattern),
+    ]
+    # A source tree is not the installed package, whose version `versions` gives.
+    megatron = f"Megatron-LM's sources, {megatron_version}"
+    publish(
+        "exactness_streams",
+        lines,
+        f"{megatron}, {versions('torch')}, gloo",
+        whole=is_whole(pattern),
+    )
+
+
 def publish_models(name: str, pattern: str, *, is_hybrid: bool) -> None:
     """Run the cases of models of Hugging Face folders."""
     names = [n for n in runnable() if HF_CASES[n].is_hybrid == is_hybrid]
@@ -578,6 +608,7 @@ def main() -> int:
     parser.add_argument("--dynamic-cp", help="glob of the cases with wide rows to run")
     parser.add_argument("--split-samples", help="glob of the cases with samples in pieces to run")
     parser.add_argument("--hybrid", help="glob of the cases of hybrid models to run")
+    parser.add_argument("--streams", help="glob of the cases with hyper-connections to run")
     parser.add_argument("--vision", help="glob of the cases of models with images to run")
     parser.add_argument("--executor", choices=get_args(Executor), default="megatron")
     parser.add_argument("--attention", choices=("sdpa", "te"), default="sdpa")
@@ -592,7 +623,7 @@ def main() -> int:
         options.models,
     )
     apart = (options.hybrid, options.vision)
-    everything = all(pattern is None for pattern in (*patterns, *apart))
+    everything = all(pattern is None for pattern in (*patterns, *apart, options.streams))
     if options.attention == "te":
         if te_python.without_te(options.te):
             parser.error(te_python.without_te(options.te))
@@ -606,6 +637,8 @@ def main() -> int:
         return 0
     if options.hybrid is not None:
         publish_hybrid(options.hybrid)
+    if options.streams is not None:
+        publish_streams(options.streams)
     if options.vision is not None:
         lines = vision_lines(fnmatch.filter(runnable_vision(), options.vision))
         whole = is_whole(options.vision)

@@ -251,14 +251,14 @@ def megatron_forward_backward(model: Any, *args: Any, **kwargs: Any) -> Any:
     """
     from megatron.core.utils import get_model_config
 
-    from megapack.schedule.megatron_call import config_with
+    from megapack.model.replaced import replaced
 
     own = patching.original(f"{_WORKER_MODULES}.train.megatron_forward_backward")
     config = get_model_config(model)
     if config.pipeline_model_parallel_size == 1:
         return own(model, *args, **kwargs)
     _refuse_fixed_lengths(config)
-    with config_with(config, {"variable_seq_lengths": True}):
+    with replaced(config, variable_seq_lengths=True):
         return own(model, *args, **kwargs)
 
 

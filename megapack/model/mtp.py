@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.transformer import multi_token_prediction
@@ -23,8 +22,9 @@ from megapack.model.settings import refuse_set
 from megapack.rows.packed import PackedRow
 
 
-@contextlib.contextmanager
-def inputs_ahead(row: PackedRow, tokens_1T: Tensor, position_ids_1T: Tensor) -> Iterator[None]:
+def inputs_ahead(
+    row: PackedRow, tokens_1T: Tensor, position_ids_1T: Tensor
+) -> contextlib.AbstractContextManager[None]:
     """Within the block, Megatron's MTP layers take their inputs from `row.ahead`.
 
     Megatron shifts the inputs itself, sample by sample, and waits for the device twice per sample;
@@ -33,6 +33,9 @@ def inputs_ahead(row: PackedRow, tokens_1T: Tensor, position_ids_1T: Tensor) -> 
     Args:
         tokens_1T, position_ids_1T: the tensors that the model gets.
     """
+    if not row.ahead:
+        # Megatron's dev branch does not have what is replaced.
+        return contextlib.nullcontext()
     tokens = [tokens_1T, *(ahead.tokens_T[None] for ahead in row.ahead)]
     positions = [position_ids_1T, *(ahead.position_ids_T[None] for ahead in row.ahead)]
     pairs = itertools.chain(itertools.pairwise(tokens), itertools.pairwise(positions))
@@ -45,8 +48,7 @@ def inputs_ahead(row: PackedRow, tokens_1T: Tensor, position_ids_1T: Tensor) -> 
             return original(tensor, *args, **kwargs)  # type: ignore[no-any-return]
         return ahead, ahead.sum()
 
-    with replaced(multi_token_prediction, _roll_tensor_packed_seq=roll):
-        yield
+    return replaced(multi_token_prediction, _roll_tensor_packed_seq=roll)
 
 
 def num_depths(config: Any) -> int:

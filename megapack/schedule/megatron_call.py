@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megapack.model.overlap import dropping_reductions, sync_functions
+from megapack.model.replaced import replaced
 from megapack.ranks.place import Place
 from megapack.schedule.faults import FiniteFlags, checking_finalize
 from megapack.schedule.p2p import PlannedP2PCommunicator, RecordingP2PCommunicator
@@ -96,18 +97,5 @@ class MegatronCall:
             settings["finalize_model_grads_func"] = checking_finalize(
                 finalize, self.flags, self.chunks, self.place
             )
-        with dropping_reductions(self.chunks), config_with(self.config, settings):
+        with dropping_reductions(self.chunks), replaced(self.config, **settings):
             yield
-
-
-@contextlib.contextmanager
-def config_with(config: Any, overrides: dict[str, Any]) -> Iterator[None]:
-    """Within the block, Megatron's config has the call's settings instead of the user's."""
-    before = {name: getattr(config, name) for name in overrides}
-    for name, value in overrides.items():
-        setattr(config, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)

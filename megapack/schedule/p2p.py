@@ -91,7 +91,7 @@ class PlannedP2PCommunicator(RecordingP2PCommunicator):
                 f"Megatron asks for one more {kind} than the plan's {len(self._row_shapes)} "
                 "micro-batches have; the schedule's settings changed under the adapter"
             )
-        return [*self._row_shapes[pending.popleft()], self.config.hidden_size]
+        return [*self._row_shapes[pending.popleft()], width_between_stages(self.config)]
 
     def check_received(self) -> None:
         """As in the base class."""
@@ -105,6 +105,19 @@ class PlannedP2PCommunicator(RecordingP2PCommunicator):
     def num_pending(self) -> int:
         """Planned receives that have not happened yet; 0 after a whole step."""
         return len(self._forward) + len(self._backward)
+
+
+def width_between_stages(config: Any) -> int:
+    """Channels of a token's hidden states between stages: with hyper-connections of all streams.
+
+    Main and the dev branch of Megatron have other names for the same settings.
+    """
+    width: int = config.hidden_size
+    if getattr(config, "enable_mhc_connections", False):
+        return width * int(config.mhc_num_residual_streams)
+    if getattr(config, "enable_hyper_connections", False):
+        return width * int(config.num_residual_streams)
+    return width
 
 
 def exchange_text(exchange: Mapping[str, Any], prev_rank: int, next_rank: int) -> str:

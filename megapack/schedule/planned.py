@@ -39,6 +39,7 @@ from megapack.schedule.between_steps import clear_gradients
 from megapack.schedule.faults import FiniteFlags, stages_of
 from megapack.schedule.listeners import Listeners, PlaceKeeper
 from megapack.schedule.megatron_call import MegatronCall
+from megapack.schedule.p2p import width_between_stages
 from megapack.schedule.reading import Keeping, common_shapes, read_row_shapes
 from megapack.schedule.row_groups import replica_group
 from megapack.schedule.runner import process_groups
@@ -401,13 +402,13 @@ class _Run:
     def _check_shape(self, output: Any, chunk: int, microbatch: int) -> None:
         if self._shapes is None or not isinstance(output, Tensor):
             return
-        planned = self._shapes[microbatch]
-        found = tuple(output.shape[:2])
+        planned = (*self._shapes[microbatch], width_between_stages(self._config))
+        found = tuple(output.shape)
         if found != planned:
             raise ScheduleError(
                 f"hidden states of micro-batch {microbatch} on chunk {chunk} have (tokens, batch "
-                f"size) {found}, its input_ids give {planned}; set lengths='exchange' "
-                "(megapack.hosts.megatron_core.configure) for models that add or remove tokens"
+                f"size, width) {found}, its input_ids and config give {planned}; set "
+                "lengths='exchange' (megapack.hosts.megatron_core.configure) for such models"
             )
 
     def _describe(self, microbatch: int) -> str:

@@ -32,7 +32,7 @@ from megapack.schedule.forward import ForwardStep, HeadOptions, LastStage, PassC
 from megapack.schedule.listeners import Listener, Listeners, PlaceKeeper
 from megapack.schedule.megatron_call import MegatronCall
 from megapack.schedule.operations import Operations
-from megapack.schedule.p2p import PlannedP2PCommunicator
+from megapack.schedule.p2p import PlannedP2PCommunicator, width_between_stages
 from megapack.schedule.row_groups import RowGroups
 
 
@@ -179,10 +179,11 @@ class ScheduleRunner:
         order = self.stage_order(call)
         exchange = None
         if self.layout.pp > 1:
+            width = width_between_stages(self.config)
             exchange = Exchange(
                 channels=self.channels,
                 order=order,
-                shapes=[(*shape, self.config.hidden_size) for shape in self._row_shapes(rows)],
+                shapes=[(*shape, width) for shape in self._row_shapes(rows)],
                 dtype=self.config.pipeline_dtype,
                 device=self.device,
                 place=self.place,

@@ -13,6 +13,7 @@ from megapack.cost.rope import RopeScaling
 from megapack.job.config.sections import ModelConfig
 from megapack.loss import GRPO
 from megapack.samples import SampleBatch
+from tests.dist.streams import ModelWithStreams
 from tests.toy import few_layers_of, width_of
 
 SEED = 11
@@ -33,6 +34,8 @@ MODEL = ModelConfig(
     # Hidden states of any width are as large.
     init_std=0.2 * math.sqrt(32 / WIDTH),
 )
+
+STREAMS_MODEL = ModelWithStreams(**vars(MODEL))
 
 # Differs from MODEL in every architectural option; the reference runs both.
 OTHER_MODEL = dataclasses.replace(
@@ -187,6 +190,7 @@ MODELS = {
         ),
         0.8,
     ),
+    "streams": (STREAMS_MODEL, 0.9),
     "mtp_moe": (dataclasses.replace(MOE_MODEL, mtp_num_layers=1), 1.0),
 }
 """Model and temperature by variant; `moe_replay` uses `choices` instead of the routers' experts."""

@@ -25,7 +25,7 @@ def run_cases(names: Iterable[str], reference: Path, folder: Path) -> dict[str, 
         folder: for the workers' files.
     """
     names = list(names)
-    all_cases = cases.ALL_CASES | cases.HYBRID_CASES
+    all_cases = cases.EVERY_CASE
     models = sorted({model for name in names for model in all_cases[name].references})
     absent = [model for model in models if not (reference / f"{model}.pt").exists()]
     if absent:

@@ -18,6 +18,7 @@ from megapack.job.gpt import build_model, initialize_parallel
 from megapack.job.gpt.settings import Settings
 from tests.dist import problem
 from tests.dist.groups import end_model_parallel
+from tests.dist.streams import streams_of
 from tests.te_python import runs_te
 
 
@@ -38,18 +39,19 @@ def build_chunks(
     stage_layers = (split or LayerSplit()).stage_layers(
         model.num_stage_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=model.mtp_num_layers
     )
-    chunks = build_model(
-        model,
-        layout,
-        vocab_size=problem.VOCAB_SIZE,
-        seed=problem.SEED,
-        distributed_optimizer=distributed_optimizer,
-        stage_layers=stage_layers,
-        value_head=value_head,
-        reduction=reduction,
-        splits_backward=splits_backward,
-        before_wrapping=before_wrapping,
-    )
+    with streams_of(model):
+        chunks = build_model(
+            model,
+            layout,
+            vocab_size=problem.VOCAB_SIZE,
+            seed=problem.SEED,
+            distributed_optimizer=distributed_optimizer,
+            stage_layers=stage_layers,
+            value_head=value_head,
+            reduction=reduction,
+            splits_backward=splits_backward,
+            before_wrapping=before_wrapping,
+        )
     for chunk in chunks:
         problem.slow_decays(chunk)
     return chunks

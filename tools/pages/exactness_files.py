@@ -44,6 +44,13 @@ FILES = {
         "sample at a time in fp64: the largest error of a log-prob in nats, the relative error of "
         "the worst tensor's gradient in each part of the model, and of the norm of all gradients.",
     ),
+    "exactness_streams": (
+        "Exactness of models with hyper-connections",
+        "Packed steps of a model with three residual streams on layouts, and in special rows, "
+        "against one unpadded sample at a time. Megatron's main refuses stages; the setting is "
+        "made after its check. The upper table has the columns of exactness_layouts.md. "
+        f"{_CELL.replace('A cell', 'A cell of the lower one')}",
+    ),
     "exactness_te": (
         "Exactness over Transformer Engine's layers",
         "The cases of the other files over Transformer Engine's layers on stand-ins of its "

@@ -26,7 +26,7 @@ from megapack.config.shipped import download_hint, shipped_model
 from megapack.cost.options import NOT_IN_FOLDERS, ModelOptions
 from megapack.errors import ConfigError, first_line, reason_of
 from megapack.job.config import hf_parts as parts
-from megapack.job.config.hf_families import FAMILIES
+from megapack.job.config.hf_families import FAMILIES, LACKING
 from megapack.job.config.hf_reader import (
     FILE,
     NEUTRAL,
@@ -111,10 +111,8 @@ def read_hf_config(folder: str | Path) -> HfConfig:
     model_type = keys.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        known = ", ".join(FAMILIES)
-        raise ConfigError(
-            f"{name}: {FILE} has model_type={shown(model_type)}; megapack trains {known}"
-        )
+        why = LACKING.get(str(model_type), f"megapack trains {', '.join(FAMILIES)}")
+        raise ConfigError(f"{name}: {FILE} has model_type={shown(model_type)}; {why}")
     if family.in_text_config:
         keys = _with_text_config(name, keys, family)
     reader = Reader(name, keys, family)

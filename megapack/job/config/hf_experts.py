@@ -6,7 +6,8 @@ from typing import Any
 
 from megapack.job.config.hf_reader import MISSING, MOST, Reader, Values
 
-_CHOSEN = {"num_experts_per_tok": "moe_top_k", "moe_intermediate_size": "moe_ffn_hidden_size"}
+_WIDTH = {"moe_intermediate_size": "moe_ffn_hidden_size"}
+_CHOSEN = {"num_experts_per_tok": "moe_top_k", **_WIDTH}
 _ROUTED = _CHOSEN | {"n_routed_experts": "num_experts", "routed_scaling_factor": "moe_route_scale"}
 # Keys of config.json -> options.
 MIXTRAL = {
@@ -14,16 +15,8 @@ MIXTRAL = {
     "num_experts_per_tok": "moe_top_k",
     "intermediate_size": "moe_ffn_hidden_size",
 }
-ERNIE = {
-    "moe_num_experts": "num_experts",
-    "moe_k": "moe_top_k",
-    "moe_intermediate_size": "moe_ffn_hidden_size",
-}
-_BESIDE_MLP = {
-    "num_experts": "num_experts",
-    "top_k_experts": "moe_top_k",
-    "moe_intermediate_size": "moe_ffn_hidden_size",
-}
+ERNIE = {"moe_num_experts": "num_experts", "moe_k": "moe_top_k", **_WIDTH}
+_BESIDE_MLP = {"num_experts": "num_experts", "top_k_experts": "moe_top_k", **_WIDTH}
 
 
 def _num_experts(reader: Reader, *names: str) -> int:

@@ -67,13 +67,17 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 # Embeddings whose table has one line per position.
 _TABLES = (RotaryEmbedding.forward, YarnRotaryEmbedding.forward)
 
-# Blocks that hand the table and the row's description to each layer.
+# Blocks that hand the table and the row's description to each layer, and layers that hand both on.
 _BLOCKS = [TransformerBlock.forward]
+_LAYERS = [TransformerLayer.forward]
 with contextlib.suppress(ImportError):
-    # Megatron-Core since 0.18.
+    # Megatron-Core since 0.18, and after 0.19.
     from megatron.core.models.hybrid.hybrid_block import HybridStack
 
     _BLOCKS.append(HybridStack.forward)
+    from megatron.core.transformer.transformer_layer import HyperConnectionTransformerLayer
+
+    _LAYERS.append(HyperConnectionTransformerLayer.forward)
 
 # Attribute of a chunk that has the hooks.
 _MARK = "_gathers_rotary_tables"
@@ -121,7 +125,7 @@ def gathers(chunk: Any) -> bool:
     return (
         getattr(rotary, "forward", None) in _TABLES
         and getattr(type(getattr(chunk, "decoder", None)), "forward", None) in _BLOCKS
-        and all(type(layer).forward is TransformerLayer.forward for layer in layers)
+        and all(type(layer).forward in _LAYERS for layer in layers)
         and all(isinstance(module, SelfAttention) for module in attentions)
         and all(type(module).forward is SelfAttention.forward for module in attentions)
     )
@@ -135,9 +139,8 @@ def position_obstacle(chunk: Any) -> str | None:
     if gathers(chunk) or embedding in _WITHOUT_ROTARY or _lacks_attention(chunk):
         return None
     if attentions and all(map(_is_latent, attentions)):
-        if not attentions[0].config.apply_rope_fusion:
-            return None
-        return "apply_rope_fusion=True in multi-latent attention"
+        is_fused = attentions[0].config.apply_rope_fusion
+        return "apply_rope_fusion=True in multi-latent attention" if is_fused else None
     others = {type(module).__name__ for module in attentions} - {"SelfAttention"}
     names = ", ".join(sorted(others)) or type(chunk).__name__
     return f"{names} with position_embedding_type={embedding!r}"
@@ -205,8 +208,7 @@ class _LatentTable:
             return output
         if isinstance(output, tuple):
             # YaRN's table and its scale.
-            table, *others = output
-            return table.index_select(0, self._positions), *others
+            return output[0].index_select(0, self._positions), *output[1:]
         return output.index_select(0, self._positions)
 
 
@@ -239,8 +241,7 @@ def latent_row(
     ends = torch.arange(0, tokens + 1, tokens, dtype=torch.int32, device=device)
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     given = {name: ends for name in names if getattr(params, name) is not None}
-    row = dataclasses.replace(params, **given)
-    return seen_as_one(row, params), lines
+    return seen_as_one(dataclasses.replace(params, **given), params), lines
 
 
 def _leave_latent(core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:

@@ -80,11 +80,10 @@ def use_tables(
         of_layers, short_tokens: see `RotaryTables`.
     """
     rotary = chunk.rotary_pos_emb
-    inv_freq = torch.cat([table.inv_freq for table in tables])
-    rotary.inv_freq = inv_freq.to(rotary.inv_freq.device)
+    freqs = [table.inv_freq for table in tables]
+    rotary.inv_freq = torch.cat(freqs).to(rotary.inv_freq.device)
     if len(tables) > 1:
-        num_angles = [len(table.inv_freq) for table in tables]
-        rotary.tables = RotaryTables(num_angles, of_layers, short_tokens)
+        rotary.tables = RotaryTables([*map(len, freqs)], of_layers, short_tokens)
     for attention in chunk.modules():
         if isinstance(attention, SelfAttention):
             index = of_layers[attention.layer_number - 1] if of_layers else 0

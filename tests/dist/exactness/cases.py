@@ -441,3 +441,14 @@ HYBRID_CASES = {
     for name, case in _hybrid(variant).items()
 } | {name: named(name) for name in _OTHER_HYBRIDS}
 """Hybrid models, which need Megatron-Core 0.18 or later."""
+
+STREAMS_CASES = {
+    f"streams_{name}": named(f"streams_{name}")
+    for name in (
+        *("single", "single_selective", "tp2", "tp2_sp", "tp2_sp_selective", "cp2", "cp4", "dp2"),
+        *("cp2_tp2_sp", "pp2", "pp2_selective", "pp2_staged", "pp2_vpp2", "pp4", "tp2_sp_pp2"),
+        *("cp2_pp2_vpp2", "dp2_pp2_vpp2"),
+    )
+}
+"""Hyper-connections, which no tested release of Megatron-Core has."""
+EVERY_CASE = ALL_CASES | HYBRID_CASES | STREAMS_CASES

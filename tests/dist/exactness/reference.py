@@ -40,6 +40,7 @@ from tests.dist.exactness.sparse_reference import (
     prepare,
 )
 from tests.dist.exactness.two_widths import TwoWidths
+from tests.dist.streams import ModelWithStreams, add_streams, set_streams
 
 
 def build(settings: ModelConfig) -> GPTModel:
@@ -53,6 +54,8 @@ def build(settings: ModelConfig) -> GPTModel:
     config.apply_rope_fusion = False
     config.bias_activation_fusion = False
     config.gradient_accumulation_fusion = False
+    if isinstance(settings, ModelWithStreams):
+        set_streams(config)
     if settings.layer_pattern is None:
         model = _gpt(settings, config)
     else:
@@ -93,6 +96,9 @@ def _gpt(settings: ModelConfig, config: Any) -> GPTModel:
         for spec in specs:
             parts = spec.submodules.self_attention.submodules
             parts.core_attention = MaskedAttention if config.dsa_indexer_topk else TwoWidths
+    if isinstance(settings, ModelWithStreams):
+        for spec in specs:
+            add_streams(spec)
     block = TransformerBlockSubmodules(specs, layer_norm=WrappedTorchNorm)
     model = GPTModel(
         config=config,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.dist.rows import hybrid_cases, prefix_cases, split_cases, wide_cases
+from tests.dist.rows import hybrid_cases, prefix_cases, split_cases, streams_cases, wide_cases
 from tests.dist.rows.row_case import RowCase
 from tests.dist.run_cases import run_by_world
 from tests.dist.spawn import checked_job
@@ -19,6 +19,7 @@ GROUPS: dict[str, Any] = {
     "wide": wide_cases,
     "split": split_cases,
     "hybrid": hybrid_cases,
+    "streams": streams_cases,
 }
 ALL_CASES: dict[str, RowCase] = {
     f"{group}/{name}": case
@@ -27,6 +28,8 @@ ALL_CASES: dict[str, RowCase] = {
 }
 HYBRID = [name for name in ALL_CASES if name.startswith("hybrid/")]
 """Those of hybrid models; their plans are those of other groups' cases."""
+STREAMS = [name for name in ALL_CASES if name.startswith("streams/")]
+"""Those of models with hyper-connections, likewise."""
 TESTED = [f"{group}/{name}" for group, module in GROUPS.items() for name in module.TESTED]
 """The cases of the tests; tools/exactness.py runs all that are not mutated."""
 

@@ -68,6 +68,7 @@ MODELS: dict[str, ModelConfig] = {
     "gated_delta": shallow(problem.GATED_DELTA_MODEL),
     "mamba": shallow(problem.MAMBA_MODEL),
     "hybrid": shallow(problem.HYBRID_MODEL),
+    "streams": shallow(problem.STREAMS_MODEL),
 }
 MODEL_TEXTS = {
     "other": "untied, LayerNorm, GELU, wide heads, query norms",
@@ -82,6 +83,7 @@ MODEL_TEXTS = {
     "mamba": "Mamba-2, attention without positions, experts",
     "hybrid": "gated delta nets, Mamba-2 and attention",
     "mtp": "multi-token prediction, 2 depths",
+    "streams": "hyper-connections",
 }
 PRECISE = {"bf16": "plain"}
 """Models in lower precision, each with the fp32 model that it approximates."""

@@ -8,15 +8,16 @@ import pytest
 
 from tests.dist.rows import row_cases
 from tests.dist.rows.row_case import peak_live_tokens, row_facts
-from tests.dist.rows.row_cases import ALL_CASES, HYBRID
+from tests.dist.rows.row_cases import ALL_CASES, HYBRID, STREAMS
 from tests.dist.rows.row_problem import KINDS, PRECISE
 
 pytestmark = pytest.mark.dist
 
 Results = dict[str, dict[str, dict[str, Any]]]
 
-# `test_hybrid_rows` has those of hybrid models.
-TESTED = [name for name in row_cases.TESTED if name not in HYBRID]
+# Models with tests of their own.
+APART = {*HYBRID, *STREAMS}
+TESTED = [name for name in row_cases.TESTED if name not in APART]
 # Of each freedom some layouts, and one case that must fail, run before a change is taken.
 WEEKLY_CASES = {
     *(f"prefixes/tp2_sp-none-{kind}" for kind in ("sft", "grpo", "gspo")),
@@ -123,7 +124,7 @@ def test_what_a_mutated_case_forgets_is_seen(name: str, kind: str, results: Resu
     assert results[name][kind]["gradient_error"] > 1e-2
 
 
-@pytest.mark.parametrize("name", [name for name in ALL_CASES if name not in HYBRID])
+@pytest.mark.parametrize("name", [name for name in ALL_CASES if name not in APART])
 def test_plans_have_what_the_case_is_about(name: str) -> None:
     case = ALL_CASES[name]
     layout = case.layout

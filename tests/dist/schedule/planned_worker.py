@@ -81,7 +81,11 @@ class HostStep:
             inputs["input_ids"] = row.tokens_T.repeat(1, 2)
         mask_T = torch.zeros_like(row.labels_T, dtype=torch.float32)
         mask_T[row.losses.positions_R] = 1.0
-        return model(**inputs), partial(self._loss, mask_T)
+        output = model(**inputs)
+        if self._fault == "wider" and not unwrapped(model).post_process:
+            # As with streams of which the config says nothing.
+            output = output.repeat(1, 1, 2)
+        return output, partial(self._loss, mask_T)
 
     def _loss(self, mask_T: Tensor, losses: Tensor) -> Any:
         if self._fault == "error" and dist.get_rank() == dist.get_world_size() - 1:

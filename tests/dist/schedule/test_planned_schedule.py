@@ -15,7 +15,7 @@ from tests.dist.spawn import checked_job, rank_reports, run_job
 pytestmark = pytest.mark.dist
 
 # Others have the same parts.
-WEEKLY_CASES = {"dp2", "cp2_pp2", "tp2_pp2_sp", "fewer micro-batches", "data", "nan"}
+WEEKLY_CASES = {"dp2", "cp2_pp2", "tp2_pp2_sp", "fewer micro-batches", "data", "nan", "wider"}
 
 LAYOUTS = {
     "dp2": Layout(dp=2),
@@ -28,6 +28,7 @@ LAYOUTS = {
 FAULTS = {
     "unequal lengths": "the ranks of one pipeline have read (tokens, batch size)",
     "fewer micro-batches": "the ranks of one pipeline have M=6 and M=7 micro-batches",
+    "wider": "have (tokens, batch size, width) (",
     "error": "ValueError: the host's own loss failed",
     "nan": "the loss of micro-batch 1",
     "data": "rank 0 failed in step 1, pack: ValueError: a bad sample",

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megapack.errors import ConfigError, ScheduleError
-from megapack.schedule.p2p import PlannedP2PCommunicator, receive_order
+from megapack.schedule.p2p import PlannedP2PCommunicator, receive_order, width_between_stages
 from tests.groups import RankOf
 
 pytestmark = pytest.mark.unit
@@ -106,6 +106,24 @@ def test_the_next_stage_expects_what_a_stage_sends(rank: int) -> None:
     sent = [lengths[m] for m, chunk in order if not (rank == size - 1 and chunk == vpp - 1)]
     stage = communicator(receiver, size, lengths, vpp=vpp, group_size=group_size)
     assert activations(stage, len(sent)) == sent
+
+
+@pytest.mark.parametrize(
+    ("settings", "streams"),
+    [
+        ({"enable_mhc_connections": True, "mhc_num_residual_streams": 3}, 3),
+        ({"enable_mhc_connections": False, "mhc_num_residual_streams": 3}, 1),
+        ({"enable_hyper_connections": True, "num_residual_streams": 4}, 4),
+        ({"enable_hyper_connections": False, "num_residual_streams": 4}, 1),
+    ],
+)
+def test_stages_exchange_all_streams_of_hyper_connections(
+    settings: dict[str, int], streams: int
+) -> None:
+    stage = communicator(1, 2, [10])
+    vars(stage.config).update(settings)
+    assert stage._communicate_shapes(None, None, True, False)[0] == [10, 1, streams * HIDDEN]
+    assert width_between_stages(stage.config) == streams * HIDDEN
 
 
 def test_forward_only_expects_no_gradients() -> None:

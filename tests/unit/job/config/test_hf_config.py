@@ -14,8 +14,9 @@ from megapack import ConfigError
 from megapack.config import dump_yaml, parse_config
 from megapack.config.shipped import absent_weights
 from megapack.job.config.hf_config import read_hf_config
-from megapack.job.config.hf_families import FAMILIES
+from megapack.job.config.hf_families import FAMILIES, LACKING
 from megapack.job.config.sections import ModelConfig, TrainConfig
+from tests.documents import ROOT
 from tests.unit.job.config.hybrid_configs import HYBRID
 from tests.unit.job.config.published_configs import CONFIGS, FAMILY_MODELS
 from tools.benching.hf_configs import HF_CONFIGS
@@ -130,6 +131,8 @@ def test_a_family_gives_every_key_that_describes_the_architecture(tmp_path: Path
     ("name", "changes", "message"),
     [
         ("qwen3", {"model_type": "gpt_neox"}, 'model_type="gpt_neox"; megapack trains llama,'),
+        ("qwen3", {"model_type": "deepseek_v4"}, "no attention to compressed keys (CSA, HCA)"),
+        ("qwen3", {"model_type": "kimi_linear"}, '"kimi_linear"; Megatron-Core has no Kimi Delta'),
         ("qwen3", {"architectures": ["Qwen3Model"]}, "Qwen3ForSequenceClassification only"),
         ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "id2label=null"),
         ("qwen3", {"head_dim": None}, "head_dim=null; expected a whole number of at least 1"),
@@ -256,6 +259,14 @@ def test_values_of_no_model_are_one_line(
         ModelConfig.from_hf(str(folder(tmp_path, keys)))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
+
+
+def test_families_are_trained_or_refused_with_a_reason() -> None:
+    # The page names the same ones.
+    page = (ROOT / "docs" / "first_model.md").read_text(encoding="utf-8")
+    refused = next(item for item in page.split("\n- ") if item.startswith("`deepseek_v4`"))
+    assert not FAMILIES.keys() & LACKING.keys()
+    assert {name for name in LACKING if f"`{name}`" in refused} == LACKING.keys()
 
 
 def test_keys_without_effect_are_read(tmp_path: Path) -> None:
