@@ -21,7 +21,12 @@ from megapack.planner.counts import keep_reachable, split_rollouts
 from megapack.planner.explain import explain
 from megapack.planner.images import with_images
 from megapack.planner.items import Items
-from megapack.planner.refusals import check_cost, check_oversize, check_set_sizes
+from megapack.planner.refusals import (
+    check_adapters,
+    check_cost,
+    check_oversize,
+    check_set_sizes,
+)
 from megapack.planner.search import best_draft
 from megapack.planner.step import Step
 from megapack.policy import Policy, check_policy
@@ -43,6 +48,7 @@ def build_dp_schedule(
     forward_only: bool = False,
     prefixes: SharedPrefixes | None = None,
     images: Sequence[Images] | None = None,
+    adapter_ids: Sequence[RolloutId] | None = None,
 ) -> Plan:
     """Plan the steps and micro-batches of a batch from its samples' lengths.
 
@@ -73,6 +79,9 @@ def build_dp_schedule(
             `Policy(share_prefixes="auto")` a row holds them once, where that pays.
         images: per sample its `ImageRef`s, as a `SampleBatch` has them; `Policy.images` says where
             they are encoded. None: no sample has one.
+        adapter_ids: per sample an int or str: the adapter that trains on it. A row has the samples
+            of an adapter side by side, adapters ascending; see `Policy.adapters`. Samples of
+            different adapters share no prefix. None: all have one adapter, or none.
 
     Returns:
         A plan that `check_plan` accepts.
@@ -86,7 +95,7 @@ def build_dp_schedule(
     policy = policy or Policy()
     check_policy(policy, layout, micro_batch_size)
     rows = layout.rounding(policy.round_row_tokens)
-    batch = Batch.read(lengths, rollout_ids, colocate_ids)
+    batch = Batch.read(lengths, rollout_ids, colocate_ids, adapter_ids)
     if max_tokens_per_gpu is None and micro_batch_size is None:
         longest = int(rows.aligned_sample_tokens(batch.lengths).max())
         raise ConfigError(
@@ -139,6 +148,7 @@ class Request:
             budget=self._budget(rows),
             max_samples=_as_int(self.micro_batch_size),
             forward_only=self.forward_only,
+            adapter_of=None if self.batch.adapter_ids is None else self.batch.adapter_of,
             **(self._row_images() if policy.images == "row" else {}),
         )
         row_lengths = policy.row_lengths(self.layout, step.capacity)
@@ -185,6 +195,7 @@ class Request:
         """
         check_policy(policy, self.layout, self.micro_batch_size)
         batch = self.batch
+        check_adapters(batch, policy)
         step = self.step(policy)
         table = batch.prefix_table(self.prefixes, step.layout, policy)
         step = replace(step, prefixes=table)
@@ -209,6 +220,7 @@ class Request:
             num_samples=batch.lengths.size,
             rollout_ids=batch.ids,
             colocate_ids=batch.colocate_ids,
+            adapter_ids=batch.adapter_ids,
             forward_only=self.forward_only,
             prefixes=table.prefixes if table is not None and shares else None,
             row_lengths=tuple(n // self.layout.cp for n in step.layout.row_lengths),

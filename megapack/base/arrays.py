@@ -76,7 +76,7 @@ def read_ids(
     The ids ["b", "a", "b"] give set_of = [0, 1, 0].
 
     Args:
-        kind: "rollout" or "colocate", for messages.
+        kind: "rollout", "colocate" or "adapter", for messages.
         given: one id per sample; None: each sample is its own set.
 
     Returns:
@@ -95,6 +95,29 @@ def read_ids(
     if len(ids) != num_samples:
         raise DataError(f"{len(ids)} {kind}_ids for {num_samples} samples; give one per sample")
     number = {name: k for k, name in enumerate(dict.fromkeys(ids))}
+    return np.array([number[name] for name in ids], dtype=np.int64), ids
+
+
+def read_adapters(given: Sequence[int | str] | None, num_samples: int) -> tuple[Ints, Ids | None]:
+    """Number the samples' adapters: integers ascending, then strings.
+
+    The ids [7, "b", 3] give adapter_of = [1, 2, 0].
+
+    Args:
+        given: one id per sample; None: all have the same adapter, or none.
+
+    Returns:
+        adapter_of: int64 [n], the number of each sample's adapter.
+        ids: as `read_ids` returns them.
+
+    Raises:
+        DataError: see `read_ids`.
+    """
+    _, ids = read_ids("adapter", given, num_samples)
+    if ids is None:
+        return np.zeros(num_samples, dtype=np.int64), None
+    names = sorted(set(ids), key=lambda name: (isinstance(name, str), name))
+    number = {name: k for k, name in enumerate(names)}
     return np.array([number[name] for name in ids], dtype=np.int64), ids
 
 

@@ -37,6 +37,8 @@
 13. A step has each different image of its samples once, with the samples that use it. Under
    images="ahead" a GPU of the layout encodes it; under images="row" no row of several items has
    more patches than `max_patches_per_gpu`.
+14. In a row the samples of an adapter are side by side, and under adapters="one" there is only one.
+   Samples of different adapters have no prefix in common.
 """
 
 from __future__ import annotations
@@ -178,6 +180,26 @@ def check_colocated(read: Reading) -> None:
             )
 
 
+def check_adapters(read: Reading) -> None:
+    """Invariant 14: adapters are side by side in rows, and share nothing."""
+    plan = read.plan
+    if plan.adapter_ids is None:
+        return
+    if len(plan.adapter_ids) != plan.num_samples:
+        raise broken(14, f"{len(plan.adapter_ids)} adapter_ids for {plan.num_samples} samples")
+    for where, *_, mb in read.rows:
+        own = plan.adapter_of[list(mb.samples)]
+        num_adapters = np.unique(own).size
+        if num_adapters > 1 and plan.policy.adapters == "one":
+            raise broken(14, f"{where} has {num_adapters} adapters under adapters='one'")
+        if np.count_nonzero(np.diff(own)) >= max(num_adapters, 1):
+            raise broken(14, f"{where} has its {num_adapters} adapters in turns: {own.tolist()}")
+    if plan.prefixes is not None:
+        order = plan.adapter_of[list(plan.prefixes.order)]
+        if (np.diff(order) != 0)[np.array(plan.prefixes.common[1:]) > 0].any():
+            raise broken(14, "samples of different adapters have a prefix in common")
+
+
 CHECKS: tuple[Callable[[Reading], None], ...] = (
     check_prefixes,
     check_counts,
@@ -188,6 +210,7 @@ CHECKS: tuple[Callable[[Reading], None], ...] = (
     check_rollouts,
     check_rows,
     check_colocated,
+    check_adapters,
     check_row_lengths,
     check_images,
 )

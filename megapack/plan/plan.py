@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megapack.base.arrays import read_budget
+from megapack.base.arrays import Ints, read_adapters, read_budget
 from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.plan.explanation import Explanation
@@ -172,6 +172,8 @@ class Plan:
     """What the samples of a row share: each row holds it once. None: nothing is shared."""
     row_lengths: tuple[int, ...] = ()
     """Tokens per GPU that rows have under `Policy.row_shapes`, ascending; (): any."""
+    adapter_ids: tuple[RolloutId, ...] | None = None
+    """Id of each sample's adapter; None: all have one, or none."""
     _explainer: Callable[[Plan], Explanation] | None = field(default=None, compare=False)
     """Plans the samples again, under other policies. None in a plan that was read from text."""
 
@@ -254,6 +256,12 @@ class Plan:
             return None
         return PrefixTable(self.prefixes, self.num_samples, self.layout)
 
+    @cached_property
+    def adapter_of(self) -> Ints:
+        """int64 [samples]: the number of each sample's adapter: integer ids ascending, then
+        strings; 0 for all without `adapter_ids`."""
+        return read_adapters(self.adapter_ids, self.num_samples)[0]
+
     @property
     def capacity(self) -> int | None:
         """Padded tokens that a row may hold per DP rank; None for a count-based plan. A row over
@@ -281,6 +289,7 @@ class Plan:
             "colocate_ids": self.colocate_ids,
             "prefixes": None if self.prefixes is None else asdict(self.prefixes),
             "row_lengths": self.row_lengths or None,
+            "adapter_ids": self.adapter_ids,
         }
         return {
             "layout": self.layout.to_payload(),
@@ -361,6 +370,7 @@ def _build(payload: dict[str, Any]) -> Plan:
     """Build a plan from a payload whose types were checked."""
     rollout_ids = payload["rollout_ids"]
     colocate_ids = payload.get("colocate_ids")
+    adapter_ids = payload.get("adapter_ids")
     prefixes = payload.get("prefixes")
     return Plan(
         steps=tuple(_build_step(step) for step in payload["steps"]),
@@ -374,6 +384,7 @@ def _build(payload: dict[str, Any]) -> Plan:
         colocate_ids=None if colocate_ids is None else tuple(colocate_ids),
         prefixes=None if prefixes is None else _build_prefixes(prefixes),
         row_lengths=tuple(payload.get("row_lengths", ())),
+        adapter_ids=None if adapter_ids is None else tuple(adapter_ids),
     )
 
 

@@ -72,6 +72,8 @@ class Board(NamedTuple):
     """[I]: padded token after the last one."""
     chain: Ints
     """[I]: number of the piece's chain; -1 for a whole item, which may change rows."""
+    kind: Ints
+    """[I]: only items of one kind share a row."""
     row_of: Ints
     """[I]: the item's row; -1 for an item that is in no row."""
     next: Ints
@@ -107,13 +109,13 @@ def empty_board(
     item_tokens: Ints,
     item_tokens_sq: Ints,
     item_samples: Ints,
-    pieces: tuple[Ints, Ints, Ints],
+    pieces: tuple[Ints, Ints, Ints, Ints],
     shape: tuple[int, int],
 ) -> Board:
     """A board with no item in a row.
 
     Args:
-        pieces: begin, end and chain of each item.
+        pieces: begin, end, chain and kind of each item.
         shape: dp and M.
     """
     num_items = item_samples.size

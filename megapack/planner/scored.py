@@ -108,7 +108,7 @@ class Way:
         tokens = np.stack([size.aligned + more for size in sizes])
         tokens_sq = np.stack([size.aligned_sq + squares.astype(np.int64) for size in sizes])
         # Shifts of cuts change where pieces begin and end, of this board alone.
-        pieces = items.begin.copy(), items.end.copy(), items.chain
+        pieces = items.begin.copy(), items.end.copy(), items.chain, items.kind
         shape = self.layout.dp, count
         return empty_board(self.row_cost, tokens, tokens_sq, items.item_samples, pieces, shape)
 

@@ -43,7 +43,7 @@ def board_of(tokens: np.ndarray, capacity: int, dp: int = DP, count: int = COUNT
     fine = np.where(width > 1, 2 * width, 1)[:, None]
     aligned = -(-tokens // fine) * fine
     ones = np.ones(tokens.size, dtype=np.int64)
-    pieces = (0 * ones, 0 * ones, -ones)
+    pieces = (0 * ones, 0 * ones, -ones, 0 * ones)
     return empty_board(cost, aligned, aligned * aligned, ones, pieces, (dp, count))
 
 
