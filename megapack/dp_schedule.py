@@ -21,12 +21,7 @@ from megapack.planner.counts import keep_reachable, split_rollouts
 from megapack.planner.explain import explain
 from megapack.planner.images import with_images
 from megapack.planner.items import Items
-from megapack.planner.refusals import (
-    check_adapters,
-    check_cost,
-    check_oversize,
-    check_set_sizes,
-)
+from megapack.planner.refusals import check_cost, check_oversize, check_set_sizes
 from megapack.planner.search import best_draft
 from megapack.planner.step import Step
 from megapack.policy import Policy, check_policy
@@ -195,7 +190,8 @@ class Request:
         """
         check_policy(policy, self.layout, self.micro_batch_size)
         batch = self.batch
-        check_adapters(batch, policy)
+        if policy.adapters == "one":
+            batch.check_adapters()
         step = self.step(policy)
         table = batch.prefix_table(self.prefixes, step.layout, policy)
         step = replace(step, prefixes=table)

@@ -114,11 +114,9 @@ def read_adapters(given: Sequence[int | str] | None, num_samples: int) -> tuple[
         DataError: see `read_ids`.
     """
     _, ids = read_ids("adapter", given, num_samples)
-    if ids is None:
-        return np.zeros(num_samples, dtype=np.int64), None
-    names = sorted(set(ids), key=lambda name: (isinstance(name, str), name))
+    names = sorted(set(ids or ()), key=lambda name: (isinstance(name, str), name))
     number = {name: k for k, name in enumerate(names)}
-    return np.array([number[name] for name in ids], dtype=np.int64), ids
+    return np.array([number[i] for i in ids or ()] or [0] * num_samples, dtype=np.int64), ids
 
 
 def read_sets(
@@ -142,17 +140,28 @@ def read_sets(
         return colocated_of, colocate, colocated_of, colocate
     if colocate is None:
         return rollout_of, rollouts, colocated_of, None
+    why = "may train in different steps; give them one rollout id, or leave rollout_ids out"
+    check_sets(colocated_of, colocate, rollout_of, rollouts, "rollout", why)
+    return rollout_of, rollouts, colocated_of, colocate
+
+
+def check_sets(
+    colocated_of: Ints, colocate: Ids, other_of: Ints, others: Ids, kind: str, why: str
+) -> None:
+    """Raise DataError if a colocated set is in several others, such as rollouts; see `read_sets`.
+
+    Args:
+        kind, why: for the message.
+    """
     _, first = np.unique(colocated_of, return_index=True)
-    torn = np.flatnonzero(rollout_of != rollout_of[first[colocated_of]])
+    torn = np.flatnonzero(other_of != other_of[first[colocated_of]])
     if torn.size:
         sample = int(torn[0])
         other = int(first[colocated_of[sample]])
         raise DataError(
             f"samples {other} and {sample} share the colocate id {colocate[sample]!r} but not the "
-            f"rollout: {rollouts[other]!r} and {rollouts[sample]!r} may train in different steps; "
-            "give them one rollout id, or leave rollout_ids out"
+            f"{kind}: {others[other]!r} and {others[sample]!r} {why}"
         )
-    return rollout_of, rollouts, colocated_of, colocate
 
 
 def _read_id(kind: str, sample: int, value: object) -> int | str:

@@ -150,10 +150,8 @@ _PLAN = {
     "rollout_ids": _IDS.or_null(),
     "steps": _LIST,
 }
-_PLAN_OPTIONAL = {
-    **{"colocate_ids": _IDS, "adapter_ids": _IDS},
-    **{"prefixes": _OBJECT, "row_lengths": _COUNTS, COST: _ANY},
-}
+_PLAN_OPTIONAL = {"prefixes": _OBJECT, "row_lengths": _COUNTS, COST: _ANY}
+_PLAN_OPTIONAL |= {"colocate_ids": _IDS, "adapter_ids": _IDS}
 _PREFIXES = {"order": _COUNTS, "common": _COUNTS, "own_tokens": _COUNT}
 _STEP = {
     "num_microbatches": _COUNT,

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megapack.base.arrays import Ids, Ints, read_adapters, read_lengths, read_sets
+from megapack.base.arrays import Ids, Ints, check_sets, read_adapters, read_lengths, read_sets
 from megapack.errors import ConfigError, brief
 from megapack.layout import Layout
 from megapack.plan.plan import RolloutId
@@ -51,6 +51,13 @@ class Batch:
         flat = read_lengths(lengths)
         sets = read_sets(rollout_ids, colocate_ids, flat.size)
         return cls(flat, *sets, *read_adapters(adapter_ids, flat.size))
+
+    def check_adapters(self) -> None:
+        """Raise DataError if a colocated set is of several adapters, where a row has only one."""
+        if self.colocate_ids is not None and self.adapter_ids is not None:
+            why = "are two adapters for one row; set adapters='group'"
+            sets = self.item_of, self.colocate_ids
+            check_sets(*sets, self.adapter_of, self.adapter_ids, "adapter", why)
 
     @cached_property
     def names(self) -> Sequence[RolloutId]:

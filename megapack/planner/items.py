@@ -187,14 +187,13 @@ class Items:
             row_of: int64 [I], the row of each item.
             num_rows: number of rows.
         """
-        most = self.step.max_samples
-        row_of, num_rows = np.empty(self.num_items, dtype=np.int64), 0
+        sizes, most, fit = self.room, self.step.capacity, first_fit_decreasing
+        if self.step.max_samples is not None:
+            sizes, most, fit = self.item_samples, self.step.max_samples, first_fit
+        row_of, num_rows = np.empty_like(sizes), 0
         for kind in np.unique(self.kind):
-            own = np.flatnonzero(self.kind == kind)
-            if most is not None:
-                bins, num_bins = first_fit(self.item_samples[own], most)
-            else:
-                bins, num_bins = first_fit_decreasing(self.room[own], self.step.capacity)
+            own = self.kind == kind
+            bins, num_bins = fit(sizes[own], most)
             row_of[own] = num_rows + bins
             num_rows += num_bins
         return row_of, num_rows

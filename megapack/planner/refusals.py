@@ -7,12 +7,11 @@ import logging
 import numpy as np
 
 from megapack.cost.model import CostModel
-from megapack.errors import ConfigError, DataError, PlanError
+from megapack.errors import ConfigError, PlanError
 from megapack.layout import Layout, round_up
 from megapack.planner.batch import Batch
 from megapack.planner.items import Items
 from megapack.planner.step import Step
-from megapack.policy import Policy
 
 # Limit on the seconds of a whole batch as one row. Sums over many rows then stay finite: 2**60 rows
 # of 1e200 s are 1.2e218 s, and fp64 ends at 1.8e308.
@@ -49,18 +48,6 @@ def check_set_sizes(batch: Batch, micro_batch_size: int | None) -> None:
             f"{len(samples)} samples share the colocate id {batch.colocate_ids[samples[0]]!r} "
             f"(the first is sample {samples[0]}), micro_batch_size={micro_batch_size}; set it to "
             f"{len(samples)} or more"
-        )
-
-
-def check_adapters(batch: Batch, policy: Policy) -> None:
-    """Raise DataError if a colocated set is of several adapters, and a row may have only one."""
-    _, first = np.unique(batch.item_of, return_index=True)
-    torn = np.flatnonzero(batch.adapter_of != batch.adapter_of[first[batch.item_of]])
-    if torn.size and policy.adapters == "one" and batch.colocate_ids and batch.adapter_ids:
-        sample = int(torn[0])
-        raise DataError(
-            f"samples {first[batch.item_of[sample]]} and {sample} share the colocate id "
-            f"{batch.colocate_ids[sample]!r} and have two adapters; set adapters='group'"
         )
 
 

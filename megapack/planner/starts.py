@@ -141,8 +141,8 @@ def packed(way: Way, targets: Floats) -> Scored | None:
         targets = np.full_like(targets, way.rank_work / targets.shape[1])
     items = way.items
     if np.ptp(items.kind):
-        row_of, num_rows = split_heaviest(*items.fewest_rows, targets.size, way.work)
-        return _in_rounds(way, row_of, targets) if num_rows <= targets.size else None
+        pure, num_rows = split_heaviest(*items.fewest_rows, targets.size, way.work)
+        return _in_rounds(way, pure, targets) if num_rows <= targets.size else None
     row_of = pack_to_targets(
         items.room, way.work, targets.ravel(), way.step.capacity, order=way.order
     )

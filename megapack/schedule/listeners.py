@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megapack.model.adapters import begin_row
 from megapack.ranks.place import Phase, Place
 
 Kind = Literal["F", "B", "W", "E", "T"]
@@ -65,21 +64,6 @@ class Listeners:
         """An operation has ended."""
         for listener in self._listeners:
             listener.on_end(kind, chunk, microbatch)
-
-
-class AdapterKeeper(Listener):
-    """Tells layers with several adapters which row they run on.
-
-    Args:
-        rows: int64 [T] of each micro-batch, see `model.adapters.token_adapters`.
-    """
-
-    def __init__(self, rows: Sequence[Tensor]) -> None:
-        self._rows = rows
-
-    def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
-        if kind in ("F", "B"):
-            begin_row(self._rows[microbatch])
 
 
 _PHASES: dict[Kind, Phase] = {"F": "forward", "B": "backward", "W": "weight gradients"}

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megapack.layout import Layout
-from megapack.model.adapters import begin_row, row_adapters
+from megapack.model.adapters import begin_row
 from megapack.model.attention.packed import row_params
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import token_weight
@@ -30,7 +30,7 @@ from megapack.schedule.call import StepCall
 from megapack.schedule.channels import Channels, Exchange, StageOrder
 from megapack.schedule.faults import FiniteFlags, StepOutOfMemory, samples_text, stages_of
 from megapack.schedule.forward import ForwardStep, HeadOptions, LastStage, PassContext
-from megapack.schedule.listeners import AdapterKeeper, Listener, Listeners, PlaceKeeper
+from megapack.schedule.listeners import Listener, Listeners, PlaceKeeper
 from megapack.schedule.megatron_call import MegatronCall
 from megapack.schedule.operations import Operations
 from megapack.schedule.p2p import PlannedP2PCommunicator
@@ -107,23 +107,17 @@ class ScheduleRunner:
         is_training = call.is_training
         weight = token_weight(call.step_plan) if is_training else None
         schedule_pass = SchedulePass(record=call.record_routing, token_weight=weight)
-        listeners: list[Listener] = [*self.listeners, flags]
-        if call.plan.adapter_ids is not None:
-            adapter_of = call.plan.adapter_of
-            listeners.append(
-                AdapterKeeper([row_adapters(r, adapter_of, self.device) for r in rows])
-            )
+        listeners = [*self.listeners, flags]
         context = PassContext(schedule_pass=schedule_pass, listeners=listeners, flags=flags)
         try:
             self.run_schedule(call, rows, context, images)
         except torch.OutOfMemoryError as error:
             raise StepOutOfMemory.of(error, rows, self.place) from error
-        finally:
-            begin_row(None)
         if is_training and not checks.reduces(self.chunks):
             params = [list(module.parameters()) for module in self.modules]
             flags.check_gradients([[p.grad for p in own if p.grad is not None] for own in params])
         self.place.enter("output")
+        begin_row(None)
         flags.refuse(lambda k: samples_text(rows[k].samples), device=self.device)
         return context.schedule_pass
 
