@@ -23,14 +23,23 @@ from tests.dist.spawn import ROOT, checked_job
 from tests.documents import python_blocks
 from tests.hf_models import make_folder
 from tests.hosts.lora import packages
-from tests.hosts.lora.cases import ALPHA, CASES, RANK, RESUMED, SAVED, TRAINED
+from tests.hosts.lora.cases import (
+    ALPHA,
+    CASES,
+    NUM_ADAPTERS,
+    RANK,
+    RESUMED,
+    SAVED,
+    SEVERAL,
+    TRAINED,
+)
 from tests.marks import needs_te
 from tests.te_python import VERSION, te_folder
 from tools.hosting import sources
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps, needs_te]
 
-EXACT = [name for name in CASES if name not in TRAINED]
+EXACT = [name for name in CASES if name not in (*TRAINED, *SEVERAL)]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +84,20 @@ def test_gradients_and_logprobs_of_adapters_equal_peft(
     assert (result["num_pieces"] == 2) == ("pieces" in name)
     # One product per adapter's matrix and row; none of frozen layers.
     assert result["put_off_per_row"] == (1 if "split" in name else 0)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_gradients_of_each_of_several_adapters_equal_peft_with_it_alone(
+    name: str, results: dict[str, dict[str, Any]]
+) -> None:
+    result = results[name]
+    assert result["num_tensors"] >= 32 * NUM_ADAPTERS
+    assert result["gradient_error"] < 1e-5
+    assert result["worst_tensor_error"] < 3e-5, result["worst_tensor"]
+    assert (result["num_mixed"] == 0) == name.endswith("_one")
+    assert (result["num_wide"] > 0) == name.endswith("_wide")
+    assert (result["shared_tokens"] > 0) == name.endswith("_prefixes")
+    assert (result["num_pieces"] > 0) == name.endswith("_pieces")
 
 
 @pytest.mark.parametrize("name", EXACT)
