@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -109,7 +109,7 @@ def can_schedule_on_rollout_side(
                 "samples; set share_prefixes=False"
             )
         # All samples train in one step, whatever their number of rollouts.
-        args, rest = argparse.Namespace(**vars(args)), {**rest, "dynamic_global_batch_size": 1}
+        args, rest = copy.copy(args), {**rest, "dynamic_global_batch_size": 1}
         args.multi_lora = False
     own = patching.original(_RUNS_PLANNED)
     return bool(own(args, rest, train_parallel_config))

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.hosts.steps.job import Report, parse_layout, run_step
+from tests.hosts.steps.adapters import NUM_SLOTS, multi_lora_tree
+from tests.hosts.steps.job import Report, Runs, parse_layout, run_step
 from tests.marks import needs_te
 from tests.te_python import VERSION
+from tools.hosting.sources import NoSource
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps, needs_te]
 
@@ -82,3 +85,49 @@ def test_a_patched_step_trains_adapters_as_one_rank_without_patches(
         reference = alone.more["reference_logprobs"]
         assert reports[-1].more["reference_logprobs"] == pytest.approx(reference, abs=1e-4)
         assert reference != pytest.approx(alone.logprobs[0], abs=1e-2)
+
+
+@pytest.fixture(scope="module")
+def slots_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    if sys.version_info < (3, 12):
+        pytest.skip("Megatron-Bridge's layers of several adapters need Megatron-Core 0.19")
+    try:
+        multi_lora_tree()
+    except NoSource as error:
+        pytest.skip(str(error))
+    return Runs("miles", tmp_path_factory.mktemp("slots"), te=VERSION)
+
+
+def slot_norms(folder: Path, world: int, names: str = "gradients{}.pt") -> dict[str, float]:
+    """The norm of each adapter's gradients, of the parts that tensor-parallel ranks have."""
+    squares: dict[str, float] = {}
+    for rank in range(world):
+        for name, gradient in torch.load(folder / names.format(rank)).items():
+            squares[name] = squares.get(name, 0.0) + float(gradient.double().square().sum())
+    return {name: square**0.5 for name, square in squares.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [("dp=2", "lora+slots"), ("dp=2", "lora+slots+fanout"), ("tp=2", "lora+slots")],
+)
+def test_steps_of_several_adapters_are_planned_and_those_of_one_rank(
+    slots_runs: Runs, layout: str, case: str
+) -> None:
+    """miles' multi-LoRA, whose steps miles does not plan on its own."""
+    (alone,) = slots_runs("dp=1", "", f"{case}+reference")
+    folder = slots_runs.folder("dp=1", "", f"{case}+reference")
+    own = slot_norms(folder, 1)
+    assert len(own) == 64 * NUM_SLOTS
+    # Megatron's fused cross-entropy returns gradients of logits in bf16.
+    assert own == pytest.approx(slot_norms(folder, 1, "reference.pt"), rel=5e-3)
+    reports = slots_runs(layout, "miles", case)
+    split = 2 if "tp" in layout else 1
+    assert slot_norms(slots_runs.folder(layout, "miles", case), split) == pytest.approx(
+        own, rel=2e-5
+    )
+    assert not alone.more["planned"]
+    for report in reports:
+        assert report.more["planned"]
+        assert report.losses == pytest.approx(alone.losses, rel=1e-5)
+        assert report.grad_norms == pytest.approx(alone.grad_norms, rel=1e-5)

@@ -73,7 +73,7 @@ SEVERAL = {
     "several_recompute_mlp": LoraCase(layout=Layout(), keys=_MLP),
     "several_dp2": LoraCase(layout=Layout(dp=2)),
     "several_dp2_wide": LoraCase(
-        layout=Layout(dp=2), max_tokens=40, policy=Policy(context_parallel="dynamic")
+        layout=Layout(dp=2), max_tokens=60, policy=Policy(context_parallel="dynamic")
     ),
     "several_cp2": LoraCase(layout=Layout(cp=2)),
     "several_tp2": LoraCase(layout=Layout(tp=2)),

@@ -31,15 +31,25 @@ def import_bridge() -> None:
     bridge.__path__ = []
 
 
+def multi_lora_tree() -> Path:
+    """The folder of Megatron-Bridge's package in its source tree.
+
+    Raises:
+        NoSource: there is none with layers of several adapters.
+    """
+    tree = sources.source("megatron_bridge") / "src" / "megatron" / "bridge"
+    if not (tree / "peft" / "multi_lora.py").is_file():
+        raise sources.NoSource(f"no layers of several adapters in {tree}")
+    return tree
+
+
 def import_multi_lora() -> None:
     """Import Megatron-Bridge's layers of several adapters, which only its source tree has.
 
     Raises:
         NoSource: there is none, or it is older.
     """
-    tree = sources.source("megatron_bridge") / "src" / "megatron" / "bridge"
-    if not (tree / "peft" / "multi_lora.py").is_file():
-        raise sources.NoSource(f"no multi-LoRA in Megatron-Bridge at {tree}")
+    tree = multi_lora_tree()
     import_stubs.install("megatron.bridge")
     bridge = importlib.import_module("megatron.bridge")
     bridge.__path__ = [str(tree)]

@@ -124,6 +124,7 @@ def train(report: job.Report, actor: Any, refs: list[Any], *, num_samples: int) 
     from miles.backends.training_utils.loss import compute_advantages_and_returns
 
     rollout_data, _ = data.get_rollout_data(actor.args, refs)
+    report.more["planned"] = "micro_batch_indices" in rollout_data
     iterators, counts = data.get_data_iterator(actor.args, actor.model, rollout_data)
     rollouts = data.get_num_rollouts(actor.args, rollout_data, len(counts))
     logged: list[dict[str, Any]] = []
