@@ -190,8 +190,6 @@ class Request:
         """
         check_policy(policy, self.layout, self.micro_batch_size)
         batch = self.batch
-        if policy.adapters == "one":
-            batch.check_adapters()
         step = self.step(policy)
         table = batch.prefix_table(self.prefixes, step.layout, policy)
         step = replace(step, prefixes=table)

@@ -106,8 +106,7 @@ class Policy:
     """Patches of the images of a micro-batch under images=row, beside the budget of tokens; null =
     no limit."""
     adapters: AdapterRows = "group"
-    """Samples of several adapters. group: a row may hold several, those of one adapter side by
-    side. one: a row holds one, for layers that know a single adapter per micro-batch."""
+    """group: rows may have samples of several adapters, side by side. one: of one adapter."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -47,8 +47,9 @@ def seconds(case: Case, plan: Plan) -> float:
 
 def pure_rows(plan: Plan) -> tuple[int, int]:
     """Rows with samples of one adapter, and all rows."""
-    rows = [plan.adapter_of[list(mb.samples)] for mb in plan.microbatches if mb.samples]
-    return sum(np.unique(row).size == 1 for row in rows), len(rows)
+    assert plan.adapter_ids is not None
+    rows = [{plan.adapter_ids[i] for i in mb.samples} for mb in plan.microbatches if mb.samples]
+    return sum(len(row) == 1 for row in rows), len(rows)
 
 
 def table(traces: Path) -> Iterator[str]:

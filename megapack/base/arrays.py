@@ -138,29 +138,27 @@ def read_sets(
     rollout_of, rollouts = read_ids("rollout", rollout_ids, num_samples)
     if rollouts is None:
         return colocated_of, colocate, colocated_of, colocate
-    if colocate is None:
-        return rollout_of, rollouts, colocated_of, None
-    why = "may train in different steps; give them one rollout id, or leave rollout_ids out"
+    why = " may train in different steps; give them one rollout id, or leave rollout_ids out"
     check_sets(colocated_of, colocate, rollout_of, rollouts, "rollout", why)
     return rollout_of, rollouts, colocated_of, colocate
 
 
 def check_sets(
-    colocated_of: Ints, colocate: Ids, other_of: Ints, others: Ids, kind: str, why: str
+    set_of: Ints, colocate: Ids | None, other_of: Ints, others: Ids | None, kind: str, why: str
 ) -> None:
     """Raise DataError if a colocated set is in several others, such as rollouts; see `read_sets`.
 
     Args:
         kind, why: for the message.
     """
-    _, first = np.unique(colocated_of, return_index=True)
-    torn = np.flatnonzero(other_of != other_of[first[colocated_of]])
-    if torn.size:
+    _, first = np.unique(set_of, return_index=True)
+    torn = np.flatnonzero(other_of != other_of[first[set_of]])
+    if torn.size and colocate and others:
         sample = int(torn[0])
-        other = int(first[colocated_of[sample]])
+        other = int(first[set_of[sample]])
         raise DataError(
             f"samples {other} and {sample} share the colocate id {colocate[sample]!r} but not the "
-            f"{kind}: {others[other]!r} and {others[sample]!r} {why}"
+            f"{kind}: {others[other]!r} and {others[sample]!r}{why}"
         )
 
 

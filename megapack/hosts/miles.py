@@ -27,7 +27,6 @@ configure = OPTIONS.configure
 
 _RUNS_PLANNED = "miles.ray.rollout.train_data_conversion.can_schedule_on_rollout_side"
 _IMAGES = "multimodal_train_inputs"
-_ADAPTERS = "adapter_slots"
 # What a processor leaves whose images' tokens miles puts in after it has split the samples.
 _GROWS = {"grid_thws", "mm_vision_num_patches", "mm_audio_num_tokens"}
 
@@ -70,8 +69,8 @@ def build_dp_schedule(
 
     partial = bool(getattr(args, "allow_partial_train_step", False))
     if getattr(args, "multi_lora", False):
-        # A batch is one step, and its size counts samples, of which rollouts may have several.
-        global_batch_size = len(set(rollout_indices))
+        # A batch is one step, and its size counts samples.
+        rollout_indices = range(len(total_lengths))
     rollouts = Rollouts.read(rollout_indices, global_batch_size, partial=partial)
     try:
         return plan(rollouts)
@@ -102,7 +101,7 @@ def can_schedule_on_rollout_side(
     if any(_GROWS & set(images or ()) for images in data.get(_IMAGES, ())):
         return False
     rest = {name: values for name, values in data.items() if name != _IMAGES}
-    if _ADAPTERS in data:
+    if "adapter_slots" in data:
         if OPTIONS.current.share_prefixes:
             raise ConfigError(
                 "share_prefixes=True with multi-LoRA: its layers are told the tokens of whole "

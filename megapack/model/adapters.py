@@ -6,33 +6,47 @@ each backward, in which layers may run their forward again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from megapack.errors import ScheduleError
+from megapack.rows.packed import PackedRow
+from megapack.rows.transfer import moved
 
-_running: list[Tensor | None] = [None]
-"""Of the row that runs; the autograd engine's threads read it too."""
+_running: list[PackedRow | None] = [None]
+"""The row that runs; the autograd engine's threads read it too."""
 
 
-def token_adapters() -> Tensor:
+def token_adapters(ids: Sequence[int | str]) -> Tensor:
     """The adapter of each of this rank's tokens in the row that runs, on the row's device.
 
-        output = linear(x) + (token_adapters() == 2)[:, None, None] * adapter(x)
+        index_T = token_adapters(["math", "code"])
+        output = linear(x) + (index_T == 0)[:, None, None] * math(x)
 
     Padding counts as the sample before it, so that the tokens of an adapter are side by side. Under
     sequence parallelism each tensor-parallel rank has a part of these tokens.
 
+    Args:
+        ids: the adapters of a layer.
+
     Returns:
-        int64 [T]: numbers of `Plan.adapter_of`; 0 in padding micro-batches.
+        int64 [T]: indices into `ids`; 0 in padding micro-batches.
 
     Raises:
-        ScheduleError: no row of a plan with `adapter_ids` runs.
+        ScheduleError: no row of a plan with `adapter_ids` runs, or it has another adapter.
     """
-    if _running[0] is None:
+    row = _running[0]
+    if row is None or row.adapters_T is None:
         raise ScheduleError("no row with adapters runs; plan with build_dp_schedule(adapter_ids=)")
-    return _running[0]
+    unknown = set(row.adapters).difference(ids)
+    if unknown:
+        raise ScheduleError(f"adapters {unknown} of a row are not in {ids}; give a layer all")
+    index = torch.tensor([ids.index(own) for own in row.adapters] or [0])
+    return moved(index, row.adapters_T.device)[row.adapters_T]
 
 
-def begin_row(adapters_T: Tensor | None) -> None:
-    """From now on a row with these adapters runs; None: one without."""
-    _running[0] = adapters_T
+def begin_row(row: PackedRow | None) -> None:
+    """From now on this row runs; None: no row."""
+    _running[0] = row

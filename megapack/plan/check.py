@@ -44,6 +44,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -182,22 +183,21 @@ def check_colocated(read: Reading) -> None:
 
 def check_adapters(read: Reading) -> None:
     """Invariant 14: adapters are side by side in rows, and share nothing."""
-    plan = read.plan
-    if plan.adapter_ids is None:
+    ids, prefixes = read.plan.adapter_ids, read.plan.prefixes
+    if ids is None:
         return
-    if len(plan.adapter_ids) != plan.num_samples:
-        raise broken(14, f"{len(plan.adapter_ids)} adapter_ids for {plan.num_samples} samples")
+    if len(ids) != read.lengths.size:
+        raise broken(14, f"{len(ids)} adapter_ids for {read.lengths.size} samples")
     for where, *_, mb in read.rows:
-        own = plan.adapter_of[list(mb.samples)]
-        num_adapters = np.unique(own).size
-        if num_adapters > 1 and plan.policy.adapters == "one":
-            raise broken(14, f"{where} has {num_adapters} adapters under adapters='one'")
-        if np.count_nonzero(np.diff(own)) >= max(num_adapters, 1):
-            raise broken(14, f"{where} has its {num_adapters} adapters in turns: {own.tolist()}")
-    if plan.prefixes is not None:
-        order = plan.adapter_of[list(plan.prefixes.order)]
-        if (np.diff(order) != 0)[np.array(plan.prefixes.common[1:]) > 0].any():
-            raise broken(14, "samples of different adapters have a prefix in common")
+        runs = [name for name, _ in groupby(ids[i] for i in mb.samples)]
+        if len(runs) > len(set(runs)):
+            raise broken(14, f"{where} has adapters in turns: {runs}")
+        if len(runs) > 1 and read.plan.policy.adapters == "one":
+            raise broken(14, f"{where} has {len(runs)} adapters under adapters='one'")
+    order, common = ((), ()) if prefixes is None else (prefixes.order, prefixes.common)
+    for i, j, tokens in zip(order, order[1:], common[1:], strict=False):
+        if tokens and ids[i] != ids[j]:
+            raise broken(14, f"samples {i} and {j} of two adapters have a prefix in common")
 
 
 CHECKS: tuple[Callable[[Reading], None], ...] = (

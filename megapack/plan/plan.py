@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megapack.base.arrays import Ints, read_adapters, read_budget
+from megapack.base.arrays import read_budget
 from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.plan.explanation import Explanation
@@ -255,12 +255,6 @@ class Plan:
         if self.prefixes is None:
             return None
         return PrefixTable(self.prefixes, self.num_samples, self.layout)
-
-    @cached_property
-    def adapter_of(self) -> Ints:
-        """int64 [samples]: the number of each sample's adapter: integer ids ascending, then
-        strings; 0 for all without `adapter_ids`."""
-        return read_adapters(self.adapter_ids, self.num_samples)[0]
 
     @property
     def capacity(self) -> int | None:

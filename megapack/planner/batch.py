@@ -50,14 +50,9 @@ class Batch:
         """
         flat = read_lengths(lengths)
         sets = read_sets(rollout_ids, colocate_ids, flat.size)
-        return cls(flat, *sets, *read_adapters(adapter_ids, flat.size))
-
-    def check_adapters(self) -> None:
-        """Raise DataError if a colocated set is of several adapters, where a row has only one."""
-        if self.colocate_ids is not None and self.adapter_ids is not None:
-            why = "are two adapters for one row; set adapters='group'"
-            sets = self.item_of, self.colocate_ids
-            check_sets(*sets, self.adapter_of, self.adapter_ids, "adapter", why)
+        adapters = read_adapters(adapter_ids, flat.size)
+        check_sets(*sets[2:], *adapters, "adapter", "; give a set one adapter")
+        return cls(flat, *sets, *adapters)
 
     @cached_property
     def names(self) -> Sequence[RolloutId]:

@@ -230,7 +230,7 @@ class _RowOfBackward(Listener):
     def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
         if kind == "B":
             self._pass.recomputed = self.rows[microbatch].routing
-            begin_row(self.rows[microbatch].adapters_T)
+            begin_row(self.rows[microbatch])
 
 
 class ForwardStep:
@@ -280,7 +280,7 @@ class ForwardStep:
             The output and None; on the last chunk the hidden states and the head, which is not run.
         """
         self._pass.routing = row.routing
-        begin_row(row.adapters_T)
+        begin_row(row)
         inputs: dict[str, Any] = {
             "input_ids": row.tokens_T[None],
             "position_ids": row.position_ids_T[None],

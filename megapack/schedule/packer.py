@@ -107,6 +107,6 @@ class Packer:
             self._vocab_size,
             plan.prefix_table,
             num_depths(self._runner.config),
-            None if plan.adapter_ids is None else plan.adapter_of,
+            plan.adapter_ids,
         )
         return slice_row(row, *self._runner.row_groups.slice_of(microbatch, self._dp_rank))

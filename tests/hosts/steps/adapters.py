@@ -13,6 +13,8 @@ from tools.hosting import import_stubs, sources
 RANK = 4
 ALPHA = 8
 NUM_SLOTS = 3
+SLOT_RANK = 8
+"""The most of a slot. Grouped products want multiples of 16 bytes, also of a half."""
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
@@ -63,7 +65,7 @@ def init_slots(chunks: Sequence[Any]) -> None:
     from megatron.bridge.peft.multi_lora_layers import init_adapter_slot
 
     for slot in range(NUM_SLOTS):
-        init_adapter_slot(list(chunks), slot, rank=RANK - slot, alpha=ALPHA * (1 + slot))
+        init_adapter_slot(list(chunks), slot, rank=SLOT_RANK - slot, alpha=ALPHA * (1 + slot))
 
 
 def keep_gradients(chunks: Sequence[Any], path: Path) -> None:

@@ -215,7 +215,7 @@ def host_arguments(arguments: Arguments) -> HostArguments:
         grpo_std_normalization=True,
         calculate_per_token_loss="tokens" in case,
         check_for_nan_in_loss_and_grad=True,
-        lora_rank=adapters.RANK if "lora" in case else 0,
+        lora_rank=_lora_rank(case),
         lora_alpha=adapters.ALPHA,
         lora_dropout=0.0,
         lora_type="lora",
@@ -226,6 +226,12 @@ def host_arguments(arguments: Arguments) -> HostArguments:
         **_loss(case),
         **_learning_rates(),
     )
+
+
+def _lora_rank(case: set[str]) -> int:
+    if "slots" in case:
+        return adapters.SLOT_RANK
+    return adapters.RANK if "lora" in case else 0
 
 
 def _rollouts_per_step(case: set[str]) -> int:
