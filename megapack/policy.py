@@ -106,7 +106,7 @@ class Policy:
     """Patches of the images of a micro-batch under images=row, beside the budget of tokens; null =
     no limit."""
     adapters: AdapterRows = "group"
-    """group: rows may have samples of several adapters, side by side. one: of one adapter."""
+    """Of adapters in a row: group: several, side by side. one: one."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -25,8 +25,10 @@ def token_adapters(ids: Sequence[int | str]) -> Tensor:
         index_T = token_adapters(["math", "code"])
         output = linear(x) + (index_T == 0)[:, None, None] * math(x)
 
-    Padding counts as the sample before it, so that the tokens of an adapter are side by side. Under
-    sequence parallelism each tensor-parallel rank has a part of these tokens.
+    Padding counts as the sample before it, so that the tokens of an adapter are side by side;
+    adapters ascend, but for that of a piece, which is first. Megatron-Bridge's `MultiLoRA` takes
+    `torch.bincount(token_adapters(slots), minlength=len(slots))`. Under sequence parallelism each
+    tensor-parallel rank has a part of these tokens.
 
     Args:
         ids: the adapters of a layer.

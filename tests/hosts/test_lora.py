@@ -180,13 +180,25 @@ def test_ddp_has_gradients_of_adapters_only(results: dict[str, dict[str, Any]]) 
     assert result["num_trained"] <= result["buffers"] < 1.1 * result["num_trained"]
 
 
-def test_the_loop_of_the_document_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("several", [False, True])
+def test_the_loop_of_the_document_runs(several: bool, tmp_path: Path) -> None:
     """As it says, by `megapack run --cpu` with Bridge and Transformer Engine's Python installed."""
     try:
         packages.install()
     except sources.NoSource as error:
         pytest.skip(str(error))
-    (block,) = python_blocks("docs/lora.md")
+    block, adapters = python_blocks("docs/lora.md")
+    if several:
+        block = re.sub(r"def adapt\(chunks\):\n(    .*\n)+", lambda _: adapters, block)
+        block = block.replace(
+            "max_tokens_per_gpu=64)", "max_tokens_per_gpu=64, adapter_ids=IDS * 4)"
+        )
+        one = "for module in [m for chunk in chunks for m in chunk.modules()]:\n"
+        one += (
+            "    if isinstance(module, LoRALinear):\n        module.adapter = module.adapter[1]\n"
+        )
+        block = block.replace("export_adapters(chunks", f"{one}export_adapters(chunks")
+        assert block.count("adapter_ids") == block.count("module.adapter[1]") == 1
     (tmp_path / "my_lora.py").write_text(block)
     make_folder(tmp_path / "models/Qwen3-0.6B", "qwen3")
     bridge = sources.installed(sources.release("megatron_bridge"))
