@@ -72,11 +72,10 @@ def build_dp_schedule(
         forward_only: plan a pass without backwards.
         prefixes: tokens that samples share at their beginnings; None: nothing is shared. Under
             `Policy(share_prefixes="auto")` a row holds them once, where that pays.
-        images: per sample its `ImageRef`s, as a `SampleBatch` has them; `Policy.images` says where
-            they are encoded. None: no sample has one.
-        adapter_ids: per sample an int or str: the adapter that trains on it. A row has the samples
-            of an adapter side by side, adapters ascending; see `Policy.adapters`. Samples of
-            different adapters share no prefix. None: all have one adapter, or none.
+        images: per sample its `ImageRef`s; see `Policy.images`. None: no sample has one.
+        adapter_ids: each sample's adapter, int or str. A row has the samples of an adapter side by
+            side, adapters ascending; see `Policy.adapters`. Samples of different adapters share no
+            prefix. None: all have one adapter, or none.
 
     Returns:
         A plan that `check_plan` accepts.
