@@ -20,6 +20,7 @@ from megapack import (
     check_plan,
     simulate,
 )
+from megapack.plan.show import format_grid
 
 ONE = Policy(adapters="one")
 
@@ -66,6 +67,8 @@ def test_integers_come_before_strings_and_rows_follow_their_order() -> None:
         [5] * 6, layout=Layout(), micro_batch_size=6, adapter_ids=["b", 10, "a", 9, "10", 9]
     )
     assert [mb.samples for mb in plan.microbatches] == [(3, 5, 1, 4, 2, 0)]
+    shown = format_grid(plan, rank=0)
+    assert "samples 3,5,1,4,2,0; adapters 9, 10, 10, a, b" in shown
 
 
 def test_rows_of_a_number_of_samples_have_one_adapter() -> None:
