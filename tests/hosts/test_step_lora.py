@@ -140,3 +140,18 @@ def test_steps_of_several_adapters_are_planned_and_those_without_the_patch(
             not report.grad_norms
         )
     assert any(report.losses for report in reports)
+
+
+def test_bridges_layers_of_several_adapters_lose_gradients_under_tensor_parallelism(
+    slots_runs: Runs,
+) -> None:
+    """Their backward leaves out two all-reduces: of what is between an adapter's matrices, and of a
+    column-parallel layer's input. Forwards are right."""
+    runs = [("dp=1", "", "lora+slots+reference"), ("tp=2", "", "lora+slots")]
+    alone, split = (slots_runs(*run)[0] for run in runs)
+    assert split.losses == pytest.approx(alone.losses, rel=1e-5)
+    whole, parts = (slot_norms(slots_runs.folder(*run), k) for k, run in enumerate(runs, 1))
+    last = "decoder.layers.7.mlp.linear_fc2.adapters.0.linear_out.weight"
+    wrong = [name for name in whole if parts[name] != pytest.approx(whole[name], rel=1e-2)]
+    assert len(wrong) > 0.9 * len(whole)
+    assert not any(last in name for name in wrong)
