@@ -43,6 +43,7 @@ def build_dp_schedule(
     forward_only: bool = False,
     prefixes: SharedPrefixes | None = None,
     images: Sequence[Images] | None = None,
+    adapter_ids: Sequence[RolloutId] | None = None,
 ) -> Plan:
     """Plan the steps and micro-batches of a batch from its samples' lengths.
 
@@ -71,8 +72,10 @@ def build_dp_schedule(
         forward_only: plan a pass without backwards.
         prefixes: tokens that samples share at their beginnings; None: nothing is shared. Under
             `Policy(share_prefixes="auto")` a row holds them once, where that pays.
-        images: per sample its `ImageRef`s, as a `SampleBatch` has them; `Policy.images` says where
-            they are encoded. None: no sample has one.
+        images: per sample its `ImageRef`s; see `Policy.images`. None: no sample has one.
+        adapter_ids: each sample's adapter, int or str. A row has the samples of an adapter side by
+            side, adapters ascending; see `Policy.adapters`. Samples of different adapters share no
+            prefix. None: all have one adapter, or none.
 
     Returns:
         A plan that `check_plan` accepts.
@@ -86,7 +89,7 @@ def build_dp_schedule(
     policy = policy or Policy()
     check_policy(policy, layout, micro_batch_size)
     rows = layout.rounding(policy.round_row_tokens)
-    batch = Batch.read(lengths, rollout_ids, colocate_ids)
+    batch = Batch.read(lengths, rollout_ids, colocate_ids, adapter_ids)
     if max_tokens_per_gpu is None and micro_batch_size is None:
         longest = int(rows.aligned_sample_tokens(batch.lengths).max())
         raise ConfigError(
@@ -139,6 +142,7 @@ class Request:
             budget=self._budget(rows),
             max_samples=_as_int(self.micro_batch_size),
             forward_only=self.forward_only,
+            adapter_of=None if self.batch.adapter_ids is None else self.batch.adapter_of,
             **(self._row_images() if policy.images == "row" else {}),
         )
         row_lengths = policy.row_lengths(self.layout, step.capacity)
@@ -209,6 +213,7 @@ class Request:
             num_samples=batch.lengths.size,
             rollout_ids=batch.ids,
             colocate_ids=batch.colocate_ids,
+            adapter_ids=batch.adapter_ids,
             forward_only=self.forward_only,
             prefixes=table.prefixes if table is not None and shares else None,
             row_lengths=tuple(n // self.layout.cp for n in step.layout.row_lengths),

@@ -21,6 +21,7 @@ ContextParallel = Literal["fixed", "dynamic"]
 SplitSamples = Literal["off", "auto"]
 Backward = Literal["joint", "split"]
 ImagePlace = Literal["ahead", "row"]
+AdapterRows = Literal["group", "one"]
 
 # Fields that a payload leaves out at their defaults, so that plans from before they were fields
 # keep their digests.
@@ -35,6 +36,7 @@ _LATER_FIELDS = (
     "row_shapes",
     "images",
     "max_patches_per_gpu",
+    "adapters",
 )
 
 # Compiled code multiplies these numbers by sizes of the layout (at most 2**20) in int64:
@@ -103,6 +105,8 @@ class Policy:
     max_patches_per_gpu: int | None = None
     """Patches of the images of a micro-batch under images=row, beside the budget of tokens; null =
     no limit."""
+    adapters: AdapterRows = "group"
+    """Of adapters in a row: group: several, side by side. one: one."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -286,13 +290,17 @@ _RULES = (
     ),
     *(
         _Rule(
-            "images",
-            "row",
-            lambda facts, setting=setting, value=value: facts.has(setting, value),  # type: ignore[misc]
-            f"rows that encode images are planned whole, on one rank, in Megatron's order; set "
-            f"{setting}={off!r}, or images='ahead'",
+            whole,
+            value,
+            lambda facts, setting=setting, on=on: facts.has(setting, on),  # type: ignore[misc]
+            f"rows {which} are planned whole, on one rank, in Megatron's order; set "
+            f"{setting}={off!r}, or {whole}={instead!r}",
         )
-        for setting, value, off in (
+        for whole, value, which, instead in (
+            ("images", "row", "that encode images", "ahead"),
+            ("adapters", "one", "of one adapter", "group"),
+        )
+        for setting, on, off in (
             ("context_parallel", "dynamic", "fixed"),
             ("split_samples", "auto", "off"),
             ("backward", "split", "joint"),

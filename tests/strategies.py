@@ -43,6 +43,7 @@ POLICY: dict[str, Sequence[Any]] = {
     "backward": ("joint",) * 5 + ("split",),
     "images": ("ahead",) * 5 + ("row",),
     "max_patches_per_gpu": (None,),
+    "adapters": ("group", "group", "one"),
 }
 """Every field of `Policy`."""
 _COST: dict[str, Sequence[float]] = {

@@ -76,7 +76,7 @@ def read_ids(
     The ids ["b", "a", "b"] give set_of = [0, 1, 0].
 
     Args:
-        kind: "rollout" or "colocate", for messages.
+        kind: "rollout", "colocate" or "adapter", for messages.
         given: one id per sample; None: each sample is its own set.
 
     Returns:
@@ -98,6 +98,27 @@ def read_ids(
     return np.array([number[name] for name in ids], dtype=np.int64), ids
 
 
+def read_adapters(given: Sequence[int | str] | None, num_samples: int) -> tuple[Ints, Ids | None]:
+    """Number the samples' adapters: integers ascending, then strings.
+
+    The ids [7, "b", 3] give adapter_of = [1, 2, 0].
+
+    Args:
+        given: one id per sample; None: all have the same adapter, or none.
+
+    Returns:
+        adapter_of: int64 [n], the number of each sample's adapter.
+        ids: as `read_ids` returns them.
+
+    Raises:
+        DataError: see `read_ids`.
+    """
+    _, ids = read_ids("adapter", given, num_samples)
+    names = sorted(set(ids or ()), key=lambda name: (isinstance(name, str), name))
+    number = {name: k for k, name in enumerate(names)}
+    return np.array([number[i] for i in ids or ()] or [0] * num_samples, dtype=np.int64), ids
+
+
 def read_sets(
     rollout_ids: Sequence[int | str] | None,
     colocate_ids: Sequence[int | str] | None,
@@ -117,19 +138,28 @@ def read_sets(
     rollout_of, rollouts = read_ids("rollout", rollout_ids, num_samples)
     if rollouts is None:
         return colocated_of, colocate, colocated_of, colocate
-    if colocate is None:
-        return rollout_of, rollouts, colocated_of, None
-    _, first = np.unique(colocated_of, return_index=True)
-    torn = np.flatnonzero(rollout_of != rollout_of[first[colocated_of]])
-    if torn.size:
+    why = " may train in different steps; give them one rollout id, or leave rollout_ids out"
+    check_sets(colocated_of, colocate, rollout_of, rollouts, "rollout", why)
+    return rollout_of, rollouts, colocated_of, colocate
+
+
+def check_sets(
+    set_of: Ints, colocate: Ids | None, other_of: Ints, others: Ids | None, kind: str, why: str
+) -> None:
+    """Raise DataError if a colocated set is in several others, such as rollouts; see `read_sets`.
+
+    Args:
+        kind, why: for the message.
+    """
+    _, first = np.unique(set_of, return_index=True)
+    torn = np.flatnonzero(other_of != other_of[first[set_of]])
+    if torn.size and colocate and others:
         sample = int(torn[0])
-        other = int(first[colocated_of[sample]])
+        other = int(first[set_of[sample]])
         raise DataError(
             f"samples {other} and {sample} share the colocate id {colocate[sample]!r} but not the "
-            f"rollout: {rollouts[other]!r} and {rollouts[sample]!r} may train in different steps; "
-            "give them one rollout id, or leave rollout_ids out"
+            f"{kind}: {others[other]!r} and {others[sample]!r}{why}"
         )
-    return rollout_of, rollouts, colocated_of, colocate
 
 
 def _read_id(kind: str, sample: int, value: object) -> int | str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megapack.errors import PlanError
+from megapack.errors import ConfigError, PlanError
 from megapack.hosts import patching
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.native import Provider
@@ -67,6 +68,9 @@ def build_dp_schedule(
         return plan_dynamic(args, train_parallel_config, total_lengths, rollouts, host="miles")
 
     partial = bool(getattr(args, "allow_partial_train_step", False))
+    if getattr(args, "multi_lora", False):
+        # A batch is one step, and its size counts samples.
+        rollout_indices = range(len(total_lengths))
     rollouts = Rollouts.read(rollout_indices, global_batch_size, partial=partial)
     try:
         return plan(rollouts)
@@ -86,13 +90,26 @@ def build_dp_schedule(
 def can_schedule_on_rollout_side(
     args: Any, data: dict[str, Any], train_parallel_config: Mapping[str, Any] | None
 ) -> bool:
-    """Whether a rollout's steps are planned; without the patch they are not if there are images.
+    """Whether a rollout's steps are planned; without the patch they are not if there are images, or
+    several adapters.
 
     Kimi's and Inkling's samples are not, as without the patch: their lengths change afterwards.
+
+    Raises:
+        ConfigError: prefixes shared among samples with adapters, whose tokens miles counts.
     """
     if any(_GROWS & set(images or ()) for images in data.get(_IMAGES, ())):
         return False
     rest = {name: values for name, values in data.items() if name != _IMAGES}
+    if "adapter_slots" in data:
+        if OPTIONS.current.share_prefixes:
+            raise ConfigError(
+                "share_prefixes=True with multi-LoRA: its layers are told the tokens of whole "
+                "samples; set share_prefixes=False"
+            )
+        # All samples train in one step, whatever their number of rollouts.
+        args, rest = copy.copy(args), {**rest, "dynamic_global_batch_size": 1}
+        args.multi_lora = False
     own = patching.original(_RUNS_PLANNED)
     return bool(own(args, rest, train_parallel_config))
 

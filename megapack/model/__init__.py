@@ -1,6 +1,7 @@
 """What packed rows need of any Megatron-Core GPT: attention, experts, heads, gradients.
 
 Modules:
+    adapters: which adapter each token of a row belongs to
     attention, experts: packed attention; mixtures of experts
     biases: biases that recomputed layers and local experts return
     head, logprobs, mtp: vocabulary or value head, log-probs in chunks, multi-token prediction

@@ -37,11 +37,14 @@
 13. A step has each different image of its samples once, with the samples that use it. Under
    images="ahead" a GPU of the layout encodes it; under images="row" no row of several items has
    more patches than `max_patches_per_gpu`.
+14. In a row the samples of an adapter are side by side, and under adapters="one" there is only one.
+   Samples of different adapters have no prefix in common.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -178,6 +181,25 @@ def check_colocated(read: Reading) -> None:
             )
 
 
+def check_adapters(read: Reading) -> None:
+    """Invariant 14: adapters are side by side in rows, and share nothing."""
+    ids, prefixes = read.plan.adapter_ids, read.plan.prefixes
+    if ids is None:
+        return
+    if len(ids) != read.lengths.size:
+        raise broken(14, f"{len(ids)} adapter_ids for {read.lengths.size} samples")
+    for where, *_, mb in read.rows:
+        runs = [name for name, _ in groupby(ids[i] for i in mb.samples)]
+        if len(runs) > len(set(runs)):
+            raise broken(14, f"{where} has adapters in turns: {runs}")
+        if len(runs) > 1 and read.plan.policy.adapters == "one":
+            raise broken(14, f"{where} has {len(runs)} adapters under adapters='one'")
+    order, common = ((), ()) if prefixes is None else (prefixes.order, prefixes.common)
+    for i, j, tokens in zip(order, order[1:], common[1:], strict=False):
+        if tokens and ids[i] != ids[j]:
+            raise broken(14, f"samples {i} and {j} of two adapters have a prefix in common")
+
+
 CHECKS: tuple[Callable[[Reading], None], ...] = (
     check_prefixes,
     check_counts,
@@ -188,6 +210,7 @@ CHECKS: tuple[Callable[[Reading], None], ...] = (
     check_rollouts,
     check_rows,
     check_colocated,
+    check_adapters,
     check_row_lengths,
     check_images,
 )

@@ -172,6 +172,8 @@ class Plan:
     """What the samples of a row share: each row holds it once. None: nothing is shared."""
     row_lengths: tuple[int, ...] = ()
     """Tokens per GPU that rows have under `Policy.row_shapes`, ascending; (): any."""
+    adapter_ids: tuple[RolloutId, ...] | None = None
+    """Id of each sample's adapter; None: all have one, or none."""
     _explainer: Callable[[Plan], Explanation] | None = field(default=None, compare=False)
     """Plans the samples again, under other policies. None in a plan that was read from text."""
 
@@ -281,6 +283,7 @@ class Plan:
             "colocate_ids": self.colocate_ids,
             "prefixes": None if self.prefixes is None else asdict(self.prefixes),
             "row_lengths": self.row_lengths or None,
+            "adapter_ids": self.adapter_ids,
         }
         return {
             "layout": self.layout.to_payload(),
@@ -361,6 +364,7 @@ def _build(payload: dict[str, Any]) -> Plan:
     """Build a plan from a payload whose types were checked."""
     rollout_ids = payload["rollout_ids"]
     colocate_ids = payload.get("colocate_ids")
+    adapter_ids = payload.get("adapter_ids")
     prefixes = payload.get("prefixes")
     return Plan(
         steps=tuple(_build_step(step) for step in payload["steps"]),
@@ -374,6 +378,7 @@ def _build(payload: dict[str, Any]) -> Plan:
         colocate_ids=None if colocate_ids is None else tuple(colocate_ids),
         prefixes=None if prefixes is None else _build_prefixes(prefixes),
         row_lengths=tuple(payload.get("row_lengths", ())),
+        adapter_ids=None if adapter_ids is None else tuple(adapter_ids),
     )
 
 

@@ -111,6 +111,8 @@ def _row_line(plan: Plan, k: int, mb: MicroBatch) -> str:
     samples = ",".join(map(str, mb.samples[:_MAX_SAMPLES]))
     more = len(mb.samples) - _MAX_SAMPLES
     facts = "".join(f"; {fact.text(mb)}" for fact in row_facts(mb))
+    own = dict.fromkeys(plan.adapter_ids[i] for i in mb.samples) if plan.adapter_ids else {}
+    facts += f"; adapters {', '.join(map(str, own))}" if own else ""
     return (
         f"{k:>6}  {_cell(plan, mb)}, {mb.tokens} tokens: samples {samples}"
         f"{f' and {more} more' if more > 0 else ''}{facts}"

@@ -21,7 +21,7 @@ and if its samples have images, a line for each different one:
     image ["a cat", 64, 16, 3, [0, 5]]   key, patches, tokens, the GPU that encodes it, its samples
 
 Consecutive rollout ids are written as a range, `0..2047`. A plan without `colocate_ids` has no such
-line, and neither has one without `prefixes` or `row_lengths`.
+line, and neither has one without `prefixes`, `row_lengths` or `adapter_ids`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ _PLAN = {
     "rollout_ids": _IDS.or_null(),
     "steps": _LIST,
 }
-_PLAN_OPTIONAL = {"colocate_ids": _IDS, "prefixes": _OBJECT, "row_lengths": _COUNTS, COST: _ANY}
+_PLAN_OPTIONAL = {"prefixes": _OBJECT, "row_lengths": _COUNTS, COST: _ANY}
+_PLAN_OPTIONAL |= {"colocate_ids": _IDS, "adapter_ids": _IDS}
 _PREFIXES = {"order": _COUNTS, "common": _COUNTS, "own_tokens": _COUNT}
 _STEP = {
     "num_microbatches": _COUNT,

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megapack.base.arrays import Ids, Ints, read_lengths, read_sets
+from megapack.base.arrays import Ids, Ints, check_sets, read_adapters, read_lengths, read_sets
 from megapack.errors import ConfigError, brief
 from megapack.layout import Layout
 from megapack.plan.plan import RolloutId
@@ -30,6 +30,10 @@ class Batch:
     packed into one row."""
     colocate_ids: Ids | None
     """Per sample its colocate id; None if no ids were given."""
+    adapter_of: Ints
+    """int64 [n]: each sample's adapter, see `read_adapters`."""
+    adapter_ids: Ids | None
+    """Per sample its adapter's id; None if no ids were given."""
 
     @classmethod
     def read(
@@ -37,6 +41,7 @@ class Batch:
         lengths: Sequence[int] | Ints,
         rollout_ids: Sequence[RolloutId] | None,
         colocate_ids: Sequence[RolloutId] | None,
+        adapter_ids: Sequence[RolloutId] | None = None,
     ) -> Batch:
         """The batch of a user's lists.
 
@@ -44,7 +49,10 @@ class Batch:
             DataError: invalid lengths or ids.
         """
         flat = read_lengths(lengths)
-        return cls(flat, *read_sets(rollout_ids, colocate_ids, flat.size))
+        sets = read_sets(rollout_ids, colocate_ids, flat.size)
+        adapters = read_adapters(adapter_ids, flat.size)
+        check_sets(*sets[2:], *adapters, "adapter", "; give a set one adapter")
+        return cls(flat, *sets, *adapters)
 
     @cached_property
     def names(self) -> Sequence[RolloutId]:
@@ -92,6 +100,8 @@ class Batch:
         prefixes.check(self.lengths)
         if policy.share_prefixes == "off":
             return None
+        if self.adapter_ids is not None:
+            prefixes = prefixes.apart(self.adapter_of)
         kept = worthwhile(prefixes, layout.aligned_sample_tokens(self.lengths), layout)
         return PrefixTable(kept, self.lengths.size, layout) if kept.order else None
 

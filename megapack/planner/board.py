@@ -67,6 +67,8 @@ class Board(NamedTuple):
     """[I]: number of samples."""
     chain: Ints
     """[I]: number of the piece's chain; -1 for a whole item, which may change rows."""
+    kind: Ints
+    """[I]: only items of one kind share a row."""
     row_of: Ints
     """[I]: the item's row; -1 for an item that is in no row."""
     next: Ints
@@ -103,12 +105,13 @@ def empty_board(
     item_tokens_sq: Ints,
     item_samples: Ints,
     chain: Ints,
+    kind: Ints,
     shape: tuple[int, int],
 ) -> Board:
     """A board with no item in a row.
 
     Args:
-        chain: see `Board.chain`.
+        chain, kind: see `Board`.
         shape: dp and M.
     """
     num_items = item_samples.size
@@ -120,6 +123,7 @@ def empty_board(
         item_tokens_sq,
         item_samples,
         chain,
+        kind,
         row_of=np.full(num_items, -1, dtype=np.int64),
         next=np.full(num_items, -1, dtype=np.int64),
         head=np.full(num_rows, -1, dtype=np.int64),

@@ -123,13 +123,18 @@ class Draft:
 
 
 def _micro_batches(draft: Draft) -> list[MicroBatch]:
-    """One micro-batch per row, as long as its samples; a piece first, then samples ascend."""
+    """One micro-batch per row, as long as its samples; a piece first, then samples ascend within
+    their adapter. Adapters ascend, from that of the piece on."""
     items = draft.items
     row_of = draft.row_of
     num_rows = draft.num_rows
     sample_row = row_of[items.sample_items]
     pieces = _row_pieces(draft)
-    order = np.lexsort((items.samples, ~items.is_piece[items.sample_items]))
+    is_piece, adapters = items.is_piece[items.sample_items], items.sample_adapters
+    first = np.zeros(num_rows, dtype=np.int64)
+    first[sample_row[is_piece]] = adapters[is_piece]
+    turn = (adapters - first[sample_row]) % (adapters.max() + 1)
+    order = np.lexsort((items.samples, turn, ~is_piece))
     order = order[np.argsort(sample_row[order], kind="stable")]
     tokens = row_sums(items.lengths, row_of, num_rows)
     _, tokens_sq, shared = draft.sizes

@@ -289,6 +289,9 @@ def _draw_exchange(
             b = _pick(board, random, row_b)
         if board.chain[a] >= 0 or (b >= 0 and board.chain[b] >= 0):
             continue
+        mate = b if b >= 0 else board.head[row_b]
+        if mate >= 0 and board.kind[mate] != board.kind[a]:
+            continue
         legal = fits(board, row_a, board.level[row_a], a, b)
         if not (legal and fits(board, row_b, board.level[row_b], b, a)):
             continue

@@ -106,6 +106,19 @@ class Items:
         return np.repeat(np.arange(self.num_items), self.item_samples)
 
     @cached_property
+    def sample_adapters(self) -> Ints:
+        """int64 [n]: the adapter of each sample."""
+        adapter_of = self.step.adapter_of
+        return np.zeros_like(self.samples) if adapter_of is None else adapter_of[self.samples]
+
+    @cached_property
+    def kind(self) -> Ints:
+        """int64 [I]: items of different kinds share no row: those of different adapters under
+        adapters="one"."""
+        is_one = self.step.policy.adapters == "one"
+        return self.sample_adapters[self.first_samples] * is_one
+
+    @cached_property
     def is_piece(self) -> Bools:
         """bool [I]: items that are pieces."""
         return self.chain >= 0
@@ -174,9 +187,16 @@ class Items:
             row_of: int64 [I], the row of each item.
             num_rows: number of rows.
         """
+        sizes, most, fit = self.room, self.step.capacity, first_fit_decreasing
         if self.step.max_samples is not None:
-            return first_fit(self.item_samples, self.step.max_samples)
-        return first_fit_decreasing(self.room, self.step.capacity)
+            sizes, most, fit = self.item_samples, self.step.max_samples, first_fit
+        row_of, num_rows = np.empty_like(sizes), 0
+        for kind in np.unique(self.kind):
+            own = self.kind == kind
+            bins, num_bins = fit(sizes[own], most)
+            row_of[own] = num_rows + bins
+            num_rows += num_bins
+        return row_of, num_rows
 
     def at_width(self, width: int) -> ItemSizes:
         """The items' sizes in rows over `width` DP ranks, whose alignment is coarser."""

@@ -107,8 +107,8 @@ class Way:
         squares = items.image_squares - np.rint(paid)
         tokens = np.stack([size.aligned + more for size in sizes])
         tokens_sq = np.stack([size.aligned_sq + squares.astype(np.int64) for size in sizes])
-        sizes_of = tokens, tokens_sq, items.item_samples, items.chain
-        return empty_board(self.row_cost, *sizes_of, (self.layout.dp, count))
+        each = tokens, tokens_sq, items.item_samples, items.chain, items.kind
+        return empty_board(self.row_cost, *each, (self.layout.dp, count))
 
     def board_of(self, draft: Draft) -> Board:
         """A draft in arrays."""

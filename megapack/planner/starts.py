@@ -131,6 +131,9 @@ def packed(way: Way, targets: Floats) -> Scored | None:
     if way.step.policy.row_shape == "uniform":
         targets = np.full_like(targets, way.rank_work / targets.shape[1])
     items = way.items
+    if np.ptp(items.kind):
+        pure, num_rows = split_heaviest(*items.fewest_rows, targets.size, way.work)
+        return _in_rounds(way, pure, targets) if num_rows <= targets.size else None
     row_of = pack_to_targets(
         items.room, way.work, targets.ravel(), way.step.capacity, order=way.order
     )

@@ -44,6 +44,8 @@ class Step:
     None: rows encode no images."""
     patches: Ints | None = None
     """int64: patches of each sample's images, of the whole input; None: rows may have any."""
+    adapter_of: Ints | None = None
+    """int64: the adapter of every sample of the input; None: all have one."""
 
     @cached_property
     def capacity(self) -> int:

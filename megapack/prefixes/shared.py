@@ -161,6 +161,21 @@ class SharedPrefixes:
         own_tokens = _own_tokens(mtp_num_layers)
         return cls(tuple(order.tolist()), tuple(common.tolist()), own_tokens).trimmed()
 
+    def apart(self, group_of: Ints) -> SharedPrefixes:
+        """The prefixes of samples that share only within their groups, such as those of an adapter:
+        equal tokens have other hidden states under another adapter.
+
+        Args:
+            group_of: int64 [n], the group of each sample of the batch.
+
+        >>> SharedPrefixes((0, 1, 2, 3), (0, 5, 3, 4)).apart(np.array([0, 1, 0, 1]))
+        SharedPrefixes(order=(0, 2, 1, 3), common=(0, 3, 0, 3), own_tokens=1)
+        """
+        parts = [self.without(np.flatnonzero(group_of != own)) for own in np.unique(group_of)]
+        order = tuple(itertools.chain.from_iterable(part.order for part in parts))
+        common = tuple(itertools.chain.from_iterable(part.common for part in parts))
+        return SharedPrefixes(order, common, self.own_tokens)
+
     def without(self, samples: Ints) -> SharedPrefixes:
         """The prefixes of the other samples.
 

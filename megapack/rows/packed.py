@@ -228,6 +228,11 @@ class PackedRow(RowTokens):
     features_T: Tensor | None = field(default=None, metadata={"moves": False})
     """int64, on the host: of each position the feature that stands there, -1 for text; None: no
     sample of the row has images. Those of an image are one after the other."""
+    adapters: tuple[int | str, ...] = ()
+    """The different adapters of its samples, in row order."""
+    adapters_T: Tensor | None = None
+    """int64: the index of each position's adapter in `adapters`; None: the plan has no
+    `adapter_ids`. Padding counts as the sample before it."""
     rotary_T3: Tensor | None = None
     """int64: the three positions of each position's token, see `images.positions`."""
     routing: RoutingRow | None = None

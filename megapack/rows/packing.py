@@ -30,6 +30,7 @@ def pack_row(
     vocab_size: int | None = None,
     prefixes: PrefixTable | None = None,
     num_ahead: int = 0,
+    adapter_ids: Sequence[int | str] | None = None,
 ) -> PackedRow:
     """Pack the samples of a micro-batch into one row of `micro_batch.row_tokens` tokens.
 
@@ -46,6 +47,7 @@ def pack_row(
         vocab_size: token ids must be smaller; None: not checked.
         prefixes: those of the plan; None: samples share nothing.
         num_ahead: depths of multi-token prediction.
+        adapter_ids: those of the plan; None: all samples have one adapter, or none.
 
     Raises:
         DataError: the samples differ in length from the plan, share positions although their tokens
@@ -93,6 +95,10 @@ def pack_row(
     images = held_images(batch, micro_batch)
     # A piece after an image has none, but its positions follow from it.
     has_images = any(map(batch.images, samples))
+    named = [] if adapter_ids is None else [adapter_ids[i] for i in samples]
+    adapters = tuple(dict.fromkeys(named))
+    own = [adapters.index(named[branch.samples[0]]) for branch in branches if named] or [0]
+    own += own[-1:] * (len(spans) - len(own))
     return PackedRow(
         samples=samples,
         lengths=lengths,
@@ -118,6 +124,8 @@ def pack_row(
         tensors=batch.row_tensors(samples, _trees(branches)),
         ahead=tuple(writer.ahead(depth) for depth in range(1, num_ahead + 1)),
         images=images,
+        adapters=adapters,
+        adapters_T=None if adapter_ids is None else torch.from_numpy(np.repeat(own, spans)),
         features_T=writer.features(images) if has_images else None,
         rotary_T3=writer.rotary() if has_images else None,
     )

@@ -16,10 +16,11 @@ from torch import Tensor
 from megapack.loss.distillation import TEACHER_IDS
 from megapack.loss.sequence import call_objective, reads_topk
 from megapack.loss.token import Objective
+from megapack.model.adapters import begin_row
 from megapack.model.head import DeferredHead, ValueHead, deferred_head, row_scores, unwrapped
 from megapack.model.logprobs import VocabHead, vocab_parallel_logprobs
 from megapack.model.mtp import inputs_ahead, loss_name
-from megapack.rows.packed import PlacedRow, RoutingRow, RowTokens, unpack_row
+from megapack.rows.packed import PlacedRow, RowTokens, unpack_row
 from megapack.rows.schedule_pass import MAXIMUM, SchedulePass
 from megapack.rows.segments import row_segments
 from megapack.schedule.chains import ChainLosses, LossInputs
@@ -219,18 +220,17 @@ class PassContext:
 
 
 class _RowOfBackward(Listener):
-    """Tells routers whose forward is recomputed which row it is."""
+    """Tells routers and adapters whose forward is recomputed which row it is."""
 
     def __init__(self, schedule_pass: SchedulePass) -> None:
         self._pass = schedule_pass
-        self._rows: dict[int, RoutingRow | None] = {}
-
-    def on_output(self, chunk: int, microbatch: int, output: Tensor) -> None:
-        self._rows[microbatch] = self._pass.routing
+        self.rows: dict[int, PlacedRow] = {}
+        """Of each micro-batch that has run."""
 
     def on_begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
         if kind == "B":
-            self._pass.recomputed = self._rows[microbatch]
+            self._pass.recomputed = self.rows[microbatch].routing
+            begin_row(self.rows[microbatch])
 
 
 class ForwardStep:
@@ -251,7 +251,8 @@ class ForwardStep:
         self._chunks = chunks
         self._last_stage = last_stage
         self._pass = context.schedule_pass
-        self._listeners = Listeners([*context.listeners, _RowOfBackward(self._pass)])
+        self._rows = _RowOfBackward(self._pass)
+        self._listeners = Listeners([*context.listeners, self._rows])
 
     def __call__(
         self, rows: Iterator[tuple[int, PlacedRow]], model: Any
@@ -263,6 +264,7 @@ class ForwardStep:
         """
         microbatch, row = next(rows)
         chunk = next(i for i, own in enumerate(self._chunks) if own is model)
+        self._rows.rows[microbatch] = row
         self._listeners.begin("F", chunk, microbatch)
         output, head = self.run_row(row, model)
         if head is None:
@@ -278,6 +280,7 @@ class ForwardStep:
             The output and None; on the last chunk the hidden states and the head, which is not run.
         """
         self._pass.routing = row.routing
+        begin_row(row)
         inputs: dict[str, Any] = {
             "input_ids": row.tokens_T[None],
             "position_ids": row.position_ids_T[None],

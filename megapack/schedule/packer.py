@@ -107,5 +107,6 @@ class Packer:
             self._vocab_size,
             plan.prefix_table,
             num_depths(self._runner.config),
+            plan.adapter_ids,
         )
         return slice_row(row, *self._runner.row_groups.slice_of(microbatch, self._dp_rank))

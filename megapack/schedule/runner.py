@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megapack.layout import Layout
+from megapack.model.adapters import begin_row
 from megapack.model.attention.packed import row_params
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import token_weight
@@ -116,6 +117,7 @@ class ScheduleRunner:
             params = [list(module.parameters()) for module in self.modules]
             flags.check_gradients([[p.grad for p in own if p.grad is not None] for own in params])
         self.place.enter("output")
+        begin_row(None)
         flags.refuse(lambda k: samples_text(rows[k].samples), device=self.device)
         return context.schedule_pass
 

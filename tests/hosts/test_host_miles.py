@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import logging
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -42,6 +44,47 @@ def test_a_partial_step_with_too_few_samples_is_left_out(
     )
     assert schedule[3] == [2]
     assert f"partial step skipped: its {sizes[2]} samples" in caplog.text
+
+
+@pytest.mark.parametrize("sizes", [[1] * 12, [2, 1, 3, 2, 1, 3]])
+def test_a_batch_of_several_adapters_is_one_step_of_rows_by_slot(sizes: list[int]) -> None:
+    """miles' layers read the slots of a row ascending. The batch's size counts samples."""
+    slots = [2, 0, 1] * 4
+    data = {"tokens": [[1] * n for n in range(3, 15)], "adapter_slots": slots}
+    args = make_args(max_tokens_per_gpu=30, multi_lora=True)
+    lengths = [len(ids) for ids in data["tokens"]]
+    schedule = miles.build_dp_schedule(
+        args,
+        make_config(dp=2),
+        lengths,
+        global_batch_size=len(lengths),
+        rollout_indices=rollouts_of(sizes),
+    )
+    rows = [row for rank in rows_of(schedule) for row in rank]
+    assert sorted(i for row in rows for i in row) == [*range(12)]
+    assert all([slots[i] for i in row] == sorted(slots[i] for i in row) for row in rows)
+    assert any(len({slots[i] for i in row}) > 1 for row in rows)
+    assert len(schedule[2]) == 1
+
+
+def test_whether_several_adapters_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"adapter_slots": [0, 1], "rollout_ids": [0, 0]}
+    asked = []
+
+    def own(args: Any, data: Any, config: Any) -> bool:
+        asked.append((args.multi_lora, data["dynamic_global_batch_size"]))
+        return True
+
+    monkeypatch.setattr(miles.patching, "original", lambda name: own)
+    args = make_args(multi_lora=True)
+    assert miles.can_schedule_on_rollout_side(args, data, {})
+    assert asked == [(False, 1)]
+    assert args.multi_lora
+    monkeypatch.setattr(
+        miles.OPTIONS, "current", dataclasses.replace(miles.OPTIONS.current, share_prefixes=True)
+    )
+    with pytest.raises(ValueError, match="with multi-LoRA: its layers"):
+        miles.can_schedule_on_rollout_side(args, data, {})
 
 
 @settings(max_examples=30)

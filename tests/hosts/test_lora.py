@@ -23,14 +23,23 @@ from tests.dist.spawn import ROOT, checked_job
 from tests.documents import python_blocks
 from tests.hf_models import make_folder
 from tests.hosts.lora import packages
-from tests.hosts.lora.cases import ALPHA, CASES, RANK, RESUMED, SAVED, TRAINED
+from tests.hosts.lora.cases import (
+    ALPHA,
+    CASES,
+    NUM_ADAPTERS,
+    RANK,
+    RESUMED,
+    SAVED,
+    SEVERAL,
+    TRAINED,
+)
 from tests.marks import needs_te
 from tests.te_python import VERSION, te_folder
 from tools.hosting import sources
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps, needs_te]
 
-EXACT = [name for name in CASES if name not in TRAINED]
+EXACT = [name for name in CASES if name not in (*TRAINED, *SEVERAL)]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +84,20 @@ def test_gradients_and_logprobs_of_adapters_equal_peft(
     assert (result["num_pieces"] == 2) == ("pieces" in name)
     # One product per adapter's matrix and row; none of frozen layers.
     assert result["put_off_per_row"] == (1 if "split" in name else 0)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_gradients_of_each_of_several_adapters_equal_peft_with_it_alone(
+    name: str, results: dict[str, dict[str, Any]]
+) -> None:
+    result = results[name]
+    assert result["num_tensors"] >= 32 * NUM_ADAPTERS
+    assert result["gradient_error"] < 1e-5
+    assert result["worst_tensor_error"] < 3e-5, result["worst_tensor"]
+    assert (result["num_mixed"] == 0) == name.endswith("_one")
+    assert (result["num_wide"] > 0) == name.endswith("_wide")
+    assert (result["shared_tokens"] > 0) == name.endswith("_prefixes")
+    assert (result["num_pieces"] > 0) == name.endswith("_pieces")
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -157,13 +180,25 @@ def test_ddp_has_gradients_of_adapters_only(results: dict[str, dict[str, Any]]) 
     assert result["num_trained"] <= result["buffers"] < 1.1 * result["num_trained"]
 
 
-def test_the_loop_of_the_document_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("several", [False, True])
+def test_the_loop_of_the_document_runs(several: bool, tmp_path: Path) -> None:
     """As it says, by `megapack run --cpu` with Bridge and Transformer Engine's Python installed."""
     try:
         packages.install()
     except sources.NoSource as error:
         pytest.skip(str(error))
-    (block,) = python_blocks("docs/lora.md")
+    block, adapters = python_blocks("docs/lora.md")
+    if several:
+        block = re.sub(r"def adapt\(chunks\):\n(    .*\n)+", lambda _: adapters, block)
+        block = block.replace(
+            "max_tokens_per_gpu=64)", "max_tokens_per_gpu=64, adapter_ids=IDS * 4)"
+        )
+        one = "for module in [m for chunk in chunks for m in chunk.modules()]:\n"
+        one += (
+            "    if isinstance(module, LoRALinear):\n        module.adapter = module.adapter[1]\n"
+        )
+        block = block.replace("export_adapters(chunks", f"{one}export_adapters(chunks")
+        assert block.count("adapter_ids") == block.count("module.adapter[1]") == 1
     (tmp_path / "my_lora.py").write_text(block)
     make_folder(tmp_path / "models/Qwen3-0.6B", "qwen3")
     bridge = sources.installed(sources.release("megatron_bridge"))

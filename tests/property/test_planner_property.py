@@ -41,6 +41,7 @@ def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
         colocate_ids = (
             [f"{s} {r}" for s, r in zip(sets, rollout_ids, strict=True)] if keep else sets
         )
+    adapters = st.lists(st.integers(0, 2) | names, min_size=len(lengths), max_size=len(lengths))
     size = draw(st.integers(1, 5)) if budget is None else None
     steps = draw(st.sampled_from(["one", "size", "count"]))
     return lengths, {
@@ -56,6 +57,7 @@ def inputs(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
         "micro_batch_size": size,
         "rollout_ids": rollout_ids,
         "colocate_ids": colocate_ids,
+        "adapter_ids": draw(st.none() | adapters),
         "global_batch_size": draw(st.integers(1, 20)) if steps == "size" else None,
         "num_steps": draw(st.integers(1, 5)) if steps == "count" else None,
         "cost": strategies.cost(
@@ -98,6 +100,14 @@ def check(lengths: list[int], arguments: dict[str, Any]) -> None:
         cap = policy.max_live_tokens_per_gpu
         assert cap is None or simulation.peak_live_tokens <= cap
     replanned(plan, lengths, arguments)
+    if policy.adapters == "one" or plan.adapter_ids is None:
+        return
+    # Rows hold the same samples without adapters, in another order.
+    other = planned(lengths, {**arguments, "adapter_ids": None})
+    assert other is not None
+    for step, own in zip(plan.steps, other.steps, strict=True):
+        for rows, own_rows in zip(step.ranks, own.ranks, strict=True):
+            assert [sorted(mb.samples) for mb in rows] == [sorted(mb.samples) for mb in own_rows]
 
 
 @given(inputs())

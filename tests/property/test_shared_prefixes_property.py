@@ -68,6 +68,7 @@ def arguments(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, Any]]:
         "micro_batch_size": draw(st.integers(1, 5)) if budget is None else None,
         "rollout_ids": rollouts,
         "colocate_ids": sets,
+        "adapter_ids": draw(st.none() | st.lists(st.integers(0, 1), min_size=size, max_size=size)),
         "global_batch_size": draw(st.integers(1, 20)) if steps == "size" else None,
         "num_steps": draw(st.integers(1, 3)) if steps == "count" else None,
         "cost": strategies.cost(choose, per_token_sq=(0.0, 1e-3, 1.0), backward_ratio=(0.0, 2.0)),

@@ -231,6 +231,9 @@ def plan_dynamic(
         scale=scale if host == "slime" else scale / layout.tp,
     )
     settings["max_tokens_per_gpu"] = int(args.max_tokens_per_gpu)
+    slots = data.get("adapter_slots")
+    if slots is not None:
+        settings["adapter_ids"] = [slots[i] for i in rollouts.samples]
     if options.share_prefixes and token_ids is not None:
         plan = plan_families(
             [token_ids[i] for i in rollouts.samples],

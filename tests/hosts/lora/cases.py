@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from megapack.layout import Layout
 from megapack.policy import Policy
 
 RANK = 4
+NUM_ADAPTERS = 2
 ALPHA = 8
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -32,6 +34,8 @@ class LoraCase:
     """Whether Transformer Engine's layers are built to put off their weight gradients, which frozen
     ones need not."""
     distributed_optimizer: bool = False
+    several: bool = False
+    """Whether samples are of `NUM_ADAPTERS` adapters in turn."""
 
 
 _TP2_SP = Layout(tp=2, sequence_parallel=True)
@@ -61,6 +65,28 @@ CASES = {
     "dp2": LoraCase(layout=Layout(dp=2)),
     "dp2_sharded": LoraCase(layout=Layout(dp=2), distributed_optimizer=True),
 }
+_ONE = Policy(adapters="one")
+SEVERAL = {
+    "several": LoraCase(layout=Layout()),
+    "several_prefixes": LoraCase(layout=Layout(), shares_prefixes=True),
+    "several_recompute": LoraCase(layout=Layout(), keys=_FULL),
+    "several_recompute_mlp": LoraCase(layout=Layout(), keys=_MLP),
+    "several_dp2": LoraCase(layout=Layout(dp=2)),
+    "several_dp2_wide": LoraCase(
+        layout=Layout(dp=2), max_tokens=60, policy=Policy(context_parallel="dynamic")
+    ),
+    "several_cp2": LoraCase(layout=Layout(cp=2)),
+    "several_tp2": LoraCase(layout=Layout(tp=2)),
+    "several_tp2_sp": LoraCase(layout=_TP2_SP),
+    "several_pp2_vpp2_recompute": LoraCase(layout=Layout(pp=2, vpp=2), keys=_FULL),
+    "several_pp2_pieces": LoraCase(
+        layout=Layout(pp=2), max_tokens=64, policy=Policy(split_samples="auto"), keys=_FULL
+    ),
+    "several_pp2_split": LoraCase(layout=Layout(pp=2), policy=_SPLIT),
+    "several_dp2_one": LoraCase(layout=Layout(dp=2), policy=_ONE),
+}
+SEVERAL = {name: dataclasses.replace(case, several=True) for name, case in SEVERAL.items()}
+CASES |= SEVERAL
 TRAINED = ("dp2", "dp2_sharded")
 """Cases that are compared after steps of Adam."""
 SAVED, RESUMED = ("tp2", "pp2_vpp2")

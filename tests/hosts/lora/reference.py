@@ -10,7 +10,7 @@ gradient of Bridge's A is the sum of theirs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from tests import hf_models
 from tests.dist.hf.hf_cases import samples
 from tests.hosts.lora import packages
-from tests.hosts.lora.cases import ALPHA, RANK
+from tests.hosts.lora.cases import ALPHA, NUM_ADAPTERS, RANK
 
 _QUERIES = ("q_proj", "k_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj")
@@ -76,13 +76,44 @@ def write(folder: Path, family: str) -> None:
     torch.save(results, folder / f"{family}.pt")
     model.save_pretrained(folder / f"{family}_peft")
     if family == "qwen3":
+        torch.save(_several(model, tokens, responses, total), folder / "several.pt")
+    if family == "qwen3":
         model.base_model.model.model.layers[0].self_attn.k_proj.lora_A.default.weight.data.neg_()
         model.save_pretrained(folder / "other_peft")
 
 
-def _draw(model: Any) -> None:
+def _several(
+    model: Any, tokens: Sequence[Tensor], responses: Sequence[Tensor], total: int
+) -> dict[str, dict[str, Tensor]]:
+    """Weights and gradients of several adapters, each of which the model has alone, on its samples
+    only. In names stand their numbers: `linear_qkv.adapter.1.linear_in.weight`."""
+    found: dict[str, dict[str, Tensor]] = {"weights": {}, "gradients": {}}
+    for number in range(NUM_ADAPTERS):
+        _draw(model, seed=20 + number)
+        model.zero_grad()
+        for i, (ids_T, response) in enumerate(zip(tokens, responses, strict=True)):
+            if i % NUM_ADAPTERS == number:
+                log_p_TV = model(input_ids=ids_T[None].long()).logits[0].log_softmax(-1)
+                own_T = log_p_TV[:-1].gather(1, ids_T[1:, None].long())[:, 0]
+                (-own_T[-len(response) :].sum() / total).backward()
+        params = {
+            name.removeprefix("base_model.model.model."): param
+            for name, param in model.named_parameters()
+            if param.requires_grad
+        }
+        for what, values in found.items():
+            own = {
+                name: param.grad if what == "gradients" else param.detach().clone()
+                for name, param in params.items()
+            }
+            for name, value in _of_bridge(own, model.config, adds=what == "gradients"):
+                values[name.replace(".adapter.", f".adapter.{number}.")] = value.clone()
+    return found
+
+
+def _draw(model: Any, seed: int = 11) -> None:
     """Draw the adapters; those that Bridge fuses get one A."""
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(seed)
     first: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, param in model.named_parameters():

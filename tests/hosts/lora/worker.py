@@ -26,6 +26,7 @@ from megapack.job.gpt import build_model, initialize_parallel
 from megapack.job.gpt.optimizer import build_optimizer
 from megapack.job.hf import export_adapters, export_hf, load_adapters, load_hf_weights
 from megapack.loss import SFT
+from megapack.model.adapters import token_adapters
 from megapack.model.parameters import global_parameters
 from megapack.model.weight_gradients import WeightGradients
 from megapack.prefixes import SharedPrefixes
@@ -38,6 +39,7 @@ from tests.hosts.lora import packages
 from tests.hosts.lora.cases import (
     ALPHA,
     CASES,
+    NUM_ADAPTERS,
     RANK,
     RESUMED,
     SAVED,
@@ -54,7 +56,7 @@ def run_case(name: str, folder: Path, device: torch.device) -> dict[str, Any]:
     """
     case = CASES[name]
     source = folder / case.family
-    want = torch.load(folder / f"{case.family}.pt")
+    want = torch.load(folder / ("several.pt" if case.several else f"{case.family}.pt"))
     model = ModelConfig.from_hf(str(source), attention=case.attention, **case.keys)
     assert model.vocab_size is not None
     initialize_parallel(case.layout, seed=1)
@@ -63,6 +65,8 @@ def run_case(name: str, folder: Path, device: torch.device) -> dict[str, Any]:
     def adapt(chunks: list[Any]) -> None:
         load_hf_weights(chunks, source, device=device)
         lora(chunks)
+        if case.several:
+            add_adapters(chunks, lora)
         with torch.no_grad():
             for key, param in adapters(chunks):
                 param.copy_(own_part(key, want["weights"][key]))
@@ -87,8 +91,19 @@ def run_case(name: str, folder: Path, device: torch.device) -> dict[str, Any]:
         "layout": case.layout,
         "max_tokens_per_gpu": case.max_tokens,
         "prefixes": prefixes,
+        "adapter_ids": [i % NUM_ADAPTERS for i in range(len(prompts))] if case.several else None,
     }
     plan = build_dp_schedule(batch.lengths, **options, policy=case.policy)
+    if case.several:
+        adapter.step(plan, batch, objective=SFT())
+        rows = [[i % NUM_ADAPTERS for i in row.samples] for row in plan.microbatches]
+        return {
+            **gradient_errors(chunks, want["gradients"]),
+            "num_mixed": sum(len(set(own)) > 1 for own in rows),
+            "num_wide": sum(row.width > 1 for row in plan.microbatches),
+            "shared_tokens": sum(row.shared_tokens for row in plan.microbatches),
+            "num_pieces": sum(len(row.pieces) for row in plan.microbatches),
+        }
     if name in TRAINED:
         return train(chunks, lambda: adapter.step(plan, batch, objective=SFT()), case)
     forward = build_dp_schedule(batch.lengths, **options, forward_only=True)
@@ -125,6 +140,32 @@ def run_case(name: str, folder: Path, device: torch.device) -> dict[str, Any]:
         # Each tensor is the weight of one linear layer.
         "put_off_per_row": sum(put_off) / num_tensors / len(plan.steps[0].ranks[adapter.dp_rank]),
     }
+
+
+class Adapters(torch.nn.ModuleList):
+    """Several adapters of one layer; each token's output is that of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As one adapter's."""
+        outputs = [own(x) for own in self]
+        numbers_T = token_adapters(range(NUM_ADAPTERS))
+        num_slices = len(numbers_T) // len(outputs[0])
+        if num_slices > 1:
+            # Sequence parallelism: this rank's part.
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            numbers_T = numbers_T.chunk(num_slices)[rank]
+        masked = (own * (numbers_T == k)[:, None, None] for k, own in enumerate(outputs))
+        return torch.stack([*masked]).sum(0)
+
+
+def add_adapters(chunks: list[Any], lora: Any) -> None:
+    """Let each layer with an adapter have several."""
+    for chunk in chunks:
+        for path, module in list(chunk.named_modules()):
+            if type(module).__name__ == "LoRALinear":
+                prefix, _, name = path.rpartition(".")
+                others = [lora.transform(module.to_wrap, name, prefix) for _ in range(NUM_ADAPTERS)]
+                module.adapter = Adapters(other.adapter for other in others)
 
 
 def loads(chunks: list[Any], folder: Path, like: Path, device: torch.device) -> bool:

@@ -305,6 +305,10 @@ class Runs:
         self._te = te
         self._done: dict[tuple[str, str, str], list[Report]] = {}
 
+    def folder(self, *run: str) -> Path:
+        """Where a run has written."""
+        return self._folder / str([*self._done].index(run))  # type: ignore[arg-type]
+
     def __call__(self, layout: str, patches: str = "", case: str | None = None) -> list[Report]:
         """The reports of all ranks.
 

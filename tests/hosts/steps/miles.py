@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.hosts.steps import images, job, rollout_hosts
+from tests.hosts.steps import adapters, images, job, rollout_hosts
+from tests.hosts.steps.adapters import NUM_SLOTS
+
+# Samples of an adapter's step, and the adapters whose step is complete; the others' gradients stay.
+BATCH_SIZE = 8
+STEPPED = (0, 2)
 
 
 def main() -> None:
@@ -19,6 +24,10 @@ def make_image_model(args: Any, config: Any, **place: Any) -> Any:
 
 def make_lora(args: Any) -> Any:
     """miles' LoRA of its arguments."""
+    if args.multi_lora:
+        from miles.backends.megatron_utils.multi_lora_utils import create_multi_lora_instance
+
+        return create_multi_lora_instance(args)
     from miles.backends.megatron_utils.lora_utils import create_lora_instance
 
     return create_lora_instance(args)
@@ -30,7 +39,16 @@ def split_rollout(arguments: job.Arguments, args: Any) -> tuple[list[Any], list[
     from miles.utils.types import Sample
 
     samples = rollout_hosts.make_samples(Sample, arguments)
-    data = train_data_conversion.convert_samples_to_train_data(args, samples, {}, None, None)
+    metadata: dict[str, Any] = {}
+    if args.multi_lora:
+        from miles.utils.types import AdapterRef
+
+        for sample in samples:
+            slot = (sample.group_index * 2 + sample.index % 2) % NUM_SLOTS
+            sample.adapter = AdapterRef(name=f"adapter {slot}", slot=slot)
+            sample.metadata = {"adapter_global_batch_size": BATCH_SIZE}
+        metadata = {"dynamic_global_batch_size": len(samples), "step_slots": [*STEPPED]}
+    data = train_data_conversion.convert_samples_to_train_data(args, samples, metadata, None, None)
     config = rollout_hosts.parallel_config(arguments)
     return samples, train_data_conversion.split_train_data_by_dp(args, data, config)
 
@@ -58,9 +76,44 @@ def make_actor(args: Any, chunks: list[Any]) -> Any:
     actor = MegatronTrainRayActor.__new__(MegatronTrainRayActor)
     actor.args = args
     actor.model = chunks
-    actor.optimizer = rollout_hosts.make_optimizer(chunks)
+    actor.optimizer = (make_slots if args.multi_lora else make_optimizer)(args, chunks)
     actor.opt_param_scheduler = model.get_optimizer_param_scheduler(args, actor.optimizer)
     return actor
+
+
+def make_optimizer(args: Any, chunks: list[Any]) -> Any:
+    """Megatron's Adam."""
+    return rollout_hosts.make_optimizer(chunks)
+
+
+def make_slots(args: Any, chunks: list[Any]) -> Any:
+    """miles' optimizers of several adapters, with the schedule of each."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+    from miles.backends.megatron_utils import multi_lora_optimizer, multi_lora_scheduler
+
+    # Its name in the Megatron-Core that miles pins. Bridge's layers want a newer one.
+    MegatronOptimizer.get_main_grads_for_grad_norm = MegatronOptimizer.get_grads_for_grad_norm
+    adapters.init_slots(chunks)
+    rate = rollout_hosts.LEARNING_RATE
+    config = OptimizerConfig(
+        optimizer="adam", lr=rate, min_lr=rate, weight_decay=0.0, clip_grad=args.clip_grad
+    )
+    optimizer = multi_lora_optimizer.build_multi_lora_optimizer(args, config, chunks)
+    for slot in range(NUM_SLOTS):
+        settings = SimpleNamespace(adapter_global_batch_size=BATCH_SIZE, num_step=None)
+        adapter = SimpleNamespace(slot=slot, config=settings)
+        multi_lora_scheduler.install_slot_scheduler(args, optimizer, adapter, 0)
+    step = multi_lora_optimizer.step_adapter_slots
+
+    def kept(*own: Any, **options: Any) -> Any:
+        adapters.keep_gradients(chunks, args.folder / f"gradients{dist.get_rank()}.pt")
+        return step(*own, **options)
+
+    multi_lora_optimizer.step_adapter_slots = kept
+    return optimizer
 
 
 def train(report: job.Report, actor: Any, refs: list[Any], *, num_samples: int) -> None:
@@ -71,6 +124,7 @@ def train(report: job.Report, actor: Any, refs: list[Any], *, num_samples: int) 
     from miles.backends.training_utils.loss import compute_advantages_and_returns
 
     rollout_data, _ = data.get_rollout_data(actor.args, refs)
+    report.more["planned"] = "micro_batch_indices" in rollout_data
     iterators, counts = data.get_data_iterator(actor.args, actor.model, rollout_data)
     rollouts = data.get_num_rollouts(actor.args, rollout_data, len(counts))
     logged: list[dict[str, Any]] = []

@@ -40,7 +40,8 @@ def one_sample_step(
         penalty_R = entropy_coef * entropy_R
         (weight * mask_R * (-reward * logprobs_R - penalty_R)).sum().backward()
         total += float((weight * mask_R * (-reward - penalty_R.detach())).sum())
-    squares = (param.main_grad.double().square().sum() for param in chunk.parameters())
+    trained = (param for param in chunk.parameters() if param.requires_grad)
+    squares = (param.main_grad.double().square().sum() for param in trained)
     return total, float(sum(squares)) ** 0.5
 
 

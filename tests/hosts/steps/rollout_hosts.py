@@ -15,6 +15,7 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     experts     the model has experts with a balancing loss, and only that loss trains
     mamba       the model has Mamba-2 layers
     lora        the model has adapters, which miles makes
+    slots       with lora: three adapters, and each sample is of one (miles)
     nooverlap   overlap_p2p_comm=False, which Megatron-LM's arguments refuse with pp2 x vpp2
     images      samples with pixels and grids, and the host's own model with its tower
     odd         with images: samples of odd numbers of tokens, too
@@ -83,7 +84,9 @@ def start(host: str) -> Arguments:
 
     patching.apply(*arguments.patches)
     launch.start("cpu")
-    if "lora" in words(arguments):
+    if "slots" in words(arguments):
+        adapters.import_multi_lora()
+    elif "lora" in words(arguments):
         adapters.import_bridge()
     # Behind the installed Megatron-Core: from the source tree only `megatron.training` is taken.
     sys.path.append(str(source("megatron_lm")))
@@ -132,7 +135,9 @@ def run(
         chunks = build_host_chunks(arguments, adapt if "lora" in words(arguments) else None)
     actor = make_actor(args, chunks)
     samples, refs = split_rollout(arguments, args)
-    if "reference" in words(arguments):
+    if {"reference", "slots"} <= words(arguments):
+        slots_reference(arguments, args, chunks, samples, refs[0].inner)
+    elif "reference" in words(arguments):
         note_reference(report, args, chunks, samples, refs[0].inner, words(arguments))
     adapters.watch(report, actor.optimizer, chunks)
     if "images" in words(arguments):
@@ -188,7 +193,11 @@ def host_arguments(arguments: Arguments) -> HostArguments:
         micro_batch_size=1,
         max_tokens_per_gpu=budget // 2 if "narrow" in case else budget,
         use_dynamic_batch_size=True,
-        use_dynamic_global_batch_size=False,
+        use_dynamic_global_batch_size="slots" in case,
+        multi_lora="slots" in case,
+        multi_lora_n_adapters=adapters.NUM_SLOTS,
+        folder=arguments.folder,
+        clip_grad=1.0,
         balance_data=False,
         balance_by_flops=False,
         global_batch_size=_rollouts_per_step(case),
@@ -206,7 +215,7 @@ def host_arguments(arguments: Arguments) -> HostArguments:
         grpo_std_normalization=True,
         calculate_per_token_loss="tokens" in case,
         check_for_nan_in_loss_and_grad=True,
-        lora_rank=adapters.RANK if "lora" in case else 0,
+        lora_rank=_lora_rank(case),
         lora_alpha=adapters.ALPHA,
         lora_dropout=0.0,
         lora_type="lora",
@@ -217,6 +226,12 @@ def host_arguments(arguments: Arguments) -> HostArguments:
         **_loss(case),
         **_learning_rates(),
     )
+
+
+def _lora_rank(case: set[str]) -> int:
+    if "slots" in case:
+        return adapters.SLOT_RANK
+    return adapters.RANK if "lora" in case else 0
 
 
 def _rollouts_per_step(case: set[str]) -> int:
@@ -532,6 +547,43 @@ def note_reference(
     num_tokens = sum(sum(sample.loss_mask) for sample in first)
     num_removed = sum(sample.remove_sample for sample in first)
     report.more["removed_share"] = num_tokens / (num_tokens + num_removed)
+
+
+def slots_reference(
+    arguments: Arguments, args: Any, chunks: Sequence[Any], samples: Sequence[Any], part: Any
+) -> None:
+    """Write the gradients of one sample at a time, each with its adapter alone.
+
+    The host adds up samples' gradients with weight 1, whatever their number.
+    """
+    import torch
+    from megatron.bridge.peft.multi_lora_layers import set_tokens_per_adapter_slot
+
+    from tests.hosts.steps.one_sample import one_sample_step
+
+    slots = iter([sample.adapter.slot for sample in samples])
+
+    def tell(chunk: Any, inputs: Any, kwargs: Any) -> None:
+        counts = torch.zeros(adapters.NUM_SLOTS, dtype=torch.int32)
+        counts[next(slots)] = kwargs["input_ids"].numel()
+        set_tokens_per_adapter_slot(list(chunks), counts)
+
+    hook = chunks[0].register_forward_pre_hook(tell, with_kwargs=True)
+    rewards = dict(zip(part["sample_indices"], part["rewards"], strict=True))
+    one_sample_step(
+        chunks[0],
+        samples,
+        [float(rewards[sample.index]) for sample in samples],
+        per_token=False,
+        entropy_coef=args.entropy_coef,
+    )
+    hook.remove()
+    num_rollouts = len({sample.rollout_id for sample in samples})
+    for param in (param for chunk in chunks for param in chunk.parameters()):
+        if param.requires_grad:
+            param.main_grad *= num_rollouts
+    adapters.keep_gradients(chunks, arguments.folder / "reference.pt")
+    chunks[0].zero_grad_buffer()
 
 
 def note_result(report: Report, chunks: Sequence[Any], logged: Sequence[dict[str, Any]]) -> None:

@@ -43,7 +43,8 @@ def board_of(tokens: np.ndarray, capacity: int, dp: int = DP, count: int = COUNT
     fine = np.where(width > 1, 2 * width, 1)[:, None]
     aligned = -(-tokens // fine) * fine
     ones = np.ones(tokens.size, dtype=np.int64)
-    return empty_board(cost, aligned, aligned * aligned, ones, -ones, (dp, count))
+    each = aligned, aligned * aligned, ones, -ones, 0 * ones
+    return empty_board(cost, *each, (dp, count))
 
 
 def place_by_looking(board: Board, goals: Goals, item: int, level: int) -> float:
