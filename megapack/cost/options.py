@@ -228,6 +228,9 @@ class ModelOptions:
     """Experts per token. No token is dropped."""
     moe_ffn_hidden_size: int | None = None
     """Width inside an expert; null = ffn_hidden_size."""
+    moe_latent_size: int | None = None
+    """Width at which experts get and give a token, between projections from and to hidden_size
+    (Nemotron-3 Super); null = hidden_size. The router and the shared expert keep that."""
     moe_shared_ffn_hidden_size: int | None = None
     """Width inside the shared expert; null = none."""
     moe_shared_gate: bool = False
@@ -421,6 +424,11 @@ class ModelOptions:
     def expert_width(self) -> int:
         """Width inside an expert."""
         return self.moe_ffn_hidden_size or self.dense_width
+
+    @property
+    def routed_width(self) -> int:
+        """Channels of a token as experts get and give it."""
+        return self.moe_latent_size or self.hidden_size
 
     @property
     def num_ids(self) -> int:

@@ -139,7 +139,11 @@ def nemotron_sizes(reader: Reader) -> Values:
     if "E" in pattern:
         reader.require("n_shared_experts", 1)
         shared = reader.count("moe_shared_expert_intermediate_size", 1)
-        values |= {**experts.sigmoid_experts(reader), "moe_shared_ffn_hidden_size": shared}
+        values |= {
+            **experts.sigmoid_experts(reader),
+            "moe_shared_ffn_hidden_size": shared,
+            "moe_latent_size": reader.optional_count("moe_latent_size", None),
+        }
     return values
 
 
