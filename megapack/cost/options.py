@@ -229,8 +229,7 @@ class ModelOptions:
     moe_ffn_hidden_size: int | None = None
     """Width inside an expert; null = ffn_hidden_size."""
     moe_latent_size: int | None = None
-    """Width at which experts get and give a token, between projections from and to hidden_size
-    (Nemotron-3 Super); null = hidden_size. The router and the shared expert keep that."""
+    """Width of tokens at experts, between two projections (Nemotron-3 Super); null = hidden_size."""
     moe_shared_ffn_hidden_size: int | None = None
     """Width inside the shared expert; null = none."""
     moe_shared_gate: bool = False
