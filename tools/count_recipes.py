@@ -2,11 +2,12 @@
 
     python tools/count_recipes.py FOLDER ...
 
-FOLDER is a framework's source tree. A recipe is a script, a YAML or a Python file in a folder named scripts,
-examples or recipes. Its model is that of its path, else the one that most of its lines that set a
-model name; the first pattern of `KINDS` that matches decides. Whether it trains on images, audio or
-video is read from its path and its lines without comments. Whether megapack loads a model is what
-it says of its `model_type`, so a member of a family that has a key of its own may be refused.
+FOLDER is a framework's source tree. A recipe is a script, a YAML or a Python file in a folder named
+scripts, examples or recipes. Its model is that of its path, else the one that most of its lines
+that set a model name; the first pattern of `KINDS` that matches decides. Whether it trains on
+images, audio or video is read from its path and its lines without comments. Whether megapack loads
+a model is what it says of its `model_type`, so a member of a family that has a key of its own may
+be refused.
 """
 
 from __future__ import annotations
@@ -134,9 +135,9 @@ def main() -> int:
     path = write(
         "model_recipes",
         "Recipe files of frameworks by model",
-        "Recipe files by the model that their path names, else their lines; by their lines, too, those "
-        "with images, audio or video. A file without either is not counted, and a member of a row can "
-        "have a key that is refused. No recipe was run.",
+        "Recipe files by the model that their path names, else their lines; by their lines, too, "
+        "those with images, audio or video. A file without either is not counted, and a member of "
+        "a row can have a key that is refused. No recipe was run.",
         [
             f"{counts.total()} files, of which {loaded} are of models that load.",
             "",

@@ -229,7 +229,7 @@ class ModelOptions:
     moe_ffn_hidden_size: int | None = None
     """Width inside an expert; null = ffn_hidden_size."""
     moe_latent_size: int | None = None
-    """Width of tokens at experts, between two projections (Nemotron-3 Super); null = hidden_size."""
+    """Width of tokens at experts, by projections (Nemotron-3 Super); null = hidden_size."""
     moe_shared_ffn_hidden_size: int | None = None
     """Width inside the shared expert; null = none."""
     moe_shared_gate: bool = False

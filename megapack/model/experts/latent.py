@@ -1,4 +1,4 @@
-"""Experts that get and give tokens at a latent width (Nemotron-3 Super), with Megatron's local layers.
+"""Experts at a latent width (Nemotron-3 Super), with Megatron's local layers.
 
     x -> down -> all-to-all -> experts -> all-to-all -> up -+-> the layer's output
     x -> shared expert -------------------------------------+

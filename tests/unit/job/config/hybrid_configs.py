@@ -193,8 +193,7 @@ _SUPER = {
     **HYBRID["nemotron_h"],
     "hidden_size": 4096,
     "hybrid_override_pattern": (
-        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
-        "EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
     ),
     "intermediate_size": 2688,
     "mamba_num_heads": 128,
