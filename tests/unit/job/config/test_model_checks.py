@@ -57,6 +57,12 @@ TP2 = Layout(tp=2, sequence_parallel=True)
             {**EXPERTS, "moe_norm_top_k": False, "moe_score_function": "sigmoid"},
             "moe_norm_top_k=false needs model.moe_score_function=softmax",
         ),
+        ({"moe_latent_size": 8}, "moe_latent_size=8 needs model.num_experts; set it"),
+        ({**EXPERTS, "moe_latent_size": 0}, "moe_latent_size=0; set an integer of at least 1"),
+        (
+            {**EXPERTS, "moe_latent_size": 8, "linear_bias": True},
+            "linear_bias=true does not run with moe_latent_size=8",
+        ),
         ({**EXPERTS, "moe_num_groups": 3, "moe_group_top_k": 2}, "set a divisor of 16"),
         ({**EXPERTS, "moe_num_groups": 4, "moe_group_top_k": 3}, "not a multiple of"),
         ({**EXPERTS, "moe_num_groups": 8, "moe_group_top_k": 1}, "of at most 2"),
