@@ -11,7 +11,6 @@ of dense layers, and tensor-parallel ranks sum them under sequence parallelism.
 
 from __future__ import annotations
 
-import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,9 +27,8 @@ def whole_projections(kernel: Kernel) -> AbstractContextManager[None]:
     Args:
         kernel: with "te" they keep Transformer Engine's.
     """
-    if kernel == "te":
-        return contextlib.nullcontext()
-    return replaced(moe_layer, HAVE_TE=True, TELinear=_projection)
+    own = {} if kernel == "te" else {"HAVE_TE": True, "TELinear": _projection}
+    return replaced(moe_layer, **own)
 
 
 def _projection(in_features: int, out_features: int, *, config: Any, **_: Any) -> WholeLinear:
