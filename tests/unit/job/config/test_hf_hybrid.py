@@ -73,7 +73,7 @@ def test_nemotron_super_and_ultra(name: str, tmp_path: Path) -> None:
     assert model.mtp_pattern == "*E"
     keys = {**keys, "mtp_layers_block_type": ["full_attention", "moe"]}
     assert ModelConfig.from_hf(folder(tmp_path, keys), mtp_num_layers=1) == model
-    with pytest.raises(ConfigError, match="mtp_layers_block_type=.*moe.* trains"):
+    with pytest.raises(ConfigError, match=r"mtp_layers_block_type=.*moe.* trains"):
         read_hf_config(folder(tmp_path, {**keys, "mtp_layers_block_type": ["mamba", "moe"]}))
     # Without experts their width has no effect.
     dense = {**keys, "layers_block_type": ["mamba", "mlp"], "num_hidden_layers": 2}
@@ -152,7 +152,7 @@ def test_rotary_keys_of_transformers_4_and_5(name: str, tmp_path: Path) -> None:
         ("nemotron_h", {"layer_norm_epsilon": 1e-6}, "inside a Mamba layer has 1e-05 only"),
         ("nemotron_h", {"conv_kernel": 3}, "conv_kernel=3"),
         ("nemotron_h", {"moe_latent_size": 0}, "moe_latent_size=0; expected a whole number"),
-        ("nemotron_h", {"mtp_hybrid_override_pattern": "*-"}, "pattern=\"*-\"; megapack trains"),
+        ("nemotron_h", {"mtp_hybrid_override_pattern": "*-"}, 'pattern="*-"; megapack trains'),
         ("nemotron_h", {"attention_head_dim": 64}, "attention_head_dim=64"),
     ],
 )
